@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moe_ext.pipeline.table import MESSAGES, UPDATE, Action, ActionTable
 
@@ -35,7 +35,8 @@ class Costs:
             there are no exchanges.
         update: of the weights, in tables that have them.
         slices: a factor for each slice of a micro-batch, where slices differ.
-        transfer: of each exchange between the ranks of a stage, one after the other.
+        transfer: of each exchange between the ranks of a stage, one after the other; a number, or
+            one for each kind of action or for one of a stage, named as in `exchanges`.
         exchanges: of each kind of action, or of one of a stage ("F", "0W"), (begin, end) of its
             exchanges as shares of the action's own time: where one is sent, and where the action
             waits for it. Parts of an overlap run in turn, the forward pass first: one waits while
@@ -53,7 +54,7 @@ class Costs:
     overlap: float = 1.0
     update: PerStage = 0.0
     slices: Sequence[float] = ()
-    transfer: float = 0.0
+    transfer: float | Mapping[str, float] = 0.0
     exchanges: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
     ahead: Mapping[str, float] = field(default_factory=dict)
 
@@ -88,21 +89,42 @@ class Costs:
 
     def course(self, action: Action, clock: Clock, *, until: float = 1.0) -> Iterator[float]:
         """Runs an action by a clock; yields, where it passes the turn on, when it can go on."""
-        marks = sorted(
-            (share, is_end, i)
-            for i, exchange in enumerate(self._exchanges(action))
-            for is_end, share in enumerate(exchange)
-            if share <= until
-        )
-        own, done, arrivals = self._own(action), 0.0, dict[int, float]()
-        for share, is_end, i in marks:
-            clock.now += own * (share - done)
-            done = share
-            if not is_end:
-                arrivals[i] = clock.link = max(clock.now, clock.link) + self.transfer
+        marks, rest = self._marks(action, until)
+        arrivals, transfer = dict[int, float](), self._transfer(action)
+        for work, is_end, i in marks:
+            clock.now += work
             if is_end:
                 yield arrivals[i]
-        clock.now += own * (until - done)
+            else:
+                arrivals[i] = clock.link = max(clock.now, clock.link) + transfer
+        clock.now += rest
+
+    @cached_property
+    def _known_marks(self) -> dict[tuple[Any, ...], tuple[list[tuple[float, int, int]], float]]:
+        return {}
+
+    def _marks(self, action: Action, until: float) -> tuple[list[tuple[float, int, int]], float]:
+        """The work in front of each begin and end of an exchange, and behind the last one."""
+        key = action.kind, action.stage, action.slice, until
+        if key not in self._known_marks:
+            shares = sorted(
+                (share, is_end, i)
+                for i, exchange in enumerate(self._exchanges(action))
+                for is_end, share in enumerate(exchange)
+                if share <= until
+            )
+            own, done, marks = self._own(action), 0.0, []
+            for share, is_end, i in shares:
+                marks.append((own * (share - done), is_end, i))
+                done = share
+            self._known_marks[key] = marks, own * (until - done)
+        return self._known_marks[key]
+
+    def _transfer(self, action: Action) -> float:
+        if not isinstance(self.transfer, Mapping):
+            return self.transfer
+        of_kind = self.transfer.get(action.kind, 0.0)
+        return self.transfer.get(f"{action.stage}{action.kind}", of_kind)
 
     def _exchanges(self, action: Action) -> Sequence[tuple[float, float]]:
         of_kind = self.exchanges.get(action.kind, ())

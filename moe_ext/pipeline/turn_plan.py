@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from moe_ext._checks import check_sizes
@@ -59,7 +60,7 @@ class TurnPlan:
 
 @dataclass
 class _Lane:
-    action: Action
+    number: int
     course: Iterator[float]
     ready: float
     given: float
@@ -67,17 +68,41 @@ class _Lane:
 
 @dataclass
 class _Rank:
-    left: list[Action]
+    left: list[int]
     most_held: int
     lanes: list[_Lane | None]
+    # Time of the actions that have not begun, without their exchanges.
+    due: float
     clock: Clock = field(default_factory=Clock)
     turn: int = 0
     held: int = 0
+    # Waits for other ranks, with nothing underway.
+    is_blocked: bool = False
     starts: list[Start] = field(default_factory=list)
 
-    @property
-    def underway(self) -> tuple[Action, ...]:
-        return tuple(lane.action for lane in self.lanes if lane is not None)
+
+class _Work(NamedTuple):
+    """What `_Plan` asks of an action, found once for all rules. Actions are numbers here.
+
+    Attributes:
+        action: itself.
+        line: kind, I as B, and stage.
+        forward: its own forward pass, which it needs to begin; None of one.
+        source: what gives its input, before it ends; None where that is of the batch.
+        hop: time that the input travels.
+        own: time that it computes.
+        lead: time from its beginning to its wait for the input.
+        for_ranks: that wait for what it gives.
+    """
+
+    action: Action
+    line: tuple[str, int]
+    forward: int | None
+    source: int | None
+    hop: float
+    own: float
+    lead: float
+    for_ranks: tuple[int, ...]
 
 
 def plan_turns(
@@ -119,7 +144,13 @@ def plan_turns(
             )
     table = ActionTable(rows)
     check_table(table)
-    tried = [_Plan(table, costs, lanes, max_in_flight, rule) for rule in _RULES]
+    rows_of, work = _works(table, costs)
+    held = [each + 1 if max_in_flight is None else max_in_flight for each in in_flight(table)]
+    tried, least = list[_Plan](), math.inf
+    for rule in _RULES:
+        tried.append(_Plan(rows_of, work, costs, lanes, held, rule, least))
+        if not tried[-1].left:
+            least = min(least, tried[-1].makespan)
     found = min(tried, key=lambda plan: (len(plan.left), plan.makespan))
     if left := found.left:
         raise ValueError(
@@ -130,33 +161,70 @@ def plan_turns(
     return TurnPlan(table, lanes, starts, found.makespan)
 
 
+def _works(table: ActionTable, costs: Costs) -> tuple[list[list[int]], list[_Work]]:
+    """The numbers of the actions of each rank, and what is known of each."""
+    every = [action for row in table.rows for action in row]
+    number = {_as_whole(action): i for i, action in enumerate(every)}
+    plain = replace(costs, exchanges={})
+    times: dict[tuple[str, int], tuple[float, float]] = {}
+    found, waiting = [], [set[int]() for _ in every]
+    for action in every:
+        forward, source = None, table.source(action)
+        if action.kind == "W":
+            source = action._replace(kind="B")
+        if action.kind != "F":
+            forward = number[action._replace(kind="F")]
+        from_number = None if source is None else number[source]
+        if from_number is not None:
+            waiting[from_number].add(table.rank(action))
+        hop = 0.0 if table.receive(action) is None else costs.hop
+        if (action.kind, action.stage) not in times:
+            times[action.kind, action.stage] = plain.of(action), costs.lead(action)
+        line = action.kind.replace("I", "B"), action.stage
+        own = times[action.kind, action.stage]
+        found.append(_Work(action, line, forward, from_number, hop, *own, ()))
+    work = [w._replace(for_ranks=tuple(r)) for w, r in zip(found, waiting, strict=True)]
+    numbers = iter(range(len(every)))
+    return [[next(numbers) for _ in row] for row in table.rows], work
+
+
 class _Plan:
-    """Runs all ranks by their clocks; always that whose clock is behind the others'."""
+    """Runs all ranks by their clocks; always that whose clock is behind the others'.
+
+    It ends early, with actions left, where it takes longer than `least`, the best plan so far.
+    """
 
     def __init__(
         self,
-        table: ActionTable,
+        rows: list[list[int]],
+        work: list[_Work],
         costs: Costs,
         lanes: int,
-        max_in_flight: int | None,
+        most_held: list[int],
         rule: _Rule,
+        least: float,
     ) -> None:
-        self._table, self._costs, self._done = table, costs, dict[Action, float]()
-        self._rule = rule
-        held = in_flight(table)
+        self._work, self._costs, self._rule = work, costs, rule
+        self._done: list[float | None] = [None] * len(work)
         self.ranks = [
-            _Rank(
-                list(row), held[i] + 1 if max_in_flight is None else max_in_flight, [None] * lanes
-            )
-            for i, row in enumerate(table.rows)
+            _Rank(list(row), most, [None] * lanes, sum(work[number].own for number in row))
+            for row, most in zip(rows, most_held, strict=True)
         ]
-        while any(self._step(rank) for rank in sorted(self.ranks, key=lambda r: r.clock.now)):
-            pass
+        # But for rounding.
+        least *= 1 + 1e-9
+        while True:
+            free = [rank for rank in self.ranks if not rank.is_blocked]
+            if not free:
+                break
+            rank = min(free, key=lambda r: r.clock.now)
+            rank.is_blocked = not self._step(rank)
+            if rank.clock.now + rank.due > least:
+                break
 
     @property
     def left(self) -> list[Action]:
         """Actions that wait for ever."""
-        return [action for rank in self.ranks for action in rank.left]
+        return [self._work[number].action for rank in self.ranks for number in rank.left]
 
     @property
     def makespan(self) -> float:
@@ -175,57 +243,56 @@ class _Plan:
                 lane.ready = next(lane.course)
                 rank.turn += 1
             except StopIteration:
+                work = self._work[lane.number]
                 rank.lanes[place] = None
-                rank.held -= lane.action.kind in ("B", "W")
-                self._done[_as_whole(lane.action)] = max(rank.clock.now, lane.given)
+                rank.held -= work.action.kind in ("B", "W")
+                self._done[lane.number] = max(rank.clock.now, lane.given)
+                for other in work.for_ranks:
+                    self.ranks[other].is_blocked = False
             return True
         return False
 
     def _begin(self, rank: _Rank, place: int) -> _Lane | None:
         """The next action, in a free lane; the clock waits where no other one is underway."""
-        underway, seen, found = rank.underway, set[tuple[str, int]](), None
-        rule, kinds = self._rule, {action.kind.replace("I", "B") for action in rank.underway}
-        for i, action in enumerate(rank.left[: rule.ahead]):
-            kind = action.kind.replace("I", "B")
-            line = kind, action.stage if rule.by_stage else 0
-            has_room = kind != "F" or rank.held < rank.most_held
-            given = self._given(action) if line not in seen and has_room else None
+        underway = [lane.number for lane in rank.lanes if lane is not None]
+        seen, found = set[tuple[str, int]](), None
+        rule, kinds = self._rule, {self._work[number].line[0] for number in underway}
+        for i, number in enumerate(rank.left[: rule.ahead]):
+            work = self._work[number]
+            kind, stage = work.line
+            line = kind, stage if rule.by_stage else 0
+            if line in seen:
+                continue
             seen.add(line)
-            ready = None if given is None else self._ready(action, given)
-            if (
-                given is not None
-                and ready is not None
-                and (ready <= rank.clock.now or not underway)
-            ):
+            if kind == "F" and rank.held >= rank.most_held:
+                continue
+            given = 0.0
+            if work.source is not None:
+                ended = self._done[work.source]
+                if ended is None:
+                    continue
+                given = ended + work.hop
+            own = 0.0 if work.forward is None else self._done[work.forward]
+            if own is None:
+                continue
+            ready = max(own, given - work.lead)
+            if ready <= rank.clock.now or not underway:
                 is_late = (rule.mixed and kind in kinds) or (rule.weights_last and kind == "W")
                 now = max(ready, rank.clock.now), is_late, i, given
                 found = now if found is None else min(found, now)
         if found is None:
             return None
         ready, _, i, given = found
-        action = rank.left.pop(i)
+        number = rank.left.pop(i)
+        action = self._work[number].action
         rank.clock.now = max(rank.clock.now, ready)
         rank.held += action.kind == "F"
-        rank.starts.append(Start(action, underway))
-        lane = _Lane(action, self._costs.course(action, rank.clock), rank.clock.now, given)
+        rank.due -= self._work[number].own
+        beside = tuple(self._work[each].action for each in underway)
+        rank.starts.append(Start(action, beside))
+        lane = _Lane(number, self._costs.course(action, rank.clock), rank.clock.now, given)
         rank.lanes[place] = lane
         return lane
-
-    def _given(self, action: Action) -> float | None:
-        """When what other stages, or I, give an action is there; None where that is not known."""
-        if action.kind == "W":
-            return self._done.get(action._replace(kind="B"))
-        source = self._table.source(action)
-        if source is None:
-            return 0.0
-        ended = self._done.get(source)
-        hop = 0.0 if self._table.receive(action) is None else self._costs.hop
-        return None if ended is None else ended + hop
-
-    def _ready(self, action: Action, given: float) -> float | None:
-        """When an action can begin; None where its forward pass has not ended."""
-        own = 0.0 if action.kind == "F" else self._done.get(action._replace(kind="F"))
-        return None if own is None else max(own, given - self._costs.lead(action))
 
 
 def _as_whole(action: Action) -> Action:

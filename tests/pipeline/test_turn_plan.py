@@ -175,3 +175,16 @@ def test_refuses_what_it_cannot_plan():
         plan_turns(make_table("pipedream", 2, 4), Costs())
     with pytest.raises(ValueError, match="check_table: expected table to have 0I0"):
         plan_turns(ActionTable([[Action(0, "F", 0)]]), Costs())
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved"])
+def test_transfers_of_kinds_and_stages(name):
+    table, given = make_table(name, 2, 8), costs(0.25)
+    of_stages = {f"{stage}B": 0.25 for stage in range(table.num_stages)}
+    each = replace(given, transfer={"F": 0.25, "I": 0.25, "B": 9.0, **of_stages})
+    assert plan_turns(table, each) == plan_turns(table, given)
+    assert simulate(table, each) == simulate(table, given)
+    # A kind that is not named takes no time.
+    forward = replace(given, transfer={"F": 0.25})
+    alone = replace(given, exchanges={"F": EXCHANGES["F"]})
+    assert simulate(table, forward).makespan == pytest.approx(simulate(table, alone).makespan)
