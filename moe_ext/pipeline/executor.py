@@ -333,6 +333,11 @@ class Pipeline:
         return [step.losses[i] for i in sorted(step.losses)]
 
     @property
+    def turns(self) -> TurnPlan | None:
+        """The plan by which actions go beside each other; None where they go one by one."""
+        return self._plan
+
+    @property
     def tied_bytes(self) -> int:
         """Bytes of gradients that this rank sends in a step, of weights that other ranks have."""
         return sum((len(ranks) - 1) * p.nbytes for _, ranks, p in self._shared)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from moe_ext.attention import choose_scheme, prepare_model
 from moe_ext.attention.huggingface.prepare import SharedSequences
 from moe_ext.compression import Codec, CompressionState, Dense, Policy, compress_gradients
-from moe_ext.distributed import MoEMesh, fully_shard, sync_gradients
+from moe_ext.distributed import MoEMesh, agreement, fully_shard, sync_gradients
 from moe_ext.distributed.dispatch.wire import LOSSLESS
 from moe_ext.distributed.dtensor import is_dtensor, local_part
 from moe_ext.distributed.gradients import gradient_buckets
@@ -21,12 +21,12 @@ from moe_ext.distributed.groups import group_size
 from moe_ext.distributed.placement import sharded_parameters
 from moe_ext.nn.experts import slots_of_shards
 from moe_ext.optim import CPUAdamW, DiLoCo, SparseLoCo
-from moe_ext.pipeline import ActionTable, Pipeline, make_table
-from moe_ext.planner.cost import CHUNKS, exchange_bytes, gradient_bytes
+from moe_ext.pipeline import ActionTable, Pipeline, TurnPlan, make_table
+from moe_ext.planner.cost import CostModel, exchange_bytes, gradient_bytes
 from moe_ext.planner.rounds import round_codec
-from moe_ext.planner.search import gradients_problem
+from moe_ext.planner.search import columns_of, gradients_problem
 from moe_ext.planner.spec import model_spec
-from moe_ext.planner.stages import StageLayers, split_evenly
+from moe_ext.planner.stages import StageLayers, even_stages, turn_plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -80,8 +80,8 @@ class Applied:
 
         Args:
             routing: for each layer with experts of each micro-batch on this rank, in the order of
-                the forward passes, the experts `[T, K]` that the tokens of every rank of the
-                expert-parallel group choose.
+                the table's forward passes, the experts `[T, K]` that the tokens of every rank of
+                the expert-parallel group choose.
 
         Returns:
             Bytes of "rows", "gradients", "pipeline" and "attention".
@@ -291,8 +291,8 @@ class Applied:
             return 0
         job, sizes = self.plan.job, self.plan.model
         tokens = int(self.plan.choice["micro_batch"] or 1) * job.seq_len // self.mesh.cp_size
-        kinds = [action.kind for action in self.pipeline.table.rows[self.pipeline.rank]]
-        sends = sum(kind.startswith("SEND") for kind in kinds)
+        table = self.pipeline.table
+        sends = sum(table.send(a) is not None for a in table.actions(self.pipeline.rank))
         return sends * tokens * sizes.model_dim * job.itemsize + self.pipeline.tied_bytes
 
     def sync_gradients(self) -> None:
@@ -398,7 +398,10 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
     pipeline = None
     if table is not None:
         assert stages is not None
-        pipeline = _pipeline(table, stages, mesh, sequences, recompute=bool(again) and splits)
+        in_turn = _turns(plan, mesh) if choice.get("turns") else None
+        pipeline = _pipeline(
+            in_turn or table, stages, mesh, sequences, recompute=bool(again) and splits
+        )
     codec, state = choice.get("gradients", "none"), None
     if codec != "none":
         # Rows of embeddings that no token touched are sent too: as many bytes in each step.
@@ -452,12 +455,16 @@ def _plan_stages(plan: Plan) -> tuple[StageLayers, ...]:
     """Layers of each stage of the plan."""
     if plan.stages:
         return plan.stages
-    pp, again = int(plan.choice["pp"] or 1), bool(plan.choice["recompute"])
-    count = pp * (CHUNKS if plan.choice["schedule"] == "interleaved" and pp > 1 else 1)
-    return tuple(
-        StageLayers(i, j, tuple(range(i, j)) if again else ())
-        for i, j in split_evenly(plan.model.num_layers, count)
-    )
+    return even_stages(plan.model.num_layers, columns_of([plan.choice]))
+
+
+def _turns(plan: Plan, mesh: MoEMesh) -> TurnPlan:
+    """What goes beside what, as the plan was costed; the same on all ranks of a stage."""
+    cost = CostModel(plan.model, plan.cluster, plan.job)
+    found = turn_plan(cost, columns_of([plan.choice]), _plan_stages(plan))
+    facts = {"turns": "; ".join(map(str, found.starts))}
+    agreement.agree("Plan.apply", facts, None, mesh.stage_group, torch.device("cpu"))
+    return found
 
 
 def _again(plan: Plan) -> set[int]:
@@ -479,13 +486,14 @@ def _stages(model: nn.Module, plan: Plan) -> Stages:
 
 
 def _pipeline(
-    table: ActionTable,
+    plan: ActionTable | TurnPlan,
     stages: Stages,
     mesh: MoEMesh,
     sequences: SharedSequences | None,
     *,
     recompute: bool,
 ) -> Pipeline:
+    table = plan.table if isinstance(plan, TurnPlan) else plan
     own = [stage for (_, stage), rank in table.rank_of.items() if rank == mesh.pp_rank]
     held = {number: stages.stage(number, sequences) for number in sorted(own)}
     model = stages.model
@@ -500,7 +508,7 @@ def _pipeline(
         return found
 
     made = Pipeline(
-        *(table, held, loss_fn),
+        *(plan, held, loss_fn),
         group=mesh.pp_group,
         recompute=recompute,
         tied=tied if ends[0] is ends[1] else (),

@@ -579,8 +579,33 @@ class CostModel:
     def terms(self, c: Columns) -> Columns:
         """Seconds of a micro-batch's forward and backward pass on a stage, by what they are for.
 
+        Without the output, which the last stage alone has. In turn, exchanges take what they are
+        longer than all of the work that can be beside them.
+        """
+        found, launches = self._parts(c)
+        experts = found["experts"]
+        if self.job.hidden_exchanges:
+            work = found["compute"] + found["elementwise"]
+            found["experts"] = (experts - work).clamp(min=0.0)
+        if "turns" in c:
+            work = sum(found.values()) - experts
+            shown = (experts - work).clamp(min=0.0)
+            found["experts"] = torch.where(c["turns"] > 0, shown, found["experts"])
+        return {**found, "launches": (launches - sum(found.values())).clamp(min=0.0)}
+
+    def apart(self, c: Columns) -> tuple[Tensor, Tensor]:
+        """Seconds of a micro-batch's work on a stage, and of its exchanges.
+
         Without the output, which the last stage alone has.
         """
+        found, launches = self._parts(c)
+        exchanges = found.pop("experts")
+        work = sum(found.values())
+        assert isinstance(work, Tensor)
+        return launches.maximum(work), exchanges
+
+    def _parts(self, c: Columns) -> tuple[Columns, Tensor]:
+        """Terms of a micro-batch, each exchange waited for, and seconds of its launches."""
         layers, _ = self._layers(c)
         again, again_moe = self._again(c)
         once = self._pass(c)
@@ -600,15 +625,12 @@ class CostModel:
             # Gradients of keys and values are not rounded.
             plain = self._key_ring({**c, "kv_wire": torch.zeros_like(c["kv_wire"])})
             found["context"] = found["context"] + layers * plain - once["context"]
-        if self.job.hidden_exchanges:
-            work = found["compute"] + found["elementwise"]
-            found["experts"] = (found["experts"] - work).clamp(min=0.0)
         # The processor waits for its launches where it is quicker than they are. Embedding, loss,
         # messages and the schedule have about as many as a layer.
         launches = (3.0 + again / layers) * (layers + 1) * self.cluster.layer_seconds
         node = self.cluster.levels[0].size
         launches = launches * (1.0 + self.cluster.node_launches * (c["tp"] >= max(node, 2)))
-        return {**found, "launches": (launches - sum(found.values())).clamp(min=0.0)}
+        return found, launches
 
     def _swaps_heads(self, c: Columns) -> Tensor:
         """Whether ranks of a cp group exchange heads, and each has whole sequences of some."""
@@ -899,10 +921,14 @@ class CostModel:
     def split(self, c: Columns) -> tuple[Tensor, Tensor, Tensor]:
         """Seconds of a stage's forward pass, gradients of inputs, and gradients of weights.
 
-        Without the output: each of its three takes `output`.
+        Without the output: each of its three takes `output`. Exchanges are waited for, but in turn,
+        where none is in these numbers.
         """
+        work, _ = self.apart(c)
         total = sum(self.terms(c).values())
         assert isinstance(total, Tensor)
+        if "turns" in c:
+            total = torch.where(c["turns"] > 0, work, total)
         forward = total / (3.0 + self._again(c)[0] / self._layers(c)[0])
         return forward, total - 2.0 * forward, forward
 
@@ -940,9 +966,35 @@ class CostModel:
         m = self.model
         uneven = (m.num_layers % (c["pp"] * CHUNKS) > 0) | (m.num_moe_layers % m.num_layers > 0)
         chunks = (c["pp"] - 1) / CHUNKS * layers
-        in_turn = c["schedule"] == SCHEDULES.index("interleaved")
-        idle = torch.where(in_turn & ~uneven, chunks, idle)
-        return self.num_micro_batches(c) * each + idle + self.ends(alike)
+        chunked = c["schedule"] == SCHEDULES.index("interleaved")
+        idle = torch.where(chunked & ~uneven, chunks, idle)
+        found = self.num_micro_batches(c) * each + idle
+        if "turns" in c and bool(c["turns"].any()):
+            found = torch.where(c["turns"] > 0, self._least_in_turn(c, alike), found)
+        return found + self.ends(alike)
+
+    def _least_in_turn(self, c: Columns, alike: Columns) -> Tensor:
+        """Seconds that all micro-batches take at least where a rank computes beside exchanges.
+
+        For each of M micro-batches some stage computes for w, the mean, or more, and the exchanges
+        of some stage travel for e, one after the other: M max(w, e). With 1F1B a stage that holds
+        one more micro-batch waits for w / 3 less than it else does: (M + 2 / 3 (S - 1) - 1 / 3) w.
+        The first stage holds S + 1 micro-batches at most, of 1F1B and of ZB-H1, each from its
+        forward pass there to its return, which takes what all stages compute and exchange for it,
+        but for gradients of weights that come later: M S (w + e) / (S + 1).
+        """
+        work, exchanges = self.apart(alike)
+        micro, pp, output = self.num_micro_batches(c), c["pp"], self.output(c) / c["pp"]
+        w = work + 3.0 * output
+        found = micro * w.maximum(exchanges)
+        whole = c["schedule"] == SCHEDULES.index("1f1b")
+        waits = ((2.0 * pp - 3.0) / 3.0).clamp(min=0.0)
+        found = torch.where(whole, found.maximum((micro + waits) * w), found)
+        late = work / (3.0 + alike["again"] / alike["layers"]) + output
+        there = torch.where(whole, w, w - late) + exchanges
+        held = micro.clamp(max=pp + 1)
+        in_two = c["schedule"] == SCHEDULES.index("zb-h1")
+        return torch.where(whole | in_two, found.maximum(micro * pp * there / held), found)
 
     def likely(self, c: Columns, again: Tensor) -> Tensor:
         """Seconds of a step whose stages have the best numbers of layers, if all are alike.
@@ -956,8 +1008,7 @@ class CostModel:
         """
         pp, count = c["pp"].double(), float(self.model.num_layers)
         mean = self._alike(c, again)
-        layer = sum(self.terms(mean).values()) * pp / count
-        assert isinstance(layer, Tensor)
+        layer = self._each(mean) * pp / count
         w = 3.0 * self.output(c) / layer
         even = (count + w) / pp
         found = torch.full_like(pp, torch.inf)
@@ -973,14 +1024,38 @@ class CostModel:
         fill = late[c["schedule"]] * (pp - 1) * even * layer
         return self.num_micro_batches(c) * slowest + fill + self.ends(mean)
 
+    def _each(self, c: Columns) -> Tensor:
+        """Seconds of a micro-batch on a stage, in turn as many as its place in the pipeline lets.
+
+        Exchanges show where they take longer than the work that is beside them, and where the first
+        stage holds S + 1 micro-batches: each takes S stages what they compute and exchange.
+        """
+        found = sum(self.terms(c).values())
+        assert isinstance(found, Tensor)
+        if "turns" not in c:
+            return found
+        work, exchanges = self.apart(c)
+        in_order = (c["schedule"] == SCHEDULES.index("1f1b")) | (
+            c["schedule"] == SCHEDULES.index("zb-h1")
+        )
+        there = (work + exchanges) * c["pp"] / (c["pp"] + 1)
+        return torch.where((c["turns"] > 0) & in_order, found.maximum(there), found)
+
     def seconds(self, c: Columns) -> Tensor:
-        """Seconds of a step by closed forms; hops of the pipeline are left to the simulation."""
+        """Seconds of a step by closed forms; hops of the pipeline are left to the simulation.
+
+        In turn, exchanges show as far as nothing that could be beside them is long enough, and
+        where the pipeline fills and drains; simulations have what a schedule leaves of them.
+        """
         forward, inputs, weights = self.split(c)
         each, fill = forward + inputs + weights, c["pp"] - 1
         kind = c["schedule"]
         gap = torch.where(kind == SCHEDULES.index("interleaved"), each / CHUNKS, each)
         late = (forward + inputs - weights).clamp(min=0.0)
         gap = torch.where(kind == SCHEDULES.index("zb-h1"), late, gap)
+        if "turns" in c:
+            gap = gap + torch.where(c["turns"] > 0, self.apart(c)[1], 0.0)
+            each = torch.where(c["turns"] > 0, self._each(c), each)
         passes = self.num_micro_batches(c) * (each + 3.0 * self.output(c))
         return passes + fill * gap + self.ends(c)
 
@@ -990,9 +1065,10 @@ class CostModel:
             return c["in_flight"]
         pp, micro = c["pp"].double(), self.num_micro_batches(c)
         kind = c["schedule"]
-        found = torch.minimum(pp, micro)
+        more = c.get("turns", torch.zeros_like(c["pp"]))
+        found = torch.minimum(pp + more, micro)
         found = torch.where(kind == SCHEDULES.index("gpipe"), micro, found)
-        chunks = torch.minimum(micro, (2 * (pp - 1) + (CHUNKS - 1) * pp + 1) / CHUNKS)
+        chunks = torch.minimum(micro, (2 * (pp - 1) + (CHUNKS - 1) * pp + 1 + more) / CHUNKS)
         return torch.where(kind == SCHEDULES.index("interleaved"), chunks, found)
 
     def memory_terms(self, c: Columns) -> Columns:

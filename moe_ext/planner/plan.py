@@ -60,9 +60,9 @@ class Plan:
         model: sizes.
         cluster: processors and links.
         job: a step.
-        choice: value of each axis: pp, tp, cp, ep, etp, micro_batch, schedule, zero, recompute,
-            offload, dispatcher, wire, combine, balance, scheme, gradients and kv_wire. With
-            recompute as many layers are computed again as `stages` names.
+        choice: value of each axis: pp, tp, cp, ep, etp, micro_batch, schedule, turns, zero,
+            recompute, offload, dispatcher, wire, combine, balance, scheme, gradients and kv_wire.
+            With recompute as many layers are computed again as `stages` names.
         seconds: of a step.
         memory: bytes of the fullest rank, with the margin.
         pareto: placements of which none is both quicker and smaller, by closed forms.

@@ -40,6 +40,7 @@ DEFAULTS: Mapping[str, int | str | None] = {
     "etp": 1,
     "micro_batch": 1,
     "schedule": "1f1b",
+    "turns": 0,
     "zero": 0,
     "recompute": 0,
     "offload": "none",
@@ -55,7 +56,7 @@ AXES = tuple(DEFAULTS)
 MESH = ("pp", "tp", "cp", "ep", "etp", "micro_batch")
 # The other axes, by what there has to be several ranks of for them to act.
 _GROUPS = {
-    "pp": ("schedule",),
+    "pp": ("schedule", "turns"),
     "": ("zero", "recompute", "offload", "gradients"),
     "ep": ("dispatcher", "wire", "combine", "balance"),
     "cp": ("scheme", "kv_wire"),
@@ -76,6 +77,8 @@ NAMES: Mapping[str, tuple[str | None, ...]] = {
 # through stages than this.
 SIMULATED = 50
 _PASSES = 2**15
+# Those of placements in turn, whose simulation takes longer.
+_TURN_PASSES = 2**13
 # The best placement and its runners-up.
 _RANKED = 3
 _AT_ONCE = 2**18
@@ -228,7 +231,7 @@ def _options(cost: CostModel, fixed: Choice) -> dict[str, Tensor]:
         if (way != "alltoall" or back == "exact") and (way != "allgather" or wire != LOSSLESS)
     ]
     rows = {
-        "pp": [(schedule,) for schedule in range(len(SCHEDULES))],
+        "pp": list(itertools.product(range(len(SCHEDULES)), (0, 1))),
         "": [
             (zero, again, offload, GRADIENTS.index(codec))
             for zero, again, offload in itertools.product((0, 1, 2, 3), (0, 1), (0, 1))
@@ -320,6 +323,8 @@ def _expand(cost: CostModel, mesh: Tensor, options: Mapping[str, Tensor]) -> Col
     heads = cost.model.num_heads, cost.model.num_kv_heads or cost.model.num_heads
     shared = [count % (c["tp"] * c["cp"]) == 0 for count in heads]
     keep &= (c["scheme"] == 0) | (shared[0] & shared[1])
+    # Exchanges of whole experts that stay where they are go in turn.
+    keep &= (c["turns"] == 0) | ((c["ep"] > 1) & (c["etp"] == 1) & (c["balance"] == 0))
     # Shards of experts go without these.
     whole = (c["wire"] == 0) & (c["balance"] == 0) & (c["zero"] < 2)
     keep &= (c["etp"] == 1) | whole
@@ -381,8 +386,9 @@ def search(
     all alike, and end with the first whose bound is beyond the times found. In the order of
     `CostModel.likely`, a closed form that leaves out hops, 50 placements get the layers of their
     stages (`stages.divide`) and have their pipelines simulated; those whose bound
-    (`CostModel.least`) is beyond the third best simulated one are none of them. Equal times go to
-    the first in the order of enumeration.
+    (`CostModel.least`) is beyond the third best simulated one are none of them. Placements whose
+    exchanges go in turn come last, as many as have 8192 passes of micro-batches through stages.
+    Equal times go to the first in this order.
 
     Args:
         cost: of placements.
@@ -448,7 +454,8 @@ def search(
             left = min([left, *found.bound[~best].tolist()])
             found = found.at(best)
         kept.append(found)
-        times = torch.cat([each.likely for each in kept]).sort().values
+        plain = [each.likely[each.columns["turns"] == 0] for each in kept]
+        times = torch.cat(plain).sort().values
         if len(times) >= SIMULATED:
             limit = float(times[SIMULATED - 1])
     if points == 0:
@@ -457,18 +464,22 @@ def search(
         return SearchResult(None, (), least, points, too_large, True)
     every = _Costed.joined(kept)
     simulations: list[Found] = []
-    passes = 0
+    passes = turn_passes = 0
     # The best ones, ascending.
     ranked: list[Found] = []
-    for i in torch.argsort(every.likely, stable=True).tolist():
+    order = torch.argsort(every.likely, stable=True)
+    order = order[torch.argsort(every.columns["turns"][order], stable=True)]
+    for i in order.tolist():
         bound = float(every.bound[i])
         if len(ranked) == _RANKED and bound >= ranked[-1].seconds and not exhaustive:
             continue
-        if len(simulations) >= SIMULATED and passes >= _PASSES and not exhaustive:
+        one = {name: column[i : i + 1] for name, column in every.columns.items()}
+        here, in_turn = int(one["pp"] * cost.num_micro_batches(one)), bool(one["turns"])
+        enough = len(simulations) >= SIMULATED and passes >= _PASSES
+        if (turn_passes + here > _TURN_PASSES if in_turn else enough) and not exhaustive:
             left = min(left, bound)
             continue
-        one = {name: column[i : i + 1] for name, column in every.columns.items()}
-        passes += int(one["pp"] * cost.num_micro_batches(one))
+        passes, turn_passes = passes + here * (not in_turn), turn_passes + here * in_turn
         stages = divide(cost, one, all_again=all_again)
         if stages is None:
             continue
@@ -548,5 +559,9 @@ class _Costed:
         falls = self.memory[order].cummin(0).values
         found[order[0]] = True
         found[order[1:]] = falls[1:] < falls[:-1]
-        found[torch.argsort(self.likely, stable=True)[: 10 * SIMULATED]] = True
+        for in_turn in (0, 1):
+            others = self.columns["turns"] != in_turn
+            likely = self.likely.masked_fill(others, torch.inf)
+            quick = torch.argsort(likely, stable=True)[: 10 * SIMULATED]
+            found[quick[~others[quick]]] = True
         return found

@@ -18,9 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_ext.pipeline import ActionTable, Costs, make_table
+from moe_ext.pipeline import ActionTable, Costs, TurnPlan, make_table, plan_turns
 from moe_ext.pipeline.simulate import makespan
 from moe_ext.planner.cost import CHUNKS, SCHEDULES, STAGE, Columns, CostModel
+
+# Layers with experts of a pass whose exchanges are told apart in simulations; those of more layers
+# go together.
+_LAYERS = 4
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,11 @@ def simulated(cost: CostModel, c: Columns, stages: Sequence[StageLayers] | None 
         stages: layers of each; None for stages that are all like the largest one.
     """
     ranks, micro = int(c["pp"]), int(cost.num_micro_batches(c))
+    if ranks > 1 and "turns" in c and bool(c["turns"]):
+        stages = stages or even_stages(cost.model.num_layers, c)
+        own = rank_columns(cost, c, stages)
+        ends = float(cost.ends(own).max())
+        return turn_plan(cost, c, stages).makespan + ends
     if stages is None:
         count = ranks * (CHUNKS if int(c["schedule"]) == SCHEDULES.index("interleaved") else 1)
         each = {name: column.expand(count) for name, column in c.items()}
@@ -115,6 +124,53 @@ def simulated(cost: CostModel, c: Columns, stages: Sequence[StageLayers] | None 
     forward, inputs, weights = ((part + loss).tolist() for part in parts)
     costs = Costs(forward, inputs, weights, hop=float(cost.hop(c)))
     return makespan(table, costs) + ends
+
+
+def even_stages(num_layers: int, c: Columns) -> tuple[StageLayers, ...]:
+    """Stages of even lengths of one candidate, all layers computed again with recompute."""
+    again, pp = bool(c["recompute"]), int(c["pp"])
+    chunked = int(c["schedule"]) == SCHEDULES.index("interleaved") and pp > 1
+    cuts = split_evenly(num_layers, pp * (CHUNKS if chunked else 1))
+    return tuple(StageLayers(i, j, tuple(range(i, j)) if again else ()) for i, j in cuts)
+
+
+def turn_plan(cost: CostModel, c: Columns, stages: Sequence[StageLayers]) -> TurnPlan:
+    """Which passes of one candidate go beside each other, by its costs.
+
+    Equal arguments give equal plans: nothing is measured.
+
+    Args:
+        cost: of placements.
+        c: the candidate.
+        stages: layers of each.
+    """
+    each = stage_columns(cost, c, stages)
+    forward, inputs, weights = cost.split(each)
+    loss = torch.zeros_like(forward)
+    loss[-1] = float(cost.output(c))
+    _, seconds = cost.apart(each)
+    exchanges: dict[str, list[tuple[float, float]]] = {}
+    transfer: dict[str, float] = {}
+    for s, travel in enumerate(seconds.tolist()):
+        moe, again = float(each["moe"][s]), float(each["again_moe"][s])
+        if not travel:
+            continue
+        for kind, layers in (("F", moe), ("B", moe + again), ("I", moe + again)):
+            count = 2 * min(round(layers), _LAYERS)
+            # Behind attention and experts; in the backward pass in front of them.
+            at = [(k + (kind == "F")) / count for k in range(count)]
+            exchanges[f"{s}{kind}"] = [(share, share) for share in at]
+            transfer[f"{s}{kind}"] = travel * layers / (2 * moe + again) / count
+    costs = Costs(
+        forward=(forward + loss).tolist(),
+        input_gradient=(inputs + loss).tolist(),
+        weight_gradient=(weights + loss).tolist(),
+        hop=float(cost.hop(c)),
+        transfer=transfer,
+        exchanges=exchanges,
+    )
+    schedule, micro = SCHEDULES[int(c["schedule"])], int(cost.num_micro_batches(c))
+    return plan_turns(_table(schedule, int(c["pp"]), micro), costs)
 
 
 @functools.lru_cache(maxsize=64)
@@ -136,14 +192,16 @@ def _held(cost: CostModel, c: Columns, stage: int) -> tuple[float, float]:
     """Micro-batches that a stage holds, and those whose gradients of weights alone are left."""
     micro, pp = float(cost.num_micro_batches(c)), int(c["pp"])
     schedule, rank = SCHEDULES[int(c["schedule"])], stage % pp
+    # In turn a rank holds one more.
+    more = int(c["turns"]) if "turns" in c and pp > 1 else 0
     if schedule == "gpipe":
         return micro, 0.0
     if schedule == "interleaved" and pp > 1:
-        return min(micro, (2 * (pp - 1 - rank) + (CHUNKS - 1) * pp + 1) / CHUNKS), 0.0
+        return min(micro, (2 * (pp - 1 - rank) + (CHUNKS - 1) * pp + 1 + more) / CHUNKS), 0.0
     if schedule == "zb-h1" and pp > 1:
         # A first stage has no gradient of its input to compute before.
-        return min(micro, float(pp)), min(micro, rank + 1.0) if rank else 0.0
-    return min(micro, float(pp - rank)), 0.0
+        return min(micro, float(pp + more)), min(micro, rank + 1.0 + more) if rank else 0.0
+    return min(micro, float(pp - rank + more)), 0.0
 
 
 def _choices(c: Columns, all_again: bool, dense: int, moe: int) -> list[tuple[int, int]]:

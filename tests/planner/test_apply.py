@@ -320,7 +320,12 @@ PIPELINES = {
     "cp-zb": {"schedule": "zb-h1", "pp": 2, "cp": 2, "ep": 1, "zero": 0, "scheme": "ulysses"},
     "cp-chunks": {"schedule": "interleaved", "pp": 2, "cp": 2, "scheme": "ring", "ep": 2},
 }
+# Experts' exchanges beside other micro-batches.
+PIPELINES["turns-1f1b"] = {**PIPELINES["1f1b"], "turns": 1, "recompute": 0}
+PIPELINES["turns-zb-h1"] = {"schedule": "zb-h1", "pp": 2, "ep": 2, "zero": 1, "turns": 1}
+PIPELINES["turns-interleaved"] = {**PIPELINES["interleaved"], "turns": 1, "recompute": 1}
 if FULL:
+    PIPELINES["turns-again"] = {**PIPELINES["turns-zb-h1"], "recompute": 1}
     PIPELINES["cp-zb-again"] = {**PIPELINES["cp-zb"], "ep": 2, "recompute": 1}
 PIPELINES["etp"] = {"schedule": "1f1b", "pp": 2, "ep": 1, "etp": 2, "recompute": 1}
 PIPELINES["balance"] = {"schedule": "zb-h1", "pp": 2, "ep": 2, "balance": "exact"}
@@ -367,6 +372,10 @@ def trains_stages_as_one_process(name, tied):
         assert again == set(stages[applied.mesh.pp_rank].again)
     found = train_stages(applied, applied.optimizers(torch.optim.SGD, **SGD))
     assert_mean_losses(found, want, ROUNDED if name == "etp" else TIGHT)
+    in_turn = applied.pipeline.turns
+    assert (in_turn is not None) == name.startswith("turns")
+    if in_turn is not None:
+        assert any(start.beside for row in in_turn.starts for start in row)
     mine = [None] * 4
     dist.all_gather_object(mine, [name for name, _ in model.named_parameters()])
     stages = mine[:: 4 // applied.mesh.pp_size]
@@ -427,7 +436,11 @@ def routing_of(applied, run):
     return found
 
 
-@CHECKS(("1f1b",), ("tp",), ("layers",), ("cp",), *([("zb-h1",), ("interleaved",)] if FULL else ()))
+SENDING = [("1f1b",), ("tp",), ("layers",), ("cp",), ("turns-1f1b",)]
+SENDING += [("zb-h1",), ("interleaved",)] if FULL else []
+
+
+@CHECKS(*SENDING)
 def stages_send_what_the_plan_says(name):
     pytest.importorskip("transformers")
     options = {"num_hidden_layers": 5, "tie_word_embeddings": name != "tp"}

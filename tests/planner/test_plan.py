@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import shlex
@@ -37,7 +38,7 @@ from moe_ext.planner import (
 )
 from moe_ext.planner.load import LOADS, load_of
 from moe_ext.planner.search import columns_of
-from moe_ext.planner.stages import simulated
+from moe_ext.planner.stages import divide, rank_columns, simulated, turn_plan
 
 CHECKS = Checks()
 SMALL = ModelSpec(
@@ -210,6 +211,76 @@ def test_capacity():
     assert limited.memory(one) < whole.memory(one)
     with pytest.raises(ValueError, match="Job: expected capacity_factor to be positive or None"):
         Job(4, capacity_factor=0.0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "memory", "rate", "axes"),
+    [
+        (4, 1.4e7, 1e9, {"tp": 1}),
+        (8, 1e7, 1e8, {"pp": 2, "micro_batch": 1}),
+        (8, 1e8, 1e9, {"pp": 4, "schedule": "zb-h1"}),
+        (16, 1e7, 1e9, {"pp": 4, "cp": 1, "zero": 1}),
+    ],
+)
+def test_search_in_turn_finds_the_best_of_all(ranks, memory, rate, axes):
+    levels = (Level("node", 4, 1e-6, rate), Level("network", 1024, 1e-5, rate / 10))
+    cluster = ClusterSpec(levels, CLUSTER.flops, memory, 1e10)
+    cost = CostModel(MIXED, cluster, Job(ranks, 256, 16, "float32", load=0.3))
+    fixed = {"dispatcher": "alltoall", "balance": "none", "etp": 1, **axes}
+    found, every = search(cost, fixed=fixed), search(cost, fixed=fixed, exhaustive=True)
+    assert found.best == every.best and found.proven
+    in_turn = search(cost, fixed={**fixed, "turns": 1}, exhaustive=True).best
+    assert in_turn.choice["pp"] > 1 and in_turn.choice["ep"] > 1
+    one_by_one = search(cost, fixed={**fixed, "turns": 0}, exhaustive=True).best
+    assert every.best.seconds == min(in_turn.seconds, one_by_one.seconds)
+    for each in (in_turn, one_by_one):
+        assert float(cost.least(columns_of([each.choice]))) <= each.seconds * (1 + 1e-6)
+
+
+def test_slow_links_have_exchanges_in_turn(tmp_path):
+    options = {"num_ranks": 4, "seq_len": 256, "global_batch": 32, "dtype": "float32"}
+    fixed = {"pp": 2, "ep": 2, "tp": 1, "cp": 1, "etp": 1, "micro_batch": 1}
+    made = []
+    for rate in (5e8, 1e13):
+        cluster = ClusterSpec((Level("node", 4, 0.0, rate),), CLUSTER.flops, 4e8, 1e10)
+        made.append(plan(SMALL, cluster, **options, fixed=fixed))
+    slow, quick = made
+    assert slow.choice["turns"] == 1 and quick.choice["turns"] == 0
+    assert "s a step instead of" in slow.why_not(turns=0, **fixed)
+    assert "s a step instead of" in quick.why_not(turns=1, **fixed)
+    slow.to_json(tmp_path / "plan.json")
+    again = Plan.from_json(tmp_path / "plan.json")
+    assert again == slow
+    # What runs is what was simulated.
+    cost, c = CostModel(again.model, again.cluster, again.job), columns_of([again.choice])
+    found = turn_plan(cost, c, again.stages)
+    own = rank_columns(cost, c, again.stages)
+    ends = float((cost.gradients(own) + cost.update(own)).max())
+    assert found.makespan + ends == slow.seconds
+    # No order is quicker than what a rank computes, and none is needed where it all hides.
+    work, exchanges = cost.apart(own)
+    assert found.makespan >= 16 * float(work.maximum(exchanges).max())
+    with pytest.raises(ValueError, match="to have a mesh of 4 ranks with .*turns"):
+        plan(SMALL, cluster, **options, fixed={"pp": 1, "turns": 1})
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "interleaved"])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_no_step_in_turn_is_quicker_than_the_bound(schedule, pp):
+    model = dataclasses.replace(SMALL, num_layers=8, num_moe_layers=8)
+    for rate, micro, recompute in itertools.product((1e8, 1e9, 1e10), (4, 16), (0, 1)):
+        cluster = ClusterSpec((Level("node", 8, 1e-6, rate),), CLUSTER.flops, 1e12, 1e10)
+        cost = CostModel(model, cluster, Job(2 * pp, 256, 2 * micro, "float32"))
+        placed = {"pp": pp, "ep": 2, "schedule": schedule, "recompute": recompute}
+        c = columns(**placed, turns=1)
+        stages = divide(cost, c, all_again=True)
+        assert float(cost.least(c)) <= simulated(cost, c, stages) * (1 + 1e-6)
+        for rank, starts in enumerate(turn_plan(cost, c, stages).starts):
+            steps = {"F": 1, "B": -1, "W": -1}
+            held = max(itertools.accumulate(steps.get(s.action.kind, 0) for s in starts))
+            # A pass that ends is counted when it has begun.
+            most = float(rank_columns(cost, c, stages)["in_flight"][rank])
+            assert held <= most * (2 if schedule == "interleaved" else 1)
 
 
 def test_coding_of_rows_is_counted():
