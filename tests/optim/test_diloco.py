@@ -1,5 +1,6 @@
 """Local steps against explicit references of all workers in one process."""
 
+import contextlib
 import copy
 
 import pytest
@@ -223,12 +224,22 @@ def check_experts():
         local = DiLoCo(None, [layer], inner, sgd(layer, lr=1.0), 2)
         groups = {len(part.parameters): part.group for part in local._fragments[0].parts}
         assert len(groups) == (1 if ep == 4 else 2)
-        with local:
-            for step in range(2):
-                torch.manual_seed(10 * step + dist.get_rank())
-                inner.zero_grad()
-                layer(torch.randn(16, 8)).square().mean().backward()
-                inner.step()
+        torch.manual_seed(0)
+        alone = moe_ext.MoELayer(8, 16, 4, ep_group=mesh.ep_group)
+        for net, optimizer, rounds in (
+            (layer, inner, local),
+            (alone, sgd(alone, lr=0.1), contextlib.nullcontext()),
+        ):
+            with rounds:
+                for step in range(2):
+                    torch.manual_seed(10 * step + dist.get_rank())
+                    optimizer.zero_grad()
+                    net(torch.randn(16, 8)).square().mean().backward()
+                    optimizer.step()
+        if ep == 4:
+            # The outer optimizer holds them, too, and they have a gradient: it is not its own.
+            assert all(map(torch.equal, layer.experts.parameters(), alone.experts.parameters()))
+            assert layer.experts.down_proj.grad is not None
         own = layer.experts.gate_up_proj.detach()
         gathered = [torch.empty_like(own) for _ in range(RANKS)]
         dist.all_gather(gathered, own.contiguous())
