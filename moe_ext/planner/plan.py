@@ -209,6 +209,9 @@ class Plan:
         schema = found.pop("schema", None) if isinstance(found, dict) else None
         if schema != SCHEMA:
             raise ValueError(f"Plan.from_json: expected schema to be {SCHEMA}, got {schema!r}")
+        # Files from before an axis was there have its default.
+        for each in (found, *found["pareto"], *found["runners_up"]):
+            each["choice"] = {**DEFAULTS, **each["choice"]}
         model = {**found.pop("model")}
         job = {**found.pop("job")}
         if isinstance(job["load"], list):

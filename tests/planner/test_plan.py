@@ -578,6 +578,13 @@ def test_plan_is_written_and_told(tmp_path):
         SMALL, CLUSTER, num_ranks=4, seq_len=256, global_batch=16, dtype="float32", load=[1.0] * 8
     )
     made.to_json(tmp_path / "plan.json")
+    held = json.loads((tmp_path / "plan.json").read_text())
+    assert made.choice["etp"] == 1
+    for each in (held, *held["pareto"], *held["runners_up"]):
+        # As in a file from before the axis was there.
+        del each["choice"]["etp"]
+    (tmp_path / "old.json").write_text(json.dumps(held))
+    assert Plan.from_json(tmp_path / "old.json").choice == made.choice
     again = Plan.from_json(tmp_path / "plan.json")
     assert again == made
     assert sum(made.time_terms().values()) == pytest.approx(made.seconds)
