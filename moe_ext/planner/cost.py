@@ -1147,11 +1147,13 @@ class CostModel:
         each = (stay - stay_moe) * kept_dense + stay_moe * kept_moe + again * stream
         each = torch.where(as_one, stream, each)
         one = torch.where(moe > 0, kept_moe, kept_dense)
-        run = torch.where(as_one, kept, one) * (again > 0)
+        # In turn two passes may be underway, each with a layer that it computes again.
+        run = torch.where(as_one, kept, one) * (again > 0) * (1 + c.get("turns", 0))
         # Between the two parts of a backward pass all activations are there, and the gradients of
         # what products gave.
         in_flight = self.in_flight(c)
-        late = c.get("late", torch.where(in_two & (c["pp"] > 1), in_flight, 0.0))
+        most = in_flight.minimum(c["pp"].double())
+        late = c.get("late", torch.where(in_two & (c["pp"] > 1), most, 0.0))
         due = kept + self._due(layers, moe, c)
         due = due + tokens * c["tp"] * m.vocab_size * size * is_last
         every = (in_flight - late) * each + late * due

@@ -484,6 +484,8 @@ def search(
         if stages is None:
             continue
         seconds = simulated(cost, one, stages)
+        if seconds == math.inf:
+            continue
         fullest = float(cost.memory(rank_columns(cost, one, stages)).max())
         simulations.append(Found(choice_of(every.columns, i), seconds, fullest, stages))
         ranked = sorted(simulations, key=lambda each: each.seconds)[:_RANKED]

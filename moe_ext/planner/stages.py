@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -95,6 +96,9 @@ def divide(
 def simulated(cost: CostModel, c: Columns, stages: Sequence[StageLayers] | None = None) -> float:
     """Seconds of a step of one candidate, its pipeline by simulation of the executor's table.
 
+    Infinite for a plan in turn that has gradients of weights of more micro-batches left to do than
+    its memory counts.
+
     Args:
         cost: of placements.
         c: the candidate.
@@ -105,7 +109,8 @@ def simulated(cost: CostModel, c: Columns, stages: Sequence[StageLayers] | None 
         stages = stages or even_stages(cost.model.num_layers, c)
         own = rank_columns(cost, c, stages)
         ends = float(cost.ends(own).max())
-        return turn_plan(cost, c, stages).makespan + ends
+        found = turn_plan(cost, c, stages)
+        return found.makespan + ends if _counted(found, own["late"].tolist()) else math.inf
     if stages is None:
         count = ranks * (CHUNKS if int(c["schedule"]) == SCHEDULES.index("interleaved") else 1)
         each = {name: column.expand(count) for name, column in c.items()}
@@ -124,6 +129,15 @@ def simulated(cost: CostModel, c: Columns, stages: Sequence[StageLayers] | None 
     forward, inputs, weights = ((part + loss).tolist() for part in parts)
     costs = Costs(forward, inputs, weights, hop=float(cost.hop(c)))
     return makespan(table, costs) + ends
+
+
+def _counted(plan: TurnPlan, late: Sequence[float]) -> bool:
+    """Whether no rank puts off gradients of weights of more micro-batches; a first one has none."""
+    for starts, most in list(zip(plan.starts, late, strict=True))[1:]:
+        steps = ((s.action.kind == "I") - (s.action.kind == "W") for s in starts)
+        if max(itertools.accumulate(steps)) > most:
+            return False
+    return True
 
 
 def even_stages(num_layers: int, c: Columns) -> tuple[StageLayers, ...]:
@@ -200,7 +214,7 @@ def _held(cost: CostModel, c: Columns, stage: int) -> tuple[float, float]:
         return min(micro, (2 * (pp - 1 - rank) + (CHUNKS - 1) * pp + 1 + more) / CHUNKS), 0.0
     if schedule == "zb-h1" and pp > 1:
         # A first stage has no gradient of its input to compute before.
-        return min(micro, float(pp + more)), min(micro, rank + 1.0 + more) if rank else 0.0
+        return min(micro, float(pp + more)), min(micro, rank + 1.0) if rank else 0.0
     return min(micro, float(pp - rank + more)), 0.0
 
 

@@ -9,8 +9,9 @@ import pytest
 BENCHMARKS = str(Path(__file__).resolve().parent.parent.parent / "benchmarks")
 # Of the few, one of each: ZeRO 3, the peak at the loss, and in the backward pass; two are skewed.
 FEW = (6, 8, 10)
-# Gradients of weights that come late, layers that ranks share, and rounds of local steps.
-FEW_SHARED = (3, 6, 15)
+# Gradients of weights that come late, layers that ranks share, rounds of local steps, and exchanges
+# in turn.
+FEW_SHARED = (3, 6, 15, 18)
 
 
 @pytest.fixture(scope="module")
