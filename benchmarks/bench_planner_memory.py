@@ -276,10 +276,13 @@ def measure(setup: Setup) -> tuple[int, Plan]:
             # Each step ends a round.
             rounds = rounds_of(applied, optimizers[0], 1, torch.optim.SGD, **options)
             stack.enter_context(rounds)
-        return _counted(model, optimizers, step) + _kept(rounds), made
+        peak = _counted(model, optimizers, step, in_turn=bool(setup.turns))
+        return peak + _kept(rounds), made
 
 
-def _counted(model: nn.Module, optimizers: list[Optimizer], step: Callable[[], None]) -> int:
+def _counted(
+    model: nn.Module, optimizers: list[Optimizer], step: Callable[[], None], *, in_turn: bool
+) -> int:
     """Most bytes of tensors on this rank in a step of training, but for what local steps keep."""
     # The first step makes the optimizer's state.
     step()
@@ -295,11 +298,11 @@ def _counted(model: nn.Module, optimizers: list[Optimizer], step: Callable[[], N
     rises = []
     for _ in range(2):
         # Lanes of a pipeline have threads of their own, which the profiler does not see.
-        rises.append((peak_sampled if setup.turns else peak_allocated)(step))
+        rises.append((peak_sampled if in_turn else peak_allocated)(step))
         for optimizer in optimizers:
             optimizer.zero_grad()
     # A sample may miss the peak.
-    return sum(storages.values()) + (max if setup.turns else min)(rises)
+    return sum(storages.values()) + (max if in_turn else min)(rises)
 
 
 def _kept(rounds: DiLoCo | None) -> int:

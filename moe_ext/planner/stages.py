@@ -158,6 +158,12 @@ def turn_plan(cost: CostModel, c: Columns, stages: Sequence[StageLayers]) -> Tur
         c: the candidate.
         stages: layers of each.
     """
+    schedule, micro = SCHEDULES[int(c["schedule"])], int(cost.num_micro_batches(c))
+    return plan_turns(_table(schedule, int(c["pp"]), micro), turn_costs(cost, c, stages))
+
+
+def turn_costs(cost: CostModel, c: Columns, stages: Sequence[StageLayers]) -> Costs:
+    """Costs of the passes of one candidate, with its exchanges apart."""
     each = stage_columns(cost, c, stages)
     forward, inputs, weights = cost.split(each)
     loss = torch.zeros_like(forward)
@@ -175,7 +181,7 @@ def turn_plan(cost: CostModel, c: Columns, stages: Sequence[StageLayers]) -> Tur
             at = [(k + (kind == "F")) / count for k in range(count)]
             exchanges[f"{s}{kind}"] = [(share, share) for share in at]
             transfer[f"{s}{kind}"] = travel * layers / (2 * moe + again) / count
-    costs = Costs(
+    return Costs(
         forward=(forward + loss).tolist(),
         input_gradient=(inputs + loss).tolist(),
         weight_gradient=(weights + loss).tolist(),
@@ -183,8 +189,6 @@ def turn_plan(cost: CostModel, c: Columns, stages: Sequence[StageLayers]) -> Tur
         transfer=transfer,
         exchanges=exchanges,
     )
-    schedule, micro = SCHEDULES[int(c["schedule"])], int(cost.num_micro_batches(c))
-    return plan_turns(_table(schedule, int(c["pp"]), micro), costs)
 
 
 @functools.lru_cache(maxsize=64)

@@ -17,6 +17,7 @@ from rank_checks import Checks
 from moe_ext import MoELayer
 from moe_ext.attention import choose_scheme
 from moe_ext.distributed import MoEMesh, count_traffic, sync_gradients
+from moe_ext.pipeline import make_table, simulate
 from moe_ext.planner import (
     CLUSTERS,
     ClusterSpec,
@@ -38,7 +39,14 @@ from moe_ext.planner import (
 )
 from moe_ext.planner.load import LOADS, load_of
 from moe_ext.planner.search import columns_of
-from moe_ext.planner.stages import divide, rank_columns, simulated, turn_plan
+from moe_ext.planner.stages import (
+    divide,
+    even_stages,
+    rank_columns,
+    simulated,
+    turn_costs,
+    turn_plan,
+)
 
 CHECKS = Checks()
 SMALL = ModelSpec(
@@ -266,6 +274,36 @@ def test_slow_links_have_exchanges_in_turn(tmp_path):
     assert found.makespan >= 16 * float(work.maximum(exchanges).max())
     with pytest.raises(ValueError, match="to have a mesh of 4 ranks with .*turns"):
         plan(SMALL, cluster, **options, fixed={"pp": 1, "turns": 1})
+
+
+@pytest.mark.parametrize("layers", [2, 4, 12])
+@pytest.mark.parametrize("recompute", [0, 1])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_exchanges_that_are_waited_for_take_as_long_with_and_without_turns(
+    schedule, recompute, layers
+):
+    model = dataclasses.replace(
+        SMALL, num_layers=4 * layers, num_moe_layers=4 * layers, vocab_size=1
+    )
+    cluster = ClusterSpec((Level("node", 8, 1e-6, 1e9),), CLUSTER.flops, 1e12, 1e10)
+    cost = CostModel(model, cluster, Job(8, 256, 32, "float32"))
+    placed = {"pp": 4, "ep": 2, "schedule": schedule, "recompute": recompute}
+    c, in_turn = columns(**placed), columns(**placed, turns=1)
+    stages = even_stages(4 * layers, c)
+    own, found = rank_columns(cost, in_turn, stages), turn_costs(cost, in_turn, stages)
+    for s, exchanges in enumerate(cost.apart(own)[1].tolist()):
+        count = {kind: len(found.exchanges[f"{s}{kind}"]) for kind in "FB"}
+        sent = [found.transfer[f"{s}{kind}"] * count[kind] for kind in "FB"]
+        assert sum(sent) == pytest.approx(exchanges)
+        assert sent[1] == pytest.approx((1 + recompute) * sent[0])
+    # The closed form leaves out hops.
+    table = make_table(schedule, 4, 16)
+    seen = simulate(table, dataclasses.replace(found, hop=0.0)).makespan + ends_of(cost, own)
+    assert seen == pytest.approx(float(cost.seconds(c)), rel=1e-6)
+    assert (
+        turn_plan(cost, in_turn, stages).makespan
+        > simulate(table, dataclasses.replace(found, exchanges={})).makespan
+    )
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "interleaved"])

@@ -11,7 +11,7 @@ BENCHMARKS = str(Path(__file__).resolve().parent.parent.parent / "benchmarks")
 FEW = (6, 8, 10)
 # Gradients of weights that come late, layers that ranks share, rounds of local steps, and exchanges
 # in turn.
-FEW_SHARED = (3, 6, 15, 18)
+FEW_SHARED = (3, 6, 15, 20)
 
 
 @pytest.fixture(scope="module")
