@@ -6,6 +6,7 @@ Every allocation and release of torch's allocator is counted, so that runs find 
 from __future__ import annotations
 
 import contextlib
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -296,13 +297,13 @@ def _counted(
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}
     # What a message's thread releases may be counted for too long: the lower of two steps.
     rises = []
-    for _ in range(2):
+    for _ in range(5 if in_turn else 2):
         # Lanes of a pipeline have threads of their own, which the profiler does not see.
         rises.append((peak_sampled if in_turn else peak_allocated)(step))
         for optimizer in optimizers:
             optimizer.zero_grad()
-    # A sample may miss the peak.
-    return sum(storages.values()) + (max if in_turn else min)(rises)
+    # Samples may miss the peak, too.
+    return sum(storages.values()) + (statistics.median if in_turn else min)(rises)
 
 
 def _kept(rounds: DiLoCo | None) -> int:

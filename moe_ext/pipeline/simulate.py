@@ -83,6 +83,9 @@ class Costs:
         share = self.ahead.get(f"{action.stage}{action.kind}", of_kind)
         if share == 1.0:
             return math.inf
+        if share == 0.0:
+            # An exchange at its beginning is of what the other stage gives.
+            return 0.0
         for arrival in self.course(action, clock, until=share):
             clock.now = max(clock.now, arrival)
         return clock.now

@@ -188,3 +188,11 @@ def test_transfers_of_kinds_and_stages(name):
     forward = replace(given, transfer={"F": 0.25})
     alone = replace(given, exchanges={"F": EXCHANGES["F"]})
     assert simulate(table, forward).makespan == pytest.approx(simulate(table, alone).makespan)
+
+
+def test_an_exchange_at_the_beginning_waits_for_what_it_sends():
+    at_once = Costs(1, 1, 0, transfer=2, exchanges={"B": [(0, 0)], "I": [(0, 0)]})
+    # F of both stages, then twice an exchange and a backward pass.
+    for name in ("gpipe", "zb-h1"):
+        assert simulate(make_table(name, 2, 1), at_once).makespan == 2 + 2 * 3
+        assert plan_turns(make_table(name, 2, 1), at_once).makespan == 2 + 2 * 3
