@@ -469,9 +469,7 @@ class MoELayer(CountingModule):
                 x_TD, topk_idx, topk_weights, capacity=capacity, **beside
             )
             if placed is not None:
-                # Slots behind them have no rows.
-                held = offsets.shape[0] // 2 + (0 if moves is None else sum(moves.receive))
-                offsets = offsets[: held + 1]
+                offsets = placed.offsets(offsets)
             # Rows that have been sent are those of an expert here.
             if filled or (metadata.received is not None and capacity is None):
                 offsets = bounds_of_all_rows(experts, dispatcher, rows, offsets)

@@ -125,7 +125,7 @@ class ShardedExperts(_Spread):
             self._dispatcher = dispatcher
         index_TK, weights_TK = known_experts(top_k_index, self.num_experts), top_k_weights
         beside: dict[str, Any] = {"capacity": expert_rows(self, index_TK)}
-        moves = None
+        placed, moves = None, None
         if shards_of_experts(self.ep_group) > 1:
             index_TK, weights_TK = slots_of_shards(
                 index_TK, weights_TK, self.num_experts, self.ep_group
@@ -135,10 +135,8 @@ class ShardedExperts(_Spread):
             placed = self._rebalancer.place(x_TD, index_TK, weights_TK, dispatcher, counts=counts)
             index_TK, moves, beside["counts"] = placed.slot_idx, placed.moves, placed.counts
         rows, offsets, metadata = dispatcher.dispatch(x_TD, index_TK, weights_TK, **beside)
-        if self._rebalancer is not None:
-            # Slots behind those of the experts that are here have no rows.
-            held = len(self.down_proj) + (0 if moves is None else sum(moves.receive))
-            offsets = offsets[: held + 1]
+        if placed is not None:
+            offsets = placed.offsets(offsets)
         with dispatcher.computing(x_TD):
             out_RD = run_rows(self, rows, offsets, moves)
             if self.has_post_expert_norm:
@@ -327,7 +325,7 @@ def _mixed(mixin: type, cls: type, prefix: str = "") -> type:
 
 @dataclass(frozen=True)
 class Options:
-    """How rows of experts travel; see `replace`."""
+    """Options of `replace` that say how rows travel to the experts."""
 
     dispatcher: str = "alltoall"
     combine: str = "exact"

@@ -162,6 +162,15 @@ class PlacedRows(NamedTuple):
     counts: RowCounts
     moves: ExpertMoves | None
 
+    def offsets(self, slot_offsets: Tensor) -> Tensor:
+        """Offsets of the experts that are here, of those of all slots: the others have no rows.
+
+        Args:
+            slot_offsets: `[S + 1]`.
+        """
+        held = slot_offsets.shape[0] // 2 + (0 if self.moves is None else sum(self.moves.receive))
+        return slot_offsets[: held + 1]
+
 
 @dataclass
 class Moved:
