@@ -139,7 +139,7 @@ def peak_allocated(run: Callable[[], object]) -> int:
 
 
 class _Malloc(ctypes.Structure):
-    """What glibc's `mallinfo2` gives."""
+    """Numbers of glibc's `mallinfo2`."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)

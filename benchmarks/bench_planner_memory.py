@@ -23,7 +23,7 @@ from moe_ext.testing import spawn_ranks
 
 CLUSTER = ClusterSpec((Level("node", 4, 1e-6, 1e10),), {"float32": 1e11}, 1e12, 1e10)
 SEED = 0
-# Of the outer optimizer of local steps, whose momentum takes it along, as DiLoCo has it.
+# Options of the outer optimizer of local steps, with momentum, as DiLoCo has it.
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True, "foreach": True}
 
 

@@ -49,7 +49,7 @@ def update_placement(model: nn.Module) -> None:
         model: any module.
     """
     for module in model.modules():
-        # Of a `MoELayer`, or of a transformers model's experts.
+        # A `MoELayer` has one, or the experts of a transformers model.
         rebalancer = vars(module).get("_rebalancer")
         if isinstance(rebalancer, Rebalancer):
             rebalancer.update()

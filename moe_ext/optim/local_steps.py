@@ -338,8 +338,8 @@ class DiLoCo:
             for p, x, piece in zip(part.parameters, part.original, pieces, strict=True):
                 grad = piece.view(x.shape).to(local_part(p.detach()))
                 p.grad = with_local(p, grad) if is_dtensor(p) else grad
-        # What has no round in it, such as experts that no other rank holds, may lie in the outer
-        # optimizer, too, with a gradient of the inner one.
+        # The outer optimizer may hold parameters without a round, too, such as experts that no
+        # other rank has: their gradients are those of inner steps.
         averaged = {id(p) for part in fragment.parts for p in part.parameters}
         held = (p for group in fragment.outer.param_groups for p in group["params"])
         others = [(p, p.grad) for p in held if id(p) not in averaged]

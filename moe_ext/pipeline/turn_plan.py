@@ -82,7 +82,7 @@ class _Rank:
 
 
 class _Work(NamedTuple):
-    """What `_Plan` asks of an action, found once for all rules. Actions are numbers here.
+    """Facts of an action that `_Plan` asks for, found once for all rules. Actions are numbers here.
 
     Attributes:
         action: itself.

@@ -221,7 +221,7 @@ class Applied:
 
     @property
     def _averages(self) -> bool:
-        """Whether gradients get a mean at the end of a step."""
+        """True where gradients get a mean at the end of a step."""
         return not _is_fsdp(self.plan) and self.plan.job.local_steps == 1
 
     def _layers(self) -> list[int]:
@@ -316,9 +316,7 @@ def rounds_of(
 ) -> DiLoCo:
     """See `Applied.local_steps`; with so many steps to a round."""
     mesh, codec = applied.mesh, applied.plan.job.local_codec
-    # The outer optimizer steps all that it has: experts without rounds are none of it.
-    held = applied._dense() + (applied._sharded() if mesh.edp_size > 1 else [])
-    outer = cls([p for p in held if p.requires_grad], **options)
+    outer = cls([p for p in applied.model.parameters() if p.requires_grad], **options)
     if codec == "sparseloco":
         return SparseLoCo(mesh.stage_group, [applied.model], inner, outer, steps)
     return DiLoCo(mesh.stage_group, [applied.model], inner, outer, steps, codec=codec)
@@ -459,7 +457,7 @@ def _plan_stages(plan: Plan) -> tuple[StageLayers, ...]:
 
 
 def _turns(plan: Plan, mesh: MoEMesh) -> TurnPlan:
-    """What goes beside what, as the plan was costed; the same on all ranks of a stage."""
+    """The order of passes and exchanges for which the plan was costed, alike on all ranks."""
     cost = CostModel(plan.model, plan.cluster, plan.job)
     found = turn_plan(cost, columns_of([plan.choice]), _plan_stages(plan))
     facts = {"turns": "; ".join(map(str, found.starts))}

@@ -1,4 +1,4 @@
-"""What exact balance makes of uneven loads: experts that move, and whether that pays.
+"""Exact balance of uneven loads: the experts that move, and whether that pays.
 
 Shapes: S steps, E experts, P ranks.
 """

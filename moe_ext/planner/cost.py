@@ -49,7 +49,7 @@ CHUNKS = 2
 MARGIN = 1.1
 # Of `sync_gradients`.
 _BUCKET = 25 * 2**20
-# Of the result of a product that a multiprocessor makes at a time.
+# Rows and columns of a product's result that a multiprocessor makes at a time.
 _TILE = (128, 256)
 # Bytes of a parameter that `CPUAdamW` keeps: two moments and the weight, in float32.
 _HOST_STATE = 12.0
@@ -177,7 +177,7 @@ class Job:
         return counts_SE / counts_SE.sum(1, keepdim=True)
 
     def kept(self, num_experts: int) -> Tensor:
-        """Those of `counts` that are within the capacity."""
+        """Shares of the choices, as of `counts`, that are within the capacity."""
         counts_SE = self.counts(num_experts)
         if self.capacity_factor is None:
             return counts_SE
@@ -806,14 +806,12 @@ class CostModel:
 
     def offload(self, c: Columns) -> Tensor:
         """Seconds in which gradients go to the host, are stepped there, and weights come back."""
-        dense, experts = self.parameters(c)
+        shared, own = self._optimized(c)
         host, size = self.cluster.host, self.job.itemsize
         if host is None:
-            return torch.zeros_like(dense)
-        spread = (self._width(c) > 1) & (experts > 0)
-        shared = dense + torch.where(spread, 0.0, experts)
+            return torch.zeros_like(shared)
         copies = torch.where(c["zero"] == 1, self._data(c) * c["cp"], 1.0)
-        stepped = shared / copies + torch.where(spread, experts, 0.0)
+        stepped = shared / copies + own
         # One parameter after the other: nothing of it is hidden.
         moved = 2.0 * size / host.bandwidth
         worked = (2.0 * _HOST_STATE + 2.0 * size) / host.rate
@@ -839,19 +837,25 @@ class CostModel:
         here, host = found <= self.cluster.memory, self.cluster.host
         return here if host is None else here & (self.host_memory(c) <= host.memory)
 
+    def _optimized(self, c: Columns) -> tuple[Tensor, Tensor]:
+        """Parameters of a rank whose state ZeRO 1 shares, and the others.
+
+        It shares that of dense parameters alone, as `Applied.optimizers` does: experts that are not
+        spread are among them.
+        """
+        dense, experts = self.parameters(c)
+        spread = self._width(c) > 1
+        return dense + torch.where(spread, 0.0, experts), torch.where(spread, experts, 0.0)
+
     def _stepped(self, c: Columns) -> tuple[Tensor, Tensor]:
         """Parameters that a rank's optimizer steps, and those that it steps at once."""
         m = self.model
         dense, experts = self.parameters(c)
         copies, edp = self._data(c) * c["cp"], self._stage(c) / self._width(c)
-        zero = c["zero"]
-        # ZeRO 1 shares the state of dense parameters alone, as `Applied.optimizers` does: experts
-        # that are not spread are among them. A rank has that of whole parameters.
-        spread = (self._width(c) > 1) & (experts > 0)
-        shared = dense + torch.where(spread, 0.0, experts)
+        zero, (shared, own) = c["zero"], self._optimized(c)
+        # A rank has the state of whole parameters.
         largest = m.model_dim * m.vocab_size / c["tp"] * (self._ends(c) > 0)
         held = torch.where(zero >= 1, torch.maximum(shared / copies, largest), shared)
-        own = torch.where(spread, experts, 0.0)
         stepped = torch.where(zero >= 2, dense / copies + experts / edp, held + own)
         return stepped, torch.where(zero == 1, torch.maximum(held, own), stepped)
 
@@ -924,11 +928,10 @@ class CostModel:
         Without the output: each of its three takes `output`. Exchanges are waited for, but in turn,
         where none is in these numbers.
         """
-        work, _ = self.apart(c)
         total = sum(self.terms(c).values())
         assert isinstance(total, Tensor)
-        if "turns" in c:
-            total = torch.where(c["turns"] > 0, work, total)
+        if "turns" in c and bool(c["turns"].any()):
+            total = torch.where(c["turns"] > 0, self.apart(c)[0], total)
         forward = total / (3.0 + self._again(c)[0] / self._layers(c)[0])
         return forward, total - 2.0 * forward, forward
 
