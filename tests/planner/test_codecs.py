@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from planner_models import SMALL
 
 from moe_ext.planner import (
     ClusterSpec,
@@ -12,7 +13,6 @@ from moe_ext.planner import (
     CostTable,
     Job,
     Level,
-    ModelSpec,
     exchange_bytes,
     plan,
     search,
@@ -21,15 +21,6 @@ from moe_ext.planner.cost import GRADIENTS, KV_WIRES
 from moe_ext.planner.search import DEFAULTS, choice_of, columns_of
 from moe_ext.planner.stages import divide, simulated
 
-SMALL = ModelSpec(
-    *(4, 64, 4, 96, 128),
-    num_kv_heads=4,
-    num_experts=8,
-    top_k=2,
-    num_moe_layers=4,
-    gated=True,
-    gated_experts=True,
-)
 JOB = {"num_ranks": 4, "seq_len": 256, "global_batch": 16, "dtype": "float32"}
 # Seconds a number, to encode as to decode.
 QUICK, SLOW = 1e-12, 1e-6

@@ -1,11 +1,13 @@
 """Plans with the optimizer on the host: when they pay, what they take, and trained."""
 
 import dataclasses
+import functools
 import itertools
 import json
 
 import pytest
 import torch
+from planner_models import SMALL, small_mixtral
 from rank_checks import Checks
 
 from moe_ext.planner import (
@@ -15,7 +17,6 @@ from moe_ext.planner import (
     Host,
     Job,
     Level,
-    ModelSpec,
     Plan,
     plan,
     search,
@@ -23,15 +24,6 @@ from moe_ext.planner import (
 from moe_ext.planner.search import columns_of
 
 CHECKS = Checks()
-SMALL = ModelSpec(
-    *(4, 64, 4, 96, 128),
-    num_kv_heads=4,
-    num_experts=8,
-    top_k=2,
-    num_moe_layers=4,
-    gated=True,
-    gated_experts=True,
-)
 HOST = Host(4e8, 1e10, 1e10)
 CLUSTER = ClusterSpec(
     *((Level("node", 4, 1e-6, 1e10),), {"float32": 1e11, "bfloat16": 1e11}, 4e8, 1e10), host=HOST
@@ -136,16 +128,7 @@ def test_refuses_hosts():
         Host(1.0, 1.0, 1.0, disk=1.0)
 
 
-def made_model():
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2,
-        output_router_logits=False,
-    )  # fmt: skip
-    return transformers.MixtralForCausalLM(config)
+made_model = functools.partial(small_mixtral, num_hidden_layers=2)
 
 
 @CHECKS((0,), (1,))

@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from planner_models import SMALL
 from rank_checks import Checks
 
 from moe_ext import MoELayer
@@ -26,7 +27,6 @@ from moe_ext.planner import (
     CostTable,
     Job,
     Level,
-    ModelSpec,
     Plan,
     cli,
     exchange_bytes,
@@ -49,15 +49,6 @@ from moe_ext.planner.stages import (
 )
 
 CHECKS = Checks()
-SMALL = ModelSpec(
-    *(4, 64, 4, 96, 128),
-    num_kv_heads=4,
-    num_experts=8,
-    top_k=2,
-    num_moe_layers=4,
-    gated=True,
-    gated_experts=True,
-)
 MIXED = dataclasses.replace(SMALL, num_layers=6, dense_ffn_dim=256)
 CLUSTER = ClusterSpec(
     (Level("node", 4, 1e-6, 1e10), Level("network", 1024, 1e-5, 1e9)), {"float32": 1e11}, 4e8, 1e10

@@ -1,47 +1,31 @@
 """Plans of jobs with local steps: what they cost, and rounds that ranks train."""
 
 import dataclasses
+import functools
 import json
 
 import pytest
 import torch
 import torch.distributed as dist
+from planner_models import SMALL, small_mixtral
 from rank_checks import Checks
 
 from moe_ext.distributed import count_traffic
 from moe_ext.distributed.comm import all_reduce_bytes
 from moe_ext.optim import DiLoCo
-from moe_ext.planner import ClusterSpec, CostModel, Job, Level, ModelSpec, Plan, plan, search
+from moe_ext.planner import ClusterSpec, CostModel, Job, Level, Plan, plan, search
 from moe_ext.planner.search import columns_of
 
 CHECKS = Checks()
 CLUSTER = ClusterSpec(
     (Level("node", 4, 1e-6, 1e10), Level("network", 1024, 1e-4, 1e7)), {"float32": 1e11}, 4e8, 1e10
 )
-SMALL = ModelSpec(
-    *(4, 64, 4, 96, 128),
-    num_kv_heads=4,
-    num_experts=8,
-    top_k=2,
-    num_moe_layers=4,
-    gated=True,
-    gated_experts=True,
-)
 JOB = Job(8, 256, 16, "float32", local_steps=10)
 STEPS = 3
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 
-def made_model():
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2,
-        output_router_logits=False,
-    )  # fmt: skip
-    return transformers.MixtralForCausalLM(config)
+made_model = functools.partial(small_mixtral, num_hidden_layers=4)
 
 
 def applied_to(model, codec="none", **fixed):

@@ -114,6 +114,17 @@ def make_batch():
     return {"input_ids": ids, "attention_mask": mask, "labels": ids}
 
 
+def mean_of_ranks(model, batches):
+    """Gradients of the mean of the ranks' losses, as one process computes it, and their logits."""
+    model.set_experts_implementation("eager")
+    logits = []
+    for batch in batches:
+        output = model(**batch)
+        (output.loss / len(batches)).backward()
+        logits.append(output.logits.detach())
+    return model, logits
+
+
 def run(model, batch, seed=5, **kwargs):
     """Output and gradients of one pass; the seed is for routers that draw."""
     model.zero_grad()

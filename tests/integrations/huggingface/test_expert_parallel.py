@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from hf_families import build as build_family
 from hf_families import spread_by_transformers
-from hf_models import NUM_BLOCKS, assert_near, build, families, make_batch, run
+from hf_models import NUM_BLOCKS, assert_near, build, families, make_batch, mean_of_ranks, run
 from rank_checks import Checks
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -31,15 +31,7 @@ def batch_of(rank):
 
 
 def one_process(family):
-    """Gradients of the mean of the ranks' losses."""
-    model = make(family)
-    model.set_experts_implementation("eager")
-    logits = []
-    for rank in range(RANKS):
-        output = model(**batch_of(rank))
-        (output.loss / RANKS).backward()
-        logits.append(output.logits.detach())
-    return model, logits
+    return mean_of_ranks(make(family), [batch_of(rank) for rank in range(RANKS)])
 
 
 def expert_slice(tensor, rank):

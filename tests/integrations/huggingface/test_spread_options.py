@@ -6,7 +6,7 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
-from hf_models import NUM_BLOCKS, assert_near, build, make_batch
+from hf_models import NUM_BLOCKS, assert_near, build, make_batch, mean_of_ranks
 from rank_checks import Checks
 
 import moe_ext
@@ -31,15 +31,7 @@ def batch_of(rank):
 
 
 def one_process(family):
-    """A model with the gradients of the mean of the ranks' losses, and the logits of each."""
-    model = make(family)
-    model.set_experts_implementation("eager")
-    logits = []
-    for rank in range(RANKS):
-        output = model(**batch_of(rank))
-        (output.loss / RANKS).backward()
-        logits.append(output.logits.detach())
-    return model, logits
+    return mean_of_ranks(make(family), [batch_of(rank) for rank in range(RANKS)])
 
 
 def assert_trains_as(model, whole, logits, part):
