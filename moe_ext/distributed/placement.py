@@ -245,6 +245,22 @@ class ExpertShards(Placement):
         held = range(first, first + num_local)
         return cls("ep", group, held, num_experts, cut=cut, cut_blocks=blocks)
 
+    @classmethod
+    def of_ffn(
+        cls, num_experts: int, group: ProcessGroup, *, is_down: bool, transposed: bool, blocks: int
+    ) -> ExpertShards:
+        """Matrices of stacked experts that shards divide by their width, the ffn dimension.
+
+        Args:
+            num_experts: E.
+            group: ranks that share them.
+            is_down: `[L, D, F]`, else `[L, F, D]`.
+            transposed: the other way round.
+            blocks: of F, such as gates and ups one above the other.
+        """
+        cut = 2 if is_down != transposed else 1
+        return cls.of_stacked(num_experts, group, cut=cut, blocks=blocks)
+
     @property
     def _groups(self) -> tuple[ProcessGroup, ProcessGroup]:
         assert self.group is not None

@@ -151,10 +151,11 @@ class GroupedExperts(nn.Module):
             return
         # Gates and ups one above the other are divided each by itself.
         blocks = 2 if self.gated and self.layout == "concatenated" else 1
-        up, down = (2, 1) if self.transposed else (1, 2)
-        of_stacked = functools.partial(ExpertShards.of_stacked, self.num_experts, ep_group)
-        declare_placement(self, of_stacked(cut=down, blocks=1))
-        declare_placement(self, of_stacked(cut=up, blocks=blocks), [self._up_name])
+        of_ffn = functools.partial(
+            ExpertShards.of_ffn, self.num_experts, ep_group, transposed=self.transposed
+        )
+        declare_placement(self, of_ffn(is_down=True, blocks=1))
+        declare_placement(self, of_ffn(is_down=False, blocks=blocks), [self._up_name])
 
     @property
     def ep_group(self) -> ProcessGroup | None:

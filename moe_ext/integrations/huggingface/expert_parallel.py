@@ -364,14 +364,19 @@ class Options:
 
 
 def place_of(module: Any, name: str, group: ProcessGroup | None) -> Placement:
-    """What this rank holds of a stacked parameter of the experts of a module."""
+    """Placement of a stacked parameter of the experts of a module."""
     if group is None or shards_of_experts(group) == 1:
         return Placement.of_experts(module.num_experts, group)
-    up, down = (2, 1) if module.is_transposed else (1, 2)
+    is_down = name == "down_proj"
     # Gates and ups one above the other are divided each by itself.
-    blocks = 2 if module.has_gate and getattr(module, "is_concatenated", True) else 1
-    cut, blocks = (down, 1) if name == "down_proj" else (up, blocks)
-    return ExpertShards.of_stacked(module.num_experts, group, cut=cut, blocks=blocks)
+    pairs = module.has_gate and getattr(module, "is_concatenated", True) and not is_down
+    return ExpertShards.of_ffn(
+        module.num_experts,
+        group,
+        is_down=is_down,
+        transposed=module.is_transposed,
+        blocks=2 if pairs else 1,
+    )
 
 
 def declare_placements(module: nn.Module, num_experts: int, group: ProcessGroup | None) -> None:
@@ -452,8 +457,7 @@ def cut(found: Found, ep_group: ProcessGroup) -> Exchange:
 def _check_shards(path: str, module: Any, found: Found, shards: int) -> None:
     """ValueError for experts that cannot be cut into shards."""
     names = weight_names(module)
-    up, down = (2, 1) if module.is_transposed else (1, 2)
-    ffn_dim = module.down_proj.shape[down]
+    ffn_dim = module.down_proj.shape[1 if module.is_transposed else 2]
     problem = next((f"{path} with {name}" for name in names if name.endswith("_bias")), None)
     if module.has_post_expert_norm:
         problem = f"{path} with a norm behind the experts"
