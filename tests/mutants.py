@@ -48,6 +48,20 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "a slot without room goes to a group that its token did not choose",
+        "moe_ext/nn/capacity.py",
+        "    if limited:\n        key_TE",
+        "    if False:\n        key_TE",
+        "tests/nn/test_limits.py -k groups_of_the_token",
+    ),
+    Mutant(
+        "a slot without room goes to an expert at minus infinity",
+        "moe_ext/nn/capacity.py",
+        "key_TE = key_TE.where(logits_TE > -math.inf, -math.inf)",
+        "pass",
+        "tests/nn/test_limits.py -k minus_infinity",
+    ),
+    Mutant(
         "moments of a stage's layers are those of another stage's in a checkpoint",
         "moe_ext/distributed/checkpoint.py",
         'state[f"{_STATE}{key}.{name}"] = whole_of',

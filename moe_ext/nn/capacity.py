@@ -233,18 +233,59 @@ def _chosen_scores(routed: RouterOutput) -> Tensor:
 
 
 def _ranked_experts(router: nn.Module, routed: RouterOutput) -> Tensor:
-    """The experts of every token, best first, `[T, E]`."""
-    # Scores order experts as logits do; a bias is added to the scores, as in the selection itself.
-    key_TE = routed.logits.detach()
+    """The experts that a token may go to, best first, `[T, E]`; -1 behind the last of them."""
+    logits_TE = routed.logits.detach()
+    key_TE, score_fn = logits_TE, routed.score_fn
     bias = getattr(router, "selection_bias", None)
-    if bias is not None:
-        if routed.score_fn == "sigmoid":
-            key_TE = key_TE.sigmoid() + bias
-        elif routed.score_fn == "sqrtsoftplus":
-            key_TE = functional.softplus(key_TE).sqrt() + bias
+    num_groups, top_groups = getattr(router, "num_groups", 1), getattr(router, "top_groups", 1)
+    limited = top_groups < num_groups
+    terms = _terms_of_group(router) if limited else 1
+    # Scores order experts as logits do; a bias is added to the scores, as in the selection itself,
+    # and so are the keys of a group.
+    if bias is not None or terms > 1:
+        if score_fn == "sigmoid":
+            key_TE = key_TE.sigmoid()
+        elif score_fn == "sqrtsoftplus":
+            key_TE = functional.softplus(key_TE).sqrt()
         else:
-            key_TE = key_TE.softmax(1) + bias
-    return key_TE.argsort(dim=1, descending=True, stable=True)
+            key_TE = key_TE.softmax(1)
+    if bias is not None:
+        key_TE = key_TE + bias
+    key_TE = key_TE.where(logits_TE > -math.inf, -math.inf)
+    if limited:
+        key_TE = _in_groups(key_TE, routed.gate.topk_idx, num_groups, top_groups, terms)
+    # Logits tell experts apart where scores without a bias underflow or saturate.
+    order_TE = key_TE if bias is not None else logits_TE.where(key_TE > -math.inf, -math.inf)
+    ranked_TE = order_TE.argsort(dim=1, descending=True, stable=True)
+    return ranked_TE.where(key_TE.gather(1, ranked_TE) > -math.inf, -1)
+
+
+def _terms_of_group(router: nn.Module) -> int:
+    """Number of the largest keys that make the score of a group of experts."""
+    bias, group_score = getattr(router, "selection_bias", None), router.group_score
+    if group_score == "topk":
+        terms: int = router.top_k // router.top_groups  # type: ignore[operator, assignment]
+        return terms
+    return 2 if group_score == "top2" or (group_score is None and bias is not None) else 1
+
+
+def _in_groups(
+    key_TE: Tensor, topk_idx_TK: Tensor, num_groups: int, top_groups: int, terms: int
+) -> Tensor:
+    """The keys of the experts in a token's groups, -inf for the others."""
+    key_TGS = key_TE.unflatten(1, (num_groups, -1))
+    best_TGN = key_TGS.topk(min(terms, key_TGS.shape[2]), dim=2).values
+    best_TGN[:, :, 1:].masked_fill_(best_TGN[:, :, 1:] == -math.inf, 0)
+    group_TG = best_TGN.sum(dim=2)
+    # The groups that were chosen from come first: a sum that is rounded in another way than that of
+    # the gate must not give the token one group more.
+    size = key_TGS.shape[2]
+    chosen_TK = topk_idx_TK.div(size, rounding_mode="floor").where(topk_idx_TK >= 0, num_groups)
+    held_TG = functional.pad(torch.zeros_like(group_TG), (0, 1)).scatter(1, chosen_TK, 1.0)
+    group_TG = group_TG.masked_fill(held_TG[:, :num_groups] > 0, math.inf)
+    first_TG = group_TG.sort(dim=1, descending=True, stable=True).indices[:, :top_groups]
+    kept_TG = torch.zeros_like(group_TG).scatter(1, first_TG, 1.0) > 0
+    return key_TGS.masked_fill(~kept_TG[:, :, None], -math.inf).flatten(1)
 
 
 def run_padded(experts: nn.Module, rows_ND: Tensor, offsets: Tensor, capacity: int) -> Tensor:

@@ -62,7 +62,7 @@ def served_in_order(layer, x, capacity, rows):
 
 def run_choices(layer, x, idx_TK, weights_TK):
     """Output of the experts for given choices."""
-    rows, permutation = ops.permute_tokens(x, idx_TK, E)
+    rows, permutation = ops.permute_tokens(x, idx_TK, layer.num_experts)
     out = layer.experts(rows, permutation.expert_offsets)
     return ops.unpermute_tokens(out, permutation, weights_TK)
 
@@ -133,6 +133,90 @@ def test_rerouting_by_a_bias():
     layer(x)
     # ceil(21 * 2 * 0.4 / 5) rows each: what experts 1 and 2 refuse goes to 3 first, then to 0, 4.
     assert int(layer.metrics["num_dropped"]) == T * K - 5 * 4
+
+
+@pytest.mark.parametrize("group_score", [None, "max", "top2", "topk"])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("score_fn", ["softmax", "topk_softmax", "sigmoid", "sqrtsoftplus"])
+def test_rerouting_stays_in_the_groups_of_the_token(score_fn, biased, group_score):
+    # Node-limited routing: a group is a node. Expert 5 is closed by a logit of -inf.
+    num_experts, top_k, num_groups, top_groups, num_tokens = 12, 4, 3, 2, 48
+    torch.manual_seed(3)
+    router = TopKRouter(
+        8,
+        num_experts,
+        top_k,
+        score_fn=score_fn,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        group_score=group_score,
+        bias=True,
+        selection_bias=biased,
+    ).double()
+    with torch.no_grad():
+        router.weight.mul_(4.0)
+        router.bias[5] = -math.inf
+        if biased:
+            router.selection_bias.uniform_(-0.3, 0.3)
+    layer = moe_ext.MoELayer(
+        8,
+        6,
+        num_experts,
+        router=router,
+        capacity=Capacity(0.8, overflow="reroute"),
+        dtype=torch.float64,
+    )
+    x = torch.randn(num_tokens, 8, dtype=torch.float64)
+    routed = router(x)
+    logits = routed.logits.detach()
+    score = {
+        "sigmoid": logits.sigmoid(),
+        "sqrtsoftplus": (logits.exp() + 1).log().sqrt(),
+    }.get(score_fn, logits.softmax(1))
+    key = score + router.selection_bias if biased else score
+    size = num_experts // num_groups
+    terms = {None: 2 if biased else 1, "max": 1, "top2": 2, "topk": top_k // top_groups}
+    rows = math.ceil(num_tokens * top_k * 0.8 / num_experts)
+    idx, used, refused = routed.gate.topk_idx.tolist(), [0] * num_experts, []
+    for t, k in [(t, k) for t in range(num_tokens) for k in range(top_k)]:
+        expert = idx[t][k]
+        used[expert] += 1
+        if used[expert] > rows:
+            used[expert], idx[t][k] = rows, -1
+            refused.append((t, k))
+    for t, k in refused:
+        of_group = [[float(key[t, g * size + i]) for i in range(size)] for g in range(num_groups)]
+        of_group[5 // size].pop(5 % size)
+        totals = [sum(sorted(keys)[-terms[group_score] :]) for keys in of_group]
+        groups = sorted(range(num_groups), key=lambda g: -totals[g])[:top_groups]
+        assert {e // size for e in routed.gate.topk_idx[t].tolist()} <= set(groups)
+        for expert in key[t].argsort(descending=True).tolist():
+            open_to = expert != 5 and expert // size in groups
+            if open_to and used[expert] < rows and expert not in idx[t]:
+                used[expert] += 1
+                idx[t][k] = expert
+                break
+    choice = torch.tensor(idx)
+    assert (choice < 0).any(), "a token whose groups are full loses a slot"
+    assert sum(choice[t, k] >= 0 for t, k in refused) > 0, "others find room"
+    weights = router.with_choice(routed, choice).gate.topk_weights
+    torch.testing.assert_close(layer(x), run_choices(layer, x, choice, weights), **TIGHT)
+    assert int(layer.metrics["num_dropped"]) == int((choice < 0).sum())
+
+
+def test_rerouting_to_no_expert_at_minus_infinity():
+    router = TopKRouter(2, 4, 1, score_fn="sigmoid", bias=True, selection_bias=True)
+    with torch.no_grad():
+        router.weight.zero_()
+        # The bias of the selection would put expert 1 first among those that are left.
+        router.bias.copy_(torch.tensor([2.0, -math.inf, 1.0, -math.inf]))
+        router.selection_bias.copy_(torch.tensor([0.0, 5.0, 0.0, 0.0]))
+    layer = moe_ext.MoELayer(2, 4, 4, router=router, capacity=Capacity(1.0, overflow="reroute"))
+    y = layer(torch.randn(8, 2))
+    y.sum().backward()
+    # Two rows each: of eight tokens two go to expert 0, two to expert 2, and four are dropped.
+    assert int(layer.metrics["num_dropped"]) == 4
+    assert (y != 0).any(1).tolist() == [True] * 4 + [False] * 4
 
 
 def test_random_drops_follow_the_step_and_the_token():
