@@ -48,6 +48,27 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "packed documents count as one sequence",
+        "moe_ext/nn/balance/losses.py",
+        "return ids_BS, most + 1",
+        "return torch.zeros_like(ids_BS), 1",
+        "tests/nn/test_balance.py -k packed_documents",
+    ),
+    Mutant(
+        "the choices of a document are those of this rank's shard",
+        "moe_ext/nn/balance/losses.py",
+        'counts_NE = comm.all_reduce_(counts_NE, documents.group, operation="Balance")',
+        "pass",
+        "tests/distributed/test_balance_over_ranks.py -k sequences_over_ranks",
+    ),
+    Mutant(
+        "a block does not tell its layer of documents",
+        "moe_ext/nn/transformer_block.py",
+        "if cu_seqlens is not None and _by_sequence(self.ffn)",
+        "if False and _by_sequence(self.ffn)",
+        "tests/nn/test_balance.py -k transformer_block",
+    ),
+    Mutant(
         "a slot without room goes to a group that its token did not choose",
         "moe_ext/nn/capacity.py",
         "    if limited:\n        key_TE",

@@ -13,6 +13,7 @@ from moe_ext.attention.ring_attention import explain_scheme, ring_attention
 from moe_ext.attention.rsa import RingSelfAttention, ring_self_attention
 from moe_ext.attention.sequence_parallel_mlp import SequenceParallelMLP
 from moe_ext.attention.sharding import (
+    document_ids,
     gather_from_sequence,
     position_ids,
     reduce_scatter_to_sequence,
@@ -35,6 +36,7 @@ __all__ = [
     "SchemeChoice",
     "SequenceParallelMLP",
     "choose_scheme",
+    "document_ids",
     "explain_scheme",
     "gather_from_sequence",
     "group_sampler",

@@ -10,14 +10,14 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import CheckpointFunction
 
 from moe_ext.attention.call import Options
@@ -120,12 +120,27 @@ _FLEX = getattr(torch.ops.higher_order, "flex_attention", None)
 _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
+class SharedSequences(NamedTuple):
+    """The sequences inside a context, for what counts by sequence.
+
+    Attributes:
+        group: the ranks that share each of them.
+        layout: of their shards.
+        cu_seqlens: offsets of packed documents in the whole sequence, None for a single one.
+    """
+
+    group: ProcessGroup | None
+    layout: str | Layout
+    cu_seqlens: Offsets | None
+
+
 class _RingMode(TorchFunctionMode):
     """Sends torch's attention round the ring, on the thread that entered it."""
 
-    def __init__(self, ring: Callable[..., Any]) -> None:
+    def __init__(self, ring: Callable[..., Any], sequences: SharedSequences) -> None:
         super().__init__()
         self._ring = ring
+        self.sequences = sequences
         self._checkpoints = 0 if torch.compiler.is_compiling() else _open_checkpoints()
 
     def __torch_function__(
@@ -164,6 +179,14 @@ class _RingMode(TorchFunctionMode):
             )
 
 
+def shared_sequences() -> SharedSequences | None:
+    """Those of the innermost context that this thread is in."""
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, _RingMode):
+            return mode.sequences
+    return None
+
+
 @contextlib.contextmanager
 def sequence_parallel(
     group: ProcessGroup | DeviceMesh | None,
@@ -186,9 +209,10 @@ def sequence_parallel(
     layers of `torch.nn.Transformer`; nothing of torch is replaced, so nothing has to be restored.
     Contexts nest, the innermost holds. `is_causal`, `scale`, `dropout_p` and `enable_gqa` are
     served, and an `attn_mask` whose rows are this rank's queries and whose columns all keys in the
-    order of the sequence (`[..., L, S]`, see `ring_attention`). The backward pass may be outside,
-    unless activation checkpointing computes the forward pass again there: decorate the checkpointed
-    function then, `checkpoint(sequence_parallel(group)(block), x)`.
+    order of the sequence (`[..., L, S]`, see `ring_attention`). A `MoELayer` with
+    `Balance("sequence")` counts by the whole sequences and documents of the context. The backward
+    pass may be outside, unless activation checkpointing computes the forward pass again there:
+    decorate the checkpointed function then, `checkpoint(sequence_parallel(group)(block), x)`.
 
     Args:
         group: the ranks that share each sequence, see `ring_attention`; None is this process alone.
@@ -218,8 +242,9 @@ def sequence_parallel(
         "kv_grad_dtype": kv_grad_dtype,
         "wire": wire,
     }
-    Options.of(group, _OP, **options).check()
+    checked = Options.of(group, _OP, **options)
+    checked.check()
     masks = {"cu_seqlens": cu_seqlens, "prefix_len": prefix_len, "key_mask": key_mask}
     ring = functools.partial(ring_attention, group=group, **masks, **options)
-    with _RingMode(ring):
+    with _RingMode(ring, SharedSequences(checked.group, layout, cu_seqlens)):
         yield

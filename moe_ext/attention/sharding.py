@@ -234,6 +234,35 @@ def position_ids(
     return ids_L - edges[torch.bucketize(ids_L, edges, right=True) - 1]
 
 
+def document_ids(
+    cu_seqlens: Offsets,
+    *,
+    group: ProcessGroup | DeviceMesh | None,
+    layout: str | Layout = "zigzag",
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """`[L]` int64, the document of each position that this rank holds, counted from 0.
+
+    With documents of each row of a batch, `[B, L]`. What `MoELayer.forward` takes.
+
+    Args:
+        cu_seqlens: offsets of packed documents in the whole sequence, or a row of them for each row
+            of a batch.
+        group: see `shard_sequence`.
+        layout: see `make_layout`.
+        device: of the result.
+    """
+    op = "document_ids"
+    where: dict[str, Any] = {"group": group, "layout": layout, "device": device}
+    rows = rows_of_offsets(cu_seqlens, op)
+    if rows is not None:
+        return torch.stack([document_ids(row, **where) for row in rows])
+    offsets = check_cu_seqlens(cu_seqlens, op)
+    assert offsets is not None
+    ids_L = position_ids(offsets[-1], cu_seqlens=offsets, restart=False, **where)
+    return torch.bucketize(ids_L, torch.tensor(offsets, device=device), right=True) - 1
+
+
 def shift_labels(
     labels: Tensor,
     *,

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext._checks import check_choice, check_sizes
 from moe_ext._compile import outside_graphs
+from moe_ext.attention.masks import Offsets
 from moe_ext.distributed.dispatch import (
     DISPATCHERS,
     AutoDispatcher,
@@ -41,7 +42,9 @@ from moe_ext.nn.balance.counts import CountingModule, StepCounts, add_once
 from moe_ext.nn.balance.losses import (
     LOSS_MODES,
     Balance,
+    Documents,
     balance_terms,
+    find_documents,
     inject_losses,
     loss_terms,
 )
@@ -69,6 +72,9 @@ from moe_ext.nn.overlap import run_parts
 from moe_ext.nn.replay import apply_sessions, can_replay
 from moe_ext.nn.routers import Router, RouterOutput, TopKRouter
 from moe_ext.nn.torch_state import as_autocast, autocast_dtype, in_backward
+
+# The documents of a call, as numbers of tokens or as offsets.
+_Packed = tuple[Tensor | None, Offsets | None]
 
 
 class MoELayer(CountingModule):
@@ -314,6 +320,8 @@ class MoELayer(CountingModule):
         token_mask: Tensor | None = None,
         token_ids: Tensor | None = None,
         token_idx: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cu_seqlens: Offsets | None = None,
     ) -> Tensor:
         """Run every token through its experts.
 
@@ -326,26 +334,36 @@ class MoELayer(CountingModule):
             token_idx: `[...]` int64, index of each token in the global batch, for routers and
                 capacities that draw random numbers; by default counted from `set_routing_step`'s
                 `first_token`.
+            document_ids: `[..., S]` int64 from 0, or `[S]` for all sequences of `x[..., S, D]`: the
+                packed document of each token, for `Balance("sequence")`, which looks at them alone.
+                Where ranks share sequences, numbers in the whole sequence, see
+                `attention.document_ids`.
+            cu_seqlens: offsets of packed documents, in the place of document_ids, where this rank
+                holds whole sequences: `[0, ..., S]`, or a row of them for each sequence.
 
         Returns:
             `[..., D]`, in the dtype of x, or under autocast in that of autocast.
 
         Raises:
-            ValueError: x, token_mask, token_ids or token_idx has the wrong shape.
+            ValueError: x, token_mask, or what tells of tokens or documents, has the wrong shape, or
+                document_ids a negative number; on every rank that shares the sequences.
             TypeError: x is not floating point, token_mask not bool, or an index not int64.
         """
         per_token = {"token_mask": token_mask, "token_ids": token_ids, "token_idx": token_idx}
+        packed = document_ids, cu_seqlens
         if self.dispatcher.in_graph:
-            return self._forward(x, per_token)
-        return self._forward_outside_of_graphs(x, per_token)
+            return self._forward(x, per_token, packed)
+        return self._forward_outside_of_graphs(x, per_token, packed)
 
     if TYPE_CHECKING:
         __call__ = forward
 
     @outside_graphs
-    def _forward_outside_of_graphs(self, x: Tensor, per_token: dict[str, Tensor | None]) -> Tensor:
+    def _forward_outside_of_graphs(
+        self, x: Tensor, per_token: dict[str, Tensor | None], packed: _Packed
+    ) -> Tensor:
         with in_layer(weakref.ref(self)):
-            return self._forward(x, per_token)
+            return self._forward(x, per_token, packed)
 
     def explain_dispatch(self) -> DispatchChoice:
         """Dispatcher that the layer uses and why, with bytes and times where it was chosen.
@@ -361,7 +379,7 @@ class MoELayer(CountingModule):
         reason = "all experts are on this rank" if local else "named by the caller"
         return DispatchChoice(type(self.dispatcher).__name__, reason)
 
-    def _forward(self, x: Tensor, per_token: dict[str, Tensor | None]) -> Tensor:
+    def _forward(self, x: Tensor, per_token: dict[str, Tensor | None], packed: _Packed) -> Tensor:
         if isinstance(self.dispatcher, AutoDispatcher):
             self.dispatcher, self._dispatch_choice = self.dispatcher.choose(
                 x,
@@ -372,7 +390,11 @@ class MoELayer(CountingModule):
             if self.overlap > 1:
                 self.dispatcher = self.dispatcher.cut(self.overlap)
         with self._routing(x):
-            self._check_inputs(x, per_token)
+            documents = None
+            if self.balance.scope == "sequence" and self._wants_balance_loss():
+                documents = self._find_documents(x, per_token, packed)
+            else:
+                self._check_inputs(x, per_token)
             x_TD = x.reshape(-1, self.model_dim)
             flat = {name: t.reshape(-1) for name, t in per_token.items() if t is not None}
             mask_T = flat.pop("token_mask", None)
@@ -393,7 +415,8 @@ class MoELayer(CountingModule):
             )
         # Under autocast the experts would cast anyway; here it halves what is permuted and sent.
         y_TD, num_dropped = self._run_experts(as_autocast(x_TD), choice)
-        y_TD = self._account(y_TD, routed, mask_T, math.prod(x.shape[:-2]), num_dropped)
+        sequences = math.prod(x.shape[:-2]), documents
+        y_TD = self._account(y_TD, routed, mask_T, sequences, num_dropped)
         return y_TD.reshape(x.shape)
 
     def _routing(self, x: Tensor) -> AbstractContextManager[object]:
@@ -547,7 +570,7 @@ class MoELayer(CountingModule):
         y_TD: Tensor,
         routed: RouterOutput,
         mask_T: Tensor | None,
-        num_sequences: int,
+        sequences: tuple[int, Documents | None],
         num_dropped: Tensor,
     ) -> Tensor:
         """Count the tokens, attach the losses to y, and keep the record of the pass."""
@@ -576,7 +599,7 @@ class MoELayer(CountingModule):
                 routed,
                 counted,
                 mask_T,
-                num_sequences,
+                *sequences,
                 scope=self.balance.scope,
                 balance_coef=coefs["balance"],
                 z_coef=coefs["z"],
@@ -599,6 +622,17 @@ class MoELayer(CountingModule):
             "moved": {} if self._rebalancer is None else self._rebalancer.metrics(chosen_E.device),
         }
         return y_TD
+
+    def _find_documents(
+        self, x: Tensor, per_token: dict[str, Tensor | None], packed: _Packed
+    ) -> Documents | None:
+        """Check the inputs, and tell ranks that share sequences what is wrong with them."""
+        problem: Exception | None = None
+        try:
+            self._check_inputs(x, per_token)
+        except (TypeError, ValueError) as error:
+            problem = error
+        return find_documents(self.balance, x, *packed, per_token["token_mask"], problem)
 
     def _check_scores(self, routed: RouterOutput) -> None:
         """Refuse a router that does not say what its scores are where the loss wants to know it."""

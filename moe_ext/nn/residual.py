@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_ext.attention.masks import Offsets
 from moe_ext.nn.expert_activation import Activation
 from moe_ext.nn.feed_forward import FeedForward
 from moe_ext.nn.moe_layer import MoELayer
@@ -80,6 +81,8 @@ class ResidualMoE(nn.Module):
         token_mask: Tensor | None = None,
         token_ids: Tensor | None = None,
         token_idx: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cu_seqlens: Offsets | None = None,
     ) -> Tensor:
         """Run every token through both.
 
@@ -88,11 +91,20 @@ class ResidualMoE(nn.Module):
             token_mask: as in `MoELayer`; the dense network sees masked tokens too.
             token_ids: as in `MoELayer`.
             token_idx: as in `MoELayer`.
+            document_ids: as in `MoELayer`.
+            cu_seqlens: as in `MoELayer`.
 
         Returns:
             `[..., D]`.
         """
-        y: Tensor = self.moe(x, token_mask=token_mask, token_ids=token_ids, token_idx=token_idx)
+        y: Tensor = self.moe(
+            x,
+            token_mask=token_mask,
+            token_ids=token_ids,
+            token_idx=token_idx,
+            document_ids=document_ids,
+            cu_seqlens=cu_seqlens,
+        )
         weights = torch.softmax(self.coefficient(x), dim=-1).to(y.dtype)
         return y * weights[..., :1] + self.mlp(x) * weights[..., 1:]
 

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext.attention import Layout, RingAttention
+from moe_ext.attention.sharding import document_ids
+from moe_ext.distributed.groups import group_size
 from moe_ext.nn.moe_layer import MoELayer
 
 
@@ -36,10 +38,10 @@ def rotate(x_BHLC: Tensor, position_ids: Tensor, base: float) -> Tensor:
     return torch.cat([real * cos - imag * sin, real * sin + imag * cos], dim=-1)
 
 
-def _masks(ffn: nn.Module) -> bool:
-    """Whether a network takes a `token_mask`; ValueError where experts in it would not get it."""
+def _takes(ffn: nn.Module, name: str) -> bool:
+    """Whether a network takes an argument; ValueError where experts in it would not get it."""
     parameters = inspect.signature(ffn.forward).parameters
-    if "token_mask" in parameters:
+    if name in parameters:
         return True
     if not any(isinstance(module, MoELayer) for module in ffn.modules()):
         return False
@@ -47,9 +49,15 @@ def _masks(ffn: nn.Module) -> bool:
     if any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return True
     raise ValueError(
-        "TransformerBlock: expected ffn to take token_mask, which the MoELayer in it needs, "
+        f"TransformerBlock: expected ffn to take {name}, which the MoELayer in it needs, "
         f"got {type(ffn).__name__}"
     )
+
+
+def _by_sequence(ffn: nn.Module) -> list[MoELayer]:
+    """Layers of a network whose balance loss counts by sequence."""
+    layers = [module for module in ffn.modules() if isinstance(module, MoELayer)]
+    return [layer for layer in layers if layer.balance.scope == "sequence"]
 
 
 class TransformerBlock(nn.Module):
@@ -62,7 +70,8 @@ class TransformerBlock(nn.Module):
     Args:
         model_dim: D.
         num_heads: H.
-        ffn: maps `[B, L, D]` to `[B, L, D]`, such as a `MoELayer`.
+        ffn: maps `[B, L, D]` to `[B, L, D]`, such as a `MoELayer`; one with `Balance("sequence")`
+            is told the documents, and needs the `cp_group` as its group.
         num_kv_heads: Hkv, a divisor of H; None for H.
         cp_group: the ranks that share each sequence; None is this process alone.
         layout: see `moe_ext.attention.make_layout`.
@@ -109,6 +118,13 @@ class TransformerBlock(nn.Module):
                 f"TransformerBlock: expected num_kv_heads to divide {num_heads} heads, "
                 f"got {kv_heads}"
             )
+        for layer in _by_sequence(ffn):
+            if group_size(cp_group) > 1 and layer.balance.group is None:
+                raise ValueError(
+                    "TransformerBlock: expected the MoELayer in ffn to have balance="
+                    "Balance('sequence', group=cp_group), since ranks share the sequences, got "
+                    "group=None"
+                )
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.head_dim = model_dim // num_heads
         self.rope_base = rope_base
@@ -163,9 +179,19 @@ class TransformerBlock(nn.Module):
             `[B, L, D]`.
 
         Raises:
-            ValueError: a `token_mask`, and the network has a `MoELayer` inside but takes none.
+            ValueError: a `token_mask`, or documents for a balance by sequence, and the network has
+                a `MoELayer` inside but does not take them.
         """
         x = x + self._attend(self.attention_norm(x), position_ids, cu_seqlens, token_mask)
-        masked = {"token_mask": token_mask} if token_mask is not None and _masks(self.ffn) else {}
-        out: Tensor = x + self.ffn(self.ffn_norm(x), **masked)
+        told: dict[str, Tensor] = {}
+        if token_mask is not None and _takes(self.ffn, "token_mask"):
+            told["token_mask"] = token_mask
+        if cu_seqlens is not None and _by_sequence(self.ffn) and _takes(self.ffn, "document_ids"):
+            told["document_ids"] = document_ids(
+                cu_seqlens,
+                group=self.attention.group,
+                layout=self.attention.layout,
+                device=x.device,
+            )
+        out: Tensor = x + self.ffn(self.ffn_norm(x), **told)
         return out

@@ -2,11 +2,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from checks import assert_passed, outcomes, raised
+from pairwise import pairs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import moe_ext
 from moe_ext import distributed as md
+from moe_ext.attention import document_ids, make_layout, sequence_parallel, shard_sequence
 from moe_ext.nn import Balance, TopKRouter, count_tokens, reset_token_counts, set_loss_scale
 
 # Sums of a few hundred products of numbers near one, in another order.
@@ -170,6 +172,115 @@ def check_bias_updates_beside_ddp(bias_update="sign"):
 
 def check_quantile_updates_beside_ddp():
     check_bias_updates_beside_ddp("quantile")
+
+
+def sequences(seq_len, masked):
+    """A batch of two sequences `[B, S, D]`, its documents `[B, S]` and its mask."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(2, seq_len, 8, dtype=torch.float64, generator=generator)
+    ids = torch.randint(3, (2, seq_len), generator=generator).sort(1).values
+    mask = torch.ones(2, seq_len, dtype=torch.bool)
+    if masked:
+        mask[1, seq_len // 2 :] = False
+    return x, ids, mask
+
+
+def by_documents(told, layout, group):
+    """(documents of the whole sequences, arguments of a layer on its shard)."""
+    if told == "nothing":
+        return None, {}
+    ids = sequences(SEQ_LEN, False)[1]
+    if told == "ids":
+        return ids, {"document_ids": shard_sequence(ids, dim=1, group=group, layout=layout)}
+    ids = torch.bucketize(torch.arange(SEQ_LEN), torch.tensor(OFFSETS), right=True) - 1
+    local = document_ids(OFFSETS, group=group, layout=layout)
+    return ids, {"document_ids": local} if told == "offsets" else {}
+
+
+SEQ_LEN, OFFSETS = 13, (0, 5, 5, 6, 13)
+LAYOUTS = ("contiguous", "zigzag", "striped", "cost_balanced")
+TOLD = ("nothing", "ids", "offsets", "context")
+
+
+def check_sequences_over_ranks_equal_one_process():
+    """Each document over the ranks is one sequence; the mean over ranks is that of one process."""
+    ranks = dist.get_world_size()
+    runs = (plain, reentrant, not_reentrant)
+    for layout, told, masked, apart, run in pairs(LAYOUTS, TOLD, (False, True), (0, 1), runs):
+        ep_group = world() if apart else None
+        if layout == "cost_balanced":
+            layout = make_layout(layout, SEQ_LEN, ranks, cu_seqlens=OFFSETS)
+        x, _, mask = sequences(SEQ_LEN, masked)
+        ids, documents = by_documents(told, layout, world())
+        whole = make_model(Balance("sequence"))
+        for layer in whole:
+            layer(x, token_mask=mask, document_ids=ids).square().sum().backward()
+        in_context = told == "context"
+        model = make_model(Balance("sequence", None if in_context else world()), ep_group)
+        where = {"dim": 1, "group": world(), "layout": layout}
+        x, mask = shard_sequence(x, **where), shard_sequence(mask, **where)
+        for layer, one in zip(model, whole, strict=True):
+
+            def forward(x, layer=layer, mask=mask, documents=documents):
+                return layer(x, token_mask=mask, **documents)
+
+            if in_context:
+                around = sequence_parallel(world(), layout=layout, cu_seqlens=OFFSETS)
+                forward = around(forward)
+            (run(forward, x).square().sum() * ranks).backward()
+            loss = layer.metrics["balance_loss"].clone()
+            dist.all_reduce(loss)
+            torch.testing.assert_close(loss / ranks, one.metrics["balance_loss"], **TIGHT)
+        md.sync_gradients(model)
+        assert_same_gradients(model, whole)
+
+
+def check_a_rank_without_positions():
+    """Fewer positions than ranks, and none at all."""
+    for seq_len in (0, 1, 3):
+        x, ids, _ = sequences(seq_len, False)
+        whole = make_model(Balance("sequence"))[:1]
+        whole(x).sum().backward()
+        model = make_model(Balance("sequence", world()))[:1]
+        where = {"dim": 1, "group": world(), "layout": "contiguous"}
+        shard = shard_sequence(x, **where)
+        (model[0](shard).sum() * dist.get_world_size()).backward()
+        md.sync_gradients(model)
+        assert_same_gradients(model, whole)
+        model[0](shard, document_ids=shard_sequence(ids, **where)).sum().backward()
+
+
+def check_wrong_documents_are_refused_on_every_rank():
+    last = dist.get_rank() == dist.get_world_size() - 1
+    layer = make_model(Balance("sequence", world()))[0]
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    raised(
+        ValueError,
+        "number of sequences to be equal",
+        lambda: layer(x[: 1 + last], document_ids=None),
+    )
+    raised(
+        ValueError,
+        "document_ids to be at least 0, got -1",
+        lambda: layer(x, document_ids=ids - int(last)),
+    )
+    raised(
+        TypeError, "token_mask to be bool", lambda: layer(x, token_mask=ids if last else ids > 0)
+    )
+    raised(
+        ValueError,
+        r"expected document_ids .* in the place of cu_seqlens",
+        lambda: layer(x, cu_seqlens=[0, 3]),
+    )
+    raised(
+        ValueError,
+        r"expected the MoELayer in ffn to have balance=Balance\('sequence', group",
+        lambda: moe_ext.nn.TransformerBlock(
+            8, 2, make_model(Balance("sequence"))[0], cp_group=world()
+        ),
+    )
+    layer(x, document_ids=ids)
 
 
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]

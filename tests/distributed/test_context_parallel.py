@@ -70,9 +70,10 @@ def make_mask(data_size, padded):
     return mask
 
 
-def one_process(data_size, cu_seqlens, padded, apart):
-    """Model with the gradients of the mean loss, and that loss; `apart`: balanced by sequence."""
-    model = Model(None, Balance("global_batch") if not apart else None, "contiguous")
+def one_process(data_size, cu_seqlens, padded, apart, scope):
+    """Model with the gradients of the mean loss, and that loss; `apart`: each batch alone."""
+    balance = None if apart and scope == "global_batch" else Balance(scope)
+    model = Model(None, balance, "contiguous")
     tokens = make_tokens(data_size)
     mask = make_mask(data_size, padded)
     labels = shift_labels(tokens, cu_seqlens=cu_seqlens).masked_fill(~mask, -100)
@@ -92,11 +93,11 @@ def one_process(data_size, cu_seqlens, padded, apart):
     return model, total
 
 
-def check_equal(rank, sizes, layout, cu_seqlens, padded, apart):
+def check_equal(rank, sizes, layout, cu_seqlens, padded, apart, scope="global_batch"):
     mesh = MoEMesh(**sizes)
     group, world = mesh.cp_group, dist.get_world_size()
     assert mesh.data_size == world // mesh.cp_size
-    balance = Balance("global_batch", group=mesh.cp_group if apart else dist.group.WORLD)
+    balance = Balance(scope, group=mesh.cp_group if apart else dist.group.WORLD)
     model = Model(mesh, balance, layout)
     where = {"group": group, "layout": layout, "cu_seqlens": cu_seqlens}
     tokens = make_tokens(mesh.data_size)
@@ -115,7 +116,7 @@ def check_equal(rank, sizes, layout, cu_seqlens, padded, apart):
     loss = token_mean_loss(loss, count, group=dist.group.WORLD, grad_scale=world)
     loss.backward()
     moe_ext.distributed.sync_gradients(model)
-    whole, expected = one_process(mesh.data_size, cu_seqlens, padded, apart)
+    whole, expected = one_process(mesh.data_size, cu_seqlens, padded, apart, scope)
     torch.testing.assert_close(loss.detach(), expected, **TIGHT)
     each = EXPERTS // mesh.ep_size
     for (name, parameter), other in zip(model.named_parameters(), whole.parameters(), strict=True):
@@ -146,6 +147,7 @@ def check_all(rank):
         check_equal(rank, sizes, "per_document", packed, False, False)
         check_equal(rank, sizes, "striped", None, True, False)
         check_equal(rank, sizes, "zigzag", None, False, True)
+        check_equal(rank, sizes, "per_document", packed, True, True, "sequence")
     check_groups(rank)
     return True
 

@@ -1,11 +1,14 @@
+import contextlib
 import copy
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 import moe_ext
+from moe_ext.attention import sequence_parallel
 from moe_ext.nn import (
     Balance,
     collect_losses,
@@ -315,6 +318,148 @@ def test_sequence_loss(score_fn, masked):
     assert float(layer.metrics["balance_loss"]) == 0.0
 
 
+DOCUMENTS = [[0, 4, 4, 5, 12], [0, 12, 12, 12, 12], [0, 1, 3, 9, 12]]
+
+
+def loss_of_documents(layer, x, ids, mask, top_k=K):
+    """The balance loss, one document after the other; the numbers of a sequence are its own."""
+    terms = []
+    for tokens_S, ids_S, mask_S in zip(x, ids, mask, strict=True):
+        for number in ids_S.unique().tolist():
+            tokens = tokens_S[(ids_S == number) & mask_S]
+            if not len(tokens):
+                continue
+            logits = tokens @ layer.router.weight.T
+            score_fn = layer.router.score_fn
+            scores = logits.softmax(1) if score_fn == "softmax" else logits.sigmoid()
+            scores = scores / scores.sum(1, keepdim=True)
+            chosen = torch.bincount(logits.topk(top_k).indices.flatten(), minlength=E).double()
+            terms.append(E * (chosen / (top_k * len(tokens)) * scores.mean(0)).sum())
+    return torch.stack(terms).mean()
+
+
+def told_by(how, offsets):
+    """Ids of the documents of every token, and the arguments that tell a layer of them."""
+    if how in ("shared ids", "shared offsets", "context"):
+        offsets = [offsets[2]] * 3
+    rows = [torch.tensor(row) for row in offsets]
+    ids = torch.stack([torch.bucketize(torch.arange(12), row, right=True) - 1 for row in rows])
+    if how == "scattered ids":
+        ids = ids[:, torch.randperm(12)] * 3 + 1
+    return ids, {
+        "ids": {"document_ids": ids},
+        "scattered ids": {"document_ids": ids},
+        "shared ids": {"document_ids": ids[0]},
+        "offsets": {"cu_seqlens": offsets},
+        "offsets of a tensor": {"cu_seqlens": torch.tensor(offsets)},
+        "shared offsets": {"cu_seqlens": offsets[0]},
+        "context": {},
+    }[how]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "ids",
+        "scattered ids",
+        "shared ids",
+        "offsets",
+        "offsets of a tensor",
+        "shared offsets",
+        "context",
+    ],
+)
+@pytest.mark.parametrize("score_fn", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_packed_documents_are_sequences(how, score_fn, masked):
+    # A pack counted as one sequence: Megatron-LM #6108.
+    torch.manual_seed(0)
+    layer = moe_ext.MoELayer(
+        8, 6, E, K, router=score_fn, balance=Balance("sequence"), balance_loss_coef=0.5
+    ).double()
+    x = torch.randn(3, 12, 8, dtype=torch.float64)
+    mask = torch.rand(3, 12) < 0.6 if masked else torch.ones(3, 12, dtype=torch.bool)
+    ids, told = told_by(how, DOCUMENTS)
+    if masked and "document_ids" in told and how != "shared ids":
+        # Padding may have any number.
+        told = {"document_ids": ids.where(mask, -7)}
+    around = contextlib.nullcontext()
+    if how == "context":
+        around = sequence_parallel(None, cu_seqlens=DOCUMENTS[2])
+    with around:
+        layer(x, token_mask=mask if masked else None, **told).mul(0).sum().backward()
+    want = loss_of_documents(layer, x, ids, mask)
+    torch.testing.assert_close(layer.metrics["balance_loss"], want.detach(), **TIGHT)
+    (want_grad,) = torch.autograd.grad(0.5 * want, layer.router.weight)
+    torch.testing.assert_close(layer.router.weight.grad, want_grad, **TIGHT)
+    whole = loss_of_documents(layer, x, torch.zeros_like(ids), mask)
+    assert abs(want - whole).detach() > 1e-3, "a pack as one sequence is another loss"
+
+
+@pytest.mark.parametrize("shape", [(0, 12), (3, 0), (0,), (1, 1), (1,)])
+def test_documents_of_few_tokens(shape):
+    layer = moe_ext.MoELayer(8, 6, E, 1, balance=Balance("sequence")).double()
+    x = torch.randn(*shape, 8, dtype=torch.float64)
+    for told in ({"document_ids": torch.zeros(shape, dtype=torch.int64)}, {"cu_seqlens": [0, 0]}):
+        if "cu_seqlens" in told:
+            told["cu_seqlens"].append(shape[-1])
+        layer(x, **told).sum().backward()
+        loss = float(layer.metrics["balance_loss"].detach())
+        assert (loss > 0) == (x.numel() > 0)
+
+
+@pytest.mark.parametrize("wrap", [nn.Identity, checkpoint_wrapper], ids=["plain", "wrapped"])
+def test_a_transformer_block_tells_of_its_documents(wrap):
+    torch.manual_seed(0)
+    layer, seen = moe_ext.nn.ResidualMoE(8, 6, E, K, balance=Balance("sequence")), []
+    ffn = layer if wrap is nn.Identity else wrap(layer)
+    block = moe_ext.nn.TransformerBlock(8, 2, ffn).double()
+    layer.moe.router.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+    x = torch.randn(3, 12, 8, dtype=torch.float64)
+    block(x, position_ids=torch.arange(12), cu_seqlens=DOCUMENTS[0])
+    ids, _ = told_by("ids", [DOCUMENTS[0]] * 3)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    want = loss_of_documents(layer.moe, seen[0].view(3, 12, 8), ids, mask)
+    torch.testing.assert_close(layer.moe.metrics["balance_loss"], want.detach(), **TIGHT)
+    hidden = moe_ext.nn.TransformerBlock(8, 2, nn.Sequential(layer)).double()
+    with pytest.raises(ValueError, match=r"ffn to take document_ids, .* got Sequential"):
+        hidden(x, position_ids=torch.arange(12), cu_seqlens=DOCUMENTS[0])
+
+
+@pytest.mark.parametrize(
+    ("told", "error", "message"),
+    [
+        ({"document_ids": torch.zeros(3, 12)}, TypeError, r"document_ids to be int64, got .*32"),
+        (
+            {"document_ids": torch.zeros(12, 3, dtype=torch.int64)},
+            ValueError,
+            r"document_ids to be of shape \(3, 12\), one for each token, got \(12, 3\)",
+        ),
+        (
+            {"document_ids": torch.full((3, 12), -1)},
+            ValueError,
+            r"document_ids to be at least 0, got -1",
+        ),
+        ({"cu_seqlens": [1, 12]}, ValueError, r"cu_seqlens to start at 0 and be sorted"),
+        ({"cu_seqlens": [0, 4, 11]}, ValueError, r"cu_seqlens to end at .* 12, got 11"),
+        (
+            {"cu_seqlens": [[0, 12]] * 2},
+            ValueError,
+            r"cu_seqlens to be a row .* the 3 sequences, got 2",
+        ),
+        (
+            {"cu_seqlens": [0, 12], "document_ids": torch.zeros(3, 12, dtype=torch.int64)},
+            ValueError,
+            r"document_ids or cu_seqlens to be None, got both",
+        ),
+    ],
+)
+def test_wrong_documents(told, error, message):
+    layer = moe_ext.MoELayer(8, 6, E, K, balance=Balance("sequence"))
+    with pytest.raises(error, match="MoELayer: expected " + message):
+        layer(torch.randn(3, 12, 8), **told)
+
+
 def test_one_sequence_is_the_micro_batch():
     x = micro_batches()[0]
     for scope in ("sequence", "micro_batch"):
@@ -437,6 +582,7 @@ def test_a_layer_with_losses_in_the_graph_is_copied_without_them():
     [
         (lambda: Balance("batch"), ValueError, r"Balance: expected scope to be one of .*'batch'"),
         (lambda: Balance("global_batch", 3), TypeError, r"Balance: expected group .*got 3"),
+        (lambda: Balance("sequence", 3), TypeError, r"Balance: expected group .*got 3"),
         (
             lambda: make_model("micro_batch", loss_mode="add"),
             ValueError,

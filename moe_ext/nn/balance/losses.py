@@ -1,12 +1,14 @@
 """The losses of a layer: the tokens that they count, their terms, their way to the backward pass.
 
-Shapes: T tokens, E experts, K top-k, B sequences.
+Shapes: T tokens, E experts, K top-k, B sequences, S positions of a sequence on this rank,
+    N documents.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +16,13 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import _runtime_library, ops
 from moe_ext._checks import check_choice
+from moe_ext._compile import outside_graphs
+from moe_ext.attention.context import SharedSequences, shared_sequences
+from moe_ext.attention.masks import Offsets, check_cu_seqlens, check_end, rows_of_offsets
+from moe_ext.attention.sharding import document_ids as ids_of_documents
+from moe_ext.distributed import comm
+from moe_ext.distributed.agreement import agree
+from moe_ext.distributed.groups import group_size, small_message_device
 from moe_ext.nn.balance.counts import StepCounts
 from moe_ext.nn.routers import BalanceTerms, RouterOutput
 
@@ -30,11 +39,13 @@ class Balance:
 
     Attributes:
         scope: "micro_batch", the tokens of one forward pass on this rank; "sequence", each sequence
-            of `x[..., S, D]` alone, averaged over the sequences that have a real token;
-            "global_batch", the tokens of a whole step: the share of each expert is that over all
-            ranks of `group` and all micro-batches of the step, the mean score that of this pass.
+            of `x[..., S, D]` alone, or each of the packed documents in it that the layer is told
+            of, averaged over those that have a real token; "global_batch", the tokens of a whole
+            step: the share of each expert is that over all ranks of `group` and all micro-batches
+            of the step, the mean score that of this pass.
         group: of "global_batch": the ranks whose tokens count, every one that sees data of its own;
-            None for this rank alone.
+            of "sequence": the ranks that share each sequence (`cp_group`). None for this rank
+            alone, or for the group of an `attention.sequence_parallel` around the layer.
 
     Raises:
         ValueError: the scope is unknown, or has no use for a group.
@@ -52,7 +63,7 @@ class Balance:
                 "Balance: expected group to be None or a ProcessGroup that this rank belongs to, "
                 f"got {self.group!r}"
             )
-        if self.group is not None and self.scope != "global_batch":
+        if self.group is not None and self.scope == "micro_batch":
             raise ValueError(
                 f"Balance: expected group to be None for scope={self.scope!r}, got {self.group}"
             )
@@ -68,11 +79,146 @@ def balance_terms(routed: RouterOutput, top_k: int) -> BalanceTerms:
     return BalanceTerms(routed.gate.score_sum, routed.gate.num_tokens_per_expert, top_k)
 
 
+class Documents(NamedTuple):
+    """Sequences of a balance loss that are no equal runs of this rank's tokens.
+
+    Attributes:
+        document_T: `[T]` int64, number of the sequence of each token, the same on all ranks.
+        num_documents: N, sequences and documents without a token included.
+        group: the ranks that share them; None for this rank alone.
+    """
+
+    document_T: Tensor
+    num_documents: int
+    group: ProcessGroup | None
+
+
+def find_documents(
+    balance: Balance,
+    x: Tensor,
+    document_ids: Tensor | None,
+    cu_seqlens: Offsets | None,
+    token_mask: Tensor | None,
+    problem: Exception | None,
+) -> Documents | None:
+    """The documents of a pass; None where every sequence is one, and on this rank alone.
+
+    Ranks that share sequences compare in one message what they were given.
+
+    Args:
+        balance: of the layer, by sequence.
+        x: tokens `[..., S, D]`.
+        document_ids: `[..., S]` or `[S]`.
+        cu_seqlens: offsets in the sequences of this rank.
+        token_mask: `[..., S]`.
+        problem: what else is wrong on this rank.
+    """
+    shared = shared_sequences()
+    told = document_ids is not None or cu_seqlens is not None
+    if not told and shared is None and group_size(balance.group) == 1:
+        if problem is not None:
+            raise problem
+        return None
+    return _agreed_documents(balance, x, document_ids, cu_seqlens, token_mask, problem, shared)
+
+
+@outside_graphs
+def _agreed_documents(
+    balance: Balance,
+    x: Tensor,
+    document_ids: Tensor | None,
+    cu_seqlens: Offsets | None,
+    token_mask: Tensor | None,
+    problem: Exception | None,
+    shared: SharedSequences | None,
+) -> Documents | None:
+    group = balance.group
+    if group is None and shared is not None:
+        group = shared.group
+    num_sequences = math.prod(x.shape[:-2])
+    ids_BS, num_documents = x.new_zeros(x.shape[:-1], dtype=torch.int64), 1
+    try:
+        if problem is not None:
+            raise problem
+        if document_ids is None and shared is not None and cu_seqlens is None:
+            if shared.cu_seqlens is not None:
+                document_ids = ids_of_documents(
+                    shared.cu_seqlens, group=shared.group, layout=shared.layout, device=x.device
+                )
+        elif cu_seqlens is not None:
+            document_ids = _ids_of_offsets(cu_seqlens, document_ids, group, x)
+        if document_ids is not None:
+            ids_BS, num_documents = _numbered(document_ids, x, token_mask)
+    except Exception as error:
+        problem = error
+    facts = {"the number of sequences": num_sequences}
+    device = small_message_device(group)
+    found = agree("Balance", facts, problem, group, device, values=(num_documents,))
+    num_documents = max(numbers[0] for numbers in found)
+    first_B = torch.arange(num_sequences, device=x.device) * num_documents
+    # Without sequences their length cannot follow from the number of tokens.
+    length = x.shape[-2] if x.dim() > 1 else 1
+    document_T = (first_B[:, None] + ids_BS.reshape(num_sequences, length)).reshape(-1)
+    return Documents(document_T, num_sequences * num_documents, group)
+
+
+def _ids_of_offsets(
+    cu_seqlens: Offsets,
+    document_ids: Tensor | None,
+    group: ProcessGroup | None,
+    x: Tensor,
+) -> Tensor:
+    """Documents by offsets in sequences that this rank holds whole."""
+    op = "MoELayer"
+    if document_ids is not None:
+        raise ValueError(f"{op}: expected document_ids or cu_seqlens to be None, got both")
+    if group_size(group) > 1:
+        raise ValueError(
+            f"{op}: expected document_ids (moe_ext.attention.document_ids) in the place of "
+            f"cu_seqlens where ranks share sequences, got cu_seqlens and {group_size(group)} ranks"
+        )
+    rows, num_sequences = rows_of_offsets(cu_seqlens, op), math.prod(x.shape[:-2])
+    if rows is not None and len(rows) != num_sequences:
+        raise ValueError(
+            f"{op}: expected cu_seqlens to be a row of offsets, or one for each of the "
+            f"{num_sequences} sequences, got {len(rows)}"
+        )
+    for row in rows or [check_cu_seqlens(cu_seqlens, op)]:
+        check_end(row, x.shape[-2] if x.dim() > 1 else 1, op)
+    ids = ids_of_documents(cu_seqlens, group=None, device=x.device)
+    return ids if rows is None else ids.view(x.shape[:-1])
+
+
+def _numbered(document_ids: Tensor, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, int]:
+    """Numbers of the documents, of the shape of the tokens, and how many there may be."""
+    wanted = x.shape[:-1]
+    # What a TypeError or a ValueError of the layer says: every rank of the group raises it.
+    if document_ids.dtype != torch.int64:
+        raise TypeError(f"MoELayer: expected document_ids to be int64, got {document_ids.dtype}")
+    if document_ids.shape not in (wanted, wanted[-1:]):
+        raise ValueError(
+            f"MoELayer: expected document_ids to be of shape {tuple(wanted)}, one for each token, "
+            f"got {tuple(document_ids.shape)}"
+        )
+    ids_BS = document_ids.expand(wanted)
+    if token_mask is not None:
+        # A masked token may have any number.
+        ids_BS = ids_BS.where(token_mask, 0)
+    if ids_BS.numel() == 0:
+        return ids_BS, 1
+    # NOTE: device-to-host sync: the number of documents is the size of a table.
+    least, most = torch.stack(torch.aminmax(ids_BS)).tolist()
+    if least < 0:
+        raise ValueError(f"MoELayer: expected document_ids to be at least 0, got {least}")
+    return ids_BS, most + 1
+
+
 def loss_terms(
     routed: RouterOutput,
     counted: BalanceTerms,
     mask_T: Tensor | None,
     num_sequences: int,
+    documents: Documents | None,
     *,
     scope: str,
     balance_coef: float,
@@ -86,6 +232,7 @@ def loss_terms(
         counted: of `balance_terms`.
         mask_T: which tokens are real, None for all.
         num_sequences: B, equal runs of tokens.
+        documents: the sequences of a loss by sequence, where they are not these.
         scope: of the `Balance`.
         balance_coef: 0 for no balance loss.
         z_coef: 0 for no z-loss.
@@ -96,6 +243,8 @@ def loss_terms(
     balance: Tensor | None = None
     if step is not None:
         balance, z = _global_batch_losses(counted, z, step)
+    elif balance_coef and documents is not None:
+        balance, z = _document_losses(routed, counted.top_k, mask_T, documents, z)
     elif balance_coef and scope == "sequence":
         balance = _sequence_loss(routed, counted.top_k, mask_T, max(num_sequences, 1))
     elif balance_coef:
@@ -122,6 +271,45 @@ def _sequence_loss(
         token_mask=mask_T,
     )
     return ops.sequence_balance_loss(score_sum_BE, counts_BE, columns)
+
+
+@outside_graphs
+def _document_losses(
+    routed: RouterOutput,
+    columns: int,
+    mask_T: Tensor | None,
+    documents: Documents,
+    z_loss: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """As `_sequence_loss` for documents of any lengths, and the z-loss, as this rank's part.
+
+    The mean over the ranks that share the sequences is the loss of the whole sequences.
+    """
+    num_tokens, num_experts = routed.logits.shape
+    # Each token for itself: only whole numbers are summed by document, in any order.
+    score_TE, chosen_TE = ops.sequence_load(
+        routed.logits,
+        routed.gate.topk_idx[:, :columns],
+        num_tokens,
+        score_fn=(routed.score_fn or "softmax").removeprefix("topk_"),
+        token_mask=mask_T,
+    )
+    counts_NE = chosen_TE.new_zeros((documents.num_documents, num_experts))
+    counts_NE.index_add_(0, documents.document_T, chosen_TE)
+    own, num_ranks = counts_NE.sum(), group_size(documents.group)
+    if num_ranks > 1:
+        assert documents.group is not None
+        counts_NE = comm.all_reduce_(counts_NE, documents.group, operation="Balance")
+    counts_NE = counts_NE.to(score_TE.dtype)
+    choices_N = counts_NE.sum(dim=1)
+    # E sum_e (c_e / C) (S_e K / C) of a document with C = T K choices, over the documents that have
+    # one. Linear in the scores, so that each rank adds the terms of its own tokens.
+    slope_N = num_ranks * num_experts * columns / choices_N.clamp(min=1).square()
+    slope_N = slope_N / (choices_N > 0).sum().clamp(min=1)
+    loss = ((slope_N[:, None] * counts_NE)[documents.document_T] * score_TE).sum()
+    if z_loss is not None and num_ranks > 1:
+        z_loss = z_loss * (own * num_ranks / choices_N.sum().clamp(min=1)).to(z_loss.dtype)
+    return loss, z_loss
 
 
 def _global_batch_losses(
