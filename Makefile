@@ -34,6 +34,8 @@ SAY_WHAT_WAS_LEFT_OUT = $(BIN)/ctest --test-dir $(BUILD_DIR) -N | grep -q "Total
 # Kept even where the environment forbids it: tests start hundreds of interpreters, and without it each of them would
 # compile what it imports of torch and transformers, for six seconds.
 export PYTHONDONTWRITEBYTECODE =
+# A compiler newer than those of the project may know further warnings: they end no user's build.
+export MOE_EXT_WERROR = 1
 CPP_FILES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
 .PHONY: demo test test-built test-fast test-full docs lint style types bench build compat compat-newest oldest newest cuda kernels gpu-check gpu-report clean

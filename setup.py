@@ -5,8 +5,8 @@ built where torch has CUDA and nvcc is found. TORCH_CUDA_ARCH_LIST names their a
 (8.0;9.0;10.0+PTX), and with MOE_EXT_CUDA_CHECKS=1 the kernels trap an index that is out of range.
 MOE_EXT_RUNTIME=1 builds `_runtime`, for this torch and this Python, and 0 leaves it out; by default
 it is built where Python's headers are installed.
-MOE_EXT_TESTS=1 also builds the GoogleTest binaries, MAX_JOBS bounds the compile jobs, DEBUG=1
-builds without optimisation.
+MOE_EXT_TESTS=1 also builds the GoogleTest binaries, MOE_EXT_WERROR=1 ends the build at a warning,
+MAX_JOBS bounds the compile jobs, DEBUG=1 builds without optimisation.
 """
 
 import os
@@ -139,6 +139,7 @@ def build():
         "CMAKE_PREFIX_PATH": torch.utils.cmake_prefix_path,
         "CMAKE_EXPORT_COMPILE_COMMANDS": "ON",
         "MOE_EXT_TESTS": on_off(os.environ.get("MOE_EXT_TESTS") == "1"),
+        "MOE_EXT_WERROR": on_off(os.environ.get("MOE_EXT_WERROR") == "1"),
         "MOE_EXT_CUDA": on_off(cuda),
         "MOE_EXT_RUNTIME": on_off(wants_runtime()),
         "MOE_EXT_PYTHON_INCLUDE": sysconfig.get_path("include"),

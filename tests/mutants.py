@@ -310,6 +310,14 @@ MUTANTS = [
         "_C_simt",
     ),
     Mutant(
+        "gradients at an odd place of their buffer are stored in pairs",
+        "csrc/**/*.cuh",
+        " && is_aligned(place, 2 * sizeof(T));",
+        ";",
+        "tests/ops/test_addresses.py -k simt",
+        "_C_simt",
+    ),
+    Mutant(
         "a store that names global memory goes to shared memory",
         "csrc/**/*.cuh",
         "store_shared(own +",

@@ -68,7 +68,7 @@ __device__ __forceinline__ void store_shared(T* to, const Vec<T, kSize>& value) 
   *reinterpret_cast<access_t<sizeof(T) * kSize>*>(to) = raw;
 }
 
-inline bool is_aligned(const void* pointer, int64_t bytes) {
+MOE_HD bool is_aligned(const void* pointer, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(bytes) == 0;
 }
 

@@ -349,6 +349,8 @@ __device__ __forceinline__ void store_tile(
   const int rows_left = num_rows - SumsOf::row(), cols_left = num_cols - SumsOf::col();
   const T* const own_bias = bias == nullptr ? nullptr : bias + SumsOf::col();
   T* place = out + int64_t{SumsOf::row()} * stride + SumsOf::col();
+  // A gradient that is added to may be a view at any element of a flat buffer.
+  const bool in_pairs = stride % 2 == 0 && is_aligned(place, 2 * sizeof(T));
   Acc add[SumsOf::kPairs][2];
 #pragma unroll
   for (int i = 0; i < SumsOf::kPairs * 2; ++i) {
@@ -364,7 +366,7 @@ __device__ __forceinline__ void store_tile(
         T second = static_cast<T>(sums.value(m, pair, 1) + add[pair][1]);
         T* const to = place + pair * SumsOf::kPairStep;
         const int left = cols_left - pair * SumsOf::kPairStep;
-        const bool whole = left > 1 && stride % 2 == 0;
+        const bool whole = left > 1 && in_pairs;
         if constexpr (kAdd) {
           Vec<T, 2> there = {};
           if (whole) {

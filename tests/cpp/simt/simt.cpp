@@ -2,6 +2,8 @@
 
 #include <ucontext.h>
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <memory>
 #include <random>
 #include <ranges>
@@ -221,6 +223,32 @@ bool is_shared(const void* place) {
              declared_shared, [&](const auto& array) { return holds(array.first, array.second, place); });
 }
 } // namespace
+
+#if !defined(__SANITIZE_ADDRESS__)
+// The first argument of the call that -fsanitize=alignment puts before an access.
+struct Access {
+  const char* file;
+  uint32_t line, column;
+  const void* type;
+  unsigned char log_alignment, kind;
+};
+
+// A device faults where an address is no multiple of the width of the access. The compiler takes this call for one that
+// does not throw: the thread stays here, and the scheduler throws.
+extern "C" void __ubsan_handle_type_mismatch_v1(const Access* access, uintptr_t place) {
+  const std::string what = "simt: an access of " + std::to_string(1u << access->log_alignment) +
+                           " bytes takes a multiple of that as its address, got one that is " +
+                           std::to_string(place % (1u << access->log_alignment)) + " beyond";
+  const std::string where = std::string(" at ") + access->file + ":" + std::to_string(access->line);
+  if (!holds(current->stack.get(), kStackBytes, __builtin_frame_address(0))) {
+    std::fprintf(stderr, "%s%s\n", what.c_str(), where.c_str());
+    std::abort();
+  }
+  thrown = std::make_exception_ptr(
+      Error(what + ": block " + describe(blockIdx) + ", thread " + describe(current->idx) + where));
+  leave(Thread::kGone);
+}
+#endif
 
 void check_shared(const char* op, const void* place, Site site) {
   if (!is_shared(place) || !is_shared(static_cast<const unsigned char*>(place) + 15)) {
