@@ -40,7 +40,7 @@ class CMakeBuild(build_ext):
         But for `_runtime`, whose name says which torch and which Python may load it.
         """
         *folders, name = fullname.split(".")
-        return str(Path(*folders, runtime_name() if name == "_runtime" else f"{name}.so"))
+        return str(Path(*folders, file_name(name)))
 
     def build_extensions(self):
         """Builds everything in one go, and drops what only a former build had."""
@@ -54,12 +54,7 @@ class CMakeBuild(build_ext):
 
     def build_extension(self, ext):
         """Puts one of the libraries into the package."""
-        target = Path(self.get_ext_fullpath(ext.name)).resolve()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Replace, never overwrite: a process that has the old library mapped keeps it.
-        staged = target.with_suffix(".so.new")
-        shutil.copy2(build_dir() / "csrc" / f"{ext.name.rpartition('.')[2]}.so", staged)
-        os.replace(staged, target)
+        put(ext.name.rpartition(".")[2], Path(self.get_ext_fullpath(ext.name)).resolve())
 
 
 class AnyPythonWheel(bdist_wheel):
@@ -93,6 +88,31 @@ def wants_cuda():
     if torch.version.cuda and not nvcc:
         print("setup.py: no nvcc on PATH: building without the CUDA operators", file=sys.stderr)
     return bool(torch.version.cuda and nvcc)
+
+
+def libraries():
+    """Names of the libraries that are built here."""
+    return ["_C", *(name for name, wanted in OPTIONAL.items() if wanted())]
+
+
+def file_name(name):
+    """The file of a library in the package."""
+    return runtime_name() if name == "_runtime" else f"{name}.so"
+
+
+def put(name, target):
+    """Copies a library that was built; a process that has the old file mapped keeps it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staged = target.with_suffix(".so.new")
+    shutil.copy2(build_dir() / "csrc" / f"{name}.so", staged)
+    os.replace(staged, target)
+
+
+def build_in_place():
+    """Builds without setuptools, whose version may not read pyproject.toml, as an install does."""
+    build()
+    for name in libraries():
+        put(name, ROOT / "moe_ext" / file_name(name))
 
 
 def runtime_name():
@@ -171,10 +191,14 @@ def find_tool(name):
 
 OPTIONAL = {"_C_cuda": wants_cuda, "_runtime": wants_runtime}
 
-setup(
-    ext_modules=[
-        CMakeExtension(f"moe_ext.{name}")
-        for name in ("_C", *(name for name, wanted in OPTIONAL.items() if wanted()))
-    ],
-    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": AnyPythonWheel},
-)
+
+def main():
+    """Runs setuptools."""
+    setup(
+        ext_modules=[CMakeExtension(f"moe_ext.{name}") for name in libraries()],
+        cmdclass={"build_ext": CMakeBuild, "bdist_wheel": AnyPythonWheel},
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -310,6 +310,13 @@ MUTANTS = [
         "_C_simt",
     ),
     Mutant(
+        "gpu-check builds without what an install builds",
+        "setup.py",
+        "for name in libraries():\n        put(",
+        "for name in ['_C', '_C_cuda']:\n        put(",
+        "tests/test_gpu_check.py -k builds_what",
+    ),
+    Mutant(
         "gradients at an odd place of their buffer are stored in pairs",
         "csrc/**/*.cuh",
         " && is_aligned(place, 2 * sizeof(T));",

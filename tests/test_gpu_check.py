@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import os
+import shutil
+import subprocess
 import sys
 import time
 import types
@@ -388,3 +390,52 @@ def test_figures_are_found_in_other_output(gpu_check):
 def test_refuses_a_machine_without_a_gpu(gpu_check, tmp_path, capsys):
     assert gpu_check.check(tmp_path / "gpu.json") == 1
     assert "expected a CUDA device, got none" in capsys.readouterr().err
+
+
+FAKE_TOOLS = """
+import json, pathlib, sys
+log = pathlib.Path(sys.argv[0]).with_name("calls")
+with log.open("a") as calls:
+    calls.write(json.dumps(sys.argv[1:]) + chr(10))
+if "--build" in sys.argv:
+    folder = pathlib.Path(sys.argv[2]) / "csrc"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("_C", "_C_cuda", "_runtime"):
+        (folder / f"{name}.so").touch()
+"""
+
+
+def test_builds_what_an_install_builds(gpu_check, monkeypatch, tmp_path):
+    """The same options and libraries, by a CMake that notes its arguments."""
+    (tmp_path / "fake").write_text(f"#!{sys.executable}\n{FAKE_TOOLS}")
+    (tmp_path / "fake").chmod(0o755)
+    tree = tmp_path / "tree"
+    shutil.copytree(ROOT / "moe_ext", tree / "moe_ext", ignore=shutil.ignore_patterns("*.so"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy2(ROOT / name, tree)
+    monkeypatch.setattr(gpu_check, "ROOT", tree)
+    monkeypatch.setattr(gpu_check, "find_tool", lambda name: str(tmp_path / "fake"))
+    wanted = {"MOE_EXT_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "9.0", "CUDACXX": "fake"}
+    commands = []
+    monkeypatch.setattr(gpu_check, "run", lambda *call: commands.append(call[1][-1]))
+    gpu_check.build_step("9.0")
+    commands.append("import setup; sys.argv[1:] = ['build_ext', '--inplace']; setup.main()")
+    found = []
+    for command in commands:
+        fake = f"import sys, setup; setup.find_tool = lambda name: {str(tmp_path / 'fake')!r}; "
+        subprocess.run(
+            [sys.executable, "-c", fake + command],
+            cwd=tree,
+            env={**os.environ, **wanted},
+            check=True,
+            capture_output=True,
+        )
+        calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+        libraries = sorted(file.name for file in (tree / "moe_ext").glob("*.so"))
+        found.append((calls[0], libraries))
+        (tmp_path / "calls").unlink()
+        for name in libraries:
+            (tree / "moe_ext" / name).unlink()
+    assert found[0] == found[1]
+    assert {"-DMOE_EXT_RUNTIME=ON", "-DMOE_EXT_CUDA_ARCHS=9.0"} < set(found[0][0])
+    assert len(found[0][1]) == 3

@@ -152,33 +152,20 @@ def said(*command: str) -> str:
 
 
 def build_step(capability: str) -> Step:
-    """Builds for one architecture by CMake itself: setuptools may be too old for pyproject.toml."""
-    import torch
-
-    cmake, ninja, nvcc = find_tool("cmake"), find_tool("ninja"), find_tool("nvcc")
-    if not (cmake and ninja and nvcc):
-        return Step("build", f"failed: cmake {cmake}, ninja {ninja}, nvcc {nvcc}", 0.1)
-    build = ROOT / "build" / f"gpu-{torch.__version__}"
-    build.mkdir(parents=True, exist_ok=True)
-    options = {
-        "CMAKE_BUILD_TYPE": "Release",
-        "CMAKE_MAKE_PROGRAM": ninja,
-        "CMAKE_PREFIX_PATH": torch.utils.cmake_prefix_path,
-        "CMAKE_CUDA_COMPILER": nvcc,
-        "MOE_EXT_CUDA": "ON",
-        "MOE_EXT_CUDA_ARCHS": capability,
+    """Builds what an install builds, for one architecture."""
+    tools = {name: find_tool(name) for name in ("cmake", "ninja", "nvcc")}
+    if not all(tools.values()):
+        found = ", ".join(f"{name} {path}" for name, path in tools.items())
+        return Step("build", f"failed: {found}", 0.1)
+    folders = [str(Path(path).parent) for path in tools.values() if path]
+    env = {
+        "MOE_EXT_CUDA": "1",
+        "TORCH_CUDA_ARCH_LIST": capability,
+        "MAX_JOBS": str(os.cpu_count()),
+        "PATH": os.pathsep.join([*folders, os.environ.get("PATH", "")]),
     }
-    flags = [f"-D{name}={value}" for name, value in options.items()]
-    start = time.monotonic()
-    step = run("configure", [cmake, "-S", ".", "-B", str(build), "-G", "Ninja", *flags], 60)
-    if step.state == "passed":
-        step = run("compile", [cmake, "--build", str(build), "--parallel"], LIMIT["build"])
-    if step.state == "passed":
-        for library in ("_C.so", "_C_cuda.so"):
-            staged = ROOT / "moe_ext" / f"{library}.new"
-            shutil.copy2(build / "csrc" / library, staged)
-            staged.replace(ROOT / "moe_ext" / library)
-    return Step("build", step.state, time.monotonic() - start, step.tail)
+    command = [sys.executable, "-c", "import setup; setup.build_in_place()"]
+    return run("build", command, LIMIT["build"], env)
 
 
 def find_tool(name: str) -> str | None:
