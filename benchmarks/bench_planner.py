@@ -276,7 +276,7 @@ class Constants:
         node = system.link * self.links * (self.alltoall if run.dispatcher == "alltoall" else 1.0)
         levels = (
             Level("node", system.node, 3e-6 / self.links, node),
-            Level("network", 2**20, 10e-6 / self.links, system.network * self.links),
+            Level("network", system.node * 2**17, 10e-6 / self.links, system.network * self.links),
         )
         measured = {"update": UPDATES.get(run.source, 1.0)}
         if run.source in HIDDEN:
@@ -284,7 +284,7 @@ class Constants:
         return ClusterSpec(
             levels,
             {"bfloat16": system.flops, LAYERS: system.flops * factor},
-            math.inf,
+            1e18,  # programs that ran had enough
             system.memory * self.memory,
             self.products,
             min(1.0, self.scores * system.scores),

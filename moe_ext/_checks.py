@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import fields
+from typing import Any
 
 
 def check_choice(owner: str, name: str, value: object, allowed: Collection[object]) -> None:
@@ -41,3 +45,57 @@ def check_sizes(owner: str, **sizes: int) -> None:
             raise ValueError(f"{owner}: expected {name} to be at least 1, got {size}")
         if size >= 2**31:
             raise ValueError(f"{owner}: expected {name} to be below 2**31, got {size}")
+
+
+def check_fields(spec: Any, *, may_be_zero: Collection[str] = ()) -> None:
+    """ValueError unless each field of a dataclass holds what its annotation says.
+
+    An int is whole and at least 1, a float is finite and above 0; neither is a bool. Elements of a
+    ``tuple[int, ...]`` and values of a ``Mapping[str, float]`` are the same. Fields of other
+    annotations are left to their class.
+
+    Args:
+        spec: whose module annotates by text.
+        may_be_zero: fields whose numbers may also be 0.
+    """
+    owner = type(spec).__name__
+    for each in fields(spec):
+        value, zero = getattr(spec, each.name), each.name in may_be_zero
+        annotation = str(each.type)
+        kind, is_optional = annotation.removesuffix(" | None"), annotation.endswith(" | None")
+        if value is None and is_optional:
+            continue
+        if kind == "tuple[int, ...]" and isinstance(value, tuple):
+            for i, element in enumerate(value):
+                _check_number(owner, f"{each.name}[{i}]", element, "int", zero)
+        elif kind == "Mapping[str, float]" and isinstance(value, Mapping):
+            for name, element in value.items():
+                _check_number(owner, f"{each.name}[{name!r}]", element, "float", zero)
+        elif kind in ("int", "float"):
+            _check_number(owner, each.name, value, kind, zero)
+        elif kind in _KINDS and not isinstance(value, _KINDS[kind]):
+            raise ValueError(f"{owner}: expected {each.name} to be {kind}, got {value!r:.80}")
+
+
+_KINDS: dict[str, type] = {
+    "bool": bool,
+    "str": str,
+    "tuple[int, ...]": tuple,
+    "Mapping[str, float]": Mapping,
+}
+
+
+def _check_number(owner: str, name: str, value: object, kind: str, zero: bool) -> None:
+    wanted: type = numbers.Integral if kind == "int" else numbers.Real
+    rule = None
+    if not isinstance(value, wanted) or isinstance(value, bool):
+        rule = "a whole number" if kind == "int" else "a number"
+    elif not math.isfinite(value):  # type: ignore[arg-type]
+        rule = "finite"
+    elif value < 0 or (not value and not zero):  # type: ignore[operator]
+        least = "at least 1" if kind == "int" else "above 0"
+        rule = "at least 0" if zero else least
+    elif kind == "int" and value >= 2**31:  # type: ignore[operator]
+        rule = "below 2**31"
+    if rule is not None:
+        raise ValueError(f"{owner}: expected {name} to be {rule}, got {value!r:.80}")

@@ -37,15 +37,12 @@ if TYPE_CHECKING:
 
 # Sizes of a model that all of its specifications say alike.
 _SIZES = (
-    "num_layers",
-    "model_dim",
-    "num_heads",
-    "ffn_dim",
-    "vocab_size",
-    "num_experts",
-    "top_k",
-    "num_moe_layers",
+    *("num_layers", "model_dim", "num_heads", "ffn_dim", "vocab_size", "num_experts", "top_k"),
+    *("num_moe_layers", "has_experts", "heads_dim", "kv_dim", "latent", "expert_parameters"),
+    *("shared_ffn_dim", "tied"),
 )
+# What other programs do to a step, and no plan is built of.
+_OF_OTHERS = ("layer_dtype", "hidden_exchanges", "hidden_gradients", "hidden_tensor")
 
 
 @dataclass(frozen=True)
@@ -428,12 +425,22 @@ def _compressed_bytes(parameters: Iterable[Any], state: CompressionState, num_ra
 
 
 def _check_model(plan: Plan, model: nn.Module) -> None:
-    """ValueError for a model of other sizes than the plan's, where it has a configuration."""
+    """ValueError for a job of other programs, or a model of other sizes than the plan's."""
+    for name in _OF_OTHERS:
+        value = getattr(plan.job, name)
+        if value:
+            raise ValueError(
+                f"Plan.apply: expected a plan without {name}, which moe_ext does not build, got "
+                f"{value!r}"
+            )
     if not hasattr(getattr(model, "config", None), "to_dict"):
         return
     found = model_spec(model)
-    for name in _SIZES:
-        wanted, size = getattr(plan.model, name), getattr(found, name)
+    dense = ("dense_layer_ffn",) if plan.model.num_moe_layers < plan.model.num_layers else ()
+    for name in (*_SIZES, *dense):
+        wanted, size = (getattr(each, name) for each in (plan.model, found))
+        if callable(wanted):
+            wanted, size = wanted(), size()
         if size != wanted:
             raise ValueError(
                 f"Plan.apply: expected model to have {name}={wanted}, for which the plan was made, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,14 @@ from moe_ext.planner.profile import measure_cluster
 from moe_ext.planner.report import html_report
 from moe_ext.planner.search import NAMES
 from moe_ext.planner.spec import model_spec
+
+_HIDDEN = {
+    "exchanges": "rows to experts and back",
+    "gradients": "messages of gradients",
+    "tensor": "messages of tensor parallelism",
+}
+# Seconds between lines of progress where there is no terminal.
+_EVERY = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +51,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--local-codec", default="none", help="of rounds: int8, say, or sparseloco (%(default)s)"
     )
+    parser.add_argument(
+        "--layer-dtype", help="of another program's layers, float8 say, which --cluster has to name"
+    )
+    parser.add_argument(
+        "--node-limit", type=int, default=0, help="nodes with the experts of a token (0 for any)"
+    )
+    parser.add_argument(
+        "--eager-attention", action="store_true", help="attention has no fused kernel"
+    )
+    for name, what in _HIDDEN.items():
+        parser.add_argument(
+            f"--hidden-{name}", action="store_true", help=f"another program has {what} behind work"
+        )
     parser.add_argument(
         "--fix", action="append", default=[], metavar="AXIS=VALUE", help="a value to keep, pp=1 say"
     )
@@ -85,14 +107,34 @@ def _rates(cluster: ClusterSpec) -> str:
     )
 
 
-def _show(done: int, total: int) -> None:
-    filled = 30 * done // total
-    print(f"\r[{'#' * filled}{'.' * (30 - filled)}] {done}/{total} meshes", end="", file=sys.stderr)
+class _Progress:
+    """Shows how far a search is: a bar on a terminal, and a line every few seconds elsewhere."""
+
+    def __init__(self) -> None:
+        self._began = self._shown = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now, what = time.monotonic(), "simulating pipelines" if done == total else "costing"
+        text = f"{done}/{total} meshes, {what}, {now - self._began:.0f} s"
+        if sys.stderr.isatty():
+            filled = 30 * done // total
+            print(f"\r[{'#' * filled}{'.' * (30 - filled)}] {text}  ", end="", file=sys.stderr)
+        elif now - self._shown >= _EVERY:
+            self._shown = now
+            print(f"moe_ext plan: {text}", file=sys.stderr, flush=True)
+
+
+def _check_folder(name: str, path: str | None) -> None:
+    """ValueError for a file that cannot be written, before the search."""
+    if path is not None and not Path(path).parent.is_dir():
+        raise ValueError(f"plan: expected {name} to be in a folder that exists, got {path!r}")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; the exit status."""
     try:
+        _check_folder("--out", arguments.out)
+        _check_folder("--report", arguments.report)
         fixed = {name: value for text in arguments.fix for name, value in _pair(text).items()}
         model, cluster = model_spec(arguments.model), ClusterSpec.of(arguments.cluster)
         if arguments.profile:
@@ -112,18 +154,30 @@ def run(arguments: argparse.Namespace) -> int:
             capacity_factor=arguments.capacity_factor,
             local_steps=arguments.local_steps,
             local_codec=arguments.local_codec,
+            layer_dtype=arguments.layer_dtype,
+            node_limit=arguments.node_limit,
+            eager_attention=arguments.eager_attention,
+            hidden_exchanges=arguments.hidden_exchanges,
+            hidden_gradients=arguments.hidden_gradients,
+            hidden_tensor=arguments.hidden_tensor,
             fixed=fixed,
-            progress=_show if sys.stderr.isatty() else None,
+            progress=_Progress(),
         )
         reasons = {text: found.why_not(**_pair(text)) for text in arguments.why_not}
     except (ValueError, ImportError, OSError) as error:
         print(f"\nmoe_ext plan: {error}", file=sys.stderr)
         return 2
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
     print(found)
     for reason in reasons.values():
         print(f"why not {reason}")
-    print(found.commands()["torchrun"])
     found.to_json(arguments.out)
+    print(
+        f"Plan.from_json({arguments.out!r}).apply(model), of moe_ext.planner, puts the model of "
+        "your train.py into this placement; start it by"
+    )
+    print(found.commands(plan_file=arguments.out)["torchrun"])
     if arguments.report:
         Path(arguments.report).write_text(html_report(found, why_not=reasons))
     return 0

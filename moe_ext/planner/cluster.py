@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from moe_ext._checks import check_fields
 from moe_ext.distributed.cost_table import CostTable
 
 
@@ -27,6 +28,10 @@ class Level:
     size: int
     latency: float
     bandwidth: float
+
+    def __post_init__(self) -> None:
+        """ValueError for numbers that no link has."""
+        check_fields(self, may_be_zero=("latency",))
 
 
 @dataclass(frozen=True)
@@ -49,10 +54,8 @@ class Host:
 
     def __post_init__(self) -> None:
         """ValueError for numbers that no host has."""
-        for name in ("memory", "bandwidth", "rate"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"Host: expected {name} to be above 0, got {getattr(self, name)}")
-        if not self.disk >= 0 or (self.disk > 0) != (self.disk_bandwidth > 0):
+        check_fields(self, may_be_zero=("disk", "disk_bandwidth"))
+        if (self.disk > 0) != (self.disk_bandwidth > 0):
             raise ValueError(
                 "Host: expected disk and disk_bandwidth to be above 0 or both 0, got "
                 f"{self.disk} and {self.disk_bandwidth}"
@@ -61,10 +64,7 @@ class Host:
 
 # Parts of a step whose time may be measured.
 MEASURED = ("update", "all_reduce", "broadcast", "fsdp", "exchange", "sharing")
-_NUMBERS = (
-    *("memory", "memory_bandwidth", "efficiency", "score_efficiency", "layer_seconds"),
-    "node_launches",
-)
+_Spec = TypeVar("_Spec")
 
 
 @dataclass(frozen=True)
@@ -113,29 +113,38 @@ class ClusterSpec:
 
     def __post_init__(self) -> None:
         """ValueError for numbers that no cluster has."""
+        zero = ("layer_seconds", "node_launches", "multiprocessors", "measured")
+        check_fields(self, may_be_zero=zero)
+        if not isinstance(self.levels, tuple) or not all(
+            isinstance(level, Level) for level in self.levels
+        ):
+            raise ValueError(
+                f"ClusterSpec: expected levels to be a tuple of Level, got {self.levels!r}"
+            )
         sizes = [level.size for level in self.levels]
-        if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1:
-            raise ValueError(f"ClusterSpec: expected sizes of levels to ascend, got {sizes}")
-        rates = [self.memory, self.memory_bandwidth, *self.flops.values()]
-        if not self.flops or not all(rate > 0 for rate in rates):
-            raise ValueError("ClusterSpec: expected flops and memory to be above 0")
-        if not all(level.bandwidth > 0 and level.latency >= 0 for level in self.levels):
-            raise ValueError("ClusterSpec: expected bandwidths above 0 and latencies of at least 0")
+        steps = itertools.pairwise(sizes)
+        if not sizes or any(inner >= outer or outer % inner for inner, outer in steps):
+            raise ValueError(
+                "ClusterSpec: expected sizes of levels to ascend, each a multiple of the one "
+                f"before, got {sizes}"
+            )
+        if not self.flops:
+            raise ValueError("ClusterSpec: expected flops to have a rate, got none")
         for name in ("efficiency", "score_efficiency"):
             share = getattr(self, name)
-            if share is not None and not 0 < share <= 1:
+            if share is not None and share > 1:
                 raise ValueError(f"ClusterSpec: expected {name} to be in (0, 1], got {share}")
-        if not set(self.measured) <= set(MEASURED) or not all(
-            factor >= 0 and math.isfinite(factor) for factor in self.measured.values()
-        ):
+        if not set(self.measured) <= set(MEASURED):
             raise ValueError(
                 f"ClusterSpec: expected measured to hold numbers of at least 0 of {MEASURED}, got "
                 f"{dict(self.measured)}"
             )
-        for name in ("layer_seconds", "node_launches", "multiprocessors"):
-            if getattr(self, name) < 0:
+        for name, kind in (("host", Host), ("costs", CostTable)):
+            held = getattr(self, name)
+            if held is not None and not isinstance(held, kind):
                 raise ValueError(
-                    f"ClusterSpec: expected {name} to be at least 0, got {getattr(self, name)}"
+                    f"ClusterSpec: expected {name} to be a {kind.__name__} or None, got "
+                    f"{held!r:.80}"
                 )
 
     @classmethod
@@ -152,45 +161,58 @@ class ClusterSpec:
             if str(cluster) in CLUSTERS:
                 return CLUSTERS[str(cluster)]
             cluster = _read(Path(cluster))
-        try:
-            # YAML reads 3e-6 as text.
-            levels = tuple(
-                Level(
-                    level["name"],
-                    int(level["size"]),
-                    float(level["latency"]),
-                    float(level["bandwidth"]),
-                )
-                for level in cluster["levels"]
-            )
-            numbers = {
-                name: float(value)
-                for name, value in cluster.items()
-                if name in _NUMBERS and value is not None
-            }
-            flops = {name: float(rate) for name, rate in cluster["flops"].items()}
-            costs = cluster.get("costs")
-            if isinstance(costs, str):
-                costs = CostTable.load(costs)
-            elif isinstance(costs, Mapping):
-                costs = CostTable.of(costs)
-            found: dict[str, Any] = {"flops": flops, "levels": levels, "costs": costs}
-            factors = cluster.get("measured") or {}
-            found["measured"] = {name: float(factor) for name, factor in factors.items()}
-            host = cluster.get("host")
-            if isinstance(host, Mapping):
-                host = Host(**{name: float(value) for name, value in host.items()})
-            found["host"] = host
-            return cls(**{**cluster, **numbers, **found})
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"ClusterSpec: expected the fields levels, flops, memory and memory_bandwidth: "
-                f"{error}"
-            ) from error
+        found = dict(cluster)
+        levels = found.get("levels")
+        if not isinstance(levels, (list, tuple)):
+            raise ValueError(f"ClusterSpec: expected levels to be a list, got {levels!r:.80}")
+        found["levels"] = tuple(_made(Level, level) for level in levels)
+        if found.get("host") is not None:
+            found["host"] = _made(Host, found["host"])
+        costs = found.get("costs")
+        if isinstance(costs, str):
+            try:
+                found["costs"] = CostTable.load(costs)
+            except OSError as error:
+                raise ValueError(
+                    f"ClusterSpec: expected costs to be a table or a file, got {costs!r}: {error}"
+                ) from error
+        elif isinstance(costs, Mapping):
+            found["costs"] = CostTable.of(costs)
+        if found.get("measured") is None:
+            found["measured"] = {}
+        return _made(cls, found)
 
     def to_dict(self) -> dict[str, Any]:
         """The mapping that `of` takes."""
         return asdict(self)
+
+
+def _made(cls: type[_Spec], found: Any) -> _Spec:
+    """An object of a mapping's values."""
+    if isinstance(found, cls):
+        return found
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{cls.__name__}: expected a mapping of its fields, got {found!r:.80}")
+    known = {each.name: each for each in fields(cls)}  # type: ignore[arg-type]
+    needed = {name for name, each in known.items() if each.default is each.default_factory}
+    if not needed <= set(found) <= set(known):
+        raise ValueError(
+            f"{cls.__name__}: expected the fields {sorted(needed)}, and of others only "
+            f"{sorted(set(known) - needed)}, got {sorted(map(str, found))}"
+        )
+    return cls(**{name: _numeric(value, str(known[name].type)) for name, value in found.items()})
+
+
+def _numeric(value: Any, annotation: str) -> Any:
+    """The value, as a number where it is the text of one: YAML reads 3e-6 as text."""
+    if isinstance(value, Mapping) and "float" in annotation:
+        return {name: _numeric(each, "float") for name, each in value.items()}
+    if not isinstance(value, str) or not annotation.startswith("float"):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return value
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -221,7 +243,7 @@ def _pod(
     node: int, link: float, flops: float, memory: float, rate: float, source: str, host: Host
 ) -> ClusterSpec:
     """Processors whose nodes have 400 Gbit/s Ethernet or InfiniBand for each of them."""
-    levels = (Level("node", node, 3e-6, link), Level("network", 2**20, 10e-6, 50e9))
+    levels = (Level("node", node, 3e-6, link), Level("network", node * 2**17, 10e-6, 50e9))
     return ClusterSpec(levels, {"bfloat16": flops}, memory, rate, source=source, host=host)
 
 

@@ -17,7 +17,7 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-from moe_ext._checks import check_choice, check_sizes
+from moe_ext._checks import check_choice, check_fields
 from moe_ext.compression import codec_of
 from moe_ext.distributed.comm import all_reduce_bytes
 from moe_ext.distributed.dispatch.auto import DispatchShape, expected_ranks
@@ -123,13 +123,7 @@ class Job:
 
     def __post_init__(self) -> None:
         """ValueError for numbers that no job has."""
-        check_sizes(
-            "Job",
-            num_ranks=self.num_ranks,
-            seq_len=self.seq_len,
-            global_batch=self.global_batch,
-            local_steps=self.local_steps,
-        )
+        check_fields(self, may_be_zero=("node_limit",))
         check_choice("Job", "local_codec", self.local_codec, LOCAL_CODECS)
         if self.local_steps == 1 and self.local_codec != "none":
             raise ValueError(
@@ -140,14 +134,17 @@ class Job:
             raise ValueError(
                 f"Job: expected dtype to be one of {sorted(_BYTES)}, got {self.dtype!r}"
             )
-        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
-            raise ValueError(
-                f"Job: expected capacity_factor to be positive or None, got {self.capacity_factor}"
-            )
         if isinstance(self.load, tuple):
             counts_of(self.load)
-        elif not math.isfinite(self.load):
-            raise ValueError(f"Job: expected load to be finite, got {self.load}")
+        elif (
+            isinstance(self.load, bool)
+            or not isinstance(self.load, (int, float))
+            or not 0 <= self.load < math.inf
+        ):
+            raise ValueError(
+                "Job: expected load to be a finite number of at least 0, or tokens of experts, got "
+                f"{self.load!r:.80}"
+            )
 
     @property
     def itemsize(self) -> int:
@@ -222,8 +219,15 @@ class CostModel:
     job: Job
 
     def __post_init__(self) -> None:
-        """ValueError for a dtype that the cluster has no rate of."""
-        for dtype in (self.job.dtype, self.job.layer_dtype or self.job.dtype):
+        """ValueError for a dtype without a rate, and for more ranks than the cluster joins."""
+        ranks = self.job.num_ranks
+        if ranks > self.cluster.levels[-1].size:
+            raise ValueError(
+                f"plan: expected num_ranks to be at most the {self.cluster.levels[-1].size} that "
+                f"cluster.levels join, got {ranks}"
+            )
+        layers = self.job.layer_dtype
+        for dtype in (self.job.dtype, self.job.dtype if layers is None else layers):
             if dtype not in self.cluster.flops:
                 raise ValueError(
                     f"plan: expected cluster.flops to have {dtype}, got "
@@ -377,7 +381,7 @@ class CostModel:
         if m.latent:
             queries, keys, plain, rotary, values = m.latent
             down = self._product(tokens, dim * one, (queries + keys + rotary) * one)
-            attention = down + columns(queries, m.num_heads * (plain + rotary))
+            attention = down + columns(queries or dim, m.num_heads * (plain + rotary))
             attention = attention + columns(keys, m.num_heads * (plain + values))
             attention = attention + lines(m.num_heads * values, dim)
         else:
@@ -609,7 +613,9 @@ class CostModel:
         layers, _ = self._layers(c)
         again, again_moe = self._again(c)
         once = self._pass(c)
-        if "again" in c:
+        if not bool((again > 0).any()):
+            more = dict.fromkeys(once, torch.zeros_like(once["compute"]))
+        elif "again" in c:
             more = self._pass({**c, "layers": again, "moe": again_moe})
         else:
             more = {name: c["recompute"] * value for name, value in once.items()}

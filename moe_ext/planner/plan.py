@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from moe_ext.planner.cost import CostModel, Job
 from moe_ext.planner.load import load_of
 from moe_ext.planner.presets import ModelSpec
 from moe_ext.planner.rerank import rerank, time_plan
-from moe_ext.planner.search import DEFAULTS, MESH, Choice, Found, columns_of, search
+from moe_ext.planner.search import DEFAULTS, MESH, YOUNGER, Choice, Found, columns_of, search
 from moe_ext.planner.spec import model_spec
 from moe_ext.planner.stages import StageLayers, rank_columns
 
@@ -104,6 +105,15 @@ class Plan:
         return {name: float(value[fullest]) for name, value in terms.items()}
 
     @property
+    def title(self) -> str:
+        """The model and the batch of a step, in a line."""
+        m, job = self.model, self.job
+        return (
+            f"{m.source or 'model'}: {m.parameters() / 1e9:.3g}B parameters, {m.num_layers} "
+            f"layers; {job.global_batch} sequences of {job.seq_len} tokens a step, {job.dtype}"
+        )
+
+    @property
     def dropped_share(self) -> float:
         """Share of the choices of experts that the job's capacity lets go to no expert."""
         experts = self.model.num_experts
@@ -143,7 +153,7 @@ class Plan:
             f"{term}, {theirs[term]:.4g} s instead of {own[term]:.4g}: {_REMEDIES[term]}"
         )
 
-    def commands(self, script: str = "train.py") -> dict[str, str]:
+    def commands(self, script: str = "train.py", *, plan_file: str = "plan.json") -> dict[str, str]:
         """What starts the job, by launcher.
 
         "torchrun" is a line for each node, where MASTER_ADDR names one of them if there are
@@ -151,13 +161,15 @@ class Plan:
         operator, which gives torchrun its arguments, with IMAGE to be filled in.
 
         Args:
-            script: to run on each rank.
+            script: to run on each rank; it reads the file after ``--plan`` by `Plan.from_json`, and
+                puts its model into the placement by `Plan.apply`.
+            plan_file: that `to_json` wrote.
         """
         node = min(self.cluster.levels[0].size, self.job.num_ranks)
         nodes = -(-self.job.num_ranks // node)
         meeting = "--rdzv-backend c10d --rdzv-endpoint $MASTER_ADDR:29500"
         where = f"--nnodes {nodes} {meeting}" if nodes > 1 else "--standalone"
-        run = f"torchrun {where} --nproc-per-node {node} {script} --plan plan.json"
+        run = f"torchrun {where} --nproc-per-node {node} {script} --plan {shlex.quote(plan_file)}"
         slurm = (
             "#!/bin/bash",
             "#SBATCH --job-name=moe-ext",
@@ -170,7 +182,7 @@ class Plan:
         container = {
             "name": "pytorch",
             "image": "IMAGE",
-            "command": ["torchrun", script, "--plan", "plan.json"],
+            "command": ["torchrun", script, "--plan", plan_file],
             "resources": {"limits": {"nvidia.com/gpu": node}},
         }
         template = {"spec": {"containers": [container]}}
@@ -205,30 +217,50 @@ class Plan:
         Raises:
             ValueError: the file is none of this version.
         """
-        found = json.loads(Path(path).read_text())
+        try:
+            found = json.loads(Path(path).read_text())
+        except ValueError as error:
+            raise ValueError(f"Plan.from_json: expected {path} to hold JSON: {error}") from None
         schema = found.pop("schema", None) if isinstance(found, dict) else None
         if schema != SCHEMA:
             raise ValueError(f"Plan.from_json: expected schema to be {SCHEMA}, got {schema!r}")
-        # Files from before an axis was there have its default.
-        for each in (found, *found["pareto"], *found["runners_up"]):
-            each["choice"] = {**DEFAULTS, **each["choice"]}
-        model = {**found.pop("model")}
-        job = {**found.pop("job")}
+        try:
+            return cls._of(found)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"Plan.from_json: expected {path} to hold the fields of a plan, got "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    @classmethod
+    def _of(cls, found: dict[str, Any]) -> Plan:
+        model, job = {**found.pop("model")}, {**found.pop("job")}
         if isinstance(job["load"], list):
             steps = job["load"]
             job["load"] = tuple(tuple(s) if isinstance(s, list) else s for s in steps)
+        model |= {name: tuple(model[name]) for name in ("latent", "moe_layers")}
+        choice, stages = _read_choice(found.pop("choice")), _read_stages(found.pop("stages"))
+        pareto, runners_up = (
+            tuple(
+                Found(
+                    **{
+                        **each,
+                        "choice": _read_choice(each["choice"]),
+                        "stages": _read_stages(each["stages"]),
+                    }
+                )
+                for each in found.pop(name)
+            )
+            for name in ("pareto", "runners_up")
+        )
         return cls(
-            ModelSpec(
-                **{**model, **{name: tuple(model[name]) for name in ("latent", "moe_layers")}}
-            ),
+            ModelSpec(**model),
             ClusterSpec.of(found.pop("cluster")),
             Job(**job),
-            pareto=tuple(Found(**{**each, "stages": ()}) for each in found.pop("pareto")),
-            stages=_read_stages(found.pop("stages")),
-            runners_up=tuple(
-                Found(**{**each, "stages": _read_stages(each["stages"])})
-                for each in found.pop("runners_up")
-            ),
+            choice=choice,
+            stages=stages,
+            pareto=pareto,
+            runners_up=runners_up,
             **found,
         )
 
@@ -316,7 +348,7 @@ class Plan:
             if name in MESH or value != DEFAULTS[name]
         }
         named = ", ".join(f"{name}={value}" for name, value in shown.items())
-        lines = [f"{self.job.num_ranks} ranks: {named}"]
+        lines = [self.title, f"{self.job.num_ranks} ranks: {named}"]
         lines.append(
             f"{self.seconds:.4g} s a step, {self.memory / 1e9:.1f} GB of "
             f"{self.cluster.memory / 1e9:.0f} on the fullest rank; {self.num_points} placements, "
@@ -331,6 +363,17 @@ class Plan:
         memory = self.memory_terms().items()
         lines += [f"  {name:<18}{value / 1e9:>12.2f} GB" for name, value in memory]
         return "\n".join(lines)
+
+
+def _read_choice(choice: Mapping[str, int | str | None]) -> Choice:
+    """The choice of a file; axes that are younger than the first plans have their default."""
+    missing = sorted(set(DEFAULTS) - set(YOUNGER) - set(choice))
+    if missing:
+        raise ValueError(f"Plan.from_json: expected choice to have {missing}, got {sorted(choice)}")
+    found = {**DEFAULTS, **choice}
+    # Raises for values that axes have not.
+    columns_of([found])
+    return found
 
 
 def _read_stages(stages: Sequence[Mapping[str, Any]]) -> tuple[StageLayers, ...]:
@@ -397,6 +440,12 @@ def plan(
     capacity_factor: float | None = None,
     local_steps: int = 1,
     local_codec: str = "none",
+    layer_dtype: str | None = None,
+    node_limit: int = 0,
+    eager_attention: bool = False,
+    hidden_exchanges: bool = False,
+    hidden_gradients: bool = False,
+    hidden_tensor: bool = False,
     fixed: Mapping[str, int | str | None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
@@ -416,11 +465,18 @@ def plan(
             None takes all.
         local_steps: see `Job`; with more than 1 tp and cp are 1, and there is no ZeRO.
         local_codec: see `Job`.
+        layer_dtype: see `Job`; with this and the next ones the plan is one for another program,
+            which `Plan.apply` refuses.
+        node_limit: see `Job`.
+        eager_attention: see `Job`.
+        hidden_exchanges: see `Job`.
+        hidden_gradients: see `Job`.
+        hidden_tensor: see `Job`.
         fixed: values that axes must have, such as ``{"pp": 1}``. Rows, gradients, and keys and
             values of a ring are rounded on their way only where "wire", "gradients" and "kv_wire"
             are among them. With ``"recompute": 1`` all layers are computed again, without it as few
             as fit.
-        progress: called with numbers of meshes: done, and all of them.
+        progress: see `search`.
 
     Raises:
         ValueError: no placement exists, or none fits; the message names the binding term.
@@ -429,9 +485,24 @@ def plan(
     """
     spec, found_cluster = model_spec(model), ClusterSpec.of(cluster)
     held = load_of(load, num_experts=spec.num_experts, top_k=spec.top_k)
-    rounds: dict[str, Any] = {"local_steps": local_steps, "local_codec": local_codec}
-    job = Job(num_ranks, seq_len, global_batch, dtype, held, capacity_factor, **rounds)
+    job = Job(
+        *(num_ranks, seq_len, global_batch, dtype, held, capacity_factor),
+        eager_attention=eager_attention,
+        hidden_exchanges=hidden_exchanges,
+        hidden_gradients=hidden_gradients,
+        hidden_tensor=hidden_tensor,
+        node_limit=node_limit,
+        layer_dtype=layer_dtype,
+        local_steps=local_steps,
+        local_codec=local_codec,
+    )
     cost = CostModel(spec, found_cluster, job)
+    node = found_cluster.levels[0].size
+    if num_ranks > node and num_ranks % node:
+        raise ValueError(
+            f"plan: expected num_ranks to fill nodes of {node}, the size of cluster.levels[0], got "
+            f"{num_ranks}; give a cluster of nodes with as many ranks as the job has on each"
+        )
     found = search(cost, fixed=fixed, progress=progress)
     if found.best is None:
         assert found.least is not None

@@ -5,10 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from moe_ext._checks import check_fields
+
+# Numbers of a model that may be 0.
+_MAY_BE_ZERO = (
+    *("num_cross_layers", "num_experts", "top_k", "num_moe_layers", "moe_layers", "positions"),
+    *("shared_ffn_dim", "latent", "window", "num_window_layers", "vectors", "published"),
+)
+
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A transformer by its sizes; biases and norms, below 0.1 % of the parameters, are left out.
+    """A transformer by its sizes.
 
     Attributes:
         num_layers: layers; of an encoder and a decoder together.
@@ -31,9 +39,12 @@ class ModelSpec:
         shared_ffn_dim: F of the expert of all tokens; 0 for none.
         tied: the output shares the embedding.
         latent: (rank of queries, rank of keys and values, plain and rotary size of a head, size of
-            its values) of multi-head latent attention; empty for the usual one.
+            its values) of multi-head latent attention; the rank of queries is 0 where they have
+            none; empty for the usual one.
         window: tokens that layers with a sliding window attend to.
         num_window_layers: layers that have one.
+        vectors: numbers of biases and norms in all, mostly below 0.1 % of the parameters; 0 where
+            they are left out.
         published: parameters in all, as the source gives them.
         published_active: parameters of a token, where the source gives them.
         source: where the sizes are from.
@@ -61,16 +72,39 @@ class ModelSpec:
     latent: tuple[int, ...] = ()
     window: int = 0
     num_window_layers: int = 0
+    vectors: int = 0
     published: float = 0.0
     published_active: float | None = None
     source: str = ""
 
     def __post_init__(self) -> None:
-        """ValueError for experts that no layer has, or more of them than there are."""
-        if not 0 <= self.num_moe_layers <= self.num_layers:
+        """ValueError for numbers that no model has."""
+        check_fields(self, may_be_zero=_MAY_BE_ZERO)
+        for name in ("num_moe_layers", "num_cross_layers", "num_window_layers"):
+            if getattr(self, name) > self.num_layers:
+                raise ValueError(
+                    f"ModelSpec: expected {name} to be at most num_layers ({self.num_layers}), "
+                    f"got {getattr(self, name)}"
+                )
+        if self.head_dim is None and self.model_dim % self.num_heads:
             raise ValueError(
-                f"ModelSpec: expected num_moe_layers to be at most num_layers ({self.num_layers}), "
-                f"got {self.num_moe_layers}"
+                f"ModelSpec: expected num_heads to divide model_dim={self.model_dim} without "
+                f"head_dim, got {self.num_heads}"
+            )
+        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"ModelSpec: expected num_kv_heads to divide num_heads={self.num_heads}, got "
+                f"{self.num_kv_heads}"
+            )
+        if self.latent and (len(self.latent) != 5 or not all(self.latent[1:])):
+            raise ValueError(
+                "ModelSpec: expected latent to be five sizes, of which the first alone may be 0, "
+                f"got {self.latent}"
+            )
+        if self.num_window_layers and not self.window:
+            raise ValueError(
+                f"ModelSpec: expected window to be above 0 with {self.num_window_layers} layers "
+                f"that have one, got {self.window}"
             )
         if bool(self.num_experts) != bool(self.num_moe_layers):
             raise ValueError(
@@ -134,9 +168,10 @@ class ModelSpec:
             return 2 * dim * (self.heads_dim + self.kv_dim)
         queries, keys, plain, rotary, values = self.latent
         heads = self.num_heads
+        # Without a rank of their own queries are made of the hidden states.
         return (
             dim * (queries + keys + rotary)
-            + heads * (queries * (plain + rotary) + keys * (plain + values))
+            + heads * ((queries or dim) * (plain + rotary) + keys * (plain + values))
             + heads * values * dim
         )
 
@@ -157,7 +192,7 @@ class ModelSpec:
         ffn = self.dense_layer_ffn() * (self.num_layers - self.num_moe_layers)
         beside = self.shared_parameters() * self.num_moe_layers
         vocabulary = self.vocab_size * (1 if self.tied else 2) + self.positions
-        return attention + relative + ffn + beside + dim * vocabulary
+        return attention + relative + ffn + beside + dim * vocabulary + self.vectors
 
     def parameters(self) -> int:
         """In all."""

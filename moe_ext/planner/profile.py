@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
+import os
+import socket
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext.distributed import MoEMesh, fully_shard, sync_gradients
+from moe_ext.distributed.comm import gather_objects
 from moe_ext.distributed.cost_table import CostTable
 from moe_ext.distributed.groups import group_rank, group_size
 from moe_ext.distributed.link import link_of, max_over_ranks, seconds_of
@@ -97,11 +101,14 @@ def measure_cluster(
     formula. Rates of codecs, each at three sizes, are `costs`. With a group the means of its
     gradients, `ZeroRedundancyOptimizer`, FSDP2 and experts that are spread over the ranks are
     measured too. Ranks of a group measure at the same time, so
-    that cores which they share are shared, and the slowest one's numbers count.
+    that cores which they share are shared, and the slowest one's numbers count. Memory is no more
+    than the device has, or a rank's share of it; the host is unknown, so that plans keep nothing
+    there.
 
     Args:
         model: whose layers are measured, with 16 experts at most.
-        cluster: for what is not measured: memory, and links without a group.
+        cluster: for what is not measured: memory where the device has more, and links without a
+            group.
         dtype: of products; the others of the cluster are left out.
         seq_len: tokens of a sequence.
         device: that is measured.
@@ -159,6 +166,9 @@ def measure_cluster(
         layer_seconds=launches,
         node_launches=0.0,
         multiprocessors=0,
+        memory=min(cluster.memory, _memory(on, group)),
+        # That of a preset is of other machines, and the CPU's is the memory that is planned.
+        host=None,
         source=f"measured on {table.processor}, torch {table.torch_version}",
         costs=table,
     )
@@ -176,6 +186,17 @@ def measure_cluster(
     made = replace(made, flops={dtype: rate}, score_efficiency=share)
     cost = replace(cost, cluster=made)
     return replace(made, measured=_factors(cost, layer, x, whole, group))
+
+
+def _memory(device: torch.device, group: ProcessGroup | None) -> float:
+    """Bytes of a rank's memory: of its accelerator, or a share of its machine's."""
+    if device.type != "cpu":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    mine = socket.gethostname(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    alone = group is None or group.size() == 1
+    ranks = [mine] if alone else gather_objects(mine, group, operation="measure_cluster")
+    shared = collections.Counter(host for host, _ in ranks)
+    return min(whole / shared[host] for host, whole in ranks)
 
 
 def _slowest(table: CostTable, group: ProcessGroup, device: torch.device) -> CostTable:

@@ -21,7 +21,8 @@ def html_report(plan: Plan, *, why_not: Mapping[str, str] | None = None) -> str:
         why_not: lines of `Plan.why_not` by a name of their own.
     """
     job = plan.job
-    parts = [f"<h1>Plan for {job.num_ranks} ranks</h1>", _table(plan.choice)]
+    parts = [f"<h1>Plan for {job.num_ranks} ranks</h1>", f"<p>{html.escape(plan.title)}</p>"]
+    parts.append(_table(plan.choice))
     parts.append(f"<p>{plan.seconds:.4g} s a step, {plan.memory / 1e9:.1f} GB on the fullest rank")
     parts.append(f" of {plan.cluster.memory / 1e9:.0f}; {plan.num_points} placements were costed, ")
     parts.append(f"{plan.num_too_large} of them too large.</p>")

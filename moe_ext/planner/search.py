@@ -53,6 +53,8 @@ DEFAULTS: Mapping[str, int | str | None] = {
     "kv_wire": None,
 }
 AXES = tuple(DEFAULTS)
+# Those that the first files of plans had not.
+YOUNGER = ("etp", "turns", "offload", "balance", "scheme", "gradients", "kv_wire")
 MESH = ("pp", "tp", "cp", "ep", "etp", "micro_batch")
 # The other axes, by what there has to be several ranks of for them to act.
 _GROUPS = {
@@ -157,8 +159,11 @@ def _number(name: str, value: int | str | None) -> int:
         if value not in NAMES[name]:
             raise ValueError(f"plan: expected {name} to be one of {NAMES[name]}, got {value!r}")
         return NAMES[name].index(value)
-    if not isinstance(value, int):
-        raise ValueError(f"plan: expected {name} to be an int, got {value!r}")
+    least = 1 if name in MESH else 0
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(
+            f"plan: expected {name} to be a whole number of at least {least}, got {value!r}"
+        )
     return value
 
 
@@ -394,7 +399,8 @@ def search(
         cost: of placements.
         fixed: values that axes must have; with ``recompute=1`` all layers are computed again,
             without it as few as fit.
-        progress: called with the meshes done and all of them.
+        progress: called with the meshes done and all of them, and with all of them again for each
+            pipeline that is simulated then.
         exhaustive: simulate everything and stop nowhere: for tests.
 
     Raises:
@@ -479,6 +485,8 @@ def search(
         if (turn_passes + here > _TURN_PASSES if in_turn else enough) and not exhaustive:
             left = min(left, bound)
             continue
+        if progress is not None:
+            progress(len(mesh), len(mesh))
         passes, turn_passes = passes + here * (not in_turn), turn_passes + here * in_turn
         stages = divide(cost, one, all_again=all_again)
         if stages is None:

@@ -1,103 +1,393 @@
-"""Model specifications from configurations of Hugging Face."""
+"""Specifications of models of transformers, read from their modules and counted."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from moe_ext.planner.presets import PRESETS, ModelSpec, preset
 
+# Parameters of a part may be off by this share of what its formula gives.
+_OFF = 0.01
 # Names that families of transformers give to the same number, the first that is there.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "moe_top_k", "top_k")
+_TOP_K = ("num_experts_per_tok", "moe_top_k", "moe_topk", "moe_k", "num_experts_per_token", "top_k")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+# Attention whose scores are not those of all pairs or of a window, by names of classes.
+_OTHER_SCORES = re.compile("Sparse|LSH|Lightning|LinearAttention|Delta|Cross")
 
 
 def model_spec(model: ModelSpec | nn.Module | Mapping[str, Any] | str | Path) -> ModelSpec:
     """Sizes of a model.
 
+    The modules of a model are read, layer by layer; those of a configuration are made on the meta
+    device. A layer is one attention and one feed-forward network, gated or not, or experts; its
+    matrices have to be as many as the formulas of `ModelSpec` give, within 1 % of each part.
+
     Args:
-        model: a spec; the name of a preset; a transformers model, on the meta device too; its
-            configuration as a mapping, or the path of its ``config.json``.
+        model: a spec; the name of a preset; a causal language model of transformers, on the meta
+            device too; its configuration as a mapping, or the path of its ``config.json``.
 
     Raises:
-        ValueError: the configuration lacks a size, or the module has none.
+        ImportError: a configuration is given, and transformers is not installed.
+        ValueError: the model has a layer without a formula, which the message names; a
+            configuration lacks a size, or transformers cannot make a model of it.
     """
     if isinstance(model, ModelSpec):
         return model
     if isinstance(model, nn.Module):
-        config = getattr(model, "config", None)
-        if config is None or not hasattr(config, "to_dict"):
-            raise ValueError(
-                "model_spec: expected model to have a transformers configuration, got "
-                f"{type(model).__name__}; give a ModelSpec"
-            )
-        return _from_config(config.to_dict())
+        return _Reader(model).spec()
     if isinstance(model, Mapping):
-        return _from_config(model)
+        return _Reader(_built(model)).spec()
     if str(model) in PRESETS:
         return preset(str(model))
     try:
         found = json.loads(Path(model).read_text())
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"model_spec: expected model to be one of {sorted(PRESETS)} or a config.json, got "
             f"{str(model)!r}: {error}"
         ) from error
-    return _from_config(found)
+    return _Reader(_built(found)).spec()
 
 
-def _from_config(config: Mapping[str, Any]) -> ModelSpec:
-    config = config.get("text_config") or config
+def _built(found: Any) -> nn.Module:
+    """The causal language model of a configuration, on the meta device."""
+    if not isinstance(found, Mapping):
+        raise ValueError(f"model_spec: expected a configuration to be a mapping, got {found!r:.80}")
+    try:
+        from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    except ImportError as error:
+        raise ImportError(
+            "model_spec: expected transformers, which makes the model of a configuration; without "
+            "it, give a ModelSpec"
+        ) from error
+    kind = found.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        raise ValueError(
+            "model_spec: expected the configuration to have a model_type that transformers knows, "
+            f"got {kind!r}; give the model itself or a ModelSpec"
+        )
+    try:
+        config = CONFIG_MAPPING[kind].from_dict(dict(found))
+        with torch.device("meta"):
+            made: nn.Module = AutoModelForCausalLM.from_config(config)
+    # Configurations are checked by whatever fails first in the code of the family.
+    except Exception as error:
+        raise ValueError(
+            f"model_spec: expected transformers to make a causal language model of the "
+            f"configuration of {kind!r}, got {type(error).__name__}: {error}"
+        ) from error
+    return made
 
-    def size(*names: str) -> int:
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer's feed-forward network, or its experts and the network beside them.
+
+    Attributes:
+        num_experts: E, or 0.
+        width: F, of an expert where there are some.
+        gated: there is a gate beside the first matrix.
+        shared: F of the network of all tokens beside experts.
+    """
+
+    num_experts: int
+    width: int
+    gated: bool
+    shared: int = 0
+
+
+class _Reader:
+    """Sizes of a causal language model of transformers."""
+
+    def __init__(self, model: Any) -> None:
+        config: Any = getattr(model, "config", None)
+        if not hasattr(config, "get_text_config"):
+            raise ValueError(
+                "model_spec: expected model to have a transformers configuration, got "
+                f"{type(model).__name__}; give a ModelSpec"
+            )
+        self._model, self._config = model, config.get_text_config()
+        self._title = type(model).__name__
+        ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+        weights: list[Any] = [getattr(end, "weight", None) for end in ends]
+        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+        if not all(isinstance(w, Tensor) and w.dim() == 2 for w in weights) or not lists:
+            raise ValueError(
+                f"model_spec: expected model to have an embedding, layers in a ModuleList and an "
+                f"output, got {self._title}; give a ModelSpec"
+            )
+        self._embedding, self._output = weights
+        self._dim = int(self._embedding.shape[1])
+        # Lists of other modules are in layers, or of towers that the count refuses.
+        self._layers = max(lists, key=lambda held: sum(p.numel() for p in held.parameters()))
+
+    def _given(self, *names: str) -> Any:
+        """The first of these values that the configuration has, or None."""
         for name in names:
-            if config.get(name) is not None:
-                return int(config[name])
-        raise ValueError(f"model_spec: expected the configuration to have {' or '.join(names)}")
+            try:
+                value = getattr(self._config, name, None)
+            # Configurations whose layers differ raise an error of their own.
+            except Exception as error:
+                raise ValueError(
+                    f"model_spec: expected the configuration of {self._title} to have one {name}, "
+                    f"got {type(error).__name__}: {error}"
+                ) from error
+            if value is not None:
+                return value
+        return None
 
-    def maybe(*names: str) -> int | None:
-        return size(*names) if any(config.get(name) is not None for name in names) else None
+    def _size(self, *names: str, least: int = 1) -> int:
+        """The first of these numbers that the configuration has."""
+        value = self._given(*names)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(
+                f"model_spec: expected the configuration of {self._title} to have "
+                f"{' or '.join(names)}, a whole number of at least {least}, got {value!r:.80}"
+            )
+        return value
 
-    layers, experts = size("num_hidden_layers"), maybe(*_EXPERTS) or 0
-    first_dense = maybe("first_k_dense_replace") or 0
-    every = maybe("decoder_sparse_step", "moe_layer_freq") or 1
-    dense = set(config.get("mlp_only_layers") or ())
-    has_experts = [
-        i >= first_dense
-        and i not in dense
-        and (i % every == 0 if config.get("moe_layer_freq") else (i + 1) % every == 0)
-        for i in range(layers)
-    ]
-    places = [i for i, has in enumerate(has_experts) if has and experts]
-    ffn = size("moe_intermediate_size", "intermediate_size") if experts else 0
-    shared = maybe("n_shared_experts") or 0
-    latent: tuple[int, ...] = ()
-    if config.get("kv_lora_rank"):
-        names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
-        latent = tuple(size(name) for name in (*names, "v_head_dim"))
-    return ModelSpec(
-        layers,
-        size("hidden_size"),
-        size("num_attention_heads"),
-        ffn or size("intermediate_size"),
-        size("vocab_size"),
-        head_dim=maybe("head_dim"),
-        num_experts=experts,
-        top_k=size(*_TOP_K) if experts else 0,
-        num_moe_layers=len(places),
-        moe_layers=() if places == list(range(layers - len(places), layers)) else tuple(places),
-        gated=True,
-        gated_experts=True,
-        num_kv_heads=maybe("num_key_value_heads"),
-        dense_ffn_dim=maybe("intermediate_size"),
-        shared_ffn_dim=maybe("shared_expert_intermediate_size") or shared * ffn,
-        tied=bool(config.get("tie_word_embeddings", False)),
-        latent=latent,
-        window=maybe("sliding_window") or 0,
-        num_window_layers=list(config.get("layer_types") or ()).count("sliding_attention"),
-        source=str(config.get("model_type", "configuration")),
-    )
+    def _maybe(self, *names: str) -> int | None:
+        return None if self._given(*names) is None else self._size(*names)
+
+    def spec(self) -> ModelSpec:
+        """The sizes, counted."""
+        bare = self._attention_spec()
+        found = [self._layer(i, layer, bare) for i, layer in enumerate(self._layers)]
+        dense = {each for each in found if not each.num_experts}
+        experts = {each for each in found if each.num_experts}
+        for alike, what in ((dense, "feed-forward networks"), (experts, "experts")):
+            if len(alike) > 1:
+                raise ValueError(
+                    f"model_spec: expected {what} of all layers of {self._title} to be alike, got "
+                    f"{sorted(alike, key=str)}; give a ModelSpec"
+                )
+        plain = next(iter(dense), None)
+        moe = next(iter(experts), None)
+        one = moe or plain
+        assert one is not None
+        told = self._maybe(*_EXPERTS)
+        if moe and told not in (None, moe.num_experts):
+            raise ValueError(
+                f"model_spec: expected {self._title} to have all {told} experts of its "
+                f"configuration, before they are spread over ranks, got {moe.num_experts}"
+            )
+        places = tuple(i for i, each in enumerate(found) if each.num_experts)
+        is_last = places == tuple(range(len(found) - len(places), len(found)))
+        spec = replace(
+            bare,
+            ffn_dim=one.width,
+            num_experts=one.num_experts,
+            top_k=self._top_k() if moe else 0,
+            num_moe_layers=len(places),
+            moe_layers=() if is_last else places,
+            gated=(plain or one).gated,
+            gated_experts=moe is not None and moe.gated,
+            dense_ffn_dim=plain.width if plain and moe else None,
+            shared_ffn_dim=moe.shared if moe else 0,
+        )
+        return self._counted(spec)
+
+    def _attention_spec(self) -> ModelSpec:
+        """A spec with all but the feed-forward networks."""
+        heads = self._size("num_attention_heads")
+        latent: tuple[int, ...] = ()
+        if self._given("kv_lora_rank"):
+            queries = self._maybe("q_lora_rank") or 0
+            latent = (queries, *(self._size(name, least=0) for name in _LATENT))
+        kv_heads = self._maybe(*_KV_HEADS)
+        if self._given("multi_query") and not self._given("new_decoder_architecture"):
+            kv_heads = 1
+        window, num_windows = self._windows()
+        vectors = {id(p): p.numel() for _, p in _parameters(self._model) if _is_vector(p)}
+        vectors |= {
+            id(p): p.numel() for name, p in self._model.named_parameters() if _is_bias(name)
+        }
+        return ModelSpec(
+            len(self._layers),
+            self._dim,
+            heads,
+            1,
+            int(self._embedding.shape[0]),
+            # Families round down where heads do not divide it.
+            head_dim=self._maybe("head_dim") or max(1, self._dim // heads),
+            positions=sum(self._positions()),
+            num_kv_heads=kv_heads,
+            tied=self._embedding is self._output,
+            latent=latent,
+            window=window,
+            num_window_layers=num_windows,
+            vectors=sum(vectors.values()),
+            source=str(self._given("model_type") or self._title),
+        )
+
+    def _windows(self) -> tuple[int, int]:
+        """Tokens of a sliding window, and layers that have one."""
+        kinds: Sequence[str] = self._given("layer_types") or ()
+        for i, kind in enumerate(kinds[: len(self._layers)]):
+            if kind not in ("full_attention", "sliding_attention"):
+                raise ValueError(
+                    f"model_spec: expected layers of {self._title} to have full or sliding "
+                    f"attention, which have a cost, got {kind!r} in layer {i}, "
+                    f"{type(self._layers[i]).__name__}; give a ModelSpec"
+                )
+        if not self._given("sliding_window") or self._given("use_sliding_window") is False:
+            return 0, 0
+        many = kinds.count("sliding_attention") if kinds else len(self._layers)
+        return (self._size("sliding_window"), many) if many else (0, 0)
+
+    def _positions(self) -> Iterator[int]:
+        """Rows of embeddings beside that of words."""
+        inside = {id(m) for m in self._layers.modules()}
+        for module in self._model.modules():
+            if isinstance(module, nn.Embedding) and id(module) not in inside:
+                rows, width = module.weight.shape
+                if module.weight is not self._embedding and width == self._dim:
+                    yield int(rows)
+
+    def _top_k(self) -> int:
+        found = self._maybe(*_TOP_K)
+        if found is not None:
+            return found
+        for module in self._layers.modules():
+            held = getattr(module, "top_k", None)
+            if isinstance(held, int) and held > 0:
+                return held
+        return self._size(*_TOP_K)
+
+    def _refuse(self, i: int, name: str, module: Any, why: str) -> ValueError:
+        return ValueError(
+            f"model_spec: expected each layer of {self._title} to be one attention and one "
+            f"feed-forward network or experts, which have a cost, got in layer {i} {name!r}, "
+            f"{type(module).__name__}: {why}; give a ModelSpec"
+        )
+
+    def _layer(self, i: int, layer: nn.Module, bare: ModelSpec) -> _Layer:
+        """The network of a layer whose attention is that of `bare`."""
+        rest: dict[str, Tensor] = dict(_parameters(layer, recurse=False))
+        attention: tuple[str, nn.Module] | None = None
+        largest = ("", layer, 0)
+        for name, child in layer.named_children():
+            held = {f"{name}.{path}": p for path, p in _parameters(child) if not _is_vector(p)}
+            count = sum(p.numel() for p in held.values())
+            for module in child.modules():
+                if isinstance(module, (nn.Conv1d, nn.Conv2d)):
+                    raise self._refuse(i, name, child, "convolutions have no cost")
+            if not count:
+                continue
+            if "Attention" not in type(child).__name__:
+                rest |= held
+                largest = max(largest, (name, child, count), key=lambda each: each[2])
+                continue
+            if attention is not None:
+                raise self._refuse(i, name, child, "a second attention has no cost")
+            attention = name, child
+            for module in child.modules():
+                if _OTHER_SCORES.search(type(module).__name__):
+                    raise self._refuse(i, name, module, "its scores have no cost")
+            wanted = bare.attention_parameters()
+            if abs(count - wanted) > _OFF * wanted:
+                raise self._refuse(
+                    i, name, child, f"{count} parameters in matrices, for {wanted} by its formula"
+                )
+        if attention is None:
+            raise self._refuse(i, *largest[:2], "the layer has no attention")
+        found = self._network({name: p for name, p in rest.items() if not _is_vector(p)})
+        if found is None:
+            count = sum(p.numel() for p in rest.values())
+            raise self._refuse(
+                i, *largest[:2], f"{count} parameters in matrices of no network with a formula"
+            )
+        return found
+
+    def _network(self, matrices: Mapping[str, Tensor]) -> _Layer | None:
+        """A feed-forward network or experts by matrices; None for something else."""
+        stacked: dict[str, tuple[int, ...]] = {}
+        shapes = {name: tuple(p.shape) for name, p in matrices.items()}
+        listed: dict[str, set[str]] = {}
+        for name, shape in shapes.items():
+            inside = re.search(r"\bexperts\.(\d+)\.", name)
+            if len(shape) == 3:
+                stacked[name] = shape
+            elif inside:
+                listed.setdefault(inside[1], set()).add(name)
+        if listed:
+            # Experts that are modules of a list.
+            first = next(iter(listed.values()))
+            stacked |= {name: (len(listed), *shapes[name]) for name in first}
+        inside_list = set().union(*listed.values()) if listed else set()
+        rest = {n: s for n, s in shapes.items() if n not in stacked and n not in inside_list}
+        if not stacked:
+            width = self._width(list(rest.values()))
+            return None if width is None else _Layer(0, *width)
+        counts = {shape[0] for shape in stacked.values()}
+        expert = self._width([shape[1:] for shape in stacked.values()])
+        if len(counts) != 1 or expert is None:
+            return None
+        (num_experts,), (width_of, gated) = counts, expert
+        routers = [
+            n for n, shape in rest.items() if sorted(shape) == sorted((num_experts, self._dim))
+        ]
+        beside = [shape for name, shape in rest.items() if name not in routers[:1]]
+        if not routers or not all(self._dim in shape for shape in beside):
+            return None
+        numel, unit = sum(map(math.prod, beside)), (2 + gated) * self._dim
+        shared = round(numel / unit)
+        if abs(shared * unit - numel) > _OFF * numel:
+            return None
+        return _Layer(num_experts, width_of, gated, shared)
+
+    def _width(self, shapes: Sequence[Sequence[int]]) -> tuple[int, bool] | None:
+        """F and whether there is a gate, of one network's matrices; None for something else."""
+        if not shapes or not all(len(s) == 2 and self._dim in s for s in shapes):
+            return None
+        # A matrix up may hold the gate as well.
+        width = min(math.prod(shape) // self._dim for shape in shapes)
+        share = sum(map(math.prod, shapes)) / max(1, self._dim * width)
+        gated = share > 2.5
+        return (width, gated) if abs(share - 2 - gated) <= 2 * _OFF else None
+
+    def _counted(self, spec: ModelSpec) -> ModelSpec:
+        """The spec of as many parameters as the model."""
+        parameters = dict(self._model.named_parameters())
+        count, told = sum(p.numel() for p in parameters.values()), spec.parameters()
+        if abs(told - count) <= _OFF * count:
+            return spec
+        inside = {id(p) for p in (*self._layers.parameters(), self._embedding, self._output)}
+        sizes: dict[str, int] = {}
+        for name, p in parameters.items():
+            if id(p) not in inside:
+                place = ".".join(name.split(".")[:2])
+                sizes[place] = sizes.get(place, 0) + p.numel()
+        largest = max(
+            sizes, key=lambda name: sizes[name], default="its layers, which share weights"
+        )
+        raise ValueError(
+            f"model_spec: expected {self._title} to have {told} parameters, as many as its layers "
+            f"and embeddings, got {count}; {largest!r} has no cost"
+        )
+
+
+def _is_bias(name: str) -> bool:
+    return "bias" in name.rpartition(".")[2]
+
+
+def _is_vector(parameter: Tensor) -> bool:
+    return parameter.numel() == max(parameter.shape, default=1)
+
+
+def _parameters(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Parameters that are no biases; those of experts are matrices, too."""
+    for name, parameter in module.named_parameters(recurse=recurse):
+        if not _is_bias(name):
+            yield name, parameter

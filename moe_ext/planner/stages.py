@@ -159,7 +159,29 @@ def turn_plan(cost: CostModel, c: Columns, stages: Sequence[StageLayers]) -> Tur
         stages: layers of each.
     """
     schedule, micro = SCHEDULES[int(c["schedule"])], int(cost.num_micro_batches(c))
-    return plan_turns(_table(schedule, int(c["pp"]), micro), turn_costs(cost, c, stages))
+    costs = turn_costs(cost, c, stages)
+    facts = [tuple(each) for each in (costs.forward, costs.input_gradient, costs.weight_gradient)]  # type: ignore[arg-type]
+    travel = (tuple(costs.transfer.items()), tuple(costs.exchanges.items()))  # type: ignore[union-attr]
+    return _turn_plan(schedule, int(c["pp"]), micro, *facts, costs.hop, *travel)
+
+
+@functools.lru_cache(maxsize=256)
+def _turn_plan(
+    schedule: str,
+    ranks: int,
+    micro: int,
+    forward: tuple[float, ...],
+    inputs: tuple[float, ...],
+    weights: tuple[float, ...],
+    hop: float,
+    transfer: tuple[tuple[str, float], ...],
+    exchanges: tuple[tuple[str, tuple[tuple[float, float], ...]], ...],
+) -> TurnPlan:
+    """Placements whose optimizers differ, say, have the same passes."""
+    costs = Costs(
+        *(forward, inputs, weights), hop=hop, transfer=dict(transfer), exchanges=dict(exchanges)
+    )
+    return plan_turns(_table(schedule, ranks, micro), costs)
 
 
 def turn_costs(cost: CostModel, c: Columns, stages: Sequence[StageLayers]) -> Costs:
@@ -169,7 +191,7 @@ def turn_costs(cost: CostModel, c: Columns, stages: Sequence[StageLayers]) -> Co
     loss = torch.zeros_like(forward)
     loss[-1] = float(cost.output(c))
     _, seconds = cost.apart(each)
-    exchanges: dict[str, list[tuple[float, float]]] = {}
+    exchanges: dict[str, tuple[tuple[float, float], ...]] = {}
     transfer: dict[str, float] = {}
     for s, travel in enumerate(seconds.tolist()):
         moe, again = float(each["moe"][s]), float(each["again_moe"][s])
@@ -179,7 +201,7 @@ def turn_costs(cost: CostModel, c: Columns, stages: Sequence[StageLayers]) -> Co
             count = 2 * min(round(layers), _LAYERS)
             # Behind attention and experts; in the backward pass in front of them.
             at = [(k + (kind == "F")) / count for k in range(count)]
-            exchanges[f"{s}{kind}"] = [(share, share) for share in at]
+            exchanges[f"{s}{kind}"] = tuple((share, share) for share in at)
             transfer[f"{s}{kind}"] = travel * layers / (2 * moe + again) / count
     return Costs(
         forward=(forward + loss).tolist(),
@@ -291,21 +313,23 @@ class _Chain:
     def divided(self) -> tuple[StageLayers, ...] | None:
         """Layers of each stage, of the least time."""
         kinds = [sorted(set(spans.values())) for spans in self._spans]
-        bound = self._bound()
-        if bound < torch.inf:
-            alone = [(s, kind, (0, 0)) for s, each in enumerate(kinds) for kind in each]
-            seconds, *_ = self._costed(alone)
-            # But for rounding.
-            is_quick = (seconds <= bound * (1 + 1e-9)).tolist()
-            quick = {place[:2] for place, fit in zip(alone, is_quick, strict=True) if fit}
-            kinds = [[kind for kind in each if (s, kind) in quick] for s, each in enumerate(kinds)]
-        options = [
-            (s, kind, again)
-            for s, each in enumerate(kinds)
-            for kind in each
-            for again in _choices(self._c, self._all_again, *kind)
-        ]
-        seconds, memory, fits = self._costed(options)
+        alone: list[_Option] = [(s, kind, (0, 0)) for s, each in enumerate(kinds) for kind in each]
+        even = self._even()
+        # Costs of few rows take as long as those of many.
+        costs = self._costed(alone + even)
+        bound = self._bound(*(column[len(alone) :] for column in costs))
+        # But for rounding.
+        is_quick = (costs[0][: len(alone)] <= bound * (1 + 1e-9)).nonzero().view(-1)
+        options = [alone[i] for i in is_quick.tolist()]
+        if int(self._c["recompute"]):
+            options = [
+                (s, kind, again)
+                for s, kind, _ in options
+                for again in _choices(self._c, self._all_again, *kind)
+            ]
+            seconds, memory, fits = self._costed(options)
+        else:
+            seconds, memory, fits = (column[is_quick] for column in costs)
         seconds = seconds.masked_fill(~fits, torch.inf)
         best: dict[tuple[int, tuple[int, int]], int] = {}
         times, bytes_ = seconds.tolist(), memory.tolist()
@@ -328,17 +352,18 @@ class _Chain:
             found.append(_named(self._cost, i, j, again))
         return tuple(found)
 
-    def _bound(self) -> float:
+    def _even(self) -> list[_Option]:
+        """Stages of even lengths, all of whose layers are computed again with recompute."""
+        has, found = self._cost.model.has_experts, list[_Option]()
+        for s, (i, j) in enumerate(split_evenly(self._layers, self._stages)):
+            kind = (j - i - sum(has[i:j]), sum(has[i:j]))
+            found.append((s, kind, kind if int(self._c["recompute"]) else (0, 0)))
+        return found
+
+    def _bound(self, seconds: Tensor, _: Tensor, fits: Tensor) -> float:
         """Seconds that no stage of a best division takes more than, from stages of even lengths."""
-        recompute = int(self._c["recompute"])
-        even = [
-            StageLayers(i, j, tuple(range(i, j)) if recompute else ())
-            for i, j in split_evenly(self._layers, self._stages)
-        ]
-        columns = stage_columns(self._cost, self._c, even)
-        if not bool(self._cost.fits(columns).all()):
+        if not bool(fits.all()):
             return float("inf")
-        seconds = self._seconds(columns)
         # The sum of all stages is at least the slowest one.
         return float((seconds.sum() + (self._micro - 1) * seconds.max()) / self._micro)
 
@@ -389,7 +414,9 @@ class _Chain:
         for each in times.flip(0):
             rest = behind[1:].unfold(0, widest, 1)
             both = torch.maximum(each, rest) if largest else each + rest
-            least, width = both.min(1)
+            # `min` shares its work with threads that may be busy.
+            width = both.argmin(1)
+            least = both.gather(1, width[:, None])[:, 0]
             behind[:layers], behind[layers] = least, torch.inf
             widths.append(width + 1)
         if not behind[0] < torch.inf:

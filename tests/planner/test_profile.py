@@ -1,6 +1,7 @@
 """Rates of this machine for plans."""
 
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -34,6 +35,14 @@ def test_rates_give_back_what_was_measured(monkeypatch):
     assert found.memory_bandwidth == 2.0**31 and found.layer_seconds == 1e-4
     assert found.levels == CLUSTERS["h100"].levels and set(found.flops) == {"float32"}
     assert found.costs == table
+    # This machine's memory, and none of the preset's host.
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert found.memory == min(whole, CLUSTERS["h100"].memory) and found.host is None
+    small = dataclasses.replace(CLUSTERS["h100"], memory=1e9)
+    seconds = iter([1e-4, 0.5, 0.25, 0.125])
+    assert measure_cluster(MODEL, small, dtype="float32", seq_len=128).memory == 1e9
+    with pytest.raises(ValueError, match="expected offload to be 'none' without cluster.host"):
+        plan(MODEL, found, num_ranks=1, dtype="float32", fixed={"offload": "host"})
     # One layer of sixteen experts: the pass that was timed, and its scores on top.
     one = dataclasses.replace(MODEL, num_layers=1, num_moe_layers=1, num_experts=16)
     cost = CostModel(one, found, Job(1, 128, 1, "float32"))
@@ -77,6 +86,10 @@ def ranks_measure_together():
     )
     (level,) = found.levels
     assert level.size == dist.get_world_size() and level.bandwidth > 0
+    # Both ranks share the machine's memory.
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert found.memory == min(whole / dist.get_world_size(), CLUSTERS["h100"].memory)
+    assert found.host is None
     assert set(found.measured) == set(MEASURED) and min(found.measured.values()) >= 0
     assert set(found.costs.codecs) == set(rehearsals(torch.float32))
     assert {"lossless fp32", "rows int8", "int8"} <= set(found.costs.codecs)
@@ -129,7 +142,7 @@ def test_a_busy_rank_is_quicker_where_ranks_share_cores():
 
 def test_factors_of_unknown_parts_are_refused():
     for measured in ({"sends": 1.0}, {"update": -1.0}, {"update": float("nan")}):
-        with pytest.raises(ValueError, match="expected measured to hold numbers of at least 0 of"):
+        with pytest.raises(ValueError, match="^ClusterSpec: expected measured"):
             dataclasses.replace(CLUSTERS["h100"], measured=measured)
 
 

@@ -1,0 +1,446 @@
+"""Models that are read and counted, and numbers that no plan is made of."""
+
+import argparse
+import dataclasses
+import importlib.util
+import inspect
+import json
+import math
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from planner_models import SMALL, small_mixtral
+
+from moe_ext.planner import (
+    CLUSTERS,
+    PRESETS,
+    ClusterSpec,
+    CostModel,
+    Host,
+    Job,
+    Level,
+    Plan,
+    cli,
+    model_spec,
+    plan,
+    search,
+)
+
+FULL = bool(os.environ.get("MOE_EXT_FULL"))
+ROOT = Path(__file__).resolve().parent.parent.parent
+CLUSTER = ClusterSpec(
+    (Level("node", 4, 1e-6, 1e10),),
+    {"float32": 1e11},
+    *(4e8, 1e10, 0.5, 0.4),
+    host=Host(1e9, 1e9, 1e9),
+)
+JOB = Job(4, 256, 16, "float32")
+# A mesh, so that a search takes milliseconds.
+FIXED = {"pp": 1, "tp": 1, "cp": 1, "ep": 4, "etp": 1, "zero": 0, "micro_batch": 1}
+FIXED |= {"balance": "none", "dispatcher": "alltoall"}
+GARBAGE = (
+    *(-1, -256.5, 0, 0.5, 2.7, 2**40, math.nan, math.inf, True, "3", "", None, [], {}, (1,)),
+    *((-1.0,), {"float32": -1.0}, {"float32": "x"}, object()),
+)
+# Fields whose numbers may be 0, with what 0 says.
+MAY_BE_ZERO = {
+    **dict.fromkeys(("num_cross_layers", "num_window_layers"), "no layer has one"),
+    **dict.fromkeys(("positions", "vectors", "published"), "not counted, or not known"),
+    **dict.fromkeys(("window", "shared_ffn_dim", "disk", "disk_bandwidth"), "there is none"),
+    **dict.fromkeys(("latency", "layer_seconds", "node_launches"), "too short to count"),
+    "multiprocessors": "rates do not depend on shapes",
+    "node_limit": "any number of nodes",
+    "load": "even routing",
+}
+# Values of fields that say more than a number: those of `GARBAGE` that they may have.
+MAY_BE = {
+    **dict.fromkeys(("name", "source"), ("3", "")),
+    # Tokens of one expert are of other experts than the model's.
+    "load": (0.5, 2.7, 2**40),
+    "measured": ({},),
+}
+
+
+def parts_of(spec, path=()):
+    """Dataclasses in a specification, with the fields that lead to them."""
+    yield path, spec
+    for each in dataclasses.fields(spec):
+        value = getattr(spec, each.name)
+        if dataclasses.is_dataclass(value):
+            yield from parts_of(value, (*path, each.name))
+        elif isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
+            yield from parts_of(value[0], (*path, each.name))
+
+
+def with_value(spec, path, name, value):
+    """The specification with another value in one of its parts."""
+    if not path:
+        return dataclasses.replace(spec, **{name: value})
+    held = getattr(spec, path[0])
+    if isinstance(held, tuple):
+        held = (with_value(held[0], path[1:], name, value), *held[1:])
+    else:
+        held = with_value(held, path[1:], name, value)
+    return dataclasses.replace(spec, **{path[0]: held})
+
+
+def is_meant(field, value):
+    """Whether a field may hold a value of `GARBAGE`, from its annotation and the tables above."""
+    kind, _, optional = field.type.partition(" | ")
+    if field.name in MAY_BE:
+        legal = MAY_BE[field.name]
+        return any(
+            value is each or (type(value), value) == (type(each), each) for each in legal
+        ) or (type(value) is int and value == 0 and field.name in MAY_BE_ZERO)
+    if value is None:
+        return optional == "None"
+    if kind == "bool":
+        return value is True
+    if type(value) not in (int, float) or not math.isfinite(value):
+        return False
+    if value == 0:
+        return field.name in MAY_BE_ZERO
+    if kind == "float":
+        return value > 0 and (value <= 1 or "efficiency" not in field.name)
+    return False
+
+
+CASES = [
+    pytest.param(place, path, each, id=".".join((type(part).__name__, each.name)))
+    for place, spec in enumerate((SMALL, CLUSTER, JOB))
+    for path, part in parts_of(spec)
+    for each in dataclasses.fields(part)
+]
+
+
+@pytest.mark.parametrize(("place", "path", "field"), CASES)
+def test_no_plan_is_made_of_garbage(place, path, field):
+    for value in GARBAGE:
+        if is_meant(field, value):
+            continue
+        specs = [SMALL, CLUSTER, JOB]
+        with pytest.raises(ValueError, match="expected") as refused:
+            specs[place] = with_value(specs[place], path, field.name, value)
+            search(CostModel(*specs), fixed=FIXED)
+        assert field.name in str(refused.value) or "float32" in str(refused.value), value
+
+
+def test_numbers_that_are_meant_make_plans():
+    for place, spec in enumerate((SMALL, CLUSTER, JOB)):
+        for path, part in parts_of(spec):
+            for each in dataclasses.fields(part):
+                for value in filter(lambda value, each=each: is_meant(each, value), GARBAGE):
+                    # A disk has bytes and a rate.
+                    if not each.name.startswith("disk"):
+                        made = with_value(spec, path, each.name, value)
+                        assert type(made) is type(spec), place
+
+
+def test_files_of_clusters_hold_no_garbage():
+    whole = CLUSTER.to_dict()
+    fields = {each.name: each for _, part in parts_of(CLUSTER) for each in dataclasses.fields(part)}
+    for path in ((), ("levels", 0), ("host",)):
+        names = whole
+        for key in path:
+            names = names[key]
+        for name in names:
+            for value in GARBAGE:
+                found = json.loads(json.dumps(CLUSTER.to_dict()))
+                part = found
+                for key in path:
+                    part = part[key]
+                part[name] = value
+                # YAML reads 3e-6 as text.
+                text = value == "3" and fields[name].type.startswith("float")
+                none = name == "measured" and value is None
+                if text or is_meant(fields[name], value) or none:
+                    continue
+                try:
+                    made = ClusterSpec.of(found)
+                except ValueError as error:
+                    assert "expected" in str(error), (path, name, value)
+                else:
+                    raise AssertionError((path, name, value, made))
+            found = json.loads(json.dumps(CLUSTER.to_dict()))
+            part = found
+            for key in path:
+                part = part[key]
+            part[f"{name}s"] = part.pop(name)
+            with pytest.raises(
+                ValueError, match="expected the fields|expected levels to be a list"
+            ):
+                ClusterSpec.of(found)
+    for levels in ([8, 12], [8, 8], [8, 4]):
+        made = [{**whole["levels"][0], "size": size} for size in levels]
+        with pytest.raises(ValueError, match="each a multiple of the one before, got"):
+            ClusterSpec.of({**whole, "levels": made})
+
+
+def test_ranks_are_those_of_the_cluster():
+    levels = (Level("node", 8, 1e-6, 1e10), Level("network", 64, 1e-5, 1e9))
+    cluster = dataclasses.replace(CLUSTER, levels=levels)
+    for ranks, text in (
+        (1000, "to be at most the 64 that cluster.levels join, got 1000"),
+        (12, "to fill nodes of 8, the size of cluster.levels.0., got 12"),
+    ):
+        with pytest.raises(ValueError, match=f"^plan: expected num_ranks {text}"):
+            plan(SMALL, cluster, num_ranks=ranks, dtype="float32")
+
+
+def test_heads_fit():
+    for change, text in (
+        (
+            {"num_heads": 3, "num_kv_heads": None},
+            "num_heads to divide model_dim=64 without head_dim",
+        ),
+        ({"num_kv_heads": 3}, "num_kv_heads to divide num_heads=4, got 3"),
+        ({"latent": (1, 2, 3)}, "latent to be five sizes"),
+        ({"num_window_layers": 2}, "window to be above 0 with 2 layers"),
+        ({"num_cross_layers": 5}, r"num_cross_layers to be at most num_layers \(4\), got 5"),
+    ):
+        with pytest.raises(ValueError, match=f"^ModelSpec: expected {text}"):
+            dataclasses.replace(SMALL, **change)
+
+
+def test_a_plan_can_say_all_that_a_job_can():
+    names = {each.name for each in dataclasses.fields(Job)}
+    assert names <= set(inspect.signature(plan).parameters)
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    given = {"num_ranks": "gpus"}
+    told = {action.dest for action in parser._actions}
+    assert {given.get(name, name) for name in names} <= told
+
+
+@pytest.fixture(scope="module")
+def families():
+    pytest.importorskip("transformers")
+    spec = importlib.util.spec_from_file_location("families", ROOT / "tools/planner_families.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_families_of_transformers_are_counted_or_refused(families):
+    """Those whose parts have a formula have their own number of parameters, within 1 %."""
+    every = sorted(families.families(), key=lambda each: each[0])
+    assert len(every) > 150
+    counted, refused = [], []
+    for name, config in every if FULL else every[::6]:
+        found = families.read(config)
+        if found is None:
+            continue
+        if isinstance(found[1], str):
+            assert re.match("model_spec: expected .* got |ModelSpec: expected ", found[1]), name
+            refused.append(name)
+        else:
+            assert abs(found[1]) <= 0.01, (name, found)
+            counted.append(name)
+    assert len(counted) > len(refused) > 3
+
+
+# Sizes of small models, with what was taken for something else.
+READ = {
+    "starcoder2": ({}, {"gated": False}),
+    "gpt_neox": ({}, {"gated": False}),
+    "deepseek_v3": (
+        {"q_lora_rank": None, "first_k_dense_replace": 1, "num_experts_per_tok": 2, "n_group": 1,
+         "topk_group": 1},
+        {"latent": (0, 512, 128, 64, 128), "moe_layers": (), "num_moe_layers": 2},
+    ),
+    "ernie4_5_moe": (
+        {"moe_k": 2, "moe_num_experts": 8, "moe_layer_start_index": 1, "moe_num_shared_experts": 1,
+         "moe_intermediate_size": 48},
+        {"top_k": 2, "num_experts": 8, "num_moe_layers": 2, "shared_ffn_dim": 48},
+    ),
+    "qwen3_moe": (
+        {"mlp_only_layers": [1], "num_experts": 8, "moe_intermediate_size": 48, "head_dim": 8},
+        {"moe_layers": (0, 2), "dense_ffn_dim": 96},
+    ),
+    "mistral": ({"sliding_window": 64}, {"window": 64, "num_window_layers": 3}),
+    "phi3": ({}, {"gated": True}),
+    "gpt2": ({"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 50}, {"positions": 50}),
+    "falcon": ({"num_kv_heads": None}, {"kv_dim": 8, "gated": False}),
+}  # fmt: skip
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+
+
+@pytest.mark.parametrize("family", READ)
+def test_sizes_are_read(family):
+    transformers = pytest.importorskip("transformers")
+    given, wanted = READ[family]
+    sizes = {"num_hidden_layers": 3, "vocab_size": 64} if family == "gpt2" else SIZES
+    config = {**sizes, **given, "model_type": family, "pad_token_id": None}
+    spec = model_spec(config)
+    assert {name: getattr(spec, name) for name in wanted} == wanted
+    made = transformers.CONFIG_MAPPING[family].from_dict(config)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(made)
+    count = sum(p.numel() for p in model.parameters())
+    assert spec.parameters() == pytest.approx(count, rel=0.01) and model_spec(model) == spec
+
+
+def test_layers_without_a_cost_are_named():
+    transformers = pytest.importorskip("transformers")
+    small = {**SIZES, "num_key_value_heads": 2}
+    jamba = {**small, "model_type": "jamba", "use_mamba_kernels": False, "num_experts": 4}
+    for config, text in (
+        (jamba, "'linear_attention' in layer 0, JambaMambaDecoderLayer"),
+        ({"model_type": "bart", "d_model": 32, "decoder_attention_heads": 4},
+         "in layer 0 'encoder_attn', BartAttention: a second attention has no cost"),
+        ({**small, "model_type": "t5gemma"}, "to make a causal language model"),
+        ({**small, "model_type": "mixtral", "num_attention_heads": 0}, "transformers to make"),
+        ({**small, "model_type": "none"}, "model_type that transformers knows, got 'none'"),
+        ({"hidden_size": 3}, "model_type that transformers knows, got None"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^model_spec: expected .*{re.escape(text)}"):
+            model_spec(config)
+    # One layer that something was put into.
+    model = small_mixtral(num_hidden_layers=2)
+    spec = model_spec(model)
+    model.model.layers[1].self_attn.q_proj = torch.nn.Conv1d(32, 32, 3)
+    with pytest.raises(ValueError, match="in layer 1 'self_attn', .*: convolutions have no cost"):
+        model_spec(model)
+    model = small_mixtral(num_hidden_layers=2)
+    model.model.layers[1].self_attn.gate = torch.nn.Linear(32, 32)
+    with pytest.raises(ValueError, match="in layer 1 'self_attn', .*: 4096 parameters in matrices"):
+        model_spec(model)
+    model = small_mixtral(num_hidden_layers=2)
+    model.tower = torch.nn.Linear(32, 32)
+    with pytest.raises(ValueError, match="; 'tower.weight' has no cost"):
+        model_spec(model)
+    assert spec.parameters() == sum(
+        p.numel() for p in small_mixtral(num_hidden_layers=2).parameters()
+    )
+    assert transformers
+
+
+def test_a_configuration_of_garbage_makes_no_model():
+    pytest.importorskip("transformers")
+    config = small_mixtral(num_hidden_layers=1).config.to_dict()
+    sizes = [name for name in (*SIZES, "num_local_experts", "num_experts_per_tok")]
+    for name in sizes:
+        for value in (-1, 0, 0.5, 2.7, math.nan, "3", [], {}, object()):
+            with pytest.raises(ValueError, match="expected"):
+                model_spec({**config, name: value})
+    for found in ([], "abc", 3, None):
+        with pytest.raises(ValueError, match="expected"):
+            model_spec(found) if isinstance(found, str) else model_spec(json.dumps(found))
+
+
+def run(tmp_path, capsys, **options):
+    """Exit status and error text of the command."""
+    whole = {"model": "llama-3-8b", "cluster": "h100", "gpus": "8", "out": str(tmp_path / "p.json")}
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    pairs = [(f"--{name.replace('_', '-')}", str(v)) for name, v in {**whole, **options}.items()]
+    status = cli.run(parser.parse_args([word for pair in pairs for word in pair]))
+    return status, capsys.readouterr().err
+
+
+def test_the_command_says_what_is_wrong(tmp_path, capsys):
+    files = {"list.json": [], "text.json": "abc"}
+    cluster = CLUSTERS["h100"].to_dict()
+    files |= {"flops.json": {**cluster, "flops": [1.0]}, "host.json": {**cluster, "host": "big"}}
+    for name, held in files.items():
+        (tmp_path / name).write_text(json.dumps(held))
+    (tmp_path / "nan.json").write_text(json.dumps({**cluster, "layer_seconds": math.nan}))
+    for options, text in (
+        ({"model": tmp_path / "list.json"}, "expected a configuration to be a mapping, got"),
+        ({"model": tmp_path / "text.json"}, "expected a configuration to be a mapping, got 'abc'"),
+        ({"cluster": tmp_path / "flops.json"}, "expected flops to be Mapping"),
+        ({"cluster": tmp_path / "host.json"}, "Host: expected a mapping of its fields, got 'big'"),
+        ({"cluster": tmp_path / "nan.json"}, "expected layer_seconds to be finite, got nan"),
+        ({"cluster": tmp_path / "list.json"}, "to hold a mapping"),
+        ({"report": tmp_path / "none" / "page.html"}, "expected --report to be in a folder"),
+        ({"out": tmp_path / "none" / "plan.json"}, "expected --out to be in a folder"),
+        ({"gpus": 0}, "Job: expected num_ranks to be at least 1, got 0"),
+        ({"gpus": 12}, "expected num_ranks to fill nodes of 8"),
+        ({"seq_len": -1}, "Job: expected seq_len to be at least 1"),
+        ({"layer_dtype": "float8"}, "expected cluster.flops to have float8"),
+        ({"load": "-1"}, "Job: expected load to be"),
+        ({"fix": "pp=0"}, "expected pp to be a whole number of at least 1"),
+    ):
+        status, said = run(tmp_path, capsys, **options)
+        assert status == 2 and text in said, (options, said)
+    assert not (tmp_path / "p.json").exists()
+
+
+def test_files_of_plans_are_whole(tmp_path):
+    made = plan(SMALL, CLUSTER, num_ranks=4, seq_len=256, global_batch=16, dtype="float32",
+                fixed=FIXED)  # fmt: skip
+    path = tmp_path / "plan.json"
+    made.to_json(path)
+    whole = path.read_text()
+    assert Plan.from_json(path) == made
+    path.write_text(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="^Plan.from_json: expected .*plan.json to hold JSON"):
+        Plan.from_json(path)
+    for axis in ("pp", "tp", "ep", "micro_batch", "zero", "schedule"):
+        held = json.loads(whole)
+        del held["choice"][axis]
+        path.write_text(json.dumps(held))
+        with pytest.raises(ValueError, match=f"expected choice to have .'{axis}'.*, got"):
+            Plan.from_json(path)
+    for change in (
+        *({"model": None}, {"job": {}}, {"cluster": {}}, {"choice": {}}, {"stages": [{}]}),
+        *({"pareto": 3}, {"more": 1}, {"choice": {**made.choice, "pp": 0}}),
+    ):
+        path.write_text(json.dumps({**json.loads(whole), **change}))
+        with pytest.raises(ValueError, match="expected"):
+            Plan.from_json(path)
+
+
+def test_a_plan_is_told_with_its_model_and_batch():
+    made = plan(
+        PRESETS["llama-3-8b"], "h100", num_ranks=8, global_batch=16, fixed=FIXED | {"ep": 1}
+    )
+    first = str(made).splitlines()[0]
+    for text in ("Grattafiori", "8.03B parameters", "16 sequences of 4096 tokens", "bfloat16"):
+        assert text in first
+    assert "--plan other/p.json" in made.commands(plan_file="other/p.json")["torchrun"]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_key_value_heads": 4}, "kv_dim=16, .*, got 32"),
+        ({"tie_word_embeddings": True}, "tied=False, .*, got True"),
+        ({"head_dim": 16}, "heads_dim=32, .*, got 64"),
+    ],
+)
+def test_apply_compares_all_sizes(options, text):
+    pytest.importorskip("transformers")
+    options_of = {"num_ranks": 1, "seq_len": 16, "global_batch": 8, "dtype": "float32"}
+    made = plan(small_mixtral(num_hidden_layers=2), CLUSTER, **options_of)
+    with pytest.raises(ValueError, match=f"Plan.apply: expected model to have {text}"):
+        made.apply(small_mixtral(num_hidden_layers=2, **options))
+    hidden = dataclasses.replace(made, job=dataclasses.replace(made.job, hidden_gradients=True))
+    with pytest.raises(ValueError, match="expected a plan without hidden_gradients"):
+        hidden.apply(small_mixtral(num_hidden_layers=2))
+
+
+def test_progress_is_told_without_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "_EVERY", 0.0)
+    shown = cli._Progress()
+    shown(3, 10)
+    shown(10, 10)
+    lines = capsys.readouterr().err.splitlines()
+    assert "3/10 meshes, costing" in lines[0] and "simulating pipelines" in lines[1]
+    found = []
+    cost = CostModel(SMALL, CLUSTER, JOB)
+    result = search(
+        cost, fixed={**FIXED, "pp": 2, "ep": 2}, progress=lambda *each: found.append(each)
+    )
+    # Each of the pipelines that are simulated is told, too.
+    assert len(found) > 3 and found[-1][0] == found[-1][1] and result.best is not None
