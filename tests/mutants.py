@@ -366,6 +366,41 @@ MUTANTS = [
         "tests/distributed/test_ring_exchange.py",
         "_runtime",
     ),
+    Mutant(
+        "bits that differ are applied twice where weights are tied",
+        "moe_ext/sync/receiver.py",
+        "return [names for names in groups if len(names) > 1]",
+        "return []",
+        "tests/sync/test_delta_sync.py -k memory_and_sources_in_common",
+    ),
+    Mutant(
+        "a tensor that two sources hold is applied twice",
+        "moe_ext/sync/update.py",
+        "entries.setdefault((entry.name, entry.region), (number, entry))",
+        "entries.setdefault((entry.name, entry.region, number), (number, entry))",
+        "tests/sync/test_delta_sync.py -k memory_and_sources_in_common",
+    ),
+    Mutant(
+        "a receiver writes to tensors that its module has replaced",
+        "moe_ext/sync/receiver.py",
+        "if now != self._places.get(name):",
+        "if now is None:",
+        "tests/sync/test_delta_sync.py -k were_replaced",
+    ),
+    Mutant(
+        "damage in a file of patches is not seen",
+        "moe_ext/sync/formats.py",
+        'if (crc := f"{_checksum(text, tensors):08x}") != want:',
+        'if (crc := f"{_checksum(text, {}):08x}") == want:',
+        "tests/sync/test_delta_sync.py -k find_damage",
+    ),
+    Mutant(
+        "receivers write an update that one of them refuses",
+        "moe_ext/sync/exchange.py",
+        "write = end.prepare(update)",
+        "(write := end.prepare(update))()",
+        "tests/sync/test_sync_over_ranks.py",
+    ),
 ]
 
 

@@ -47,6 +47,7 @@ class DeltaEncoder:
 
     Raises:
         TypeError: a value of ``state`` is no dense real tensor.
+        ValueError: ``transform`` gives a name twice.
 
     Reference: Yu et al., PULSE (arXiv 2602.03839).
     """
@@ -75,7 +76,16 @@ class DeltaEncoder:
         found = tensors_of(self._state, _OP)
         if self._transform is None:
             return found
-        return {k: v for name, t in found.items() for k, v in self._transform(name, t).items()}
+        made: dict[str, Tensor] = {}
+        for name, tensor in found.items():
+            for key, value in self._transform(name, tensor).items():
+                if key in made:
+                    raise ValueError(
+                        f"{_OP}: expected transform to give names of their own, got {key} twice, "
+                        f"the second time of {name}"
+                    )
+                made[key] = value
+        return made
 
     @torch.no_grad()
     def encode(self) -> Update:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -38,15 +38,23 @@ def sync_weights(
         Bytes of the updates that were broadcast.
 
     Raises:
-        ValueError: on all ranks: a rank has the wrong end, encoders are of different versions, or a
-            receiver refuses an update, which then has changed nothing there; receivers that took it
-            keep it, and the next call brings the others up to date.
-        RankFailureError: a rank died or did not answer; the message names it.
+        ValueError: on all ranks: a rank has the wrong end, encoders are of different versions or
+            keep another number of updates, or a receiver refuses an update, which is then written
+            nowhere.
+        RankFailureError: a rank died or did not answer; the message names it. Each receiver is at
+            a whole version then, which its `version` tells: the one before the call, unless an
+            update of several had been written already.
     """
     device, rank = small_message_device(group), group.rank()
     encodes = rank in sources
     problem = None
-    if encodes != isinstance(end, DeltaEncoder):
+    if not sources or sorted(set(sources)) != sorted(
+        source for source in sources if 0 <= source < group_size(group)
+    ):
+        problem = (
+            f"expected sources to be ranks of {group_size(group)}, each once, got {list(sources)}"
+        )
+    elif encodes != isinstance(end, DeltaEncoder):
         wanted = "DeltaEncoder" if encodes else "DeltaReceiver"
         problem = f"expected end to be a {wanted} on rank {rank}, got {type(end).__name__}"
     told = agree(_OP, {"sources": list(sources)}, problem, group, device, values=[end.version])
@@ -61,26 +69,37 @@ def sync_weights(
     if any(chains[r] != chain for r in receivers):
         oldest = -1
     sent = 0
-    found: list[list[Update]] = []
+    packets: list[list[Tensor]] = []
     for source in sources:
         mine = end.since(oldest) if rank == source and isinstance(end, DeltaEncoder) else []
         count = torch.tensor([len(mine)], dtype=torch.int64, device=device)
         comm.broadcast_(count, group, source, operation=_OP)
-        packets = [_broadcast(u.to_bytes(), group, source, device) for u in mine] or [
-            _broadcast(None, group, source, device) for _ in range(int(count))
-        ]
-        sent += sum(packet.numel() for packet in packets)
-        found.append([] if encodes else [Update.from_bytes(packet) for packet in packets])
-    error: Exception | None = None
-    if isinstance(end, DeltaReceiver):
+        packets.append(
+            [_broadcast(u.to_bytes(), group, source, device) for u in mine]
+            or [_broadcast(None, group, source, device) for _ in range(int(count))]
+        )
+        sent += sum(packet.numel() for packet in packets[-1])
+    if len({len(own) for own in packets}) > 1:
+        raise ValueError(
+            f"{_OP}: expected sources to keep as many updates as each other, got "
+            f"{[len(own) for own in packets]}; give their encoders the same history"
+        )
+    # An update is written once all receivers have found it right: then nothing fails any more, and
+    # a rank that raises has not written it.
+    for parts in zip(*packets, strict=True):
+        write: Callable[[], None] | None = None
+        error: Exception | None = None
         try:
-            for parts in zip(*found, strict=True):
-                update = parts[0].merged(*parts[1:])
+            if isinstance(end, DeltaReceiver):
+                first, *others = (Update.from_bytes(part) for part in parts)
+                update = first.merged(*others)
                 if update.kind != "delta" or update.base_version >= end.version:
-                    end.apply(update)
-        except ValueError as caught:
+                    write = end.prepare(update)
+        except (TypeError, ValueError) as caught:
             error = caught
-    agree(f"{_OP}: apply", {}, error, group, device)
+        agree(f"{_OP}: apply", {}, error, group, device)
+        if write is not None:
+            write()
     return sent
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +21,7 @@ from moe_ext.sync.update import Entry, Update
 Pieces = Sequence[tuple[str, tuple[int, ...]]]
 _FUSED = re.compile(r"(.*experts\.)(gate_up_proj|down_proj)$")
 _FP8_MAX = 448.0
+_FORMAT = "moe_ext patches 2"
 
 
 @dataclass(frozen=True)
@@ -76,13 +79,21 @@ def patches(
             each other in its memory, such as `hugging_face_names`.
 
     Raises:
-        ValueError: the update holds bits that differ and not values, or nothing but hashes.
+        ValueError: the update holds bits that differ and not values, or nothing but hashes; or
+            pieces of two tensors have one name.
     """
     if update.xored and update.kind == "delta" or update.kind == "base":
         raise ValueError(f"patches: expected an update with values, got {update.kind}, xored")
+    owners: dict[str, str] = {}
     for entry in update.entries:
         whole, dtype = entry.region.whole, entry.torch_dtype
         pieces = [(entry.name, whole)] if names is None else names(entry.name, whole)
+        for name, _ in pieces:
+            if (owner := owners.setdefault(name, entry.name)) != entry.name:
+                raise ValueError(
+                    f"patches: expected names to be of one tensor each, got {name} of {owner} and "
+                    f"{entry.name}"
+                )
         sizes = torch.tensor([math.prod(shape) for _, shape in pieces])
         if int(sizes.sum()) != math.prod(whole):
             raise ValueError(
@@ -123,53 +134,96 @@ def _elements(entry: Entry, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tens
 def save_patches(path: str | os.PathLike[str], found: Sequence[WeightPatch], version: int) -> None:
     """Write patches to a safetensors file; it appears as a whole or not at all.
 
-    Tensors are `<name>` (values) and `<name>.indices`; the metadata holds shapes, dtypes and the
-    version.
+    Tensors are `<number>.values` and `<number>.indices` of each patch, in order, so that no names
+    meet; a name may have several patches, as of merged sources. The metadata holds names, shapes,
+    dtypes, the version, and a CRC-32 of all of it. A process that is killed leaves its unfinished
+    `<path>.<process>.partial` behind, which nothing reads.
 
     Raises:
+        OSError: the file cannot be written, as on a full disk; an older one is still there.
         RuntimeError: the package safetensors is not installed.
     """
-    tensors, about = {}, {}
-    for patch in found:
-        tensors[patch.name] = patch.values.contiguous()
-        about[patch.name] = {"shape": list(patch.shape), "dtype": str(patch.dtype)[6:]}
-        if patch.indices is not None:
-            tensors[f"{patch.name}.indices"] = patch.indices.contiguous()
-    partial = f"{os.fspath(path)}.partial"
-    metadata = {"version": str(version), "patches": json.dumps(about)}
-    _safetensors()
+    _safetensors("save_patches")
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    save_file(tensors, partial, metadata=metadata)
-    os.replace(partial, path)
+    tensors, about = {}, []
+    for number, patch in enumerate(found):
+        tensors[f"{number}.values"] = patch.values.contiguous()
+        if patch.indices is not None:
+            tensors[f"{number}.indices"] = patch.indices.contiguous()
+        about.append([patch.name, list(patch.shape), str(patch.dtype).removeprefix("torch.")])
+    text = json.dumps({"version": version, "patches": about})
+    metadata = {"format": _FORMAT, "table": text, "crc32": f"{_checksum(text, tensors):08x}"}
+    partial = f"{os.fspath(path)}.{os.getpid()}.partial"
+    try:
+        save_file(tensors, partial, metadata=metadata)
+        os.replace(partial, path)
+    except BaseException as error:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(partial)
+        if isinstance(error, SafetensorError):
+            raise OSError(f"save_patches: {os.fspath(path)}: {error}") from error
+        raise
 
 
 def load_patches(path: str | os.PathLike[str]) -> tuple[list[WeightPatch], int]:
     """Read the patches and the version that `save_patches` wrote.
 
     Raises:
+        OSError: the file cannot be read.
         RuntimeError: the package safetensors is not installed.
+        ValueError: the file is cut, damaged, or not of `save_patches`.
     """
-    _safetensors()
-    from safetensors import safe_open
+    _safetensors("load_patches")
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(os.fspath(path), "pt") as file:
-        metadata, names = file.metadata(), set(file.keys())
-        found = []
-        for name, about in json.loads(metadata["patches"]).items():
-            indices = f"{name}.indices"
-            dtype = getattr(torch, about["dtype"])
-            own = file.get_tensor(indices) if indices in names else None
-            found.append(
-                WeightPatch(name, tuple(about["shape"]), dtype, own, file.get_tensor(name))
-            )
-    return found, int(metadata["version"])
+    try:
+        with safe_open(os.fspath(path), "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(
+            f"load_patches: expected {os.fspath(path)} to be whole, got {error}"
+        ) from None
+    if metadata.get("format") != _FORMAT:
+        raise ValueError(
+            f"load_patches: expected {os.fspath(path)} to be of the format {_FORMAT}, got "
+            f"{metadata.get('format')}"
+        )
+    text, want = metadata.get("table", ""), metadata.get("crc32")
+    if (crc := f"{_checksum(text, tensors):08x}") != want:
+        raise ValueError(
+            f"load_patches: expected {os.fspath(path)} to have the CRC-32 {want}, got {crc}: it is "
+            "damaged"
+        )
+    table = json.loads(text)
+    patches = [
+        WeightPatch(
+            name,
+            tuple(shape),
+            getattr(torch, dtype),
+            tensors.get(f"{number}.indices"),
+            tensors[f"{number}.values"],
+        )
+        for number, (name, shape, dtype) in enumerate(table["patches"])
+    ]
+    return patches, table["version"]
 
 
-def _safetensors() -> None:
+def _checksum(text: str, tensors: Mapping[str, Tensor]) -> int:
+    found = zlib.crc32(text.encode())
+    for name, tensor in sorted(tensors.items()):
+        facts = f"{name} {tensor.dtype} {tensor.numel()}".encode()
+        stored = memoryview(tensor.cpu().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        found = zlib.crc32(stored, zlib.crc32(facts, found))
+    return found
+
+
+def _safetensors(operation: str) -> None:
     if importlib.util.find_spec("safetensors") is None:
         raise RuntimeError(
-            "save_patches: expected the package safetensors to be installed, got none; "
+            f"{operation}: expected the package safetensors to be installed, got none; "
             "pip install safetensors"
         )
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -23,24 +24,30 @@ class DeltaReceiver:
 
     Args:
         state: the tensors by name, which updates are written to, or the module whose state dict
-            they are. They may be sharded otherwise than the sender's.
+            they are. They may be sharded otherwise than the sender's, and may share memory.
 
     A delta takes time for what changed alone. Its elements are decoded, and its hashes compared
     with those of the tensors here, before the first write. Tensors that someone else wrote to are
-    found by `verify`, which reads all of them.
+    found by `verify`, which reads all of them. Both refuse where a tensor was replaced since, as by
+    `module.to(dtype)`.
+
+    Raises:
+        ValueError: a tensor is not contiguous.
     """
 
     def __init__(self, state: State) -> None:
+        self._state = state
         self._tensors = tensors_of(state, "DeltaReceiver")
         for name, tensor in self._tensors.items():
             if not bits(tensor).is_contiguous():
                 raise ValueError(f"DeltaReceiver: expected {name} to be contiguous, got a view")
+        self._places = {name: _place(tensor) for name, tensor in self._tensors.items()}
         self._regions = {name: Region.of(tensor) for name, tensor in self._tensors.items()}
+        self._shared = _sharing(self._tensors)
         self._hashes: dict[str, int] = {}
         self.chain = ""
         self.version = -1
 
-    @torch.no_grad()
     def apply(self, update: Update | Tensor | bytes) -> None:
         """Bring the tensors to the version of an update, all or none.
 
@@ -50,8 +57,21 @@ class DeltaReceiver:
 
         Raises:
             ValueError: the update is damaged, is of another encoder, or does not follow the version
-                that is here; a tensor is missing, or has another shape or dtype; or the tensors
-                here are not those that it was made for. Nothing has changed then.
+                that is here; a tensor or some of its elements are missing, or it has another shape
+                or dtype; the tensors here are not those that it was made for, or were replaced; or
+                tensors that share memory here would differ. Nothing has changed then.
+        """
+        self.prepare(update)()
+
+    @torch.no_grad()
+    def prepare(self, update: Update | Tensor | bytes) -> Callable[[], None]:
+        """Check an update, and change nothing yet.
+
+        Returns:
+            The function that writes it; nothing else may happen to the tensors before.
+
+        Raises:
+            ValueError: as `apply`.
         """
         if not isinstance(update, Update):
             update = Update.from_bytes(update)
@@ -64,70 +84,148 @@ class DeltaReceiver:
                 f"got one of version {update.base_version} of {update.chain}; ask the encoder for "
                 "`since(version)` or `full()`"
             )
-        writes: list[Callable[[], object]] = []
-        hashes_before, hashes_after, parts = (defaultdict[str, list[int]](list) for _ in range(3))
-        changes: dict[str, int] = defaultdict(int)
+        self._check_places(_OP)
+        entries = defaultdict[str, list[Entry]](list)
         for entry in update.entries:
-            target = self._target(entry)
-            hashes_before[entry.name].append(entry.before)
-            hashes_after[entry.name].append(entry.after)
-            parts[entry.name].append(entry.region.numel)
-            if entry.region == self._regions[entry.name]:
-                change, write = self._direct(update, entry, target)
-            else:
-                change, write = self._moved(update, entry, target)
-            changes[entry.name] = as_signed(changes[entry.name] + change)
-            writes.append(write)
-        if update.kind != "delta":
-            missing = self._tensors.keys() - parts.keys()
-            if missing:
-                raise ValueError(
-                    f"{_OP}: expected all tensors in the update, got no {min(missing)}"
-                )
+            entries[entry.name].append(entry)
+        missing = self._tensors.keys() - entries.keys()
+        if missing and update.kind != "delta":
+            raise ValueError(f"{_OP}: expected all tensors in the update, got no {min(missing)}")
+        repeated, staged = self._split_shared(entries)
+        writes: list[Callable[[], object]] = []
         hashes = dict(self._hashes)
-        for name, region in self._regions.items():
-            if name not in parts:
-                continue
-            covers = region.is_whole and sum(parts[name]) == region.numel
-            covers |= len(parts[name]) == 1 and self._is_same(update, name)
-            if not covers:
-                hashes.pop(name, None)
-                continue
-            before, after = (as_signed(sum(found[name])) for found in (hashes_before, hashes_after))
-            if update.kind == "delta":
-                known = self._hashes.get(name, before)
-                if known != before or as_signed(before + changes[name]) != after:
-                    raise ValueError(
-                        f"{_OP}: expected {name} to have the hash {before:x} of version "
-                        f"{update.base_version} and {after:x} after, got {known:x} and "
-                        f"{as_signed(known + changes[name]):x}"
-                    )
-            elif changes[name] != after:
-                raise ValueError(
-                    f"{_OP}: expected {name} to have the hash {after:x}, got {changes[name]:x}"
-                )
-            hashes[name] = after
-        for write in writes:
-            write()
-        self._hashes, self.chain, self.version = hashes, update.chain, update.version
+        for name, parts in entries.items():
+            found = [self._change(update, entry, staged.get(name)) for entry in parts]
+            hashes[name] = self._hash_after(update, name, parts, [change for change, _ in found])
+            if name in staged:
+                for _, write in found:
+                    write()
+                writes.append(partial(self._flat(name).copy_, staged[name]))
+            elif name not in repeated:
+                writes += [write for _, write in found]
+        self._check_equal_memory(staged)
+
+        def commit() -> None:
+            with torch.no_grad():
+                for write in writes:
+                    write()
+            self._hashes, self.chain, self.version = hashes, update.chain, update.version
+
+        return commit
 
     def verify(self) -> None:
         """Compare all tensors with the version that is here; reads every element.
 
         Raises:
-            ValueError: a tensor is not what the updates made of it; someone else wrote to it.
+            ValueError: no update has come yet; or a tensor is not what the updates made of it:
+                someone else wrote to it, or replaced it.
         """
+        if self.version < 0:
+            raise ValueError("DeltaReceiver.verify: expected an update to be here, got none yet")
+        self._check_places("DeltaReceiver.verify")
         for name, known in self._hashes.items():
-            flat = bits(self._tensors[name]).reshape(-1)
-            found = hash_of(name, flat, self._regions[name])
+            found = hash_of(name, self._flat(name), self._regions[name])
             if found != known:
                 raise ValueError(
                     f"DeltaReceiver.verify: expected {name} to have the hash {known:x} of version "
                     f"{self.version}, got {found:x}"
                 )
 
-    def _is_same(self, update: Update, name: str) -> bool:
-        return any(e.name == name and e.region == self._regions[name] for e in update.entries)
+    def _flat(self, name: str) -> Tensor:
+        return bits(self._tensors[name]).view(-1)
+
+    def _check_places(self, operation: str) -> None:
+        """ValueError where the state has not the tensors any more that are written to."""
+        found = tensors_of(self._state, operation)
+        for name in sorted(found.keys() | self._places.keys()):
+            now = _place(found[name]) if name in found else None
+            if now != self._places.get(name):
+                raise ValueError(
+                    f"{operation}: expected state to hold the tensors that it had when the "
+                    f"receiver was made, got another {name} (by module.to or load_state_dict("
+                    "assign=True), or a copy that state_dict makes); make a new DeltaReceiver"
+                )
+
+    def _split_shared(
+        self, entries: Mapping[str, Sequence[Entry]]
+    ) -> tuple[set[str], dict[str, Tensor]]:
+        """Of tensors that share memory: those that another one's write serves, and copies to write.
+
+        Tied tensors that change alike are written once. Others are changed apart from each other,
+        and copied back once they are seen to agree.
+        """
+        repeated: set[str] = set()
+        staged: dict[str, Tensor] = {}
+        for names in self._shared:
+            first, *others = names
+            if all(
+                self._places[first] == self._places[name]
+                and self._regions[first] == self._regions[name]
+                and _changes_alike(entries.get(first, ()), entries.get(name, ()))
+                for name in others
+            ):
+                repeated.update(others)
+            else:
+                staged.update((name, self._flat(name).clone()) for name in names)
+        return repeated, staged
+
+    def _check_equal_memory(self, staged: Mapping[str, Tensor]) -> None:
+        """ValueError where staged tensors would write different bytes to one place."""
+        for names in self._shared:
+            for one, other in itertools.combinations([n for n in names if n in staged], 2):
+                starts = [self._places[name][1] for name in (one, other)]
+                ends = [s + staged[n].nbytes for s, n in zip(starts, (one, other), strict=True)]
+                first, last = max(starts), max(max(starts), min(ends))
+                parts = [
+                    staged[name].view(torch.uint8)[first - start : last - start]
+                    for name, start in zip((one, other), starts, strict=True)
+                ]
+                if not torch.equal(*parts):
+                    raise ValueError(
+                        f"{_OP}: expected {one} and {other}, which share memory here, to get the "
+                        "same elements, got different ones"
+                    )
+
+    def _hash_after(
+        self, update: Update, name: str, parts: Sequence[Entry], changes: Sequence[int]
+    ) -> int:
+        """Hash of the part here after an update, compared with those of the senders.
+
+        A sender's part that lies here in pieces alone has no hash to compare with.
+        """
+        region, known = self._regions[name], self._hashes.get(name, 0)
+        shares = [entry.region.overlap(region) for entry in parts]
+        is_delta, is_covered = update.kind == "delta", sum(shares) == region.numel
+        if not is_delta and not is_covered:
+            raise ValueError(
+                f"{_OP}: expected all {region.numel} elements of {name} that are here, got "
+                f"{sum(shares)}; did all sources send theirs?"
+            )
+        found = as_signed((known if is_delta else 0) + sum(changes))
+        inside = [entry for entry, share in zip(parts, shares, strict=True) if share]
+        if is_covered and sum(entry.region.numel for entry in inside) == region.numel:
+            before = as_signed(sum(entry.before for entry in inside))
+            after = as_signed(sum(entry.after for entry in inside))
+            if is_delta and (known != before or found != after):
+                raise ValueError(
+                    f"{_OP}: expected {name} to have the hash {before:x} of version "
+                    f"{update.base_version} and {after:x} after, got {known:x} and {found:x}"
+                )
+            if found != after:
+                raise ValueError(
+                    f"{_OP}: expected {name} to have the hash {after:x}, got {found:x}"
+                )
+        return found
+
+    def _change(
+        self, update: Update, entry: Entry, staged: Tensor | None
+    ) -> tuple[int, Callable[[], object]]:
+        """Hash of an entry's elements here, or the change of it, and the write."""
+        live = self._target(entry)
+        target = live if staged is None else staged
+        if entry.region == self._regions[entry.name]:
+            return self._direct(update, entry, target)
+        return self._moved(update, entry, target)
 
     def _target(self, entry: Entry) -> Tensor:
         tensor = self._tensors.get(entry.name)
@@ -138,7 +236,7 @@ class DeltaReceiver:
                 f"{_OP}: expected {entry.name} to be {entry.dtype} of shape {entry.region.whole}, "
                 f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
             )
-        return bits(tensor).view(-1)
+        return self._flat(entry.name)
 
     def _direct(
         self, update: Update, entry: Entry, target: Tensor
@@ -182,6 +280,39 @@ class DeltaReceiver:
         if update.kind == "delta":
             change = as_signed(change - _hash_at(entry.name, old, whole))
         return change, partial(target.index_copy_, 0, here, values.to(target.device))
+
+
+def _place(tensor: Tensor) -> tuple[torch.device, int, torch.dtype, torch.Size]:
+    """Facts that change where a tensor is replaced."""
+    local = bits(tensor)
+    return local.device, local.data_ptr(), tensor.dtype, tensor.shape
+
+
+def _sharing(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """Names of tensors that overlap in memory, in a list each."""
+    spans = sorted(
+        (str(local.device), local.data_ptr(), local.nbytes, name)
+        for name, local in ((name, bits(tensor)) for name, tensor in tensors.items())
+        if local.nbytes
+    )
+    groups: list[list[str]] = []
+    last = ("", 0)
+    for device, start, size, name in spans:
+        if (device, start) < last and device == last[0]:
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+            last = (device, 0)
+        last = max(last, (device, start + size))
+    return [names for names in groups if len(names) > 1]
+
+
+def _changes_alike(one: Sequence[Entry], other: Sequence[Entry]) -> bool:
+    """Whether two tensors get the same elements at the same places."""
+    return len(one) == len(other) and all(
+        a.region == b.region and torch.equal(a.payload, b.payload)
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def _hash_at(name: str, values: Tensor, places: Tensor) -> int:

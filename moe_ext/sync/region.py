@@ -84,11 +84,6 @@ class Region:
         return math.prod(self.shape)
 
     @property
-    def is_whole(self) -> bool:
-        """Whether nothing is left out."""
-        return self.shape == self.whole
-
-    @property
     def start(self) -> int | None:
         """Place of the first element in the flat whole; None where the part is not in one piece."""
         if any(len(dim) > 1 for dim in self.runs):
@@ -105,6 +100,13 @@ class Region:
             place += inner * (dim[0][0] if dim else 0)
             inner *= size
         return place
+
+    def overlap(self, other: Region) -> int:
+        """Number of elements that both parts have."""
+        return math.prod(
+            sum(max(0, min(a + n, b + m) - max(a, b)) for a, n in mine for b, m in theirs)
+            for mine, theirs in zip(self.runs, other.runs, strict=True)
+        )
 
     def to_whole(self, places: Tensor) -> Tensor:
         """Places in the flat whole of places in the flat part."""

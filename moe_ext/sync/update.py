@@ -8,11 +8,12 @@ and `moe_ext.ops.delta_hash` of its region before and after.
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -164,11 +165,26 @@ class Update:
             raise ValueError(f"expected a kind of {KINDS}, got {kind!r}")
         return cls(kind, str(table["chain"]), base, version, bool(table["xored"]), tuple(entries))
 
+    def __post_init__(self) -> None:
+        """ValueError where two entries hold the same elements."""
+        regions: dict[str, list[Region]] = {}
+        for entry in self.entries:
+            regions.setdefault(entry.name, []).append(entry.region)
+        for name, parts in regions.items():
+            if len(parts) > 1 and _overlap(parts):
+                raise ValueError(
+                    f"Update: expected the parts of {name} to be equal or apart from each other, "
+                    "got parts that overlap"
+                )
+
     def merged(self, *others: Update) -> Update:
         """One update of the parts that several ranks encoded at the same version.
 
+        A part that several of them hold, such as a tensor that is not sharded, is taken once.
+
         Raises:
-            ValueError: the updates are not of one kind and version.
+            ValueError: the updates are not of one kind and version; they differ in a part that
+                several hold, by its hashes; or their parts overlap otherwise.
         """
         updates = (self, *others)
         for other in others:
@@ -179,8 +195,26 @@ class Update:
                     f"{mine} and {theirs}"
                 )
         chain = "+".join(update.chain for update in updates)
-        entries = tuple(entry for update in updates for entry in update.entries)
-        return replace(self, chain=chain, entries=entries)
+        entries: dict[tuple[str, Region], tuple[int, Entry]] = {}
+        for number, update in enumerate(updates):
+            for entry in update.entries:
+                first, kept = entries.setdefault((entry.name, entry.region), (number, entry))
+                held, sent = ((e.dtype, e.before, e.after) for e in (kept, entry))
+                if held != sent:
+                    raise ValueError(
+                        f"Update.merged: expected sources {first} and {number} to send the same "
+                        f"{entry.name}, which both hold, got (dtype, hash before, hash after) "
+                        f"{held} and {sent}; are these replicas still equal?"
+                    )
+        return replace(self, chain=chain, entries=tuple(entry for _, entry in entries.values()))
+
+
+def _overlap(parts: Sequence[Region]) -> bool:
+    spans = [(start, start + p.numel) for p in parts if (start := p.start) is not None and p.numel]
+    if len(spans) < sum(part.numel > 0 for part in parts):
+        return any(one.overlap(other) for one, other in itertools.combinations(parts, 2))
+    # Each in one piece: to compare neighbours is enough.
+    return any(end > start for (_, end), (start, _) in itertools.pairwise(sorted(spans)))
 
 
 def _crc(*parts: bytes | bytearray) -> int:

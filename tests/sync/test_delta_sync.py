@@ -3,7 +3,12 @@
 import dataclasses
 import json
 import math
+import os
+import resource
+import signal
 import struct
+import subprocess
+import sys
 import zlib
 
 import pytest
@@ -14,6 +19,7 @@ from hypothesis import strategies as st
 import moe_ext
 from moe_ext import sync
 from moe_ext.sync.region import Region
+from moe_ext.sync.update import KINDS
 
 
 def model(seed=0):
@@ -378,7 +384,7 @@ def test_a_module_of_experts():
 
 def test_regions_of_dtensors():
     """Plain, strided and uneven shards, by the rule of torch's own arithmetic."""
-    assert Region.of(torch.empty(3, 2)).is_whole
+    assert Region.of(torch.empty(3, 2)).shape == (3, 2)
     region = Region.parse([6, 4], [[[0, 1], [3, 1]], [[0, 4]]])
     assert region.start is None and region.shape == (2, 4)
     places = region.to_whole(torch.arange(8))
@@ -395,3 +401,290 @@ def test_zstd_that_is_missing_is_named(monkeypatch):
     update = sync.DeltaEncoder(model()).full()
     with pytest.raises(RuntimeError, match="expected the package zstandard"):
         update.to_bytes(compression="zstd")
+
+
+def tied(fill):
+    """One tensor under two names."""
+    w = fill(6, 4)
+    return [{"a": w, "b": w, "c": fill(3)}]
+
+
+def overlapping(fill):
+    """A flat tensor, and views of it that overlap."""
+    flat = fill(24)
+    return [{"flat": flat, "head": flat[:12].view(3, 4), "tail": flat[8:]}]
+
+
+def whole_twice(fill):
+    """Two sources that hold the same whole tensors, as norms and buffers of FSDP2."""
+    w = fill(6, 4)
+    return [{"w": w}, {"w": w.clone()}]
+
+
+def whole_and_own(fill):
+    """Two sources that share a tensor, and have one of their own each."""
+    w = fill(6, 4)
+    return [{"w": w, "a": fill(5)}, {"w": w.clone(), "b": fill(5)}]
+
+
+HELD = [tied, overlapping, whole_twice, whole_and_own]
+
+
+def randn(*shape):
+    return torch.randn(shape)
+
+
+def receiver_of(held):
+    """Tensors held in the same way by one receiver, with other values."""
+    here = {}
+    for state in held(lambda *shape: torch.zeros(shape)):
+        here = {**state, **here}
+    return here
+
+
+def touch(states):
+    """Change the same places of all that the sources hold, once each."""
+    seen = set()
+    for state in states:
+        for tensor in state.values():
+            if tensor.data_ptr() not in seen:
+                tensor.view(-1)[1::3] += 1
+            seen.add(tensor.data_ptr())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("xored", [False, True])
+@pytest.mark.parametrize("held", HELD)
+def test_memory_and_sources_in_common_are_applied_once(kind, xored, held):
+    """Each kind of update, however tensors overlap and however many sources hold them."""
+    states = held(randn)
+    encoders = [sync.DeltaEncoder(state, xored=xored) for state in states]
+    here = receiver_of(held)
+    receiver = sync.DeltaReceiver(here)
+
+    def send(kind):
+        parts = [getattr(e, "encode" if kind == "delta" else kind)() for e in encoders]
+        update = parts[0].merged(*parts[1:])
+        assert len({(e.name, e.region) for e in update.entries}) == len(update.entries)
+        receiver.apply(update.to_bytes())
+
+    if kind == "base":
+        with pytest.raises(ValueError, match="to have the hash"):
+            send("base")
+        for state in states:
+            for name, tensor in state.items():
+                here[name].copy_(tensor)
+    send("base" if kind == "base" else "full")
+    for _ in range(3):
+        touch(states)
+        send("delta")
+        for state in states:
+            assert_same(state, here)
+        receiver.verify()
+    # All of it is verified: also what two sources sent, and what lies in one memory.
+    for tensor in here.values():
+        kept = tensor.clone()
+        tensor.view(-1)[0] += 1
+        with pytest.raises(ValueError, match="verify: expected"):
+            receiver.verify()
+        tensor.copy_(kept)
+    # Sources that differ, and tensors that differ where here they share memory, are refused.
+    before = copies(here)
+    last = states[-1][min(states[-1].keys())]
+    other = last.clone()
+    states[-1][min(states[-1].keys())] = other
+    other.view(-1)[-1] += 5
+    touch(states)
+    if held is whole_and_own:
+        states[-1]["w"] = states[-1]["w"] + 1
+    match = "to send the same w" if held in (whole_twice, whole_and_own) else "share memory here"
+    with pytest.raises(ValueError, match=match):
+        send("delta")
+    assert_same(before, here)
+    receiver.verify()
+
+
+def test_parts_that_overlap_otherwise_are_refused():
+    w = torch.randn(6, 4)
+    update = sync.DeltaEncoder({"w": w}).full()
+    part = dataclasses.replace(
+        update.entries[0],
+        region=Region((6, 4), (((0, 2),), ((0, 4),))),
+        payload=w[:2].view(-1).view(torch.uint8),
+    )
+    other = dataclasses.replace(update, entries=(part,))
+    with pytest.raises(ValueError, match="the parts of w to be equal or apart from each other"):
+        update.merged(other)
+    strided = Region((6, 4), (((0, 1), (3, 1)), ((0, 4),)))
+    other = dataclasses.replace(update, entries=(dataclasses.replace(part, region=strided),))
+    with pytest.raises(ValueError, match="the parts of w to be equal or apart from each other"):
+        update.merged(other)
+    # A source that was left out is noticed, too.
+    with pytest.raises(ValueError, match="expected all 24 elements of w that are here, got 8"):
+        sync.DeltaReceiver({"w": w.clone()}).apply(dataclasses.replace(update, entries=(part,)))
+
+
+def replaced_dtype(module):
+    module.to(torch.bfloat16)
+
+
+def replaced_values(module):
+    module.load_state_dict({k: v.clone() for k, v in module.state_dict().items()}, assign=True)
+
+
+def replaced_parameter(module):
+    module.weight = torch.nn.Parameter(module.weight.detach().clone())
+
+
+def one_more(module):
+    module.register_buffer("more", torch.zeros(2))
+
+
+@pytest.mark.parametrize("replace", [replaced_dtype, replaced_values, replaced_parameter, one_more])
+def test_a_receiver_notices_that_tensors_were_replaced(replace):
+    source, module = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
+    encoder, receiver = sync.DeltaEncoder(source), sync.DeltaReceiver(module)
+    with pytest.raises(ValueError, match="verify: expected an update to be here, got none yet"):
+        receiver.verify()
+    receiver.apply(encoder.full())
+    receiver.verify()
+    replace(module)
+    with torch.no_grad():
+        source.weight += 1
+    for call in (lambda: receiver.apply(encoder.encode()), receiver.verify):
+        with pytest.raises(ValueError, match="expected state to hold the tensors that it had"):
+            call()
+    assert receiver.version == 0
+
+
+def test_a_state_dict_of_copies_is_refused():
+    """A module whose hook clones what it saves would never see an update."""
+    module = torch.nn.Linear(3, 4)
+    module.register_state_dict_post_hook(
+        lambda _, state, *__: state.update({name: t.clone() for name, t in state.items()})
+    )
+    receiver = sync.DeltaReceiver(module)
+    with pytest.raises(ValueError, match="or a copy that state_dict makes"):
+        receiver.apply(sync.DeltaEncoder(torch.nn.Linear(3, 4)).full())
+
+
+def test_names_do_not_meet():
+    """Names of a transform, and of pieces, that two tensors would have."""
+    w = {"w": torch.randn(4, 4), "w_scale_inv": torch.ones(1, 1)}
+    with pytest.raises(ValueError, match="names of their own, got w_scale_inv twice"):
+        sync.DeltaEncoder(w, transform=sync.fp8_blocks)
+    taken = {"experts.down_proj": torch.ones(2, 3, 4), "experts.1.down_proj.weight": torch.ones(2)}
+    full = sync.DeltaEncoder(taken).full()
+    with pytest.raises(
+        ValueError, match=r"got experts\.1\.down_proj\.weight of experts\.down_proj"
+    ):
+        list(sync.patches(full, sync.hugging_face_names))
+
+
+def patches_of(version, numel=40):
+    """Patches with names that would meet, and two of one name, as of merged sources."""
+    w = torch.full((numel,), float(version))
+    encoders = []
+    for rows in ((0, numel // 2), (numel // 2, numel // 2)):
+        own = sync.DeltaEncoder({"w": w[rows[0] :][: rows[1]]}).full()
+        entry = dataclasses.replace(own.entries[0], region=Region((numel,), ((rows,),)))
+        encoders.append(dataclasses.replace(own, entries=(entry,)))
+    found = list(sync.patches(encoders[0].merged(encoders[1])))
+    indices = torch.tensor([1], dtype=torch.int32)
+    found.append(
+        sync.WeightPatch("w.indices", (4,), torch.bfloat16, indices, torch.ones(1).bfloat16())
+    )
+    return found
+
+
+def assert_loaded(path, version):
+    found, here = sync.load_patches(path)
+    assert here == version and [patch.name for patch in found] == ["w", "w", "w.indices"]
+    for patch, want in zip(found, patches_of(version, found[0].shape[0]), strict=True):
+        assert (patch.shape, patch.dtype) == (want.shape, want.dtype)
+        assert torch.equal(patch.values, want.values)
+        assert torch.equal(patch.indices, want.indices)
+
+
+def test_files_of_patches_keep_all_and_find_damage(tmp_path):
+    pytest.importorskip("safetensors")
+    path = tmp_path / "patches"
+    sync.save_patches(path, patches_of(7), 7)
+    assert_loaded(path, 7)
+    raw = path.read_bytes()
+    # Every byte counts: of the table, of padding in the header, and of the elements.
+    for place in range(8, len(raw), 7):
+        damaged = bytearray(raw)
+        damaged[place] ^= 1
+        path.write_bytes(damaged)
+        try:
+            assert_loaded(path, 7)
+        except ValueError as error:
+            assert "load_patches: expected" in str(error)
+        else:
+            assert raw[place] == ord(" ")
+    for length in (0, 7, 100, len(raw) - 1):
+        path.write_bytes(raw[:length])
+        with pytest.raises(ValueError, match="load_patches: expected"):
+            sync.load_patches(path)
+    from safetensors.torch import save_file
+
+    save_file({"w": torch.ones(2)}, path)
+    with pytest.raises(ValueError, match="to be of the format moe_ext patches 2, got None"):
+        sync.load_patches(path)
+
+
+def test_a_full_disk_leaves_the_last_file(tmp_path):
+    """Files may have 64 KiB and no more: the next version does not fit."""
+    pytest.importorskip("safetensors")
+    path, limits = tmp_path / "patches", resource.getrlimit(resource.RLIMIT_FSIZE)
+    sync.save_patches(path, patches_of(1), 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with pytest.raises(OSError, match="save_patches: .*patches: "):
+            sync.save_patches(path, patches_of(2, 1 << 18), 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert_loaded(path, 1)
+    assert os.listdir(tmp_path) == ["patches"]
+
+
+WRITER = """
+import sys, torch
+from moe_ext import sync
+version = 1
+while True:
+    values = torch.full((1 << 20,), float(version))
+    found = [sync.WeightPatch("w", (1 << 20,), torch.float32, None, values)]
+    sync.save_patches(sys.argv[1], found, version)
+    if version == 1:
+        print("written", flush=True)
+    version += 1
+"""
+
+
+def test_readers_beside_a_writer_that_is_killed(tmp_path):
+    """Each read is a whole version, in order, also after the writer is dead."""
+    pytest.importorskip("safetensors")
+    path = str(tmp_path / "patches")
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, path], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert writer.stdout.readline() == "written\n"
+        versions = []
+        while writer.poll() is None:
+            (patch,), version = sync.load_patches(path)
+            assert (patch.values == version).all()
+            versions.append(version)
+            if len(set(versions)) == 5:
+                # In the midst of a file, most of the time.
+                writer.send_signal(signal.SIGKILL)
+        versions.append(sync.load_patches(path)[1])
+    finally:
+        writer.kill()
+        writer.wait()
+    assert versions == sorted(versions) and versions[-1] > 1
+    # A new writer goes on, whatever is left of the old one.
+    sync.save_patches(path, patches_of(9), 9)
+    assert_loaded(path, 9)

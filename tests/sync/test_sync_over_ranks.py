@@ -1,5 +1,8 @@
 """Weights by deltas over process groups, from whole models and from shards of FSDP2."""
 
+import os
+import signal
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +10,10 @@ from rank_checks import Checks
 from torch import nn
 
 from moe_ext import sync
+from moe_ext.distributed import RankFailureError
+from moe_ext.sync import exchange
 from moe_ext.sync.region import Region
+from moe_ext.testing import spawn_ranks
 
 checks = Checks()
 RANKS = 4
@@ -85,20 +91,37 @@ def check_bytes():
     assert (own["w"][::100] == 1).all()
 
 
-@checks()
-def check_shards_of_fsdp2():
+class Trained(nn.Module):
+    """Linear layers that FSDP2 cuts, a norm and a buffer of which every rank holds all, a tie."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(5, 10), nn.LayerNorm(10)
+        self.last, self.tied = (nn.Linear(10, 4, bias=False) for _ in range(2))
+        self.tied.weight = self.last.weight
+        self.register_buffer("steps", torch.zeros(3))
+
+    def forward(self, x):
+        self.steps += 1
+        x = self.norm(self.first(x))
+        return self.last(x) + self.tied(x.square())
+
+
+@checks((False,), (True,))
+def check_shards_of_fsdp2(xored):
     """Three ranks train shards of uneven size; the fourth holds the whole model."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     rank, group = dist.get_rank(), dist.group.WORLD
     trainers = dist.new_group([0, 1, 2])
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 10), nn.Linear(10, 4))
+    model = Trained()
     if rank < 3:
         mesh = DeviceMesh.from_group(trainers, "cpu")
-        fully_shard(model, mesh=mesh)
-        end = sync.DeltaEncoder(model)
+        ignored = set(model.norm.parameters())
+        fully_shard(model, mesh=mesh, ignored_params=ignored)
+        end = sync.DeltaEncoder(model, xored=xored)
     else:
         end = sync.DeltaReceiver(model)
     sync.sync_weights(end, group, sources=[0, 1, 2])
@@ -110,13 +133,67 @@ def check_shards_of_fsdp2():
             optimizer.step()
             end.encode()
         sync.sync_weights(end, group, sources=[0, 1, 2])
+        if rank == 3:
+            end.verify()
     found = {}
     for name, value in model.state_dict().items():
-        whole = value.full_tensor() if rank < 3 else value
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
         found[name] = whole.tolist()
     gathered = [None] * RANKS
     dist.all_gather_object(gathered, found)
-    assert gathered[0] == gathered[3]
+    assert gathered[0] == gathered[1] == gathered[3]
+    assert gathered[3]["steps"] == [2.0] * 3 and "norm.weight" in gathered[3]
+
+    # Replicas that have come apart are named on every rank; nobody takes one of them.
+    before = {name: t.clone() for name, t in model.state_dict().items()} if rank == 3 else {}
+    if rank < 3:
+        with torch.no_grad():
+            model.norm.weight += rank == 1
+        end.encode()
+    with pytest.raises(ValueError, match=r"sources 0 and 1 to send the same norm\.weight"):
+        sync.sync_weights(end, group, sources=[0, 1, 2])
+    if rank == 3:
+        assert_same(before, model.state_dict())
+        end.verify()
+
+
+@checks()
+def check_what_sources_are():
+    rank, group = dist.get_rank(), dist.group.WORLD
+    for sources in ([], [0, 0], [0, 9]):
+        end = sync.DeltaEncoder(state(0)) if rank in sources else sync.DeltaReceiver(state(0))
+        with pytest.raises(ValueError, match="expected sources to be ranks of 4, each once"):
+            sync.sync_weights(end, group, sources=sources)
+    # One of them keeps fewer updates than the other.
+    own = state(0)
+    end = sync.DeltaReceiver(own) if rank > 1 else sync.DeltaEncoder(own, history=1 + 3 * rank)
+    sync.sync_weights(end, group, sources=[0, 1])
+    if rank < 2:
+        for _ in range(3):
+            own["b"] += 1
+            end.encode()
+    with pytest.raises(ValueError, match=r"keep as many updates as each other, got \[1, 3\]"):
+        sync.sync_weights(end, group, sources=[0, 1])
+
+
+@checks()
+def check_a_refusal_is_written_nowhere():
+    """One of three receivers cannot take an update: the others have not taken it either."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    own = state(0)
+    end = sync.DeltaReceiver(own) if rank else sync.DeltaEncoder(own)
+    sync.sync_weights(end, group)
+    before = {name: tensor.clone() for name, tensor in own.items()}
+    if rank == 0:
+        own["w"] += 1
+        end.encode()
+    if rank == 2:
+        own["b"] = own["b"].double()
+    with pytest.raises(ValueError, match="expected state to hold the tensors .* on rank 2"):
+        sync.sync_weights(end, group)
+    if rank:
+        assert end.version == 0
+        assert_same({"w": own["w"]}, before)
 
 
 @checks()
@@ -151,3 +228,30 @@ def check_regions_of_dtensors():
 @pytest.mark.parametrize("name", checks)
 def test_over_ranks(name):
     checks.assert_passed(RANKS, name, timeout=120)
+
+
+def lose_the_source(rank):
+    """The source is killed when all of an update has left it; what each receiver has then."""
+    group, own = dist.group.WORLD, state(0)
+    end = sync.DeltaReceiver(own) if rank else sync.DeltaEncoder(own)
+    sync.sync_weights(end, group)
+    agree = exchange.agree
+
+    def die(operation, *args, **kwargs):
+        if operation.endswith("apply"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return agree(operation, *args, **kwargs)
+
+    if rank == 0:
+        own["w"] += 1
+        end.encode()
+        exchange.agree = die
+    with pytest.raises(RankFailureError, match="rank 0 died"):
+        sync.sync_weights(end, group)
+    end.verify()
+    return end.version, bool((own["w"] == state(0)["w"]).all())
+
+
+def test_a_rank_that_raises_has_written_nothing():
+    found = spawn_ranks(lose_the_source, 3, may_die=[0])
+    assert found == [None, (0, True), (0, True)]
