@@ -107,6 +107,18 @@ MUTANTS = [
         "        host=None,",
         "        host=cluster.host,",
         "tests/planner/test_profile.py -k give_back",
+        "the form of a model's loss is asked with logits that its weights make alike",
+        "moe_ext/attention/huggingface/probe.py",
+        "if isinstance(head, nn.Module):",
+        "if False:",
+        "tests/integrations/huggingface/test_prepared_models.py -k no_weights_make",
+    ),
+    Mutant(
+        "a rank that torchrun started trains alone where no process group was made",
+        "moe_ext/distributed/groups.py",
+        "int(started) > 1",
+        "int(started) > 10",
+        "tests/distributed/test_groups.py",
     ),
     Mutant(
         "moments of a stage's layers are those of another stage's in a checkpoint",

@@ -20,7 +20,7 @@ from moe_ext.distributed.dtensor import (
     without_partials,
 )
 from moe_ext.distributed.gradients import is_synced, mark_synced, was_synced
-from moe_ext.distributed.groups import group_size, resolve_group, world_size
+from moe_ext.distributed.groups import group_size, resolve_group
 from moe_ext.distributed.placement import known_shard, sharded_parameters
 
 if TYPE_CHECKING:
@@ -126,10 +126,10 @@ def _power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) 
 @torch.no_grad()
 def _total_norm(model: nn.Module, norm_type: float, mesh: MoEMesh | None) -> Tensor:
     """Norm over all ranks, 0-d float64, the same bits on every rank."""
-    stage_size = world_size() if mesh is None else group_size(mesh.stage_group)
+    world = resolve_group(None, "clip_grad_norm_")
+    stage_size = group_size(world if mesh is None else mesh.stage_group)
     # A rank of each stage.
     leaders = [0] if mesh is None else [ranks[0] for ranks in mesh.rank_groups("stage")]
-    world = resolve_group(None, "clip_grad_norm_")
     num_parts_of = {p: place.num_parts for p, place in sharded_parameters(model).values()}
     parameters = list(model.parameters())
     device = parameters[0].device if parameters else torch.device("cpu")
@@ -151,7 +151,7 @@ def _total_norm(model: nn.Module, norm_type: float, mesh: MoEMesh | None) -> Ten
             # Every part is held by stage/parts ranks; each adds its share.
             parts = parts + part * num_parts / stage_size
     total = _power_sum(whole, norm_type, device)
-    if world_size() > 1:
+    if group_size(world) > 1:
         local = torch.stack([total, parts, total.new_tensor(float(unsynced))])
         rows = comm.all_gather(local[None], world, operation="clip_grad_norm_", counted=False)
         # NOTE: device-to-host sync: clipping by a norm of unsynchronised gradients must not pass.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch.distributed as dist
@@ -58,12 +59,30 @@ def check_group(group: object, owner: str, *, name: str = "ep_group") -> None:
 def resolve_group(group: ProcessGroup | None, owner: str) -> ProcessGroup | None:
     """The group to use: the default one for None; None where there is no torch.distributed.
 
-    TypeError in the name of `owner` if it is no group of this rank.
+    TypeError in the name of `owner` if it is no group of this rank, RuntimeError if a launcher
+    started other processes that this one has not joined.
     """
     check_group(group, owner, name="group")
-    if group is None and is_initialized():
+    if group is None and _has_joined(owner):
         return dist.group.WORLD
     return group
+
+
+def _has_joined(owner: str) -> bool:
+    """Whether there is a default group; RuntimeError where this process only seems to be alone.
+
+    Every rank of a job without one would train by itself, and write the same files.
+    """
+    if is_initialized():
+        return True
+    started = os.environ.get("WORLD_SIZE", "")
+    if started.isdecimal() and int(started) > 1:
+        raise RuntimeError(
+            f"{owner}: expected torch.distributed.init_process_group() to have run, since "
+            f"WORLD_SIZE says that {started} processes were started, got no process group; for a "
+            "process that works alone, unset WORLD_SIZE"
+        )
+    return False
 
 
 def is_initialized() -> bool:
@@ -83,7 +102,7 @@ def leave_processes() -> None:
 
 def global_rank() -> int:
     """This process's rank in the default group; 0 without one."""
-    return dist.get_rank() if is_initialized() else 0
+    return dist.get_rank() if _has_joined("torch.distributed") else 0
 
 
 def group_size(group: ProcessGroup | None) -> int:
@@ -103,4 +122,4 @@ def group_ranks(group: ProcessGroup) -> tuple[int, ...]:
 
 def world_size() -> int:
     """Number of ranks of the default group; 1 when torch.distributed is not initialised."""
-    return dist.get_world_size() if is_initialized() else 1
+    return dist.get_world_size() if _has_joined("torch.distributed") else 1

@@ -11,7 +11,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.distributed import comm
-from moe_ext.distributed.groups import global_rank, resolve_group, small_message_device, world_size
+from moe_ext.distributed.groups import (
+    global_rank,
+    group_size,
+    resolve_group,
+    small_message_device,
+)
 from moe_ext.distributed.placement import declare_expert_shards, declare_replicas
 
 _ORDER = "tp-cp-ep-dp-pp"
@@ -96,6 +101,8 @@ class MoEMesh:
         TypeError: a size is not an int.
         ValueError: a size is below 1 or not supported, the number of ranks fits no arrangement, or
             `order` gives attention and experts different stages.
+        RuntimeError: WORLD_SIZE says that a launcher started several processes, and
+            `torch.distributed.init_process_group` has not run.
 
     Reference: Liu et al., MoE Parallel Folding, 2025 (arXiv 2504.14960).
     """
@@ -122,7 +129,7 @@ class MoEMesh:
             raise ValueError(
                 f"MoEMesh: expected order to name the axes of {_ORDER!r}, got {order!r}"
             )
-        ranks = world_size()
+        ranks = group_size(resolve_group(None, "MoEMesh"))
         stage = ranks // pp
         fits = ranks == stage * pp and stage % (cp * tp) == 0 and stage % (ep * etp) == 0
         beside = dp * cp * ep == stage and cp > 1 and tp == etp == 1
