@@ -5,6 +5,7 @@ The table of docs/attention.md is made from the names here: run this file to wri
 
 import copy
 import inspect
+import itertools
 import re
 import tempfile
 import textwrap
@@ -154,14 +155,14 @@ REFUSED = {
 check = Checks()
 
 
-def make(family, **kwargs):
+def make(family, *, seed=0, **kwargs):
     kind, _, head = family.partition("/")
     config_class = type(transformers.AutoConfig.for_model(kind))
     default = config_class()
     names = {*inspect.signature(config_class.__init__).parameters, *vars(default)}
     names |= {*getattr(config_class, "attribute_map", {})}
     config = config_class(**{**{k: v for k, v in SIZES.items() if k in names}, **kwargs})
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     auto = transformers.AutoModelForMaskedLM if head else transformers.AutoModelForCausalLM
     if kind == "t5":
         auto = transformers.AutoModelForSeq2SeqLM
@@ -508,6 +509,15 @@ def test_losses_are_told_the_number_of_labels():
     # Its loss is a mean of its own.
     assert probe(make("roberta/mlm")) == Traits(2, False, None)
     assert probe(make("opt")) == Traits(0, True, "shifted")
+
+
+FORMS = {"llama": "shifted", "gpt_neox": "shifted", "mistral": "shifted", "eurobert/mlm": "plain"}
+
+
+def test_no_weights_make_the_form_of_a_loss_another():
+    for seed, family in zip(range(50), itertools.cycle(FORMS)):
+        model = make(family, seed=seed, num_hidden_layers=1)
+        assert probe(model).loss == FORMS[family], f"{family}, seed {seed}"
 
 
 def test_other_refusals():
