@@ -81,6 +81,8 @@ MUTANTS = [
         "key_TE = key_TE.where(logits_TE > -math.inf, -math.inf)",
         "pass",
         "tests/nn/test_limits.py -k minus_infinity",
+    ),
+    Mutant(
         "a feed-forward network without a gate is planned as a gated one",
         "moe_ext/planner/spec.py",
         "gated = share > 2.5",
@@ -133,6 +135,20 @@ MUTANTS = [
         "key: _local(value, place, parameter) if isinstance",
         'key: value.zero_() if key == "step" else _local(value, place, parameter) if isinstance',
         "tests/pipeline/test_stages.py -k loaded_by_another_number",
+    ),
+    Mutant(
+        "a round that could not begin is never tried again",
+        "moe_ext/optim/local_steps.py",
+        "self._local_step >= self._steps - self._delay",
+        "self._local_step == self._steps - self._delay",
+        "tests/optim/test_diloco.py -k could_not_begin",
+    ),
+    Mutant(
+        "NaN in the mean of a round goes into weights and into what is owed",
+        "moe_ext/optim/local_steps.py",
+        "overflow = self._find_nonfinite(fragment, means)",
+        "overflow = None",
+        "tests/optim/test_diloco.py -k manager_that_are_not_finite",
     ),
     Mutant(
         "gradients of experts over ranks lack the factor of the mean",

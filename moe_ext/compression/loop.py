@@ -62,7 +62,9 @@ def compress_gradients(model: nn.Module, state: CompressionState) -> bool:
         state: see `CompressionState`.
 
     Returns:
-        Whether all gradients were finite on every rank; False only with nonfinite="propagate".
+        Whether all gradients were finite on every rank; False only with nonfinite="propagate". With
+        it nobody looks at gradients that travel as they are, of which nothing is ever owed: NaN in
+        them goes on to the sum, as in torch.
 
     Raises:
         ValueError: on every rank: a gradient is NaN or infinite (unless the state lets it pass),

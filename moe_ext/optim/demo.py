@@ -12,7 +12,9 @@ from torch.optim.optimizer import Optimizer
 
 from moe_ext.compression.codecs.chunked import ChunkedTopK
 from moe_ext.compression.feedback import CodecMemory
-from moe_ext.distributed.groups import resolve_group
+from moe_ext.distributed.agreement import agree, is_nonfinite
+from moe_ext.distributed.groups import resolve_group, small_message_device
+from moe_ext.optim._arguments import label
 
 
 class DeMo(Optimizer):
@@ -34,7 +36,7 @@ class DeMo(Optimizer):
 
     Raises:
         ValueError: an argument is out of its range, or a step meets gradients of other parameters
-            than the first one.
+            than the first one; on every rank: a gradient of any rank is NaN or infinite.
 
     A step that fails leaves parameters and momentums as they were.
 
@@ -85,6 +87,9 @@ class DeMo(Optimizer):
         flat_N = torch.cat([grad.float().flatten() for grad in grads])
         try:
             mean_N = self._codec.start(flat_N, memory, group=self._group, step=self._round).wait()
+            # The largest coefficients travel, and NaN counts as the largest: all ranks see it.
+            if is_nonfinite(mean_N):
+                self._refuse()
         except BaseException:
             memory.rollback()
             raise
@@ -96,6 +101,17 @@ class DeMo(Optimizer):
                 p.mul_(1.0 - group["lr"] * group["weight_decay"])
                 p.add_(next(pieces).view(p.shape).to(p.dtype), alpha=-group["lr"])
         return loss
+
+    def _refuse(self) -> None:
+        """Name the rank whose gradients are not finite, on all ranks."""
+        rule, problem = "expected gradients to be finite", None
+        for index, group in enumerate(self.param_groups):
+            for place, p in enumerate(group["params"]):
+                if problem is None and p.grad is not None and is_nonfinite(p.grad):
+                    problem = f"{rule}, got NaN or infinity in {label(group, index, place)}"
+        device = torch.device("cpu") if self._group is None else small_message_device(self._group)
+        agree("DeMo.step", {}, problem, self._group, device)
+        raise ValueError(f"DeMo.step: {rule}, got momentums that overflow float32")
 
     def state_dict(self) -> dict[str, Any]:
         """The state, with this rank's momentum, which differs between ranks."""

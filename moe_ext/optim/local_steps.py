@@ -22,7 +22,7 @@ from moe_ext._checks import check_integer, check_kind
 from moe_ext.compression.codecs import Codec, PayloadCodec, codec_of
 from moe_ext.compression.codecs.chunked import ChunkedTopK
 from moe_ext.compression.feedback import CodecMemory
-from moe_ext.distributed.agreement import agree
+from moe_ext.distributed.agreement import agree, is_nonfinite
 from moe_ext.distributed.comm import Pending
 from moe_ext.distributed.dtensor import is_dtensor, local_part, with_local
 from moe_ext.distributed.groups import group_ranks, group_size, resolve_group, small_message_device
@@ -46,7 +46,8 @@ class Manager(Protocol):
 class _Part:
     """Parameters of a fragment that the same ranks average."""
 
-    def __init__(self, parameters: list[nn.Parameter], group: ProcessGroup | None, key: int):
+    def __init__(self, named: dict[str, nn.Parameter], group: ProcessGroup | None, key: int):
+        self.names, parameters = list(named), list(named.values())
         self.parameters, self.group = parameters, group
         self.original = [local_part(p.detach()).clone() for p in parameters]
         shapes = [x.shape for x in self.original]
@@ -69,6 +70,13 @@ class _Fragment:
 
     def __init__(self, parts: list[_Part], outer: Optimizer) -> None:
         self.parts, self.outer = parts, outer
+        self.underway = False
+
+    def drop_round(self) -> None:
+        """Forget what a round has begun; what is owed is as before."""
+        for part in self.parts:
+            part.memory.rollback()
+            part.pending = None
         self.underway = False
 
 
@@ -115,11 +123,13 @@ class DiLoCo:
         round: rounds that ended.
 
     Raises:
-        ValueError: an argument is out of its range, or workers give different ones.
+        ValueError: an argument is out of its range, or workers give different ones; by the inner
+            step that ends a round, on every worker: weights of any of them are NaN or infinite.
 
-    A round that fails, for a rank that died or for a manager that does not commit, leaves what is
-    owed as it was. With a process group the weights stay those of the inner optimizer; a manager
-    has them go back to the last round, as torchft does.
+    A round that fails, for a rank that died, for weights that are not finite or for a manager that
+    does not commit, leaves what is owed as it was. With a process group the weights stay those of
+    the inner optimizer; a manager has them go back to the last round, as torchft does. A round
+    that could not begin is tried again after the next inner step.
 
     Reference: Douillard et al., DiLoCo (arXiv 2311.08105); Streaming DiLoCo (arXiv 2501.18512).
     """
@@ -210,7 +220,7 @@ class DiLoCo:
 
     def _parts(self, module: nn.Module, backup: torch.device | None) -> list[_Part]:
         """Trained parameters by the ranks that average them."""
-        found: dict[ProcessGroup | None, list[nn.Parameter]] = defaultdict(list)
+        found: dict[ProcessGroup | None, dict[str, nn.Parameter]] = defaultdict(dict)
         places = placements(module)
         for name, parameter in module.named_parameters():
             if not parameter.requires_grad:
@@ -229,8 +239,8 @@ class DiLoCo:
                             f"{type(self).__name__}: expected the ranks that hold the experts "
                             f"{name} to be workers, got {sorted(group_ranks(group))}"
                         )
-            found[group].append(parameter)
-        parts = [_Part(list_, group, key) for key, (group, list_) in enumerate(found.items())]
+            found[group][name] = parameter
+        parts = [_Part(named, group, key) for key, (group, named) in enumerate(found.items())]
         if backup is not None:
             for part in parts:
                 part.original = [x.to(backup) for x in part.original]
@@ -271,9 +281,10 @@ class DiLoCo:
         """After an inner step."""
         self._local_step += 1
         fragment = self._fragments[self.round % len(self._fragments)]
-        if self._local_step == self._steps - self._delay:
+        # Not only at this step: a beginning that failed is repeated after the next one.
+        if self._local_step >= self._steps - self._delay and not fragment.underway:
             self._start(fragment)
-        if self._local_step == self._steps:
+        if self._local_step >= self._steps:
             self._local_step = 0
             self._finish(fragment)
 
@@ -281,18 +292,42 @@ class DiLoCo:
     def _start(self, fragment: _Fragment) -> None:
         if self._manager is not None:
             self._manager.start_quorum()
-        for part in fragment.parts:
-            part.memory.begin()
-            delta_N = part.delta()
-            if self._manager is not None:
-                part.pending = self._by_manager(part, delta_N)
-            elif part.group is None or group_size(part.group) == 1:
-                part.pending = Pending.done(delta_N)
-            else:
-                part.pending = self._codec.start(
-                    delta_N, part.memory, group=part.group, step=self.round
-                )
+        deltas = [part.delta() for part in fragment.parts]
+        problem = self._find_nonfinite(fragment, deltas)
+        if self._manager is None:
+            owner, group = type(self).__name__, self._group
+            device = deltas[0].device if group is None else small_message_device(group)
+            facts = {"the round": self.round, "the inner steps in it": self._local_step}
+            agree(owner, facts, problem, group, device)
+        elif problem is not None:
+            # A manager has no message for it: all groups find NaN in the mean, and do not commit.
+            for delta_N in deltas:
+                delta_N.fill_(torch.nan)
+        try:
+            for part, delta_N in zip(fragment.parts, deltas, strict=True):
+                part.memory.begin()
+                if self._manager is not None:
+                    part.pending = self._by_manager(part, delta_N)
+                elif part.group is None or group_size(part.group) == 1:
+                    part.pending = Pending.done(delta_N)
+                else:
+                    part.pending = self._codec.start(
+                        delta_N, part.memory, group=part.group, step=self.round
+                    )
+        except BaseException:
+            fragment.drop_round()
+            raise
         fragment.underway = True
+
+    def _find_nonfinite(self, fragment: _Fragment, deltas: list[Tensor]) -> str | None:
+        """The problem of weights that are not finite; None if all are."""
+        for part, delta_N in zip(fragment.parts, deltas, strict=True):
+            if not is_nonfinite(delta_N):
+                continue
+            pieces = delta_N.split([x.numel() for x in part.original])
+            bad = [n for n, x in zip(part.names, pieces, strict=True) if is_nonfinite(x)]
+            return f"expected weights to be finite, got NaN or infinity in {bad[0]}"
+        return None
 
     def _by_manager(self, part: _Part, delta_N: Tensor) -> Pending[Tensor]:
         """The mean of rounded numbers, which a manager sends as they are."""
@@ -314,24 +349,31 @@ class DiLoCo:
 
     @torch.no_grad()
     def _finish(self, fragment: _Fragment) -> None:
+        manager = self._manager
         try:
             means = [part.pending.wait() for part in fragment.parts if part.pending is not None]
+            overflow = self._find_nonfinite(fragment, means)
+            error = None if overflow is None else ValueError(f"{type(self).__name__}: {overflow}")
+            if error is not None and manager is None:
+                raise error
         except BaseException:
-            for part in fragment.parts:
-                part.memory.rollback()
+            fragment.drop_round()
             raise
-        finally:
-            fragment.underway = False
+        fragment.underway = False
         local = [
             [local_part(p.detach()).clone() for p in part.parameters] for part in fragment.parts
         ]
         grads = [[p.grad for p in part.parameters] for part in fragment.parts]
         for part in fragment.parts:
             part.restore()
-        if self._manager is not None and not self._manager.should_commit():
-            for part in fragment.parts:
-                part.memory.rollback()
-            return
+        if manager is not None:
+            if error is not None and hasattr(manager, "report_error"):
+                manager.report_error(error)
+            if not manager.should_commit() or error is not None:
+                fragment.drop_round()
+                if error is not None:
+                    raise error
+                return
         for part, mean_N in zip(fragment.parts, means, strict=True):
             sizes = [x.numel() for x in part.original]
             pieces = mean_N.split(sizes)
@@ -345,17 +387,24 @@ class DiLoCo:
         others = [(p, p.grad) for p in held if id(p) not in averaged]
         for p, _ in others:
             p.grad = None
-        fragment.outer.step()
-        for p, grad in others:
-            p.grad = grad
-        for part, mine, before in zip(fragment.parts, local, grads, strict=True):
-            rows = zip(part.parameters, part.original, mine, before, strict=True)
-            for p, x, own, grad in rows:
+        stepped = False
+        try:
+            fragment.outer.step()
+            stepped = True
+        finally:
+            for p, grad in others:
                 p.grad = grad
-                x.copy_(local_part(p.detach()))
-                if self._alpha:
-                    local_part(p.detach()).lerp_(own, self._alpha)
-            part.memory.commit()
+            for part, mine, before in zip(fragment.parts, local, grads, strict=True):
+                rows = zip(part.parameters, part.original, mine, before, strict=True)
+                for p, x, own, grad in rows:
+                    p.grad = grad
+                    if not stepped:
+                        local_part(p.detach()).copy_(own)
+                        continue
+                    x.copy_(local_part(p.detach()))
+                    if self._alpha:
+                        local_part(p.detach()).lerp_(own, self._alpha)
+                part.memory.commit() if stepped else part.memory.rollback()
         self.round += 1
 
     # -- state -------------------------------------------------------------------------------

@@ -339,6 +339,91 @@ def test_a_round_that_a_manager_does_not_commit_is_taken_back():
     assert local.round == 2
 
 
+class LateQuorum(Manager):
+    """Its first quorum does not come about; `allreduce` returns what a dead group left."""
+
+    def __init__(self, mean=None):
+        super().__init__()
+        self.mean, self.errors = mean, []
+
+    def start_quorum(self):
+        super().start_quorum()
+        if self.rounds == 1 and self.mean is None:
+            raise TimeoutError("no quorum")
+
+    def allreduce(self, tensor):
+        if self.rounds == 1 and self.mean is not None:
+            tensor.fill_(self.mean)
+        return super().allreduce(tensor)
+
+    def should_commit(self):
+        return True
+
+    def report_error(self, error):
+        self.errors.append(error)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_round_that_could_not_begin_begins_after_the_next_step(delay):
+    net = model()
+    inner = torch.optim.SGD(net.parameters(), lr=0.01)
+    outer = sgd(net, lr=0.7)
+    local = DiLoCo(LateQuorum(), [net], inner, outer, 3, fragment_sync_delay=delay)
+    seen = []
+    with local:
+        for step in range(10):
+            backward(net, 0, step)
+            with contextlib.suppress(TimeoutError):
+                inner.step()
+            seen.append(local.round)
+    # Begun with the third step, or the second of them; ended with the last one.
+    assert seen == (
+        [0, 0, 0, 1, 1, 1, 2, 2, 2, 3] if delay == 0 else [0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
+    )
+
+
+def test_numbers_of_a_manager_that_are_not_finite_are_not_committed():
+    net = model()
+    inner = torch.optim.SGD(net.parameters(), lr=0.01)
+    manager = LateQuorum(float("nan"))
+    local = SparseLoCo(manager, [net], inner, sgd(net, lr=0.7), 2, chunk=32, density=0.1)
+    before = flat(net)
+    with local:
+        backward(net, 0, 0)
+        inner.step()
+        backward(net, 0, 1)
+        with pytest.raises(ValueError, match="SparseLoCo: expected weights to be finite"):
+            inner.step()
+        assert torch.equal(flat(net), before) and local.round == 0
+        assert [str(error) for error in manager.errors]
+        assert local._fragments[0].parts[0].memory.kinds() == []
+        for step in (2, 3):
+            backward(net, 0, step)
+            inner.step()
+    assert local.round == 1 and flat(net).isfinite().all()
+
+
+def test_an_outer_optimizer_that_fails_leaves_the_round_as_it_was():
+    net = model()
+    inner, outer = torch.optim.SGD(net.parameters(), lr=0.01), sgd(net, lr=0.7)
+    local = DiLoCo(None, [net], inner, outer, 1)
+    hook = outer.register_step_post_hook(lambda *_: 1 / 0)
+    with local:
+        backward(net, 0, 0)
+        want = [p.detach() - 0.01 * p.grad for p in net.parameters()]
+        grads = [p.grad.clone() for p in net.parameters()]
+        with pytest.raises(ZeroDivisionError):
+            inner.step()
+        found = [p.detach() for p in net.parameters()]
+        torch.testing.assert_close(found, want, rtol=0, atol=1e-15)
+        assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), grads, strict=True))
+        assert local.round == 0
+        hook.remove()
+        backward(net, 0, 1)
+        inner.step()
+    assert local.round == 1
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
