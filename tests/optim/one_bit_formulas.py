@@ -58,30 +58,52 @@ def adam_by_formula(w, grads, *, lr, freeze, corrected, betas, eps, inside, deca
 
 
 def lamb_by_formula(
-    w, grads, *, lr, betas, eps, decay, freeze, beta3, factors, threshold, mean=exact_mean
+    w,
+    grads,
+    *,
+    lr,
+    betas,
+    eps,
+    decay,
+    freeze,
+    beta3,
+    factors,
+    threshold,
+    corrected=False,
+    mean=exact_mean,
 ):
-    """1-bit LAMB (arXiv 2104.06069), algorithm 1."""
+    """1-bit LAMB (arXiv 2104.06069), algorithm 1.
+
+    With `corrected`, moments are divided by one less the power of their beta, as Adam's. The power
+    of the frozen variance stays that of the last step before the freeze.
+    """
     (b1, b2), (low, high) = betas, factors
     m, v, average, last, fresh = torch.zeros_like(w), torch.zeros_like(w), 0.0, 1.0, None
     coefficients = []
     for t, ranks in enumerate(grads, 1):
-        root = v.sqrt() + eps
+        of_m, of_v, of_fresh = (
+            (1 - b1**t, 1 - b2 ** min(t, freeze), 1 - b2**t) if corrected else (1, 1, 1)
+        )
+        root = (v / of_v).sqrt() + eps
         if t <= freeze:
             g = exact_mean(ranks)
             m = b1 * m + (1 - b1) * g
             v = b2 * v + (1 - b2) * g * g
-            root = v.sqrt() + eps
-            r = m / root + decay * w
-            c = min(max(w.norm().item() / r.norm().item(), 0.01), 10.0)
-            average = beta3 * average + (1 - beta3) * c
+            root = (v / of_v).sqrt() + eps
+            r = m / of_m / root + decay * w
+            c = 1.0
+            if bool(w.any()):  # weights of zero have no ratio, which the mean leaves out
+                c = min(max(w.norm().item() / r.norm().item(), 0.01), 10.0)
+                average = beta3 * average + (1 - beta3) * c
             fresh = v
         else:
             before, m = m, mean([b1 * m + (1 - b1) * g for g in ranks])
             g = (m - b1 * before) / (1 - b1)
             fresh = b2 * fresh + (1 - b2) * g * g
-            r = m / root + decay * w
-            f = (root / (fresh.sqrt() + eps)).max().item()
-            share = min(1.0, (m / root).norm().item() / r.norm().item()) if decay else 1.0
+            direction = m / of_m / root
+            r = direction + decay * w
+            f = (root / ((fresh / of_fresh).sqrt() + eps)).max().item()
+            share = min(1.0, direction.norm().item() / r.norm().item()) if decay else 1.0
             f = min(max(f * share + 1 - share, low), high)
             f = last = min(max(f, last * (1 - threshold)), last * (1 + threshold))
             c = average * f

@@ -1,6 +1,7 @@
 """The optimizers that communicate themselves, on one rank: their formulas and their messages."""
 
 import copy
+import functools
 import math
 import re
 
@@ -114,6 +115,66 @@ def test_one_bit_lamb_alone_is_the_formula(decay, threshold):
         assert optimizer.get_lamb_coeffs()[index] == pytest.approx(coefficients[-1], rel=1e-4)
 
 
+BOUNDED, FREE = (0.6, 1.7, 0.1), (1e-6, 1e6, 1e6)
+
+
+@pytest.mark.parametrize(
+    ("growth", "decay", "corrected", "bounds"),
+    [
+        (0.6, 0.0, True, BOUNDED),
+        (2.5, 0.0, False, BOUNDED),
+        (2.5, 0.7, True, BOUNDED),
+        (0.6, 0.7, False, FREE),
+        (1.0, 0.7, True, FREE),
+    ],
+)
+def test_one_bit_lamb_follows_gradients_that_shrink_or_grow(growth, decay, corrected, bounds):
+    """By a factor a step after the freeze: the factor meets its bounds, and that on its change."""
+    low, high, threshold = bounds
+    params = [*parameters()[:2], nn.Parameter(torch.zeros(6))]
+    options = {"lr": 0.05, "betas": (0.8, 0.6), "eps": 1e-3}
+    optimizer = optim.OneBitLamb(
+        params,
+        freeze_step=3,
+        bias_correction=corrected,
+        weight_decay=decay,
+        coeff_beta=0.6,
+        factor_max=high,
+        factor_min=low,
+        factor_threshold=threshold,
+        **options,
+    )
+    before, taken = [p.detach().double() for p in params], [[] for _ in params]
+    coefficients = []
+    for step in range(14):
+        for p, grad, seen in zip(params, gradients(step, params), taken, strict=True):
+            p.grad = grad * growth ** max(0, step - 2)
+            seen.append([p.grad.double()])
+        optimizer.step()
+        coefficients.append(optimizer.get_lamb_coeffs())
+    for index, (w, p, grads) in enumerate(zip(before, params, taken, strict=True)):
+        formula = functools.partial(
+            lamb_by_formula,
+            w,
+            grads,
+            decay=decay,
+            freeze=3,
+            beta3=0.6,
+            corrected=corrected,
+            **options,
+        )
+        want, of_steps = formula(factors=(low, high), threshold=threshold)
+        torch.testing.assert_close(p.detach().double(), want, **CLOSE)
+        assert [c[index] for c in coefficients] == pytest.approx(of_steps, rel=1e-4)
+        if index == 0 and bounds is BOUNDED:
+            # Each bound says something here: without it the coefficients are others.
+            for free in (
+                formula(factors=FREE[:2], threshold=0.1),
+                formula(factors=(low, high), threshold=1e6),
+            ):
+                assert of_steps != pytest.approx(free[1], rel=1e-2)
+
+
 def test_one_bit_lamb_before_the_freeze_is_lamb():
     ours, theirs = parameters(), parameters()
     options = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-5, "weight_decay": 0.1}
@@ -155,7 +216,7 @@ def test_without_ratio_one_bit_lamb_is_one_bit_adam_without_decay():
 
 
 def test_zero_one_adam_alone_is_the_formula():
-    for steps in range(1, 24):
+    for steps in range(1, 30):  # past where the interval would double beyond its bound
         params = parameters()[:3]
         before = [p.detach().double() for p in params]
         optimizer = optim.ZeroOneAdam(
