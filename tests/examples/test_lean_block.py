@@ -29,6 +29,18 @@ def test_equals_a_plain_block():
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
+def test_norms_have_their_own_epsilon():
+    plain, lean, x = blocks()
+    found = []
+    for block in (plain, lean):
+        for norm, eps in zip(block.norms, (0.5, 0.02), strict=True):
+            norm.eps = eps
+        y = block(x)
+        found.append([y, *torch.autograd.grad(y.square().sum(), [x, *block.parameters()])])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
 def test_bytes_kept():
     plain, lean, x = blocks()
     kept = [kept_bytes(lambda b=b: b(x), b) for b in (plain, lean)]

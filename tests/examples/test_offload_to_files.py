@@ -52,6 +52,27 @@ def killed(rank, folder, step, layer):
         train_step(state, after_update)
 
 
+def killed_in_commit(rank, folder, step, renamed):
+    """Killed when the number of the next step is half written, or when its file has its name."""
+    state = state_of(folder)
+    write, rename = Path.write_text, os.replace
+
+    def half_written(path, text):
+        if state.step == step and not renamed:
+            write(path, "")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(path, text)
+
+    def replaced(*names):
+        rename(*names)
+        if state.step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Path.write_text, os.replace = half_written, replaced
+    while state.step < STEPS:
+        train_step(state)
+
+
 def memory(key):
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key):
@@ -84,6 +105,14 @@ def test_steps_are_those_in_memory(tmp_path):
 def test_no_step_is_lost_by_a_kill(tmp_path, step, layer):
     spawn_ranks(killed, 1, tmp_path / "killed", step, layer, may_die={0})
     assert state_of(tmp_path / "killed").step == step
+    for found, want in zip(train(tmp_path / "killed"), train(tmp_path / "whole"), strict=True):
+        assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_a_kill_inside_the_commit_leaves_one_step_or_the_other(tmp_path, renamed):
+    spawn_ranks(killed_in_commit, 1, tmp_path / "killed", 1, renamed, may_die={0})
+    assert state_of(tmp_path / "killed").step == 1 + renamed
     for found, want in zip(train(tmp_path / "killed"), train(tmp_path / "whole"), strict=True):
         assert torch.equal(found, want)
 

@@ -10,7 +10,17 @@ STEPS = 4
 
 
 def run(rank, path):
-    return ps.run(rank, 3, f"file://{path}", STEPS)
+    """What the rank has in the end, and the bytes of all tensors that went through its calls."""
+    moved, call = [0], ps.rpc.rpc_sync
+
+    def counted(to, function, args):
+        result = call(to, function, args)
+        tensors = [x for x in (*args, *(result or ())) if isinstance(x, torch.Tensor)]
+        moved[0] += sum(x.untyped_storage().nbytes() for x in tensors)
+        return result
+
+    ps.rpc.rpc_sync = counted
+    return ps.run(rank, 3, f"file://{path}", STEPS), moved[0]
 
 
 def one_process():
@@ -26,12 +36,14 @@ def one_process():
 
 
 def test_equals_one_process_and_sends_rows_alone(tmp_path):
-    trained, *moved = spawn_ranks(run, 3, tmp_path / "rpc")
+    (trained, _), *moved = spawn_ranks(run, 3, tmp_path / "rpc")
     for found, want in zip(trained, one_process(), strict=True):
         # Gradients of 64 summands of size 1 in another order, in 4 steps.
         torch.testing.assert_close(found, want, rtol=0, atol=4 * 64 * 2**-24)
-    for worker, bytes_moved in enumerate(moved, 1):
+    for worker, (bytes_moved, through_calls) in enumerate(moved, 1):
         rows = sum(ps.batch(step, worker)[0].unique().numel() for step in range(STEPS))
         assert bytes_moved == 2 * (rows * (8 + 4 * ps.DIM) + STEPS * 4 * ps.DIM)
+        # The worker counts its rows, the test what is called with: rows go with both calls.
+        assert through_calls == bytes_moved
         # A table that is sent whole both ways, as a dense all-reduce of its gradient would.
         assert bytes_moved < 0.02 * 2 * STEPS * 4 * ps.DIM * ps.ROWS

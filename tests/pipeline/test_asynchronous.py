@@ -51,7 +51,7 @@ def sgd(module):
     return torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.5)
 
 
-def named_versions(name, stage, number):
+def named_versions(name, stage, number, every=P):
     """The version of the weights with which a micro-batch passes a stage, as published."""
     return max(
         0,
@@ -59,7 +59,7 @@ def named_versions(name, stage, number):
             # w(t+1) = w(t) - lr g(w_1(t-P+1), w_2(t-P+2), ..., w_P(t))
             "pipedream": number - (P - 1 - stage),
             # W(t+1) = W(t) - lr g(W(t-1))
-            "pipedream-2bw": number // P - 1,
+            "pipedream-2bw": number // every - 1,
             # w(t+1) = w(t) - lr g(w(t-P+1))
             "hetpipe": number - (P - 1),
         }[name],
@@ -67,16 +67,15 @@ def named_versions(name, stage, number):
 
 
 @functools.cache
-def trained(name):
+def trained(name, every):
     """All weights after one process has kept every version of every stage."""
     found, (x, y) = model(), batches()
     optimizers = [sgd(stage) for stage in found]
-    every = P if name == "pipedream-2bw" else 1
     moe_ext.nn.set_loss_scale(found, 1 / every)
     kept = [[copied(stage)] for stage in found]
     losses = []
     for number in range(MICRO):
-        used = [kept[s][named_versions(name, s, number)] for s in range(P)]
+        used = [kept[s][named_versions(name, s, number, every)] for s in range(P)]
         out = x[number]
         for stage, weights in zip(found, used, strict=True):
             out = functional_call(stage, weights, (out,))
@@ -97,8 +96,11 @@ def copied(module):
     return {n: p.detach().clone().requires_grad_() for n, p in module.named_parameters()}
 
 
-@over_4(*((name, again) for name in ASYNCHRONOUS for again in (False, True)))
-def weights_of_versions(name, recompute):
+@over_4(
+    *((name, again) for name in ASYNCHRONOUS for again in (False, True)),
+    ("pipedream-2bw", False, 6),  # more micro-batches an update than stages
+)
+def weights_of_versions(name, recompute, every=None):
     rank, (x, y) = dist.get_rank(), batches()
     stage = model()[rank]
     optimizer = sgd(stage)
@@ -108,12 +110,12 @@ def weights_of_versions(name, recompute):
         optimizer.step()
         optimizer.zero_grad()
 
-    table = make_table(name, P, MICRO)
+    table = make_table(name, P, MICRO, micro_batches_per_update=every)
     pipeline = Pipeline(
         table, {rank: stage}, loss_of, group=dist.group.WORLD, update=update, recompute=recompute
     )
     losses = pipeline.step(x if rank == 0 else (), y if rank == P - 1 else ())
-    want, want_losses = trained(name)
+    want, want_losses = trained(name, every or (P if name == "pipedream-2bw" else 1))
     for (n, p), q in zip(stage.named_parameters(), want[rank].parameters(), strict=True):
         torch.testing.assert_close(p, q, msg=lambda m, n=n: f"{n}: {m}", **TIGHT)
         assert p.grad is None
@@ -366,6 +368,27 @@ def test_slices_are_the_best_of_all(ranks, rate):
         assert found[0] > found[-1]  # later ones attend to more
     with pytest.raises(ValueError, match="plan_slices: expected length to be a multiple of 3, got"):
         plan_slices(length, ranks, cost, multiple=3)
+
+
+def test_slices_are_the_best_of_all_for_costs_of_any_kind():
+    """Section 3.3: the sum of the costs, and (P - 1) times the largest one."""
+    generator = torch.Generator().manual_seed(0)
+    length = 6
+    every = [
+        [b - a for a, b in itertools.pairwise((0, *inside, length))]
+        for count in range(length)
+        for inside in itertools.combinations(range(1, length), count)
+    ]
+    for ranks in [*range(1, 6)] * 20:
+        costs = torch.rand(length + 1, length, generator=generator).tolist()
+
+        def time(lengths, costs=costs, ranks=ranks):
+            starts = itertools.accumulate(lengths, initial=0)
+            each = [costs[own][before] for own, before in zip(lengths, starts, strict=False)]
+            return sum(each) + (ranks - 1) * max(each)
+
+        found = plan_slices(length, ranks, lambda own, before, costs=costs: costs[own][before])
+        assert time(found) == pytest.approx(min(map(time, every)))
 
 
 def test_refuses_waves_of_nothing():

@@ -44,6 +44,48 @@ def test_formula_is_that_of_modules(gated):
     assert spec.active_parameters() == spec.parameters() - unused
 
 
+def test_latent_attention_is_that_of_its_paper():
+    """DeepSeek-V2 (arXiv 2405.04434), equations 9 to 19: a matrix each, of unlike sizes."""
+    dim, heads, queries, keys, plain, rotary, values = 32, 3, 12, 10, 5, 4, 7
+    spec = ModelSpec(1, dim, heads, 64, 50, latent=(queries, keys, plain, rotary, values))
+    matrices = {
+        "W_DQ": dim * queries,
+        "W_UQ": queries * heads * plain,
+        "W_QR": queries * heads * rotary,
+        "W_DKV": dim * keys,
+        "W_UK": keys * heads * plain,
+        "W_UV": keys * heads * values,
+        "W_KR": dim * rotary,
+        "W_O": heads * values * dim,
+    }
+    assert spec.attention_parameters() == sum(matrices.values())
+    # DeepSeek-V3 (arXiv 2412.19437), section 4.2, and Kimi K2, which has half as many heads.
+    for name, heads in (("deepseek-v3", 128), ("kimi-k2", 64)):
+        down = 7168 * (1536 + 512 + 64)
+        up = 1536 * heads * (128 + 64) + 512 * heads * (128 + 128)
+        assert preset(name).attention_parameters() == down + up + heads * 128 * 7168
+
+
+def test_experts_of_a_token_are_those_of_the_papers():
+    """How many experts there are and a token goes to; and sizes that follow from both."""
+    published = {
+        "glam": (64, 2),
+        "m6-10t": (80 * 128, 80),  # prototypes of 128 experts each, the best one of each
+        "mixtral-8x7b": (8, 2),
+        "qwen3-30b": (128, 8),
+        "qwen3-235b": (128, 8),
+        "deepseek-v3": (256, 8),
+        "kimi-k2": (384, 8),
+        "gpt-oss-120b": (128, 4),
+    }
+    found = {n: (s.num_experts, s.top_k) for n, s in PRESETS.items() if s.num_experts}
+    assert found == published
+    m6 = preset("m6-10t")
+    # A share of 1 / 128 of the experts' weights is active, and all of the rest.
+    experts = m6.parameters() - m6.dense_parameters()
+    assert m6.active_parameters() - m6.dense_parameters() == experts // 128
+
+
 def test_refuses():
     with pytest.raises(ValueError, match=r"^preset: expected name to be of published sizes, got"):
         preset("wudao-2.0")

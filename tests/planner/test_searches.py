@@ -207,6 +207,19 @@ def test_the_same_seed_finds_the_same():
         assert again[0] == again[1]
 
 
+def test_double_recursion_by_hand():
+    """The heavy operator takes its quickest option, its neighbour the one that goes with that."""
+    change = ((0.0, 5.0), (5.0, 0.0))
+    problem = Problem(((9.0, 1.0), (1.0, 2.0)), {(0, 1): change}, ((1.0, 1.0),) * 2)
+    assert SEARCHES["double_recursion"](problem).options == (1, 1)
+    # Where a change of layout costs less than the option, each takes its own quickest.
+    cheap = dataclasses.replace(problem, edges={(0, 1): ((0.0, 0.5), (0.5, 0.0))})
+    assert SEARCHES["double_recursion"](cheap).options == (1, 0)
+    # Greedy: the heavy operator does not know that its neighbour will pay for its choice.
+    blind = Problem(((9.0, 1.0), (3.0, 5.0)), {(0, 1): ((0.0, 9.0), (9.0, 8.0))}, ((1.0, 1.0),) * 2)
+    assert SEARCHES["double_recursion"](blind).options == (1, 0)
+
+
 def test_annotations_hold_and_spread_without_loss():
     chain = examples.sharding("chain", 6, 7)
     options = gspmd.search(chain, {0: 2, 5: 1}).options
