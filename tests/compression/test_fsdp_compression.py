@@ -155,6 +155,30 @@ def random_rounding_depends_on_the_seed_alone():
 
 
 @two()
+def random_rounding_is_unbiased_and_independent_over_ranks_steps_and_modules():
+    """Of the same gradient everywhere: errors are those of independent draws, whose mean ends."""
+    flat = torch.randn(1024, generator=torch.Generator().manual_seed(2))
+    steps, mine = 64, flat.view(ranks(), -1)[dist.get_rank()].double()
+    errors = []
+    for name in ("a", "b"):
+        comm = CompressedReduceScatter("int4", stochastic=True, name=name)
+        for _ in range(steps):
+            out = torch.empty(len(mine))
+            comm(out, flat, dist.group.WORLD, dist.ReduceOp.AVG)
+            errors.append(out - mine)
+    # A number between two codes is rounded up with the probability of its place between them.
+    blocks = mine.view(-1, 256)
+    unit = blocks.abs().amax(1, keepdim=True) / LEVELS["int4"]
+    place = (blocks / unit).frac().abs()
+    variance = (unit.square() * place * (1 - place)).sum().item()
+    each = torch.stack(errors).square().sum(1).mean().item()
+    of_mean = torch.stack(errors).mean(0).square().sum().item()
+    # 65536 draws, and 512 means of them: within some 10 and 5 standard deviations.
+    assert each == pytest.approx(variance / ranks(), rel=0.05)
+    assert of_mean == pytest.approx(variance / (ranks() * len(errors)), rel=0.4)
+
+
+@two()
 def a_nan_on_one_rank_leaves_residuals_as_they_were():
     model, compression = quantized_gradients(error_feedback=True)
     backward(model, 0)
@@ -189,15 +213,15 @@ def weights_that_are_nan_on_one_rank_reach_all():
     assert found[:25].isfinite().all()
 
 
-@two()
-def bytes_follow_from_the_format():
+@two((64,), (256,))
+def bytes_follow_from_the_format(block):
     shards = {
         name: math.ceil(p.shape[0] / ranks()) * p[0].numel()
         for name, p in Model().named_parameters()
     }
     dense = sum(n for name, n in shards.items() if not is_compressed(name))
     coded = [n for name, n in shards.items() if is_compressed(name)]
-    blocks = sum(math.ceil(n / 256) for n in coded)
+    blocks = sum(math.ceil(n / block) for n in coded)
     sent = {}
     for format, bits in (("int8", 8), ("int4", 4)):
         model = wrapped(mesh())
@@ -207,13 +231,14 @@ def bytes_follow_from_the_format():
             zero_quantized_gradients=True,
             weight_format=format,
             gradient_format=format,
+            block=block,
         )
         with count_traffic() as traffic:
             backward(model, 0)
         sent[format] = traffic.sent_bytes
         # One more for each module that is coded tells that it is finite.
         assert traffic.sent_bytes["reduce_scatter"] == 4 * (dense + 2)
-        codes = blocks * 256 * bits // 8 + blocks * 4
+        codes = blocks * block * bits // 8 + blocks * 4
         assert codes <= traffic.sent_bytes["all_to_all"] <= codes + 4 * 64
     assert sent["int4"]["all_gather"] < 0.62 * sent["int8"]["all_gather"]
 
@@ -305,18 +330,24 @@ def parameters_may_be_frozen_and_thawed():
     assert "blocks.0.up.weight" in compression.state_dict()["residuals"]["reduce_scatter.blocks.0"]
 
 
-@two()
-def frozen_weights_alone():
+@two((False, True), (True, False), (True, True))
+def frozen_and_other_weights(all_weights, frozen_weights):
+    """`zero_quantized_weights` is of all, the other flag of frozen ones: together of all."""
     model = Model()
     model.blocks[0].requires_grad_(False)
     want = {n: p.detach().clone() for n, p in model.named_parameters()}
     model = wrapped(mesh(), model)
-    zero_plus_plus(model, zero_quantized_nontrainable_weights=True)
+    zero_plus_plus(
+        model,
+        zero_quantized_weights=all_weights,
+        zero_quantized_nontrainable_weights=frozen_weights,
+    )
     for block in model.blocks:
         block.unshard()
     found = dict(model.named_parameters())
     assert not torch.equal(found["blocks.0.up.weight"], want["blocks.0.up.weight"])
-    assert torch.equal(found["blocks.1.up.weight"], want["blocks.1.up.weight"])
+    same = torch.equal(found["blocks.1.up.weight"], want["blocks.1.up.weight"])
+    assert same == (not all_weights)
 
 
 class Branches(nn.Module):

@@ -170,6 +170,20 @@ def check_a_reduction_that_is_asked_for_after_the_forward_passes():
     assert_same_gradients(model, want, 2)
 
 
+def check_a_pass_in_no_sync_does_not_take_back_the_one_before():
+    """One backward pass through two forward passes, of which the first asks for a reduction."""
+    want, model = one_process(steps=2), Model(mesh(2).ep_group)
+    for one in (want, model):
+        del one.branch, one.unused
+    ddp = DistributedDataParallel(model)
+    moe_ext.nn.set_loss_scale(model, 0.5)
+    first, second = (step[dist.get_rank()] for step in batches(2))
+    loss = loss_of(ddp, first)
+    with ddp.no_sync():
+        ((loss + loss_of(ddp, second)) / 2).backward()
+    assert_same_gradients(model, want, 2)
+
+
 class Checkpointed(Model):
     reentrant = False
 

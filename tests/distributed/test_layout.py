@@ -60,16 +60,19 @@ def test_layouts(ranks):
 
 def test_two_dimensions(ranks):
     """Each rank holds a block of either matrix: a row and a column of blocks are gathered."""
-    mesh = init_device_mesh("cpu", (4, 2))
-    blocks = (Shard(0), Shard(1))
-    assert multiply(mesh, blocks, blocks) == (blocks, {GATHER: 2})
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("i", "j"))
+    blocks = layout_placements("row:i;column:j", mesh, "row column")
+    assert blocks == [Shard(0), Shard(1)]
+    assert multiply(mesh, blocks, blocks) == (tuple(blocks), {GATHER: 2})
 
 
 def test_two_and_a_half_dimensions(ranks):
     """Two copies of a grid's weights, each with its part of the rows of the other matrix."""
-    mesh = init_device_mesh("cpu", (2, 2, 2))
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("copy", "i", "j"))
+    weight = layout_placements("row:i;column:j", mesh, "row column")
+    assert weight == [Replicate(), Shard(0), Shard(1)]
     x = (Shard(0), Shard(0), Shard(1))
-    assert multiply(mesh, x, (Replicate(), Shard(0), Shard(1))) == (x, {GATHER: 2})
+    assert multiply(mesh, x, weight) == (x, {GATHER: 2})
 
 
 def test_three_dimensions(ranks):

@@ -70,6 +70,12 @@ def test_optimizers(kind, params, cls, options):
     assert isinstance(optimizer, cls)
 
 
+@pytest.mark.parametrize(("stage", "gathers_again"), [(2, False), (3, True)])
+def test_stage_3_alone_gathers_weights_for_the_backward_pass(stage, gathers_again):
+    found = md.from_ds_config({**BATCH, "zero_optimization": {"stage": stage}})
+    assert found.fsdp_options()["reshard_after_forward"] is gathers_again
+
+
 def test_float16_has_a_scaler():
     fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 50}
     found = md.from_ds_config({**BATCH, "fp16": fp16})

@@ -89,3 +89,53 @@ def test_two_ranks_are_one_process():
             "DistributedOptimizer: expected compression to be None",
             "allreduce: expected no rank to have joined",
         ]
+
+
+# Steps of each rank before it joins: the last to join is the middle one, the lowest, one of two.
+ENDS = [(2, 4, 1), (4, 1, 2), (4, 4, 1), (1, 4, 4)]
+
+
+def two_optimizers(rank):
+    """Sums and means by an optimizer each, stepped in turn, while ranks run out of data."""
+    hvd.init()
+    found = []
+    for ends in ENDS:
+        model = made(seed=1)
+        layers = model[0], model[2]
+        optimizers = [
+            hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), op=op)
+            for layer, op in zip(layers, (hvd.Sum, hvd.Average), strict=True)
+        ]
+        for step in range(ends[rank]):
+            model.zero_grad()
+            x, y = rows(rank, step)
+            F.mse_loss(model(x), y).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        last = hvd.join()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+        found.append((last, [p.detach() for p in model.parameters()]))
+    return found
+
+
+def summed_and_averaged(ends):
+    model = made(seed=1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(max(ends)):
+        model.zero_grad()
+        for rank, end in enumerate(ends):
+            if step < end:
+                x, y = rows(rank, step)
+                F.mse_loss(model(x), y).backward()
+        for p in model[2].parameters():
+            p.grad /= len(ends)
+        sgd.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def test_sums_and_two_optimizers_while_ranks_join():
+    for found in spawn_ranks(two_optimizers, 3):
+        for ends, (last, parameters) in zip(ENDS, found, strict=True):
+            assert last == max(rank for rank, end in enumerate(ends) if end == 4)
+            for p, want in zip(parameters, summed_and_averaged(ends), strict=True):
+                torch.testing.assert_close(p, want, rtol=1e-12, atol=1e-12)
