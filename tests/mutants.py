@@ -20,6 +20,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from system_mutants import BY_SYSTEM
+
 ROOT = Path(__file__).resolve().parent.parent
 # Library to its target in the build folder.
 LIBRARIES = {"_C": "csrc/_C.so", "_C_simt": "_C_simt", "_runtime": "csrc/_runtime.so"}
@@ -258,8 +260,8 @@ MUTANTS = [
     Mutant(
         "a failure does not say in which action it was",
         "moe_ext/pipeline/**/*.py",
-        "with telling(self._group, self._device, name), _noting(name):\n            self._run",
-        "with telling(self._group, self._device, 'a step'), _noting(name):\n            self._run",
+        "name = self._named(action)\n            # Below",
+        "name = 'a step'\n            # Below",
         "tests/pipeline/test_stages.py tests/pipeline/test_executor.py",
     ),
     Mutant(
@@ -430,6 +432,7 @@ MUTANTS = [
         "tests/sync/test_sync_over_ranks.py",
     ),
 ]
+MUTANTS += [Mutant(*each) for mistakes in BY_SYSTEM.values() for each in mistakes]
 
 
 def copy_tree(target):
@@ -591,7 +594,9 @@ def main():
     if arguments.python:
         chosen = [m for m in chosen if m.library is None]
     if arguments.places:
-        return _check_places(chosen)
+        wrong = wrong_places(chosen)
+        print("\n".join(wrong))
+        return int(bool(wrong))
     counts = collections.Counter()
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder).resolve()
@@ -613,16 +618,16 @@ def main():
     return int(any(count for found, count in counts.items() if found != "caught"))
 
 
-def _check_places(chosen):
-    wrong = 0
+def wrong_places(chosen):
+    """Mutants whose text or tests are not there: a line for each."""
+    found = []
     for mutant in chosen:
         place = place_of(ROOT, mutant)
         files = [name for name in mutant.tests.split() if name.startswith("tests/")]
         absent = [name for name in files if not (ROOT / name.partition("::")[0]).exists()]
         if isinstance(place, str) or absent:
-            wrong += 1
-            print(f"{mutant.name}: {place if isinstance(place, str) else ''} {absent or ''}")
-    return int(wrong > 0)
+            found.append(f"{mutant.name}: {place if isinstance(place, str) else ''} {absent or ''}")
+    return found
 
 
 if __name__ == "__main__":
