@@ -46,7 +46,7 @@ def test_formula_is_that_of_modules(gated):
 
 def test_latent_attention_is_that_of_its_paper():
     """DeepSeek-V2 (arXiv 2405.04434), equations 9 to 19: a matrix each, of unlike sizes."""
-    dim, heads, queries, keys, plain, rotary, values = 32, 3, 12, 10, 5, 4, 7
+    dim, heads, queries, keys, plain, rotary, values = 36, 3, 12, 10, 5, 4, 7
     spec = ModelSpec(1, dim, heads, 64, 50, latent=(queries, keys, plain, rotary, values))
     matrices = {
         "W_DQ": dim * queries,
