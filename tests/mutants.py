@@ -50,6 +50,34 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "options of a layer are not compared over the ranks",
+        "moe_ext/nn/moe_layer.py",
+        'facts = {"options": options}',
+        'facts = {"options": {}}',
+        "tests/test_options_over_ranks.py -k 'activation and over_ranks'",
+    ),
+    Mutant(
+        "a changed option does not travel with the counts",
+        "moe_ext/distributed/dispatch/counts.py",
+        "graph += _GRAPH_CODES * self._checksum",
+        "graph += 0",
+        "tests/test_options_over_ranks.py -k change_later",
+    ),
+    Mutant(
+        "each rank goes by the speed that it has measured",
+        "moe_ext/nn/balance/moved.py",
+        "first = share(words, group, device, operation=_OPERATION)[0]",
+        "first = share(words, group, device, operation=_OPERATION)[group_rank(group)]",
+        "tests/test_options_over_ranks.py -k ranks_measure",
+    ),
+    Mutant(
+        "another learning rate on one rank goes unnoticed in a step of DeMo",
+        "moe_ext/optim/demo.py",
+        "self.marks.append((payload[-_MARK_BYTES:] == self.marks[0]).all())",
+        "self.marks.append(self.marks[0].new_ones(()))",
+        "tests/test_options_over_ranks.py -k rates_that_change",
+    ),
+    Mutant(
         "packed documents count as one sequence",
         "moe_ext/nn/balance/losses.py",
         "return ids_BS, most + 1",

@@ -4,11 +4,16 @@ Every rank of a group calls `agree` with what has to be equal everywhere and wit
 this rank, if anything. Afterwards all of them go on, or all of them raise the same error. The
 message has one length (a second one follows where a call takes more than a kilobyte to tell), so
 that ranks that call different operations understand each other, too.
+
+Who exchanges gives its options as one fact, a mapping: it takes no more room than a number, and the
+option that differs is named.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 import json
 import os
 import struct
@@ -83,9 +88,9 @@ def agree(
 
     Args:
         operation: name for messages, compared like a fact.
-        facts: what must print alike on every rank, by the name to use in messages; as many on all
-            ranks that call this operation. A long text is compared by its checksum, and told from
-            its first difference in one message more.
+        facts: what must print alike on every rank, by the name to use in messages. A long text is
+            compared by its checksum, and told from its first difference in one message more; so is
+            a mapping of more facts, of which the first that differs is told by its own name.
         problem: what is wrong on this rank, "expected <arg> to be <rule>, got <value>", or the
             error to raise; None if nothing is.
         group: the ranks; None is this process alone.
@@ -113,7 +118,7 @@ def agree(
             raise ValueError(f"{operation}: {problem}")
         return [list(values)]
     assert group is not None
-    mine = _encoded(operation, [_shortened(fact) for fact in facts.values()], problem, values)
+    mine = _encoded(operation, facts, problem, values)
     told = _told.setdefault(group, _Told())
     told.read()
     if not repeats or not streams.has_streams(device):
@@ -127,7 +132,7 @@ def agree(
         return answer.values
     if len(mine) > _TEXT_BYTES and problem is not None:
         # Ranks that went on take part in no further message.
-        mine = _encoded(operation, [], ValueError(str(problem)[: _TEXT_BYTES // 2]), ())
+        mine = _encoded(operation, {}, ValueError(str(problem)[: _TEXT_BYTES // 2]), ())
     texts = _share_bytes(mine, group, device, operation)
     found = _compared(operation, facts, problem, group, texts, None)
     if all(len(text) <= _TEXT_BYTES for text in texts):
@@ -193,14 +198,32 @@ def _compared(
             error = _ERRORS[call["error"]](f"{operation}: {call['problem']} on rank {rank}")
             raise error from problem if isinstance(problem, Exception) else None
     check_equal_over_ranks("the operation", [c["operation"] for c in calls], group, operation)
+    if device is not None and any(call["names"] != calls[0]["names"] for call in calls):
+        _check_by_name(facts, group, device, operation)
     for i, (name, fact) in enumerate(facts.items()):
         told = [call["facts"][i] if i < len(call["facts"]) else "nothing" for call in calls]
         long = any("(checksum " in text for text in told)
         if len(set(told)) > 1 and long and device is not None:
+            if isinstance(fact, Mapping):
+                _check_by_name(fact, group, device, operation)
             texts = _share_bytes(str(fact).encode(), group, device, operation)
             told = _from_first_difference([text.decode() for text in texts])
         check_equal_over_ranks(name, told, group, operation)
     return [call["values"] for call in calls]
+
+
+def _check_by_name(
+    facts: Mapping[str, object], group: ProcessGroup, device: torch.device, operation: str
+) -> None:
+    """ValueError for the first fact that differs, where ranks may have facts of other names."""
+    mine = {name: str(fact) for name, fact in facts.items()}
+    texts = _share_bytes(json.dumps(mine).encode(), group, device, operation)
+    told: list[dict[str, str]] = [json.loads(text) for text in texts]
+    for name in dict.fromkeys(name for of_rank in told for name in of_rank):
+        values = [of_rank.get(name, "nothing") for of_rank in told]
+        if len(set(values)) > 1 and max(map(len, values)) > _LONGEST_FACT:
+            values = _from_first_difference(values)
+        check_equal_over_ranks(name, values, group, operation)
 
 
 def meet(
@@ -260,7 +283,58 @@ def is_nonfinite(x: Tensor) -> bool:
     return not bool(torch.isfinite(low) & torch.isfinite(high))
 
 
+def options_of(owner: object, name: str = "") -> dict[str, object]:
+    """Arguments that an object was made with, for `agree`, as far as it keeps them by their names.
+
+    Args:
+        owner: of a class of this package, or of one derived from it, whose own arguments are left
+            out: they may have a reason to differ. Of another class there are none.
+        name: that stands before theirs in messages.
+
+    Returns:
+        By name. Objects are told by their classes, functions by their names, the fields of a
+        dataclass each by itself. Tensors, groups and devices are left out: each rank has its own.
+        So are the names in `FREE_TO_DIFFER` of the class.
+    """
+    found: dict[str, object] = {}
+    for argument in option_names(owner):
+        option = f"{name}.{argument}" if name else argument
+        found.update(told_option(option, getattr(owner, argument)))
+    return found
+
+
+def option_names(owner: object) -> list[str]:
+    """Names of the arguments that `options_of` tells."""
+    ours = [c for c in type(owner).__mro__ if c.__module__.startswith("moe_ext.")]
+    free = getattr(owner, "FREE_TO_DIFFER", ())
+    found = []
+    for argument in inspect.signature(ours[0]).parameters if ours else ():
+        value = getattr(owner, argument, dataclasses.MISSING)
+        of_rank = isinstance(value, (Tensor, ProcessGroup, torch.device))
+        kept = value is not dataclasses.MISSING and not inspect.ismethod(value)
+        if kept and not of_rank and argument not in free:
+            found.append(argument)
+    return found
+
+
+def told_option(name: str, value: object) -> dict[str, object]:
+    """An option by its name, and the fields of a dataclass by theirs."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {name: type(value).__name__, **options_of(value, name)}
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, tuple, list)):
+        return {name: value}
+    # Not as it prints: that may hold an address, another on every rank.
+    return {name: getattr(value, "__qualname__", type(value).__qualname__)}
+
+
+def checksum(options: Mapping[str, object]) -> int:
+    """A number of 32 bits that differs where options do."""
+    return zlib.crc32(json.dumps({name: str(value) for name, value in options.items()}).encode())
+
+
 def _shortened(fact: object) -> str:
+    if isinstance(fact, Mapping):
+        return f"{len(fact)} options (checksum {checksum(fact):08x})"
     text = str(fact)
     if len(text) <= _LONGEST_FACT:
         return text
@@ -282,13 +356,16 @@ def _from_first_difference(texts: list[str]) -> list[str]:
     ]
 
 
-def _encoded(operation: str, facts: list[str], problem: Problem, values: Sequence[int]) -> bytes:
+def _encoded(
+    operation: str, facts: Mapping[str, object], problem: Problem, values: Sequence[int]
+) -> bytes:
     """A call as JSON."""
     text = None if problem is None else str(problem).removeprefix(f"{operation}: ")
     kind = type(problem).__name__
     call = {
         "operation": operation,
-        "facts": facts,
+        "facts": [_shortened(fact) for fact in facts.values()],
+        "names": zlib.crc32("\n".join(facts).encode()),
         "values": list(values),
         "problem": text,
         "error": kind if kind in _ERRORS else ValueError.__name__,

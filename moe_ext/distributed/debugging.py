@@ -17,6 +17,8 @@ from torch.distributed import ProcessGroup
 from moe_ext.distributed.failures import running, with_layer
 from moe_ext.distributed.groups import global_rank, group_ranks, group_size
 
+# Name of what `enabled` says, where ranks compare it.
+OPTION = "debug (or else MOE_EXT_DEBUG)"
 ENABLED = os.environ.get("MOE_EXT_DEBUG", "0") not in ("", "0")
 
 

@@ -221,7 +221,7 @@ def _average_tensor_parallel(parameters: list[nn.Parameter], device: torch.devic
                 mark_synced(parameter.grad)
 
 
-def fingerprint(parameters: list[tuple[str, nn.Parameter]]) -> int:
+def fingerprint(parameters: Sequence[tuple[str, Tensor]]) -> int:
     """A number from the bits of all values, equal for equal parameters."""
     hashes = []
     for _, parameter in parameters:

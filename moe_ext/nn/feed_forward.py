@@ -42,6 +42,7 @@ class FeedForward(nn.Module):
     ) -> None:
         super().__init__()
         self.activation, self.gated = resolve_activation(activation, None, "FeedForward")
+        self.ffn_dim = ffn_dim
         up_dim = 2 * ffn_dim if self.gated else ffn_dim
         up = nn.Linear(model_dim, up_dim, bias=bias, device=device, dtype=dtype)
         self._up_name = "gate_up_proj" if self.gated else "up_proj"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -19,6 +20,8 @@ from torch.distributed import ProcessGroup
 from moe_ext._checks import check_choice, check_sizes
 from moe_ext._compile import outside_graphs
 from moe_ext.attention.masks import Offsets
+from moe_ext.distributed import debugging
+from moe_ext.distributed.agreement import agree, option_names, options_of, told_option
 from moe_ext.distributed.dispatch import (
     DISPATCHERS,
     AutoDispatcher,
@@ -36,7 +39,7 @@ from moe_ext.distributed.dispatch import (
 )
 from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.distributed.failures import in_layer
-from moe_ext.distributed.groups import check_group, group_size
+from moe_ext.distributed.groups import check_group, group_size, small_message_device
 from moe_ext.distributed.placement import declare_experts, shards_of_experts
 from moe_ext.nn.balance.counts import CountingModule, StepCounts, add_once
 from moe_ext.nn.balance.losses import (
@@ -166,6 +169,9 @@ class MoELayer(CountingModule):
     expert-parallel one reads the split sizes once per forward pass.
     """
 
+    # Told by names of their own, since they stand for what ranks may have in several ways.
+    FREE_TO_DIFFER = ("dispatcher", "debug")
+
     def __init__(
         self,
         model_dim: int,
@@ -215,6 +221,11 @@ class MoELayer(CountingModule):
         self.loss_scale: float | Tensor = 1.0
         self._record: Record = {}
         self._dispatch_choice: DispatchChoice | None = None
+        # Options whose values the ranks have compared, and these values.
+        self._watched: operator.attrgetter[Any] | None = None
+        self._compared: object = None
+        # Options that do not change with attributes.
+        self._made_with: dict[str, object] = {}
         # With etp each shard of an expert is an expert of its own to the dispatcher: their sum
         # is what the expert makes of a token.
         self._shards = shards_of_experts(ep_group)
@@ -363,7 +374,29 @@ class MoELayer(CountingModule):
         self, x: Tensor, per_token: dict[str, Tensor | None], packed: _Packed
     ) -> Tensor:
         with in_layer(weakref.ref(self)):
+            self._compare_options()
             return self._forward(x, per_token, packed)
+
+    def _compare_options(self) -> None:
+        """Compare the options over the ranks, with the first pass and where one has changed."""
+        watched = self._watched
+        if watched is not None and watched(self) == self._compared:
+            return
+        dispatcher = self.dispatcher
+        if watched is None:
+            self._made_with = _made_with(self)
+        now = _options_now(self)
+        options = {**now, **self._made_with}
+        if watched is None:
+            group = dispatcher.group
+            # The first message of one layer must not meet a later one of another.
+            if not dispatcher._calls.layers:
+                facts = {"options": options}
+                agree("MoELayer", facts, None, group, small_message_device(group))
+            self._watched = operator.attrgetter(*_paths_of_options(self))
+        assert self._watched is not None
+        self._compared = self._watched(self)
+        dispatcher.declare(options)
 
     def explain_dispatch(self) -> DispatchChoice:
         """Dispatcher that the layer uses and why, with bytes and times where it was chosen.
@@ -683,6 +716,56 @@ class MoELayer(CountingModule):
     def __getstate__(self) -> dict[str, Any]:
         # Tensors in the graph can be neither copied nor stored.
         return {**self.__dict__, "_record": {}}
+
+
+def _made_with(layer: MoELayer) -> dict[str, object]:
+    """Options that must be equal on every rank and do not change, by name."""
+    dispatcher, rebalancer = layer.dispatcher, layer._rebalancer
+    found = told_option("rebalance", None if rebalancer is None else rebalancer.options)
+    found["dispatcher"] = type(dispatcher).__name__
+    found.update(told_option("wire", dispatcher.wire))
+    for name, fact in dispatcher._calls.facts.items():
+        found["num_experts of the dispatcher" if name == "num_experts" else name] = fact
+    found[debugging.OPTION] = debugging.enabled()
+    found["shared_expert_gate"] = layer.shared_expert_gate is not None
+    found.update(told_option("post_norm", getattr(layer.experts, "post_expert_norm", None)))
+    for name, module in _parts(layer):
+        for parameter_name, parameter in module.named_parameters():
+            found[f"the shape of {name}.{parameter_name}"] = list(parameter.shape)
+            found[f"the dtype of {name}.{parameter_name}"] = parameter.dtype
+    return found
+
+
+def _options_now(layer: MoELayer) -> dict[str, object]:
+    """Options that must be equal on every rank, as the attributes are now, by name."""
+    found = options_of(layer)
+    for name, module in _parts(layer):
+        found.update(options_of(module, name))
+    if _is_periodic(layer):
+        assert layer._rebalancer is not None
+        found["calls of update_placement"] = layer._rebalancer.calls
+        found["training, with rebalance='periodic'"] = layer.training
+    return found
+
+
+def _paths_of_options(layer: MoELayer) -> list[str]:
+    """The attributes that `_options_now` reads."""
+    found = option_names(layer)
+    for name, module in _parts(layer):
+        found += [f"{name}.{option}" for option in option_names(module)]
+    return [*found, "training", "_rebalancer.calls"] if _is_periodic(layer) else found
+
+
+def _is_periodic(layer: MoELayer) -> bool:
+    return layer._rebalancer is not None and layer._rebalancer.options.mode == "periodic"
+
+
+def _parts(layer: MoELayer) -> list[tuple[str, nn.Module]]:
+    """Modules of this package that the layer consists of, by name."""
+    names = ("router", "experts", "shared_expert")
+    found = [(name, getattr(layer, name)) for name in names]
+    # A caller's own may have a reason to differ between ranks.
+    return [(n, m) for n, m in found if isinstance(m, (Router, GroupedExperts, FeedForward))]
 
 
 def _plus(count: Tensor, more: Tensor | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,9 +13,48 @@ from torch.optim.optimizer import Optimizer
 
 from moe_ext.compression.codecs.chunked import ChunkedTopK
 from moe_ext.compression.feedback import CodecMemory
-from moe_ext.distributed.agreement import agree, is_nonfinite
-from moe_ext.distributed.groups import resolve_group, small_message_device
+from moe_ext.distributed.agreement import agree, checksum, is_nonfinite
+from moe_ext.distributed.gradients import fingerprint
+from moe_ext.distributed.groups import group_size, resolve_group, small_message_device
 from moe_ext.optim._arguments import label
+
+_MARK_BYTES = 8
+
+
+@dataclass(frozen=True)
+class _MarkedTopK(ChunkedTopK):
+    """Payloads with a number behind them, which is equal on all ranks unless their options differ.
+
+    Attributes:
+        marks: the number of this rank, then whether it is that of each payload.
+    """
+
+    marks: list[Tensor] = field(default_factory=list, compare=False, repr=False)
+
+    def mark(self, number: int, device: torch.device) -> None:
+        """Set the number of the next payload."""
+        mine = torch.tensor([number], dtype=torch.int64, device=device).view(torch.uint8)
+        self.marks[:] = [mine]
+
+    def payload_bytes(self, numel: int) -> int:
+        """See `PayloadCodec`."""
+        return super().payload_bytes(numel) + _MARK_BYTES
+
+    def encode(
+        self,
+        x_N: Tensor,
+        residual_N: Tensor | None = None,
+        *,
+        rng_state: Tensor | None = None,
+    ) -> Tensor:
+        """See `PayloadCodec`."""
+        payload = super().encode(x_N, residual_N, rng_state=rng_state)
+        return torch.cat([payload, self.marks[0]])
+
+    def decode_add_(self, out_N: Tensor, payload: Tensor) -> None:
+        """See `PayloadCodec`."""
+        self.marks.append((payload[-_MARK_BYTES:] == self.marks[0]).all())
+        super().decode_add_(out_N, payload[:-_MARK_BYTES])
 
 
 class DeMo(Optimizer):
@@ -25,7 +65,8 @@ class DeMo(Optimizer):
     all ranks. Gradients are not averaged before: train without DDP.
 
     Args:
-        params: parameters or groups of them, the same on all ranks; plain tensors.
+        params: parameters or groups of them, the same on all ranks; plain tensors. Their values are
+            compared by a checksum in the first step: seed every rank alike.
         lr: of the step.
         compression_decay: of the momentum.
         compression_topk: k, coefficients of a chunk.
@@ -36,7 +77,8 @@ class DeMo(Optimizer):
 
     Raises:
         ValueError: an argument is out of its range, or a step meets gradients of other parameters
-            than the first one; on every rank: a gradient of any rank is NaN or infinite.
+            than the first one; on every rank: a gradient of any rank is NaN or infinite, or
+            options, steps or, at first, parameters differ between ranks.
 
     A step that fails leaves parameters and momentums as they were.
 
@@ -56,13 +98,37 @@ class DeMo(Optimizer):
         for name, value in (("lr", lr), ("weight_decay", weight_decay)):
             if not value >= 0.0:
                 raise ValueError(f"DeMo: expected {name} to be 0 or more, got {value}")
-        self._codec = ChunkedTopK(
+        self._codec = _MarkedTopK(
             compression_topk, compression_chunk, bits=32, dct=True, decay=compression_decay
         )
         self._group = resolve_group(process_group, "DeMo")
         self._round = 0
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         self._memory: CodecMemory | None = None
+        # Whether ranks have compared options and parameters.
+        self._compared = False
+
+    def _options(self) -> dict[str, object]:
+        """What must be equal on all ranks in a step, by name; lists have one for each group."""
+        groups = self.param_groups
+        return {
+            "compression_topk": self._codec.k,
+            "compression_chunk": self._codec.chunk,
+            "compression_decay": self._codec.decay,
+            "lr": [float(group["lr"]) for group in groups],
+            "weight_decay": [float(group["weight_decay"]) for group in groups],
+            "shapes of params": [[tuple(p.shape) for p in group["params"]] for group in groups],
+            "the number of the step": self._round,
+        }
+
+    def _compare_first(self, options: dict[str, object], device: torch.device) -> None:
+        """One message before the first step, since the length of all others depends on options."""
+        values = 0
+        if group_size(self._group) > 1:
+            values = fingerprint([("", p) for p in self._trained()])
+        name = "the values of the parameters at the first step (seed every rank alike)"
+        agree("DeMo", {"options": options, name: values}, None, self._group, device)
+        self._compared = True
 
     def _trained(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -82,11 +148,18 @@ class DeMo(Optimizer):
             raise ValueError(
                 f"DeMo.step: expected the {memory.numel} elements of the first step, got others"
             )
+        options, device = self._options(), trained[0].device
+        if not self._compared:
+            self._compare_first(options, device)
+        self._codec.mark(checksum(options), device)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
         memory.begin()
         flat_N = torch.cat([grad.float().flatten() for grad in grads])
         try:
             mean_N = self._codec.start(flat_N, memory, group=self._group, step=self._round).wait()
+            # NOTE: device-to-host sync, as that below.
+            if not all(map(bool, self._codec.marks[1:])):
+                agree("DeMo", {"options": options}, None, self._group, device)
             # The largest coefficients travel, and NaN counts as the largest: all ranks see it.
             if is_nonfinite(mean_N):
                 self._refuse()

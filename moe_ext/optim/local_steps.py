@@ -25,6 +25,7 @@ from moe_ext.compression.feedback import CodecMemory
 from moe_ext.distributed.agreement import agree, is_nonfinite
 from moe_ext.distributed.comm import Pending
 from moe_ext.distributed.dtensor import is_dtensor, local_part, with_local
+from moe_ext.distributed.gradients import fingerprint
 from moe_ext.distributed.groups import group_ranks, group_size, resolve_group, small_message_device
 from moe_ext.distributed.placement import placements, replica_group
 from moe_ext.optim.muon import Muon
@@ -105,9 +106,12 @@ class DiLoCo:
         manager: the workers: a process group, None for the default one, or a `torchft.Manager` over
             replica groups, whose rounds go on without a group that died. A manager adds dense
             numbers; a codec then rounds what is added, and saves no bytes.
-        model_fragments: modules; what lies in none is left to the inner optimizer.
-        inner_optimizer: its steps are counted.
-        outer_optimizer: of the fragment's parameters; a list with one for each of several.
+        model_fragments: modules; what lies in none is left to the inner optimizer. With a process
+            group the weights that they begin with are compared by a checksum: seed every worker
+            alike. A manager brings them to a new group, as torchft does.
+        inner_optimizer: its steps are counted. Workers may have different ones, and other options.
+        outer_optimizer: of the fragment's parameters; a list with one for each of several. Its
+            options are compared in every round.
         sync_every: inner steps of a round; a multiple of the number of fragments.
         backup_device: where the weights of the last round are kept; None is beside the weights.
         pin_memory: as torchft has it; without effect.
@@ -205,6 +209,8 @@ class DiLoCo:
         self._alpha, self._inner = fragment_update_alpha, inner_optimizer
         self.round, self._local_step = 0, 0
         self._fragments = []
+        # Parameters that are not averaged, since they were frozen at first.
+        self._frozen: list[tuple[str, nn.Parameter]] = []
         for module, outer in zip(fragments, outers, strict=True):
             parts = self._parts(module, backup_device)
             wanted = {id(p) for part in parts for p in part.parameters}
@@ -224,6 +230,7 @@ class DiLoCo:
         places = placements(module)
         for name, parameter in module.named_parameters():
             if not parameter.requires_grad:
+                self._frozen.append((name, parameter))
                 continue
             group, place = self._group, places.get(name)
             if group is not None and place is not None and place.axis == "ep" and place.group:
@@ -247,21 +254,48 @@ class DiLoCo:
         return parts
 
     def _check_alike(self) -> None:
+        """Compare options and the weights to begin with, before the first round."""
         if self._group is None:
             return
-        facts = {
+        parts = [part for fragment in self._fragments for part in fragment.parts]
+        device = small_message_device(self._group)
+        # Ranks that hold the same experts compare these among themselves.
+        for group in dict.fromkeys([self._group, *(part.group for part in parts)]):
+            values = [x for part in parts if part.group is group for x in part.original]
+            facts = {
+                "options": self._options(),
+                "elements": sum(x.numel() for x in values),
+                "the values of the parameters at first (seed every worker alike)": fingerprint(
+                    [("", x) for x in values]
+                ),
+            }
+            agree(type(self).__name__, facts, None, group, device)
+
+    def _options(self) -> dict[str, object]:
+        """What must be equal on all workers in a round, by name."""
+        outers = [fragment.outer for fragment in self._fragments]
+        found: dict[str, object] = {
             "codec": self._codec,
-            "steps of a fragment": self._steps,
+            "model_fragments": len(outers),
+            "sync_every": self._steps * len(outers),
             "fragment_sync_delay": self._delay,
             "fragment_update_alpha": self._alpha,
-            "elements": [
-                sum(x.numel() for p in f.parts for x in p.original) for f in self._fragments
-            ],
+            "outer_optimizer": [type(outer).__name__ for outer in outers],
         }
-        if any(part.group is not self._group for f in self._fragments for part in f.parts):
-            # Ranks hold different experts.
-            facts.pop("elements")
-        agree(type(self).__name__, facts, None, self._group, small_message_device(self._group))
+        groups = [group for outer in outers for group in outer.param_groups]
+        for name in dict.fromkeys(name for group in groups for name in group if name != "params"):
+            found[f"{name} of outer_optimizer"] = [group.get(name) for group in groups]
+        return found
+
+    def _find_unfrozen(self) -> str | None:
+        """The problem of parameters that are trained now and are not averaged; None without any."""
+        found = [name for name, parameter in self._frozen if parameter.requires_grad]
+        if not found:
+            return None
+        return (
+            "expected parameters to require gradients from the start, since others are not "
+            f"averaged, got a later one for {found[0]}; make the optimizer anew"
+        )
 
     # -- rounds ------------------------------------------------------------------------------
 
@@ -290,15 +324,22 @@ class DiLoCo:
 
     @torch.no_grad()
     def _start(self, fragment: _Fragment) -> None:
+        owner, unfrozen = type(self).__name__, self._find_unfrozen()
         if self._manager is not None:
+            if unfrozen is not None:
+                raise ValueError(f"{owner}: {unfrozen}")
             self._manager.start_quorum()
         deltas = [part.delta() for part in fragment.parts]
         problem = self._find_nonfinite(fragment, deltas)
         if self._manager is None:
-            owner, group = type(self).__name__, self._group
+            group = self._group
             device = deltas[0].device if group is None else small_message_device(group)
-            facts = {"the round": self.round, "the inner steps in it": self._local_step}
-            agree(owner, facts, problem, group, device)
+            facts = {
+                "the round": self.round,
+                "the inner steps in it": self._local_step,
+                "options": self._options(),
+            }
+            agree(owner, facts, unfrozen or problem, group, device)
         elif problem is not None:
             # A manager has no message for it: all groups find NaN in the mean, and do not commit.
             for delta_N in deltas:

@@ -336,7 +336,7 @@ def check_what_cannot_be_served():
     for way in WAYS:
         one = layer(way, "int8", torch.float64)
         raised(TypeError, text, one, tokens(0, dtype=torch.float64))
-        text_of_both = r"expected wire to be equal .* got Wire.*'fp8'.* on rank \d"
+        text_of_both = r"expected wire.dispatch to be equal .* got .*fp8.* on rank \d"
         mixed = make(dispatcher=dispatcher.__wrapped__(way, "mx" if odd else "fp8"))
         raised(ValueError, text_of_both, mixed, tokens(0))
     by_name = make(wire="mx")

@@ -273,7 +273,7 @@ def check_differences_between_ranks_raise_everywhere():
     odd = dist.get_rank() == dist.get_world_size() - 1
     world = dist.group.WORLD
     mixed = DedupDispatcher(E, world, combine="reduced" if odd else "exact")
-    text = r"DedupDispatcher: expected combine to be equal .* got exact on rank 0.*reduced"
+    text = r"MoELayer: expected combine to be equal .* got exact on rank 0.*reduced"
     one = MoELayer(D, 6, E, K, ep_group=world, dispatcher=mixed)
     raised(ValueError, text, one, tokens().float())
 

@@ -355,8 +355,8 @@ def check_differences_between_ranks_raise_everywhere():
         ({"dim": 10}, "model_dim", "8", "10"),
         ({"experts": 2 * E}, "num_experts", str(E), str(2 * E)),
         ({"top_k": 3}, "top_k", "2", "3"),
-        ({"dtype": torch.float64}, "the dtype of x", "torch.float32", "torch.float64"),
-        ({"capacity_factor": 1.0}, "whether there is a capacity", "False", "True"),
+        ({"dtype": torch.float64}, "the dtype of router.weight", ".*32", ".*64"),
+        ({"capacity_factor": 1.0}, "capacity", "None", "Capacity"),
     ]
     for options, what, usual, other in cases:
         odd = layer(**options) if mine else layer()

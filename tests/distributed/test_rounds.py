@@ -181,7 +181,7 @@ def check_peak_with_all_tokens_on_one_expert():
 def check_different_budgets_are_refused_on_every_rank():
     layer = make(RowBudget(5 + dist.get_rank()))
     x = batch([9] * dist.get_world_size(), dist.get_rank())
-    raised(ValueError, r"RowBudget: expected rows to be equal on every rank, got 5 on", layer, x)
+    raised(ValueError, r"expected row_budget.rows to be equal on every rank, got 5 on", layer, x)
 
 
 def check_a_rank_that_fails_before_is_named():
@@ -254,7 +254,7 @@ def check_static_budgets_are_compared_and_failures_are_told():
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     x = batch([9] * num_ranks, rank)
     layer = make(RowBudget(6 + rank, static=True))
-    raised(ValueError, r"expected rows to be equal on every rank, got 6 on rank 0", layer, x)
+    raised(ValueError, r"row_budget.rows to be equal on every rank, got 6 on rank 0", layer, x)
     layer = make(RowBudget(1, static=True))
     raised(ValueError, rf"expected rows to be at least {num_ranks}, one for each rank", layer, x)
     layer = make(RowBudget(6, static=True))

@@ -141,7 +141,7 @@ class AutoDispatcher(TokenDispatcher):
         wire: Wire | str | None = None,
     ) -> None:
         super().__init__(num_experts, group, wire=wire)
-        self.combine_by = combine
+        self.combine_by = self._calls.facts["combine"] = combine
 
     def choose(
         self, x: Tensor, top_k: int, *, in_rounds: bool, weighed: bool = True
@@ -166,7 +166,7 @@ class AutoDispatcher(TokenDispatcher):
             "top_k": top_k,
             "whether there is a row_budget": in_rounds,
             "whether the experts take weights": weighed,
-            "debug (or else MOE_EXT_DEBUG)": debugging.enabled(),
+            debugging.OPTION: debugging.enabled(),
         }
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         code = DTYPES.index(dtype) if dtype in DTYPES else 0
@@ -201,6 +201,8 @@ class AutoDispatcher(TokenDispatcher):
         chosen = self._make(name, node_size)
         if self._calls.layer is not None:
             chosen.tell_apart(self._calls.layers, self._calls.layer)
+        if self._calls.options is not None:
+            chosen.declare(self._calls.options)
         candidates = tuple(
             DispatchCandidate(name, sent, off, None if seconds is None else seconds[i])
             for i, (name, (sent, off)) in enumerate(zip(names, amounts, strict=True))

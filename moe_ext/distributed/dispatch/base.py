@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -186,7 +186,8 @@ class TokenDispatcher:
         wire = Wire.of(name, wire)
         self.wire = wire if self.num_ranks > 1 else Wire()
         self.grad_scale = float(self.num_ranks) if average else 1.0
-        self._calls = CallComparison({"num_experts": num_experts})
+        facts = {"num_experts": num_experts, "drop_policy": drop_policy, "average": average}
+        self._calls = CallComparison(facts)
         self._result_dtypes: dict[torch.dtype, torch.dtype] = {}
 
     def tell_apart(self, layers: Sequence[str], layer: int) -> None:
@@ -201,6 +202,16 @@ class TokenDispatcher:
             layer: index of this one.
         """
         self._calls.tell_apart(layers, layer)
+
+    def declare(self, options: Mapping[str, object]) -> None:
+        """Take the options of a layer, which its ranks have compared, into every exchange.
+
+        A later change on some ranks alone then raises on all of them, with its name.
+
+        Args:
+            options: what must be equal on every rank, by name.
+        """
+        self._calls.declare(options)
 
     @property
     def group(self) -> Any:

@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext.distributed import debugging
-from moe_ext.distributed.agreement import agree, check_equal_over_ranks
+from moe_ext.distributed.agreement import agree, check_equal_over_ranks, checksum
 from moe_ext.distributed.dispatch.wire import Wire
 from moe_ext.distributed.groups import group_ranks
 
 # State of the backward pass: not recorded, recorded, or recorded with this rank's rows in it.
 _NOT_RECORDED, _RECORDED, _IN_GRAPH = range(3)
+_GRAPH_CODES = 3
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DTYPE_CODES = len(DTYPES) + 1
 # Headers kept on the device: a layer has a few, or one for each number of tokens with a capacity.
@@ -36,7 +37,8 @@ _numbers = itertools.count()
 # comes to the same verdict on the next one.
 _met: weakref.WeakKeyDictionary[ProcessGroup, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
-# model_dim, dtype and wire, top_k, layer and failure, capacity, state of the backward pass.
+# model_dim, dtype and wire, top_k, layer and failure, capacity, options and state of the backward
+# pass.
 Header = tuple[int, int, int, int, int, int]
 
 
@@ -67,12 +69,15 @@ class CallComparison:
 
     Attributes:
         facts: these.
+        options: of the layer that runs, which its ranks have compared; None where it has none.
         layers: names of the layers that share the group; empty where they have none.
         layer: index of this one, or its number in the order of first calls; None before the first.
     """
 
     def __init__(self, facts: Mapping[str, object]) -> None:
         self.facts = dict(facts)
+        self.options: Mapping[str, object] | None = None
+        self._checksum = 0
         self.layers: tuple[str, ...] = ()
         self.layer: int | None = None
         self._agreed = False
@@ -82,6 +87,11 @@ class CallComparison:
         """See `TokenDispatcher.tell_apart`."""
         self.layers, self.layer = tuple(layers), layer
         # The first message of one layer must not meet a later one of another.
+        self._agreed = True
+
+    def declare(self, options: Mapping[str, object]) -> None:
+        """See `TokenDispatcher.declare`."""
+        self.options, self._checksum = options, checksum(options)
         self._agreed = True
 
     def header(
@@ -110,6 +120,7 @@ class CallComparison:
         code += _DTYPE_CODES * wire.number
         recorded = _IN_GRAPH if in_graph else _RECORDED
         graph = recorded if torch.is_grad_enabled() else _NOT_RECORDED
+        graph += _GRAPH_CODES * self._checksum
         if self.layer is None:
             self.layer = next(_numbers)
         return (dim, code, top_k, 2 * self.layer + failed, limit, graph)
@@ -154,6 +165,11 @@ class CallComparison:
             # One more message, with the reason.
             agree(operation, {}, problem, group, own_PM.device)
         self._check_layers(tuple(state // 2 for state in states), group, operation)
+        if any(graph // _GRAPH_CODES != graphs[0] // _GRAPH_CODES for graph in graphs):
+            # One more message, with the option that has changed on some ranks.
+            facts = {"options": self.options or {}}
+            agree(operation, facts, None, group, own_PM.device)
+        graphs = tuple(graph % _GRAPH_CODES for graph in graphs)
         check_equal_over_ranks("model_dim", dims, group, operation)
         names = [*map(str, DTYPES), "another dtype"]
         dtypes = [names[code % _DTYPE_CODES] for code in codes]
@@ -177,7 +193,7 @@ class CallComparison:
 
     def first_facts(self) -> dict[str, object]:
         """Facts that the ranks compare at the first call: every later message depends on them."""
-        return {**self.facts, "debug (or else MOE_EXT_DEBUG)": debugging.enabled()}
+        return {**self.facts, debugging.OPTION: debugging.enabled()}
 
     def _on_device(self, header: tuple[int, ...], like: Tensor) -> Tensor:
         """The header for every rank `[P, 6]`; a copy to the device, which waits, happens once."""

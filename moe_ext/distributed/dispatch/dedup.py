@@ -11,7 +11,7 @@ import copy
 import functools
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +25,7 @@ from moe_ext import ops
 from moe_ext._checks import check_choice
 from moe_ext.distributed import comm
 from moe_ext.distributed._c10d import small_message_device
+from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.dispatch.alltoall import AllToAllDispatcher
 from moe_ext.distributed.dispatch.base import (
     DispatchMetadata,
@@ -37,7 +38,7 @@ from moe_ext.distributed.dispatch.base import (
 from moe_ext.distributed.dispatch.chunks import Chunk, RowCounts
 from moe_ext.distributed.dispatch.hops import Hop, Journey, Route, return_weights
 from moe_ext.distributed.dispatch.wire import Wire
-from moe_ext.distributed.groups import group_rank, group_ranks, group_size
+from moe_ext.distributed.groups import check_group, group_rank, group_ranks, group_size
 from moe_ext.ops.grouped_gemm import row_alignment
 
 COMBINES = ("exact", "reduced")
@@ -287,8 +288,10 @@ class DedupDispatcher(AllToAllDispatcher):
     ) -> None:
         super().__init__(num_experts, group, drop_policy=drop_policy, average=average, wire=wire)
         check_choice(self.operation, "combine", combine, COMBINES)
-        self.combine_by = combine
+        self.combine_by = self._calls.facts["combine"] = combine
         self._hops = self._make_hops(num_experts, group)
+        for hop in self._hops:
+            hop._calls.facts = {**self._calls.facts, "num_experts": num_experts}
 
     def _make_hops(self, num_experts: int, group: ProcessGroup) -> tuple[Hop, ...]:
         return (Hop(self.operation, num_experts, group, self.combine_by, self.average, self.wire),)
@@ -298,6 +301,12 @@ class DedupDispatcher(AllToAllDispatcher):
         super().tell_apart(layers, layer)
         for hop in self._hops:
             hop.tell_apart(layers, layer)
+
+    def declare(self, options: Mapping[str, object]) -> None:
+        """See `TokenDispatcher`."""
+        super().declare(options)
+        for hop in self._hops:
+            hop.declare(options)
 
     def routing(
         self, x: Tensor, *, num_shared: int | None = None
@@ -642,12 +651,16 @@ class HierarchicalDispatcher(DedupDispatcher):
         wire: Wire | str | None = None,
     ) -> None:
         known = os.environ.get("LOCAL_WORLD_SIZE", 0) if node_size is None else node_size
-        size = int(known)
+        size, problem = int(known), None
         if size < 1 or group_size(group) % size:
-            raise ValueError(
-                "HierarchicalDispatcher: expected node_size, or else LOCAL_WORLD_SIZE, to divide "
-                f"the size of the group, {group_size(group)}, got {known}"
+            problem = (
+                "expected node_size, or else LOCAL_WORLD_SIZE, to divide the size of the group, "
+                f"{group_size(group)}, got {known}"
             )
+        check_group(group, "HierarchicalDispatcher", name="group")
+        # Before groups are made of it.
+        facts = {"node_size (or else LOCAL_WORLD_SIZE)": size}
+        agree("HierarchicalDispatcher", facts, problem, group, small_message_device(group))
         self.node_size = size
         super().__init__(
             num_experts,

@@ -146,5 +146,6 @@ def _agree(
 ) -> None:
     # The messages of a graph are those of the pass before it was captured.
     if not is_capturing(device):
-        facts = {**dispatcher._calls.first_facts(), **facts}
+        options = dispatcher._calls.options or {}
+        facts = {**dispatcher._calls.first_facts(), **facts, "options": options}
         agree(dispatcher.operation, facts, problem, dispatcher.group, device, repeats=True)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import math
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,10 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext._checks import check_choice, check_integer
+from moe_ext.distributed.agreement import share
 from moe_ext.distributed.dispatch import RowCounts, SharedCounts, TokenDispatcher
 from moe_ext.distributed.dispatch.rows import all_to_all_rows
-from moe_ext.distributed.groups import GroupHandle, group_rank, group_size
+from moe_ext.distributed.groups import GroupHandle, group_rank, group_size, small_message_device
 from moe_ext.distributed.link import Link, max_over_ranks, measure_link, quickest, seconds_of
 
 MODES = ("exact", "periodic")
@@ -43,12 +45,16 @@ class Rebalance:
         every: calls of `update_placement` from one plan to the next, of "periodic".
         hysteresis: share by which the heaviest rank of a new plan must be lighter than that of the
             plan in use to replace it, of "periodic".
-        link: of the group; None measures it at the first pass.
+        link: of the group; None measures it at the first pass. It may differ between ranks, as do
+            measured numbers: all of them go by that of the first one.
         flops: floating point operations a second of a rank's products while all ranks compute;
-            None measures them.
+            None measures them. As `link`, that of the first rank.
         flops_alone: the same while the other ranks wait, more where ranks share cores; None
-            measures it, or takes `flops` where that is given.
+            measures it, or takes `flops` where that is given. As `link`, that of the first rank.
     """
+
+    # Measured by each rank: `Rebalancer` takes those of one.
+    FREE_TO_DIFFER: ClassVar[tuple[str, ...]] = ("link", "flops", "flops_alone")
 
     mode: str = "exact"
     break_even: float = 1.0
@@ -321,11 +327,11 @@ class Rebalancer:
     def _measured(self, x_TD: Tensor) -> tuple[Link, float, float]:
         """The link, and rates of a rank's products: all ranks at once, and one by itself.
 
-        All ranks use the same.
+        All ranks use the same: given ones are those of the first rank.
         """
         group = self._group.group
         assert group is not None
-        link, flops, alone = self.options.link, self.options.flops, self.options.flops_alone
+        link, flops, alone = self._given(group)
         if link is None:
             link = measure_link(group, x_TD.device)
         if flops is not None:
@@ -345,6 +351,20 @@ class Rebalancer:
         slowest, shared = max_over_ranks([together, together if first else 0.0], group, x_TD.device)
         flops = 2 * _REHEARSAL_ROWS * math.prod(self._sizes) / max(slowest, 1e-9)
         return link, flops, flops * max(1.0, shared / max(one, 1e-9))
+
+    def _given(self, group: ProcessGroup) -> tuple[Link | None, float | None, float | None]:
+        """The options of the first rank that are measured where they are None, on every rank."""
+        options, link = self.options, self.options.link
+        rates = (0.0, 0.0, 0.0)
+        if link is not None:
+            rates = (link.latency, link.exchange_bandwidth, link.reduce_bandwidth)
+        numbers = (*rates, options.flops or 0.0, options.flops_alone or 0.0)
+        words = struct.unpack("<5q", struct.pack("<5d", *numbers))
+        device = small_message_device(group)
+        first = share(words, group, device, operation=_OPERATION)[0]
+        *rates, flops, alone = struct.unpack("<5d", struct.pack("<5q", *first))
+        # A link has bandwidth.
+        return Link(*rates) if rates[1] else None, flops or None, alone or None
 
     def update(self) -> None:
         """One call of `update_placement`; see there."""

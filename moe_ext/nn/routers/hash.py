@@ -116,7 +116,8 @@ class HashRouter(ScoreRouter):
         self.vocab_size = vocab_size
         self.method = method
         self.seed = seed
-        self._counts = None if token_counts is None else token_counts.detach().cpu().tolist()
+        self.token_counts = None if token_counts is None else token_counts.detach().cpu().tolist()
+        self.learned = learned
         table = None
         if vocab_size is not None:
             table = torch.empty((vocab_size, top_k), dtype=torch.int64, device=device)
@@ -139,8 +140,8 @@ class HashRouter(ScoreRouter):
         if self.method == "random":
             draws = torch.rand(self.vocab_size, self.num_experts, generator=generator)
             table_VK = draws.argsort(dim=1)[:, : self.top_k]
-        elif self._counts is not None:
-            table_VK = _greedy_table(self._counts, self.num_experts, self.top_k)
+        elif self.token_counts is not None:
+            table_VK = _greedy_table(self.token_counts, self.num_experts, self.top_k)
         else:
             table_VK = _even_table(self.vocab_size, self.num_experts, self.top_k, generator)
         self.expert_of_id.copy_(table_VK)

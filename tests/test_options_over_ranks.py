@@ -1,0 +1,600 @@
+"""Whoever exchanges compares its options over the ranks: each argument of each constructor.
+
+One of two ranks gives another value: all of them raise the same error, which names the argument,
+the ranks and the values, and nothing has changed. What ranks may give each in its own way is listed
+with a reason, which the docstring has too.
+"""
+
+import copy
+import functools
+import inspect
+import re
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_checks import Checks
+from torch import nn
+
+import moe_ext
+from moe_ext import distributed as md
+from moe_ext import nn as mn
+from moe_ext import optim
+from moe_ext.distributed.link import Link
+from moe_ext.nn.balance import moved
+
+D, F, E, K = 8, 6, 8, 2
+# Each rank has its own, or there is nothing to compare.
+OF_A_RANK = {
+    "device": "a rank has its own",
+    "group": "names the ranks that compare",
+    "ep_group": "names the ranks that compare",
+    "process_group": "names the ranks that compare",
+}
+
+
+@dataclass
+class Case:
+    """An object that exchanges.
+
+    Attributes:
+        made: class, or function that makes the object.
+        use: makes it with arguments of this rank and lets it exchange; gives its tensors.
+        other: by argument, what one rank gives: another value, or (value of all others, value).
+        names: name in the error where it is not the argument's.
+        free: arguments that ranks may give each in its own way, with words of the docstring.
+    """
+
+    made: object
+    use: object
+    other: dict
+    names: dict = field(default_factory=dict)
+    free: dict = field(default_factory=dict)
+
+    @property
+    def arguments(self):
+        found = inspect.signature(self.made).parameters.values()
+        return [p.name for p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+class Pair(tuple):
+    """(value of the other ranks, value of one)."""
+
+
+def layer_of(**options):
+    """A layer over the ranks, and a pass through it."""
+    sizes = {"model_dim": D, "ffn_dim": F, "num_experts": E} | options
+    if not isinstance(options.get("router"), mn.Router):
+        sizes.setdefault("top_k", K)
+    layer = moe_ext.MoELayer(ep_group=dist.group.WORLD, **sizes)
+    yield layer
+    x = torch.randn(5, layer.model_dim, dtype=layer.experts.down_proj.dtype)
+    ids = torch.zeros(5, dtype=torch.int64) if isinstance(layer.router, mn.HashRouter) else None
+    layer(x, token_ids=ids).sum().backward()
+
+
+def routed_by(kind, **options):
+    sizes = {"model_dim": D, "num_experts": E} | options
+    return layer_of(
+        router=kind(**sizes), model_dim=sizes["model_dim"], num_experts=sizes["num_experts"]
+    )
+
+
+def with_option(name, kind, **options):
+    return layer_of(**{name: kind(**options)})
+
+
+def grouped_experts(**options):
+    sizes = {"num_experts": E, "model_dim": D, "ffn_dim": F} | options
+    experts = mn.GroupedExperts(ep_group=dist.group.WORLD, **sizes)
+    return layer_of(experts=experts, model_dim=sizes["model_dim"], num_experts=sizes["num_experts"])
+
+
+def dispatched_by(kind, **options):
+    """Rows to the experts and back."""
+    made = kind(**({"num_experts": E, "group": dist.group.WORLD} | options))
+    yield nn.Module()
+    idx, weights = torch.tensor([[0, E - 1]] * 3), torch.ones(3, 2)
+    if isinstance(made, md.AutoDispatcher):
+        made, _ = made.choose(torch.randn(3, D), 2, in_rounds=False)
+    rows, _, metadata = made.dispatch(torch.randn(3, D), idx, weights)
+    made.combine(rows, metadata)
+
+
+def stepped(kind, seed=0, **options):
+    """Two steps of an optimizer that communicates."""
+    torch.manual_seed(seed)
+    net = nn.Linear(8, 8)
+    yield [*net.parameters()]
+    made = kind(net.parameters(), **options)
+    for _ in range(2):
+        for p in net.parameters():
+            p.grad = torch.randn(p.shape)
+        made.step()
+
+
+def rounds(kind, seed=0, outer=None, fragments=1, muon=False, **options):
+    """Two rounds of local steps."""
+    torch.manual_seed(seed)
+    nets = [nn.Linear(8, 8, bias=False) for _ in range(fragments)]
+    trained = [p for net in nets for p in net.parameters()]
+    yield trained
+    inner = (
+        optim.Muon(trained, lr=0.1) if kind is optim.MuLoCo else torch.optim.SGD(trained, lr=0.1)
+    )
+    outers = [torch.optim.SGD(net.parameters(), **{"lr": 1.0, **(outer or {})}) for net in nets]
+    options = {"manager": None, "sync_every": 2} | options
+    with kind(model_fragments=nets, inner_optimizer=inner, outer_optimizer=outers, **options):
+        for _ in range(2 * options["sync_every"]):
+            for p in trained:
+                p.grad = torch.randn(p.shape)
+            inner.step()
+
+
+def adam_like(kind, **more):
+    """Cases of the optimizers over `CompressedOptimizer`."""
+    other = {
+        "params": Pair(({}, {"seed": 1})),
+        "lr": 0.5,
+        "betas": (0.5, 0.5),
+        "eps": 0.1,
+        "weight_decay": 0.1,
+        "max_grad_norm": 1.0,
+        "block": 64,
+        "communication_data_type": torch.bfloat16,
+        **more,
+    }
+    return Case(kind, functools.partial(stepped, kind), other, names={"params": "parameters"})
+
+
+LOCAL = {
+    "model_fragments": Pair(({}, {"fragments": 2})),
+    "outer_optimizer": Pair(({}, {"outer": {"lr": 0.5}})),
+    "sync_every": Pair((2, 3)),
+    "fragment_sync_delay": 1,
+    "fragment_update_alpha": 0.5,
+}
+LOCAL_FREE = {
+    "inner_optimizer": "Workers may have different ones",
+    "manager": "the workers",
+    "backup_device": "where the weights of the last round are kept",
+    "pin_memory": "without effect",
+    "use_bucketization": "in any case",
+    "bucket_cap_mb": "without effect",
+}
+SIZES = {"model_dim": Pair((D, 2 * D)), "num_experts": Pair((E, 2 * E))}
+ROUTER = {**SIZES, "dtype": torch.bfloat16, "scale": 2.0}
+TOP_K = {"top_k": Pair((2, 3))}
+ROWS = {"drop_policy": "score", "average": False, "wire": "int8", "num_experts": 2 * E}
+
+CASES = [
+    Case(
+        moe_ext.MoELayer,
+        layer_of,
+        {
+            **SIZES,
+            **TOP_K,
+            "ffn_dim": 2 * F,
+            "router": "sigmoid",
+            "experts": lambda: mn.GroupedExperts(
+                E, D, F, activation="relu", ep_group=dist.group.WORLD
+            ),
+            "activation": "geglu",
+            "bias": True,
+            "capacity_factor": 1.0,
+            "capacity": mn.Capacity(1.0),
+            "row_budget": mn.RowBudget(16, static=True),
+            "balance": mn.Balance("sequence"),
+            "balance_loss_coef": 0.5,
+            "z_loss_coef": 0.5,
+            "loss_mode": "return",
+            "shared_ffn_dim": 4,
+            "shared_expert_gate": Pair(({"shared_ffn_dim": 4}, True)),
+            "dispatcher": "dedup",
+            "combine": "reduced",
+            "wire": "int8",
+            "rebalance": "exact",
+            "overlap": 2,
+            "debug": True,
+            "dtype": torch.bfloat16,
+        },
+        names={
+            "capacity_factor": "capacity",
+            "bias": "gate_up_proj_bias",
+            "shared_ffn_dim": "shared_expert.ffn_dim",
+        },
+    ),
+    Case(
+        mn.TopKRouter,
+        functools.partial(routed_by, mn.TopKRouter),
+        {
+            **ROUTER,
+            **TOP_K,
+            "score_fn": "sigmoid",
+            "renormalize": False,
+            "num_groups": Pair(({"top_groups": 2, "num_groups": 2}, 4)),
+            "top_groups": Pair(({"num_groups": 4, "top_groups": 2}, 3)),
+            "group_score": Pair(({"num_groups": 4, "top_groups": 2}, "top2")),
+            "bias": True,
+            "selection_bias": True,
+            "bias_update": Pair(({"selection_bias": True, "score_fn": "sigmoid"}, "quantile")),
+        },
+    ),
+    Case(
+        mn.SwitchRouter,
+        functools.partial(routed_by, mn.SwitchRouter),
+        {**ROUTER, "jitter_eps": 0.1, "seed": 3},
+    ),
+    Case(
+        mn.GShardRouter,
+        functools.partial(routed_by, mn.GShardRouter),
+        {**ROUTER, "second_expert": "always", "seed": 3},
+    ),
+    Case(
+        mn.NoisyTopKRouter,
+        functools.partial(routed_by, mn.NoisyTopKRouter),
+        {
+            **ROUTER,
+            **TOP_K,
+            "importance_coef": 0.5,
+            "load_coef": 0.5,
+            "noise_epsilon": 0.5,
+            "seed": 3,
+        },
+    ),
+    Case(
+        mn.BaseRouter,
+        functools.partial(routed_by, mn.BaseRouter),
+        {**SIZES, "dtype": torch.bfloat16},
+    ),
+    Case(
+        mn.SinkhornRouter,
+        functools.partial(routed_by, mn.SinkhornRouter),
+        {**SIZES, **TOP_K, "dtype": torch.bfloat16, "num_iters": 7, "tolerance": 0.1},
+    ),
+    Case(
+        mn.CosineRouter,
+        functools.partial(routed_by, mn.CosineRouter),
+        {
+            **ROUTER,
+            **TOP_K,
+            "proj_dim": 4,
+            "init_temperature": 0.7,
+            "min_temperature": 0.02,
+            "renormalize": Pair(({"top_k": 2}, False)),
+        },
+    ),
+    Case(
+        mn.ExpertChoiceRouter,
+        functools.partial(routed_by, mn.ExpertChoiceRouter),
+        {**SIZES, "dtype": torch.bfloat16, "capacity_factor": 1.0},
+    ),
+    Case(
+        mn.HashRouter,
+        functools.partial(routed_by, mn.HashRouter, vocab_size=8),
+        {
+            **SIZES,
+            **TOP_K,
+            "scale": 2.0,
+            "vocab_size": 16,
+            "method": "random",
+            "token_counts": torch.arange(8),
+            "seed": 3,
+            "learned": True,
+            "score_fn": Pair(({"learned": True}, "sigmoid")),
+            "renormalize": Pair(({"learned": True, "top_k": 2}, False)),
+            "dtype": Pair(({"learned": True}, torch.bfloat16)),
+        },
+    ),
+    Case(
+        mn.GroupedExperts,
+        grouped_experts,
+        {
+            **SIZES,
+            "ffn_dim": 2 * F,
+            "activation": "geglu",
+            "gated": Pair(({"activation": "tanh"}, True)),
+            "bias": True,
+            "layout": "interleaved",
+            "transposed": True,
+            "post_norm": lambda: nn.Identity(),
+            "dtype": torch.bfloat16,
+        },
+        names={"bias": "gate_up_proj_bias"},
+    ),
+    Case(
+        mn.Capacity,
+        functools.partial(with_option, "capacity", mn.Capacity),
+        {
+            "factor": Pair((1.0, 2.0)),
+            **{
+                name: Pair(({"factor": 1.0}, value))
+                for name, value in {
+                    "minimum": 2,
+                    "groups": 2,
+                    "drop": "score",
+                    "overflow": "reroute",
+                    "pad": True,
+                    "eval_factor": 2.0,
+                    "seed": 3,
+                }.items()
+            },
+        },
+    ),
+    Case(
+        mn.RowBudget,
+        functools.partial(with_option, "row_budget", mn.RowBudget),
+        {
+            "rows": Pair((16, 18)),
+            "overflow": Pair(({"rows": 16}, "drop")),
+            "static": Pair(({"rows": 16}, True)),
+        },
+    ),
+    Case(
+        mn.Balance,
+        functools.partial(with_option, "balance", mn.Balance),
+        {"scope": "sequence"},
+    ),
+    Case(
+        md.Wire,
+        functools.partial(with_option, "wire", md.Wire),
+        {name: "int8" for name in ("dispatch", "combine", "backward_dispatch", "backward_combine")},
+    ),
+    Case(
+        mn.Rebalance,
+        functools.partial(with_option, "rebalance", mn.Rebalance),
+        {"mode": "periodic", "break_even": 2.0, "every": 7, "hysteresis": 0.5},
+        free={
+            "link": "may differ between ranks",
+            "flops": "As `link`",
+            "flops_alone": "As `link`",
+        },
+    ),
+    *(
+        Case(kind, functools.partial(dispatched_by, kind, **needed), {**ROWS, **other})
+        for kind, needed, other in (
+            (md.AllToAllDispatcher, {}, {}),
+            (md.DedupDispatcher, {}, {"combine": "reduced"}),
+            (md.AllGatherDispatcher, {}, {"combine": "reduced"}),
+            (md.HierarchicalDispatcher, {"node_size": 1}, {"combine": "reduced", "node_size": 2}),
+        )
+    ),
+    Case(
+        optim.DeMo,
+        functools.partial(stepped, optim.DeMo),
+        {
+            "params": Pair(({}, {"seed": 1})),
+            "lr": 0.5,
+            "compression_decay": 0.5,
+            "compression_topk": 4,
+            "compression_chunk": 32,
+            "weight_decay": 0.1,
+        },
+        names={"params": "parameters"},
+    ),
+    *(
+        Case(
+            kind,
+            functools.partial(rounds, kind),
+            {**LOCAL, **other, "seed": 1},
+            names={**names, "seed": "parameters"},
+            free=LOCAL_FREE,
+        )
+        for kind, other, names in (
+            (
+                optim.DiLoCo,
+                {"codec": "int8", "should_quantize": True},
+                {"should_quantize": "codec"},
+            ),
+            (
+                optim.SparseLoCo,
+                {"density": 0.1, "chunk": 64, "bits": 32, "decay": 0.5},
+                {"density": "codec", "chunk": "codec", "bits": "codec", "decay": "codec"},
+            ),
+            (optim.MuLoCo, {"codec": "int8"}, {}),
+        )
+    ),
+    Case(
+        md.AutoDispatcher,
+        functools.partial(dispatched_by, md.AutoDispatcher),
+        {"combine": "reduced", "wire": "int8", "num_experts": 2 * E},
+    ),
+]
+BY_NAME = {case.made: case for case in CASES}
+CHECKS = Checks()
+
+
+def varied(case, argument):
+    """Options of the ranks, and of the last one."""
+    other = case.other[argument]
+    base, other = other if isinstance(other, Pair) else ({}, other)
+    base = base if isinstance(base, dict) else {argument: base}
+    return base, base | (other if isinstance(other, dict) else {argument: other})
+
+
+def tensors_of(made):
+    """Copies of what a use may not change before it raises."""
+    if isinstance(made, nn.Module):
+        return [x.detach().clone() for x in (*made.parameters(), *made.buffers())]
+    return [x.detach().clone() for x in made]
+
+
+def use(case, options):
+    """Error of a use on this rank, None without one; nothing has changed where it raises."""
+    options = {
+        name: value() if inspect.isfunction(value) else copy.copy(value)
+        for name, value in options.items()
+    }
+    torch.manual_seed(0)
+    made, before = None, []
+    try:
+        for step, made in enumerate(case.use(**options)):
+            if step == 0:
+                before = tensors_of(made)
+    except ValueError as error:
+        after = [] if made is None else tensors_of(made)
+        for a, b in zip(before, after, strict=True):
+            assert torch.equal(a, b), f"changed before {error}"
+        return str(error)
+    return None
+
+
+def check_argument(number, argument):
+    case = CASES[number]
+    mine = varied(case, argument)[dist.get_rank() == dist.get_world_size() - 1]
+    name = case.names.get(argument, argument)
+    error = use(case, mine)
+    expected = rf"expected .*\b{re.escape(name)}\b.* to be equal on every rank, got .+ on rank 0, "
+    assert error and re.search(expected, error), error
+    told = [None] * dist.get_world_size()
+    dist.all_gather_object(told, error)
+    assert told == [error] * len(told), told
+
+
+def check_equal_options(number):
+    case = CASES[number]
+    argument = next(iter(case.other))
+    base, _ = varied(case, argument)
+    assert use(case, base) is None
+
+
+def last():
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+@CHECKS()
+def check_numbers_that_ranks_measure():
+    """Given on some ranks alone, and others on each: all go by those of the first one."""
+    slow, fast = (Link.of_rate(rate) for rate in (1e3, 1e15))
+    rank = dist.get_rank()
+    given = [
+        {"link": fast, "flops": 1e3} if rank == 0 else {},
+        {"link": fast, "flops": 1e3} if rank == 0 else {"link": slow, "flops": 1e15},
+        {"flops": 1e3, "flops_alone": 1e4} if rank == 0 else {"link": slow},
+    ]
+    # Measured where the first rank has none; one machine's link says nothing here.
+    moved.measure_link = lambda group, device: fast
+    for options in given:
+        torch.manual_seed(0)
+        layer = moe_ext.MoELayer(
+            D, F, E, K, ep_group=dist.group.WORLD, rebalance=mn.Rebalance(**options)
+        )
+        with torch.no_grad():
+            layer.router.weight[:2] += 3
+        plain = moe_ext.MoELayer(D, F, E, K, ep_group=dist.group.WORLD)
+        plain.load_state_dict(layer.state_dict())
+        x = torch.randn(20, D) + 1
+        torch.testing.assert_close(layer(x), plain(x))
+        told = [None] * dist.get_world_size()
+        dist.all_gather_object(told, layer._rebalancer.rates)
+        assert told == told[:1] * len(told)
+
+
+@CHECKS()
+def check_options_that_change_later():
+    for name, value in (
+        ("capacity", mn.Capacity(2.0)),
+        ("balance_loss_coef", 0.5),
+        ("router.scale", 2.0),
+        ("router.top_groups", 2),
+        ("experts.activation", "geglu"),
+    ):
+        for dispatcher in ("alltoall", "dedup", "auto"):
+            (layer,) = [
+                *layer_of(dispatcher=dispatcher, router=mn.TopKRouter(D, E, K, num_groups=2))
+            ]
+            path, _, attribute = name.rpartition(".")
+            owner, before = layer.get_submodule(path), None
+            if last():
+                before = getattr(owner, attribute)
+                setattr(owner, attribute, value)
+            text = rf"expected .*{name}.* to be equal on every rank, got .* on rank 0, .* on rank 1"
+            with pytest.raises(ValueError, match=text):
+                layer(torch.randn(5, D))
+            if last():
+                setattr(owner, attribute, before)
+            layer(torch.randn(5, D)).sum().backward()
+
+
+def ones():
+    """A module that is alike on all ranks."""
+    net = nn.Linear(8, 8)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.fill_(1.0)
+    return net
+
+
+def step(net, made):
+    """With a gradient of every parameter that wants one."""
+    for p in net.parameters():
+        p.grad = torch.ones(p.shape) if p.requires_grad else None
+    made.step()
+
+
+@CHECKS()
+def check_rates_that_change():
+    """Of replicas that must step alike."""
+    for kind in (optim.DeMo, optim.OneBitAdam):
+        net = ones()
+        made = kind(net.parameters(), lr=0.1)
+        step(net, made)
+        made.param_groups[0]["lr"] = 0.1 + last()
+        before = tensors_of(net)
+        text = rf"{kind.__name__}: expected lr to be equal on every rank, got .* on rank 0, .* on"
+        with pytest.raises(ValueError, match=text):
+            step(net, made)
+        assert all(map(torch.equal, before, tensors_of(net)))
+        made.param_groups[0]["lr"] = 0.1
+        step(net, made)
+
+
+@CHECKS()
+def check_rounds_that_change():
+    """The outer optimizer's rate, or a parameter that is unfrozen later."""
+    for change, text in (
+        ("rate", "lr of outer_optimizer .* got .* on rank 0, .* on rank 1"),
+        ("frozen", "got a later one for bias; .* on rank 1"),
+    ):
+        net = ones()
+        net.bias.requires_grad_(False)
+        inner, outer = (torch.optim.SGD(net.parameters(), lr=lr) for lr in (0.1, 1.0))
+        with optim.DiLoCo(None, [net], inner, outer, 1):
+            step(net, inner)
+            if change == "rate":
+                outer.param_groups[0]["lr"] = 0.5 + last()
+            else:
+                net.bias.requires_grad_(last())
+            with pytest.raises(ValueError, match=text):
+                step(net, inner)
+
+
+@CHECKS()
+def check_plans_of_periodic_balance():
+    (layer,) = [*layer_of(rebalance=mn.Rebalance("periodic", every=1))]
+    if last():
+        mn.update_placement(layer)
+    with pytest.raises(
+        ValueError, match="calls of update_placement .* got 0 on rank 0, 1 on rank 1"
+    ):
+        layer(torch.randn(5, D))
+    if not last():
+        mn.update_placement(layer)
+    layer(torch.randn(5, D))
+    layer.train(not last())
+    with pytest.raises(ValueError, match="training.* got True on rank 0, False on rank 1"):
+        layer(torch.randn(5, D))
+
+
+for _i, _case in enumerate(CASES):
+    CHECKS[f"{_case.made.__name__}-equal"] = functools.partial(check_equal_options, _i)
+    for _argument in _case.other:
+        CHECKS[f"{_case.made.__name__}-{_argument}"] = functools.partial(
+            check_argument, _i, _argument
+        )
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_over_ranks(name):
+    CHECKS.assert_passed(2, name, group_timeout=20, timeout=200)
