@@ -459,6 +459,27 @@ MUTANTS = [
         "(write := end.prepare(update))()",
         "tests/sync/test_sync_over_ranks.py",
     ),
+    Mutant(
+        "Horovod's step with a closure takes each rank's own gradients",
+        "moe_ext/integrations/horovod.py",
+        "self._step(lambda: self._averaged(closure))",
+        "self._step(closure)",
+        "tests/integrations/test_horovod.py -k loops",
+    ),
+    Mutant(
+        "Horovod's gradients of a step after one that was left out stay those of each rank",
+        "moe_ext/integrations/horovod.py",
+        "def _accumulated(self, _: object) -> None:\n        self._synchronized = False",
+        "def _accumulated(self, _: object) -> None:\n        pass",
+        "tests/integrations/test_horovod.py -k loops",
+    ),
+    Mutant(
+        "Horovod's average=False by position is taken for the name",
+        "moe_ext/integrations/horovod.py",
+        "op = Sum if average is False else Average",
+        "op = Average",
+        "tests/integrations/test_horovod.py -k documented_calls",
+    ),
 ]
 MUTANTS += [Mutant(*each) for mistakes in BY_SYSTEM.values() for each in mistakes]
 

@@ -1,22 +1,29 @@
 """Horovod's calls over torch's process group.
 
-Its scripts run with another import::
+Scripts of `horovod.torch` run with another import::
 
     import moe_ext.integrations.horovod as hvd
 
     hvd.init()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1 * hvd.size()))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1 * hvd.size()),
+                                         named_parameters=model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
-Gradients are averaged by `sync_gradients` when the optimizer steps: after the backward pass, not
-during it. A model of which ranks hold different experts calls `sync_gradients(model)` itself.
+Arguments have Horovod's names and order. Gradients are averaged when the optimizer steps: after the
+backward pass, not during it. Calls are compared over ranks and end before they return, the `_async`
+ones too: ranks make them in the same order. A name of Horovod's that is not here says what to use
+instead. A model of which ranks hold different experts calls `sync_gradients(model)` itself.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MethodType
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +31,9 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer
 
 from moe_ext.distributed import sync_gradients
-from moe_ext.distributed.comm import all_reduce_, broadcast_, gather_objects
+from moe_ext.distributed.comm import all_gather, all_reduce_, gather_objects
+from moe_ext.distributed.comm import broadcast_ as _send
+from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.distributed.groups import (
     global_rank,
     is_initialized,
@@ -36,30 +45,159 @@ from moe_ext.distributed.groups import (
 from moe_ext.distributed.placement import known_shard
 
 __all__ = [
+    "Adasum",
     "Average",
+    "Compression",
+    "Compressor",
     "DistributedOptimizer",
+    "Max",
+    "Min",
+    "Product",
     "Sum",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
     "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
     "broadcast_parameters",
+    "cross_rank",
+    "cross_size",
+    "global_process_set",
+    "grouped_allreduce",
+    "grouped_allreduce_",
     "init",
+    "is_homogeneous",
+    "is_initialized",
     "join",
     "local_rank",
+    "local_size",
+    "poll",
     "rank",
     "shutdown",
     "size",
+    "synchronize",
 ]
 
-Average, Sum = "average", "sum"
+Average, Sum, Adasum, Min, Max, Product = "average", "sum", "adasum", "min", "max", "product"
+# Of calls; the others are refused.
+_OPS = (Average, Sum, Min, Max)
+global_process_set = "global"
+# Horovod's names that are not here, and what there is instead.
+_ABSENT = {
+    **dict.fromkeys(("alltoall", "alltoall_async"), "torch.distributed.all_to_all_single"),
+    **dict.fromkeys(
+        (
+            "reducescatter",
+            "reducescatter_async",
+            "grouped_reducescatter",
+            "grouped_reducescatter_async",
+        ),
+        "torch.distributed.reduce_scatter_tensor",
+    ),
+    **dict.fromkeys(("grouped_allgather", "grouped_allgather_async"), "allgather for each tensor"),
+    **dict.fromkeys(("grouped_allreduce_async", "grouped_allreduce_async_"), "grouped_allreduce"),
+    "sparse_allreduce_async": "moe_ext.compression.row_sparse_all_reduce",
+    "SyncBatchNorm": "torch.nn.SyncBatchNorm",
+    "elastic": "torchrun --max-restarts and moe_ext.distributed.checkpoint",
+    **dict.fromkeys(
+        ("ProcessSet", "add_process_set", "remove_process_set"), "torch.distributed.new_group"
+    ),
+    **dict.fromkeys(("start_timeline", "stop_timeline"), "torch.profiler"),
+    **dict.fromkeys(
+        (
+            "mpi_threads_supported",
+            "mpi_enabled",
+            "mpi_built",
+            "gloo_enabled",
+            "gloo_built",
+            "nccl_built",
+            "ddl_built",
+            "ccl_built",
+            "cuda_built",
+            "rocm_built",
+        ),
+        "torch.distributed.get_backend",
+    ),
+}
 # A rank begins the step of the optimizer of a number, or one of these.
-_JOINED, _TENSOR = -1, -2
+_JOINED, _CALL, _SCALED = -1, -2, -3
 
-_optimizers: list[nn.ParameterList] = []
+
+def __getattr__(name: str) -> NoReturn:
+    if name in _ABSENT:
+        raise AttributeError(
+            f"horovod.{name}: expected a name that moe_ext.integrations.horovod has, got {name}; "
+            f"use {_ABSENT[name]}"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class Compressor(Protocol):
+    """Makes a smaller tensor of one to be reduced, and one like the first of the result."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        """The tensor that is sent, and what `decompress` needs."""
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        """A tensor like the first one."""
+
+
+class _NoneCompressor:
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        return tensor
+
+
+class _FP16Compressor:
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        return (tensor.half() if tensor.is_floating_point() else tensor), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
+        return tensor.to(ctx)
+
+
+class Compression:
+    """What is sent for a tensor: all of it, or half-precision numbers."""
+
+    none: type[Compressor] = _NoneCompressor
+    fp16: type[Compressor] = _FP16Compressor
+
+
+_optimizers: list[_Gradients] = []
 # Ranks that had data when ranks last compared what they begin.
 _active: list[int] = []
 
 
-def init() -> None:
-    """Join the processes that torchrun started; a process group that is there already is kept."""
+def init(comm: None = None, process_sets: None = None) -> None:
+    """Join the processes that torchrun started; a process group that is there already is kept.
+
+    Args:
+        comm: None; ranks are those of torchrun.
+        process_sets: None; there is the global one.
+
+    Raises:
+        ValueError: an argument is not None.
+    """
+    for name, value in (("comm", comm), ("process_sets", process_sets)):
+        if value is not None:
+            raise ValueError(f"init: expected {name} to be None, got {value!r}")
     if not is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         join_processes(backend)
@@ -87,144 +225,718 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", global_rank()))
 
 
+def local_size() -> int:
+    """Number of processes on this machine, as torchrun says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+
+
+def cross_rank() -> int:
+    """This machine's number."""
+    return int(os.environ.get("GROUP_RANK", global_rank() // local_size()))
+
+
+def cross_size() -> int:
+    """Number of machines."""
+    return -(-size() // local_size())
+
+
+def is_homogeneous() -> bool:
+    """Whether every machine has as many processes as this one; by their number alone."""
+    return size() % local_size() == 0
+
+
 def _group(operation: str) -> ProcessGroup | None:
     return resolve_group(None, operation)
 
 
-def _begin(kind: int, operation: str) -> list[int]:
-    """Kind of step that every rank begins."""
-    kinds = gather_objects(kind, _group(operation), operation=operation)
-    active = [index for index, other in enumerate(kinds) if other != _JOINED]
+def _begin(kind: int, operation: str, facts: object = None, value: Any = None) -> list[Any]:
+    """Compare what every rank begins.
+
+    Args:
+        kind: of step.
+        operation: name for messages.
+        facts: what has to be equal on all ranks that have not joined.
+        value: told to the others.
+
+    Returns:
+        (kind, value) of every rank.
+    """
+    told = gather_objects((kind, facts, value), _group(operation), operation=operation)
+    active = [index for index, other in enumerate(told) if other[0] != _JOINED]
     if active:
         _active[:] = active
-    if _TENSOR in kinds and _JOINED in kinds:
+    if len(active) < len(told) and any(told[index][0] == _CALL for index in active):
+        call = str(told[active[0]][1]).split()[0]
         raise RuntimeError(
-            "allreduce: expected no rank to have joined, got ranks "
-            f"{[index for index, other in enumerate(kinds) if other == _JOINED]}, which do not "
-            "know the tensor's shape; join after the last allreduce"
+            f"{call}: expected no rank to have joined, got ranks "
+            f"{[index for index in range(len(told)) if index not in active]}, which do not know "
+            "the tensor's shape; join after the last allreduce"
         )
-    return kinds
+    calls = {index: told[index][:2] for index in active}
+    if len(set(map(repr, calls.values()))) > 1:
+        texts = [f"{_call_name(*call)} on rank {index}" for index, call in calls.items()]
+        raise RuntimeError(
+            f"{operation}: expected every rank to make the same call, got {', '.join(texts)}"
+        )
+    return [(told_kind, told_value) for told_kind, _, told_value in told]
 
 
-def _check_op(function: str, op: str) -> None:
-    if op not in (Average, Sum):
-        raise ValueError(f"{function}: expected op to be Average or Sum, got {op!r}")
+def _call_name(kind: int, facts: object) -> str:
+    names = {_CALL: str(facts), _SCALED: "a step under a GradScaler"}
+    return names.get(kind, f"the step of optimizer {kind}")
 
 
-def allreduce(tensor: Tensor, name: str | None = None, op: str = Average) -> Tensor:
-    """The mean (or sum) of a tensor over all ranks, as a new one; not differentiable.
+def _check_op(function: str, op: str, choices: Sequence[str]) -> None:
+    if op not in choices:
+        raise ValueError(f"{function}: expected op to be one of {', '.join(choices)}, got {op!r}")
+
+
+def _check_set(function: str, process_set: object) -> None:
+    if process_set != global_process_set:
+        raise ValueError(
+            f"{function}: expected process_set to be global_process_set, got {process_set!r}; "
+            "torch.distributed has groups of some ranks"
+        )
+
+
+def _check_compression(function: str, compression: Any) -> None:
+    if not all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
+        raise ValueError(
+            f"{function}: expected compression to be Compression.none, Compression.fp16 or another "
+            f"class with compress and decompress, got {compression!r}"
+        )
+
+
+def _check_root(function: str, root_rank: int) -> None:
+    if not 0 <= root_rank < size():
+        raise ValueError(f"{function}: expected root_rank to be in [0, {size()}), got {root_rank}")
+
+
+def _op_of(function: str, average: bool | None, op: str | None) -> str:
+    """The operation; `average` is Horovod's older way to say it."""
+    if average is not None and op is not None:
+        raise ValueError(f"{function}: expected one of average and op, got {average!r} and {op!r}")
+    if average not in (None, True, False):
+        raise ValueError(
+            f"{function}: expected average to be None, True or False, got {average!r}; the name is "
+            "the third argument"
+        )
+    if op is None:
+        op = Sum if average is False else Average
+    _check_op(function, op, _OPS)
+    return op
+
+
+class _AllReduce(torch.autograd.Function):
+    """Reduces in the forward pass, and gradients by the same operation in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, op: str, name: str | None, scale: float) -> Tensor:
+        ctx.options = (op, name, scale)
+        facts = f"allreduce {name} of {tuple(tensor.shape)} {tensor.dtype} by {op}"
+        _begin(_CALL, "allreduce", facts)
+        out = tensor.detach().clone(memory_format=torch.contiguous_format)
+        kind = "sum" if op == Average else op
+        all_reduce_(out, _group("allreduce"), operation="allreduce", op=kind)
+        scale = scale / size() if op == Average else scale
+        return out if scale == 1.0 else out.mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        op, name, scale = ctx.options
+        return _AllReduce.apply(grad, op, name, scale), None, None, None
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: object = global_process_set,
+) -> Tensor:
+    """A tensor reduced over all ranks, as a new one; Average and Sum are differentiable.
+
+    Args:
+        tensor: of the same shape and dtype on every rank.
+        average: True for Average, False for Sum, where `op` is None.
+        name: compared over ranks.
+        compression: what is sent for the tensor.
+        op: Average (the default), Sum, Min or Max.
+        prescale_factor: on the tensors before.
+        postscale_factor: on the result.
+        process_set: `global_process_set`.
 
     Raises:
-        ValueError: op is neither Average nor Sum.
-        RuntimeError: on every rank: one has joined.
+        ValueError: an argument is none of these.
+        RuntimeError: on every rank: one has joined, or makes another call.
     """
-    _check_op("allreduce", op)
-    _begin(_TENSOR, "allreduce")
-    out = tensor.detach().clone(memory_format=torch.contiguous_format)
-    if op == Average and not out.is_floating_point():
-        raise ValueError(f"allreduce: expected op to be Sum for {out.dtype}, got {op!r}")
-    all_reduce_(out, _group("allreduce"), operation="allreduce")
-    return out.div_(size()) if op == Average else out
+    op = _op_of("allreduce", average, op)
+    _check_set("allreduce", process_set)
+    _check_compression("allreduce", compression)
+    scales = prescale_factor != 1.0 or postscale_factor != 1.0
+    if not tensor.is_floating_point() and (op == Average or scales):
+        raise ValueError(
+            f"allreduce: expected op to be Sum and no factors for {tensor.dtype}, got {op!r}"
+        )
+    if tensor.requires_grad and op not in (Average, Sum):
+        tensor = tensor.detach()
+    sent, ctx = compression.compress(tensor * prescale_factor if scales else tensor)
+    return compression.decompress(_AllReduce.apply(sent, op, name, postscale_factor), ctx)
+
+
+def allreduce_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: object = global_process_set,
+) -> Tensor:
+    """Reduce a tensor over all ranks, in place; see `allreduce`."""
+    with torch.no_grad():
+        factors = (prescale_factor, postscale_factor)
+        found = allreduce(tensor, average, name, Compression.none, op, *factors, process_set)
+        return tensor.copy_(found)
+
+
+def grouped_allreduce(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
+    """Several tensors reduced, one after the other; arguments are those of `allreduce`."""
+    return [allreduce(tensor, *args, **kwargs) for tensor in tensors]
+
+
+def grouped_allreduce_(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
+    """Reduce several tensors in place; arguments are those of `allreduce_`."""
+    return [allreduce_(tensor, *args, **kwargs) for tensor in tensors]
+
+
+class _AllGather(torch.autograd.Function):
+    """Concatenates; a rank's rows get the sum of their gradients on all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, name: str | None) -> Tensor:
+        facts = f"allgather {name} of rows {tuple(tensor.shape[1:])} {tensor.dtype}"
+        rows = [value for _, value in _begin(_CALL, "allgather", facts, tensor.shape[0])]
+        ctx.rows = rows
+        padded = tensor.detach().new_zeros((max(rows), *tensor.shape[1:]))
+        padded[: tensor.shape[0]] = tensor.detach()
+        group = _group("allgather")
+        if group is None or not padded.numel():
+            return padded.new_empty((sum(rows), *tensor.shape[1:])) if group else padded
+        parts = all_gather(padded, group, operation="allgather").split(max(rows))
+        return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = _AllReduce.apply(grad, Sum, "the gradient of allgather", 1.0)
+        return total.split(ctx.rows)[rank()], None
+
+
+def allgather(
+    tensor: Tensor, name: str | None = None, process_set: object = global_process_set
+) -> Tensor:
+    """Tensors of all ranks, one after the other; differentiable.
+
+    Args:
+        tensor: `[n, ...]`; n may differ between ranks.
+        name: compared over ranks.
+        process_set: `global_process_set`.
+
+    Raises:
+        ValueError: the tensor has no dimension, or an argument is none of these.
+        RuntimeError: on every rank: one has joined, or makes another call.
+    """
+    _check_set("allgather", process_set)
+    if tensor.dim() == 0:
+        raise ValueError("allgather: expected tensor to have dimensions, got none")
+    found: Tensor = _AllGather.apply(tensor, name)
+    return found
+
+
+class _Broadcast(torch.autograd.Function):
+    """Copies from one rank, which gets the sum of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None) -> Tensor:
+        ctx.root_rank = root_rank
+        facts = f"broadcast {name} of {tuple(tensor.shape)} {tensor.dtype} from rank {root_rank}"
+        _begin(_CALL, "broadcast", facts)
+        out = tensor.detach().clone(memory_format=torch.contiguous_format)
+        return _send(out, _group("broadcast"), root_rank, operation="broadcast")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        total = _AllReduce.apply(grad, Sum, "the gradient of broadcast", 1.0)
+        return total if rank() == ctx.root_rank else torch.zeros_like(total), None, None
+
+
+def broadcast(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: object = global_process_set,
+) -> Tensor:
+    """A rank's tensor, as a new one on every rank; differentiable.
+
+    Raises:
+        ValueError: root_rank is no rank, or process_set is not the global one.
+        RuntimeError: on every rank: one has joined, or makes another call.
+    """
+    _check_set("broadcast", process_set)
+    _check_root("broadcast", root_rank)
+    found: Tensor = _Broadcast.apply(tensor, root_rank, name)
+    return found
+
+
+def broadcast_(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: object = global_process_set,
+) -> Tensor:
+    """Overwrite a tensor with that of a rank; see `broadcast`."""
+    with torch.no_grad():
+        return tensor.copy_(broadcast(tensor, root_rank, name, process_set))
+
+
+class _Handle:
+    """A call that has ended, for `synchronize` and `poll`."""
+
+    def __init__(self, result: Tensor) -> None:
+        self.result = result
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: object = global_process_set,
+) -> _Handle:
+    """`allreduce` for `synchronize`, which returns its result."""
+    factors = (prescale_factor, postscale_factor)
+    return _Handle(allreduce(tensor, average, name, Compression.none, op, *factors, process_set))
+
+
+def allreduce_async_(tensor: Tensor, *args: Any, **kwargs: Any) -> _Handle:
+    """`allreduce_` for `synchronize`; with its arguments."""
+    return _Handle(allreduce_(tensor, *args, **kwargs))
+
+
+def allgather_async(tensor: Tensor, *args: Any, **kwargs: Any) -> _Handle:
+    """`allgather` for `synchronize`; with its arguments."""
+    return _Handle(allgather(tensor, *args, **kwargs))
+
+
+def broadcast_async(tensor: Tensor, root_rank: int, *args: Any, **kwargs: Any) -> _Handle:
+    """`broadcast` for `synchronize`; with its arguments."""
+    return _Handle(broadcast(tensor, root_rank, *args, **kwargs))
+
+
+def broadcast_async_(tensor: Tensor, root_rank: int, *args: Any, **kwargs: Any) -> _Handle:
+    """`broadcast_` for `synchronize`; with its arguments."""
+    return _Handle(broadcast_(tensor, root_rank, *args, **kwargs))
+
+
+def synchronize(handle: _Handle) -> Tensor:
+    """The result of a call whose name ends in `_async` or `_async_`."""
+    return handle.result
+
+
+def poll(handle: _Handle) -> bool:
+    """Whether a call has ended: it has."""
+    return isinstance(handle, _Handle)
+
+
+def barrier(process_set: object = global_process_set) -> None:
+    """Wait until every rank is here."""
+    _check_set("barrier", process_set)
+    _begin(_CALL, "barrier", "barrier")
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: object = global_process_set,
+) -> Any:
+    """The object of a rank, pickled, on every rank.
+
+    Raises:
+        ValueError: root_rank is no rank, or process_set is not the global one.
+        RuntimeError: on every rank: one has joined, or makes another call.
+    """
+    _check_set("broadcast_object", process_set)
+    _check_root("broadcast_object", root_rank)
+    value = obj if rank() == root_rank else None
+    told = _begin(_CALL, "broadcast_object", f"broadcast_object {name} from {root_rank}", value)
+    return obj if rank() == root_rank else told[root_rank][1]
+
+
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: object = global_process_set
+) -> list[Any]:
+    """The objects of all ranks, pickled, in their order.
+
+    Raises:
+        ValueError: process_set is not the global one.
+        RuntimeError: on every rank: one has joined, or makes another call.
+    """
+    _check_set("allgather_object", process_set)
+    return [
+        value for _, value in _begin(_CALL, "allgather_object", f"allgather_object {name}", obj)
+    ]
 
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int = 0
+    params: Mapping[str, Any] | Iterable[Any],
+    root_rank: int = 0,
+    process_set: object = global_process_set,
 ) -> None:
-    """Overwrite the tensors of a state dict, or of `named_parameters()`, with those of a rank.
+    """Overwrite tensors with those of a rank.
+
+    Args:
+        params: a state dict, `named_parameters()`, or a list of tensors.
+        root_rank: the rank.
+        process_set: `global_process_set`.
 
     Raises:
-        ValueError: root_rank is no rank.
+        ValueError: root_rank is no rank, process_set is not the global one, or a tensor is this
+            rank's part of one that lies over several. Nothing is sent.
+        RuntimeError: on every rank: ranks have other names, shapes or dtypes.
     """
-    if not 0 <= root_rank < size():
-        raise ValueError(
-            f"broadcast_parameters: expected root_rank to be in [0, {size()}), got {root_rank}"
-        )
-    pairs = params.items() if isinstance(params, Mapping) else params
-    group = _group("broadcast_parameters")
+    owner = "broadcast_parameters"
+    _check_root(owner, root_rank)
+    _check_set(owner, process_set)
+    if isinstance(params, Mapping):
+        pairs = sorted(params.items())
+    else:
+        listed = [(str(i), p) if isinstance(p, Tensor) else p for i, p in enumerate(params)]
+        pairs = sorted(listed, key=lambda pair: str(pair[0]))
+    tensors = {name: value for name, value in pairs if isinstance(value, Tensor)}
+    for name, tensor in tensors.items():
+        if is_dtensor(tensor) or known_shard(tensor):
+            raise ValueError(
+                f"{owner}: expected tensors that every rank has a copy of, got {name}, which lies "
+                "over ranks; each rank's part is its own"
+            )
+    facts = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items()]
+    _begin(_CALL, owner, f"{owner} from rank {root_rank} of {', '.join(facts)}")
     with torch.no_grad():
-        for _, value in sorted(pairs, key=lambda pair: pair[0]):
-            if isinstance(value, Tensor):
-                whole = value.detach().contiguous()
-                broadcast_(whole, group, root_rank, operation="broadcast_parameters")
-                value.copy_(whole)
+        for tensor in tensors.values():
+            whole = tensor.detach().contiguous()
+            _send(whole, _group(owner), root_rank, operation=owner)
+            tensor.copy_(whole)
+
+
+def broadcast_optimizer_state(
+    optimizer: Optimizer, root_rank: int, model: nn.Module | None = None
+) -> None:
+    """Give an optimizer the state of a rank's, with the options of its parameter groups.
+
+    Args:
+        optimizer: of the same parameters on every rank.
+        root_rank: the rank.
+        model: not needed: a state that is empty stays empty.
+
+    Raises:
+        ValueError: root_rank is no rank, or a parameter is this rank's part of one that lies over
+            several.
+    """
+    owner = "broadcast_optimizer_state"
+    _check_root(owner, root_rank)
+    _check_copies(owner, optimizer)
+    state = io.BytesIO()
+    torch.save(optimizer.state_dict(), state)
+    sent = broadcast_object(state.getvalue(), root_rank, owner)
+    if rank() != root_rank:
+        found = torch.load(io.BytesIO(sent), map_location="cpu", weights_only=False)
+        optimizer.load_state_dict(found)
+
+
+def _check_copies(owner: str, optimizer: Optimizer) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(is_dtensor(p) or known_shard(p) for p in parameters):
+        raise ValueError(
+            f"{owner}: expected parameters that every rank has a copy of, got experts that lie "
+            "over ranks; call moe_ext.distributed.sync_gradients(model) before the step"
+        )
+
+
+class _Gradients:
+    """Gradients of an optimizer, which are reduced over ranks once after each backward pass."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        number: int,
+        compression: type[Compressor],
+        op: str,
+        sparse_as_dense: bool,
+    ) -> None:
+        self._optimizer, self._number = optimizer, number
+        self._compression, self._op, self._sparse_as_dense = compression, op, sparse_as_dense
+        self._holder = nn.ParameterList()
+        self._hooked: set[nn.Parameter] = set()
+        self._step: Callable[..., Any] = optimizer.step
+        self._unscales = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self._synchronized = self._skips = False
+        self._follow()
+
+    def _follow(self) -> nn.ParameterList:
+        """The parameters, with those of groups that were added meanwhile."""
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        if len(parameters) != len(self._holder):
+            self._holder = nn.ParameterList(parameters)
+        for p in parameters:
+            if p.requires_grad and p not in self._hooked:
+                self._hooked.add(p)
+                p.register_post_accumulate_grad_hook(self._accumulated)
+        return self._holder
+
+    def _accumulated(self, _: object) -> None:
+        self._synchronized = False
+
+    def synchronize(self) -> None:
+        """Reduce the gradients; the step does not do it again, unless a backward pass follows."""
+        self._begin(None)
+
+    def _begin(self, loss: float | None) -> float:
+        """Reduce the gradients; the mean of the ranks' losses."""
+        holder = self._follow()
+        has = [p.grad is not None for p in holder]
+        told = _begin(self._number, "DistributedOptimizer", len(has), (loss, has))
+        self.reduce([value for _, value in told if value is not None])
+        self._synchronized = True
+        return sum(value[0] or 0.0 for _, value in told if value is not None) / len(told)
+
+    def reduce(self, told: Sequence[tuple[float | None, Sequence[bool]]]) -> None:
+        """Reduce, where ranks that have data told which gradients they have."""
+        holder = list(self._follow())
+        if self._sparse_as_dense:
+            for p in holder:
+                if p.grad is not None and p.grad.is_sparse:
+                    p.grad = p.grad.to_dense()
+        if self._compression is Compression.none:
+            sync_gradients(self._holder)
+        else:
+            grown = [any(has) for has in zip(*(has for _, has in told), strict=True)]
+            self._reduce_compressed([p for p, own in zip(holder, grown, strict=True) if own])
+        if self._op == Sum:
+            for p in holder:
+                if p.grad is not None:
+                    p.grad.mul_(size())
+
+    def _reduce_compressed(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Means of what the compression makes of gradients, in a message for each dtype."""
+        made = []
+        for p in parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            made.append(self._compression.compress(p.grad.detach()))
+        for dtype in sorted({sent.dtype for sent, _ in made}, key=str):
+            chosen = [i for i, (sent, _) in enumerate(made) if sent.dtype == dtype]
+            flat = torch.cat([made[i][0].reshape(-1) for i in chosen])
+            all_reduce_(flat, _group("DistributedOptimizer"), operation="DistributedOptimizer")
+            flat /= size()
+            pieces = flat.split([made[i][0].numel() for i in chosen])
+            for i, piece in zip(chosen, pieces, strict=True):
+                sent, ctx = made[i]
+                grad = self._compression.decompress(piece.view(sent.shape), ctx)
+                assert parameters[i].grad is not None
+                parameters[i].grad.copy_(grad)  # type: ignore[union-attr]
+
+    def clear(self) -> None:
+        """Drop the gradients of a rank that has joined."""
+        for p in self._follow():
+            p.grad = None
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Inside, a step takes the gradients as `synchronize` and clipping left them."""
+        self._skips = True
+        try:
+            yield
+        finally:
+            self._skips = False
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Reduce gradients unless that is done, and step."""
+        if hasattr(self._optimizer, "found_inf"):
+            return self._scaled_step()
+        if closure is not None:
+            if self._skips:
+                raise ValueError(
+                    "DistributedOptimizer.step: expected no closure inside skip_synchronize, got "
+                    "one, whose gradients ranks have not averaged"
+                )
+            found = self._step(lambda: self._averaged(closure))
+            self._synchronized = False
+            return found
+        if not self._synchronized:
+            if self._skips:
+                raise RuntimeError(
+                    "DistributedOptimizer.step: expected synchronize() since the last backward "
+                    "pass inside skip_synchronize, got none"
+                )
+            self.synchronize()
+        self._synchronized = False
+        return self._step()
+
+    def _averaged(self, closure: Callable[[], Any]) -> Any:
+        """The loss of a closure as the mean over ranks, and its gradients reduced."""
+        with torch.enable_grad():
+            loss = closure()
+        mean = self._begin(float(loss))
+        return loss.detach().clone().fill_(mean) if isinstance(loss, Tensor) else mean
+
+    def _scaled_step(self) -> Any:
+        """A step of GradScaler, which calls it on every rank, also where gradients overflow."""
+        found_inf, scale = float(self._optimizer.found_inf), self._optimizer.grad_scale  # type: ignore[attr-defined]
+        told = _begin(_SCALED, "DistributedOptimizer", None, (self._synchronized, found_inf))
+        values = [value for _, value in told if value is not None]
+        if not all(synchronized for synchronized, _ in values):
+            raise RuntimeError(
+                "DistributedOptimizer.step: expected synchronize() before a GradScaler unscales or "
+                "steps, got gradients that ranks have not averaged; call optimizer.synchronize(), "
+                "then scaler.unscale_, and scaler.step inside optimizer.skip_synchronize()"
+            )
+        if len({bool(overflow) for _, overflow in values}) > 1:
+            raise RuntimeError(
+                "DistributedOptimizer.step: expected a GradScaler to find an overflow on all ranks "
+                "or none, got some; call optimizer.synchronize() before scaler.unscale_"
+            )
+        self._synchronized = False
+        if self._unscales:
+            return self._step()
+        if found_inf:
+            return None
+        if scale is not None:
+            for p in self._follow():
+                if p.grad is not None:
+                    p.grad.mul_(scale.double().reciprocal().to(p.grad.device, torch.float32))
+        # Some optimizers refuse these unless they are fused; GradScaler deletes them afterwards.
+        optimizer: Any = self._optimizer
+        optimizer.found_inf = optimizer.grad_scale = None
+        return self._step()
 
 
 def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     optimizer: Optimizer,
-    named_parameters: object = None,
-    compression: object = None,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none,
     backward_passes_per_step: int = 1,
     op: str = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: object = None,
+    sparse_as_dense: bool = False,
+    process_set: object = global_process_set,
 ) -> Optimizer:
     """Have an optimizer average gradients over all ranks before each step.
 
     Args:
-        optimizer: returned, with a method `synchronize`: call it before clipping, and the step
-            will not do it again.
-        named_parameters: ignored; those of the optimizer are averaged.
-        compression: None alone; `moe_ext.compression` has hooks and loops that compress.
-        backward_passes_per_step: ignored: gradients are sent when the optimizer steps, so any
-            number of backward passes may add to them before.
+        optimizer: returned, with Horovod's methods: `synchronize()` before clipping; then
+            `step()` does not do it again, inside `skip_synchronize()` or not, unless a backward
+            pass came between. `step(closure)` averages the gradients and the loss of each call of
+            the closure. Under a `GradScaler` call `synchronize()` before it unscales or steps;
+            without it the step is refused on every rank.
+        named_parameters: names for all parameters, checked as Horovod does; those of the optimizer
+            are averaged.
+        compression: `Compression.none`, `Compression.fp16`, or another class with `compress` and
+            `decompress`, whose results are averaged.
+        backward_passes_per_step: gradients of so many passes are added up. They are sent when the
+            optimizer steps, so that any other number serves as well.
         op: Average or Sum.
+        gradient_predivide_factor: positive, for Average. Horovod divides by it before it adds up
+            and multiplies after, with the same result.
+        num_groups: 0 or more. Messages are buckets here, whatever it says; so are `groups`.
+        groups: None, a number or lists of parameters.
+        sparse_as_dense: make sparse gradients dense first; they are refused otherwise.
+        process_set: `global_process_set`.
 
     Raises:
-        ValueError: op or compression is none of these, or a parameter is this rank's part of one
-            that lies over several.
+        ValueError: an argument is none of these, or a parameter is this rank's part of one that
+            lies over several.
     """
-    _check_op("DistributedOptimizer", op)
-    if compression is not None:
+    owner = "DistributedOptimizer"
+    _check_op(owner, op, (Average, Sum))
+    _check_compression(owner, compression)
+    _check_set(owner, process_set)
+    _check_copies(owner, optimizer)
+    if backward_passes_per_step < 1:
         raise ValueError(
-            f"DistributedOptimizer: expected compression to be None, got {compression!r}; "
-            "moe_ext.compression.compress_gradients sends less"
+            f"{owner}: expected backward_passes_per_step to be 1 or more, got "
+            f"{backward_passes_per_step}"
         )
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(known_shard(p) for p in parameters):
+    if not gradient_predivide_factor > 0 or (gradient_predivide_factor != 1.0 and op != Average):
         raise ValueError(
-            "DistributedOptimizer: expected parameters that every rank has a copy of, got experts "
-            "that lie over ranks; call moe_ext.distributed.sync_gradients(model) before the step"
+            f"{owner}: expected gradient_predivide_factor to be positive, and 1 where op is not "
+            f"Average, got {gradient_predivide_factor} with {op!r}"
         )
-    holder, number = nn.ParameterList(parameters), len(_optimizers)
-    _optimizers.append(holder)
-    synchronized = False
+    if num_groups < 0:
+        raise ValueError(f"{owner}: expected num_groups to be 0 or more, got {num_groups}")
+    if named_parameters is not None:
+        _check_names(owner, optimizer, list(named_parameters))
+    gradients = _Gradients(optimizer, len(_optimizers), compression, op, sparse_as_dense)
+    _optimizers.append(gradients)
 
-    def synchronize() -> None:
-        nonlocal synchronized
-        _begin(number, "DistributedOptimizer")
-        sync_gradients(holder)
-        if op == Sum:
-            for p in parameters:
-                if p.grad is not None:
-                    p.grad.mul_(size())
-        synchronized = True
+    def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        return gradients.step(closure)
 
-    def before_step(*_: object) -> None:
-        nonlocal synchronized
-        if not synchronized:
-            synchronize()
-        synchronized = False
-
-    optimizer.synchronize = synchronize  # type: ignore[attr-defined]
-    optimizer.register_step_pre_hook(before_step)
+    made: Any = optimizer
+    # Schedulers of torch look for a bound method.
+    made.step = MethodType(step, optimizer)
+    made.synchronize = gradients.synchronize
+    made.skip_synchronize = gradients.skip_synchronize
+    # GradScaler then calls the step on every rank, and leaves the decision to it.
+    made._step_supports_amp_scaling = True
     return optimizer
 
 
-def join() -> int:
+def _check_names(owner: str, optimizer: Optimizer, named: Sequence[Any]) -> None:
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
+        raise ValueError(
+            f"{owner}: expected named_parameters to be pairs of a name and a parameter, got others"
+        )
+    names = [name for name, _ in named]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{owner}: expected named_parameters to have each name once, got {twice}")
+    known = {id(parameter) for _, parameter in named}
+    unnamed = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+    if unnamed:
+        raise ValueError(
+            f"{owner}: expected named_parameters to have all parameters of the optimizer, got "
+            f"{unnamed} without a name"
+        )
+
+
+def join(device: int = -1) -> int:
     """Say that this rank has no more data, and help the others until none has any.
 
     Meanwhile its gradients count as zero: means are still over all ranks. Its parameters stay
     behind; `broadcast_parameters(..., root_rank=join())` brings them on.
 
+    Args:
+        device: not needed; parameters know theirs.
+
     Returns:
         The last rank to join, the highest of several.
     """
     while True:
-        kinds = _begin(_JOINED, "join")
-        others = [kind for kind in kinds if kind != _JOINED]
+        told = _begin(_JOINED, "join")
+        others = [(kind, value) for kind, value in told if kind != _JOINED]
         if not others:
             return max(_active, default=size() - 1)
-        holder = _optimizers[others[0]]
-        for p in holder.parameters():
-            p.grad = None
-        sync_gradients(holder)
-        for p in holder.parameters():
-            p.grad = None
+        if others[0][0] == _SCALED:
+            continue
+        gradients = _optimizers[others[0][0]]
+        gradients.clear()
+        gradients.reduce([value for _, value in others])
+        gradients.clear()
