@@ -139,6 +139,8 @@ MUTANTS = [
         "        host=None,",
         "        host=cluster.host,",
         "tests/planner/test_profile.py -k give_back",
+    ),
+    Mutant(
         "the form of a model's loss is asked with logits that its weights make alike",
         "moe_ext/attention/huggingface/probe.py",
         "if isinstance(head, nn.Module):",
@@ -479,6 +481,20 @@ MUTANTS = [
         "op = Sum if average is False else Average",
         "op = Average",
         "tests/integrations/test_horovod.py -k documented_calls",
+    ),
+    Mutant(
+        "torchft's first step takes gradients that ranks have averaged",
+        "moe_ext/integrations/torchft.py",
+        "elif synced and share != 1.0:",
+        "elif False:",
+        "tests/integrations/test_torchft.py -k first_quorum",
+    ),
+    Mutant(
+        "a rank that heals keeps a gradient that no group has",
+        "moe_ext/integrations/torchft.py",
+        "                parameter.grad = None\n                continue",
+        "                continue",
+        "tests/integrations/test_torchft.py -k first_quorum",
     ),
 ]
 MUTANTS += [Mutant(*each) for mistakes in BY_SYSTEM.values() for each in mistakes]

@@ -14,11 +14,15 @@ from one that lives.
         manager.start_quorum()
         optimizer.zero_grad()
         loss_function(model(x), y).backward()
-        sync_gradients(model)                # over the ranks of this group
         average_over_groups(manager, model)  # over the groups
+        sync_gradients(model)                # over the ranks of this group
         clip_grad_norm_(model, 1.0)
         if manager.should_commit():
             optimizer.step()
+
+All groups begin with the same weights. At step 0 torchft gives rank i of every group the weights of
+one of the groups, another one for each i (unless `Manager(init_sync=False)`), and takes gradients
+of that group alone: so means over the groups come first, and `average_over_groups` compares.
 
 A rank that loses another one of its own group raises a `RankFailureError`: end the group, and have
 its launcher start it anew. torchft itself is not imported.
@@ -34,14 +38,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.dtensor import is_dtensor, local_part, with_local
-from moe_ext.distributed.gradients import is_synced, mark_synced
+from moe_ext.distributed.gradients import fingerprint, is_synced, mark_synced
+from moe_ext.distributed.groups import resolve_group, world_size
 from moe_ext.distributed.placement import sharded_parameters
 from moe_ext.nn.model_layers import moe_layers
 from moe_ext.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 
 __all__ = ["ReplicaState", "average_over_groups"]
 
+_OP = "average_over_groups"
 _BUCKET_BYTES = 25 * 2**20
 _ONE_BIT = (OneBitAdam, OneBitLamb, ZeroOneAdam)
 
@@ -64,6 +71,9 @@ class Manager(Protocol):
 
     def num_participants(self) -> int:
         """Groups that take part."""
+
+    def current_step(self) -> int:
+        """Number of the step."""
 
 
 class Stateful(Protocol):
@@ -188,10 +198,11 @@ def _load(optimizer: Optimizer, saved: dict[str, Any]) -> None:
 def average_over_groups(manager: Manager, model: nn.Module) -> None:
     """Make gradients the mean over replica groups, each rank with those of its number.
 
-    Call it between the backward pass and `manager.should_commit()`, on all ranks: after
-    `sync_gradients`, or before the step of a 1-bit optimizer, which averages over its group by
-    itself. The choices of experts that layers count for `update_selection_bias` become the sums
-    over the groups, so that the biases stay equal.
+    Call it after the backward pass and before what averages over the ranks of a group
+    (`sync_gradients`, `compress_gradients`, or the step of a 1-bit optimizer), on all ranks: a mean
+    over groups in which some ranks do not take part makes the ranks of a group differ, and the mean
+    over them makes them equal again. The choices of experts that layers count for
+    `update_selection_bias` become the sums over the groups, so that the biases stay equal.
 
     A gradient that is None in some groups counts as zero there; one that is None in all stays so.
     Where a message fails `manager.should_commit()` will be False, and nothing has changed here.
@@ -201,7 +212,10 @@ def average_over_groups(manager: Manager, model: nn.Module) -> None:
         model: any module.
 
     Raises:
-        ValueError: a gradient is sparse.
+        ValueError: a gradient is sparse. On every rank, at step 0 of groups of several ranks: the
+            groups, or the ranks of this one, have different weights; or gradients were averaged
+            over the ranks of the group before, and torchft takes those of some ranks alone.
+        RankFailureError: at step 0, a rank of this group died or did not answer.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     for parameter in parameters:
@@ -214,6 +228,8 @@ def average_over_groups(manager: Manager, model: nn.Module) -> None:
         return
     device, buckets = parameters[0].device, list(_buckets(parameters))
     synced = any(p.grad is not None and is_synced(p.grad) for p in parameters)
+    if manager.current_step() == 0 and world_size() > 1:
+        _check_first_step(manager, model, synced)
     has = torch.tensor([float(p.grad is not None) for p in parameters], device=device)
     counts = [c for layer in moe_layers(model).values() for c in _counts(layer)]
     flat_counts = [count.flatten().double() for count in counts]
@@ -232,12 +248,45 @@ def average_over_groups(manager: Manager, model: nn.Module) -> None:
         pieces = flat.split([local_part(p).numel() for p in bucket])
         for parameter, piece in zip(bucket, pieces, strict=True):
             if parameter not in grown:
+                # A rank that heals has sent zeros, whatever it has.
+                parameter.grad = None
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             local_part(parameter.grad).copy_(piece.view_as(local_part(parameter.grad)))
             if synced:
                 mark_synced(parameter.grad)
+
+
+def _check_first_step(manager: Manager, model: nn.Module, synced: bool) -> None:
+    """ValueError on every rank where the first step would leave ranks with different weights."""
+    sharded = sharded_parameters(model)
+    named = list(model.named_parameters())
+    dense = fingerprint([(name, p) for name, p in named if name not in sharded])
+    whole = fingerprint([(name, p) for name, p in named])
+    device = named[0][1].device
+    # Ranks that heal send zeros: the mean over those that take part is a ratio.
+    numbers = [1.0, float(whole & 0xFFFF), float(whole >> 16)]
+    message = torch.tensor(numbers, dtype=torch.float64, device=device)
+    manager.allreduce(message).wait()
+    if manager.errored() is not None:
+        message = torch.tensor(numbers, dtype=torch.float64, device=device)
+    share, *means = message.tolist()
+    problem = None
+    if share > 0 and [round(mean / share) for mean in means] != numbers[1:]:
+        problem = (
+            "expected all replica groups to begin with the same weights, as by the same seed, got "
+            "others in another group; torchft would give each rank those of another group"
+        )
+    elif synced and share != 1.0:
+        problem = (
+            "expected gradients that are not averaged over the ranks of the group yet, got those "
+            "that sync_gradients has averaged, of which torchft takes some ranks' alone in the "
+            "first step; call average_over_groups before sync_gradients, or make the Manager with "
+            "init_sync=False"
+        )
+    group = resolve_group(None, _OP)
+    agree(_OP, {"the dense parameters' checksum": dense}, problem, group, device)
 
 
 def _counts(layer: Any) -> Iterator[Tensor]:

@@ -57,6 +57,9 @@ class Manager:
     def num_participants(self):
         return 1 if SCRIPT[self._step] == "joins" else 2
 
+    def current_step(self):
+        return self._step
+
     def errored(self):
         return self._error
 
@@ -147,8 +150,8 @@ def two_groups(rank, folder):
         manager.start_quorum()
         optimizer.zero_grad()
         model(rows(step, rank), group).square().mean().backward()
-        md.sync_gradients(model)
         average_over_groups(manager, model)
+        md.sync_gradients(model)
         assert model.unused.weight.grad is None
         md.clip_grad_norm_(model, 0.05)
         if manager.should_commit():
@@ -194,13 +197,116 @@ def two_groups(rank, folder):
     return True
 
 
+class FirstQuorum(Manager):
+    """All groups are there at step 0: rank i heals from group i, as torchft's init_sync has it."""
+
+    def __init__(self, *args, init_sync=True, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._heals = False
+        self._init_sync = init_sync
+
+    def start_quorum(self, allow_heal=True, shrink_only=False, timeout=None):
+        self._error = None
+        own = dist.get_rank()
+        self._heals = self._step == 0 and self._init_sync and self._pg.rank() != own
+        if self._step == 0 and self._init_sync:
+            file = io.BytesIO()
+            torch.save(self._save(), file)
+            sent = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+            found = torch.empty_like(sent) if self._heals else sent
+            self._pg.broadcast(found, own).wait()
+            if self._heals:
+                file = io.BytesIO(found.numpy().tobytes())
+                self._joined = torch.load(file, weights_only=False)
+
+    def allreduce(self, tensor, should_quantize=False, reduce_op=dist.ReduceOp.AVG):
+        if self._heals:
+            tensor.zero_()
+        self._pg.allreduce([tensor]).wait()
+        tensor /= 2
+        return Done()
+
+    def num_participants(self):
+        return 2
+
+    def should_commit(self, timeout=None):
+        if self._heals:
+            self._load(self._joined)
+        self._step += 1
+        return True
+
+
+# Order, init_sync, weights that are equal between groups; and what is refused.
+FIRST_QUORUMS = [
+    ("groups first", True, True, None),
+    ("groups first", False, True, None),
+    ("ranks first", False, True, None),
+    ("ranks first", True, True, "not averaged over the ranks of the group yet"),
+    ("groups first", True, False, "to begin with the same weights"),
+    ("groups first", False, False, "to begin with the same weights"),
+]
+
+
+def first_quorums(rank, folder):
+    """Ranks of a group keep the same dense weights and router, bit for bit, or are refused."""
+    dist.destroy_process_group()
+    group, own = divmod(rank, 2)
+    init = f"file://{folder}/group{group}"
+    dist.init_process_group("gloo", init_method=init, rank=own, world_size=2)
+    between = dist.ProcessGroupGloo(dist.FileStore(f"{folder}/between{own}", 2), group, 2)
+    mesh = md.MoEMesh(dp=1, ep=2)
+    for order, init_sync, equal, refusal in FIRST_QUORUMS:
+        model = Model(mesh.ep_group)
+        if group and not equal:
+            with torch.no_grad():
+                model.dense.weight += 0.1
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        state = ReplicaState(model, [optimizer])
+        manager = FirstQuorum(between, state.load_state_dict, state.state_dict, init_sync=init_sync)
+        for step in range(3):
+            manager.start_quorum()
+            optimizer.zero_grad()
+            model(rows(step, rank), group).square().mean().backward()
+            if order == "ranks first":
+                md.sync_gradients(model)
+            if refusal is not None:
+                with pytest.raises(ValueError, match=refusal):
+                    average_over_groups(manager, model)
+                break
+            average_over_groups(manager, model)
+            if order == "groups first":
+                md.sync_gradients(model)
+            if manager.should_commit():
+                optimizer.step()
+        if refusal is None:
+            for name, parameter in model.named_parameters():
+                for ranks in (between, dist.group.WORLD):
+                    if ranks is between or "experts" not in name:
+                        kept = parameter.data.contiguous()
+                        other = [torch.empty_like(kept) for _ in range(2)]
+                        ranks.allgather([other], [kept]).wait()
+                        assert torch.equal(*other), (order, init_sync, name)
+    return True
+
+
+def test_ranks_of_a_group_stay_equal_after_the_first_quorum(tmp_path):
+    assert spawn_ranks(first_quorums, 4, str(tmp_path)) == [True] * 4
+
+
 def test_two_groups_are_one_process(tmp_path):
     assert spawn_ranks(two_groups, 4, str(tmp_path)) == [True] * 4
 
 
 def test_the_manager_has_the_signatures_of_torchft():
     real = pytest.importorskip("torchft").Manager
-    for name in ("start_quorum", "allreduce", "num_participants", "errored", "should_commit"):
+    for name in (
+        "start_quorum",
+        "allreduce",
+        "num_participants",
+        "current_step",
+        "errored",
+        "should_commit",
+    ):
         mine, theirs = (inspect.signature(getattr(c, name)).parameters for c in (Manager, real))
         assert list(mine) == list(theirs), name
     names = inspect.signature(real.__init__).parameters

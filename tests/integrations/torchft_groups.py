@@ -28,7 +28,7 @@ def train(group, rank, port, folder):
 
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     mesh = md.MoEMesh(dp=1, ep=2)
-    torch.manual_seed(group)  # the first quorum makes groups equal
+    torch.manual_seed(0)  # groups begin with equal weights
     model = torch.nn.Sequential(
         torch.nn.Linear(8, 8), moe_ext.MoELayer(8, 6, 4, ep_group=mesh.ep_group)
     )
@@ -57,8 +57,8 @@ def train(group, rank, port, folder):
             torch.manual_seed(100 * step + 10 * group + rank)
             loss = model(torch.randn(6, 8)).square().mean()
             loss.backward()
-            md.sync_gradients(model)
             average_over_groups(manager, model)
+            md.sync_gradients(model)
             md.clip_grad_norm_(model, 1.0)
             taken = manager.should_commit()
             if taken:
