@@ -169,6 +169,20 @@ MUTANTS = [
         "tests/pipeline/test_stages.py -k loaded_by_another_number",
     ),
     Mutant(
+        "a router multiplies what padding holds",
+        "moe_ext/nn/routers/base.py",
+        "x_TD = x_TD.masked_fill(~token_mask[:, None], 0.0)",
+        "pass",
+        "tests/test_bad_numbers.py -k may_hold_anything",
+    ),
+    Mutant(
+        "a shared expert multiplies NaN of padding",
+        "moe_ext/nn/feed_forward.py",
+        "token_mask[..., None] | x.isfinite()",
+        "x.isfinite() | x.isnan()",
+        "tests/test_bad_numbers.py -k may_hold_anything",
+    ),
+    Mutant(
         "a round that could not begin is never tried again",
         "moe_ext/optim/local_steps.py",
         "self._local_step >= self._steps - self._delay",

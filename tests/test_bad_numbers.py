@@ -9,6 +9,7 @@ import copy
 import importlib
 import inspect
 import math
+import os
 import pkgutil
 
 import pytest
@@ -20,15 +21,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 import moe_ext
 from moe_ext import compression, optim
+from moe_ext import nn as nn_ext
 from moe_ext.compression import CompressionState, compress_gradients, compress_hook
 from moe_ext.compression.codecs import Codec, codec_of
 from moe_ext.compression.codecs.chunked import ChunkedTopK
 from moe_ext.compression.codecs.quantized import Outliers, Quantize, Rounded
 from moe_ext.compression.codecs.registry import codec_names
 from moe_ext.compression.codecs.sparse import TopK
+from moe_ext.distributed.dispatch.named import DISPATCHERS
+from moe_ext.distributed.dispatch.wire import ROW_WIRES, WIRES
+from moe_ext.distributed.dtensor import local_part
 from moe_ext.integrations import grace
+from moe_ext.nn import routers
 
-two = Checks()
+two, masked = Checks(), Checks()
 STEPS = 3
 BAD = (math.nan, -math.inf)
 
@@ -73,7 +79,7 @@ def found_classes():
 def bits(kept):
     """Nested containers with tensors as what they hold, to be compared by `==`."""
     if isinstance(kept, torch.Tensor):
-        kept = kept.detach().cpu().contiguous()
+        kept = local_part(kept.detach()).contiguous()
         return str(kept.dtype), tuple(kept.shape), bytes(kept.view(-1).view(torch.uint8).tolist())
     if isinstance(kept, dict):
         return {str(key): bits(value) for key, value in kept.items()}
@@ -349,3 +355,133 @@ def test_all_codecs_are_here():
     # Those of a mask send what it marks as it is, and owe nothing; a gradient that has nobody to
     # go to stays where it is.
     assert written - tried == {"Masked", "TwoOfFour", "Unsent"}
+
+
+# -- bad numbers where they are masked
+
+
+D, E, TOKENS = 16, 8, 48
+# By router: the options of layers that it is tried in, with `router` for its own.
+ROUTERS = {
+    "TopKRouter": [
+        {},
+        {"router": {"score_fn": "sigmoid", "bias": True, "num_groups": 4, "top_groups": 2}},
+        {"router": {"score_fn": "sigmoid", "selection_bias": True}},
+        {"router": {"score_fn": "sigmoid", "selection_bias": True, "bias_update": "quantile"}},
+        {"balance": nn_ext.Balance("sequence")},
+        {"balance": nn_ext.Balance("global_batch")},
+        {"shared_ffn_dim": 24, "shared_expert_gate": True},
+        {"capacity_factor": 1.0},
+        {"capacity": nn_ext.Capacity(1.0, pad=True)},
+        {"capacity": nn_ext.Capacity(1.0, overflow="reroute")},
+        {"capacity": nn_ext.Capacity(1.0, drop="random")},
+        {"row_budget": nn_ext.RowBudget(16)},
+    ],
+    "NoisyTopKRouter": [{}],
+    "CosineRouter": [{"router": {"top_k": 2}}],
+    "GShardRouter": [{"router": {"second_expert": e}} for e in ("random", "gumbel", "always")],
+    "SwitchRouter": [{}],
+    "SinkhornRouter": [{"router": {"top_k": 2}}],
+    "ExpertChoiceRouter": [{}],
+    "BaseRouter": [{}],
+    "HashRouter": [{"router": {"vocab_size": 64, "learned": learned}} for learned in (False, True)],
+}
+
+
+def moe_of(name, **options):
+    torch.manual_seed(1)
+    options = dict(options)
+    own = getattr(routers, name)(D, E, **options.pop("router", {}))
+    own.reset_parameters()
+    return nn_ext.MoELayer(D, 24, E, router=own, z_loss_coef=1e-3, **options)
+
+
+def passed(layer, padding, seed=0):
+    """All that a pass with this in its masked tokens leaves: results, gradients, state, metrics."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(4, TOKENS // 4, D, generator=generator)
+    mask = torch.rand(4, TOKENS // 4, generator=generator) > 0.3
+    ids = torch.randint(64, mask.shape, generator=generator)
+    weights = torch.randn(x.shape, generator=generator)
+    x = x.where(mask[..., None], padding[:D].expand(x.shape)).requires_grad_()
+    y = layer(x, token_mask=mask, token_ids=ids)
+    (y * weights).sum().backward()
+    losses = {name: loss.detach() for name, loss in layer.losses.items()}
+    assert y.isfinite().all()
+    grads = {name: p.grad for name, p in layer.named_parameters()}
+    assert all(grad is None or grad.isfinite().all() for grad in grads.values())
+    numbers = {name: layer.metrics[name] for name in sorted(layer.metrics)}
+    # Nothing follows from an element that counts as zero.
+    x_grad = x.grad.where(
+        mask[..., None] | torch.tensor([False, False, False, True]).repeat(D // 4), 0
+    )
+    return bits([y, x_grad, grads, losses, numbers, layer.state_dict()])
+
+
+def same_for_any_padding(layer, seed=0):
+    """A shared expert sees masked tokens, too: what is finite in them stays."""
+    shared = layer.shared_expert is not None
+    bad = torch.tensor([math.nan, math.inf, -math.inf, 2.0 if shared else 3e38]).repeat(D // 4)
+    want = passed(copy.deepcopy(layer), bad.where(bad == 2.0, 0.0), seed)
+    wrong = differing(passed(copy.deepcopy(layer), bad, seed), want)
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_masked_tokens_may_hold_anything(router):
+    for options in ROUTERS[router]:
+        same_for_any_padding(moe_of(router, **options))
+
+
+def test_all_routers_are_here():
+    def below(made):
+        return {made, *(found for sub in made.__subclasses__() for found in below(sub))}
+
+    ours = {c.__name__ for c in below(routers.Router) if c.__module__.startswith(routers.__name__)}
+    assert ours - set(ROUTERS) == {"Router", "ScoreRouter", "LinearRouter"}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("router", [name for name in ROUTERS if name != "HashRouter"])
+def test_a_bad_token_stops_the_pass_before_anything_is_counted(router, bad):
+    for options in ROUTERS[router]:
+        layer = moe_of(router, **options)
+        x = torch.randn(1, TOKENS, D)
+        x[0, 7] = bad
+        before = bits([layer.state_dict(), getattr(layer, "choices", None)])
+        with pytest.raises((RuntimeError, ValueError), match="finite|NaN|nan"):
+            layer(x)
+        assert differing(bits([layer.state_dict(), getattr(layer, "choices", None)]), before) == []
+
+
+def ways():
+    """Options of layers over ranks: all named dispatchers with all wires."""
+    for name in DISPATCHERS:
+        # Rows of different lengths do not travel with their indices.
+        wires = ROW_WIRES if name == "allgather" else WIRES
+        for wire in wires if name not in ("auto", "local") else (None,):
+            for combine in ("exact", "reduced") if name == "dedup" else ("exact",):
+                yield {"dispatcher": name, "wire": wire, "combine": combine}
+    yield {"dispatcher": "alltoall", "overlap": 2}
+    yield {"dispatcher": "alltoall", "row_budget": nn_ext.RowBudget(16)}
+    yield {"dispatcher": "alltoall", "row_budget": nn_ext.RowBudget(64, static=True)}
+    yield {"dispatcher": "alltoall", "rebalance": "exact"}
+
+
+# Libraries of NVIDIA's GPUs.
+NOT_HERE = {"nccl_ep", "deep_ep", "symm_mem", "local"}
+
+
+@masked()
+def every_way_over_ranks():
+    for options in ways():
+        if options["dispatcher"] in NOT_HERE:
+            continue
+        os.environ["LOCAL_WORLD_SIZE"] = "1"
+        torch.manual_seed(1)
+        layer = nn_ext.MoELayer(D, 24, E, shared_ffn_dim=8, ep_group=dist.group.WORLD, **options)
+        same_for_any_padding(layer, dist.get_rank())
+
+
+def test_masked_tokens_travel_nowhere():
+    masked.assert_passed(2, "every_way_over_ranks", timeout=200)

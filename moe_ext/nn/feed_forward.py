@@ -17,6 +17,16 @@ from moe_ext.distributed.groups import group_rank
 from moe_ext.nn.expert_activation import Activation, resolve_activation, run_activation
 
 
+def without_bad_padding(x: Tensor, token_mask: Tensor | None) -> Tensor:
+    """Tokens `[..., D]` with zeros for NaN and infinity in those that are masked.
+
+    A masked token has no gradient; zero times NaN would be one for the weights.
+    """
+    if token_mask is None:
+        return x
+    return x.where(token_mask[..., None] | x.isfinite(), 0.0)
+
+
 class FeedForward(nn.Module):
     """Dense two-layer feed-forward network, the shared expert of a `MoELayer`.
 

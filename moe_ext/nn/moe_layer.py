@@ -69,7 +69,7 @@ from moe_ext.nn.experts import (
     take_weights,
     weighs_rows,
 )
-from moe_ext.nn.feed_forward import FeedForward
+from moe_ext.nn.feed_forward import FeedForward, without_bad_padding
 from moe_ext.nn.layer_metrics import LayerMetrics, Record, read_losses, read_metrics
 from moe_ext.nn.overlap import run_parts
 from moe_ext.nn.replay import apply_sessions, can_replay
@@ -339,7 +339,8 @@ class MoELayer(CountingModule):
         Args:
             x: tokens, `[..., D]`, floating point.
             token_mask: `[...]` bool, True = real token. A masked token reaches no routed expert and
-                counts in no loss; its output is that of the shared expert, or zero.
+                counts in no loss; its output is that of the shared expert, or zero. NaN and
+                infinity in it, as of memory that nobody has written, count as zeros.
             token_ids: `[...]` int64, entry of the vocabulary of each token, for routers that look
                 at it (hash routing).
             token_idx: `[...]` int64, index of each token in the global batch, for routers and
@@ -446,6 +447,8 @@ class MoELayer(CountingModule):
                 training=self.training,
                 filled=mask_T is None and routed is own and getattr(router, "fills_slots", False),
             )
+        if self.shared_expert is not None:
+            x_TD = without_bad_padding(x_TD, mask_T)
         # Under autocast the experts would cast anyway; here it halves what is permuted and sent.
         y_TD, num_dropped = self._run_experts(as_autocast(x_TD), choice)
         sequences = math.prod(x.shape[:-2]), documents

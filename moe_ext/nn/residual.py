@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moe_ext.attention.masks import Offsets
 from moe_ext.nn.expert_activation import Activation
-from moe_ext.nn.feed_forward import FeedForward
+from moe_ext.nn.feed_forward import FeedForward, without_bad_padding
 from moe_ext.nn.moe_layer import MoELayer
 
 
@@ -88,7 +88,8 @@ class ResidualMoE(nn.Module):
 
         Args:
             x: `[..., D]`.
-            token_mask: as in `MoELayer`; the dense network sees masked tokens too.
+            token_mask: as in `MoELayer`; the dense network sees masked tokens too, with zeros for
+                NaN and infinity in them.
             token_ids: as in `MoELayer`.
             token_idx: as in `MoELayer`.
             document_ids: as in `MoELayer`.
@@ -97,6 +98,7 @@ class ResidualMoE(nn.Module):
         Returns:
             `[..., D]`.
         """
+        x = without_bad_padding(x, token_mask)
         y: Tensor = self.moe(
             x,
             token_mask=token_mask,
