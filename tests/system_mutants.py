@@ -83,6 +83,13 @@ BY_SYSTEM = {
             '"reshard_after_forward": self.zero_stage >= 2',
             "tests/integrations/test_deepspeed_config.py -k stage_3",
         ),
+        (
+            "gradients of 16 bits are reduced in 16 bits",
+            "moe_ext/integrations/deepspeed_config.py",
+            "reduced = self.communication_dtype or (low and torch.float32)",
+            "reduced = self.communication_dtype or low",
+            "tests/integrations/test_deepspeed_config.py -k 16_bits",
+        ),
     ],
     "Paddle, Tutel, FastMoE, MegaBlocks, fairscale": [
         (
@@ -119,6 +126,20 @@ BY_SYSTEM = {
             "capacity = 2 * num_tokens // self.num_experts",
             "capacity = -(-2 * num_tokens // self.num_experts)",
             "tests/integrations/test_fairscale.py",
+        ),
+        (
+            "Tutel's noise is not divided by the number of experts",
+            "moe_ext/integrations/tutel.py",
+            "torch.randn_like(logits_TE) / self.num_experts",
+            "torch.randn_like(logits_TE)",
+            "tests/integrations/test_tutel.py",
+        ),
+        (
+            "Tutel's capacity follows the tokens of this rank alone",
+            "moe_ext/integrations/tutel.py",
+            "num_tokens = _largest(num_tokens, self._group.group, idx.device)",
+            "pass",
+            "tests/distributed/test_other_libraries.py",
         ),
     ],
     "DistributedDataParallel": [
@@ -246,6 +267,41 @@ BY_SYSTEM = {
             "            if warm is not None:\n                pass",
             "tests/compression/test_powersgd.py",
         ),
+        (
+            "random places are the same in all steps",
+            "moe_ext/integrations/grace.py",
+            'f"{self.seed}/{name}/{step}"',
+            'f"{self.seed}/{name}"',
+            "tests/integrations/test_grace.py",
+        ),
+        (
+            "QSGD rounds alike on all ranks",
+            "moe_ext/integrations/grace.py",
+            "tensor_id, step, global_rank()]",
+            "tensor_id, step, 0]",
+            "tests/integrations/test_grace.py",
+        ),
+        (
+            "QSGD rounds alike in all steps",
+            "moe_ext/integrations/grace.py",
+            "tensor_id, step, global_rank()]",
+            "tensor_id, 0, global_rank()]",
+            "tests/integrations/test_grace.py",
+        ),
+        (
+            "a residual memory leaves the factor of gradients out",
+            "moe_ext/integrations/grace.py",
+            "whole = self.gamma * tensor",
+            "whole = 1.0 * tensor",
+            "tests/integrations/test_grace.py",
+        ),
+        (
+            "a residual memory leaves the factor of residuals out",
+            "moe_ext/integrations/grace.py",
+            "whole.add_(residual, alpha=self.beta)",
+            "whole.add_(residual)",
+            "tests/integrations/test_grace.py",
+        ),
     ],
     "1-bit Adam, 1-bit LAMB, 0/1 Adam": [
         (
@@ -320,6 +376,13 @@ BY_SYSTEM = {
             '(self.step + 1) ** self.entry.group["beta2_decay"]',
             "tests/optim/test_dense_optimizers.py",
         ),
+        (
+            "Adafactor bounds means of squares by the root of their bound",
+            "moe_ext/optim/adafactor.py",
+            "min=self.eps1 * self.eps1",
+            "min=self.eps1",
+            "tests/optim/test_dense_optimizers.py",
+        ),
     ],
     "ZeRO 1, 2, 3; FSDP": [
         (
@@ -365,6 +428,20 @@ BY_SYSTEM = {
             '"block": block,',
             '"block": 256,',
             "tests/compression/test_fsdp_compression.py -k bytes_follow",
+        ),
+        (
+            "top-k between nodes has the default share",
+            "moe_ext/compression/fsdp/zero_plus_plus.py",
+            "node_codec, node_group, density=density, **common",
+            "node_codec, node_group, **common",
+            "tests/compression/test_fsdp_nodes.py -k its_share",
+        ),
+        (
+            "the least size that is coded is the default one",
+            "moe_ext/compression/fsdp/zero_plus_plus.py",
+            '"min_numel": min_numel,',
+            '"min_numel": 1024,',
+            "tests/compression/test_fsdp_compression.py -k without_codes",
         ),
     ],
     "ZeRO-Offload's Adam": [

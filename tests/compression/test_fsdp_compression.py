@@ -43,15 +43,14 @@ two = Checks()
 LEVELS = {"int8": 127, "int4": 7}
 
 
-@two()
-def none_is_plain_fsdp_bit_for_bit():
+@two(({"weight_format": "none", "gradient_format": "none"},), ({"min_numel": 10**6},))
+def without_codes_it_is_plain_fsdp_bit_for_bit(options):
     plain, ours = wrapped(mesh()), wrapped(mesh())
     zero_plus_plus(
         ours,
         zero_quantized_weights=True,
         zero_quantized_gradients=True,
-        weight_format="none",
-        gradient_format="none",
+        **options,
     )
     assert torch.equal(train(plain, range(3)), train(ours, range(3)))
     assert_same(weights(ours), weights(plain))

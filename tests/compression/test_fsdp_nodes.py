@@ -86,6 +86,19 @@ def nodes_of_two_ranks(codec):
 
 
 @four()
+def top_k_between_nodes_sends_its_share():
+    model = wrapped(node_mesh()["local"])
+    group = node_mesh()["node"].get_group()
+    compression = zero_plus_plus(model, node_group=group, node_codec="topk", density=0.25)
+    backward(model, 0)
+    for name, part in compression.state_dict(sharded=False)["residuals"].items():
+        owed = sum(int(t.count_nonzero()) for t in part.values())
+        numel = sum(t.numel() for t in part.values())
+        # Gradients of zero are not owed either.
+        assert numel == 0 or 0.6 * numel < owed <= 0.7501 * numel, name
+
+
+@four()
 def padding_has_no_part_in_the_scale_of_signs():
     """Over four ranks the last shard has two rows of padding, besides what fills up blocks."""
     model, _ = quantized_gradients(gradient_format="sign", error_feedback=True)

@@ -76,6 +76,14 @@ def test_stage_3_alone_gathers_weights_for_the_backward_pass(stage, gathers_agai
     assert found.fsdp_options()["reshard_after_forward"] is gathers_again
 
 
+def test_gradients_of_16_bits_are_reduced_in_float32_unless_it_says_more():
+    config = {**BATCH, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    for named, dtype in ((None, torch.float32), ("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        more = {} if named is None else {"communication_data_type": named}
+        found = md.from_ds_config({**config, **more}).fsdp_options()["mp_policy"]
+        assert (found.param_dtype, found.reduce_dtype) == (torch.bfloat16, dtype)
+
+
 def test_float16_has_a_scaler():
     fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 50}
     found = md.from_ds_config({**BATCH, "fp16": fp16})

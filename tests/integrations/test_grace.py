@@ -115,6 +115,58 @@ def clipping_is_the_same_on_all_ranks():
 
 
 @three()
+def random_places_are_new_in_each_step_and_the_same_on_all_ranks():
+    x, sent = torch.ones(60), []
+    communicator = made("randomk", memory="none", compress_ratio=0.2)
+    for _ in range(30):
+        found = communicator.step(x, "w")
+        assert found.count_nonzero() == 12  # those of one rank are those of all
+        sent.append(found)
+    # Each place is left out of all 30 steps with a probability of 0.8^30, 1 in 800.
+    assert torch.stack(sent).sum(0).count_nonzero() > 55
+
+
+@three()
+def random_rounding_is_unbiased_and_independent_over_ranks_and_steps():
+    """QSGD of the same gradient everywhere: errors are those of independent draws."""
+    x, steps = torch.randn(512, generator=torch.Generator().manual_seed(2)), 64
+    communicator = made("qsgd", memory="none", bucket_size=128)
+    errors = torch.stack([communicator.step(x, "w") - x for _ in range(steps)]).double()
+    blocks = x.double().view(-1, 128)
+    unit = blocks.abs().amax(1, keepdim=True) / 7
+    place = (blocks / unit).frac().abs()
+    variance = (unit.square() * place * (1 - place)).sum().item() / 3
+    # 32768 draws, and 512 means of them: within some 10 and 5 standard deviations.
+    assert errors.square().sum(1).mean().item() == pytest.approx(variance, rel=0.08)
+    assert errors.mean(0).square().sum().item() == pytest.approx(variance / steps, rel=0.4)
+
+
+@three()
+def seven_levels_are_four_bits():
+    for levels, bits in ((7, 4), (8, 8)):
+        with count_traffic() as traffic:
+            made("qsgd", quantum_num=levels, bucket_size=128).step(torch.randn(256), "w")
+        assert traffic.total_bytes == 2 * (256 * bits // 8 + 2 * 4)
+
+
+@three()
+def what_is_owed_has_a_factor_and_so_has_the_gradient():
+    memory = grace.ResidualMemory(beta=0.5, gamma=2.0)
+    communicator = grace.Allgather(grace.TopKCompressor(0.1), memory)
+    owed_by = [torch.zeros(60) for _ in range(3)]
+    for step in range(4):
+        total = torch.zeros(60)
+        for rank, left in enumerate(owed_by):
+            whole = 0.5 * left + 2.0 * gradient(step, rank, (60,))
+            chosen = whole.abs().topk(6).indices
+            total[chosen] += whole[chosen]
+            whole[chosen] = 0.0
+            owed_by[rank] = whole
+        found = communicator.step(gradient(step, shape=(60,)), "w")
+        torch.testing.assert_close(found, total / 3, rtol=1e-5, atol=1e-6)
+
+
+@three()
 def most_signs_win():
     rows = [[1.0, -2.0, 0.0], [-3.0, -1.0, 0.0], [5.0, 2.0, 0.0]]
     for name in ("signsgd", "signum"):

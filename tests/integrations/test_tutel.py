@@ -144,6 +144,22 @@ def test_llama_experts_and_custom_gate():
     torch.testing.assert_close(layer(x), expected, **TIGHT)
 
 
+def test_noise_is_that_of_the_formula():
+    """Logits plus gate_noise times a normal number over E, drawn from torch's generator."""
+    layer = make({"type": "top", "k": 2, "gate_noise": 3.0, "capacity_factor": 0})
+    x = torch.randn(40, D, dtype=torch.float64)
+    logits = x @ layer.gates.get_submodule("0").wg.weight.T
+    torch.manual_seed(4)
+    y = layer(x)
+    torch.manual_seed(4)
+    scores = (logits + 3.0 * torch.randn_like(logits) / E).softmax(1)
+    weights, idx = scores.topk(2)
+    assert not torch.equal(idx, logits.topk(2).indices)
+    weights = weights / weights.sum(1, keepdim=True)
+    kept = torch.ones_like(idx, dtype=torch.bool)
+    torch.testing.assert_close(y, combine(x, weights, idx, kept, ffns(layer)), **TIGHT)
+
+
 def test_load_importance_loss_is_small_where_load_is_even():
     x = torch.randn(64, D, dtype=torch.float64)
     losses = []
