@@ -155,15 +155,15 @@ BY_SYSTEM = {
         (
             "Horovod's optimizer averages where it is told to sum",
             "moe_ext/integrations/horovod.py",
-            "        if op == Sum:\n            for p in parameters:",
-            "        if op == Sum and False:\n            for p in parameters:",
+            "        if self._op == Sum:\n            for p in holder:",
+            "        if False:\n            for p in holder:",
             "tests/integrations/test_horovod.py",
         ),
         (
             "Horovod's join helps the first optimizer alone",
             "moe_ext/integrations/horovod.py",
-            "holder = _optimizers[others[0]]",
-            "holder = _optimizers[0]",
+            "gradients = _optimizers[others[0][0]]",
+            "gradients = _optimizers[0]",
             "tests/integrations/test_horovod.py",
         ),
         (
@@ -176,8 +176,8 @@ BY_SYSTEM = {
         (
             "Horovod's join adds the gradients of the last step again",
             "moe_ext/integrations/horovod.py",
-            "            p.grad = None\n        sync_gradients(holder)",
-            "            pass\n        sync_gradients(holder)",
+            "        gradients.clear()\n        gradients.reduce(",
+            "        gradients.reduce(",
             "tests/integrations/test_horovod.py",
         ),
     ],
