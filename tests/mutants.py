@@ -510,6 +510,13 @@ MUTANTS = [
         "                continue",
         "tests/integrations/test_torchft.py -k first_quorum",
     ),
+    Mutant(
+        "DeepSpeed's layer takes drop_tokens and does not use it",
+        "moe_ext/integrations/deepspeed.py",
+        "if not self.drop_tokens:",
+        "if False:",
+        "tests/integrations/test_facades.py",
+    ),
 ]
 MUTANTS += [Mutant(*each) for mistakes in BY_SYSTEM.values() for each in mistakes]
 

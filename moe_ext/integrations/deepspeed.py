@@ -51,6 +51,7 @@ class TopKGate(Gate):
             product; "RSample" (k = 1), the expert is drawn by Gumbel noise on the logits.
         drop_tokens: False sets no capacity.
         use_rts: k = 1: the rows that an expert has no room for are random ones, not the last.
+        ep_group: None; the layer knows its ranks.
         top2_2nd_expert_sampling: k = 2: the second expert is drawn by Gumbel noise on the logits.
     """
 
@@ -65,9 +66,12 @@ class TopKGate(Gate):
         noisy_gate_policy: str | None = None,
         drop_tokens: bool = True,
         use_rts: bool = True,
+        ep_group: None = None,
         top2_2nd_expert_sampling: bool = True,
     ) -> None:
         super().__init__(model_dim, num_experts, k)
+        if ep_group is not None:
+            refuse_option("deepspeed.TopKGate", "ep_group", ep_group, "None")
         if noisy_gate_policy not in (None, "None", "Jitter", "RSample"):
             rule = "None, 'Jitter' or 'RSample'"
             refuse_option("deepspeed.MoE", "noisy_gate_policy", noisy_gate_policy, rule)
@@ -226,7 +230,7 @@ class MoE(RenamedLayer):
             noisy_gate_policy,
             drop_tokens,
             use_rts,
-            top2_2nd_expert_sampling,
+            top2_2nd_expert_sampling=top2_2nd_expert_sampling,
         )
         group = expert_group(ep_size, owner)
         copies = [copy.deepcopy(expert) for _ in range(num_experts // ep_size)]
