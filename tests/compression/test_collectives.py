@@ -352,6 +352,15 @@ def nan_reaches_every_rank_by_the_exact_ways(rank, size):
     assert x.isnan().sum() == 1
 
 
+@check(2, 3)
+def zeros_keep_their_sign_in_blocks_that_are_left_out(rank, size):
+    x = torch.zeros(1000)
+    x[10] = -0.0 if rank == 1 else 0.0
+    x[700] = 1.0
+    block_sparse_all_reduce_(x)
+    assert x[10] == 0.0 and x[10].signbit() == (rank == 1) and x[700] == 1.0
+
+
 @check(1, 2, 3, 4, 8)
 def masked_is_exact_and_leaves_the_others(rank, size):
     for numel in (1, 1000):

@@ -71,6 +71,25 @@ def shards_take_the_steps_of_whole_tensors():
 
 
 @CHECKS()
+def shards_take_the_steps_of_whole_tensors_in_bfloat16():
+    """The default type of NS: matrices that are gathered are those of one process, bit for bit."""
+    options = EXACT | {"ns_dtype": torch.bfloat16}
+    whole = parameters()
+    take_steps(optim.Muon(whole, **options), whole)
+    line, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    for mesh, place in (
+        (line, lambda p: [Shard(p.dim() - 2)]),
+        (line, lambda p: [Shard(p.dim() - 1)]),
+        (grid, lambda p: [Replicate(), Shard(p.dim() - 1)]),
+        (grid, lambda p: [Shard(p.dim() - 2), Shard(p.dim() - 2)]),
+    ):
+        params = placed(mesh, place, parameters())
+        take_steps(optim.Muon(params, **options), params, as_parameter)
+        for p, q in zip(params, whole, strict=True):
+            assert torch.equal(p.full_tensor(), q.detach()), (place(p), p.shape)
+
+
+@CHECKS()
 def whole_experts_on_a_rank_need_no_message():
     for dim in (0, 1):
         mesh = init_device_mesh("cpu", (4,))

@@ -52,7 +52,8 @@ def block_sparse_all_reduce_(
         async_op (bool): return a `Reduction` at once. Nothing may touch the tensors before its end.
 
     Returns:
-        Tensor: x, with the same bits on all ranks; or a `Reduction` of it.
+        Tensor: x, with the same bits on all ranks but for the sign of zeros: -0.0 counts as zero,
+            and stays in blocks that are left out. Or a `Reduction` of it.
 
     Raises:
         ValueError: on every rank (of the others only with ``validate``): an argument has the wrong

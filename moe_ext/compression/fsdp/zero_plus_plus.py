@@ -105,9 +105,12 @@ class FSDPCompression:
     def flush(self) -> None:
         """Have the next backward pass send gradients plus residuals densely.
 
-        Afterwards nothing is owed, on any rank. For the last step before something that cannot take
-        residuals along, a change of the optimizer for instance; `state_dict` can. It stays ordered
-        until a pass is finite in which every parameter has a gradient.
+        Afterwards nothing is owed, on any rank, until a later pass compresses again: where each of
+        several micro-batches reduces its gradients, call it before the pass of the last one.
+
+        For the last step before something that cannot take residuals along, a change of the
+        optimizer for instance; `state_dict` can. It stays ordered until a pass is finite in which
+        every parameter has a gradient.
         """
         self.ledger.settle()
         self.ledger.flushing = True
