@@ -112,6 +112,22 @@ def test_no_circles():
         follow(module, [])
 
 
+def test_bytes_of_tensors_are_made_in_one_place():
+    # A tensor of one element a row, or of none, may have strides that torch views in no other
+    # dtype. The oracles of the tests are written without the package.
+    wrong = [
+        f"{module}:{node.lineno}"
+        for module, tree in sources().items()
+        if module != "moe_ext._bytes" and package(module) != "reference"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "view"
+        and [ast.unparse(each) for each in node.args] == ["torch.uint8"]
+    ]
+    assert wrong == [], "moe_ext._bytes.as_bytes"
+
+
 def test_no_private_names_of_other_packages():
     wrong = [
         f"{module} imports {target}{'.' * bool(name)}{name}"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ext._bytes import as_bytes
 from moe_ext.attention.libraries import Library, Piece, Runs, cut_block, library_for, runs_of
 from moe_ext.attention.masks import Mask
 from moe_ext.ops.attention import (
@@ -95,7 +96,7 @@ class KeysForm:
             return keys
         rows = [quantize_rows(x.flatten(0, 2), self.wire).view(-1) for x in (keys.k, keys.v)]
         if keys.key_mask is not None:
-            rows.append(keys.key_mask.reshape(-1).view(torch.uint8))
+            rows.append(as_bytes(keys.key_mask))
         message = torch.cat(rows)
         return replace(self.unpacked(message, keys.k.shape[2]), message=message)
 
@@ -124,7 +125,7 @@ class Keys:
         if self.message is not None:
             return self.message
         parts = [self.k, self.v] + ([] if self.key_mask is None else [self.key_mask])
-        return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
+        return torch.cat([as_bytes(part) for part in parts])
 
 
 @dataclass(frozen=True)

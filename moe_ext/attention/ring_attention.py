@@ -208,7 +208,7 @@ def run(
     out, lse = attention(line, options, seed)
     if line.q is not q:
         batch, heads, length = q.shape[:3]
-        out = out.view(heads, batch, length, -1).transpose(0, 1)
+        out = out.view(heads, batch, length, out.shape[3]).transpose(0, 1)
         lse = lse.view(heads, batch, length).transpose(0, 1)
     return (out, lse) if return_lse else out
 

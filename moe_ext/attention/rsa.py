@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_ext._bytes import as_bytes
 from moe_ext.attention.block import accumulation_dtype
 from moe_ext.attention.checks import (
     check_attn_mask,
@@ -283,10 +284,6 @@ def _rows(x_BHLD: Tensor, kv_heads: int) -> Tensor:
     return rows.to(accumulation_dtype(x_BHLD.dtype))
 
 
-def _bytes(x: Tensor) -> Tensor:
-    return x.contiguous().reshape(-1).view(torch.uint8)
-
-
 def _shard(message: Tensor, like_BGLD: Tensor, length: int) -> Tensor:
     """`[B, G, M, D]` of a message, ready for products."""
     batch, heads, _, dim = like_BGLD.shape
@@ -304,7 +301,7 @@ def _scores(q: Tensor, k: Tensor, key_mask: Tensor | None, call: _Call) -> Tenso
     q_BGRD = _rows(q, kv_heads) * call.scale
     scores_BGRS = q_BGRD.new_empty((*q_BGRD.shape[:3], call.layout.seq_len))
     unit, masked = _bytes_of_position(k), key_mask is not None
-    own = _bytes(k) if key_mask is None else torch.cat([_bytes(k), _bytes(key_mask)])
+    own = as_bytes(k) if key_mask is None else torch.cat([as_bytes(k), as_bytes(key_mask)])
     for source, message in call.shards(own, unit + batch * masked, _KEYS, OPERATION):
         count = call.layout.sizes[source]
         k_BGMD = _shard(message[: unit * count], k, count)
@@ -362,7 +359,7 @@ def _output(weights_BGRS: Tensor, v: Tensor, heads: int, call: _Call) -> Tensor:
     """`[B, H, L, Dv]`; one pass of the ring."""
     out = weights_BGRS.new_zeros((*weights_BGRS.shape[:3], v.shape[3]))
     kept = call.kept(weights_BGRS, heads)
-    for source, message in call.shards(_bytes(v), _bytes_of_position(v), _VALUES, OPERATION):
+    for source, message in call.shards(as_bytes(v), _bytes_of_position(v), _VALUES, OPERATION):
         columns = call.columns(source)
         v_BGMD = _shard(message, v, call.layout.sizes[source])
         out += call.drop(weights_BGRS[..., columns], kept, columns) @ v_BGMD
@@ -385,7 +382,7 @@ def _values_backward(
     grad_weights, kept = torch.empty_like(weights_BGRS), call.kept(weights_BGRS, ctx.num_heads)
     parts = [v] * call.layout.num_ranks
     unit, operation = _bytes_of_position(v), f"{OPERATION} backward"
-    for source, message in call.shards(_bytes(v), unit, _VALUES_BACKWARD, operation):
+    for source, message in call.shards(as_bytes(v), unit, _VALUES_BACKWARD, operation):
         columns = call.columns(source)
         v_BGMD = _shard(message, v, call.layout.sizes[source])
         grad_weights[..., columns] = call.drop(grad_BGRD @ v_BGMD.mT, kept, columns)
@@ -400,7 +397,7 @@ def _keys_backward(
     q_BGRD = _rows(q, k.shape[1]) * call.scale
     grad_q, parts = torch.zeros_like(q_BGRD), [k] * call.layout.num_ranks
     unit, operation = _bytes_of_position(k), f"{OPERATION} backward"
-    for source, message in call.shards(_bytes(k), unit, _KEYS_BACKWARD, operation):
+    for source, message in call.shards(as_bytes(k), unit, _KEYS_BACKWARD, operation):
         columns_BGRM = grad_scores_BGRS[..., call.columns(source)]
         grad_q += columns_BGRM @ _shard(message, k, call.layout.sizes[source])
         parts[source] = columns_BGRM.mT @ q_BGRD

@@ -29,7 +29,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext.distributed import _c10d, comm, streams
-from moe_ext.distributed.failures import process_identity, remember_processes
+from moe_ext.distributed.failures import (
+    RankFailureError,
+    process_identity,
+    remember_processes,
+)
 from moe_ext.distributed.groups import global_rank, group_ranks, group_size
 
 _TEXT_BYTES = 1024
@@ -195,7 +199,13 @@ def _compared(
     calls = [json.loads(text) for text in texts]
     for rank, call in zip(ranks, calls, strict=True):
         if call["problem"] is not None:
-            error = _ERRORS[call["error"]](f"{operation}: {call['problem']} on rank {rank}")
+            text, missed = f"{operation}: {call['problem']} on rank {rank}", call["ranks"]
+            # The others have to know, too, which ranks are gone.
+            error = (
+                _ERRORS[call["error"]](text)
+                if missed is None
+                else RankFailureError(text, tuple(missed))
+            )
             raise error from problem if isinstance(problem, Exception) else None
     check_equal_over_ranks("the operation", [c["operation"] for c in calls], group, operation)
     if device is not None and any(call["names"] != calls[0]["names"] for call in calls):
@@ -369,6 +379,7 @@ def _encoded(
         "values": list(values),
         "problem": text,
         "error": kind if kind in _ERRORS else ValueError.__name__,
+        "ranks": list(problem.ranks) if isinstance(problem, RankFailureError) else None,
     }
     return json.dumps(call).encode()
 

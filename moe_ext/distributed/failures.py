@@ -42,6 +42,10 @@ _OF_CONNECTIONS = re.compile(
     re.IGNORECASE,
 )
 _ERROR_KEY = "moe_ext/error"
+_BLAME_KEY = "moe_ext/blamed"
+# A rank that misses another one leaves its other groups at once, whose ranks then all answer: what
+# it found is there by then, or a moment later.
+_BLAME_SECONDS = 2.0
 
 # (host id, process id) of every global rank seen so far; filled by `remember_processes`.
 _processes: dict[int, tuple[int, int]] = {}
@@ -244,6 +248,30 @@ def _describe(call: _RollCall, grace: float) -> tuple[str, set[int]]:
     return "every rank of the group is alive" + f": {where}" * (len(places) > 1), set()
 
 
+def _tell_blamed(ranks: set[int]) -> None:
+    """Keep the ranks that this one misses, for those who come to miss this one."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        text = " ".join(str(rank) for rank in sorted(ranks))
+        _c10d.default_store().set(f"{_BLAME_KEY}/{dist.get_rank()}", text)
+
+
+def _blamed_by_others(group: ProcessGroup) -> tuple[int, set[int]]:
+    """A rank that failed and the ranks that it misses, where all ranks of this group answered."""
+    deadline = time.monotonic() + _BLAME_SECONDS
+    others = set(range(dist.get_world_size())) - {dist.get_rank()}
+    # With nobody outside of the group there is no other group to miss anyone in.
+    if others < set(group_ranks(group)):
+        return -1, set()
+    while time.monotonic() < deadline:
+        texts = _texts(_BLAME_KEY, others)
+        for rank, text in texts.items():
+            blamed = {int(number) for number in text.split()} - {dist.get_rank()}
+            if blamed:
+                return rank, blamed
+        time.sleep(_POLL_SECONDS)
+    return -1, set()
+
+
 def diagnose(
     group: ProcessGroup, operation: str, error: Exception, *, grace: float = GRACE_SECONDS
 ) -> RankFailureError:
@@ -253,6 +281,11 @@ def diagnose(
     """
     call = _roll_call(group, operation, grace)
     finding, blamed = _describe(call, grace)
+    if call.looked and not call.silent:
+        by, blamed = _blamed_by_others(group)
+        if blamed:
+            finding = f"{_named({by})} misses {_named(blamed)} in another group"
+    _tell_blamed(blamed)
     reason = first_line(error)
     for rank, text in call.errors.items():
         finding += f"; the last error of rank {rank} was {text!r}"

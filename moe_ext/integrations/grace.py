@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_ext._bytes import as_bytes
 from moe_ext._checks import check_choice
 from moe_ext.compression.codecs.powersgd import PowerSGD
 from moe_ext.compression.feedback import CodecMemory, FeedbackStore
@@ -309,7 +310,7 @@ class Allgather(Communicator):
             return self.compressor.aggregate([self.compressor.decompress(list(tensors), ctx)])
         # Wider types first, so that every part is aligned where it starts.
         order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
-        parts = [tensors[i].contiguous().view(-1).view(torch.uint8) for i in order]
+        parts = [as_bytes(tensors[i]) for i in order]
         sizes = [[part.numel() for part in parts]] * self.world_size
         if not self.compressor.tensors_size_are_same:
             mine = torch.tensor(sizes[:1], device=parts[0].device)

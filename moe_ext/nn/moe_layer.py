@@ -116,7 +116,7 @@ class MoELayer(CountingModule):
         shared_expert_gate: weigh the shared expert by `sigmoid(x @ w)`, as Qwen2-MoE does.
         ep_group: process group to spread the experts over; None keeps all experts on this rank.
         dispatcher: "auto", "local", "alltoall", "dedup", "hierarchical", "allgather", or a
-            `TokenDispatcher`; "auto" is "local" on one rank, and on several the one of these that
+            `TokenDispatcher`; each name is "local" on one rank, and "auto" on several the one that
             takes least time in a rehearsal at the first forward pass, see `explain_dispatch`.
             "nccl_ep", "deep_ep" and "symm_mem" (with a `row_budget`) are libraries of NVIDIA's
             GPUs, which no GPU has tried yet.

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_ext._bytes import as_bytes
 from moe_ext._checks import check_choice
 from moe_ext.ops.quantize import dequantize_blockwise, quantize_blockwise
 
@@ -102,7 +103,7 @@ def encode_gradient(
     if indices_K is None or (codec == "dense" and indices_K.shape[0] == numel):
         indices_K = values_K.new_empty((0,), dtype=torch.int64)
     if value_codec in _PLAIN:
-        codes = values_K.to(_PLAIN[value_codec]).contiguous().view(torch.uint8)
+        codes = as_bytes(values_K.to(_PLAIN[value_codec]))
         scales, block = values_K.new_empty((0,), dtype=torch.float32), 0
     else:
         codes, scales = quantize_blockwise(values_K, format=value_codec, block=block)

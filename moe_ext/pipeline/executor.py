@@ -360,11 +360,16 @@ class Pipeline:
         next_start = 0
 
         def post(until: int, *, ahead: bool) -> None:
-            """Receive what is needed soon, where its format is known."""
+            """Receive what is needed soon, up to the first whose format is not known."""
             for i, receive in enumerate(receives[:until]):
-                if receive is not None and not (ahead and self._into(receive) not in self._formats):
-                    self._act(step, receive)
-                    receives[i] = None
+                if receive is None:
+                    continue
+                if ahead and self._into(receive) not in self._formats:
+                    # Messages of a rank are waited for in this order: a later one, which may come
+                    # of what this one is for, must not stand before it.
+                    return
+                self._act(step, receive)
+                receives[i] = None
 
         def run_lane() -> None:
             nonlocal next_start

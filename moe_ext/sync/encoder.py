@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_ext import ops
+from moe_ext._bytes import as_bytes
 from moe_ext.ops.delta import as_signed
 from moe_ext.sync.region import Region
 from moe_ext.sync.state import State, bits, hash_change, hash_of, tensors_of
@@ -148,7 +149,7 @@ class DeltaEncoder:
         for name, sent in self._sent.items():
             payload = torch.empty(0, dtype=torch.uint8)
             if kind == "full":
-                payload = sent.flat.cpu().view(torch.uint8).clone()
+                payload = as_bytes(sent.flat.cpu()).clone()
             entries.append(Entry(name, sent.dtype, sent.region, payload, sent.hash, sent.hash))
         return self._update(kind, -1, self.version, entries)
 

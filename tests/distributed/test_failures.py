@@ -86,6 +86,70 @@ def test_survivors_name_the_rank_that_died(moment, victim, how, store):
         assert seconds < 20
 
 
+def send_until_a_rank_dies(rank, dispatcher, combine, backward, victim):
+    """(message, ranks named, seconds) of the error that a survivor sees."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    how = {"dispatcher": dispatcher, "combine": combine}
+    layer = MoELayer(8, 6, 8, 4, ep_group=dist.group.WORLD, **how)
+    x = torch.randn(5, 8, requires_grad=True)
+    layer(x).sum().backward()
+    started = time.monotonic()
+    try:
+        if rank == victim and not backward:
+            die("SIGKILL")
+        y = layer(x)
+        if rank == victim:
+            y.register_hook(lambda grad: die("SIGKILL"))
+        y.sum().backward()
+        sync_gradients(layer)
+    except RankFailureError as error:
+        return str(error), error.ranks, time.monotonic() - started
+    return "no error", (), 0.0
+
+
+# Some send in groups of which the rank that died is no member.
+@pytest.mark.parametrize(
+    ("dispatcher", "combine", "backward", "victim"),
+    [
+        ("hierarchical", "exact", False, 2),
+        ("hierarchical", "reduced", False, 1),
+        ("hierarchical", "exact", True, 3),
+        ("dedup", "exact", False, 2),
+        ("allgather", "reduced", True, 1),
+    ],
+)
+def test_all_survivors_of_any_dispatcher_name_the_rank_that_died(
+    dispatcher, combine, backward, victim
+):
+    found = spawn_ranks(
+        send_until_a_rank_dies, 4, dispatcher, combine, backward, victim, may_die=[victim]
+    )
+    for rank in {0, 1, 2, 3} - {victim}:
+        message, named, seconds = found[rank]
+        assert named == (victim,), message
+        assert seconds < 20
+
+
+def test_those_whom_others_miss_are_named_in_groups_without_them(monkeypatch):
+    class Store:
+        def __init__(self):
+            self.kept = {"moe_ext/blamed/1": b"", "moe_ext/blamed/3": b"2"}
+
+        def check(self, keys):
+            return all(key in self.kept for key in keys)
+
+        def get(self, key):
+            return self.kept[key]
+
+    monkeypatch.setattr(failures._c10d, "default_store", Store)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(failures, "group_ranks", lambda group: (0, 1))
+    assert failures._blamed_by_others(None) == (3, {2})
+    monkeypatch.setattr(failures, "group_ranks", lambda group: (0, 1, 2, 3))
+    assert failures._blamed_by_others(None) == (-1, set()), "each has asked all itself"
+
+
 def describe(**kwargs):
     return failures._describe(failures._RollCall(**kwargs), 5.0)
 

@@ -10,10 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 import moe_ext
 from moe_ext import _runtime_library
+from moe_ext.distributed.dispatch import DISPATCHERS
 from moe_ext.nn import (
     Capacity,
     GroupedExperts,
     RouterOutput,
+    RowBudget,
     TopKRouter,
     inject_loss,
     set_loss_scale,
@@ -396,13 +398,27 @@ def test_same_bits_for_any_number_of_threads(num_threads):
         ({"z_loss_coef": math.nan}, r"expected z_loss_coef to be at least 0, got nan"),
         ({"shared_ffn_dim": -1}, r"expected shared_ffn_dim to be at least 0, got -1"),
         ({"dispatcher": "ring"}, r"expected dispatcher to be one of .*'auto'.*, got 'ring'"),
-        ({"dispatcher": "alltoall"}, r"expected ep_group to be a process group .*, got None"),
     ],
     ids=str,
 )
 def test_wrong_options(options, message):
     with pytest.raises(ValueError, match=message):
         make_layer(**options)
+
+
+@pytest.mark.parametrize("name", DISPATCHERS)
+def test_what_is_written_for_many_ranks_runs_on_one(name):
+    x, found = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).double(), []
+    for dispatcher in ("local", name):
+        budget = RowBudget(4, static=True) if dispatcher == "symm_mem" else None
+        layer = make_layer(dispatcher=dispatcher, row_budget=budget)
+        assert layer.explain_dispatch().name == "LocalDispatcher"
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf)
+        y.square().sum().backward()
+        found.append((y.detach(), leaf.grad))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("sizes", [(0, 6, 5), (8, 0, 5), (8, 6, 0)], ids=str)

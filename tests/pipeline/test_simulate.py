@@ -1,5 +1,7 @@
 """Simulated times against the closed forms of the papers."""
 
+import itertools
+
 import pytest
 
 from moe_ext.pipeline import (
@@ -27,11 +29,56 @@ def test_bubbles_are_those_of_the_closed_forms(f, i, w, ranks, micro):
     for name in ("gpipe", "1f1b", "interleaved"):
         assert idle(name) == pytest.approx([(ranks - 1) * (f + b)] * ranks)
     assert idle("zb-h1") == pytest.approx([(ranks - 1) * (f + b - 2 * w)] * ranks)
-    # ZB-V has no bubble but its start if F = I; else the difference at each rank on the way.
-    assert idle("zbv") == pytest.approx([(ranks - 1) * max(f, i)] * ranks)
+    # ZB-V has no bubble but its start.
+    assert idle("zbv") == pytest.approx([(ranks - 1) * i] * ranks)
     # P = 2 x ranks stages in a V. Where I > F, torch's order is shorter than the formula says.
     dual, found = (ranks - 1) * ((f + b) + b - 3 * w), idle("dual-pipe-v")
     assert found == pytest.approx([dual] * ranks) if i == f else max(found) < dual
+
+
+# Weights that take longer than inputs, and forward passes that take longer than both, too.
+UNEVEN = [*COSTS, (2, 1, 1), (2, 3, 1), (1, 1, 2), (1, 2, 2), (3, 1, 2), (1, 4, 1), (1, 3, 4)]
+UNEVEN += [(4, 1, 1), (4, 3, 1), (6, 4, 1), (9, 7, 3), (9, 4, 1), (3, 2, 0), (0.5, 1, 3)]
+
+
+def idle_by_formula(name, p, m, f, i, w):
+    """Idle time of each rank as docs/pipelines.md says it; None where it leaves it to simulate."""
+    b = i + w
+    if name in ("gpipe", "1f1b"):
+        return (p - 1) * (f + b)
+    if name in ("interleaved", "looped-bfs"):
+        return (p - 1 if m >= p else 2 * p - 1 - m) * (f + b)
+    if name == "zb-h1":
+        if m < p:
+            return (p - 1) * (f + i) - (m - 1) * min(f, i, w)
+        return (p - 1) * max(f, i, f + b - 2 * w)
+    if m >= 2 * p - 1:
+        first = max(f, i, 2 * f - i - w, f + i - 2 * w, 2 * f - 3 * w, 2 * i - 2 * w)
+        return first + (p - 2) * max(i, w, 2 * f - i, 2 * f - 2 * w, 2 * i - 2 * w)
+    if m <= p and f <= min(i + 2 * w, 2 * i + w):
+        return 2 * (p - 1) * (f + i) - (m - 1) * (f + min(f, i))
+    return None
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "interleaved", "looped-bfs", "zbv"])
+def test_idle_time_for_any_costs_and_numbers(name):
+    told = 0
+    for ranks, costs in itertools.product((2, 4), UNEVEN):
+        for micro in {1, ranks - 1, ranks, 2 * ranks - 1, 2 * ranks}:
+            try:
+                table = make_table(name, ranks, micro)
+            except ValueError:
+                continue  # torch does not make it
+            wanted = idle_by_formula(name, ranks, micro, *costs)
+            if wanted is not None:
+                found = simulate(table, Costs(*costs)).idle
+                assert found == pytest.approx([wanted] * ranks), (ranks, micro, costs)
+                told += 1
+    assert told > 70
+    # What the page says in short.
+    for f, i, w in COSTS:
+        if name == "zbv" and f <= i and i / 2 <= w <= i:
+            assert idle_by_formula(name, 4, 8, f, i, w) == 3 * i
 
 
 def test_makespan_is_that_of_the_timeline():

@@ -26,6 +26,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from moe_ext._bytes import as_bytes
 from moe_ext.attention.block import (
     Block,
     Keys,
@@ -295,7 +296,7 @@ class _GradsUnderway:
         target = paths[source].get(stage)
         sends = []
         if row is not None and target is not None:
-            message = row.to(tour.call.work.grad_dtype).view(torch.uint8)
+            message = as_bytes(row.to(tour.call.work.grad_dtype))
             sends = [(message, tour.holder(source, target))]
         ours = tour.source(before)
         arrives = before if paths[ours].get(stage) == before else None
@@ -317,7 +318,7 @@ class _GradsUnderway:
         if target is not None:
             count = call.work.form.num_elements(tour.length(source))
             buffer = torch.empty(count, dtype=call.work.grad_dtype, device=self.device)
-            buffer = buffer.view(torch.uint8)
+            buffer = as_bytes(buffer)
         if not sends and buffer is None:
             return
         origin, tag = tour.holder(source, stage), _KINDS * stage + kind

@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from moe_ext._bytes import as_bytes
 from moe_ext.compression.codecs.base import PayloadCodec
 
 _MOST_TRANSFORMED = 1024
@@ -105,12 +106,12 @@ class ChunkedTopK(PayloadCodec):
 
     def _coded(self, values_Ck: Tensor) -> list[Tensor]:
         if self.bits == 32:
-            return [values_Ck.contiguous().view(-1).view(torch.uint8)]
+            return [as_bytes(values_Ck)]
         sizes_Ck = values_Ck.abs()
         large_Ck = sizes_Ck > sizes_Ck.mean(dim=1, keepdim=True)
         means_2C = torch.stack([_mean_of(sizes_Ck, ~large_Ck), _mean_of(sizes_Ck, large_Ck)])
         codes_Ck = large_Ck.long() + 2 * (values_Ck < 0).long()
-        magnitudes = means_2C.bfloat16().contiguous().view(-1).view(torch.uint8)
+        magnitudes = as_bytes(means_2C.bfloat16())
         return [_pack(codes_Ck.flatten(), 2), magnitudes]
 
     def decode_add_(self, out_N: Tensor, payload: Tensor) -> None:

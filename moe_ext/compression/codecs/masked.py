@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
+from moe_ext._bytes import as_bytes
 from moe_ext._checks import check_choice
 from moe_ext.compression.codecs.base import Calls, Codec, OnNonfinite, PayloadCodec
 from moe_ext.compression.codecs.dense import Dense, dense_reduction
@@ -133,7 +134,7 @@ class TwoOfFour(PayloadCodec):
             )
         values = x_N.new_empty(x_N.numel() // 2)
         ops.pack_masked_(values, x_N, bitmap)
-        return torch.cat([values.view(torch.uint8), bitmap])
+        return torch.cat([as_bytes(values), bitmap])
 
     def decode_add_(self, out_N: Tensor, payload: Tensor) -> None:
         """See `PayloadCodec`."""

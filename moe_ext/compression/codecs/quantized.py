@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_ext import ops
+from moe_ext._bytes import as_bytes
 from moe_ext._checks import check_choice
 from moe_ext.compression.codecs.base import PayloadCodec
 from moe_ext.compression.collectives.coding import (
@@ -197,7 +198,7 @@ class Outliers(PayloadCodec):
         codes = coding.encode(rest_N)
         if residual_N is not None:
             coding.decode_add_(residual_N, codes, divisor=-1)
-        padded = torch.nn.functional.pad(values.view(torch.uint8), (0, -4 * len(values) % 16))
+        padded = torch.nn.functional.pad(as_bytes(values), (0, -4 * len(values) % 16))
         return torch.cat([codes, padded, ops.pack_indices(indices, numel)])
 
     def decode_add_(self, out_N: Tensor, payload: Tensor) -> None:

@@ -11,6 +11,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from moe_ext._bytes import as_bytes
 from moe_ext.ops import packed_index_bytes
 from moe_ext.ops.quantize import code_bytes, num_scales
 
@@ -79,7 +80,7 @@ def aligned(num_bytes: int) -> int:
 
 def _joined(*parts: Tensor) -> Tensor:
     """One row of bytes of some parts, each padded to 16."""
-    rows = [part.view(torch.uint8) for part in parts]
+    rows = [as_bytes(part) for part in parts]
     row = rows[0].new_zeros(sum(aligned(part.numel()) for part in rows))
     start = 0
     for part in rows:

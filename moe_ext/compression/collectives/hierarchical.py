@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_ext._bytes import as_bytes
 from moe_ext.compression.collectives.arguments import tensor_problem
 from moe_ext.compression.collectives.quantized import shard_numel
 from moe_ext.distributed import worker
@@ -34,7 +35,7 @@ def sum_in_node(
     def add_up(x_N: Tensor, messages: Messages) -> list[Tensor]:
         missing = messages.size * shard - x_N.numel()
         padded = torch.nn.functional.pad(x_N, (0, missing)) if missing else x_N
-        found = messages.exchange(padded.view(torch.uint8))
+        found = messages.exchange(as_bytes(padded))
         wide = torch.promote_types(x_N.dtype, torch.float32)
         total = torch.zeros(shard, dtype=wide, device=x_N.device)
         for theirs in found.view(x_N.dtype):
@@ -52,7 +53,7 @@ def share_in_node(
     """Write the shards of the ranks of a node into x, whose dtype they have."""
 
     def gather(x_N: Tensor, shard_S: Tensor, messages: Messages) -> list[Tensor]:
-        found = messages.gather(shard_S.view(torch.uint8)).view(x_N.dtype).view(-1)
+        found = messages.gather(as_bytes(shard_S)).view(x_N.dtype).view(-1)
         return [x_N.copy_(found[: x_N.numel()])]
 
     worker.start(gather, (x_N, shard_S), local_group, operation, finish=len, async_op=False)

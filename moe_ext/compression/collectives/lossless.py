@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
+from moe_ext._bytes import as_bytes
 from moe_ext.compression.collectives.arguments import tensor_problem
 from moe_ext.distributed import worker
 from moe_ext.distributed.agreement import agree
@@ -185,7 +186,7 @@ class _Payloads(Payloads):
 
     def padded(self, rows_PB: Tensor, num_bytes_P: Tensor, messages: Messages) -> Tensor:
         """The rows with as many bytes as the longest payload of any rank."""
-        most = messages.gather(num_bytes_P.max().view(1).view(torch.uint8))
+        most = messages.gather(as_bytes(num_bytes_P.max()))
         # NOTE: device-to-host sync, of the length that the next message has.
         longest = int(most.view(-1).view(torch.int64).max())
         # The last ranks' own parts have fewer elements.

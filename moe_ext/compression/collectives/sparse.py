@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_ext._bytes import as_bytes
 from moe_ext.compression.collectives.arguments import (
     choice_problem,
     finite_problem,
@@ -397,7 +398,7 @@ def _dense_sum(
 def _with_load(payload: Tensor, load: Tensor) -> Tensor:
     """A payload, and behind it how many pairs there were."""
     padding = payload.new_zeros(_LOAD_BYTES - 8)
-    return torch.cat([payload, load.view(1).view(torch.uint8), padding])
+    return torch.cat([payload, as_bytes(load), padding])
 
 
 def _load(row: Tensor) -> Tensor:

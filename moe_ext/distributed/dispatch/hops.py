@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
+from moe_ext._bytes import as_bytes
 from moe_ext.distributed import comm
 from moe_ext.distributed.dispatch.alltoall import AllToAllDispatcher
 from moe_ext.distributed.dispatch.counts import ExchangedCounts
@@ -301,7 +302,14 @@ class Hop(AllToAllDispatcher):
 
 def packed(columns: Sequence[Tensor]) -> Tensor:
     """Columns `[N, ...]` of any dtypes as rows of bytes."""
-    return torch.cat([column.contiguous().view(torch.uint8) for column in columns], 1)
+    widths = [column.shape[1] * column.element_size() for column in columns]
+    return torch.cat(
+        [
+            as_bytes(column).view(len(column), width)
+            for column, width in zip(columns, widths, strict=True)
+        ],
+        1,
+    )
 
 
 def unpacked(rows_NB: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

@@ -46,7 +46,7 @@ def named_dispatcher(
 
     Args:
         owner: name for error messages.
-        name: one of `DISPATCHERS`; "auto" is "local" on one rank.
+        name: one of `DISPATCHERS`; each is "local" on one rank.
         num_experts: E, a multiple of the size of the group.
         group: process group; None or one rank keeps all rows on this rank.
         combine: "exact" or "reduced", see `DedupDispatcher`.
@@ -61,19 +61,21 @@ def named_dispatcher(
     check_choice(owner, "combine", combine, COMBINES)
     check_choice(owner, "dispatcher", name, DISPATCHERS)
     alone = group_size(group) == 1
-    if name == "auto" and group is not None and not alone:
-        return AutoDispatcher(num_experts, group, combine=combine, wire=wire)
-    if name in ("auto", "local"):
-        if not alone:
-            raise ValueError(
-                f"{owner}: expected dispatcher to be one that sends for an ep_group of "
-                f"{group_size(group)} ranks, got 'local'"
-            )
-        return LocalDispatcher(num_experts)
-    if group is None:
+    if name == "local" and not alone:
         raise ValueError(
-            f"{owner}: expected ep_group to be a process group for dispatcher={name!r}, got None"
+            f"{owner}: expected dispatcher to be one that sends for an ep_group of "
+            f"{group_size(group)} ranks, got 'local'"
         )
+    if name in ("alltoall", "symm_mem") and combine != "exact":
+        raise ValueError(
+            f"{owner}: expected dispatcher to be one of {(*_SENT_ONCE, *_LIBRARIES)} for "
+            f"combine={combine!r}, got {name!r}"
+        )
+    if group is None or alone:
+        # What is written for many ranks runs on one.
+        return LocalDispatcher(num_experts)
+    if name == "auto":
+        return AutoDispatcher(num_experts, group, combine=combine, wire=wire)
     if name in _LIBRARIES:
         if wire != Wire():
             raise ValueError(
@@ -81,11 +83,6 @@ def named_dispatcher(
                 f"got {wire}"
             )
         return _LIBRARIES[name](num_experts, group, combine=combine)
-    if name not in _SENT_ONCE and combine != "exact":
-        raise ValueError(
-            f"{owner}: expected dispatcher to be one of {(*_SENT_ONCE, *_LIBRARIES)} for "
-            f"combine={combine!r}, got {name!r}"
-        )
     if name == "alltoall":
         return AllToAllDispatcher(num_experts, group, wire=wire)
     if name == "symm_mem":

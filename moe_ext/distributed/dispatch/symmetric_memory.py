@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
+from moe_ext._bytes import as_bytes
 from moe_ext._checks import check_sizes
 from moe_ext.distributed.agreement import share
 from moe_ext.distributed.dispatch import library
@@ -168,8 +169,8 @@ class SymmetricMemoryDispatcher(AllToAllDispatcher):
         """All-to-all of rows, as `all_to_all_single`."""
         if max(out.shape[0], sent.shape[0]) > self.max_rows:
             raise self._no_room(max(out.shape[0], sent.shape[0]), "here")
-        sent_NB, out_RB = sent.view(torch.uint8), out.view(torch.uint8)
-        num_bytes = sent_NB.shape[1]
+        num_bytes = sent.shape[1] * sent.element_size()
+        sent_NB, out_RB = (as_bytes(rows).view(len(rows), num_bytes) for rows in (sent, out))
         row_bytes = -(-num_bytes // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
         known, key = _memories.setdefault(group, {}), (sent.device, self.max_rows, row_bytes)
         if key not in known:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_ext import ops
+from moe_ext._bytes import as_bytes
 from moe_ext._checks import check_choice
 from moe_ext.distributed.payloads import Payloads
 from moe_ext.ops.quantize import ROW_SCALES, row_bytes
@@ -143,7 +144,7 @@ def encode_messages(
     messages, lengths = [], []
     for rank, part in enumerate(parts):
         if rank == own or not len(part):
-            messages.append(part.view(torch.uint8))
+            messages.append(as_bytes(part))
             lengths.append(sizes_P[rank : rank + 1])
         else:
             code_1B, length_1 = ops.encode_exponent_rows(part, 1)
@@ -156,7 +157,7 @@ def join_messages(
     rows_ND: Tensor, counts: Sequence[int], messages: Sequence[Tensor], lengths: Sequence[int]
 ) -> Tensor:
     """`[bytes]` uint8 of what `encode_messages` gave, one message after the other."""
-    parts = [part.reshape(-1).view(torch.uint8) for part in rows_ND.split(list(counts))]
+    parts = [as_bytes(part) for part in rows_ND.split(list(counts))]
     return torch.cat(
         [
             part if length == len(part) else message[:length]
@@ -187,7 +188,7 @@ def decode_messages(
         out_ND.split(list(counts)), messages.split(list(lengths)), strict=True
     ):
         if len(message) == part.nbytes:
-            part.view(-1).view(torch.uint8).copy_(message)
+            as_bytes(part).copy_(message)
         else:
             payloads.read(part, message)
     payloads.tell()
