@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer
 
+from moe_ext._bytes import as_bytes
 from moe_ext.compression.codecs.chunked import ChunkedTopK
 from moe_ext.compression.feedback import CodecMemory
 from moe_ext.distributed.agreement import agree, checksum, is_nonfinite
@@ -33,7 +34,7 @@ class _MarkedTopK(ChunkedTopK):
 
     def mark(self, number: int, device: torch.device) -> None:
         """Set the number of the next payload."""
-        mine = torch.tensor([number], dtype=torch.int64, device=device).view(torch.uint8)
+        mine = as_bytes(torch.tensor([number], dtype=torch.int64, device=device))
         self.marks[:] = [mine]
 
     def payload_bytes(self, numel: int) -> int:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_ext import ops
+from moe_ext._bytes import as_bytes
 from moe_ext.sync.update import Entry, Update
 
 Pieces = Sequence[tuple[str, tuple[int, ...]]]
@@ -215,7 +216,7 @@ def _checksum(text: str, tensors: Mapping[str, Tensor]) -> int:
     found = zlib.crc32(text.encode())
     for name, tensor in sorted(tensors.items()):
         facts = f"{name} {tensor.dtype} {tensor.numel()}".encode()
-        stored = memoryview(tensor.cpu().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        stored = memoryview(as_bytes(tensor.cpu()).numpy())  # type: ignore[arg-type]
         found = zlib.crc32(stored, zlib.crc32(facts, found))
     return found
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_ext import ops
+from moe_ext._bytes import as_bytes
 from moe_ext.ops.delta import as_signed
 from moe_ext.sync.region import Region
 from moe_ext.sync.state import State, bits, hash_change, hash_of, seed_of, tensors_of
@@ -177,7 +178,7 @@ class DeltaReceiver:
                 ends = [s + staged[n].nbytes for s, n in zip(starts, (one, other), strict=True)]
                 first, last = max(starts), max(max(starts), min(ends))
                 parts = [
-                    staged[name].view(torch.uint8)[first - start : last - start]
+                    as_bytes(staged[name])[first - start : last - start]
                     for name, start in zip((one, other), starts, strict=True)
                 ]
                 if not torch.equal(*parts):
