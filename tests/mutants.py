@@ -76,6 +76,8 @@ MUTANTS = [
         "self.marks.append((payload[-_MARK_BYTES:] == self.marks[0]).all())",
         "self.marks.append(self.marks[0].new_ones(()))",
         "tests/test_options_over_ranks.py -k rates_that_change",
+    ),
+    Mutant(
         "columns of one of K, or of no tokens, are not sent as bytes",
         "moe_ext/distributed/dispatch/hops.py",
         "as_bytes(column).view(len(column), width)",
