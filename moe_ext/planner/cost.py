@@ -674,9 +674,11 @@ class CostModel:
             for name, size_of in zip(_EXCHANGE, shape, strict=True):
                 key = key * size_of + c[name]
             for place in _present(key):
-                ep, etp, way, wire, back = (
-                    int(i) for i in torch.unravel_index(torch.tensor(place), shape)
-                )
+                rest, index = place, list[int]()
+                for size_of in reversed(shape):
+                    rest, i = divmod(rest, size_of)
+                    index.insert(0, i)
+                ep, etp, way, wire, back = index
                 names = DISPATCHERS[way], WIRES[wire], COMBINES[back]
                 each = (*self._dispatch(ep, etp, *names), *self._coded(ep, *names))
                 table[ep, etp, way, wire, back] = torch.tensor(each)

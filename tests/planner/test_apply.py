@@ -70,9 +70,11 @@ def next_token_loss(logits, labels, vocab_size, shift_labels=None, num_items_in_
 def applied_to(model, stages=(), **fixed):
     """The plan with these values for four ranks, and eight sequences of 16 tokens a step."""
     whole = {"pp": 1, "tp": 1, "cp": 1, "recompute": 0, "micro_batch": 2, **fixed}
-    made = plan(
-        model, CLUSTER, num_ranks=4, seq_len=16, global_batch=8, dtype="float32", fixed=whole
-    )
+    sizes = {"num_ranks": 4, "seq_len": 16, "global_batch": 8, "dtype": "float32"}
+    # One rank searches: four at once would share its cores.
+    given = [plan(model, CLUSTER, **sizes, fixed=whole) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(given)
+    (made,) = given
     assert {name: made.choice[name] for name in whole} == whole
     return dataclasses.replace(made, stages=stages or made.stages).apply(model)
 
