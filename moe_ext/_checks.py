@@ -47,7 +47,7 @@ def check_sizes(owner: str, **sizes: int) -> None:
             raise ValueError(f"{owner}: expected {name} to be below 2**31, got {size}")
 
 
-def check_fields(spec: Any, *, may_be_zero: Collection[str] = ()) -> None:
+def check_fields(spec: Any, *, may_be_zero: Collection[str] = (), below: int = 2**31) -> None:
     """ValueError unless each field of a dataclass holds what its annotation says.
 
     An int is whole and at least 1, a float is finite and above 0; neither is a bool. Elements of a
@@ -57,6 +57,7 @@ def check_fields(spec: Any, *, may_be_zero: Collection[str] = ()) -> None:
     Args:
         spec: whose module annotates by text.
         may_be_zero: fields whose numbers may also be 0.
+        below: bound of whole numbers.
     """
     owner = type(spec).__name__
     for each in fields(spec):
@@ -67,12 +68,12 @@ def check_fields(spec: Any, *, may_be_zero: Collection[str] = ()) -> None:
             continue
         if kind == "tuple[int, ...]" and isinstance(value, tuple):
             for i, element in enumerate(value):
-                _check_number(owner, f"{each.name}[{i}]", element, "int", zero)
+                _check_number(owner, f"{each.name}[{i}]", element, "int", zero, below)
         elif kind == "Mapping[str, float]" and isinstance(value, Mapping):
             for name, element in value.items():
-                _check_number(owner, f"{each.name}[{name!r}]", element, "float", zero)
+                _check_number(owner, f"{each.name}[{name!r}]", element, "float", zero, below)
         elif kind in ("int", "float"):
-            _check_number(owner, each.name, value, kind, zero)
+            _check_number(owner, each.name, value, kind, zero, below)
         elif kind in _KINDS and not isinstance(value, _KINDS[kind]):
             raise ValueError(f"{owner}: expected {each.name} to be {kind}, got {value!r:.80}")
 
@@ -85,7 +86,7 @@ _KINDS: dict[str, type] = {
 }
 
 
-def _check_number(owner: str, name: str, value: object, kind: str, zero: bool) -> None:
+def _check_number(owner: str, name: str, value: object, kind: str, zero: bool, below: int) -> None:
     wanted: type = numbers.Integral if kind == "int" else numbers.Real
     rule = None
     if not isinstance(value, wanted) or isinstance(value, bool):
@@ -95,7 +96,7 @@ def _check_number(owner: str, name: str, value: object, kind: str, zero: bool) -
     elif value < 0 or (not value and not zero):  # type: ignore[operator]
         least = "at least 1" if kind == "int" else "above 0"
         rule = "at least 0" if zero else least
-    elif kind == "int" and value >= 2**31:  # type: ignore[operator]
-        rule = "below 2**31"
+    elif kind == "int" and value >= below:  # type: ignore[operator]
+        rule = f"below {below}"
     if rule is not None:
         raise ValueError(f"{owner}: expected {name} to be {rule}, got {value!r:.80}")

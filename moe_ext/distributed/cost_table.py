@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from moe_ext._checks import check_fields
 from moe_ext.distributed.link import Link, quickest
 
 SCHEMA = 1
@@ -43,6 +44,10 @@ class CodecRate:
     payload_bytes: int
     encode_seconds: float
     decode_seconds: float
+
+    def __post_init__(self) -> None:
+        """ValueError for numbers that no codec has."""
+        check_fields(self, may_be_zero=("encode_seconds", "decode_seconds"), below=2**63)
 
 
 def least_seconds(
@@ -99,6 +104,18 @@ class CostTable:
     product_rates: Mapping[str, float] = field(default_factory=dict)
     codecs: Mapping[str, tuple[CodecRate, ...]] = field(default_factory=dict)
     links: Mapping[str, Link] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """ValueError for rates that no processor has."""
+        check_fields(self, may_be_zero=("copy_bandwidth",))
+        for name, kind in (("codecs", CodecRate), ("links", Link)):
+            held = getattr(self, name)
+            rows = held.values() if isinstance(held, Mapping) else [held]
+            every = [each if isinstance(each, tuple) else (each,) for each in rows]
+            if not all(isinstance(row, kind) for each in every for row in each):
+                raise ValueError(
+                    f"CostTable: expected {name} to hold {kind.__name__} by name, got {held!r:.80}"
+                )
 
     @classmethod
     def measure(

@@ -18,7 +18,9 @@ from moe_ext.planner import (
     CLUSTERS,
     PRESETS,
     ClusterSpec,
+    CodecRate,
     CostModel,
+    CostTable,
     Host,
     Job,
     Level,
@@ -38,6 +40,8 @@ CLUSTER = ClusterSpec(
     host=Host(1e9, 1e9, 1e9),
 )
 JOB = Job(4, 256, 16, "float32")
+RATE = CodecRate(4, 16, 8, 1.0, 2.0)
+TABLE = CostTable("CPU", "cpu", 1, "2.13", 1e9, {"float32": 1e9}, {"int8": (RATE,)})
 # A mesh, so that a search takes milliseconds.
 FIXED = {"pp": 1, "tp": 1, "cp": 1, "ep": 4, "etp": 1, "zero": 0, "micro_batch": 1}
 FIXED |= {"balance": "none", "dispatcher": "alltoall"}
@@ -51,16 +55,20 @@ MAY_BE_ZERO = {
     **dict.fromkeys(("positions", "vectors", "published"), "not counted, or not known"),
     **dict.fromkeys(("window", "shared_ffn_dim", "disk", "disk_bandwidth"), "there is none"),
     **dict.fromkeys(("latency", "layer_seconds", "node_launches"), "too short to count"),
+    **dict.fromkeys(("encode_seconds", "decode_seconds"), "too short to count"),
+    "copy_bandwidth": "not measured",
     "multiprocessors": "rates do not depend on shapes",
     "node_limit": "any number of nodes",
     "load": "even routing",
 }
 # Values of fields that say more than a number: those of `GARBAGE` that they may have.
 MAY_BE = {
-    **dict.fromkeys(("name", "source"), ("3", "")),
+    **dict.fromkeys(("name", "source", "processor", "device", "torch_version"), ("3", "")),
+    # Bytes of many elements.
+    **dict.fromkeys(("numel", "input_bytes", "payload_bytes"), (2**40,)),
     # Tokens of one expert are of other experts than the model's.
     "load": (0.5, 2.7, 2**40),
-    "measured": ({},),
+    **dict.fromkeys(("measured", "product_rates", "codecs", "links"), ({},)),
 }
 
 
@@ -110,7 +118,7 @@ def is_meant(field, value):
 
 CASES = [
     pytest.param(place, path, each, id=".".join((type(part).__name__, each.name)))
-    for place, spec in enumerate((SMALL, CLUSTER, JOB))
+    for place, spec in enumerate((SMALL, CLUSTER, JOB, TABLE, RATE))
     for path, part in parts_of(spec)
     for each in dataclasses.fields(part)
 ]
@@ -121,15 +129,15 @@ def test_no_plan_is_made_of_garbage(place, path, field):
     for value in GARBAGE:
         if is_meant(field, value):
             continue
-        specs = [SMALL, CLUSTER, JOB]
+        specs = [SMALL, CLUSTER, JOB, TABLE, RATE]
         with pytest.raises(ValueError, match="expected") as refused:
             specs[place] = with_value(specs[place], path, field.name, value)
-            search(CostModel(*specs), fixed=FIXED)
+            search(CostModel(*specs[:3]), fixed=FIXED)
         assert field.name in str(refused.value) or "float32" in str(refused.value), value
 
 
 def test_numbers_that_are_meant_make_plans():
-    for place, spec in enumerate((SMALL, CLUSTER, JOB)):
+    for place, spec in enumerate((SMALL, CLUSTER, JOB, TABLE, RATE)):
         for path, part in parts_of(spec):
             for each in dataclasses.fields(part):
                 for value in filter(lambda value, each=each: is_meant(each, value), GARBAGE):
