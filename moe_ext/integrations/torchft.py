@@ -228,7 +228,8 @@ def average_over_groups(manager: Manager, model: nn.Module) -> None:
         return
     device, buckets = parameters[0].device, list(_buckets(parameters))
     synced = any(p.grad is not None and is_synced(p.grad) for p in parameters)
-    if manager.current_step() == 0 and world_size() > 1:
+    # The step of a group that joins is known once the quorum is, which this waits for.
+    if manager.num_participants() and manager.current_step() == 0 and world_size() > 1:
         _check_first_step(manager, model, synced)
     has = torch.tensor([float(p.grad is not None) for p in parameters], device=device)
     counts = [c for layer in moe_layers(model).values() for c in _counts(layer)]

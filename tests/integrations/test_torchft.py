@@ -26,10 +26,10 @@ class Manager:
 
     def __init__(self, pg, load_state_dict, state_dict, min_replica_size=1):
         self._pg, self._load, self._save = pg, load_state_dict, state_dict
-        self._step, self._error, self._joined = 0, None, None
+        self._step, self._error, self._joined, self._waited = 0, None, None, False
 
     def start_quorum(self, allow_heal=True, shrink_only=False, timeout=None):
-        self._error = self._joined = None
+        self._error, self._joined, self._waited = None, None, False
         if SCRIPT[self._step] != "joins":
             return
         file = io.BytesIO()
@@ -55,10 +55,13 @@ class Manager:
         return Done()
 
     def num_participants(self):
+        self._waited = True
         return 1 if SCRIPT[self._step] == "joins" else 2
 
     def current_step(self):
-        return self._step
+        # A group that joins has its own count, 0, until the quorum is there.
+        joins = self._joined is not None and not self._waited
+        return 0 if joins else self._step
 
     def errored(self):
         return self._error
