@@ -209,7 +209,7 @@ class FirstQuorum(Manager):
         self._init_sync = init_sync
 
     def start_quorum(self, allow_heal=True, shrink_only=False, timeout=None):
-        self._error = None
+        self._error = self._joined = None
         own = dist.get_rank()
         self._heals = self._step == 0 and self._init_sync and self._pg.rank() != own
         if self._step == 0 and self._init_sync:
@@ -230,6 +230,7 @@ class FirstQuorum(Manager):
         return Done()
 
     def num_participants(self):
+        self._waited = True
         return 2
 
     def should_commit(self, timeout=None):
