@@ -362,9 +362,9 @@ class Rebalancer:
         words = struct.unpack("<5q", struct.pack("<5d", *numbers))
         device = small_message_device(group)
         first = share(words, group, device, operation=_OPERATION)[0]
-        *rates, flops, alone = struct.unpack("<5d", struct.pack("<5q", *first))
+        *of_link, flops, alone = struct.unpack("<5d", struct.pack("<5q", *first))
         # A link has bandwidth.
-        return Link(*rates) if rates[1] else None, flops or None, alone or None
+        return Link(*of_link) if of_link[1] else None, flops or None, alone or None
 
     def update(self) -> None:
         """One call of `update_placement`; see there."""
