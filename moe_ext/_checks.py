@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
+from torch import Tensor
+
 
 def check_choice(owner: str, name: str, value: object, allowed: Collection[object]) -> None:
     """ValueError unless the value is one of those that are allowed."""
@@ -30,11 +32,19 @@ def check_callable(owner: str, name: str, value: object) -> None:
 
 
 def check_integer(owner: str, name: str, value: int) -> None:
-    """Refuse what cannot count."""
+    """Refuse what cannot count: a tensor of one number and a truth value have an index, too."""
     try:
+        if isinstance(value, (bool, Tensor)):
+            raise TypeError
         operator.index(value)
     except TypeError:
         raise TypeError(f"{owner}: expected {name} to be an integer, got {value!r}") from None
+
+
+def check_real(owner: str, name: str, value: float) -> None:
+    """TypeError unless the value is one number."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"{owner}: expected {name} to be a number, got {value!r}")
 
 
 def check_sizes(owner: str, **sizes: int) -> None:

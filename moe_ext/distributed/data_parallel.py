@@ -128,14 +128,15 @@ class _Shards:
         ddp: DistributedDataParallel,
         groups: list[tuple[ProcessGroup | None, list[nn.Parameter]]],
     ) -> None:
-        self._ddp = weakref.ref(ddp)
         # Every parameter, frozen or not: one that is trained from later on has a gradient then.
+        # First, so that pickling ends at the groups, whose error says what to save.
         self._groups = [(GroupHandle(replicas), found) for replicas, found in groups]
+        self._ddp = weakref.ref(ddp)
         # Whether there was a forward pass since the last reduction, and whether one asks for it.
         self._ran = self._wants = False
         self._is_queued = False
         setattr(ddp, _SHARDS, self)
-        ddp.register_forward_hook(outside_graphs(_note_forward))
+        ddp.register_forward_hook(_note_forward)
         # For a loss that was not made of the outputs. (The outputs come first: a recomputation may
         # run a backward pass inside the one that is meant.)
         this = weakref.ref(self)
@@ -178,6 +179,7 @@ def _begin(shards: _Shards | None) -> None:
         shards.begin_backward()
 
 
+@outside_graphs
 def _note_forward(ddp: Any, args: Any, output: Any) -> None:
     getattr(ddp, _SHARDS).note_forward(ddp, output)
 

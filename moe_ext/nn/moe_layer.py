@@ -11,13 +11,20 @@ import operator
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_ext._checks import check_choice, check_sizes
+from moe_ext._checks import (
+    check_choice,
+    check_integer,
+    check_kind,
+    check_real,
+    check_sizes,
+)
 from moe_ext._compile import outside_graphs
 from moe_ext.attention.masks import Offsets
 from moe_ext.distributed import debugging
@@ -44,6 +51,7 @@ from moe_ext.distributed.placement import declare_experts, shards_of_experts
 from moe_ext.nn.balance.counts import CountingModule, StepCounts, add_once
 from moe_ext.nn.balance.losses import (
     LOSS_MODES,
+    SCOPES,
     Balance,
     Documents,
     balance_terms,
@@ -74,6 +82,7 @@ from moe_ext.nn.layer_metrics import LayerMetrics, Record, read_losses, read_met
 from moe_ext.nn.overlap import run_parts
 from moe_ext.nn.replay import apply_sessions, can_replay
 from moe_ext.nn.routers import Router, RouterOutput, TopKRouter
+from moe_ext.nn.routers.topk import SCORE_FNS
 from moe_ext.nn.torch_state import as_autocast, autocast_dtype, in_backward
 
 # The documents of a call, as numbers of tokens or as offsets.
@@ -103,9 +112,10 @@ class MoELayer(CountingModule):
         bias: biases in the default experts and in the shared expert.
         capacity_factor: short for `capacity=Capacity(capacity_factor)`.
         capacity: how many rows an expert takes from the T tokens of this rank (masked ones included
-            in T), and what becomes of the others; None takes all.
+            in T), and what becomes of the others; None takes all, a number is `Capacity(number)`.
         row_budget: how many rows this rank holds at once; None holds all that come.
-        balance: over which tokens the balance loss counts; None is `Balance()`, those of the pass.
+        balance: over which tokens the balance loss counts; None is `Balance()`, those of the pass,
+            and "sequence" or "global_batch" is the `Balance` of that scope.
         balance_loss_coef: factor on `ops.load_balance_loss`; a router that is balanced by
             construction gets none.
         z_loss_coef: factor on `ops.router_z_loss`.
@@ -184,9 +194,9 @@ class MoELayer(CountingModule):
         activation: Activation = "swiglu",
         bias: bool = False,
         capacity_factor: float | None = None,
-        capacity: Capacity | None = None,
+        capacity: Capacity | float | None = None,
         row_budget: RowBudget | None = None,
-        balance: Balance | None = None,
+        balance: Balance | str | None = None,
         balance_loss_coef: float = 0.01,
         z_loss_coef: float = 0.0,
         loss_mode: str = "inject",
@@ -210,7 +220,7 @@ class MoELayer(CountingModule):
         self.capacity = _capacity_of(capacity_factor, capacity)
         self.row_budget = row_budget
         self.debug = debug
-        self.balance = balance or Balance()
+        self.balance = _balance_of(balance)
         self.balance_loss_coef = balance_loss_coef
         self.z_loss_coef = z_loss_coef
         self.loss_mode = loss_mode
@@ -251,7 +261,9 @@ class MoELayer(CountingModule):
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         if isinstance(router, str):
             columns = 2 if top_k is None else top_k
-            router = TopKRouter(model_dim, num_experts, columns, score_fn=router, **made)
+            router = _router_of(router, model_dim, num_experts, columns, **made)
+        elif not callable(router):
+            raise TypeError(f"MoELayer: expected router to be a name or a module, got {router!r}")
         _check_router(self, router, top_k)
         self.router = router
         self.top_k = router.top_k if isinstance(router, Router) else 2 if top_k is None else top_k
@@ -414,6 +426,8 @@ class MoELayer(CountingModule):
         return DispatchChoice(type(self.dispatcher).__name__, reason)
 
     def _forward(self, x: Tensor, per_token: dict[str, Tensor | None], packed: _Packed) -> Tensor:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"MoELayer: expected x to be a tensor, got {type(x).__name__}")
         if isinstance(self.dispatcher, AutoDispatcher):
             self.dispatcher, self._dispatch_choice = self.dispatcher.choose(
                 x,
@@ -701,8 +715,9 @@ class MoELayer(CountingModule):
             if wrong and autocast_dtype(x.device) is None:
                 raise TypeError(
                     f"MoELayer: expected x to be of dtype {weight.dtype}, that of the experts, got "
-                    f"{x.dtype}; with a MixedPrecisionPolicy of FSDP2, wrap the experts too, by "
-                    "moe_ext.distributed.fully_shard"
+                    f"{x.dtype}; cast one of them (layer.to({x.dtype}), x.to({weight.dtype})), or "
+                    "call the layer under torch.autocast; with a MixedPrecisionPolicy of FSDP2, "
+                    "wrap the experts too, by moe_ext.distributed.fully_shard"
                 )
         for name, value in per_token.items():
             if value is None:
@@ -775,23 +790,49 @@ def _plus(count: Tensor, more: Tensor | None) -> Tensor:
     return count if more is None else count + more
 
 
-def _capacity_of(factor: float | None, capacity: Capacity | None) -> Capacity | None:
+def _capacity_of(factor: float | None, capacity: Capacity | float | None) -> Capacity | None:
     """The capacity that is meant, None for no limit."""
-    if factor is None:
-        return capacity
-    if capacity is not None:
+    name, value = ("capacity", capacity) if factor is None else ("capacity_factor", factor)
+    if factor is not None and capacity is not None:
         raise ValueError(
             "MoELayer: expected capacity_factor or capacity to be None, got "
             f"capacity_factor={factor} and {capacity}"
         )
-    if not 0 < factor < math.inf:
-        raise ValueError(f"MoELayer: expected capacity_factor to be positive or None, got {factor}")
-    return Capacity(factor)
+    if value is None or (factor is None and isinstance(value, Capacity)):
+        return value
+    if not isinstance(value, Real) or isinstance(value, bool):
+        kind = "a Capacity, " if factor is None else ""
+        raise TypeError(f"MoELayer: expected {name} to be {kind}a number or None, got {value!r}")
+    if not 0 < value < math.inf:
+        raise ValueError(f"MoELayer: expected {name} to be positive or None, got {value}")
+    return Capacity(float(value))
+
+
+def _balance_of(balance: Balance | str | None) -> Balance:
+    """The balance that is meant."""
+    if balance is None:
+        return Balance()
+    if isinstance(balance, str):
+        check_choice("MoELayer", "balance", balance, SCOPES)
+        return Balance(balance)
+    return balance
+
+
+def _router_of(name: str, model_dim: int, num_experts: int, top_k: int, **made: Any) -> TopKRouter:
+    """The router that a name stands for: that of a score function."""
+    if name not in SCORE_FNS:
+        raise ValueError(
+            f"MoELayer: expected router to be one of {SCORE_FNS}, or a module such as "
+            "moe_ext.nn.SwitchRouter(model_dim, num_experts) (see the routers of moe_ext.nn, and "
+            f"moe_ext.nn.switch_moe and its like for whole layers), got {name!r}"
+        )
+    return TopKRouter(model_dim, num_experts, top_k, score_fn=name, **made)
 
 
 def _check_options(layer: MoELayer, shared_ffn_dim: int, shared_expert_gate: bool) -> None:
     """Refuse values that are not allowed, and those that do not go together."""
     for name in ("balance_loss_coef", "z_loss_coef"):
+        check_real("MoELayer", name, getattr(layer, name))
         if not (0 <= getattr(layer, name) < math.inf):
             raise ValueError(
                 f"MoELayer: expected {name} to be at least 0, got {getattr(layer, name)}"
@@ -802,6 +843,7 @@ def _check_options(layer: MoELayer, shared_ffn_dim: int, shared_expert_gate: boo
         if value is not None and not isinstance(value, kind):
             raise TypeError(f"MoELayer: expected {name} to be a {kind.__name__}, got {value!r}")
     check_choice("MoELayer", "loss_mode", layer.loss_mode, LOSS_MODES)
+    check_integer("MoELayer", "shared_ffn_dim", shared_ffn_dim)
     if shared_ffn_dim < 0:
         raise ValueError(
             f"MoELayer: expected shared_ffn_dim to be at least 0, got {shared_ffn_dim}"
@@ -850,6 +892,7 @@ def _check_rebalance(
 
 def _check_experts(layer: MoELayer, experts: nn.Module, ep_group: ProcessGroup | None) -> None:
     """Check an experts module that the layer did not make."""
+    check_kind("MoELayer", "experts", experts, nn.Module)
     if group_size(ep_group) > 1 and getattr(experts, "ep_group", None) is not ep_group:
         raise ValueError(
             "MoELayer: expected experts to carry the layer's group as attribute ep_group, "

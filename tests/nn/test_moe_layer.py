@@ -391,7 +391,9 @@ def test_same_bits_for_any_number_of_threads(num_threads):
         ({"top_k": 6}, r"TopKRouter: expected top_k to be in 1..num_experts=5, got 6"),
         ({"top_k": 0}, r"expected top_k to be in 1..num_experts=5, got 0"),
         ({"activation": "swish"}, r"expected activation to be one of .*, got 'swish'"),
-        ({"router": "argmax"}, r"expected score_fn to be one of .*, got 'argmax'"),
+        ({"router": "argmax"}, r"expected router to be one of .*, or a module .*, got 'argmax'"),
+        ({"balance": "batch"}, r"MoELayer: expected balance to be one of .*, got 'batch'"),
+        ({"capacity": -1.25}, r"MoELayer: expected capacity to be positive or None, got -1.25"),
         ({"capacity_factor": 0.0}, r"expected capacity_factor to be positive or None, got 0.0"),
         ({"capacity_factor": math.inf}, r"expected capacity_factor to be positive"),
         ({"balance_loss_coef": -1.0}, r"expected balance_loss_coef to be at least 0, got -1.0"),
@@ -433,6 +435,8 @@ def test_sizes_must_be_positive(sizes):
         ((8.0, 6, 5), r"^MoELayer: expected model_dim to be an integer, got 8.0"),
         ((8, 6.0, 5), r"^GroupedExperts: expected ffn_dim to be an integer, got 6.0"),
         ((8, 6, 5.0), r"^MoELayer: expected num_experts to be an integer, got 5.0"),
+        ((8, 6, torch.tensor(5)), r"^MoELayer: expected num_experts to be an integer, got tensor"),
+        ((8, 6, True), r"^MoELayer: expected num_experts to be an integer, got True"),
         ((8, 6, 5, 2.0), r"^TopKRouter: expected top_k to be an integer, got 2.0"),
     ],
 )
@@ -480,6 +484,12 @@ def test_wrong_inputs():
         layer(x[0, 0])
     with pytest.raises(TypeError, match=r"expected x to be floating point, got torch.int64"):
         layer(x.long())
+    with pytest.raises(TypeError, match=r"^MoELayer: expected x to be a tensor, got list"):
+        layer([1.0])
+    with pytest.raises(TypeError, match=r"cast one of them \(layer.to\(torch.float32\)"):
+        layer(x.float())
+    short = moe_ext.MoELayer(8, 6, 5, balance="sequence", capacity=1.25)
+    assert (short.balance.scope, short.capacity) == ("sequence", Capacity(1.25))
     with pytest.raises(TypeError, match=r"expected token_mask to be bool, got torch.float64"):
         layer(x, token_mask=torch.ones(3, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"expected token_mask to be of shape \(3,\), got \(2,\)"):
