@@ -800,7 +800,7 @@ def _capacity_of(factor: float | None, capacity: Capacity | float | None) -> Cap
         )
     if value is None or (factor is None and isinstance(value, Capacity)):
         return value
-    if not isinstance(value, Real) or isinstance(value, bool):
+    if isinstance(value, (Capacity, bool)) or not isinstance(value, Real):
         kind = "a Capacity, " if factor is None else ""
         raise TypeError(f"MoELayer: expected {name} to be {kind}a number or None, got {value!r}")
     if not 0 < value < math.inf:
