@@ -9,7 +9,8 @@ MOE_EXT_SCHEMAS(m) {
   m.def(
       "adam_step_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? copy, int "
       "step, "
-      "float lr, float beta1, float beta2, float eps, float weight_decay, float grad_scale) -> ()");
+      "float lr, float beta1, float beta2, float eps, float weight_decay, float grad_scale, bool follow_copy=False) -> "
+      "()");
 }
 
 namespace {

@@ -28,7 +28,7 @@ void run(
 
 void adam_step_cpu(
     Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, std::optional<Tensor> copy, int64_t step, double lr,
-    double beta1, double beta2, double eps, double weight_decay, double grad_scale) {
+    double beta1, double beta2, double eps, double weight_decay, double grad_scale, bool follow_copy) {
   check_adam_step(param, grad, exp_avg, exp_avg_sq, copy, step);
   const double t = static_cast<double>(step);
   const Factors factors = {
@@ -40,6 +40,7 @@ void adam_step_cpu(
       .inverse_root = static_cast<float>(1 / std::sqrt(1 - std::pow(beta2, t))),
       .eps = static_cast<float>(eps),
       .step_size = static_cast<float>(lr / (1 - std::pow(beta1, t))),
+      .follow_copy = follow_copy,
   };
   const auto with_copy = [&]<typename G>(const StepsFrom<G>& loops) {
     if (!copy) {

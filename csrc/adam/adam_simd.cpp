@@ -14,7 +14,12 @@ void step(
     const float g = to_acc(grad[i]) * f.grad_scale;
     const float m = exp_avg[i] + f.one_minus_beta1 * (g - exp_avg[i]);
     const float v = f.beta2 * exp_avg_sq[i] + f.one_minus_beta2 * (g * g);
-    const float p = param[i] * f.decay - f.step_size * (m / (__builtin_sqrtf(v) * f.inverse_root + f.eps));
+    float w = param[i];
+    if constexpr (!std::is_same_v<C, float>) {
+      const float written = to_acc(copy[i]);
+      w = f.follow_copy && written != to_acc(from_acc<C>(w)) ? written : w;
+    }
+    const float p = w * f.decay - f.step_size * (m / (__builtin_sqrtf(v) * f.inverse_root + f.eps));
     exp_avg[i] = m;
     exp_avg_sq[i] = v;
     param[i] = p;

@@ -13,9 +13,11 @@ struct Factors {
   float inverse_root; // 1 / sqrt(1 - beta2^step)
   float eps;
   float step_size; // lr / (1 - beta1^step)
+  bool follow_copy; // go on from copy where it is not the rounded parameter
 };
 
-// A step over n elements, whose gradients are of type G; copy [n] becomes the rounded parameters.
+// A step over n elements, whose gradients are of type G; copy [n] becomes the rounded parameters. The lines of copy
+// come to the core to be written in any case: to compare them first costs no memory traffic.
 template <typename G, typename C>
 using Step = void (*)(
     float* param, const G* grad, float* exp_avg, float* exp_avg_sq, C* copy, const Factors& factors, int64_t n);

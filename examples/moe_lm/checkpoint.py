@@ -66,7 +66,10 @@ _METADATA_CLASSES: dict[tuple[str, str], Any] = {
     ("builtins", "getattr"): _enum_member,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    **{("torch", str(dtype)[6:]): dtype for dtype in (torch.float32, torch.float64, torch.int64)},
+    **{
+        ("torch", str(dtype)[6:]): dtype
+        for dtype in (torch.float32, torch.float64, torch.int64, torch.uint8)
+    },
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -130,6 +131,11 @@ class _Kept:
         return weight
 
 
+def _versions(tensors: list[Tensor | None]) -> list[int | None]:
+    """How often each was written; those of `inference_mode` do not count."""
+    return [None if x is None or x.is_inference() else x._version for x in tensors]
+
+
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
@@ -148,6 +154,9 @@ class PackedExperts(nn.Module):
     On a GPU a pass in which experts have few rows on average is one launch for all experts, and
     does not wait for the device; another one reads the offsets back. Both take the memory of one
     unpacked weight at most. `.to` moves the weights, and leaves their dtypes as they are.
+
+    While the experts that were packed exist, a write to their weights is seen by the version
+    counters, which `.data` has not, and they are packed anew before the next pass.
 
     Args:
         experts: float32 or bfloat16, with all experts on this rank.
@@ -176,10 +185,12 @@ class PackedExperts(nn.Module):
         super().__init__()
         check_choice(_OP, "format", format, ("int8", "int4", "pruned"))
         up_name = "gate_up_proj" if experts.gated else "up_proj"
-        weights = [getattr(experts, name).detach() for name in (up_name, "down_proj")]
+        names = [*(up_name, "down_proj"), *(f"{name}_bias" for name in (up_name, "down_proj"))]
+        sources = [getattr(experts, name) for name in names]
+        weights = [weight.detach() for weight in sources[:2]]
         unit = 8 if format == "pruned" else block
         if experts.transposed:
-            weights = [weight.mT.contiguous() for weight in weights]
+            weights = [weight.mT for weight in weights]
         problem = None
         if weights[0].dtype not in _BITS:
             problem = f"float32 or bfloat16, got {weights[0].dtype}"
@@ -192,13 +203,40 @@ class PackedExperts(nn.Module):
             raise ValueError(f"{_OP}: expected experts to be {problem}")
         self.num_experts, self.format = experts.num_experts, format
         self.activation, self.gated, self.layout = experts.activation, experts.gated, experts.layout
-        biases = [getattr(experts, f"{name}_bias") for name in (up_name, "down_proj")]
-        self._biases = [None if bias is None else bias.detach() for bias in biases]
-        bits = {"int8": 8, "int4": 4}.get(format)
-        self._weights: list[_Coded | _Kept] = [
-            _Kept.of(w) if bits is None else _Coded.of(w, bits, block, outliers) for w in weights
-        ]
+        self._transposed, self._block, self._outliers = experts.transposed, block, outliers
+        # Weakly: packed experts are there to save the memory of the others.
+        self._sources = [None if x is None else weakref.ref(x) for x in sources]
+        self._pack(sources)
+
+    def _pack(self, sources: list[Tensor | None]) -> None:
+        """Pack two weights, whose two biases follow them."""
+        bits = {"int8": 8, "int4": 4}.get(self.format)
+        self._weights: list[_Coded | _Kept] = []
+        for source in sources[:2]:
+            assert source is not None
+            weight = source.detach().mT.contiguous() if self._transposed else source.detach()
+            self._weights.append(
+                _Kept.of(weight)
+                if bits is None
+                else _Coded.of(weight, bits, self._block, self._outliers)
+            )
+        self._biases = [None if bias is None else bias.detach() for bias in sources[2:]]
+        self._versions = _versions(sources)
         self._split()
+
+    def _follow(self) -> None:
+        """Pack again what has been written since."""
+        sources = [None if ref is None else ref() for ref in self._sources]
+        if any(x is None for x in sources[:2]) or _versions(sources) == self._versions:
+            return
+        like = self._weights[0]
+        device = (like.codes if isinstance(like, _Coded) else like.values).device
+        self._pack([None if x is None else x.detach().to(device) for x in sources])
+        self._versions = _versions(sources)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the experts, which a copy in another process has not."""
+        return {**self.__dict__, "_sources": [None] * 4}
 
     def _split(self) -> None:
         experts = range(self.num_experts)
@@ -229,6 +267,7 @@ class PackedExperts(nn.Module):
     @torch.no_grad()
     def forward(self, rows_ND: Tensor, expert_offsets: Tensor) -> Tensor:
         """Run every row through its expert; see `GroupedExperts.forward`."""
+        self._follow()
         # Of a pass on a GPU the mean: to know more would be to wait.
         few = self._weights[0].few_rows * (self.num_experts if rows_ND.is_cuda else 1)
         if rows_ND.shape[0] <= few:

@@ -7,10 +7,13 @@ a job of another shape loads.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +35,7 @@ from moe_ext.distributed.placement import (
     sharded_parameters,
 )
 from moe_ext.distributed.state_dict import (
+    ChecksOptions,
     ParameterStates,
     SavesByParameter,
     TakesOver,
@@ -44,6 +48,10 @@ _STATE = "optimizer."
 # Python's numbers in the states of parameters, and the counters of an optimizer.
 _NUMBER = "optimizer_number."
 _COUNTER = "optimizer_counter."
+# Options of the group of a parameter, as bytes of JSON: whoever reads them unpickles nothing.
+_OPTIONS = "optimizer_options."
+# Entries of a group that are no options, or that say in which form this job keeps its state.
+_NO_OPTIONS = {"params", "param_names", "name", "exp_avg_mask", "float32_state"}
 # Part of parameters' names that torch's `checkpoint_wrapper` adds, and leaves out of state dicts.
 _WRAPPER = "_checkpoint_wrapped_module."
 
@@ -62,9 +70,9 @@ class TrainingState:
     `state_dict()`, and loads into `empty(...)`. What the optimizers that communicate themselves owe
     is saved as the mean over ranks, of which each rank of the next job owes as much.
 
-    Options of parameter groups (learning rates, decays) are not saved: they are those of the
-    optimizer that loads. Where ranks hold experts, single numbers in the state of a parameter (a
-    count of steps) are those of one of them.
+    Options of parameter groups (learning rates, decays, what schedulers keep there) are saved by
+    parameter; a group that loads takes those of its parameters. Where ranks hold experts, single
+    numbers in the state of a parameter (a count of steps) are those of one of them.
 
     Args:
         model: any module.
@@ -82,17 +90,24 @@ class TrainingState:
             watch(optimizer)
 
     @state_dicts_of_parts()
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Any]:
         """The live tensors; all ranks must call it.
+
+        Extra state of a module (`get_extra_state`) that is no tensor is in a tuple of one.
 
         Raises:
             ValueError: a parameter is divided over ranks in a way that was not declared, or an
                 optimizer's state does not tell how it is; or an optimizer is between two
-                synchronisations.
+                synchronisations; or two optimizers hold a parameter.
         """
-        state = {_MODEL + name: tensor for name, tensor in self._model_tensors().items()}
+        state = {_MODEL + name: value for name, value in self._model_values().items()}
         names, places = self._names(), self._placements()
+        self._held(names)
         for index, optimizer in enumerate(self._optimizers):
+            for group in optimizer.param_groups:
+                written = _written(group)
+                for parameter in group["params"]:
+                    state[f"{_OPTIONS}{names[parameter]}"] = written
             states, counters = _states_of(optimizer)
             for key, count in counters.items():
                 state[f"{_COUNTER}{index}.{key}"] = torch.tensor(count)
@@ -105,7 +120,7 @@ class TrainingState:
                         state[f"{_NUMBER}{key}.{name}"] = torch.tensor(value)
         return state
 
-    def empty(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    def empty(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Tensors to load a checkpoint into; nothing live is touched.
 
         Args:
@@ -114,20 +129,29 @@ class TrainingState:
 
         Returns:
             Those of the model, and of the optimizer's states those that the checkpoint has.
+
+        Raises:
+            ValueError: the optimizers of the checkpoint lack a parameter of those here.
+
+        Warns:
+            UserWarning: the checkpoint has no options of parameter groups.
         """
         return self._destinations(saved, live=False)
 
     @state_dicts_of_parts()
-    def _destinations(self, saved: Mapping[str, Any], *, live: bool) -> dict[str, Tensor]:
+    def _destinations(self, saved: Mapping[str, Any], *, live: bool) -> dict[str, Any]:
         """See `empty`; with `live` those that are there already are themselves."""
         state = {
-            _MODEL + name: tensor if live else torch.zeros_like(tensor)
-            for name, tensor in self._model_tensors().items()
+            _MODEL + name: value if live or isinstance(value, tuple) else torch.zeros_like(value)
+            for name, value in self._model_values().items()
         }
         if not self._optimizers:
             return state
-        places = self._placements()
-        parameters = {name: parameter for parameter, name in self._names().items()}
+        places, names = self._placements(), self._names()
+        parameters = {name: parameter for parameter, name in names.items()}
+        for name in _with_options(self._held(names), saved):
+            entry = saved[f"{_OPTIONS}{name}"]
+            state[f"{_OPTIONS}{name}"] = torch.zeros(entry.size, dtype=entry.properties.dtype)
         states: ParameterStates = {}
         for optimizer in self._optimizers if live else ():
             found: Any = optimizer.state
@@ -171,11 +195,16 @@ class TrainingState:
         return state
 
     @state_dicts_of_parts()
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put loaded tensors into the model and the optimizers; all ranks must call it.
 
         Optimizers keep those of the right type.
+
+        Raises:
+            ValueError: an optimizer does not know an option that the state has, or parameters of a
+                group had different ones; nothing has changed.
         """
+        options = self._options(state)
         here = {whole: name for name, whole in self._logical_names().items()}
         places = _by_bare_name(placements(self._model))
         by_name, values = _by_bare_name(dict(self._model.named_parameters())), {}
@@ -183,8 +212,13 @@ class TrainingState:
             if full_name.startswith(_MODEL):
                 whole = full_name.removeprefix(_MODEL)
                 name = here.get(whole, whole)
-                values[name] = _local(tensor, places.get(name), by_name.get(name))
+                alone = isinstance(tensor, tuple)
+                values[name] = (
+                    tensor[0] if alone else _local(tensor, places.get(name), by_name.get(name))
+                )
         self._model.load_state_dict(values)
+        for group, found_options in options:
+            group.update(found_options)
         names, own, saved = self._names(), self._placements(), _by_parameter(state)
         for index, optimizer in enumerate(self._optimizers):
             states: ParameterStates = {}
@@ -203,6 +237,43 @@ class TrainingState:
             held = {p: s for p, s in states.items() if s}
             _load_states(optimizer, held, counters, self._holders.pop(optimizer, None))
 
+    def _options(self, state: Mapping[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Groups of the optimizers, and the options that each takes over; see `load_state_dict`."""
+        names, found = self._names(), []
+        for optimizer in self._optimizers:
+            groups = []
+            for group in optimizer.param_groups:
+                whose = [_name_of(parameter, names) for parameter in group["params"]]
+                options: dict[str, Any] = {}
+                for number, name in enumerate(n for n in whose if f"{_OPTIONS}{n}" in state):
+                    read = json.loads(bytes(state[f"{_OPTIONS}{name}"].tolist()))
+                    if number and read != options:
+                        key = min(k for k in {*options, *read} if options.get(k) != read.get(k))
+                        raise ValueError(
+                            "checkpoint: expected parameters of a group to have been saved with "
+                            f"the same options, got {key}={options.get(key)} for {whose[0]} and "
+                            f"{key}={read.get(key)} for {name}"
+                        )
+                    options = read
+                groups.append((group, {k: _typed(v, group.get(k)) for k, v in options.items()}))
+            if isinstance(optimizer, ChecksOptions):
+                optimizer.check_groups([{**group, **options} for group, options in groups])
+            found += groups
+        return found
+
+    def _held(self, names: Mapping[nn.Parameter, str]) -> list[str]:
+        """Names of the parameters of all optimizers."""
+        held: dict[str, None] = {}
+        for parameter in (p for optimizer in self._optimizers for p in _parameters_of(optimizer)):
+            name = _name_of(parameter, names)
+            if name in held:
+                raise ValueError(
+                    f"checkpoint: expected each parameter in one optimizer, got {name} in two; "
+                    "save the state dict of the other one in `extra`"
+                )
+            held[name] = None
+        return list(held)
+
     def _names(self) -> dict[nn.Parameter, str]:
         whole, named = self._logical_names(), dict(self._model.named_parameters())
         return {p: whole.get(name, name) for name, p in _by_bare_name(named).items()}
@@ -216,14 +287,16 @@ class TrainingState:
         parameters = dict(self._model.named_parameters())
         return {parameters[name]: place for name, place in placements(self._model).items()}
 
-    def _model_tensors(self) -> dict[str, Tensor]:
-        """Tensors of the model's state dict, whole, under their logical names."""
+    def _model_values(self) -> dict[str, Any]:
+        """Tensors of the model's state dict, whole, under their logical names; others in tuples."""
         places, whole_names = _by_bare_name(placements(self._model)), self._logical_names()
         parameters = _by_bare_name(dict(self._model.named_parameters()))
         buffers = _by_bare_name(sharded_buffers(self._model))
-        found = {}
+        found: dict[str, Any] = {}
         for name, value in self._model.state_dict().items():
             if not isinstance(value, Tensor):
+                # In a tuple, into which torch's planners do not look.
+                found[whole_names.get(name, name)] = (value,)
                 continue
             if name in parameters and name in places:
                 value = whole_of(value, parameters[name], places[name], name)
@@ -252,7 +325,12 @@ def save(
 
     Raises:
         ValueError: on every rank: see `TrainingState.state_dict`.
+        RuntimeError: on every rank: a rank could not write, for a full disk for instance.
         RankFailureError: a rank died or did not answer.
+
+    Warns:
+        UserWarning: what is in `extra` differs between ranks under one name, of which a checkpoint
+            keeps that of one rank.
 
     A checkpoint that is in the folder stays whole until this one is, and is then replaced by it:
     wherever ranks die, one of the two is there.
@@ -261,7 +339,7 @@ def save(
     from torch.distributed.checkpoint import state_dict_saver
 
     state = _to_save("checkpoint.save", path, model, optimizers, extra, options)
-    with _naming("checkpoint.save"):
+    with _plain_errors("checkpoint.save"):
         state_dict_saver.save(state, checkpoint_id=path, no_dist=not is_initialized(), **options)
 
 
@@ -304,7 +382,7 @@ def async_save(
 
     def finish(upload: Future[Any]) -> None:
         try:
-            with _naming("checkpoint.async_save"):
+            with _plain_errors("checkpoint.async_save"):
                 upload.result()
         except BaseException as error:
             written.set_exception(error)
@@ -336,20 +414,26 @@ def load(
         options: passed on to `torch.distributed.checkpoint.load`, such as `storage_reader`.
 
     Raises:
-        ValueError: on every rank: the checkpoint lacks a tensor of the model; nothing has changed.
+        ValueError: on every rank: the checkpoint lacks a tensor of the model, or its optimizers a
+            parameter of those here; or see `TrainingState.load_state_dict`. Nothing has changed.
         RuntimeError: on every rank: a tensor has another shape, or a file is not whole, and nothing
             has changed; or a file could not be read later on.
         RankFailureError: a rank died or did not answer.
 
+    Warns:
+        UserWarning: the checkpoint has no options of parameter groups, since an earlier version
+            saved it: learning rates stay those of the optimizers here.
+
     Tensors are read into the parameters, and into the moments where there are such, by pieces of
     8 MiB. What fails once ranks have begun to read leaves parts of two states behind, and says so.
     """
-    from torch.distributed.checkpoint import api, state_dict_loader
+    from torch.distributed.checkpoint import state_dict_loader
 
     from moe_ext.distributed.checkpoint_files import SliceReader
 
     wait(_underway)
-    reader = options.pop("storage_reader", None) or SliceReader(path)
+    given = options.pop("storage_reader", None)
+    reader = given or SliceReader(path)
     training = TrainingState(model, optimizers)
     with _on_every_rank("checkpoint.load", options):
         saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
@@ -360,29 +444,39 @@ def load(
             raise ValueError(
                 f"checkpoint.load: expected a checkpoint with {name}, got one without it"
             )
+    # First what may be refused: nothing live is touched by it.
+    first = {name: tensor for name, tensor in state.items() if name.startswith(_OPTIONS)}
+    if any(name.startswith(_OPTIONS) for name in saved):
+        with _plain_errors("checkpoint.load", lambda: "nothing has changed"):
+            state_dict_loader.load(
+                first,
+                storage_reader=given or SliceReader(path),
+                no_dist=not is_initialized(),
+                **options,
+            )
+        with _on_every_rank("checkpoint.load", options):
+            training._options(first)
     more = {} if extra is None else dict(extra)
-    found = {**state, **more}
+    found = {**{name: value for name, value in state.items() if name not in first}, **more}
     for name, tensor in state.items():
+        if isinstance(tensor, tuple):
+            continue
         # Ranks that share each expert show the gates and the ups as two pieces; others do not.
         shape, size = tensor.shape, saved[name].size
         if (dim := _split_dim(shape, size)) is not None:
             found[name] = tensor.unflatten(dim, size[dim : dim + 2])
         elif (dim := _split_dim(size, shape)) is not None and isinstance(reader, SliceReader):
             reader.split(name, dim, (shape[dim], shape[dim + 1]))
-    try:
-        with _naming("checkpoint.load"):
-            state_dict_loader.load(
-                found, storage_reader=reader, no_dist=not is_initialized(), **options
-            )
-    except (api.CheckpointException, RankFailureError) as error:
-        begun = getattr(reader, "begun", True)
-        means = _HALF_WAY if begun else "nothing has changed"
-        if isinstance(error, RankFailureError):
-            raise RankFailureError(f"{error}; {means}", error.ranks) from error
-        rank, (cause, _) = min(error.failures.items())
-        text = f"checkpoint.load: {first_line(cause)}, on rank {rank}; {means}"
-        raise RuntimeError(text) from error
-    training.load_state_dict(state)
+
+    def means() -> str:
+        return _HALF_WAY if getattr(reader, "begun", True) else "nothing has changed"
+
+    with _plain_errors("checkpoint.load", means):
+        state_dict_loader.load(
+            found, storage_reader=reader, no_dist=not is_initialized(), **options
+        )
+    alone = {name: found[name] for name, value in state.items() if isinstance(value, tuple)}
+    training.load_state_dict({**state, **alone})
     if extra is not None:
         extra.update({name: found[name] for name in more})
 
@@ -401,27 +495,84 @@ def _to_save(
     wait(_underway)
     if "storage_writer" not in options and ReplacingWriter.validate_checkpoint_id(path):
         options["storage_writer"] = ReplacingWriter(path)
-    with _on_every_rank(operation, options):
+    with _on_every_rank(operation, options) as told:
         state = {**TrainingState(model, optimizers).state_dict(), **(extra or {})}
+        own = {zlib.crc32(name.encode()): name for name, _ in _leaves("", extra or {})}
+        told[0] = [number for leaf in _leaves("", extra or {}) for number in _checksums(*leaf)]
+    values = [dict(zip(row[::2], row[1::2], strict=True)) for row in told]
+    for name, text in own.items():
+        if len({of_rank[name] for of_rank in values if name in of_rank}) > 1:
+            warnings.warn(
+                f"{operation}: {text} of extra differs between ranks, and the checkpoint keeps "
+                "that of one rank for all of them; save each rank's under a name of its own",
+                stacklevel=3,
+            )
     return state
 
 
+def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
+    """What is in nested mappings and lists, by its place there."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(f"{path}.{key}" if path else str(key), item)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _leaves(f"{path}.{index}", item)
+    else:
+        yield path, value
+
+
+def _checksums(path: str, value: object) -> tuple[int, int]:
+    """Those of a name and of its value; of values that cannot be compared the same one."""
+    content = b""
+    if isinstance(value, Tensor) and not is_dtensor(value):
+        flat = value.detach().cpu().contiguous().flatten()
+        content = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    elif isinstance(value, int | float | complex | str | bytes):
+        content = repr(value).encode()
+    return zlib.crc32(path.encode()), zlib.crc32(content)
+
+
 @contextmanager
-def _on_every_rank(operation: str, options: Mapping[str, Any]) -> Iterator[None]:
-    """Raise on every rank what any of them raises inside."""
+def _on_every_rank(operation: str, options: Mapping[str, Any]) -> Iterator[list[list[int]]]:
+    """Raise on every rank what any of them raises inside.
+
+    Yields a row of integers to fill in, in whose place the rows of all ranks are afterwards.
+    """
     problem, group = None, resolve_group(options.get("process_group"), operation)
+    told: list[list[int]] = [[]]
     try:
-        yield
+        yield told
     except RankFailureError:
         raise
     except Exception as error:
         problem = error
-    agree(operation, {}, problem, group, small_message_device(group))
+    device = small_message_device(group)
+    told[:] = agree(operation, {}, problem, group, device, values=told[0])
 
 
-def _naming(operation: str) -> AbstractContextManager[None]:
-    """Name the ranks that died or did not answer; a job of one process has none."""
-    return naming_failed_ranks(None, operation) if is_initialized() else nullcontext()
+@contextmanager
+def _plain_errors(operation: str, means: Callable[[], str] | None = None) -> Iterator[None]:
+    """Name the ranks that died or did not answer, and raise torch's error as an Exception.
+
+    Args:
+        operation: for messages.
+        means: tells what has become of the state.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        with naming_failed_ranks(None, operation) if is_initialized() else nullcontext():
+            yield
+    except RankFailureError as error:
+        if means is None:
+            raise
+        raise RankFailureError(f"{error}; {means()}", error.ranks) from error
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        rest = f"; {means()}" if means else ""
+        text = f"{operation}: {first_line(cause)}, on rank {rank}{rest}"
+        raise RuntimeError(text) from error
 
 
 def _bare(name: str) -> str:
@@ -501,7 +652,68 @@ def _load_states(
         optimizer.load_state_dict(saved)
 
 
-def _by_parameter(state: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+def _written(group: Mapping[str, Any]) -> Tensor:
+    """The options of a parameter group; those that are no numbers or texts are left out."""
+    options = {}
+    for name, value in group.items():
+        if name in _NO_OPTIONS:
+            continue
+        try:
+            options[name] = json.loads(json.dumps(value, default=_number))
+        except (TypeError, ValueError):
+            warnings.warn(
+                f"checkpoint: the option {name!r} of a parameter group is not saved, being of type "
+                f"{type(value).__name__}",
+                stacklevel=4,
+            )
+    return torch.frombuffer(
+        bytearray(json.dumps(options, sort_keys=True).encode()), dtype=torch.uint8
+    )
+
+
+def _number(value: Any) -> Any:
+    """Of a tensor of one element, or of a scalar of numpy."""
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(type(value).__name__)
+
+
+def _typed(value: Any, like: Any) -> Any:
+    """An option that was read, of the type that it has here."""
+    if isinstance(like, Tensor):
+        return torch.full_like(like, value)
+    if isinstance(value, list) and not isinstance(like, list):
+        likes = like if isinstance(like, tuple) and len(like) == len(value) else [None] * len(value)
+        return tuple(_typed(item, old) for item, old in zip(value, likes, strict=True))
+    return value
+
+
+def _with_options(held: list[str], saved: Mapping[str, Any]) -> list[str]:
+    """Those of some parameters whose options a checkpoint has: all of them, or none."""
+    if any(name.startswith(_OPTIONS) for name in saved):
+        for name in held:
+            if f"{_OPTIONS}{name}" not in saved:
+                raise ValueError(
+                    f"checkpoint: expected one whose optimizers held {name}, got one whose "
+                    "optimizers did not"
+                )
+        return held
+    known = {n.partition(".")[2].partition(".")[2] for n in saved if not n.startswith(_MODEL)}
+    missing = "options of parameter groups"
+    if held and not known:
+        missing = "options and states of optimizers"
+    elif fresh := [name for name in held if name not in known]:
+        missing = f"options of parameter groups, and no state of {fresh[0]}"
+    warnings.warn(
+        f"checkpoint: the checkpoint has no {missing}: learning rates and other options stay those "
+        "of the optimizers here; where a scheduler is loaded too, set the 'lr' of each group to "
+        "what its get_last_lr() says",
+        stacklevel=4,
+    )
+    return []
+
+
+def _by_parameter(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Name of a parameter to key to value."""
     found: dict[str, dict[str, Any]] = {}
     for full_name, tensor in state.items():

@@ -8,7 +8,7 @@ holds plain tensors instead.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -62,6 +62,14 @@ class TakesOver(Protocol):
 
     def take_over(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state, by the numbers of the parameters."""
+
+
+@runtime_checkable
+class ChecksOptions(Protocol):
+    """Optimizer that refuses options which it does not know."""
+
+    def check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """ValueError for options of parameter groups, in their order; changes nothing."""
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:

@@ -17,6 +17,7 @@ def adam_step_(
     weight_decay: float = 0.01,
     grad_scale: float = 1.0,
     copy: Tensor | None = None,
+    follow_copy: bool = False,
 ) -> None:
     r"""Takes a step of AdamW in place, and writes the parameters rounded to 16 bits beside it.
 
@@ -41,6 +42,8 @@ def adam_step_(
         weight_decay: :math:`\lambda`, decoupled from the moments.
         grad_scale: s, such as that of clipping, or the inverse of a loss scale.
         copy (Tensor, optional): bfloat16 or float16, overwritten by the new w.
+        follow_copy: the step begins at the elements of ``copy`` that are not those of w, rounded:
+            somebody has written them. False does not read it.
 
     Raises:
         RuntimeError: an argument has the wrong device, dtype, size or memory; nothing has changed
@@ -58,7 +61,8 @@ def adam_step_(
             "torch.optim.AdamW(fused=True)"
         )
     torch.ops.moe_ext.adam_step_(
-        *(param, grad, exp_avg, exp_avg_sq, copy, step, lr, *betas, eps, weight_decay, grad_scale)
+        *(param, grad, exp_avg, exp_avg_sq, copy, step, lr, *betas, eps, weight_decay, grad_scale),
+        follow_copy,
     )
 
 

@@ -1,18 +1,88 @@
-"""Checks that the optimizers share, and the names of parameters in their messages."""
+"""Base of the optimizers, checks that they share, and names of parameters in their messages."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
 from moe_ext.distributed.placement import is_expert_shard
 
 _KNOWN_BACKENDS = ("nccl", "gloo", "mpi", "hccl", "compressed")
+# Options that say how a step is computed and a state kept, and not which step is taken.
+_HOW = {"foreach", "fused", "capturable", "per_expert", "float32_state"}
+# What optimizers that lack such an option do; they do nothing of the others.
+_ALWAYS = {"bias_correction": True, "decoupled_weight_decay": True}
+
+
+class CheckedOptimizer(Optimizer):
+    """Base of all optimizers here: refuses options that it would ignore.
+
+    A group, or a state, may bring an option of another optimizer, such as ``maximize``. One that is
+    off is no matter, and one that no optimizer has is the user's own.
+    """
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, with options of its own."""
+        self.check_groups([param_group])
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state; options that it does not have stay as they are.
+
+        Raises:
+            ValueError: the state has an option that this optimizer does not know, or one that is
+                out of range, or other numbers of parameters; nothing has changed.
+        """
+        self.check_groups(state_dict["param_groups"])
+        before = self.param_groups
+        super().load_state_dict(state_dict)
+        for group, old in zip(self.param_groups, before, strict=True):
+            for name in self.defaults.keys() & old.keys():
+                group.setdefault(name, old[name])
+
+    def check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """ValueError for an option of parameter groups that does not fit; changes nothing."""
+        for given in groups:
+            group = {**self.defaults, **given}
+            for name in sorted((given.keys() - _HOW) & _options_of_optimizers()):
+                value, wanted = given[name], _ALWAYS.get(name, False)
+                # torch adds this one to the defaults of every optimizer.
+                if name in self.defaults and name != "differentiable":
+                    continue
+                if name == "decoupled_weight_decay" and not group.get("weight_decay"):
+                    continue
+                if value != wanted if wanted else value:
+                    raise ValueError(
+                        f"{type(self).__name__}: expected options of a parameter group to be "
+                        f"those of {type(self).__name__}, got {name}={value}"
+                    )
+            self._check_options(group)
+
+    def _check_options(self, group: dict[str, Any]) -> None:
+        """ValueError for options out of their range."""
+
+
+@functools.cache
+def _options_of_optimizers() -> frozenset[str]:
+    """Arguments of the optimizers of torch and of this package, but the parameters."""
+    import moe_ext.optim
+
+    classes = [*vars(torch.optim).values(), *vars(moe_ext.optim).values()]
+    found = {
+        name
+        for cls in classes
+        if isinstance(cls, type) and issubclass(cls, Optimizer)
+        for name in inspect.signature(cls).parameters
+    }
+    return frozenset(found - {"params", "defaults", "args", "kwargs"})
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
 from moe_ext._compile import outside_graphs
 from moe_ext.distributed.agreement import agree, is_nonfinite
@@ -29,7 +29,13 @@ from moe_ext.distributed.groups import (
 )
 from moe_ext.distributed.placement import is_expert_shard
 from moe_ext.distributed.state_dict import show_states, take_states
-from moe_ext.optim._arguments import check_betas, check_expert_axis, check_positive, label
+from moe_ext.optim._arguments import (
+    CheckedOptimizer,
+    check_betas,
+    check_expert_axis,
+    check_positive,
+    label,
+)
 from moe_ext.optim._compressed_mean import CompressedMean, mean_over_ranks
 from moe_ext.optim._saved_states import (
     by_name,
@@ -75,7 +81,7 @@ class Entry:
     active: bool = True
 
 
-class CompressedOptimizer(Optimizer, ABC):
+class CompressedOptimizer(CheckedOptimizer, ABC):
     """Base of OneBitAdam, OneBitLamb and ZeroOneAdam."""
 
     _op = ""
@@ -124,9 +130,6 @@ class CompressedOptimizer(Optimizer, ABC):
         if ranks != "self":
             check_group(ranks, self._op, name="process_group")
         group = {**self.defaults, **param_group}
-        for name in ("lr", "eps", "weight_decay", "max_grad_norm"):
-            check_positive(self._op, name, group[name])
-        check_betas(self._op, group["betas"])
         if ranks is not None and group["max_grad_norm"] > 0:
             raise ValueError(
                 f"{self._op}: expected max_grad_norm to be 0 with a process_group, since norms "
@@ -148,6 +151,11 @@ class CompressedOptimizer(Optimizer, ABC):
         own = None if ranks == "self" else ranks
         self._ranks.append(self._process_group if ranks is None else own)
         check_expert_axis(self._op, self.param_groups[-1], len(self.param_groups) - 1)
+
+    def _check_options(self, group: dict[str, Any]) -> None:
+        for name in ("lr", "eps", "weight_decay", "max_grad_norm"):
+            check_positive(self._op, name, group[name])
+        check_betas(self._op, group["betas"])
 
     @outside_graphs
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -809,8 +817,6 @@ class CompressedOptimizer(Optimizer, ABC):
             # Optimizers of torch and DeepSpeed count in the state of each parameter.
             steps = [self.state[p].get("step", 0) for p in group["params"] if p in self.state]
             group.setdefault("step", int(max(steps, default=0)))
-            for name, value in self._options.items():
-                group.setdefault(name, value)
             if mask is not None:
                 group["exp_avg_mask"] = mask
         self._made, self._means = [], {}

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.optim.optimizer import Optimizer
 
 from moe_ext._compile import outside_graphs
 from moe_ext.distributed.comm import all_reduce_
 from moe_ext.distributed.dtensor import is_dtensor, local_part, sharding_groups
 from moe_ext.distributed.state_dict import take_states
 from moe_ext.optim._arguments import (
+    CheckedOptimizer,
     Trained,
     check_expert_axis,
     check_whole_experts,
@@ -34,14 +34,13 @@ from moe_ext.optim._saved_states import by_name
 _ADAM_BUFFERS = ("exp_avg", "exp_avg_sq")
 
 
-class SlicedOptimizer(Optimizer, ABC):
+class SlicedOptimizer(CheckedOptimizer, ABC):
     """Base of LAMB, LARS, Adafactor and Muon."""
 
     _op = ""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with options of its own."""
-        self._check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
         group, number = self.param_groups[-1], len(self.param_groups) - 1
         check_expert_axis(self._op, group, number)
@@ -54,7 +53,8 @@ class SlicedOptimizer(Optimizer, ABC):
         state does not have, such as one of torch's optimizer, stay as they are.
 
         Raises:
-            ValueError: the state is of parameters with other names or sizes.
+            ValueError: the state is of parameters with other names or sizes, or has options that
+                this optimizer does not know or that are out of range.
         """
         self.take_over(by_name(self._op, self.param_groups, state_dict), copy=True)
 
@@ -76,8 +76,6 @@ class SlicedOptimizer(Optimizer, ABC):
         for group, old, mine in zip(
             self.param_groups, state_dict["param_groups"], kept, strict=True
         ):
-            for name, value in mine.items():
-                group.setdefault(name, value)
             group["float32_state"] = mine["float32_state"]
             for parameter, number in zip(group["params"], old["params"], strict=True):
                 for name, value in tensors.get(number, {}).items():
@@ -116,10 +114,6 @@ class SlicedOptimizer(Optimizer, ABC):
             if weight.dtype != entry.parameter.dtype:
                 local_part(entry.parameter).copy_(weight)
         return loss
-
-    @abstractmethod
-    def _check_options(self, group: dict[str, Any]) -> None:
-        """ValueError for options out of their range."""
 
     @abstractmethod
     def _take_step(self, trained: list[Trained], weights: list[Tensor], slices: SliceNorms) -> None:

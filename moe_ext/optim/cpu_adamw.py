@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
 from moe_ext._compile import outside_graphs
 from moe_ext.distributed.dtensor import is_dtensor, local_part
 from moe_ext.ops import adam_step_
 from moe_ext.optim._arguments import (
+    CheckedOptimizer,
     Trained,
     check_betas,
     check_positive,
@@ -24,7 +25,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class CPUAdamW(Optimizer):
+class CPUAdamW(CheckedOptimizer):
     r"""AdamW by `moe_ext.ops.adam_step_`: moments, and the step itself, on the CPU (ZeRO-Offload).
 
     Parameters in float32 on the CPU are changed in place. Of others, in 16 bits or on a device, the
@@ -32,6 +33,10 @@ class CPUAdamW(Optimizer):
     copy, written in the same pass where it is on the CPU. Gradients come to the CPU in their own
     dtype: for bfloat16 on a device 4 bytes an element cross the bus in a step, instead of 12 bytes
     of its memory for master and moments.
+
+    A parameter may be written between steps, by `load_state_dict` or with averaged weights: a
+    master goes on from each element that is no longer its rounded copy. Of parameters on a device
+    this is looked for where their version counter has moved, which writes to `.data` do not.
 
     Parameters on the CPU may be DTensors, as FSDP2 with `CPUOffloadPolicy` has them: every element
     takes its step by itself, so the shards' steps are those of the whole tensors.
@@ -59,15 +64,13 @@ class CPUAdamW(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
     ) -> None:
+        # By parameter on a device, its version as the last step left it.
+        self._versions: dict[Tensor, int] = {}
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with options of its own."""
-        options = {**self.defaults, **param_group}
-        for name in ("lr", "eps", "weight_decay"):
-            check_positive("CPUAdamW", name, options[name])
-        check_betas("CPUAdamW", options["betas"])
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for index, parameter in enumerate(group["params"]):
@@ -86,6 +89,10 @@ class CPUAdamW(Optimizer):
                     f"for {label(group, len(self.param_groups), index)}"
                 )
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._versions = {}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state, whose tensors stay in float32 on the CPU; torch's AdamW has such."""
         super().load_state_dict(state_dict)
@@ -96,6 +103,11 @@ class CPUAdamW(Optimizer):
                     # torch casts it to the dtype and device of the parameter.
                     kept = torch.as_tensor(value).detach()
                     self.state[parameter][name] = kept.to("cpu", torch.float32, copy=True)
+
+    def _check_options(self, group: dict[str, Any]) -> None:
+        for name in ("lr", "eps", "weight_decay"):
+            check_positive("CPUAdamW", name, group[name])
+        check_betas("CPUAdamW", group["betas"])
 
     @outside_graphs
     @torch.no_grad()
@@ -131,6 +143,9 @@ class CPUAdamW(Optimizer):
         held = local_part(parameter)
         master = held if in_place else local_part(state["master"])
         rounded = parameter.is_cpu and not in_place
+        if not parameter.is_cpu and self._versions.get(parameter) != parameter._version:
+            written = held.cpu()
+            master.copy_(torch.where(master.to(held.dtype) == written, master, written.float()))
         adam_step_(
             master,
             local_part(entry.grad).cpu().contiguous(),
@@ -142,7 +157,9 @@ class CPUAdamW(Optimizer):
             weight_decay=group["weight_decay"],
             grad_scale=grad_scale,
             copy=held if rounded else None,
+            follow_copy=rounded,
         )
         state["step"] += 1
         if not parameter.is_cpu:
             held.copy_(master)
+            self._versions[parameter] = parameter._version

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.optim.optimizer import Optimizer
 
 from moe_ext._bytes import as_bytes
 from moe_ext.compression.codecs.chunked import ChunkedTopK
 from moe_ext.compression.feedback import CodecMemory
 from moe_ext.distributed.agreement import agree, checksum, is_nonfinite
+from moe_ext.distributed.comm import all_reduce_
 from moe_ext.distributed.gradients import fingerprint
 from moe_ext.distributed.groups import group_size, resolve_group, small_message_device
-from moe_ext.optim._arguments import label
+from moe_ext.optim._arguments import CheckedOptimizer, label
 
 _MARK_BYTES = 8
 
@@ -58,7 +58,7 @@ class _MarkedTopK(ChunkedTopK):
         super().decode_add_(out_N, payload[:-_MARK_BYTES])
 
 
-class DeMo(Optimizer):
+class DeMo(CheckedOptimizer):
     """Sign descent on the largest cosine coefficients of the ranks' own momentums.
 
     On each rank m <- decay m + g. The k largest coefficients q of the cosine transform of each
@@ -96,9 +96,6 @@ class DeMo(Optimizer):
         weight_decay: float = 0.0,
         process_group: ProcessGroup | None = None,
     ) -> None:
-        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
-            if not value >= 0.0:
-                raise ValueError(f"DeMo: expected {name} to be 0 or more, got {value}")
         self._codec = _MarkedTopK(
             compression_topk, compression_chunk, bits=32, dct=True, decay=compression_decay
         )
@@ -131,7 +128,12 @@ class DeMo(Optimizer):
         agree("DeMo", {"options": options, name: values}, None, self._group, device)
         self._compared = True
 
-    def _trained(self) -> list[Tensor]:
+    def _check_options(self, group: dict[str, Any]) -> None:
+        for name in ("lr", "weight_decay"):
+            if not group[name] >= 0.0:
+                raise ValueError(f"DeMo: expected {name} to be 0 or more, got {group[name]}")
+
+    def _trained(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
 
     @torch.no_grad()
@@ -142,9 +144,7 @@ class DeMo(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         trained = self._trained()
-        if self._memory is None:
-            self._memory = CodecMemory([p.shape for p in trained], trained[0].device)
-        memory = self._memory
+        memory = self._new_memory() if self._memory is None else self._memory
         if memory.numel != sum(p.numel() for p in trained):
             raise ValueError(
                 f"DeMo.step: expected the {memory.numel} elements of the first step, got others"
@@ -188,17 +188,64 @@ class DeMo(Optimizer):
         raise ValueError(f"DeMo.step: {rule}, got momentums that overflow float32")
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, with this rank's momentum, which differs between ranks."""
+        """The state, with this rank's momentum, which differs between ranks.
+
+        `moe_ext.distributed.checkpoint` saves the mean of all ranks' momentums.
+        """
         memory = self._memory
         owed = {} if memory is None else {kind: memory.copy_of(kind) for kind in memory.kinds()}
         return {**super().state_dict(), "momentum": owed, "round": self._round}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state of this rank."""
+        """Go on from a state of this rank.
+
+        Raises:
+            ValueError: the state lacks the momentum, or has options that DeMo does not know.
+        """
         state = dict(state_dict)
-        owed, self._round = state.pop("momentum"), state.pop("round")
+        if not {"momentum", "round"} <= state.keys():
+            raise ValueError(
+                "DeMo: expected a state with this rank's momentum and round, got one without, as "
+                "torch's get_optimizer_state_dict makes it; save state_dict() on every rank, or "
+                "moe_ext.distributed.checkpoint"
+            )
+        owed, rounds = state.pop("momentum"), state.pop("round")
         super().load_state_dict(state)
+        self._round, memory = rounds, self._new_memory()
+        for kind, tensor in owed.items():
+            memory.put(kind, tensor.clone())
+
+    def _new_memory(self) -> CodecMemory:
         trained = self._trained()
         self._memory = CodecMemory([p.shape for p in trained], trained[0].device)
-        for kind, tensor in owed.items():
-            self._memory.put(kind, tensor.clone())
+        return self._memory
+
+    def checkpoint_state(self) -> tuple[dict[nn.Parameter, dict[str, Any]], dict[str, int]]:
+        """The mean over ranks of their momentums, by parameter, and the round; collective."""
+        found: dict[nn.Parameter, dict[str, Any]] = {p: {} for p in self._trained()}
+        owed_N = None if self._memory is None else self._memory.whole("residual")
+        if owed_N is not None:
+            mean_N = all_reduce_(owed_N, self._group, operation="DeMo")
+            mean_N.div_(group_size(self._group))
+            pieces = mean_N.split([p.numel() for p in found])
+            for (p, state), piece in zip(found.items(), pieces, strict=True):
+                state["momentum"] = piece.view(p.shape)
+        return found, {"round": self._round}
+
+    def tensors_to_load(self, owing: bool) -> tuple[dict[nn.Parameter, dict[str, Any]], object]:
+        """None: a momentum is copied from where it was read."""
+        return {}, None
+
+    def load_checkpoint_state(
+        self,
+        states: dict[nn.Parameter, dict[str, Any]],
+        counters: Mapping[str, int],
+        holders: object = None,
+    ) -> None:
+        """Go on from what `checkpoint_state` returned: each rank has the mean of the momentums."""
+        self._round, memory = counters.get("round", 0), self._new_memory()
+        if any("momentum" in state for state in states.values()):
+            zeros = [
+                states.get(p, {}).get("momentum", torch.zeros_like(p)) for p in self._trained()
+            ]
+            memory.put("residual", torch.cat([x.float().flatten() for x in zeros]))

@@ -103,6 +103,8 @@ class ZeroOneAdam(CompressedOptimizer):
         self.local_step_scaler = local_step_scaler
         self.local_step_clipper = local_step_clipper
         self._eps_inside_sqrt = eps_inside_sqrt
+        # Of parameters that are apart, the version as the last local step left it.
+        self._versions: dict[Tensor, int] = {}
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -158,8 +160,25 @@ class ZeroOneAdam(CompressedOptimizer):
         group = self.param_groups[0]
         return step <= self.var_freeze_step and step % group["var_interval"] == 0
 
+    def _load_shared(self, state_dict: dict[str, Any], *, copy: bool = True) -> None:
+        self._versions = {}
+        super()._load_shared(state_dict, copy=copy)
+
     def _is_between(self, state_dict: dict[str, Any]) -> bool:
         return any(state.get("apart", False) for state in state_dict["state"].values())
+
+    def _find_problem(self, entries: list[Entry]) -> Exception | None:
+        for entry in entries:
+            state = self.state.get(entry.parameter, {})
+            # Not in a state that was loaded.
+            version = self._versions.get(entry.parameter)
+            if state.get("apart", False) and version not in (None, entry.parameter._version):
+                return ValueError(
+                    f"{self._op}: expected parameters to be written by the optimizer alone between "
+                    "two synchronisations, which takes ranks back to where they parted, got a "
+                    f"write to {entry.label}; call flush, and write them after it"
+                )
+        return super()._find_problem(entries)
 
     def _take_step(self, entries: list[Entry]) -> None:
         for entry in entries:
@@ -236,6 +255,7 @@ class ZeroOneAdam(CompressedOptimizer):
             state["decay"] *= _decay(entry.group)
             entry.parameter.mul_(_decay(entry.group))
             self._move(entry, exp_avg * rate)
+            self._versions[entry.parameter] = entry.parameter._version
 
     def _synchronise(self, means: list[tuple[CompressedMean, list[Entry]]]) -> None:
         """A local step on all ranks that ends in the same place."""

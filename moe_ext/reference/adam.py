@@ -17,8 +17,12 @@ def adam_step_(
     weight_decay: float = 0.01,
     grad_scale: float = 1.0,
     copy: Tensor | None = None,
+    follow_copy: bool = False,
 ) -> None:
     """As `moe_ext.ops.adam_step_`."""
+    if copy is not None and follow_copy:
+        written = copy.to(param.dtype).view_as(param)
+        param.copy_(torch.where(param.to(copy.dtype).to(param.dtype) == written, param, written))
     g = grad.to(param.dtype).view_as(param) * grad_scale
     exp_avg.add_(g - exp_avg, alpha=1 - betas[0])
     exp_avg_sq.mul_(betas[1]).add_(g * g, alpha=1 - betas[1])

@@ -152,9 +152,11 @@ def test_what_fails_says_what_has_changed(tmp_path, monkeypatch):
     fill, calls = checkpoint_files._fill_box, []
 
     def fail_later(*arguments):
-        calls.append(arguments)
-        if len(calls) == 3:
-            raise OSError("Input/output error")
+        # Options of parameter groups, which are bytes, are read before.
+        if arguments[0].is_floating_point():
+            calls.append(arguments)
+            if len(calls) == 3:
+                raise OSError("Input/output error")
         fill(*arguments)
 
     monkeypatch.setattr(checkpoint_files, "_fill_box", fail_later)

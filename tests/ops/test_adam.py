@@ -54,6 +54,27 @@ def test_any_number_of_threads_and_every_instruction_set(isa, num_threads):
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=False))
 
 
+@pytest.mark.parametrize("numel", NUMELS)
+@pytest.mark.parametrize("copied", [torch.bfloat16, torch.float16])
+def test_goes_on_from_what_was_written(isa, numel, copied):
+    """Elements of the copy that are not the rounded parameter stand for it, and no others."""
+    w, g, m, v = made(numel)
+    copy = w.to(copied)
+    written = torch.arange(numel) % 3 == 1
+    copy[written] += 2
+    want = [torch.where(written, copy.float(), w), g, m.clone(), v.clone()]
+    ops.adam_step_(*want, step=3, **OPTIONS)
+    ops.adam_step_(w, g, m, v, step=3, **OPTIONS, copy=copy, follow_copy=True)
+    assert all(torch.equal(a, b) for a, b in zip(want, (w, g, m, v), strict=True))
+    assert torch.equal(copy, w.to(copied))
+    # Not asked to, it does not look.
+    copy += 1
+    plain = [x.clone() for x in want]
+    ops.adam_step_(w, g, m, v, step=4, **OPTIONS, copy=copy)
+    ops.adam_step_(*plain, step=4, **OPTIONS)
+    assert torch.equal(plain[0], w)
+
+
 W, G, M, V = made(10)
 
 
@@ -80,7 +101,7 @@ def test_refuses(arguments, options, message):
 
 def test_opcheck():
     w, g, m, v = made(50)
-    arguments = (w, g, m, v, w.bfloat16(), 1, 0.1, 0.9, 0.99, 1e-8, 0.1, 1.0)
+    arguments = (w, g, m, v, w.bfloat16(), 1, 0.1, 0.9, 0.99, 1e-8, 0.1, 1.0, True)
     torch.library.opcheck(torch.ops.moe_ext.adam_step_.default, arguments)
 
 

@@ -1,0 +1,448 @@
+"""Twenty steps are ten, a checkpoint and ten more, for every optimizer and every scheduler."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from pairwise import FULL, pairs
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import lr_scheduler, swa_utils
+
+import moe_ext
+from moe_ext import distributed as md
+from moe_ext import optim
+from moe_ext.testing import spawn_ranks
+
+D, E, STEPS = 4, 4, 20
+OURS = {
+    name: cls
+    for name, cls in vars(optim).items()
+    if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)
+}
+ONE_BIT = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
+# Compressed steps, of which one rank's own state alone has all: those of `state_dict`.
+COMPRESSED = {
+    "OneBitAdam": {"freeze_step": 3, "variance_interval": 1},
+    "OneBitLamb": {"freeze_step": 3},
+    "ZeroOneAdam": {"var_freeze_step": 3, "local_step_scaler": 40},
+}
+DENSE = {"ZeroOneAdam": {"var_update_scaler": 1000}}
+THEIRS = {
+    "SGD": {"momentum": 0.9, "nesterov": True},
+    "AdamW": {"amsgrad": True, "maximize": True},
+    "Adam with a tensor as rate": {"betas": (0.8, 0.9), "foreach": False},
+    "RMSprop": {"momentum": 0.5, "centered": True},
+    # Not NAdam, whose product of momenta torch's `load_state_dict` turns from float32 to float64.
+    "Adamax": {"weight_decay": 0.1},
+}
+OPTIMIZERS = [*OURS, *THEIRS]
+SCHEDULERS = {
+    name: cls
+    for module in (lr_scheduler, swa_utils)
+    for name, cls in vars(module).items()
+    if inspect.isclass(cls)
+    and issubclass(cls, lr_scheduler.LRScheduler)
+    and cls not in (lr_scheduler.LRScheduler, getattr(lr_scheduler, "_LRScheduler", None))
+}
+# Arguments of those that have none by default, or whose defaults do nothing within the steps.
+ARGUMENTS = {
+    "LambdaLR": {"lr_lambda": lambda step: 1 / (1 + step)},
+    "MultiplicativeLR": {"lr_lambda": lambda step: 0.9},
+    "StepLR": {"step_size": 4},
+    "MultiStepLR": {"milestones": [3, 8, 8, 14]},
+    "ConstantLR": {"total_iters": 13},
+    "LinearLR": {"total_iters": 15},
+    "PolynomialLR": {"total_iters": 17, "power": 2.0},
+    "ExponentialLR": {"gamma": 0.9},
+    "CosineAnnealingLR": {"T_max": 12},
+    "CosineAnnealingWarmRestarts": {"T_0": 3, "T_mult": 2},
+    "ReduceLROnPlateau": {"patience": 2},
+    "CyclicLR": {"base_lr": 1e-4, "max_lr": 1e-2, "step_size_up": 3},
+    "OneCycleLR": {"max_lr": 1e-2, "total_steps": STEPS + 1},
+    "SWALR": {"swa_lr": 5e-2, "anneal_epochs": 7},
+}
+WAYS = ("checkpoint", "DCP", "state_dict")
+# Every optimizer and every scheduler with every way; every one with every other in a full run.
+CASES = (
+    pairs(OPTIMIZERS, SCHEDULERS, WAYS)
+    if FULL
+    else [
+        (OPTIMIZERS[(5 * shift + place) % len(OPTIMIZERS)], scheduler, way)
+        for shift, way in enumerate(WAYS)
+        for place, scheduler in enumerate(SCHEDULERS)
+    ]
+)
+
+
+class Model(nn.Module):
+    """Experts, over ranks or not, whose router has a random state, beside a dense layer."""
+
+    def __init__(self, ep_group, dtype, seed=5):
+        super().__init__()
+        torch.manual_seed(seed)
+        router = moe_ext.nn.NoisyTopKRouter(D, E, 2)
+        self.layer = moe_ext.MoELayer(D, 3, E, 2, router=router, ep_group=ep_group)
+        self.head = nn.Linear(D, 3)
+        self.to(dtype)
+
+
+def dtype_of(name):
+    """Float64 where the optimizer takes it; in 16 bits CPUAdamW has masters."""
+    one = {"CPUAdamW": torch.bfloat16, "DeMo": torch.float32}
+    return torch.float32 if name in ONE_BIT else one.get(name, torch.float64)
+
+
+def make_optimizer(name, model, *, way, over_ranks):
+    if name in ONE_BIT:
+        options = COMPRESSED[name] if way == "state_dict" else DENSE.get(name, {})
+        groups = optim.param_groups(model, process_groups=over_ranks)
+        return OURS[name](groups, lr=1e-2, **options)
+    if name in OURS:
+        if name in ("CPUAdamW", "DeMo"):
+            return OURS[name](model.named_parameters(), lr=1e-2)
+        return OURS[name](optim.param_groups(model, muon=name == "Muon"), lr=1e-2)
+    rate = torch.tensor(1e-2) if "tensor" in name else 1e-2
+    cls = getattr(torch.optim, name.partition(" ")[0])
+    return cls(model.named_parameters(), lr=rate, **THEIRS[name])
+
+
+def make_scheduler(name, optimizer):
+    arguments = dict(ARGUMENTS.get(name, {}))
+    if name in ("CyclicLR", "OneCycleLR"):
+        cycles = {"momentum", "betas"} & optimizer.defaults.keys()
+        arguments["cycle_momentum"] = bool(cycles)
+    if name in ("SequentialLR", "ChainedScheduler"):
+        parts = [lr_scheduler.LinearLR(optimizer, total_iters=4)]
+        parts.append(lr_scheduler.CosineAnnealingLR(optimizer, 20))
+        if name == "ChainedScheduler":
+            return SCHEDULERS[name](parts)
+        return SCHEDULERS[name](optimizer, parts, milestones=[6])
+    return SCHEDULERS[name](optimizer, **arguments)
+
+
+def take_steps(model, optimizer, scheduler, steps):
+    """Gradients of the whole model's parameters, the same on all ranks."""
+    places = md.placements(model)
+    for step in steps:
+        for index, (name, parameter) in enumerate(model.named_parameters()):
+            generator = torch.Generator().manual_seed(100 * step + index)
+            place = places.get(name)
+            shape = parameter.shape if place is None else place.logical_shape(parameter.shape)
+            whole = torch.randn(shape, generator=generator, dtype=torch.float64)
+            local = whole if place is None else place.local(whole)
+            parameter.grad = local.to(parameter.dtype).contiguous()
+        optimizer.step()
+        # The random state moves on, and so does what a plateau looks at.
+        model.layer.router.rng_state.add_(step)
+        metric = [step % 5] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []
+        scheduler.step(*metric)
+
+
+def scramble(optimizer):
+    """Other rates, decays and directions than those that were saved."""
+    for group in optimizer.param_groups:
+        for name in optimizer.defaults:
+            value = group.get(name)
+            if name in ("maximize", "nesterov", "bias_correction"):
+                group[name] = not value
+            elif isinstance(value, float | torch.Tensor):
+                group[name] = value / 2 + 0.25
+
+
+def made(name, schedule, way, group, seed=5):
+    own = None if name == "DeMo" else group
+    model = Model(own, dtype_of(name), seed)
+    optimizer = make_optimizer(name, model, way=way, over_ranks=own is not None)
+    return model, optimizer, make_scheduler(schedule, optimizer)
+
+
+def wholes(model, optimizer):
+    """Weights, random state, and the options of each parameter, as one process would have them."""
+    weights = {name: x.clone() for name, x in md.full_state_dict(model).items()}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    options = {
+        names[p]: {
+            name: float(value) if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if name not in ("params", "param_names", "name")
+        }
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    return weights, options
+
+
+def own_state(optimizer):
+    """The state dict of this rank, for as many ranks."""
+    return getattr(optimizer, "rank_state_dict", optimizer.state_dict)()
+
+
+def save(way, path, model, optimizer, scheduler):
+    if way == "checkpoint":
+        extra = {"scheduler": scheduler.state_dict()}
+        md.checkpoint.save(path, model, optimizer, extra=extra)
+        return None
+    if way == "DCP":
+        optimizer.zero_grad()
+        state = {
+            "model": get_model_state_dict(model),
+            "optim": get_optimizer_state_dict(model, optimizer),
+        }
+        dcp.save(state, checkpoint_id=path)
+        return scheduler.state_dict()
+    with md.whole_state_dicts(keep=True):
+        return copy.deepcopy((model.state_dict(), own_state(optimizer), scheduler.state_dict()))
+
+
+def load(way, path, saved, model, optimizer, scheduler):
+    alone = not dist.is_initialized()
+    # torch's optimizers go on in the tensors that they load, and CyclicLR takes entries out.
+    saved = copy.deepcopy(saved)
+    if way == "checkpoint":
+        extra = {"scheduler": scheduler.state_dict()}
+        md.checkpoint.load(path, model, optimizer, extra=extra)
+        scheduler.load_state_dict(extra["scheduler"])
+        return
+    if way == "DCP":
+        state = {"model": get_model_state_dict(model)}
+        dcp.load(state, checkpoint_id=path, no_dist=alone)
+        set_model_state_dict(model, state["model"])
+        state = {"optim": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(state, checkpoint_id=path, no_dist=alone)
+        set_optimizer_state_dict(model, optimizer, state["optim"])
+        scheduler.load_state_dict(saved)
+        return
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    scheduler.load_state_dict(saved[2])
+
+
+def goes_on(case, path, saved, group):
+    """What ten steps make of what was saved, in a new model with other weights and options."""
+    name, schedule, way = case
+    model, optimizer, scheduler = made(name, schedule, way, group, seed=6)
+    scramble(optimizer)
+    load(way, path, saved, model, optimizer, scheduler)
+    take_steps(model, optimizer, scheduler, range(STEPS // 2, STEPS))
+    return wholes(model, optimizer)
+
+
+def assert_same(found, wanted, where, atol=0.0):
+    assert found[1] == wanted[1], where
+    assert found[0].keys() == wanted[0].keys()
+    for name, tensor in wanted[0].items():
+        if atol:
+            torch.testing.assert_close(found[0][name], tensor, rtol=0, atol=atol, msg=str(where))
+        else:
+            assert torch.equal(found[0][name], tensor), (*where, name)
+
+
+def run_cases(rank, folder):
+    """All cases on two ranks that share the experts: on both, and what one process begins with."""
+    group = md.MoEMesh(dp=1, ep=2).ep_group
+    found = {}
+    for number, case in enumerate(CASES):
+        name, schedule, way = case
+        if (name, way) == ("DeMo", "DCP"):
+            check_momentum_is_missed(group, folder)
+            continue
+        model, optimizer, scheduler = made(name, schedule, way, group)
+        take_steps(model, optimizer, scheduler, range(STEPS // 2))
+        path = folder / str(number)
+        saved = save(way, path, model, optimizer, scheduler)
+        take_steps(model, optimizer, scheduler, range(STEPS // 2, STEPS))
+        wanted = wholes(model, optimizer)
+        assert_same(goes_on(case, path, saved, group), wanted, case)
+        found[case] = (path, saved, wanted)
+    return found if rank == 0 else None
+
+
+def check_momentum_is_missed(group, folder):
+    """torch's state dicts of optimizers leave out what DeMo keeps for all parameters at once."""
+    model, optimizer, scheduler = made("DeMo", "StepLR", "DCP", group)
+    take_steps(model, optimizer, scheduler, range(2))
+    with pytest.raises(ValueError, match="DeMo: expected a state with this rank's momentum"):
+        set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))
+
+
+@pytest.fixture(scope="module")
+def saved_by_two(tmp_path_factory):
+    """What each case has saved, and where it ended."""
+    return spawn_ranks(run_cases, 2, tmp_path_factory.mktemp("resume"))[0]
+
+
+def test_bits_on_as_many_ranks(saved_by_two):
+    """The ranks compare them; every optimizer and scheduler went every way."""
+    assert {case[::2] for case in CASES} == {(name, way) for name in OPTIMIZERS for way in WAYS}
+    assert {case[1:] for case in CASES} == {(name, way) for name in SCHEDULERS for way in WAYS}
+    assert set(saved_by_two) == {case for case in CASES if case[::2] != ("DeMo", "DCP")}
+
+
+# What sums over a parameter have in another order, in another number of ranks: of 20 steps each
+# with a relative rate below 1 of weights below 8, by norms of fewer than 32 elements in float64.
+REORDERED = 20 * 8 * 32 * 2**-52
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_another_number_of_ranks(saved_by_two, name):
+    """One process goes on from what two have saved, but with what a rank alone owes."""
+    for case in (case for case in saved_by_two if case[0] == name):
+        path, saved, wanted = saved_by_two[case]
+        # Of DeMo a coefficient near zero may have another sign, by the order of a sum.
+        if name == "DeMo" or (name in ONE_BIT and case[2] == "state_dict"):
+            continue
+        assert_same(goes_on(case, path, saved, None), wanted, case, REORDERED)
+
+
+def trained(seed=0, **options):
+    """A layer and AdamW after a step."""
+    torch.manual_seed(seed)
+    layer = nn.Linear(3, 4)
+    optimizer = torch.optim.AdamW(layer.named_parameters(), **{"lr": 1e-2, **options})
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return layer, optimizer
+
+
+def values(layer, optimizer):
+    state = md.checkpoint.TrainingState(layer, optimizer).state_dict()
+    return {name: x.clone() for name, x in state.items()}
+
+
+def assert_unchanged(layer, optimizer, before):
+    after = values(layer, optimizer)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], x) for name, x in before.items())
+
+
+def test_checkpoints_of_earlier_versions(tmp_path):
+    """They have no options: the loader says so, and what else is missing."""
+    state = values(*trained(lr=1e-4))
+    old = {name: x for name, x in state.items() if "optimizer_options" not in name}
+    dcp.save(old, checkpoint_id=tmp_path / "old", no_dist=True)
+    fewer = {name: x for name, x in old.items() if not name.endswith("_avg.bias")}
+    fewer.pop("optimizer.step.bias"), fewer.pop("optimizer.exp_avg_sq.bias")
+    dcp.save(fewer, checkpoint_id=tmp_path / "fewer", no_dist=True)
+    dcp.save(
+        {"model.weight": state["model.weight"], "model.bias": state["model.bias"]},
+        checkpoint_id=tmp_path / "none",
+        no_dist=True,
+    )
+    for folder, text in (
+        ("old", "no options of parameter groups: learning rates"),
+        ("fewer", "no options of parameter groups, and no state of bias: learning"),
+        ("none", "no options and states of optimizers: learning rates"),
+    ):
+        layer, optimizer = trained(seed=1)
+        with pytest.warns(UserWarning, match=text):
+            md.checkpoint.load(tmp_path / folder, layer, optimizer)
+        assert optimizer.param_groups[0]["lr"] == 1e-2
+
+
+def test_options_that_do_not_fit_are_refused(tmp_path):
+    layer, optimizer = trained(maximize=True)
+    md.checkpoint.save(tmp_path / "whole", layer, optimizer)
+    ours = optim.CPUAdamW(layer.named_parameters())
+    before = values(layer, ours)
+    with pytest.raises(ValueError, match="options of a parameter group to be those of CPUAdamW, g"):
+        md.checkpoint.load(tmp_path / "whole", layer, ours)
+    assert_unchanged(layer, ours, before)
+    head = torch.optim.AdamW([("bias", layer.bias)])
+    md.checkpoint.save(tmp_path / "head", layer, head)
+    layer, optimizer = trained(seed=1)
+    before = values(layer, optimizer)
+    with pytest.raises(
+        ValueError, match="expected one whose optimizers held weight, got one whose"
+    ):
+        md.checkpoint.load(tmp_path / "head", layer, optimizer)
+    groups = [
+        {"params": [("weight", layer.weight)], "lr": 0.5},
+        {"params": [("bias", layer.bias)], "betas": (0.5, 0.6)},
+    ]
+    md.checkpoint.save(tmp_path / "two", layer, torch.optim.AdamW(groups))
+    text = r"same options, got betas=\[0.9, 0.999\] for weight and betas=\[0.5, 0.6\] for bias"
+    with pytest.raises(ValueError, match=text):
+        md.checkpoint.load(tmp_path / "two", layer, optimizer)
+    assert_unchanged(layer, optimizer, before)
+    with pytest.raises(ValueError, match="each parameter in one optimizer, got weight in two"):
+        md.checkpoint.save(tmp_path / "both", layer, [optimizer, optimizer])
+
+
+def test_groups_may_be_others(tmp_path):
+    """Options are those of the parameter, in whatever group; what cannot be written is named."""
+    layer, _ = trained()
+    groups = [{"params": [layer.weight], "lr": 0.5}, {"params": [layer.bias], "betas": (0.5, 0.6)}]
+    optimizer = torch.optim.AdamW(groups)
+    optimizer.param_groups[0]["own"] = layer
+    with pytest.warns(UserWarning, match="the option 'own' of a parameter group is not saved"):
+        md.checkpoint.save(tmp_path, layer, optimizer)
+    other = torch.optim.AdamW(
+        [{"params": [layer.bias]}, {"params": [layer.weight], "lr": torch.tensor(0.1)}]
+    )
+    md.checkpoint.load(tmp_path, layer, other)
+    assert other.param_groups[0]["betas"] == (0.5, 0.6)
+    assert isinstance(other.param_groups[1]["lr"], torch.Tensor)
+    assert [float(group["lr"]) for group in other.param_groups] == [1e-3, 0.5]
+
+
+class Counting(nn.Linear):
+    """Has a state that is no tensor."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.seen = {"rows": 0}
+
+    def get_extra_state(self):
+        return self.seen
+
+    def set_extra_state(self, state):
+        self.seen = state
+
+
+def test_extra_state_of_modules(tmp_path):
+    layer, other = Counting(), Counting()
+    layer.seen = {"rows": 7, "names": ["a"]}
+    md.checkpoint.save(tmp_path, layer)
+    md.checkpoint.load(tmp_path, other)
+    assert other.seen == layer.seen
+
+
+def save_what_differs(rank, folder):
+    extra = {"step": 3, "random": {"state": torch.tensor([rank])}, f"rank{rank}": rank}
+    with pytest.warns(UserWarning, match=r"random.state of extra differs between ranks") as caught:
+        md.checkpoint.save(folder, nn.Linear(2, 2), extra=extra)
+    return [str(w.message) for w in caught if "of extra differs" in str(w.message)]
+
+
+def test_extra_that_differs_between_ranks(tmp_path):
+    assert [len(texts) for texts in spawn_ranks(save_what_differs, 2, tmp_path)] == [1, 1]
+
+
+def test_a_full_disk_is_an_exception(tmp_path, monkeypatch):
+    from moe_ext.distributed.checkpoint_files import ReplacingWriter
+
+    layer, optimizer = trained()
+    before = values(layer, optimizer)
+    md.checkpoint.save(tmp_path, layer, optimizer)
+
+    def fail(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ReplacingWriter, "write_data", fail)
+    text = "save: .*No space left on device, on rank 0"
+    with pytest.raises(RuntimeError, match=text):
+        md.checkpoint.save(tmp_path, *trained(seed=1))
+    with pytest.raises(RuntimeError, match=text):
+        md.checkpoint.async_save(tmp_path, *trained(seed=1)).result()
+    layer, optimizer = trained(seed=2)
+    md.checkpoint.load(tmp_path, layer, optimizer)
+    assert_unchanged(layer, optimizer, before)

@@ -1,0 +1,88 @@
+"""Options of other optimizers, in a group or in a state: refused, or of no matter."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+from moe_ext import optim
+from moe_ext.optim import _arguments
+
+OPTIMIZERS = {
+    name: cls
+    for name, cls in vars(optim).items()
+    if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)
+}
+OPTIONS = sorted(_arguments._options_of_optimizers())
+
+
+def parameter():
+    return nn.Parameter(torch.ones(4, 4))
+
+
+def is_known(name, optimizer, option):
+    own = option in optimizer.defaults and option != "differentiable"
+    # The ranks of a group, which is taken out of it.
+    ranks = option == "process_group" and name.startswith(("OneBit", "ZeroOne"))
+    return own or ranks or option in _arguments._HOW
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_options_of_other_optimizers(name):
+    assert {"maximize", "amsgrad", "momentum", "freeze_step", "differentiable"} <= set(OPTIONS)
+    optimizer = OPTIMIZERS[name]([parameter()])
+    before = copy.deepcopy(optimizer.state_dict())
+    for option in (o for o in OPTIONS if not is_known(name, optimizer, o)):
+        text = f"{name}: expected options of a parameter group to be those of {name}, got {option}="
+        with pytest.raises(ValueError, match=text):
+            optimizer.add_param_group({"params": [parameter()], option: 0.5, "weight_decay": 0.1})
+        assert len(optimizer.param_groups) == 1
+        state = copy.deepcopy(before)
+        state["param_groups"][0].update({option: 0.5, "lr": 0.7, "weight_decay": 0.1})
+        with pytest.raises(ValueError, match=text):
+            optimizer.load_state_dict(state)
+        assert optimizer.param_groups[0]["lr"] == before["param_groups"][0]["lr"]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_makes_no_difference_is_taken(name):
+    """Options that are off, that say how to compute, or that only their owner reads."""
+    optimizer = OPTIMIZERS[name]([parameter()])
+    unknown = [o for o in OPTIONS if not is_known(name, optimizer, o)]
+    off = {option: _arguments._ALWAYS.get(option, False) for option in unknown}
+    own = {"foreach": None, "capturable": False, "lr_scale": 0.5, "name": "dense"}
+    optimizer.add_param_group({"params": [parameter()], **off, **own})
+    state = copy.deepcopy(optimizer.state_dict())
+    for group in state["param_groups"]:
+        group.update({**off, **own, "lr": 0.25})
+    optimizer.load_state_dict(state)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+
+
+@pytest.mark.parametrize("options", [{"maximize": True}, {"amsgrad": True}])
+@pytest.mark.parametrize("name", ["CPUAdamW", "OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
+def test_states_of_torch(name, options):
+    p, q = parameter(), parameter()
+    theirs = torch.optim.AdamW([p], **options)
+    p.grad = torch.ones(4, 4)
+    theirs.step()
+    ours = OPTIMIZERS[name]([q])
+    with pytest.raises(ValueError, match=f"got {next(iter(options))}=True"):
+        ours.load_state_dict(theirs.state_dict())
+    assert not ours.state
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_have_options_in_range(name):
+    optimizer = OPTIMIZERS[name]([parameter()])
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0]["lr"] = -1.0
+    with pytest.raises(ValueError, match=f"{name}: expected lr to be (at least 0|0 or more)"):
+        optimizer.load_state_dict(state)
+    # An option that a state lacks stays as it is.
+    state["param_groups"][0].pop("weight_decay")
+    state["param_groups"][0]["lr"] = 0.5
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["weight_decay"] == optimizer.defaults["weight_decay"]
