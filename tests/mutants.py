@@ -234,7 +234,7 @@ MUTANTS = [
     Mutant(
         "a router multiplies what padding holds",
         "moe_ext/nn/routers/base.py",
-        "x_TD = x_TD.masked_fill(~token_mask[:, None], 0.0)",
+        "x_TD = without_bad_padding(x_TD, token_mask)",
         "pass",
         "tests/test_bad_numbers.py -k may_hold_anything",
     ),

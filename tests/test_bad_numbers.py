@@ -47,6 +47,7 @@ EXEMPT = {
     "LAMB": AS_TORCH,
     "LARS": AS_TORCH,
     "Muon": AS_TORCH,
+    "CheckedOptimizer": "base",
     "CompressedOptimizer": "base",
     "SlicedOptimizer": "base",
     "SplitRegions": PART,

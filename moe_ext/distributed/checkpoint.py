@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
+from moe_ext._bytes import as_bytes
 from moe_ext.distributed import comm
 from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.dtensor import divided_as, is_dtensor, state_dicts_of_parts
@@ -526,8 +527,7 @@ def _checksums(path: str, value: object) -> tuple[int, int]:
     """Those of a name and of its value; of values that cannot be compared the same one."""
     content = b""
     if isinstance(value, Tensor) and not is_dtensor(value):
-        flat = value.detach().cpu().contiguous().flatten()
-        content = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        content = as_bytes(value.detach().cpu()).numpy().tobytes()
     elif isinstance(value, int | float | complex | str | bytes):
         content = repr(value).encode()
     return zlib.crc32(path.encode()), zlib.crc32(content)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from moe_ext import ops
 from moe_ext._checks import check_integer, check_sizes
+from moe_ext.nn.feed_forward import without_bad_padding
 from moe_ext.nn.torch_state import moved, without_autocast
 
 
@@ -22,7 +23,7 @@ class Tokens(NamedTuple):
     """The tokens of a forward pass, as `logits` and `choose` of a router see them.
 
     Attributes:
-        x_TD: `[T, D]`, any floating dtype; zero where masked.
+        x_TD: `[T, D]`, any floating dtype; finite where masked.
         mask_T: `[T]` bool, True = real token; None for all. A masked token chooses no expert.
         ids_T: `[T]` int64, entries of the vocabulary; None where the caller gave none.
         idx_T: `[T]` int64, indices in the global batch; None for `first_token + t`.
@@ -146,8 +147,7 @@ class Router(nn.Module):
                 numbers; by default `first_token + t`.
         """
         if token_mask is not None and token_mask.shape == x_TD.shape[:1]:
-            # Padding may never have been written, and products with its NaN are NaN.
-            x_TD = x_TD.masked_fill(~token_mask[:, None], 0.0)
+            x_TD = without_bad_padding(x_TD, token_mask)
         tokens = Tokens(x_TD, token_mask, token_ids, token_idx)
         with without_autocast(x_TD.device):
             routed = self.choose(self.logits(tokens), tokens)
