@@ -199,7 +199,7 @@ MUTANTS = [
     Mutant(
         "an option that an optimizer does not know is ignored in a state",
         "moe_ext/optim/_arguments.py",
-        '        self.check_groups(state_dict["param_groups"])\n',
+        '        self._check_groups(state_dict["param_groups"])\n',
         "",
         "tests/optim/test_options.py",
     ),

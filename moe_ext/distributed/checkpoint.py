@@ -258,7 +258,7 @@ class TrainingState:
                     options = read
                 groups.append((group, {k: _typed(v, group.get(k)) for k, v in options.items()}))
             if isinstance(optimizer, ChecksOptions):
-                optimizer.check_groups([{**group, **options} for group, options in groups])
+                optimizer._check_groups([{**group, **options} for group, options in groups])
             found += groups
         return found
 

@@ -68,7 +68,7 @@ class TakesOver(Protocol):
 class ChecksOptions(Protocol):
     """Optimizer that refuses options which it does not know."""
 
-    def check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """ValueError for options of parameter groups, in their order; changes nothing."""
 
 

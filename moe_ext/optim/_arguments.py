@@ -31,7 +31,7 @@ class CheckedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with options of its own."""
-        self.check_groups([param_group])
+        self._check_groups([param_group])
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -41,14 +41,14 @@ class CheckedOptimizer(Optimizer):
             ValueError: the state has an option that this optimizer does not know, or one that is
                 out of range, or other numbers of parameters; nothing has changed.
         """
-        self.check_groups(state_dict["param_groups"])
+        self._check_groups(state_dict["param_groups"])
         before = self.param_groups
         super().load_state_dict(state_dict)
         for group, old in zip(self.param_groups, before, strict=True):
             for name in self.defaults.keys() & old.keys():
                 group.setdefault(name, old[name])
 
-    def check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """ValueError for an option of parameter groups that does not fit; changes nothing."""
         for given in groups:
             group = {**self.defaults, **given}
