@@ -81,7 +81,7 @@ def check_handle():
     assert torch.equal(second.get_future().wait(), sum(every()))
 
 
-def _check_groups():
+def check_groups():
     size = dist.get_world_size()
     alone = subgroups([[rank] for rank in range(size)])
     assert dist.get_process_group_ranks(alone) == [dist.get_rank()]

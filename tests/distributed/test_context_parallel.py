@@ -148,11 +148,11 @@ def check_all(rank):
         check_equal(rank, sizes, "striped", None, True, False)
         check_equal(rank, sizes, "zigzag", None, False, True)
         check_equal(rank, sizes, "per_document", packed, True, True, "sequence")
-    _check_groups(rank)
+    check_groups(rank)
     return True
 
 
-def _check_groups(rank):
+def check_groups(rank):
     def ranks(group):
         return dist.get_process_group_ranks(group)
 
