@@ -12,7 +12,7 @@ struct Factors {
   float one_minus_beta1, beta2, one_minus_beta2;
   float inverse_root; // 1 / sqrt(1 - beta2^step)
   float eps;
-  float step_size; // lr / (1 - beta1^step)
+  float step_size;  // lr / (1 - beta1^step)
   bool follow_copy; // go on from copy where it is not the rounded parameter
 };
 
