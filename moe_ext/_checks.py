@@ -47,6 +47,31 @@ def check_real(owner: str, name: str, value: float) -> None:
         raise TypeError(f"{owner}: expected {name} to be a number, got {value!r}")
 
 
+def check_numbers(owner: str, annotations: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """TypeError where the annotation of an argument is int or float and its value is none.
+
+    Bounds are left to the class, NaN too. A tensor of one element stands for a float.
+
+    Args:
+        owner: class that the error names.
+        annotations: of its constructor or of its fields, as texts.
+        values: by name, each argument and whatever else: `locals()` or `vars(self)`.
+    """
+    for name, annotation in annotations.items():
+        kind, _, optional = str(annotation).partition(" | ")
+        if kind not in ("int", "float") or optional not in ("", "None"):
+            continue
+        value = values[name]
+        if value is None and optional:
+            continue
+        if kind == "int":
+            check_integer(owner, name, value)
+        elif not isinstance(value, numbers.Real) and not (
+            isinstance(value, Tensor) and value.numel() == 1
+        ):
+            raise TypeError(f"{owner}: expected {name} to be a number, got {value!r}")
+
+
 def check_sizes(owner: str, **sizes: int) -> None:
     """Refuse sizes that are no integers in `[1, 2^31)`."""
     for name, size in sizes.items():

@@ -50,6 +50,13 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "a limit on rows takes what is no number",
+        "moe_ext/nn/capacity.py",
+        'check_numbers("RowBudget", RowBudget.__annotations__, vars(self))',
+        "pass",
+        "tests/test_argument_types.py -k 'by_name and RowBudget'",
+    ),
+    Mutant(
         "options of a layer are not compared over the ranks",
         "moe_ext/nn/moe_layer.py",
         'facts = {"options": options}',

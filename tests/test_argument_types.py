@@ -254,41 +254,17 @@ FREE = {"name", "source", "processor", "device", "torch_version"}
 # The list may only shrink.
 KNOWN_GAPS = {
     "moe_ext.MoELayer": {
-        "top_k": "list text",
         "bias": "text",
         "debug": "text",
     },
     "nn.Capacity": {
-        "factor": "list None text tensor",
-        "minimum": "list None text tensor scalar True NaN",
-        "groups": "list None text tensor scalar True NaN",
         "pad": "text",
-        "eval_factor": "list text tensor",
-        "seed": "list None text tensor scalar True NaN",
-    },
-    "nn.ClampedSwiGLU": {
-        "alpha": "list None text tensor NaN",
-        "limit": "list None text tensor NaN",
     },
     "nn.CosineRouter": {
-        "top_k": "list None text",
-        "proj_dim": "list None text tensor scalar True NaN",
-        "init_temperature": "list None text tensor",
-        "min_temperature": "list None text tensor",
         "renormalize": "text",
-        "scale": "list None text tensor",
-    },
-    "nn.ExpertChoiceRouter": {
-        "capacity_factor": "list None text tensor",
     },
     "nn.FeedForward": {
-        "model_dim": "list None text tensor scalar True -1 NaN",
-        "ffn_dim": "list None text tensor scalar True -1 NaN",
         "bias": "text",
-    },
-    "nn.GShardRouter": {
-        "seed": "list None text tensor True",
-        "scale": "list None text tensor",
     },
     "nn.GroupedExperts": {
         "gated": "text",
@@ -296,58 +272,19 @@ KNOWN_GAPS = {
         "transposed": "text",
     },
     "nn.HashRouter": {
-        "vocab_size": "list text tensor scalar True NaN",
-        "seed": "list None text tensor True",
         "learned": "text",
-        "scale": "list None text tensor",
-    },
-    "nn.NoisyTopKRouter": {
-        "importance_coef": "list None text tensor",
-        "load_coef": "list None text tensor",
-        "noise_epsilon": "list None text tensor",
-        "seed": "list None text tensor True",
-        "scale": "list None text tensor",
-    },
-    "nn.Rebalance": {
-        "break_even": "list None text tensor",
-        "hysteresis": "list None text tensor",
-        "flops": "list text tensor NaN",
-        "flops_alone": "list text tensor",
     },
     "nn.ResidualMoE": {
-        "top_k": "list None text",
+        "top_k": "None",
         "bias": "text",
     },
     "nn.RowBudget": {
-        "rows": "list None text tensor scalar True NaN",
         "static": "text",
     },
-    "nn.SinkhornRouter": {
-        "top_k": "tensor",
-        "num_iters": "list None text tensor scalar True NaN",
-        "tolerance": "list None text tensor",
-    },
-    "nn.SwitchRouter": {
-        "jitter_eps": "list None text tensor",
-        "seed": "list None text tensor True",
-        "scale": "list None text tensor",
-    },
     "nn.TopKRouter": {
-        "top_k": "list None text",
         "renormalize": "text",
-        "scale": "list None text tensor",
-        "num_groups": "list None text tensor True",
-        "top_groups": "list None text tensor True",
         "bias": "text",
         "selection_bias": "text",
-    },
-    "nn.TransformerBlock": {
-        "model_dim": "list None text tensor scalar",
-        "num_heads": "list None text tensor scalar True",
-        "num_kv_heads": "list text tensor True",
-        "dropout_p": "list None text tensor",
-        "rope_base": "list None text tensor NaN",
-        "eps": "list None text tensor NaN",
     },
     "distributed.LocalDispatcher": {
         "num_experts": "-1",

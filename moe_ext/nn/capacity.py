@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moe_ext import ops
-from moe_ext._checks import check_choice
+from moe_ext._checks import check_choice, check_numbers
 from moe_ext.nn.routers import Router, RouterOutput
 
 DROP_POLICIES = ("position", "score", "random", "batch_prioritized", "choice")
@@ -65,6 +65,7 @@ class Capacity:
 
     def __post_init__(self) -> None:
         """Refuse what is not allowed."""
+        check_numbers("Capacity", Capacity.__annotations__, vars(self))
         for name in ("factor", "eval_factor"):
             value = getattr(self, name)
             if not (name == "eval_factor" and value is None) and not 0 < value < math.inf:
@@ -122,6 +123,7 @@ class RowBudget:
 
     def __post_init__(self) -> None:
         """Refuse what is not allowed."""
+        check_numbers("RowBudget", RowBudget.__annotations__, vars(self))
         if self.rows < 1:
             raise ValueError(f"RowBudget: expected rows to be at least 1, got {self.rows}")
         check_choice("RowBudget", "overflow", self.overflow, BUDGET_OVERFLOWS)

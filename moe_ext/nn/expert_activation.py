@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_ext import ops
+from moe_ext._checks import check_numbers
 from moe_ext.distributed.dispatch import RowWeights
 from moe_ext.ops.autograd import refuse_second_derivative
 
@@ -56,6 +57,13 @@ class ClampedSwiGLU:
 
     alpha: float = 1.702
     limit: float = 7.0
+
+    def __post_init__(self) -> None:
+        """Refuse what is no number."""
+        check_numbers("ClampedSwiGLU", ClampedSwiGLU.__annotations__, vars(self))
+        for name, value in vars(self).items():
+            if math.isnan(value):
+                raise ValueError(f"ClampedSwiGLU: expected {name} to be a number, got {value}")
 
     def __call__(self, x: Tensor, layout: str) -> Tensor:
         """`[N, 2F]` to `[N, F]`; only x is kept for the backward pass."""

@@ -7,6 +7,7 @@ Shapes: B batch, L positions of this rank, D model, H heads, Hkv heads of keys a
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_ext._checks import check_numbers
 from moe_ext.attention import Layout, RingAttention
 from moe_ext.attention.sharding import document_ids
 from moe_ext.distributed.groups import group_size
@@ -107,6 +109,10 @@ class TransformerBlock(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_numbers("TransformerBlock", TransformerBlock.__init__.__annotations__, locals())
+        for name, value in (("rope_base", rope_base), ("eps", eps)):
+            if math.isnan(value):
+                raise ValueError(f"TransformerBlock: expected {name} to be a number, got {value}")
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads < 1 or model_dim % (2 * num_heads):
             raise ValueError(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
-from moe_ext._checks import check_choice, check_integer
+from moe_ext._checks import check_choice, check_numbers
 from moe_ext.distributed.agreement import share
 from moe_ext.distributed.dispatch import RowCounts, SharedCounts, TokenDispatcher
 from moe_ext.distributed.dispatch.rows import all_to_all_rows
@@ -67,7 +67,7 @@ class Rebalance:
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
         check_choice("Rebalance", "mode", self.mode, MODES)
-        check_integer("Rebalance", "every", self.every)
+        check_numbers("Rebalance", Rebalance.__annotations__, vars(self))
         for name in ("break_even", "hysteresis"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(
@@ -75,6 +75,8 @@ class Rebalance:
                 )
         if self.every < 1:
             raise ValueError(f"Rebalance: expected every to be at least 1, got {self.every}")
+        if self.flops is not None and math.isnan(self.flops):
+            raise ValueError(f"Rebalance: expected flops to be a number, got {self.flops}")
         if self.flops_alone is not None and not self.flops_alone >= (self.flops or math.inf):
             raise ValueError(
                 "Rebalance: expected flops_alone to be at least flops, which must be given with "

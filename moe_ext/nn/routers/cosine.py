@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
+from moe_ext._checks import check_numbers
 from moe_ext.nn.routers.base import ScoreRouter, Tokens, renormalizes
 
 
@@ -60,6 +61,7 @@ class CosineRouter(ScoreRouter):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_numbers("CosineRouter", CosineRouter.__init__.__annotations__, locals())
         renormalize = renormalizes("CosineRouter", renormalize, top_k)
         super().__init__(model_dim, num_experts, top_k, renormalize=renormalize, scale=scale)
         if proj_dim < 1:

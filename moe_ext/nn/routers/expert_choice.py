@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_ext import ops
+from moe_ext._checks import check_numbers
 from moe_ext.nn.routers.base import LinearRouter, RouterOutput, Tokens
 
 
@@ -53,6 +54,7 @@ class ExpertChoiceRouter(LinearRouter):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_numbers("ExpertChoiceRouter", ExpertChoiceRouter.__init__.__annotations__, locals())
         if not 0 < capacity_factor < math.inf:
             raise ValueError(
                 "ExpertChoiceRouter: expected capacity_factor to be positive, got "

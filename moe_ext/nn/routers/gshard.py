@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ext import ops
-from moe_ext._checks import check_choice
+from moe_ext._checks import check_choice, check_numbers
 from moe_ext.nn.routers.base import BalanceTerms, LinearRouter, RouterOutput, Tokens
 from moe_ext.nn.torch_state import without_autocast
 
@@ -57,6 +57,7 @@ class GShardRouter(LinearRouter):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_numbers("GShardRouter", GShardRouter.__init__.__annotations__, locals())
         check_choice("GShardRouter", "second_expert", second_expert, _SECOND_EXPERT)
         super().__init__(
             model_dim,

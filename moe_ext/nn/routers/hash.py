@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext._checks import check_choice
+from moe_ext._checks import check_choice, check_numbers
 from moe_ext.nn.routers.base import RouterOutput, ScoreRouter, Tokens, renormalizes
 from moe_ext.nn.routers.topk import SCORE_FNS
 
@@ -83,6 +83,7 @@ class HashRouter(ScoreRouter):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_numbers("HashRouter", HashRouter.__init__.__annotations__, locals())
         if not learned and (score_fn != "softmax" or renormalize is not None):
             raise ValueError(
                 "HashRouter: expected score_fn and renormalize to be left out without learned=True,"

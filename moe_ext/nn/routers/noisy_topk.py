@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
+from moe_ext._checks import check_numbers
 from moe_ext.nn.routers.base import (
     DrawnNoise,
     LinearRouter,
@@ -67,6 +68,7 @@ class NoisyTopKRouter(LinearRouter):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_numbers("NoisyTopKRouter", NoisyTopKRouter.__init__.__annotations__, locals())
         options = (
             ("importance_coef", importance_coef),
             ("load_coef", load_coef),

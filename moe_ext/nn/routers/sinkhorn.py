@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_ext import ops
+from moe_ext._checks import check_numbers
 from moe_ext.nn.routers.base import LinearRouter, RouterOutput, Tokens
 
 
@@ -54,6 +55,7 @@ class SinkhornRouter(LinearRouter):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_numbers("SinkhornRouter", SinkhornRouter.__init__.__annotations__, locals())
         if num_iters < 1:
             raise ValueError(
                 f"SinkhornRouter: expected num_iters to be at least 1, got {num_iters}"

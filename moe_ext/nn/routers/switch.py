@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ext import ops
+from moe_ext._checks import check_numbers
 from moe_ext.nn.routers.base import LinearRouter, Tokens
 
 
@@ -50,6 +51,7 @@ class SwitchRouter(LinearRouter):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_numbers("SwitchRouter", SwitchRouter.__init__.__annotations__, locals())
         if not 0 <= jitter_eps < 1:
             raise ValueError(f"SwitchRouter: expected jitter_eps to be in [0, 1), got {jitter_eps}")
         super().__init__(

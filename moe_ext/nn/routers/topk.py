@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_ext._checks import check_choice
+from moe_ext._checks import check_choice, check_numbers
 from moe_ext.nn.routers.base import (
     LinearRouter,
     RouterOutput,
@@ -82,6 +82,7 @@ class TopKRouter(LinearRouter):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_numbers("TopKRouter", TopKRouter.__init__.__annotations__, locals())
         super().__init__(
             model_dim,
             num_experts,
