@@ -47,10 +47,14 @@ def time_plan(
             times.append(seconds_of(lambda: _step(applied, batches, optimizers), device))
         return statistics.median(_slowest(times[1:], group, device))
 
-    found = median()
+    # First, since rounds begin from weights that are equal on all ranks.
+    with_round = 0.0
     if plan.job.local_steps > 1:
         with rounds_of(applied, optimizers[0], 1, torch.optim.SGD, lr=1.0):
-            found += (median() - found) / plan.job.local_steps
+            with_round = median()
+    found = median()
+    if plan.job.local_steps > 1:
+        found += (with_round - found) / plan.job.local_steps
     return found
 
 

@@ -589,9 +589,9 @@ def test_a_layer_with_losses_in_the_graph_is_copied_without_them():
             r"MoELayer: expected loss_mode to be one of .*, got 'add'",
         ),
         (
-            lambda: moe_ext.MoELayer(8, 6, E, balance="sequence"),
+            lambda: moe_ext.MoELayer(8, 6, E, balance=["sequence"]),
             TypeError,
-            r"MoELayer: expected balance to be a Balance, got 'sequence'",
+            r"MoELayer: expected balance to be a Balance.*, got \['sequence'\]",
         ),
     ],
 )

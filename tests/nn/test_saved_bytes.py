@@ -47,6 +47,8 @@ def expected_bytes(num_tokens, dtype, options, has_mask, top_k=K):
     if options.get("z_loss_coef") and has_mask:
         total += num_tokens
     shared = options.get("shared_ffn_dim", 0)
+    if has_mask:
+        total += (2 if shared else 1) * num_tokens * D * (s + 1)
     return total + num_tokens * (3 if gated else 2) * shared * s
 
 
