@@ -180,7 +180,7 @@ class _RingMode(TorchFunctionMode):
 
 
 def shared_sequences() -> SharedSequences | None:
-    """Those of the innermost context that this thread is in."""
+    """The sequences of the innermost context of this thread; None outside of any."""
     for mode in reversed(_get_current_function_mode_stack()):
         if isinstance(mode, _RingMode):
             return mode.sequences

@@ -132,7 +132,7 @@ class _Kept:
 
 
 def _versions(tensors: list[Tensor | None]) -> list[int | None]:
-    """How often each was written; those of `inference_mode` do not count."""
+    """Version counters; tensors of `inference_mode` have none."""
     return [None if x is None or x.is_inference() else x._version for x in tensors]
 
 

@@ -512,7 +512,7 @@ def _to_save(
 
 
 def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
-    """What is in nested mappings and lists, by its place there."""
+    """The leaves of nested mappings and lists, each with its path."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _leaves(f"{path}.{key}" if path else str(key), item)
@@ -524,7 +524,7 @@ def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def _checksums(path: str, value: object) -> tuple[int, int]:
-    """Those of a name and of its value; of values that cannot be compared the same one."""
+    """Checksums of a name and of its value; values that cannot be compared have equal ones."""
     content = b""
     if isinstance(value, Tensor) and not is_dtensor(value):
         content = as_bytes(value.detach().cpu()).numpy().tobytes()
@@ -672,7 +672,7 @@ def _written(group: Mapping[str, Any]) -> Tensor:
 
 
 def _number(value: Any) -> Any:
-    """Of a tensor of one element, or of a scalar of numpy."""
+    """The number in a tensor of one element, or in a scalar of numpy."""
     if hasattr(value, "item"):
         return value.item()
     raise TypeError(type(value).__name__)
@@ -689,7 +689,7 @@ def _typed(value: Any, like: Any) -> Any:
 
 
 def _with_options(held: list[str], saved: Mapping[str, Any]) -> list[str]:
-    """Those of some parameters whose options a checkpoint has: all of them, or none."""
+    """The parameters whose options a checkpoint has: all of those given, or none."""
     if any(name.startswith(_OPTIONS) for name in saved):
         for name in held:
             if f"{_OPTIONS}{name}" not in saved:

@@ -69,7 +69,7 @@ def resolve_group(group: ProcessGroup | None, owner: str) -> ProcessGroup | None
 
 
 def _has_joined(owner: str) -> bool:
-    """Whether there is a default group; RuntimeError where this process only seems to be alone.
+    """True with a default group; RuntimeError where this process only seems to be alone.
 
     Every rank of a job without one would train by itself, and write the same files.
     """

@@ -88,7 +88,7 @@ __all__ = [
 ]
 
 Average, Sum, Adasum, Min, Max, Product = "average", "sum", "adasum", "min", "max", "product"
-# Of calls; the others are refused.
+# Options of calls that are served; the others are refused.
 _OPS = (Average, Sum, Min, Max)
 global_process_set = "global"
 # Horovod's names that are not here, and what there is instead.
@@ -174,7 +174,7 @@ class _FP16Compressor:
 
 
 class Compression:
-    """What is sent for a tensor: all of it, or half-precision numbers."""
+    """Codecs of a tensor on its way: none, or half precision."""
 
     none: type[Compressor] = _NoneCompressor
     fp16: type[Compressor] = _FP16Compressor
@@ -241,7 +241,7 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Whether every machine has as many processes as this one; by their number alone."""
+    """True if every machine has as many processes as this one, judged by their number alone."""
     return size() % local_size() == 0
 
 
@@ -549,7 +549,7 @@ def synchronize(handle: _Handle) -> Tensor:
 
 
 def poll(handle: _Handle) -> bool:
-    """Whether a call has ended: it has."""
+    """True: calls have ended when they return."""
     return isinstance(handle, _Handle)
 
 

@@ -41,7 +41,7 @@ def rotate(x_BHLC: Tensor, position_ids: Tensor, base: float) -> Tensor:
 
 
 def _takes(ffn: nn.Module, name: str) -> bool:
-    """Whether a network takes an argument; ValueError where experts in it would not get it."""
+    """True if a network takes an argument; ValueError where experts in it would not get it."""
     parameters = inspect.signature(ffn.forward).parameters
     if name in parameters:
         return True

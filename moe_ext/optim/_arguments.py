@@ -18,7 +18,7 @@ from moe_ext.distributed.placement import is_expert_shard
 _KNOWN_BACKENDS = ("nccl", "gloo", "mpi", "hccl", "compressed")
 # Options that say how a step is computed and a state kept, and not which step is taken.
 _HOW = {"foreach", "fused", "capturable", "per_expert", "float32_state"}
-# What optimizers that lack such an option do; they do nothing of the others.
+# Behaviour of optimizers that lack such an option; they have nothing of the others.
 _ALWAYS = {"bias_correction": True, "decoupled_weight_decay": True}
 
 

@@ -103,11 +103,11 @@ class DeMo(CheckedOptimizer):
         self._round = 0
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         self._memory: CodecMemory | None = None
-        # Whether ranks have compared options and parameters.
+        # True once ranks have compared options and parameters.
         self._compared = False
 
     def _options(self) -> dict[str, object]:
-        """What must be equal on all ranks in a step, by name; lists have one for each group."""
+        """Options equal on all ranks in a step, by name; lists have one for each group."""
         groups = self.param_groups
         return {
             "compression_topk": self._codec.k,

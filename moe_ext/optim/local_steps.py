@@ -272,7 +272,7 @@ class DiLoCo:
             agree(type(self).__name__, facts, None, group, device)
 
     def _options(self) -> dict[str, object]:
-        """What must be equal on all workers in a round, by name."""
+        """Options equal on all workers in a round, by name."""
         outers = [fragment.outer for fragment in self._fragments]
         found: dict[str, object] = {
             "codec": self._codec,

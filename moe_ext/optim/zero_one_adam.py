@@ -103,7 +103,7 @@ class ZeroOneAdam(CompressedOptimizer):
         self.local_step_scaler = local_step_scaler
         self.local_step_clipper = local_step_clipper
         self._eps_inside_sqrt = eps_inside_sqrt
-        # Of parameters that are apart, the version as the last local step left it.
+        # Version counters that the last local step left, of parameters that differ over ranks.
         self._versions: dict[Tensor, int] = {}
         defaults = {
             "lr": lr,

@@ -41,7 +41,7 @@ _SIZES = (
     *("num_moe_layers", "has_experts", "heads_dim", "kv_dim", "latent", "expert_parameters"),
     *("shared_ffn_dim", "tied"),
 )
-# What other programs do to a step, and no plan is built of.
+# Fields of a job that describe other programs; no plan is built with them.
 _OF_OTHERS = ("layer_dtype", "hidden_exchanges", "hidden_gradients", "hidden_tensor")
 
 

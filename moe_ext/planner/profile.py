@@ -167,7 +167,7 @@ def measure_cluster(
         node_launches=0.0,
         multiprocessors=0,
         memory=min(cluster.memory, _memory(on, group)),
-        # That of a preset is of other machines, and the CPU's is the memory that is planned.
+        # The host of a preset belongs to other machines; a CPU's is the memory that is planned.
         host=None,
         source=f"measured on {table.processor}, torch {table.torch_version}",
         costs=table,

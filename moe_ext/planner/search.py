@@ -53,7 +53,7 @@ DEFAULTS: Mapping[str, int | str | None] = {
     "kv_wire": None,
 }
 AXES = tuple(DEFAULTS)
-# Those that the first files of plans had not.
+# Axes that the first files of plans lacked.
 YOUNGER = ("etp", "turns", "offload", "balance", "scheme", "gradients", "kv_wire")
 MESH = ("pp", "tp", "cp", "ep", "etp", "micro_batch")
 # The other axes, by what there has to be several ranks of for them to act.

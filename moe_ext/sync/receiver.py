@@ -150,7 +150,7 @@ class DeltaReceiver:
     def _split_shared(
         self, entries: Mapping[str, Sequence[Entry]]
     ) -> tuple[set[str], dict[str, Tensor]]:
-        """Of tensors that share memory: those that another one's write serves, and copies to write.
+        """Tensors in shared memory that the write of another one serves, and copies to write.
 
         Tied tensors that change alike are written once. Others are changed apart from each other,
         and copied back once they are seen to agree.
@@ -309,7 +309,7 @@ def _sharing(tensors: Mapping[str, Tensor]) -> list[list[str]]:
 
 
 def _changes_alike(one: Sequence[Entry], other: Sequence[Entry]) -> bool:
-    """Whether two tensors get the same elements at the same places."""
+    """True if two tensors get the same elements at the same places."""
     return len(one) == len(other) and all(
         a.region == b.region and torch.equal(a.payload, b.payload)
         for a, b in zip(one, other, strict=True)

@@ -89,7 +89,7 @@ def test_gives_the_same_result_or_refuses_the_layout(calls, device, dtype, layou
 
 
 def changes(layout, count):
-    """Which of an operator's tensors change, and how."""
+    """Pairs: the tensors of an operator that change, and the change."""
     if layout == "spread":
         return [((i,), functools.partial(spread, gap=3)) for i in range(count)]
     together = [(range(count), offset) for offset in (OFFSETS if count == 1 else OFFSETS[:2])]

@@ -72,7 +72,7 @@ def named_dispatcher(
             f"combine={combine!r}, got {name!r}"
         )
     if group is None or alone:
-        # What is written for many ranks runs on one.
+        # A configuration for many ranks runs on one, too.
         return LocalDispatcher(num_experts)
     if name == "auto":
         return AutoDispatcher(num_experts, group, combine=combine, wire=wire)
