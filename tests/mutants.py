@@ -78,6 +78,13 @@ MUTANTS = [
         "tests/test_options_over_ranks.py -k ranks_measure",
     ),
     Mutant(
+        "a Trainer that saves on rank 0 alone trains up to its first save",
+        "moe_ext/integrations/huggingface/expert_parallel.py",
+        "if mode and group_size(self._ep_group.group) > 1:",
+        "if False:",
+        "tests/integrations/huggingface/test_trainer.py -k lose_steps",
+    ),
+    Mutant(
         "another learning rate on one rank goes unnoticed in a step of DeMo",
         "moe_ext/optim/demo.py",
         "self.marks.append((payload[-_MARK_BYTES:] == self.marks[0]).all())",

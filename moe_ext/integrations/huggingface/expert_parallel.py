@@ -9,6 +9,8 @@ import json
 import os
 import re
 import shutil
+import sys
+import types
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,6 +156,26 @@ _OF_TRAINERS = (
 )
 
 
+def _trainer_of_one_rank(*, saving: bool = False) -> Any:
+    """The Trainer of transformers that runs this, if rank 0 alone saves its models; else None.
+
+    With `saving` it has to be saving: its callbacks may save on all ranks.
+    """
+    module: Any = sys.modules.get("transformers.trainer")
+    frame: types.FrameType | None = None if module is None else sys._getframe()
+    while frame is not None:
+        if frame.f_globals is vars(module) and "self" in frame.f_locals:
+            trainer: Any = frame.f_locals["self"]
+            if hasattr(trainer, "is_fsdp_enabled"):
+                # SavesExperts has a `_save` of its own, and so may others that call all ranks.
+                alone = type(trainer)._save.__module__ == module.__name__
+                whole = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+                here = not saving or frame.f_code.co_name == "_save"
+                return trainer if alone and here and not whole else None
+        frame = frame.f_back
+    return None
+
+
 _INDEX = "model.safetensors.index.json"
 
 
@@ -161,6 +183,24 @@ class WritesWhole(_Spread):
     """Mixed into the class of a model whose experts `replace(ep_group=...)` spread over ranks."""
 
     _writes_part = False
+
+    def train(self, mode: bool = True) -> Any:
+        """`nn.Module.train`, which a Trainer of transformers calls at the start of each step.
+
+        Raises:
+            ValueError: that Trainer is to save, and rank 0 alone would: steps would be lost.
+        """
+        if mode and group_size(self._ep_group.group) > 1:
+            trainer = _trainer_of_one_rank()
+            if trainer is not None and trainer.args.save_strategy != "no":
+                name, strategy = type(trainer).__name__, trainer.args.save_strategy.value
+                raise ValueError(
+                    "train: expected a Trainer with moe_ext.integrations.huggingface.SavesExperts, "
+                    "since each rank holds other experts and a Trainer saves those of rank 0, got "
+                    f"{name} with save_strategy={strategy!r}; write "
+                    f"`class MyTrainer(SavesExperts, {name}): pass`, or give save_strategy='no'"
+                )
+        return super().train(mode)
 
     def save_pretrained(
         self,
@@ -219,6 +259,12 @@ class WritesWhole(_Spread):
             return  # these ranks hold copies of what others write
         writes = is_main_process and global_rank() == 0
         operation, problem = "save_pretrained", None
+        trainer = _trainer_of_one_rank(saving=True) if parts else None
+        if trainer is not None and any(group_size(group) > 1 for group in groups):
+            raise RuntimeError(
+                f"{operation}: expected every rank to call it, got a {type(trainer).__name__} that "
+                f"calls it on rank 0 alone{_OF_TRAINERS}"
+            )
         whole = gathered(
             self, state, operation=operation, hint=_OF_TRAINERS, keep=writes, device="cpu"
         )

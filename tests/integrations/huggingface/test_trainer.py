@@ -77,15 +77,6 @@ def spread(make=lambda model: model):
 
 
 def run(rank, folder):
-    # Without the mixin rank 0 is alone in it, and told so.
-    moe_ext.distributed.agreement.MEETING_SECONDS = 0.3
-    if rank == 0:
-        plain = trainer(spread(), folder / "refused", mixed=False)
-        raised(RuntimeError, "give a Trainer of transformers .*SavesExperts", plain.save_model)
-    else:
-        spread()
-    dist.barrier()
-    moe_ext.distributed.agreement.MEETING_SECONDS = 60.0
     model = spread()
     trainer(model, folder / "all").train()
     wanted = full_state_dict(model)
@@ -108,6 +99,45 @@ def run(rank, folder):
     with pytest.raises(ValueError, match="save_on_each_node to be False .* share the output_dir"):
         trainer(spread(), folder / "nodes", save_on_each_node=True)
     return wanted
+
+
+def refuse(rank, folder):
+    import peft
+    from transformers import TrainerCallback
+
+    class SavesItself(TrainerCallback):
+        def on_step_end(self, args, state, *_, model, **__):
+            model.save_pretrained(f"{args.output_dir}/{state.global_step}")
+
+    # Every rank knows before the first pass, whatever holds the model.
+    for name, make in (("plain", lambda model: model), ("lora", adapted)):
+        model = spread(make)
+        model.register_forward_pre_hook(lambda *_: pytest.fail("a forward pass"))
+        for strategy in ("steps", "epoch"):
+            tool = trainer(model, folder / name, mixed=False, save_strategy=strategy)
+            words = f"train: .*SavesExperts, .* got Trainer with save_strategy='{strategy}'; write"
+            raised(ValueError, words, tool.train)
+        assert isinstance(model, peft.PeftModel) == (name == "lora")
+    # All ranks may save in a callback; rank 0, alone at the end, waits for nobody.
+    moe_ext.distributed.agreement.MEETING_SECONDS = 600.0
+    model = spread()
+    tool = trainer(model, folder / "no", mixed=False, save_strategy="no")
+    tool.add_callback(SavesItself())
+    tool.train()
+    if rank == 0:
+        words = "got a Trainer that calls it on rank 0 alone; .* give a Trainer .*SavesExperts"
+        raised(RuntimeError, words, tool.save_model)
+    moe_ext.distributed.agreement.MEETING_SECONDS = 60.0
+    dist.barrier()
+    files = load_file(folder / f"no/{STEPS}/model.safetensors")
+    assert len(files) == len(load_file(folder / "no/1/model.safetensors")) > 0
+
+
+def test_a_trainer_that_would_lose_steps_is_refused(tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    pytest.importorskip("peft")
+    spawn_ranks(refuse, 2, tmp_path, timeout=120)
 
 
 def test_two_ranks_then_one(tmp_path):
