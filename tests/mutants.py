@@ -78,6 +78,13 @@ MUTANTS = [
         "tests/test_options_over_ranks.py -k ranks_measure",
     ),
     Mutant(
+        "a balance loss of padding alone is NaN on all ranks",
+        "moe_ext/attention/huggingface/prepare.py",
+        '_require(bool(mask.any()), "output_router_logits", rule, "True")',
+        "pass",
+        "tests/integrations/huggingface/test_prepared_models.py -k balance_loss",
+    ),
+    Mutant(
         "a Trainer that saves on rank 0 alone trains up to its first save",
         "moe_ext/integrations/huggingface/expert_parallel.py",
         "if mode and group_size(self._ep_group.group) > 1:",

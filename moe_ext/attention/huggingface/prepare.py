@@ -92,7 +92,8 @@ def prepare_model(
         ValueError: on every rank: an option is out of range; or the model mixes tokens outside its
             attention (recurrent, convolutional, linear attention), has no attention by name, a mask
             that no ring serves, positions of its own, or one result for a whole sequence. In the
-            forward pass, on every rank: batches that differ between the ranks or cannot be cut.
+            forward pass, on every rank: batches that differ between the ranks or cannot be cut, and
+            `output_router_logits` where the part of a rank is padding alone.
         RankFailureError: a rank died or did not answer.
     """
     names: dict[str, Any] = {
@@ -125,6 +126,15 @@ def prepare_model(
     hook = _WholeBatches(name, documents, traits, group, layout)
     model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
     getattr(model, "set_attn_implementation")(name)  # noqa: B009 (no method of nn.Module)
+
+
+def _check_balance_loss(model: Any, given: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+    """Refuse a part of padding alone where transformers takes a balance loss over its tokens."""
+    config, mask = model.config.get_text_config(), parts.get("attention_mask")
+    wanted = given.get("output_router_logits", getattr(config, "output_router_logits", False))
+    if wanted and mask is not None:
+        rule = "False where a rank has padding alone, whose balance loss is 0/0 in transformers"
+        _require(bool(mask.any()), "output_router_logits", rule, "True")
 
 
 class SharedSequences:
@@ -236,6 +246,7 @@ class _WholeBatches:
                 _require(whole, key, "a tensor", type(value).__name__)
             facts |= batch_facts(given, (*KEYS, *_OFFSETS))
             parts = self.cut(given)
+            _check_balance_loss(model, given, parts)
         except Exception as error:
             problem = error
         agree(OP, facts, problem, self._documents.group, message_device(*given.values()))

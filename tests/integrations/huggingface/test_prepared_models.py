@@ -314,6 +314,24 @@ def rows_have_documents_of_their_own():
 
 
 @check()
+def a_balance_loss_of_padding_alone_is_refused():
+    """On every rank; rank 1 holds positions 12 to 23, and with one token of them it counts."""
+    tokens = torch.randint(3, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(5))
+    batch = {"input_ids": tokens, "labels": tokens}
+    padding, tail = ((torch.arange(24) < torch.tensor([[2], [n]])).long() for n in (12, 13))
+    wanted = {"output_router_logits": True}
+    for model, by_call in ((make("mixtral", **wanted), {}), (make("olmoe"), wanted)):
+        prepare_model(model, group=group(), layout="contiguous")
+        rule = "output_router_logits to be False where a rank has padding alone"
+        with pytest.raises(ValueError, match=f"prepare_model: expected {rule}.* rank 1"):
+            model(**batch, **by_call, attention_mask=padding)
+        served = model(**batch, **by_call, attention_mask=tail)
+        assert served.aux_loss.isfinite() and served.loss.isfinite()
+        without = model(**batch, attention_mask=padding, output_router_logits=False)
+        assert without.loss.isfinite() and without.aux_loss is None
+
+
+@check()
 def documents_given_by_offsets():
     model = make("modernbert-decoder")
     prepare_model(model, group=group())
