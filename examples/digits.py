@@ -62,6 +62,11 @@ def accuracy(model: nn.Module, digits: Digits, runtime: Runtime) -> float:
     return int(right) / len(digits.test_labels)
 
 
+def has_line(step: int, first: int, last: int, every: int) -> bool:
+    """Whether a step is printed: the first, the last, and one in so many."""
+    return step in (first, last) or step % every == 0
+
+
 def options(description: str | None) -> argparse.ArgumentParser:
     """The options that the examples share."""
     parser = argparse.ArgumentParser(
@@ -73,7 +78,10 @@ def options(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
     parser.add_argument(
-        "--log-every", type=int, default=20, help="steps between lines (%(default)s)"
+        "--log-every",
+        type=int,
+        default=20,
+        help="steps between lines, beside the first and the last (%(default)s)",
     )
     parser.add_argument(
         "--device",

@@ -78,8 +78,8 @@ def initial(layer: int, shape: tuple[int, ...]) -> Tensor:
 
 
 def batch(step: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Rows and targets of a step."""
-    generator = torch.Generator().manual_seed(step)
+    """Rows and targets of a step: two batches in turn, which a few steps can learn."""
+    generator = torch.Generator().manual_seed(step % 2)
     x = torch.randn(4, dim, generator=generator)
     return x, x.roll(1, dims=-1).tanh()
 
@@ -112,8 +112,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=8, help="of the chain (%(default)s)")
     parser.add_argument("--dim", type=int, default=1024, help="of a layer (%(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="in all (%(default)s)")
+    parser.add_argument("--lr", type=float, default=3e-4, help="learning rate (%(default)s)")
     args = parser.parse_args(argv)
-    state = FileAdamW(args.folder, [(args.dim, args.dim)] * args.layers, lr=1e-3)
+    state = FileAdamW(args.folder, [(args.dim, args.dim)] * args.layers, lr=args.lr)
     while state.step < args.steps:
         print(f"step {state.step}: loss {train_step(state):.5f}", flush=True)
     return 0

@@ -76,16 +76,18 @@ def work(args: argparse.Namespace, runtime: Runtime) -> None:
     progress = {"step": 0}
     if args.load is not None:
         checkpoint.load(args.load, model, optimizer, extra=progress)
-    for step in range(progress["step"], progress["step"] + args.steps):
-        images, labels = data.batch(step, args.batch, runtime, args.seed)
+    first = progress["step"] + 1
+    last = progress["step"] + args.steps
+    for step in range(first, last + 1):
+        images, labels = data.batch(step - 1, args.batch, runtime, args.seed)
         loss = F.cross_entropy(model(images)[0], labels)
         optimizer.zero_grad()
         loss.backward()
         norm = clip_grad_norm_(model, 1.0)
         optimizer.step()
-        if runtime.is_main and (step + 1) % args.log_every == 0:
-            print(f"step {step + 1:4d}  loss {loss:.3f}  gradient {norm:.3f}", flush=True)
-    progress["step"] += args.steps
+        if runtime.is_main and digits.has_line(step, first, last, args.log_every):
+            print(f"step {step:4d}  loss {loss:.3f}  gradient {norm:.3f}", flush=True)
+    progress["step"] = last
     if args.save is not None:
         checkpoint.save(args.save, model, optimizer, extra=progress)
     found = digits.accuracy(model, data, runtime)

@@ -215,6 +215,7 @@ def printable(text: bytes) -> str:
 def finish(job: Job, step: int) -> None:
     """Validate, write a sample, draw the pictures and print the result."""
     args = job.args
+    job.say(f"step {step}: validates, then writes a sample of {args.sample_bytes} bytes")
     loss = validation_loss(job, job.model, job.runner.loss, job.share)
     entropy = unigram_entropy(job.data.validation_N)
     prompt = b"def " if args.data is None else bytes(job.data.validation_N[:32].tolist())

@@ -112,13 +112,14 @@ def work(args: argparse.Namespace, runtime: Runtime) -> None:
     if saved is not None:
         checkpoint.load(saved, model, optimizer, extra=progress)
     data, alone = digits.load(runtime.device, args.seed), replace(runtime, rank=0, world_size=1)
-    for step in range(progress["step"] + 1, args.steps + 1):
+    first = progress["step"] + 1
+    for step in range(first, args.steps + 1):
         images, labels = data.batch(step, args.batch, alone, args.seed)
         losses = pipeline.step(images.chunk(micro), labels.chunk(micro))
         if not is_asynchronous:
             clip_grad_norm_(model, 1.0, mesh=mesh)
             update(0)
-        if losses and step % args.log_every == 0:
+        if losses and digits.has_line(step, first, args.steps, args.log_every):
             print(f"step {step:4d}  loss {torch.stack(losses).mean():.4f}", flush=True)
         if args.save is not None and (step % args.save_every == 0 or step == args.steps):
             progress["step"] = step

@@ -125,9 +125,10 @@ def test_fsdp2_on_two_ranks_then_on_one(launch, tmp_path, capsys):
     # Ten classes: a model that has learned nothing is at 2.3.
     assert sum(losses[-5:]) / 5 < 1.7 < losses[0]
     train_fsdp2 = pytest.importorskip("train_fsdp2")
-    second = ["--steps=2", "--log-every=1", "--load", str(tmp_path / "saved"), "--bf16"]
+    second = ["--steps=2", "--load", str(tmp_path / "saved"), "--bf16"]
     assert train_fsdp2.main([*options, *second]) == 0
     printed = capsys.readouterr().out
+    assert re.findall(r"step +(\d+)  loss", printed) == ["16", "17"]
     assert ACCURACY.search(printed)[2] == "17"
     assert all(float(loss) < 2 for loss in re.findall(r"loss ([0-9.]+)", printed))
     for wrong, text in (
@@ -189,6 +190,9 @@ def test_a_pipeline_is_killed_and_goes_on_as_one_stage(launch, tmp_path, capsys)
     whole = re.findall(r"step +(\d+)  loss ([0-9.]+)", capsys.readouterr().out)
     # float32: AdamW divides by roots of sums whose order differs.
     assert abs(float(whole[-1][1]) - float(last[-1][1])) < 0.02
+    assert train_pipeline.main(["--device=cpu", "--batch=16", "--steps=3"]) == 0
+    # Fewer steps than lie between two lines.
+    assert re.findall(r"step +(\d+)  loss", capsys.readouterr().out) == ["1", "3"]
     assert train_pipeline.main([*given, "--schedule=pipedream"]) == 0
     found = re.findall(r"loss ([0-9.]+)", capsys.readouterr().out)
     assert float(found[-1]) < float(found[0])

@@ -41,6 +41,7 @@ def test_run_writes_everything_and_repeats_nothing(train, text_file, tmp_path):
     assert code == 0
     assert "training on CPU" in stdout
     assert "1 = 1 data parallel x 1 expert parallel" in stdout
+    assert re.search(r"^step 60: validates, then writes a sample .*\n----- sample", stdout, re.M)
     values = losses(out)
     assert len(values) == 60
     result = json.loads((out / "result.json").read_text())
