@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 from rank_checks import Checks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import moe_ext
+from moe_ext import attention, optim
 from moe_ext import distributed as md
 from moe_ext import nn as mn
-from moe_ext import optim
 from moe_ext.distributed.link import Link
 from moe_ext.nn.balance import moved
 
@@ -132,20 +134,38 @@ def rounds(kind, seed=0, outer=None, fragments=1, muon=False, **options):
             inner.step()
 
 
-def adam_like(kind, **more):
-    """Cases of the optimizers over `CompressedOptimizer`."""
-    other = {
-        "params": Pair(({}, {"seed": 1})),
-        "lr": 0.5,
-        "betas": (0.5, 0.5),
-        "eps": 0.1,
-        "weight_decay": 0.1,
-        "max_grad_norm": 1.0,
-        "block": 64,
-        "communication_data_type": torch.bfloat16,
-        **more,
-    }
-    return Case(kind, functools.partial(stepped, kind), other, names={"params": "parameters"})
+def rows_of(shape):
+    """A parameter whose matrices are divided by rows, with a gradient."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    p, grad = (distribute_tensor(torch.ones(shape), mesh, [Shard(len(shape) - 2)]) for _ in "pg")
+    p = nn.Parameter(p)
+    p.grad = grad
+    return p
+
+
+def sharded_step(kind, shape=(4, 6), **options):
+    """Two steps of an optimizer whose parameters are divided over the ranks."""
+    params = [rows_of(shape) for _ in range(2)]
+    yield [p.to_local() for p in params]
+    made = kind(params, **options)
+    for _ in range(2):
+        made.step()
+
+
+def attended(kind, heads=2, kv_heads=2, dim=4, dtype=torch.float32, **options):
+    """A pass through attention over the ranks, and back."""
+    module = kind(**options)
+    yield module
+    q, k, v = (torch.ones(1, n, 4, dim, dtype=dtype) for n in (heads, kv_heads, kv_heads))
+    module(*(x.requires_grad_() for x in (q, k, v))).sum().backward()
+
+
+def block_of(kind, told=(), **options):
+    """A pass through a module that makes `[1, 4, D]` of the same, and back."""
+    module = kind(**options)
+    yield module
+    x = torch.ones(1, 4, options["model_dim"], dtype=options.get("dtype"), requires_grad=True)
+    module(x, **dict(told)).sum().backward()
 
 
 LOCAL = {
@@ -401,6 +421,146 @@ CASES = [
         {"combine": "reduced", "wire": "int8", "num_experts": 2 * E},
     ),
 ]
+CASES += [
+    Case(
+        attention.RingAttention,
+        lambda **options: attended(attention.RingAttention, group=dist.group.WORLD, **options),
+        {
+            "layout": "striped",
+            "is_causal": True,
+            "scale": 0.25,
+            "window": (1, 1),
+            "softcap": 1.0,
+            "dropout_p": 0.1,
+            "scheme": "ulysses",
+            "precision": "fast",
+            "kv_grad_dtype": torch.bfloat16,
+            "wire": "int8",
+        },
+    ),
+    Case(
+        attention.RingSelfAttention,
+        lambda **options: block_of(
+            attention.RingSelfAttention,
+            **{"model_dim": 8, "num_heads": 4, "group": dist.group.WORLD} | options,
+        ),
+        {
+            "model_dim": Pair((8, 16)),
+            "num_heads": Pair((4, 2)),
+            "num_kv_heads": 2,
+            "bias": False,
+            "dropout": 0.1,
+            "is_causal": True,
+            "layout": "striped",
+            "rotary_base": Pair((1e4, 1e6)),
+            "dtype": torch.float64,
+        },
+    ),
+    Case(
+        attention.SequenceParallelMLP,
+        lambda **options: block_of(
+            attention.SequenceParallelMLP,
+            **{"model_dim": 8, "ffn_dim": 12, "group": dist.group.WORLD} | options,
+        ),
+        {
+            "model_dim": Pair((8, 16)),
+            "ffn_dim": Pair((12, 16)),
+            "activation": "swiglu",
+            "norm": "rms_norm",
+            "norm_eps": 0.1,
+            "bias": False,
+            "dropout": 0.1,
+            "layout": "striped",
+            "regather": True,
+            "grad_reduction": "mean",
+            "dtype": torch.float64,
+        },
+    ),
+    Case(
+        mn.TransformerBlock,
+        lambda **options: block_of(
+            mn.TransformerBlock,
+            told={"position_ids": torch.arange(4)},
+            **{"model_dim": 8, "num_heads": 2, "ffn": nn.Identity(), "cp_group": dist.group.WORLD}
+            | options,
+        ),
+        {
+            "model_dim": Pair((8, 16)),
+            "num_heads": Pair((2, 4)),
+            "num_kv_heads": 1,
+            "layout": "striped",
+            "window": (1, 1),
+            "dropout_p": 0.1,
+            "rope_base": 1e6,
+            "scheme": "ulysses",
+            "precision": "fast",
+            "eps": 0.1,
+            "dtype": torch.float64,
+        },
+        names={"model_dim": "D of q", "num_heads": "H of q", "num_kv_heads": "Hkv of k"},
+    ),
+    *(
+        Case(
+            kind,
+            functools.partial(sharded_step, kind),
+            {"lr": 0.5, "weight_decay": 0.25, "maximize": True, "float32_state": False, **other},
+        )
+        for kind, other in (
+            (
+                optim.LAMB,
+                {
+                    "betas": (0.5, 0.5),
+                    "eps": 0.1,
+                    "bias_correction": False,
+                    "min_coeff": 0.1,
+                    "max_coeff": 5.0,
+                    "adapt": False,
+                    "per_expert": True,
+                },
+            ),
+            (
+                optim.LARS,
+                {
+                    "momentum": 0.5,
+                    "trust_coefficient": 0.1,
+                    "eps": 0.1,
+                    "nesterov": True,
+                    "adapt": False,
+                    "per_expert": True,
+                },
+            ),
+            (
+                optim.Adafactor,
+                {
+                    "beta2_decay": -0.5,
+                    "eps": (0.1, 0.1),
+                    "d": 2.0,
+                    "per_expert": True,
+                    "foreach": True,
+                },
+            ),
+            (
+                optim.Muon,
+                {
+                    "momentum": 0.5,
+                    "nesterov": False,
+                    "ns_coefficients": (2.0, -1.5, 0.5),
+                    "eps": 0.1,
+                    "ns_steps": 3,
+                    "adjust_lr_fn": "match_rms_adamw",
+                    "ns_dtype": "float32",
+                    "use_muon": False,
+                    "adamw_betas": (0.5, 0.5),
+                    "adamw_eps": 0.1,
+                    "fused": 2,
+                    "interleaved": True,
+                    "transposed": True,
+                    "per_expert": Pair(({"shape": (2, 4, 6)}, True)),
+                },
+            ),
+        )
+    ),
+]
 BY_NAME = {case.made: case for case in CASES}
 CHECKS = Checks()
 
@@ -499,6 +659,7 @@ def check_options_that_change_later():
         ("router.scale", 2.0),
         ("router.top_groups", 2),
         ("experts.activation", "geglu"),
+        ("row_budget", mn.RowBudget(16)),
     ):
         for dispatcher in ("alltoall", "dedup", "auto"):
             (layer,) = [
@@ -514,6 +675,26 @@ def check_options_that_change_later():
                 layer(torch.randn(5, D))
             if last():
                 setattr(owner, attribute, before)
+            layer(torch.randn(5, D)).sum().backward()
+
+
+@CHECKS()
+def check_options_that_other_messages_follow_from():
+    """Set after a pass: no rank may send what the others do not expect."""
+    for dispatcher in ("alltoall", "dedup", "allgather", "auto"):
+        for name, value, text in (
+            ("overlap", 2, "overlap to be 1 as in the first forward pass, got 2"),
+            ("row_budget", mn.RowBudget(16, static=True), "row_budget.static to be False as"),
+            ("row_budget", mn.RowBudget(16), "dispatcher to be .* that sends chunks|to be equal"),
+        ):
+            (layer,) = [*layer_of(dispatcher=dispatcher)]
+            before = getattr(layer, name)
+            if last():
+                setattr(layer, name, value)
+            with pytest.raises((ValueError, TypeError), match=f"expected .*{text}"):
+                layer(torch.randn(5, D))
+            if last():
+                setattr(layer, name, before)
             layer(torch.randn(5, D)).sum().backward()
 
 
@@ -548,6 +729,86 @@ def check_rates_that_change():
         assert all(map(torch.equal, before, tensors_of(net)))
         made.param_groups[0]["lr"] = 0.1
         step(net, made)
+
+
+@CHECKS()
+def check_rates_of_shards_that_change():
+    """And go back; where lr is that of all, as by a scheduler, nothing is said."""
+    for kind in (optim.LAMB, optim.LARS, optim.Adafactor, optim.Muon):
+        p = rows_of((4, 6))
+        made = kind([p], lr=0.1)
+        for lr, other in ((0.1, 0.1), (0.2, 0.2), (0.2, 0.3), (0.1, 0.1)):
+            made.param_groups[0]["lr"] = other if last() else lr
+            before = local_tensors(made, p)
+            if lr == other:
+                made.step()
+                assert not torch.equal(p.to_local(), before[0])
+                continue
+            text = f"{kind.__name__}: expected lr to be equal .* got .0.2. on rank 0, .0.3. on"
+            with pytest.raises(ValueError, match=text):
+                made.step()
+            assert all(map(torch.equal, before, local_tensors(made, p)))
+
+
+def local_tensors(made, p):
+    """Copies of a parameter and its state on this rank."""
+    found = [p, *(made.state[p][name] for name in sorted(made.state[p]))]
+    return [(x.to_local() if hasattr(x, "to_local") else x).detach().clone() for x in found]
+
+
+class RanksAsGroups:
+    """A torchft manager of replica groups of one rank each."""
+
+    def __init__(self):
+        self.errors = []
+
+    def start_quorum(self):
+        pass
+
+    def allreduce(self, tensor):
+        dist.all_reduce(tensor)
+        tensor /= dist.get_world_size()
+        return self
+
+    def wait(self):
+        return True
+
+    def should_commit(self):
+        return True
+
+    def report_error(self, error):
+        self.errors.append(error)
+
+
+@CHECKS()
+def check_rounds_of_a_manager():
+    """No message of a manager tells names and values: each group says its own."""
+    cases = (
+        ("codec", "codec", "none", "int8"),
+        ("sync_every", "sync_every", 2, 4),
+        ("fragment_sync_delay", "fragment_sync_delay", 0, 1),
+        ("fragment_update_alpha", "fragment_update_alpha", 0.0, 0.5),
+        ("outer", "options of outer_optimizer", {"lr": 1.0}, {"lr": 0.5}),
+    )
+    for argument, name, usual, other in cases:
+        for differs in (False, True):
+            net, manager = ones(), RanksAsGroups()
+            options = {"sync_every": 2, argument: other if differs and last() else usual}
+            inner = torch.optim.SGD(net.parameters(), lr=0.1)
+            outer = torch.optim.SGD(net.parameters(), **{"lr": 1.0, **options.pop("outer", {})})
+            before = tensors_of(net)
+            with optim.DiLoCo(manager, [net], inner, outer, **options) as local:
+                for _ in range(options["sync_every"] - 1):
+                    step(net, inner)
+                if not differs:
+                    step(net, inner)
+                    assert local.round == 1 and not manager.errors
+                    continue
+                text = f"DiLoCo: expected .*{name} to be equal in every replica group, got"
+                with pytest.raises(ValueError, match=text):
+                    step(net, inner)
+            assert manager.errors and local.round == 0
+            assert all(map(torch.equal, before, tensors_of(net)))
 
 
 @CHECKS()

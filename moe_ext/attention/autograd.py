@@ -154,8 +154,8 @@ _INPUTS = (
 _COUNT = Inputs._fields.index("attn_mask") + 1
 _OPTIONS = (
     "bool is_causal, float? scale, SymInt left, SymInt right, float softcap, float dropout_p, "
-    "str scheme, str precision, ScalarType? kv_grad_dtype, str? wire, str group_name, str layout, "
-    "int[] layout_ranges, int[] mesh, int mesh_columns"
+    "str scheme, str precision, ScalarType? kv_grad_dtype, str? wire, str[] told, str group_name, "
+    "str layout, int[] layout_ranges, int[] mesh, int mesh_columns"
 )
 # The host takes part: lengths are agreed on, and hops awaited.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
@@ -183,7 +183,7 @@ def _graph_options(options: Options) -> tuple[Any, ...]:
     left, right = (-1, -1) if options.window is None else options.window
     cap = options.softcap or 0.0
     numbers = (options.is_causal, options.scale, left, right, cap, options.dropout_p)
-    names = (options.scheme, options.precision, options.kv_grad_dtype, options.wire)
+    names = (options.scheme, options.precision, options.kv_grad_dtype, options.wire, options.told)
     return *numbers, *names, *_encoded(options.group, options.layout, options.mesh)
 
 
@@ -198,6 +198,7 @@ def _options_of_graph(
     precision: str,
     kv_grad_dtype: torch.dtype | None,
     wire: str | None,
+    told: list[str],
     group_name: str,
     layout: str,
     ranges: list[int],
@@ -225,6 +226,7 @@ def _options_of_graph(
         precision,
         kv_grad_dtype,
         wire,
+        tuple(told),
     )
 
 

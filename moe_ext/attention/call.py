@@ -107,7 +107,8 @@ class Inputs(NamedTuple):
 class Options:
     """Options of one or several calls, as the user gave them; see `ring_attention`.
 
-    `group` is that of all ranks, `mesh` the rows that a 2-D mesh puts them in.
+    `group` is that of all ranks, `mesh` the rows that a 2-D mesh puts them in. `told` are options
+    of a module that calls it, "name=value", which the ranks compare too.
     """
 
     group: ProcessGroup | None
@@ -122,6 +123,7 @@ class Options:
     precision: str = "exact"
     kv_grad_dtype: torch.dtype | None = None
     wire: str | None = None
+    told: tuple[str, ...] = ()
 
     @staticmethod
     def of(group: ProcessGroup | DeviceMesh | None, operation: str, **options: Any) -> Options:
@@ -276,6 +278,8 @@ def _facts(inputs: Inputs, options: Options, mask: Mask, seed: int | None) -> di
         "shapes of the up-projections": str([None if x is None else list(x.shape) for x in up]),
         "requiring a gradient": wants_grad(q, k, v, sinks, attn_mask, *up),
     }
+    if options.told:
+        facts["options of the module"] = dict(option.split("=", 1) for option in options.told)
     return facts if seed is None else {**facts, "seed": seed}
 
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_ext.attention.call import Options
+from moe_ext.attention.call import OPERATION, Inputs, Options
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.masks import Offsets, PrefixLen
-from moe_ext.attention.ring_attention import ring_attention
+from moe_ext.attention.ring_attention import as_autocast, run
 from moe_ext.distributed.groups import GroupHandle
 
 
@@ -85,6 +85,8 @@ class RingAttention(nn.Module):
         self.precision = precision
         self.kv_grad_dtype = kv_grad_dtype
         self.wire = wire
+        # Options of the module around this one, see `Options`.
+        self._told: tuple[str, ...] = ()
 
     @property
     def group(self) -> ProcessGroup | DeviceMesh | None:
@@ -135,29 +137,26 @@ class RingAttention(nn.Module):
             ValueError: see `ring_attention`.
             RankFailureError: a rank died or did not answer; the message names it.
         """
-        return ring_attention(
-            q,
-            k,
-            v,
-            group=self.group,
+        options = Options.of(
+            self.group,
+            OPERATION,
+            layout=self.layout,
             is_causal=self.is_causal,
             scale=self.scale,
-            layout=self.layout,
             window=self.window,
-            cu_seqlens=cu_seqlens,
-            prefix_len=prefix_len,
-            key_mask=key_mask,
-            attn_mask=attn_mask,
-            alibi_slopes=alibi_slopes,
             softcap=self.softcap,
-            sinks=sinks,
             dropout_p=self.dropout_p if self.training else 0.0,
-            seed=seed,
             scheme=self.scheme,
             precision=self.precision,
             kv_grad_dtype=self.kv_grad_dtype,
             wire=self.wire,
+            told=self._told,
         )
+        q, k, v = (as_autocast(x) for x in (q, k, v))
+        inputs = Inputs(q, k, v, key_mask, alibi_slopes, sinks, cu_seqlens, prefix_len, attn_mask)
+        out = run(inputs, options, seed, return_lse=False)
+        assert isinstance(out, Tensor)
+        return out
 
     if TYPE_CHECKING:
         __call__ = forward

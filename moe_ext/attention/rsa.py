@@ -7,7 +7,7 @@ Shapes: B batch, H heads, G heads of keys and values (Hkv), S whole sequence, L 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +118,42 @@ def ring_self_attention(
         Perspective (2021, arXiv 2105.13120), section 3.2. The authors' code divides the scores by
         the root of the model dim and gradients by P; here they are those of one process.
     """
+    return _attend(
+        q,
+        k,
+        v,
+        {},
+        group=group,
+        is_causal=is_causal,
+        scale=scale,
+        layout=layout,
+        window=window,
+        cu_seqlens=cu_seqlens,
+        key_mask=key_mask,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        seed=seed,
+    )
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    told: Mapping[str, object],
+    *,
+    group: ProcessGroup | None,
+    is_causal: bool,
+    scale: float | None,
+    layout: str | Layout,
+    window: tuple[int, int] | None,
+    cu_seqlens: Tensor | Sequence[int] | None,
+    key_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    seed: int | None,
+) -> Tensor:
+    """`ring_self_attention`; `told` are options of the caller, which the ranks compare too."""
     check_group(group, OPERATION)
     facts: dict[str, object] = {}
     values, problem, mask = (0, 0), None, Mask()
@@ -131,6 +167,7 @@ def ring_self_attention(
         sides, offsets = check_window(window, OPERATION), check_cu_seqlens(cu_seqlens, OPERATION)
         mask = Mask(is_causal, *sides, offsets)
         facts = {
+            **told,
             **tensor_facts(q, k, v),
             **mask_facts(layout, mask),
             "scale": scale_of(scale, q.shape[3]),
@@ -565,17 +602,32 @@ class RingSelfAttention(nn.Module):
             projection(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
+        # Options of this module alone, which the ranks compare in their first message.
+        rotated = self.rotary_base is not None
+        options = {
+            "model_dim": self.model_dim,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "bias": self.q_proj.bias is not None,
+            "dropout": self.dropout,
+            "rotary_base": self.rotary_base,
+            "position_ids": "given" if rotated and position_ids is not None else None,
+        }
+        told = {"options of RingSelfAttention": options}
         if self.rotary_base is not None:
             if position_ids is None:
-                position_ids = self._positions(x, made, cu_seqlens)
+                position_ids = self._positions(x, made, cu_seqlens, told)
             q, k = (self._rotated(y, position_ids) for y in (q, k))
-        out = ring_self_attention(
+        out = _attend(
             q,
             k,
             v,
+            told,
             group=self.group,
             is_causal=self.is_causal,
+            scale=None,
             layout=made,
+            window=None,
             cu_seqlens=cu_seqlens,
             key_mask=key_mask,
             attn_mask=attn_mask,
@@ -616,11 +668,14 @@ class RingSelfAttention(nn.Module):
         x: Tensor,
         layout: str | Layout,
         cu_seqlens: Tensor | Sequence[int] | None,
+        told: Mapping[str, object],
     ) -> Tensor:
         # The others hear from it of a rank that has refused its arguments. What is raised below
         # follows from what is equal on all.
-        facts = {"layout": layout, "cu_seqlens": check_cu_seqlens(cu_seqlens, _MODULE)}
-        rows = agree(_MODULE, facts, None, self.group, x.device, values=(x.shape[1],))
+        offsets = check_cu_seqlens(cu_seqlens, _MODULE)
+        facts = {**told, "layout": layout, "cu_seqlens": offsets}
+        # The name of the other message, which a rank without rotation or with positions sends here.
+        rows = agree(OPERATION, facts, None, self.group, x.device, values=(x.shape[1],))
         lengths = [row[0] for row in rows]
         made = make_layout(layout, sum(lengths), len(lengths), cu_seqlens=cu_seqlens)
         check_lengths(made, lengths, _MODULE, self.group)

@@ -326,16 +326,24 @@ class SequenceParallelMLP(nn.Module):
             "the dtype of x": x.dtype,
             "autocast": autocast_dtype(x.device),
             "layout": layout,
-            "model_dim": self.model_dim,
-            "ffn_dim": self.ffn_dim,
-            "activation": kind,
-            "gated": self.gated,
-            "regather": self.regather,
+            # One fact, so that all of them fit into the first message.
+            "options": {
+                "model_dim": self.model_dim,
+                "ffn_dim": self.ffn_dim,
+                "activation": kind,
+                "gated": self.gated,
+                "norm": type(self.norm).__name__,
+                "norm_eps": getattr(self.norm, "eps", None),
+                "bias": self.down_proj.bias is not None,
+                "dropout": self.dropout,
+                "training": self.training,
+                "regather": self.regather,
+                "grad_reduction": self.grad_reduction,
+            },
             "gradients wanted": (
                 [p.requires_grad for p in (x, *self.parameters())],
                 torch.is_grad_enabled(),
             ),
-            "grad_reduction": self.grad_reduction,
         }
 
     def _normed(self, x: Tensor, factor: float) -> Tensor:

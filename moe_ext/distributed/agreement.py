@@ -226,7 +226,10 @@ def _check_by_name(
     facts: Mapping[str, object], group: ProcessGroup, device: torch.device, operation: str
 ) -> None:
     """ValueError for the first fact that differs, where ranks may have facts of other names."""
-    mine = {name: str(fact) for name, fact in facts.items()}
+    mine: dict[str, str] = {}
+    for name, fact in facts.items():
+        options = fact if isinstance(fact, Mapping) else {name: fact}
+        mine.update((option, str(value)) for option, value in options.items())
     texts = _share_bytes(json.dumps(mine).encode(), group, device, operation)
     told: list[dict[str, str]] = [json.loads(text) for text in texts]
     for name in dict.fromkeys(name for of_rank in told for name in of_rank):

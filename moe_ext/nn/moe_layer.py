@@ -236,6 +236,8 @@ class MoELayer(CountingModule):
         self._compared: object = None
         # Options that do not change with attributes.
         self._made_with: dict[str, object] = {}
+        # Those from which it follows which messages there are: parts of a batch, and static sizes.
+        self._way_of_exchange = 1, False
         # With etp each shard of an expert is an expert of its own to the dispatcher: their sum
         # is what the expert makes of a token.
         self._shards = shards_of_experts(ep_group)
@@ -387,17 +389,20 @@ class MoELayer(CountingModule):
         self, x: Tensor, per_token: dict[str, Tensor | None], packed: _Packed
     ) -> Tensor:
         with in_layer(weakref.ref(self)):
-            self._compare_options()
+            self._compare_options(x)
             return self._forward(x, per_token, packed)
 
-    def _compare_options(self) -> None:
+    def _compare_options(self, x: Tensor) -> None:
         """Compare the options over the ranks, with the first pass and where one has changed."""
         watched = self._watched
-        if watched is not None and watched(self) == self._compared:
-            return
+        if watched is not None:
+            if watched(self) == self._compared:
+                return
+            self._check_way_of_exchange(x)
         dispatcher = self.dispatcher
         if watched is None:
             self._made_with = _made_with(self)
+            self._way_of_exchange = self.overlap, self._is_static()
         now = _options_now(self)
         options = {**now, **self._made_with}
         if watched is None:
@@ -410,6 +415,18 @@ class MoELayer(CountingModule):
         assert self._watched is not None
         self._compared = self._watched(self)
         dispatcher.declare(options)
+
+    def _check_way_of_exchange(self, x: Tensor) -> None:
+        """ValueError on every rank if one has set what other messages than before follow from."""
+        before, now = self._way_of_exchange, (self.overlap, self._is_static())
+        names = "overlap", "row_budget.static"
+        for name, old, new in zip(names, before, now, strict=True):
+            if new != old:
+                with self._routing(x, is_static=before[1]):
+                    raise ValueError(
+                        f"MoELayer: expected {name} to be {old} as in the first forward pass, "
+                        f"got {new}; make the layer anew"
+                    )
 
     def explain_dispatch(self) -> DispatchChoice:
         """Dispatcher that the layer uses and why, with bytes and times where it was chosen.
@@ -437,7 +454,7 @@ class MoELayer(CountingModule):
             )
             if self.overlap > 1:
                 self.dispatcher = self.dispatcher.cut(self.overlap)
-        with self._routing(x):
+        with self._routing(x, is_static=self._is_static()):
             documents = None
             if self.balance.scope == "sequence" and self._wants_balance_loss():
                 documents = self._find_documents(x, per_token, packed)
@@ -469,9 +486,9 @@ class MoELayer(CountingModule):
         y_TD = self._account(y_TD, routed, mask_T, sequences, num_dropped)
         return y_TD.reshape(x.shape)
 
-    def _routing(self, x: Tensor) -> AbstractContextManager[object]:
+    def _routing(self, x: Tensor, *, is_static: bool) -> AbstractContextManager[object]:
         """Context for what comes before the first exchange, whose failure it then tells."""
-        if self._is_static():
+        if is_static:
             return telling_in_agreement(self.dispatcher, x.device)
         if self._rebalancer is None:
             return self.dispatcher.routing(x)

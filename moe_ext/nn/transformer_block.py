@@ -160,6 +160,8 @@ class TransformerBlock(nn.Module):
         parts = self.qkv_proj(x_BLD).split(self._widths, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
         q, k = (rotate(x, position_ids, self.rope_base) for x in (q, k))
+        eps = self.attention_norm.eps
+        self.attention._told = (f"rope_base={self.rope_base}", f"eps={eps}")
         mixed_BHLC = self.attention(q, k, v, cu_seqlens=cu_seqlens, key_mask=token_mask)
         out_BLD: Tensor = self.o_proj(mixed_BHLC.transpose(1, 2).flatten(2))
         return out_BLD

@@ -19,9 +19,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext._compile import outside_graphs
+from moe_ext.distributed.agreement import agree, checksum, told_option
 from moe_ext.distributed.comm import all_reduce_
 from moe_ext.distributed.dtensor import is_dtensor, local_part, sharding_groups
+from moe_ext.distributed.groups import group_size, small_message_device
 from moe_ext.distributed.state_dict import take_states
+from moe_ext.distributed.streams import HostCopy, has_streams
 from moe_ext.optim._arguments import (
     CheckedOptimizer,
     Trained,
@@ -32,12 +35,16 @@ from moe_ext.optim._arguments import (
 from moe_ext.optim._saved_states import by_name
 
 _ADAM_BUFFERS = ("exp_avg", "exp_avg_sq")
+# Of a checksum whose square is summed over ranks in float64: exact for 2^13 ranks.
+_CHECKSUM_BITS = 20
 
 
 class SlicedOptimizer(CheckedOptimizer, ABC):
     """Base of LAMB, LARS, Adafactor and Muon."""
 
     _op = ""
+    # Made by the first step, since copies of an optimizer begin without.
+    _options: OptionsOverRanks | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with options of its own."""
@@ -95,6 +102,8 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
             What the closure returned.
 
         Raises:
+            ValueError: ranks that hold other shards give other options, on all of them; parameters
+                and moments are as before. On a device with streams a later step may tell.
             RankFailureError: a rank that holds other shards died or did not answer; parameters
                 and moments are as before.
         """
@@ -105,15 +114,22 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
         trained = trained_parameters(self._op, self.param_groups)
         for entry in trained:
             _check_placements(self._op, entry)
+        if self._options is None:
+            self._options = OptionsOverRanks(self)
         slices = SliceNorms(
-            [e.parameter for e in trained], [e.group["per_expert"] for e in trained]
+            [e.parameter for e in trained], [e.group["per_expert"] for e in trained], self._options
         )
+        self._options.begin_step([self._exchanges_over(e) for e in trained])
         weights = [local_part(e.parameter).to(state_dtype(e.parameter, e.group)) for e in trained]
         self._take_step(trained, weights, slices)
         for entry, weight in zip(trained, weights, strict=True):
             if weight.dtype != entry.parameter.dtype:
                 local_part(entry.parameter).copy_(weight)
         return loss
+
+    def _exchanges_over(self, entry: Trained) -> Sequence[ProcessGroup]:
+        """Groups of the messages that a step sends for a parameter."""
+        return sharding_groups(entry.parameter)
 
     @abstractmethod
     def _take_step(self, trained: list[Trained], weights: list[Tensor], slices: SliceNorms) -> None:
@@ -256,12 +272,121 @@ def sum_over_groups(
     return sums
 
 
+def sum_with_options(
+    parts: Sequence[Tensor],
+    groups: Sequence[Sequence[ProcessGroup]],
+    options: OptionsOverRanks,
+    over: Sequence[Sequence[ProcessGroup]] = (),
+) -> list[Tensor]:
+    """`sum_over_groups` of float64 numbers, which compares the options of their ranks.
+
+    Args:
+        parts: tensors of any shape; not changed.
+        groups: for each part the groups to sum over.
+        options: what the ranks compare.
+        over: further groups to compare over.
+
+    Raises:
+        ValueError: on every rank: options differ.
+    """
+    marked = [*dict.fromkeys(tuple(one) for one in (*groups, *over) if one)]
+    marks: list[Tensor] = []
+    if marked:
+        device = parts[0].device if parts else small_message_device(marked[0][0])
+        marks = [options.marks(device)] * len(marked)
+    sums = sum_over_groups([*parts, *marks], [*groups, *marked])
+    options.check(sums[len(parts) :], marked)
+    return sums[: len(parts)]
+
+
+class OptionsOverRanks:
+    """Comparison of an optimizer's options over the ranks that hold shards of its parameters.
+
+    A message before the first step tells them. Later a checksum and its square travel with sums
+    that are made in any case: P times the sum of squares is the square of the sum where all of P
+    ranks have one checksum, and more where not.
+    """
+
+    def __init__(self, optimizer: SlicedOptimizer) -> None:
+        self._optimizer = optimizer
+        self._compared: set[ProcessGroup] = set()
+        self._unread: tuple[HostCopy, list[tuple[ProcessGroup, ...]]] | None = None
+
+    def begin_step(self, over: Sequence[Sequence[ProcessGroup]]) -> None:
+        """Compare all options where nobody has, and look at what the step before has brought."""
+        self._read()
+        new = dict.fromkeys(g for groups in over for g in groups if g not in self._compared)
+        if new:
+            self._agree([*new])
+            self._compared.update(new)
+
+    def marks(self, device: torch.device) -> Tensor:
+        """The checksum and its square."""
+        number = checksum(self._told()) % (1 << _CHECKSUM_BITS)
+        return torch.tensor([number, number * number], dtype=torch.float64, device=device)
+
+    def check(self, sums: Sequence[Tensor], over: Sequence[tuple[ProcessGroup, ...]]) -> None:
+        """ValueError on every rank if sums of marks say that options differ."""
+        if sums:
+            self._unread = HostCopy(torch.stack([*sums])), [*over]
+            # A device with streams is not waited for.
+            if not has_streams(sums[0].device):
+                self._read()
+
+    def _read(self) -> None:
+        if self._unread is None:
+            return
+        (copy, over), self._unread = self._unread, None
+        for row, groups in zip(copy.rows(), over, strict=True):
+            total, squares = map(int, row)
+            if math.prod(map(group_size, groups)) * squares != total * total:
+                self._agree(groups)
+                raise ValueError(
+                    f"{self._optimizer._op}: expected options to be equal on every rank, got "
+                    "others in the step before"
+                )
+
+    def _agree(self, groups: Sequence[ProcessGroup]) -> None:
+        """Every rank of all groups raises where two of one differ."""
+        facts, problem = {"options": self._told()}, None
+        for group in groups:
+            try:
+                agree(self._optimizer._op, facts, problem, group, small_message_device(group))
+            except ValueError as error:
+                problem = error
+        if problem is not None:
+            raise problem
+
+    def _told(self) -> dict[str, object]:
+        """By name, with a value for each group."""
+        groups = self._optimizer.param_groups
+        names = dict.fromkeys(name for group in groups for name in group)
+        return {
+            name: [_told_value(group.get(name)) for group in groups]
+            for name in names
+            if name not in ("params", "param_names")
+        }
+
+
+def _told_value(value: object) -> object:
+    if isinstance(value, Tensor):
+        # A rate, which a device would be waited for.
+        return "a tensor" if has_streams(value.device) else value.tolist()
+    return told_option("", value)[""]
+
+
 class SliceNorms:
     """Norms of whole tensors, or of each expert of stacked ones, over all shards."""
 
-    def __init__(self, parameters: Sequence[Tensor], per_expert: Sequence[bool]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        per_expert: Sequence[bool],
+        options: OptionsOverRanks | None = None,
+    ) -> None:
         self._parameters = parameters
         self._per_expert = per_expert
+        self._options = options
         # Along dimension 0 a rank holds whole experts: nothing is summed over that.
         self._groups = [
             sharding_groups(p, range(1, p.dim())) if each else sharding_groups(p)
@@ -278,7 +403,11 @@ class SliceNorms:
             For each family and parameter float64 norms: of this rank's experts, else ``[1]``.
         """
         parts = [square_G for family in families for square_G in self._local_squares(family)]
-        sums = sum_over_groups(parts, self._groups * len(families))
+        groups = self._groups * len(families)
+        if self._options is None:
+            sums = sum_over_groups(parts, groups)
+        else:
+            sums = sum_with_options(parts, groups, self._options)
         norms = [total.sqrt() for total in sums]
         count = len(self._parameters)
         return [norms[i * count : (i + 1) * count] for i in range(len(families))]

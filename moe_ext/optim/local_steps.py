@@ -22,13 +22,16 @@ from moe_ext._checks import check_integer, check_kind
 from moe_ext.compression.codecs import Codec, PayloadCodec, codec_of
 from moe_ext.compression.codecs.chunked import ChunkedTopK
 from moe_ext.compression.feedback import CodecMemory
-from moe_ext.distributed.agreement import agree, is_nonfinite
+from moe_ext.distributed.agreement import agree, checksum, is_nonfinite
 from moe_ext.distributed.comm import Pending
 from moe_ext.distributed.dtensor import is_dtensor, local_part, with_local
 from moe_ext.distributed.gradients import fingerprint
 from moe_ext.distributed.groups import group_ranks, group_size, resolve_group, small_message_device
 from moe_ext.distributed.placement import placements, replica_group
 from moe_ext.optim.muon import Muon
+
+# Bits of the checksum of an option, by which replica groups of a manager compare it.
+_MARK_BITS = 16
 
 
 class Manager(Protocol):
@@ -111,7 +114,7 @@ class DiLoCo:
             alike. A manager brings them to a new group, as torchft does.
         inner_optimizer: its steps are counted. Workers may have different ones, and other options.
         outer_optimizer: of the fragment's parameters; a list with one for each of several. Its
-            options are compared in every round.
+            options are compared in every round, with those of this object.
         sync_every: inner steps of a round; a multiple of the number of fragments.
         backup_device: where the weights of the last round are kept; None is beside the weights.
         pin_memory: as torchft has it; without effect.
@@ -348,7 +351,8 @@ class DiLoCo:
             for part, delta_N in zip(fragment.parts, deltas, strict=True):
                 part.memory.begin()
                 if self._manager is not None:
-                    part.pending = self._by_manager(part, delta_N)
+                    marks_N = self._marks(delta_N) if part is fragment.parts[0] else delta_N[:0]
+                    part.pending = self._by_manager(part, delta_N, marks_N)
                 elif part.group is None or group_size(part.group) == 1:
                     part.pending = Pending.done(delta_N)
                 else:
@@ -370,8 +374,29 @@ class DiLoCo:
             return f"expected weights to be finite, got NaN or infinity in {bad[0]}"
         return None
 
-    def _by_manager(self, part: _Part, delta_N: Tensor) -> Pending[Tensor]:
-        """The mean of rounded numbers, which a manager sends as they are."""
+    def _options_of_manager(self) -> dict[str, object]:
+        """Those of `_options`, as many for each outer optimizer."""
+        options = self._options()
+        outer = {name: options.pop(name) for name in [*options] if "outer_optimizer" in name}
+        return {**options, "the options of outer_optimizer": outer}
+
+    def _marks(self, like: Tensor) -> Tensor:
+        """Zeros and ones of which no mean lies between, unless replica groups' options differ."""
+        numbers = [checksum({name: value}) for name, value in self._options_of_manager().items()]
+        bits = [number >> bit & 1 for number in numbers for bit in range(_MARK_BITS)]
+        return torch.tensor(bits, dtype=like.dtype, device=like.device)
+
+    def _find_other_option(self, marks_N: Tensor) -> str | None:
+        """The problem of an option that replica groups give in several ways; None without any."""
+        # NOTE: device-to-host sync, as that of the check of the means.
+        bits = marks_N.tolist()
+        for i, (name, value) in enumerate(self._options_of_manager().items()):
+            if not {0.0, 1.0}.issuperset(bits[i * _MARK_BITS : (i + 1) * _MARK_BITS]):
+                return f"expected {name} to be equal in every replica group, got {value} in this"
+        return None
+
+    def _by_manager(self, part: _Part, delta_N: Tensor, marks_N: Tensor) -> Pending[Tensor]:
+        """The mean of rounded numbers, which a manager sends as they are, and of marks."""
         assert self._manager is not None
         if isinstance(self._codec, PayloadCodec):
             rng_state = part.memory.rng_state(self.round, 0) if self._codec.stochastic else None
@@ -380,11 +405,12 @@ class DiLoCo:
             payload = coding.encode(delta_N, owed_N, rng_state=rng_state)
             delta_N = torch.zeros_like(delta_N)
             coding.decode_add_(delta_N, payload)
-        work = self._manager.allreduce(delta_N)
+        sent_N = torch.cat([delta_N, marks_N])
+        work = self._manager.allreduce(sent_N)
 
         def finish(_: object) -> Tensor:
             work.wait()
-            return delta_N
+            return sent_N
 
         return Pending.done(None).then(finish)
 
@@ -393,8 +419,14 @@ class DiLoCo:
         manager = self._manager
         try:
             means = [part.pending.wait() for part in fragment.parts if part.pending is not None]
-            overflow = self._find_nonfinite(fragment, means)
-            error = None if overflow is None else ValueError(f"{type(self).__name__}: {overflow}")
+            marks_N = torch.empty(0)
+            if manager is not None and means:
+                length = sum(x.numel() for x in fragment.parts[0].original)
+                means[0], marks_N = means[0][:length], means[0][length:]
+            found = self._find_nonfinite(fragment, means)
+            if found is None and len(marks_N):
+                found = self._find_other_option(marks_N)
+            error = None if found is None else ValueError(f"{type(self).__name__}: {found}")
             if error is not None and manager is None:
                 raise error
         except BaseException:

@@ -6,17 +6,25 @@ Shapes: a parameter is a matrix `[M, N]` or a stack of experts' `[E, M, N]`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
 from moe_ext._checks import check_choice
-from moe_ext.distributed.dtensor import local_part, map_gathered
+from moe_ext.distributed.dtensor import local_part, map_gathered, sharding_groups
 from moe_ext.distributed.placement import known_shard
 from moe_ext.optim._arguments import Trained, check_betas, check_count, check_positive, label
-from moe_ext.optim._sliced import SlicedOptimizer, SliceNorms, local_grad, zeros_of_state
+from moe_ext.optim._sliced import (
+    SlicedOptimizer,
+    SliceNorms,
+    local_grad,
+    sum_with_options,
+    zeros_of_state,
+)
 
 _SCALES = ("original", "match_rms_adamw")
 
@@ -157,7 +165,20 @@ class Muon(SlicedOptimizer):
                 f"Muon: expected ns_dtype to be a floating-point type, got {group['ns_dtype']}"
             )
 
+    def _exchanges_over(self, entry: Trained) -> Sequence[ProcessGroup]:
+        parameter = entry.parameter
+        # Steps of AdamW send nothing, but a rank with use_muon=False must be heard of.
+        if parameter.dim() < 2 or not _is_cut(parameter):
+            return ()
+        place = known_shard(parameter)
+        if _cut_dim(parameter) is None or place is None or place.group is None:
+            return sharding_groups(parameter, [parameter.dim() - 2, parameter.dim() - 1])
+        return [place.group]
+
     def _take_step(self, trained: list[Trained], weights: list[Tensor], slices: SliceNorms) -> None:
+        # Gathering is torch's, and takes no marks along.
+        assert self._options is not None
+        sum_with_options([], [], self._options, [self._exchanges_over(e) for e in trained])
         matrices = [i for i, entry in enumerate(trained) if entry.group["use_muon"]]
         # Matrices that need messages come first: when one fails, nothing has changed.
         found = {i: self._direction(trained[i]) for i in matrices if _is_cut(trained[i].parameter)}

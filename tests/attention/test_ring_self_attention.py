@@ -297,7 +297,7 @@ def what_differs_between_ranks_is_refused_on_all():
         (r"cu_seqlens to start at 0 .*, got \[3, 37\] on rank 1$", "cu_seqlens", [3, 37]),
         (r"cu_seqlens to be equal .* None on rank 0, \(0, 9, 37\) on", "cu_seqlens", [0, 9, 37]),
         ("layout to be equal .* contiguous on rank 0, striped on", "layout", "striped"),
-        ("operation to be equal on every rank", "position_ids", torch.arange(x.shape[1])),
+        ("position_ids to be equal on every rank", "position_ids", torch.arange(x.shape[1])),
     ):
         with pytest.raises(ValueError, match=match):
             module(x, **({argument: given} if odd else {}))

@@ -98,6 +98,7 @@ class AllGatherDispatcher(DedupDispatcher):
         """Refused: rows come with their indices."""
         raise no_parts(self, num_parts)
 
-    def chunks(self, *args: Any, **options: Any) -> list[Chunk]:
+    def chunks(self, x_TD: Tensor, *args: Any, **options: Any) -> list[Chunk]:
         """Refused: see the class."""
-        raise no_chunks(self)
+        with self.routing(x_TD):
+            raise no_chunks(self)

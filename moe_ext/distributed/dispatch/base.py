@@ -587,7 +587,8 @@ class TokenDispatcher:
             RankFailureError: a rank died or did not answer.
         """
         if type(self).dispatch is not TokenDispatcher.dispatch:
-            raise no_chunks(self)
+            with self.routing(x_TD):
+                raise no_chunks(self)
         if self.group is not None:
             return self._exchanged_chunks(
                 x_TD, topk_idx_TK, topk_weights_TK, capacity, max_rows, drop

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from moe_ext._checks import check_choice
-from moe_ext.distributed.agreement import agree
+from moe_ext.distributed.agreement import agree, told_option
 from moe_ext.distributed.dispatch import COMBINES, DISPATCHERS, Wire
 from moe_ext.distributed.dtensor import state_dicts_of_parts
 from moe_ext.distributed.groups import check_group, group_size, small_message_device
@@ -224,10 +224,13 @@ def _replace_over_ranks(model: nn.Module, ep_group: ProcessGroup, options: Optio
             "the number of expert blocks": len(found.experts),
             "num_experts": sorted({str(m.num_experts) for m in found.experts.values()}),
             "the parameters of experts": parameters,
-            "dispatcher, combine and wire": [
-                *(options.dispatcher, options.combine, str(options.wire)),
-            ],
-            "rebalance and capacity_factor": [str(options.rebalance), options.capacity_factor],
+            "options": {
+                "dispatcher": options.dispatcher,
+                "combine": options.combine,
+                "wire": options.wire,
+                "capacity_factor": options.capacity_factor,
+                **told_option("rebalance", options.moves),
+            },
         }
     except ValueError as error:
         problem, slices = error, []
