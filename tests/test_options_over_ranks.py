@@ -9,30 +9,110 @@ import copy
 import functools
 import inspect
 import re
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from rank_checks import Checks
+from test_public_api import public
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import moe_ext
-from moe_ext import attention, optim
+from moe_ext import attention, compression, optim, pipeline
 from moe_ext import distributed as md
 from moe_ext import nn as mn
 from moe_ext.distributed.link import Link
+from moe_ext.integrations import grace
 from moe_ext.nn.balance import moved
 
 D, F, E, K = 8, 6, 8, 2
-# Each rank has its own, or there is nothing to compare.
+# Arguments of a rank's own: its tensors and modules, and the ranks that compare.
 OF_A_RANK = {
-    "device": "a rank has its own",
-    "group": "names the ranks that compare",
-    "ep_group": "names the ranks that compare",
-    "process_group": "names the ranks that compare",
+    *("device", "group", "ep_group", "cp_group", "process_group", "node_group"),
+    *("model", "optimizer", "params", "stages", "experts", "ffn", "loss_fn", "update", "end"),
+    *("q", "k", "v", "x", "input", "output", "bitmap", "rng_state"),
+    *("residual", "server_residual", "residual_in", "server_residual_in"),
+}
+# By these names an argument names ranks that exchange.
+RANKS = {
+    *("group", "ep_group", "cp_group", "tp_group", "process_group", "process_groups"),
+    *("node_group", "local_group", "moe_group", "mp_group", "slice_group"),
+    *("expert_parallel_group", "manager", "mesh", "dispatcher"),
+}
+_SENDS_NOTHING = "sends nothing: the group tells this rank's part"
+_COLLECTIVE = "each call compares its arguments: tests/compression/test_collective_failures.py"
+_FACADE = "a MoELayer inside compares: tests/test_options_over_ranks.py"
+_RING = "calls ring_attention: tests/attention/test_ring_over_ranks.py"
+_LIBRARY = "needs a library: tests/distributed/test_gpu_libraries.py"
+_NO_OPTION = "compares nothing, as its docstring says"
+# Public names that take ranks and have no case here, with the test that holds them.
+EXEMPT = {
+    "moe_ext.replace": "tests/integrations/huggingface/test_expert_parallel.py",
+    "moe_ext.nn.log_metrics": "sums metrics, and has no option of the sums",
+    "moe_ext.nn.reduce_metrics": "sums metrics, and has no option of the sums",
+    "moe_ext.nn.upcycle": _FACADE,
+    "moe_ext.distributed.DeepEpDispatcher": _LIBRARY,
+    "moe_ext.distributed.NcclEpDispatcher": _LIBRARY,
+    "moe_ext.distributed.SymmetricMemoryDispatcher": _LIBRARY,
+    "moe_ext.distributed.TokenDispatcher": "base of the dispatchers here",
+    "moe_ext.distributed.Placement": _SENDS_NOTHING,
+    "moe_ext.distributed.clip_grad_norm_": "max_norm is applied by each rank to its own gradients",
+    "moe_ext.distributed.fully_shard": "tests/distributed/test_fsdp.py",
+    "moe_ext.distributed.layout_placements": _SENDS_NOTHING,
+    "moe_ext.distributed.naming_failed_ranks": _SENDS_NOTHING,
+    "moe_ext.distributed.sync_gradients": "tests/distributed/test_gradients.py",
+    "moe_ext.attention.document_ids": _SENDS_NOTHING,
+    "moe_ext.attention.explain_scheme": _RING,
+    "moe_ext.attention.gather_from_sequence": _NO_OPTION,
+    "moe_ext.attention.group_sampler": _SENDS_NOTHING,
+    "moe_ext.attention.latent_ring_attention": "tests/attention/test_latents.py",
+    "moe_ext.attention.position_ids": _SENDS_NOTHING,
+    "moe_ext.attention.prepare_model": "tests/integrations/huggingface/test_prepared_models.py",
+    "moe_ext.attention.reduce_scatter_to_sequence": _NO_OPTION,
+    "moe_ext.attention.ring_attention_varlen": _RING,
+    "moe_ext.attention.scatter_to_sequence": _NO_OPTION,
+    "moe_ext.attention.sequence_parallel": "tests/attention/test_context.py",
+    "moe_ext.attention.shard_sequence": _SENDS_NOTHING,
+    "moe_ext.attention.token_mean_loss": "grad_scale is of each rank's own gradients",
+    "moe_ext.attention.unshard_sequence": _NO_OPTION,
+    "moe_ext.compression.CompressedAllReduce": "made by zero_plus_plus, which has a case",
+    "moe_ext.compression.CostModel": "times and its choice are shared: "
+    "tests/compression/test_cost_model.py",
+    "moe_ext.compression.Reduction": "handle of a collective that has compared its arguments",
+    "moe_ext.compression.hierarchical_all_reduce_": _COLLECTIVE,
+    "moe_ext.compression.lossless_all_gather": _COLLECTIVE,
+    "moe_ext.compression.masked_all_reduce_": _COLLECTIVE,
+    "moe_ext.compression.row_sparse_all_reduce": _COLLECTIVE,
+    "moe_ext.compression.sparse_all_reduce": _COLLECTIVE,
+    "moe_ext.sync.sync_weights": "compares its only option: tests/sync/test_sync_over_ranks.py",
+    "moe_ext.optim.param_groups": _SENDS_NOTHING,
+    "moe_ext.planner.Applied": "Plan.apply has compared the model and the mesh",
+    "moe_ext.planner.exchange_bytes": _SENDS_NOTHING,
+    "moe_ext.planner.measure_cluster": "measures; what is measured is shared",
+    "moe_ext.integrations.huggingface.causal_lm_loss": "as token_mean_loss",
+    "moe_ext.integrations.huggingface.from_pretrained": "tests/integrations/huggingface/"
+    "test_expert_parallel.py",
+    "moe_ext.integrations.huggingface.register_ring_attention": _RING,
+    "moe_ext.integrations.huggingface.shard_batch": _SENDS_NOTHING,
+    "moe_ext.integrations.torchft.average_over_groups": "tests/integrations/test_torchft.py",
+    "moe_ext.integrations.deepspeed.TopKGate": _FACADE,
+    "moe_ext.integrations.fairscale.MOELayer": _FACADE,
+    "moe_ext.integrations.fastmoe.FMoE": _FACADE,
+    "moe_ext.integrations.megablocks.Arguments": _FACADE,
+    "moe_ext.integrations.paddle.GShardGate": _FACADE,
+    "moe_ext.integrations.paddle.MoELayer": _FACADE,
+    "moe_ext.integrations.paddle.SwitchGate": _FACADE,
+    "moe_ext.integrations.tutel.MOELayer": _FACADE,
+    "moe_ext.integrations.grace.Allgather": "made by grace_from_params, which has a case",
+    "moe_ext.integrations.grace.Allreduce": "made by grace_from_params, which has a case",
+    "moe_ext.integrations.grace.Communicator": "base of the two above",
+    "moe_ext.integrations.grace.DgcMemory": "made by grace_from_params, which has a case",
+    "moe_ext.integrations.grace.PowerSGDCompressor": "made by grace_from_params, which has a case",
 }
 
 
@@ -46,6 +126,7 @@ class Case:
         other: by argument, what one rank gives: another value, or (value of all others, value).
         names: name in the error where it is not the argument's.
         free: arguments that ranks may give each in its own way, with words of the docstring.
+        elsewhere: arguments that are compared and not varied here, with who compares them.
     """
 
     made: object
@@ -53,11 +134,20 @@ class Case:
     other: dict
     names: dict = field(default_factory=dict)
     free: dict = field(default_factory=dict)
+    elsewhere: dict = field(default_factory=dict)
 
     @property
     def arguments(self):
-        found = inspect.signature(self.made).parameters.values()
-        return [p.name for p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        return arguments_of(self.made)
+
+
+def arguments_of(made):
+    """Names of its arguments, none where it has no signature."""
+    try:
+        found = inspect.signature(made).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 class Pair(tuple):
@@ -561,6 +651,344 @@ CASES += [
         )
     ),
 ]
+
+
+def reduced(**options):
+    """Two steps of a loop that compresses gradients."""
+    net = nn.Linear(64, 64)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.fill_(1.0)
+    optimizer = torch.optim.SGD(net.parameters(), **{"lr": 0.1, **options.pop("rate", {})})
+    yield [*net.parameters()]
+    state = compression.CompressionState(model=net, optimizer=optimizer, **options)
+    for _ in range(2):
+        for p in net.parameters():
+            p.grad = torch.ones(p.shape)
+        compression.compress_gradients(net, state)
+        optimizer.step()
+
+
+def wrapped(nodes=False, **options):
+    """A pass of a model of FSDP2 whose messages are compressed."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if nodes:
+        names = ("nodes", "ranks")
+        mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=names)["ranks"]
+        options = {"node_group": dist.group.WORLD} | options
+    net = nn.Linear(64, 64)
+    torch.distributed.fsdp.fully_shard(net, mesh=mesh)
+    yield [p.to_local() for p in net.parameters()]
+    options = {"zero_quantized_weights": True, "zero_quantized_gradients": True} | options
+    compression.zero_plus_plus(net, **options)
+    net(torch.ones(2, 64)).sum().backward()
+
+
+def called(function, *shapes, **options):
+    """A collective of tensors of ones."""
+    x = [torch.ones(shape) for shape in shapes]
+    yield x
+    kept = [options.pop(name) for name in ("values", "indices", "mask") if name in options]
+    function(*(kept or x), **options)
+
+
+def attended_by(function, **options):
+    """`ring_attention`, or another of its arguments, and back."""
+    x = {name: torch.ones(1, 2, 4, 4, requires_grad=True) for name in "qkv"} | options
+    q, k, v = (x.pop(name) for name in "qkv")
+    yield []
+    function(q, k, v, group=dist.group.WORLD, **x).sum().backward()
+
+
+def piped(**options):
+    """A pipeline of two stages, and a step."""
+    net = ones()
+    yield net
+    table = pipeline.make_table("gpipe", 2, 2)
+    run = {"table": table, "loss_fn": nn.functional.mse_loss} | options
+    made = pipeline.Pipeline(stages={dist.get_rank(): net}, group=dist.group.WORLD, **run)
+    given = [torch.ones(2, 8)] * 2
+    made.step(given if dist.get_rank() == 0 else None, targets=given if last() else None)
+
+
+def coded(compressor="topk", memory="residual", **params):
+    """Two steps of a communicator of GRACE."""
+    yield []
+    params = {"communicator": "allgather", "compress_ratio": 0.1} | params
+    made = grace.grace_from_params({"compressor": compressor, "memory": memory, **params})
+    for step in range(2):
+        made.step(torch.arange(64.0) + step, "w")
+
+
+def in_waves(seed=0, **options):
+    """Updates of a stage that several pipelines have."""
+    torch.manual_seed(seed)
+    net = nn.Linear(4, 4)
+    made = pipeline.WaveUpdates(net.parameters(), dist.group.WORLD, **{"wave": 2} | options)
+    yield net
+    for _ in range(4):
+        made.updated()
+
+
+def balanced(function, **options):
+    """A step of the selection bias."""
+    layer = moe_ext.MoELayer(D, F, E, router=mn.TopKRouter(D, E, K, selection_bias=True))
+    yield layer
+    layer(torch.arange(5.0)[:, None].expand(5, D))
+    function(layer, group=dist.group.WORLD, **options)
+
+
+def registered(layer, **options):
+    """`register_bias_update`, and a step of its optimizer."""
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    mn.register_bias_update(optimizer, layer, **options)
+    optimizer.step()
+
+
+def modules_of(**options):
+    """A layer of the caller's own experts."""
+    experts = [nn.Linear(D, D) for _ in range(E // dist.get_world_size())]
+    made = mn.ModuleExperts(experts, ep_group=dist.group.WORLD)
+    layer = moe_ext.MoELayer(D, F, E, K, ep_group=dist.group.WORLD, experts=made, **options)
+    yield layer
+    layer(torch.randn(5, D)).sum().backward()
+
+
+def meshed(**options):
+    """A mesh of all ranks."""
+    yield []
+    md.MoEMesh(**{"dp": dist.get_world_size()} | options)
+
+
+ADAM = {
+    "params": Pair(({}, {"seed": 1})),
+    "lr": 0.5,
+    "bias_correction": False,
+    "betas": (0.5, 0.5),
+    "eps": 0.1,
+    "eps_inside_sqrt": True,
+    "weight_decay": 0.1,
+    "max_grad_norm": 1.0,
+    "block": 64,
+    "communication_data_type": torch.bfloat16,
+}
+IGNORED = {
+    "amsgrad": "must be False",
+    "cuda_aware": "ignored",
+    "comm_backend_name": "ignored",
+    "deepspeed": "ignored",
+}
+RING = {
+    "is_causal": True,
+    "scale": 0.25,
+    "layout": "striped",
+    "window": (1, 1),
+    "cu_seqlens": [0, 3, 8],
+    "key_mask": torch.ones(1, 4, dtype=torch.bool),
+    "attn_mask": torch.ones(1, 1, 4, 8, dtype=torch.bool),
+    "dropout_p": 0.1,
+    "seed": Pair(({"dropout_p": 0.1}, {"seed": 3})),
+}
+SCHEMES = {
+    "prefix_len": Pair(({"is_causal": True}, {"prefix_len": 2})),
+    "scheme": "ulysses",
+    "precision": "fast",
+    "wire": "int8",
+}
+CHECKED = {"validate": "compare the arguments of all ranks first", "async_op": "at once"}
+ROUNDED = {"format": "int4", "block": 128}
+CASES += [
+    *(
+        Case(
+            kind,
+            functools.partial(stepped, kind),
+            {**ADAM, **other},
+            names={"params": "parameters"},
+            free=IGNORED,
+        )
+        for kind, other in (
+            (optim.OneBitAdam, {"freeze_step": 1, "variance_interval": 4}),
+            (
+                optim.OneBitLamb,
+                {
+                    "freeze_step": 1,
+                    "max_coeff": 5.0,
+                    "min_coeff": 0.1,
+                    "coeff_beta": 0.5,
+                    "factor_max": 3.0,
+                    "factor_min": 0.25,
+                    "factor_threshold": 0.2,
+                },
+            ),
+            (
+                optim.ZeroOneAdam,
+                {
+                    "var_freeze_step": 1,
+                    "var_update_scaler": 4,
+                    "local_step_scaler": 2,
+                    "local_step_clipper": 4,
+                },
+            ),
+        )
+    ),
+    Case(
+        compression.CompressionState,
+        reduced,
+        {
+            "codec": Pair(({"codec": "bf16"}, "int8")),
+            "density": Pair(({"codec": "topk"}, 0.5)),
+            "policy": compression.Policy(default="bf16"),
+            "candidates": ("none", "bf16"),
+            "warmup": compression.Warmup(2),
+            "nonfinite": "propagate",
+            "clip_norm": 1.0,
+            "local_clip_norm": Pair(({"codec": "topk"}, 1.0)),
+            "optimizer": Pair(({}, {"rate": {"lr": 0.5}})),
+            "monitor": compression.ResidualMonitor(every=3),
+            "average": False,
+            "node_size": 1,
+        },
+        names={"codec": "codecs", "density": "codecs", "policy": "codecs", "optimizer": "lr"},
+        free={
+            "grad_scaler": "whose factor the residuals follow",
+            "cost_model": "None makes one",
+            "seed": "of stochastic rounding",
+        },
+    ),
+    Case(
+        compression.zero_plus_plus,
+        wrapped,
+        {
+            "zero_quantized_weights": Pair(({"zero_quantized_weights": False}, True)),
+            "zero_quantized_gradients": Pair(({"zero_quantized_gradients": False}, True)),
+            "zero_quantized_nontrainable_weights": Pair(({"zero_quantized_weights": False}, True)),
+            "zeropp_loco_param": Pair(({}, {"zeropp_loco_param": {}})),
+            "weight_format": "int4",
+            "gradient_format": "int8",
+            "block": 128,
+            "error_feedback": True,
+            "stochastic": True,
+            "seed": 3,
+            "keep_dense": functools.partial(bool),
+            "min_numel": 8,
+        },
+        names={
+            "zeropp_loco_param": "error_feedback",
+            "weight_format": "format",
+            "gradient_format": "format",
+        },
+        free={"zero_hpz_partition_size": "checked here"},
+        elsewhere={name: "told by each CompressedAllReduce" for name in ("node_codec", "density")},
+    ),
+    Case(
+        attention.ring_attention,
+        functools.partial(attended_by, attention.ring_attention),
+        {
+            **RING,
+            **SCHEMES,
+            "softcap": 1.0,
+            "alibi_slopes": torch.ones(2),
+            "sinks": torch.ones(2),
+            "kv_grad_dtype": torch.bfloat16,
+        },
+        free={"return_lse": "return (out, lse)"},
+    ),
+    Case(
+        attention.ring_self_attention,
+        functools.partial(attended_by, attention.ring_self_attention),
+        {**RING, "attn_mask": torch.ones(1, 1, 4, 8, dtype=torch.bool)},
+    ),
+    Case(
+        compression.quantized_all_reduce_,
+        functools.partial(called, compression.quantized_all_reduce_, 512),
+        {**ROUNDED, "average": False},
+        free=CHECKED,
+    ),
+    Case(
+        compression.quantized_all_gather,
+        functools.partial(called, compression.quantized_all_gather, 1024, 512),
+        ROUNDED,
+        free=CHECKED,
+    ),
+    Case(
+        compression.quantized_reduce_scatter,
+        functools.partial(called, compression.quantized_reduce_scatter, 512, 1024),
+        {**ROUNDED, "average": False},
+        free=CHECKED,
+    ),
+    *(
+        Case(function, functools.partial(called, function, *shapes), other, free=CHECKED)
+        for function, shapes, other in (
+            (compression.lossless_all_reduce_, (64,), {"average": False}),
+            (compression.lossless_reduce_scatter, (32, 64), {"average": False}),
+            (compression.lossless_all_gather, (64, 32), {}),
+            (compression.block_sparse_all_reduce_, (512,), {"block": 128, "average": False}),
+        )
+        if other
+    ),
+    Case(
+        pipeline.Pipeline,
+        piped,
+        {
+            "table": pipeline.make_table("1f1b", 2, 3),
+            "recompute": True,
+            "slice_lengths": Pair(
+                (
+                    {
+                        "table": pipeline.make_table("terapipe", 2, 2, num_slices=2),
+                        "slice_lengths": [4, 4],
+                    },
+                    {"slice_lengths": [3, 5]},
+                )
+            ),
+            "tied": [((0, "weight"), (1, "weight"))],
+        },
+        free={"max_in_flight": "see `check_table`"},
+    ),
+    Case(
+        grace.grace_from_params,
+        coded,
+        {
+            "compressor": "dgc",
+            "memory": "none",
+            "compress_ratio": 0.5,
+            "communicator": Pair(({"compressor": "none", "memory": "none"}, "allreduce")),
+        },
+        names={"compress_ratio": "compressor.compress_ratio"},
+    ),
+    Case(
+        pipeline.WaveUpdates,
+        in_waves,
+        {"wave": Pair((2, 4)), "staleness": 1, "parameters": Pair(({}, {"seed": 1}))},
+    ),
+    *(
+        Case(function, functools.partial(balanced, use), {"rate": 0.5, "center": True})
+        for function, use in (
+            (mn.update_selection_bias, mn.update_selection_bias),
+            (mn.register_bias_update, registered),
+        )
+    ),
+    Case(
+        mn.ModuleExperts,
+        modules_of,
+        {"capacity_factor": 1.0},
+        names={"capacity_factor": "capacity"},
+    ),
+    Case(
+        md.MoEMesh,
+        meshed,
+        {
+            "dp": Pair(({"dp": 1, "ep": 2}, 2)),
+            "ep": 2,
+            "tp": 2,
+            "cp": 2,
+            "etp": 2,
+            "pp": Pair(({"dp": 1, "ep": 2}, {"ep": 1, "pp": 2})),
+            "order": "cp-tp-ep-dp-pp",
+        },
+        names={"pp": "ep"},
+    ),
+]
 BY_NAME = {case.made: case for case in CASES}
 CHECKS = Checks()
 
@@ -854,6 +1282,36 @@ for _i, _case in enumerate(CASES):
         CHECKS[f"{_case.made.__name__}-{_argument}"] = functools.partial(
             check_argument, _i, _argument
         )
+
+
+def test_each_public_name_that_takes_ranks_has_a_case_or_a_reason():
+    """A new one that is in no list fails here."""
+    found = {
+        f"{module}.{name}": value
+        for module, name, value in public()
+        if callable(value) and RANKS & set(arguments_of(value))
+    }
+    unknown = [name for name, value in found.items() if value not in BY_NAME and name not in EXEMPT]
+    assert not unknown, f"no case, and no reason in EXEMPT: {unknown}"
+    stale = [name for name in EXEMPT if name not in found or found[name] in BY_NAME]
+    assert not stale, f"not there any more, or with a case: {stale}"
+    root = Path(__file__).parents[1]
+    for reason in EXEMPT.values():
+        for test in re.findall(r"tests/\S+\.py", reason):
+            assert (root / test).is_file(), test
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.made.__name__)
+def test_each_argument_is_varied_or_free(case):
+    listed = {*case.other, *case.free, *case.elsewhere, *OF_A_RANK}
+    left = [argument for argument in case.arguments if argument not in listed]
+    assert not left, f"{case.made.__name__}: {left} neither differ in a case nor are free to"
+    # Those of a class that takes the arguments of another are told there.
+    docs = [one.__doc__ for one in getattr(case.made, "__mro__", ())]
+    docs += [one.__doc__ for one in vars(sys.modules[case.made.__module__]).values()]
+    text = " ".join(" ".join(filter(None, docs)).split())
+    for argument, words in case.free.items():
+        assert words in text, f"{case.made.__name__}.{argument}: no docstring says {words!r}"
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import math
 import os
 import struct
 import weakref
@@ -34,10 +35,17 @@ from moe_ext.distributed.failures import (
     process_identity,
     remember_processes,
 )
-from moe_ext.distributed.groups import global_rank, group_ranks, group_size
+from moe_ext.distributed.groups import (
+    global_rank,
+    group_ranks,
+    group_size,
+    small_message_device,
+)
 
 _TEXT_BYTES = 1024
 _LONGEST_FACT = 64
+# Of a checksum whose square is summed over ranks in float64: exact for 2^13 ranks.
+_MARK_BITS = 20
 # Integers of `process_identity`.
 _IDENTITY = 2
 _ERRORS: dict[str, type[Exception]] = {
@@ -239,6 +247,81 @@ def _check_by_name(
         check_equal_over_ranks(name, values, group, operation)
 
 
+class SummedOptions:
+    """Comparison of options that travels with sums over ranks, for who makes sums in any case.
+
+    Behind the numbers go a checksum and its square: P times the sum of squares is the square of the
+    sum where all of P ranks have one checksum, and more where not.
+
+    Args:
+        operation: name for messages.
+
+    Attributes:
+        now: the options of this rank, by name.
+    """
+
+    def __init__(self, operation: str) -> None:
+        self._operation = operation
+        self.now: Mapping[str, object] = {}
+        self._compared: set[ProcessGroup] = set()
+        self._unread: tuple[streams.HostCopy, list[Sequence[ProcessGroup]]] | None = None
+
+    def begin(self, over: Sequence[Sequence[ProcessGroup]] = ()) -> None:
+        """Look at what the sums before have brought, where a device was not waited for.
+
+        Args:
+            over: groups whose messages have other lengths with other options, which are compared in
+                a message of their own first, once.
+        """
+        self._read()
+        new = dict.fromkeys(g for groups in over for g in groups if g not in self._compared)
+        if new:
+            self._agree([*new])
+            self._compared.update(new)
+
+    def marks(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """`[2]`, to be summed over ranks; float64 or int64."""
+        number = checksum(self.now) % (1 << _MARK_BITS)
+        return torch.tensor([number, number * number], dtype=dtype, device=device)
+
+    def check(self, sums: Sequence[Tensor], over: Sequence[Sequence[ProcessGroup]]) -> None:
+        """Compare sums of `marks`, each over some groups.
+
+        Raises:
+            ValueError: on every rank: options differ. On a device with streams the next `begin`
+                raises it.
+        """
+        if sums:
+            self._unread = streams.HostCopy(torch.stack([*sums])), [*over]
+            if not streams.has_streams(sums[0].device):
+                self._read()
+
+    def _read(self) -> None:
+        if self._unread is None:
+            return
+        (copy, over), self._unread = self._unread, None
+        for row, groups in zip(copy.rows(), over, strict=True):
+            total, squares = map(int, row)
+            if math.prod(map(group_size, groups)) * squares != total * total:
+                self._agree(groups)
+                raise ValueError(
+                    f"{self._operation}: expected options to be equal on every rank, got others in "
+                    "the step before"
+                )
+
+    def _agree(self, groups: Sequence[ProcessGroup]) -> None:
+        """Every rank of all groups raises where two of one differ."""
+        problem: Problem = None
+        for group in groups:
+            facts, device = {"options": self.now}, small_message_device(group)
+            try:
+                agree(self._operation, facts, problem, group, device)
+            except ValueError as error:
+                problem = error
+        if isinstance(problem, Exception):
+            raise problem
+
+
 def meet(
     operation: str, group: ProcessGroup | None, *, seconds: float | None = None, hint: str = ""
 ) -> None:
@@ -321,13 +404,18 @@ def option_names(owner: object) -> list[str]:
     ours = [c for c in type(owner).__mro__ if c.__module__.startswith("moe_ext.")]
     free = getattr(owner, "FREE_TO_DIFFER", ())
     found = []
-    for argument in inspect.signature(ours[0]).parameters if ours else ():
+    for argument in _arguments_of(ours[0]) if ours else ():
         value = getattr(owner, argument, dataclasses.MISSING)
         of_rank = isinstance(value, (Tensor, ProcessGroup, torch.device))
         kept = value is not dataclasses.MISSING and not inspect.ismethod(value)
         if kept and not of_rank and argument not in free:
             found.append(argument)
     return found
+
+
+@functools.cache
+def _arguments_of(made: type) -> tuple[str, ...]:
+    return tuple(inspect.signature(made).parameters)
 
 
 def told_option(name: str, value: object) -> dict[str, object]:

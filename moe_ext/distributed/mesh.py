@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.distributed import comm
+from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.groups import (
     global_rank,
     group_size,
@@ -119,37 +120,20 @@ class MoEMesh:
         order: str = _ORDER,
     ) -> None:
         sizes = {"dp": dp, "ep": ep, "cp": cp, "tp": tp, "pp": pp, "etp": etp}
-        for name, size in sizes.items():
-            # A quotient of numbers of ranks is a float.
-            if not isinstance(size, int):
-                raise TypeError(f"MoEMesh: expected {name} to be an int, got {size!r}")
-            if size < 1:
-                raise ValueError(f"MoEMesh: expected {name} to be at least 1, got {size}")
-        if sorted(order.split("-")) != sorted(_ORDER.split("-")):
-            raise ValueError(
-                f"MoEMesh: expected order to name the axes of {_ORDER!r}, got {order!r}"
-            )
-        ranks = group_size(resolve_group(None, "MoEMesh"))
+        world, problem = resolve_group(None, "MoEMesh"), None
+        try:
+            beside = _check_sizes(sizes, order, group_size(world))
+        except (TypeError, ValueError) as error:
+            problem, beside = error, False
+        # A group of fake ranks has nobody to ask.
+        is_fake = world is not None and dist.get_backend(world) == "fake"
+        facts, device = {"options": {**sizes, "order": order}}, torch.device("cpu")
+        if world is not None and not is_fake:
+            device = small_message_device(world)
+        agree("MoEMesh", facts, problem, world, device, validate=not is_fake)
+        ranks = group_size(world)
         stage = ranks // pp
-        fits = ranks == stage * pp and stage % (cp * tp) == 0 and stage % (ep * etp) == 0
-        beside = dp * cp * ep == stage and cp > 1 and tp == etp == 1
-        if not beside and not (fits and dp in (stage // (cp * tp), stage // (ep * etp))):
-            named = {name: size for name, size in sizes.items() if size > 1 or name in ("dp", "ep")}
-            axes = [name for name in ("cp", "tp") if name in named]
-            stages = "" if pp == 1 else f" of a stage (pp={pp})"
-            products = ["dp * ep * etp" if etp > 1 else "dp * ep", " * ".join(["dp", *axes])]
-            products += ["dp * cp * ep"] if axes == ["cp"] else []
-            rule = f", and {' * '.join(axes)} a divisor of it" if axes else ""
-            raise ValueError(
-                f"MoEMesh: expected {' or '.join(products)} to be the number of ranks{stages}, "
-                f"{ranks / pp:g}{rule}, got "
-                + ", ".join(f"{name}={size}" for name, size in named.items())
-            )
         if beside and dp * ep != stage:
-            if order != _ORDER:
-                raise ValueError(
-                    f"MoEMesh: expected order to be {_ORDER!r} with cp beside ep, got {order!r}"
-                )
             grid = torch.arange(ranks, device="cpu").view(pp, dp, cp, ep)
             attention = grid.transpose(2, 3).reshape(pp, dp * ep, cp, 1)
             self._lay_out(attention, grid.view(pp, dp * cp, ep, 1), dp, beside=True)
@@ -386,3 +370,36 @@ def _ranges(ranks: list[int]) -> str:
         return ",".join(map(str, ranks))
     (step,) = steps
     return f"{ranks[0]}-{ranks[-1]}" + ("" if step == 1 else f":{step}")
+
+
+def _check_sizes(sizes: dict[str, int], order: str, ranks: int) -> bool:
+    """Whether cp lies beside ep; TypeError or ValueError for sizes that fit no arrangement."""
+    for name, size in sizes.items():
+        # A quotient of numbers of ranks is a float.
+        if not isinstance(size, int):
+            raise TypeError(f"MoEMesh: expected {name} to be an int, got {size!r}")
+        if size < 1:
+            raise ValueError(f"MoEMesh: expected {name} to be at least 1, got {size}")
+    dp, ep, cp, tp, pp, etp = sizes.values()
+    if sorted(order.split("-")) != sorted(_ORDER.split("-")):
+        raise ValueError(f"MoEMesh: expected order to name the axes of {_ORDER!r}, got {order!r}")
+    stage = ranks // pp
+    fits = ranks == stage * pp and stage % (cp * tp) == 0 and stage % (ep * etp) == 0
+    beside = dp * cp * ep == stage and cp > 1 and tp == etp == 1
+    if not beside and not (fits and dp in (stage // (cp * tp), stage // (ep * etp))):
+        named = {name: size for name, size in sizes.items() if size > 1 or name in ("dp", "ep")}
+        axes = [name for name in ("cp", "tp") if name in named]
+        stages = "" if pp == 1 else f" of a stage (pp={pp})"
+        products = ["dp * ep * etp" if etp > 1 else "dp * ep", " * ".join(["dp", *axes])]
+        products += ["dp * cp * ep"] if axes == ["cp"] else []
+        rule = f", and {' * '.join(axes)} a divisor of it" if axes else ""
+        raise ValueError(
+            f"MoEMesh: expected {' or '.join(products)} to be the number of ranks{stages}, "
+            f"{ranks / pp:g}{rule}, got "
+            + ", ".join(f"{name}={size}" for name, size in named.items())
+        )
+    if beside and order != _ORDER and dp * ep != stage:
+        raise ValueError(
+            f"MoEMesh: expected order to be {_ORDER!r} with cp beside ep, got {order!r}"
+        )
+    return beside

@@ -35,7 +35,7 @@ from moe_ext._bytes import as_bytes
 from moe_ext._checks import check_choice
 from moe_ext.compression.codecs.powersgd import PowerSGD
 from moe_ext.compression.feedback import CodecMemory, FeedbackStore
-from moe_ext.distributed.agreement import agree, is_nonfinite
+from moe_ext.distributed.agreement import agree, is_nonfinite, options_of
 from moe_ext.distributed.comm import all_gather, all_reduce_
 from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import global_rank, group_size, resolve_group
@@ -263,6 +263,13 @@ class Communicator(ABC):
         facts = {
             f"the numel of {name}": tensor.numel(),
             f"the checksum of name, shape and dtype of {name}": zlib.crc32(what.encode()),
+            "options": {
+                "communicator": type(self).__name__,
+                "compressor": type(self.compressor).__name__,
+                **options_of(self.compressor, "compressor"),
+                "memory": type(self.memory).__name__,
+                **options_of(self.memory, "memory"),
+            },
         }
         mine = [int(is_nonfinite(tensor))]
         told = agree(_OP, facts, None, self.group, tensor.device, values=mine)

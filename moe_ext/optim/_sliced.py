@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext._compile import outside_graphs
-from moe_ext.distributed.agreement import agree, checksum, told_option
+from moe_ext.distributed.agreement import SummedOptions, told_option
 from moe_ext.distributed.comm import all_reduce_
 from moe_ext.distributed.dtensor import is_dtensor, local_part, sharding_groups
-from moe_ext.distributed.groups import group_size, small_message_device
+from moe_ext.distributed.groups import small_message_device
 from moe_ext.distributed.state_dict import take_states
-from moe_ext.distributed.streams import HostCopy, has_streams
+from moe_ext.distributed.streams import has_streams
 from moe_ext.optim._arguments import (
     CheckedOptimizer,
     Trained,
@@ -35,8 +35,6 @@ from moe_ext.optim._arguments import (
 from moe_ext.optim._saved_states import by_name
 
 _ADAM_BUFFERS = ("exp_avg", "exp_avg_sq")
-# Of a checksum whose square is summed over ranks in float64: exact for 2^13 ranks.
-_CHECKSUM_BITS = 20
 
 
 class SlicedOptimizer(CheckedOptimizer, ABC):
@@ -44,7 +42,7 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
 
     _op = ""
     # Made by the first step, since copies of an optimizer begin without.
-    _options: OptionsOverRanks | None = None
+    _options: SummedOptions | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with options of its own."""
@@ -115,11 +113,12 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
         for entry in trained:
             _check_placements(self._op, entry)
         if self._options is None:
-            self._options = OptionsOverRanks(self)
+            self._options = SummedOptions(self._op)
+        self._options.now = options_of_groups(self.param_groups)
         slices = SliceNorms(
             [e.parameter for e in trained], [e.group["per_expert"] for e in trained], self._options
         )
-        self._options.begin_step([self._exchanges_over(e) for e in trained])
+        self._options.begin([self._exchanges_over(e) for e in trained])
         weights = [local_part(e.parameter).to(state_dtype(e.parameter, e.group)) for e in trained]
         self._take_step(trained, weights, slices)
         for entry, weight in zip(trained, weights, strict=True):
@@ -275,10 +274,10 @@ def sum_over_groups(
 def sum_with_options(
     parts: Sequence[Tensor],
     groups: Sequence[Sequence[ProcessGroup]],
-    options: OptionsOverRanks,
+    options: SummedOptions,
     over: Sequence[Sequence[ProcessGroup]] = (),
 ) -> list[Tensor]:
-    """`sum_over_groups` of float64 numbers, which compares the options of their ranks.
+    """`sum_over_groups` of float64 numbers, with which the ranks compare options.
 
     Args:
         parts: tensors of any shape; not changed.
@@ -293,79 +292,20 @@ def sum_with_options(
     marks: list[Tensor] = []
     if marked:
         device = parts[0].device if parts else small_message_device(marked[0][0])
-        marks = [options.marks(device)] * len(marked)
+        marks = [options.marks(torch.float64, device)] * len(marked)
     sums = sum_over_groups([*parts, *marks], [*groups, *marked])
     options.check(sums[len(parts) :], marked)
     return sums[: len(parts)]
 
 
-class OptionsOverRanks:
-    """Comparison of an optimizer's options over the ranks that hold shards of its parameters.
-
-    A message before the first step tells them. Later a checksum and its square travel with sums
-    that are made in any case: P times the sum of squares is the square of the sum where all of P
-    ranks have one checksum, and more where not.
-    """
-
-    def __init__(self, optimizer: SlicedOptimizer) -> None:
-        self._optimizer = optimizer
-        self._compared: set[ProcessGroup] = set()
-        self._unread: tuple[HostCopy, list[tuple[ProcessGroup, ...]]] | None = None
-
-    def begin_step(self, over: Sequence[Sequence[ProcessGroup]]) -> None:
-        """Compare all options where nobody has, and look at what the step before has brought."""
-        self._read()
-        new = dict.fromkeys(g for groups in over for g in groups if g not in self._compared)
-        if new:
-            self._agree([*new])
-            self._compared.update(new)
-
-    def marks(self, device: torch.device) -> Tensor:
-        """The checksum and its square."""
-        number = checksum(self._told()) % (1 << _CHECKSUM_BITS)
-        return torch.tensor([number, number * number], dtype=torch.float64, device=device)
-
-    def check(self, sums: Sequence[Tensor], over: Sequence[tuple[ProcessGroup, ...]]) -> None:
-        """ValueError on every rank if sums of marks say that options differ."""
-        if sums:
-            self._unread = HostCopy(torch.stack([*sums])), [*over]
-            # A device with streams is not waited for.
-            if not has_streams(sums[0].device):
-                self._read()
-
-    def _read(self) -> None:
-        if self._unread is None:
-            return
-        (copy, over), self._unread = self._unread, None
-        for row, groups in zip(copy.rows(), over, strict=True):
-            total, squares = map(int, row)
-            if math.prod(map(group_size, groups)) * squares != total * total:
-                self._agree(groups)
-                raise ValueError(
-                    f"{self._optimizer._op}: expected options to be equal on every rank, got "
-                    "others in the step before"
-                )
-
-    def _agree(self, groups: Sequence[ProcessGroup]) -> None:
-        """Every rank of all groups raises where two of one differ."""
-        facts, problem = {"options": self._told()}, None
-        for group in groups:
-            try:
-                agree(self._optimizer._op, facts, problem, group, small_message_device(group))
-            except ValueError as error:
-                problem = error
-        if problem is not None:
-            raise problem
-
-    def _told(self) -> dict[str, object]:
-        """By name, with a value for each group."""
-        groups = self._optimizer.param_groups
-        names = dict.fromkeys(name for group in groups for name in group)
-        return {
-            name: [_told_value(group.get(name)) for group in groups]
-            for name in names
-            if name not in ("params", "param_names")
-        }
+def options_of_groups(groups: Sequence[dict[str, Any]]) -> dict[str, object]:
+    """Options of parameter groups by name, with a value for each group."""
+    names = dict.fromkeys(name for group in groups for name in group)
+    return {
+        name: [_told_value(group.get(name)) for group in groups]
+        for name in names
+        if name not in ("params", "param_names")
+    }
 
 
 def _told_value(value: object) -> object:
@@ -382,7 +322,7 @@ class SliceNorms:
         self,
         parameters: Sequence[Tensor],
         per_expert: Sequence[bool],
-        options: OptionsOverRanks | None = None,
+        options: SummedOptions | None = None,
     ) -> None:
         self._parameters = parameters
         self._per_expert = per_expert

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext._checks import check_sizes
+from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.comm import Pending, start_all_reduce_
+from moe_ext.distributed.gradients import fingerprint
 from moe_ext.distributed.groups import check_group
 
 
@@ -52,6 +54,7 @@ class WaveUpdates:
             raise ValueError("WaveUpdates: expected parameters to be at least one, got none")
         self._group, self._wave, self._staleness = group, wave, staleness
         self._count = 0
+        self._compared = False
         # Weights that all pipelines have made together, and this one's after its last wave.
         self._common = self._flat()
         self._after_wave = self._common
@@ -68,6 +71,16 @@ class WaveUpdates:
         self._exchange(0)
 
     def _exchange(self, missing: int) -> None:
+        if not self._compared:
+            facts = {
+                "wave": self._wave,
+                "staleness": self._staleness,
+                "the values of the parameters at first (seed every pipeline alike)": fingerprint(
+                    [("", self._common)]
+                ),
+            }
+            agree("WaveUpdates", facts, None, self._group, self._common.device)
+            self._compared = True
         own = self._flat() - self._after_wave
         total = start_all_reduce_(own.clone(), self._group, operation="WaveUpdates")
         self._underway.append((own, total))

@@ -33,8 +33,9 @@ from moe_ext.compression.fsdp.layout import (
 )
 from moe_ext.compression.fsdp.ledger import StepLedger, is_finite
 from moe_ext.distributed import comm
+from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.fsdp_state import AllGather, ReduceScatter, shard_group
-from moe_ext.distributed.groups import group_rank
+from moe_ext.distributed.groups import group_rank, small_message_device
 
 FORMATS = ("none", "bf16", *QUANTIZED, "topk")
 _CODED = (torch.float32, torch.bfloat16, torch.float16)
@@ -68,6 +69,16 @@ class _Message:
                 f"{op}: expected block to be a power of two in [64, 1024], got {block}"
             )
         self.op, self.name = op, name
+        # Groups whose ranks have compared their options.
+        self._compared: set[ProcessGroup] = set()
+        self._options: dict[str, object] = {
+            "format": format,
+            "block": block,
+            "density": density,
+            "error_feedback": feedback,
+            "keep_dense": getattr(keep_dense, "__qualname__", type(keep_dense).__qualname__),
+            "min_numel": min_numel,
+        }
         self.codec = _codec_of(op, format, block, density, feedback)
         self.coding = None if self.codec is None else self.codec.coding()
         # A share of the elements is sent as whole blocks.
@@ -83,6 +94,13 @@ class _Message:
             keep_dense=keep_dense,
             min_numel=min_numel,
         )
+
+    def _compare_options(self, group: ProcessGroup) -> None:
+        """Before the first message, since the bytes of all follow from the options."""
+        if group not in self._compared:
+            facts = {"name": self.name, "options": self._options}
+            agree(self.op, facts, None, group, small_message_device(group))
+            self._compared.add(group)
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -254,6 +272,7 @@ class CompressedAllGather(_Message, AllGather):
             )
         self.frozen_only = frozen_only
         self.lossless = format == "lossless"
+        self._options.update(format=format, frozen_only=frozen_only)
 
     def __call__(
         self,
@@ -263,6 +282,7 @@ class CompressedAllGather(_Message, AllGather):
         async_op: bool = False,
     ) -> Work | None:
         """Gathers ``[S]`` of every rank into ``[P * S]``, of which the former may be a part."""
+        self._compare_options(group)
         layout = None
         module = self.finder.module
         inside = module is not None and group.size() != shard_group(module).size()
@@ -388,6 +408,7 @@ class CompressedReduceScatter(GradientMessage, ReduceScatter):
         self.stochastic = stochastic or (self.codec is not None and self.codec.stochastic)
         check_integer(self.op, "seed", seed)
         self.seed = seed
+        self._options.update(stochastic=stochastic, seed=seed)
 
     def __call__(
         self,
@@ -398,6 +419,7 @@ class CompressedReduceScatter(GradientMessage, ReduceScatter):
         async_op: bool = False,
     ) -> Work | None:
         """Reduces ``[P * S]`` of every rank to its ``[S]``."""
+        self._compare_options(group)
         self._group, self._reduce_op = group, op
         self._scale = comm.reduce_scale(op, group.size(), self.op)
         self._reduce(output_tensor, input_tensor, group.size())

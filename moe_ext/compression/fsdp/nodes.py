@@ -105,10 +105,13 @@ class CompressedAllReduce(GradientMessage):
         assert group is not None
         self.group: ProcessGroup = group
         self.average = average
+        del self._options["format"]
+        self._options.update(codec=codec, average=average)
 
     @torch.no_grad()
     def __call__(self, reduce_output: Tensor) -> None:
         """Reduces a shard ``[S]`` over the nodes, in place."""
+        self._compare_options(self.group)
         self._reduce(reduce_output, reduce_output, 1)
 
     def _send_whole(self, out: Tensor, flat: Tensor, layout: ShardLayout | None) -> None:

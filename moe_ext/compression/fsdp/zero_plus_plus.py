@@ -30,6 +30,7 @@ from moe_ext.compression.fsdp.messages import (
     GradientMessage,
 )
 from moe_ext.compression.fsdp.nodes import CompressedAllReduce
+from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.comm import all_reduce_, gather_objects, reduce_scatter
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.distributed.fsdp_state import (
@@ -45,6 +46,7 @@ from moe_ext.distributed.groups import (
     group_rank,
     group_ranks,
     resolve_group,
+    small_message_device,
     world_size,
 )
 from moe_ext.distributed.placement import Placement, sharded_parameters
@@ -288,6 +290,15 @@ def zero_plus_plus(
     }
     _check_free(modules, [kind for kind, is_wanted in wanted.items() if is_wanted])
     error_feedback |= _is_loco(zeropp_loco_param)
+    options: dict[str, object] = {
+        "zero_quantized_weights": zero_quantized_weights,
+        "zero_quantized_gradients": zero_quantized_gradients,
+        "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
+        "node_group": "None" if node_group is None else "given",
+    }
+    # A rank that codes nothing sends FSDP's own messages, which compare nothing.
+    for group in dict.fromkeys(shard_group(module) for _, module in modules):
+        agree(_OP, {"options": options}, None, group, small_message_device(group))
     found = FSDPCompression()
     for name, module in modules:
         common: dict[str, Any] = {

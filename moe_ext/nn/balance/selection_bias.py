@@ -6,6 +6,7 @@ Shapes: E experts.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +16,12 @@ from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from moe_ext.distributed import comm
+from moe_ext.distributed.agreement import SummedOptions
 from moe_ext.nn.balance.quantile import balanced_bias
 from moe_ext.nn.moe_layer import MoELayer
+
+# Comparisons of the options of updates over a group.
+_compared: weakref.WeakKeyDictionary[ProcessGroup, SummedOptions] = weakref.WeakKeyDictionary()
 
 
 def update_selection_bias(
@@ -138,7 +143,12 @@ def _update(
 ) -> None:
     by_sign = [layer for layer in layers if layer.required_bias is None]
     by_quantile = [layer for layer in layers if layer.required_bias is not None]
-    for layer, total_E in _summed(by_sign, "choices", group):
+    options = None
+    if group is not None:
+        options = _compared.setdefault(group, SummedOptions("update_selection_bias"))
+        options.begin()
+        options.now = {"rate": rate, "center": center}
+    for layer, total_E in _summed(by_sign, "choices", group, options):
         bias = _bias(layer)
         assert bias is not None
         # Whole numbers: an expert with exactly the mean load is left alone.
@@ -153,14 +163,24 @@ def _update(
 
 
 def _summed(
-    layers: list[MoELayer], counter: str, group: ProcessGroup | None
+    layers: list[MoELayer],
+    counter: str,
+    group: ProcessGroup | None,
+    options: SummedOptions | None = None,
 ) -> Iterator[tuple[MoELayer, Tensor]]:
-    """The layers, each with a counter of its own summed over the group."""
+    """The layers, each with a counter of its own summed over the group, which compares options."""
     if not layers:
         return
     counts = [getattr(layer, counter) for layer in layers]
-    totals = torch.cat([count.flatten() for count in counts])
+    flat = [count.flatten() for count in counts]
+    if options is not None:
+        flat.append(options.marks(flat[0].dtype, flat[0].device))
+    totals = torch.cat(flat)
     comm.all_reduce_(totals, group, operation="update_selection_bias")
+    if options is not None:
+        assert group is not None
+        totals, marks = totals[:-2], totals[-2:]
+        options.check([marks], [[group]])
     pieces = totals.split([count.numel() for count in counts])
     for layer, count, piece in zip(layers, counts, pieces, strict=True):
         yield layer, piece.view_as(count)
