@@ -86,7 +86,7 @@ MUTANTS = [
     ),
     Mutant(
         "options that change are not compared with the sums of norms",
-        "moe_ext/optim/_sliced.py",
+        "moe_ext/distributed/agreement.py",
         "* squares != total * total:",
         "* squares < 0:",
         "tests/test_options_over_ranks.py -k rates_of_shards",
@@ -339,8 +339,8 @@ MUTANTS = [
     Mutant(
         "NaN in the mean of a round goes into weights and into what is owed",
         "moe_ext/optim/local_steps.py",
-        "overflow = self._find_nonfinite(fragment, means)",
-        "overflow = None",
+        "found = self._find_nonfinite(fragment, means)",
+        "found = None",
         "tests/optim/test_diloco.py -k manager_that_are_not_finite",
     ),
     Mutant(
