@@ -19,6 +19,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 
 from moe_ext import MoELayer
+from moe_ext.distributed.dtensor import local_part
 
 Layer = Callable[[Tensor], Tensor]
 TORCH = "torch"
@@ -91,17 +92,14 @@ def transformers(layer: MoELayer) -> Layer:
     from transformers.distributed.expert_parallel import AllToAllEP
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-    num_local, _, model_dim = layer.experts.gate_up_proj.shape
+    up, down = (local_part(p.detach()) for p in layer.experts.parameters())
     config = MixtralConfig(
-        num_local_experts=num_local,
-        hidden_size=model_dim,
-        intermediate_size=layer.experts.down_proj.shape[2],
+        num_local_experts=up.shape[0], hidden_size=up.shape[2], intermediate_size=down.shape[2]
     )
     config._experts_implementation = "grouped_mm"  # what it chooses
     experts = MixtralExperts(config)
     experts._is_expert_parallel = True
-    experts.gate_up_proj = layer.experts.gate_up_proj
-    experts.down_proj = layer.experts.down_proj
+    experts.gate_up_proj, experts.down_proj = nn.Parameter(up), nn.Parameter(down)
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("ep", "tp"))
     exchange = AllToAllEP(experts, mesh["ep"], mesh["tp"])
 
@@ -151,7 +149,7 @@ def deepspeed(layer: MoELayer) -> Layer:
         # An all-reduce that no layer calls would be compiled first.
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
         library.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    up, down = layer.experts.gate_up_proj.detach(), layer.experts.down_proj.detach()
+    up, down = (local_part(p.detach()) for p in layer.experts.parameters())
     moe = MoE(
         up.shape[2],
         _Expert(up[0], down[0]),

@@ -149,7 +149,7 @@ class Rank:
         self.layers = {str(overlap): layer for overlap, layer in made.items()}
         layer = make(ALLTOALL, sizes, None)
         layer.experts = _Nothing(layer.experts)
-        offsets = torch.arange(len(made[1].experts.down_proj) + 1)
+        offsets = torch.arange(made[1].experts.num_local_experts + 1)
         offsets *= self.x_TD.shape[0] * sizes["top_k"] // offsets[-1]
         rows = torch.randn(int(offsets[-1]), sizes["model_dim"])
         self.layers |= {

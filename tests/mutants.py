@@ -50,6 +50,13 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "what experts that are a module each owe is of those of other ranks too",
+        "moe_ext/compression/fsdp/zero_plus_plus.py",
+        "if not is_alone or like.shape == source.shape:",
+        "if True:",
+        "tests/compression/test_fsdp_experts.py -k 'another_number_of_ranks and True'",
+    ),
+    Mutant(
         "a limit on rows takes what is no number",
         "moe_ext/nn/capacity.py",
         'check_numbers("RowBudget", RowBudget.__annotations__, vars(self))',
@@ -153,6 +160,13 @@ MUTANTS = [
         "if mode and group_size(self._ep_group.group) > 1:",
         "if False:",
         "tests/integrations/huggingface/test_trainer.py -k lose_steps",
+    ),
+    Mutant(
+        "an optimizer made before replace trains what no module has any more",
+        "moe_ext/integrations/huggingface/expert_parallel.py",
+        "    if held:\n",
+        "    if False:\n",
+        "tests/integrations/huggingface/test_expert_parallel.py -k refusals",
     ),
     Mutant(
         "another learning rate on one rank goes unnoticed in a step of DeMo",
@@ -400,6 +414,13 @@ MUTANTS = [
         "tests/nn/test_moe_layer.py",
     ),
     Mutant(
+        "an expert that is a module is taken for one of a stack over ranks",
+        "moe_ext/optim/_sliced.py",
+        "local_part(parameter) if place is not None and place.dim is None else parameter",
+        "parameter",
+        "tests/optim/test_muon_over_ranks.py -k experts_over_ranks",
+    ),
+    Mutant(
         "the trust ratio of LAMB is upside down",
         "moe_ext/optim/**/*.py",
         "(weight_G / update_G)",
@@ -465,8 +486,8 @@ MUTANTS = [
     Mutant(
         "weight stashing takes the newest weights",
         "moe_ext/pipeline/**/*.py",
-        "parameter.data = parameter.data.clone()",
-        "parameter.data = parameter.data",
+        "p.data.clone() if outlives else p.data",
+        "p.data",
         "tests/pipeline/test_asynchronous.py",
     ),
     Mutant(

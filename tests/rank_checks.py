@@ -4,6 +4,7 @@ import functools
 import traceback
 
 from moe_ext.distributed import failures
+from moe_ext.distributed.dtensor import distributed, is_dtensor
 from moe_ext.testing import spawn_ranks
 
 
@@ -65,3 +66,13 @@ def assert_passed(outcomes, name):
     """AssertionError with what each rank that failed found."""
     failed = {rank: found[name] for rank, found in enumerate(outcomes) if found[name]}
     assert not failed, "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
+
+
+def full(tensor):
+    """The whole tensor, of which ranks may hold parts between them; a collective then."""
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
+
+
+def divided(whole, like):
+    """A tensor that every rank holds, divided over ranks as another one is."""
+    return distributed(whole, like) if is_dtensor(like) else whole

@@ -349,8 +349,8 @@ BY_SYSTEM = {
         (
             "1-bit Adam corrects momentum by the steps of the variance",
             "moe_ext/optim/one_bit_adam.py",
-            '(1 - beta1 ** self.state[p]["step"])',
-            '(1 - beta1 ** self.state[p]["var_steps"])',
+            '(1 - beta1 ** state["step"])',
+            '(1 - beta1 ** state["var_steps"])',
             "tests/optim/test_one_bit_optimizers.py -k one_bit_adam_alone",
         ),
         (
@@ -517,7 +517,7 @@ BY_SYSTEM = {
         (
             "shards of layers keep the gradients of their own rank",
             "moe_ext/distributed/gradients.py",
-            "        average_gradients(replica_group(group, device), own)\n",
+            "        average_gradients(replica_group(group, device), parameters)\n",
             "        pass\n",
             "tests/distributed/test_axes.py",
         ),

@@ -26,6 +26,7 @@ import moe_ext
 from moe_ext import attention, compression, optim, pipeline
 from moe_ext import distributed as md
 from moe_ext import nn as mn
+from moe_ext.distributed.dtensor import local_part
 from moe_ext.distributed.link import Link
 from moe_ext.integrations import grace
 from moe_ext.nn.balance import moved
@@ -1004,8 +1005,8 @@ def varied(case, argument):
 def tensors_of(made):
     """Copies of what a use may not change before it raises."""
     if isinstance(made, nn.Module):
-        return [x.detach().clone() for x in (*made.parameters(), *made.buffers())]
-    return [x.detach().clone() for x in made]
+        made = (*made.parameters(), *made.buffers())
+    return [local_part(x.detach()).clone() for x in made]
 
 
 def use(case, options):

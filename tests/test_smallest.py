@@ -21,6 +21,7 @@ from moe_ext.attention.schemes import SCHEME_NAMES
 from moe_ext.compression.codecs.registry import codec_names, codec_of
 from moe_ext.distributed.dispatch import COMBINES, DISPATCHERS
 from moe_ext.distributed.dispatch.wire import WIRES
+from moe_ext.distributed.dtensor import local_part
 from moe_ext.nn import Capacity, Rebalance, RowBudget
 from moe_ext.pipeline import SCHEDULES, Costs, Pipeline, make_table, plan_turns
 from moe_ext.testing import spawn_ranks
@@ -112,7 +113,8 @@ def check_experts(way, size, combine, wire, local, refused):
     own = slice(dist.get_rank(group) * local, (dist.get_rank(group) + 1) * local)
     with torch.no_grad():
         for p, q in zip(layer.parameters(), whole.parameters(), strict=True):
-            p.copy_(q if p.shape == q.shape else q[own])
+            part = local_part(p)
+            part.copy_(q if part.shape == q.shape else q[own])
     x = torch.randn(TOKENS[tokens](rank), 4, generator=torch.Generator().manual_seed(rank))
     found = []
     for each in (layer, whole):

@@ -219,6 +219,8 @@ def init_weights(model: LanguageModel, seed: int) -> None:
     So the model is the same on any number of ranks: expert e has the same weights wherever it
     lives.
     """
+    from torch.distributed.tensor import DTensor
+
     places = moe_ext.distributed.placements(model)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
@@ -227,12 +229,13 @@ def init_weights(model: LanguageModel, seed: int) -> None:
             std = _std(name, parameter.shape, model.config.num_layers)
             parameter.copy_(torch.randn(parameter.shape, generator=_generator(seed, name)) * std)
             continue
-        place = places[name]
-        shape = place.logical_shape(parameter.shape)
-        std = _std(name, shape, model.config.num_layers)
-        for expert, weight in zip(place.held, parameter, strict=True):
+        place, part = places[name], parameter
+        if isinstance(parameter, DTensor):
+            part = parameter.to_local()
+        std = _std(name, parameter.shape, model.config.num_layers)
+        for expert, weight in zip(place.held, part, strict=True):
             generator = _generator(seed, name, expert)
-            whole = torch.randn(shape[1:], generator=generator) * std
+            whole = torch.randn(parameter.shape[1:], generator=generator) * std
             if whole.shape != weight.shape:  # one of several ranks with shards of each expert
                 whole = place.shard(whole[None])[0]
             weight.copy_(whole)
@@ -242,11 +245,9 @@ def count_parameters(model: MoELanguageModel) -> tuple[int, int]:
     """Return the parameters of the whole model and those that one token uses."""
     total = sum(parameter.numel() for parameter in model.parameters())
     active = float(total)
-    for _, parameter, _, num_global in moe_ext.distributed.expert_parameters(model):
-        size = parameter[0].numel()
-        total += size * (num_global - parameter.shape[0])
-        active += size * model.config.top_k - parameter.numel()
-    return total, int(active)
+    for _, parameter, _, num_experts in moe_ext.distributed.expert_parameters(model):
+        active -= parameter.numel() * (1 - model.config.top_k / num_experts)
+    return total, round(active)
 
 
 @torch.no_grad()

@@ -201,29 +201,26 @@ def make_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """AdamW; with --zero 1 its states of the dense part lie over the ranks of a stage."""
     options = {"lr": args.lr, "betas": (0.9, 0.95)}
-    if mesh.tp_size > 1:
-        options["foreach"] = False  # shards and whole tensors do not go into one kernel
-    named = list(model.named_parameters())
-    decayed = [p for n, p in named if p.ndim > 1 and "embedding" not in n]
-    others = [p for n, p in named if p.ndim <= 1 or "embedding" in n]
-    groups = [
-        {"params": decayed, "weight_decay": args.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    found: dict[tuple[Any, bool], dict[str, Any]] = {}
+    for name, p in model.named_parameters():
+        decays = p.ndim > 1 and "embedding" not in name
+        # Shards and whole tensors do not go into one kernel.
+        group = found.setdefault((getattr(p, "device_mesh", None), decays), {"params": []})
+        group["params"].append(p)
+        group["weight_decay"] = args.weight_decay if decays else 0.0
+    groups = list(found.values())
     if args.zero != 1:
-        return [torch.optim.AdamW([group for group in groups if group["params"]], **options)]
+        return [torch.optim.AdamW(groups, **options)]
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     experts = {id(parameter) for _, parameter, *_ in moe_ext.distributed.expert_parameters(model)}
     dense = [{**g, "params": [p for p in g["params"] if id(p) not in experts]} for g in groups]
-    spread = [p for p in decayed if id(p) in experts]
+    spread = [{**g, "params": [p for p in g["params"] if id(p) in experts]} for g in groups]
+    dense, spread = ([g for g in each if g["params"]] for each in (dense, spread))
     sharded = ZeroRedundancyOptimizer(
-        [group for group in dense if group["params"]],
-        torch.optim.AdamW,
-        process_group=mesh.stage_group,
-        **options,
+        dense, torch.optim.AdamW, process_group=mesh.stage_group, **options
     )
-    own = torch.optim.AdamW(spread, weight_decay=args.weight_decay, **options) if spread else None
+    own = torch.optim.AdamW(spread, **options) if spread else None
     return [sharded] if own is None else [sharded, own]
 
 

@@ -28,6 +28,7 @@ from moe_ext.attention.sharding import (
 )
 from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.comm import all_reduce_
+from moe_ext.distributed.dtensor import local_part
 from moe_ext.distributed.groups import GroupHandle, check_group, group_rank, group_size
 from moe_ext.distributed.placement import Placement, declare_placement, placements
 from moe_ext.distributed.state_dict import full_state_dict
@@ -144,7 +145,8 @@ class SequenceParallelMLP(nn.Module):
         down = nn.Linear(ffn_dim // ranks, model_dim, bias, "meta", dtype).to_empty(device=where)
         self.add_module(self._up_name, up)
         self.down_proj = down
-        columns = range(self._columns.start, self._columns.stop)
+        first = group_rank(group) * (ffn_dim // ranks)
+        columns = range(first, first + ffn_dim // ranks)
         reduction: Literal["mean", "sum"] = "sum" if grad_reduction == "sum" else "mean"
         rows = Placement("tp", group, columns, ffn_dim, 0, 1 + self.gated, False, reduction)
         declare_placement(up, rows)
@@ -170,33 +172,18 @@ class SequenceParallelMLP(nn.Module):
         """
         if isinstance(self.norm, nn.LayerNorm | nn.RMSNorm):
             self.norm.reset_parameters()
-        rows = (2 if self.gated else 1) * self.ffn_dim
-        for linear, shape in ((self._up, (rows, self.model_dim)), (self.down_proj, None)):
-            weight: Tensor = linear.weight
-            bound = 1 / math.sqrt(self.model_dim if shape else self.ffn_dim)
-            whole = weight.new_empty(shape or (self.model_dim, self.ffn_dim))
-            whole.uniform_(-bound, bound)
-            weight.copy_(self._part(whole) if shape else whole[:, self._columns])
+        for linear in (self._up, self.down_proj):
+            weight, bound = local_part(linear.weight), 1 / math.sqrt(linear.weight.shape[1])
+            whole = weight.new_empty(linear.weight.shape).uniform_(-bound, bound)
+            weight.copy_(placements(linear)["weight"].part_of(whole))
             if linear.bias is not None:
-                linear.bias.zero_()
+                local_part(linear.bias).zero_()
 
     @property
     def _up(self) -> nn.Linear:
         up = self.get_submodule(self._up_name)
         assert isinstance(up, nn.Linear)
         return up
-
-    @property
-    def _columns(self) -> slice:
-        """This rank's part of F."""
-        part = self.ffn_dim // group_size(self.tp_group)
-        start = part * group_rank(self.tp_group)
-        return slice(start, start + part)
-
-    def _part(self, whole: Tensor) -> Tensor:
-        """This rank's rows of the first layer: of the gates and of the ups."""
-        parts = whole.view(-1, self.ffn_dim, *whole.shape[1:])[:, self._columns]
-        return parts.reshape(-1, *whole.shape[1:])
 
     def load_whole_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Load this rank's parts of the parameters of one process (`group=None`).
@@ -207,7 +194,7 @@ class SequenceParallelMLP(nn.Module):
         Raises:
             ValueError: a name is missing or unknown, or a shape is another; nothing has changed.
         """
-        own, places = self.state_dict(keep_vars=True), placements(self)
+        own = self.state_dict(keep_vars=True)
         if set(own) != set(state_dict):
             differing = sorted(set(own) ^ set(state_dict))
             _require(
@@ -215,8 +202,6 @@ class SequenceParallelMLP(nn.Module):
             )
         for name, whole in state_dict.items():
             shape = list(own[name].shape)
-            if name in places:
-                shape = list(places[name].logical_shape(shape))
             _require(list(whole.shape) == shape, name, f"of shape {shape}", list(whole.shape))
         self.load_state_dict(state_dict)
 
@@ -264,7 +249,8 @@ class SequenceParallelMLP(nn.Module):
         rows_nD = as_autocast(self._normed(x, factor).reshape(-1, self.model_dim))
         up, down = self._up, self.down_proj
         weights = [
-            _with_scaled_grad(p, factor) for p in (up.weight, up.bias, down.weight, down.bias)
+            _with_scaled_grad(p if p is None else local_part(p), factor)
+            for p in (up.weight, up.bias, down.weight, down.bias)
         ]
         w_up, b_up, w_down, b_down = (None if w is None else as_autocast(w) for w in weights)
         # Rows of all ranks, kept for the backward pass or gathered again there.

@@ -21,6 +21,7 @@ from moe_ext.compression.nodes import Levels, Nodes, packing_on
 from moe_ext.compression.options import Options
 from moe_ext.compression.parameters import NamedParameters
 from moe_ext.distributed.agreement import agree
+from moe_ext.distributed.dtensor import local_part
 
 
 @dataclass
@@ -171,7 +172,7 @@ class Buckets:
         if key in self._agreed and problem is None and strange is None:
             return self._agreed[key]
         options = self.options
-        shapes = tuple(parameter.shape for parameter in parameters)
+        shapes = tuple(local_part(parameter.detach()).shape for parameter in parameters)
         rate_groups = options.rate_groups()
         rates = [rate_groups.get(id(p), 0) for p in parameters]
         codecs: list[Codec | None] = []

@@ -15,7 +15,7 @@ from moe_ext.compression.state import CompressionState
 from moe_ext.distributed.agreement import agree, share
 from moe_ext.distributed.clipping import clip_grad_norm_
 from moe_ext.distributed.comm import all_reduce_
-from moe_ext.distributed.dtensor import is_dtensor
+from moe_ext.distributed.dtensor import is_dtensor, local_part, placed_as, with_local
 from moe_ext.distributed.gradients import (
     gradient_buckets,
     is_synced,
@@ -68,9 +68,9 @@ def compress_gradients(model: nn.Module, state: CompressionState) -> bool:
 
     Raises:
         ValueError: on every rank: a gradient is NaN or infinite (unless the state lets it pass),
-            the ranks have different codecs or parameters, a parameter is a DTensor or not of the
-            state's model, or a DistributedDataParallel reduces experts. Gradients are zero where
-            they were not finite, and what is owed is as it was.
+            the ranks have different codecs or parameters, a parameter is a DTensor of others than
+            experts over ranks or not of the state's model, or a DistributedDataParallel reduces
+            experts. Gradients are zero where they were not finite, and what is owed is as it was.
         RuntimeError: on every rank, when no gradient changed since the last call, of a model
             without DistributedDataParallel.
         RankFailureError: a rank died or did not answer; what is owed is as it was.
@@ -135,7 +135,8 @@ def _check(
     """
     problem = None
     for name, parameter in model.named_parameters():
-        if is_dtensor(parameter):
+        place = experts[name][1] if name in experts else None
+        if is_dtensor(parameter) and (place is None or place.is_managed(parameter)):
             problem = f"expected parameters to be plain tensors, got a DTensor for {name}"
     reduced = reduced_by_ddp(model)
     if state.is_hooked and not reduced:
@@ -223,8 +224,8 @@ def _kind(parameter: nn.Parameter) -> int:
 
 def _flat_gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
-        return parameter.new_zeros(parameter.numel())
-    return parameter.grad.reshape(-1)
+        return torch.zeros_like(local_part(parameter.detach())).reshape(-1)
+    return local_part(placed_as(parameter.grad, parameter)).reshape(-1)
 
 
 def _sparse_gradient(parameter: nn.Parameter) -> Tensor:
@@ -251,8 +252,8 @@ def _local_norm(model: nn.Module) -> float:
     total = 0.0
     for parameter in model.parameters():
         if parameter.grad is not None:
-            grad = parameter.grad.coalesce() if parameter.grad.is_sparse else parameter.grad
-            values = grad.values() if grad.is_sparse else grad
+            grad = local_part(parameter.grad)
+            values = grad.coalesce().values() if grad.is_sparse else grad
             total += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
     return math.sqrt(total)
 
@@ -304,11 +305,11 @@ def flush(model: nn.Module, state: CompressionState) -> bool:
 
 
 def _add_to_gradient(parameter: nn.Parameter, flat: Tensor) -> None:
-    total = flat.view_as(parameter).to(parameter.dtype)
+    total = flat.view_as(local_part(parameter)).to(parameter.dtype)
     if parameter.grad is None:
-        parameter.grad = total.clone()
+        parameter.grad = with_local(parameter, total.clone())
         return
     synced = is_synced(parameter.grad)
-    parameter.grad.add_(total)
+    local_part(parameter.grad).add_(total)
     if synced:
         mark_synced(parameter.grad)

@@ -7,13 +7,18 @@ ranks as the parameter does, and is saved and loaded with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext.distributed.dtensor import is_dtensor, local_part
+from moe_ext.distributed.dtensor import dtensor_of, is_dtensor, local_part
+from moe_ext.distributed.placement import known_shard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 # Attribute of a module: masks by the name of the parameter. Copies of the module have their own.
 _PRUNED = "_masks_of_parameters"
@@ -44,10 +49,21 @@ class Mask:
     Args:
         module: holds the parameter, and the mask.
         name: of the parameter.
+
+    Attributes:
+        shape: of the elements that it is of: this rank's part, before FSDP2 divides it further.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module, self.name = module, name
+        parameter: Any = self.parameter
+        place = known_shard(parameter)
+        # The last dimensions of its mesh: experts over ranks. FSDP2 puts its own before them.
+        self.num_axes = 0 if place is None else len(place.along())
+        shape = list(parameter.shape)
+        for axis in range(-self.num_axes, 0):
+            shape[parameter.placements[axis].dim] //= parameter.device_mesh.shape[axis]
+        self.shape = torch.Size(shape)
         # Of one state of the bitmap: what follows from it, by what was asked for.
         self._version: tuple[int, int] | None = None
         self._found: dict[object, Any] = {}
@@ -73,14 +89,13 @@ class Mask:
 
     @property
     def bitmap(self) -> Tensor:
-        """See `moe_ext.ops.pack_bits`; of all elements that this rank's module has logically."""
+        """See `moe_ext.ops.pack_bits`; of all elements of `shape`."""
         return cast(Tensor, self.module._buffers[f"{self.name}_mask"]).view(-1)
 
     @property
     def marks(self) -> Tensor:
-        """True for what is kept, in the shape of the parameter."""
-        shape = self.parameter.shape
-        return unpacked_bits(self.bitmap, shape.numel()).view(shape)
+        """True for what is kept, of `shape`."""
+        return unpacked_bits(self.bitmap, self.shape.numel()).view(self.shape)
 
     @property
     def count(self) -> int:
@@ -101,7 +116,7 @@ class Mask:
     def clear_(self, x: Tensor) -> None:
         """Set to zero what is not kept, of a tensor like the parameter or its shards."""
         bitmap, local = self.bitmap, local_part(x.detach())
-        if is_dtensor(x):
+        if is_dtensor(x) and x.device_mesh.ndim > self.num_axes:
             key = (x.device_mesh, x.placements)
             bitmap = self.once(key, lambda: ops.pack_bits(self.local_marks(x)))
         if not local.is_contiguous():
@@ -112,17 +127,23 @@ class Mask:
         ops.pack_masked_(packed, local, bitmap)
         ops.unpack_masked_(local, packed, bitmap)
 
+    def gathered(self, x: Tensor) -> Tensor:
+        """Of a tensor like the parameter, the elements of `shape`; a collective under FSDP2."""
+        return x.redistribute(placements=self._along(x)).to_local() if is_dtensor(x) else x
+
     def local_marks(self, like: Tensor) -> Tensor:
         """True for what is kept, in the shape of this rank's shard of a DTensor."""
-        marks = self.marks
         assert is_dtensor(like)
-        for axis, placement in enumerate(like.placements):
-            if placement.is_shard():
-                parts = marks.chunk(like.device_mesh.size(axis), placement.dim)  # type: ignore[attr-defined]
-                place = like.device_mesh.get_local_rank(axis)
-                empty = marks.narrow(placement.dim, 0, 0)  # type: ignore[attr-defined]
-                marks = parts[place] if place < len(parts) else empty
-        return marks.contiguous()
+        marks = dtensor_of(self.marks, like.device_mesh, self._along(like), like.shape)
+        # Cutting sends nothing.
+        return marks.redistribute(placements=like.placements).to_local().contiguous()
+
+    def _along(self, like: DTensor) -> list[Placement]:
+        """Placements of a tensor of `shape` on the mesh of a DTensor like the parameter."""
+        from torch.distributed.tensor import Replicate
+
+        added = like.device_mesh.ndim - self.num_axes
+        return [Replicate()] * added + list(like.placements[added:])
 
 
 def _own(module: nn.Module) -> dict[str, Mask]:
@@ -144,11 +165,10 @@ def masks_of(model: nn.Module) -> Iterator[tuple[str, Mask]]:
 
 def add_mask(module: nn.Module, name: str) -> Mask:
     """Put a mask beside a parameter that keeps everything."""
-    parameter = cast(nn.Parameter, module._parameters[name])
-    shape = (parameter.shape[0], parameter.shape[1:].numel() // 8)
-    whole = torch.full(shape, 255, dtype=torch.uint8, device=parameter.device)
-    module.register_buffer(f"{name}_mask", whole)
     mask = Mask(module, name)
+    shape = (mask.shape[0], mask.shape[1:].numel() // 8)
+    whole = torch.full(shape, 255, dtype=torch.uint8, device=mask.parameter.device)
+    module.register_buffer(f"{name}_mask", whole)
     vars(module)[_PRUNED] = {**_own(module), name: mask}
     return mask
 

@@ -62,7 +62,7 @@ class Pruning:
     def density(self) -> float:
         """Share of the elements of the pruned parameters that are kept on this rank."""
         kept = sum(mask.count for mask in self.masks.values())
-        return kept / sum(mask.parameter.numel() for mask in self.masks.values())
+        return kept / sum(mask.shape.numel() for mask in self.masks.values())
 
     @torch.no_grad()
     def update(self, density: float) -> None:
@@ -131,13 +131,10 @@ class Pruning:
     # -- what is kept ------------------------------------------------------------------------
 
     def _whole(self, name: str, like: Tensor | None = None) -> Tensor:
-        """A parameter, or a tensor like its shards, as this rank's module has it logically."""
-        parameter = self.masks[name].parameter
-        if not is_dtensor(parameter):
-            return parameter.detach() if like is None else like
-        shown = parameter.detach() if like is None else with_local(parameter, like)
-        assert is_dtensor(shown)
-        return shown.full_tensor()
+        """This rank's part of a parameter, or of a tensor like its shards, as FSDP2 gathers it."""
+        mask = self.masks[name]
+        own = mask.parameter.detach()
+        return mask.gathered(own if like is None else with_local(own, like))
 
     def _unstructured(self, name: str, density: float) -> Tensor:
         weight = self._whole(name)
@@ -172,7 +169,7 @@ class Pruning:
                 marks = _neurons(module, weights, density)
             for name in names:
                 own = marks[self.masks[name].name]
-                found[name] = own.expand(self.masks[name].parameter.shape)
+                found[name] = own.expand(self.masks[name].shape)
         return found
 
     @torch.no_grad()
@@ -368,7 +365,9 @@ def _hook_gradient(mask: Mask) -> None:
     """Have the gradient of the parameter, as the module holds it now, be zero where pruned."""
     parameter = mask.parameter
     # Of tensors that a call puts in a parameter's place, the gradient reaches the parameter.
-    if is_dtensor(parameter) or not (parameter.requires_grad and parameter.is_leaf):
+    if not (parameter.requires_grad and parameter.is_leaf):
+        return
+    if is_dtensor(parameter) and parameter.device_mesh.ndim > mask.num_axes:
         return
     if getattr(parameter, "_masked_by", None) is mask:
         return

@@ -169,8 +169,7 @@ class TrainingState:
             if kind + "." not in (_STATE, _NUMBER) or parameter is None:
                 continue
             place, size, dtype = places.get(parameter), entry.size, entry.properties.dtype
-            num_parts = 1 if place is None else place.num_parts
-            if size.numel() > max(1, parameter.numel() * num_parts):
+            if size.numel() > max(1, parameter.numel()):
                 raise ValueError(
                     f"checkpoint: expected {full_name} to be no larger than its parameter, got "
                     f"shape {tuple(size)}"
@@ -178,21 +177,13 @@ class TrainingState:
             if len(size) == 0:
                 state[full_name] = torch.zeros((), dtype=dtype)
                 continue
-            if isinstance(place, ExpertShards) and size.numel() < parameter.numel() * num_parts:
+            if isinstance(place, ExpertShards) and size.numel() < parameter.numel():
                 continue  # rows that 1-bit optimizers find out anew
-            alone = place is None or place.num_parts == 1
-            shape = size if place is None or alone else _local_shape(size, parameter, place)
-            if (
-                place is not None
-                and place.blocks == 1
-                and _split_dim(parameter.shape, shape) is not None
-            ):
-                shape = parameter.shape
+            shape = parameter.shape if _is_of(size, parameter, place) else size
             local = states.get(parameter, {}).get(key)
             if not isinstance(local, Tensor) or not _is_like(local, parameter, shape, dtype):
-                zeros = torch.zeros(shape, dtype=dtype, device=parameter.device)
-                local = divided_as(zeros, parameter)
-            state[full_name] = local if alone else whole_of(local, parameter, place, full_name)
+                local = _zeros(shape, parameter, dtype)
+            state[full_name] = whole_of(local, parameter, place, full_name)
         return state
 
     @state_dicts_of_parts()
@@ -600,22 +591,28 @@ def _is_like(value: Tensor, parameter: Tensor, shape: torch.Size, dtype: torch.d
     return is_dtensor(value) == is_dtensor(parameter)
 
 
-def _local_shape(size: torch.Size, parameter: nn.Parameter, place: Placement) -> torch.Size:
-    """Shape of this rank's part of a saved tensor."""
-    whole = place.logical_shape(parameter.shape)
-    # Pieces that are divided each by itself are a dimension more.
-    if place.dim is not None and whole.numel() == size.numel():
-        return parameter.shape
-    if size == whole or place.dim is None:
-        return parameter.shape if size == whole else size
-    return torch.Size([parameter.shape[0], *size[1:]])
+def _is_of(size: torch.Size, parameter: Tensor, place: Placement | None) -> bool:
+    """Whether a saved tensor is the whole of a parameter's shape, in the form of `shown` or not."""
+    if place is not None and place.dim is None and place.num_parts > 1:  # of one expert
+        return size.numel() * place.num_parts == parameter.numel()
+    pieces = place is not None and place.pieces[1] > 1
+    if size == parameter.shape or (pieces and size.numel() == parameter.numel()):
+        return True
+    return place is not None and _split_dim(parameter.shape, size) is not None
+
+
+def _zeros(shape: torch.Size, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros that are divided as a parameter, along the dimensions that they have of it."""
+    if shape == parameter.shape:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    return divided_as(torch.zeros(shape, dtype=dtype, device=parameter.device), parameter)
 
 
 def _local(value: Tensor, place: Placement | None, parameter: Tensor | None) -> Tensor:
-    """This rank's part of what `whole_of` made."""
-    if place is None or value.dim() == 0 or (place.num_parts == 1 and place.blocks == 1):
+    """Undo `whole_of`."""
+    if place is None or value.dim() == 0 or parameter is None:
         return value
-    return place.local(value, parameter)
+    return place.taken(value, parameter)
 
 
 def _name_of(parameter: nn.Parameter, names: Mapping[nn.Parameter, str]) -> str:

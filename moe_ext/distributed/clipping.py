@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from moe_ext.distributed import _c10d, comm
 from moe_ext.distributed.dtensor import (
-    is_dtensor,
     local_part,
     num_shards,
     sharding_groups,
@@ -130,17 +130,16 @@ def _total_norm(model: nn.Module, norm_type: float, mesh: MoEMesh | None) -> Ten
     stage_size = group_size(world if mesh is None else mesh.stage_group)
     # A rank of each stage.
     leaders = [0] if mesh is None else [ranks[0] for ranks in mesh.rank_groups("stage")]
-    num_parts_of = {p: place.num_parts for p, place in sharded_parameters(model).values()}
+    synced_apart = {p for p, place in sharded_parameters(model).values() if not place.is_managed(p)}
     parameters = list(model.parameters())
     device = parameters[0].device if parameters else torch.device("cpu")
     whole, parts, unsynced = [], torch.zeros((), dtype=torch.float64, device=device), False
     for parameter in parameters:
         if parameter.grad is None or parameter in _copies:
             continue
-        num_parts = num_parts_of.get(parameter, 1)
-        unsynced |= num_parts > 1 and not (is_dtensor(parameter) or was_synced(parameter.grad))
+        unsynced |= parameter in synced_apart and not was_synced(parameter.grad)
         gradient = without_partials(parameter.grad)
-        num_parts *= num_shards(gradient)
+        num_parts = num_shards(gradient)
         if num_parts == 1:
             whole.append(local_part(gradient))
             continue
@@ -191,11 +190,8 @@ def _clip_over_ranks(clip: Callable[..., Tensor]) -> Callable[..., Tensor]:
             raise ValueError(f"clip_grad_norm_: expected norm_type to be positive, got {norm_type}")
         total = torch.zeros((), dtype=torch.float64, device=found[0].device)
         divided: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
-        for parameter, placement in zip(found, placements, strict=True):
-            over = sharding_groups(parameter)
-            if placement is not None and placement.group is not None:
-                over.append(placement.group)
-            divided.setdefault(tuple(over), []).append(parameter)
+        for parameter in found:
+            divided.setdefault(tuple(sharding_groups(parameter)), []).append(parameter)
         # In the order of the parameters, which is that of every rank. A rank without a gradient
         # takes part, too.
         for groups, held in divided.items():
@@ -223,10 +219,11 @@ def _overflow_over_ranks(unscale: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def unscale_over_ranks(scaler: Any, optimizer: Any, *args: Any) -> Any:
-        found = unscale(scaler, optimizer, *args)
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        places = [known_shard(p) for p in held]
-        over = dict.fromkeys(place.group for place in places if place is not None)
+        over = dict.fromkeys(group for p in held for group in sharding_groups(p))
+        # torch refuses DTensors beside other tensors: it takes the parts of this rank.
+        own = optimizer if not over else _parts_of(held)
+        found = unscale(scaler, own, *args)
         # Stages last: each of their ranks then knows of the ranks of its stage.
         over |= dict.fromkeys(_pipelines[p] for p in held if p in _pipelines)
         for group in over:
@@ -235,6 +232,14 @@ def _overflow_over_ranks(unscale: Callable[..., Any]) -> Callable[..., Any]:
         return found
 
     return unscale_over_ranks
+
+
+def _parts_of(parameters: list[Tensor]) -> Any:
+    """Gradients of this rank's parts, as of an optimizer."""
+    parts = [local_part(parameter.detach()) for parameter in parameters]
+    for part, parameter in zip(parts, parameters, strict=True):
+        part.grad = None if parameter.grad is None else local_part(parameter.grad)
+    return SimpleNamespace(param_groups=[{"params": parts}])
 
 
 _c10d.around_clip_grad_norm_(_clip_over_ranks)

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_ext._compile import outside_graphs
 from moe_ext.distributed import _c10d, comm
 from moe_ext.distributed.agreement import agree
-from moe_ext.distributed.dtensor import is_dtensor, keeps_wholes, whole_state_dicts
+from moe_ext.distributed.dtensor import keeps_wholes, local_part, whole_state_dicts
 from moe_ext.distributed.gradients import average_gradients, reduction_problem
 from moe_ext.distributed.groups import (
     GroupHandle,
@@ -36,6 +36,7 @@ from moe_ext.distributed.placement import (
     Placement,
     known_ranks,
     replica_group,
+    replica_ranks,
     replicated_groups,
     sharded_parameters,
     sharded_tensors,
@@ -68,8 +69,9 @@ def broadcast_experts(model: nn.Module) -> None:
     for parameter, placement in sharded_parameters(model).values():
         assert placement.group is not None
         replicas = replica_group(placement.group, parameter.device)
-        if replicas is not None and not is_dtensor(parameter):
-            comm.broadcast_(parameter.data, replicas, 0, operation="broadcast_experts")
+        if replicas is not None and not placement.is_managed(parameter):
+            part = local_part(parameter.detach())
+            comm.broadcast_(part, replicas, 0, operation="broadcast_experts")
 
 
 def data_parallel(model: nn.Module, **ddp_kwargs: Any) -> DistributedDataParallel:
@@ -194,7 +196,7 @@ def _before_init(
     group = arguments.get("process_group") if mesh is None else mesh.get_group()
     world = resolve_group(group, _OPERATION)
     assert world is not None
-    sharded = _divided_over(world, sharded_parameters(module))
+    sharded = sharded_parameters(module)
     problem = _find_problem(module, sharded, world)
     device = next(module.parameters()).device
     trained = sum(parameter.requires_grad for parameter, _ in sharded.values())
@@ -262,21 +264,6 @@ def num_reduced(ddp: DistributedDataParallel) -> int:
     return _c10d.ddp_num_reduced.get(ddp, _c10d.ddp_num_trained(ddp))
 
 
-def _divided_over(
-    world: ProcessGroup, sharded: dict[str, tuple[nn.Parameter, Placement]]
-) -> dict[str, tuple[nn.Parameter, Placement]]:
-    """Sharded parameters whose parts are on more than one rank of a group.
-
-    Data parallelism across the groups of tensor parallelism has equal parts on all of its ranks.
-    """
-    members = set(group_ranks(world))
-    return {
-        name: found
-        for name, found in sharded.items()
-        if found[1].group is not None and len(members & set(group_ranks(found[1].group))) > 1
-    }
-
-
 def _find_problem(
     module: nn.Module, sharded: dict[str, tuple[nn.Parameter, Placement]], world: ProcessGroup
 ) -> str | None:
@@ -284,8 +271,12 @@ def _find_problem(
     if not sharded:
         return None
     members = set(group_ranks(world))
-    stages = [known_ranks(placement) for _, placement in sharded.values()]
-    if len(members) != world_size() and any(stage != members for stage in stages):
+    places = [placement for _, placement in sharded.values()]
+    # The ranks of its stage, or those that hold the parts of this one.
+    whole = all(
+        members in (known_ranks(place), set(replica_ranks(place) or ())) for place in places
+    )
+    if len(members) != world_size() and not whole:
         return (
             "expected process_group to be None or all ranks of the job (or of its stage, "
             "MoEMesh.stage_group) for a model whose "

@@ -14,18 +14,19 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.distributed.failures import naming_failed_ranks
-from moe_ext.distributed.groups import global_rank, group_ranks
+from moe_ext.distributed.groups import global_rank, small_message_device
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
-_meshes: weakref.WeakKeyDictionary[ProcessGroup, dict[str | DeviceMesh, DeviceMesh]]
+# Group to the meshes on which it divides experts, or layers, by type of device.
+_meshes: weakref.WeakKeyDictionary[ProcessGroup, dict[str, DeviceMesh]]
 _meshes = weakref.WeakKeyDictionary()
 
 
@@ -92,130 +93,140 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def is_fsdp(module: nn.Module) -> bool:
+    """Whether FSDP2 gathers the parameters of a module in its forward pass."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def declare_mesh(group: ProcessGroup, mesh: DeviceMesh) -> None:
+    """Have experts, or layers, that a group divides lie on a mesh; once for a group.
+
+    Args:
+        group: of `Placement`.
+        mesh: the group's dimension of a mesh, or its two.
+    """
+    mesh.__class__ = _MeshOfParts
+    _meshes.setdefault(group, {})[mesh.device_type] = mesh
+
+
+def is_part(parameter: Tensor) -> bool:
+    """Whether a parameter is divided as `Placement` says, and not by FSDP2 or another tool."""
+    return is_dtensor(parameter) and isinstance(parameter.device_mesh, _MeshOfParts)
+
+
+def group_of_mesh(mesh: DeviceMesh) -> ProcessGroup | None:
+    """The group whose parts lie on a mesh; None for a mesh that was not declared."""
+    if not isinstance(mesh, _MeshOfParts):
+        return None
+    return next((g for g, meshes in _meshes.items() if mesh in meshes.values()), None)
+
+
+def mesh_of(group: ProcessGroup, device: torch.device, names: tuple[str, ...]) -> DeviceMesh:
+    """The mesh of a group; one of its own, of one dimension, if it is of no `MoEMesh`."""
+    # A tensor on the meta device has no memory that a mesh of that kind could tell of.
+    kind = small_message_device(group).type if device.type == "meta" else device.type
+    meshes = _meshes.setdefault(group, {})
+    if kind not in meshes:
+        found = next(iter(meshes.values()), None)
+        if found is None:
+            found = DeviceMesh.from_group(group, kind, mesh_dim_names=names)
+        else:  # of tensors on another device
+            groups = [found.get_group(axis) for axis in range(found.ndim)]
+            found = DeviceMesh.from_group(groups, kind, found.mesh, mesh_dim_names=names)
+        declare_mesh(group, found)
+    return meshes[kind]
+
+
+def shard_of(dim: int, pieces: int) -> Placement:
+    """Shards along a dimension, of `pieces` that follow each other and are divided each by itself.
+
+    Such as the gates and the ups of a layer, one above the other.
+    """
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return Shard(dim) if pieces == 1 else _StridedShard(dim, split_factor=pieces)
+
+
 def dtensor_of(
-    local: Tensor, group: ProcessGroup, dim: int, table: Sequence[object] = ()
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size
 ) -> DTensor:
-    """The whole of which the ranks of a group hold equal parts along a dimension.
+    """The DTensor of which this rank holds `local`, and shares memory with it; nothing is sent."""
+    from torch.distributed.tensor import DTensor
 
-    It shares memory with `local`. Nothing is sent.
-
-    Args:
-        local: the part of this rank; a DTensor if others share that part with it.
-        group: ranks that hold the parts.
-        dim: which parts are equal slices of.
-        table: for a DTensor, the meshes of all parts, as nested lists of ranks.
-    """
-    from torch.distributed.tensor import DTensor, Shard
-
-    inner = local.placements if is_dtensor(local) else ()
-    shape = torch.Size(n * (group.size() if i == dim else 1) for i, n in enumerate(local.shape))
-    mesh = _mesh_of_parts(local, group, table)
-    whole = DTensor.from_local(
-        local_part(local).contiguous(),
-        mesh,
-        [Shard(dim), *inner],
-        run_check=False,
-        shape=shape,
-        stride=contiguous_stride(shape),
-    )
-    # safetensors and Accelerate ask for the memory of what they write; this is their second try.
-    whole.storage = mesh.__reduce__  # type: ignore[method-assign]
-    return whole
-
-
-def dtensor_of_shards(
-    local: Tensor, group: ProcessGroup, groups: tuple[ProcessGroup, ProcessGroup], cut: int
-) -> DTensor:
-    """The whole of which the ranks of a group hold equal parts along dimensions 0 and `cut`.
-
-    Args:
-        local: the part of this rank.
-        group: ranks that hold the parts, those along `cut` next to each other.
-        groups: this rank's along dimension 0, and along `cut`.
-        cut: a dimension.
-    """
-    from torch.distributed.tensor import DTensor, Shard
-
-    mesh = _mesh_of_shards(local, group, groups)
-    sizes = {0: groups[0].size(), cut: groups[1].size()}
-    shape = torch.Size(n * sizes.get(i, 1) for i, n in enumerate(local.shape))
-    whole = DTensor.from_local(
+    return DTensor.from_local(
         local.contiguous(),
         mesh,
-        [Shard(0), Shard(cut)],
+        placements,
         run_check=False,
         shape=shape,
         stride=contiguous_stride(shape),
     )
-    whole.storage = mesh.__reduce__  # type: ignore[method-assign]
+
+
+def refusing_files(whole: Tensor) -> Tensor:
+    """The same DTensor, for a state dict: who writes its memory is told what to write instead."""
+    if is_dtensor(whole):
+        # safetensors and Accelerate ask for the memory of what they write; this is their second
+        # try.
+        whole.storage = whole.device_mesh.__reduce__  # type: ignore[method-assign]
     return whole
 
 
-def local_of_shards(
-    whole: DTensor, group: ProcessGroup, groups: tuple[ProcessGroup, ProcessGroup], cut: int
-) -> Tensor | None:
-    """The tensor that `dtensor_of_shards` was given; None for a DTensor of another mesh."""
+def unflattened(whole: DTensor, dim: int, pieces: int, *, stacked: bool) -> DTensor:
+    """The same tensor with a dimension of `pieces` in front of `dim`, for `state_dict()`.
+
+    `torch.distributed.checkpoint` writes no pieces that are divided each by itself.
+
+    Args:
+        whole: divided along `dim` on the last dimension of its mesh.
+        dim: of the tensor.
+        pieces: their number.
+        stacked: each of them is the part of one rank; else each is divided over the ranks.
+    """
     from torch.distributed.tensor import Shard
 
-    mesh = _mesh_of_shards(whole, group, groups)
-    if whole.device_mesh is not mesh or tuple(whole.placements) != (Shard(0), Shard(cut)):
-        return None
-    return whole.to_local()
+    sizes = list(whole.shape)
+    sizes[dim : dim + 1] = [pieces, sizes[dim] // pieces]
+    along: list[Placement] = []
+    for place in whole.placements[:-1]:
+        at = getattr(place, "dim", -1)
+        along.append(Shard(at + (at > dim or (stacked and at == dim))) if at >= 0 else place)
+    along.append(Shard(dim + (not stacked)))
+    local = whole.to_local().unflatten(dim, (1 if stacked else pieces, -1))
+    return dtensor_of(local, whole.device_mesh, along, torch.Size(sizes))
 
 
-def _mesh_of_shards(
-    local: Tensor, group: ProcessGroup, groups: tuple[ProcessGroup, ProcessGroup]
-) -> DeviceMesh:
-    kind = "cpu" if local.device.type == "meta" else local.device.type
-    meshes, key = _meshes.setdefault(group, {}), f"{kind} with shards"
-    if key not in meshes:
-        ranks = torch.tensor(group_ranks(group)).view(-1, groups[1].size())
-        names = ("parts", "shards")
-        meshes[key] = DeviceMesh.from_group(list(groups), kind, mesh=ranks, mesh_dim_names=names)
-        meshes[key].__class__ = _MeshOfParts
-    return meshes[key]
+def flattened(whole: Tensor, dim: int, like: Tensor) -> Tensor:
+    """Undo `unflattened`, of a DTensor or of a plain tensor."""
+    if not is_dtensor(whole) or not is_dtensor(like):
+        return whole.flatten(dim, dim + 1)
+    if whole.device_mesh != like.device_mesh:
+        return whole.full_tensor().flatten(dim, dim + 1)
+    local = own_part(whole).to_local().flatten(dim, dim + 1)
+    return dtensor_of(local, like.device_mesh, like.placements, like.shape)
 
 
-def _mesh_of_parts(local: Tensor, group: ProcessGroup, table: Sequence[object]) -> DeviceMesh:
-    inner = local.device_mesh if is_dtensor(local) else None
-    # A tensor on the meta device has no memory that a mesh of that kind could tell of.
-    kind = "cpu" if local.device.type == "meta" else local.device.type
-    meshes, key = _meshes.setdefault(group, {}), kind if inner is None else inner
-    if key not in meshes:
-        if inner is None:
-            mesh = DeviceMesh.from_group(group, kind)
-        else:
-            mesh = DeviceMesh.from_group(
-                [group, *(inner.get_group(axis) for axis in range(inner.ndim))],
-                inner.device_type,
-                mesh=torch.tensor(table),
-                mesh_dim_names=("parts", *(f"shards_{axis}" for axis in range(inner.ndim))),
-            )
-        mesh.__class__ = _MeshOfParts
-        meshes[key] = mesh
-    return meshes[key]
+def own_part(value: DTensor) -> DTensor:
+    """ValueError for a DTensor that another rank has pickled: it holds the part of that rank."""
+    # Of another mesh than its file says, it has no coordinates here.
+    mesh = value.device_mesh
+    here = (mesh.mesh == global_rank()).nonzero()
+    if here.numel() and tuple(here[0].tolist()) != tuple(mesh.get_coordinate() or ()):
+        raise ValueError(
+            "load_state_dict: expected whole tensors or this rank's parts, got the part of another "
+            f"rank, of shape {tuple(value.to_local().shape)} of {tuple(value.shape)}; save by "
+            "moe_ext.distributed.checkpoint.save or torch.distributed.checkpoint.save"
+        )
+    return value
 
 
-def local_of(
-    whole: DTensor, like: Tensor, group: ProcessGroup, dim: int, table: Sequence[object] = ()
-) -> Tensor | None:
-    """The tensor that `dtensor_of` was given; None for a DTensor of another mesh or placement."""
-    from torch.distributed.tensor import DTensor, Shard
+def distributed(whole: Tensor, like: DTensor) -> DTensor:
+    """A plain tensor that every rank holds, divided as another one is; nothing is sent."""
+    from torch.distributed.tensor import distribute_tensor
 
-    mesh = _mesh_of_parts(like, group, table).mesh.tolist()
-    if whole.device_mesh.mesh.tolist() != mesh or whole.placements[0] != Shard(dim):
-        return None
-    if not is_dtensor(like):
-        return whole.to_local()
-    shape = torch.Size(n // (group.size() if i == dim else 1) for i, n in enumerate(whole.shape))
-    return DTensor.from_local(
-        whole.to_local(),
-        like.device_mesh,
-        whole.placements[1:],
-        run_check=False,
-        shape=shape,
-        stride=contiguous_stride(shape),
-    )
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def divided_as(tensor: Tensor, like: Tensor) -> Tensor:
@@ -282,16 +293,21 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def placed_as(tensor: Tensor, like: Tensor) -> Tensor:
-    """A DTensor with the placements of another one on its mesh; sums that are due are made."""
-    assert is_dtensor(tensor) and is_dtensor(like)
+    """A DTensor with the placements of another one on its mesh; sums that are due are made.
+
+    A plain tensor comes back as it is.
+    """
+    if not is_dtensor(tensor) or not is_dtensor(like):
+        return tensor
     return tensor.redistribute(like.device_mesh, like.placements)
 
 
 def with_local(like: Tensor, local: Tensor) -> Tensor:
-    """A DTensor as another one, of other shards."""
+    """A DTensor as another one, of other shards; `local` itself if that is a plain tensor."""
+    if not is_dtensor(like):
+        return local
     from torch.distributed.tensor import DTensor
 
-    assert is_dtensor(like)
     return DTensor.from_local(
         local,
         like.device_mesh,

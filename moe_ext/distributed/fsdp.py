@@ -10,20 +10,17 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import nn
 
 from moe_ext.distributed._c10d import flat_mesh
-from moe_ext.distributed.agreement import agree
-from moe_ext.distributed.dtensor import is_dtensor
-from moe_ext.distributed.groups import global_rank, group_ranks
+from moe_ext.distributed.dtensor import is_dtensor, local_part
+from moe_ext.distributed.groups import group_ranks
 from moe_ext.distributed.mesh import MoEMesh
 from moe_ext.distributed.placement import (
     Placement,
     expert_parameters,
-    note_shard,
+    known_ranks,
     placements,
-    replica_ranks,
     sharded_parameters,
 )
 
@@ -146,7 +143,7 @@ def _dim_to_shard(num_ranks: int, experts: set[int]) -> Callable[[nn.Parameter],
     from torch.distributed.tensor import Shard
 
     def dim_of(parameter: nn.Parameter) -> Shard | None:
-        num_experts = parameter.shape[0] if parameter.dim() else 0
+        num_experts = local_part(parameter).shape[0] if parameter.dim() else 0
         padded = -num_experts % num_ranks
         if id(parameter) not in experts or padded <= _MOST_PADDING * num_experts:
             return None
@@ -158,7 +155,7 @@ def _dim_to_shard(num_ranks: int, experts: set[int]) -> Callable[[nn.Parameter],
 
 
 def check_wrapping(experts: nn.Module) -> None:
-    """Refuse meshes of `fully_shard` that mix experts, or that let copies drift apart, and FSDP1.
+    """Refuse meshes of `fully_shard` that mix experts, or that let copies drift apart.
 
     Called before every forward pass of a module with experts: what was wrapped over which ranks is
     known only then. It looks when something was wrapped since the last time.
@@ -169,12 +166,6 @@ def check_wrapping(experts: nn.Module) -> None:
     # Not at the top: FSDP takes a second to import.
     from moe_ext.distributed import fsdp_state
 
-    if _is_flattened(experts):
-        raise ValueError(
-            "FullyShardedDataParallel: expected modules with experts over ranks to be left out "
-            "(ignored_modules=), since it takes flat pieces of different experts for pieces of the "
-            "same, got them wrapped; use FSDP2 with moe_ext.distributed.fully_shard(module, mesh)"
-        )
     count = fsdp_state.num_wrapped()
     if count == 0 or _checked.get(experts) == count:
         return
@@ -185,61 +176,26 @@ def check_wrapping(experts: nn.Module) -> None:
     _checked[experts] = count
 
 
-def _is_flattened(module: nn.Module) -> bool:
-    """Whether FSDP1 manages the module: views of a flat tensor replace its parameters."""
-    return any(
-        isinstance(value, torch.Tensor)
-        and not isinstance(value, nn.Parameter)
-        and value._base is not None
-        and value._base.dim() == 1
-        and value._base.shape != value.shape
-        for inner in module.modules()
-        for value in (*inner._parameters.values(), *vars(inner).values())
-    )
-
-
 def _check_meshes(
     places: dict[str, Placement], wrapped: Iterable[tuple[str, DTensor, bool]]
 ) -> None:
-    """Refuse a parameter whose gradient is not averaged over exactly the ranks that hold it.
+    """Refuse a parameter whose gradient is not averaged over all ranks that have one.
 
     Args:
         places: of the model, by name.
         wrapped: name of a parameter, its shards, and whether a hook averages its gradient over more
             ranks than those of their mesh.
     """
-    ep_groups = {place.group for place in places.values() if place.num_parts > 1}
-    unknown = {}
+    divided = {name: place for name, place in places.items() if place.num_parts > 1}
+    groups = {place.group for place in divided.values()}
     for name, parameter, is_hooked in wrapped:
-        mesh, place = parameter.device_mesh, places.get(name)
-        ranks = mesh.mesh.flatten().tolist()
-        if place is None or place.num_parts == 1:
-            for group in ep_groups:
-                wanted = set() if group is None or is_hooked else set(group_ranks(group))
-                if not wanted <= set(ranks):
-                    raise ValueError(
-                        f"fully_shard: expected the mesh of {name} to have all ranks of the expert-"
-                        f"parallel group {sorted(wanted)}, since their gradients differ, got ranks "
-                        f"{ranks}. {_RECIPE}"
-                    )
-            continue
-        assert place.group is not None
-        note_shard(parameter, place)
-        holders = replica_ranks(place)
-        if holders is None:
-            unknown[place.group, mesh] = place
-            fits = set(ranks).isdisjoint(set(group_ranks(place.group)) - {global_rank()})
-        else:
-            fits = set(ranks) == set(holders) or (is_hooked and set(ranks) <= set(holders))
-        if not fits:
-            only = "" if holders is None else f", {holders}"
-            raise ValueError(
-                f"fully_shard: expected the mesh of {name} to have the ranks that hold the same "
-                f"experts as this one{only}, got ranks {ranks}: their shards would be taken for "
-                f"those of the same experts. {_RECIPE}"
-            )
-    for (_, mesh), place in unknown.items():
-        for axis in range(mesh.ndim):
-            facts = {"the experts that the ranks of a mesh hold": place.held}
-            device = torch.device(mesh.device_type)
-            agree("fully_shard", facts, None, mesh.get_group(axis), device)
+        ranks = parameter.device_mesh.mesh.flatten().tolist()
+        # Experts are DTensors, whose mesh has the ranks of their group already.
+        wanted = [known_ranks(divided[name]) or set()] if name in divided else []
+        wanted = wanted or [set(group_ranks(group)) for group in groups if group is not None]
+        for needed in () if is_hooked else wanted:
+            if not needed <= set(ranks):
+                raise ValueError(
+                    f"fully_shard: expected the mesh of {name} to have the ranks {sorted(needed)}, "
+                    f"over which its gradients are averaged, got ranks {ranks}. {_RECIPE}"
+                )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup, _composable_state
 from torch.distributed.fsdp import FSDPModule
@@ -23,12 +24,16 @@ class ManagedParameter:
         owner: the module that holds it, and its name there.
         param: the sharded parameter.
         shard_numel: elements of a rank's shard in the messages, padding included.
+        shape: of what the ranks of the messages hold between them: a part, of experts over ranks.
+        dim: the dimension that the messages divide.
     """
 
     owner: nn.Module
     name: str
     param: nn.Parameter
     shard_numel: int
+    shape: torch.Size
+    dim: int
 
     @property
     def sharded(self) -> DTensor:
@@ -59,6 +64,8 @@ def managed_parameters(module: FSDPModule) -> list[ManagedParameter]:
             entry._module_info.param_name,
             entry.sharded_param,
             entry.padded_sharded_param_size.numel(),
+            entry._orig_size,
+            entry.fsdp_placement.dim,
         )
         for group in groups
         for entry in group.fsdp_params

@@ -88,7 +88,7 @@ def sync_gradients(model: nn.Module, *, mesh: MoEMesh | None = None) -> None:
     sharded = sharded_parameters(model)
     problem = _find_problem(model, sharded, world)
     # FSDP2 has reduced these in the backward pass.
-    sharded = {name: entry for name, entry in sharded.items() if not is_dtensor(entry[0])}
+    sharded = {n: (p, place) for n, (p, place) in sharded.items() if not place.is_managed(p)}
     dense = [] if problem else _dense_parameters(model, sharded)
     shards = [] if problem else _tensor_parallel(model, world)
     handled = [*dense, *((name, parameter) for name, (parameter, _) in sharded.items()), *shards]
@@ -109,7 +109,14 @@ def sync_gradients(model: nn.Module, *, mesh: MoEMesh | None = None) -> None:
     average_gradients(world, [parameter for _, parameter in dense])
     for replicas, parameters in replicated_groups(sharded.values(), device):
         average_gradients(replicas, parameters)
-    _average_tensor_parallel([parameter for _, parameter in shards], device)
+    by_group: dict[ProcessGroup, list[nn.Parameter]] = {}
+    for _, parameter in shards:
+        if parameter.grad is not None:
+            parameter.grad = placed_as(parameter.grad, parameter)
+        group: ProcessGroup = parameter.device_mesh.get_group()  # type: ignore[attr-defined]
+        by_group.setdefault(group, []).append(parameter)
+    for group, parameters in by_group.items():
+        average_gradients(replica_group(group, device), parameters)
 
 
 def was_synced(gradient: Tensor) -> bool:
@@ -133,9 +140,9 @@ def _find_problem(
     """Problem of this rank's model, or None."""
     for name, parameter in model.named_parameters():
         if is_dtensor(parameter):
-            ranks, is_expert = parameter.device_mesh.size(), name in sharded
-            ranks *= sharded[name][1].num_parts if is_expert else 1
-            if ranks != world.size() and (is_expert or parameter.device_mesh.ndim > 1):
+            ranks, place = parameter.device_mesh.size(), sharded.get(name, (None, None))[1]
+            is_known = place is not None and not place.is_managed(parameter)
+            if ranks != world.size() and parameter.device_mesh.ndim > 1 and not is_known:
                 return (
                     f"expected DTensor parameters to lie over all {world.size()} ranks, got {ranks}"
                     f" for {name}; see moe_ext.distributed.fully_shard"
@@ -199,26 +206,6 @@ def _tensor_parallel(model: nn.Module, world: ProcessGroup) -> list[tuple[str, n
 
     named = model.named_parameters()
     return [(n, p) for n, p in named if p.requires_grad and n not in placed and is_shard(p)]
-
-
-def _average_tensor_parallel(parameters: list[nn.Parameter], device: torch.device) -> None:
-    """Make gradients of DTensors the mean over the ranks with the same shards."""
-    by_group: dict[ProcessGroup, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        group: ProcessGroup = parameter.device_mesh.get_group()  # type: ignore[attr-defined]
-        by_group.setdefault(group, []).append(parameter)
-    for group, found in by_group.items():
-        own = [nn.Parameter(local_part(parameter.detach())) for parameter in found]
-        for shard, parameter in zip(own, found, strict=True):
-            if parameter.grad is not None:
-                parameter.grad = placed_as(parameter.grad, parameter)
-                shard.grad = local_part(parameter.grad)
-        average_gradients(replica_group(group, device), own)
-        for shard, parameter in zip(own, found, strict=True):
-            if parameter.grad is None and shard.grad is not None:
-                parameter.grad = with_local(parameter, shard.grad)
-            if parameter.grad is not None:
-                mark_synced(parameter.grad)
 
 
 def fingerprint(parameters: Sequence[tuple[str, Tensor]]) -> int:
@@ -287,13 +274,14 @@ def average_gradients(group: ProcessGroup | None, parameters: list[nn.Parameter]
 
 
 def put_gradients(bucket: Sequence[nn.Parameter], flat: Tensor) -> None:
-    """Give parameters that lie side by side in `flat` their gradients."""
-    pieces = flat.split([parameter.numel() for parameter in bucket])
-    for parameter, piece in zip(bucket, pieces, strict=True):
+    """Give parameters, this rank's parts of which lie side by side in `flat`, their gradients."""
+    parts = [local_part(parameter.detach()) for parameter in bucket]
+    pieces = flat.split([part.numel() for part in parts])
+    for parameter, part, piece in zip(bucket, parts, pieces, strict=True):
         if parameter.grad is None:
-            parameter.grad = piece.view_as(parameter).clone()
+            parameter.grad = with_local(parameter, piece.view_as(part).clone())
         else:
-            parameter.grad.copy_(piece.view_as(parameter))
+            local_part(parameter.grad).copy_(piece.view_as(part))
 
 
 def gradient_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -306,7 +294,7 @@ def gradient_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]
         if not bucket:
             buckets.append(bucket)
         bucket.append(parameter)
-        size += parameter.numel() * parameter.element_size()
+        size += local_part(parameter.detach()).nbytes
         open_buckets[key] = ([], 0) if size >= _BUCKET_BYTES else (bucket, size)
     return buckets
 
@@ -315,9 +303,9 @@ def _average_bucket(bucket: list[nn.Parameter], group: ProcessGroup) -> None:
     with torch.no_grad():
         flat = torch.cat(
             [
-                parameter.new_zeros(parameter.numel())
+                torch.zeros_like(local_part(parameter.detach())).reshape(-1)
                 if parameter.grad is None
-                else parameter.grad.reshape(-1)
+                else local_part(placed_as(parameter.grad, parameter)).reshape(-1)
                 for parameter in bucket
             ]
         )

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.distributed import comm
 from moe_ext.distributed.agreement import agree
+from moe_ext.distributed.dtensor import declare_mesh
 from moe_ext.distributed.groups import (
     global_rank,
     group_size,
@@ -89,7 +90,7 @@ class MoEMesh:
         tp_group: tensor-parallel process group; None with tp = 1.
         pp_group: ranks of one pipeline, in order of stages; None with pp = 1.
         stage_group: all ranks of this rank's stage; None without torch.distributed.
-        device_mesh: DeviceMesh with dimensions "dp" (edp) and "ep", with etp "dp", "ep" and "etp",
+        device_mesh: DeviceMesh with dimensions "edp" and "ep", with etp "edp", "ep" and "etp",
             or with cp beside ep "dp", "cp" and "ep", of this stage; None without torch.distributed.
         data_mesh: DeviceMesh with dimensions "data" and "cp", with tp "data", "cp" and "tp", over
             the same ranks; None with cp beside ep, without either, or without torch.distributed.
@@ -251,7 +252,6 @@ class MoEMesh:
         self.tp_group = group("tp") if self.tp_size > 1 else None
         self.pp_group = group("pp") if self.pp_size > 1 else None
         self.world_mesh = DeviceMesh.from_group(self.stage_group, device_type)
-        self.replica_mesh = DeviceMesh.from_group(replicas, device_type)
         experts, attention = self._experts[self.pp_rank], self._attention[self.pp_rank]
         alone = self.edp_size == 1
         declare_replicas(self.ep_group, None if alone else replicas, experts.flatten(1).tolist())
@@ -260,15 +260,17 @@ class MoEMesh:
             outer = experts.view(-1, self.cp_size, self.ep_size)[:, self.cp_rank, self.ep_rank]
             outermost = comm.local_group(outer.tolist(), world, device)
             self.device_mesh = mesh(experts, dp=outermost, cp=self.cp_group, ep=self.ep_group)
+            self._declare_experts(mesh(experts, edp=replicas, ep=self.ep_group))
             return
         if self.etp_size > 1:
             self.etp_group = group("etp")
             same = experts[self.edp_rank, :, self.etp_rank].tolist()
             parts = comm.local_group(same, world, device)
             declare_expert_shards(self.ep_group, parts, self.etp_group)
-            self.device_mesh = mesh(experts, dp=replicas, ep=parts, etp=self.etp_group)
+            self.device_mesh = mesh(experts, edp=replicas, ep=parts, etp=self.etp_group)
         else:
-            self.device_mesh = mesh(experts, dp=replicas, ep=self.ep_group)
+            self.device_mesh = mesh(experts, edp=replicas, ep=self.ep_group)
+        self._declare_experts(self.device_mesh)
         if self.tp_group is not None:
             copies = group("dense")
             alone = copies.size() == 1
@@ -280,6 +282,12 @@ class MoEMesh:
         if self.tp_group is not None:
             axes["tp"] = self.tp_group
         self.data_mesh = mesh(attention, **axes)
+
+    def _declare_experts(self, mesh: DeviceMesh) -> None:
+        """Take the dimensions that experts lie on, and the one that holds their copies."""
+        assert self.ep_group is not None
+        self.replica_mesh = mesh["edp"]
+        declare_mesh(self.ep_group, mesh["ep", "etp"] if self.etp_size > 1 else mesh["ep"])
 
     def rank_groups(self, axis: str) -> list[list[int]]:
         """Global ranks of all groups of one axis.

@@ -1,9 +1,10 @@
 """Placement: the part of each parameter that this rank holds, and the ranks of the others.
 
 A module whose parameters differ between the ranks of a group says so once, with
-`declare_placement`; everything that must know (gradients, clipping, data parallelism, checkpoints,
-optimizers, compression) asks `placements(model)`. Nothing is read off attribute or class names.
-Declarations stay with the module: they survive `deepcopy`, `to`, `to_empty` and new parameters.
+`declare_placement`, which makes DTensors of them: torch's own tools then know the whole. What a
+DTensor does not tell (which experts, that they are experts, what a mean of gradients is over) is
+asked of `placements(model)`. Nothing is read off attribute or class names. Declarations stay with
+the module: they survive `deepcopy`, `to`, `to_empty` and new parameters.
 """
 
 from __future__ import annotations
@@ -13,25 +14,31 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.utils.weak import WeakIdKeyDictionary
 
 from moe_ext._compile import outside_graphs
 from moe_ext.distributed import comm
 from moe_ext.distributed.agreement import share
 from moe_ext.distributed.dtensor import (
-    divided_as,
+    distributed,
     dtensor_of,
-    dtensor_of_shards,
+    flattened,
+    group_of_mesh,
     is_dtensor,
+    is_part,
     keeps_wholes,
-    local_of,
-    local_of_shards,
     local_part,
+    mesh_of,
+    own_part,
+    placed_as,
+    refusing_files,
+    shard_of,
+    unflattened,
+    with_local,
 )
 from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import (
@@ -42,11 +49,18 @@ from moe_ext.distributed.groups import (
     resolve_group,
 )
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement as TensorPlacement
+
 # Attribute of a module: parameter name, or "" for all, to placement.
 _DECLARED = "_moe_ext_placements"
+# Attribute of a module whose forward pass runs: parameters that it holds as parts meanwhile.
+_GIVEN = "_moe_ext_given_parts"
 
-# Parameters that `sharded_parameters` found in some model, with their placements.
-_sharded = WeakIdKeyDictionary()
+# Attribute of a parameter that is divided over ranks: its placement. (A weak dictionary would keep
+# `Module.to` from putting another tensor in its place.)
+_PLACED = "_moe_ext_placement"
 
 # Ranks with the same coordinate in a group; None where this rank has no such peer.
 _replica_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup | None]
@@ -121,96 +135,134 @@ class Placement:
             shape[self.dim] = shape[self.dim] // len(self.held) * self.size
         return torch.Size(shape)
 
-    def shown(self, local: Tensor) -> Tensor:
-        """The DTensor that stands for a divided parameter in `state_dict()`.
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        """The mesh of the group, with dimension "ep" or "tp"."""
+        assert self.group is not None
+        return mesh_of(self.group, device, (self.axis,))
 
-        It is the whole parameter, or the parts of all ranks `[P, ...]` if no dimension is divided.
+    def along(self) -> list[TensorPlacement]:
+        """Placements of the parameter on the dimensions of the mesh."""
+        return [shard_of(self.dim or 0, self.blocks)]
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether a parameter is divided so, by FSDP2 further or not."""
+        if self.num_parts == 1 or not is_dtensor(parameter):
+            return self.num_parts == 1
+        return self.is_managed(parameter) or list(parameter.placements) == self.along()
+
+    def is_managed(self, parameter: Tensor) -> bool:
+        """Whether copies of this rank's part are divided further, as FSDP2 does."""
+        return is_dtensor(parameter) and parameter.device_mesh.ndim > len(self.along())
+
+    def whole(self, local: Tensor) -> Tensor:
+        """The DTensor of which this rank holds `local`, and shares memory with it.
+
+        Of a parameter that has no dimension for the parts, theirs lie one after the other. Nothing
+        is sent. A tensor that is held whole comes back as it is.
         """
-        return self.whole(local) if self.dim is not None else self._stack.whole(local[None])
+        if self.num_parts == 1 or is_dtensor(local):
+            return local
+        if local.dim() == 0:
+            raise ValueError(
+                "Placement: expected parameters of experts over ranks to have a dimension, got a "
+                "number of shape ()"
+            )
+        shape = list(self.logical_shape(local.shape))
+        if self.dim is None:
+            shape[0] *= self.num_parts
+        return dtensor_of(local, self.mesh(local.device), self.along(), torch.Size(shape))
 
-    def taken(self, value: Tensor, like: Tensor) -> Tensor:
-        """This rank's part of what `shown` returns, of a plain tensor of its shape, or of its own.
+    @property
+    def pieces(self) -> tuple[int, int]:
+        """Dimension and number of what `shown` makes a dimension."""
+        return (0, self.num_parts) if self.dim is None else (self.dim, self.blocks)
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """This rank's part of a plain tensor as one process holds it."""
+        if self.dim is None or self.num_parts == 1:
+            return whole
+        pieces = whole.unflatten(self.dim, (self.blocks, -1))
+        rows = pieces.shape[self.dim + 1] // self.size
+        part = pieces.narrow(self.dim + 1, self.held.start * rows, len(self.held) * rows)
+        return part.flatten(self.dim, self.dim + 1)
+
+    def shown(self, value: Tensor) -> Tensor:
+        """The DTensor that stands for a divided tensor in `state_dict()`.
+
+        It is the tensor itself, where `torch.distributed.checkpoint` can write it; pieces that are
+        divided each by itself, and parts of which no dimension is divided, are a dimension.
+        """
+        if self.dim is None and self.num_parts == 1:
+            return value
+        if self.dim is None and not is_dtensor(value):
+            return self._stack.whole(value[None])
+        value = self.whole(value)
+        dim, pieces = self.pieces
+        if pieces == 1:
+            return value
+        if not is_dtensor(value):
+            return value.unflatten(dim, (pieces, -1))
+        return unflattened(value, dim, pieces, stacked=self.dim is None)
+
+    def of_expert(self, value: Tensor) -> Tensor:
+        """The tensor of this rank's expert alone, where each expert is a module.
+
+        A DTensor where FSDP2 divides it further.
 
         Args:
-            value: of the shape of the whole, or of the part.
-            like: the parameter, of this rank's part.
+            value: the parameter, or as `shown` makes it.
         """
-        if value.shape == like.shape:
+        if not is_dtensor(value):
             return value
-        if value.shape == (0,):
+        along, local = list(value.placements[:-1]), value.to_local()
+        shape = list(value.shape)
+        shape[0] //= self.num_parts
+        if not along:
+            return local
+        mesh = value.device_mesh
+        names = mesh.mesh_dim_names
+        assert names is not None
+        plain = [p if p.is_replicate() else shard_of(getattr(p, "dim", 0), 1) for p in along]
+        return dtensor_of(local, mesh[names[:-1]], plain, torch.Size(shape))
+
+    def taken(self, value: Tensor, like: Tensor) -> Tensor:
+        """The tensor for `load_state_dict`, divided as the parameter `like`.
+
+        Args:
+            value: as `shown` makes it, a plain tensor of that or of the logical shape, or the part
+                of this rank.
+            like: the parameter, or a plain buffer.
+        """
+        if value.shape == (0,) != like.shape:
             raise ValueError(
                 "load_state_dict: expected tensors, got the empty ones that whole_state_dicts "
                 "gives to ranks that do not keep the whole; load what rank 0 has written"
             )
-        if self.dim is None:
-            is_stack = is_dtensor(value) or value.shape == (self.num_parts, *like.shape)
-            return self._stack.local(value, like[None])[0] if is_stack else value
-        in_pieces = self.blocks > 1 and value.dim() == like.dim() + 1
-        if is_dtensor(value) or in_pieces:
-            return self.local(value, like)
-        if value.shape == self.logical_shape(like.shape):
-            return self.part_of(value, like)
-        return value
+        if self.num_parts > 1 and not is_dtensor(like):
+            if self.dim is not None:
+                return local_part(self.taken(value, self.whole(like)))
+            is_stack = value.shape == (self.num_parts, *like.shape)
+            return local_part(self._stack.taken(value, self.shown(like)))[0] if is_stack else value
+        if value.dim() == like.dim() + 1:
+            value = flattened(value, self.pieces[0], like)
+        if not is_dtensor(like):
+            return value
+        if is_dtensor(value):
+            if value.shape == like.shape:
+                return placed_as(own_part(value), like)
+            # Of this rank's expert alone, see `of_expert`.
+            return with_local(like, local_part(value)) if self.dim is None else value
+        if value.shape == like.shape:
+            return distributed(value, like)
+        # Parts of stacked experts are refused by torch: a file of one rank would hold them.
+        is_own = self.dim is None and value.shape == local_part(like).shape
+        return with_local(like, value) if is_own else value
 
     @property
     def _stack(self) -> Placement:
-        part = self.part
-        return dataclasses.replace(
-            self, held=range(part, part + 1), size=self.num_parts, dim=0, one_expert=False
-        )
-
-    def whole(self, local: Tensor) -> Tensor:
-        """The logical tensor of which this rank holds `local`, and shares memory with it.
-
-        A DTensor where the ranks of a group hold it between them. Pieces that are divided each by
-        itself come as a dimension of their own, for any number of ranks.
-        """
-        if self.dim is None:
-            return local
-        dim = self.dim
-        if self.blocks > 1:
-            local, dim = local.unflatten(dim, (self.blocks, -1)), dim + 1
-        if self.num_parts == 1:
-            return local
-        assert self.group is not None
-        return dtensor_of(local, self.group, dim, _table(self, local))
-
-    def local(self, whole: Tensor, like: Tensor | None = None) -> Tensor:
-        """This rank's part of what `whole` returns, of a plain tensor or of another DTensor.
-
-        A DTensor that is divided otherwise is gathered: all of its ranks must call then.
-
-        Args:
-            whole: of the logical shape.
-            like: the parameter, if other ranks may hold shards of the same part: what is returned
-                is divided as it is.
-        """
-        if self.dim is None:
-            return whole
-        dim = self.dim + int(self.blocks > 1)
-        like = local_part(whole) if like is None else like
-        if is_dtensor(whole):
-            if self.group is not None:
-                part = local_of(whole, like, self.group, dim, _table(self, like))
-                if part is not None:
-                    return part.flatten(self.dim, dim)
-            whole = whole.full_tensor()
-        rows = whole.shape[dim] // self.size
-        part = whole.narrow(dim, self.held.start * rows, len(self.held) * rows)
-        return divided_as(part.flatten(self.dim, dim), like)
-
-    def part_of(self, whole: Tensor, like: Tensor | None = None) -> Tensor:
-        """This rank's part of a plain tensor as one process holds it; `like` as of `local`."""
-        if self.dim is None:
-            return whole
-        pieces = whole.unflatten(self.dim, (self.blocks, -1)) if self.blocks > 1 else whole
-        return self.local(pieces, like)
-
-    def flat(self, found: Tensor) -> Tensor:
-        """Undo the dimension of pieces that `whole` shows."""
-        if self.dim is None or self.blocks == 1:
-            return found
-        return found.flatten(self.dim, self.dim + 1)
+        """Placement of the parts of all ranks in a dimension of their own, in front."""
+        held = range(self.part, self.part + 1)
+        return dataclasses.replace(self, held=held, size=self.num_parts, dim=0, one_expert=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
         return self
@@ -279,50 +331,44 @@ class ExpertShards(Placement):
             self.cut, self.cut + 1
         )
 
-    def whole(self, local: Tensor) -> Tensor:
-        """See `Placement`; a DTensor `[..., pieces, ...]` where there are several."""
-        if is_dtensor(local) or local.dim() <= self.cut:
-            raise ValueError(
-                "state_dict: expected tensors of the shape of the experts with etp, got shape "
-                f"{tuple(local.shape)}"
-            )
-        cut, several = self.cut, self.cut_blocks > 1
-        pieces = local.unflatten(cut, (self.cut_blocks, -1)) if several else local
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        """See `Placement`: dimensions "ep" and "etp"."""
         assert self.group is not None
-        return dtensor_of_shards(pieces, self.group, self._groups, cut + int(several))
+        return mesh_of(self.group, device, ("ep", "etp"))
 
-    def local(self, whole: Tensor, like: Tensor | None = None) -> Tensor:
+    def along(self) -> list[TensorPlacement]:
         """See `Placement`."""
-        if is_dtensor(whole):
-            assert self.group is not None
-            cut = self.cut + int(self.cut_blocks > 1)
-            part = local_of_shards(whole, self.group, self._groups, cut)
-            if part is not None:
-                return self.flat(part)
-            whole = self.flat(whole.full_tensor())
+        return [shard_of(0, 1), shard_of(self.cut, self.cut_blocks)]
+
+    @property
+    def pieces(self) -> tuple[int, int]:
+        """See `Placement`."""
+        return self.cut, self.cut_blocks
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """See `Placement`."""
         return self.shard(whole.narrow(0, self.held.start, len(self.held)))
 
-    def part_of(self, whole: Tensor, like: Tensor | None = None) -> Tensor:
-        """See `Placement`."""
-        return self.local(whole, like)
 
-    def flat(self, found: Tensor) -> Tensor:
-        """See `Placement`."""
-        return found if self.cut_blocks == 1 else found.flatten(self.cut, self.cut + 1)
+def plain(place: Placement, value: Tensor, num_dims: int | None = None) -> Tensor:
+    """A DTensor in one piece; a collective.
 
-
-def plain(place: Placement, shown: Tensor) -> Tensor:
-    """The tensor of which `shown` or `whole` made a DTensor, in one piece; a collective."""
-    if not is_dtensor(shown):
-        return shown
+    Args:
+        place: of the parameter.
+        value: the parameter, or as `shown` makes it.
+        num_dims: of the parameter, to undo `shown`; None keeps the form.
+    """
+    if not is_dtensor(value):
+        return value
     with naming_failed_ranks(place.group, "state_dict"):
-        found = shown.full_tensor()
-    return place.flat(found)
+        found = value.full_tensor()
+    dim = place.pieces[0]
+    return found if num_dims is None or num_dims == found.dim() else found.flatten(dim, dim + 1)
 
 
-def kept(place: Placement, shown: Tensor) -> Tensor:
+def kept(place: Placement, value: Tensor) -> Tensor:
     """Tensor that a state dict holds inside `whole_state_dicts`, in the place of a DTensor."""
-    found = plain(place, shown)
+    found = plain(place, value)
     return found.to("cpu").contiguous() if keeps_wholes() else torch.empty(0, dtype=found.dtype)
 
 
@@ -348,9 +394,48 @@ def declare_placement(
         module.register_state_dict_post_hook(_show_wholes)
         module.register_load_state_dict_pre_hook(_take_parts)
         module.register_forward_pre_hook(_check_wrapping)
+        # Submodules too: a recomputation calls them when the forward pass of the module is over.
+        for owner in () if getattr(module, "takes_dtensors", False) else module.modules():
+            owner.register_forward_pre_hook(_give_parts)
+            owner.register_forward_hook(_take_back, always_call=True)
     setattr(module, _DECLARED, declared)
+    _distribute(module)
     # Optimizers ask for parameters alone.
     sharded_parameters(module)
+
+
+def _distribute(module: nn.Module) -> None:
+    """Put DTensors in the place of parameters that hold this rank's part."""
+    places = {module.get_parameter(name): place for name, place in placements(module).items()}
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            place = places.get(parameter)  # type: ignore[arg-type]
+            if parameter is None or place is None or place.holds(parameter):
+                continue
+            if parameter not in made:
+                part = local_part(parameter.detach())
+                whole = nn.Parameter(place.whole(part), parameter.requires_grad)
+                vars(whole).update(vars(parameter))
+                made[parameter] = whole
+            owner._parameters[name] = made[parameter]
+
+
+def _give_parts(module: nn.Module, _inputs: object) -> None:
+    """Give a module that knows nothing of DTensors this rank's parts, for one forward pass."""
+    given = []
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and is_part(parameter):
+                given.append((owner, name, parameter))
+    for owner, name, parameter in given:
+        owner._parameters[name] = local_part(parameter)  # type: ignore[assignment]
+    vars(module).setdefault(_GIVEN, []).append(given)
+
+
+def _take_back(module: nn.Module, _inputs: object, _output: object) -> None:
+    for owner, name, parameter in vars(module)[_GIVEN].pop():
+        owner._parameters[name] = parameter
 
 
 def _show_wholes(
@@ -367,14 +452,14 @@ def _show_wholes(
             continue
         if placement.one_expert and placement is not placement_of(module):
             continue  # the expert has done it
-        shown = placement.shown(value)
         if keeps_wholes() is None:
-            state_dict[prefix + name] = shown
+            state_dict[prefix + name] = refusing_files(placement.shown(value))
         elif placement.dim is not None:
-            state_dict[prefix + name] = kept(placement, shown)
+            state_dict[prefix + name] = kept(placement, placement.whole(value))
         else:
             check_known(prefix + name, placement, "state_dict")
-            whole, paths = kept(placement, shown), _names_on_ranks(placement, prefix[:-1])
+            whole = kept(placement, placement.shown(value))
+            paths = _names_on_ranks(placement, prefix[:-1])
             for index, path in enumerate(paths):
                 # Copies, since files with shared memory are not everybody's.
                 state_dict[f"{path}.{name}"] = whole[index].clone() if len(whole) else whole
@@ -427,10 +512,10 @@ def declare_experts(module: nn.Module, num_experts: int, group: ProcessGroup | N
     if placement_of(module) is not None:
         return
     stacked = Placement.of_experts(num_experts, group)
-    declare_placement(module, dataclasses.replace(stacked, dim=None))
     named = module.named_parameters(remove_duplicate=False)
     fitting = [n for n, p in named if p.dim() and p.shape[0] == len(stacked.held)]
     declare_placement(module, stacked, fitting)
+    declare_placement(module, dataclasses.replace(stacked, dim=None))
 
 
 def placement_of(module: nn.Module) -> Placement | None:
@@ -535,12 +620,27 @@ def sharded_buffers(model: nn.Module) -> dict[str, tuple[Tensor, Placement]]:
 
 def note_shard(parameter: Tensor, placement: Placement) -> None:
     """Have `known_shard` know a parameter by itself, without its model."""
-    _sharded[parameter] = placement
+    setattr(parameter, _PLACED, placement)
 
 
 def known_shard(parameter: Tensor) -> Placement | None:
-    """Placement of a parameter that was found in some model, if it is divided over ranks."""
-    return _sharded.get(parameter)
+    """Placement of a parameter by itself, if it is divided over ranks.
+
+    Of one whose model was not asked since `Module.to` has changed it, what its DTensor tells.
+    """
+    found: Placement | None = getattr(parameter, _PLACED, None)
+    group = group_of_mesh(parameter.device_mesh) if is_dtensor(parameter) else None
+    if found is not None or group is None:
+        return found
+    assert is_dtensor(parameter)
+    along, ranks = parameter.placements[-1], group_size(group)
+    dim, blocks = getattr(along, "dim", 0), getattr(along, "split_factor", 1)
+    if parameter.device_mesh.ndim == 2:
+        return ExpertShards.of_stacked(parameter.shape[0], group, cut=dim, blocks=blocks)
+    size = parameter.shape[dim] // blocks
+    first = group_rank(group) * size // ranks
+    axis: Any = (parameter.device_mesh.mesh_dim_names or ("ep",))[0]
+    return Placement(axis, group, range(first, first + size // ranks), size, dim, blocks)
 
 
 def is_expert_shard(parameter: Tensor) -> bool:
@@ -677,26 +777,6 @@ def replica_group(group: ProcessGroup, device: torch.device) -> ProcessGroup | N
     columns = [list(column) for column in zip(*grid, strict=True)] if len(grid) > 1 else []
     declare_replicas(group, comm.subgroups(columns), grid)
     return _replica_groups[group]
-
-
-def _table(placement: Placement, like: Tensor) -> Any:
-    """The meshes over which the parts of a DTensor lie, this rank's mesh among them, as lists.
-
-    Nothing is sent for groups of a `MoEMesh`; see `replica_group`.
-    """
-    if not is_dtensor(like) or placement.group is None:
-        return ()
-    ranks, mine = like.device_mesh.mesh, placement.part
-    replica_group(placement.group, torch.device(like.device_mesh.device_type))
-    row_of = {row[mine]: row for row in _grids[placement.group]}
-    if not set(ranks.flatten().tolist()) <= set(row_of):
-        raise ValueError(
-            "state_dict: expected the shards of experts to lie over the ranks that hold the same "
-            f"ones, {list(row_of)}, got ranks {ranks.tolist()}; see "
-            "moe_ext.distributed.fully_shard"
-        )
-    table = torch.tensor([row_of[rank] for rank in ranks.flatten().tolist()])
-    return table.T.reshape(-1, *ranks.shape).tolist()
 
 
 def replica_ranks(placement: Placement) -> list[int] | None:

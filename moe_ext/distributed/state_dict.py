@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from moe_ext.distributed.agreement import meet
-from moe_ext.distributed.dtensor import is_dtensor, keeps_wholes, state_dicts_of_parts
+from moe_ext.distributed.dtensor import (
+    divided_as,
+    is_dtensor,
+    keeps_wholes,
+    local_part,
+    state_dicts_of_parts,
+)
 from moe_ext.distributed.placement import (
     Placement,
     check_known,
@@ -116,6 +122,7 @@ def gathered(
     """
     buffers = {name: place for name, (_, place) in sharded_buffers(model).items()}
     places, by_rank = {**placements(model), **buffers}, logical_names_by_rank(model)
+    dims = {name: parameter.dim() for name, parameter in model.named_parameters()}
     parts = {name: places.get(name) for name, value in state.items() if is_dtensor(value)}
     for name, place in parts.items():
         if place is not None:
@@ -126,7 +133,7 @@ def gathered(
     for name, value in state.items():
         wholes, place = {name: value}, parts.get(name)
         if place is not None:
-            whole = plain(place, value)
+            whole = plain(place, value, dims.get(name) if place.dim is not None else None)
             names, stacked = by_rank.get(name, ([name], 0))[0], place.dim is not None
             wholes = {name: whole} if stacked else dict(zip(names, whole.clone(), strict=True))
         elif is_dtensor(value):
@@ -138,44 +145,46 @@ def gathered(
 
 
 def whole_of(value: Tensor, parameter: Tensor, place: Placement | None, name: str) -> Tensor:
-    """A tensor of a parameter, as that is divided: of its shape, or of its first dimension's."""
+    """A tensor of a parameter, as `state_dict()` shows it: a DTensor where that is one.
+
+    It is of the parameter's shape, or has its first dimension.
+    """
     if place is not None:
         check_known(name, place, "checkpoint")
     if place is None or value.dim() == 0:
         return value
-    # As the model's own state dict shows it.
-    if place.num_parts > 1 and is_dtensor(value) and value.shape != parameter.shape:
-        return value if place.dim is not None else place.taken(value, parameter)
-    if value.shape == parameter.shape:
-        return place.whole(value)
-    if place.num_parts == 1 or place.dim is None:
+    if place.num_parts > 1 and place.dim is None:
+        return place.of_expert(place.taken(value, parameter))
+    if value.shape in (parameter.shape, local_part(parameter).shape):
+        return place.shown(value)
+    if place.num_parts == 1 or is_dtensor(value):
         return value
-    if place.dim == 0 and place.blocks == 1 and value.shape[0] == parameter.shape[0]:
+    rows = local_part(parameter).shape[0]
+    if place.dim == 0 and place.pieces[1] == 1 and value.shape[0] == rows:
         return place.whole(value)
     raise ValueError(
         f"checkpoint: expected the optimizer's tensors of {name} to have its first dimension, "
-        f"{parameter.shape[0]}, got shape {tuple(value.shape)}"
+        f"{rows}, got shape {tuple(value.shape)}"
     )
 
 
 def _shown(value: Any, parameter: Tensor, place: Placement, name: str) -> Any:
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
-    known = place.dim is not None
-    shown = whole_of(value, parameter, place, name) if known else place.shown(value)
-    return shown if keeps_wholes() is None else kept(place, shown)
+    if keeps_wholes() is None:
+        return (
+            whole_of(value, parameter, place, name) if place.dim is not None else place.shown(value)
+        )
+    return kept(place, place.whole(value) if place.dim is not None else place.shown(value))
 
 
 def _part_of(value: Any, parameter: Tensor, place: Placement) -> Any:
     """This rank's part of a loaded value, which is a DTensor, the whole, or already that part."""
-    if not isinstance(value, Tensor) or value.dim() == 0 or value.shape == parameter.shape:
+    if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     found = place.taken(value, parameter)
-    if found is not value or place.dim != 0 or place.blocks > 1:
-        return found
-    # Factored moments have rows, but not the shape of the parameter.
-    rows = place.logical_shape(parameter.shape)[0]
-    return place.local(value) if value.shape[0] == rows else value
+    # Factored moments have some dimensions of the parameter.
+    return found if is_dtensor(found) else divided_as(found, parameter)
 
 
 def _shards_of(optimizer: Optimizer) -> dict[int, tuple[Tensor, Placement]]:

@@ -91,7 +91,10 @@ class StackedExperts(nn.Module):
         self._ep_group = GroupHandle(group)
         self.num_local_experts = num_local
         self.num_experts = num_local * group_size(group)
-        declare_placement(self, Placement.of_experts(self.num_experts, group))
+
+    def _spread(self) -> None:
+        """Make DTensors of the parameters of this rank's experts, once they are there."""
+        declare_placement(self, Placement.of_experts(self.num_experts, self.ep_group))
 
     @property
     def ep_group(self) -> ProcessGroup | None:

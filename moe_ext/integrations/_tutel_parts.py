@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
+from moe_ext.distributed.dtensor import local_part
 from moe_ext.integrations._base import (
     StackedExperts,
     activate,
@@ -124,6 +125,7 @@ class FFNExperts(StackedExperts):
         ):
             zeros = nn.Parameter(torch.zeros(num_local, dim))
             self.register_parameter(name, zeros if wanted else None)
+        self._spread()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -132,10 +134,11 @@ class FFNExperts(StackedExperts):
             (self.batched_fc1_w, self.batched_fc1_w.shape[2]),
             (self.batched_fc2_w, self.batched_fc2_w.shape[1]),
         ):
-            nn.init.uniform_(weight, -1.0 / math.sqrt(fan_in), 1.0 / math.sqrt(fan_in))
+            bound = 1.0 / math.sqrt(fan_in)
+            nn.init.uniform_(local_part(weight), -bound, bound)
         for bias in (self.batched_fc1_bias, self.batched_fc2_bias):
             if bias is not None:
-                nn.init.zeros_(bias)
+                nn.init.zeros_(local_part(bias))
 
     def forward(self, rows_ND: Tensor, expert_offsets: Tensor) -> Tensor:
         """`[N, D] -> [N, D]`."""
@@ -167,12 +170,13 @@ class LlamaExperts(StackedExperts):
         self.shape = (num_local, model_dim, ffn_dim)
         for name in ("W_fc1", "W_fc2", "W_fc3"):
             self.register_parameter(name, nn.Parameter(torch.empty(math.prod(self.shape))))
+        self._spread()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw weights from a normal distribution of width 0.01."""
         for parameter in self.parameters():
-            nn.init.normal_(parameter, 0, 0.01)
+            nn.init.normal_(local_part(parameter), 0, 0.01)
 
     def forward(self, rows_ND: Tensor, expert_offsets: Tensor) -> Tensor:
         """`[N, D] -> [N, D]`."""

@@ -42,7 +42,6 @@ from moe_ext.distributed.groups import (
     resolve_group,
     world_size,
 )
-from moe_ext.distributed.placement import known_shard
 
 __all__ = [
     "Adasum",
@@ -620,7 +619,7 @@ def broadcast_parameters(
         pairs = sorted(listed, key=lambda pair: str(pair[0]))
     tensors = {name: value for name, value in pairs if isinstance(value, Tensor)}
     for name, tensor in tensors.items():
-        if is_dtensor(tensor) or known_shard(tensor):
+        if is_dtensor(tensor):
             raise ValueError(
                 f"{owner}: expected tensors that every rank has a copy of, got {name}, which lies "
                 "over ranks; each rank's part is its own"
@@ -661,7 +660,7 @@ def broadcast_optimizer_state(
 
 def _check_copies(owner: str, optimizer: Optimizer) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(is_dtensor(p) or known_shard(p) for p in parameters):
+    if any(is_dtensor(p) for p in parameters):
         raise ValueError(
             f"{owner}: expected parameters that every rank has a copy of, got experts that lie "
             "over ranks; call moe_ext.distributed.sync_gradients(model) before the step"

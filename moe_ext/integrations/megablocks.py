@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import ops
+from moe_ext.distributed.dtensor import local_part
 from moe_ext.distributed.groups import group_rank, group_size
 from moe_ext.integrations._base import (
     Gate,
@@ -172,6 +173,7 @@ class _MLP(StackedExperts):
         for name in ("w1", "w2", "v1")[: 3 if args.mlp_type == "glu" else 2]:
             empty = torch.empty(rows, args.hidden_size, dtype=args.dtype, device=args.device)
             self.register_parameter(name, nn.Parameter(empty))
+        self._spread()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -184,7 +186,7 @@ class _MLP(StackedExperts):
                 init = args.output_layer_init_method if name == "w2" else args.init_method
                 init(drawn)
                 own = drawn[first : first + self.num_local_experts]
-                parameter.copy_(own.reshape(parameter.shape))
+                local_part(parameter).copy_(own.flatten(0, 1))
 
     def forward(self, rows_ND: Tensor, expert_offsets: Tensor) -> Tensor:
         if self.args.memory_optimized_mlp:
@@ -194,7 +196,10 @@ class _MLP(StackedExperts):
 
     def _run(self, rows_ND: Tensor, expert_offsets: Tensor) -> Tensor:
         shape = (self.num_local_experts, self.args.ffn_hidden_size, self.args.hidden_size)
-        weights = {name: p.view(shape) for name, p in self.named_parameters(recurse=False)}
+        # A recomputation comes when the forward pass is over.
+        weights = {
+            n: local_part(p).view(shape) for n, p in self._parameters.items() if p is not None
+        }
         up = ops.grouped_mm(rows_ND, weights["w1"], expert_offsets)
         hidden = activate(up, self.args.activation_fn)
         if "v1" in weights:

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from moe_ext.distributed.agreement import agree
-from moe_ext.distributed.dtensor import is_dtensor, local_part, with_local
+from moe_ext.distributed.dtensor import local_part, with_local
 from moe_ext.distributed.gradients import fingerprint, is_synced, mark_synced
 from moe_ext.distributed.groups import resolve_group, world_size
 from moe_ext.distributed.placement import sharded_parameters
@@ -189,7 +189,8 @@ def _load(optimizer: Optimizer, saved: dict[str, Any]) -> None:
         for key, value in state.items():
             if isinstance(value, Tensor):
                 value = value.clone()  # torchft's tensors may lie in memory that is read alone
-                if is_dtensor(like) and value.shape == local_part(like).shape:
+                # 1-bit optimizers keep parts as such.
+                if value.shape == local_part(like).shape and not isinstance(optimizer, _ONE_BIT):
                     value = with_local(like, value)
             states[number][key] = value
     optimizer.load_state_dict({**saved, "state": states})
@@ -262,9 +263,9 @@ def average_over_groups(manager: Manager, model: nn.Module) -> None:
 def _check_first_step(manager: Manager, model: nn.Module, synced: bool) -> None:
     """ValueError on every rank where the first step would leave ranks with different weights."""
     sharded = sharded_parameters(model)
-    named = list(model.named_parameters())
+    named = [(name, local_part(p.detach())) for name, p in model.named_parameters()]
     dense = fingerprint([(name, p) for name, p in named if name not in sharded])
-    whole = fingerprint([(name, p) for name, p in named])
+    whole = fingerprint(named)
     device = named[0][1].device
     # Ranks that heal send zeros: the mean over those that take part is a ratio.
     numbers = [1.0, float(whole & 0xFFFF), float(whole >> 16)]

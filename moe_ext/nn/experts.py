@@ -22,7 +22,7 @@ from moe_ext.distributed.dispatch import (
     RowWeights,
     TokenDispatcher,
 )
-from moe_ext.distributed.dtensor import is_dtensor
+from moe_ext.distributed.dtensor import is_fsdp, local_part
 from moe_ext.distributed.groups import GroupHandle, check_group, group_rank, group_size
 from moe_ext.distributed.placement import (
     ExpertShards,
@@ -82,6 +82,9 @@ class GroupedExperts(nn.Module):
             divide E, or a post_norm or an activation with parameters is to be spread over ranks.
         TypeError: the activation is neither a name nor callable.
     """
+
+    # The forward pass takes this rank's parts of its parameters by itself.
+    takes_dtensors = True
 
     down_proj: nn.Parameter
     down_proj_bias: nn.Parameter | None
@@ -235,12 +238,14 @@ class GroupedExperts(nn.Module):
         self, name: str, x: Tensor, expert_offsets: Tensor, moves: ExpertMoves | None
     ) -> Tensor:
         bias_EM = getattr(self, f"{name}_bias")
-        if moves is not None and bias_EM is not None:
-            bias_EM = moves.extend(bias_EM)
+        if bias_EM is not None:
+            bias_EM = local_part(bias_EM) if moves is None else moves.extend(local_part(bias_EM))
         return ops.grouped_mm(x, self._weight(name, moves), expert_offsets, bias_EM=bias_EM)
 
     def _weight(self, name: str, moves: ExpertMoves | None = None) -> Tensor:
         weight: Tensor = getattr(self, name)
+        if type(weight) is not nn.Parameter:  # one process does not pay for the call
+            weight = local_part(weight)
         if moves is not None:
             weight = moves.extend(weight)
         return weight.transpose(1, 2) if self.transposed else weight
@@ -295,20 +300,21 @@ def late_weights(experts: nn.Module) -> dict[str, Tensor]:
         for name in (module._up_name, "down_proj"):
             weight = module._parameters.get(name)
             # Shards are gathered by the experts' own hooks, which come later.
-            if not isinstance(weight, nn.Parameter) or is_dtensor(weight):
+            if not isinstance(weight, nn.Parameter) or is_fsdp(module):
                 continue
             if weight.requires_grad:
-                found[f"{prefix}.{name}".lstrip(".")] = late_gradient(as_autocast(weight))
+                local = local_part(weight)
+                found[f"{prefix}.{name}".lstrip(".")] = late_gradient(as_autocast(local))
     return found
 
 
 def moved_weights(experts: GroupedExperts, moves: ExpertMoves) -> dict[str, Tensor]:
     """Weights with those that came behind them, for `run_experts`, to be sent beside the rows."""
-    weights = dict(experts.named_parameters(recurse=False))
     # Shards are gathered by the experts' own hooks, and sent behind the rows.
-    if any(map(is_dtensor, weights.values())):
+    if is_fsdp(experts):
         return {}
-    return {name: moves.extend(weight) for name, weight in weights.items()}
+    weights = experts.named_parameters(recurse=False)
+    return {name: moves.extend(local_part(weight)) for name, weight in weights}
 
 
 def run_experts(experts: nn.Module, late: dict[str, Tensor], *args: Any) -> Tensor:
@@ -413,12 +419,12 @@ def _init_stacked_experts_(
         return
     generator = torch.Generator(device)
     with torch.no_grad():
-        for local in range(stacked[0].shape[0]):
+        for local in range(local_part(stacked[0]).shape[0]):
             generator.manual_seed((base + (first_expert + local) * _SEED_STRIDE) % 2**63)
-            for tensor, inputs, place in zip(stacked, fan_in, places, strict=True):
-                bound = 1.0 / math.sqrt(inputs)
+            for whole_tensor, inputs, place in zip(stacked, fan_in, places, strict=True):
+                bound, tensor = 1.0 / math.sqrt(inputs), local_part(whole_tensor)
                 if isinstance(place, ExpertShards):
-                    whole = tensor.new_empty((1, *place.logical_shape(tensor.shape)[1:]))
+                    whole = tensor.new_empty((1, *whole_tensor.shape[1:]))
                     whole.uniform_(-bound, bound, generator=generator)
                     tensor[local] = place.shard(whole)[0]
                 else:

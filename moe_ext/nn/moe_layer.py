@@ -44,7 +44,7 @@ from moe_ext.distributed.dispatch import (
     static_chunks,
     telling_in_agreement,
 )
-from moe_ext.distributed.dtensor import is_dtensor
+from moe_ext.distributed.dtensor import is_fsdp
 from moe_ext.distributed.failures import in_layer
 from moe_ext.distributed.groups import check_group, group_size, small_message_device
 from moe_ext.distributed.placement import declare_experts, shards_of_experts
@@ -719,7 +719,7 @@ class MoELayer(CountingModule):
                 f"MoELayer: expected x to be of shape [..., {self.model_dim}], got {tuple(x.shape)}"
             )
         experts = self.experts
-        if self.row_budget is not None and any(map(is_dtensor, experts.parameters())):
+        if self.row_budget is not None and any(map(is_fsdp, experts.modules())):
             raise ValueError(
                 "MoELayer: expected fully_shard to leave the experts of a layer with a row_budget "
                 "whole (ignored_params), since they run several times in a pass, got shards; call "
@@ -728,7 +728,7 @@ class MoELayer(CountingModule):
         if isinstance(experts, GroupedExperts):
             weight = experts.down_proj
             # FSDP2 gathers those that it wrapped by themselves, and casts them, when they run.
-            wrong = x.dtype != weight.dtype and not is_dtensor(weight)
+            wrong = x.dtype != weight.dtype and not is_fsdp(experts)
             if wrong and autocast_dtype(x.device) is None:
                 raise TypeError(
                     f"MoELayer: expected x to be of dtype {weight.dtype}, that of the experts, got "

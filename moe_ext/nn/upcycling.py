@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext._checks import check_choice
+from moe_ext.distributed.dtensor import local_part
 from moe_ext.nn.expert_activation import GATED_KIND_OF, plain_kind, run_activation
 from moe_ext.nn.experts import GroupedExperts
 from moe_ext.nn.feed_forward import FeedForward
@@ -195,16 +196,17 @@ def copy_dense_(experts: GroupedExperts, dense: DenseFFN, pieces: int = 1) -> No
     up = dense.up.detach().unflatten(0, (halves, pieces, -1))
     up_bias = None if dense.up_bias is None else dense.up_bias.detach().view(halves, pieces, -1)
     down = dense.down.detach().unflatten(1, (pieces, -1))
+    parts = {name: local_part(p.detach()) for name, p in experts.named_parameters(recurse=False)}
     with torch.no_grad():
         for local in range(experts.num_local_experts):
             piece = (experts.first_expert + local) % pieces
-            getattr(experts, up_name)[local].copy_(up[:, piece].flatten(0, 1))
-            experts.down_proj[local].copy_(down[:, piece] * pieces)
+            parts[up_name][local].copy_(up[:, piece].flatten(0, 1))
+            parts["down_proj"][local].copy_(down[:, piece] * pieces)
             if experts.down_proj_bias is None:
                 continue
-            bias: Tensor = getattr(experts, f"{up_name}_bias")[local]
+            bias = parts[f"{up_name}_bias"][local]
             bias.zero_() if up_bias is None else bias.copy_(up_bias[:, piece].flatten())
-            down_bias = experts.down_proj_bias[local]
+            down_bias = parts["down_proj_bias"][local]
             down_bias.zero_() if dense.down_bias is None else down_bias.copy_(dense.down_bias)
 
 

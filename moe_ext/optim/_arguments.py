@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer
 
-from moe_ext.distributed.placement import is_expert_shard
+from moe_ext.distributed.dtensor import is_dtensor
+from moe_ext.distributed.groups import group_ranks
+from moe_ext.distributed.placement import known_shard
 
 _KNOWN_BACKENDS = ("nccl", "gloo", "mpi", "hccl", "compressed")
 # Options that say how a step is computed and a state kept, and not which step is taken.
@@ -126,15 +129,26 @@ def check_expert_axis(op: str, group: dict[str, Any], group_index: int) -> None:
             )
 
 
-def check_whole_experts(op: str, group: dict[str, Any], group_index: int) -> None:
-    """ValueError for a shard of an expert, whose norms and rows are on other ranks in part."""
-    for index, parameter in enumerate(group["params"]):
-        if is_expert_shard(parameter):
-            raise ValueError(
-                f"{op}: expected experts of a mesh with etp=1, whose norms are those of whole "
-                f"experts, got shards in {label(group, group_index, index)}; take AdamW, "
-                "OneBitAdam or ZeroOneAdam for them"
-            )
+def is_own_part(parameter: Tensor) -> bool:
+    """Whether a parameter is plain, or experts or columns of which this rank holds its part whole.
+
+    FSDP2 divides such a part further; the shards of others are known to their tools alone.
+    """
+    place = known_shard(parameter)
+    return not is_dtensor(parameter) or (place is not None and not place.is_managed(parameter))
+
+
+def placed_alike(grad: Tensor, parameter: Tensor) -> bool:
+    """Whether a gradient lies over ranks as its parameter does."""
+    return getattr(grad, "placements", None) == getattr(parameter, "placements", None)
+
+
+def divided_within(parameter: Tensor, group: ProcessGroup | None) -> bool:
+    """Whether ranks of a group hold different parts of a parameter."""
+    if not is_dtensor(parameter) or group is None:
+        return False
+    ranks = parameter.device_mesh.mesh.flatten().tolist()
+    return len({*ranks} & {*group_ranks(group)}) > 1
 
 
 def trained_parameters(op: str, param_groups: list[dict[str, Any]]) -> list[Trained]:

@@ -18,7 +18,7 @@ from torch.optim.optimizer import ParamsT
 from moe_ext._compile import outside_graphs
 from moe_ext.distributed.agreement import agree, is_nonfinite
 from moe_ext.distributed.comm import all_reduce_
-from moe_ext.distributed.dtensor import is_dtensor
+from moe_ext.distributed.dtensor import local_part, sharding_groups
 from moe_ext.distributed.gradients import fingerprint
 from moe_ext.distributed.groups import (
     check_group,
@@ -27,14 +27,16 @@ from moe_ext.distributed.groups import (
     group_size,
     resolve_group,
 )
-from moe_ext.distributed.placement import is_expert_shard
 from moe_ext.distributed.state_dict import show_states, take_states
 from moe_ext.optim._arguments import (
     CheckedOptimizer,
     check_betas,
     check_expert_axis,
     check_positive,
+    divided_within,
+    is_own_part,
     label,
+    placed_alike,
 )
 from moe_ext.optim._compressed_mean import CompressedMean, mean_over_ranks
 from moe_ext.optim._saved_states import (
@@ -79,6 +81,11 @@ class Entry:
     ranks: ProcessGroup | None
     grad: Tensor | None = None
     active: bool = True
+
+    @property
+    def part(self) -> Tensor:
+        """The parameter, or this rank's part of one that lies over ranks."""
+        return local_part(self.parameter)
 
 
 class CompressedOptimizer(CheckedOptimizer, ABC):
@@ -142,13 +149,20 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
             )
         param_group.setdefault("step", 0)
         super().add_param_group(param_group)
+        own = None if ranks == "self" else ranks
         for index, parameter in enumerate(self.param_groups[-1]["params"]):
             name = label(self.param_groups[-1], len(self.param_groups) - 1, index)
-            problem = self._mask_problem(self.param_groups[-1], parameter, name)
+            problem = self._mask_problem(self.param_groups[-1], local_part(parameter), name)
+            with_copies = self._process_group if ranks is None else own
+            if is_own_part(parameter) and divided_within(parameter, with_copies):
+                problem = ValueError(
+                    f"{self._op}: expected a process_group of ranks that hold the same part of "
+                    f"{name}, got one of ranks that hold others; make the groups by "
+                    "moe_ext.optim.param_groups(model, process_groups=True)"
+                )
             if problem is not None:
                 self.param_groups.pop()
                 raise problem
-        own = None if ranks == "self" else ranks
         self._ranks.append(self._process_group if ranks is None else own)
         check_expert_axis(self._op, self.param_groups[-1], len(self.param_groups) - 1)
 
@@ -170,8 +184,9 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
         Raises:
             ValueError: on every rank, with nothing changed: a gradient of any rank is NaN or
                 infinite, or steps, options or parameters differ between ranks.
-            TypeError: on every rank, with nothing changed: a parameter is a DTensor or of a type
-                that is not supported, or a gradient is sparse.
+            TypeError: on every rank, with nothing changed: a parameter is a DTensor, other than
+                experts over ranks, or of a type that is not supported, or a gradient is sparse or
+                placed unlike its parameter.
             RankFailureError: a rank died or did not answer; parameters and moments are as before.
         """
         loss = None
@@ -256,7 +271,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
             word, bit = divmod(index, _BITS)
             entry.active = any(rows[p][word] >> bit & 1 for p in places[id(entry.ranks)])
             grad = entry.parameter.grad
-            entry.grad = None if grad is None else grad.float()
+            entry.grad = None if grad is None else local_part(grad).float()
 
     def _find_problem(self, entries: list[Entry]) -> Exception | None:
         """The error that keeps this rank from taking the step."""
@@ -271,20 +286,22 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
         for entry in entries:
             parameter, grad = entry.parameter, entry.parameter.grad
             rule = ""
-            if is_dtensor(parameter):
-                rule = "parameters to be plain tensors, got a DTensor"
+            if not is_own_part(parameter):
+                rule = "parameters to be plain tensors or experts over ranks, got a DTensor"
             elif parameter.dtype not in _DTYPES:
                 rule = "parameters to be float32, bfloat16 or float16, got another type"
             elif grad is not None and grad.layout != torch.strided:
                 rule = "gradients to be dense, got a sparse one"
+            elif grad is not None and not placed_alike(grad, parameter):
+                rule = "gradients to be placed as their parameters, got another one"
             if rule:
                 return TypeError(f"{self._op}: expected {rule} for {entry.label}")
-            problem = self._mask_problem(entry.group, parameter, entry.label)
+            problem = self._mask_problem(entry.group, entry.part, entry.label)
             if problem is not None:
                 return problem
-            if grad is not None and grad.numel():
+            if grad is not None and entry.part.numel():
                 present.append(entry)
-                grads.append(grad)
+                grads.append(local_part(grad))
         if not grads:
             return None
         norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))
@@ -329,15 +346,13 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
         """Facts that must be equal on every rank: at the first step parameters, too."""
         signature, values = "", 0
         if first:
-            signature = "\n".join(
-                f"{tuple(e.parameter.shape)} {e.parameter.dtype}" for e in entries
-            )
+            signature = "\n".join(f"{tuple(e.part.shape)} {e.parameter.dtype}" for e in entries)
         if first and is_plain and group_size(self._process_group) > 1:
             # Only what all ranks hold alike can be compared by value.
             shared = [
                 e for e in entries if e.ranks is self._process_group and not self._is_apart(e)
             ]
-            values = fingerprint([(e.label, e.parameter) for e in shared])
+            values = fingerprint([(e.label, e.part) for e in shared])
         return {
             "whether this is the first step since the start or load_state_dict (load a state on "
             "all ranks or on none)": int(first),
@@ -400,13 +415,13 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
                 continue
             key = (id(entry.ranks), self._dtype_sent(entry))
             runs = buckets.setdefault(key, [[]])
-            if sum(e.parameter.numel() for e in runs[-1]) >= _BUCKET_NUMEL:
+            if sum(e.part.numel() for e in runs[-1]) >= _BUCKET_NUMEL:
                 runs.append([])
             runs[-1].append(entry)
         for (_, dtype), runs in buckets.items():
             for run in runs:
                 parts = [
-                    torch.zeros_like(e.parameter, dtype=torch.float32) if e.grad is None else e.grad
+                    torch.zeros_like(e.part, dtype=torch.float32) if e.grad is None else e.grad
                     for e in run
                 ]
                 means = mean_over_ranks(
@@ -427,7 +442,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
                     key = (id(entry.ranks), entry.parameter.device)
                     by_ranks.setdefault(key, []).append(index)
             for members in by_ranks.values():
-                tensors = [made[index].parameter for index in members]
+                tensors = [made[index].part for index in members]
                 mean = CompressedMean(tensors, made[members[0]].ranks, self._block)
                 self._means[members[0]] = (mean, members)
         return [(mean, [made[i] for i in members]) for mean, members in self._means.values()]
@@ -437,7 +452,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
         return self._flat_means() if self._means else []
 
     def _is_compressed(self, entry: Entry) -> bool:
-        return not entry.group.get("non_freeze", False) and entry.parameter.numel() > 0
+        return not entry.group.get("non_freeze", False) and entry.part.numel() > 0
 
     def _reduce(self, means: Sequence[tuple[CompressedMean, list[Entry]]]) -> None:
         """Reduce what is in the views, all or none."""
@@ -468,7 +483,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
         state = self.state[entry.parameter]
         for name in names:
             if name not in state:
-                state[name] = torch.zeros_like(entry.parameter, dtype=torch.float32)
+                state[name] = torch.zeros_like(entry.part, dtype=torch.float32)
 
     def flush(self) -> None:
         """Bring what all ranks owe into the moments, by one dense all-reduce of it, on all ranks.
@@ -531,7 +546,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
             for name, value in state.items()
             if name != "touched_rows"
         }
-        found.setdefault("owed", torch.zeros_like(parameter, dtype=torch.float32))
+        found.setdefault("owed", torch.zeros_like(local_part(parameter), dtype=torch.float32))
         return found
 
     def rank_state_dict(self) -> dict[str, Any]:
@@ -663,8 +678,9 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
                     # NOTE: a DTensor of a view that begins later in memory cannot be copied.
                     state["owed"] = owed.clone()
                     # Ranks with shards of an expert find out anew which rows have anything.
-                    if position in mean.touched and not is_expert_shard(entry.parameter):
-                        shape = entry.parameter.shape[:-1]
+                    others = range(1, entry.parameter.dim())
+                    if position in mean.touched and not sharding_groups(entry.parameter, others):
+                        shape = entry.part.shape[:-1]
                         state["touched_rows"] = mean.touched[position].view(shape)
         counters: dict[str, int] = {
             f"{index}_{name}": value
@@ -748,9 +764,9 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
                 mean.start_anew()
                 for position, (entry, error) in enumerate(zip(members, errors, strict=True)):
                     state = saved["state"].get(entry.number, {})
-                    error.copy_(state.get("owed", error.new_zeros(())))
+                    error.copy_(local_part(state.get("owed", error.new_zeros(()))))
                     if position in mean.touched and "touched_rows" in state:
-                        mean.touched[position] |= state["touched_rows"].reshape(-1)
+                        mean.touched[position] |= local_part(state["touched_rows"]).reshape(-1)
                 for name in ("exp_avg_sq", "exp_avg"):
                     # A parameter may be new: frozen until now.
                     mean.note_rows([self.state[e.parameter].get(name) for e in members])
@@ -810,7 +826,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
                     self.state[parameter][key] = int(value)
                 elif isinstance(value, Tensor):
                     dtype = torch.promote_types(value.dtype, torch.float32)
-                    self.state[parameter][key] = value.detach().to(
+                    self.state[parameter][key] = local_part(value.detach()).to(
                         parameter.device, dtype, copy=copy
                     )
         for group, mask in zip(self.param_groups, masks, strict=True):

@@ -38,7 +38,8 @@ def by_name(op: str, groups: Sequence[Mapping[str, Any]], saved: State) -> State
         counted.append({**group, "params": list(range(num_params, last))})
         num_params = last
     here, there = _numbers_of(counted), _numbers_of(saved["param_groups"])
-    if here is None or there is None or here == there:
+    sizes = [[len(group["params"]) for group in each] for each in (counted, saved["param_groups"])]
+    if here is None or there is None or (here == there and sizes[0] == sizes[1]):
         return saved
     missing, strange = sorted(set(here) - set(there)), sorted(set(there) - set(here))
     if missing or strange:
@@ -46,7 +47,7 @@ def by_name(op: str, groups: Sequence[Mapping[str, Any]], saved: State) -> State
         raise ValueError(
             f"{op}: expected a state of parameters with the names of these, got {found}"
         )
-    if len(counted) != len(saved["param_groups"]):
+    if len(sizes[0]) != len(sizes[1]) and "compression" in saved:
         raise ValueError(
             f"{op}: expected a state of {len(counted)} parameter groups, got "
             f"{len(saved['param_groups'])}"
@@ -55,10 +56,7 @@ def by_name(op: str, groups: Sequence[Mapping[str, Any]], saved: State) -> State
     renumbered = {
         **saved,
         "state": {number[index]: state for index, state in saved["state"].items()},
-        "param_groups": [
-            {**options, "params": group["params"], "param_names": list(group["param_names"])}
-            for options, group in zip(saved["param_groups"], counted, strict=True)
-        ],
+        "param_groups": [_with_options(op, group, saved["param_groups"]) for group in counted],
     }
     if "compression" in saved:
         servers = [
@@ -67,6 +65,24 @@ def by_name(op: str, groups: Sequence[Mapping[str, Any]], saved: State) -> State
         ]
         renumbered["compression"] = {**saved["compression"], "servers": servers}
     return renumbered
+
+
+def _with_options(op: str, group: Mapping[str, Any], saved: Sequence[State]) -> State:
+    """A group with the options under which its parameters were saved, in groups of any number."""
+    own = {name: group[name] for name in ("params", "param_names", "name") if name in group}
+    found: list[State] = [
+        {name: value for name, value in old.items() if name not in (*own, "name")}
+        for old in saved
+        if not {*own["param_names"]}.isdisjoint(old["param_names"])
+    ]
+    for other in found[1:]:
+        for name in found[0].keys() | other.keys():
+            if found[0].get(name) != other.get(name):
+                raise ValueError(
+                    f"{op}: expected parameters of a group to have been saved with the same "
+                    f"options, got {name}={found[0].get(name)} and {name}={other.get(name)}"
+                )
+    return {**(found[0] if found else group), **own}
 
 
 def _numbers_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, int] | None:

@@ -23,13 +23,14 @@ from moe_ext.distributed.agreement import SummedOptions, told_option
 from moe_ext.distributed.comm import all_reduce_
 from moe_ext.distributed.dtensor import is_dtensor, local_part, sharding_groups
 from moe_ext.distributed.groups import small_message_device
+from moe_ext.distributed.placement import known_shard
 from moe_ext.distributed.state_dict import take_states
 from moe_ext.distributed.streams import has_streams
 from moe_ext.optim._arguments import (
     CheckedOptimizer,
     Trained,
     check_expert_axis,
-    check_whole_experts,
+    placed_alike,
     trained_parameters,
 )
 from moe_ext.optim._saved_states import by_name
@@ -47,9 +48,7 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with options of its own."""
         super().add_param_group(param_group)
-        group, number = self.param_groups[-1], len(self.param_groups) - 1
-        check_expert_axis(self._op, group, number)
-        check_whole_experts(self._op, group, number)
+        check_expert_axis(self._op, self.param_groups[-1], len(self.param_groups) - 1)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state; by the names of the parameters, where both have names.
@@ -128,7 +127,7 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
 
     def _exchanges_over(self, entry: Trained) -> Sequence[ProcessGroup]:
         """Groups of the messages that a step sends for a parameter."""
-        return sharding_groups(entry.parameter)
+        return sharding_groups(logical(entry.parameter))
 
     @abstractmethod
     def _take_step(self, trained: list[Trained], weights: list[Tensor], slices: SliceNorms) -> None:
@@ -176,14 +175,16 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
         return list(torch._foreach_div(exp_avgs, denominators))
 
     @contextmanager
-    def _unchanged_if_it_fails(self, trained: Sequence[Trained]) -> Iterator[None]:
+    def _unchanged_if_it_fails(
+        self, trained: Sequence[Trained], slices: SliceNorms
+    ) -> Iterator[None]:
         """Put the states of parameters back where a message to other ranks fails.
 
-        Only sharded parameters need any; a copy of their state is kept meanwhile.
+        Only slices that are cut need any; a copy of all states is kept meanwhile.
         """
         parameters = [entry.parameter for entry in trained]
         kept = {}
-        if any(sharding_groups(parameter) for parameter in parameters):
+        if any(slices.groups):
             kept = {
                 p: {name: (value, value.clone()) for name, value in self.state.get(p, {}).items()}
                 for p in parameters
@@ -236,8 +237,8 @@ def _check_placements(op: str, entry: Trained) -> None:
             f"{op}: expected DTensor parameters to be sharded or replicated, got "
             f"{parameter.placements} for {name}"
         )
-    found = grad.placements if is_dtensor(grad) else "a plain tensor"
-    if found != parameter.placements:
+    if not placed_alike(grad, parameter):
+        found = grad.placements if is_dtensor(grad) else "a plain tensor"
         raise ValueError(
             f"{op}: expected gradients to be placed as their parameters, "
             f"{parameter.placements}, got {found} for {name}"
@@ -269,6 +270,15 @@ def sum_over_groups(
         for index, piece in zip(members, pieces, strict=True):
             sums[index] = piece.view(parts[index].shape)
     return sums
+
+
+def logical(parameter: Tensor) -> Tensor:
+    """A tensor of the shape that one process has, and of the placements of its shards.
+
+    Of an expert that is a module of its own it is this rank's: the DTensor holds those of others.
+    """
+    place = known_shard(parameter)
+    return local_part(parameter) if place is not None and place.dim is None else parameter
 
 
 def sum_with_options(
@@ -316,7 +326,11 @@ def _told_value(value: object) -> object:
 
 
 class SliceNorms:
-    """Norms of whole tensors, or of each expert of stacked ones, over all shards."""
+    """Norms of whole tensors, or of each expert of stacked ones, over all shards.
+
+    Attributes:
+        groups: of each parameter, those over which parts of its slices are summed.
+    """
 
     def __init__(
         self,
@@ -328,8 +342,8 @@ class SliceNorms:
         self._per_expert = per_expert
         self._options = options
         # Along dimension 0 a rank holds whole experts: nothing is summed over that.
-        self._groups = [
-            sharding_groups(p, range(1, p.dim())) if each else sharding_groups(p)
+        self.groups = [
+            sharding_groups(logical(p), range(1, p.dim()) if each else None)
             for p, each in zip(parameters, per_expert, strict=True)
         ]
 
@@ -343,7 +357,7 @@ class SliceNorms:
             For each family and parameter float64 norms: of this rank's experts, else ``[1]``.
         """
         parts = [square_G for family in families for square_G in self._local_squares(family)]
-        groups = self._groups * len(families)
+        groups = self.groups * len(families)
         if self._options is None:
             sums = sum_over_groups(parts, groups)
         else:

@@ -20,6 +20,7 @@ from moe_ext.optim._sliced import (
     SliceNorms,
     like_placed,
     local_grad,
+    logical,
     sum_over_groups,
 )
 
@@ -113,7 +114,7 @@ class Adafactor(SlicedOptimizer):
             raise ValueError(f"Adafactor: expected d to be at least 1, got {group['d']}")
 
     def _take_step(self, trained: list[Trained], weights: list[Tensor], slices: SliceNorms) -> None:
-        with self._unchanged_if_it_fails(trained):
+        with self._unchanged_if_it_fails(trained, slices):
             moments = [self._moment(entry) for entry in trained]
             _update_factors([moment for moment in moments if moment.factored])
             updates = [moment.update() for moment in moments]
@@ -132,7 +133,7 @@ class Adafactor(SlicedOptimizer):
 
     def _moment(self, entry: Trained) -> _Moment:
         """The second moment of a parameter, one step on if it is not factored."""
-        parameter, state = entry.parameter, self.state[entry.parameter]
+        parameter, state = logical(entry.parameter), self.state[entry.parameter]
         grad = local_grad(entry)
         factored = parameter.dim() - int(entry.group["per_expert"]) > 1
         step = self._advance(entry, () if factored else ("variance",))
@@ -143,7 +144,7 @@ class Adafactor(SlicedOptimizer):
             state["col_var"] = like_placed(parameter, grad.new_zeros(columns), -2)
         if entry.group["maximize"]:
             grad = grad.neg()
-        return _Moment(entry, state, grad, step, factored)
+        return _Moment(entry, parameter, state, grad, step, factored)
 
 
 @dataclass
@@ -151,6 +152,7 @@ class _Moment:
     """One parameter within a step."""
 
     entry: Trained
+    parameter: Tensor  # of the shape in one process
     state: dict[str, Any]
     grad: Tensor
     step: int
@@ -169,8 +171,7 @@ class _Moment:
 
     def groups(self, dim: int) -> list[ProcessGroup]:
         """Over whom a sum along one dimension goes on."""
-        parameter = self.entry.parameter
-        return sharding_groups(parameter, [dim % parameter.dim()])
+        return sharding_groups(self.parameter, [dim % self.parameter.dim()])
 
     def sum_of_squares(self, dim: int) -> Tensor:
         """Along the local part of a dimension, which stays with length 1."""
@@ -178,7 +179,7 @@ class _Moment:
 
     def follow(self, name: str, dim: int, total: Tensor) -> None:
         """Move a factor on by sums of squares."""
-        mean = total.div(max(1, self.entry.parameter.shape[dim]))
+        mean = total.div(max(1, self.parameter.shape[dim]))
         local_part(self.state[name]).lerp_(mean, self.weight_of_new)
 
     def sum_of_rows(self) -> Tensor:
@@ -198,7 +199,7 @@ class _Moment:
 
     def step_size(self, weight_norm_G: Tensor, update_norm_G: Tensor) -> Tensor:
         """Factor on U for each slice."""
-        group, parameter = self.entry.group, self.entry.parameter
+        group, parameter = self.entry.group, self.parameter
         num_slices = parameter.shape[0] if group["per_expert"] else 1
         root = max(1, parameter.numel() // max(1, num_slices)) ** 0.5
         rho = min(float(group["lr"]), self.step**-0.5)
@@ -227,7 +228,7 @@ def _update_factors(moments: list[_Moment]) -> None:
             moment.follow("row_var", -1, rows)
             waiting.append(moment)
         else:
-            moment.row_mean = rows / max(1, moment.entry.parameter.shape[-2])
+            moment.row_mean = rows / max(1, moment.parameter.shape[-2])
     totals = sum_over_groups([m.sum_of_rows() for m in waiting], [m.groups(-2) for m in waiting])
     for moment, total in zip(waiting, totals, strict=True):
-        moment.row_mean = total / max(1, moment.entry.parameter.shape[-2])
+        moment.row_mean = total / max(1, moment.parameter.shape[-2])

@@ -15,9 +15,10 @@ from moe_ext.compression.codecs.chunked import ChunkedTopK
 from moe_ext.compression.feedback import CodecMemory
 from moe_ext.distributed.agreement import agree, checksum, is_nonfinite
 from moe_ext.distributed.comm import all_reduce_
+from moe_ext.distributed.dtensor import local_part
 from moe_ext.distributed.gradients import fingerprint
 from moe_ext.distributed.groups import group_size, resolve_group, small_message_device
-from moe_ext.optim._arguments import CheckedOptimizer, label
+from moe_ext.optim._arguments import CheckedOptimizer, divided_within, is_own_part, label
 
 _MARK_BYTES = 8
 
@@ -66,8 +67,9 @@ class DeMo(CheckedOptimizer):
     all ranks. Gradients are not averaged before: train without DDP.
 
     Args:
-        params: parameters or groups of them, the same on all ranks; plain tensors. Their values are
-            compared by a checksum in the first step: seed every rank alike.
+        params: parameters or groups of them, the same on all ranks: plain tensors, or experts of
+            which the ranks of ``process_group`` hold the same part. Their values are compared by a
+            checksum in the first step: seed every rank alike.
         lr: of the step.
         compression_decay: of the momentum.
         compression_topk: k, coefficients of a chunk.
@@ -115,7 +117,9 @@ class DeMo(CheckedOptimizer):
             "compression_decay": self._codec.decay,
             "lr": [float(group["lr"]) for group in groups],
             "weight_decay": [float(group["weight_decay"]) for group in groups],
-            "shapes of params": [[tuple(p.shape) for p in group["params"]] for group in groups],
+            "shapes of params": [
+                [tuple(local_part(p).shape) for p in group["params"]] for group in groups
+            ],
             "the number of the step": self._round,
         }
 
@@ -123,10 +127,23 @@ class DeMo(CheckedOptimizer):
         """One message before the first step, since the length of all others depends on options."""
         values = 0
         if group_size(self._group) > 1:
-            values = fingerprint([("", p) for p in self._trained()])
+            values = fingerprint([("", local_part(p)) for p in self._trained()])
         name = "the values of the parameters at the first step (seed every rank alike)"
         agree("DeMo", {"options": options, name: values}, None, self._group, device)
         self._compared = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, with options of its own."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for index, p in enumerate(group["params"]):
+            if not is_own_part(p) or divided_within(p, self._group):
+                self.param_groups.pop()
+                raise ValueError(
+                    "DeMo: expected plain tensors, or experts in an optimizer of their own with "
+                    "the process_group of the ranks that hold the same ones, got a DTensor for "
+                    f"{label(group, len(self.param_groups), index)}"
+                )
 
     def _check_options(self, group: dict[str, Any]) -> None:
         for name in ("lr", "weight_decay"):
@@ -143,7 +160,7 @@ class DeMo(CheckedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        trained = self._trained()
+        trained = [local_part(p) for p in self._trained()]
         memory = self._new_memory() if self._memory is None else self._memory
         if memory.numel != sum(p.numel() for p in trained):
             raise ValueError(
@@ -153,9 +170,8 @@ class DeMo(CheckedOptimizer):
         if not self._compared:
             self._compare_first(options, device)
         self._codec.mark(checksum(options), device)
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
         memory.begin()
-        flat_N = torch.cat([grad.float().flatten() for grad in grads])
+        flat_N = torch.cat([_flat(p, p.grad) for p in self._trained()])
         try:
             mean_N = self._codec.start(flat_N, memory, group=self._group, step=self._round).wait()
             # NOTE: device-to-host sync, as that below.
@@ -171,7 +187,7 @@ class DeMo(CheckedOptimizer):
         self._round += 1
         pieces = iter(mean_N.sign_().split([p.numel() for p in trained]))
         for group in self.param_groups:
-            for p in group["params"]:
+            for p in map(local_part, group["params"]):
                 p.mul_(1.0 - group["lr"] * group["weight_decay"])
                 p.add_(next(pieces).view(p.shape).to(p.dtype), alpha=-group["lr"])
         return loss
@@ -181,7 +197,7 @@ class DeMo(CheckedOptimizer):
         rule, problem = "expected gradients to be finite", None
         for index, group in enumerate(self.param_groups):
             for place, p in enumerate(group["params"]):
-                if problem is None and p.grad is not None and is_nonfinite(p.grad):
+                if problem is None and p.grad is not None and is_nonfinite(local_part(p.grad)):
                     problem = f"{rule}, got NaN or infinity in {label(group, index, place)}"
         device = torch.device("cpu") if self._group is None else small_message_device(self._group)
         agree("DeMo.step", {}, problem, self._group, device)
@@ -216,7 +232,7 @@ class DeMo(CheckedOptimizer):
             memory.put(kind, tensor.clone())
 
     def _new_memory(self) -> CodecMemory:
-        trained = self._trained()
+        trained = [local_part(p) for p in self._trained()]
         self._memory = CodecMemory([p.shape for p in trained], trained[0].device)
         return self._memory
 
@@ -227,9 +243,9 @@ class DeMo(CheckedOptimizer):
         if owed_N is not None:
             mean_N = all_reduce_(owed_N, self._group, operation="DeMo")
             mean_N.div_(group_size(self._group))
-            pieces = mean_N.split([p.numel() for p in found])
+            pieces = mean_N.split([local_part(p).numel() for p in found])
             for (p, state), piece in zip(found.items(), pieces, strict=True):
-                state["momentum"] = piece.view(p.shape)
+                state["momentum"] = piece.view(local_part(p).shape)
         return found, {"round": self._round}
 
     def tensors_to_load(self, owing: bool) -> tuple[dict[nn.Parameter, dict[str, Any]], object]:
@@ -245,7 +261,11 @@ class DeMo(CheckedOptimizer):
         """Go on from what `checkpoint_state` returned: each rank has the mean of the momentums."""
         self._round, memory = counters.get("round", 0), self._new_memory()
         if any("momentum" in state for state in states.values()):
-            zeros = [
-                states.get(p, {}).get("momentum", torch.zeros_like(p)) for p in self._trained()
-            ]
-            memory.put("residual", torch.cat([x.float().flatten() for x in zeros]))
+            found = [_flat(p, states.get(p, {}).get("momentum")) for p in self._trained()]
+            memory.put("residual", torch.cat(found))
+
+
+def _flat(parameter: Tensor, value: Tensor | None) -> Tensor:
+    """This rank's part of a tensor of a parameter, zeros for None, in a row of float32."""
+    part = local_part(parameter)
+    return (torch.zeros_like(part) if value is None else local_part(value)).float().flatten()

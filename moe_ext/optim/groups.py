@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from moe_ext.distributed.placement import Placement, placements, replica_group
+from moe_ext.distributed.dtensor import is_dtensor
+from moe_ext.distributed.placement import Placement, placements, replica_group, sharded_parameters
 
 
 def stacked_experts(model: nn.Module) -> set[str]:
@@ -23,7 +24,7 @@ def stacked_experts(model: nn.Module) -> set[str]:
 
 def _is_stacked(parameter: nn.Parameter, placement: Placement) -> bool:
     whole = placement.axis == "ep" and placement.dim == 0
-    return whole and parameter.dim() > 0 and parameter.shape[0] == len(placement.held)
+    return whole and parameter.dim() > 0 and parameter.shape[0] == placement.size
 
 
 def param_groups(
@@ -36,7 +37,9 @@ def param_groups(
     """Groups for the optimizers of `moe_ext.optim`, with the names of the parameters.
 
     Biases, norms and other vectors get ``weight_decay=0`` and ``adapt=False``. Stacked experts
-    (`GroupedExperts`) get ``per_expert=True``; the bias of a stacked expert is a vector.
+    (`GroupedExperts`) get ``per_expert=True``; the bias of a stacked expert is a vector. DTensors
+    of each mesh are apart from plain tensors: torch's optimizers take a mixture in a loop, or
+    refuse it with ``fused=True`` or ``foreach=True``.
 
     Args:
         model: any module; frozen parameters are left out.
@@ -52,6 +55,7 @@ def param_groups(
     Returns:
         Groups that are not empty, each with a ``name`` and with (name, parameter) pairs.
     """
+    sharded_parameters(model)  # optimizers ask for parameters alone
     experts = {name: p for name, p in placements(model).items() if p.axis == "ep"}
     stacked = stacked_experts(model)
     options = _muon_options(model, stacked, adamw) if muon else {}
@@ -64,7 +68,8 @@ def param_groups(
         ep_group = experts[name].group if name in experts else None
         kind = "stacked experts" if each else "experts" if name in experts else "dense"
         own = options.get(name, {})
-        key = (kind, vector, id(ep_group) if process_groups else None, *own.items())
+        mesh = parameter.device_mesh if is_dtensor(parameter) else None
+        key = (kind, vector, mesh, id(ep_group) if process_groups else None, *own.items())
         if key not in groups:
             label = kind + (" vectors" if vector else "")
             group: dict[str, Any] = {"params": [], "name": label, **own}

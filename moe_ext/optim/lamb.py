@@ -100,7 +100,7 @@ class LAMB(SlicedOptimizer):
             )
 
     def _take_step(self, trained: list[Trained], weights: list[Tensor], slices: SliceNorms) -> None:
-        with self._unchanged_if_it_fails(trained):
+        with self._unchanged_if_it_fails(trained, slices):
             updates = self._directions(trained, weights)
             weight_norms, update_norms = slices.norms(weights, updates)
         ratios = [

@@ -27,7 +27,8 @@ from moe_ext.distributed.comm import Pending
 from moe_ext.distributed.dtensor import is_dtensor, local_part, with_local
 from moe_ext.distributed.gradients import fingerprint
 from moe_ext.distributed.groups import group_ranks, group_size, resolve_group, small_message_device
-from moe_ext.distributed.placement import placements, replica_group
+from moe_ext.distributed.placement import Placement, placements, replica_group
+from moe_ext.optim._arguments import divided_within
 from moe_ext.optim.muon import Muon
 
 # Bits of the checksum of an option, by which replica groups of a manager compare it.
@@ -101,9 +102,9 @@ class DiLoCo:
     `sync_every` steps, at different times (streaming DiLoCo): a fragment travels, as one message,
     while the next `fragment_sync_delay` inner steps go on.
 
-    Parameters of experts over the ranks of the group itself are averaged over the ranks that hold
-    the same ones, and are left to the inner optimizer where no other rank does. Experts over ranks
-    outside of it are averaged as all others are: each island of workers holds all of them.
+    Experts, or columns, over the ranks of the group itself (DTensors) are averaged over the ranks
+    that hold the same ones, and are left to the inner optimizer where no other rank does. Those
+    over ranks outside of it are averaged as all others are: each island of workers holds all.
 
     Args:
         manager: the workers: a process group, None for the default one, or a `torchft.Manager` over
@@ -235,26 +236,41 @@ class DiLoCo:
             if not parameter.requires_grad:
                 self._frozen.append((name, parameter))
                 continue
-            group, place = self._group, places.get(name)
-            if group is not None and place is not None and place.axis == "ep" and place.group:
-                shared = {*group_ranks(place.group)} & {*group_ranks(group)}
-                if len(shared) > 1:
-                    device = small_message_device(group)
-                    group = replica_group(place.group, device)
-                    if group is None:
-                        continue
-                    assert self._group is not None
-                    if not {*group_ranks(group)} <= {*group_ranks(self._group)}:
-                        raise ValueError(
-                            f"{type(self).__name__}: expected the ranks that hold the experts "
-                            f"{name} to be workers, got {sorted(group_ranks(group))}"
-                        )
+            group = self._group
+            if divided_within(parameter, group):
+                assert group is not None
+                group = self._holders(name, parameter, places.get(name), group)
+                if group is None:
+                    continue
             found[group][name] = parameter
         parts = [_Part(named, group, key) for key, (group, named) in enumerate(found.items())]
         if backup is not None:
             for part in parts:
                 part.original = [x.to(backup) for x in part.original]
         return parts
+
+    def _holders(
+        self, name: str, parameter: Tensor, place: Placement | None, workers: ProcessGroup
+    ) -> ProcessGroup | None:
+        """Workers that hold the same part of a parameter which others hold parts of, if any."""
+        assert is_dtensor(parameter)
+        owner, mesh = type(self).__name__, parameter.device_mesh
+        if place is None and mesh.ndim == 1:
+            divides: ProcessGroup | None = mesh.get_group()
+        else:
+            divides = None if place is None or place.is_managed(parameter) else place.group
+        if divides is None:
+            raise ValueError(
+                f"{owner}: expected the parts of {name}, which FSDP2 divides, to lie on one worker "
+                f"each, got several on {sorted(group_ranks(workers))}"
+            )
+        group = replica_group(divides, small_message_device(workers))
+        if group is not None and not {*group_ranks(group)} <= {*group_ranks(workers)}:
+            raise ValueError(
+                f"{owner}: expected the ranks that hold the experts {name} to be workers, got "
+                f"{sorted(group_ranks(group))}"
+            )
+        return group
 
     def _check_alike(self) -> None:
         """Compare options and the weights to begin with, before the first round."""

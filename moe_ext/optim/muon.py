@@ -16,12 +16,12 @@ from torch.optim.optimizer import ParamsT
 
 from moe_ext._checks import check_choice
 from moe_ext.distributed.dtensor import local_part, map_gathered, sharding_groups
-from moe_ext.distributed.placement import known_shard
 from moe_ext.optim._arguments import Trained, check_betas, check_count, check_positive, label
 from moe_ext.optim._sliced import (
     SlicedOptimizer,
     SliceNorms,
     local_grad,
+    logical,
     sum_with_options,
     zeros_of_state,
 )
@@ -45,8 +45,8 @@ class Muon(SlicedOptimizer):
     ``use_muon=False`` take steps of AdamW. `moe_ext.optim.param_groups(model, muon=True)` makes
     such groups, and tells gate and up apart in experts that store them as one tensor.
 
-    Parameters may be DTensors (FSDP2, tensor parallelism), or columns of a layer over ranks: the
-    matrices that are cut are gathered, in ``ns_dtype``. Whole experts on a rank need no message.
+    Parameters may be DTensors (FSDP2, tensor parallelism, experts over ranks): the matrices that
+    are cut are gathered, in ``ns_dtype``. Whole experts on a rank need no message.
 
     Args:
         params: parameters, or groups of them.
@@ -138,7 +138,7 @@ class Muon(SlicedOptimizer):
         # By name: torch's state dicts of whole optimizers do not take a type.
         group["ns_dtype"] = str(group["ns_dtype"]).removeprefix("torch.")
         for index, parameter in enumerate(group["params"] if group["use_muon"] else ()):
-            problem = _problem(group, parameter.shape)
+            problem = _problem(group, logical(parameter).shape)
             if problem:
                 self.param_groups.pop()
                 name = label(group, len(self.param_groups), index)
@@ -166,14 +166,9 @@ class Muon(SlicedOptimizer):
             )
 
     def _exchanges_over(self, entry: Trained) -> Sequence[ProcessGroup]:
-        parameter = entry.parameter
         # Steps of AdamW send nothing, but a rank with use_muon=False must be heard of.
-        if parameter.dim() < 2 or not _is_cut(parameter):
-            return ()
-        place = known_shard(parameter)
-        if _cut_dim(parameter) is None or place is None or place.group is None:
-            return sharding_groups(parameter, [parameter.dim() - 2, parameter.dim() - 1])
-        return [place.group]
+        matrices = logical(entry.parameter)
+        return sharding_groups(matrices, range(max(0, matrices.dim() - 2), matrices.dim()))
 
     def _take_step(self, trained: list[Trained], weights: list[Tensor], slices: SliceNorms) -> None:
         # Gathering is torch's, and takes no marks along.
@@ -201,7 +196,7 @@ class Muon(SlicedOptimizer):
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = zeros_of_state(trained[i])
                 local_part(state["momentum_buffer"]).copy_(momentum)
-                scale = _scale(group, _whole_shape(trained[i].parameter))
+                scale = _scale(group, logical(trained[i].parameter).shape)
                 weights[i].mul_(decay).add_(direction, alpha=-rate * scale)
 
     def _direction(self, entry: Trained) -> tuple[Tensor, Tensor]:
@@ -241,45 +236,16 @@ def _scale(group: dict[str, Any], shape: torch.Size) -> float:
     return math.sqrt(max(1, num_out / max(1, num_in)))
 
 
-def _cut_dim(parameter: Tensor) -> int | None:
-    """Dimension of the matrices that a layer divides over ranks, other than by DTensors."""
-    place = known_shard(parameter)
-    if place is None or place.dim is None or place.dim < parameter.dim() - 2:
-        return None
-    return place.dim
-
-
-def _whole_shape(parameter: Tensor) -> torch.Size:
-    """Shape that a parameter has in one process, but for the number of experts."""
-    place = known_shard(parameter)
-    if place is None or _cut_dim(parameter) is None:
-        return parameter.shape
-    return place.logical_shape(parameter.shape)
-
-
 def _is_cut(parameter: Tensor) -> bool:
     """Whether other ranks hold parts of the same matrices."""
-    dims = [getattr(placement, "dim", -1) for placement in getattr(parameter, "placements", ())]
-    return _cut_dim(parameter) is not None or any(dim >= parameter.dim() - 2 for dim in dims)
+    matrices = logical(parameter)
+    return bool(sharding_groups(matrices, range(matrices.dim() - 2, matrices.dim())))
 
 
 def _orthogonal(group: dict[str, Any], parameter: Tensor, update: Tensor) -> Tensor:
     """This rank's part of the matrices next to those of which it holds a part in `update`."""
-    dim = _cut_dim(parameter)
-    if dim is None:
-        return map_gathered(lambda x: _of_each(group, x), update, like=parameter, num_dims=2)
-    place = known_shard(parameter)
-    assert place is not None
-    blocks = place.blocks
-
-    def of_blocks(x: Tensor) -> Tensor:
-        if blocks == 1:
-            return _of_each(group, x)
-        return _of_each(group, x.flatten(dim, dim + 1)).unflatten(dim, (blocks, -1))
-
-    whole = place.whole(update)
-    part = map_gathered(of_blocks, local_part(whole), like=whole, num_dims=2 + int(blocks > 1))
-    return part.reshape(update.shape)
+    matrices = logical(parameter)
+    return map_gathered(lambda x: _of_each(group, x), update, like=matrices, num_dims=2)
 
 
 def _of_each(group: dict[str, Any], x: Tensor) -> Tensor:

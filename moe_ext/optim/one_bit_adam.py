@@ -189,7 +189,7 @@ class OneBitAdam(CompressedOptimizer):
                 key = (id(entry.ranks), entry.parameter.device)
                 together.setdefault(key, []).append(entry)
         for members in together.values():
-            squares = [block_squares(e.parameter, e.grad, self._block) for e in members]
+            squares = [block_squares(e.part, e.grad, self._block) for e in members]
             if scale is not None:
                 torch._foreach_mul_(squares, scale.square())
             means = mean_over_ranks(squares, members[0].ranks, self._op)
@@ -257,13 +257,13 @@ class OneBitAdam(CompressedOptimizer):
         if not entries:
             return
         lr, beta1 = float(group["lr"]), group["betas"][0]
-        parameters: list[Tensor] = [entry.parameter for entry in entries]
+        parameters, states = [e.part for e in entries], [self.state[e.parameter] for e in entries]
         if group["weight_decay"] != 0:
             torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
         rates = [-lr] * len(entries)
         if group["bias_correction"]:
-            rates = [-lr / (1 - beta1 ** self.state[p]["step"]) for p in parameters]
-        exp_avgs = [self.state[p]["exp_avg"] for p in parameters]
+            rates = [-lr / (1 - beta1 ** state["step"]) for state in states]
+        exp_avgs = [state["exp_avg"] for state in states]
         denominators = self._denominators(group, entries)
         if all(p.dtype == torch.float32 for p in parameters):
             torch._foreach_addcdiv_(parameters, exp_avgs, denominators, rates)

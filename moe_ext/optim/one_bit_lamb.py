@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
-from moe_ext.optim._arguments import check_positive, check_whole_experts
+from moe_ext.distributed.dtensor import local_part
+from moe_ext.optim._arguments import check_positive, is_own_part, label
 from moe_ext.optim._compressed import Entry
 from moe_ext.optim._sliced import SliceNorms
 from moe_ext.optim._variance import roots
@@ -132,10 +133,20 @@ class OneBitLamb(OneBitAdam):
         """See `CompressedOptimizer`; of whole experts, since their norms are those of all shards.
 
         Raises:
-            ValueError: a parameter is a shard of experts, of a mesh with etp.
+            ValueError: a rank holds parts of an expert, of a mesh with etp, or of a tensor.
         """
         super().add_param_group(param_group)
-        check_whole_experts(self._op, self.param_groups[-1], len(self.param_groups) - 1)
+        group, number = self.param_groups[-1], len(self.param_groups) - 1
+        norms = SliceNorms(group["params"], [group["per_expert"]] * len(group["params"]))
+        for index, (parameter, cut) in enumerate(zip(group["params"], norms.groups, strict=True)):
+            if cut and group["adapt"] and is_own_part(parameter):
+                self.param_groups.pop()
+                self._ranks.pop()
+                raise ValueError(
+                    f"{self._op}: expected tensors, or experts of a group with per_expert=True, "
+                    "that a rank holds whole, since their norms would take messages, got parts in "
+                    f"{label(group, number, index)}; take OneBitAdam or ZeroOneAdam for them"
+                )
 
     def _settings(self) -> dict[str, object]:
         return {
@@ -171,7 +182,7 @@ class OneBitLamb(OneBitAdam):
         self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]
     ) -> dict[str, Any]:
         found = super()._with_all_entries(group, parameter, state)
-        num_slices = parameter.shape[0] if group["per_expert"] else 1
+        num_slices = local_part(parameter).shape[0] if group["per_expert"] else 1
         ones_G = torch.ones(num_slices, dtype=torch.float64, device=parameter.device)
         _slice_state(found, "lamb_coeff_freeze", 0.0, ones_G)
         _slice_state(found, "last_factor", 1.0, ones_G)
@@ -187,16 +198,16 @@ class OneBitLamb(OneBitAdam):
         super()._load_shared({**state_dict, "state": shared}, copy=copy)
 
     def _apply(self, group: dict[str, Any], entries: list[Entry]) -> None:
-        entries = [entry for entry in entries if entry.parameter.numel()]
+        entries = [entry for entry in entries if entry.part.numel()]
         if not entries:
             return
-        parameters: list[Tensor] = [entry.parameter for entry in entries]
+        parameters, states = [e.part for e in entries], [self.state[e.parameter] for e in entries]
         denominators = self._denominators(group, entries)
-        exp_avgs = [self.state[p]["exp_avg"] for p in parameters]
+        exp_avgs = [state["exp_avg"] for state in states]
         directions = list(torch._foreach_div(exp_avgs, denominators))
         if group["bias_correction"]:
             beta1 = group["betas"][0]
-            steps = [self.state[p]["step"] for p in parameters]
+            steps = [state["step"] for state in states]
             torch._foreach_div_(directions, [1 - beta1**step for step in steps])
         slices = SliceNorms(parameters, [group["per_expert"]] * len(parameters))
         updates = directions

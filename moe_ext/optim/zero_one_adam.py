@@ -172,7 +172,7 @@ class ZeroOneAdam(CompressedOptimizer):
             state = self.state.get(entry.parameter, {})
             # Not in a state that was loaded.
             version = self._versions.get(entry.parameter)
-            if state.get("apart", False) and version not in (None, entry.parameter._version):
+            if state.get("apart", False) and version not in (None, entry.part._version):
                 return ValueError(
                     f"{self._op}: expected parameters to be written by the optimizer alone between "
                     "two synchronisations, which takes ranks back to where they parted, got a "
@@ -239,7 +239,7 @@ class ZeroOneAdam(CompressedOptimizer):
         for entry, filling in zip(entries, fillings(seconds), strict=True):
             self.state[entry.parameter]["filling"] = filling
         for entry in moved:
-            entry.parameter.mul_(_decay(entry.group))
+            entry.part.mul_(_decay(entry.group))
             self._move(entry, self.state[entry.parameter]["exp_avg"] * self._rate(entry.group))
 
     def _local_step(self, entries: list[Entry]) -> None:
@@ -247,15 +247,15 @@ class ZeroOneAdam(CompressedOptimizer):
         for entry in entries:
             state, rate = self.state[entry.parameter], self._rate(entry.group)
             if not self._is_apart(entry):
-                state["anchor"], state["decay"], state["apart"] = entry.parameter.clone(), 1.0, True
+                state["anchor"], state["decay"], state["apart"] = entry.part.clone(), 1.0, True
             exp_avg = state["exp_avg"]
             move_momentum(entry, exp_avg)
             state["momentum_accumulator"].add_(exp_avg, alpha=rate)
             state["lrs"] = state.get("lrs", 0.0) + rate
             state["decay"] *= _decay(entry.group)
-            entry.parameter.mul_(_decay(entry.group))
+            entry.part.mul_(_decay(entry.group))
             self._move(entry, exp_avg * rate)
-            self._versions[entry.parameter] = entry.parameter._version
+            self._versions[entry.parameter] = entry.part._version
 
     def _synchronise(self, means: list[tuple[CompressedMean, list[Entry]]]) -> None:
         """A local step on all ranks that ends in the same place."""
@@ -285,8 +285,8 @@ class ZeroOneAdam(CompressedOptimizer):
         for entry, mean in zip(entries, owed, strict=True):
             state = self.state[entry.parameter]
             if state.pop("apart", False):
-                entry.parameter.copy_(state.pop("anchor"))
-            entry.parameter.mul_(state.pop("decay", 1.0))
+                entry.part.copy_(state.pop("anchor"))
+            entry.part.mul_(state.pop("decay", 1.0))
             self._move(entry, mean)
             # By the steps that this parameter took: it may have had no gradient in others. Steps at
             # a rate of zero went nowhere, and leave the momentum as it is.
@@ -301,7 +301,7 @@ class ZeroOneAdam(CompressedOptimizer):
         second = torch.where(second > 0, second, state["filling"])
         steps = [max(1, state["var_steps"])]
         root = roots(entry.group, [second], steps, inside=self._eps_inside_sqrt)[0]
-        entry.parameter.sub_(distance / root)
+        entry.part.sub_(distance / root)
 
 
 def _decay(group: dict[str, Any]) -> float:

@@ -114,7 +114,7 @@ class _Step:
     given: dict[tuple[str, tuple[int, int, int]], Tensor | Message] = field(default_factory=dict)
     # Leaves that the slices so far keep for those behind them, by (stage, micro-batch).
     kept: dict[tuple[int, int], list[tuple[Tensor, ...]]] = field(default_factory=dict)
-    # Weights of (stage, version) by name: leaves, the newest with the storage of the parameters.
+    # Weights of (stage, version) by name: leaves, with the storage of the parameters or copies.
     weights: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
     sent: list[Message] = field(default_factory=list)
     losses: dict[int, Tensor] = field(default_factory=dict)
@@ -312,7 +312,7 @@ class Pipeline:
             p.grad = None
         for stage, module in self.stages.items():
             if self._update:
-                step.weights[stage, 0] = _leaves(module)
+                step.weights[stage, 0] = self._leaves(stage, 0)
             if self._in_turns:
                 set_loss_scale(module, loss_scale / micro)
         if self._plan is not None:
@@ -496,13 +496,19 @@ class Pipeline:
                     grad = parameters[name].grad
                     parameters[name].grad = leaf.grad if grad is None else grad + leaf.grad
                     leaf.grad = None
-        if version - 1 in kept:
-            for parameter in parameters.values():
-                parameter.data = parameter.data.clone()
         self._update(stage)
         for old in [key for key in step.weights if key[0] == stage and key[1] not in kept]:
             del step.weights[old]
-        step.weights[stage, version] = _leaves(module)
+        step.weights[stage, version] = self._leaves(stage, version)
+
+    def _leaves(self, stage: int, version: int) -> dict[str, Tensor]:
+        """The weights as leaves of their own: copies, if they are used behind the next update."""
+        following = [v for key, v in self._versions.items() if key[1:] == (stage, version + 1)]
+        outlives = any(version in kept for kept in following)
+        return {
+            name: (p.data.clone() if outlives else p.data).requires_grad_(p.requires_grad)
+            for name, p in self.stages[stage].named_parameters()
+        }
 
     def _sum_copies(self, step: _Step, before: list[Tensor | None], name: str) -> None:
         """Add up the gradients of each shared parameter, in the same order on all of its ranks."""
@@ -697,8 +703,3 @@ def _refuse_tied(
 def _unit(action: Action) -> _Unit:
     assert action.micro_batch is not None
     return _Unit(action.stage, action.micro_batch, action.slice, action.version, action.chain)
-
-
-def _leaves(module: nn.Module) -> dict[str, Tensor]:
-    """The weights as leaves of their own, in the same storage."""
-    return {name: p.data.requires_grad_(p.requires_grad) for name, p in module.named_parameters()}

@@ -138,7 +138,7 @@ class Applied:
         codec, total = round_codec(job.local_codec).codec, 0
         whole = (self._dense(), group_size(mesh.stage_group)), (self._sharded(), mesh.edp_size)
         for held, ranks in whole:
-            numel = sum(p.numel() for p in held if p.requires_grad)
+            numel = sum(local_part(p).numel() for p in held if p.requires_grad)
             total += codec.sent_bytes(numel, ranks) if numel and ranks > 1 else 0
         return total
 
@@ -195,11 +195,12 @@ class Applied:
             options = {name: o for name, o in options.items() if name not in ("foreach", "fused")}
         group = self.mesh.stage_group
         if self.plan.choice["zero"] != 1 or group is None or group.size() == 1:
-            kinds: dict[bool, list[nn.Parameter]] = {}
+            kinds: dict[object, list[nn.Parameter]] = {}
             for parameter in self.model.parameters():
                 if parameter.requires_grad:
-                    kinds.setdefault(is_dtensor(parameter), []).append(parameter)
-            # Optimizers with `foreach` take DTensors apart from other tensors.
+                    mesh = parameter.device_mesh if is_dtensor(parameter) else None
+                    kinds.setdefault(mesh, []).append(parameter)
+            # Optimizers with `foreach` take DTensors of each mesh apart from other tensors.
             return [cls([{"params": held} for held in kinds.values()], **options)]
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -418,9 +419,9 @@ def _compressed_bytes(parameters: Iterable[Any], state: CompressionState, num_ra
             by_codec.setdefault(codec, []).append(p)
         for codec, held in by_codec.items():
             if codec == Dense():
-                total += gradient_bytes([sum(p.nbytes for p in held)], num_ranks)
+                total += gradient_bytes([sum(local_part(p).nbytes for p in held)], num_ranks)
             else:
-                total += codec.sent_bytes(sum(p.numel() for p in held), num_ranks)
+                total += codec.sent_bytes(sum(local_part(p).numel() for p in held), num_ranks)
     return total
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rank_checks import Checks, assert_passed, run_checks
+from rank_checks import Checks, assert_passed, full, run_checks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -29,6 +29,7 @@ from moe_ext.distributed import (
     sync_gradients,
 )
 from moe_ext.distributed._c10d import ALL_GATHER, REDUCE_SCATTER
+from moe_ext.distributed.dtensor import local_part
 from moe_ext.nn.feed_forward import FeedForward
 from moe_ext.testing import spawn_ranks
 
@@ -74,17 +75,6 @@ def data(seq_len, dtype=torch.float64):
     return torch.randn(2, 3, seq_len, D, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def part_of(module, name, whole):
-    """This rank's part of a parameter, or of its gradient."""
-    if name == "down_proj.weight":
-        return whole.chunk(num_ranks(), 1)[dist.get_rank() if group() else 0]
-    if "up_proj" in name:
-        halves = whole.chunk(2) if module.gated else [whole]
-        rank = dist.get_rank() if group() else 0
-        return torch.cat([half.chunk(num_ranks())[rank] for half in halves])
-    return whole
-
-
 def train(module, x, grad, rate=0.3, **kwargs):
     """Three steps of gradient descent: outputs, gradients of x, gradients of the last step."""
     outputs = []
@@ -118,14 +108,15 @@ def equals_one_process(activation, norm, seq_len):
             y = formula(state, leaf, activation, norm)
             grads = torch.autograd.grad(y, [leaf, *state.values()], grad)
             expected = (y.detach(), grads[0])
-            for part, full in zip(found[2 * step : 2 * step + 2], expected, strict=True):
-                torch.testing.assert_close(part, shard_sequence(full, **where))
+            for part, exact in zip(found[2 * step : 2 * step + 2], expected, strict=True):
+                torch.testing.assert_close(part, shard_sequence(exact, **where))
             whole_grads = dict(zip(state, grads[1:], strict=True))
             state = {n: (p - 0.3 * whole_grads[n]).detach() for n, p in state.items()}
             state = {n: p.requires_grad_() for n, p in state.items()}
-        for name, part in found_grads.items():
-            full = part_of(module, name, whole_grads[name])
-            torch.testing.assert_close(part, full, msg=lambda m, n=name: f"{n}: {m}")
+        for name, found_grad in found_grads.items():
+            torch.testing.assert_close(
+                full(found_grad), whole_grads[name], msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 @check(("gelu",), ("swiglu",))
@@ -133,9 +124,10 @@ def starts_from_the_slices_of_one_process(activation):
     module, whole = make(group(), activation=activation), make(None, activation=activation)
     after = torch.rand(1)
     for name, parameter in module.named_parameters():
-        expected = part_of(module, name, dict(whole.named_parameters())[name])
-        assert torch.equal(parameter, expected), name
-        assert parameter.any() or name.endswith("bias")
+        assert torch.equal(full(parameter), dict(whole.named_parameters())[name]), name
+        assert full(parameter).any() or name.endswith("bias")
+        divided = num_ranks() if name == "down_proj.weight" or "up_proj" in name else 1
+        assert local_part(parameter).numel() * divided == parameter.numel()
     make(group(), activation=activation)
     assert torch.equal(torch.rand(1), after)
     gathered = module.whole_state_dict()
@@ -174,8 +166,8 @@ def dropout_is_that_of_one_process(layout):
     expected, _ = train(whole, x, grad)
     torch.manual_seed(8)
     found, _ = train(part, *(shard_sequence(t, **where) for t in (x, grad)), seq_len=13)
-    for part_of_it, full in zip(found, expected, strict=True):
-        torch.testing.assert_close(part_of_it, shard_sequence(full, **where))
+    for part_of_it, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(part_of_it, shard_sequence(exact, **where))
     zeros = (expected[0] == 0).double().mean()
     assert 0.3 < zeros < 0.5 and not torch.equal(expected[0] == 0, expected[2] == 0)
     part.eval()
@@ -312,12 +304,11 @@ def half_precision(how):
         y = module(leaf, seq_len=13)
     assert y.dtype == (torch.bfloat16 if how == "autocast" else dtype)
     y.backward(shard_sequence(grad, **where).to(y.dtype))
-    full = x.double().requires_grad_()
-    expected = formula(state, full, "swiglu", "layer_norm")
-    grads = torch.autograd.grad(expected, [full, *state.values()], grad.double())
+    exact_x = x.double().requires_grad_()
+    expected = formula(state, exact_x, "swiglu", "layer_norm")
+    grads = torch.autograd.grad(expected, [exact_x, *state.values()], grad.double())
     pairs = [(y, shard_sequence(expected, **where)), (leaf.grad, shard_sequence(grads[0], **where))]
-    for (name, parameter), whole in zip(module.named_parameters(), grads[1:], strict=True):
-        pairs.append((parameter.grad, part_of(module, name, whole)))
+    pairs += zip((full(p.grad) for p in module.parameters()), grads[1:], strict=True)
     for found, exact in pairs:
         assert found.isfinite().all()
         assert (found.double() - exact).norm() <= 0.02 * exact.norm()
@@ -337,9 +328,9 @@ def two_modules_and_frozen_parameters():
     y = part + modules[0](part)
     y = y + modules[1](y)
     y.backward(shard_sequence(grad, **where))
-    full = x + formula(states[0], x, "gelu", "layer_norm")
-    full = full + formula(states[1], full, "swiglu", "layer_norm")
-    full.backward(grad)
+    exact = x + formula(states[0], x, "gelu", "layer_norm")
+    exact = exact + formula(states[1], exact, "swiglu", "layer_norm")
+    exact.backward(grad)
     for module, state in zip(modules, states, strict=True):
         torch.testing.assert_close(module.down_proj.bias.grad, state["down_proj.bias"].grad)
         assert module.norm.weight.grad is None and module.down_proj.weight.grad is None
@@ -366,9 +357,10 @@ def sync_gradients_takes_the_mean():
     found(shard_sequence(x, **where)).backward(shard_sequence(grad, **where))
     sync_gradients(found)
     for name, parameter in found.named_parameters():
-        full = dict(whole.named_parameters())[name].grad
-        expected = part_of(found[1], name.partition(".")[2], full) if name[0] == "1" else full
-        torch.testing.assert_close(parameter.grad, expected, msg=lambda m, n=name: f"{n}: {m}")
+        expected = dict(whole.named_parameters())[name].grad
+        torch.testing.assert_close(
+            full(parameter.grad), expected, msg=lambda m, n=name: f"{n}: {m}"
+        )
     norm = clip_grad_norm_(found, 1e9)
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(whole.parameters(), 1e9))
     if num_ranks() > 1:

@@ -3,13 +3,14 @@
 import pytest
 import torch
 import torch.distributed as dist
-from rank_checks import Checks, assert_passed, run_checks
+from rank_checks import Checks, assert_passed, full, run_checks
 from torch import nn
 
 import moe_ext
 from moe_ext import distributed as md
 from moe_ext.compression import CompressionState, Link, Policy, compress_gradients
 from moe_ext.compression.cost_model import CostModel
+from moe_ext.distributed.dtensor import local_part
 from moe_ext.distributed.link import _links
 from moe_ext.distributed.placement import replica_group
 from moe_ext.testing import spawn_ranks
@@ -63,9 +64,10 @@ def experts_of_one_rank_without_gradients(codec, count, mesh):
         for name, parameter in model.named_parameters():
             assert (parameter.grad is None) == (local[name] is None), name
             if name in ALL and codec == "none" and local[name] is not None:
-                want = local[name].clone()
+                want = local_part(local[name]).clone()
                 dist.all_reduce(want, group=replica_group(mesh.ep_group, CPU))
-                torch.testing.assert_close(parameter.grad, want / 2, rtol=1e-5, atol=1e-7)
+                found = local_part(parameter.grad)
+                torch.testing.assert_close(found, want / 2, rtol=1e-5, atol=1e-7)
     assert state.step == 3
 
 
@@ -79,7 +81,7 @@ def a_nan_beside_experts_without_gradients(nonfinite, mesh):
     if mesh.ep_rank == 0:
         forget(model, FIRST)
     if dist.get_rank() == 3:
-        model.second.experts.down_proj.grad[0, 0, 0] = float("nan")
+        local_part(model.second.experts.down_proj.grad)[0, 0, 0] = float("nan")
     if nonfinite == "raise":
         with pytest.raises(ValueError, match=r"second.experts.down_proj on rank 3$"):
             compress_gradients(model, state)
@@ -161,13 +163,13 @@ def rank_elastic(rank, states, weights, average):
 
     found = {"ep_rank": mesh.ep_rank}
     if states is not None:
-        model.load_state_dict(weights[mesh.ep_rank])
+        model.load_state_dict(weights)
         state.load_state_dict(states)
         found["loaded"] = owed()
     backward(model, 0)
     compress_gradients(model, state)
     found["state"] = state.state_dict()
-    found["weights"] = {name: p.detach() for name, p in model.named_parameters()}
+    found["weights"] = {name: full(p.detach()) for name, p in model.named_parameters()}
     state.regroup()
     found["owed"] = owed()
     return found
@@ -178,7 +180,7 @@ def test_resuming_with_another_number_of_replicas(average):
     """Two replicas of every expert, then one, three and two."""
     found = spawn_ranks(rank_elastic, 4, None, None, average)
     for size in (2, 6, 4):
-        states, weights = [one["state"] for one in found], [one["weights"] for one in found[:2]]
+        states, weights = [one["state"] for one in found], found[0]["weights"]
         before = {one["ep_rank"]: one["owed"] for one in found}
         found = spawn_ranks(rank_elastic, size, states, weights, average)
         for one in found:

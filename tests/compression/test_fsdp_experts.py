@@ -1,6 +1,8 @@
 """Compressed messages of FSDP2 for models whose experts are spread over ranks."""
 
+import functools
 import math
+import operator
 
 import pytest
 import torch
@@ -16,8 +18,10 @@ from fsdp_checks import (
     whole,
 )
 from rank_checks import Checks
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+import moe_ext
 from moe_ext import distributed as md
 from moe_ext.compression.fsdp import zero_plus_plus
 from moe_ext.testing import spawn_ranks
@@ -25,9 +29,13 @@ from moe_ext.testing import spawn_ranks
 CHECKS = Checks()
 
 
-def wrapped(dp, ep):
+def wrapped(dp, ep, each_a_module=False):
     mesh = md.MoEMesh(dp=dp, ep=ep)
     model = Model(ep_group=mesh.ep_group)
+    if each_a_module:
+        for block in model.blocks:
+            experts = [nn.Linear(64, 64) for _ in range(4 // ep)]
+            block.moe.experts = moe_ext.nn.ModuleExperts(experts, ep_group=mesh.ep_group)
     for block in model.blocks:
         if ep == 1:
             # Residuals are saved by the modules that are wrapped.
@@ -38,11 +46,7 @@ def wrapped(dp, ep):
 
 def gradients(model):
     """Those of all experts."""
-    places, found = md.placements(model), {}
-    for name, parameter in model.named_parameters():
-        place, grad = places.get(name), parameter.grad
-        found[name] = grad if place is None else place.whole(grad)
-    return whole(found.items())
+    return whole((name, parameter.grad) for name, parameter in model.named_parameters())
 
 
 def owed(compression):
@@ -126,20 +130,20 @@ def test_over_four_ranks(name):
     CHECKS.assert_passed(4, name)
 
 
-def coded(dp, ep):
-    model = wrapped(dp, ep)
+def coded(dp, ep, each_a_module):
+    model = wrapped(dp, ep, each_a_module)
     return model, zero_plus_plus(model, zero_quantized_gradients=True, error_feedback=True)
 
 
-def save(rank, folder):
-    model, compression = coded(2, 2)
+def save(rank, folder, each_a_module):
+    model, compression = coded(2, 2, each_a_module)
     train(model, compression, range(2))
     checkpoint.save(compression.state_dict()["residuals"], checkpoint_id=folder)
     return owed(compression)
 
 
-def load(rank, folder, dp, ep):
-    model, compression = coded(dp, ep)
+def load(rank, folder, dp, ep, each_a_module):
+    model, compression = coded(dp, ep, each_a_module)
     backward(model, 0)
     state = compression.state_dict()
     checkpoint.load(state["residuals"], checkpoint_id=folder)
@@ -147,9 +151,13 @@ def load(rank, folder, dp, ep):
     return owed(compression)
 
 
-def test_what_is_owed_on_another_number_of_ranks(tmp_path):
-    want = spawn_ranks(save, 4, tmp_path)[0]
-    for found in spawn_ranks(load, 2, tmp_path, 2, 1):
+@pytest.mark.parametrize("each_a_module", [False, True])
+def test_what_is_owed_on_another_number_of_ranks(tmp_path, each_a_module):
+    saved = spawn_ranks(save, 4, tmp_path, each_a_module)
+    # Experts that are a module each have names of their own on the ranks that hold them.
+    want = functools.reduce(operator.or_, saved)
+    assert (len(saved[0]) < len(want)) == each_a_module
+    for found in spawn_ranks(load, 2, tmp_path, 2, 1, each_a_module):
         assert found.keys() == want.keys()
         for name, tensor in want.items():
             torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=0)

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 import moe_ext
 from moe_ext.distributed import RankFailureError, checkpoint
+from moe_ext.distributed.dtensor import local_part
 from moe_ext.testing import spawn_ranks
 
 FULL = os.environ.get("MOE_EXT_FULL") == "1"
@@ -33,7 +34,8 @@ def trained(value, ep_group=None):
 def numbers_of(layer, optimizer):
     """The numbers that weights and momenta are full of."""
     moments = [state["momentum_buffer"] for state in optimizer.state.values()]
-    return {x for t in (*layer.parameters(), *moments) for x in t.detach().flatten().tolist()}
+    tensors = [local_part(t.detach()) for t in (*layer.parameters(), *moments)]
+    return {x for tensor in tensors for x in tensor.flatten().tolist()}
 
 
 def saved_in(folder):

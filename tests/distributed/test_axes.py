@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from rank_checks import Checks
+from rank_checks import Checks, full
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import moe_ext
 from moe_ext import distributed as md
 from moe_ext.attention import SequenceParallelMLP
-from moe_ext.distributed.dtensor import is_dtensor
+from moe_ext.distributed.dtensor import is_dtensor, local_part
 from moe_ext.nn.model_layers import moe_layers
 
 DIM, EXPERTS, ROWS, MICRO, STEPS = 8, 4, 6, 4, 2
@@ -338,12 +338,11 @@ def bfloat16():
             assert torch.equal(own, loss)
     own.backward()
     md.sync_gradients(model)
-    places, named = md.placements(model), dict(whole.named_parameters())
+    named = dict(whole.named_parameters())
     for name, parameter in model.named_parameters():
         wanted = named[name].grad
-        wanted = wanted if name not in places else places[name].local(wanted)
         # A handful of roundings of 2^-9 each, of sums over ranks in another order.
-        difference = float((parameter.grad - wanted).float().norm())
+        difference = float((full(parameter.grad) - wanted).float().norm())
         assert difference < 2**-6 * float(wanted.float().norm()) + 1e-6, name
 
 
@@ -365,7 +364,7 @@ def float16():
             loss = F.mse_loss(whole(x).float(), y)
         (loss / 4).backward()
     x, y = (t.float() for t in data(0, dist.get_rank(), 4))
-    places, named = md.placements(model), dict(whole.named_parameters())
+    named = dict(whole.named_parameters())
     for overflows[0] in (True, False):
         before = [parameter.detach().clone() for parameter in model.parameters()]
         optimizer.zero_grad()
@@ -383,9 +382,8 @@ def float16():
         assert scaler.get_scale() == 128.0
     for name, parameter in model.named_parameters():
         wanted = named[name].grad
-        wanted = wanted if name not in places else places[name].local(wanted)
         # A handful of roundings of 2^-11 each.
-        difference = float((parameter.grad - wanted).norm())
+        difference = float((full(parameter.grad) - wanted).norm())
         assert difference < 2**-8 * float(wanted.norm()) + 1e-6, name
 
 
@@ -440,7 +438,8 @@ def tensor_parallel_experts():
     for tp, ep in ((1, 1), (2, 2), (1, 2)):
         mesh = md.MoEMesh(dp=4 // tp, tp=tp, ep=ep, etp=2)
         model = Model(mesh.ep_group)
-        assert model.blocks["1"].moe.experts.down_proj.shape == (EXPERTS // ep, DIM, 3)
+        down = model.blocks["1"].moe.experts.down_proj
+        assert local_part(down).shape == (EXPERTS // ep, DIM, 3)
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         for block in model.blocks.values() if tp > 1 else ():
             parallelize_module(block.mlp, mesh.data_mesh["tp"], plan)
@@ -572,9 +571,9 @@ def options_of_tensor_parallel_experts():
             out.square().mean().backward()
         md.sync_gradients(layers[0])
         wanted = {name: p.grad for name, p in layers[1].named_parameters()}
-        for name, place in md.placements(layers[0]).items():
+        for name in md.placements(layers[0]):
             grad = layers[0].get_parameter(name).grad
-            torch.testing.assert_close(grad, place.local(wanted[name]), **TIGHT)
+            torch.testing.assert_close(full(grad), wanted[name], **TIGHT)
     options = {"ep_group": mesh.ep_group}
     refusals = {
         "expected bias and post_norm to be off": {"bias": True},
@@ -591,9 +590,19 @@ def options_of_tensor_parallel_experts():
     layer = moe_ext.MoELayer(DIM, 6, 4, **options)
     with pytest.raises(ValueError, match="fully_shard: expected mesh to have etp=1"):
         md.fully_shard(layer, mesh)
-    layer(x.float()).sum().backward()
-    with pytest.raises(ValueError, match="LAMB: expected experts of a mesh with etp=1"):
-        moe_ext.optim.LAMB(layer.parameters()).step()
+    # Norms of LAMB run over all shards.
+    torch.manual_seed(3)
+    alone = moe_ext.MoELayer(DIM, 6, 4).double()
+    layer = moe_ext.MoELayer(DIM, 6, 4, **options).double()
+    layer.load_state_dict(alone.state_dict())
+    for module in (layer, alone):
+        x = torch.randn(9, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+        module(x).square().mean().backward()
+        if module is layer:
+            md.sync_gradients(layer)
+        moe_ext.optim.LAMB(module.parameters(), lr=0.1, float32_state=False).step()
+    for p, q in zip(layer.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(full(p), q, **TIGHT)
 
 
 @CHECKS()

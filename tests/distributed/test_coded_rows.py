@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checks import assert_passed, outcomes, raised
+from rank_checks import full
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import MoELayer, ops
@@ -145,8 +146,8 @@ def check_equals_one_process_that_rounds():
         each = [step(whole(wire), tokens(r).double()) for r in range(num_ranks)]
         # Gradients of experts are means over ranks.
         means = [torch.stack(p).mean(0) for p in list(zip(*each, strict=True))[3:]]
-        own = [*each[rank][:2], *(mean.chunk(num_ranks)[rank] for mean in means)]
-        for actual, want in zip([y, x_grad, *experts], own, strict=True):
+        own = [*each[rank][:2], *means]
+        for actual, want in zip([y, x_grad, *map(full, experts)], own, strict=True):
             # An element that lies between two codes moves by a step: by 1/40 of the typical
             # element for "int8", by 1/8 of itself for the others. With one in a thousand of them
             # that is 4e-3 of the norm.

@@ -14,12 +14,13 @@ from parallel_models import (
     mesh,
     one_process,
     run_steps,
-    shard,
     sizes,
 )
+from rank_checks import full
 from torch import nn
 
 from moe_ext import distributed as md
+from moe_ext.distributed.dtensor import local_part
 
 
 def check_gradients_norm_and_step_of_one_process():
@@ -42,7 +43,7 @@ def check_gradients_norm_and_step_of_one_process():
         for module in (model, whole):
             torch.optim.SGD(md.expert_param_groups(module), lr=0.5).step()
         for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(p, shard(name, q, model, ep), **TIGHT)
+            torch.testing.assert_close(full(p), q, msg=name, **TIGHT)
 
 
 def check_gradient_accumulation():
@@ -177,7 +178,7 @@ def check_clipping():
     assert_same_gradients(model, want, 2)
     # One expert on one rank only holds the NaN; every rank learns of it.
     if mesh(2).ep_rank == 1:
-        model.first.experts.down_proj.grad[0, 0, 0] = math.nan
+        local_part(model.first.experts.down_proj.grad)[0, 0, 0] = math.nan
     before = model.inp.weight.grad.clone()
     clip = lambda: md.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)  # noqa: E731
     raised(RuntimeError, "expected the norm of the gradients to be finite, got nan", clip)
@@ -212,7 +213,7 @@ def check_mesh():
     assert (grid.dp_rank, grid.ep_rank) == (rank // 2, rank % 2)
     assert (grid.dp_size, grid.ep_size) == (dist.get_world_size() // 2, 2)
     assert dist.get_process_group_ranks(grid.ep_group) == [rank - rank % 2, rank - rank % 2 + 1]
-    assert grid.device_mesh.mesh_dim_names == ("dp", "ep")
+    assert grid.device_mesh.mesh_dim_names == ("edp", "ep")
     ranks = dist.get_world_size()
     text = rf"expected dp \* ep or dp to be the number of ranks, {ranks}, got dp=3, ep=1"
     raised(ValueError, text, lambda: md.MoEMesh(dp=3))

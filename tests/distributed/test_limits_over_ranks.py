@@ -2,6 +2,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checks import assert_passed, outcomes
+from rank_checks import full
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -47,7 +48,7 @@ def compare(capacity, prepare=lambda layer: None):
     torch.testing.assert_close(y, wanted[rank][0], **TIGHT)
     assert torch.equal(sharded.metrics["num_dropped"], wanted[rank][1])
     for p, q in zip(sharded.experts.parameters(), whole.experts.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad.chunk(num_ranks)[rank], **TIGHT)
+        torch.testing.assert_close(full(p.grad), q.grad, **TIGHT)
     return sharded
 
 

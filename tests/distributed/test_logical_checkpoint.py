@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from rank_checks import divided, full
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 import moe_ext
 from moe_ext import distributed as md
 from moe_ext.attention import SequenceParallelMLP
-from moe_ext.distributed.dtensor import is_dtensor
+from moe_ext.distributed.dtensor import is_dtensor, local_part
 from moe_ext.nn import ModuleExperts
 from moe_ext.optim import (
     LAMB,
@@ -103,18 +104,18 @@ def take_steps(model, optimizer, steps, mesh):
         for name, parameter in model.named_parameters():
             key = f"{names.get(name, name)}.{step}.{replica}"
             generator = torch.Generator().manual_seed(sum(map(ord, key)) * 7919)
-            place = places.get(name)
-            shape = parameter.shape if place is None else place.logical_shape(parameter.shape)
-            whole = torch.randn(shape, generator=generator)
-            if place is not None and place.dim is not None:
-                if place.blocks > 1:
-                    whole = whole.unflatten(place.dim, (place.blocks, -1))
-                whole = place.local(whole)
-            parameter.grad = whole.contiguous()
+            if name in places and places[name].dim is None:  # each rank's own expert
+                own = torch.randn(local_part(parameter.detach()).shape, generator=generator)
+                parameter.grad = places[name].whole(own)
+            else:
+                whole = torch.randn(parameter.shape, generator=generator)
+                parameter.grad = divided(whole, parameter)
         if mesh is not None and type(optimizer).__name__ not in ONE_BIT:
             for parameter in model.parameters():
                 if mesh.dp_size > 1:
-                    dist.all_reduce(parameter.grad, group=mesh.device_mesh.get_group("dp"))
+                    dist.all_reduce(
+                        local_part(parameter.grad), group=mesh.device_mesh.get_group("edp")
+                    )
         optimizer.step()
 
 
@@ -177,8 +178,9 @@ def check_torch_state_dicts(layer, optimizer, mesh):
             assert torch.equal(mine, parameter)
             assert twin.state[mine].keys() == optimizer.state[parameter].keys()
             for key, value in optimizer.state[parameter].items():
-                assert not is_dtensor(twin.state[mine][key])
-                assert torch.equal(torch.as_tensor(twin.state[mine][key]), torch.as_tensor(value))
+                loaded = twin.state[mine][key]
+                assert is_dtensor(loaded) == is_dtensor(value)
+                assert torch.equal(*map(torch.as_tensor, map(full, (loaded, value))))
     # Before the first step nobody knows; what was loaded is cut then.
     twin = next(o for o in torch_optimizers(layer) if type(o) is type(optimizer))
     names = {parameter: name for name, parameter in layer.named_parameters()}
@@ -228,7 +230,7 @@ def check_every_kind_of_part(model, mesh, folder):
     held = range(E // 2 * mesh.ep_rank, E // 2 * (mesh.ep_rank + 1))
     for local, index in enumerate(held):
         assert torch.equal(
-            mine[f"apart.experts.{local}.bias"], whole[f"apart.experts.{index}.bias"]
+            local_part(mine[f"apart.experts.{local}.bias"]), whole[f"apart.experts.{index}.bias"]
         )
 
 

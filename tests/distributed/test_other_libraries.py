@@ -5,9 +5,11 @@ import re
 import torch
 import torch.distributed as dist
 from checks import assert_passed, outcomes, raised
+from rank_checks import full
 from torch import nn
 
 import moe_ext
+from moe_ext.distributed.dtensor import local_part
 from moe_ext.integrations import deepspeed, fairscale, fastmoe, megablocks, paddle, tutel
 
 D, E, H = 8, 4, 6
@@ -52,7 +54,7 @@ def pair(build):
     with torch.no_grad():
         for layer, ranks, rank in ((alone, 1, 0), (spread, 2, dist.get_rank())):
             for name, parameter in layer.named_parameters():
-                parameter.copy_(own_part(name, values, rank, ranks))
+                local_part(parameter).copy_(own_part(name, values, rank, ranks))
     return spread, alone
 
 
@@ -82,6 +84,7 @@ def compare(build, run, inputs=None, *, together=False):
     }
     for name, parameter in spread.named_parameters():
         found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        found = local_part(found.detach())
         torch.testing.assert_close(found, own_part(name, wanted, rank, 2), msg=name, **TIGHT)
     dropped = spread.metrics["num_dropped"].clone()
     dist.all_reduce(dropped)
@@ -235,7 +238,7 @@ def check_megablocks():
     for layer in layers:
         torch.manual_seed(3)
         layer.experts.reset_parameters()
-    assert torch.equal(layers[0].experts.mlp.w1, layers[1].experts.mlp.w1.chunk(2)[dist.get_rank()])
+    assert torch.equal(full(layers[0].experts.mlp.w1), layers[1].experts.mlp.w1)
 
 
 def check_groups_that_do_not_fit():

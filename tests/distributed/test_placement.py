@@ -10,6 +10,7 @@ from torch import nn
 import moe_ext
 from moe_ext import distributed as md
 from moe_ext.attention import SequenceParallelMLP
+from moe_ext.distributed.dtensor import local_part
 from moe_ext.distributed.placement import replica_group
 from moe_ext.nn import GroupedExperts, ModuleExperts
 
@@ -179,16 +180,16 @@ def columns_over_ranks():
             assert place.blocks == (2 if name.startswith("gate_up") else 1)
             assert place.grad_reduction == "sum"
         rows = 16 if activation == "swiglu" else 8
-        weight = mlp.get_parameter(f"{up}.weight")
-        assert found[f"{up}.weight"].logical_shape(weight.shape) == (rows, 4)
-        assert found["down_proj.weight"].logical_shape((4, part)) == (4, 8)
+        assert mlp.get_parameter(f"{up}.weight").shape == (rows, 4)
+        assert mlp.down_proj.weight.shape == (4, 8)
+        assert local_part(mlp.down_proj.weight).shape == (4, part)
 
 
 @CHECKS()
 def a_mesh_knows_the_replicas():
     mesh = md.MoEMesh(dp=2, ep=2)
     replicas = replica_group(mesh.ep_group, torch.device("cpu"))
-    assert replicas is mesh.device_mesh.get_group("dp")
+    assert replicas is mesh.device_mesh.get_group("edp")
     assert dist.get_process_group_ranks(replicas) == [mesh.ep_rank, mesh.ep_rank + 2]
     assert replica_group(md.MoEMesh(dp=1, ep=4).ep_group, torch.device("cpu")) is None
     for grid in (mesh, md.MoEMesh(ep=2, cp=2)):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checks import raised
-from rank_checks import Checks
+from rank_checks import Checks, full
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -201,7 +201,7 @@ def fsdp():
     for a, b in zip(run(moved)[0], outputs, strict=True):
         torch.testing.assert_close(a, b, **TIGHT)
     for p, q in zip(moved.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad, **TIGHT)
+        torch.testing.assert_close(full(p.grad), full(q.grad), **TIGHT)
 
 
 @RANKS()

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from pairwise import FULL, pairs
+from rank_checks import divided
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -131,15 +132,11 @@ def make_scheduler(name, optimizer):
 
 def take_steps(model, optimizer, scheduler, steps):
     """Gradients of the whole model's parameters, the same on all ranks."""
-    places = md.placements(model)
     for step in steps:
-        for index, (name, parameter) in enumerate(model.named_parameters()):
+        for index, parameter in enumerate(model.parameters()):
             generator = torch.Generator().manual_seed(100 * step + index)
-            place = places.get(name)
-            shape = parameter.shape if place is None else place.logical_shape(parameter.shape)
-            whole = torch.randn(shape, generator=generator, dtype=torch.float64)
-            local = whole if place is None else place.local(whole)
-            parameter.grad = local.to(parameter.dtype).contiguous()
+            whole = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.grad = divided(whole.to(parameter.dtype), parameter)
         optimizer.step()
         # The random state moves on, and so does what a plateau looks at.
         model.layer.router.rng_state.add_(step)

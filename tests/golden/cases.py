@@ -43,6 +43,8 @@ def fill(module, *, scale=0.5, rank=0, num_ranks=1):
     """Sets every parameter by its name, those of experts to this rank's part of all experts."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
+            if hasattr(parameter, "to_local"):
+                parameter = parameter.to_local()
             parts = num_ranks if name.startswith("experts.") else 1
             whole = numbers(name, parts, *parameter.shape, scale=scale)
             parameter.copy_(whole[rank if parts > 1 else 0])

@@ -11,6 +11,7 @@ from torch import nn
 import moe_ext
 from moe_ext import distributed as md
 from moe_ext.compression import CompressionState, compress_gradients
+from moe_ext.distributed.dtensor import local_part
 from moe_ext.integrations.torchft import ReplicaState, average_over_groups
 from moe_ext.testing import spawn_ranks
 
@@ -140,8 +141,9 @@ def two_groups(rank, folder):
 
     def assert_equal_on_groups(model):
         for parameter in model.parameters():
-            other = [torch.empty_like(parameter.data) for _ in range(2)]
-            between.allgather([other], [parameter.data.contiguous()]).wait()
+            own = local_part(parameter.data).contiguous()
+            other = [torch.empty_like(own) for _ in range(2)]
+            between.allgather([other], [own]).wait()
             assert torch.equal(*other)
 
     model = Model(mesh.ep_group)
@@ -286,7 +288,7 @@ def first_quorums(rank, folder):
             for name, parameter in model.named_parameters():
                 for ranks in (between, dist.group.WORLD):
                     if ranks is between or "experts" not in name:
-                        kept = parameter.data.contiguous()
+                        kept = local_part(parameter.data).contiguous()
                         other = [torch.empty_like(kept) for _ in range(2)]
                         ranks.allgather([other], [kept]).wait()
                         assert torch.equal(*other), (order, init_sync, name)

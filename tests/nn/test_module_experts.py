@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import moe_ext
+from moe_ext.distributed.dtensor import local_part
 from moe_ext.nn import ModuleExperts
 from moe_ext.testing import spawn_ranks
 
@@ -14,6 +16,8 @@ D, E = 4, 4
 
 class Expert(nn.Module):
     """An expert that no stacked weight could hold: its depth depends on its index."""
+
+    recomputes = False
 
     def __init__(self, index):
         super().__init__()
@@ -26,6 +30,8 @@ class Expert(nn.Module):
 
     def forward(self, x):
         self.num_rows.append(x.shape[0])
+        if self.recomputes:
+            return torch.sin(checkpoint(self.layers, x, use_reentrant=False))
         return torch.sin(self.layers(x))
 
 
@@ -110,8 +116,9 @@ def batches():
     return [torch.randn(n, D, dtype=torch.float64, generator=generator) for n in (5, 0)]
 
 
-def rank_gradients(rank):
+def rank_gradients(rank, recomputes):
     """Gradients after the mean over ranks, under the names of one process."""
+    Expert.recomputes = recomputes
     layer = make_layer(dist.group.WORLD)
     assert layer.experts.first_expert == 2 * rank
     assert len(layer.experts) == 2
@@ -122,17 +129,18 @@ def rank_gradients(rank):
         kind, local, *rest = name.split(".")
         if kind == "experts":
             name = ".".join([kind, str(int(local) + 2 * rank), *rest])
-        found[name] = parameter.grad.numpy()
+        found[name] = local_part(parameter.grad).numpy()
     return found
 
 
-def test_two_ranks_one_of_them_without_tokens():
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_two_ranks_one_of_them_without_tokens(recomputes):
     layer = make_layer()
     layer.loss_scale = 0.5
     (layer(batches()[0]).square().sum() / 2).backward()
     want = {name: p.grad for name, p in layer.named_parameters()}
     found = {}
-    for gradients in spawn_ranks(rank_gradients, 2):
+    for gradients in spawn_ranks(rank_gradients, 2, recomputes):
         found.update(gradients)
     assert found.keys() == want.keys()
     for name, gradient in found.items():

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 import moe_ext
+from moe_ext.distributed.dtensor import local_part
 from moe_ext.nn import FeedForward, MoELayer, UpcycledFFN, upcycle
 from moe_ext.testing import spawn_ranks
 
@@ -310,7 +311,7 @@ def upcycled_rank(rank):
     layer = upcycle(
         ffn, 8, 4, method="granular", granularity=2, ep_group=dist.group.WORLD
     )  # fmt: skip
-    assert layer.experts.down_proj.shape[0] == 4
+    assert local_part(layer.experts.down_proj).shape[0] == 4
     x = tokens()[rank]
     torch.testing.assert_close(layer(x), ffn(x), **EXACT)
     return True

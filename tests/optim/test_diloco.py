@@ -8,9 +8,15 @@ import torch
 import torch.distributed as dist
 from rank_checks import Checks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
+import moe_ext
+from moe_ext.attention import SequenceParallelMLP
 from moe_ext.compression import ChunkedTopK, Quantize
 from moe_ext.distributed import count_traffic
+from moe_ext.distributed.dtensor import local_part
 from moe_ext.optim import DeMo, DiLoCo, MuLoCo, Muon, SparseLoCo, param_groups
 
 checks = Checks()
@@ -214,8 +220,6 @@ def check_a_resumed_run_is_the_same():
 @checks()
 def check_experts():
     """Experts over the workers themselves stay local; copies of them are averaged."""
-    import moe_ext
-
     for ep in (4, 2):
         mesh = moe_ext.distributed.MoEMesh(dp=4 // ep, ep=ep)
         torch.manual_seed(0)
@@ -238,9 +242,10 @@ def check_experts():
                     optimizer.step()
         if ep == 4:
             # The outer optimizer holds them, too, and they have a gradient: it is not its own.
-            assert all(map(torch.equal, layer.experts.parameters(), alone.experts.parameters()))
+            for p, q in zip(layer.experts.parameters(), alone.experts.parameters(), strict=True):
+                assert torch.equal(local_part(p), local_part(q))
             assert layer.experts.down_proj.grad is not None
-        own = layer.experts.gate_up_proj.detach()
+        own = local_part(layer.experts.gate_up_proj.detach())
         gathered = [torch.empty_like(own) for _ in range(RANKS)]
         dist.all_gather(gathered, own.contiguous())
         copies = [torch.equal(own, other) for other in gathered]
@@ -249,6 +254,57 @@ def check_experts():
         gathered = [torch.empty_like(router) for _ in range(RANKS)]
         dist.all_gather(gathered, router.detach())
         assert all(torch.equal(gathered[0], other) for other in gathered)
+
+
+@checks()
+def check_columns():
+    """Columns of a layer over two of four workers: means are of those that hold the same ones."""
+    rank, pair = dist.get_rank(), dist.new_subgroups(2)[0]
+    layer = SequenceParallelMLP(8, 12, group=pair, activation="swiglu")
+    for p in layer.parameters():
+        torch.manual_seed(rank % 2 if isinstance(p, DTensor) else 5)
+        with torch.no_grad():
+            local_part(p).random_(-8, 8)  # sums of such are exact
+    before = [local_part(p.detach()).clone() for p in layer.parameters()]
+    inner = sgd(layer, lr=0.5)
+    with DiLoCo(None, [layer], inner, sgd(layer, lr=1.0), 1):
+        for p in layer.parameters():
+            p.grad = torch.full_like(p, float(rank))
+        inner.step()
+    for p, x in zip(layer.parameters(), before, strict=True):
+        mean = rank % 2 + 1 if isinstance(p, DTensor) else 1.5
+        assert torch.equal(local_part(p), x - 0.5 * mean)
+    halves = nn.Linear(8, 8)
+    fully_shard(halves, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))
+    with pytest.raises(ValueError, match="parts of weight, which FSDP2 divides, to lie on one"):
+        DiLoCo(None, [halves], sgd(halves, lr=0.5), sgd(halves, lr=1.0), 1)
+
+
+@checks()
+def check_demo_of_experts():
+    """As of plain tensors that the ranks with the same experts hold."""
+    mesh = moe_ext.distributed.MoEMesh(dp=2, ep=2)
+    experts = moe_ext.MoELayer(8, 16, 4, ep_group=mesh.ep_group).experts
+    with pytest.raises(ValueError, match="DeMo: expected plain tensors, or experts in an optimiz"):
+        DeMo(experts.parameters())
+    copies = [nn.Parameter(local_part(p.detach()).clone()) for p in experts.parameters()]
+    options = {"compression_chunk": 16, "process_group": mesh.replica_mesh.get_group()}
+    ours, want = DeMo(experts.parameters(), **options), DeMo(copies, **options)
+    for step in range(3):
+        for p, q in zip(experts.parameters(), copies, strict=True):
+            torch.manual_seed(10 * step + dist.get_rank())
+            q.grad = torch.randn_like(q)
+            p.grad = torch.zeros_like(p)
+            local_part(p.grad).copy_(q.grad)
+        ours.step()
+        want.step()
+        if step == 1:
+            again = DeMo(experts.parameters(), **options)
+            again.load_checkpoint_state(*ours.checkpoint_state())
+            want.load_checkpoint_state(*want.checkpoint_state())
+            ours = again
+    for p, q in zip(experts.parameters(), copies, strict=True):
+        assert torch.equal(local_part(p), q)
 
 
 @checks()

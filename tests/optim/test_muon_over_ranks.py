@@ -1,12 +1,13 @@
-"""Muon of shards, of experts over ranks and of columns over ranks, beside one process."""
+"""Muon of shards and columns, and optimizers of experts over ranks, beside one process."""
 
 import copy
+import functools
 import os
 
 import pytest
 import torch
 import torch.distributed as dist
-from rank_checks import Checks, ask_briefly
+from rank_checks import Checks, ask_briefly, full
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -16,6 +17,8 @@ import moe_ext
 from moe_ext import distributed as md
 from moe_ext import optim
 from moe_ext.attention import SequenceParallelMLP
+from moe_ext.distributed.dtensor import local_part
+from moe_ext.nn import ModuleExperts
 from moe_ext.testing import spawn_ranks
 
 # Both sides take the same steps in float64; sums of products in another order differ by roundings,
@@ -104,17 +107,28 @@ def whole_experts_on_a_rank_need_no_message():
 
 
 class Model(nn.Module):
-    def __init__(self, ep_group=None, columns=None):
+    def __init__(self, ep_group=None, columns=None, *, apart=False, bias=True):
         super().__init__()
         torch.manual_seed(0)
+        self.apart = nn.Identity()
+        if apart:  # an expert is a module of its own
+            modules = ModuleExperts.build(lambda _: nn.Linear(8, 8), 4, ep_group=ep_group)
+            self.apart = moe_ext.MoELayer(8, 6, 4, 2, experts=modules, ep_group=ep_group)
         self.embedding = nn.Embedding(7, 8)
-        self.moe = moe_ext.MoELayer(8, 6, 4, 2, bias=True, ep_group=ep_group)
+        self.moe = moe_ext.MoELayer(8, 6, 4, 2, bias=bias, ep_group=ep_group)
         self.mlp = SequenceParallelMLP(8, 12, group=columns, activation="swiglu")
         self.out = nn.Linear(8, 3)
         self.double()
 
     def forward(self, ids):
-        return self.out(self.mlp(self.moe(self.embedding(ids))))
+        return self.out(self.mlp(self.moe(self.apart(self.embedding(ids)))))
+
+
+MAKERS = {
+    "LAMB": functools.partial(optim.LAMB, lr=0.05),
+    "LARS": functools.partial(optim.LARS, lr=0.1, trust_coefficient=0.1, weight_decay=0.1),
+    "Adafactor": functools.partial(optim.Adafactor, lr=0.05, weight_decay=0.1),
+}
 
 
 def muon(model, **options):
@@ -132,9 +146,13 @@ def train(model, optimizer, steps):
         optimizer.zero_grad()
 
 
-def trained_alone():
-    whole = Model()
-    train(whole, muon(whole), range(3))
+def optimizer_of(name, model):
+    return muon(model) if name == "Muon" else MAKERS[name](optim.param_groups(model))
+
+
+def trained_alone(name="Muon", **options):
+    whole = Model(**options)
+    train(whole, optimizer_of(name, whole), range(3))
     return whole
 
 
@@ -153,14 +171,23 @@ def fsdp_trains_as_one_process():
         torch.testing.assert_close(p.full_tensor(), wanted[name], **TIGHT)
 
 
-@CHECKS()
-def experts_over_ranks_train_as_in_one_process():
-    mesh = md.MoEMesh(dp=2, ep=2)
-    model = Model(mesh.ep_group)
-    train(model, muon(model), range(3))
-    wanted, found = trained_alone().state_dict(), md.full_state_dict(model)
-    for name, value in found.items():
-        torch.testing.assert_close(value, wanted[name], **TIGHT)
+@CHECKS(
+    *((name, *sizes) for name in ("Muon", *MAKERS) for sizes in ((2, 1), (4, 1), (1, 2), (2, 2)))
+)
+def experts_over_ranks_train_as_in_one_process(name, ep, etp):
+    """Experts of a rank, shards of them, and such as are a module each; a state goes on."""
+    mesh = md.MoEMesh(dp=4 if etp > 1 else 4 // ep, ep=ep, etp=etp)
+    options = {"apart": etp == 1, "bias": etp == 1}
+    model = Model(mesh.ep_group, **options)
+    model.load_state_dict(Model(**options).state_dict())
+    optimizer = optimizer_of(name, model)
+    train(model, optimizer, range(2))
+    resumed = optimizer_of(name, model)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, resumed, range(2, 3))
+    wanted = trained_alone(name, **options).state_dict()
+    for path, value in md.full_state_dict(model).items():
+        torch.testing.assert_close(value, wanted[path], msg=lambda m, p=path: f"{p} {m}", **TIGHT)
 
 
 @CHECKS()
@@ -186,13 +213,37 @@ def columns_over_ranks_take_the_steps_of_the_whole():
                 p = whole.get_parameter(name)
                 generator = torch.Generator().manual_seed(step + len(name))
                 p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-                mine = model.get_parameter(name)
-                mine.grad = places[name].part_of(p.grad).contiguous().clone()
+                part = places[name].part_of(p.grad).contiguous()
+                model.get_parameter(name).grad = places[name].whole(part)
             for optimizer in optimizers:
                 optimizer.step()
-        for name, p in ((name, whole.get_parameter(name)) for name in places):
-            want = places[name].part_of(p.detach())
-            torch.testing.assert_close(model.get_parameter(name).detach(), want, **TIGHT)
+        for name in places:
+            want = whole.get_parameter(name).detach()
+            torch.testing.assert_close(full(model.get_parameter(name)).detach(), want, **TIGHT)
+
+
+@CHECKS()
+def groups_keep_the_kernels_of_torch():
+    """DTensors of a mesh in groups of their own: a mixture is refused by fused and foreach."""
+    models = [Model(md.MoEMesh(dp=2, ep=2).ep_group, dist.group.WORLD) for _ in range(3)]
+    kernels = ({"fused": True}, {"foreach": True}, {"fused": False, "foreach": False})
+    for model, options in zip(models, kernels, strict=True):
+        groups = optim.param_groups(model)
+        names = [name for group in groups for name, _ in group["params"]]
+        assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        mixture = torch.optim.AdamW(model.parameters(), **options)
+        if any(options.values()):
+            with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+                mixture.step()
+            model.load_state_dict(models[2].state_dict())
+        optimizer = torch.optim.AdamW(groups, lr=0.1, **options)
+        optimizer.step()
+        assert len({getattr(p, "device_mesh", None) for p in model.parameters()}) == 3
+    for model in models[:2]:
+        for p, q in zip(model.parameters(), models[2].parameters(), strict=True):
+            torch.testing.assert_close(local_part(p), local_part(q), **TIGHT)
 
 
 @CHECKS()
@@ -202,7 +253,7 @@ def an_overflow_of_one_rank_stops_all():
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     if dist.get_rank() in (0, 2):
-        model.moe.experts.down_proj.grad[0, 0, 0] = torch.inf
+        local_part(model.moe.experts.down_proj.grad)[0, 0, 0] = torch.inf
     before = copy.deepcopy(dict(model.state_dict(keep_vars=True)))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.zeros(()))
@@ -210,7 +261,8 @@ def an_overflow_of_one_rank_stops_all():
     scaler.update()
     assert scaler.get_scale() == 2.0 and not optimizer.state
     after = model.state_dict(keep_vars=True)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
+    for name, value in before.items():
+        assert torch.equal(local_part(after[name]), local_part(value))
 
 
 @pytest.mark.parametrize("name", CHECKS)

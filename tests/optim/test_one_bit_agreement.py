@@ -46,7 +46,8 @@ def check_messages_on_every_rank():
         d = nn.Parameter(distribute_tensor(torch.ones(4), where, [Shard(0)]))
         d.grad = distribute_tensor(torch.ones(4), where, [Shard(0)])
         with pytest.raises(
-            TypeError, match="to be plain tensors, got a DTensor for parameter 0 of"
+            TypeError,
+            match="to be plain tensors or experts over ranks, got a DTensor for parameter 0 of",
         ):
             make([d]).step()
 

@@ -18,6 +18,7 @@ from rank_checks import Checks
 from moe_ext import MoELayer
 from moe_ext.attention import choose_scheme
 from moe_ext.distributed import MoEMesh, count_traffic, sync_gradients
+from moe_ext.distributed.dtensor import local_part
 from moe_ext.pipeline import make_table, simulate
 from moe_ext.planner import (
     CLUSTERS,
@@ -737,8 +738,8 @@ def averages_the_bytes_of_the_formula():
     layer(torch.randn(6, 64)).sum().backward()
     with count_traffic() as traffic:
         sync_gradients(layer)
-    experts = sum(p.nbytes for p in layer.experts.parameters())
-    dense = sum(p.nbytes for p in layer.parameters()) - experts
+    experts = sum(local_part(p).nbytes for p in layer.experts.parameters())
+    dense = sum(local_part(p).nbytes for p in layer.parameters()) - experts
     assert traffic.sent_bytes["all_reduce"] == gradient_bytes([dense], 4) + gradient_bytes(
         [experts], 2
     )

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from moe_ext.compression.collectives.padding import PartialBlocks
 from moe_ext.distributed.fsdp_state import ManagedParameter, managed_parameters
-from moe_ext.distributed.placement import Placement, logical_names, placements
+from moe_ext.distributed.placement import logical_names as spread_names
 from moe_ext.nn.routers.base import Router
 
 KeepDense = Callable[[str, nn.Module, nn.Parameter], bool]
@@ -128,7 +128,7 @@ class ShardLayout:
         if key not in self._partial:
             is_padding_PQ = torch.ones(num_shards, self.packed_numel, dtype=torch.bool)
             for segment in self.compressed:
-                numel = segment.numel if segment.source is None else segment.source.param.numel()
+                numel = segment.numel if segment.source is None else segment.source.shape.numel()
                 for row in range(num_shards):
                     # FSDP pads the last shards, and packing pads all of them.
                     left = numel - (first_shard + row) * segment.numel
@@ -182,12 +182,9 @@ class LayoutFinder:
         entries = managed_parameters(self.module)
         return [(f"{self._names.get(e.owner, '')}.{e.name}".lstrip("."), e) for e in entries]
 
-    def in_whole_model(self) -> dict[str, tuple[str, Placement | None]]:
-        """Name of each parameter to that in the model of all ranks, and its part on this one."""
-        if self._root is None:
-            return {}
-        names, places = logical_names(self._root), placements(self._root)
-        return {n: (names.get(n, n), places.get(n)) for n, _ in self.parameters()}
+    def logical_names(self) -> dict[str, str]:
+        """Names of experts that are a module each, to those in the model of all ranks."""
+        return {} if self._root is None else spread_names(self._root)
 
     def find(
         self,

@@ -142,8 +142,12 @@ def _segments(
     entry: ManagedParameter, start: int, size: int, experts_E: Tensor | None
 ) -> list[_Segment]:
     """Of one parameter, for each rank."""
-    numel, mask, dim = entry.shard_numel, mask_of(entry.owner, entry.name), _shard_dim(entry)
-    shape = entry.param.shape
+    numel, mask, dim, shape = (
+        entry.shard_numel,
+        mask_of(entry.owner, entry.name),
+        entry.dim,
+        entry.shape,
+    )
     row_numel = shape[1:].numel() if dim == 0 else numel // max(shape[0], 1)
     if mask is None:
         if experts_E is None:
@@ -181,16 +185,6 @@ def _only(bitmap: Tensor, rows_R: Tensor, numel: int) -> Tensor:
         return (bitmap.view(rows_R.shape[0], -1) * rows_R1).view(-1)
     marks = unpacked_bits(bitmap, numel).view(rows_R.shape[0], -1)
     return ops.pack_bits(marks & rows_R1)
-
-
-def _shard_dim(entry: ManagedParameter) -> int:
-    dims = [place.dim for place in entry.sharded.placements if place.is_shard()]  # type: ignore[attr-defined]
-    if len(dims) != 1:
-        raise ValueError(
-            f"{_OP}: expected {entry.name} to be sharded over the ranks of one mesh dimension, got "
-            f"{entry.sharded.placements}"
-        )
-    return int(dims[0])
 
 
 def _bitmaps_of(
@@ -422,4 +416,9 @@ def _check(name: str, module: FSDPModule, is_experts: bool) -> None:
             f"got reshard_after_forward over {resharded_over(module)}"
         )
     for entry in managed_parameters(module):
-        _shard_dim(entry)
+        mask = mask_of(entry.owner, entry.name)
+        if mask is not None and mask.shape != entry.shape:
+            raise ValueError(
+                f"{_OP}: expected {entry.name} to be pruned as its messages hold it, of shape "
+                f"{tuple(entry.shape)}, got a mask of shape {tuple(mask.shape)}"
+            )

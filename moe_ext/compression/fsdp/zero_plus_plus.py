@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from moe_ext.compression.codecs import PayloadCodec
 from moe_ext.compression.fsdp.layout import (
     KeepDense,
     LayoutFinder,
+    Segment,
     ShardLayout,
     keep_small_dense,
 )
@@ -32,7 +33,7 @@ from moe_ext.compression.fsdp.messages import (
 from moe_ext.compression.fsdp.nodes import CompressedAllReduce
 from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.comm import all_reduce_, gather_objects, reduce_scatter
-from moe_ext.distributed.dtensor import local_part
+from moe_ext.distributed.dtensor import distributed, dtensor_of, local_part, with_local
 from moe_ext.distributed.fsdp_state import (
     ManagedParameter,
     fsdp_modules,
@@ -49,7 +50,7 @@ from moe_ext.distributed.groups import (
     small_message_device,
     world_size,
 )
-from moe_ext.distributed.placement import Placement, sharded_parameters
+from moe_ext.distributed.placement import sharded_parameters
 
 _OP, _STATE = "zero_plus_plus", "FSDPCompression"
 _LOCO_KEYS = {"err_beta", "reset_T"}
@@ -456,50 +457,45 @@ class NamedResiduals:
             all_reduce_(packed_Q, self.copies, operation=_STATE)
             packed_Q /= self.copies.size()
         found: dict[str, Tensor] = {}
-        in_whole = self.finder.in_whole_model()
+        for name, segment, like in self._in_whole_model(layout):
+            part = like.to_local()
+            local = packed_Q[segment.packed_start :][: part.numel()].view(part.shape).clone()
+            found[name] = with_local(like, local)
+        return found
+
+    def _in_whole_model(self, layout: ShardLayout) -> Iterator[tuple[str, Segment, DTensor]]:
+        """Names in the model of all ranks, and DTensors like the residuals."""
+        wholes = self.finder.logical_names()
         for segment in layout.compressed:
             assert segment.source is not None
-            like = segment.source.sharded
-            local = packed_Q[segment.packed_start :][: like.to_local().numel()]
-            name, place = in_whole[segment.name]
-            mean: Tensor = DTensor.from_local(
-                local.view(like.to_local().shape).clone(),
-                like.device_mesh,
-                like.placements,
-                shape=like.shape,
-                stride=like.stride(),
-                run_check=False,
-            )
-            found[name] = mean if place is None else place.whole(mean)
-        return found
+            name = wholes.get(segment.name, segment.name)
+            yield name, segment, _like(segment.source, is_alone=segment.name in wholes)
 
     def packed(self, saved: Mapping[str, Tensor], *, own: bool) -> Tensor | None:
         """``[P, Q]`` of what `local` (``own``) or `mean` returned; ValueError where it misfits."""
         if not saved:
             return None
         layout = self._layout()
-        in_whole = self.finder.in_whole_model()
-        sources = {s.name if own else in_whole[s.name][0]: s for s in layout.compressed}
+        sources = {
+            segment.name if own else name: (segment, like)
+            for name, segment, like in self._in_whole_model(layout)
+        }
         if set(saved) != set(sources):
             raise ValueError(
                 f"{_STATE}: expected residuals of parameters {sorted(sources)}, got {sorted(saved)}"
             )
         ranks = self._num_shards
-        first = next(iter(sources.values())).source
-        assert first is not None
+        _, first = next(iter(sources.values()))
         # Not that of the shard, which may be offloaded.
-        packed_PQ = torch.zeros(
-            (ranks, layout.packed_numel), device=first.sharded.device_mesh.device_type
-        )
+        packed_PQ = torch.zeros((ranks, layout.packed_numel), device=first.device_mesh.device_type)
         row = group_rank(self.shards)
-        for name, segment in sources.items():
-            assert segment.source is not None
+        for name, (segment, like) in sources.items():
             place = packed_PQ.narrow(1, segment.packed_start, segment.numel)
             if own:
                 _check_shape(name, saved[name], torch.Size((ranks, segment.numel)))
                 place.copy_(saved[name])
                 continue
-            local = _shard_like(name, saved[name], segment.source, in_whole[segment.name][1])
+            local = _shard_like(name, saved[name], like)
             # Each rank owes its own shard of the sum over ranks, hence as many times the mean.
             place[row, : local.numel()] = local.reshape(-1) * ranks
         return packed_PQ
@@ -517,18 +513,25 @@ def _check_shape(name: str, found: Tensor, shape: torch.Size) -> None:
         )
 
 
-def _shard_like(
-    name: str, saved: Tensor, source: ManagedParameter, place: Placement | None
-) -> Tensor:
+def _like(source: ManagedParameter, *, is_alone: bool) -> DTensor:
+    """A parameter, or what this rank and its copies hold of it where it is alone with its name.
+
+    So are experts that are a module each: other ranks hold others in its place.
+    """
     like = source.sharded
-    _check_shape(name, saved, like.shape if place is None else place.logical_shape(like.shape))
-    if place is not None and place.num_parts > 1:
-        saved = place.local(saved, like)
+    if not is_alone or like.shape == source.shape:
+        return like
+    mesh, placements = like.device_mesh, like.placements[:-1]
+    along = [place if place.is_replicate() else Shard(source.dim) for place in placements]
+    own = mesh[(mesh.mesh_dim_names or ())[:-1]]
+    return dtensor_of(like.to_local(), own, along, source.shape)
+
+
+def _shard_like(name: str, saved: Tensor, like: DTensor) -> Tensor:
+    _check_shape(name, saved, like.shape)
     if isinstance(saved, DTensor):
         if saved.device_mesh == like.device_mesh and saved.placements == like.placements:
             return saved.to_local()
         saved = saved.full_tensor()
     whole = saved.to(like.to_local().device, torch.float32)
-    return distribute_tensor(
-        whole, like.device_mesh, like.placements, src_data_rank=None
-    ).to_local()
+    return distributed(whole, like).to_local()

@@ -38,11 +38,6 @@ def wrappers_of(model: nn.Module, path: str) -> list[Any]:
     return found
 
 
-def adapter_names(wrappers: list[Any]) -> list[tuple[str, ...]]:
-    """Names of the adapters of each wrapper."""
-    return [tuple(wrapper.lora_A) for wrapper in wrappers]
-
-
 def placed(wrapper: Any, experts: Placement) -> Iterator[tuple[str, nn.Linear, Placement]]:
     """Name in the wrapper, layer and placement of each factor of each adapter.
 

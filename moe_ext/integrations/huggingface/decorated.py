@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moe_ext.distributed.dtensor import is_dtensor
-from moe_ext.distributed.groups import group_size
+from moe_ext.distributed.placement import placement_of
 from moe_ext.integrations.huggingface.experts import KNOWN_FLAGS, weight_names
 
 # Attributes that `use_experts_implementation` sets on experts in every version of transformers 5.
@@ -110,8 +110,9 @@ def _check_model(model: Any, operation: str) -> None:
 
 
 def _check_layout(path: str, module: nn.Module, operation: str) -> None:
-    if getattr(module, "_is_expert_parallel", False) or any(
-        is_dtensor(parameter) for parameter in module.parameters()
+    ours = placement_of(module) is not None
+    if getattr(module, "_is_expert_parallel", False) or (
+        not ours and any(is_dtensor(parameter) for parameter in module.parameters())
     ):
         raise ValueError(
             f"{operation}: expected all experts of {path} on this rank, got a model that "
@@ -124,8 +125,7 @@ def _check_layout(path: str, module: nn.Module, operation: str) -> None:
             f"{operation}: expected the flags of {path} to be among {sorted(KNOWN_FLAGS)}, got "
             f"{unknown[0]}=True"
         )
-    # An earlier `replace(ep_group=)` keeps the number over all ranks.
-    num_experts = getattr(module, "num_experts", 0) // group_size(getattr(module, "ep_group", None))
+    num_experts = getattr(module, "num_experts", 0)
     for name, dims in weight_names(module).items():
         weight = getattr(module, name, None)
         stacked = isinstance(weight, Tensor) and weight.dim() == dims

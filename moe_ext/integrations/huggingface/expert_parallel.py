@@ -5,6 +5,7 @@ Shapes: T tokens, D model, E experts, K top-k, P ranks, L = E/P local experts, R
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -47,7 +48,7 @@ from moe_ext.distributed.placement import (
     shards_of_experts,
 )
 from moe_ext.distributed.state_dict import gathered
-from moe_ext.integrations.huggingface.adapters import adapter_names, placed, wrappers_of
+from moe_ext.integrations.huggingface.adapters import placed, wrappers_of
 from moe_ext.integrations.huggingface.decorated import Found
 from moe_ext.integrations.huggingface.experts import (
     IMPLEMENTATION,
@@ -84,21 +85,14 @@ class ShardedExperts(_Spread):
     `num_experts` stays E, as in every module of moe_ext with an `ep_group`.
     """
 
+    # The forward pass takes this rank's parts of its parameters by itself.
+    takes_dtensors = True
+
     num_experts: int
     down_proj: nn.Parameter
     has_post_expert_norm: bool
     _dispatcher: TokenDispatcher
     _rebalancer: Rebalancer | None
-    # PEFT's, from the outside, and the names of their adapters when the experts were spread.
-    _wrappers: list[Any]
-    _adapters: list[tuple[str, ...]]
-    _was_parametrized: bool
-
-    def _knows_adapters(self) -> bool:
-        """Whether the adapters of the weights were spread over the ranks along with them."""
-        if not self._wrappers:
-            return self._was_parametrized
-        return adapter_names(self._wrappers) == self._adapters
 
     @property
     def ep_group(self) -> ProcessGroup | None:
@@ -109,11 +103,6 @@ class ShardedExperts(_Spread):
     @outside_graphs
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Forward pass of the experts, whatever implementation the config names."""
-        if is_parametrized(self) and not self._knows_adapters():
-            raise ValueError(
-                "replace: expected adapters on experts to be there when their experts are spread "
-                "over ranks, got new ones; make them first, then replace(model, ep_group=...)"
-            )
         with in_layer(weakref.ref(self)):
             return self._over_ranks(hidden_states, top_k_index, top_k_weights)
 
@@ -439,7 +428,14 @@ def _stacked(name: str) -> bool:
     return not name.startswith("post_expert_norm.")
 
 
-Exchange = list[tuple[nn.Parameter, nn.Parameter]]
+# Parameters, each with what takes its place.
+Exchange = dict[nn.Parameter, nn.Parameter]
+
+
+def _twin(parameter: nn.Parameter, tensor: Tensor) -> nn.Parameter:
+    found = nn.Parameter(tensor, parameter.requires_grad)
+    vars(found).update(vars(parameter))
+    return found
 
 
 def cut(found: Found, ep_group: ProcessGroup) -> Exchange:
@@ -447,11 +443,11 @@ def cut(found: Found, ep_group: ProcessGroup) -> Exchange:
 
     Raises:
         ValueError: P does not divide E, a parameter is not stacked or has a gradient or hooks, or
-            there are adapters of another kind, or adapters on one expert for each rank.
+            there are adapters of another kind.
     """
     shards = shards_of_experts(ep_group)
     num_ranks = group_size(ep_group) // shards
-    slices: Exchange = []
+    slices: Exchange = {}
 
     def cut_one(name: str, parameter: nn.Parameter, place: Placement) -> None:
         if parameter.grad is not None:
@@ -464,10 +460,7 @@ def cut(found: Found, ep_group: ProcessGroup) -> Exchange:
                 f"replace: expected {name} to have no hooks when its experts are spread over "
                 "ranks, got some, which would not run any more; call replace first"
             )
-        part = place.part_of(parameter.detach()).clone()
-        mine = nn.Parameter(part, parameter.requires_grad)
-        vars(mine).update(vars(parameter))
-        slices.append((parameter, mine))
+        slices[parameter] = _twin(parameter, place.part_of(parameter.detach()).clone())
 
     for path, module in found.experts.items():
         num_experts: int = module.num_experts  # type: ignore[assignment]
@@ -489,12 +482,6 @@ def cut(found: Found, ep_group: ProcessGroup) -> Exchange:
             cut_one(f"{path}.{name}", parameter, place_of(module, name, ep_group))
         place = Placement.of_experts(num_experts, ep_group if shards == 1 else None)
         for wrapper in wrappers_of(found.model, path):
-            # PEFT takes a single expert for a layer without experts.
-            if len(place.held) == 1:
-                raise ValueError(
-                    f"replace: expected at least two of the {num_experts} experts on each rank "
-                    f"with adapters on {path}, got {num_ranks} ranks"
-                )
             for name, layer, own in placed(wrapper, place):
                 cut_one(f"{path}: {name}", layer.get_parameter("weight"), own)
     return slices
@@ -518,23 +505,45 @@ def _check_shards(path: str, module: Any, found: Found, shards: int) -> None:
         )
 
 
-def exchange(slices: Exchange) -> None:
-    """Put each tensor in the place of its pair's other one; all of them or, with ValueError, none.
+def exchange(model: nn.Module, new: Exchange) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Put parameters in the place of others; all of them or, with ValueError, none.
 
-    The parameters stay the objects that optimizers know. To write into `parameter.data` instead
-    would leave the node of the graph that accumulates gradients with the shape from before.
+    An optimizer that held one of those before would train what no module has any more.
+
+    Args:
+        model: any module.
+        new: empty afterwards.
+
+    Returns:
+        Module, name and parameter for `put`, which undoes it.
     """
-    for i, (parameter, mine) in enumerate(slices):
-        try:
-            torch.utils.swap_tensors(parameter, mine)
-        except RuntimeError as error:
-            exchange(slices[:i])
-            raise ValueError(
-                "replace: expected parameters of experts that nothing else holds when they are "
-                f"spread over ranks, got {list(parameter.shape)} in the graph of an earlier "
-                "forward pass or in a wrapper such as DistributedDataParallel; call replace "
-                f"first, or delete the outputs of that pass ({error})"
-            ) from error
+    found = [(m, n, p) for m in model.modules() for n, p in m._parameters.items() if p in new]
+    twins = {id(p): _twin(p, p.data) for p in new}
+    places = [(module, name, id(parameter)) for module, name, parameter in found]
+    put([(module, name, new[parameter]) for module, name, parameter in found])
+    references = {id(parameter): weakref.ref(parameter) for parameter in new}
+    new.clear()
+    found.clear()
+    if any(reference() is not None for reference in references.values()):
+        gc.collect()
+    held = {key: p for key, reference in references.items() if (p := reference()) is not None}
+    before = [(module, name, held.get(key, twins[key])) for module, name, key in places]
+    if held:
+        put(before)
+        shape = list(next(iter(held.values())).shape)
+        raise ValueError(
+            "replace: expected parameters of experts that nothing else holds when they are spread "
+            f"over ranks, got {shape} in an optimizer, a wrapper such as DistributedDataParallel, "
+            "the graph of an earlier forward pass, or a variable; make optimizers and wrappers "
+            "after replace, and delete the outputs of that pass"
+        )
+    return before
+
+
+def put(parameters: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
+    """Set parameters of modules."""
+    for module, name, parameter in parameters:
+        module._parameters[name] = parameter
 
 
 def dispatchers_of(
@@ -585,12 +594,8 @@ def shard(
     """
     for path, module in found.experts.items():
         num_experts: int = module.num_experts  # type: ignore[assignment]
-        wrappers = wrappers_of(found.model, path)
         module._ep_group = GroupHandle(ep_group)  # type: ignore[assignment]
         module._dispatcher = dispatchers[path]  # type: ignore[assignment]
-        module._wrappers = wrappers  # type: ignore[assignment]
-        module._adapters = adapter_names(wrappers)  # type: ignore[assignment]
-        module._was_parametrized = is_parametrized(module)  # type: ignore[assignment]
         module.__class__ = _mixed(ShardedExperts, type(module), "Sharded")
         declare_placements(module, num_experts, ep_group)
         moves = options.moves
@@ -600,11 +605,10 @@ def shard(
         if shards_of_experts(ep_group) > 1:
             continue  # there are no adapters
         place = Placement.of_experts(num_experts, ep_group)
-        for wrapper in wrappers:
-            for name, layer, own in placed(wrapper, place):
+        for wrapper in wrappers_of(found.model, path):
+            wrapper.takes_dtensors = True
+            for name, _, own in placed(wrapper, place):
                 declare_placement(wrapper, own, [name])
-                layer.out_features, layer.in_features = layer.weight.shape
-            wrapper.num_experts = len(place.held)
     for outer in {found.model, model}:
         outer._ep_group = GroupHandle(ep_group)
         outer.__class__ = _mixed(WritesWhole, type(outer))

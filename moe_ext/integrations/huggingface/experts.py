@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
+from moe_ext.distributed.dtensor import local_part
 from moe_ext.nn.balance.moved import ExpertMoves
 from moe_ext.nn.capacity import Capacity
 from moe_ext.nn.expert_activation import (
@@ -70,8 +71,8 @@ def run_rows(
     """
 
     def product(name: str, x: Tensor) -> Tensor:
-        weight = getattr(experts, name)
-        bias_EM = getattr(experts, f"{name}_bias") if experts.has_bias else None
+        weight = local_part(getattr(experts, name))
+        bias_EM = local_part(getattr(experts, f"{name}_bias")) if experts.has_bias else None
         if moves is not None:
             weight = moves.extend(weight)
             bias_EM = None if bias_EM is None else moves.extend(bias_EM)

@@ -23,7 +23,6 @@ from moe_ext.integrations.huggingface.decorated import (
     restore,
 )
 from moe_ext.integrations.huggingface.expert_parallel import (
-    Exchange,
     Options,
     ShardedExperts,
     cut,
@@ -31,6 +30,7 @@ from moe_ext.integrations.huggingface.expert_parallel import (
     dispatchers_of,
     ep_implementation,
     exchange,
+    put,
     shard,
 )
 from moe_ext.integrations.huggingface.experts import IMPLEMENTATION, experts_forward
@@ -98,10 +98,10 @@ def replace(
     package's integration registers nothing; the first call registers the implementation "moe_ext"
     with transformers, and a model can then also be loaded with `experts_implementation="moe_ext"`.
 
-    With `ep_group` each rank keeps E/P of the experts of every block: the parameters keep their
-    objects and names, and hold a slice. There is then no way back; `save_pretrained`, called by
-    every rank, writes all experts, and gradients follow `moe_ext.distributed.sync_gradients`. Do it
-    before the optimizer has made a step; every rank must hold the same model.
+    With `ep_group` each rank keeps E/P of the experts of every block: their parameters become
+    DTensors of the same names. There is then no way back; `save_pretrained`, called by every rank,
+    writes all experts, and gradients follow `moe_ext.distributed.sync_gradients`. Make optimizers
+    and wrappers afterwards; every rank must hold the same model.
 
     Args:
         model: a transformers 5 model, or a `PeftModel` of one.
@@ -124,8 +124,9 @@ def replace(
         ValueError: no experts of a decorated class (`set_experts_implementation` changes nothing
             there, and says so neither), a quantised model, experts of another class beside them, of
             another layout, with flags that are not known or already spread over ranks, or a group
-            whose size does not divide E, or options that do not go together. The model is
-            unchanged.
+            whose size does not divide E, parameters of experts that something else holds (an
+            optimizer, a wrapper, a graph, a variable), or options that do not go together. The
+            model is unchanged.
         TypeError: ep_group is no process group of this rank.
 
     Synchronisation: none without ep_group. With it the ranks compare their experts in one message,
@@ -208,13 +209,12 @@ def _replace_over_ranks(model: nn.Module, ep_group: ProcessGroup, options: Optio
     """`replace` with a group: every rank does it, or every rank raises."""
     problem: Exception | None = None
     facts: dict[str, object] = {}
-    slices: Exchange = []
+    before: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:
         options.check(ep_group)
         found = find(model, "replace")
         _check_whole(found.experts)
-        slices = cut(found, ep_group)
-        exchange(slices)
+        before = exchange(model, cut(found, ep_group))
         parameters = [
             (f"{path}.{name}", list(p.shape), p.dtype)
             for path, module in found.experts.items()
@@ -233,14 +233,14 @@ def _replace_over_ranks(model: nn.Module, ep_group: ProcessGroup, options: Optio
             },
         }
     except ValueError as error:
-        problem, slices = error, []
+        problem = error
     try:
         agree("replace", facts, problem, ep_group, small_message_device(ep_group))
         # After the ranks agree, since "hierarchical" makes groups with the others.
         dispatchers = dispatchers_of(found, ep_group, options)
         _run_by_us(found)
     except BaseException:
-        exchange(slices)
+        put(before)
         raise
     shard(model, found, ep_group, dispatchers, options)
     _protect_inputs(found.model)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+
+import torch
+from torch import nn
 
 from moe_ext.distributed import whole_state_dicts
 from moe_ext.integrations.huggingface.expert_parallel import WritesWhole
@@ -28,7 +32,12 @@ class SavesExperts:
     args: Any
     model: Any
     optimizer: Any
+    lr_scheduler: Any
     state: Any
+    # Parameters in the groups of a model without DTensors, if there are others here, and the number
+    # of such a group for each one here.
+    _split: list[list[nn.Parameter]] | None = None
+    _numbers: list[int]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -55,11 +64,79 @@ class SavesExperts:
                 state_dict = self.model.state_dict()
         super()._save(output_dir, state_dict)  # type: ignore[misc]
 
+    def create_optimizer(self, *args: Any, **options: Any) -> Any:
+        """As the Trainer does; it puts DTensors into groups apart, of which no file tells."""
+        is_own = self.optimizer is None
+        found = super().create_optimizer(*args, **options)  # type: ignore[misc]
+        decaying = set(self.get_decay_parameter_names(self.model))  # type: ignore[attr-defined]
+        named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        split = [[p for n, p in named if (n in decaying) == kind] for kind in (True, False)]
+        number = {p: index for index, group in enumerate(split) for p in group}
+        groups = [group["params"] for group in found.param_groups]
+        of_model = set(number) == {p for group in groups for p in group}
+        if is_own and of_model and [len(group) for group in groups] != [len(ps) for ps in split]:
+            self._split, self._numbers = split, [number[group[0]] for group in groups]
+        return found
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        with whole_state_dicts(keep=self.args.should_save):
-            if not self.args.should_save:
-                self.optimizer.state_dict()
-            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        hook = optimizer.register_state_dict_post_hook(self._joined)
+        try:
+            with whole_state_dicts(keep=self.args.should_save):
+                if not self.args.should_save:
+                    self.optimizer.state_dict()
+                super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        finally:
+            hook.remove()
+        path = os.path.join(output_dir, "scheduler.pt")
+        if self._split is not None and self.args.should_save and os.path.isfile(path):
+            state, firsts = torch.load(path), [self._group_of(number) or 0 for number in (0, 1)]
+            torch.save(_for_groups(state, len(self._numbers), firsts), path)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        hook = optimizer.register_load_state_dict_pre_hook(self._parted, prepend=True)
+        try:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        finally:
+            hook.remove()
+        if self._split is not None and checkpoint is not None:
+            scheduler = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
+            vars(scheduler).update(_for_groups(vars(scheduler), 2, self._numbers))
+
+    def _group_of(self, number: int) -> int | None:
+        return self._numbers.index(number) if number in self._numbers else None
+
+    def _joined(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The state with the groups and numbers of a model without DTensors."""
+        if self._split is None:
+            return state_dict
+        here = [p for group in optimizer.param_groups for p in group["params"]]
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        key_of = dict(zip(here, keys, strict=True))
+        order = {key_of[p]: index for index, p in enumerate(p for ps in self._split for p in ps)}
+        groups = []
+        for number, decay in enumerate((self.args.weight_decay, 0.0)):
+            own, at = [order[key_of[p]] for p in self._split[number]], self._group_of(number)
+            options = state_dict["param_groups"][at or 0]
+            options = options if at is not None else {**options, "weight_decay": decay}
+            groups.append({**options, "params": own})
+        state = {order[key]: value for key, value in state_dict["state"].items()}
+        return {**state_dict, "state": state, "param_groups": groups}
+
+    def _parted(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Undo `_joined`."""
+        saved = state_dict["param_groups"]
+        keys = [key for group in saved for key in group["params"]]
+        if self._split is None or len(keys) != sum(map(len, self._split)):
+            return state_dict
+        key_of = dict(zip((p for ps in self._split for p in ps), keys, strict=True))
+        group_of = {key: group for group in saved for key in group["params"]}
+        groups = []
+        for group in optimizer.param_groups:
+            own = [key_of[p] for p in group["params"]]
+            groups.append({**group_of[own[0]], "params": own})
+        return {**state_dict, "param_groups": groups}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         model = self.model if model is None else model
@@ -74,6 +151,16 @@ class SavesExperts:
             super()._load_best_model()  # type: ignore[misc]
         else:
             self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+
+def _for_groups(state: dict[str, Any], length: int, picked: list[int]) -> dict[str, Any]:
+    """What a scheduler holds for each group, for others of them."""
+    return {
+        name: [value[index] for index in picked]
+        if isinstance(value, list) and len(value) == length
+        else value
+        for name, value in state.items()
+    }
 
 
 def _is_adapted(model: Any) -> bool:
