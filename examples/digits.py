@@ -63,7 +63,7 @@ def accuracy(model: nn.Module, digits: Digits, runtime: Runtime) -> float:
 
 
 def has_line(step: int, first: int, last: int, every: int) -> bool:
-    """Whether a step is printed: the first, the last, and one in so many."""
+    """True for the steps that are printed: the first, the last, and one in so many."""
     return step in (first, last) or step % every == 0
 
 

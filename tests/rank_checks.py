@@ -4,7 +4,7 @@ import functools
 import traceback
 
 from moe_ext.distributed import failures
-from moe_ext.distributed.dtensor import distributed, is_dtensor
+from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.testing import spawn_ranks
 
 
@@ -71,8 +71,3 @@ def assert_passed(outcomes, name):
 def full(tensor):
     """The whole tensor, of which ranks may hold parts between them; a collective then."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
-
-
-def divided(whole, like):
-    """A tensor that every rank holds, divided over ranks as another one is."""
-    return distributed(whole, like) if is_dtensor(like) else whole

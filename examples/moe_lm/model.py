@@ -219,8 +219,6 @@ def init_weights(model: LanguageModel, seed: int) -> None:
     So the model is the same on any number of ranks: expert e has the same weights wherever it
     lives.
     """
-    from torch.distributed.tensor import DTensor
-
     places = moe_ext.distributed.placements(model)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
@@ -229,9 +227,9 @@ def init_weights(model: LanguageModel, seed: int) -> None:
             std = _std(name, parameter.shape, model.config.num_layers)
             parameter.copy_(torch.randn(parameter.shape, generator=_generator(seed, name)) * std)
             continue
-        place, part = places[name], parameter
-        if isinstance(parameter, DTensor):
-            part = parameter.to_local()
+        # Over ranks it is a DTensor, whose module takes a second to import.
+        place, own = places[name], getattr(parameter, "to_local", None)
+        part = parameter if own is None else own()
         std = _std(name, parameter.shape, model.config.num_layers)
         for expert, weight in zip(place.held, part, strict=True):
             generator = _generator(seed, name, expert)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_ext.attention.call import OPERATION, Inputs, Options
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.masks import Offsets, PrefixLen
-from moe_ext.attention.ring_attention import as_autocast, run
+from moe_ext.attention.ring_attention import run
 from moe_ext.distributed.groups import GroupHandle
 
 
@@ -152,7 +152,6 @@ class RingAttention(nn.Module):
             wire=self.wire,
             told=self._told,
         )
-        q, k, v = (as_autocast(x) for x in (q, k, v))
         inputs = Inputs(q, k, v, key_mask, alibi_slopes, sinks, cu_seqlens, prefix_len, attn_mask)
         out = run(inputs, options, seed, return_lse=False)
         assert isinstance(out, Tensor)

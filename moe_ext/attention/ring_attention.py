@@ -189,7 +189,6 @@ def ring_attention(
         kv_grad_dtype=kv_grad_dtype,
         wire=wire,
     )
-    q, k, v = (as_autocast(x) for x in (q, k, v))
     inputs = Inputs(q, k, v, key_mask, alibi_slopes, sinks, cu_seqlens, prefix_len, attn_mask)
     return run(inputs, options, seed, return_lse=return_lse)
 
@@ -198,7 +197,8 @@ def run(
     inputs: Inputs, options: Options, seed: int | None, *, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The result of `ring_attention` for its arguments."""
-    q = inputs.q
+    q, k, v = map(as_autocast, (inputs.q, inputs.k, inputs.v))
+    inputs = inputs._replace(q=q, k=k, v=v)
     try:
         line, options = rows_in_line(inputs, options)
     except Exception as error:

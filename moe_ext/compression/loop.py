@@ -15,8 +15,9 @@ from moe_ext.compression.state import CompressionState
 from moe_ext.distributed.agreement import agree, share
 from moe_ext.distributed.clipping import clip_grad_norm_
 from moe_ext.distributed.comm import all_reduce_
-from moe_ext.distributed.dtensor import is_dtensor, local_part, placed_as, with_local
+from moe_ext.distributed.dtensor import is_dtensor, local_part, with_local
 from moe_ext.distributed.gradients import (
+    flat_gradient,
     gradient_buckets,
     is_synced,
     mark_synced,
@@ -189,7 +190,7 @@ def _filled_buckets(
     kinds = _agreed_kinds(copies, device)
     pairs = list(zip(copies.parameters, kinds, strict=True))
     found = [
-        (bucket, torch.cat([_flat_gradient(p) for p in bucket]))
+        (bucket, torch.cat([flat_gradient(p) for p in bucket]))
         for bucket in gradient_buckets([p for p, kind in pairs if kind == _DENSE])
     ]
     for parameter, kind in pairs:
@@ -220,12 +221,6 @@ def _kind(parameter: nn.Parameter) -> int:
     if parameter.grad is None:
         return _NOTHING
     return _SPARSE if parameter.grad.layout == torch.sparse_coo else _DENSE
-
-
-def _flat_gradient(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        return torch.zeros_like(local_part(parameter.detach())).reshape(-1)
-    return local_part(placed_as(parameter.grad, parameter)).reshape(-1)
 
 
 def _sparse_gradient(parameter: nn.Parameter) -> Tensor:

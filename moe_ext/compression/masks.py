@@ -128,7 +128,7 @@ class Mask:
         ops.unpack_masked_(local, packed, bitmap)
 
     def gathered(self, x: Tensor) -> Tensor:
-        """Of a tensor like the parameter, the elements of `shape`; a collective under FSDP2."""
+        """The elements of `shape` of a tensor like the parameter; a collective under FSDP2."""
         return x.redistribute(placements=self._along(x)).to_local() if is_dtensor(x) else x
 
     def local_marks(self, like: Tensor) -> Tensor:

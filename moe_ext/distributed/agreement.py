@@ -44,7 +44,7 @@ from moe_ext.distributed.groups import (
 
 _TEXT_BYTES = 1024
 _LONGEST_FACT = 64
-# Of a checksum whose square is summed over ranks in float64: exact for 2^13 ranks.
+# Bits of a checksum; its square, summed over ranks in float64, is exact for 2^13 ranks.
 _MARK_BITS = 20
 # Integers of `process_identity`.
 _IDENTITY = 2

@@ -592,7 +592,7 @@ def _is_like(value: Tensor, parameter: Tensor, shape: torch.Size, dtype: torch.d
 
 
 def _is_of(size: torch.Size, parameter: Tensor, place: Placement | None) -> bool:
-    """Whether a saved tensor is the whole of a parameter's shape, in the form of `shown` or not."""
+    """True for a saved tensor of a parameter's shape, in the form of `shown` or not."""
     if place is not None and place.dim is None and place.num_parts > 1:  # of one expert
         return size.numel() * place.num_parts == parameter.numel()
     pieces = place is not None and place.pieces[1] > 1

@@ -94,7 +94,7 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 
 
 def is_fsdp(module: nn.Module) -> bool:
-    """Whether FSDP2 gathers the parameters of a module in its forward pass."""
+    """True for a module whose parameters FSDP2 gathers in its forward pass."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
@@ -111,7 +111,7 @@ def declare_mesh(group: ProcessGroup, mesh: DeviceMesh) -> None:
 
 
 def is_part(parameter: Tensor) -> bool:
-    """Whether a parameter is divided as `Placement` says, and not by FSDP2 or another tool."""
+    """True for a parameter that is divided as `Placement` says, not by FSDP2 or another tool."""
     return is_dtensor(parameter) and isinstance(parameter.device_mesh, _MeshOfParts)
 
 
@@ -210,7 +210,6 @@ def flattened(whole: Tensor, dim: int, like: Tensor) -> Tensor:
 
 def own_part(value: DTensor) -> DTensor:
     """ValueError for a DTensor that another rank has pickled: it holds the part of that rank."""
-    # Of another mesh than its file says, it has no coordinates here.
     mesh = value.device_mesh
     here = (mesh.mesh == global_rank()).nonzero()
     if here.numel() and tuple(here[0].tolist()) != tuple(mesh.get_coordinate() or ()):
@@ -220,13 +219,6 @@ def own_part(value: DTensor) -> DTensor:
             "moe_ext.distributed.checkpoint.save or torch.distributed.checkpoint.save"
         )
     return value
-
-
-def distributed(whole: Tensor, like: DTensor) -> DTensor:
-    """A plain tensor that every rank holds, divided as another one is; nothing is sent."""
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def divided_as(tensor: Tensor, like: Tensor) -> Tensor:

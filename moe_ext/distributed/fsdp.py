@@ -187,12 +187,12 @@ def _check_meshes(
             ranks than those of their mesh.
     """
     divided = {name: place for name, place in places.items() if place.num_parts > 1}
-    groups = {place.group for place in divided.values()}
+    groups = {place.group for place in divided.values() if place.group is not None}
+    sharers = [set(group_ranks(group)) for group in groups]
     for name, parameter, is_hooked in wrapped:
         ranks = parameter.device_mesh.mesh.flatten().tolist()
         # Experts are DTensors, whose mesh has the ranks of their group already.
-        wanted = [known_ranks(divided[name]) or set()] if name in divided else []
-        wanted = wanted or [set(group_ranks(group)) for group in groups if group is not None]
+        wanted = [known_ranks(divided[name]) or set()] if name in divided else sharers
         for needed in () if is_hooked else wanted:
             if not needed <= set(ranks):
                 raise ValueError(

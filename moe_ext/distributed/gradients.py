@@ -273,6 +273,13 @@ def average_gradients(group: ProcessGroup | None, parameters: list[nn.Parameter]
             mark_synced(parameter.grad)
 
 
+def flat_gradient(parameter: nn.Parameter) -> Tensor:
+    """The gradient of this rank's part in a row, zeros for None."""
+    if parameter.grad is None:
+        return torch.zeros_like(local_part(parameter.detach())).reshape(-1)
+    return local_part(placed_as(parameter.grad, parameter)).reshape(-1)
+
+
 def put_gradients(bucket: Sequence[nn.Parameter], flat: Tensor) -> None:
     """Give parameters, this rank's parts of which lie side by side in `flat`, their gradients."""
     parts = [local_part(parameter.detach()) for parameter in bucket]
@@ -301,14 +308,7 @@ def gradient_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]
 
 def _average_bucket(bucket: list[nn.Parameter], group: ProcessGroup) -> None:
     with torch.no_grad():
-        flat = torch.cat(
-            [
-                torch.zeros_like(local_part(parameter.detach())).reshape(-1)
-                if parameter.grad is None
-                else local_part(placed_as(parameter.grad, parameter)).reshape(-1)
-                for parameter in bucket
-            ]
-        )
+        flat = torch.cat([flat_gradient(parameter) for parameter in bucket])
         # Before the sum, so that the sum of many float16 gradients does not overflow.
         flat.div_(group_size(group))
         comm.all_reduce_(flat, group, operation="sync_gradients")

@@ -381,7 +381,7 @@ def _ranges(ranks: list[int]) -> str:
 
 
 def _check_sizes(sizes: dict[str, int], order: str, ranks: int) -> bool:
-    """Whether cp lies beside ep; TypeError or ValueError for sizes that fit no arrangement."""
+    """True for cp beside ep; TypeError or ValueError for sizes that fit no arrangement."""
     for name, size in sizes.items():
         # A quotient of numbers of ranks is a float.
         if not isinstance(size, int):

@@ -24,7 +24,7 @@ from moe_ext._compile import outside_graphs
 from moe_ext.distributed import comm
 from moe_ext.distributed.agreement import share
 from moe_ext.distributed.dtensor import (
-    distributed,
+    divided_as,
     dtensor_of,
     flattened,
     group_of_mesh,
@@ -145,13 +145,13 @@ class Placement:
         return [shard_of(self.dim or 0, self.blocks)]
 
     def holds(self, parameter: Tensor) -> bool:
-        """Whether a parameter is divided so, by FSDP2 further or not."""
+        """True for a parameter that is divided so, by FSDP2 further or not."""
         if self.num_parts == 1 or not is_dtensor(parameter):
             return self.num_parts == 1
         return self.is_managed(parameter) or list(parameter.placements) == self.along()
 
     def is_managed(self, parameter: Tensor) -> bool:
-        """Whether copies of this rank's part are divided further, as FSDP2 does."""
+        """True for a parameter whose copies of this rank's part FSDP2 divides further."""
         return is_dtensor(parameter) and parameter.device_mesh.ndim > len(self.along())
 
     def whole(self, local: Tensor) -> Tensor:
@@ -229,8 +229,8 @@ class Placement:
         """The tensor for `load_state_dict`, divided as the parameter `like`.
 
         Args:
-            value: as `shown` makes it, a plain tensor of that or of the logical shape, or the part
-                of this rank.
+            value: as `shown` makes it, a plain tensor of that or of the logical shape, or of this
+                rank's expert, where each is a module.
             like: the parameter, or a plain buffer.
         """
         if value.shape == (0,) != like.shape:
@@ -250,10 +250,10 @@ class Placement:
         if is_dtensor(value):
             if value.shape == like.shape:
                 return placed_as(own_part(value), like)
-            # Of this rank's expert alone, see `of_expert`.
+            # The value is that of this rank's expert alone, see `of_expert`.
             return with_local(like, local_part(value)) if self.dim is None else value
         if value.shape == like.shape:
-            return distributed(value, like)
+            return divided_as(value, like)
         # Parts of stacked experts are refused by torch: a file of one rank would hold them.
         is_own = self.dim is None and value.shape == local_part(like).shape
         return with_local(like, value) if is_own else value
@@ -404,6 +404,13 @@ def declare_placement(
     sharded_parameters(module)
 
 
+def successor(parameter: nn.Parameter, tensor: Tensor) -> nn.Parameter:
+    """A parameter of another tensor, with what is known of the one whose place it takes."""
+    found = nn.Parameter(tensor, parameter.requires_grad)
+    vars(found).update(vars(parameter))
+    return found
+
+
 def _distribute(module: nn.Module) -> None:
     """Put DTensors in the place of parameters that hold this rank's part."""
     places = {module.get_parameter(name): place for name, place in placements(module).items()}
@@ -414,10 +421,7 @@ def _distribute(module: nn.Module) -> None:
             if parameter is None or place is None or place.holds(parameter):
                 continue
             if parameter not in made:
-                part = local_part(parameter.detach())
-                whole = nn.Parameter(place.whole(part), parameter.requires_grad)
-                vars(whole).update(vars(parameter))
-                made[parameter] = whole
+                made[parameter] = successor(parameter, place.whole(local_part(parameter.detach())))
             owner._parameters[name] = made[parameter]
 
 
@@ -626,13 +630,14 @@ def note_shard(parameter: Tensor, placement: Placement) -> None:
 def known_shard(parameter: Tensor) -> Placement | None:
     """Placement of a parameter by itself, if it is divided over ranks.
 
-    Of one whose model was not asked since `Module.to` has changed it, what its DTensor tells.
+    It is read off the DTensor where no model was asked since `Module.to` has changed the parameter.
     """
     found: Placement | None = getattr(parameter, _PLACED, None)
-    group = group_of_mesh(parameter.device_mesh) if is_dtensor(parameter) else None
-    if found is not None or group is None:
+    if found is not None or not is_dtensor(parameter):
         return found
-    assert is_dtensor(parameter)
+    group = group_of_mesh(parameter.device_mesh)
+    if group is None:
+        return None
     along, ranks = parameter.placements[-1], group_size(group)
     dim, blocks = getattr(along, "dim", 0), getattr(along, "split_factor", 1)
     if parameter.device_mesh.ndim == 2:

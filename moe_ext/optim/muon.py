@@ -173,10 +173,11 @@ class Muon(SlicedOptimizer):
     def _take_step(self, trained: list[Trained], weights: list[Tensor], slices: SliceNorms) -> None:
         # Gathering is torch's, and takes no marks along.
         assert self._options is not None
-        sum_with_options([], [], self._options, [self._exchanges_over(e) for e in trained])
+        over = [self._exchanges_over(entry) for entry in trained]
+        sum_with_options([], [], self._options, over)
         matrices = [i for i, entry in enumerate(trained) if entry.group["use_muon"]]
         # Matrices that need messages come first: when one fails, nothing has changed.
-        found = {i: self._direction(trained[i]) for i in matrices if _is_cut(trained[i].parameter)}
+        found = {i: self._direction(trained[i]) for i in matrices if over[i]}
         for group in self.param_groups:
             members = [i for i, entry in enumerate(trained) if entry.group is group]
             rate, decay = float(group["lr"]), 1 - float(group["lr"]) * group["weight_decay"]
@@ -234,12 +235,6 @@ def _scale(group: dict[str, Any], shape: torch.Size) -> float:
     if group["adjust_lr_fn"] == "match_rms_adamw":
         return 0.2 * math.sqrt(max(num_out, num_in))
     return math.sqrt(max(1, num_out / max(1, num_in)))
-
-
-def _is_cut(parameter: Tensor) -> bool:
-    """Whether other ranks hold parts of the same matrices."""
-    matrices = logical(parameter)
-    return bool(sharding_groups(matrices, range(matrices.dim() - 2, matrices.dim())))
 
 
 def _orthogonal(group: dict[str, Any], parameter: Tensor, update: Tensor) -> Tensor:

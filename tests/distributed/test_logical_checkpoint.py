@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_checks import divided, full
+from rank_checks import full
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 import moe_ext
 from moe_ext import distributed as md
 from moe_ext.attention import SequenceParallelMLP
-from moe_ext.distributed.dtensor import is_dtensor, local_part
+from moe_ext.distributed.dtensor import divided_as, is_dtensor, local_part
 from moe_ext.nn import ModuleExperts
 from moe_ext.optim import (
     LAMB,
@@ -109,7 +109,7 @@ def take_steps(model, optimizer, steps, mesh):
                 parameter.grad = places[name].whole(own)
             else:
                 whole = torch.randn(parameter.shape, generator=generator)
-                parameter.grad = divided(whole, parameter)
+                parameter.grad = divided_as(whole, parameter)
         if mesh is not None and type(optimizer).__name__ not in ONE_BIT:
             for parameter in model.parameters():
                 if mesh.dp_size > 1:

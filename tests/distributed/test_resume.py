@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from pairwise import FULL, pairs
-from rank_checks import divided
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -21,6 +20,7 @@ from torch.optim import lr_scheduler, swa_utils
 import moe_ext
 from moe_ext import distributed as md
 from moe_ext import optim
+from moe_ext.distributed.dtensor import divided_as
 from moe_ext.testing import spawn_ranks
 
 D, E, STEPS = 4, 4, 20
@@ -136,7 +136,7 @@ def take_steps(model, optimizer, scheduler, steps):
         for index, parameter in enumerate(model.parameters()):
             generator = torch.Generator().manual_seed(100 * step + index)
             whole = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.grad = divided(whole.to(parameter.dtype), parameter)
+            parameter.grad = divided_as(whole.to(parameter.dtype), parameter)
         optimizer.step()
         # The random state moves on, and so does what a plateau looks at.
         model.layer.router.rng_state.add_(step)

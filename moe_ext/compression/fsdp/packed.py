@@ -142,12 +142,8 @@ def _segments(
     entry: ManagedParameter, start: int, size: int, experts_E: Tensor | None
 ) -> list[_Segment]:
     """Of one parameter, for each rank."""
-    numel, mask, dim, shape = (
-        entry.shard_numel,
-        mask_of(entry.owner, entry.name),
-        entry.dim,
-        entry.shape,
-    )
+    numel, dim, shape = entry.shard_numel, entry.dim, entry.shape
+    mask = mask_of(entry.owner, entry.name)
     row_numel = shape[1:].numel() if dim == 0 else numel // max(shape[0], 1)
     if mask is None:
         if experts_E is None:

@@ -33,7 +33,7 @@ from moe_ext.compression.fsdp.messages import (
 from moe_ext.compression.fsdp.nodes import CompressedAllReduce
 from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.comm import all_reduce_, gather_objects, reduce_scatter
-from moe_ext.distributed.dtensor import distributed, dtensor_of, local_part, with_local
+from moe_ext.distributed.dtensor import divided_as, dtensor_of, local_part, with_local
 from moe_ext.distributed.fsdp_state import (
     ManagedParameter,
     fsdp_modules,
@@ -534,4 +534,4 @@ def _shard_like(name: str, saved: Tensor, like: DTensor) -> Tensor:
             return saved.to_local()
         saved = saved.full_tensor()
     whole = saved.to(like.to_local().device, torch.float32)
-    return distributed(whole, like).to_local()
+    return local_part(divided_as(whole, like))

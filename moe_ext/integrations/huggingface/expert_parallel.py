@@ -46,6 +46,7 @@ from moe_ext.distributed.placement import (
     declare_placement,
     placements,
     shards_of_experts,
+    successor,
 )
 from moe_ext.distributed.state_dict import gathered
 from moe_ext.integrations.huggingface.adapters import placed, wrappers_of
@@ -432,12 +433,6 @@ def _stacked(name: str) -> bool:
 Exchange = dict[nn.Parameter, nn.Parameter]
 
 
-def _twin(parameter: nn.Parameter, tensor: Tensor) -> nn.Parameter:
-    found = nn.Parameter(tensor, parameter.requires_grad)
-    vars(found).update(vars(parameter))
-    return found
-
-
 def cut(found: Found, ep_group: ProcessGroup) -> Exchange:
     """Parameters of experts and their adapters, each with this rank's slice of it.
 
@@ -460,7 +455,7 @@ def cut(found: Found, ep_group: ProcessGroup) -> Exchange:
                 f"replace: expected {name} to have no hooks when its experts are spread over "
                 "ranks, got some, which would not run any more; call replace first"
             )
-        slices[parameter] = _twin(parameter, place.part_of(parameter.detach()).clone())
+        slices[parameter] = successor(parameter, place.part_of(parameter.detach()).clone())
 
     for path, module in found.experts.items():
         num_experts: int = module.num_experts  # type: ignore[assignment]
@@ -518,7 +513,7 @@ def exchange(model: nn.Module, new: Exchange) -> list[tuple[nn.Module, str, nn.P
         Module, name and parameter for `put`, which undoes it.
     """
     found = [(m, n, p) for m in model.modules() for n, p in m._parameters.items() if p in new]
-    twins = {id(p): _twin(p, p.data) for p in new}
+    twins = {id(p): successor(p, p.data) for p in new}
     places = [(module, name, id(parameter)) for module, name, parameter in found]
     put([(module, name, new[parameter]) for module, name, parameter in found])
     references = {id(parameter): weakref.ref(parameter) for parameter in new}

@@ -154,7 +154,7 @@ class SavesExperts:
 
 
 def _for_groups(state: dict[str, Any], length: int, picked: list[int]) -> dict[str, Any]:
-    """What a scheduler holds for each group, for others of them."""
+    """The state of a scheduler with its lists, an item for each group, for other groups."""
     return {
         name: [value[index] for index in picked]
         if isinstance(value, list) and len(value) == length
