@@ -288,6 +288,20 @@ MUTANTS = [
         "tests/distributed/test_resume.py -k groups_may_be_others",
     ),
     Mutant(
+        "each rank goes on with the mean of the ranks' momentums",
+        "moe_ext/optim/demo.py",
+        'state.get(f"momentum{OF_RANKS}", state.get("momentum"))',
+        'state.get("momentum")',
+        "tests/distributed/test_resume.py -k as_many",
+    ),
+    Mutant(
+        "numbers of parameters in an optimizer's state that is in extra are texts",
+        "moe_ext/distributed/checkpoint.py",
+        "key = int(key) if numbered and str(key).isdigit() else key",
+        "pass",
+        "tests/distributed/test_resume.py -k beside_the_optimizer",
+    ),
+    Mutant(
         "a state with fewer parameters is taken",
         "moe_ext/distributed/checkpoint.py",
         'if f"{_OPTIONS}{name}" not in saved:',

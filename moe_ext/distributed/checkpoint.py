@@ -36,6 +36,7 @@ from moe_ext.distributed.placement import (
     sharded_parameters,
 )
 from moe_ext.distributed.state_dict import (
+    OF_RANKS,
     ChecksOptions,
     ParameterStates,
     SavesByParameter,
@@ -68,8 +69,9 @@ class TrainingState:
     """Model and optimizers as tensors under the names of the whole model.
 
     Experts, and what optimizers hold of them, are DTensors. `torch.distributed.checkpoint` takes
-    `state_dict()`, and loads into `empty(...)`. What the optimizers that communicate themselves owe
-    is saved as the mean over ranks, of which each rank of the next job owes as much.
+    `state_dict()`, and loads into `empty(...)`. What the 1-bit optimizers owe is saved as the mean
+    over ranks, of which each rank of the next job owes as much. Of `DeMo`, each of as many ranks
+    gets its own momentum back; of another number, each gets the mean.
 
     Options of parameter groups (learning rates, decays, what schedulers keep there) are saved by
     parameter; a group that loads takes those of its parameters. Where ranks hold experts, single
@@ -154,11 +156,15 @@ class TrainingState:
             entry = saved[f"{_OPTIONS}{name}"]
             state[f"{_OPTIONS}{name}"] = torch.zeros(entry.size, dtype=entry.properties.dtype)
         states: ParameterStates = {}
-        for optimizer in self._optimizers if live else ():
-            found: Any = optimizer.state
+        for optimizer in self._optimizers:
+            found: Any = optimizer.state if live else {}
             if isinstance(optimizer, SavesByParameter):
-                owing = any(name.startswith(f"{_STATE}owed.") for name in saved)
-                found, self._holders[optimizer] = optimizer.tensors_to_load(owing)
+                owing = live and any(name.startswith(f"{_STATE}owed.") for name in saved)
+                found, holders = optimizer.tensors_to_load(owing)
+                if live:
+                    self._holders[optimizer] = holders
+                else:
+                    found = {p: _of_ranks(state) for p, state in found.items()}
             states.update(found)
         for full_name, entry in saved.items():
             kind, _, rest = full_name.partition(".")
@@ -169,6 +175,11 @@ class TrainingState:
             if kind + "." not in (_STATE, _NUMBER) or parameter is None:
                 continue
             place, size, dtype = places.get(parameter), entry.size, entry.properties.dtype
+            if key.endswith(OF_RANKS):
+                own = states.get(parameter, {}).get(key)
+                if isinstance(own, Tensor) and own.shape == size:
+                    state[full_name] = own
+                continue
             if size.numel() > max(1, parameter.numel()):
                 raise ValueError(
                     f"checkpoint: expected {full_name} to be no larger than its parameter, got "
@@ -402,7 +413,7 @@ def load(
         path: folder that all ranks share.
         model: of the same parameters as a whole; its experts may be spread otherwise.
         optimizers: of the same classes; they may be new.
-        extra: filled in place by what was saved under the names that are in it.
+        extra: filled in place by all that was saved under the names that are in it.
         options: passed on to `torch.distributed.checkpoint.load`, such as `storage_reader`.
 
     Raises:
@@ -428,7 +439,8 @@ def load(
     reader = given or SliceReader(path)
     training = TrainingState(model, optimizers)
     with _on_every_rank("checkpoint.load", options):
-        saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+        metadata = reader.read_metadata()
+        saved: Mapping[str, Any] = metadata.state_dict_metadata
     with _on_every_rank("checkpoint.load", options):
         state: dict[str, Any] = training._destinations(saved, live=True)
         for name in sorted(state.keys() - saved.keys()):
@@ -448,7 +460,7 @@ def load(
             )
         with _on_every_rank("checkpoint.load", options):
             training._options(first)
-    more = {} if extra is None else dict(extra)
+    more = {} if extra is None else _with_all_saved(extra, saved, metadata.planner_data)
     found = {**{name: value for name, value in state.items() if name not in first}, **more}
     for name, tensor in state.items():
         if isinstance(tensor, tuple):
@@ -500,6 +512,57 @@ def _to_save(
                 stacklevel=3,
             )
     return state
+
+
+def _with_all_saved(
+    extra: Mapping[str, Any], saved: Mapping[str, Any], paths: Mapping[str, Sequence[Any]] | None
+) -> dict[str, Any]:
+    """Extra to load into: as given, and what a new object's state has not yet, such as momenta.
+
+    Args:
+        extra: nested mappings and lists; they are not changed.
+        saved: as in `TrainingState.empty`.
+        paths: of what was saved, by its name: keys and indices.
+    """
+    found = {name: _copied(value) for name, value in extra.items()}
+    for full_name, path in (paths or {}).items():
+        if path[0] not in found or len(path) == 1 or full_name not in saved:
+            continue
+        inside: Any = found
+        numbered = False
+        for key, below in zip(path[:-1], path[1:], strict=True):
+            # Optimizers count their parameters; torch writes the numbers as texts.
+            key = int(key) if numbered and str(key).isdigit() else key
+            numbered = key == "state" and isinstance(inside, dict) and "param_groups" in inside
+            inside = _entry(inside, key, {} if isinstance(below, str) else [])
+            if not isinstance(inside, dict | list):
+                break  # a value of another kind here
+        else:
+            entry = saved[full_name]
+            is_tensor = hasattr(entry, "properties")
+            _entry(
+                inside,
+                path[-1],
+                torch.zeros(entry.size, dtype=entry.properties.dtype) if is_tensor else None,
+            )
+    return found
+
+
+def _entry(inside: Any, key: Any, default: Any) -> Any:
+    """An entry of a mapping or list, which is the default if there is none."""
+    if isinstance(inside, dict):
+        return inside.setdefault(key, default)
+    inside.extend([None] * (key + 1 - len(inside)))
+    if inside[key] is None:
+        inside[key] = default
+    return inside[key]
+
+
+def _copied(value: Any) -> Any:
+    """Nested dicts and lists anew, with the same leaves."""
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if type(value) is list else value
 
 
 def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
@@ -613,6 +676,11 @@ def _local(value: Tensor, place: Placement | None, parameter: Tensor | None) -> 
     if place is None or value.dim() == 0 or parameter is None:
         return value
     return place.taken(value, parameter)
+
+
+def _of_ranks(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a parameter's state, what each rank has for itself."""
+    return {key: value for key, value in state.items() if key.endswith(OF_RANKS)}
 
 
 def _name_of(parameter: nn.Parameter, names: Mapping[nn.Parameter, str]) -> str:

@@ -126,23 +126,26 @@ def known_hosts(ranks: tuple[int, ...]) -> tuple[int, ...] | None:
     return tuple(numbers.setdefault(_processes[rank][0], len(numbers)) for rank in ranks)
 
 
-def _is_dead_here(rank: int) -> bool | None:
-    """Whether the process of a rank on this host has ended; None when that cannot be told."""
+def _state_here(rank: int) -> str:
+    """Letter of the state of a rank's process on this host, as in /proc; "" if that is unknown.
+
+    X and Z are of a process that has ended, T and t of one that a signal or a debugger has stopped.
+    """
     host, pid = _processes.get(rank, (0, 0))
     if pid == 0 or host != process_identity()[0]:
-        return None
+        return ""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
-        return True
+        return "X"
     except PermissionError:
-        return None
+        return ""
     stat = Path(f"/proc/{pid}/stat")
     try:
         # A killed child that its parent has not reaped still takes signals; its state is Z.
-        return stat.read_text().rpartition(")")[2].split()[0] in "ZX"
+        return stat.read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return None if not stat.parent.parent.exists() else not stat.exists()
+        return "X" if stat.parent.parent.exists() and not stat.exists() else ""
 
 
 @dataclass
@@ -151,6 +154,8 @@ class _RollCall:
 
     silent: set[int]
     dead: set[int] = field(default_factory=set)
+    # They may have gone on since, and have answered then.
+    stopped: set[int] = field(default_factory=set)
     store_lost: bool = False
     looked: bool = False
     # Own errors of the missing, by rank.
@@ -177,7 +182,9 @@ def _roll_call(group: ProcessGroup, operation: str, grace: float) -> _RollCall:
                 call.looked = True
             except (RuntimeError, ValueError):
                 call.store_lost = True
-        call.dead = {rank for rank in call.silent if _is_dead_here(rank)}
+        states = {rank: _state_here(rank) for rank in call.silent}
+        call.dead = {rank for rank, state in states.items() if state in ("X", "Z")}
+        call.stopped |= {rank for rank, state in states.items() if state in ("T", "t")}
         known = call.silent == call.dead
         if known or time.monotonic() > deadline or (call.store_lost and call.dead):
             break
@@ -241,6 +248,8 @@ def _describe(call: _RollCall, grace: float) -> tuple[str, set[int]]:
         return "the store is gone; its host, rank 0, has probably died", host
     if call.silent:
         return f"{_named(call.silent)} did not answer within {grace:g} s", call.silent
+    if call.stopped:
+        return f"{_named(call.stopped)} had been stopped by a signal", call.stopped
     places: dict[str, set[int]] = {}
     for rank, operation in call.operations.items():
         places.setdefault(operation, set()).add(rank)
@@ -281,7 +290,7 @@ def diagnose(
     """
     call = _roll_call(group, operation, grace)
     finding, blamed = _describe(call, grace)
-    if call.looked and not call.silent:
+    if call.looked and not call.silent and not blamed:
         by, blamed = _blamed_by_others(group)
         if blamed:
             finding = f"{_named({by})} misses {_named(blamed)} in another group"

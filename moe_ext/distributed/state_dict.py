@@ -39,6 +39,10 @@ _watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 ParameterStates = dict[nn.Parameter, dict[str, Any]]
 
+# End of the name of a tensor [P, ...] in a parameter's state with each rank's own. Only as many
+# ranks load it.
+OF_RANKS = "_of_ranks"
+
 
 @runtime_checkable
 class SavesByParameter(Protocol):
@@ -47,7 +51,8 @@ class SavesByParameter(Protocol):
     def checkpoint_state(self) -> tuple[ParameterStates, dict[str, int]]:
         """States that all ranks with the same parameters hold alike, and counters; collective.
 
-        A state holds numbers, and tensors whose first dimensions are those of the parameter.
+        A state holds numbers, and tensors whose first dimensions are those of the parameter; and
+        DTensors [P, ...] of what each rank has for itself, under names that end in `OF_RANKS`.
         """
 
     def tensors_to_load(self, owing: bool) -> tuple[ParameterStates, object]:

@@ -15,9 +15,10 @@ from moe_ext.compression.codecs.chunked import ChunkedTopK
 from moe_ext.compression.feedback import CodecMemory
 from moe_ext.distributed.agreement import agree, checksum, is_nonfinite
 from moe_ext.distributed.comm import all_reduce_
-from moe_ext.distributed.dtensor import local_part
+from moe_ext.distributed.dtensor import dtensor_of, is_dtensor, local_part, mesh_of, shard_of
 from moe_ext.distributed.gradients import fingerprint
 from moe_ext.distributed.groups import group_size, resolve_group, small_message_device
+from moe_ext.distributed.state_dict import OF_RANKS
 from moe_ext.optim._arguments import CheckedOptimizer, divided_within, is_own_part, label
 
 _MARK_BYTES = 8
@@ -206,7 +207,7 @@ class DeMo(CheckedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state, with this rank's momentum, which differs between ranks.
 
-        `moe_ext.distributed.checkpoint` saves the mean of all ranks' momentums.
+        `moe_ext.distributed.checkpoint` saves each rank's own, and the mean of all.
         """
         memory = self._memory
         owed = {} if memory is None else {kind: memory.copy_of(kind) for kind in memory.kinds()}
@@ -237,20 +238,37 @@ class DeMo(CheckedOptimizer):
         return self._memory
 
     def checkpoint_state(self) -> tuple[dict[nn.Parameter, dict[str, Any]], dict[str, int]]:
-        """The mean over ranks of their momentums, by parameter, and the round; collective."""
+        """The momentums of all ranks and their mean, by parameter, and the round; collective."""
         found: dict[nn.Parameter, dict[str, Any]] = {p: {} for p in self._trained()}
         owed_N = None if self._memory is None else self._memory.whole("residual")
         if owed_N is not None:
-            mean_N = all_reduce_(owed_N, self._group, operation="DeMo")
+            mean_N = all_reduce_(owed_N.clone(), self._group, operation="DeMo")
             mean_N.div_(group_size(self._group))
-            pieces = mean_N.split([local_part(p).numel() for p in found])
-            for (p, state), piece in zip(found.items(), pieces, strict=True):
-                state["momentum"] = piece.view(local_part(p).shape)
+            sizes = [local_part(p).numel() for p in found]
+            pieces = zip(mean_N.split(sizes), owed_N.split(sizes), strict=True)
+            for (p, state), (mean, own) in zip(found.items(), pieces, strict=True):
+                shape = local_part(p).shape
+                state["momentum"] = mean.view(shape)
+                state.update(self._of_ranks(p, own.view(shape)))
         return found, {"round": self._round}
 
+    def _of_ranks(self, parameter: Tensor, own: Tensor) -> dict[str, Tensor]:
+        """The momentum of each rank for a parameter, of which this rank has its own.
+
+        Of experts that lie over ranks the mean over their copies alone is saved.
+        """
+        group = self._group
+        if group is None or group_size(group) == 1 or is_dtensor(parameter):
+            return {}
+        shape = torch.Size([group_size(group), *own.shape])
+        mesh = mesh_of(group, own.device, ("ranks",))
+        whole = dtensor_of(own.unsqueeze(0), mesh, [shard_of(0, 1)], shape)
+        return {f"momentum{OF_RANKS}": whole}
+
     def tensors_to_load(self, owing: bool) -> tuple[dict[nn.Parameter, dict[str, Any]], object]:
-        """None: a momentum is copied from where it was read."""
-        return {}, None
+        """Zeros to read this rank's own momentum into, from a checkpoint of as many ranks."""
+        zeros = {p: torch.zeros_like(local_part(p), dtype=torch.float32) for p in self._trained()}
+        return {p: self._of_ranks(p, own) for p, own in zeros.items()}, None
 
     def load_checkpoint_state(
         self,
@@ -258,11 +276,18 @@ class DeMo(CheckedOptimizer):
         counters: Mapping[str, int],
         holders: object = None,
     ) -> None:
-        """Go on from what `checkpoint_state` returned: each rank has the mean of the momentums."""
+        """Go on from what `checkpoint_state` returned.
+
+        Each of as many ranks has its own momentum again; of another number, each has their mean.
+        """
         self._round, memory = counters.get("round", 0), self._new_memory()
         if any("momentum" in state for state in states.values()):
-            found = [_flat(p, states.get(p, {}).get("momentum")) for p in self._trained()]
-            memory.put("residual", torch.cat(found))
+            owed = []
+            for p in self._trained():
+                state = states.get(p, {})
+                own = state.get(f"momentum{OF_RANKS}", state.get("momentum"))
+                owed.append(_flat(p, own))
+            memory.put("residual", torch.cat(owed))
 
 
 def _flat(parameter: Tensor, value: Tensor | None) -> Tensor:

@@ -192,14 +192,14 @@ def test_processes_of_this_host_are_known_dead_or_alive(monkeypatch):
     monkeypatch.setattr(failures, "_processes", known)
     deadline = time.monotonic() + 10
     # Not reaped yet: a zombie counts as dead.
-    while not failures._is_dead_here(2) and time.monotonic() < deadline:
+    while failures._state_here(2) != "Z" and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert failures._is_dead_here(2) is True
+    assert failures._state_here(2) == "Z"
     os.waitpid(child, 0)
-    assert failures._is_dead_here(2) is True
-    assert failures._is_dead_here(1) is False
-    assert failures._is_dead_here(3) is None
-    assert failures._is_dead_here(4) is None
+    assert failures._state_here(2) == "X"
+    assert failures._state_here(1) in ("R", "S")
+    assert failures._state_here(3) == ""
+    assert failures._state_here(4) == ""
 
 
 def rank_with_an_error_of_its_own(rank):
@@ -344,20 +344,39 @@ def layer_hooks(layer, phase, stop):
         layer.experts.register_forward_hook(lambda *_: stop())
 
 
+def go_on_once_seen(pid):
+    """Have a stopped process go on a second after this rank has begun to look for it."""
+    look, began = failures._state_here, []
+
+    def look_and_continue(rank):
+        found = look(rank)
+        began.append(time.monotonic())
+        # The other survivor sees it stopped, too.
+        if time.monotonic() - began[0] > 1:
+            os.kill(pid, signal.SIGCONT)
+        return found
+
+    failures._state_here = look_and_continue
+
+
 def train_until_a_rank_is_gone(rank, phase, how, folder):
     """(message, ranks named, seconds) of the error that a survivor of rank 1 sees."""
-    ask_briefly()
+    goes_on = how == "SIGCONT"
+    if not goes_on:
+        ask_briefly()
     layer = MoELayer(8, 6, 6, 2, ep_group=dist.group.WORLD, dispatcher="alltoall")
     model = torch.nn.Sequential(torch.nn.ModuleDict({"moe": layer}))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pids = [0] * 3
     dist.all_gather_object(pids, os.getpid())
+    if goes_on and rank == 0:
+        go_on_once_seen(pids[1])
     x = torch.randn(5, 8, requires_grad=True)
     layer(x).sum().backward()
     sync_gradients(layer)
 
     def stop():
-        os.kill(os.getpid(), getattr(signal, how))
+        os.kill(os.getpid(), signal.SIGSTOP if goes_on else getattr(signal, how))
 
     if rank == 1:
         layer_hooks(layer, phase, stop)
@@ -385,6 +404,13 @@ def train_until_a_rank_is_gone(rank, phase, how, folder):
 
 GONE = [(phase, "SIGKILL") for phase in ("dispatch", "experts", "combine", "checkpoint")]
 GONE += [(phase, "SIGSTOP") for phase in ("experts", "backward", "sync", "checkpoint")]
+# Stopped for longer than the group waits; it then goes on, and answers.
+GONE += [(phase, "SIGCONT") for phase in ("experts", "checkpoint")]
+SAID = {
+    "SIGKILL": "rank 1 died",
+    "SIGSTOP": "rank 1 did not answer",
+    "SIGCONT": "rank 1 had been stopped by a signal",
+}
 WORDS = {
     "dispatch": "AllToAllDispatcher counts of layer '0.moe'",
     "experts": "AllToAllDispatcher combine of layer '0.moe'",
@@ -404,6 +430,6 @@ def test_survivors_name_rank_and_phase(tmp_path, phase, how):
         message, named, seconds = found[rank]
         assert named == (1,), message
         assert WORDS[phase] in message
-        assert ("rank 1 died" if how == "SIGKILL" else "rank 1 did not answer") in message
+        assert SAID[how] in message
         # The group's timeout, the wait for answers, and what a busy machine takes.
-        assert seconds < 3 + 1 + 10
+        assert seconds < 3 + (5 if how == "SIGCONT" else 1) + 10
