@@ -120,6 +120,20 @@ MUTANTS = [
         "tests/test_options_over_ranks.py -k selection_bias",
     ),
     Mutant(
+        "ranks clip to norms of their own",
+        "moe_ext/distributed/clipping.py",
+        "for (name, value), values in zip(options.items(), compared, strict=True):",
+        "for (name, value), values in ():",
+        "tests/test_options_over_ranks.py -k 'over_ranks and clip_grad'",
+    ),
+    Mutant(
+        "ranks scale the gradients of a mean over tokens each in its own way",
+        "moe_ext/attention/sharding.py",
+        "compared.check([sums[2:]], [[group]])",
+        "pass",
+        "tests/test_options_over_ranks.py -k 'over_ranks and token_mean'",
+    ),
+    Mutant(
         "messages of FSDP are coded in several ways",
         "moe_ext/compression/fsdp/messages.py",
         "if group not in self._compared:",

@@ -28,7 +28,7 @@ from moe_ext import distributed as md
 from moe_ext import nn as mn
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.distributed.link import Link
-from moe_ext.integrations import grace
+from moe_ext.integrations import grace, huggingface
 from moe_ext.nn.balance import moved
 
 D, F, E, K = 8, 6, 8, 2
@@ -37,6 +37,7 @@ OF_A_RANK = {
     *("device", "group", "ep_group", "cp_group", "process_group", "node_group"),
     *("model", "optimizer", "params", "stages", "experts", "ffn", "loss_fn", "update", "end"),
     *("q", "k", "v", "x", "input", "output", "bitmap", "rng_state"),
+    *("loss_sum", "logits", "shift_labels"),
     *("residual", "server_residual", "residual_in", "server_residual_in"),
 }
 # By these names an argument names ranks that exchange.
@@ -62,7 +63,6 @@ EXEMPT = {
     "moe_ext.distributed.SymmetricMemoryDispatcher": _LIBRARY,
     "moe_ext.distributed.TokenDispatcher": "base of the dispatchers here",
     "moe_ext.distributed.Placement": _SENDS_NOTHING,
-    "moe_ext.distributed.clip_grad_norm_": "max_norm is applied by each rank to its own gradients",
     "moe_ext.distributed.fully_shard": "tests/distributed/test_fsdp.py",
     "moe_ext.distributed.layout_placements": _SENDS_NOTHING,
     "moe_ext.distributed.naming_failed_ranks": _SENDS_NOTHING,
@@ -79,7 +79,6 @@ EXEMPT = {
     "moe_ext.attention.scatter_to_sequence": _NO_OPTION,
     "moe_ext.attention.sequence_parallel": "tests/attention/test_context.py",
     "moe_ext.attention.shard_sequence": _SENDS_NOTHING,
-    "moe_ext.attention.token_mean_loss": "grad_scale is of each rank's own gradients",
     "moe_ext.attention.unshard_sequence": _NO_OPTION,
     "moe_ext.compression.CompressedAllReduce": "made by zero_plus_plus, which has a case",
     "moe_ext.compression.CostModel": "times and its choice are shared: "
@@ -95,7 +94,6 @@ EXEMPT = {
     "moe_ext.planner.Applied": "Plan.apply has compared the model and the mesh",
     "moe_ext.planner.exchange_bytes": _SENDS_NOTHING,
     "moe_ext.planner.measure_cluster": "measures; what is measured is shared",
-    "moe_ext.integrations.huggingface.causal_lm_loss": "as token_mean_loss",
     "moe_ext.integrations.huggingface.from_pretrained": "tests/integrations/huggingface/"
     "test_expert_parallel.py",
     "moe_ext.integrations.huggingface.register_ring_attention": _RING,
@@ -757,6 +755,24 @@ def meshed(**options):
     md.MoEMesh(**{"dp": dist.get_world_size()} | options)
 
 
+def clipped(mesh=False, **options):
+    """A norm of a layer's gradients."""
+    layer = moe_ext.MoELayer(D, F, E, K, ep_group=dist.group.WORLD)
+    layer(torch.randn(5, D)).sum().backward()
+    md.sync_gradients(layer)
+    grads = [p.grad for p in layer.parameters()]
+    yield grads
+    stages = md.MoEMesh(dp=1, pp=dist.get_world_size())
+    md.clip_grad_norm_(layer, **{"max_norm": 0.1, "mesh": stages if mesh else None} | options)
+
+
+def mean_of(function, *x, **options):
+    """A mean over the tokens of all ranks, and back."""
+    x[0].requires_grad_().grad = torch.zeros_like(x[0])
+    yield [x[0].grad]
+    function(*x, group=dist.group.WORLD, **options).backward()
+
+
 ADAM = {
     "params": Pair(({}, {"seed": 1})),
     "lr": 0.5,
@@ -968,6 +984,34 @@ CASES += [
         modules_of,
         {"capacity_factor": 1.0},
         names={"capacity_factor": "capacity"},
+    ),
+    Case(
+        md.clip_grad_norm_,
+        clipped,
+        {
+            "max_norm": 0.2,
+            "norm_type": float("inf"),
+            "error_if_nonfinite": True,
+            "mesh": True,
+        },
+    ),
+    *(
+        Case(
+            function,
+            lambda function=function, made=made, **options: mean_of(function, *made(), **options),
+            {"grad_scale": 3.0},
+            free={name: words},
+        )
+        for function, made, name, words in (
+            (
+                *(attention.token_mean_loss, lambda: (torch.tensor(6.0), 3)),
+                *("num_tokens", "how many they are"),
+            ),
+            (
+                *(huggingface.causal_lm_loss, lambda: (torch.ones(1, 4, 8), torch.arange(4)[None])),
+                *("ignore_index", "stands for no label"),
+            ),
+        )
     ),
     Case(
         md.MoEMesh,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_ext.attention.layouts import Layout, make_layout, ranks_of
 from moe_ext.attention.masks import Offsets, check_cu_seqlens, check_end, rows_of_offsets
 from moe_ext.distributed import comm
-from moe_ext.distributed.agreement import share
+from moe_ext.distributed.agreement import SummedOptions, share
 from moe_ext.distributed.comm import Pending
 from moe_ext.distributed.groups import check_group, group_rank, group_ranks, group_size
+from moe_ext.distributed.streams import is_capturing
 from moe_ext.distributed.traffic import record_traffic
 
 
@@ -299,6 +301,10 @@ def shift_labels(
     return shifted.index_fill_(dim, last, ignore_index)
 
 
+# Comparison of the options of `token_mean_loss`, by the ranks that share a loss.
+_compared: weakref.WeakKeyDictionary[ProcessGroup, SummedOptions] = weakref.WeakKeyDictionary()
+
+
 class _TokenMean(torch.autograd.Function):
     """Sum over the group of (loss, tokens); the gradient of the local loss is 1 / tokens."""
 
@@ -307,7 +313,16 @@ class _TokenMean(torch.autograd.Function):
         ctx: Any, loss_sum: Tensor, num_tokens: Tensor, group: ProcessGroup | None, scale: float
     ) -> Tensor:
         sums = torch.stack([loss_sum.double(), num_tokens.double()])
+        compared = None
+        # A CUDA graph holds no comparison, which ends on the host.
+        if group is not None and not is_capturing(sums.device):
+            compared = _compared.setdefault(group, SummedOptions("token_mean_loss"))
+            compared.begin()
+            compared.now = {"grad_scale": float(scale)}
+            sums = torch.cat([sums, compared.marks(sums.dtype, sums.device)])
         comm.all_reduce_(sums, group, operation="token_mean_loss", counted=False)
+        if compared is not None:
+            compared.check([sums[2:]], [[group]])
         ctx.factor, ctx.dtype = scale / sums[1].clamp_min(1.0), loss_sum.dtype
         return (sums[0] / sums[1].clamp_min(1.0)).to(loss_sum.dtype)
 
@@ -335,7 +350,12 @@ def token_mean_loss(
         loss_sum: 0-d, sum of the losses of this rank's tokens.
         num_tokens: how many they are; 0 is legal.
         group: ranks that share the sequence.
-        grad_scale: factor on the gradient.
+        grad_scale: factor on the gradient, the same on every rank.
+
+    Raises:
+        ValueError: on every rank: `grad_scale` differs. On a device with streams, which is not
+            waited for, the next call raises it.
+        RankFailureError: a rank died or did not answer.
     """
     group = ranks_of(group, "token_mean_loss")
     count = torch.as_tensor(num_tokens, device=loss_sum.device)

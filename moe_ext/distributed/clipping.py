@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
 from moe_ext.distributed import _c10d, comm
+from moe_ext.distributed.agreement import check_equal_over_ranks
 from moe_ext.distributed.dtensor import (
     local_part,
     num_shards,
@@ -73,18 +74,25 @@ def clip_grad_norm_(
         The norm before scaling, 0-d float32 (float64 if every gradient is).
 
     Raises:
-        ValueError: max_norm or norm_type is not allowed.
+        ValueError: on every rank, gradients unchanged: max_norm or norm_type is not allowed, or an
+            argument differs between ranks.
         RuntimeError: on every rank, gradients unchanged: the norm is not finite and
             `error_if_nonfinite` is set, or expert gradients were not synchronised.
         RankFailureError: a rank died or did not answer.
     """
+    options = {
+        "max_norm": float(max_norm),
+        "norm_type": float(norm_type),
+        "error_if_nonfinite": bool(error_if_nonfinite),
+    }
+    with torch.no_grad():
+        gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
+    total = _total_norm(model, norm_type, mesh, options)
+    # After the comparison: all ranks refuse the same value, and none waits for another.
     if not max_norm > 0:
         raise ValueError(f"clip_grad_norm_: expected max_norm to be positive, got {max_norm}")
     if norm_type not in (2.0, math.inf):
         raise ValueError(f"clip_grad_norm_: expected norm_type to be 2.0 or inf, got {norm_type}")
-    with torch.no_grad():
-        gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
-    total = _total_norm(model, norm_type, mesh)
     _clip_(gradients, total, max_norm, error_if_nonfinite)
     return _as_gradients(total, gradients)
 
@@ -124,8 +132,10 @@ def _power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) 
 
 
 @torch.no_grad()
-def _total_norm(model: nn.Module, norm_type: float, mesh: MoEMesh | None) -> Tensor:
-    """Norm over all ranks, 0-d float64, the same bits on every rank."""
+def _total_norm(
+    model: nn.Module, norm_type: float, mesh: MoEMesh | None, options: Mapping[str, float]
+) -> Tensor:
+    """Norm over all ranks, which compare `options`; 0-d float64, the same bits on every rank."""
     world = resolve_group(None, "clip_grad_norm_")
     stage_size = group_size(world if mesh is None else mesh.stage_group)
     # A rank of each stage.
@@ -151,10 +161,16 @@ def _total_norm(model: nn.Module, norm_type: float, mesh: MoEMesh | None) -> Ten
             parts = parts + part * num_parts / stage_size
     total = _power_sum(whole, norm_type, device)
     if group_size(world) > 1:
-        local = torch.stack([total, parts, total.new_tensor(float(unsynced))])
+        options = {**options, "number of ranks of a stage of mesh": stage_size}
+        told = total.new_tensor([float(unsynced), *map(float, options.values())])
+        local = torch.cat([torch.stack([total, parts]), told])
         rows = comm.all_gather(local[None], world, operation="clip_grad_norm_", counted=False)
-        # NOTE: device-to-host sync: clipping by a norm of unsynchronised gradients must not pass.
-        if bool(rows[:, 2].any()):
+        # NOTE: device-to-host sync: clipping by a norm of unsynchronised gradients, or by another
+        # one than on other ranks, must not pass.
+        any_unsynced, *compared = rows[:, 2:].T.tolist()
+        for (name, value), values in zip(options.items(), compared, strict=True):
+            check_equal_over_ranks(name, [*map(type(value), values)], world, "clip_grad_norm_")
+        if any(any_unsynced):
             raise RuntimeError(
                 "clip_grad_norm_: expected sync_gradients to have run since the backward pass, "
                 "got expert gradients that were never synchronised"
