@@ -50,6 +50,20 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "the others do not hear of an error at the end of a backward pass",
+        "moe_ext/distributed/own_errors.py",
+        "_c10d.call_after_backward(_BackwardPass(number))",
+        "torch.autograd.Variable._execution_engine.queue_callback(_BackwardPass(number))",
+        "tests/distributed/test_own_errors.py -k backward_pass_after",
+    ),
+    Mutant(
+        "a thread stays traced after an error that came unseen",
+        "moe_ext/distributed/own_errors.py",
+        "any(f is caller for f, _ in traceback.walk_stack(frame))",
+        "True",
+        "tests/distributed/test_own_errors.py -k debugger",
+    ),
+    Mutant(
         "what experts that are a module each owe is of those of other ranks too",
         "moe_ext/compression/fsdp/zero_plus_plus.py",
         "if not is_alone or like.shape == source.shape:",

@@ -34,6 +34,8 @@ ALL_GATHER, REDUCE_SCATTER = (
 )
 # Ends a recomputation where the backward pass has all that it needs.
 END_OF_RECOMPUTATION: type[Exception] = torch.utils.checkpoint._StopRecomputationError
+# Number of the backward pass that this thread runs, -1 outside of one.
+backward_number: Callable[[], int] = torch._C._current_graph_task_id
 # For each wrapper, the number of parameters that were trained when it was made.
 ddp_num_reduced: weakref.WeakKeyDictionary[DistributedDataParallel, int]
 ddp_num_reduced = weakref.WeakKeyDictionary()
@@ -137,17 +139,6 @@ def around_unscale(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> 
     """
     unscale = torch.amp.GradScaler._unscale_grads_
     torch.amp.GradScaler._unscale_grads_ = functools.wraps(unscale)(make(unscale))  # type: ignore[method-assign]
-
-
-def around_backward(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace how `torch.autograd.backward` and `grad` run the engine.
-
-    Args:
-        make: takes the function that runs it, and returns what stands in its place.
-    """
-    engine: Any = torch.autograd
-    run = engine._engine_run_backward
-    engine._engine_run_backward = functools.wraps(run)(make(run))
 
 
 def call_after_backward(function: Callable[[], None]) -> None:

@@ -27,7 +27,7 @@ def call_at_exit(wait: Callable[[float], None]) -> None:
 
 
 def wait_at_exit() -> None:
-    """Have the exit of this process wait, briefly; to be called before the first collective."""
+    """Have the exit of this process wait, briefly; to be called before others wait for it."""
     _register(os.getpid())
 
 

@@ -12,18 +12,17 @@ Waits of CPU tensors alone can look: on CUDA the host does not wait.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
 import json
-import os
 import sys
 import threading
+import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from time import monotonic
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_ext.distributed import _c10d
+from moe_ext.distributed import _c10d, _exit
 from moe_ext.distributed.failures import (
     GRACE_SECONDS,
     RankFailureError,
@@ -74,16 +73,8 @@ class _Job:
 
 _jobs: weakref.WeakKeyDictionary[ProcessGroup, _Job] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
-
-
-class _Passes(threading.local):
-    """For every backward pass that this thread runs, whether it has exchanged rows."""
-
-    def __init__(self) -> None:
-        self.exchanged: list[bool] = []
-
-
-_passes = _Passes()
+# Numbers of the backward passes that have exchanged rows and have not ended.
+_passes: set[int] = set()
 
 
 def _job() -> _Job:
@@ -229,45 +220,66 @@ class telling:
             _tell(error, with_layer(self._operation))
 
 
+class _BackwardPass:
+    """A backward pass that has exchanged rows: the others are told if it raises.
+
+    The engine calls it after the pass. It drops it without a call where the pass raises, before the
+    error reaches the frame of Python that runs the pass.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        _passes.add(number)
+
+    def __call__(self) -> None:
+        _passes.discard(self._number)
+
+    def __del__(self) -> None:
+        caller = sys._getframe().f_back
+        if self._number in _passes:
+            _passes.discard(self._number)
+            if caller is not None:
+                _tell_error_in(caller)
+
+
+def _tell_error_in(caller: FrameType) -> None:
+    """Tell the others of the error that C++ is about to raise in a frame of this thread.
+
+    NOTE: autograd calls nothing of ours with it, and only C++ knows it until it gets there. So the
+    thread is traced up to the next event of the frame.
+    """
+    before = sys.gettrace(), caller.f_trace
+
+    def trace(frame: FrameType, event: str, details: Any) -> None:
+        if frame is not caller and any(f is caller for f, _ in traceback.walk_stack(frame)):
+            return  # in a destructor, on the way
+        sys.settrace(before[0])
+        caller.f_trace = before[1]
+        if frame is caller and event == "exception" and isinstance(details[1], Exception):
+            _tell(details[1], "the backward pass")
+
+    caller.f_trace = trace
+    sys.settrace(trace)
+
+
 def exchanged_rows(x: Tensor) -> None:
     """Note that the backward pass that runs, if any, has exchanged rows."""
-    if _passes.exchanged and not x.is_cuda:
-        _passes.exchanged[-1] = True
+    number = _c10d.backward_number()
+    if number != -1 and number not in _passes and not x.is_cuda:
+        _c10d.call_after_backward(_BackwardPass(number))
 
 
-def _around_backward(run: Callable[..., Any]) -> Callable[..., Any]:
-    def backward(*args: Any, **options: Any) -> Any:
-        _passes.exchanged.append(False)
-        try:
-            return run(*args, **options)
-        except Exception as error:
-            if _passes.exchanged[-1]:
-                _tell(error, "the backward pass")
-            raise
-        finally:
-            _passes.exchanged.pop()
-
-    return backward
-
-
-@functools.cache
-def watch_backward() -> None:
-    """Tell the others, from now on, of a backward pass that raises after an exchange of rows."""
-    _c10d.around_backward(_around_backward)
-
-
-def _tell_end(process: int) -> None:
+def _tell_end(_: float) -> None:
     """Report the error that ends this process; Python has printed it and keeps it."""
     error = getattr(sys, "last_value", None)
-    if os.getpid() != process or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     if isinstance(error, Exception) and not isinstance(error, RankFailureError):
         tell_own_error(type(error).__name__, error)
         _tell(error, "the job", ends=True)
 
 
-# At import, for an error before the first message.
-atexit.register(_tell_end, os.getpid())
+_exit.call_at_exit(_tell_end)
 
 
 def _is_known(error: Exception) -> bool:

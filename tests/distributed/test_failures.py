@@ -245,13 +245,16 @@ def test_which_errors_are_of_connections(text, is_of_connections):
     assert bool(failures._OF_CONNECTIONS.search(text)) == is_of_connections
 
 
-# Rank 0, which hosts the store, fails before it has made a layer or sent a message.
+# Rank 0, which hosts the store, fails before it sends a message.
 PROGRAM = """
+import sys
 import time
 from datetime import timedelta
 import torch, torch.distributed as dist
 from moe_ext import MoELayer
 dist.init_process_group("gloo")
+if sys.argv[1] == "after":
+    MoELayer(8, 6, 4, 2, ep_group=dist.group.WORLD)
 if dist.get_rank() == 0:
     raise KeyError("no such file")
 started = time.monotonic()
@@ -262,12 +265,22 @@ except RuntimeError as error:
 """
 
 
-def test_an_error_that_ends_a_process_is_told_at_once():
+SEEN = {
+    "after": "the job: expected every rank to take part, but rank 0 raised "
+    "KeyError: 'no such file', which ends its process; the group is unusable now",
+    # A process without a layer over ranks that has sent nothing does nothing at its exit.
+    "before": "MoELayer: expected every rank of the group [0, 1] to take part, but "
+    "the store is gone; its host, rank 0, has probably died (seen by rank 1; ",
+}
+
+
+@pytest.mark.parametrize("when", SEEN)
+def test_an_error_that_ends_a_process_is_told_at_once(when):
     common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     common |= {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
+            [sys.executable, "-c", PROGRAM, when],
             env={**common, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -279,10 +292,7 @@ def test_an_error_that_ends_a_process_is_told_at_once():
     assert "KeyError: 'no such file'" in words
     kind, ranks, seconds, text = out.strip().split("|")
     assert (kind, ranks) == ("RankFailureError", "(0,)")
-    assert text == (
-        "the job: expected every rank to take part, but rank 0 raised KeyError: 'no such file', "
-        "which ends its process; the group is unusable now"
-    )
+    assert text == SEEN[when] if when == "after" else text.startswith(SEEN[when])
     # The group's timeout is half an hour; the first look is after half a second.
     assert float(seconds) < 20
 
@@ -297,7 +307,7 @@ def all_but_rank_1_wait(rank, how):
     try:
         if rank == 1 and how == "ends":
             sys.last_value = ValueError("bad batch")
-            own_errors._tell_end(os.getpid())
+            own_errors._tell_end(1.0)
         elif rank == 1 and how == "ends unseen":
             failures.tell_own_error("ValueError", ValueError("bad batch"))
             os._exit(1)

@@ -1,6 +1,10 @@
 """Code of one rank raises between two exchanges: every rank raises, with its words, at once."""
 
+import contextlib
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from unittest import mock
 
@@ -8,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import MoELayer
@@ -317,3 +322,171 @@ def test_an_error_is_told_once():
     with pytest.raises(ValueError, match="x"), own_errors.telling(None, torch.device("cpu"), "f"):
         raise error
     assert own_errors.is_told(error) and not own_errors.is_told(RankFailureError("", ()))
+
+
+def function_with(forward, backward):
+    """A function that changes nothing, and calls something in each pass."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            forward(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            found = backward(grad)
+            return grad.clone() if found is None else found
+
+    return Function.apply
+
+
+def raising(error):
+    def function(*args):
+        raise error
+
+    return function
+
+
+# It exchanges no row, but says so.
+exchange = function_with(own_errors.exchanged_rows, own_errors.exchanged_rows)
+faulty = RaisesInBackward.apply
+
+
+def calling(backward):
+    """What calls something in its backward pass, after an exchange."""
+    function = function_with(id, backward)
+    return lambda x: exchange(function(x)).sum().backward()
+
+
+def recomputing(inner, use_reentrant):
+    return lambda x: exchange(checkpoint(inner, x, use_reentrant=use_reentrant)).sum().backward()
+
+
+def fails_and_is_caught(grad):
+    with torch.enable_grad(), pytest.raises(ValueError, match="no gradient"):
+        faulty(grad.detach().requires_grad_()).sum().backward()
+
+
+def queues_what_raises(grad):
+    """As DDP does where a communication hook raises."""
+    Variable._execution_engine.queue_callback(raising(OSError("no route")))
+
+
+def two_passes(x):
+    y = exchange(exchange(x)).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+
+
+def second_derivative(x):
+    (grad,) = torch.autograd.grad(exchange(x * x).sum(), x, create_graph=True)
+    grad.sum().backward()
+
+
+def raises_in_a_hook(x):
+    y = x * 2
+    y.register_hook(raising(KeyError("hook")))
+    exchange(y).sum().backward()
+
+
+def raises_in_a_thread(x):
+    with ThreadPoolExecutor() as threads:
+        threads.submit(exchange(faulty(x)).sum().backward).result()
+
+
+PASSES = {
+    # Run, class of its error, whether the others are told.
+    "two exchanges, twice": (two_passes, None, False),
+    "second derivative": (second_derivative, None, False),
+    "dropped": (lambda x: exchange(faulty(x)).sum(), None, False),
+    "early stop": (recomputing(lambda y: exchange(y.exp()).exp(), False), None, False),
+    "caught inside": (calling(fails_and_is_caught), None, False),
+    "no exchange": (lambda x: faulty(x).sum().backward(), ValueError, False),
+    "error before it": (lambda x: faulty(exchange(x)).sum().backward(), ValueError, False),
+    "exit": (calling(raising(SystemExit())), SystemExit, False),
+    "function": (lambda x: exchange(faulty(x)).sum().backward(), ValueError, True),
+    "grad": (lambda x: torch.autograd.grad(exchange(faulty(x)).sum(), x), ValueError, True),
+    "hook": (raises_in_a_hook, KeyError, True),
+    "error of C++": (calling(lambda grad: grad.new_ones(7)), RuntimeError, True),
+    "recomputation": (recomputing(lambda y: faulty(exchange(y)), False), ValueError, True),
+    "pass inside": (recomputing(lambda y: exchange(faulty(y)), True), ValueError, True),
+    "end of the pass": (calling(queues_what_raises), OSError, True),
+    "thread": (raises_in_a_thread, ValueError, True),
+}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_the_error_of_a_backward_pass_after_an_exchange_is_told(monkeypatch, name):
+    run, kind, is_told = PASSES[name]
+    told, queued, found = [], [], None
+    after, before = _c10d.call_after_backward, sys.gettrace()
+    monkeypatch.setattr(own_errors, "_tell", lambda error, _: told.append(error))
+    monkeypatch.setattr(
+        _c10d, "call_after_backward", lambda call: (queued.append(call._number), after(call))
+    )
+    sys.settrace(debugger := lambda *_: None)
+    try:
+        run(torch.ones(3, requires_grad=True))
+    except BaseException as error:
+        found = error
+    kept = sys.gettrace()
+    sys.settrace(before)
+    assert (None if found is None else type(found)) is kind
+    # Passes inside of one another raise the same.
+    assert {id(error) for error in told} == ({id(found)} if is_told else set())
+    assert len(set(queued)) == len(queued) and not own_errors._passes
+    assert kept is debugger
+
+
+def test_a_pass_that_a_debugger_evaluates_leaves_no_trace_function():
+    found = []
+
+    def trace(frame, event, _):
+        # Nothing is traced meanwhile: the error comes unseen.
+        if not found:
+            found.append(None)
+            with contextlib.suppress(ValueError):
+                exchange(faulty(torch.ones(3, requires_grad=True))).sum().backward()
+            found.append(sys.gettrace())
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    torch.is_tensor(None)
+    torch.is_tensor(None)
+    kept = sys.gettrace()
+    sys.settrace(before)
+    assert kept is trace and found[1] is not trace
+
+
+def train_and_look_at_the_engine(rank):
+    engines = torch.autograd._engine_run_backward, torch.autograd.graph._engine_run_backward
+    layer, _ = make_layer(rank, "alltoall", "experts", None)
+    layer(torch.randn(5, DIM, requires_grad=True)).sum().backward()
+    sync_gradients(layer)
+    after = torch.autograd._engine_run_backward, torch.autograd.graph._engine_run_backward
+    return engines == after and after[0] is after[1] and not own_errors._passes
+
+
+def test_the_engine_of_torch_is_not_replaced():
+    assert spawn_ranks(train_and_look_at_the_engine, 2) == [True, True]
+
+
+ALONE = """
+import atexit
+found, register = [], atexit.register
+def registered(function, *args, **options):
+    found.append(str(getattr(function, "__module__", "")))
+    return register(function, *args, **options)
+atexit.register = registered
+import torch, moe_ext, moe_ext.compression, moe_ext.distributed, moe_ext.optim
+moe_ext.MoELayer(8, 6, 4, 2)(torch.randn(3, 8)).sum().backward()
+print([name for name in found if name.startswith("moe_ext")])
+"""
+
+
+def test_a_process_alone_does_nothing_at_exit():
+    found = subprocess.run(
+        [sys.executable, "-c", ALONE], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == "[]"

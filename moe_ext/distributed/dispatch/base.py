@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext._checks import check_choice, check_integer
+from moe_ext.distributed import _exit
 from moe_ext.distributed.agreement import agree, check_equal_over_ranks, share
 from moe_ext.distributed.dispatch.chunks import (
     Chunk,
@@ -45,7 +46,7 @@ from moe_ext.distributed.groups import (
     group_rank,
     group_size,
 )
-from moe_ext.distributed.own_errors import telling, watch_backward
+from moe_ext.distributed.own_errors import telling
 from moe_ext.ops.grouped_gemm import row_alignment
 
 _SILENT = contextlib.nullcontext()
@@ -173,7 +174,7 @@ class TokenDispatcher:
         check_integer(name, "num_experts", num_experts)
         self.num_ranks = group_size(group)
         if self.num_ranks > 1:
-            watch_backward()
+            _exit.wait_at_exit()  # which tells of an error that ends it before the first message
         if num_experts % self.num_ranks != 0:
             raise ValueError(
                 f"{name}: expected num_experts to be a multiple of the group size "
