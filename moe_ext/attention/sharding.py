@@ -321,7 +321,7 @@ class _TokenMean(torch.autograd.Function):
             compared.now = {"grad_scale": float(scale)}
             sums = torch.cat([sums, compared.marks(sums.dtype, sums.device)])
         comm.all_reduce_(sums, group, operation="token_mean_loss", counted=False)
-        if compared is not None:
+        if group is not None and compared is not None:
             compared.check([sums[2:]], [[group]])
         ctx.factor, ctx.dtype = scale / sums[1].clamp_min(1.0), loss_sum.dtype
         return (sums[0] / sums[1].clamp_min(1.0)).to(loss_sum.dtype)

@@ -160,7 +160,7 @@ def _total_norm(
             # Every part is held by stage/parts ranks; each adds its share.
             parts = parts + part * num_parts / stage_size
     total = _power_sum(whole, norm_type, device)
-    if group_size(world) > 1:
+    if world is not None and group_size(world) > 1:
         options = {**options, "number of ranks of a stage of mesh": stage_size}
         told = total.new_tensor([float(unsynced), *map(float, options.values())])
         local = torch.cat([torch.stack([total, parts]), told])
