@@ -148,6 +148,20 @@ MUTANTS = [
         "tests/test_options_over_ranks.py -k 'over_ranks and token_mean'",
     ),
     Mutant(
+        "ranks put a sequence together in orders of their own",
+        "moe_ext/attention/sharding.py",
+        '"layout": layout,\n            "cu_seqlens": check_cu',
+        '"cu_seqlens": check_cu',
+        "tests/test_options_over_ranks.py -k 'over_ranks and unshard'",
+    ),
+    Mutant(
+        "the gates of Tutel's layer differ between ranks",
+        "moe_ext/integrations/tutel.py",
+        "return (*found, vars(self.call))",
+        "return ()",
+        "tests/test_options_over_ranks.py -k 'over_ranks and facades'",
+    ),
+    Mutant(
         "messages of FSDP are coded in several ways",
         "moe_ext/compression/fsdp/messages.py",
         "if group not in self._compared:",

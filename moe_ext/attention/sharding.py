@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_ext.attention.layouts import Layout, make_layout, ranks_of
 from moe_ext.attention.masks import Offsets, check_cu_seqlens, check_end, rows_of_offsets
 from moe_ext.distributed import comm
-from moe_ext.distributed.agreement import SummedOptions, share
+from moe_ext.distributed.agreement import SummedOptions, agree
 from moe_ext.distributed.comm import Pending
 from moe_ext.distributed.groups import check_group, group_rank, group_ranks, group_size
 from moe_ext.distributed.streams import is_capturing
@@ -168,14 +168,27 @@ def unshard_sequence(
         cu_seqlens: as it was sharded.
 
     Raises:
-        ValueError: on every rank, where the lengths are not those of the layout.
+        ValueError: on every rank, where the lengths are not those of the layout, or an argument
+            differs between ranks.
         RankFailureError: a rank died or did not answer; the message names it.
     """
     op = "unshard_sequence"
     group = ranks_of(group, op)
-    lengths = [x.shape[dim]]
-    if group is not None:
-        lengths = [row[0] for row in share(lengths, group, x.device, operation=op)]
+    problem: Exception | None = None
+    facts: dict[str, object] = {}
+    try:
+        rows = rows_of_offsets(cu_seqlens, op)
+        rest = list(x.movedim(dim, 0).shape[1:])
+        facts = {
+            "layout": layout,
+            "cu_seqlens": check_cu_seqlens(cu_seqlens, op) if rows is None else rows,
+            "dim": dim % x.dim(),
+            "dtype and other dimensions of x": (x.dtype, *rest),
+        }
+    except ValueError as error:
+        problem = error
+    told = agree(op, facts, problem, group, x.device, values=[x.shape[dim]])
+    lengths = [row[0] for row in told]
     made = make_layout(layout, sum(lengths), len(lengths), cu_seqlens=cu_seqlens)
     check_lengths(made, lengths, op, group)
     whole: Tensor = _Unshard.apply(x.movedim(dim, 0), made, group)
@@ -479,7 +492,7 @@ def scatter_to_sequence(
     """This rank's shard of a tensor that all ranks hold whole; the backward pass is an all-gather.
 
     Unlike `shard_sequence`, for tensors that were computed alike on every rank: the whole gradient
-    comes back to each of them.
+    comes back to each of them. The ranks compare nothing, as `gather_from_sequence`.
 
     Args:
         x: equal on every rank, S long in `dim`.

@@ -9,7 +9,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +41,8 @@ class Arguments:
     The fields that differ: `device` is None for torch's default device; `mlp_impl` and the `fp32`
     switches choose among ways to the same result and all lead to one here, with losses in float32.
     """
+
+    FREE_TO_DIFFER: ClassVar[tuple[str, ...]] = ("device",)
 
     hidden_size: int = 1024
     ffn_hidden_size: int = 4096

@@ -61,6 +61,13 @@ class _Gates(Gate):
         self._group = GroupHandle(group)
         self.call = _Call()
 
+    @property
+    def gates(self) -> tuple[dict[str, object], ...]:
+        """Options of the gates and of the call, which ranks compare under the argument's name."""
+        names = ("top_k", "capacity_factor", "gate_noise")
+        found = [{name: getattr(gate, name) for name in names} for gate in self.children()]
+        return (*found, vars(self.call))
+
     def logits(self, tokens: Tokens) -> Tensor:
         """Logits of the gate that this call goes through."""
         logits_TE: Tensor = self.get_submodule(str(self.call.gate_index))(tokens.x_TD)

@@ -173,6 +173,20 @@ def check_what_cannot_be_served_is_refused_everywhere():
         raised(ValueError, "model_dim to be a multiple of 8, got 6", odd, x[:, :6])
 
 
+@with_fakes
+def check_options_that_differ_are_refused():
+    world, rank = dist.group.WORLD, dist.get_rank()
+    memory = functools.partial(SymmetricMemoryDispatcher, max_rows=64)
+    for kind in (DeepEpDispatcher, NcclEpDispatcher, memory):
+        options = {"average": False, "drop_policy": "score"}
+        options |= {"wire": "int8"} if kind is memory else {"combine": "reduced"}
+        for name, other in options.items():
+            made = kind(E, world, **({name: other} if rank else {}))
+            layer = MoELayer(D, 6, E, K, ep_group=world, dispatcher=made, dtype=torch.bfloat16)
+            text = f"expected .*{name}.* to be equal on every rank, got .* on rank 0, .* on rank 1"
+            raised(ValueError, text, layer, torch.randn(3, D).bfloat16())
+
+
 def check_a_rank_without_the_library_stops_all():
     world, rank = dist.group.WORLD, dist.get_rank()
     for way in (*CARRIERS, "symm_mem"):
