@@ -162,6 +162,13 @@ MUTANTS = [
         "tests/test_options_over_ranks.py -k 'over_ranks and facades'",
     ),
     Mutant(
+        "a round goes on from its beginning after it was saved in its middle",
+        "moe_ext/optim/local_steps.py",
+        'int(state["round"]), int(state["local_step"])',
+        'int(state["round"]), 0',
+        "tests/distributed/test_resume.py -k beside",
+    ),
+    Mutant(
         "messages of FSDP are coded in several ways",
         "moe_ext/compression/fsdp/messages.py",
         "if group not in self._compared:",

@@ -501,8 +501,9 @@ class DiLoCo:
     def state_dict(self) -> dict[str, Any]:
         """Weights of the last round, outer optimizers, and what this rank owes.
 
-        Between rounds alone, with no message underway. Every rank saves its own: keys that differ
-        between ranks have the rank in them, so that DCP keeps all.
+        After any step but with no message underway; in a round the model and the inner optimizer of
+        each rank belong to it. Every rank saves its own: keys that differ between ranks have the
+        rank in them, so that DCP keeps all.
 
         Raises:
             RuntimeError: a message is underway; save before it begins or after it ends.

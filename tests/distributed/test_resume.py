@@ -292,6 +292,8 @@ class Loop:
 
     # Whether each rank has data of its own, and whether its weights are those of all ranks.
     own_data, same_weights = True, True
+    # Numbers of steps before it is saved.
+    saved_after = (STEPS // 2,)
 
     def __init__(self, model, optimizer=None, /, **parts):
         self.model, self.parts = model, parts
@@ -403,25 +405,40 @@ class Sharded(Loop):
 
 
 class Local(Loop):
-    """Ten steps end two rounds of five; weights and inner states are each worker's own."""
+    """Rounds of five steps, of which seven end in one; each worker has its own weights."""
 
-    same_weights = False
+    same_weights, saved_after = False, (STEPS // 2, 7)
     outer = optim.DiLoCo
     options = {"codec": "int4"}
     momentum = 0.9
 
     def __init__(self, seed):
         model = network(seed)
-        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=self.momentum)
+        fragments, options = self.fragments(model), {"momentum": self.momentum, "lr": 0.7}
+        outer = [torch.optim.SGD(part.parameters(), **options) for part in fragments]
         inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
         if self.outer is optim.MuLoCo:
             inner = optim.Muon(optim.param_groups(model, muon=True), lr=1e-2)
-        local = self.outer(None, [model], inner, outer, sync_every=5, **self.options)
+        every = 5 * len(fragments)
+        local = self.outer(None, fragments, inner, outer, sync_every=every, **self.options)
         super().__init__(model, inner, local=local, model=model, inner=inner)
+
+    def fragments(self, model):
+        return [model]
 
     def run(self, steps):
         with self.parts["local"]:
             super().run(steps)
+
+
+class LocalInParts(Local):
+    """Two fragments, of which one has been averaged in the round, and the other has not."""
+
+    options = {"codec": "int4", "fragment_sync_delay": 1}
+    saved_after = (7,)
+
+    def fragments(self, model):
+        return [model[0], model[2]]
 
 
 class LocalSparse(Local):
@@ -456,7 +473,8 @@ def world_mesh():
 
 def run_loops(rank, folder):
     """Each loop, by checkpoints with the states of each rank, and by state dicts in memory."""
-    for name, cls in LOOPS.items():
+    for name, cls, after in [(n, c, after) for n, c in LOOPS.items() for after in c.saved_after]:
+        path = folder / f"{name}{after}"
 
         def states(loop):
             return {f"{part}{rank}": loop.state_of(x) for part, x in loop.parts.items()}
@@ -465,22 +483,34 @@ def run_loops(rank, folder):
             return (loop.model, loop.optimizer) if loop.same_weights else (nn.Module(), ())
 
         first = cls(5)
-        first.run(range(STEPS // 2))
+        first.run(range(after))
         kept = copy.deepcopy(states(first))
-        md.checkpoint.save(folder / name, *shared(first), extra=states(first))
-        first.run(range(STEPS // 2, STEPS))
+        md.checkpoint.save(path, *shared(first), extra=states(first))
+        first.run(range(after, STEPS))
         for way in ("checkpoint", "state_dict"):
             again = cls(6)
             found = states(again)
-            md.checkpoint.load(folder / name, *shared(again), extra=found)
+            md.checkpoint.load(path, *shared(again), extra=found)
             found = kept if way == "state_dict" else found
             for part, x in again.parts.items():
                 x.load_state_dict(copy.deepcopy(found[f"{part}{rank}"]))
-            again.run(range(STEPS // 2, STEPS))
+            again.run(range(after, STEPS))
             pairs_of = zip(first.model.parameters(), again.model.parameters(), strict=True)
             for index, pair in enumerate(pairs_of):
                 same = torch.equal(*(local_part(p.detach()) for p in pair))
-                assert same, (name, way, index)
+                assert same, (name, after, way, index)
+
+    check_a_round_underway()
+
+
+def check_a_round_underway():
+    """What is on its way is in no state: it is refused, and a step later it is not."""
+    loop = LocalInParts(5)
+    loop.run(range(4))
+    with pytest.raises(RuntimeError, match="DiLoCo.state_dict: expected no message to be underway"):
+        loop.parts["local"].state_dict()
+    loop.run(range(4, 5))
+    loop.parts["local"].state_dict()
 
 
 def test_states_beside_the_optimizer(tmp_path):

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+import torch
 from example_jobs import DRIVER, EXAMPLES, TINY, job_environment, lose_a_node, losses, snapshot
 from moe_lm import data as data_module
 from moe_lm.options import check_args, learning_rate, parse_args
@@ -385,6 +386,33 @@ def test_a_loss_that_is_not_finite_stops_the_job(train, text_file, tmp_path):
     assert code == 2
     assert "the gradient norm of step 1 is nan" in stderr
     assert not list(out.glob("checkpoints/step-*"))
+
+
+def test_a_resumed_run_goes_on_with_the_next_batch(train, text_file, tmp_path, monkeypatch):
+    import train_moe_lm
+
+    seen, stops = [], [4]
+
+    def batch_of(data, *, step, **options):
+        if step in stops:
+            stops.remove(step)
+            raise UserError("stopped here")
+        seen.append((step, *train_batch(data, step=step, **options)))
+        return seen[-1][1:]
+
+    train_batch = train_moe_lm.train_batch
+    monkeypatch.setattr(train_moe_lm, "train_batch", batch_of)
+    options = ["--steps", 6, "--checkpoint-every", 3]
+    for code in (2, 0):
+        assert train(*job(tmp_path / "in_two", text_file, *options))[0] == code
+    in_two, seen[:] = [*seen], []
+    assert train(*job(tmp_path / "in_one", text_file, *options))[0] == 0
+    assert [step for step, *_ in in_two] == [0, 1, 2, 3, 3, 4, 5]
+    # The step after the checkpoint is taken again, with the same bytes.
+    del in_two[3]
+    for (step, *one), (other, *two) in zip(in_two, seen, strict=True):
+        assert step == other and all(map(torch.equal, one, two))
+    assert losses(tmp_path / "in_two") == losses(tmp_path / "in_one")
 
 
 def test_batch_must_be_shared_evenly(tmp_path):
