@@ -169,6 +169,13 @@ MUTANTS = [
         "tests/distributed/test_resume.py -k beside",
     ),
     Mutant(
+        "balance losses inside of vmap do not reach the router",
+        "moe_ext/nn/balance/losses.py",
+        'is_compiling() or (is_transformed() and "vmap" in transforms())',
+        "is_compiling()",
+        "tests/nn/test_transforms.py -k 'sigmoid or capacity'",
+    ),
+    Mutant(
         "messages of FSDP are coded in several ways",
         "moe_ext/compression/fsdp/messages.py",
         "if group not in self._compared:",

@@ -27,6 +27,7 @@ from moe_ext.attention.checks import message_device
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.masks import Offsets, PrefixLen
 from moe_ext.distributed.agreement import agree
+from moe_ext.ops.autograd import is_transformed, transforms
 
 if TYPE_CHECKING:
     from typing_extensions import Required, Unpack
@@ -197,6 +198,10 @@ def run(
     inputs: Inputs, options: Options, seed: int | None, *, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The result of `ring_attention` for its arguments."""
+    if is_transformed():
+        raise RuntimeError(
+            f"{OPERATION}: expected to be called outside of torch.func, got {transforms()}"
+        )
     q, k, v = map(as_autocast, (inputs.q, inputs.k, inputs.v))
     inputs = inputs._replace(q=q, k=k, v=v)
     try:

@@ -84,6 +84,7 @@ from moe_ext.nn.replay import apply_sessions, can_replay
 from moe_ext.nn.routers import Router, RouterOutput, TopKRouter
 from moe_ext.nn.routers.topk import SCORE_FNS
 from moe_ext.nn.torch_state import as_autocast, autocast_dtype, in_backward
+from moe_ext.ops.autograd import is_transformed, transforms
 
 # The documents of a call, as numbers of tokens or as offsets.
 _Packed = tuple[Tensor | None, Offsets | None]
@@ -378,6 +379,8 @@ class MoELayer(CountingModule):
         per_token = {"token_mask": token_mask, "token_ids": token_ids, "token_idx": token_idx}
         packed = document_ids, cu_seqlens
         if self.dispatcher.in_graph:
+            if is_transformed():
+                self._check_transforms()
             return self._forward(x, per_token, packed)
         return self._forward_outside_of_graphs(x, per_token, packed)
 
@@ -388,9 +391,26 @@ class MoELayer(CountingModule):
     def _forward_outside_of_graphs(
         self, x: Tensor, per_token: dict[str, Tensor | None], packed: _Packed
     ) -> Tensor:
+        if is_transformed():
+            self._check_transforms()
         with in_layer(weakref.ref(self)):
             self._compare_options(x)
             return self._forward(x, per_token, packed)
+
+    def _check_transforms(self) -> None:
+        """RuntimeError for what `torch.func` cannot make of this layer."""
+        found = transforms()
+        size, counts = group_size(self.dispatcher.group), self.global_counts is not None
+        counts |= getattr(self.router, "selection_bias", None) is not None
+        if size > 1:
+            rule = f"be called outside of torch.func where experts lie over {size} ranks"
+        elif found.count("grad") > 1:
+            rule = "be differentiated once by torch.func"
+        elif "vmap" in found and counts and self.training:
+            rule = "be called outside of vmap where it counts tokens (selection_bias, global_batch)"
+        else:
+            return
+        raise RuntimeError(f"MoELayer: expected the layer to {rule}, got {found}")
 
     def _compare_options(self, x: Tensor) -> None:
         """Compare the options over the ranks, with the first pass and where one has changed."""

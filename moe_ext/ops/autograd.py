@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import _C, Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 
 from moe_ext import _runtime_library
 
@@ -229,13 +232,28 @@ def register_autograd(name: str, backward: Formula, *, setup_context: Formula) -
     _LIBRARY.impl(operator_name, kernel, "Autograd", with_keyset=True)
 
 
+# True inside of a transform of `torch.func`; no function of Python, since every pass asks.
+is_transformed = _C._are_functorch_transforms_active
+
+
+def transforms() -> list[str]:
+    """Names of the transforms of `torch.func` that are active, such as "grad", outermost first."""
+    return [level.key().name.lower() for level in _C._functorch.get_interpreter_stack() or ()]
+
+
 class _SecondDerivative(torch.autograd.Function):
     """Passes results on; an error is all there is to their gradient."""
 
+    # For `torch.func`, which records every gradient as if it were to be differentiated again.
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, name: str, num_results: int, *tensors: Any) -> tuple[Tensor, ...]:
-        ctx.operator = name
+    def forward(name: str, num_results: int, *tensors: Any) -> tuple[Tensor, ...]:
         return tensors[:num_results]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.operator = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:
@@ -298,6 +316,15 @@ def refuse_second_derivative(name: str) -> Callable[[Formula], Formula]:
     return decorate
 
 
+def _refuse_tangents(operator: str, args: tuple[Any, ...]) -> None:
+    """As the operators whose derivatives run in C++; torch would go on without the tangents."""
+    tensors = (x for x in args if isinstance(x, Tensor))
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            f"{operator}: expected reverse-mode gradients alone, got a tangent of forward mode"
+        )
+
+
 def _autograd_kernel(operator: Any, backward: Formula, setup_context: Formula) -> Formula:
     """Kernel for the Autograd key: records the call where a gradient is wanted."""
     below_autograd, after_autograd = _C._AutoDispatchBelowAutograd, _C._after_autograd_keyset
@@ -324,11 +351,23 @@ def _autograd_kernel(operator: Any, backward: Formula, setup_context: Formula) -
         return (*result, None) if isinstance(result, tuple) else (result, None)
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward_with_keys)}
-    function = type(f"{operator._opname}_autograd", (torch.autograd.Function,), methods)
-    record = function.apply  # type: ignore[attr-defined]
+    name = f"{operator._opname}_autograd"
+    record = type(name, (torch.autograd.Function,), methods).apply  # type: ignore[attr-defined]
+    # `torch.func` calls a kernel once for each of its transforms, with the tensors of that one.
+    record_at_level = type(name, (_SingleLevelFunction,), methods).apply  # type: ignore[attr-defined]
 
     def kernel(keys: Any, *args: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(operator._opname, args)
         if is_grad_enabled() and any_requires_grad(*args):
+            if is_transformed():
+                if transforms().count("grad") > 1:
+                    raise RuntimeError(
+                        f"{operator._opname}: expected the result to be differentiated once, got "
+                        "a second derivative by torch.func"
+                    )
+                with enable_single_level_autograd_function():
+                    return record_at_level(*args, keys)
             return record(*args, keys)
         with below_autograd():
             return redispatch(keys & after_autograd, *args)

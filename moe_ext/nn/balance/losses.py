@@ -25,6 +25,7 @@ from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.groups import group_size, small_message_device
 from moe_ext.nn.balance.counts import StepCounts
 from moe_ext.nn.routers import BalanceTerms, RouterOutput
+from moe_ext.ops.autograd import is_transformed, transforms
 
 SCOPES = ("micro_batch", "sequence", "global_batch")
 LOSS_MODES = ("inject", "return", "both")
@@ -333,13 +334,18 @@ def _global_batch_losses(
 class _InjectLosses(torch.autograd.Function):
     """Identity on y; in the backward pass each loss gets the gradient `coefficient * scale`."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, scale: float | Tensor, coefs: tuple[float, ...], *losses: Tensor
+        y: Tensor, scale: float | Tensor, coefs: tuple[float, ...], *losses: Tensor
     ) -> Tensor:
-        ctx.scale, ctx.coefs = scale, coefs
-        ctx.like = [(loss.dtype, loss.device) for loss in losses]
         return y.view_as(y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.scale, ctx.coefs, *losses = inputs
+        ctx.like = [(loss.dtype, loss.device) for loss in losses]
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
@@ -353,7 +359,8 @@ class _InjectLosses(torch.autograd.Function):
 def inject_losses(y: Tensor, terms: LossTerms, scale: float | Tensor) -> Tensor:
     """`inject_loss` of several terms at once."""
     coefs, losses = zip(*terms.values(), strict=True)
-    module = None if torch.compiler.is_compiling() else _runtime_library.load()
+    by_torch = torch.compiler.is_compiling() or (is_transformed() and "vmap" in transforms())
+    module = None if by_torch else _runtime_library.load()
     injected: Tensor
     if module is None:
         injected = _InjectLosses.apply(y, scale, coefs, *losses)
