@@ -15,6 +15,7 @@ from moe_ext import (
 from moe_ext._info import info
 from moe_ext._memory import reuse_memory
 from moe_ext._version import __version__
+from moe_ext.distributed import parallelize
 from moe_ext.integrations import replace, verify
 from moe_ext.nn import MoELayer, replace_ffn
 
@@ -29,6 +30,7 @@ __all__ = [
     "nn",
     "ops",
     "optim",
+    "parallelize",
     "pipeline",
     "planner",
     "plot",

@@ -193,6 +193,7 @@ EXEMPT = {
         )
     },
     "distributed.TokenDispatcher": BASE,
+    "distributed.GradScaler": "torch's class, with its arguments and its checks",
     "distributed.MoEMesh": RANKS,
     "distributed.DispatchChoice": RESULT,
     "distributed.DispatchMetadata": RESULT,

@@ -22,7 +22,7 @@ from moe_ext.compression.parameters import NamedParameters
 from moe_ext.compression.policy import Policy, policy_of
 from moe_ext.compression.reducer import Reducer
 from moe_ext.compression.schedules import ResidualMonitor, Warmup
-from moe_ext.distributed.data_parallel import num_reduced
+from moe_ext.distributed.gradients import reduced_by_ddp
 from moe_ext.distributed.groups import group_rank, group_ranks, group_size, resolve_group
 
 CANDIDATES = ("none", "bf16", "int8", "int4")
@@ -128,9 +128,10 @@ class CompressionState:
         self.num_hooked: int | None = None
         # The step of DDP whose last bucket has not come yet.
         self.open_step: Reducer | None = None
-        self.model = model
+        self.model = model.module if isinstance(model, DistributedDataParallel) else model
+        # DDP reduces what is trained when it is made, which is now or soon.
+        self._trained = None if self.model is None else _trained(self.model)
         if isinstance(model, DistributedDataParallel):
-            self.model = model.module
             self.adopt_ddp(model)
         self.parameters = NamedParameters(self.model, self.options.policy)
         self.memory = FeedbackStore(seed)
@@ -174,7 +175,8 @@ class CompressionState:
 
     def adopt_ddp(self, parallel: DistributedDataParallel) -> None:
         """Reduce over its ranks (see `adopt_group`), as many parameters in a pass as it does."""
-        self.num_hooked = num_reduced(parallel)
+        trained = _trained(parallel) if self._trained is None else self._trained
+        self.num_hooked = len(trained & reduced_by_ddp(parallel))
         self.adopt_group(parallel.process_group)
 
     def adopt_group(self, group: ProcessGroup) -> None:
@@ -339,3 +341,8 @@ class CompressionState:
         self._progress.density_factor = state["density_factor"]
         # Agreed on anew: another rank may have loaded something else.
         self._buckets.forget()
+
+
+def _trained(model: nn.Module) -> set[int]:
+    """Ids of the parameters that require a gradient."""
+    return {id(parameter) for parameter in model.parameters() if parameter.requires_grad}

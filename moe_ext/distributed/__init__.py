@@ -4,8 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from moe_ext.distributed import checkpoint
-from moe_ext.distributed.clipping import clip_grad_norm_
-from moe_ext.distributed.data_parallel import broadcast_experts, data_parallel
+from moe_ext.distributed.clipping import GradScaler, clip_grad_norm_
+from moe_ext.distributed.data_parallel import broadcast_experts, data_parallel, parallelize
 from moe_ext.distributed.dispatch import (
     AllGatherDispatcher,
     AllToAllDispatcher,
@@ -21,7 +21,6 @@ from moe_ext.distributed.dispatch import (
     TokenDispatcher,
     Wire,
 )
-from moe_ext.distributed.dtensor import whole_state_dicts
 from moe_ext.distributed.failures import RankFailureError, naming_failed_ranks
 from moe_ext.distributed.fsdp import fully_shard
 from moe_ext.distributed.gradients import sync_gradients
@@ -35,7 +34,7 @@ from moe_ext.distributed.placement import (
     placements,
 )
 from moe_ext.distributed.sharding_rules import register_sharding_rules
-from moe_ext.distributed.state_dict import full_state_dict
+from moe_ext.distributed.state_dict import full_state_dict, whole_state_dicts
 from moe_ext.distributed.traffic import Traffic, count_traffic
 from moe_ext.distributed.turns import run_in_turns
 
@@ -50,6 +49,7 @@ __all__ = [
     "DeepEpDispatcher",
     "DispatchChoice",
     "DispatchMetadata",
+    "GradScaler",
     "HierarchicalDispatcher",
     "LocalDispatcher",
     "NcclEpDispatcher",
@@ -73,6 +73,7 @@ __all__ = [
     "fully_shard",
     "layout_placements",
     "naming_failed_ranks",
+    "parallelize",
     "placements",
     "register_sharding_rules",
     "run_in_turns",

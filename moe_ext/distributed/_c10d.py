@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -18,11 +16,9 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed import ProcessGroup
-from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
-from torch.nn.utils import clip_grad_norm_
 
 # torch 2.13 warns of the names that earlier versions have.
 ALL_GATHER, REDUCE_SCATTER = (
@@ -36,9 +32,6 @@ ALL_GATHER, REDUCE_SCATTER = (
 END_OF_RECOMPUTATION: type[Exception] = torch.utils.checkpoint._StopRecomputationError
 # Number of the backward pass that this thread runs, -1 outside of one.
 backward_number: Callable[[], int] = torch._C._current_graph_task_id
-# For each wrapper, the number of parameters that were trained when it was made.
-ddp_num_reduced: weakref.WeakKeyDictionary[DistributedDataParallel, int]
-ddp_num_reduced = weakref.WeakKeyDictionary()
 
 
 def default_store() -> c10d.Store:
@@ -49,10 +42,11 @@ def default_store() -> c10d.Store:
 def add_ddp_ignored(module: nn.Module, names: Iterable[str]) -> None:
     """Have a later `DistributedDataParallel(module)` leave the named tensors alone, too."""
     known = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    # DDP looks up the bucketed parameters of the root module under a name with a leading dot, and
+    # torch.compile puts the module into another one.
+    found = [form for name in names for form in (name, f".{name}", f"_orig_mod.{name}")]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-        module,
-        # DDP looks up the bucketed parameters of the root module under a name with a leading dot.
-        list(dict.fromkeys([*known, *names, *(f".{n}" for n in names if "." not in n)])),
+        module, list(dict.fromkeys([*known, *found]))
     )
 
 
@@ -66,79 +60,19 @@ def ddp_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], An
     return list(getattr(ddp, "_comm_hooks", ()))
 
 
-def ddp_num_trained(ddp: DistributedDataParallel) -> int:
-    """Parameters of a wrapper that require a gradient now."""
-    return sum(parameter.requires_grad for parameter in ddp._module_parameters)
-
-
 def output_tensors(output: Any) -> list[Tensor]:
     """The tensors that DDP finds in what a module returns."""
     return [found for found in _find_tensors(output) if isinstance(found, Tensor)]
 
 
-def around_ddp_init(
-    before: Callable[[nn.Module, dict[str, Any]], Callable[[DistributedDataParallel], None] | None],
-) -> None:
-    """Run code around every constructor of `DistributedDataParallel` from now on.
-
-    Args:
-        before: takes the module and the arguments by name; what it returns is called with the
-            wrapper that was made.
-    """
-    init = DistributedDataParallel.__init__
-    signature = inspect.signature(init)
-
-    @functools.wraps(init)
-    def wrapped(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        arguments = signature.bind(self, *args, **kwargs).arguments
-        after = before(arguments["module"], arguments)
-        init(self, *args, **kwargs)
-        ddp_num_reduced[self] = ddp_num_trained(self)
-        if after is not None:
-            after(self)
-
-    DistributedDataParallel.__init__ = wrapped  # type: ignore[method-assign]
+def active_ddp() -> DistributedDataParallel | None:
+    """The wrapper whose forward pass runs, `torch.distributed._composable.replicate`'s too."""
+    return DistributedDataParallel._get_active_ddp_module()
 
 
-def before_join(check: Callable[[list[Joinable]], None]) -> None:
-    """Call a function with what every context of uneven inputs is for, such as `DDP.join()`."""
-    init = Join.__init__
-
-    @functools.wraps(init)
-    def wrapped(
-        self: Join, joinables: list[Joinable], enable: bool = True, *args: Any, **kwargs: Any
-    ) -> None:
-        if enable:
-            check(joinables)
-        init(self, joinables, enable, *args, **kwargs)
-
-    Join.__init__ = wrapped  # type: ignore[method-assign]
-
-
-def around_clip_grad_norm_(make: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
-    """Replace what `torch.nn.utils.clip_grad_norm_` runs, wherever it was imported before.
-
-    Args:
-        make: takes what it runs, and returns what it is to run, without gradients.
-    """
-    cells = clip_grad_norm_.__closure__ or ()
-    inner = getattr(clip_grad_norm_, "__wrapped__", None)
-    found = [cell for cell in cells if cell.cell_contents is inner]
-    if found:
-        found[0].cell_contents = functools.wraps(clip_grad_norm_)(make(found[0].cell_contents))
-    else:  # of another version of torch: names that were imported before keep the old function
-        torch.nn.utils.clip_grad_norm_ = functools.wraps(clip_grad_norm_)(make(clip_grad_norm_))
-
-
-def around_unscale(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace how a `torch.amp.GradScaler` divides gradients by its scale, and looks at them.
-
-    Args:
-        make: takes the method, and returns what stands in its place: device to a tensor that is
-            positive where a gradient is not finite.
-    """
-    unscale = torch.amp.GradScaler._unscale_grads_
-    torch.amp.GradScaler._unscale_grads_ = functools.wraps(unscale)(make(unscale))  # type: ignore[method-assign]
+def expects_uneven_inputs(ddp: DistributedDataParallel) -> bool:
+    """Whether a wrapper runs inside a context of uneven inputs, such as `DDP.join()`."""
+    return bool(ddp._join_config.enable)
 
 
 def call_after_backward(function: Callable[[], None]) -> None:

@@ -41,7 +41,6 @@ from moe_ext.distributed.state_dict import (
     ParameterStates,
     SavesByParameter,
     TakesOver,
-    watch,
     whole_of,
 )
 
@@ -89,8 +88,6 @@ class TrainingState:
         # By optimizer, what holds tensors that are loaded into.
         self._holders: dict[Optimizer, object] = {}
         sharded_parameters(self._model)  # notes them
-        for optimizer in given:
-            watch(optimizer)
 
     @state_dicts_of_parts()
     def state_dict(self) -> dict[str, Any]:

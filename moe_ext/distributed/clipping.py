@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
-from moe_ext.distributed import _c10d, comm
+from moe_ext.distributed import comm
 from moe_ext.distributed.agreement import check_equal_over_ranks
 from moe_ext.distributed.dtensor import (
     local_part,
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 # Parameters of a pipeline's stages to its ranks, which all take a step or none; and those of which
 # another of these ranks holds a copy that counts in the norm.
 _pipelines, _copies = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+# Attribute of a tensor that `GradScaler` has scaled.
+_SCALED = "_moe_ext_scaled"
 
 
 def note_stage(
@@ -46,8 +48,16 @@ def note_stage(
     _copies.update(dict.fromkeys(copies, True))
 
 
+def is_scaled_alike(scale: object) -> bool:
+    """Whether ranks that use a factor for their losses skip a step together, if any does.
+
+    A number is of no scaler.
+    """
+    return not isinstance(scale, Tensor) or hasattr(scale, _SCALED)
+
+
 def clip_grad_norm_(
-    model: nn.Module,
+    model: nn.Module | Iterable[Tensor],
     max_norm: float,
     norm_type: float = 2.0,
     *,
@@ -62,9 +72,10 @@ def clip_grad_norm_(
     of FSDP2, may lie on several meshes, beside plain parameters.
 
     Args:
-        model: the module, or a DistributedDataParallel around it.
+        model: the module, or a DistributedDataParallel around it; or parameters alone, the same
+            ones on every rank.
         max_norm: positive.
-        norm_type: 2.0, or `math.inf` for the largest magnitude.
+        norm_type: positive; `math.inf` for the largest magnitude.
         error_if_nonfinite: raise instead of scaling by a norm that is NaN or infinite. It costs a
             device-to-host synchronisation.
         mesh: of a job with pipeline stages, of which each has other parameters; None if all ranks
@@ -85,39 +96,35 @@ def clip_grad_norm_(
         "norm_type": float(norm_type),
         "error_if_nonfinite": bool(error_if_nonfinite),
     }
+    if isinstance(model, nn.Module):
+        sharded_parameters(model)  # notes them
+    parameters = list(model.parameters() if isinstance(model, nn.Module) else model)
     with torch.no_grad():
-        gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
-    total = _total_norm(model, norm_type, mesh, options)
+        gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
+    total = _power_of_norm(parameters, norm_type, mesh, options)
     # After the comparison: all ranks refuse the same value, and none waits for another.
     if not max_norm > 0:
         raise ValueError(f"clip_grad_norm_: expected max_norm to be positive, got {max_norm}")
-    if norm_type not in (2.0, math.inf):
-        raise ValueError(f"clip_grad_norm_: expected norm_type to be 2.0 or inf, got {norm_type}")
-    _clip_(gradients, total, max_norm, error_if_nonfinite)
-    return _as_gradients(total, gradients)
-
-
-@torch.no_grad()
-def _clip_(
-    gradients: list[Tensor], norm: Tensor, max_norm: float, error_if_nonfinite: bool
-) -> None:
-    """Scale gradients, whose norm over all ranks is `norm`, to one of at most `max_norm`."""
+    if not norm_type > 0:
+        raise ValueError(f"clip_grad_norm_: expected norm_type to be positive, got {norm_type}")
+    norm = total if norm_type == math.inf else total ** (1 / norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"clip_grad_norm_: expected the norm of the gradients to be finite, got {norm.item()}"
         )
-    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    _scale_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    all_double = bool(gradients) and all(g.dtype == torch.float64 for g in gradients)
+    return norm if all_double else norm.to(torch.float32)
+
+
+@torch.no_grad()
+def _scale_(gradients: list[Tensor], coefficient: Tensor) -> None:
+    """Multiply gradients, in place; those that were synchronised stay so."""
     for gradient in gradients:
         synced = is_synced(gradient)
         gradient.mul_(coefficient.to(gradient.device))
         if synced:
             mark_synced(gradient)
-
-
-def _as_gradients(norm: Tensor, gradients: list[Tensor]) -> Tensor:
-    """A norm in float64 if all gradients are, else in float32."""
-    all_double = bool(gradients) and all(g.dtype == torch.float64 for g in gradients)
-    return norm if all_double else norm.to(torch.float32)
 
 
 def _power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
@@ -132,22 +139,28 @@ def _power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) 
 
 
 @torch.no_grad()
-def _total_norm(
-    model: nn.Module, norm_type: float, mesh: MoEMesh | None, options: Mapping[str, float]
+def _power_of_norm(
+    parameters: list[Tensor],
+    norm_type: float,
+    mesh: MoEMesh | None,
+    options: Mapping[str, float],
 ) -> Tensor:
-    """Norm over all ranks, which compare `options`; 0-d float64, the same bits on every rank."""
+    """Norm over all ranks, which compare `options`, to the power of `norm_type`, if it is finite.
+
+    0-d float64, the same bits on every rank.
+    """
     world = resolve_group(None, "clip_grad_norm_")
     stage_size = group_size(world if mesh is None else mesh.stage_group)
     # A rank of each stage.
     leaders = [0] if mesh is None else [ranks[0] for ranks in mesh.rank_groups("stage")]
-    synced_apart = {p for p, place in sharded_parameters(model).values() if not place.is_managed(p)}
-    parameters = list(model.parameters())
     device = parameters[0].device if parameters else torch.device("cpu")
     whole, parts, unsynced = [], torch.zeros((), dtype=torch.float64, device=device), False
     for parameter in parameters:
         if parameter.grad is None or parameter in _copies:
             continue
-        unsynced |= parameter in synced_apart and not was_synced(parameter.grad)
+        place = known_shard(parameter)
+        is_apart = place is not None and not place.is_managed(parameter)
+        unsynced |= is_apart and not was_synced(parameter.grad)
         gradient = without_partials(parameter.grad)
         num_parts = num_shards(gradient)
         if num_parts == 1:
@@ -179,75 +192,34 @@ def _total_norm(
             total = torch.maximum(rows[leaders, 0].max(), rows[:, 1].max())
         else:
             total = rows[leaders, 0].sum() + rows[:, 1].sum()
-    return total if norm_type == math.inf else total.sqrt()
+    return total
 
 
-def _clip_over_ranks(clip: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`torch.nn.utils.clip_grad_norm_` that counts the shards of other ranks, too.
+class GradScaler(torch.amp.GradScaler):
+    """torch's, for models whose experts lie over ranks, and for stages of a pipeline.
 
-    Frameworks call that one. A norm of this rank's experts alone differs between ranks, and scales
-    what they hold copies of by different factors.
+    All ranks skip a step if gradients of some expert, or some stage, overflow: otherwise they would
+    go on with different weights of what they hold copies of. torch's own raises over DTensors
+    beside other tensors, and each stage of a pipeline would decide by itself.
     """
 
-    def clip_over_ranks(
-        parameters: Tensor | Iterable[Tensor],
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-    ) -> Tensor:
-        found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        placements = [known_shard(parameter) for parameter in found]
-        if not any(placements):
-            # An exhausted generator still warns as an empty one.
-            return clip(found or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-        norm_type = float(norm_type)
-        if not norm_type > 0:
-            raise ValueError(f"clip_grad_norm_: expected norm_type to be positive, got {norm_type}")
-        total = torch.zeros((), dtype=torch.float64, device=found[0].device)
-        divided: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
-        for parameter in found:
-            divided.setdefault(tuple(sharding_groups(parameter)), []).append(parameter)
-        # In the order of the parameters, which is that of every rank. A rank without a gradient
-        # takes part, too.
-        for groups, held in divided.items():
-            own = [local_part(p.grad) for p in held if p.grad is not None]
-            part = _power_sum(own, norm_type, total.device)
-            for group in groups:
-                rows = comm.all_gather(
-                    part[None], group, operation="clip_grad_norm_", counted=False
-                )
-                part = rows.max() if norm_type == math.inf else rows.sum()
-            total = torch.maximum(total, part) if norm_type == math.inf else total + part
-        gradients = [local_part(p.grad) for p in found if p.grad is not None]
-        root = total if norm_type == math.inf else total ** (1 / norm_type)
-        norm = _as_gradients(root, gradients)
-        _clip_(gradients, norm, max_norm, error_if_nonfinite)
-        return norm
+    def scale(self, outputs: Any) -> Any:
+        """As torch's; a pipeline takes the result for `loss_scale`."""
+        found = super().scale(outputs)
+        if isinstance(found, Tensor):
+            setattr(found, _SCALED, True)
+        return found
 
-    return clip_over_ranks
-
-
-def _overflow_over_ranks(unscale: Callable[..., Any]) -> Callable[..., Any]:
-    """A `GradScaler` that skips a step on every rank if gradients of some shard or stage overflow.
-
-    Otherwise the ranks would go on with different weights of what they hold copies of.
-    """
-
-    def unscale_over_ranks(scaler: Any, optimizer: Any, *args: Any) -> Any:
+    def _unscale_grads_(self, optimizer: Any, *args: Any) -> Any:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         over = dict.fromkeys(group for p in held for group in sharding_groups(p))
-        # torch refuses DTensors beside other tensors: it takes the parts of this rank.
-        own = optimizer if not over else _parts_of(held)
-        found = unscale(scaler, own, *args)
+        found = super()._unscale_grads_(_parts_of(held) if over else optimizer, *args)
         # Stages last: each of their ranks then knows of the ranks of its stage.
         over |= dict.fromkeys(_pipelines[p] for p in held if p in _pipelines)
         for group in over:
             for overflow in found.values():
                 comm.all_reduce_(overflow, group, operation="GradScaler", op="max", counted=False)
         return found
-
-    return unscale_over_ranks
 
 
 def _parts_of(parameters: list[Tensor]) -> Any:
@@ -256,7 +228,3 @@ def _parts_of(parameters: list[Tensor]) -> Any:
     for part, parameter in zip(parts, parameters, strict=True):
         part.grad = None if parameter.grad is None else local_part(parameter.grad)
     return SimpleNamespace(param_groups=[{"params": parts}])
-
-
-_c10d.around_clip_grad_norm_(_clip_over_ranks)
-_c10d.around_unscale(_overflow_over_ranks)

@@ -47,25 +47,15 @@ class _MeshOfParts(DeviceMesh):
             "moe_ext.distributed.checkpoint.save or torch.distributed.checkpoint.save on all "
             "ranks, or what moe_ext.distributed.full_state_dict returns on one; run tools that "
             "save by themselves (Accelerate) inside `with "
-            "moe_ext.distributed.whole_state_dicts():`, and mix "
+            "moe_ext.distributed.whole_state_dicts(optimizer):`, and mix "
             "moe_ext.integrations.huggingface.SavesExperts into a Trainer of transformers"
         )
 
 
 @contextlib.contextmanager
-def whole_state_dicts(keep: bool | None = None) -> Iterator[None]:
-    """Have `state_dict()` of models and optimizers hold whole tensors, for tools that save these.
-
-    Inside, it is a collective: all ranks call it, as Accelerate does, and one of them writes what
-    it got. Experts, columns of layers, and what optimizers hold of them come as plain tensors on
-    the CPU, as one process has them; `load_state_dict` of a job of any number of ranks takes them,
-    with or without this. What FSDP2 shards beside them stays a DTensor.
-
-    Args:
-        keep: whether this rank gets the tensors, and not empty ones in their place; None is true of
-            rank 0 alone.
-    """
-    token = _keeps_wholes.set(global_rank() == 0 if keep is None else keep)
+def keeping_wholes(keep: bool | None) -> Iterator[None]:
+    """Have `keeps_wholes` say so inside."""
+    token = _keeps_wholes.set(keep)
     try:
         yield
     finally:
@@ -75,11 +65,8 @@ def whole_state_dicts(keep: bool | None = None) -> Iterator[None]:
 @contextlib.contextmanager
 def state_dicts_of_parts() -> Iterator[None]:
     """Undo `whole_state_dicts` inside."""
-    token = _keeps_wholes.set(None)
-    try:
+    with keeping_wholes(None):
         yield
-    finally:
-        _keeps_wholes.reset(token)
 
 
 def keeps_wholes() -> bool | None:

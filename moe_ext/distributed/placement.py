@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 _DECLARED = "_moe_ext_placements"
 # Attribute of a module whose forward pass runs: parameters that it holds as parts meanwhile.
 _GIVEN = "_moe_ext_given_parts"
+# Attribute of such a part.
+_IS_GIVEN = "_moe_ext_is_given"
 
 # Attribute of a parameter that is divided over ranks: its placement. (A weak dictionary would keep
 # `Module.to` from putting another tensor in its place.)
@@ -388,7 +390,7 @@ def declare_placement(
     """
     # A new dictionary: copies of the module share the old one.
     declared = dict(vars(module).get(_DECLARED, {}))
-    has_hooks = any(earlier.num_parts > 1 for earlier in declared.values())
+    has_hooks = _check_wrapping in module._forward_pre_hooks.values()
     declared.update(dict.fromkeys([""] if names is None else names, placement))
     if placement.num_parts > 1 and not has_hooks:
         module.register_state_dict_post_hook(_show_wholes)
@@ -433,7 +435,9 @@ def _give_parts(module: nn.Module, _inputs: object) -> None:
             if parameter is not None and is_part(parameter):
                 given.append((owner, name, parameter))
     for owner, name, parameter in given:
-        owner._parameters[name] = local_part(parameter)  # type: ignore[assignment]
+        part = local_part(parameter)
+        setattr(part, _IS_GIVEN, True)
+        owner._parameters[name] = part  # type: ignore[assignment]
     vars(module).setdefault(_GIVEN, []).append(given)
 
 
@@ -495,7 +499,23 @@ def _shown_tensors(module: nn.Module) -> dict[str, tuple[Tensor, Placement]]:
 
 @outside_graphs
 def _check_wrapping(module: nn.Module, _inputs: object) -> None:
-    """Refuse what FSDP2 was told, if it was told anything."""
+    """Refuse a tool that took parts for wholes, and what FSDP2 was told."""
+    declared = vars(module)[_DECLARED]
+    for name, parameter in module.named_parameters():
+        placement = declared.get(name, declared.get(""))
+        # Not what `functional_call`, or a module around this one, has given it for this pass.
+        is_own = isinstance(parameter, nn.Parameter) and not hasattr(parameter, _IS_GIVEN)
+        if (
+            is_own
+            and not is_dtensor(parameter)
+            and placement is not None
+            and placement.num_parts > 1
+        ):
+            raise ValueError(
+                f"forward: expected {name} to be a DTensor, since ranks hold experts between them, "
+                "got a plain tensor, which a tool has put in its place; for torch's replicate call "
+                "moe_ext.parallelize(model) and give it ignored_modules=[layer.experts, ...]"
+            )
     if "torch.distributed.fsdp" in sys.modules:
         # Not at the top: that module knows this one.
         from moe_ext.distributed.fsdp import check_wrapping

@@ -1,28 +1,30 @@
 """State dicts of whole models and their optimizers, where parameters lie over ranks.
 
-`state_dict()` of both holds DTensors of the whole, for `torch.distributed.checkpoint`; no rank can
-pickle them, since its file would hold its own part and look like all. Inside `whole_state_dicts` it
-holds plain tensors instead.
+`state_dict()` of both holds DTensors, for `torch.distributed.checkpoint`; no rank can pickle them,
+since its file would hold its own part and look like all. Inside `whole_state_dicts` it holds plain
+tensors instead.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim import Optimizer
 
 from moe_ext.distributed.agreement import meet
 from moe_ext.distributed.dtensor import (
     divided_as,
     is_dtensor,
+    keeping_wholes,
     keeps_wholes,
     local_part,
     state_dicts_of_parts,
 )
+from moe_ext.distributed.groups import global_rank
 from moe_ext.distributed.placement import (
     Placement,
     check_known,
@@ -33,9 +35,6 @@ from moe_ext.distributed.placement import (
     plain,
     sharded_buffers,
 )
-
-# Optimizers whose state dicts speak of the whole.
-_watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 ParameterStates = dict[nn.Parameter, dict[str, Any]]
 
@@ -81,6 +80,37 @@ class ChecksOptions(Protocol):
 
     def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """ValueError for options of parameter groups, in their order; changes nothing."""
+
+
+@contextlib.contextmanager
+def whole_state_dicts(*optimizers: Optimizer, keep: bool | None = None) -> Iterator[None]:
+    """Have `state_dict()` of models and optimizers hold whole tensors, for tools that save these.
+
+    Inside, it is a collective: all ranks call it, as Accelerate does, and one of them writes what
+    it got. Experts, columns of layers, and what optimizers hold of them come as plain tensors on
+    the CPU, as one process has them. `load_state_dict` takes them on any number of ranks: that of a
+    model anywhere, that of an optimizer of `torch.optim` inside. What FSDP2 shards beside them
+    stays a DTensor.
+
+    Args:
+        optimizers: those of `torch.optim`, or prepared by a tool, whose states are saved or loaded.
+        keep: whether this rank gets the tensors, and not empty ones in their place; None is true of
+            rank 0 alone.
+    """
+    with contextlib.ExitStack() as stack:
+        for given in optimizers:
+            optimizer = given
+            # Wrappers of Accelerate and Lightning.
+            while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+                optimizer = inner
+            if not isinstance(optimizer, SavesByParameter):  # others do so by themselves
+                for hook in (
+                    optimizer.register_state_dict_post_hook(show_states),
+                    optimizer.register_load_state_dict_pre_hook(take_states),
+                ):
+                    stack.callback(hook.remove)
+        stack.enter_context(keeping_wholes(global_rank() == 0 if keep is None else keep))
+        yield
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -200,7 +230,7 @@ def _shards_of(optimizer: Optimizer) -> dict[int, tuple[Tensor, Placement]]:
 
 
 def show_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """DTensors of the whole, or this, in the place of parts; hook of `state_dict()`."""
+    """The whole in the place of parts, see `whole_state_dicts`; hook of `state_dict()`."""
     state = dict(state_dict["state"])
     for number, (parameter, place) in _shards_of(optimizer).items():
         if number in state:
@@ -221,38 +251,3 @@ def take_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
             values = state[saved[number]].items()
             state[saved[number]] = {k: _part_of(v, parameter, place) for k, v in values}
     return {**state_dict, "state": state}
-
-
-def watch(optimizer: Optimizer, *_call: object) -> None:
-    """Have the state dicts of an optimizer of parts of the model speak of the whole.
-
-    A hook before every step of every optimizer.
-    """
-    if optimizer in _watched or not (shards := _shards_of(optimizer)):
-        return
-    # By name: its module takes long to import.
-    if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
-        raise ValueError(
-            "ZeroRedundancyOptimizer: expected parameters that every rank holds, since each rank "
-            "sends all others those that it has updated, got experts that lie over ranks; give it "
-            "the group 'dense' of moe_ext.distributed.expert_param_groups(model), and the experts "
-            "an optimizer of their own"
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
-            "LBFGS: expected parameters that every rank holds, since its products run over all "
-            "parameters of a rank and each would take other steps, got experts that lie over "
-            "ranks; take an optimizer that updates each parameter by itself"
-        )
-    _watched.add(optimizer)
-    if isinstance(optimizer, SavesByParameter):
-        return  # its state dicts do so by themselves
-    optimizer.register_state_dict_post_hook(show_states)
-    optimizer.register_load_state_dict_pre_hook(take_states)
-    # State that was loaded before this hook was registered.
-    for parameter, place in shards.values():
-        state = optimizer.state.get(parameter, {})
-        state.update({key: _part_of(value, parameter, place) for key, value in state.items()})
-
-
-register_optimizer_step_pre_hook(watch)

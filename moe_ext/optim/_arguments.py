@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer
 from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.distributed.groups import group_ranks
 from moe_ext.distributed.placement import known_shard
+from moe_ext.distributed.state_dict import take_states
 
 _KNOWN_BACKENDS = ("nccl", "gloo", "mpi", "hccl", "compressed")
 # Options that say how a step is computed and a state kept, and not which step is taken.
@@ -46,7 +47,7 @@ class CheckedOptimizer(Optimizer):
         """
         self._check_groups(state_dict["param_groups"])
         before = self.param_groups
-        super().load_state_dict(state_dict)
+        super().load_state_dict(take_states(self, state_dict))
         for group, old in zip(self.param_groups, before, strict=True):
             for name in self.defaults.keys() & old.keys():
                 group.setdefault(name, old[name])

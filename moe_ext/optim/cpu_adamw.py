@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from moe_ext._compile import outside_graphs
 from moe_ext.distributed.dtensor import is_dtensor, local_part
+from moe_ext.distributed.state_dict import take_states
 from moe_ext.ops import adam_step_
 from moe_ext.optim._arguments import (
     CheckedOptimizer,
@@ -95,6 +96,7 @@ class CPUAdamW(CheckedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state, whose tensors stay in float32 on the CPU; torch's AdamW has such."""
+        state_dict = take_states(self, state_dict)
         super().load_state_dict(state_dict)
         saved = state_dict["param_groups"]
         for group, old in zip(self.param_groups, saved, strict=True):

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext._checks import check_kind
 from moe_ext.distributed import agreement
-from moe_ext.distributed.clipping import note_stage
+from moe_ext.distributed.clipping import is_scaled_alike, note_stage
 from moe_ext.distributed.groups import check_group, group_rank, group_ranks, group_size
 from moe_ext.distributed.own_errors import telling
 from moe_ext.distributed.point_to_point import Message, PointToPoint
@@ -279,7 +279,8 @@ class Pipeline:
         Args:
             inputs: one tensor for each micro-batch, on the rank of the first stage.
             targets: one for each micro-batch, on the rank of the last stage.
-            loss_scale: factor of all gradients, of a `GradScaler` say.
+            loss_scale: factor of all gradients: a number, or `scaler.scale(torch.ones(()))` of a
+                `moe_ext.distributed.GradScaler`, the same on all ranks.
 
         Returns:
             The losses of the micro-batches, unscaled, on the rank of the last stage; else nothing.
@@ -296,6 +297,13 @@ class Pipeline:
                 "Pipeline.step: expected no step before this one to have failed, got a pipeline "
                 "whose messages were lost; build another one"
             )
+        with telling(self._group, self._device, f"Pipeline.step on {self._name()}"):
+            if self._group is not None and not is_scaled_alike(loss_scale):
+                raise ValueError(
+                    "Pipeline.step: expected loss_scale to be a number, or a tensor that "
+                    "moe_ext.distributed.GradScaler has scaled, since with another scaler each "
+                    "stage would skip steps by itself, got another tensor"
+                )
         # Until it has ended: messages of a step that failed may still come.
         self._failed = self._transport is not None
         micro = self.table.num_micro_batches

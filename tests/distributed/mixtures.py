@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from trainers import as_torchrun
 
@@ -148,7 +147,7 @@ def train(mixture, mesh):
     optimizer, norms = mixture.optimizer(model), []
     accelerator, run = None, model
     if mixture.tool == "DDP":
-        run = DistributedDataParallel(model)
+        run = md.data_parallel(model)
     elif mixture.tool == "Accelerate":
         as_torchrun()
         from accelerate import Accelerator
@@ -156,7 +155,7 @@ def train(mixture, mesh):
 
         AcceleratorState._reset_state(reset_partial_state=True)
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=mixture.passes)
-        run, optimizer = accelerator.prepare(model, optimizer)
+        run, optimizer = accelerator.prepare(moe_ext.parallelize(model), optimizer)
     for step in range(STEPS):
         for number, ranks in enumerate(mixture.batches(step)):
             x, is_last = ranks[dist.get_rank()].to(mixture.dtype), number == mixture.passes - 1
@@ -171,10 +170,9 @@ def train(mixture, mesh):
                 (run(x).square().mean() / mixture.passes).backward()
         if accelerator is not None:
             clip, what = accelerator.clip_grad_norm_, run.parameters()
-        elif mixture.tool == "DDP":
-            clip, what = nn.utils.clip_grad_norm_, run.parameters()
         else:
-            md.sync_gradients(model)
+            if mixture.tool != "DDP":
+                md.sync_gradients(model)
             clip, what = md.clip_grad_norm_, model
         norms.append(clip(what, MAX_NORM, norm_type=mixture.norm_type))
         optimizer.step()

@@ -138,7 +138,8 @@ def train_stages(schedule, stages_of, *, wrap=False):
     for number, part in parts.items():
         module = part
         if wrap:
-            module = DistributedDataParallel(part, process_group=mesh.stage_group)
+            module = moe_ext.parallelize(part)
+            module = DistributedDataParallel(module, process_group=mesh.stage_group)
         options = {"input_args": (shape,), "output_args": shape, "group": mesh.pp_group}
         stages.append(PipelineStage(module, number, num_stages, torch.device("cpu"), **options))
     is_single = issubclass(schedule, schedules.PipelineScheduleSingle)
@@ -352,7 +353,7 @@ def float16():
     mesh = md.MoEMesh(dp=2, ep=2)
     model, whole = Model(mesh.ep_group).float(), Model().float()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler = md.GradScaler("cpu", init_scale=256.0)
     overflows = [False]
     if dist.get_rank() == 1:
         weight = model.blocks["2"].moe.experts.down_proj

@@ -181,12 +181,13 @@ def check_torch_state_dicts(layer, optimizer, mesh):
                 loaded = twin.state[mine][key]
                 assert is_dtensor(loaded) == is_dtensor(value)
                 assert torch.equal(*map(torch.as_tensor, map(full, (loaded, value))))
-    # Before the first step nobody knows; what was loaded is cut then.
+    # Whole tensors, by number.
     twin = next(o for o in torch_optimizers(layer) if type(o) is type(optimizer))
     names = {parameter: name for name, parameter in layer.named_parameters()}
     ordered = [names[p] for group in twin.param_groups for p in group["params"]]
     by_number = {i: copy.deepcopy(everything["state"][name]) for i, name in enumerate(ordered)}
-    twin.load_state_dict({**twin.state_dict(), "state": by_number})
+    with md.whole_state_dicts(twin):
+        twin.load_state_dict({**twin.state_dict(), "state": by_number})
     for parameter in layer.parameters():
         parameter.grad = torch.zeros_like(parameter)
     twin.step()
@@ -257,12 +258,12 @@ def check_buffers_of_nobody_knows_which_part(model, mesh):
 def check_state_dicts_for_tools(model, optimizer, mesh):
     """Plain tensors of the whole on the rank that keeps them, and nothing on the others."""
     want, first = md.full_state_dict(model), dist.get_rank() == 0
-    with md.whole_state_dicts():
+    with md.whole_state_dicts(optimizer):
         state, moments_ = model.state_dict(), optimizer.state_dict()
         # What speaks of the whole by itself does as before.
         assert_same(md.full_state_dict(model), want)
         md.checkpoint.TrainingState(model, optimizer).state_dict()
-    with md.whole_state_dicts(keep=True):
+    with md.whole_state_dicts(optimizer, keep=True):
         everywhere, all_moments = model.state_dict(), optimizer.state_dict()
     assert_same(everywhere, want)
     for found in (state, moments_["state"]):
@@ -274,17 +275,16 @@ def check_state_dicts_for_tools(model, optimizer, mesh):
         assert state.keys() == want.keys()
         with pytest.raises(ValueError, match="got the empty ones that whole_state_dicts gives"):
             model.load_state_dict(state)
-        with pytest.raises(ValueError, match="got the empty ones that whole_state_dicts gives"):
+        text = "got the empty ones that whole_state_dicts gives"
+        with md.whole_state_dicts(optimizer), pytest.raises(ValueError, match=text):
             optimizer.load_state_dict(moments_)
     before = wholes(model, optimizer)
     other, twin = make("AdamW", mesh, seed=3)
     other.load_state_dict(everywhere)
-    twin.load_state_dict(copy.deepcopy(all_moments))
-    for parameter in other.parameters():
-        parameter.grad = None
-    twin.step()  # from here on it knows its parameters
+    with md.whole_state_dicts(optimizer, twin):
+        twin.load_state_dict(copy.deepcopy(all_moments))
+        optimizer.load_state_dict(copy.deepcopy(all_moments))
     assert_same(wholes(other, twin), before)
-    optimizer.load_state_dict(copy.deepcopy(all_moments))
     assert_same(wholes(model, optimizer), before)
 
 

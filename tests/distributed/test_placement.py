@@ -153,7 +153,7 @@ def experts_over_ranks():
 def a_layer_with_a_group_is_copied_but_not_pickled():
     layer = moe_ext.MoELayer(4, 6, E, ep_group=dist.group.WORLD)
     text = "pickle: expected a module without a process group, got one of the ranks"
-    wrapped = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(layer))
+    wrapped = md.data_parallel(copy.deepcopy(layer))
     for part in (layer, layer.experts, md.placements(layer)["experts.down_proj"], wrapped):
         with pytest.raises(TypeError, match=text):
             pickle.dumps(part)

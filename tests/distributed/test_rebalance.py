@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from checks import raised
 from rank_checks import Checks, full
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import moe_ext
@@ -232,7 +231,7 @@ def wrapped_by_torch(reentrant):
     mesh, found = md.MoEMesh(dp=2, ep=dist.get_world_size() // 2), []
     for rebalance in (None, ALWAYS):
         layer = make(rebalance, mesh.ep_group)
-        wrapper = DistributedDataParallel(Recomputed(layer, reentrant))
+        wrapper = md.data_parallel(Recomputed(layer, reentrant))
         for step in range(3):
             with wrapper.no_sync() if step < 2 else contextlib.nullcontext():
                 y = wrapper(batch(step))

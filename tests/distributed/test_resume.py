@@ -209,7 +209,7 @@ def save(way, path, model, optimizer, scheduler):
         }
         dcp.save(state, checkpoint_id=path)
         return scheduler.state_dict()
-    with md.whole_state_dicts(keep=True):
+    with md.whole_state_dicts(optimizer, keep=True):
         return copy.deepcopy((model.state_dict(), own_state(optimizer), scheduler.state_dict()))
 
 
@@ -232,7 +232,8 @@ def load(way, path, saved, model, optimizer, scheduler):
         scheduler.load_state_dict(saved)
         return
     model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
+    with md.whole_state_dicts(optimizer):
+        optimizer.load_state_dict(saved[1])
     scheduler.load_state_dict(saved[2])
 
 

@@ -119,12 +119,13 @@ def plain_loop(job):
 
 @trainer("DDP")
 def data_parallel(job):
-    """torch's own, and nothing of the library."""
-    optimizer, model = job.optimizer(job.model), job.compile(DistributedDataParallel(job.model))
+    """torch's own around a model that `parallelize` has prepared."""
+    wrapped = DistributedDataParallel(moe_ext.parallelize(job.model))
+    optimizer, model = job.optimizer(job.model), job.compile(wrapped)
     for batch in job.batches:
         optimizer.zero_grad()
         model(**batch)["loss"].backward()
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        md.clip_grad_norm_(job.model, MAX_NORM)
         optimizer.step()
     job.save(job.model, optimizer)
 
@@ -160,9 +161,10 @@ def _accelerate(job, own_files=False):
     accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
     optimizer = job.optimizer(job.model, restored=not own_files)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    model, prepared, schedule = accelerator.prepare(job.model, optimizer, schedule)
+    whole = moe_ext.parallelize(job.model)
+    model, prepared, schedule = accelerator.prepare(whole, optimizer, schedule)
     if own_files and job.resumed:
-        with md.whole_state_dicts():
+        with md.whole_state_dicts(prepared):
             accelerator.load_state(job.folder)
     for batch in job.batches:
         prepared.zero_grad()
@@ -174,7 +176,7 @@ def _accelerate(job, own_files=False):
         if md.placement.sharded_parameters(job.model):
             with pytest.raises(TypeError, match="inside `with moe_ext.distributed.whole_state_dic"):
                 accelerator.save_state(f"{job.folder}/refused")
-        with md.whole_state_dicts():
+        with md.whole_state_dicts(prepared):
             accelerator.save_state(job.folder)
             accelerator.save_model(model, f"{job.folder}/model")
         accelerator.wait_for_everyone()

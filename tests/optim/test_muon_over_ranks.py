@@ -255,7 +255,7 @@ def an_overflow_of_one_rank_stops_all():
     if dist.get_rank() in (0, 2):
         local_part(model.moe.experts.down_proj.grad)[0, 0, 0] = torch.inf
     before = copy.deepcopy(dict(model.state_dict(keep_vars=True)))
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler = md.GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.zeros(()))
     scaler.step(optimizer)
     scaler.update()

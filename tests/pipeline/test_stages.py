@@ -13,7 +13,7 @@ from rank_checks import Checks
 from torch import nn
 
 import moe_ext
-from moe_ext.distributed import MoEMesh, checkpoint, clip_grad_norm_
+from moe_ext.distributed import GradScaler, MoEMesh, checkpoint, clip_grad_norm_
 from moe_ext.nn import Balance
 from moe_ext.pipeline import Action, ActionTable, Pipeline, make_table
 from moe_ext.pipeline.table import MESSAGES
@@ -139,7 +139,9 @@ def all_ranks_take_a_scaled_step_or_none():
     pipeline = pipeline_of("interleaved", found)
     own = [p for m in pipeline.stages.values() for p in m.parameters()]
     optimizer = torch.optim.SGD(own, lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1)
+    scaler = GradScaler("cpu", init_scale=256.0, growth_interval=1)
+    with pytest.raises(ValueError, match="each stage would skip steps by itself"):
+        step(pipeline, loss_scale=torch.ones(()))
     scales = []
     for place in (0, 1, None):
         before = [p.detach().clone() for p in own]

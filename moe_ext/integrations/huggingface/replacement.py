@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from moe_ext._checks import check_choice
+from moe_ext.distributed import parallelize
 from moe_ext.distributed.agreement import agree, told_option
 from moe_ext.distributed.dispatch import COMBINES, DISPATCHERS, Wire
 from moe_ext.distributed.dtensor import state_dicts_of_parts
@@ -243,6 +244,7 @@ def _replace_over_ranks(model: nn.Module, ep_group: ProcessGroup, options: Optio
         put(before)
         raise
     shard(model, found, ep_group, dispatchers, options)
+    parallelize(model)
     _protect_inputs(found.model)
     return len(found.experts)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_ext.distributed import whole_state_dicts
+from moe_ext.distributed import parallelize, whole_state_dicts
 from moe_ext.integrations.huggingface.expert_parallel import WritesWhole
 
 
@@ -42,6 +42,8 @@ class SavesExperts:
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._check_nodes()
+        # The Trainer wraps it in DistributedDataParallel, and adapters may be around it.
+        parallelize(self.model)
 
     def _check_nodes(self) -> None:
         if self.args.save_on_each_node and isinstance(self.model, WritesWhole):
@@ -80,14 +82,15 @@ class SavesExperts:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        hook = optimizer.register_state_dict_post_hook(self._joined)
-        try:
-            with whole_state_dicts(keep=self.args.should_save):
+        # Its hook comes first: ours knows other groups.
+        with whole_state_dicts(optimizer, keep=self.args.should_save):
+            hook = optimizer.register_state_dict_post_hook(self._joined)
+            try:
                 if not self.args.should_save:
                     self.optimizer.state_dict()
                 super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
-        finally:
-            hook.remove()
+            finally:
+                hook.remove()
         path = os.path.join(output_dir, "scheduler.pt")
         if self._split is not None and self.args.should_save and os.path.isfile(path):
             state, firsts = torch.load(path), [self._group_of(number) or 0 for number in (0, 1)]
@@ -97,7 +100,8 @@ class SavesExperts:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         hook = optimizer.register_load_state_dict_pre_hook(self._parted, prepend=True)
         try:
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            with whole_state_dicts(optimizer):
+                super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         finally:
             hook.remove()
         if self._split is not None and checkpoint is not None:
