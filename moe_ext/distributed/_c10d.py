@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.utils.checkpoint
 from torch import Tensor, nn
@@ -115,7 +116,9 @@ def small_message_device(group: ProcessGroup | None) -> torch.device:
 
 def flat_group(mesh: DeviceMesh) -> ProcessGroup:
     """The group of all ranks of a mesh."""
-    return flat_mesh(mesh).get_group()
+    if mesh.size() == dist.get_world_size():
+        return dist.group.WORLD  # type: ignore[return-value]
+    return mesh.get_group() if mesh.ndim == 1 else flat_mesh(mesh).get_group()
 
 
 # Number of groups of these ranks that `new_local_group` has made: the same on each of them.

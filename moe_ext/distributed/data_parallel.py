@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_ext._compile import outside_graphs
 from moe_ext.distributed import _c10d, comm
 from moe_ext.distributed.agreement import agree
-from moe_ext.distributed.dtensor import local_part
+from moe_ext.distributed.dtensor import is_dtensor, is_fsdp, is_part, local_part
 from moe_ext.distributed.gradients import average_gradients, reduction_problem
 from moe_ext.distributed.groups import group_ranks, is_initialized, world_size
 from moe_ext.distributed.placement import (
@@ -70,18 +70,19 @@ def parallelize(model: _Model) -> _Model:
     Layers made with an `ep_group` hold DTensors, which `DistributedDataParallel` refuses. This has
     DDP leave them alone, gives the ranks that hold the same experts equal values, and averages the
     gradients of experts over these ranks at the end of each backward pass in which DDP reduces the
-    rest: accumulation under `no_sync` counts as in DDP. The same holds of columns of layers.
+    rest: accumulation under `no_sync` counts as in DDP. The same holds of columns of layers, and of
+    all parameters that torch's `fully_shard(model, ignored_params=...)` leaves whole.
 
     Call it on all ranks for the module that DDP is to wrap, or a tool that wraps models in DDP
     (Accelerate, the Trainer of transformers, Lightning, Fabric), and again for a module that is
     built around it (a `PeftModel`). `data_parallel` and `replace(model, ep_group=...)` call it. A
-    plain loop with `sync_gradients`, and `fully_shard`, need no such call.
+    plain loop with `sync_gradients`, and `moe_ext.distributed.fully_shard`, need no such call.
 
     torch's `replicate(model, ignored_modules=[layer.experts, ...])` works likewise, where all
     modules with experts are ignored.
 
     Args:
-        model: any module. Without experts over ranks nothing changes.
+        model: any module.
 
     Returns:
         The same module.
@@ -93,11 +94,10 @@ def parallelize(model: _Model) -> _Model:
     sharded = sharded_parameters(model)
     if problem := reduction_problem(sharded):
         raise ValueError(f"parallelize: {problem}")
-    names = sharded_tensors(model)
-    if not names:
+    if world_size() == 1:
         return model
     broadcast_experts(model)
-    _c10d.add_ddp_ignored(model, names)
+    _c10d.add_ddp_ignored(model, sharded_tensors(model))
     for module in model.modules():
         vars(module).pop(_AVERAGING, None)
     hooks = (*model._forward_pre_hooks.values(), *model._forward_hooks.values())
@@ -153,12 +153,13 @@ def reduce_shards_with(
 class _Averaging:
     """Averages the gradients of a model's experts over the ranks that hold the same ones.
 
-    Passes count as in DDP: gradients are reduced at the end of a backward pass if the wrapper's
-    forward pass came outside `no_sync`, and what earlier passes have accumulated is in them.
+    Passes count as in the wrapper, which is DDP or the model itself under FSDP2: gradients are
+    reduced at the end of a backward pass if the wrapper's forward pass came outside `no_sync`, and
+    what earlier passes have accumulated is in them.
     """
 
     def __init__(self) -> None:
-        self._ddp: weakref.ref[DistributedDataParallel] | None = None
+        self._wrapper: weakref.ref[nn.Module] | None = None
         self._groups: list[tuple[ProcessGroup | None, list[nn.Parameter]]] = []
         # Whether there was a forward pass since the last reduction, and whether one asks for it.
         self._ran = self._wants = False
@@ -168,43 +169,53 @@ class _Averaging:
         # A copy of the model finds its own parameters and wrapper.
         return (_Averaging, ())
 
-    def begin_forward(self, model: nn.Module, ddp: DistributedDataParallel) -> None:
+    def begin_forward(self, model: nn.Module, wrapper: nn.Module) -> None:
         """Get ready for a pass of a wrapper, on all of its ranks."""
-        if _c10d.expects_uneven_inputs(ddp):
+        if self._wrapper is None or self._wrapper() is not wrapper:
+            self._adopt(model, wrapper)
+        is_ddp = bool(self._groups) and isinstance(wrapper, DistributedDataParallel)
+        if is_ddp and _c10d.expects_uneven_inputs(cast(DistributedDataParallel, wrapper)):
             raise ValueError(
                 f"{_OPERATION}.join: expected as many forward passes on every rank, since ranks "
                 "exchange tokens in each, got a model with parameters that are divided over them; "
                 "end all ranks together (drop_last=True), or have a rank without a batch go on "
                 "with one of no tokens, and the sum of its outputs as its loss"
             )
-        if self._ddp is None or self._ddp() is not ddp:
-            self._adopt(model, ddp)
 
-    def _adopt(self, model: nn.Module, ddp: DistributedDataParallel) -> None:
+    def _adopt(self, model: nn.Module, wrapper: nn.Module) -> None:
         """Find the parameters: `Module.to` may have put others in their places."""
-        world = ddp.process_group
-        sharded = sharded_parameters(model)
-        trained = sum(parameter.requires_grad for parameter, _ in sharded.values())
-        facts = {
-            "the number of parameters that are divided over ranks": len(sharded),
-            "the number of those that require a gradient": trained,
-        }
+        found = sharded_parameters(model)
+        sharded = {n: (p, place) for n, (p, place) in found.items() if not place.is_managed(p)}
         device = next(model.parameters()).device
-        agree(_OPERATION, facts, _find_problem(sharded, world), world, device)
+        if isinstance(wrapper, DistributedDataParallel) and sharded:
+            trained = sum(parameter.requires_grad for parameter, _ in sharded.values())
+            facts = {
+                "the number of parameters that are divided over ranks": len(sharded),
+                "the number of those that require a gradient": trained,
+            }
+            world = wrapper.process_group
+            agree(_OPERATION, facts, _find_problem(sharded, world), world, device)
         # Every parameter, frozen or not: one that is trained from later on has a gradient then.
         self._groups = replicated_groups(sharded.values(), device)
-        self._ddp = weakref.ref(ddp)
+        if not isinstance(wrapper, DistributedDataParallel):
+            meshes = [p.device_mesh for p in model.parameters() if is_dtensor(p) and not is_part(p)]
+            whole = [p for p in model.parameters() if not is_dtensor(p)]  # that FSDP2 was to ignore
+            if meshes and whole:
+                self._groups.append((_c10d.flat_group(meshes[0]), whole))
+        self._wrapper = weakref.ref(wrapper)
         # For a loss that was not made of the outputs. (The outputs come first: a recomputation may
         # run a backward pass inside the one that is meant.)
         this = weakref.ref(self)
-        for parameter, _ in sharded.values():
+        for parameter in (p for _, parameters in self._groups for p in parameters):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda _: _begin(this()))
 
-    def end_forward(self, ddp: DistributedDataParallel, output: Any) -> None:
+    def end_forward(self, wrapper: nn.Module, output: Any) -> None:
         """Note that a backward pass may follow."""
+        if not self._groups:
+            return
         self._ran, self._is_queued = True, False
-        self._wants = self._wants or ddp.require_backward_grad_sync
+        self._wants = self._wants or _reduces(wrapper)
         for tensor in _c10d.output_tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: _begin(self))
@@ -217,15 +228,16 @@ class _Averaging:
 
     def _end_backward(self) -> None:
         self._is_queued = False
-        ddp = None if self._ddp is None else self._ddp()
+        wrapper = None if self._wrapper is None else self._wrapper()
         # Accelerate asks for a reduction between the forward and the backward pass.
-        if ddp is None or not (self._wants or ddp.require_backward_grad_sync):
+        if wrapper is None or not (self._wants or _reduces(wrapper)):
             return
         self._ran = self._wants = False
         with torch.no_grad():
-            for hook, state in _c10d.ddp_hooks(ddp):
-                if hook in _reduce_with and _reduce_with[hook](ddp, state):
-                    return
+            if isinstance(wrapper, DistributedDataParallel):
+                for hook, state in _c10d.ddp_hooks(wrapper):
+                    if hook in _reduce_with and _reduce_with[hook](wrapper, state):
+                        return
             for replicas, parameters in self._groups:
                 average_gradients(replicas, parameters)
 
@@ -235,22 +247,38 @@ def _begin(averaging: _Averaging | None) -> None:
         averaging.begin_backward()
 
 
+def _reduces(wrapper: nn.Module) -> bool:
+    """Whether a wrapper reduces gradients in the pass that runs."""
+    if isinstance(wrapper, DistributedDataParallel):
+        return wrapper.require_backward_grad_sync
+    # Not at the top: FSDP takes a second to import.
+    from moe_ext.distributed import fsdp_state
+
+    return fsdp_state.reduces_gradients(wrapper)
+
+
+def _wrapper_of(model: nn.Module) -> nn.Module | None:
+    """The wrapper that reduces gradients after a pass of a model; None where none does."""
+    if not torch.is_grad_enabled():
+        return None
+    ddp = _c10d.active_ddp()
+    return model if ddp is None and is_fsdp(model) else ddp
+
+
 @outside_graphs
 def _begin_forward(model: nn.Module, _inputs: object) -> None:
-    ddp = _c10d.active_ddp() if torch.is_grad_enabled() else None
-    averaging = vars(model).get(_AVERAGING)
-    if ddp is not None and averaging is not None:
-        averaging.begin_forward(model, ddp)
+    averaging, wrapper = vars(model).get(_AVERAGING), _wrapper_of(model)
+    if averaging is not None and wrapper is not None:
+        averaging.begin_forward(model, wrapper)
 
 
 @outside_graphs
 def _end_forward(model: nn.Module, _inputs: object, output: object) -> None:
-    ddp = _c10d.active_ddp() if torch.is_grad_enabled() else None
-    averaging = vars(model).get(_AVERAGING)
-    if ddp is not None and averaging is not None:
+    averaging, wrapper = vars(model).get(_AVERAGING), _wrapper_of(model)
+    if averaging is not None and wrapper is not None:
         # Hooks of `replicate` come after those of the model.
-        averaging.begin_forward(model, ddp)
-        averaging.end_forward(ddp, output)
+        averaging.begin_forward(model, wrapper)
+        averaging.end_forward(wrapper, output)
 
 
 def _find_problem(

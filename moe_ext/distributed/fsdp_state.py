@@ -102,6 +102,12 @@ def resharded_over(module: FSDPModule) -> int:
     return 1 if info is None else int(info.shard_mesh_size)
 
 
+def reduces_gradients(root: nn.Module) -> bool:
+    """Whether the backward pass that runs reduces the gradients of a model's wrapped modules."""
+    groups = (group for module in root.modules() for group in _param_groups(module))
+    return all(group.reduce_grads for group in groups)
+
+
 def messages_of(module: FSDPModule) -> dict[str, Any]:
     """The objects that send a module's messages, by kind."""
     group = _param_groups(module)[0]

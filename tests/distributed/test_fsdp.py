@@ -125,6 +125,11 @@ def experts_whole(model, mesh, **options):
     return fully_shard(model, mesh=mesh.world_mesh, ignored_params=experts, **options)
 
 
+def experts_averaged(model, mesh, **options):
+    """Experts left as they are: `parallelize` has them averaged in the backward pass."""
+    return experts_whole(moe_ext.parallelize(model), mesh, **options)
+
+
 def hybrid(model, mesh):
     """Dense parameters sharded over pairs of ranks, with copies."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
@@ -143,6 +148,7 @@ WRAPS = {
     "by library": by_library,
     "by hand": by_hand,
     "experts whole": experts_whole,
+    "experts averaged": experts_averaged,
     "hybrid": hybrid,
 }
 
