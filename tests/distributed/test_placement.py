@@ -1,11 +1,13 @@
 import copy
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from rank_checks import Checks
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import moe_ext
 from moe_ext import distributed as md
@@ -13,7 +15,9 @@ from moe_ext.attention import SequenceParallelMLP
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.distributed.placement import replica_group
 from moe_ext.nn import GroupedExperts, ModuleExperts
+from moe_ext.testing import spawn_ranks
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "parallelism.md"
 E = 8
 CHECKS = Checks()
 
@@ -197,6 +201,49 @@ def a_mesh_knows_the_replicas():
         assert grid.world_mesh.mesh.tolist() == [0, 1, 2, 3]
 
 
+def rows_of_page():
+    """The lines of the table that says how parameters lie over ranks."""
+    mesh, etp = md.MoEMesh(dp=2, ep=2), md.MoEMesh(dp=4, ep=2, etp=2)
+    whole = moe_ext.MoELayer(8, 16, 4, ep_group=mesh.ep_group)
+    modules = {
+        "`MoELayer`": whole,
+        "`MoELayer` with etp": moe_ext.MoELayer(8, 16, 4, ep_group=etp.ep_group),
+        "`MoELayer` under `distributed.fully_shard`": md.fully_shard(
+            moe_ext.MoELayer(8, 16, 4, ep_group=mesh.ep_group), mesh
+        ),
+        "`ModuleExperts`": ModuleExperts.build(
+            lambda _: nn.Linear(8, 8, bias=False), 4, ep_group=mesh.ep_group
+        ),
+        "`SequenceParallelMLP`": SequenceParallelMLP(8, 16, group=mesh.ep_group, bias=False),
+    }
+    rows = []
+    for title, module in modules.items():
+        for name, p in module.named_parameters():
+            cells, local = ["none", "plain tensor"], local_part(p.detach())
+            if isinstance(p, DTensor):
+                names = p.device_mesh.mesh_dim_names or ("all ranks",)
+                cells = [", ".join(names), ", ".join(map(str, p.placements))]
+            shapes = [str(list(p.shape)), str(list(local.shape))]
+            rows.append(f"| {' | '.join([title, f'`{name}`', *cells, *shapes])} |")
+    return rows
+
+
+def rows_on_rank(_rank):
+    return rows_of_page()
+
+
+@CHECKS()
+def parameters_lie_as_the_page_says():
+    """`PYTHONPATH=tests python tests/distributed/test_placement.py` prints the table."""
+    text = PAGE.read_text()
+    table = text[text.index("<!-- placements -->") : text.index("<!-- end of placements -->")]
+    assert table.splitlines()[3:] == rows_of_page()
+
+
 @pytest.mark.parametrize("name", CHECKS)
 def test_over_four_ranks(name):
     CHECKS.assert_passed(4, name)
+
+
+if __name__ == "__main__":
+    print("\n".join(spawn_ranks(rows_on_rank, 4)[0]))
