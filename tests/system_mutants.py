@@ -146,9 +146,32 @@ BY_SYSTEM = {
         (
             "DDP forgets that a pass outside no_sync wants a reduction",
             "moe_ext/distributed/data_parallel.py",
-            "self._wants = self._wants or ddp.require_backward_grad_sync",
-            "self._wants = ddp.require_backward_grad_sync",
+            "self._wants = self._wants or _reduces(wrapper)",
+            "self._wants = _reduces(wrapper)",
             "tests/distributed/test_data_parallel.py -k take_back",
+        ),
+        (
+            "A gradient scaler looks at this rank's experts alone",
+            "moe_ext/distributed/clipping.py",
+            "over = dict.fromkeys(group for p in held for group in sharding_groups(p))",
+            "over = dict.fromkeys(group for p in held[:0] for group in sharding_groups(p))",
+            "tests/distributed/test_data_parallel.py -k overflow",
+        ),
+        (
+            "A tool puts rank 0's experts in the place of all, and nobody sees it",
+            "moe_ext/distributed/placement.py",
+            "            is_own\n            and not is_dtensor(parameter)\n",
+            "            not is_own\n            and not is_dtensor(parameter)\n",
+            "tests/distributed/test_data_parallel.py -k replicate",
+        ),
+    ],
+    "FSDP2": [
+        (
+            "What FSDP2 leaves whole is averaged while gradients accumulate",
+            "moe_ext/distributed/fsdp_state.py",
+            "return all(group.reduce_grads for group in groups)",
+            "return True or all(group.reduce_grads for group in groups)",
+            "tests/distributed/test_fsdp.py -k accumul",
         ),
     ],
     "Horovod": [

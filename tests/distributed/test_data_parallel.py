@@ -5,6 +5,7 @@ import copy
 import math
 import os
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from parallel_models import (
 )
 from rank_checks import full
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -285,6 +287,25 @@ def check_an_overflow_on_one_rank_is_skipped_on_all():
         assert scaler.get_scale() == (4.0 if overflow[0] else 8.0)
     dense = on_all_ranks(model.inp.weight.detach())
     assert all(torch.equal(one, dense[0]) for one in dense)
+
+
+def check_replicate_of_torch():
+    want, model = one_process(steps=2), Model(mesh(2).ep_group)
+    for one in (want, model):
+        del one.branch, one.unused
+    experts = [model.first.experts, model.second.experts]
+    replicate(moe_ext.parallelize(model), ignored_modules=experts)
+    moe_ext.nn.set_loss_scale(model, 0.5)
+    for step, found in enumerate(batches(2)):
+        model.set_requires_gradient_sync(step == 1)
+        (loss_of(model, found[dist.get_rank()]) / 2).backward()
+    assert_same_gradients(model, want, 2)
+    # It makes plain tensors of all that it does not ignore, and sends those of rank 0 to all.
+    model = Model(mesh(2).ep_group)
+    replicate(model)
+    text = "forward: expected .* to be a DTensor, .* ignored_modules="
+    with mock.patch.object(DistributedDataParallel, "_active_ddp_module", None):
+        raised(ValueError, text, loss_of, model, batches()[0][0])
 
 
 def check_uneven_inputs():

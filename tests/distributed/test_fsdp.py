@@ -272,6 +272,25 @@ def train(model, optimizer, steps, ranks, micro_batches=1):
         optimizer.zero_grad()
 
 
+@FOUR()
+def accumulation_of_what_is_left_whole():
+    """Copies of experts are averaged in the pass in which FSDP2 reduces the rest."""
+    mesh, rank, want = mesh_of(2), dist.get_rank(), Model()
+    moe_ext.nn.set_loss_scale(want, 1 / 4)
+    for step in range(2):
+        for other in range(4):
+            (loss_of(want, other, step) / 4).backward()
+    model = experts_averaged(Model(mesh.ep_group), mesh)
+    for step in range(2):
+        model.set_requires_gradient_sync(step == 1)
+        loss_of(model, rank, step).backward()
+        expert = model.blocks[0].moe.experts.down_proj.grad.to_local()
+        found = [torch.empty_like(expert) for _ in range(4)]
+        dist.all_gather(found, expert)
+        assert torch.equal(found[rank], found[(rank + 2) % 4]) == (step == 1)
+    assert_gradients(model, want)
+
+
 def is_whole(parameter):
     """Whether FSDP2 does not divide a parameter, or an expert."""
     meshes = [parameter.device_mesh.mesh_dim_names] if isinstance(parameter, DTensor) else []
