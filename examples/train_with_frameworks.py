@@ -1,12 +1,13 @@
-"""A mixture of experts over ranks, trained by the Trainer of transformers or by Accelerate.
+"""A mixture of experts over ranks, trained by the Trainer of transformers, Accelerate or Lightning.
 
     torchrun --standalone --nproc-per-node 2 examples/train_with_frameworks.py --ep 2 --out run
-    torchrun --standalone --nproc-per-node 2 examples/train_with_frameworks.py --tool accelerate
+    torchrun --standalone --nproc-per-node 2 examples/train_with_frameworks.py --tool lightning
 
-The tools do not know of moe_ext. They wrap the model in DistributedDataParallel and clip gradients,
-and both are right for experts that lie over ranks. For their checkpoints, which rank 0 writes, one
-line has all ranks hand it their experts: `SavesExperts` in the Trainer, `whole_state_dicts` around
-what Accelerate saves. A run goes on from the last checkpoint in --out, on any number of ranks, to
+The tools do not know of moe_ext. They wrap the model in DistributedDataParallel, for which
+`moe_ext.replace` has prepared it, clip gradients, and write checkpoints on rank 0. A word in each
+has them do so for experts that lie over ranks: `SavesExperts` in the Trainer, `whole_state_dicts`
+around what Accelerate saves, `ExpertParallel` in the strategy of Lightning, `FabricExpertParallel`
+in that of Fabric. A run goes on from the last checkpoint in --out, on any number of ranks, to
 --steps more.
 """
 
@@ -25,6 +26,7 @@ from torch.utils.data import Dataset
 import moe_ext
 from moe_ext.distributed import whole_state_dicts
 from moe_ext.integrations.huggingface import SavesExperts
+from moe_ext.integrations.lightning import ExpertParallel, FabricExpertParallel
 
 
 class Windows(Dataset[dict[str, torch.Tensor]]):
@@ -43,6 +45,12 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         window_S = self.bytes_N[self.starts[index] :][: self.seq_len].long()
         return {"input_ids": window_S, "labels": window_S}
+
+
+def batches(task: TextTask) -> torch.utils.data.DataLoader[dict[str, torch.Tensor]]:
+    """Windows for one rank at a time; the tools have each rank take its own."""
+    share = task.args.batch // task.runtime.world_size
+    return torch.utils.data.DataLoader(Windows(task), batch_size=share)
 
 
 def run_trainer(task: TextTask, model: nn.Module, state: Path) -> None:
@@ -80,11 +88,9 @@ def run_accelerate(task: TextTask, model: nn.Module, state: Path) -> None:
     args = task.args
     accelerator = Accelerator(cpu=task.runtime.device.type == "cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    share = args.batch // task.runtime.world_size
-    loader = torch.utils.data.DataLoader(Windows(task), batch_size=share)
-    wrapped, prepared, loader = accelerator.prepare(model, optimizer, loader)
+    wrapped, prepared, loader = accelerator.prepare(model, optimizer, batches(task))
     if state.exists():
-        with whole_state_dicts():
+        with whole_state_dicts(prepared):
             accelerator.load_state(str(state))
         task.say(f"goes on from {state}")
     for batch in loader:
@@ -93,11 +99,89 @@ def run_accelerate(task: TextTask, model: nn.Module, state: Path) -> None:
         accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
         prepared.step()
     if args.out is not None:
-        with whole_state_dicts():
+        with whole_state_dicts(prepared):
             accelerator.save_state(str(state))
 
 
-TOOLS = {"trainer": run_trainer, "accelerate": run_accelerate}
+def run_lightning(task: TextTask, model: nn.Module, state: Path) -> None:
+    """`Trainer.fit` of Lightning, `save_checkpoint` and `ckpt_path=`."""
+    import lightning.pytorch as pl
+
+    args, file = task.args, state / "state.ckpt"
+
+    class Strategy(ExpertParallel, pl.strategies.DDPStrategy):  # type: ignore[misc]
+        """Strategy that knows of experts over ranks."""
+
+    class Module(pl.LightningModule):
+        """The model, its loss and its optimizer."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: dict[str, torch.Tensor], _index: int) -> torch.Tensor:
+            loss: torch.Tensor = self.model(**batch).loss
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=args.lr)
+
+    done = torch.load(file, weights_only=True)["global_step"] if file.exists() else 0
+    trainer = pl.Trainer(
+        accelerator=task.runtime.device.type,
+        devices=task.runtime.world_size,
+        strategy=Strategy(),
+        max_steps=done + args.steps,
+        gradient_clip_val=1.0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+    )
+    if done:
+        task.say(f"goes on from {file}")
+    trainer.fit(Module(), batches(task), ckpt_path=file if done else None)
+    if args.out is not None:
+        trainer.save_checkpoint(file)
+    model.to(task.runtime.device)  # Lightning leaves it on the CPU
+
+
+def run_fabric(task: TextTask, model: nn.Module, state: Path) -> None:
+    """The loop of Fabric's documentation, with `save` and `load`."""
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import DDPStrategy
+
+    args, file = task.args, state / "state.ckpt"
+
+    class Strategy(FabricExpertParallel, DDPStrategy):  # type: ignore[misc]
+        """Strategy that knows of experts over ranks."""
+
+    fabric = Fabric(
+        accelerator=task.runtime.device.type,
+        devices=task.runtime.world_size,
+        strategy=Strategy(),
+    )
+    fabric.launch()
+    wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=args.lr))
+    both = {"model": wrapped, "optimizer": optimizer}
+    if file.exists():
+        fabric.load(file, both)
+        task.say(f"goes on from {file}")
+    for batch in fabric.setup_dataloaders(batches(task)):
+        optimizer.zero_grad()
+        fabric.backward(wrapped(**batch).loss)
+        fabric.clip_gradients(wrapped, optimizer, max_norm=1.0)
+        optimizer.step()
+    if args.out is not None:
+        fabric.save(file, both)
+
+
+TOOLS = {
+    "trainer": run_trainer,
+    "accelerate": run_accelerate,
+    "lightning": run_lightning,
+    "fabric": run_fabric,
+}
 
 
 def work(args: argparse.Namespace, runtime: Runtime) -> None:

@@ -735,6 +735,29 @@ MUTANTS = [
         "tests/integrations/test_horovod.py -k documented_calls",
     ),
     Mutant(
+        "manual_backward of Lightning leaves gradients of experts as they are on each rank",
+        "moe_ext/integrations/lightning.py",
+        "if is_manual and isinstance(",
+        "if False and isinstance(",
+        "tests/distributed/test_lightning.py -k manual",
+    ),
+    Mutant(
+        "a checkpoint of Lightning that rank 0 could not write is none of the others' business",
+        "moe_ext/integrations/lightning.py",
+        "agree(_SAVE, {}, problem,",
+        "agree(_SAVE, {}, None,",
+        "tests/distributed/test_lightning.py -k averaged_weights",
+    ),
+    Mutant(
+        "Fabric loads the moments of all experts into those of a rank",
+        "moe_ext/integrations/lightning.py",
+        """        with whole_state_dicts(*_optimizers(state)):
+            rest""",
+        """        with whole_state_dicts():
+            rest""",
+        "tests/distributed/test_lightning.py -k saves_for_all",
+    ),
+    Mutant(
         "torchft's first step takes gradients that ranks have averaged",
         "moe_ext/integrations/torchft.py",
         "elif synced and share != 1.0:",

@@ -274,8 +274,19 @@ def _begin_forward(model: nn.Module, _inputs: object) -> None:
 
 @outside_graphs
 def _end_forward(model: nn.Module, _inputs: object, output: object) -> None:
-    averaging, wrapper = vars(model).get(_AVERAGING), _wrapper_of(model)
-    if averaging is not None and wrapper is not None:
+    wrapper = _wrapper_of(model)
+    if wrapper is not None:
+        expect_backward(model, wrapper, output)
+
+
+def expect_backward(model: nn.Module, wrapper: nn.Module, output: object) -> None:
+    """Average at the end of the backward pass of an output, if the wrapper reduces in it.
+
+    A prepared model does so at the end of each of its forward passes. Call it for a backward pass
+    that begins before that.
+    """
+    averaging = vars(model).get(_AVERAGING)
+    if averaging is not None:
         # Hooks of `replicate` come after those of the model.
         averaging.begin_forward(model, wrapper)
         averaging.end_forward(wrapper, output)

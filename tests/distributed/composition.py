@@ -19,7 +19,6 @@ import traceback
 import warnings
 from pathlib import Path
 
-import fabric
 import mixtures
 import torch
 import torch.distributed as dist
@@ -156,18 +155,12 @@ def with_table(page):
 
 
 def outcomes(*, few):
-    """Cell to outcome, and those of the mixtures and of Fabric; expects the tools in PRELOADED."""
+    """Cell to outcome, and that of the mixtures; expects the tools in PRELOADED."""
     outcome = {" / ".join(cell): text for cell, text in run(FEW if few else CELLS).items()}
     seeds = range(FEW_MIXTURES if few else ALL_MIXTURES)
     texts = testing.spawn_ranks(mixtures.run_rank, mixtures.RANKS, seeds, timeout=1800.0)
     wrong = sorted(filter(None, texts), key=lambda text: "RankFailureError" in text)
     outcome["mixtures"] = next(iter(wrong), "equal")
-    outcome["Fabric"] = "equal"
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            testing.spawn_ranks(fabric.save_and_load, 2, folder)
-        except RuntimeError as error:
-            outcome["Fabric"] = str(error)
     return outcome
 
 

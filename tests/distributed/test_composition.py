@@ -30,10 +30,6 @@ def test_random_mixtures(outcomes):
     assert outcomes["mixtures"] == "equal"
 
 
-def test_fabric_saves_the_experts_of_all_ranks(outcomes):
-    assert outcomes["Fabric"] == "equal"
-
-
 def test_the_page_is_current():
     page = composition.PAGE.read_text()
     assert composition.with_table(page) == page, "run tests/distributed/composition.py"

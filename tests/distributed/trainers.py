@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import moe_ext
 from moe_ext import distributed as md
 from moe_ext.integrations.huggingface import SavesExperts
+from moe_ext.integrations.lightning import ExpertParallel, FabricExpertParallel
 
 MAX_NORM, LEARNING_RATE = 0.05, 1e-2
 TRAINERS: dict[str, Callable[["Job"], None]] = {}
@@ -242,7 +243,7 @@ def _transformers_trainer(job, own_files=False):
 
 @trainer("Lightning")
 def lightning(job):
-    """`DDPStrategy` of Lightning, which clips by `gradient_clip_val`."""
+    """`ExpertParallel` around its `DDPStrategy`; `gradient_clip_val` clips."""
     _lightning(job)
 
 
@@ -257,6 +258,9 @@ def _lightning(job, own_files=False):
     import lightning.pytorch as pl
     from lightning.pytorch.plugins.environments import LightningEnvironment
     from lightning.pytorch.strategies import DDPStrategy
+
+    class Strategy(ExpertParallel, DDPStrategy):
+        pass
 
     class Module(pl.LightningModule):
         def __init__(self):
@@ -282,7 +286,7 @@ def _lightning(job, own_files=False):
     tool = pl.Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
-        strategy=DDPStrategy(process_group_backend="gloo"),
+        strategy=Strategy(process_group_backend="gloo"),
         plugins=[LightningEnvironment()],
         max_steps=2 * steps if from_file else steps,
         gradient_clip_val=MAX_NORM,
@@ -301,6 +305,54 @@ def _lightning(job, own_files=False):
         tool.save_checkpoint(f"{job.folder}/after.ckpt", weights_only=True)
         found = torch.load(f"{job.folder}/after.ckpt", weights_only=True)["state_dict"]
         Model().load_state_dict({n.removeprefix("model."): t for n, t in found.items()})
+
+
+@trainer("Fabric")
+def lightning_fabric(job):
+    """`FabricExpertParallel` around its `DDPStrategy`; `clip_gradients` clips."""
+    _lightning_fabric(job)
+
+
+@trainer("Fabric, its files")
+def lightning_fabric_files(job):
+    """The same with `save` and `load`."""
+    _lightning_fabric(job, own_files=True)
+
+
+def _lightning_fabric(job, own_files=False):
+    as_torchrun()
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+    from lightning.fabric.strategies import DDPStrategy
+
+    class Strategy(FabricExpertParallel, DDPStrategy):
+        pass
+
+    world = TorchElasticEnvironment()
+    fabric = Fabric(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=Strategy(cluster_environment=world, process_group_backend="gloo"),
+    )
+    fabric.launch()
+    given = job.optimizer(job.model, restored=not own_files)
+    model, optimizer = fabric.setup(job.compile(job.model), given)
+    state = {"model": model, "optimizer": optimizer, "epoch": 3}
+    path = f"{job.folder}/state.ckpt"
+    if own_files and job.resumed:
+        assert fabric.load(path, dict(state)) == {}
+    for batch in job.batches:
+        optimizer.zero_grad()
+        fabric.backward(model(**batch)["loss"])
+        fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)
+        optimizer.step()
+    if own_files:
+        fabric.save(path, state)
+        found = torch.load(path, weights_only=True)
+        assert found["epoch"] == 3
+        Model().load_state_dict(found["model"])
+    else:
+        job.save(job.model, given)
 
 
 @trainer("FSDP2")

@@ -42,3 +42,20 @@ def test_trainer_on_two_ranks_and_then_on_one(launch, text_file, tmp_path, capsy
     assert train_with_frameworks.main([*args, "--tool=accelerate"]) == 0
     forget_ranks()
     assert (tmp_path / "out" / "accelerate" / "optimizer.bin").exists()
+
+
+@pytest.mark.parametrize("tool", ["lightning", "fabric"])
+def test_lightning_on_two_ranks_and_then_on_one(launch, text_file, tmp_path, capsys, tool):
+    pytest.importorskip("lightning")
+    import train_with_frameworks
+
+    args = [*TINY, "--data", str(text_file), "--out", str(tmp_path / "out"), f"--tool={tool}"]
+    ranks = launch([*args, "--ep=2"], script="train_with_frameworks.py")
+    assert ranks.wait() == [0, 0], ranks.output() + ranks.output(1)
+    before, after = held_out(ranks.output())
+    assert after < before - 0.1
+    assert train_with_frameworks.main(args) == 0
+    output = capsys.readouterr().out
+    assert re.search("goes on from .*state.ckpt", output)
+    assert held_out(output)[1] < after
+    forget_ranks()
