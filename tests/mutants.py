@@ -176,6 +176,13 @@ MUTANTS = [
         "tests/nn/test_transforms.py -k 'sigmoid or capacity'",
     ),
     Mutant(
+        "a rank without a gradient leaves it out of the norms over ranks",
+        "moe_ext/optim/_sliced.py",
+        "if self._exchanges_over(entry):\n                        found",
+        "if False:\n                        found",
+        "tests/test_options_over_ranks.py -k one_rank_has_not",
+    ),
+    Mutant(
         "messages of FSDP are coded in several ways",
         "moe_ext/compression/fsdp/messages.py",
         "if group not in self._compared:",

@@ -1457,6 +1457,38 @@ def check_rates_of_shards_that_change():
             assert all(map(torch.equal, before, local_tensors(made, p)))
 
 
+@CHECKS()
+def check_a_gradient_that_one_rank_has_not():
+    """Named on all ranks and nothing changes; without one anywhere a parameter is left alone."""
+    for kind in (optim.LAMB, optim.LARS, optim.Adafactor, optim.Muon):
+        for first in (True, False):
+            params = [rows_of((4, 6)) for _ in range(3)]
+            made = kind(params, lr=0.1)
+            if not first:
+                made.step()
+            for absent in ([0], [1, 2], [0, 1, 2]):
+                grads = [p.grad for p in params]
+                for i in absent if last() else ():
+                    params[i].grad = None
+                before = [local_tensors(made, p) for p in params]
+                text = (
+                    f"{kind.__name__}: expected parameters without a gradient to be equal on every "
+                    rf"rank, got nothing.* on rank 0, .'parameter {absent[0]} of group 0'"
+                )
+                with pytest.raises(ValueError, match=text):
+                    made.step()
+                for p, tensors in zip(params, before, strict=True):
+                    assert all(map(torch.equal, tensors, local_tensors(made, p)))
+                for p, grad in zip(params, grads, strict=True):
+                    p.grad = grad
+            params[1].grad = None
+            before = [local_tensors(made, p) for p in params]
+            made.step()
+            for p, tensors in zip(params, before, strict=True):
+                assert torch.equal(p.to_local(), tensors[0]) == (p is params[1])
+            assert len(local_tensors(made, params[1])) == len(before[1])
+
+
 def local_tensors(made, p):
     """Copies of a parameter and its state on this rank."""
     found = [p, *(made.state[p][name] for name in sorted(made.state[p]))]

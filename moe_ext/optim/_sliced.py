@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,10 +30,13 @@ from moe_ext.optim._arguments import (
     CheckedOptimizer,
     Trained,
     check_expert_axis,
+    label,
     placed_alike,
     trained_parameters,
 )
 from moe_ext.optim._saved_states import by_name
+
+T = TypeVar("T")
 
 _ADAM_BUFFERS = ("exp_avg", "exp_avg_sq")
 
@@ -99,8 +102,9 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
             What the closure returned.
 
         Raises:
-            ValueError: ranks that hold other shards give other options, on all of them; parameters
-                and moments are as before. On a device with streams a later step may tell.
+            ValueError: ranks that hold other shards give other options, or one of them has no
+                gradient, on all of them; parameters and moments are as before. On a device with
+                streams a later step may tell.
             RankFailureError: a rank that holds other shards died or did not answer; parameters
                 and moments are as before.
         """
@@ -113,17 +117,40 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
             _check_placements(self._op, entry)
         if self._options is None:
             self._options = SummedOptions(self._op)
-        self._options.now = options_of_groups(self.param_groups)
-        slices = SliceNorms(
-            [e.parameter for e in trained], [e.group["per_expert"] for e in trained], self._options
+        parameters, per_expert = (
+            [e.parameter for e in trained],
+            [e.group["per_expert"] for e in trained],
         )
-        self._options.begin([self._exchanges_over(e) for e in trained])
+        slices = SliceNorms(parameters, per_expert, self._options, self._absent())
+        options = options_of_groups(self.param_groups)
+        if slices.absent:
+            options["parameters without a gradient"] = [e.label for _, e in slices.absent]
+        self._options.now = options
+        everyone = slices.in_order(trained, [e for _, e in slices.absent])
+        self._options.begin([self._exchanges_over(e) for e in everyone])
         weights = [local_part(e.parameter).to(state_dtype(e.parameter, e.group)) for e in trained]
         self._take_step(trained, weights, slices)
         for entry, weight in zip(trained, weights, strict=True):
             if weight.dtype != entry.parameter.dtype:
                 local_part(entry.parameter).copy_(weight)
         return loss
+
+    def _absent(self) -> list[tuple[int, Trained]]:
+        """Parameters that other ranks hold parts of, without a gradient here.
+
+        Messages have room for them, so that a rank that alone has none is heard of.
+        """
+        found, place = [], 0
+        for group_index, group in enumerate(self.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                if parameter.grad is not None:
+                    place += 1
+                elif is_dtensor(parameter):
+                    name = label(group, group_index, index)
+                    entry = Trained(parameter, parameter, group, name)
+                    if self._exchanges_over(entry):
+                        found.append((place, entry))
+        return found
 
     def _exchanges_over(self, entry: Trained) -> Sequence[ProcessGroup]:
         """Groups of the messages that a step sends for a parameter."""
@@ -328,7 +355,14 @@ def _told_value(value: object) -> object:
 class SliceNorms:
     """Norms of whole tensors, or of each expert of stacked ones, over all shards.
 
+    Args:
+        parameters: those of a step.
+        per_expert: of each, whether its experts have norms of their own.
+        options: what the ranks compare.
+        absent: those without a gradient here, each with the number of trained ones before it.
+
     Attributes:
+        absent: as given.
         groups: of each parameter, those over which parts of its slices are summed.
     """
 
@@ -337,15 +371,20 @@ class SliceNorms:
         parameters: Sequence[Tensor],
         per_expert: Sequence[bool],
         options: SummedOptions | None = None,
+        absent: Sequence[tuple[int, Trained]] = (),
     ) -> None:
         self._parameters = parameters
         self._per_expert = per_expert
         self._options = options
-        # Along dimension 0 a rank holds whole experts: nothing is summed over that.
-        self.groups = [
-            sharding_groups(logical(p), range(1, p.dim()) if each else None)
-            for p, each in zip(parameters, per_expert, strict=True)
-        ]
+        self.absent = absent
+        self.groups = [*map(_groups_of_slices, parameters, per_expert)]
+
+    def in_order(self, values: Sequence[T], of_absent: Sequence[T]) -> list[T]:
+        """Values of the trained parameters and of the absent ones, in the order of all."""
+        found = [*values]
+        for (place, _), value in zip(reversed(self.absent), reversed(of_absent), strict=True):
+            found.insert(place, value)
+        return found
 
     def norms(self, *families: Sequence[Tensor]) -> list[list[Tensor]]:
         """The norms of several local tensors per parameter, in one all-reduce per mesh.
@@ -356,15 +395,21 @@ class SliceNorms:
         Returns:
             For each family and parameter float64 norms: of this rank's experts, else ``[1]``.
         """
-        parts = [square_G for family in families for square_G in self._local_squares(family)]
-        groups = self.groups * len(families)
+        squares = [self._local_squares(family) for family in families]
+        empty = [_no_squares(entry) for _, entry in self.absent]
+        parts = [square_G for family in squares for square_G in self.in_order(family, empty)]
+        over = [_groups_of_slices(e.parameter, e.group["per_expert"]) for _, e in self.absent]
+        groups = self.in_order(self.groups, over) * len(families)
         if self._options is None:
             sums = sum_over_groups(parts, groups)
         else:
             sums = sum_with_options(parts, groups, self._options)
-        norms = [total.sqrt() for total in sums]
-        count = len(self._parameters)
-        return [norms[i * count : (i + 1) * count] for i in range(len(families))]
+        left_out = {place + i for i, (place, _) in enumerate(self.absent)}
+        count = len(self._parameters) + len(left_out)
+        return [
+            [sums[i * count + j].sqrt() for j in range(count) if j not in left_out]
+            for i in range(len(families))
+        ]
 
     def factors(self, values: Sequence[Tensor]) -> list[Tensor]:
         """A value for each slice, shaped to multiply with the local parts."""
@@ -389,6 +434,19 @@ class SliceNorms:
             norms = torch._foreach_norm([family[i] for i in members], 2, dtype=dtype)
             found |= {i: norm.reshape(1) for i, norm in zip(members, norms, strict=True)}
         return [found[i].to(torch.float64).square() for i in range(len(family))]
+
+
+def _groups_of_slices(parameter: Tensor, per_expert: bool) -> list[ProcessGroup]:
+    """Groups over which parts of the slices of a parameter are summed."""
+    # Along dimension 0 a rank holds whole experts: nothing is summed over that.
+    dims = range(1, parameter.dim()) if per_expert else None
+    return sharding_groups(logical(parameter), dims)
+
+
+def _no_squares(entry: Trained) -> Tensor:
+    """The squares of a parameter without a gradient."""
+    local = local_part(entry.parameter)
+    return local.new_zeros(len(local) if entry.group["per_expert"] else 1, dtype=torch.float64)
 
 
 def like_placed(parameter: Tensor, local: Tensor, summed_dim: int) -> Tensor:

@@ -21,6 +21,7 @@ from moe_ext.optim._sliced import (
     like_placed,
     local_grad,
     logical,
+    state_dtype,
     sum_over_groups,
 )
 
@@ -116,7 +117,8 @@ class Adafactor(SlicedOptimizer):
     def _take_step(self, trained: list[Trained], weights: list[Tensor], slices: SliceNorms) -> None:
         with self._unchanged_if_it_fails(trained, slices):
             moments = [self._moment(entry) for entry in trained]
-            _update_factors([moment for moment in moments if moment.factored])
+            absent = [_NoMoment.of(entry) for _, entry in slices.absent]
+            _update_factors([m for m in slices.in_order(moments, absent) if m.factored])
             updates = [moment.update() for moment in moments]
             weight_norms, update_norms = slices.norms(weights, updates)
         scales = [
@@ -135,7 +137,7 @@ class Adafactor(SlicedOptimizer):
         """The second moment of a parameter, one step on if it is not factored."""
         parameter, state = logical(entry.parameter), self.state[entry.parameter]
         grad = local_grad(entry)
-        factored = parameter.dim() - int(entry.group["per_expert"]) > 1
+        factored = _is_factored(parameter, entry)
         step = self._advance(entry, () if factored else ("variance",))
         if factored and "row_var" not in state:
             shape = list(grad.shape)
@@ -205,6 +207,30 @@ class _Moment:
         rho = min(float(group["lr"]), self.step**-0.5)
         clip_G = (update_norm_G / (root * group["d"])).clamp(min=1.0)
         return (weight_norm_G / root).clamp(min=group["eps"][1]) * rho / clip_G
+
+
+class _NoMoment(_Moment):
+    """A parameter without a gradient on this rank, which takes part in the sums as zeros."""
+
+    @classmethod
+    def of(cls, entry: Trained) -> _NoMoment:
+        parameter = logical(entry.parameter)
+        # Of the local shape, without memory.
+        grad = local_part(parameter).new_zeros((), dtype=state_dtype(entry.parameter, entry.group))
+        grad = grad.expand(local_part(parameter).shape)
+        return cls(entry, parameter, {}, grad, 1, _is_factored(parameter, entry))
+
+    def follow(self, name: str, dim: int, total: Tensor) -> None:
+        """Nothing is kept."""
+
+    def sum_of_rows(self) -> Tensor:
+        """As of zeros."""
+        return self.grad.new_zeros((*self.grad.shape[:-2], 1, 1))
+
+
+def _is_factored(parameter: Tensor, entry: Trained) -> bool:
+    """Whether the second moment is a product of rows and columns."""
+    return parameter.dim() - int(entry.group["per_expert"]) > 1
 
 
 def _update_factors(moments: list[_Moment]) -> None:

@@ -174,7 +174,8 @@ class Muon(SlicedOptimizer):
         # Gathering is torch's, and takes no marks along.
         assert self._options is not None
         over = [self._exchanges_over(entry) for entry in trained]
-        sum_with_options([], [], self._options, over)
+        absent = [self._exchanges_over(entry) for _, entry in slices.absent]
+        sum_with_options([], [], self._options, slices.in_order(over, absent))
         matrices = [i for i, entry in enumerate(trained) if entry.group["use_muon"]]
         # Matrices that need messages come first: when one fails, nothing has changed.
         found = {i: self._direction(trained[i]) for i in matrices if over[i]}
