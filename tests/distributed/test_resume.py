@@ -1,9 +1,17 @@
-"""Twenty steps are ten, a checkpoint and ten more, for every optimizer and every scheduler."""
+"""Twenty steps are ten, a checkpoint and ten more, for every optimizer and every scheduler.
+
+Rates that a resumed run did not have again: pytorch-lightning #5455, ColossalAI #5151.
+"""
 
 import copy
 import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import restarted
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -559,6 +567,35 @@ def test_another_number_of_ranks(saved_by_two, name):
                 assert torch.equal(momentum_of(optimizer), saved)
             continue
         assert_same(goes_on(case, path, saved, None), wanted, case, REORDERED)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_again_after_a_rank_has_died(tmp_path):
+    """The second try goes on from the checkpoint, and ends with the bits of one that ran through.
+
+    Without the variable the ranks of the second try find those of the first in torch's store.
+    """
+    folders = [tmp_path / name for name in ("through", "again")]
+    for folder in folders:
+        folder.mkdir()
+    wanted = spawn_ranks(restarted.train, 2, folders[0], False)[0][0]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "--max-restarts", "1", restarted.__file__, folders[1]]
+    paths = [str(Path(moe_ext.__file__).parents[1]), *sys.path]
+    more = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    result = subprocess.run(
+        [*map(str, command)],
+        env={**os.environ, **more, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    found = torch.load(folders[1] / "end.pt")
+    assert found["tries"] == 1 and found["first"] == restarted.EVERY
+    assert found["weights"].keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found["weights"][name], tensor), name
 
 
 def trained(seed=0, **options):
