@@ -50,6 +50,13 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "every process that imports the library has something to do at its exit",
+        "moe_ext/distributed/_exit.py",
+        "    _waits.append(wait)",
+        "    _waits.append(wait)\n    atexit.register(wait, 0.0)",
+        "tests/distributed/test_nothing_replaced.py -k one_process",
+    ),
+    Mutant(
         "the others do not hear of an error at the end of a backward pass",
         "moe_ext/distributed/own_errors.py",
         "_c10d.call_after_backward(_BackwardPass(number))",

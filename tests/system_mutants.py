@@ -160,8 +160,8 @@ BY_SYSTEM = {
         (
             "A tool puts rank 0's experts in the place of all, and nobody sees it",
             "moe_ext/distributed/placement.py",
-            "            is_own\n            and not is_dtensor(parameter)\n",
-            "            not is_own\n            and not is_dtensor(parameter)\n",
+            "declared = vars(module).get(_DECLARED)\n    placement",
+            "declared = None\n    placement",
             "tests/distributed/test_data_parallel.py -k replicate",
         ),
     ],

@@ -1,0 +1,54 @@
+"""torch and the tools are, function for function, what they were; see nothing_replaced.py."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nothing_replaced
+import pytest
+from trainers import TRAINERS
+
+ALONE = ["import moe_ext", "a layer of one process"]
+OVER_RANKS = [*TRAINERS, "replicate", "all of them", "meshes of the user"]
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    program = [sys.executable, nothing_replaced.__file__]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    path = Path(done.stdout.splitlines()[-1])
+    found = json.loads(path.read_text())
+    path.unlink()
+    for rank in found:
+        assert "error" not in rank, rank["error"]
+        # The tools alone: what they look up and replace themselves is done by then.
+        assert rank["nothing"] == []
+    return found
+
+
+def assert_allowed(changes, *patterns):
+    allowed = [*nothing_replaced.ALLOWED, *patterns]
+    others = [line for line in changes if not any(re.fullmatch(p, line) for p in allowed)]
+    assert others == []
+
+
+@pytest.mark.parametrize("done", ALONE)
+def test_importing_and_training_in_one_process_replace_nothing(outcomes, done):
+    for rank in outcomes:
+        assert_allowed(rank[done])
+
+
+@pytest.mark.parametrize("done", OVER_RANKS)
+def test_training_over_ranks_replaces_nothing(outcomes, done):
+    if not nothing_replaced.is_installed(done):
+        pytest.skip("the tool is not installed")
+    for rank in outcomes:
+        assert_allowed(rank[done], *nothing_replaced.ALLOWED_AFTER_AN_EXCHANGE)
+
+
+@pytest.mark.parametrize("seed", nothing_replaced.SEEDS)
+def test_a_seeded_change_is_seen(outcomes, seed):
+    assert any(seed in line for line in outcomes[0][f"seeded {seed}"])
