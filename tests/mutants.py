@@ -50,6 +50,24 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "replicate without ignored_modules gives all ranks the experts of rank 0",
+        "moe_ext/distributed/placement.py",
+        """    placement = None if declared is None else declared.get(name, declared.get(""))
+    if placement is not None and placement.num_parts > 1:
+        raise""",
+        """    placement = None
+    if placement is not None and placement.num_parts > 1:
+        raise""",
+        "tests/distributed/test_clipping_matrix.py -k 'functions and without'",
+    ),
+    Mutant(
+        "the data of a DTensor is assigned without effect, and nothing says so",
+        "moe_ext/distributed/placement.py",
+        "    if noted is not None and noted[0] == own[0]:",
+        "    if False:",
+        "tests/distributed/test_clipping_matrix.py -k 'functions and EMAs'",
+    ),
+    Mutant(
         "every process that imports the library has something to do at its exit",
         "moe_ext/distributed/_exit.py",
         "    _waits.append(wait)",

@@ -63,6 +63,8 @@ _IS_GIVEN = "_moe_ext_is_given"
 # Attribute of a parameter that is divided over ranks: its placement. (A weak dictionary would keep
 # `Module.to` from putting another tensor in its place.)
 _PLACED = "_moe_ext_placement"
+# And what tells that its `data` was assigned.
+_OWN_STORAGE = "_moe_ext_own_storage"
 
 # Ranks with the same coordinate in a group; None where this rank has no such peer.
 _replica_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup | None]
@@ -497,25 +499,39 @@ def _shown_tensors(module: nn.Module) -> dict[str, tuple[Tensor, Placement]]:
     return {**sharded_parameters(module), **sharded_buffers(module)}
 
 
+def own_part_of(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
+    """This rank's part of a module's parameter, for a forward pass.
+
+    Raises:
+        ValueError: a tool has put a tensor in the place of a DTensor, or assigned its `data`.
+    """
+    if is_dtensor(parameter):
+        # What is assigned lies beside the part, where no operator looks.
+        if _was_assigned(parameter):
+            raise ValueError(
+                f"forward: expected the values of {name}, a DTensor, to be changed in place, got a "
+                "tensor assigned to its `data` (as torch.nn.utils.vector_to_parameters does), "
+                "which changes nothing; take load_state_dict, or copy_ of a DTensor"
+            )
+        return parameter.to_local()
+    declared = vars(module).get(_DECLARED)
+    placement = None if declared is None else declared.get(name, declared.get(""))
+    if placement is not None and placement.num_parts > 1:
+        raise ValueError(
+            f"forward: expected {name} to be a DTensor, since ranks hold experts between them, "
+            "got a plain tensor, which a tool has put in its place; for torch's replicate call "
+            "moe_ext.parallelize(model) and give it ignored_modules=[layer.experts, ...]"
+        )
+    return parameter
+
+
 @outside_graphs
 def _check_wrapping(module: nn.Module, _inputs: object) -> None:
     """Refuse a tool that took parts for wholes, and what FSDP2 was told."""
-    declared = vars(module)[_DECLARED]
     for name, parameter in module.named_parameters():
-        placement = declared.get(name, declared.get(""))
         # Not what `functional_call`, or a module around this one, has given it for this pass.
-        is_own = isinstance(parameter, nn.Parameter) and not hasattr(parameter, _IS_GIVEN)
-        if (
-            is_own
-            and not is_dtensor(parameter)
-            and placement is not None
-            and placement.num_parts > 1
-        ):
-            raise ValueError(
-                f"forward: expected {name} to be a DTensor, since ranks hold experts between them, "
-                "got a plain tensor, which a tool has put in its place; for torch's replicate call "
-                "moe_ext.parallelize(model) and give it ignored_modules=[layer.experts, ...]"
-            )
+        if isinstance(parameter, nn.Parameter) and not hasattr(parameter, _IS_GIVEN):
+            own_part_of(module, name, parameter)
     if "torch.distributed.fsdp" in sys.modules:
         # Not at the top: that module knows this one.
         from moe_ext.distributed.fsdp import check_wrapping
@@ -645,6 +661,23 @@ def sharded_buffers(model: nn.Module) -> dict[str, tuple[Tensor, Placement]]:
 def note_shard(parameter: Tensor, placement: Placement) -> None:
     """Have `known_shard` know a parameter by itself, without its model."""
     setattr(parameter, _PLACED, placement)
+    if is_dtensor(parameter):
+        _was_assigned(parameter)
+
+
+def _was_assigned(parameter: Tensor) -> bool:
+    """Whether the `data` of a DTensor is another tensor's than when it was seen first.
+
+    A DTensor has a storage without memory.
+    """
+    own = id(parameter), parameter.untyped_storage()._cdata
+    noted = getattr(parameter, _OWN_STORAGE, None)
+    if noted == own:
+        return False
+    if noted is not None and noted[0] == own[0]:
+        return True
+    setattr(parameter, _OWN_STORAGE, own)  # copies have the attribute of another one
+    return bool(parameter.data_ptr())
 
 
 def known_shard(parameter: Tensor) -> Placement | None:

@@ -28,6 +28,7 @@ from moe_ext.distributed.placement import (
     ExpertShards,
     Placement,
     declare_placement,
+    own_part_of,
     sharded_parameters,
     shards_of_experts,
 )
@@ -303,7 +304,7 @@ def late_weights(experts: nn.Module) -> dict[str, Tensor]:
             if not isinstance(weight, nn.Parameter) or is_fsdp(module):
                 continue
             if weight.requires_grad:
-                local = local_part(weight)
+                local = own_part_of(module, name, weight)
                 found[f"{prefix}.{name}".lstrip(".")] = late_gradient(as_autocast(local))
     return found
 
@@ -314,7 +315,7 @@ def moved_weights(experts: GroupedExperts, moves: ExpertMoves) -> dict[str, Tens
     if is_fsdp(experts):
         return {}
     weights = experts.named_parameters(recurse=False)
-    return {name: moves.extend(local_part(weight)) for name, weight in weights}
+    return {name: moves.extend(own_part_of(experts, name, weight)) for name, weight in weights}
 
 
 def run_experts(experts: nn.Module, late: dict[str, Tensor], *args: Any) -> Tensor:

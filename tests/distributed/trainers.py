@@ -38,7 +38,7 @@ def trainer(name):
 class Model(nn.Module):
     """Two MoE layers between dense ones, in float64; returns what each of the tools wants."""
 
-    def __init__(self, ep_group=None, *, recompute=False):
+    def __init__(self, ep_group=None, *, recompute=False, bias=True):
         super().__init__()
         torch.manual_seed(7)
         self.recompute = recompute
@@ -47,7 +47,7 @@ class Model(nn.Module):
             moe_ext.MoELayer(
                 8, 6, 8, 2, ep_group=ep_group, balance_loss_coef=0.0, z_loss_coef=0.1, **options
             )
-            for options in ({"shared_ffn_dim": 4, "bias": True}, {"activation": "gelu"})
+            for options in ({"shared_ffn_dim": 4, "bias": bias}, {"activation": "gelu"})
         )
         self.norm = nn.LayerNorm(8)
         self.out = nn.Linear(8, 3)
