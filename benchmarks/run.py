@@ -42,7 +42,7 @@ BENCHMARKS = (
     "planner_runs",
 )
 # Run by name alone, for the time that they take: twenty minutes.
-BY_NAME = ("convergence", "local_steps")
+BY_NAME = ("convergence", "dtensors", "local_steps")
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 
 

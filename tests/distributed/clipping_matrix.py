@@ -95,6 +95,11 @@ def torch_fully_shard(model, mesh):
     return model, md.sync_gradients
 
 
+@into(TOOLS, "`parallelize(model)`, then torch's `fully_shard(..., ignored_params=)`")
+def parallelized_torch_fully_shard(model, mesh):
+    return torch_fully_shard(moe_ext.parallelize(model), mesh)[0], do_nothing
+
+
 def divide_layers(model, mesh):
     """Tensor-parallel layers before and behind the experts."""
     whole = {"input_layouts": Replicate(), "output_layouts": Replicate()}

@@ -1,0 +1,232 @@
+"""What it costs that experts over ranks are DTensors: a layer, an optimizer step, and an import.
+
+Each contender takes turns with the one that it is compared with; a ratio is the median of those of
+the pairs, since other jobs share the machine.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _harness import Table
+from torch import Tensor, nn
+
+NUM_RANKS = (2, 4)
+NUM_TOKENS = (64, 4096)
+DIM, FFN_DIM, NUM_EXPERTS, TOP_K = 256, 256, 8, 2
+PAIRS = {64: 150, 4096: 15}
+# Of the optimizer: plain parameters, and those of experts.
+NUM_PLAIN, NUM_EXPERT, SIDE = 60, 20, 64
+STEP_PAIRS = 100
+# Of a model without experts.
+SCRIPT = Path(__file__).resolve().parent / "import_cost_rank.py"
+# A module that nothing of torch knows shows how far figures are from each other by chance.
+PROCESSES, CONTROL = 7, "html"
+
+Contender = Callable[[], object]
+# Median milliseconds of the second, of the first, and the median of their ratio.
+Pair = tuple[float, float, float]
+
+
+def in_turn(first: Contender, second: Contender, pairs: int, together: bool = False) -> Pair:
+    """Run both in turn, and either one first in every other pair.
+
+    Args:
+        first: the one that is measured.
+        second: the one that it is compared with.
+        pairs: their number; a tenth more warms up.
+        together: ranks begin each turn together.
+    """
+    warmup = pairs // 10 + 1
+    times: list[tuple[float, float]] = []
+    for number in range(warmup + pairs):
+        order = (first, second) if number % 2 else (second, first)
+        spent = {}
+        for run in order:
+            if together:
+                dist.barrier()
+            start = time.perf_counter()
+            run()
+            spent[run] = 1e3 * (time.perf_counter() - start)
+        times.append((spent[first], spent[second]))
+    kept = times[warmup:]
+    medians = [statistics.median(column) for column in zip(*kept, strict=True)]
+    return medians[1], medians[0], statistics.median(a / b for a, b in kept)
+
+
+def with_plain_parameters(layer: nn.Module) -> nn.Module:
+    """The same layer with this rank's parts as plain parameters, and nothing that looks at them."""
+    for experts in [m for m in layer.modules() if hasattr(m, "num_local_experts")]:
+        vars(experts).pop("_moe_ext_placements")
+        experts._forward_pre_hooks.clear()
+        for name, parameter in experts._parameters.items():
+            if parameter is not None:
+                part: Tensor = parameter.to_local()  # type: ignore[attr-defined]
+                experts._parameters[name] = nn.Parameter(part.detach().clone())
+    return layer
+
+
+def layer_on_rank(rank: int) -> dict[tuple[int, str], Pair]:
+    """(Tokens, what runs) to the times of a layer on this rank."""
+    import moe_ext
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        sizes = DIM, FFN_DIM, NUM_EXPERTS, TOP_K
+        return moe_ext.MoELayer(*sizes, ep_group=dist.group.WORLD, dispatcher="alltoall")
+
+    layers = made(), with_plain_parameters(made())
+    found = {}
+    for num_tokens in NUM_TOKENS:
+        x = torch.randn(num_tokens, DIM, generator=torch.Generator().manual_seed(rank))
+        runs: dict[str, list[Contender]] = {"forward": [], "and backward": [], "and step": []}
+        outputs = []
+        for layer in layers:
+            groups = moe_ext.distributed.expert_param_groups(layer)
+            if len(groups) == 1:  # nothing says that they are experts
+                groups = [{"params": list(layer.parameters())}]
+            optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True)
+            outputs.append(layer(x).detach())
+
+            def forward(layer: nn.Module = layer, x: Tensor = x) -> Tensor:
+                with torch.no_grad():
+                    return layer(x)  # type: ignore[no-any-return]
+
+            def backward(layer: nn.Module = layer, x: Tensor = x) -> None:
+                layer.zero_grad()
+                layer(x).sum().backward()
+
+            def step(
+                run: Contender = backward, optimizer: torch.optim.Optimizer = optimizer
+            ) -> None:
+                run()
+                optimizer.step()
+
+            for name, run in zip(runs, (forward, backward, step), strict=True):
+                runs[name].append(run)
+        assert torch.equal(*outputs), "both have to compute the same"
+        for name, (first, second) in runs.items():
+            found[num_tokens, name] = in_turn(first, second, PAIRS[num_tokens], together=True)
+    return found
+
+
+def steps_on_rank(rank: int) -> dict[tuple[str, str], Pair | None]:
+    """(How AdamW runs, how parameters lie) to times, beside plain tensors; None where it raises."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def parameters(*, spread: bool) -> list[list[nn.Parameter]]:
+        made: list[list[nn.Parameter]] = [[], []]
+        for number in range(NUM_PLAIN + NUM_EXPERT):
+            is_expert = number >= NUM_PLAIN
+            shape = (NUM_EXPERTS // 2, SIDE, SIDE) if is_expert else (SIDE, SIDE)
+            value, gradient = torch.randn(2, *shape)
+            if is_expert and spread:
+                value, gradient = (
+                    DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+                    for part in (value, gradient)
+                )
+            made[is_expert].append(nn.Parameter(value))
+            made[is_expert][-1].grad = gradient
+        return made
+
+    found: dict[tuple[str, str], Pair | None] = {}
+    kinds: dict[str, dict[str, Any]] = {
+        "fused": {"fused": True},
+        "foreach": {"foreach": True},
+        "loop": {"foreach": False},
+        "default": {},
+    }
+    for kind, options in kinds.items():
+        dense, experts = parameters(spread=False)
+        plain = torch.optim.AdamW([*dense, *experts], **options)
+        for lie, is_apart in (("DTensors apart", True), ("mixture", False)):
+            dense, experts = parameters(spread=True)
+            groups = [{"params": dense}, {"params": experts}] if is_apart else dense + experts
+            optimizer = torch.optim.AdamW(groups, **options)
+            try:
+                found[kind, lie] = in_turn(optimizer.step, plain.step, STEP_PAIRS)
+            except RuntimeError:
+                found[kind, lie] = None
+    return found
+
+
+def without_experts() -> dict[tuple[str, str], Pair]:
+    """(Imported, what runs) to its times before and after, each the median of several processes."""
+    pairs: dict[tuple[str, str], list[list[float]]] = {}
+    for _ in range(PROCESSES):
+        for imported in ("moe_ext", CONTROL):
+            command = [sys.executable, str(SCRIPT), imported]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            for name, pair in json.loads(done.stdout).items():
+                pairs.setdefault((name, imported), []).append(pair)
+    found = {}
+    for key, kept in pairs.items():
+        before, after = (statistics.median(column) for column in zip(*kept, strict=True))
+        found[key] = before, after, statistics.median(b / a for a, b in kept)
+    return found
+
+
+def slowest(found: list[dict[Any, Pair]]) -> dict[Any, Pair]:
+    """Of each measurement that of the rank whose ratio is the median one."""
+    return {
+        key: sorted((one[key] for one in found), key=lambda p: p[2])[len(found) // 2]
+        for key in found[0]
+    }
+
+
+def cells(pair: Pair | None) -> tuple[str, ...]:
+    """Plain ms, ms and ratio, for a table."""
+    if pair is None:
+        return "", "refused", ""
+    return f"{pair[0]:.3f}", f"{pair[1]:.3f}", f"{pair[2]:.3f}"
+
+
+def tables() -> list[Table]:
+    """A layer, an optimizer step, and what a model without experts pays."""
+    from moe_ext.testing import spawn_ranks
+
+    note = (
+        "Times of the plain ones and of the others, taken in turn, and the median of the ratios of "
+        "pairs: other jobs share the machine, and swing single times by half."
+    )
+    sizes = f"float32, D={DIM}, F={FFN_DIM}, E={NUM_EXPERTS}, K={TOP_K}, Gloo, one thread a rank"
+    layer_rows, step_rows = [], []
+    for ranks in NUM_RANKS:
+        layer = slowest(spawn_ranks(layer_on_rank, ranks, timeout=900.0))
+        layer_rows += [(f"{ranks}", f"{t}", name, *cells(p)) for (t, name), p in layer.items()]
+    steps = spawn_ranks(steps_on_rank, 2, timeout=900.0)[0]
+    step_rows = [(*key, *cells(pair)) for key, pair in steps.items()]
+    plain = [(*key, *cells(pair)) for key, pair in without_experts().items()]
+    times = ("plain ms", "ms", "ratio")
+    return [
+        Table(
+            "Experts as DTensors: a layer",
+            f"A `MoELayer` ({sizes}) whose experts are DTensors, beside one that has the same "
+            f"local tensors as plain parameters. The step is AdamW's, fused. {note}",
+            ("ranks", "T", "runs", *times),
+            layer_rows,
+        ),
+        Table(
+            "Experts as DTensors: an optimizer step",
+            f"AdamW over {NUM_PLAIN} plain [{SIDE}, {SIDE}] and {NUM_EXPERT} expert parameters "
+            f"[{NUM_EXPERTS // 2}, {SIDE}, {SIDE}] of a rank, beside plain tensors alone. {note}",
+            ("AdamW", "parameters", *times),
+            step_rows,
+        ),
+        Table(
+            "A model without experts",
+            "CPU time for 2000 tensors of 16 elements before and after `import moe_ext`, and, as a "
+            "control, after that of a module of Python's library: medians of as many processes.",
+            ("runs", "imported", "before ms", "ms", "ratio"),
+            plain,
+        ),
+    ]
