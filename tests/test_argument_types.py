@@ -180,6 +180,7 @@ RANKS = "needs a process group"
 BASE = "base of other classes"
 # Class to the reason why it has no row. Named tuples and errors are results too.
 EXEMPT = {
+    "distributed.GradScaler": "arguments of torch.amp.GradScaler, which takes them",
     "ops.Permutation": RESULT,
     "nn.LayerMetrics": RESULT,
     "nn.RecordEntry": RESULT,

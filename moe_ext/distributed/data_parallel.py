@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_ext._checks import check_kind
 from moe_ext._compile import outside_graphs
 from moe_ext.distributed import _c10d, comm
 from moe_ext.distributed.agreement import agree
@@ -91,6 +92,7 @@ def parallelize(model: _Model) -> _Model:
         ValueError: parameters are divided in a way that a mean over ranks does not serve.
         RankFailureError: a rank died or did not answer.
     """
+    check_kind("parallelize", "model", model, nn.Module)
     sharded = sharded_parameters(model)
     if problem := reduction_problem(sharded):
         raise ValueError(f"parallelize: {problem}")

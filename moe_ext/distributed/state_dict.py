@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from moe_ext._checks import check_kind
 from moe_ext.distributed.agreement import meet
 from moe_ext.distributed.dtensor import (
     divided_as,
@@ -96,6 +97,9 @@ def whole_state_dicts(*optimizers: Optimizer, keep: bool | None = None) -> Itera
         optimizers: those of `torch.optim`, or prepared by a tool, whose states are saved or loaded.
         keep: whether this rank gets the tensors, and not empty ones in their place; None is true of
             rank 0 alone.
+
+    Raises:
+        TypeError: what is given for an optimizer is none.
     """
     with contextlib.ExitStack() as stack:
         for given in optimizers:
@@ -103,6 +107,7 @@ def whole_state_dicts(*optimizers: Optimizer, keep: bool | None = None) -> Itera
             # Wrappers of Accelerate and Lightning.
             while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
                 optimizer = inner
+            check_kind("whole_state_dicts", "optimizers", optimizer, Optimizer)
             if not isinstance(optimizer, SavesByParameter):  # others do so by themselves
                 for hook in (
                     optimizer.register_state_dict_post_hook(show_states),

@@ -278,6 +278,8 @@ def check_state_dicts_for_tools(model, optimizer, mesh):
         text = "got the empty ones that whole_state_dicts gives"
         with md.whole_state_dicts(optimizer), pytest.raises(ValueError, match=text):
             optimizer.load_state_dict(moments_)
+    with pytest.raises(TypeError, match="expected optimizers to be"), md.whole_state_dicts(True):
+        pass
     before = wholes(model, optimizer)
     other, twin = make("AdamW", mesh, seed=3)
     other.load_state_dict(everywhere)
