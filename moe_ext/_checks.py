@@ -48,9 +48,10 @@ def check_real(owner: str, name: str, value: float) -> None:
 
 
 def check_numbers(owner: str, annotations: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """TypeError where the annotation of an argument is int or float and its value is none.
+    """TypeError where the annotation of an argument is int, float or bool and its value is none.
 
-    Bounds are left to the class, NaN too. A tensor of one element stands for a float.
+    Bounds are left to the class, NaN too. A tensor of one element stands for a float, and anything
+    but a text for a bool: "False" would be true.
 
     Args:
         owner: class that the error names.
@@ -59,17 +60,26 @@ def check_numbers(owner: str, annotations: Mapping[str, Any], values: Mapping[st
     """
     for name, annotation in annotations.items():
         kind, _, optional = str(annotation).partition(" | ")
-        if kind not in ("int", "float") or optional not in ("", "None"):
+        if kind not in ("int", "float", "bool") or optional not in ("", "None"):
             continue
         value = values[name]
         if value is None and optional:
             continue
         if kind == "int":
             check_integer(owner, name, value)
+        elif kind == "bool":
+            if isinstance(value, str):
+                raise TypeError(f"{owner}: expected {name} to be True or False, got {value!r}")
         elif not isinstance(value, numbers.Real) and not (
             isinstance(value, Tensor) and value.numel() == 1
         ):
             raise TypeError(f"{owner}: expected {name} to be a number, got {value!r}")
+
+
+def check_numbers_of_fields(spec: Any) -> None:
+    """`check_numbers` of a dataclass, with the fields of its bases."""
+    annotations = {each.name: each.type for each in fields(spec)}
+    check_numbers(type(spec).__name__, annotations, {n: getattr(spec, n) for n in annotations})
 
 
 def check_sizes(owner: str, **sizes: int) -> None:

@@ -208,6 +208,13 @@ MUTANTS = [
         "tests/test_options_over_ranks.py -k one_rank_has_not",
     ),
     Mutant(
+        'an optimizer takes "False" for true',
+        "moe_ext/_checks.py",
+        "if isinstance(value, str):",
+        "if False:",
+        "tests/test_argument_types.py -k 'by_name and LARS'",
+    ),
+    Mutant(
         "messages of FSDP are coded in several ways",
         "moe_ext/compression/fsdp/messages.py",
         "if group not in self._compared:",

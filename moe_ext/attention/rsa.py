@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext._bytes import as_bytes
+from moe_ext._checks import check_numbers as check_arguments
 from moe_ext.attention.block import accumulation_dtype
 from moe_ext.attention.checks import (
     check_attn_mask,
@@ -487,6 +488,7 @@ class RingSelfAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_arguments("RingSelfAttention", RingSelfAttention.__init__.__annotations__, locals())
         check_group(group, _MODULE)
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         _require_of_module(num_heads >= 1, "num_heads", "at least 1", num_heads)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from moe_ext._checks import check_kind
+from moe_ext._checks import check_kind, check_numbers
 from moe_ext.attention.checks import DTYPES, check_layout, draw_seed, requires
 from moe_ext.attention.layouts import Layout, make_layout
 from moe_ext.attention.sharding import (
@@ -117,6 +117,7 @@ class SequenceParallelMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_numbers("SequenceParallelMLP", SequenceParallelMLP.__init__.__annotations__, locals())
         check_group(group, _NAME)
         ranks = group_size(group)
         _require(model_dim >= 1, "model_dim", "at least 1", model_dim)

@@ -6,7 +6,7 @@ import math
 import warnings
 from dataclasses import dataclass
 
-from moe_ext._checks import check_choice
+from moe_ext._checks import check_choice, check_numbers_of_fields
 from moe_ext.compression.codecs import Codec, Dense
 
 MAX_DENSITY = 0.25
@@ -31,6 +31,7 @@ class Warmup:
     stages: int = 4
 
     def __post_init__(self) -> None:
+        check_numbers_of_fields(self)
         for name in ("dense_steps", "ramp_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(
@@ -79,6 +80,7 @@ class ResidualMonitor:
     action: str = "warn"
 
     def __post_init__(self) -> None:
+        check_numbers_of_fields(self)
         check_choice("ResidualMonitor", "action", self.action, ("warn", "densify"))
         if self.every < 0:
             raise ValueError(f"ResidualMonitor: expected every to be at least 0, got {self.every}")

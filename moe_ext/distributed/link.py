@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_ext._checks import check_numbers_of_fields
 from moe_ext.distributed import comm
 from moe_ext.distributed.failures import naming_failed_ranks
 from moe_ext.distributed.groups import check_group, group_size
@@ -40,6 +41,7 @@ class Link:
 
     def __post_init__(self) -> None:
         """Refuse what no link has."""
+        check_numbers_of_fields(self)
         for name in ("exchange_bandwidth", "reduce_bandwidth"):
             if not getattr(self, name) > 0:
                 raise ValueError(

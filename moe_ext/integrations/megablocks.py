@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import ops
+from moe_ext._checks import check_numbers_of_fields
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.distributed.groups import group_rank, group_size
 from moe_ext.integrations._base import (
@@ -80,6 +81,7 @@ class Arguments:
     moe_zloss_in_fp32: bool = False
 
     def __post_init__(self) -> None:
+        check_numbers_of_fields(self)
         if self.mlp_type not in ("mlp", "glu"):
             refuse_option("megablocks.Arguments", "mlp_type", self.mlp_type, "'mlp' or 'glu'")
         if self.mlp_impl not in ("grouped", "sparse"):

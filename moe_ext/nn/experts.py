@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
-from moe_ext._checks import check_choice, check_sizes
+from moe_ext._checks import check_choice, check_numbers, check_sizes
 from moe_ext.distributed.dispatch import (
     DispatchMetadata,
     LocalDispatcher,
@@ -108,6 +108,7 @@ class GroupedExperts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_numbers("GroupedExperts", GroupedExperts.__init__.__annotations__, locals())
         check_sizes("GroupedExperts", num_experts=num_experts, model_dim=model_dim, ffn_dim=ffn_dim)
         check_group(ep_group, "GroupedExperts")
         shards = shards_of_experts(ep_group)

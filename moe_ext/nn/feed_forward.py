@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_ext._checks import check_sizes
+from moe_ext._checks import check_numbers, check_sizes
 from moe_ext.distributed.dispatch.rows import all_to_all_rows
 from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.distributed.groups import group_rank
@@ -52,6 +52,7 @@ class FeedForward(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_numbers("FeedForward", FeedForward.__init__.__annotations__, locals())
         check_sizes("FeedForward", model_dim=model_dim, ffn_dim=ffn_dim)
         self.activation, self.gated = resolve_activation(activation, None, "FeedForward")
         self.ffn_dim = ffn_dim

@@ -22,6 +22,7 @@ from moe_ext._checks import (
     check_choice,
     check_integer,
     check_kind,
+    check_numbers,
     check_real,
     check_sizes,
 )
@@ -214,6 +215,7 @@ class MoELayer(CountingModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_numbers("MoELayer", MoELayer.__init__.__annotations__, locals())
         check_group(ep_group, "MoELayer")
         check_sizes("MoELayer", model_dim=model_dim, num_experts=num_experts)
         self.model_dim = model_dim

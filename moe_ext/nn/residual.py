@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_ext._checks import check_numbers
 from moe_ext.attention.masks import Offsets
 from moe_ext.nn.expert_activation import Activation
 from moe_ext.nn.feed_forward import FeedForward, without_bad_padding
@@ -59,6 +60,7 @@ class ResidualMoE(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
+        check_numbers("ResidualMoE", ResidualMoE.__init__.__annotations__, locals())
         made: dict[str, Any] = {
             "activation": activation,
             "bias": bias,

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer
 
+from moe_ext._checks import check_numbers
 from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.distributed.groups import group_ranks
 from moe_ext.distributed.placement import known_shard
@@ -68,6 +69,9 @@ class CheckedOptimizer(Optimizer):
                         f"{type(self).__name__}: expected options of a parameter group to be "
                         f"those of {type(self).__name__}, got {name}={value}"
                     )
+            arguments = type(self).__init__.__annotations__
+            found = {n: arguments[n] for n in arguments.keys() & self.defaults.keys()}
+            check_numbers(type(self).__name__, found, group)
             self._check_options(group)
 
     def _check_options(self, group: dict[str, Any]) -> None:

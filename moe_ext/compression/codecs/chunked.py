@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_ext._bytes import as_bytes
+from moe_ext._checks import check_numbers_of_fields
 from moe_ext.compression.codecs.base import PayloadCodec
 
 _MOST_TRANSFORMED = 1024
@@ -53,6 +54,7 @@ class ChunkedTopK(PayloadCodec):
     decay: float = 1.0
 
     def __post_init__(self) -> None:
+        check_numbers_of_fields(self)
         most = _MOST_TRANSFORMED if self.dct else 65536
         for name, value, fits, rule in (
             ("chunk", self.chunk, 2 <= self.chunk <= most, f"in [2, {most}]"),

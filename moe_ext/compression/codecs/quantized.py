@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_ext import ops
 from moe_ext._bytes import as_bytes
-from moe_ext._checks import check_choice
+from moe_ext._checks import check_choice, check_numbers_of_fields
 from moe_ext.compression.codecs.base import PayloadCodec
 from moe_ext.compression.collectives.coding import (
     FORMATS,
@@ -102,6 +102,7 @@ class Quantize(_Coded):
     feedback: bool = True
 
     def __post_init__(self) -> None:
+        check_numbers_of_fields(self)
         check_choice("Quantize", "format", self.format, FORMATS)
         blocks = BLOCKS if self.format == "sign" else (None, *BLOCKS)
         check_choice("Quantize", "block", self.block, blocks)
@@ -158,6 +159,7 @@ class Outliers(PayloadCodec):
     block: int = 128
 
     def __post_init__(self) -> None:
+        check_numbers_of_fields(self)
         formats = tuple(format for format in FORMATS if format != "sign")
         check_choice("Outliers", "format", self.format, formats)
         check_choice("Outliers", "block", self.block, BLOCKS)

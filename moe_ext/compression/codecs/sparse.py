@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
-from moe_ext._checks import check_choice
+from moe_ext._checks import check_choice, check_numbers_of_fields
 from moe_ext.compression.codecs.base import (
     Calls,
     Codec,
@@ -62,6 +62,7 @@ class _Sparse(PayloadCodec):
     scope: str | int = "bucket"
 
     def __post_init__(self) -> None:
+        check_numbers_of_fields(self)
         owner, density, momentum = type(self).__name__, self.density, self.momentum
         if not 0.0 <= density <= 1.0:
             raise ValueError(f"{owner}: expected density to be in [0, 1], got {density!r}")
