@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node 2 examples/train_with_frameworks.py --tool lightning
 
 The tools do not know of moe_ext. They wrap the model in DistributedDataParallel, for which
-`moe_ext.replace` has prepared it, clip gradients, and write checkpoints on rank 0. A word in each
+`moe_ext.replace` has prepared it, clip gradients, and write checkpoints on rank 0. One line in each
 has them do so for experts that lie over ranks: `SavesExperts` in the Trainer, `whole_state_dicts`
 around what Accelerate saves, `ExpertParallel` in the strategy of Lightning, `FabricExpertParallel`
 in that of Fabric. A run goes on from the last checkpoint in --out, on any number of ranks, to

@@ -149,7 +149,8 @@ def _check(
         if id(parameter) in reduced:
             problem = (
                 "expected DistributedDataParallel to leave the expert parameters alone, but it "
-                f"reduces {name}; spread experts over ranks before the model is wrapped"
+                f"reduces {name}; spread experts over ranks and call moe_ext.parallelize(model) "
+                "before the model is wrapped"
             )
     trained = [p for p in model.parameters() if p.requires_grad]
     _, strange = state.parameters.names_of(trained, may_be_new=state.step == 0)

@@ -71,8 +71,9 @@ def parallelize(model: _Model) -> _Model:
     Layers made with an `ep_group` hold DTensors, which `DistributedDataParallel` refuses. This has
     DDP leave them alone, gives the ranks that hold the same experts equal values, and averages the
     gradients of experts over these ranks at the end of each backward pass in which DDP reduces the
-    rest: accumulation under `no_sync` counts as in DDP. The same holds of columns of layers, and of
-    all parameters that torch's `fully_shard(model, ignored_params=...)` leaves whole.
+    rest: accumulation under `no_sync` counts as in DDP. Columns of layers are
+    treated likewise, and so are the parameters that torch's `fully_shard(model,
+    ignored_params=...)` leaves whole.
 
     Call it on all ranks for the module that DDP is to wrap, or a tool that wraps models in DDP
     (Accelerate, the Trainer of transformers, Lightning, Fabric), and again for a module that is

@@ -158,7 +158,7 @@ def _find_problem(
             return (
                 "expected DistributedDataParallel to leave the expert parameters alone, but it "
                 f"reduces {name}: ranks hold different experts under that name. Spread experts "
-                "over ranks, and import moe_ext, before the model is wrapped"
+                "over ranks and call moe_ext.parallelize(model) before the model is wrapped"
             )
     return None
 

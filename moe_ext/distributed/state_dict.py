@@ -89,9 +89,9 @@ def whole_state_dicts(*optimizers: Optimizer, keep: bool | None = None) -> Itera
 
     Inside, it is a collective: all ranks call it, as Accelerate does, and one of them writes what
     it got. Experts, columns of layers, and what optimizers hold of them come as plain tensors on
-    the CPU, as one process has them. `load_state_dict` takes them on any number of ranks: that of a
-    model anywhere, that of an optimizer of `torch.optim` inside. What FSDP2 shards beside them
-    stays a DTensor.
+    the CPU, as one process has them. A job of any number of ranks loads them. A model's
+    `load_state_dict` may be called anywhere, that of an optimizer of `torch.optim` only inside this
+    context, with the optimizer as an argument. What FSDP2 shards beside them stays a DTensor.
 
     Args:
         optimizers: those of `torch.optim`, or prepared by a tool, whose states are saved or loaded.

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from moe_ext.distributed.clipping import GradScaler
 from moe_ext.distributed.groups import world_size
 from moe_ext.distributed.mesh import MoEMesh
 from moe_ext.distributed.placement import expert_param_groups
@@ -115,7 +116,7 @@ class DSConfig:
         max_grad_norm: to clip by; None for no clipping.
         zero_plus_plus: arguments of `moe_ext.compression.zero_plus_plus`, which applies where any
             is set.
-        loss_scale: options of `torch.amp.GradScaler`; None without float16.
+        loss_scale: options of `distributed.GradScaler`; None without float16.
         optimizer_class: of the optimizer; None where the configuration has none.
         optimizer_options: its arguments.
     """
@@ -152,10 +153,10 @@ class DSConfig:
             return contextlib.nullcontext()
         return torch.autocast(device_type, self.dtype)
 
-    def grad_scaler(self, device_type: str) -> torch.amp.GradScaler:
+    def grad_scaler(self, device_type: str) -> GradScaler:
         """Scaler of the loss; it does nothing without float16."""
         options = self.loss_scale or {"enabled": False}
-        return torch.amp.GradScaler(device_type, **options)
+        return GradScaler(device_type, **options)
 
     def optimizers(self, model: nn.Module) -> list[Optimizer]:
         """The optimizer; with stage 1 that of the dense part, sharded, and that of the experts.

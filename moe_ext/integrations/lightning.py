@@ -2,7 +2,9 @@
 
 ::
 
-    class Strategy(moe_ext.integrations.lightning.ExpertParallel, DDPStrategy):
+    from moe_ext.integrations.lightning import ExpertParallel
+
+    class Strategy(ExpertParallel, DDPStrategy):
         pass
 
     trainer = Trainer(strategy=Strategy(), gradient_clip_val=1.0)
@@ -46,7 +48,8 @@ class ExpertParallel:
     - `manual_backward` averages the gradients of experts, too.
 
     What a callback or `on_save_checkpoint` puts into a checkpoint by itself has to be whole: let it
-    call `state_dict()` inside `moe_ext.distributed.whole_state_dicts()`.
+    call a model's `state_dict()` inside `moe_ext.distributed.whole_state_dicts()`, an optimizer's
+    inside `whole_state_dicts(optimizer)`.
 
     Raises:
         ValueError: on every rank: the precision plugin has a scaler of another class.

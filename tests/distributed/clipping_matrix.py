@@ -142,7 +142,7 @@ def clip_in_two(model):
     return _in_two(model, None)
 
 
-@into(CLIPS, "the same two, `foreach=False`")
+@into(CLIPS, "the same two, `foreach=False`, with `norm.full_tensor()` between them")
 def clip_in_two_by_loop(model):
     return _in_two(model, False)
 
