@@ -80,7 +80,7 @@ def _take(state: CompressionState, bucket: Any) -> _Future:
     flat_N = bucket.buffer()
     future: _Future = torch.futures.Future(devices=[flat_N.device] if flat_N.is_cuda else None)
     step.add(parameters, flat_N, state.group, problem).future = future
-    if bucket.is_last() or len(step.taken) == state.num_hooked:
+    if bucket.is_last() or (is_static and len(step.taken) == state.num_hooked):
         _finish(state, step)
     return future
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -69,6 +70,13 @@ def output_tensors(output: Any) -> list[Tensor]:
 def active_ddp() -> DistributedDataParallel | None:
     """The wrapper whose forward pass runs, `torch.distributed._composable.replicate`'s too."""
     return DistributedDataParallel._get_active_ddp_module()
+
+
+def ddp_of_replicate(module: nn.Module) -> DistributedDataParallel | None:
+    """The wrapper that torch's `replicate(module)` has made in its first forward pass, if any."""
+    composable = sys.modules.get("torch.distributed._composable.replicate")
+    state = None if composable is None else composable.replicate.state(module)
+    return getattr(state, "_ddp", None)
 
 
 def expects_uneven_inputs(ddp: DistributedDataParallel) -> bool:

@@ -57,7 +57,7 @@ def is_scaled_alike(scale: object) -> bool:
 
 
 def clip_grad_norm_(
-    model: nn.Module | Iterable[Tensor],
+    model: nn.Module | Iterable[Tensor] | Tensor,
     max_norm: float,
     norm_type: float = 2.0,
     *,
@@ -72,8 +72,8 @@ def clip_grad_norm_(
     of FSDP2, may lie on several meshes, beside plain parameters.
 
     Args:
-        model: the module, or a DistributedDataParallel around it; or parameters alone, the same
-            ones on every rank.
+        model: the module, or a DistributedDataParallel around it; or parameters alone, or one, the
+            same ones on every rank.
         max_norm: positive.
         norm_type: positive; `math.inf` for the largest magnitude.
         error_if_nonfinite: raise instead of scaling by a norm that is NaN or infinite. It costs a
@@ -98,7 +98,8 @@ def clip_grad_norm_(
     }
     if isinstance(model, nn.Module):
         sharded_parameters(model)  # notes them
-    parameters = list(model.parameters() if isinstance(model, nn.Module) else model)
+    given = [model] if isinstance(model, Tensor) else model
+    parameters = list(given.parameters() if isinstance(given, nn.Module) else given)
     with torch.no_grad():
         gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     total = _power_of_norm(parameters, norm_type, mesh, options)
@@ -214,6 +215,8 @@ class GradScaler(torch.amp.GradScaler):
         held = [p for group in optimizer.param_groups for p in group["params"]]
         over = dict.fromkeys(group for p in held for group in sharding_groups(p))
         found = super()._unscale_grads_(_parts_of(held) if over else optimizer, *args)
+        if over and not found:  # without a gradient this rank takes part, too
+            found = {held[0].device: torch.zeros((), device=held[0].device)}
         # Stages last: each of their ranks then knows of the ranks of its stage.
         over |= dict.fromkeys(_pipelines[p] for p in held if p in _pipelines)
         for group in over:

@@ -7,20 +7,23 @@ DDP reduces the rest they average the gradients over the ranks that hold the sam
 
 from __future__ import annotations
 
+import sys
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from moe_ext._checks import check_kind
 from moe_ext._compile import outside_graphs
 from moe_ext.distributed import _c10d, comm
 from moe_ext.distributed.agreement import agree
-from moe_ext.distributed.dtensor import is_dtensor, is_fsdp, is_part, local_part
+from moe_ext.distributed.dtensor import is_dtensor, local_part
 from moe_ext.distributed.gradients import average_gradients, reduction_problem
 from moe_ext.distributed.groups import group_ranks, is_initialized, world_size
 from moe_ext.distributed.placement import (
@@ -59,8 +62,10 @@ def broadcast_experts(model: nn.Module) -> None:
     """
     for parameter, placement in sharded_parameters(model).values():
         assert placement.group is not None
+        if placement.is_managed(parameter) or parameter.is_meta:
+            continue
         replicas = replica_group(placement.group, parameter.device)
-        if replicas is not None and not placement.is_managed(parameter) and not parameter.is_meta:
+        if replicas is not None:
             part = local_part(parameter.detach())
             comm.broadcast_(part, replicas, 0, operation="broadcast_experts")
 
@@ -94,6 +99,11 @@ def parallelize(model: _Model) -> _Model:
         RankFailureError: a rank died or did not answer.
     """
     check_kind("parallelize", "model", model, nn.Module)
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError(
+            "parallelize: expected model to be the module that DistributedDataParallel is to wrap, "
+            "got the wrapper; call it for wrapper.module, before that is wrapped"
+        )
     sharded = sharded_parameters(model)
     if problem := reduction_problem(sharded):
         raise ValueError(f"parallelize: {problem}")
@@ -101,13 +111,11 @@ def parallelize(model: _Model) -> _Model:
         return model
     broadcast_experts(model)
     _c10d.add_ddp_ignored(model, sharded_tensors(model))
-    for module in model.modules():
-        vars(module).pop(_AVERAGING, None)
-    hooks = (*model._forward_pre_hooks.values(), *model._forward_hooks.values())
-    if _begin_forward not in hooks:
+    if _begin_forward not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_begin_forward)
-        model.register_forward_hook(_end_forward)
-    setattr(model, _AVERAGING, _Averaging())
+        model.register_forward_hook(_end_forward, always_call=True)
+    # Not by setattr, which torch.compile's module hands on to the one inside.
+    vars(model)[_AVERAGING] = _Averaging()
     return model
 
 
@@ -163,7 +171,12 @@ class _Averaging:
 
     def __init__(self) -> None:
         self._wrapper: weakref.ref[nn.Module] | None = None
+        # A wrapper whose forward pass has raised, and that torch's `replicate` takes for running.
+        self._stranger: weakref.ref[nn.Module] | None = None
         self._groups: list[tuple[ProcessGroup | None, list[nn.Parameter]]] = []
+        # Modules and names of these parameters, and their hooks.
+        self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._hooks: list[RemovableHandle] = []
         # Whether there was a forward pass since the last reduction, and whether one asks for it.
         self._ran = self._wants = False
         self._is_queued = False
@@ -172,9 +185,21 @@ class _Averaging:
         # A copy of the model finds its own parameters and wrapper.
         return (_Averaging, ())
 
-    def begin_forward(self, model: nn.Module, wrapper: nn.Module) -> None:
-        """Get ready for a pass of a wrapper, on all of its ranks."""
-        if self._wrapper is None or self._wrapper() is not wrapper:
+    def begin_forward(self, model: nn.Module, wrapper: nn.Module) -> bool:
+        """Get ready for a pass of a wrapper, on all of its ranks; False if it is of another model.
+
+        Raises:
+            ValueError: on every rank: the wrapper's ranks, or its inputs, do not fit.
+        """
+        is_new = self._wrapper is None or self._wrapper() is not wrapper
+        if is_new and isinstance(wrapper, DistributedDataParallel):
+            if self._stranger is not None and self._stranger() is wrapper:
+                return False
+            own = {id(parameter) for parameter in model.parameters()}
+            if own.isdisjoint(id(parameter) for parameter in wrapper.module.parameters()):
+                self._stranger = weakref.ref(wrapper)
+                return False
+        if is_new or any(owner._parameters.get(name) is not p for owner, name, p in self._places):
             self._adopt(model, wrapper)
         is_ddp = bool(self._groups) and isinstance(wrapper, DistributedDataParallel)
         if is_ddp and _c10d.expects_uneven_inputs(cast(DistributedDataParallel, wrapper)):
@@ -184,6 +209,7 @@ class _Averaging:
                 "end all ranks together (drop_last=True), or have a rank without a batch go on "
                 "with one of no tokens, and the sum of its outputs as its loss"
             )
+        return True
 
     def _adopt(self, model: nn.Module, wrapper: nn.Module) -> None:
         """Find the parameters: `Module.to` may have put others in their places."""
@@ -198,20 +224,33 @@ class _Averaging:
             }
             world = wrapper.process_group
             agree(_OPERATION, facts, _find_problem(sharded, world), world, device)
+            if self._wrapper is None:
+                # As its constructor has done for the rest: they may have been drawn, or read by
+                # one rank, since the model was prepared.
+                with torch.no_grad():
+                    broadcast_experts(model)
         # Every parameter, frozen or not: one that is trained from later on has a gradient then.
         self._groups = replicated_groups(sharded.values(), device)
         if not isinstance(wrapper, DistributedDataParallel):
-            meshes = [p.device_mesh for p in model.parameters() if is_dtensor(p) and not is_part(p)]
-            whole = [p for p in model.parameters() if not is_dtensor(p)]  # that FSDP2 was to ignore
-            if meshes and whole:
-                self._groups.append((_c10d.flat_group(meshes[0]), whole))
+            self._groups += _left_whole(model, set(found))
         self._wrapper = weakref.ref(wrapper)
+        held = {id(p): p for _, parameters in self._groups for p in parameters}
+        self._places = [
+            (owner, name, parameter)
+            for owner in model.modules()
+            for name, parameter in owner._parameters.items()
+            if parameter is not None and id(parameter) in held
+        ]
+        for hook in self._hooks:
+            hook.remove()
         # For a loss that was not made of the outputs. (The outputs come first: a recomputation may
         # run a backward pass inside the one that is meant.)
         this = weakref.ref(self)
-        for parameter in (p for _, parameters in self._groups for p in parameters):
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda _: _begin(this()))
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(lambda _: _begin(this()))
+            for parameter in held.values()
+            if parameter.requires_grad
+        ]
 
     def end_forward(self, wrapper: nn.Module, output: Any) -> None:
         """Note that a backward pass may follow."""
@@ -245,9 +284,37 @@ class _Averaging:
                 average_gradients(replicas, parameters)
 
 
+class _Running(threading.local):
+    """Prepared models whose forward pass this thread runs, the outermost first.
+
+    With the wrapper that each of them serves; None where it has none, or another one serves it.
+    """
+
+    def __init__(self) -> None:
+        self.passes: list[tuple[nn.Module, nn.Module | None]] = []
+
+
+_running = _Running()
+
+
 def _begin(averaging: _Averaging | None) -> None:
     if averaging is not None:
         averaging.begin_backward()
+
+
+def _left_whole(
+    model: nn.Module, experts: Collection[str]
+) -> list[tuple[ProcessGroup | None, list[nn.Parameter]]]:
+    """Parameters that FSDP2 was told to ignore, held by all ranks, with these."""
+    from moe_ext.distributed import fsdp_state
+
+    managed = {name: shards for name, shards, _ in fsdp_state.wrapped_parameters(model)}
+    dense = [shards.device_mesh for name, shards in managed.items() if name not in experts]
+    named = model.named_parameters()
+    whole = [p for n, p in named if n not in managed and n not in experts and not is_dtensor(p)]
+    if not dense or not whole:
+        return []
+    return [(_c10d.flat_group(max(dense, key=lambda mesh: mesh.size())), whole)]
 
 
 def _reduces(wrapper: nn.Module) -> bool:
@@ -264,20 +331,38 @@ def _wrapper_of(model: nn.Module) -> nn.Module | None:
     """The wrapper that reduces gradients after a pass of a model; None where none does."""
     if not torch.is_grad_enabled():
         return None
-    ddp = _c10d.active_ddp()
-    return model if ddp is None and is_fsdp(model) else ddp
+    if (ddp := _c10d.active_ddp() or _c10d.ddp_of_replicate(model)) is not None:
+        return ddp
+    if "torch.distributed.fsdp" not in sys.modules:
+        return None
+    from moe_ext.distributed import fsdp_state
+
+    # Around one that runs, this is a part.
+    is_part = any(wrapper is outer for outer, wrapper in _running.passes)
+    return None if is_part or not fsdp_state.holds_wrapped(model) else model
 
 
 @outside_graphs
 def _begin_forward(model: nn.Module, _inputs: object) -> None:
     averaging, wrapper = vars(model).get(_AVERAGING), _wrapper_of(model)
-    if averaging is not None and wrapper is not None:
-        averaging.begin_forward(model, wrapper)
+    if any(wrapper is served for _, served in _running.passes):
+        wrapper = None  # by the model around this one
+    if averaging is None or wrapper is None or not averaging.begin_forward(model, wrapper):
+        wrapper = None
+    _running.passes.append((model, wrapper))
 
 
 @outside_graphs
 def _end_forward(model: nn.Module, _inputs: object, output: object) -> None:
-    wrapper = _wrapper_of(model)
+    while _running.passes:
+        found, wrapper = _running.passes.pop()
+        if found is model:
+            break
+    else:
+        return  # its pass could not begin
+    if wrapper is None and not any(served for _, served in _running.passes):
+        # Hooks of `replicate` come after those of the model.
+        wrapper = _c10d.ddp_of_replicate(model) if torch.is_grad_enabled() else None
     if wrapper is not None:
         expect_backward(model, wrapper, output)
 
@@ -289,9 +374,7 @@ def expect_backward(model: nn.Module, wrapper: nn.Module, output: object) -> Non
     that begins before that.
     """
     averaging = vars(model).get(_AVERAGING)
-    if averaging is not None:
-        # Hooks of `replicate` come after those of the model.
-        averaging.begin_forward(model, wrapper)
+    if averaging is not None and averaging.begin_forward(model, wrapper):
         averaging.end_forward(wrapper, output)
 
 

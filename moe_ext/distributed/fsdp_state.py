@@ -102,6 +102,11 @@ def resharded_over(module: FSDPModule) -> int:
     return 1 if info is None else int(info.shard_mesh_size)
 
 
+def holds_wrapped(model: nn.Module) -> bool:
+    """Whether a model holds modules that `fully_shard` has wrapped."""
+    return num_wrapped() > 0 and any(_param_groups(module) for module in model.modules())
+
+
 def reduces_gradients(root: nn.Module) -> bool:
     """Whether the backward pass that runs reduces the gradients of a model's wrapped modules."""
     groups = (group for module in root.modules() for group in _param_groups(module))

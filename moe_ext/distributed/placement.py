@@ -65,6 +65,8 @@ _IS_GIVEN = "_moe_ext_is_given"
 _PLACED = "_moe_ext_placement"
 # And what tells that its `data` was assigned.
 _OWN_STORAGE = "_moe_ext_own_storage"
+# Attribute of a module: names of its own parameters that became DTensors.
+_DIVIDED = "_moe_ext_divided"
 
 # Ranks with the same coordinate in a group; None where this rank has no such peer.
 _replica_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup | None]
@@ -422,7 +424,13 @@ def _distribute(module: nn.Module) -> None:
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
             place = places.get(parameter)  # type: ignore[arg-type]
-            if parameter is None or place is None or place.holds(parameter):
+            if parameter is None or place is None:
+                continue
+            if place.num_parts > 1:
+                # A new set: copies of the module share the old one.
+                divided = vars(owner).get(_DIVIDED, frozenset()) | {name}
+                object.__setattr__(owner, _DIVIDED, divided)
+            if place.holds(parameter):
                 continue
             if parameter not in made:
                 made[parameter] = successor(parameter, place.whole(local_part(parameter.detach())))
@@ -514,9 +522,7 @@ def own_part_of(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
                 "which changes nothing; take load_state_dict, or copy_ of a DTensor"
             )
         return parameter.to_local()
-    declared = vars(module).get(_DECLARED)
-    placement = None if declared is None else declared.get(name, declared.get(""))
-    if placement is not None and placement.num_parts > 1:
+    if name in vars(module).get(_DIVIDED, ()):
         raise ValueError(
             f"forward: expected {name} to be a DTensor, since ranks hold experts between them, "
             "got a plain tensor, which a tool has put in its place; for torch's replicate call "
@@ -528,10 +534,11 @@ def own_part_of(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
 @outside_graphs
 def _check_wrapping(module: nn.Module, _inputs: object) -> None:
     """Refuse a tool that took parts for wholes, and what FSDP2 was told."""
-    for name, parameter in module.named_parameters():
-        # Not what `functional_call`, or a module around this one, has given it for this pass.
-        if isinstance(parameter, nn.Parameter) and not hasattr(parameter, _IS_GIVEN):
-            own_part_of(module, name, parameter)
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            # Not what `functional_call`, or a module around this one, has given for this pass.
+            if isinstance(parameter, nn.Parameter) and not hasattr(parameter, _IS_GIVEN):
+                own_part_of(owner, name, parameter)
     if "torch.distributed.fsdp" in sys.modules:
         # Not at the top: that module knows this one.
         from moe_ext.distributed.fsdp import check_wrapping

@@ -8,6 +8,7 @@ tensors instead.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -36,6 +37,9 @@ from moe_ext.distributed.placement import (
     plain,
     sharded_buffers,
 )
+
+# Optimizers inside `whole_state_dicts`.
+_showing: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 ParameterStates = dict[nn.Parameter, dict[str, Any]]
 
@@ -108,7 +112,10 @@ def whole_state_dicts(*optimizers: Optimizer, keep: bool | None = None) -> Itera
             while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
                 optimizer = inner
             check_kind("whole_state_dicts", "optimizers", optimizer, Optimizer)
-            if not isinstance(optimizer, SavesByParameter):  # others do so by themselves
+            # Those that save by parameter do so by themselves.
+            if not isinstance(optimizer, SavesByParameter) and optimizer not in _showing:
+                _showing.add(optimizer)
+                stack.callback(_showing.discard, optimizer)
                 for hook in (
                     optimizer.register_state_dict_post_hook(show_states),
                     optimizer.register_load_state_dict_pre_hook(take_states),

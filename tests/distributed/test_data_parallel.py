@@ -308,6 +308,89 @@ def check_replicate_of_torch():
         raised(ValueError, text, loss_of, model, batches()[0][0])
 
 
+class Around(nn.Module):
+    """A prepared model inside another one."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x, branch=False):
+        return self.inner(x, branch)
+
+
+def check_models_around_a_prepared_one():
+    """torch.compile's, and one's own; the first wrapper goes on as before."""
+    want, twice = one_process(), one_process()
+    for p in twice.parameters():
+        if p.grad is not None:
+            p.grad.mul_(2)
+    for compiled in (False, True):
+        model = moe_ext.parallelize(Model(mesh(2).ep_group))
+        first = wrapped(model)
+        outer = torch.compile(model, backend="eager") if compiled else Around(model)
+        second = wrapped(outer)
+        for ddp in (first, second, first):
+            ddp.zero_grad()
+            run_steps(ddp)
+            assert_same_gradients(model, want, 2)
+    raised(ValueError, "expected model to be the module that", moe_ext.parallelize, first)
+    # Replaced after the first pass.
+    model.first.experts.down_proj = nn.Parameter(model.first.experts.down_proj.detach().clone())
+    first.zero_grad()
+    run_steps(first)
+    assert_same_gradients(model, want, 2)
+
+
+def check_experts_that_are_drawn_after_the_model_was_prepared():
+    model = moe_ext.parallelize(Model(mesh(2).ep_group))
+    with torch.no_grad():
+        local_part(model.first.experts.down_proj).add_(dist.get_rank())
+    run_steps(wrapped_as_it_is(model))
+    everyone = on_all_ranks(model.first.experts.down_proj.detach())
+    for rank, other in enumerate(everyone):
+        same = torch.equal(other, everyone[dist.get_rank()])
+        assert same == (rank % 2 == dist.get_rank() % 2)
+
+
+def wrapped_as_it_is(model):
+    return DistributedDataParallel(model, find_unused_parameters=True)
+
+
+def check_replicate_before_and_after_an_error():
+    want, model = one_process(), Model(mesh(2).ep_group)
+    for one in (want, model):
+        del one.branch, one.unused
+    replicate(model, ignored_modules=[model.first.experts, model.second.experts])
+    moe_ext.parallelize(model)
+    loss_of(model, batches()[0][dist.get_rank()]).backward()
+    assert_same_gradients(model, want, 2)
+    # An error in its forward pass leaves torch's note of a pass that runs.
+    other = moe_ext.parallelize(Model(mesh(2).ep_group))
+    with mock.patch.object(DistributedDataParallel, "_active_ddp_module", None):
+        raised(RuntimeError, "", model, torch.zeros(3, 1))
+        assert DistributedDataParallel._active_ddp_module is not None
+        run_steps(other)
+        md.sync_gradients(other)
+    assert_same_gradients(other, one_process(), 2)
+
+
+def check_parameters_that_come_later():
+    layer = moe_ext.MoELayer(8, 8, E, 2, ep_group=mesh(2).ep_group)
+    layer.experts.register_parameter("extra", nn.Parameter(torch.zeros(3)))
+    layer(torch.ones(3, 8))
+
+
+def check_a_tensor_alone_is_clipped():
+    model = Model(mesh(2).ep_group)
+    run_steps(wrapped(model))
+    norm = md.clip_grad_norm_(model.inp.weight, 1e-3)
+    assert norm > 1e-2
+    torch.testing.assert_close(
+        model.inp.weight.grad.norm(), norm.new_tensor(1e-3), rtol=1e-3, atol=0
+    )
+
+
 def check_uneven_inputs():
     """A rank that has joined would leave the others alone in their exchanges."""
     world = dist.get_world_size()

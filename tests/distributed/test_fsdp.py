@@ -291,6 +291,24 @@ def accumulation_of_what_is_left_whole():
     assert_gradients(model, want)
 
 
+@FOUR(("root",), ("blocks",), ("around",))
+def what_is_left_whole_is_averaged(wrapped):
+    """FSDP2 around the root alone, blocks alone, and a model that another one holds."""
+    mesh, rank, want = mesh_of(2), dist.get_rank(), one_process()
+    model = Model(mesh.ep_group)
+    ignored = {parameter for _, parameter, _, _ in md.expert_parameters(model)}
+    ignored |= {parameter for parameter in model.parameters() if parameter.dim() == 1}
+    if wrapped != "around":
+        moe_ext.parallelize(model)
+    for block in model.blocks if wrapped != "root" else ():
+        fully_shard(block, mesh=mesh.world_mesh, ignored_params=ignored)
+    if wrapped != "blocks":
+        fully_shard(model, mesh=mesh.world_mesh, ignored_params=ignored)
+    run = moe_ext.parallelize(nn.Sequential(model)) if wrapped == "around" else model
+    loss_of(run, rank).backward()
+    assert_gradients(model, want)
+
+
 def is_whole(parameter):
     """Whether FSDP2 does not divide a parameter, or an expert."""
     meshes = [parameter.device_mesh.mesh_dim_names] if isinstance(parameter, DTensor) else []

@@ -280,6 +280,11 @@ def check_state_dicts_for_tools(model, optimizer, mesh):
             optimizer.load_state_dict(moments_)
     with pytest.raises(TypeError, match="expected optimizers to be"), md.whole_state_dicts(True):
         pass
+    # One inside the other, as a tool may do.
+    with md.whole_state_dicts(optimizer, keep=True), md.whole_state_dicts(optimizer, keep=True):
+        again = optimizer.state_dict()
+    for number, values in all_moments["state"].items():
+        assert_same(again["state"][number], values)
     before = wholes(model, optimizer)
     other, twin = make("AdamW", mesh, seed=3)
     other.load_state_dict(everywhere)
