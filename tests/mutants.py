@@ -52,12 +52,8 @@ MUTANTS = [
     Mutant(
         "replicate without ignored_modules gives all ranks the experts of rank 0",
         "moe_ext/distributed/placement.py",
-        """    placement = None if declared is None else declared.get(name, declared.get(""))
-    if placement is not None and placement.num_parts > 1:
-        raise""",
-        """    placement = None
-    if placement is not None and placement.num_parts > 1:
-        raise""",
+        "    if type(parameter) is nn.Parameter and name in vars(module).get(_DIVIDED, ()):",
+        "    if False:",
         "tests/distributed/test_clipping_matrix.py -k 'functions and without'",
     ),
     Mutant(

@@ -157,22 +157,6 @@ BY_SYSTEM = {
             "over = dict.fromkeys(group for p in held[:0] for group in sharding_groups(p))",
             "tests/distributed/test_data_parallel.py -k overflow",
         ),
-        (
-            "A tool puts rank 0's experts in the place of all, and nobody sees it",
-            "moe_ext/distributed/placement.py",
-            "declared = vars(module).get(_DECLARED)\n    placement",
-            "declared = None\n    placement",
-            "tests/distributed/test_data_parallel.py -k replicate",
-        ),
-    ],
-    "FSDP2": [
-        (
-            "What FSDP2 leaves whole is averaged while gradients accumulate",
-            "moe_ext/distributed/fsdp_state.py",
-            "return all(group.reduce_grads for group in groups)",
-            "return True or all(group.reduce_grads for group in groups)",
-            "tests/distributed/test_fsdp.py -k accumul",
-        ),
     ],
     "Horovod": [
         (
@@ -414,6 +398,13 @@ BY_SYSTEM = {
             '"shard_placement_fn": dim, **options}\n    for wrapped',
             '"shard_placement_fn": dim}\n    for wrapped',
             "tests/distributed/test_fsdp.py",
+        ),
+        (
+            "What FSDP2 leaves whole is averaged while gradients accumulate",
+            "moe_ext/distributed/fsdp_state.py",
+            "return all(group.reduce_grads for group in groups)",
+            "return True or all(group.reduce_grads for group in groups)",
+            "tests/distributed/test_fsdp.py -k accumul",
         ),
     ],
     "ZeRO++": [

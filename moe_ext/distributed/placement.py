@@ -57,8 +57,6 @@ if TYPE_CHECKING:
 _DECLARED = "_moe_ext_placements"
 # Attribute of a module whose forward pass runs: parameters that it holds as parts meanwhile.
 _GIVEN = "_moe_ext_given_parts"
-# Attribute of such a part.
-_IS_GIVEN = "_moe_ext_is_given"
 
 # Attribute of a parameter that is divided over ranks: its placement. (A weak dictionary would keep
 # `Module.to` from putting another tensor in its place.)
@@ -445,9 +443,7 @@ def _give_parts(module: nn.Module, _inputs: object) -> None:
             if parameter is not None and is_part(parameter):
                 given.append((owner, name, parameter))
     for owner, name, parameter in given:
-        part = local_part(parameter)
-        setattr(part, _IS_GIVEN, True)
-        owner._parameters[name] = part  # type: ignore[assignment]
+        owner._parameters[name] = local_part(parameter)  # type: ignore[assignment]
     vars(module).setdefault(_GIVEN, []).append(given)
 
 
@@ -522,7 +518,8 @@ def own_part_of(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
                 "which changes nothing; take load_state_dict, or copy_ of a DTensor"
             )
         return parameter.to_local()
-    if name in vars(module).get(_DIVIDED, ()):
+    # Not what `functional_call`, or a module around this one, has given it for this pass.
+    if type(parameter) is nn.Parameter and name in vars(module).get(_DIVIDED, ()):
         raise ValueError(
             f"forward: expected {name} to be a DTensor, since ranks hold experts between them, "
             "got a plain tensor, which a tool has put in its place; for torch's replicate call "
@@ -536,8 +533,7 @@ def _check_wrapping(module: nn.Module, _inputs: object) -> None:
     """Refuse a tool that took parts for wholes, and what FSDP2 was told."""
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
-            # Not what `functional_call`, or a module around this one, has given for this pass.
-            if isinstance(parameter, nn.Parameter) and not hasattr(parameter, _IS_GIVEN):
+            if parameter is not None:
                 own_part_of(owner, name, parameter)
     if "torch.distributed.fsdp" in sys.modules:
         # Not at the top: that module knows this one.

@@ -120,6 +120,7 @@ OWN = {
     "deepspeed_config": "reads DeepSpeed's JSON; tests/integrations/test_deepspeed_config.py",
     "horovod": "tests/integrations/test_horovod.py has its signatures",
     "huggingface": "functions of our own for transformers' models",
+    "lightning": "classes of our own for Lightning's strategies; distributed/test_lightning.py",
     "state_dict": "functions of our own for files of others",
     "torchft": "functions of our own for torchft's Manager",
     "grace.BlockQuantizer": "formats of our own by GRACE's interface",

@@ -433,11 +433,11 @@ def test_sizes_must_be_positive(sizes):
     ("sizes", "message"),
     [
         ((8.0, 6, 5), r"^MoELayer: expected model_dim to be an integer, got 8.0"),
-        ((8, 6.0, 5), r"^GroupedExperts: expected ffn_dim to be an integer, got 6.0"),
+        ((8, 6.0, 5), r"^MoELayer: expected ffn_dim to be an integer, got 6.0"),
         ((8, 6, 5.0), r"^MoELayer: expected num_experts to be an integer, got 5.0"),
         ((8, 6, torch.tensor(5)), r"^MoELayer: expected num_experts to be an integer, got tensor"),
         ((8, 6, True), r"^MoELayer: expected num_experts to be an integer, got True"),
-        ((8, 6, 5, 2.0), r"^TopKRouter: expected top_k to be an integer, got 2.0"),
+        ((8, 6, 5, 2.0), r"^MoELayer: expected top_k to be an integer, got 2.0"),
     ],
 )
 def test_sizes_must_be_integers(sizes, message):
