@@ -12,6 +12,7 @@ import pairwise
 import pytest
 import quick_guards  # noqa: F401
 import torch
+import torch.distributed as dist
 import without_hypothesis
 
 import moe_ext  # noqa: F401  (registers the operators that the fixtures call)
@@ -89,6 +90,14 @@ def pytest_collection_modifyitems(config, items):
 def forget_graphs():
     """Forgets what other files have compiled: torch gives up a function after eight times."""
     torch.compiler.reset()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leave_no_group():
+    """Ends a process group that tools have made in this process, for the next file."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def pytest_collection_finish():
