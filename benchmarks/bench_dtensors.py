@@ -64,7 +64,8 @@ def in_turn(first: Contender, second: Contender, pairs: int, together: bool = Fa
 def with_plain_parameters(layer: nn.Module) -> nn.Module:
     """The same layer with this rank's parts as plain parameters, and nothing that looks at them."""
     for experts in [m for m in layer.modules() if hasattr(m, "num_local_experts")]:
-        vars(experts).pop("_moe_ext_placements")
+        for mark in ("_moe_ext_placements", "_moe_ext_divided"):
+            vars(experts).pop(mark)
         experts._forward_pre_hooks.clear()
         for name, parameter in experts._parameters.items():
             if parameter is not None:
