@@ -1,4 +1,4 @@
-"""What it costs that experts over ranks are DTensors: a layer, an optimizer step, and an import.
+"""Costs of experts over ranks as DTensors: of a layer, an optimizer step, and an import.
 
 Each contender takes turns with the one that it is compared with; a ratio is the median of those of
 the pairs, since other jobs share the machine.
@@ -22,10 +22,10 @@ NUM_RANKS = (2, 4)
 NUM_TOKENS = (64, 4096)
 DIM, FFN_DIM, NUM_EXPERTS, TOP_K = 256, 256, 8, 2
 PAIRS = {64: 150, 4096: 15}
-# Of the optimizer: plain parameters, and those of experts.
+# Parameters of the optimizer, plain ones and those of experts, and their side.
 NUM_PLAIN, NUM_EXPERT, SIDE = 60, 20, 64
 STEP_PAIRS = 100
-# Of a model without experts.
+# Program that measures a model without experts.
 SCRIPT = Path(__file__).resolve().parent / "import_cost_rank.py"
 # A module that nothing of torch knows shows how far figures are from each other by chance.
 PROCESSES, CONTROL = 7, "html"
@@ -177,7 +177,7 @@ def without_experts() -> dict[tuple[str, str], Pair]:
 
 
 def slowest(found: list[dict[Any, Pair]]) -> dict[Any, Pair]:
-    """Of each measurement that of the rank whose ratio is the median one."""
+    """Each measurement as the rank has it whose ratio is the median one."""
     return {
         key: sorted((one[key] for one in found), key=lambda p: p[2])[len(found) // 2]
         for key in found[0]

@@ -1,4 +1,4 @@
-"""What an import changes for 2,000 tensors without experts, in this process.
+"""Effect of an import on 2,000 tensors without experts, in this process.
 
 ``import_cost_rank.py MODULE``: prints JSON, what runs to its milliseconds of CPU before and after.
 """

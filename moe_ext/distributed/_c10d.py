@@ -79,8 +79,8 @@ def ddp_of_replicate(module: nn.Module) -> DistributedDataParallel | None:
     return getattr(state, "_ddp", None)
 
 
-def expects_uneven_inputs(ddp: DistributedDataParallel) -> bool:
-    """Whether a wrapper runs inside a context of uneven inputs, such as `DDP.join()`."""
+def expects_uneven_inputs(ddp: Any) -> bool:
+    """True if a wrapper runs inside a context of uneven inputs, such as `DDP.join()`."""
     return bool(ddp._join_config.enable)
 
 

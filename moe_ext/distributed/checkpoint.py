@@ -676,7 +676,7 @@ def _local(value: Tensor, place: Placement | None, parameter: Tensor | None) -> 
 
 
 def _of_ranks(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a parameter's state, what each rank has for itself."""
+    """Entries of a parameter's state that each rank has for itself."""
     return {key: value for key, value in state.items() if key.endswith(OF_RANKS)}
 
 

@@ -49,7 +49,7 @@ def note_stage(
 
 
 def is_scaled_alike(scale: object) -> bool:
-    """Whether ranks that use a factor for their losses skip a step together, if any does.
+    """True for a factor of losses whose ranks skip a step together, if any does.
 
     A number is of no scaler.
     """

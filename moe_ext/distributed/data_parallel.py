@@ -11,7 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -76,9 +76,8 @@ def parallelize(model: _Model) -> _Model:
     Layers made with an `ep_group` hold DTensors, which `DistributedDataParallel` refuses. This has
     DDP leave them alone, gives the ranks that hold the same experts equal values, and averages the
     gradients of experts over these ranks at the end of each backward pass in which DDP reduces the
-    rest: accumulation under `no_sync` counts as in DDP. Columns of layers are
-    treated likewise, and so are the parameters that torch's `fully_shard(model,
-    ignored_params=...)` leaves whole.
+    rest: accumulation under `no_sync` counts as in DDP. Columns of layers are treated likewise, and
+    so are the parameters that torch's `fully_shard(model, ignored_params=...)` leaves whole.
 
     Call it on all ranks for the module that DDP is to wrap, or a tool that wraps models in DDP
     (Accelerate, the Trainer of transformers, Lightning, Fabric), and again for a module that is
@@ -201,8 +200,8 @@ class _Averaging:
                 return False
         if is_new or any(owner._parameters.get(name) is not p for owner, name, p in self._places):
             self._adopt(model, wrapper)
-        is_ddp = bool(self._groups) and isinstance(wrapper, DistributedDataParallel)
-        if is_ddp and _c10d.expects_uneven_inputs(cast(DistributedDataParallel, wrapper)):
+        is_ddp = isinstance(wrapper, DistributedDataParallel)
+        if is_ddp and self._groups and _c10d.expects_uneven_inputs(wrapper):
             raise ValueError(
                 f"{_OPERATION}.join: expected as many forward passes on every rank, since ranks "
                 "exchange tokens in each, got a model with parameters that are divided over them; "
@@ -318,7 +317,7 @@ def _left_whole(
 
 
 def _reduces(wrapper: nn.Module) -> bool:
-    """Whether a wrapper reduces gradients in the pass that runs."""
+    """True if a wrapper reduces gradients in the pass that runs."""
     if isinstance(wrapper, DistributedDataParallel):
         return wrapper.require_backward_grad_sync
     # Not at the top: FSDP takes a second to import.
@@ -360,11 +359,13 @@ def _end_forward(model: nn.Module, _inputs: object, output: object) -> None:
             break
     else:
         return  # its pass could not begin
-    if wrapper is None and not any(served for _, served in _running.passes):
-        # Hooks of `replicate` come after those of the model.
-        wrapper = _c10d.ddp_of_replicate(model) if torch.is_grad_enabled() else None
     if wrapper is not None:
-        expect_backward(model, wrapper, output)
+        vars(model)[_AVERAGING].end_forward(wrapper, output)
+        return
+    # Hooks of `replicate` come after those of the model.
+    made = _c10d.ddp_of_replicate(model) if torch.is_grad_enabled() else None
+    if made is not None and not any(served for _, served in _running.passes):
+        expect_backward(model, made, output)
 
 
 def expect_backward(model: nn.Module, wrapper: nn.Module, output: object) -> None:

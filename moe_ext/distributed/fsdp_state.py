@@ -103,12 +103,12 @@ def resharded_over(module: FSDPModule) -> int:
 
 
 def holds_wrapped(model: nn.Module) -> bool:
-    """Whether a model holds modules that `fully_shard` has wrapped."""
+    """True if a model holds modules that `fully_shard` has wrapped."""
     return num_wrapped() > 0 and any(_param_groups(module) for module in model.modules())
 
 
 def reduces_gradients(root: nn.Module) -> bool:
-    """Whether the backward pass that runs reduces the gradients of a model's wrapped modules."""
+    """True if the backward pass that runs reduces the gradients of a model's wrapped modules."""
     groups = (group for module in root.modules() for group in _param_groups(module))
     return all(group.reduce_grads for group in groups)
 

@@ -510,7 +510,7 @@ def own_part_of(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
         ValueError: a tool has put a tensor in the place of a DTensor, or assigned its `data`.
     """
     if is_dtensor(parameter):
-        # What is assigned lies beside the part, where no operator looks.
+        # An assigned tensor lies beside the part, where no operator looks.
         if _was_assigned(parameter):
             raise ValueError(
                 f"forward: expected the values of {name}, a DTensor, to be changed in place, got a "
@@ -669,7 +669,7 @@ def note_shard(parameter: Tensor, placement: Placement) -> None:
 
 
 def _was_assigned(parameter: Tensor) -> bool:
-    """Whether the `data` of a DTensor is another tensor's than when it was seen first.
+    """True if the `data` of a DTensor is another tensor's than when it was seen first.
 
     A DTensor has a storage without memory.
     """

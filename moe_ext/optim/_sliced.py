@@ -117,10 +117,8 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
             _check_placements(self._op, entry)
         if self._options is None:
             self._options = SummedOptions(self._op)
-        parameters, per_expert = (
-            [e.parameter for e in trained],
-            [e.group["per_expert"] for e in trained],
-        )
+        parameters = [e.parameter for e in trained]
+        per_expert = [e.group["per_expert"] for e in trained]
         slices = SliceNorms(parameters, per_expert, self._options, self._absent())
         options = options_of_groups(self.param_groups)
         if slices.absent:

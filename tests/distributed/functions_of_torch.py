@@ -211,9 +211,9 @@ def _moments(state_dict):
 
 
 @function("`AveragedModel`")
-def averaged_model(job):
+def averaged_model(job, **options):
     model = job.model()
-    average = AveragedModel(model)
+    average = AveragedModel(model, **options)
     for _ in range(2):
         job.train(model, torch.optim.SGD(model.parameters(), lr=0.1))
         average.update_parameters(model)
@@ -222,12 +222,7 @@ def averaged_model(job):
 
 @function("`AveragedModel`, EMA by `get_ema_multi_avg_fn`")
 def ema_model(job):
-    model = job.model()
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    for _ in range(2):
-        job.train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        average.update_parameters(model)
-    return average.module
+    return averaged_model(job, multi_avg_fn=get_ema_multi_avg_fn(0.5))
 
 
 @function("EMA by hand, `lerp_` in a loop")
