@@ -772,10 +772,10 @@ BY_SYSTEM = {
     "planner searches": [
         (
             "double recursion does not look at neighbours",
-            "moe_ext/planner/searches/double_recursion.py",
+            "examples/planner_searches/double_recursion.py",
             "own + sum(table[o][chosen[j]] for j, table in problem.neighbours[i] if j in chosen)",
             "own",
-            "tests/planner/test_searches.py -k by_hand",
+            "tests/examples/test_planner_searches.py -k by_hand",
         ),
     ],
 }

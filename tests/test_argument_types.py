@@ -224,10 +224,6 @@ EXEMPT = {
     "planner.Plan": RESULT,
     "planner.SearchResult": RESULT,
     "planner.StageLayers": RESULT,
-    "planner.searches.Choice": RESULT,
-    "planner.searches.Pipeline": "holds a problem of the planner's own searches",
-    "planner.searches.Problem": "holds a problem of the planner's own searches",
-    "planner.searches.Stage": RESULT,
 }
 WRONG = {
     "list": [1],

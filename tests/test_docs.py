@@ -104,7 +104,8 @@ def anchors(page):
 
 def test_links_lead_somewhere():
     root = DOCS.parent
-    for page in [*DOCS.glob("*.md"), *root.glob("*.md"), *root.glob("csrc/**/*.md")]:
+    globs = "docs/*.md", "*.md", "csrc/**/*.md", "examples/**/*.md"
+    for page in [page for pattern in globs for page in root.glob(pattern)]:
         for target, anchor in re.findall(r"\]\(([^):#\s]*)(?:#([^)]*))?\)", page.read_text()):
             found = page.parent / target if target else page
             assert found.exists(), f"{page.name}: {target}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_ext.planner.searches.problem import Choice, Problem
+from planner_searches.problem import Choice, Problem
 
 
 def search(

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import random
 
-from moe_ext.planner.searches.gspmd import by_weight, propagate
-from moe_ext.planner.searches.problem import Choice, Problem
+from planner_searches.gspmd import by_weight, propagate
+from planner_searches.problem import Choice, Problem
 
 
 def search(

@@ -13,7 +13,7 @@ import random
 import torch
 from torch import nn
 
-from moe_ext.planner.searches.problem import Choice, Problem
+from planner_searches.problem import Choice, Problem
 
 
 def search(problem: Problem, *, episodes: int = 100, seed: int = 0) -> Choice:

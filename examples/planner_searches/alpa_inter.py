@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from functools import cache
 
-from moe_ext.planner.searches import alpa_intra
-from moe_ext.planner.searches.problem import Choice, Nodes, Pipeline, Stage
-from moe_ext.planner.searches.stages import best_stages
+from planner_searches import alpa_intra
+from planner_searches.problem import Choice, Nodes, Pipeline, Stage
+from planner_searches.stages import best_stages
 
 
 def search(pipeline: Pipeline) -> Choice:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moe_ext.planner.searches import optcnn
-from moe_ext.planner.searches.problem import Choice, Problem
+from planner_searches import optcnn
+from planner_searches.problem import Choice, Problem
 
 
 def by_halves(problem: Problem, solve: Callable[[Problem], Choice], axes: int) -> Choice:

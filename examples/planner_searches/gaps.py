@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import NamedTuple
 
-from moe_ext.planner.searches import SEARCHES, examples, terapipe
-from moe_ext.planner.searches.problem import (
+from planner_searches import SEARCHES, seeded, terapipe
+from planner_searches.problem import (
     Choice,
     Pipeline,
     Problem,
@@ -52,8 +52,8 @@ def gap(found: Iterable[float], best: Iterable[float]) -> Gap:
 def shardings(tight: bool = False) -> list[tuple[Problem, float]]:
     """Problems and their least cost: three kinds of graphs of 6 and 8 operators."""
     made = [
-        examples.sharding(kind, num_nodes, seed, tight=tight)
-        for kind in examples.KINDS
+        seeded.sharding(kind, num_nodes, seed, tight=tight)
+        for kind in seeded.KINDS
         for num_nodes in (6, 8)
         for seed in range(NUM_SEEDS)
     ]
@@ -64,8 +64,8 @@ def shardings(tight: bool = False) -> list[tuple[Problem, float]]:
 def placements() -> list[tuple[Problem, float]]:
     """The same of operators on one of three devices."""
     made = [
-        examples.placement(kind, num_nodes, seed)
-        for kind in examples.KINDS
+        seeded.placement(kind, num_nodes, seed)
+        for kind in seeded.KINDS
         for num_nodes in (6, 8)
         for seed in range(NUM_SEEDS)
     ]
@@ -76,8 +76,8 @@ def placements() -> list[tuple[Problem, float]]:
 def pipelines(unlike: bool = False) -> list[tuple[Pipeline, float]]:
     """Pipelines of 5 and 6 operators over four devices, half of them short of memory."""
     made = [
-        examples.staged(kind, 5 + seed % 2, seed, tight=seed // 2 % 2 == 1, unlike=unlike)
-        for kind in examples.KINDS
+        seeded.staged(kind, 5 + seed % 2, seed, tight=seed // 2 % 2 == 1, unlike=unlike)
+        for kind in seeded.KINDS
         for seed in range(NUM_SEEDS)
     ]
     return [(pipeline, brute_force(pipeline).cost) for pipeline in made]

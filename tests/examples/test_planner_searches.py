@@ -3,24 +3,25 @@
 import dataclasses
 import itertools
 import math
+import re
 from pathlib import Path
 
+import planner_searches
 import pytest
 import torch
-
-from moe_ext.planner.searches import (
+from planner_searches import (
     SEARCHES,
     Pipeline,
     Problem,
     brute_force,
-    examples,
     gaps,
     gspmd,
+    seeded,
     tensoropt,
     tofu,
 )
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "planner_searches.md"
+PAGE = Path(planner_searches.__file__).with_name("README.md")
 # Sums of at most 40 numbers in another order.
 SAME = 1e-12
 # Their floating point depends on the processor, and with it what they come by.
@@ -47,6 +48,12 @@ def test_the_page_has_what_the_searches_find(found):
         else:
             assert row.split("|")[:4] == expected.split("|")[:4]
             assert found[name].mean < 0.1 and found[name].worst < 0.25
+
+
+def test_the_code_of_the_page_runs(capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    exec(code, {})
+    assert capsys.readouterr().out.count("% above the best") == 3
 
 
 def test_none_is_better_than_the_best(found):
@@ -76,7 +83,7 @@ def test_exact_where_memory_binds(name):
 
 
 def test_ten_operators():
-    problem = examples.placement("dag", 10, 0)
+    problem = seeded.placement("dag", 10, 0)
     problem = dataclasses.replace(problem, placed=False, capacity=math.inf)
     best = brute_force(problem)
     for name in ("optcnn", "alpa_intra"):
@@ -84,7 +91,7 @@ def test_ten_operators():
 
 
 def test_frontier_is_that_of_all_choices():
-    problem = examples.sharding("dag", 5, 1)
+    problem = seeded.sharding("dag", 5, 1)
     points = [
         (problem.cost(row), sum(held[o] for held, o in zip(problem.memory, row, strict=True)))
         for row in itertools.product(range(4), repeat=5)
@@ -98,7 +105,7 @@ def test_frontier_is_that_of_all_choices():
 def test_integer_program_of_alpa(tight):
     """Alpa's own formulation: a variable an option, and one for each pair of options of an edge."""
     optimize = pytest.importorskip("scipy.optimize")
-    problem = examples.sharding("dag", 7, 2, tight=tight)
+    problem = seeded.sharding("dag", 7, 2, tight=tight)
     names = [(i, o) for i in problem.nodes for o in range(4)]
     names += [(e, p, q) for e in problem.edges for p in range(4) for q in range(4)]
     at = {name: k for k, name in enumerate(names)}
@@ -128,9 +135,9 @@ def test_integer_program_of_alpa(tight):
 @pytest.mark.parametrize(
     "problem",
     [
-        examples.sharding("dag", 5, 3, tight=True),
-        examples.placement("dag", 5, 3),
-        examples.placement("series-parallel", 6, 4),
+        seeded.sharding("dag", 5, 3, tight=True),
+        seeded.placement("dag", 5, 3),
+        seeded.placement("series-parallel", 6, 4),
     ],
 )
 def test_brute_force_is_the_least_cost_of_all(problem):
@@ -152,7 +159,7 @@ def test_cost_of_placed_operators():
 
 
 def test_ideals_hold_their_producers():
-    pipeline = examples.staged("dag", 6, 5)
+    pipeline = seeded.staged("dag", 6, 5)
     subsets = (
         frozenset(i for i in range(6) if mask >> i & 1) for mask in range(2**6)
     )  # fmt: skip
@@ -165,7 +172,7 @@ def test_cost_of_a_pipeline_by_hand():
     graph = Problem(((3.0,), (2.0,)), {(0, 1): ((9.0,),)}, ((1.0,), (1.0,)), 14.0)
     pipeline = Pipeline(
         graph,
-        (examples.Way(1, False),),
+        (seeded.Way(1, False),),
         (10.0, 10.0),
         {(0, 1): 0.5},
         (1.0, 1.0, 0.5),
@@ -191,17 +198,17 @@ def test_cost_of_a_pipeline_by_hand():
 def test_chimera_by_hand(sync, depth):
     """Depth 2 over 4 devices: 2/3 (2 + 2 * 2) and 2 averages; depth 4: 1/3 (4 + 2 * 6)."""
     graph = Problem(((1.0,),) * 4, {}, ((0.0,),) * 4)
-    ways, weights = (examples.Way(1, False),), (1.0,) * 4
+    ways, weights = (seeded.Way(1, False),), (1.0,) * 4
     pipeline = Pipeline(graph, ways, weights, {}, (1.0,) * 4, ((1, 1),), batch=4, sync=sync)
     assert len(SEARCHES["chimera"](pipeline).options) == depth
 
 
 def test_the_same_seed_finds_the_same():
-    problem = examples.placement("dag", 8, 6)
+    problem = seeded.placement("dag", 8, 6)
     for name in ("flexflow", "reinforce"):
         again = [SEARCHES[name](problem, seed=seed) for seed in (1, 1)]
         assert again[0] == again[1] and again[0].cost < math.inf
-    problem = examples.sharding("dag", 8, 6)
+    problem = seeded.sharding("dag", 8, 6)
     for name in ("automap", "auto_map"):
         again = [SEARCHES[name](problem, seed=seed) for seed in (1, 1)]
         assert again[0] == again[1]
@@ -221,7 +228,7 @@ def test_double_recursion_by_hand():
 
 
 def test_annotations_hold_and_spread_without_loss():
-    chain = examples.sharding("chain", 6, 7)
+    chain = seeded.sharding("chain", 6, 7)
     options = gspmd.search(chain, {0: 2, 5: 1}).options
     assert options[0] == 2 and options[5] == 1
     # One change of layout between the two, none within either part.
@@ -229,10 +236,10 @@ def test_annotations_hold_and_spread_without_loss():
 
 
 def test_what_does_not_fit_costs_infinitely_much():
-    problem = dataclasses.replace(examples.sharding("chain", 5, 8), capacity=0.1)
+    problem = dataclasses.replace(seeded.sharding("chain", 5, 8), capacity=0.1)
     for name in gaps.SHARDED:
         assert SEARCHES[name](problem).cost == math.inf
-    pipeline = examples.staged("chain", 5, 8)
+    pipeline = seeded.staged("chain", 5, 8)
     pipeline = dataclasses.replace(
         pipeline, graph=dataclasses.replace(pipeline.graph, capacity=0.1)
     )
@@ -256,10 +263,10 @@ def test_refuses():
         with pytest.raises(ValueError, match=r"^Problem: expected edges to go to later operators"):
             Problem(((1.0,), (1.0,)), {edge: table}, ((1.0,), (1.0,)))
     with pytest.raises(ValueError, match=r"^search: expected options to be a power of 3, got 4$"):
-        tofu.search(examples.sharding("chain", 3, 0), axes=3)
+        tofu.search(seeded.sharding("chain", 3, 0), axes=3)
     unlike = Problem(((1.0,), (1.0, 2.0)), {}, ((1.0,), (1.0, 1.0)))
     for name in ("reinforce", "auto_map", "tofu", "double_recursion"):
         with pytest.raises(ValueError, match=r"^search: expected operators to have .*got \[1, 2\]"):
             SEARCHES[name](unlike)
     with pytest.raises(ValueError, match=r"^random_edges: expected kind to be one of"):
-        examples.staged("tree", 3, 0)
+        seeded.staged("tree", 3, 0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from moe_ext.planner.searches.problem import Choice, Pipeline
+from planner_searches.problem import Choice, Pipeline
 
 
 def search(pipeline: Pipeline) -> Choice:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moe_ext.planner.searches.problem import Choice, Problem
+from planner_searches.problem import Choice, Problem
 
 
 def by_weight(problem: Problem) -> list[int]:

@@ -8,9 +8,9 @@ Complexity: n a log2(devices) for a axes, and a sort
 
 from __future__ import annotations
 
-from moe_ext.planner.searches.gspmd import by_weight
-from moe_ext.planner.searches.problem import Choice, Problem
-from moe_ext.planner.searches.tofu import by_halves
+from planner_searches.gspmd import by_weight
+from planner_searches.problem import Choice, Problem
+from planner_searches.tofu import by_halves
 
 
 def _greedy(problem: Problem) -> Choice:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from moe_ext.pipeline import plan_slices
-from moe_ext.planner.searches.problem import Choice, Pipeline, latency
+from planner_searches.problem import Choice, Pipeline, latency
 
 
 def _slice_seconds(pipeline: Pipeline, units: int, context: float) -> Callable[[int, int], float]:

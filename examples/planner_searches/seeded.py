@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from moe_ext.planner.searches.problem import Edge, Matrix, Pipeline, Problem, Way
+from planner_searches.problem import Edge, Matrix, Pipeline, Problem, Way
 
 KINDS = ("chain", "series-parallel", "dag")
 # Options of operators of a pipeline: two ways are along either of two axes.

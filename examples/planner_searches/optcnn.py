@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 
-from moe_ext.planner.searches.problem import Choice, Problem
+from planner_searches.problem import Choice, Problem
 
 # Seconds, bytes, and the options (operator, option) that they are of.
 Point = tuple[float, float, tuple[tuple[int, int], ...]]

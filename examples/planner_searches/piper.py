@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 from functools import cache
 
-from moe_ext.planner.searches import tensoropt
-from moe_ext.planner.searches.problem import Choice, Nodes, Pipeline, Problem, Stage
-from moe_ext.planner.searches.stages import best_stages
+from planner_searches import tensoropt
+from planner_searches.problem import Choice, Nodes, Pipeline, Problem, Stage
+from planner_searches.stages import best_stages
 
 
 def _knapsack(problem: Problem) -> Choice:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from moe_ext.planner.searches import (
+from planner_searches import (
     alpa_inter,
     alpa_intra,
     auto_map,
@@ -23,7 +23,7 @@ from moe_ext.planner.searches import (
     tofu,
     two_bw,
 )
-from moe_ext.planner.searches.problem import (
+from planner_searches.problem import (
     Choice,
     Pipeline,
     Problem,

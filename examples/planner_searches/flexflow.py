@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 
-from moe_ext.planner.searches.problem import Choice, Problem
+from planner_searches.problem import Choice, Problem
 
 
 def search(problem: Problem, *, steps: int = 1000, beta: float = 50.0, seed: int = 0) -> Choice:

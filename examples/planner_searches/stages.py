@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from moe_ext.planner.searches.problem import Nodes, Pipeline, Stage
+from planner_searches.problem import Nodes, Pipeline, Stage
 
 # Operators, devices, ways, and stages from this one to the last; None where none fits.
 Fill = Callable[[Nodes, tuple[int, ...], int, int], Stage | None]

@@ -8,8 +8,8 @@ Complexity: i^2 d for i down-sets: polynomial of graphs of fixed width
 
 from __future__ import annotations
 
-from moe_ext.planner.searches.problem import Choice, Nodes, Pipeline, Stage
-from moe_ext.planner.searches.stages import best_stages
+from planner_searches.problem import Choice, Nodes, Pipeline, Stage
+from planner_searches.stages import best_stages
 
 
 def search(pipeline: Pipeline) -> Choice:

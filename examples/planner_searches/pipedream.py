@@ -7,8 +7,8 @@ Complexity: n^2 d^2 for d devices
 
 from __future__ import annotations
 
-from moe_ext.planner.searches.problem import Choice, Pipeline
-from moe_ext.planner.searches.stages import best_stages
+from planner_searches.problem import Choice, Pipeline
+from planner_searches.stages import best_stages
 
 
 def search(pipeline: Pipeline) -> Choice:

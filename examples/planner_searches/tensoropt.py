@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from moe_ext.planner.searches.optcnn import Point, eliminate
-from moe_ext.planner.searches.problem import Choice, Problem
+from planner_searches.optcnn import Point, eliminate
+from planner_searches.problem import Choice, Problem
 
 
 def keep_frontier(points: Iterable[Point]) -> list[Point]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from moe_ext.planner.searches.problem import Choice, Pipeline
+from planner_searches.problem import Choice, Pipeline
 
 
 def search(pipeline: Pipeline) -> Choice:
