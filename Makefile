@@ -93,7 +93,7 @@ oldest newest:
 
 define test_under
 PYTHONPATH=. $(VENV)-$(1)/bin/python -m moe_ext info --brief
-$(VENV)-$(1)/bin/python -m pytest $(WORKERS) -m compat tests/ops tests/nn tests/distributed tests/compression tests/optim tests/test_cuda_library.py tests/test_runtime_library.py
+$(VENV)-$(1)/bin/python -m pytest $(WORKERS) -m compat tests/ops tests/comm tests/distributed tests/dispatch tests/nn tests/compression tests/optim tests/test_cuda_library.py tests/test_runtime_library.py
 endef
 
 docs: build

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from namespaces import TX_BYTES, answer_jobs
 from torch import Tensor
 
-from moe_ext.distributed import link
+from moe_ext.comm import link
 
 NUM_GRADS = 3
 NUM_COPIES = 15

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from namespaces import answer_jobs
 
-from moe_ext.distributed.link import measure_link
+from moe_ext.comm.link import measure_link
 
 
 class Rank:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import moe_ext
 from moe_ext import MoELayer, ops
+from moe_ext.dispatch import auto
 from moe_ext.distributed import AutoDispatcher
-from moe_ext.distributed.dispatch import auto
 from moe_ext.nn.routers import RouterOutput
 
 ALLTOALL = "alltoall"

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moe_ext.distributed.dispatch.rows import all_to_all_rows
+from moe_ext.dispatch.rows import all_to_all_rows
 from moe_ext.pipeline import Costs, plan_turns
 from moe_ext.pipeline.check import in_flight
 

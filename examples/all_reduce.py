@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moe_ext
+from moe_ext.comm.traffic import record_traffic
 from moe_ext.distributed import count_traffic
-from moe_ext.distributed.traffic import record_traffic
 
 
 def exchange(sent: Tensor, to: int, received: Tensor, source: int) -> None:

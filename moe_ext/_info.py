@@ -9,7 +9,7 @@ import torch
 from moe_ext import _library, _memory, _runtime_library
 from moe_ext._version import __version__
 from moe_ext.attention import libraries
-from moe_ext.distributed.dispatch import deep_ep, nccl_ep, symmetric_memory
+from moe_ext.dispatch import deep_ep, nccl_ep, symmetric_memory
 from moe_ext.ops import grouped_providers
 
 _OPTIONAL = {

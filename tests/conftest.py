@@ -44,7 +44,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # Ranks are forked from a process that has imported these: each would take seconds over them.
 testing.PRELOADED += [
-    *(f"moe_ext.{name}" for name in ("attention", "compression", "distributed", "nn", "optim")),
+    *(f"moe_ext.{name}" for name in ("attention", "compression", "dispatch", "nn", "optim")),
     "torch._dynamo",
     "torch._functorch.aot_autograd",
     "torch.distributed.checkpoint",

@@ -65,24 +65,24 @@ MUTANTS = [
     ),
     Mutant(
         "every process that imports the library has something to do at its exit",
-        "moe_ext/distributed/_exit.py",
+        "moe_ext/comm/at_exit.py",
         "    _waits.append(wait)",
         "    _waits.append(wait)\n    atexit.register(wait, 0.0)",
         "tests/distributed/test_nothing_replaced.py -k one_process",
     ),
     Mutant(
         "the others do not hear of an error at the end of a backward pass",
-        "moe_ext/distributed/own_errors.py",
-        "_c10d.call_after_backward(_BackwardPass(number))",
+        "moe_ext/comm/reports.py",
+        "c10d.call_after_backward(_BackwardPass(number))",
         "torch.autograd.Variable._execution_engine.queue_callback(_BackwardPass(number))",
-        "tests/distributed/test_own_errors.py -k backward_pass_after",
+        "tests/comm/test_reports.py -k backward_pass_after",
     ),
     Mutant(
         "a thread stays traced after an error that came unseen",
-        "moe_ext/distributed/own_errors.py",
+        "moe_ext/comm/reports.py",
         "any(f is caller for f, _ in traceback.walk_stack(frame))",
         "True",
-        "tests/distributed/test_own_errors.py -k debugger",
+        "tests/comm/test_reports.py -k debugger",
     ),
     Mutant(
         "what experts that are a module each owe is of those of other ranks too",
@@ -107,7 +107,7 @@ MUTANTS = [
     ),
     Mutant(
         "a changed option does not travel with the counts",
-        "moe_ext/distributed/dispatch/counts.py",
+        "moe_ext/dispatch/counts.py",
         "graph += _GRAPH_CODES * self._checksum",
         "graph += 0",
         "tests/test_options_over_ranks.py -k change_later",
@@ -128,7 +128,7 @@ MUTANTS = [
     ),
     Mutant(
         "options that change are not compared with the sums of norms",
-        "moe_ext/distributed/agreement.py",
+        "moe_ext/comm/agreement.py",
         "* squares != total * total:",
         "* squares < 0:",
         "tests/test_options_over_ranks.py -k rates_of_shards",
@@ -268,7 +268,7 @@ MUTANTS = [
     ),
     Mutant(
         "columns of one of K, or of no tokens, are not sent as bytes",
-        "moe_ext/distributed/dispatch/hops.py",
+        "moe_ext/dispatch/token_exchange.py",
         "as_bytes(column).view(len(column), width)",
         "column.contiguous().view(torch.uint8)",
         "tests/test_smallest.py -k experts",
@@ -289,10 +289,10 @@ MUTANTS = [
     ),
     Mutant(
         "ranks that are gone are not told to those who do not miss them",
-        "moe_ext/distributed/agreement.py",
+        "moe_ext/comm/agreement.py",
         '"ranks": list(problem.ranks) if isinstance(problem, RankFailureError) else None',
         '"ranks": None',
-        "tests/distributed/test_failures.py -k any_dispatcher",
+        "tests/comm/test_failures.py -k any_dispatcher",
     ),
     Mutant(
         "packed documents count as one sequence",
@@ -304,7 +304,7 @@ MUTANTS = [
     Mutant(
         "the choices of a document are those of this rank's shard",
         "moe_ext/nn/balance/losses.py",
-        'counts_NE = comm.all_reduce_(counts_NE, documents.group, operation="Balance")',
+        'counts_NE = collectives.all_reduce_(counts_NE, documents.group, operation="Balance")',
         "pass",
         "tests/distributed/test_balance_over_ranks.py -k sequences_over_ranks",
     ),
@@ -366,10 +366,10 @@ MUTANTS = [
     ),
     Mutant(
         "a rank that torchrun started trains alone where no process group was made",
-        "moe_ext/distributed/groups.py",
+        "moe_ext/comm/groups.py",
         "int(started) > 1",
         "int(started) > 10",
-        "tests/distributed/test_groups.py",
+        "tests/comm/test_groups.py",
     ),
     Mutant(
         "a checkpoint leaves learning rates to the optimizer that loads",
@@ -464,10 +464,10 @@ MUTANTS = [
     ),
     Mutant(
         "gradients of experts over ranks lack the factor of the mean",
-        "moe_ext/distributed/**/*.py",
+        "moe_ext/dispatch/**/*.py",
         'grad_scale=self.grad_scale,\n            operation=f"{self.operation} {word}"',
         'grad_scale=1.0,\n            operation=f"{self.operation} {word}"',
-        "tests/distributed/test_dispatcher.py tests/distributed/test_gradients.py",
+        "tests/dispatch/test_dispatcher.py tests/distributed/test_gradients.py",
     ),
     Mutant(
         "a step that fails leaves what it wrote",
@@ -710,7 +710,7 @@ MUTANTS = [
         "csrc/runtime/*.cpp",
         "require(0 <= rank && rank < size,",
         "require(0 <= rank && rank <= size,",
-        "tests/distributed/test_ring_exchange.py",
+        "tests/comm/test_ring_exchange.py",
         "_runtime",
     ),
     Mutant(

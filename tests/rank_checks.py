@@ -3,7 +3,7 @@
 import functools
 import traceback
 
-from moe_ext.distributed import failures
+from moe_ext.comm import failures
 from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.testing import spawn_ranks
 

@@ -139,7 +139,7 @@ BY_SYSTEM = {
             "moe_ext/integrations/tutel.py",
             "num_tokens = _largest(num_tokens, self._group.group, idx.device)",
             "pass",
-            "tests/distributed/test_other_libraries.py",
+            "tests/dispatch/test_other_libraries.py",
         ),
     ],
     "DistributedDataParallel": [
@@ -589,19 +589,19 @@ BY_SYSTEM = {
     "Mesh-TensorFlow": [
         (
             "a layout divides the first dimension alone",
-            "moe_ext/distributed/layout.py",
+            "moe_ext/distributed/named_dimensions.py",
             "placements[axis] = Shard(dim)",
             "placements[axis] = Shard(0)",
-            "tests/distributed/test_layout.py -k layouts",
+            "tests/distributed/test_named_dimensions.py -k layouts",
         ),
     ],
     "2-D, 2.5-D, 3-D products (Colossal-AI)": [
         (
             "blocks of a product are divided one way",
-            "moe_ext/distributed/layout.py",
+            "moe_ext/distributed/named_dimensions.py",
             "placements[axis] = Shard(dim)",
             "placements[-1] = Shard(dim)",
-            "tests/distributed/test_layout.py -k dimensions",
+            "tests/distributed/test_named_dimensions.py -k dimensions",
         ),
     ],
     "GSPMD, DTensor": [

@@ -28,8 +28,8 @@ from moe_ext.compression.codecs.chunked import ChunkedTopK
 from moe_ext.compression.codecs.quantized import Outliers, Quantize, Rounded
 from moe_ext.compression.codecs.registry import codec_names
 from moe_ext.compression.codecs.sparse import TopK
-from moe_ext.distributed.dispatch.named import DISPATCHERS
-from moe_ext.distributed.dispatch.wire import ROW_WIRES, WIRES
+from moe_ext.dispatch.by_name import DISPATCHERS
+from moe_ext.dispatch.wire import ROW_WIRES, WIRES
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.integrations import grace
 from moe_ext.nn import routers

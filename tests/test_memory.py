@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ext
-from moe_ext.distributed.dispatch import DispatchMetadata, LocalDispatcher
+from moe_ext.dispatch import DispatchMetadata, LocalDispatcher
 
 PRELUDE = """
 import ctypes, resource, threading, torch, moe_ext

@@ -26,8 +26,8 @@ import moe_ext
 from moe_ext import attention, compression, optim, pipeline, sync
 from moe_ext import distributed as md
 from moe_ext import nn as mn
+from moe_ext.comm.link import Link
 from moe_ext.distributed.dtensor import local_part
-from moe_ext.distributed.link import Link
 from moe_ext.integrations import (
     deepspeed,
     fairscale,
@@ -58,7 +58,7 @@ RANKS = {
 }
 _OURS = "tests/test_options_over_ranks.py"
 _FACADE = f"{_OURS}::facades"
-_LIBRARIES = "tests/distributed/test_gpu_libraries.py"
+_LIBRARIES = "tests/dispatch/test_gpu_libraries.py"
 _DIFFER = f"{_LIBRARIES}::check_options_that_differ_are_refused"
 _SENDS_NOTHING = "the group tells this rank's part, and nothing is sent"
 _COMPARES_NOTHING = "the ranks compare nothing"

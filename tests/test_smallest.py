@@ -19,8 +19,8 @@ from moe_ext._bytes import as_bytes
 from moe_ext.attention import LAYOUTS, ring_attention, shard_sequence, unshard_sequence
 from moe_ext.attention.schemes import SCHEME_NAMES
 from moe_ext.compression.codecs.registry import codec_names, codec_of
-from moe_ext.distributed.dispatch import COMBINES, DISPATCHERS
-from moe_ext.distributed.dispatch.wire import WIRES
+from moe_ext.dispatch import COMBINES, DISPATCHERS
+from moe_ext.dispatch.wire import WIRES
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.nn import Capacity, Rebalance, RowBudget
 from moe_ext.pipeline import SCHEDULES, Costs, Pipeline, make_table, plan_turns

@@ -7,7 +7,7 @@
 namespace moe_ext::runtime {
 namespace {
 
-// Tags of messages that moe_ext/distributed/worker.py sends too, apart from the caller's; the number of the message is
+// Tags of messages that moe_ext/comm/workers.py sends too, apart from the caller's; the number of the message is
 // added.
 constexpr int kTag = 0x6d780000;
 

@@ -5,7 +5,7 @@
 // refuses memory that it fills, and a buffer that it sends from: that is what makes a pair of buffers that take turns
 // safe. State changes only while the GIL is held; an exchange is for one thread at a time.
 //
-// moe_ext/distributed/ring_exchange.py holds the same in Python, for a torch that this module is not built with.
+// moe_ext/comm/ring_exchange.py holds the same in Python, for a torch that this module is not built with.
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 

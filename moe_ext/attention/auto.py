@@ -26,8 +26,8 @@ from moe_ext.attention.masks import (
 )
 from moe_ext.attention.schemes import SCHEMES
 from moe_ext.attention.schemes.base import Scheme, Workload
-from moe_ext.distributed.cost_table import CostTable
-from moe_ext.distributed.dispatch.wire import ROW_WIRES
+from moe_ext.comm.rates import CostTable
+from moe_ext.dispatch.wire import ROW_WIRES
 
 _OP = "choose_scheme"
 # As much as a link of 12 GB/s carries in the 5 us that a message takes to start.

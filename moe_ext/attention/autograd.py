@@ -22,7 +22,7 @@ from moe_ext.attention.block import Keys, accumulation_dtype
 from moe_ext.attention.call import OPERATION, Inputs, Options, agree_on_call, call_of
 from moe_ext.attention.layouts import Grid, Layout
 from moe_ext.attention.schemes.base import Call, Saved
-from moe_ext.distributed.groups import group_of_name, group_size
+from moe_ext.comm.groups import group_of_name, group_size
 from moe_ext.ops.attention import attention_delta, merge_attention_sinks
 from moe_ext.ops.autograd import refuse_second_derivative
 

@@ -51,11 +51,11 @@ from moe_ext.attention.masks import (
 from moe_ext.attention.schemes import SCHEME_NAMES, SCHEMES
 from moe_ext.attention.schemes.base import Call, Workload
 from moe_ext.attention.sharding import check_lengths
-from moe_ext.distributed.agreement import agree
-from moe_ext.distributed.dispatch.wire import ROW_WIRES
-from moe_ext.distributed.failures import known_hosts
-from moe_ext.distributed.groups import group_ranks, group_size
-from moe_ext.distributed.streams import has_streams
+from moe_ext.comm.agreement import agree
+from moe_ext.comm.failures import known_hosts
+from moe_ext.comm.groups import group_ranks, group_size
+from moe_ext.comm.streams import has_streams
+from moe_ext.dispatch.wire import ROW_WIRES
 
 OPERATION = "ring_attention"
 PRECISIONS = ("exact", "fast")

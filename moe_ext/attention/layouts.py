@@ -25,7 +25,7 @@ from moe_ext.attention.masks import (
     check_window,
     rows_of_offsets,
 )
-from moe_ext.distributed.groups import flat_group, group_ranks
+from moe_ext.comm.groups import flat_group, group_ranks
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "per_document", "cost_balanced")
 _BALANCE = 1.01

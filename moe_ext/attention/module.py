@@ -17,7 +17,7 @@ from moe_ext.attention.call import OPERATION, Inputs, Options
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.masks import Offsets, PrefixLen
 from moe_ext.attention.ring_attention import run
-from moe_ext.distributed.groups import GroupHandle
+from moe_ext.comm.groups import GroupHandle
 
 
 class RingAttention(nn.Module):

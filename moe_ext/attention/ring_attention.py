@@ -26,7 +26,7 @@ from moe_ext.attention.call import (
 from moe_ext.attention.checks import message_device
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.masks import Offsets, PrefixLen
-from moe_ext.distributed.agreement import agree
+from moe_ext.comm.agreement import agree
 from moe_ext.ops.autograd import is_transformed, transforms
 
 if TYPE_CHECKING:

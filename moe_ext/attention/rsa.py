@@ -42,9 +42,9 @@ from moe_ext.attention.masks import (
 )
 from moe_ext.attention.sharding import Shards, check_lengths, sum_shards
 from moe_ext.attention.sharding import position_ids as position_ids_of
-from moe_ext.distributed.agreement import agree
-from moe_ext.distributed.groups import GroupHandle, check_group, group_rank
-from moe_ext.distributed.ring_exchange import Buffers, Exchange
+from moe_ext.comm.agreement import agree
+from moe_ext.comm.groups import GroupHandle, check_group, group_rank
+from moe_ext.comm.ring_exchange import Buffers, Exchange
 from moe_ext.nn.torch_state import autocast_dtype, without_autocast
 from moe_ext.ops import routing_uniform
 from moe_ext.ops.attention import document_ids

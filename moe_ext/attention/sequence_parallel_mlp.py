@@ -26,10 +26,10 @@ from moe_ext.attention.sharding import (
     start_all_gather,
     start_reduce_scatter,
 )
-from moe_ext.distributed.agreement import agree
-from moe_ext.distributed.comm import all_reduce_
+from moe_ext.comm.agreement import agree
+from moe_ext.comm.collectives import all_reduce_
+from moe_ext.comm.groups import GroupHandle, check_group, group_rank, group_size
 from moe_ext.distributed.dtensor import local_part
-from moe_ext.distributed.groups import GroupHandle, check_group, group_rank, group_size
 from moe_ext.distributed.placement import Placement, declare_placement, placements
 from moe_ext.distributed.state_dict import full_state_dict
 from moe_ext.nn.expert_activation import (

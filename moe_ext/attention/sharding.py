@@ -20,12 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.attention.layouts import Layout, make_layout, ranks_of
 from moe_ext.attention.masks import Offsets, check_cu_seqlens, check_end, rows_of_offsets
-from moe_ext.distributed import comm
-from moe_ext.distributed.agreement import SummedOptions, agree
-from moe_ext.distributed.comm import Pending
-from moe_ext.distributed.groups import check_group, group_rank, group_ranks, group_size
-from moe_ext.distributed.streams import is_capturing
-from moe_ext.distributed.traffic import record_traffic
+from moe_ext.comm import collectives
+from moe_ext.comm.agreement import SummedOptions, agree
+from moe_ext.comm.collectives import Pending
+from moe_ext.comm.groups import check_group, group_rank, group_ranks, group_size
+from moe_ext.comm.streams import is_capturing
+from moe_ext.comm.traffic import record_traffic
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def start_all_gather(x_L: Tensor, shards: Shards) -> Pending[Tensor]:
     if len(shards.sizes) == 1 or not sum(shards.sizes):
         return Pending.done(x_L)
     sent_M = x_L if shards.is_even else _padded(x_L, max(shards.sizes))
-    gather = comm.start_all_gather(sent_M, shards.group, operation=shards.operation)
+    gather = collectives.start_all_gather(sent_M, shards.group, operation=shards.operation)
     return gather if shards.is_even else gather.then(shards.without_padding)
 
 
@@ -81,7 +81,7 @@ def sum_shards(x_S: Tensor, shards: Shards) -> Tensor:
     record_traffic("reduce_scatter", (sum(sizes) - own) * each * x_S.element_size())
     send, receive = [size * each for size in sizes], [own * each] * len(sizes)
     row = x_S.reshape(-1)
-    row = comm.all_to_all(
+    row = collectives.all_to_all(
         row, group, operation=operation, send=send, receive=receive, counted=False
     )
     found = row.view(len(sizes), own, *x_S.shape[1:])
@@ -99,7 +99,7 @@ def start_reduce_scatter(x_S: Tensor, shards: Shards) -> Pending[Tensor]:
     sent = x_S
     if not shards.is_even:
         sent = torch.cat([_padded(part, max(sizes)) for part in x_S.split(list(sizes))])
-    scatter = comm.start_reduce_scatter(sent, shards.group, operation=shards.operation)
+    scatter = collectives.start_reduce_scatter(sent, shards.group, operation=shards.operation)
     own = sizes[group_rank(shards.group)]
     return scatter if shards.is_even else scatter.then(lambda found_M: found_M[:own])
 
@@ -333,7 +333,7 @@ class _TokenMean(torch.autograd.Function):
             compared.begin()
             compared.now = {"grad_scale": float(scale)}
             sums = torch.cat([sums, compared.marks(sums.dtype, sums.device)])
-        comm.all_reduce_(sums, group, operation="token_mean_loss", counted=False)
+        collectives.all_reduce_(sums, group, operation="token_mean_loss", counted=False)
         if group is not None and compared is not None:
             compared.check([sums[2:]], [[group]])
         ctx.factor, ctx.dtype = scale / sums[1].clamp_min(1.0), loss_sum.dtype

@@ -16,7 +16,7 @@ from moe_ext.attention.checks import message_device, requires
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.masks import PrefixLen
 from moe_ext.attention.ring_attention import ring_attention
-from moe_ext.distributed.agreement import agree
+from moe_ext.comm.agreement import agree
 
 OPERATION = "ring_attention_varlen"
 _require = requires(OPERATION)

@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from moe_ext.comm.collectives import Pending as Reduction
+from moe_ext.comm.link import Link
 from moe_ext.compression.codecs import (
     BlockSparse,
     ChunkedTopK,
@@ -47,8 +49,6 @@ from moe_ext.compression.policy import Policy, parameter_roles
 from moe_ext.compression.pruning import Pruning, prune
 from moe_ext.compression.schedules import ResidualMonitor, Warmup
 from moe_ext.compression.state import CompressionState
-from moe_ext.distributed.comm import Pending as Reduction
-from moe_ext.distributed.link import Link
 
 if TYPE_CHECKING:
     from moe_ext.compression.codecs.powersgd import PowerSGD

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_ext.comm.agreement import agree
 from moe_ext.compression.codecs import Codec, Dense
 from moe_ext.compression.feedback import CodecMemory, FeedbackStore
 from moe_ext.compression.nodes import Levels, Nodes, packing_on
 from moe_ext.compression.options import Options
 from moe_ext.compression.parameters import NamedParameters
-from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.dtensor import local_part
 
 

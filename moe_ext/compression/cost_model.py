@@ -23,12 +23,12 @@ import torch
 from torch.distributed import ProcessGroup
 
 from moe_ext._checks import check_callable, check_kind
+from moe_ext.comm.groups import check_group, group_ranks, group_size, resolve_group
+from moe_ext.comm.link import Link, link_of, max_over_ranks
+from moe_ext.comm.rates import SIZES, CodecRate, CostTable
 from moe_ext.compression.codecs import Codec, codec_of
 from moe_ext.compression.explain import aligned_table
 from moe_ext.compression.probe import MemoryFactory, measured, new_memory, rate_name
-from moe_ext.distributed.cost_table import SIZES, CodecRate, CostTable
-from moe_ext.distributed.groups import check_group, group_ranks, group_size, resolve_group
-from moe_ext.distributed.link import Link, link_of, max_over_ranks
 
 if TYPE_CHECKING:
     from moe_ext.compression.buckets import Bucket

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_ext.comm.agreement import agree, share
+from moe_ext.comm.collectives import all_reduce_
+from moe_ext.comm.groups import group_size
 from moe_ext.compression.reducer import BucketInStep, Reducer
 from moe_ext.compression.state import CompressionState
-from moe_ext.distributed.agreement import agree, share
 from moe_ext.distributed.clipping import clip_grad_norm_
-from moe_ext.distributed.comm import all_reduce_
 from moe_ext.distributed.dtensor import is_dtensor, local_part, with_local
 from moe_ext.distributed.gradients import (
     flat_gradient,
@@ -24,7 +25,6 @@ from moe_ext.distributed.gradients import (
     put_gradients,
     reduced_by_ddp,
 )
-from moe_ext.distributed.groups import group_size
 from moe_ext.distributed.placement import (
     Placement,
     replica_group,

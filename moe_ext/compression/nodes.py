@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_ext.comm import collectives
+from moe_ext.comm.groups import global_rank, group_rank, group_ranks, group_size
 from moe_ext.compression.codecs import Codec
 from moe_ext.compression.collectives.hierarchical import share_in_node, sum_in_node
 from moe_ext.compression.collectives.quantized import shard_numel
 from moe_ext.compression.feedback import Packing, add_at
-from moe_ext.distributed import comm
-from moe_ext.distributed.groups import global_rank, group_rank, group_ranks, group_size
 
 _OPERATION = "CompressionState"
 
@@ -192,8 +192,8 @@ class Nodes:
         local = next(ranks for ranks in nodes.values() if me in ranks)
         place = local.index(me)
         beside = [ranks[place] for ranks in nodes.values()]
-        local_group = comm.local_group(local, group, device)
-        node_group = comm.local_group(beside, group, device) if len(beside) > 1 else None
+        local_group = collectives.local_group(local, group, device)
+        node_group = collectives.local_group(beside, group, device) if len(beside) > 1 else None
         return Levels(local_group, node_group)
 
 

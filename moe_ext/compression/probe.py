@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ext.comm.rates import SIZES, CodecRate, Rehearsal, measure_codec
 from moe_ext.compression.codecs import Codec, codec_names, codec_of
-from moe_ext.distributed.cost_table import SIZES, CodecRate, Rehearsal, measure_codec
 
 REPEATS = 2
 

@@ -21,12 +21,12 @@ from torch.optim.optimizer import (
 from moe_ext import ops
 from moe_ext._checks import check_choice
 from moe_ext._compile import outside_graphs
+from moe_ext.comm import collectives
+from moe_ext.comm.agreement import agree
+from moe_ext.comm.groups import resolve_group
 from moe_ext.compression.codecs.masked import Masked
 from moe_ext.compression.masks import Mask, add_mask, checksum_of, drop_mask, mask_of, masks_of
-from moe_ext.distributed import comm
-from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.dtensor import is_dtensor, local_part, with_local
-from moe_ext.distributed.groups import resolve_group
 from moe_ext.distributed.placement import (
     Placement,
     is_expert_shard,
@@ -326,7 +326,7 @@ def _experts(
     norms_E = torch.stack([w.flatten(1).square().sum(dim=1) for w in weights.values()]).sum(dim=0)
     first, num_local = 0, len(norms_E)
     if place is not None and place.num_parts > 1:
-        norms_E = comm.all_gather(norms_E, place.group, operation=_OP)
+        norms_E = collectives.all_gather(norms_E, place.group, operation=_OP)
         first = place.held.start
     count = max(1, round(density * len(norms_E)))
     marks = _largest(norms_E, count)[first : first + num_local]

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_ext.comm.collectives import Pending
+from moe_ext.comm.failures import naming_failed_ranks
+from moe_ext.comm.groups import group_size
 from moe_ext.compression.buckets import Bucket, Buckets, Part
 from moe_ext.compression.codecs import Codec, Dense
 from moe_ext.compression.collectives.exact import row_sparse_all_reduce
@@ -30,9 +33,6 @@ from moe_ext.compression.norms import (
 )
 from moe_ext.compression.options import Options, Progress
 from moe_ext.compression.report import StepOutcome, StepReport, exchange_reports
-from moe_ext.distributed.comm import Pending
-from moe_ext.distributed.failures import naming_failed_ranks
-from moe_ext.distributed.groups import group_size
 
 # Above this share of the blocks, the sum over ranks, all of them are sent for a while.
 _MOSTLY_FULL = 0.75

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed import ProcessGroup
 
-from moe_ext.distributed.agreement import agree, check_equal_over_ranks, share
-from moe_ext.distributed.groups import group_rank, group_ranks, group_size
+from moe_ext.comm.agreement import agree, check_equal_over_ranks, share
+from moe_ext.comm.groups import group_rank, group_ranks, group_size
 
 # Flags of parameters that go in one number of a message.
 _FLAGS = 62

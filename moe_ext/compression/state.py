@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from moe_ext._checks import check_kind
+from moe_ext.comm.groups import group_rank, group_ranks, group_size, resolve_group
 from moe_ext.compression.buckets import Bucket, Buckets
 from moe_ext.compression.codecs import Codec, Dense, codec_of
 from moe_ext.compression.cost_model import CostModel, CostModels
@@ -23,7 +24,6 @@ from moe_ext.compression.policy import Policy, policy_of
 from moe_ext.compression.reducer import Reducer
 from moe_ext.compression.schedules import ResidualMonitor, Warmup
 from moe_ext.distributed.gradients import reduced_by_ddp
-from moe_ext.distributed.groups import group_rank, group_ranks, group_size, resolve_group
 
 CANDIDATES = ("none", "bf16", "int8", "int4")
 

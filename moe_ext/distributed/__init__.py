@@ -3,29 +3,16 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from moe_ext.comm.failures import RankFailureError, naming_failed_ranks
+from moe_ext.comm.interleaving import run_in_turns
+from moe_ext.comm.traffic import Traffic, count_traffic
 from moe_ext.distributed import checkpoint
 from moe_ext.distributed.clipping import GradScaler, clip_grad_norm_
 from moe_ext.distributed.data_parallel import broadcast_experts, data_parallel, parallelize
-from moe_ext.distributed.dispatch import (
-    AllGatherDispatcher,
-    AllToAllDispatcher,
-    AutoDispatcher,
-    DedupDispatcher,
-    DeepEpDispatcher,
-    DispatchChoice,
-    DispatchMetadata,
-    HierarchicalDispatcher,
-    LocalDispatcher,
-    NcclEpDispatcher,
-    SymmetricMemoryDispatcher,
-    TokenDispatcher,
-    Wire,
-)
-from moe_ext.distributed.failures import RankFailureError, naming_failed_ranks
 from moe_ext.distributed.fsdp import fully_shard
 from moe_ext.distributed.gradients import sync_gradients
-from moe_ext.distributed.layout import layout_placements
 from moe_ext.distributed.mesh import MoEMesh
+from moe_ext.distributed.named_dimensions import layout_placements
 from moe_ext.distributed.placement import (
     Placement,
     declare_placement,
@@ -35,10 +22,23 @@ from moe_ext.distributed.placement import (
 )
 from moe_ext.distributed.sharding_rules import register_sharding_rules
 from moe_ext.distributed.state_dict import full_state_dict, whole_state_dicts
-from moe_ext.distributed.traffic import Traffic, count_traffic
-from moe_ext.distributed.turns import run_in_turns
 
 if TYPE_CHECKING:
+    from moe_ext.dispatch import (
+        AllGatherDispatcher,
+        AllToAllDispatcher,
+        AutoDispatcher,
+        DedupDispatcher,
+        DeepEpDispatcher,
+        DispatchChoice,
+        DispatchMetadata,
+        HierarchicalDispatcher,
+        LocalDispatcher,
+        NcclEpDispatcher,
+        SymmetricMemoryDispatcher,
+        TokenDispatcher,
+        Wire,
+    )
     from moe_ext.integrations.deepspeed_config import from_ds_config
 
 __all__ = [
@@ -87,7 +87,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    # It speaks of optimizers, which stand on this package.
-    if name == "from_ds_config":
-        return importlib.import_module("moe_ext.integrations.deepspeed_config").from_ds_config
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Dispatchers and optimizers stand on this package.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = "integrations.deepspeed_config" if name == "from_ds_config" else "dispatch"
+    return getattr(importlib.import_module(f"moe_ext.{home}"), name)

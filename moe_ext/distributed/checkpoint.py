@@ -22,11 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from moe_ext._bytes import as_bytes
-from moe_ext.distributed import comm
-from moe_ext.distributed.agreement import agree
+from moe_ext.comm import collectives
+from moe_ext.comm.agreement import agree
+from moe_ext.comm.failures import RankFailureError, first_line, naming_failed_ranks
+from moe_ext.comm.groups import is_initialized, resolve_group, small_message_device
 from moe_ext.distributed.dtensor import divided_as, is_dtensor, state_dicts_of_parts
-from moe_ext.distributed.failures import RankFailureError, first_line, naming_failed_ranks
-from moe_ext.distributed.groups import is_initialized, resolve_group, small_message_device
 from moe_ext.distributed.placement import (
     ExpertShards,
     Placement,
@@ -374,7 +374,7 @@ def async_save(
 
     state = _to_save("checkpoint.async_save", path, model, optimizers, extra, options)
     if is_initialized():
-        options.setdefault("process_group", comm.host_group())
+        options.setdefault("process_group", collectives.host_group())
     found: Any = state_dict_saver.async_save(
         state, checkpoint_id=path, no_dist=not is_initialized(), **options
     )

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
-from moe_ext.distributed import comm
-from moe_ext.distributed.agreement import check_equal_over_ranks
+from moe_ext.comm import collectives
+from moe_ext.comm.agreement import check_equal_over_ranks
+from moe_ext.comm.groups import group_size, resolve_group
 from moe_ext.distributed.dtensor import (
     local_part,
     num_shards,
@@ -21,7 +22,6 @@ from moe_ext.distributed.dtensor import (
     without_partials,
 )
 from moe_ext.distributed.gradients import is_synced, mark_synced, was_synced
-from moe_ext.distributed.groups import group_size, resolve_group
 from moe_ext.distributed.placement import known_shard, sharded_parameters
 
 if TYPE_CHECKING:
@@ -178,7 +178,9 @@ def _power_of_norm(
         options = {**options, "number of ranks of a stage of mesh": stage_size}
         told = total.new_tensor([float(unsynced), *map(float, options.values())])
         local = torch.cat([torch.stack([total, parts]), told])
-        rows = comm.all_gather(local[None], world, operation="clip_grad_norm_", counted=False)
+        rows = collectives.all_gather(
+            local[None], world, operation="clip_grad_norm_", counted=False
+        )
         # NOTE: device-to-host sync: clipping by a norm of unsynchronised gradients, or by another
         # one than on other ranks, must not pass.
         any_unsynced, *compared = rows[:, 2:].T.tolist()
@@ -221,7 +223,9 @@ class GradScaler(torch.amp.GradScaler):
         over |= dict.fromkeys(_pipelines[p] for p in held if p in _pipelines)
         for group in over:
             for overflow in found.values():
-                comm.all_reduce_(overflow, group, operation="GradScaler", op="max", counted=False)
+                collectives.all_reduce_(
+                    overflow, group, operation="GradScaler", op="max", counted=False
+                )
         return found
 
 

@@ -21,11 +21,11 @@ from torch.utils.hooks import RemovableHandle
 
 from moe_ext._checks import check_kind
 from moe_ext._compile import outside_graphs
-from moe_ext.distributed import _c10d, comm
-from moe_ext.distributed.agreement import agree
+from moe_ext.comm import c10d, collectives
+from moe_ext.comm.agreement import agree
+from moe_ext.comm.groups import group_ranks, is_initialized, world_size
 from moe_ext.distributed.dtensor import is_dtensor, local_part
 from moe_ext.distributed.gradients import average_gradients, reduction_problem
-from moe_ext.distributed.groups import group_ranks, is_initialized, world_size
 from moe_ext.distributed.placement import (
     Placement,
     known_ranks,
@@ -67,7 +67,7 @@ def broadcast_experts(model: nn.Module) -> None:
         replicas = replica_group(placement.group, parameter.device)
         if replicas is not None:
             part = local_part(parameter.detach())
-            comm.broadcast_(part, replicas, 0, operation="broadcast_experts")
+            collectives.broadcast_(part, replicas, 0, operation="broadcast_experts")
 
 
 def parallelize(model: _Model) -> _Model:
@@ -109,7 +109,7 @@ def parallelize(model: _Model) -> _Model:
     if world_size() == 1:
         return model
     broadcast_experts(model)
-    _c10d.add_ddp_ignored(model, sharded_tensors(model))
+    c10d.add_ddp_ignored(model, sharded_tensors(model))
     if _begin_forward not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_begin_forward)
         model.register_forward_hook(_end_forward, always_call=True)
@@ -201,7 +201,7 @@ class _Averaging:
         if is_new or any(owner._parameters.get(name) is not p for owner, name, p in self._places):
             self._adopt(model, wrapper)
         is_ddp = isinstance(wrapper, DistributedDataParallel)
-        if is_ddp and self._groups and _c10d.expects_uneven_inputs(wrapper):
+        if is_ddp and self._groups and c10d.expects_uneven_inputs(wrapper):
             raise ValueError(
                 f"{_OPERATION}.join: expected as many forward passes on every rank, since ranks "
                 "exchange tokens in each, got a model with parameters that are divided over them; "
@@ -257,7 +257,7 @@ class _Averaging:
             return
         self._ran, self._is_queued = True, False
         self._wants = self._wants or _reduces(wrapper)
-        for tensor in _c10d.output_tensors(output):
+        for tensor in c10d.output_tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: _begin(self))
 
@@ -265,7 +265,7 @@ class _Averaging:
         """Average when the pass that runs has ended."""
         if self._ran and not self._is_queued:
             self._is_queued = True
-            _c10d.call_after_backward(self._end_backward)
+            c10d.call_after_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         self._is_queued = False
@@ -276,7 +276,7 @@ class _Averaging:
         self._ran = self._wants = False
         with torch.no_grad():
             if isinstance(wrapper, DistributedDataParallel):
-                for hook, state in _c10d.ddp_hooks(wrapper):
+                for hook, state in c10d.ddp_hooks(wrapper):
                     if hook in _reduce_with and _reduce_with[hook](wrapper, state):
                         return
             for replicas, parameters in self._groups:
@@ -313,7 +313,7 @@ def _left_whole(
     whole = [p for n, p in named if n not in managed and n not in experts and not is_dtensor(p)]
     if not dense or not whole:
         return []
-    return [(_c10d.flat_group(max(dense, key=lambda mesh: mesh.size())), whole)]
+    return [(c10d.flat_group(max(dense, key=lambda mesh: mesh.size())), whole)]
 
 
 def _reduces(wrapper: nn.Module) -> bool:
@@ -330,7 +330,7 @@ def _wrapper_of(model: nn.Module) -> nn.Module | None:
     """The wrapper that reduces gradients after a pass of a model; None where none does."""
     if not torch.is_grad_enabled():
         return None
-    if (ddp := _c10d.active_ddp() or _c10d.ddp_of_replicate(model)) is not None:
+    if (ddp := c10d.active_ddp() or c10d.ddp_of_replicate(model)) is not None:
         return ddp
     if "torch.distributed.fsdp" not in sys.modules:
         return None
@@ -363,7 +363,7 @@ def _end_forward(model: nn.Module, _inputs: object, output: object) -> None:
         vars(model)[_AVERAGING].end_forward(wrapper, output)
         return
     # Hooks of `replicate` come after those of the model.
-    made = _c10d.ddp_of_replicate(model) if torch.is_grad_enabled() else None
+    made = c10d.ddp_of_replicate(model) if torch.is_grad_enabled() else None
     if made is not None and not any(served for _, served in _running.passes):
         expect_backward(model, made, output)
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_ext.distributed.failures import naming_failed_ranks
-from moe_ext.distributed.groups import global_rank, small_message_device
+from moe_ext.comm.failures import naming_failed_ranks
+from moe_ext.comm.groups import global_rank, small_message_device
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from moe_ext.distributed._c10d import flat_mesh
+from moe_ext.comm.c10d import flat_mesh
+from moe_ext.comm.groups import group_ranks
 from moe_ext.distributed.dtensor import is_dtensor, local_part
-from moe_ext.distributed.groups import group_ranks
 from moe_ext.distributed.mesh import MoEMesh
 from moe_ext.distributed.placement import (
     Placement,

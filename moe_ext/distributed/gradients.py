@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_ext.distributed import _c10d, comm
-from moe_ext.distributed.agreement import agree, check_equal_over_ranks
+from moe_ext.comm import c10d, collectives
+from moe_ext.comm.agreement import agree, check_equal_over_ranks
+from moe_ext.comm.groups import group_size, resolve_group
 from moe_ext.distributed.dtensor import is_dtensor, local_part, placed_as, with_local
-from moe_ext.distributed.groups import group_size, resolve_group
 from moe_ext.distributed.placement import (
     Placement,
     placements,
@@ -179,7 +179,7 @@ def reduced_by_ddp(model: nn.Module) -> set[int]:
     reduced: set[int] = set()
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
-            ignored = _c10d.ddp_ignored(module)
+            ignored = c10d.ddp_ignored(module)
             named = module.module.named_parameters(remove_duplicate=False)
             reduced |= {id(parameter) for name, parameter in named if name not in ignored}
     return reduced
@@ -262,7 +262,7 @@ def average_gradients(group: ProcessGroup | None, parameters: list[nn.Parameter]
             dtype=torch.int32,
             device=parameters[0].device,
         )
-        comm.all_reduce_(present, group, operation="sync_gradients", op="max", counted=False)
+        collectives.all_reduce_(present, group, operation="sync_gradients", op="max", counted=False)
         # NOTE: device-to-host sync: which gradients exist decides what is sent.
         flags = present.tolist()
         pairs = zip(parameters, flags, strict=True)
@@ -311,5 +311,5 @@ def _average_bucket(bucket: list[nn.Parameter], group: ProcessGroup) -> None:
         flat = torch.cat([flat_gradient(parameter) for parameter in bucket])
         # Before the sum, so that the sum of many float16 gradients does not overflow.
         flat.div_(group_size(group))
-        comm.all_reduce_(flat, group, operation="sync_gradients")
+        collectives.all_reduce_(flat, group, operation="sync_gradients")
         put_gradients(bucket, flat)

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext._compile import outside_graphs
-from moe_ext.distributed import comm
-from moe_ext.distributed.agreement import share
+from moe_ext.comm import collectives
+from moe_ext.comm.agreement import share
+from moe_ext.comm.failures import naming_failed_ranks
+from moe_ext.comm.groups import GroupHandle, group_rank, group_ranks, group_size, resolve_group
 from moe_ext.distributed.dtensor import (
     divided_as,
     dtensor_of,
@@ -39,14 +41,6 @@ from moe_ext.distributed.dtensor import (
     shard_of,
     unflattened,
     with_local,
-)
-from moe_ext.distributed.failures import naming_failed_ranks
-from moe_ext.distributed.groups import (
-    GroupHandle,
-    group_rank,
-    group_ranks,
-    group_size,
-    resolve_group,
 )
 
 if TYPE_CHECKING:
@@ -836,7 +830,7 @@ def replica_group(group: ProcessGroup, device: torch.device) -> ProcessGroup | N
         )
     grid = [[rank for _, rank in row] for row in members]
     columns = [list(column) for column in zip(*grid, strict=True)] if len(grid) > 1 else []
-    declare_replicas(group, comm.subgroups(columns), grid)
+    declare_replicas(group, collectives.subgroups(columns), grid)
     return _replica_groups[group]
 
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moe_ext._checks import check_kind
-from moe_ext.distributed.agreement import meet
+from moe_ext.comm.agreement import meet
+from moe_ext.comm.groups import global_rank
 from moe_ext.distributed.dtensor import (
     divided_as,
     is_dtensor,
@@ -26,7 +27,6 @@ from moe_ext.distributed.dtensor import (
     local_part,
     state_dicts_of_parts,
 )
-from moe_ext.distributed.groups import global_rank
 from moe_ext.distributed.placement import (
     Placement,
     check_known,

@@ -15,14 +15,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
-from moe_ext.distributed import comm
-from moe_ext.distributed.groups import (
-    GroupHandle,
-    group_rank,
-    group_size,
-    resolve_group,
-    world_size,
-)
+from moe_ext.comm import collectives
+from moe_ext.comm.groups import GroupHandle, group_rank, group_size, resolve_group, world_size
 from moe_ext.distributed.mesh import MoEMesh
 from moe_ext.distributed.placement import Placement, declare_placement
 from moe_ext.nn.moe_layer import MoELayer
@@ -247,7 +241,7 @@ def slots_with_room_on_all_ranks(
         return slots_with_room(topk_idx_TK, num_experts, capacity)
     assert group is not None
     own_E = counts_of(topk_idx_TK, num_experts)
-    counts_PE = comm.all_gather(own_E[None], group, operation="capacity of the experts")
+    counts_PE = collectives.all_gather(own_E[None], group, operation="capacity of the experts")
     before_E = counts_PE[: group_rank(group)].sum(0)
     return slots_with_own_room(topk_idx_TK, num_experts, (capacity - before_E).clamp(min=0))
 

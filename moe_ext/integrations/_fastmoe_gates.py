@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
-from moe_ext.distributed.groups import GroupHandle
+from moe_ext.comm.groups import GroupHandle
 from moe_ext.integrations._base import (
     Gate,
     counts_of,

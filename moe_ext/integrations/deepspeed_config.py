@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from moe_ext.comm.groups import world_size
 from moe_ext.distributed.clipping import GradScaler
-from moe_ext.distributed.groups import world_size
 from moe_ext.distributed.mesh import MoEMesh
 from moe_ext.distributed.placement import expert_param_groups
 from moe_ext.optim import LAMB, OneBitAdam, OneBitLamb, ZeroOneAdam

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
-from moe_ext.distributed.groups import check_group, group_size
+from moe_ext.comm.groups import check_group, group_size
 from moe_ext.integrations._base import (
     RenamedLayer,
     activate,

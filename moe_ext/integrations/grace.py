@@ -33,12 +33,12 @@ from torch.distributed import ProcessGroup
 
 from moe_ext._bytes import as_bytes
 from moe_ext._checks import check_choice
+from moe_ext.comm.agreement import agree, is_nonfinite, options_of
+from moe_ext.comm.collectives import all_gather, all_reduce_
+from moe_ext.comm.failures import naming_failed_ranks
+from moe_ext.comm.groups import global_rank, group_size, resolve_group
 from moe_ext.compression.codecs.powersgd import PowerSGD
 from moe_ext.compression.feedback import CodecMemory, FeedbackStore
-from moe_ext.distributed.agreement import agree, is_nonfinite, options_of
-from moe_ext.distributed.comm import all_gather, all_reduce_
-from moe_ext.distributed.failures import naming_failed_ranks
-from moe_ext.distributed.groups import global_rank, group_size, resolve_group
 from moe_ext.ops.quantize import dequantize_blockwise, quantize_blockwise
 from moe_ext.ops.topk import threshold_compress_, topk_compress_
 

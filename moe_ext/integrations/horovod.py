@@ -30,11 +30,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer
 
-from moe_ext.distributed import sync_gradients
-from moe_ext.distributed.comm import all_gather, all_reduce_, gather_objects
-from moe_ext.distributed.comm import broadcast_ as _send
-from moe_ext.distributed.dtensor import is_dtensor
-from moe_ext.distributed.groups import (
+from moe_ext.comm.collectives import all_gather, all_reduce_, gather_objects
+from moe_ext.comm.collectives import broadcast_ as _send
+from moe_ext.comm.groups import (
     global_rank,
     is_initialized,
     join_processes,
@@ -42,6 +40,8 @@ from moe_ext.distributed.groups import (
     resolve_group,
     world_size,
 )
+from moe_ext.distributed import sync_gradients
+from moe_ext.distributed.dtensor import is_dtensor
 
 __all__ = [
     "Adasum",

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from moe_ext.comm.agreement import agree
+from moe_ext.comm.groups import resolve_group
 from moe_ext.distributed import GradScaler, clip_grad_norm_, parallelize, whole_state_dicts
-from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.data_parallel import expect_backward
-from moe_ext.distributed.groups import resolve_group
 from moe_ext.distributed.placement import sharded_parameters
 
 __all__ = ["ExpertParallel", "FabricExpertParallel"]

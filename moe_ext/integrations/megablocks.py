@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_ext import ops
 from moe_ext._checks import check_numbers_of_fields
+from moe_ext.comm.groups import group_rank, group_size
 from moe_ext.distributed.dtensor import local_part
-from moe_ext.distributed.groups import group_rank, group_size
 from moe_ext.integrations._base import (
     Gate,
     RenamedLayer,

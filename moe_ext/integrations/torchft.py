@@ -38,10 +38,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from moe_ext.distributed.agreement import agree
+from moe_ext.comm.agreement import agree
+from moe_ext.comm.groups import resolve_group, world_size
 from moe_ext.distributed.dtensor import local_part, with_local
 from moe_ext.distributed.gradients import fingerprint, is_synced, mark_synced
-from moe_ext.distributed.groups import resolve_group, world_size
 from moe_ext.distributed.placement import sharded_parameters
 from moe_ext.nn.model_layers import moe_layers
 from moe_ext.optim import OneBitAdam, OneBitLamb, ZeroOneAdam

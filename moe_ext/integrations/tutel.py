@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
-from moe_ext.distributed import comm
-from moe_ext.distributed.groups import GroupHandle, check_group, group_size
+from moe_ext.comm import collectives
+from moe_ext.comm.groups import GroupHandle, check_group, group_size
 from moe_ext.integrations._base import (
     Gate,
     RenamedLayer,
@@ -297,7 +297,7 @@ def _largest(value: int, group: ProcessGroup | None, device: torch.device) -> in
     if group is None:
         return value
     largest = torch.tensor(value, device=device)
-    return int(comm.all_reduce_(largest, group, operation="tutel.moe_layer", op="max"))
+    return int(collectives.all_reduce_(largest, group, operation="tutel.moe_layer", op="max"))
 
 
 def _cv_squared(x_E: Tensor) -> Tensor:

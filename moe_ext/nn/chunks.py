@@ -15,13 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from moe_ext._compile import outside_graphs
-from moe_ext.distributed.dispatch import (
-    Chunk,
-    DispatchMetadata,
-    TokenDispatcher,
-    sum_dtype,
-    take_part,
-)
+from moe_ext.dispatch import Chunk, DispatchMetadata, TokenDispatcher, sum_dtype, take_part
 from moe_ext.nn.experts import check_results, take_weights
 from moe_ext.nn.torch_state import autocast_dtype
 

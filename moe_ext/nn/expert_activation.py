@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from moe_ext import ops
 from moe_ext._checks import check_numbers
-from moe_ext.distributed.dispatch import RowWeights
+from moe_ext.dispatch import RowWeights
 from moe_ext.ops.autograd import refuse_second_derivative
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu")

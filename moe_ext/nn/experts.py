@@ -16,14 +16,9 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext._checks import check_choice, check_numbers, check_sizes
-from moe_ext.distributed.dispatch import (
-    DispatchMetadata,
-    LocalDispatcher,
-    RowWeights,
-    TokenDispatcher,
-)
+from moe_ext.comm.groups import GroupHandle, check_group, group_rank, group_size
+from moe_ext.dispatch import DispatchMetadata, LocalDispatcher, RowWeights, TokenDispatcher
 from moe_ext.distributed.dtensor import is_fsdp, local_part
-from moe_ext.distributed.groups import GroupHandle, check_group, group_rank, group_size
 from moe_ext.distributed.placement import (
     ExpertShards,
     Placement,

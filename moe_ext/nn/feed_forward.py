@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext._checks import check_numbers, check_sizes
-from moe_ext.distributed.dispatch.rows import all_to_all_rows
+from moe_ext.comm.groups import group_rank
+from moe_ext.dispatch.rows import all_to_all_rows
 from moe_ext.distributed.dtensor import is_dtensor
-from moe_ext.distributed.groups import group_rank
 from moe_ext.nn.expert_activation import Activation, resolve_activation, run_activation
 
 

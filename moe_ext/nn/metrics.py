@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_ext.distributed import comm
-from moe_ext.distributed.groups import check_group, group_size
+from moe_ext.comm import collectives
+from moe_ext.comm.groups import check_group, group_size
 from moe_ext.nn.layer_metrics import LayerMetrics, Metric
 from moe_ext.nn.model_layers import moe_layers
 
@@ -42,7 +42,7 @@ def reduce_metrics(metrics: Mapping[str, Tensor], group: ProcessGroup | None) ->
         return LayerMetrics(entries)
     # float64 holds counts exactly, so that one message does.
     packed = torch.cat([value.reshape(-1).double() for value in whole.values()])
-    comm.all_reduce_(packed, group, operation="reduce_metrics")
+    collectives.all_reduce_(packed, group, operation="reduce_metrics")
     parts = packed.split([value.numel() for value in whole.values()])
     for (name, value), part in zip(whole.items(), parts, strict=True):
         if value.is_floating_point():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext._compile import outside_graphs
-from moe_ext.distributed.groups import GroupHandle, check_group, group_rank, group_size
+from moe_ext.comm.groups import GroupHandle, check_group, group_rank, group_size
 from moe_ext.distributed.placement import Placement, declare_placement
 from moe_ext.nn.experts import local_experts
 

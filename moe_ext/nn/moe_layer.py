@@ -28,9 +28,11 @@ from moe_ext._checks import (
 )
 from moe_ext._compile import outside_graphs
 from moe_ext.attention.masks import Offsets
-from moe_ext.distributed import debugging
-from moe_ext.distributed.agreement import agree, option_names, options_of, told_option
-from moe_ext.distributed.dispatch import (
+from moe_ext.comm import debugging
+from moe_ext.comm.agreement import agree, option_names, options_of, told_option
+from moe_ext.comm.failures import in_layer
+from moe_ext.comm.groups import check_group, group_size, small_message_device
+from moe_ext.dispatch import (
     DISPATCHERS,
     AutoDispatcher,
     Chunk,
@@ -46,8 +48,6 @@ from moe_ext.distributed.dispatch import (
     telling_in_agreement,
 )
 from moe_ext.distributed.dtensor import is_fsdp
-from moe_ext.distributed.failures import in_layer
-from moe_ext.distributed.groups import check_group, group_size, small_message_device
 from moe_ext.distributed.placement import declare_experts, shards_of_experts
 from moe_ext.nn.balance.counts import CountingModule, StepCounts, add_once
 from moe_ext.nn.balance.losses import (

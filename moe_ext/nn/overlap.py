@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_ext.distributed.dispatch import DispatchMetadata, Part, TokenDispatcher
+from moe_ext.dispatch import DispatchMetadata, Part, TokenDispatcher
 from moe_ext.nn.experts import check_results, late_weights, run_experts, take_weights
 
 

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from moe_ext._checks import check_numbers
 from moe_ext.attention import Layout, RingAttention
 from moe_ext.attention.sharding import document_ids
-from moe_ext.distributed.groups import group_size
+from moe_ext.comm.groups import group_size
 from moe_ext.nn.moe_layer import MoELayer
 
 

@@ -15,8 +15,8 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer
 
 from moe_ext._checks import check_numbers
+from moe_ext.comm.groups import group_ranks
 from moe_ext.distributed.dtensor import is_dtensor
-from moe_ext.distributed.groups import group_ranks
 from moe_ext.distributed.placement import known_shard
 from moe_ext.distributed.state_dict import take_states
 

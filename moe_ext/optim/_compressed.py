@@ -16,17 +16,11 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
 from moe_ext._compile import outside_graphs
-from moe_ext.distributed.agreement import agree, is_nonfinite
-from moe_ext.distributed.comm import all_reduce_
+from moe_ext.comm.agreement import agree, is_nonfinite
+from moe_ext.comm.collectives import all_reduce_
+from moe_ext.comm.groups import check_group, group_rank, group_ranks, group_size, resolve_group
 from moe_ext.distributed.dtensor import local_part, sharding_groups
 from moe_ext.distributed.gradients import fingerprint
-from moe_ext.distributed.groups import (
-    check_group,
-    group_rank,
-    group_ranks,
-    group_size,
-    resolve_group,
-)
 from moe_ext.distributed.state_dict import show_states, take_states
 from moe_ext.optim._arguments import (
     CheckedOptimizer,

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_ext.comm.collectives import all_reduce_
+from moe_ext.comm.groups import group_rank, group_size
 from moe_ext.compression import CodecMemory, shard_numel
 from moe_ext.compression.collectives.coding import QuantizedCoding
 from moe_ext.compression.collectives.padding import PartialBlocks, padded_all_reduce_
 from moe_ext.compression.collectives.quantized import States, start_all_reduce
 from moe_ext.compression.feedback import Packing
-from moe_ext.distributed.comm import all_reduce_
-from moe_ext.distributed.groups import group_rank, group_size
 
 
 def mean_over_ranks(

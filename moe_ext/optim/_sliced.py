@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext._compile import outside_graphs
-from moe_ext.distributed.agreement import SummedOptions, told_option
-from moe_ext.distributed.comm import all_reduce_
+from moe_ext.comm.agreement import SummedOptions, told_option
+from moe_ext.comm.collectives import all_reduce_
+from moe_ext.comm.groups import small_message_device
+from moe_ext.comm.streams import has_streams
 from moe_ext.distributed.dtensor import is_dtensor, local_part, sharding_groups
-from moe_ext.distributed.groups import small_message_device
 from moe_ext.distributed.placement import known_shard
 from moe_ext.distributed.state_dict import take_states
-from moe_ext.distributed.streams import has_streams
 from moe_ext.optim._arguments import (
     CheckedOptimizer,
     Trained,

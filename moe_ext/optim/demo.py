@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext._bytes import as_bytes
+from moe_ext.comm.agreement import agree, checksum, is_nonfinite
+from moe_ext.comm.collectives import all_reduce_
+from moe_ext.comm.groups import group_size, resolve_group, small_message_device
 from moe_ext.compression.codecs.chunked import ChunkedTopK
 from moe_ext.compression.feedback import CodecMemory
-from moe_ext.distributed.agreement import agree, checksum, is_nonfinite
-from moe_ext.distributed.comm import all_reduce_
 from moe_ext.distributed.dtensor import dtensor_of, is_dtensor, local_part, mesh_of, shard_of
 from moe_ext.distributed.gradients import fingerprint
-from moe_ext.distributed.groups import group_size, resolve_group, small_message_device
 from moe_ext.distributed.state_dict import OF_RANKS
 from moe_ext.optim._arguments import CheckedOptimizer, divided_within, is_own_part, label
 

@@ -19,14 +19,14 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer
 
 from moe_ext._checks import check_integer, check_kind
+from moe_ext.comm.agreement import agree, checksum, is_nonfinite
+from moe_ext.comm.collectives import Pending
+from moe_ext.comm.groups import group_ranks, group_size, resolve_group, small_message_device
 from moe_ext.compression.codecs import Codec, PayloadCodec, codec_of
 from moe_ext.compression.codecs.chunked import ChunkedTopK
 from moe_ext.compression.feedback import CodecMemory
-from moe_ext.distributed.agreement import agree, checksum, is_nonfinite
-from moe_ext.distributed.comm import Pending
 from moe_ext.distributed.dtensor import is_dtensor, local_part, with_local
 from moe_ext.distributed.gradients import fingerprint
-from moe_ext.distributed.groups import group_ranks, group_size, resolve_group, small_message_device
 from moe_ext.distributed.placement import Placement, placements, replica_group
 from moe_ext.optim._arguments import divided_within
 from moe_ext.optim.muon import Muon

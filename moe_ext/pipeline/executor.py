@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext._checks import check_kind
-from moe_ext.distributed import agreement
+from moe_ext.comm import agreement
+from moe_ext.comm.groups import check_group, group_rank, group_ranks, group_size
+from moe_ext.comm.interleaving import pass_turn, run_in_turns
+from moe_ext.comm.point_to_point import Message, PointToPoint
+from moe_ext.comm.reports import telling
+from moe_ext.comm.traffic import not_counted
 from moe_ext.distributed.clipping import is_scaled_alike, note_stage
-from moe_ext.distributed.groups import check_group, group_rank, group_ranks, group_size
-from moe_ext.distributed.own_errors import telling
-from moe_ext.distributed.point_to_point import Message, PointToPoint
-from moe_ext.distributed.traffic import not_counted
-from moe_ext.distributed.turns import pass_turn, run_in_turns
 from moe_ext.nn.model_layers import set_loss_scale
 from moe_ext.nn.torch_state import autocast_dtype
 from moe_ext.pipeline.check import check_table, kept_versions, updates_of

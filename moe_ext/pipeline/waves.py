@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext._checks import check_sizes
-from moe_ext.distributed.agreement import agree
-from moe_ext.distributed.comm import Pending, start_all_reduce_
+from moe_ext.comm.agreement import agree
+from moe_ext.comm.collectives import Pending, start_all_reduce_
+from moe_ext.comm.groups import check_group
 from moe_ext.distributed.gradients import fingerprint
-from moe_ext.distributed.groups import check_group
 
 
 class WaveUpdates:

@@ -1,6 +1,6 @@
 """Plans of training: sizes of models, rates of processors, and the placement that takes least."""
 
-from moe_ext.distributed.cost_table import CodecRate, CostTable
+from moe_ext.comm.rates import CodecRate, CostTable
 from moe_ext.planner.applied import Applied
 from moe_ext.planner.cluster import CLUSTERS, ClusterSpec, Host, Level
 from moe_ext.planner.cost import CostModel, Job, exchange_bytes, gradient_bytes

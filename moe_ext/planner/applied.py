@@ -12,12 +12,13 @@ from torch.optim import Optimizer
 
 from moe_ext.attention import choose_scheme, prepare_model
 from moe_ext.attention.huggingface.prepare import SharedSequences
+from moe_ext.comm import agreement
+from moe_ext.comm.groups import group_size
 from moe_ext.compression import Codec, CompressionState, Dense, Policy, compress_gradients
-from moe_ext.distributed import MoEMesh, agreement, fully_shard, sync_gradients
-from moe_ext.distributed.dispatch.wire import LOSSLESS
+from moe_ext.dispatch.wire import LOSSLESS
+from moe_ext.distributed import MoEMesh, fully_shard, sync_gradients
 from moe_ext.distributed.dtensor import is_dtensor, local_part
 from moe_ext.distributed.gradients import gradient_buckets
-from moe_ext.distributed.groups import group_size
 from moe_ext.distributed.placement import sharded_parameters
 from moe_ext.nn.experts import slots_of_shards
 from moe_ext.optim import CPUAdamW, DiLoCo, SparseLoCo

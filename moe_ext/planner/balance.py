@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_ext import ops
-from moe_ext.distributed.link import Link
+from moe_ext.comm.link import Link
 from moe_ext.nn.balance.moved import moving_pays
 
 # Rows of a pass, for whole numbers of them.

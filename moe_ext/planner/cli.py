@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from moe_ext.distributed.cost_table import CostTable
+from moe_ext.comm.rates import CostTable
 from moe_ext.planner.cluster import ClusterSpec
 from moe_ext.planner.plan import plan
 from moe_ext.planner.profile import measure_cluster

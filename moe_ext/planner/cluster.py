@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moe_ext._checks import check_fields
-from moe_ext.distributed.cost_table import CostTable
+from moe_ext.comm.rates import CostTable
 
 
 @dataclass(frozen=True)

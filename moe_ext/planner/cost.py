@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from moe_ext._checks import check_choice, check_fields
+from moe_ext.comm.collectives import all_reduce_bytes
+from moe_ext.comm.link import Link
 from moe_ext.compression import codec_of
-from moe_ext.distributed.comm import all_reduce_bytes
-from moe_ext.distributed.dispatch.auto import DispatchShape, expected_ranks
-from moe_ext.distributed.dispatch.base import sum_dtype
-from moe_ext.distributed.dispatch.wire import LOSSLESS, Wire, sent_row_bytes
-from moe_ext.distributed.link import Link
+from moe_ext.dispatch.auto import DispatchShape, expected_ranks
+from moe_ext.dispatch.base import sum_dtype
+from moe_ext.dispatch.wire import LOSSLESS, Wire, sent_row_bytes
 from moe_ext.ops.quantize import row_bytes
 from moe_ext.planner.balance import Loads, balanced, moves_of
 from moe_ext.planner.cluster import ClusterSpec

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_ext.comm.collectives import gather_objects
+from moe_ext.comm.groups import group_rank, group_size
+from moe_ext.comm.link import link_of, max_over_ranks, seconds_of
+from moe_ext.comm.rates import CostTable
 from moe_ext.distributed import MoEMesh, fully_shard, sync_gradients
-from moe_ext.distributed.comm import gather_objects
-from moe_ext.distributed.cost_table import CostTable
-from moe_ext.distributed.groups import group_rank, group_size
-from moe_ext.distributed.link import link_of, max_over_ranks, seconds_of
 from moe_ext.nn import MoELayer
 from moe_ext.planner.cluster import ClusterSpec, Level
 from moe_ext.planner.cost import CostModel, Job

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import torch
 
 from moe_ext import ops
+from moe_ext.comm.rates import Rehearsal
 from moe_ext.compression import codec_of
 from moe_ext.compression.probe import rehearsal_of
-from moe_ext.distributed.cost_table import Rehearsal
-from moe_ext.distributed.dispatch.wire import LOSSLESS, ROW_WIRES
+from moe_ext.dispatch.wire import LOSSLESS, ROW_WIRES
 
 # Elements of a row that is measured.
 DIM = 1024

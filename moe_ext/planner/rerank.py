@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from moe_ext.distributed.groups import group_size
-from moe_ext.distributed.link import max_over_ranks, seconds_of
+from moe_ext.comm.groups import group_size
+from moe_ext.comm.link import max_over_ranks, seconds_of
 from moe_ext.planner.applied import Applied, rounds_of
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_ext.distributed.dispatch.wire import LOSSLESS
+from moe_ext.dispatch.wire import LOSSLESS
 from moe_ext.planner.cost import (
     BALANCES,
     CHUNKS,

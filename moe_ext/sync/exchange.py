@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_ext.distributed import comm
-from moe_ext.distributed.agreement import agree
-from moe_ext.distributed.groups import group_size, small_message_device
+from moe_ext.comm import collectives
+from moe_ext.comm.agreement import agree
+from moe_ext.comm.groups import group_size, small_message_device
 from moe_ext.sync.encoder import DeltaEncoder
 from moe_ext.sync.receiver import DeltaReceiver
 from moe_ext.sync.update import Update
@@ -62,7 +62,7 @@ def sync_weights(
     now = {versions[source] for source in sources}
     if len(now) > 1:
         raise ValueError(f"{_OP}: expected encoders of one version, got versions {sorted(now)}")
-    chains = comm.gather_objects(end.chain, group, operation=_OP)
+    chains = collectives.gather_objects(end.chain, group, operation=_OP)
     chain = "+".join(chains[source] for source in sources)
     receivers = [r for r in range(group_size(group)) if r not in sources]
     oldest = min((versions[r] for r in receivers if chains[r] == chain), default=-1)
@@ -73,7 +73,7 @@ def sync_weights(
     for source in sources:
         mine = end.since(oldest) if rank == source and isinstance(end, DeltaEncoder) else []
         count = torch.tensor([len(mine)], dtype=torch.int64, device=device)
-        comm.broadcast_(count, group, source, operation=_OP)
+        collectives.broadcast_(count, group, source, operation=_OP)
         packets.append(
             [_broadcast(u.to_bytes(), group, source, device) for u in mine]
             or [_broadcast(None, group, source, device) for _ in range(int(count))]
@@ -107,8 +107,8 @@ def _broadcast(
     data: Tensor | None, group: ProcessGroup, source: int, device: torch.device
 ) -> Tensor:
     size = torch.tensor([0 if data is None else data.numel()], dtype=torch.int64, device=device)
-    comm.broadcast_(size, group, source, operation=_OP)
+    collectives.broadcast_(size, group, source, operation=_OP)
     room = torch.empty(int(size), dtype=torch.uint8, device=device)
     if data is not None:
         room.copy_(data)
-    return comm.broadcast_(room, group, source, operation=_OP).cpu()
+    return collectives.broadcast_(room, group, source, operation=_OP).cpu()

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from moe_ext.attention import ring_attention, shard_sequence
 from moe_ext.attention.layouts import ranks_of
-from moe_ext.distributed._c10d import ALL_GATHER
-from moe_ext.distributed.ring_exchange import Exchange
+from moe_ext.comm.c10d import ALL_GATHER
+from moe_ext.comm.ring_exchange import Exchange
 
 
 def visible(seq_len, is_causal=False, window=None, cu_seqlens=None, prefix_len=None):

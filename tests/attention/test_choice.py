@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from moe_ext.attention import choose_scheme
 from moe_ext.attention.schemes.ring import Circuit, plan_paths
-from moe_ext.distributed.cost_table import CostTable
-from moe_ext.distributed.link import Link
+from moe_ext.comm.link import Link
+from moe_ext.comm.rates import CostTable
 
 LLAMA = {"batch": 1, "heads": 32, "kv_heads": 8, "dim": 128, "is_causal": True}
 

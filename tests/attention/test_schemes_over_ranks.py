@@ -32,7 +32,8 @@ from moe_ext.attention.block import KeysForm
 from moe_ext.attention.layouts import even_grid
 from moe_ext.attention.schemes import SCHEMES, ring
 from moe_ext.attention.schemes.base import Call, Workload
-from moe_ext.distributed import RankFailureError, agreement
+from moe_ext.comm import agreement
+from moe_ext.distributed import RankFailureError
 from moe_ext.testing import spawn_ranks
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-11}

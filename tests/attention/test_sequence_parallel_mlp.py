@@ -23,12 +23,12 @@ from moe_ext.attention import (
     sequence_parallel_mlp,
     shard_sequence,
 )
+from moe_ext.comm.c10d import ALL_GATHER, REDUCE_SCATTER
 from moe_ext.distributed import (
     clip_grad_norm_,
     count_traffic,
     sync_gradients,
 )
-from moe_ext.distributed._c10d import ALL_GATHER, REDUCE_SCATTER
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.nn.feed_forward import FeedForward
 from moe_ext.testing import spawn_ranks

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from rank_checks import assert_passed, run_checks
 
 from moe_ext import _runtime_library
+from moe_ext.comm.workers import Messages
 from moe_ext.compression import shard_numel
-from moe_ext.distributed.worker import Messages
 from moe_ext.ops import dequantize_blockwise, quantize_blockwise
 from moe_ext.testing import spawn_ranks
 

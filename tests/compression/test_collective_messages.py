@@ -17,6 +17,7 @@ from collective_checks import (
     skip_unless_built,
 )
 
+from moe_ext.comm import workers
 from moe_ext.compression import (
     quantized_all_gather,
     quantized_all_reduce_,
@@ -24,7 +25,7 @@ from moe_ext.compression import (
     shard_numel,
 )
 from moe_ext.compression.collectives import quantized
-from moe_ext.distributed import RankFailureError, count_traffic, worker
+from moe_ext.distributed import RankFailureError, count_traffic
 from moe_ext.testing import spawn_ranks
 
 check = ChecksOfSizes()
@@ -40,7 +41,7 @@ def messages_may_be_awaited_in_any_order(rank, size):
     numel = 300_000
     given = torch.full((numel,), float(rank))
     row, sent = given.view(torch.uint8), []
-    messages = worker.Messages(dist.group.WORLD, lambda *told: sent.append(told))
+    messages = workers.Messages(dist.group.WORLD, lambda *told: sent.append(told))
     gathered = [messages.ask(4 * numel, row) for _ in range(3)]
     exchanged = messages.ask(4 * numel // size, row)
     messages.all_to_all(exchanged, row)
@@ -63,7 +64,7 @@ def messages_may_be_awaited_in_any_order(rank, size):
 
 @check(2)
 def no_memory_is_new_in_a_second_step(rank, size):
-    module = worker._compiled()
+    module = workers._compiled()
     if module is None:
         return
     x, residual = of_rank(rank, 100_000), torch.zeros(100_000)
@@ -172,7 +173,7 @@ def dying(rank, path, async_op):
             os.kill(os.getpid(), signal.SIGKILL)
 
     if rank == 1:
-        worker.record_traffic = killing
+        workers.record_traffic = killing
     try:
         with count_traffic():
             done = call(validate=False)

@@ -18,6 +18,7 @@ from collective_checks import (
     whole_numbers,
 )
 
+from moe_ext.comm.traffic import count_traffic
 from moe_ext.compression import (
     Reduction,
     SplitRegions,
@@ -40,7 +41,6 @@ from moe_ext.compression.collectives.quantized import (
     start_reduce_scatter,
 )
 from moe_ext.compression.collectives.sparse import SparseLayout, start_gather_sum
-from moe_ext.distributed.traffic import count_traffic
 from moe_ext.ops import (
     nonzero_blocks,
     threshold_compress_,

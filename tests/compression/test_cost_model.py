@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_ext.comm.link import Link
+from moe_ext.comm.rates import SIZES, CodecRate, CostTable
 from moe_ext.compression import Quantize, codec_of, probe
 from moe_ext.compression.cost_model import (
     HYSTERESIS,
@@ -14,8 +16,6 @@ from moe_ext.compression.cost_model import (
     TRIAL_TURNS,
     CostModel,
 )
-from moe_ext.distributed.cost_table import SIZES, CodecRate, CostTable
-from moe_ext.distributed.link import Link
 from moe_ext.testing import spawn_ranks
 
 NUMEL = 2**20

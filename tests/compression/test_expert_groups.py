@@ -8,10 +8,10 @@ from torch import nn
 
 import moe_ext
 from moe_ext import distributed as md
+from moe_ext.comm.link import _links
 from moe_ext.compression import CompressionState, Link, Policy, compress_gradients
 from moe_ext.compression.cost_model import CostModel
 from moe_ext.distributed.dtensor import local_part
-from moe_ext.distributed.link import _links
 from moe_ext.distributed.placement import replica_group
 from moe_ext.testing import spawn_ranks
 

@@ -20,6 +20,7 @@ from hook_models import (
 from rank_checks import Checks
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_ext.comm.link import Link
 from moe_ext.compression import (
     CompressionState,
     CostModel,
@@ -33,7 +34,6 @@ from moe_ext.compression import (
 )
 from moe_ext.compression.cost_model import TIMED_EVERY, TRIAL_TURNS
 from moe_ext.distributed import RankFailureError
-from moe_ext.distributed.link import Link
 from moe_ext.testing import spawn_ranks
 
 

@@ -13,6 +13,9 @@ from collective_checks import ChecksOfSizes, assert_same_on_all_ranks, of_rank
 from fsdp_checks import assert_same, train, weights, wrapped
 
 from moe_ext import ops
+from moe_ext.comm import rates
+from moe_ext.comm.link import Link
+from moe_ext.comm.rates import CodecRate, CostTable
 from moe_ext.compression import (
     CompressionState,
     Dense,
@@ -25,9 +28,7 @@ from moe_ext.compression import (
 )
 from moe_ext.compression.cost_model import CostModel
 from moe_ext.compression.fsdp import zero_plus_plus
-from moe_ext.distributed import cost_table, count_traffic
-from moe_ext.distributed.cost_table import CodecRate, CostTable
-from moe_ext.distributed.link import Link
+from moe_ext.distributed import count_traffic
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # A rank alone, fewer elements than ranks, shards of unequal length, several blocks.
@@ -192,11 +193,11 @@ def test_over_ranks(size, name):
 @pytest.mark.parametrize(("gigabits", "name"), [(0.1, "lossless"), (40, "none")])
 def test_auto_takes_it_where_it_wins(gigabits, name):
     # A nanosecond an element to encode and decode, without a clock.
-    rates = {
-        name: tuple(CodecRate(n, 4 * n, 3 * n, each * n, each * n) for n in cost_table.SIZES)
+    codecs = {
+        name: tuple(CodecRate(n, 4 * n, 3 * n, each * n, each * n) for n in rates.SIZES)
         for name, each in (("none", 0.0), ("lossless", 0.5e-9))
     }
-    costs = replace(CostTable.of_process(), codecs=rates)
+    costs = replace(CostTable.of_process(), codecs=codecs)
     model = CostModel(link=Link.of_rate(gigabits * 1e9), num_ranks=4, costs=costs)
     codecs = [codec_of("none"), codec_of("lossless")]
     for _ in range(14):
@@ -207,8 +208,8 @@ def test_auto_takes_it_where_it_wins(gigabits, name):
 
 def test_auto_with_it_is_never_slower_than_without():
     page = Path(__file__).parents[2] / "docs" / "benchmarks" / "rates-intel-xeon-processor.json"
-    costs = cost_table.CostTable.load(page)
-    free = tuple(CodecRate(n, 4 * n, 4 * n, 0.0, 0.0) for n in cost_table.SIZES)
+    costs = CostTable.load(page)
+    free = tuple(CodecRate(n, 4 * n, 4 * n, 0.0, 0.0) for n in rates.SIZES)
     costs = replace(costs, codecs={**costs.codecs, "none": free})
     taken = []
     for gigabits in (0.05, 0.2, 1.0, 2.0, 5.0, 10.0, 25.0, 100.0):

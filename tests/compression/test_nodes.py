@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import moe_ext
 from moe_ext import distributed as md
+from moe_ext.comm.link import Link, _links
 from moe_ext.compression import (
     CompressionState,
     CostModel,
@@ -41,7 +42,6 @@ from moe_ext.compression import (
     shard_numel,
 )
 from moe_ext.distributed import count_traffic
-from moe_ext.distributed.link import Link, _links
 from moe_ext.testing import spawn_ranks
 
 CHECKS = Checks()

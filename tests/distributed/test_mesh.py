@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from moe_ext.comm.c10d import new_local_group
 from moe_ext.distributed import MoEMesh
-from moe_ext.distributed._c10d import new_local_group
 from moe_ext.distributed.placement import replica_group
 from moe_ext.testing import spawn_ranks
 

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import moe_ext
 from moe_ext import distributed as md
-from moe_ext.distributed import comm
-from moe_ext.distributed.dispatch import rows
-from moe_ext.distributed.link import Link
-from moe_ext.distributed.own_errors import Underway
+from moe_ext.comm import collectives
+from moe_ext.comm.link import Link
+from moe_ext.comm.reports import Underway
+from moe_ext.dispatch import rows
 from moe_ext.nn import Capacity, ModuleExperts, Rebalance, RowBudget, update_placement
 from moe_ext.nn.balance.moved import _slots
 
@@ -70,7 +70,7 @@ def equal_to_unbalanced(dispatcher):
     layer = make(ALWAYS, dispatcher=dispatcher)
     assert_same(layer, run(make(dispatcher=dispatcher)))
     del os.environ["LOCAL_WORLD_SIZE"]
-    moved = comm.all_gather(
+    moved = collectives.all_gather(
         layer.metrics["num_moved_experts"][None], dist.group.WORLD, operation="test"
     )
     assert moved.sum() > 0
@@ -102,24 +102,24 @@ def masked_tokens():
     layer = make(ALWAYS)
     assert_same(layer, run(make(), masked), masked)
     moved = layer.metrics["num_moved_experts"][None]
-    assert comm.all_gather(moved, dist.group.WORLD, operation="test").sum() > 0
+    assert collectives.all_gather(moved, dist.group.WORLD, operation="test").sum() > 0
 
 
 class Messages(list):
     """Collectives of this rank while the context is open: kind, and whether it brings integers."""
 
     def __enter__(self):
-        self.post = comm.Underway, rows.Underway
+        self.post = collectives.Underway, rows.Underway
 
         def posted(work, call):
             self.append((call.kind, not call.x.is_floating_point()))
             return Underway(work, call)
 
-        comm.Underway = rows.Underway = posted
+        collectives.Underway = rows.Underway = posted
         return self
 
     def __exit__(self, *raised):
-        comm.Underway, rows.Underway = self.post
+        collectives.Underway, rows.Underway = self.post
 
     @property
     def num_integers(self):
@@ -238,7 +238,7 @@ def wrapped_by_torch(reentrant):
                 (y * y).sum().backward()
         found.append([p.grad for p in layer.parameters()])
     moved = layer.metrics["num_moved_experts"][None]
-    assert comm.all_gather(moved, dist.group.WORLD, operation="test").sum() > 0
+    assert collectives.all_gather(moved, dist.group.WORLD, operation="test").sum() > 0
     for p, q in zip(*found, strict=True):
         torch.testing.assert_close(p, q, **TIGHT)
 
@@ -251,7 +251,9 @@ def cost_decides():
     assert int(layer.metrics["num_moved_experts"]) == 0
     layer = make(Rebalance(link=Link(0.0, 1e15, 1e15), flops=1e3))
     assert_same(layer, run(make()))
-    sent = comm.all_gather(layer.metrics["moved_bytes"][None], dist.group.WORLD, operation="t")
+    sent = collectives.all_gather(
+        layer.metrics["moved_bytes"][None], dist.group.WORLD, operation="t"
+    )
     assert sent[0] > 0
     # The heaviest rank by itself is as quick as all together: nothing to save.
     free = Link(0.0, 1e15, 1e15)
@@ -264,7 +266,7 @@ def cost_decides():
     link, flops, alone = layer._rebalancer.rates
     assert alone >= flops > 0
     rates = torch.tensor([[link.exchange_bandwidth, flops, alone]], dtype=torch.float64)
-    everyone = comm.all_gather(rates, dist.group.WORLD, operation="t")
+    everyone = collectives.all_gather(rates, dist.group.WORLD, operation="t")
     assert (everyone == rates).all()
 
 

@@ -31,6 +31,7 @@ from torch.optim import lr_scheduler, swa_utils
 import moe_ext
 from moe_ext import distributed as md
 from moe_ext import optim
+from moe_ext.comm.groups import global_rank
 from moe_ext.compression import (
     CompressionState,
     PowerSGD,
@@ -39,7 +40,6 @@ from moe_ext.compression import (
     zero_plus_plus,
 )
 from moe_ext.distributed.dtensor import divided_as, local_part
-from moe_ext.distributed.groups import global_rank
 from moe_ext.testing import spawn_ranks
 
 D, E, STEPS = 4, 4, 20

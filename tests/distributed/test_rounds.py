@@ -7,7 +7,7 @@ from checks import assert_passed, outcomes, raised
 from torch.utils.checkpoint import checkpoint
 
 import moe_ext
-from moe_ext.distributed.dispatch import static
+from moe_ext.dispatch import static_sizes
 from moe_ext.nn import RowBudget
 
 E, K = 12, 2  # a multiple of every group size used
@@ -263,10 +263,10 @@ def check_static_budgets_are_compared_and_failures_are_told():
     outcome(layer, x)  # the group goes on
     match = r"RowBudget: expected dispatcher to be 'alltoall' with static=True, got Dedup"
     raised(TypeError, match, lambda: make(RowBudget(6, static=True), dispatcher="dedup"))
-    with mock.patch.object(static, "is_capturing", lambda device: True):
+    with mock.patch.object(static_sizes, "is_capturing", lambda device: True):
         match = r"expected overflow to be 'drop' where a CUDA graph is captured, .* got 'rounds'"
         raised(RuntimeError, match, layer, x)
-        with mock.patch.object(static, "agree", None):
+        with mock.patch.object(static_sizes, "agree", None):
             outcome(make(RowBudget(6, static=True, overflow="drop")), x)
 
 

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 import moe_ext
-from moe_ext.distributed import streams
-from moe_ext.distributed.dispatch.rows import all_to_all_rows
+from moe_ext.comm import streams
+from moe_ext.dispatch.rows import all_to_all_rows
 from moe_ext.nn import Capacity, RowBudget
 
 pytestmark = [

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moe_ext
 from moe_ext import _runtime_library
-from moe_ext.distributed.dispatch import DISPATCHERS
+from moe_ext.dispatch import DISPATCHERS
 from moe_ext.nn import (
     Capacity,
     GroupedExperts,

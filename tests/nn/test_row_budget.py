@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 import moe_ext
 from moe_ext import _runtime_library
+from moe_ext.dispatch.chunks import fair_share, schedule
 from moe_ext.distributed import LocalDispatcher
-from moe_ext.distributed.dispatch.chunks import fair_share, schedule
 from moe_ext.nn import Capacity, RowBudget
 
 # The same products; a token's rows are summed in the order of the rounds.

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from planner_models import SMALL, small_mixtral
 from rank_checks import Checks
 
+from moe_ext.comm.collectives import all_reduce_bytes
 from moe_ext.distributed import count_traffic
-from moe_ext.distributed.comm import all_reduce_bytes
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.optim import DiLoCo
 from moe_ext.planner import ClusterSpec, CostModel, Job, Level, Plan, plan, search

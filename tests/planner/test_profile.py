@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from rank_checks import Checks
 
-from moe_ext.distributed.cost_table import CodecRate, CostTable
+from moe_ext.comm.rates import CodecRate, CostTable
 from moe_ext.planner import CLUSTERS, CostModel, Job, ModelSpec, measure_cluster, plan, profile
 from moe_ext.planner.cluster import MEASURED
 from moe_ext.planner.rates import rehearsals

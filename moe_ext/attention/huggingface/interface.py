@@ -26,8 +26,8 @@ from moe_ext.attention.huggingface.packing import FoundOffsets, document_offsets
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.ring_attention import ring_attention
 from moe_ext.attention.sharding import unshard_sequence
-from moe_ext.distributed.agreement import agree
-from moe_ext.distributed.groups import group_rank, group_size
+from moe_ext.comm.agreement import agree
+from moe_ext.comm.groups import group_rank, group_size
 
 ATTENTION = "moe_ext_ring"
 # Arguments of attention functions that change the result and that no ring serves.

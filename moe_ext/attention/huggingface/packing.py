@@ -19,8 +19,8 @@ from torch.utils.data import Dataset, DistributedSampler
 from moe_ext.attention.layouts import Layout, ranks_of
 from moe_ext.attention.sharding import shard_sequence, token_mean_loss
 from moe_ext.attention.sharding import shift_labels as shifted
-from moe_ext.distributed.agreement import agree
-from moe_ext.distributed.groups import (
+from moe_ext.comm.agreement import agree
+from moe_ext.comm.groups import (
     global_rank,
     group_ranks,
     group_size,

@@ -39,8 +39,8 @@ from moe_ext.attention.layouts import Layout
 from moe_ext.attention.masks import check_cu_seqlens
 from moe_ext.attention.ring_attention import ring_attention
 from moe_ext.attention.sharding import shard_sequence
-from moe_ext.distributed.agreement import agree
-from moe_ext.distributed.groups import GroupHandle, group_size, small_message_device
+from moe_ext.comm.agreement import agree
+from moe_ext.comm.groups import GroupHandle, group_size, small_message_device
 
 _require = requires(OP)
 _numbers = itertools.count()

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from moe_ext.attention.block import Block, BlockOptions, Keys, KeysForm, accumulation_dtype
 from moe_ext.attention.layouts import Grid, Layout, even_grid
 from moe_ext.attention.masks import Mask, Route, plan_route
-from moe_ext.distributed.groups import group_rank
+from moe_ext.comm.groups import group_rank
 from moe_ext.ops.attention import document_ids
 
 # A byte between hosts takes as long as so many inside one: 50 GB/s beside 400 GB/s.

@@ -46,8 +46,8 @@ from moe_ext.attention.schemes.base import (
     Workload,
     empty_sums,
 )
-from moe_ext.distributed.comm import Pending
-from moe_ext.distributed.ring_exchange import Buffers, Exchange
+from moe_ext.comm.collectives import Pending
+from moe_ext.comm.ring_exchange import Buffers, Exchange
 
 _KEYS, _GRADS, _GRADS_HOME, _KINDS = 0, 1, 2, 3
 

@@ -38,7 +38,7 @@ from moe_ext.attention.schemes.ring import (
     circulate_back,
     plan_paths,
 )
-from moe_ext.distributed.comm import all_to_all
+from moe_ext.comm.collectives import all_to_all
 
 _CONTIGUOUS = torch.contiguous_format
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_ext.comm.collectives import Pending
+from moe_ext.comm.groups import group_rank, group_size, resolve_group
 from moe_ext.compression.collectives.coding import Coding, aligned
 from moe_ext.compression.collectives.quantized import States, shard_numel, start_all_reduce
 from moe_ext.compression.collectives.sparse import start_gather_sum
 from moe_ext.compression.feedback import CodecMemory
-from moe_ext.distributed.comm import Pending
-from moe_ext.distributed.groups import group_rank, group_size, resolve_group
 
 # Called with a gradient, and what was owed in it, that holds NaN or infinity, or may hold it. On
 # CPU, by codecs that find these in their own pass over the gradient: by quantisers at the end, when

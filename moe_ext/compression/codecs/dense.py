@@ -17,11 +17,11 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext._checks import check_choice
+from moe_ext.comm import collectives
+from moe_ext.comm.groups import group_size, resolve_group
 from moe_ext.compression.codecs.base import Calls, Codec, OnNonfinite, nothing_to_do
 from moe_ext.compression.collectives.exact import bitmap_bytes, block_sparse_all_reduce_
 from moe_ext.compression.feedback import CodecMemory
-from moe_ext.distributed import comm
-from moe_ext.distributed.groups import group_size, resolve_group
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -64,7 +64,7 @@ class Dense(Codec):
 
     def sent_bytes(self, numel: int, world_size: int) -> int:
         """See `Codec`."""
-        return comm.all_reduce_bytes(numel * (2 if self.lossy else 4), world_size)
+        return collectives.all_reduce_bytes(numel * (2 if self.lossy else 4), world_size)
 
     def num_rounds(self, world_size: int) -> int:
         """See `Codec`."""
@@ -79,7 +79,7 @@ class Dense(Codec):
         average: bool = True,
         step: int = 0,
         on_nonfinite: OnNonfinite | None = None,
-    ) -> comm.Pending[Tensor]:
+    ) -> collectives.Pending[Tensor]:
         """See `Codec`."""
         memory.take_owed(grad_N)
         return dense_reduction(grad_N, group, average, self.dtype, on_nonfinite)
@@ -122,7 +122,7 @@ def dense_reduction(
     average: bool,
     dtype: str = "fp32",
     on_nonfinite: OnNonfinite | None = None,
-) -> comm.Pending[Tensor]:
+) -> collectives.Pending[Tensor]:
     """All-reduce; a mean is scaled first, as DDP does. The result is in `x_N`.
 
     Args:
@@ -147,7 +147,7 @@ def dense_reduction(
             ops.scale_into_(x_N, sum_N, scale=back)
         return x_N
 
-    return comm.start_all_reduce_(sent_N, group, operation=operation, finish=finish)
+    return collectives.start_all_reduce_(sent_N, group, operation=operation, finish=finish)
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class BlockSparse(Codec):
         average: bool = True,
         step: int = 0,
         on_nonfinite: OnNonfinite | None = None,
-    ) -> comm.Pending[Tensor]:
+    ) -> collectives.Pending[Tensor]:
         """See `Codec`."""
         # The owed part may lie in blocks that nothing was added to.
         bitmap = None if memory.take_owed(grad_N) else memory.bitmap
@@ -211,7 +211,7 @@ class BlockSparse(Codec):
             validate=False,
             async_op=True,
         )
-        assert isinstance(found, comm.Pending)
+        assert isinstance(found, collectives.Pending)
         return found
 
     def rehearsal(self, grad_N: Tensor, memory: CodecMemory) -> Calls:

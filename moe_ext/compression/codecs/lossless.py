@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
+from moe_ext.comm.collectives import Pending
+from moe_ext.comm.groups import resolve_group
 from moe_ext.compression.codecs.base import Calls, Codec, OnNonfinite, nothing_to_do
 from moe_ext.compression.codecs.dense import dense_reduction
 from moe_ext.compression.collectives.lossless import DTYPES, start_all_reduce
 from moe_ext.compression.collectives.quantized import shard_numel
 from moe_ext.compression.feedback import CodecMemory
-from moe_ext.distributed.comm import Pending
-from moe_ext.distributed.groups import resolve_group
 
 # Bytes of four of float32 that normally distributed numbers take.
 _SHARE = 26.8 / 32

@@ -16,11 +16,11 @@ from torch.distributed import ProcessGroup
 from moe_ext import ops
 from moe_ext._bytes import as_bytes
 from moe_ext._checks import check_choice
+from moe_ext.comm.collectives import Pending
 from moe_ext.compression.codecs.base import Calls, Codec, OnNonfinite, PayloadCodec
 from moe_ext.compression.codecs.dense import Dense, dense_reduction
 from moe_ext.compression.feedback import CodecMemory
 from moe_ext.compression.masks import Mask
-from moe_ext.distributed.comm import Pending
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

@@ -17,6 +17,8 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext._checks import check_choice, check_numbers_of_fields
+from moe_ext.comm.collectives import Pending
+from moe_ext.comm.groups import group_size, resolve_group
 from moe_ext.compression.codecs.base import (
     Calls,
     Codec,
@@ -35,8 +37,6 @@ from moe_ext.compression.collectives.sparse import (
     sparse_all_reduce,
 )
 from moe_ext.compression.feedback import CodecMemory
-from moe_ext.distributed.comm import Pending
-from moe_ext.distributed.groups import group_size, resolve_group
 from moe_ext.ops.topk import scope_size_of
 
 # Above this share of selected elements a dense message is smaller than values with indices.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ext.distributed.agreement import is_nonfinite
+from moe_ext.comm.agreement import is_nonfinite
 
 # Dtypes of tensors that are summed as they are.
 DENSE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

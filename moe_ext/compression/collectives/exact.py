@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_ext.comm import workers
+from moe_ext.comm.agreement import agree
+from moe_ext.comm.collectives import Pending
+from moe_ext.comm.groups import group_size, resolve_group
+from moe_ext.comm.workers import Messages
 from moe_ext.compression.collectives.arguments import (
     DENSE_DTYPES,
     range_problem,
     tensor_problem,
 )
-from moe_ext.distributed import worker
-from moe_ext.distributed.agreement import agree
-from moe_ext.distributed.comm import Pending
-from moe_ext.distributed.groups import group_size, resolve_group
-from moe_ext.distributed.worker import Messages
 
 
 def bitmap_bytes(numel: int, block: int = 256) -> int:
@@ -83,7 +83,7 @@ def block_sparse_all_reduce_(
     if size == 1 or numel == 0:
         return Pending.done(x) if async_op else x
     args = (x.detach().view(-1), bitmap, block, size if average else 1)
-    pending = worker.start(
+    pending = workers.start(
         _block_sum,
         args,
         ranks,
@@ -152,7 +152,7 @@ def masked_all_reduce_(
     if size == 1 or indices.shape[0] == 0:
         return Pending.done(x) if async_op else x
     args = (x.detach().view(-1), indices, size if average else 1)
-    pending = worker.start(
+    pending = workers.start(
         _masked_sum,
         args,
         ranks,
@@ -244,7 +244,7 @@ def row_sparse_all_reduce(
         whole = finish([sums_UD, touched_U])
         return Pending.done(whole) if async_op else whole
     args = (sums_UD, touched_U, num_rows, size if average else 1)
-    pending = worker.start(
+    pending = workers.start(
         _row_sum, args, ranks, name, compiled=("row_sum",), finish=finish, async_op=async_op
     )
     return pending if async_op else pending.wait()

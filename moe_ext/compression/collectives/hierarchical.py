@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext._bytes import as_bytes
+from moe_ext.comm import workers
+from moe_ext.comm.agreement import agree
+from moe_ext.comm.groups import check_group, group_size, resolve_group
+from moe_ext.comm.workers import Messages
 from moe_ext.compression.collectives.arguments import tensor_problem
 from moe_ext.compression.collectives.quantized import shard_numel
-from moe_ext.distributed import worker
-from moe_ext.distributed.agreement import agree
-from moe_ext.distributed.groups import check_group, group_size, resolve_group
-from moe_ext.distributed.worker import Messages
 
 
 class Reduce(Protocol):
@@ -42,7 +42,7 @@ def sum_in_node(
             total += theirs
         return [total]
 
-    return worker.start(
+    return workers.start(
         add_up, (x_N,), local_group, operation, finish=lambda found: found[0], async_op=False
     ).wait()
 
@@ -56,7 +56,7 @@ def share_in_node(
         found = messages.gather(as_bytes(shard_S)).view(x_N.dtype).view(-1)
         return [x_N.copy_(found[: x_N.numel()])]
 
-    worker.start(gather, (x_N, shard_S), local_group, operation, finish=len, async_op=False)
+    workers.start(gather, (x_N, shard_S), local_group, operation, finish=len, async_op=False)
 
 
 def hierarchical_all_reduce_(

@@ -16,13 +16,13 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext._bytes import as_bytes
+from moe_ext.comm import workers
+from moe_ext.comm.agreement import agree
+from moe_ext.comm.coded_rows import Payloads
+from moe_ext.comm.collectives import Pending
+from moe_ext.comm.groups import group_size, resolve_group
+from moe_ext.comm.workers import Messages
 from moe_ext.compression.collectives.arguments import tensor_problem
-from moe_ext.distributed import worker
-from moe_ext.distributed.agreement import agree
-from moe_ext.distributed.comm import Pending
-from moe_ext.distributed.groups import group_size, resolve_group
-from moe_ext.distributed.payloads import Payloads
-from moe_ext.distributed.worker import Messages
 
 T = TypeVar("T")
 
@@ -207,7 +207,9 @@ def _start(
         payloads.check(operation)
         return result
 
-    return worker.start(twin, (*args, payloads), group, operation, finish=finish, async_op=async_op)
+    return workers.start(
+        twin, (*args, payloads), group, operation, finish=finish, async_op=async_op
+    )
 
 
 def _sum_of_shard(

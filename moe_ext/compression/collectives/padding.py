@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
+from moe_ext.comm.groups import group_rank, group_size
 from moe_ext.compression.collectives.coding import Coding
 from moe_ext.compression.collectives.quantized import (
     States,
@@ -20,7 +21,6 @@ from moe_ext.compression.collectives.quantized import (
     start_all_gather,
     start_reduce_scatter,
 )
-from moe_ext.distributed.groups import group_rank, group_size
 
 
 @dataclass(frozen=True)

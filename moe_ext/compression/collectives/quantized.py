@@ -14,6 +14,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_ext.comm import workers
+from moe_ext.comm.agreement import agree, is_nonfinite
+from moe_ext.comm.collectives import Pending
+from moe_ext.comm.groups import group_size, resolve_group
+from moe_ext.comm.workers import Message, Messages
 from moe_ext.compression.collectives.arguments import (
     choice_problem,
     finite_problem,
@@ -26,11 +31,6 @@ from moe_ext.compression.collectives.coding import (
     Coding,
     QuantizedCoding,
 )
-from moe_ext.distributed import worker
-from moe_ext.distributed.agreement import agree, is_nonfinite
-from moe_ext.distributed.comm import Pending
-from moe_ext.distributed.groups import group_size, resolve_group
-from moe_ext.distributed.worker import Message, Messages
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCKS = (64, 128, 256, 512, 1024)
@@ -381,7 +381,7 @@ def start_all_reduce(
         restores,
         on_nonfinite is not None,
     )
-    return worker.start(
+    return workers.start(
         partial(_all_reduce, coding),
         args,
         group,
@@ -430,7 +430,7 @@ def start_reduce_scatter(
         piece_numel(input, output.numel(), coding),
         size if average else 1,
     )
-    return worker.start(
+    return workers.start(
         partial(_reduce_scatter, coding),
         args,
         group,
@@ -457,7 +457,7 @@ def start_all_gather(
         return Pending.done(output)
     piece = piece_numel(output, input.numel(), coding)
     args = (output.detach().view(-1), input.detach().view(-1), rng_state, piece)
-    return worker.start(
+    return workers.start(
         partial(_all_gather, coding),
         args,
         group,

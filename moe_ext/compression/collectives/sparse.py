@@ -14,6 +14,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext._bytes import as_bytes
+from moe_ext.comm import workers
+from moe_ext.comm.agreement import agree
+from moe_ext.comm.collectives import Pending
+from moe_ext.comm.groups import group_size, resolve_group
+from moe_ext.comm.workers import Messages
 from moe_ext.compression.collectives.arguments import (
     choice_problem,
     finite_problem,
@@ -21,11 +26,6 @@ from moe_ext.compression.collectives.arguments import (
     range_problem,
 )
 from moe_ext.compression.collectives.coding import PAIR_CODECS, Coding, PairCoding
-from moe_ext.distributed import worker
-from moe_ext.distributed.agreement import agree
-from moe_ext.distributed.comm import Pending
-from moe_ext.distributed.groups import group_size, resolve_group
-from moe_ext.distributed.worker import Messages
 
 _NAME = "sparse_all_reduce"
 ALGORITHMS = ("auto", "all_gather", "split", "dense")
@@ -266,7 +266,7 @@ def sparse_all_reduce(
     else:
         method, twin = "sparse_all_gather_sum", _all_gather_sum
         args = (*given, owed_N, value_codec, divisor)
-    pending = worker.start(
+    pending = workers.start(
         twin, args, ranks, _NAME, compiled=(method,), finish=finish, async_op=async_op
     )
     if not async_op:
@@ -354,7 +354,7 @@ def start_gather_sum(
     """
     divisor = group_size(group) if average else 1
     args = (coding, out_N.detach(), payload, divisor)
-    return worker.start(
+    return workers.start(
         _gather_sum, args, group, operation, finish=lambda _: out_N, async_op=async_op
     )
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_ext.comm.collectives import all_reduce_
 from moe_ext.compression.feedback import FeedbackStore, Packing
 from moe_ext.compression.fsdp.layout import ShardLayout
-from moe_ext.distributed.comm import all_reduce_
 
 # A gradient above this counts as overflowed: adding the residual must not reach infinity.
 LARGEST_GRADIENT = 1e38

@@ -17,6 +17,9 @@ from torch.distributed import ProcessGroup, Work
 from torch.distributed.fsdp import FSDPModule
 
 from moe_ext._checks import check_callable, check_integer, check_kind
+from moe_ext.comm import collectives
+from moe_ext.comm.agreement import agree
+from moe_ext.comm.groups import group_rank, small_message_device
 from moe_ext.compression.codecs import PayloadCodec, Quantize, Rounded, codec_names, codec_of
 from moe_ext.compression.collectives.coding import FORMATS as QUANTIZED
 from moe_ext.compression.collectives.lossless import start_all_gather as start_lossless
@@ -32,10 +35,7 @@ from moe_ext.compression.fsdp.layout import (
     keep_small_dense,
 )
 from moe_ext.compression.fsdp.ledger import StepLedger, is_finite
-from moe_ext.distributed import comm
-from moe_ext.distributed.agreement import agree
 from moe_ext.distributed.fsdp_state import AllGather, ReduceScatter, shard_group
-from moe_ext.distributed.groups import group_rank, small_message_device
 
 FORMATS = ("none", "bf16", *QUANTIZED, "topk")
 _CODED = (torch.float32, torch.bfloat16, torch.float16)
@@ -293,10 +293,12 @@ class CompressedAllGather(_Message, AllGather):
         codes_all = self.lossless and input_tensor.dtype in _CODED and not inside
         if codes_all:
             found = start_lossless(output_tensor, input_tensor, group, operation=self.op)
-            work: Work = comm.PendingWork(found.wait)
+            work: Work = collectives.PendingWork(found.wait)
         elif layout is None or layout.packed_numel == 0:
-            whole = comm.start_all_gather(input_tensor, group, operation=self.op, out=output_tensor)
-            work = comm.PendingWork(whole.wait)
+            whole = collectives.start_all_gather(
+                input_tensor, group, operation=self.op, out=output_tensor
+            )
+            work = collectives.PendingWork(whole.wait)
         else:
             work = self._start(output_tensor, input_tensor, group, layout, async_op)
         if async_op:
@@ -312,7 +314,7 @@ class CompressedAllGather(_Message, AllGather):
             # The coder would refuse it on this rank alone, and the others would wait.
             packed_1Q, dense_1D[:, -1] = torch.zeros_like(packed_1Q), float("nan")
         packed_PQ = shard.new_empty((group.size(), layout.packed_numel))
-        beside = comm.start_all_gather(dense_1D, group, operation=self.op)
+        beside = collectives.start_all_gather(dense_1D, group, operation=self.op)
         assert self.coding is not None
         coded = start_all_gather(
             packed_PQ.view(-1),
@@ -332,7 +334,7 @@ class CompressedAllGather(_Message, AllGather):
                 packed_PQ.masked_fill_(~finite_P1, float("nan"))
             layout.unpack_(out, packed_PQ, dense_PD)
 
-        return comm.PendingWork(finish)
+        return collectives.PendingWork(finish)
 
 
 class CompressedReduceScatter(GradientMessage, ReduceScatter):
@@ -421,18 +423,22 @@ class CompressedReduceScatter(GradientMessage, ReduceScatter):
         """Reduces ``[P * S]`` of every rank to its ``[S]``."""
         self._compare_options(group)
         self._group, self._reduce_op = group, op
-        self._scale = comm.reduce_scale(op, group.size(), self.op)
+        self._scale = collectives.reduce_scale(op, group.size(), self.op)
         self._reduce(output_tensor, input_tensor, group.size())
-        return comm.PendingWork(lambda: None) if async_op else None
+        return collectives.PendingWork(lambda: None) if async_op else None
 
     def _send_whole(self, out: Tensor, flat: Tensor, layout: ShardLayout | None) -> None:
         self.ledger.watch_whole(self.name, layout, flat, self._group.size())
         # Nothing in this message tells other ranks.
         self.ledger.add_group(self._group)
-        comm.reduce_scatter(flat, self._group, operation=self.op, op=self._reduce_op, out=out)
+        collectives.reduce_scatter(
+            flat, self._group, operation=self.op, op=self._reduce_op, out=out
+        )
 
     def _reduce_dense(self, part: Tensor) -> Tensor:
-        return comm.reduce_scatter(part.view(-1), self._group, operation=self.op).mul_(self._scale)
+        return collectives.reduce_scatter(part.view(-1), self._group, operation=self.op).mul_(
+            self._scale
+        )
 
     def _reduce_packed(
         self, packed_PQ: Tensor, owed_PQ: Tensor | None, layout: ShardLayout

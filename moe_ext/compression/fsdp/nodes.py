@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
+from moe_ext.comm.collectives import all_reduce_
+from moe_ext.comm.groups import group_rank, resolve_group
 from moe_ext.compression.codecs import Codec, PayloadCodec
 from moe_ext.compression.collectives.padding import padded_all_reduce_
 from moe_ext.compression.collectives.quantized import States, shard_numel
@@ -23,9 +25,7 @@ from moe_ext.compression.fsdp.layout import (
 )
 from moe_ext.compression.fsdp.ledger import StepLedger
 from moe_ext.compression.fsdp.messages import GradientMessage
-from moe_ext.distributed.comm import all_reduce_
 from moe_ext.distributed.fsdp_state import shard_group
-from moe_ext.distributed.groups import group_rank, resolve_group
 
 
 class CompressedAllReduce(GradientMessage):

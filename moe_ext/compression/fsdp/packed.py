@@ -18,8 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from moe_ext import ops
 from moe_ext._compile import outside_graphs
+from moe_ext.comm import collectives
+from moe_ext.comm.groups import group_rank, small_message_device
 from moe_ext.compression.masks import mask_of, masks_of, unpacked_bits
-from moe_ext.distributed import comm
 from moe_ext.distributed.fsdp_state import (
     AllGather,
     ManagedParameter,
@@ -30,7 +31,6 @@ from moe_ext.distributed.fsdp_state import (
     resharded_over,
     shard_group,
 )
-from moe_ext.distributed.groups import group_rank, small_message_device
 from moe_ext.nn import GroupedExperts
 from moe_ext.nn.torch_state import in_backward
 
@@ -263,7 +263,7 @@ class _ChosenExperts:
             flags_E = flags_E | more_E
         device = small_message_device(group)
         sent_E = flags_E.to(device, torch.uint8)
-        comm.all_reduce_(sent_E, group, operation=_OP, op="max", counted=False)
+        collectives.all_reduce_(sent_E, group, operation=_OP, op="max", counted=False)
         found_E = sent_E.cpu().bool()
         if gradients:
             self.since_E = None
@@ -299,15 +299,15 @@ class _PackedAllGather(_PackedMessage, AllGather):
         kept = self.shards.of_ranks(input_tensor.numel(), group, gradients=False)
         pending = self._start(output_tensor, input_tensor, group, kept)
         if async_op:
-            return comm.PendingWork(pending.wait)
+            return collectives.PendingWork(pending.wait)
         pending.wait()
         return None
 
     def _start(
         self, out: Tensor, shard_S: Tensor, group: ProcessGroup, kept: list[_Kept] | None
-    ) -> comm.Pending[Tensor]:
+    ) -> collectives.Pending[Tensor]:
         if kept is None:
-            return comm.start_all_gather(shard_S, group, operation=_OP, out=out)
+            return collectives.start_all_gather(shard_S, group, operation=_OP, out=out)
         own = kept[group_rank(group)]
         packed = shard_S.new_zeros(max(k.count for k in kept))
         own.pack(shard_S, packed)
@@ -318,7 +318,7 @@ class _PackedAllGather(_PackedMessage, AllGather):
                 of_rank.unpack(shard, row)
             return out
 
-        return comm.start_all_gather(packed, group, operation=_OP).then(finish)
+        return collectives.start_all_gather(packed, group, operation=_OP).then(finish)
 
 
 class _PackedReduceScatter(_PackedMessage, ReduceScatter):
@@ -335,16 +335,16 @@ class _PackedReduceScatter(_PackedMessage, ReduceScatter):
         """Reduces `[P * S]` of every rank to its `[S]`."""
         kept = self.shards.of_ranks(output_tensor.numel(), group, gradients=True)
         if kept is None:
-            comm.reduce_scatter(input_tensor, group, operation=_OP, op=op, out=output_tensor)
+            collectives.reduce_scatter(input_tensor, group, operation=_OP, op=op, out=output_tensor)
         else:
             packed = input_tensor.new_zeros((group.size(), max(k.count for k in kept)))
             for of_rank, row, shard in zip(
                 kept, packed, input_tensor.view(group.size(), -1), strict=True
             ):
                 of_rank.pack(shard, row)
-            found = comm.reduce_scatter(packed.view(-1), group, operation=_OP, op=op)
+            found = collectives.reduce_scatter(packed.view(-1), group, operation=_OP, op=op)
             kept[group_rank(group)].unpack(output_tensor, found)
-        return comm.PendingWork(lambda: None) if async_op else None
+        return collectives.PendingWork(lambda: None) if async_op else None
 
 
 def pack_fsdp_messages(model: nn.Module, *, chosen_experts: bool = False) -> list[str]:

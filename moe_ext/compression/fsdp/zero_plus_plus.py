@@ -16,6 +16,16 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from moe_ext.comm.agreement import agree
+from moe_ext.comm.collectives import all_reduce_, gather_objects, reduce_scatter
+from moe_ext.comm.groups import (
+    global_rank,
+    group_rank,
+    group_ranks,
+    resolve_group,
+    small_message_device,
+    world_size,
+)
 from moe_ext.compression.codecs import PayloadCodec
 from moe_ext.compression.fsdp.layout import (
     KeepDense,
@@ -31,8 +41,6 @@ from moe_ext.compression.fsdp.messages import (
     GradientMessage,
 )
 from moe_ext.compression.fsdp.nodes import CompressedAllReduce
-from moe_ext.distributed.agreement import agree
-from moe_ext.distributed.comm import all_reduce_, gather_objects, reduce_scatter
 from moe_ext.distributed.dtensor import divided_as, dtensor_of, local_part, with_local
 from moe_ext.distributed.fsdp_state import (
     ManagedParameter,
@@ -41,14 +49,6 @@ from moe_ext.distributed.fsdp_state import (
     replicate_group,
     resharded_over,
     shard_group,
-)
-from moe_ext.distributed.groups import (
-    global_rank,
-    group_rank,
-    group_ranks,
-    resolve_group,
-    small_message_device,
-    world_size,
 )
 from moe_ext.distributed.placement import sharded_parameters
 

@@ -23,8 +23,10 @@ from torch.distributed import ProcessGroup
 from torch.nn.utils.parametrize import is_parametrized
 
 from moe_ext._compile import outside_graphs
-from moe_ext.distributed.agreement import agree
-from moe_ext.distributed.dispatch import (
+from moe_ext.comm.agreement import agree
+from moe_ext.comm.failures import in_layer
+from moe_ext.comm.groups import GroupHandle, global_rank, group_rank, group_ranks, group_size
+from moe_ext.dispatch import (
     AllToAllDispatcher,
     AutoDispatcher,
     TokenDispatcher,
@@ -32,14 +34,6 @@ from moe_ext.distributed.dispatch import (
     named_dispatcher,
 )
 from moe_ext.distributed.dtensor import is_dtensor, state_dicts_of_parts
-from moe_ext.distributed.failures import in_layer
-from moe_ext.distributed.groups import (
-    GroupHandle,
-    global_rank,
-    group_rank,
-    group_ranks,
-    group_size,
-)
 from moe_ext.distributed.placement import (
     ExpertShards,
     Placement,

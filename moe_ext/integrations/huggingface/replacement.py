@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from moe_ext._checks import check_choice
+from moe_ext.comm.agreement import agree, told_option
+from moe_ext.comm.groups import check_group, group_size, small_message_device
+from moe_ext.dispatch import COMBINES, DISPATCHERS, Wire
 from moe_ext.distributed import parallelize
-from moe_ext.distributed.agreement import agree, told_option
-from moe_ext.distributed.dispatch import COMBINES, DISPATCHERS, Wire
 from moe_ext.distributed.dtensor import state_dicts_of_parts
-from moe_ext.distributed.groups import check_group, group_size, small_message_device
 from moe_ext.distributed.placement import sharded_parameters, shards_of_experts
 from moe_ext.integrations.huggingface.decorated import (
     Found,

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_ext.distributed import comm
-from moe_ext.distributed.agreement import agree
-from moe_ext.distributed.groups import group_size
+from moe_ext.comm import collectives
+from moe_ext.comm.agreement import agree
+from moe_ext.comm.groups import group_size
 from moe_ext.nn.torch_state import in_backward, moved
 
 # An operator takes numbers, not groups: a group travels as its id, 0 for none.
@@ -36,7 +36,7 @@ def add_once(total_C: Tensor, counts_C: Tensor, group: int) -> None:
     if in_backward():
         return
     if group:
-        counts_C = comm.all_reduce_(counts_C.clone(), _groups[group], operation="Balance")
+        counts_C = collectives.all_reduce_(counts_C.clone(), _groups[group], operation="Balance")
     total_C += counts_C
 
 
@@ -228,7 +228,7 @@ def _complete(counts: dict[str, StepCounts]) -> None:
         facts = {f"the passes of layer {i}": member.num_passes for i, member in enumerate(members)}
         agree("count_tokens", facts, None, group, device)
         totals = torch.cat([member.total for member in members])
-        comm.all_reduce_(totals, group, operation="count_tokens")
+        collectives.all_reduce_(totals, group, operation="count_tokens")
         pieces = totals.split([member.total.shape[0] for member in members])
         for member, piece in zip(members, pieces, strict=True):
             member.total.copy_(piece)

@@ -20,9 +20,9 @@ from moe_ext._compile import outside_graphs
 from moe_ext.attention.context import SharedSequences, shared_sequences
 from moe_ext.attention.masks import Offsets, check_cu_seqlens, check_end, rows_of_offsets
 from moe_ext.attention.sharding import document_ids as ids_of_documents
-from moe_ext.distributed import comm
-from moe_ext.distributed.agreement import agree
-from moe_ext.distributed.groups import group_size, small_message_device
+from moe_ext.comm import collectives
+from moe_ext.comm.agreement import agree
+from moe_ext.comm.groups import group_size, small_message_device
 from moe_ext.nn.balance.counts import StepCounts
 from moe_ext.nn.routers import BalanceTerms, RouterOutput
 from moe_ext.ops.autograd import is_transformed, transforms
@@ -300,7 +300,7 @@ def _document_losses(
     own, num_ranks = counts_NE.sum(), group_size(documents.group)
     if num_ranks > 1:
         assert documents.group is not None
-        counts_NE = comm.all_reduce_(counts_NE, documents.group, operation="Balance")
+        counts_NE = collectives.all_reduce_(counts_NE, documents.group, operation="Balance")
     counts_NE = counts_NE.to(score_TE.dtype)
     choices_N = counts_NE.sum(dim=1)
     # E sum_e (c_e / C) (S_e K / C) of a document with C = T K choices, over the documents that have

@@ -19,11 +19,11 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext._checks import check_choice, check_numbers
-from moe_ext.distributed.agreement import share
-from moe_ext.distributed.dispatch import RowCounts, SharedCounts, TokenDispatcher
-from moe_ext.distributed.dispatch.rows import all_to_all_rows
-from moe_ext.distributed.groups import GroupHandle, group_rank, group_size, small_message_device
-from moe_ext.distributed.link import Link, max_over_ranks, measure_link, quickest, seconds_of
+from moe_ext.comm.agreement import share
+from moe_ext.comm.groups import GroupHandle, group_rank, group_size, small_message_device
+from moe_ext.comm.link import Link, max_over_ranks, measure_link, quickest, seconds_of
+from moe_ext.dispatch import RowCounts, SharedCounts, TokenDispatcher
+from moe_ext.dispatch.rows import all_to_all_rows
 
 MODES = ("exact", "periodic")
 _OPERATION = "MoELayer.rebalance"

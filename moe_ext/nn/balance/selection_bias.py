@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
-from moe_ext.distributed import comm
-from moe_ext.distributed.agreement import SummedOptions
+from moe_ext.comm import collectives
+from moe_ext.comm.agreement import SummedOptions
 from moe_ext.nn.balance.quantile import balanced_bias
 from moe_ext.nn.moe_layer import MoELayer
 
@@ -176,7 +176,7 @@ def _summed(
     if options is not None:
         flat.append(options.marks(flat[0].dtype, flat[0].device))
     totals = torch.cat(flat)
-    comm.all_reduce_(totals, group, operation="update_selection_bias")
+    collectives.all_reduce_(totals, group, operation="update_selection_bias")
     if options is not None:
         assert group is not None
         totals, marks = totals[:-2], totals[-2:]

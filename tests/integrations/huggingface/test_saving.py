@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from transformers import modeling_utils
 
 import moe_ext
-from moe_ext.distributed import agreement, full_state_dict
+from moe_ext.comm import agreement
+from moe_ext.distributed import full_state_dict
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.integrations.huggingface import from_pretrained
 from moe_ext.testing import spawn_ranks

@@ -119,7 +119,7 @@ def refuse(rank, folder):
             raised(ValueError, words, tool.train)
         assert isinstance(model, peft.PeftModel) == (name == "lora")
     # All ranks may save in a callback; rank 0, alone at the end, waits for nobody.
-    moe_ext.distributed.agreement.MEETING_SECONDS = 600.0
+    moe_ext.comm.agreement.MEETING_SECONDS = 600.0
     model = spread()
     tool = trainer(model, folder / "no", mixed=False, save_strategy="no")
     tool.add_callback(SavesItself())
@@ -127,7 +127,7 @@ def refuse(rank, folder):
     if rank == 0:
         words = "got a Trainer that calls it on rank 0 alone; .* give a Trainer .*SavesExperts"
         raised(RuntimeError, words, tool.save_model)
-    moe_ext.distributed.agreement.MEETING_SECONDS = 60.0
+    moe_ext.comm.agreement.MEETING_SECONDS = 60.0
     dist.barrier()
     files = load_file(folder / f"no/{STEPS}/model.safetensors")
     assert len(files) == len(load_file(folder / "no/1/model.safetensors")) > 0

@@ -1,0 +1,1 @@
+"""Messages between ranks: groups, collectives, agreement, failures, streams, workers and rates."""

@@ -1,0 +1,494 @@
+"""Agreement: ranks compare their arguments before they communicate, in one message.
+
+Every rank of a group calls `agree` with what has to be equal everywhere and with what is wrong on
+this rank, if anything. Afterwards all of them go on, or all of them raise the same error. The
+message has one length (a second one follows where a call takes more than a kilobyte to tell), so
+that ranks that call different operations understand each other, too.
+
+Who exchanges gives its options as one fact, a mapping: it takes no more room than a number, and the
+option that differs is named.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import math
+import os
+import struct
+import weakref
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext.comm import c10d, collectives, streams
+from moe_ext.comm.failures import RankFailureError, process_identity, remember_processes
+from moe_ext.comm.groups import global_rank, group_ranks, group_size, small_message_device
+
+_TEXT_BYTES = 1024
+_LONGEST_FACT = 64
+# Bits of a checksum; its square, summed over ranks in float64, is exact for 2^13 ranks.
+_MARK_BITS = 20
+# Integers of `process_identity`.
+_IDENTITY = 2
+_ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error for error in (ValueError, TypeError, RuntimeError, FileNotFoundError)
+}
+
+Problem = str | Exception | None
+
+# Other work of a rank may come between two ranks' calls: writing a file, a validation.
+MEETING_SECONDS = 60.0
+# Calls whose answers are kept for a group, and messages that may be unread.
+_MOST_ANSWERS = 64
+_MOST_UNREAD = 64
+# Number of times that the ranks have met, by place and purpose.
+_meetings: Counter[str] = Counter()
+
+
+def share(
+    values: Sequence[int], group: ProcessGroup, device: torch.device, *, operation: str
+) -> list[list[int]]:
+    """Gather a fixed number of integers from every rank, in group order.
+
+    It also learns which process runs which rank, for messages about later failures.
+
+    NOTE: device-to-host sync, since the callers branch on the result.
+    """
+    gathered = collectives.all_gather(
+        _message(values, device), group, operation=operation, counted=False
+    )
+    rows: list[list[int]] = gathered.tolist()
+    remember_processes(group_ranks(group), [(row[0], row[1]) for row in rows])
+    return [row[_IDENTITY:] for row in rows]
+
+
+def _message(values: Sequence[int], device: torch.device) -> Tensor:
+    """A row of what `share` gathers."""
+    return torch.tensor([[*process_identity(), *values]], dtype=torch.int64, device=device)
+
+
+def agree(
+    operation: str,
+    facts: Mapping[str, object],
+    problem: Problem,
+    group: ProcessGroup | None,
+    device: torch.device,
+    *,
+    validate: bool = True,
+    values: Sequence[int] = (),
+    repeats: bool = False,
+) -> list[list[int]]:
+    """Check that every rank of a group makes the same call, and that none has refused its own.
+
+    NOTE: device-to-host sync, with `validate` and more than one rank.
+
+    Args:
+        operation: name for messages, compared like a fact.
+        facts: what must print alike on every rank, by the name to use in messages. A long text is
+            compared by its checksum, and told from its first difference in one message more; so is
+            a mapping of more facts, of which the first that differs is told by its own name.
+        problem: what is wrong on this rank, "expected <arg> to be <rule>, got <value>", or the
+            error to raise; None if nothing is.
+        group: the ranks; None is this process alone.
+        device: where messages of the group live.
+        validate: compare with the other ranks. Without it only a problem of this rank is raised.
+        values: integers to tell the others, who need not have the same.
+        repeats: the values of all ranks follow from the facts and values of any. On a device with
+            streams, a call like an earlier one then goes on with what was told there, and the
+            device is not waited for. Its message travels all the same, and a difference that it
+            brings is raised by the next call that finds it.
+
+    Returns:
+        The values of every rank, in group order; of this rank alone without `validate`.
+
+    Raises:
+        ValueError: on every rank: a fact differs, with the value of each rank; or a rank has a
+            problem, with the rank. An error given as `problem` keeps its class (ValueError,
+            TypeError, RuntimeError).
+        RankFailureError: a rank died or did not answer.
+    """
+    if not validate or group_size(group) == 1:
+        if isinstance(problem, Exception):
+            raise problem
+        if problem is not None:
+            raise ValueError(f"{operation}: {problem}")
+        return [list(values)]
+    assert group is not None
+    mine = _encoded(operation, facts, problem, values)
+    told = _told.setdefault(group, _Told())
+    told.read()
+    if not repeats or not streams.has_streams(device):
+        texts = _share_bytes(mine, group, device, operation)
+        return _compared(operation, facts, problem, group, texts, device)
+    if mine in told.answers:
+        answer = told.answers[mine]
+        gathered = collectives.all_gather(answer.message, group, operation=operation, counted=False)
+        compare = functools.partial(_compared, operation, facts, None, group)
+        told.unread.append((streams.HostCopy(gathered), answer, compare))
+        return answer.values
+    if len(mine) > _TEXT_BYTES and problem is not None:
+        # Ranks that went on take part in no further message.
+        mine = _encoded(operation, {}, ValueError(str(problem)[: _TEXT_BYTES // 2]), ())
+    texts = _share_bytes(mine, group, device, operation)
+    found = _compared(operation, facts, problem, group, texts, None)
+    if all(len(text) <= _TEXT_BYTES for text in texts):
+        told.remember(mine, _Answer(found, texts, _message(_first_words(mine), device)))
+    return found
+
+
+@dataclass
+class _Answer:
+    """Values that the ranks told each other in a call, and this rank's message on the device."""
+
+    values: list[list[int]]
+    texts: list[bytes]
+    message: Tensor
+
+
+@dataclass
+class _Told:
+    """Answers of the ranks of a group, by this rank's message, and those not read yet."""
+
+    answers: dict[bytes, _Answer] = field(default_factory=dict)
+    unread: deque[tuple[streams.HostCopy, _Answer, Callable[..., object]]] = field(
+        default_factory=deque
+    )
+
+    def remember(self, mine: bytes, answer: _Answer) -> None:
+        if len(self.answers) == _MOST_ANSWERS:
+            self.answers.clear()
+        self.answers[mine] = answer
+
+    def read(self) -> None:
+        """Compare what has arrived; waits where the host is too far ahead."""
+        while self.unread and (len(self.unread) > _MOST_UNREAD or self.unread[0][0].is_there()):
+            copy, answer, compare = self.unread.popleft()
+            texts = _texts([row[_IDENTITY:] for row in copy.rows()])
+            if texts != answer.texts:
+                compare(texts, None)
+
+
+_told: weakref.WeakKeyDictionary[ProcessGroup, _Told] = weakref.WeakKeyDictionary()
+
+
+def _compared(
+    operation: str,
+    facts: Mapping[str, object],
+    problem: Problem,
+    group: ProcessGroup,
+    texts: Sequence[bytes],
+    device: torch.device | None,
+) -> list[list[int]]:
+    """The values of every rank, from its message; with a device, ranks show more of long facts."""
+    ranks = group_ranks(group)
+    # A rank that went on has only the beginning of a call longer than the message.
+    cut = [rank for rank, text in zip(ranks, texts, strict=True) if not text.endswith(b"}")]
+    if cut:
+        raise ValueError(
+            f"{operation}: expected every rank to make the call that it made with these arguments "
+            f"before, got another one on rank {cut[0]}"
+        )
+    calls = [json.loads(text) for text in texts]
+    for rank, call in zip(ranks, calls, strict=True):
+        if call["problem"] is not None:
+            text, missed = f"{operation}: {call['problem']} on rank {rank}", call["ranks"]
+            # The others have to know, too, which ranks are gone.
+            error = (
+                _ERRORS[call["error"]](text)
+                if missed is None
+                else RankFailureError(text, tuple(missed))
+            )
+            raise error from problem if isinstance(problem, Exception) else None
+    check_equal_over_ranks("the operation", [c["operation"] for c in calls], group, operation)
+    if device is not None and any(call["names"] != calls[0]["names"] for call in calls):
+        _check_by_name(facts, group, device, operation)
+    for i, (name, fact) in enumerate(facts.items()):
+        told = [call["facts"][i] if i < len(call["facts"]) else "nothing" for call in calls]
+        long = any("(checksum " in text for text in told)
+        if len(set(told)) > 1 and long and device is not None:
+            if isinstance(fact, Mapping):
+                _check_by_name(fact, group, device, operation)
+            texts = _share_bytes(str(fact).encode(), group, device, operation)
+            told = _from_first_difference([text.decode() for text in texts])
+        check_equal_over_ranks(name, told, group, operation)
+    return [call["values"] for call in calls]
+
+
+def _check_by_name(
+    facts: Mapping[str, object], group: ProcessGroup, device: torch.device, operation: str
+) -> None:
+    """ValueError for the first fact that differs, where ranks may have facts of other names."""
+    mine: dict[str, str] = {}
+    for name, fact in facts.items():
+        options = fact if isinstance(fact, Mapping) else {name: fact}
+        mine.update((option, str(value)) for option, value in options.items())
+    texts = _share_bytes(json.dumps(mine).encode(), group, device, operation)
+    told: list[dict[str, str]] = [json.loads(text) for text in texts]
+    for name in dict.fromkeys(name for of_rank in told for name in of_rank):
+        values = [of_rank.get(name, "nothing") for of_rank in told]
+        if len(set(values)) > 1 and max(map(len, values)) > _LONGEST_FACT:
+            values = _from_first_difference(values)
+        check_equal_over_ranks(name, values, group, operation)
+
+
+class SummedOptions:
+    """Comparison of options that travels with sums over ranks, for who makes sums in any case.
+
+    Behind the numbers go a checksum and its square: P times the sum of squares is the square of the
+    sum where all of P ranks have one checksum, and more where not.
+
+    Args:
+        operation: name for messages.
+
+    Attributes:
+        now: the options of this rank, by name.
+    """
+
+    def __init__(self, operation: str) -> None:
+        self._operation = operation
+        self.now: Mapping[str, object] = {}
+        self._compared: set[ProcessGroup] = set()
+        self._unread: tuple[streams.HostCopy, list[Sequence[ProcessGroup]]] | None = None
+
+    def begin(self, over: Sequence[Sequence[ProcessGroup]] = ()) -> None:
+        """Look at what the sums before have brought, where a device was not waited for.
+
+        Args:
+            over: groups whose messages have other lengths with other options, which are compared in
+                a message of their own first, once.
+        """
+        self._read()
+        new = dict.fromkeys(g for groups in over for g in groups if g not in self._compared)
+        if new:
+            self._agree([*new])
+            self._compared.update(new)
+
+    def marks(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """`[2]`, to be summed over ranks; float64 or int64."""
+        number = checksum(self.now) % (1 << _MARK_BITS)
+        return torch.tensor([number, number * number], dtype=dtype, device=device)
+
+    def check(self, sums: Sequence[Tensor], over: Sequence[Sequence[ProcessGroup]]) -> None:
+        """Compare sums of `marks`, each over some groups.
+
+        Raises:
+            ValueError: on every rank: options differ. On a device with streams the next `begin`
+                raises it.
+        """
+        if sums:
+            self._unread = streams.HostCopy(torch.stack([*sums])), [*over]
+            if not streams.has_streams(sums[0].device):
+                self._read()
+
+    def _read(self) -> None:
+        if self._unread is None:
+            return
+        (copy, over), self._unread = self._unread, None
+        for row, groups in zip(copy.rows(), over, strict=True):
+            total, squares = map(int, row)
+            if math.prod(map(group_size, groups)) * squares != total * total:
+                self._agree(groups)
+                raise ValueError(
+                    f"{self._operation}: expected options to be equal on every rank, got others in "
+                    "the step before"
+                )
+
+    def _agree(self, groups: Sequence[ProcessGroup]) -> None:
+        """Every rank of all groups raises where two of one differ."""
+        problem: Problem = None
+        for group in groups:
+            facts, device = {"options": self.now}, small_message_device(group)
+            try:
+                agree(self._operation, facts, problem, group, device)
+            except ValueError as error:
+                problem = error
+        if isinstance(problem, Exception):
+            raise problem
+
+
+def meet(
+    operation: str, group: ProcessGroup | None, *, seconds: float | None = None, hint: str = ""
+) -> None:
+    """Wait until every rank of a group makes this call, for calls that one rank makes by mistake.
+
+    Nothing is sent over the group, so that it stays usable where a rank does not come.
+
+    Args:
+        operation: name for messages; ranks meet under it, as often as each of them calls.
+        group: the ranks; None is this process alone.
+        seconds: to wait at most; None for a minute.
+        hint: what to do, behind the message.
+
+    Raises:
+        RuntimeError: a rank did not come.
+    """
+    if group_size(group) == 1:
+        return
+    assert group is not None
+    ranks, patience = group_ranks(group), MEETING_SECONDS if seconds is None else seconds
+    where = f"moe_ext/meet/{operation}/{'_'.join(map(str, ranks))}"
+    keys = {rank: f"{where}/{_meetings[where]}/{rank}" for rank in ranks}
+    store, me = c10d.default_store(), global_rank()
+    store.set(keys[me], "1")
+    try:
+        store.wait(list(keys.values()), timedelta(seconds=patience))
+    except RuntimeError as error:
+        missing = [rank for rank, key in keys.items() if not store.check([key])]
+        if missing:
+            # A rank that comes later must not think that this one still waits.
+            store.delete_key(keys[me])
+            raise RuntimeError(
+                f"{operation}: expected every rank of {list(ranks)} to call it, since each holds "
+                f"another part, got no call of rank {missing[0]} within {patience:g} s{hint}"
+            ) from error
+    _meetings[where] += 1
+
+
+def check_equal_over_ranks(
+    name: str, values: Sequence[object], group: ProcessGroup, operation: str
+) -> None:
+    """ValueError naming every rank's value unless all are equal; `values` in group order."""
+    if any(value != values[0] for value in values):
+        found = ", ".join(
+            f"{v} on rank {r}" for r, v in zip(group_ranks(group), values, strict=True)
+        )
+        raise ValueError(f"{operation}: expected {name} to be equal on every rank, got {found}")
+
+
+def is_nonfinite(x: Tensor) -> bool:
+    """Whether an element is NaN or infinite; one pass. NOTE: device-to-host sync."""
+    if x.numel() == 0:
+        return False
+    low, high = torch.aminmax(x.detach())
+    return not bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def options_of(owner: object, name: str = "") -> dict[str, object]:
+    """Arguments that an object was made with, for `agree`, as far as it keeps them by their names.
+
+    Args:
+        owner: of a class of this package, or of one derived from it, whose own arguments are left
+            out: they may have a reason to differ. Of another class there are none.
+        name: that stands before theirs in messages.
+
+    Returns:
+        By name. Objects are told by their classes, functions by their names, the fields of a
+        dataclass each by itself. Tensors, groups and devices are left out: each rank has its own.
+        So are the names in `FREE_TO_DIFFER` of the class.
+    """
+    found: dict[str, object] = {}
+    for argument in option_names(owner):
+        option = f"{name}.{argument}" if name else argument
+        found.update(told_option(option, getattr(owner, argument)))
+    return found
+
+
+def option_names(owner: object) -> list[str]:
+    """Names of the arguments that `options_of` tells."""
+    ours = [c for c in type(owner).__mro__ if c.__module__.startswith("moe_ext.")]
+    free = getattr(owner, "FREE_TO_DIFFER", ())
+    found = []
+    for argument in _arguments_of(ours[0]) if ours else ():
+        value = getattr(owner, argument, dataclasses.MISSING)
+        of_rank = isinstance(value, (Tensor, ProcessGroup, torch.device))
+        kept = value is not dataclasses.MISSING and not inspect.ismethod(value)
+        if kept and not of_rank and argument not in free:
+            found.append(argument)
+    return found
+
+
+@functools.cache
+def _arguments_of(made: type) -> tuple[str, ...]:
+    return tuple(inspect.signature(made).parameters)
+
+
+def told_option(name: str, value: object) -> dict[str, object]:
+    """An option by its name, and the fields of a dataclass by theirs."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {name: type(value).__name__, **options_of(value, name)}
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, tuple, list)):
+        return {name: value}
+    # Not as it prints: that may hold an address, another on every rank.
+    return {name: getattr(value, "__qualname__", type(value).__qualname__)}
+
+
+def checksum(options: Mapping[str, object]) -> int:
+    """A number of 32 bits that differs where options do."""
+    return zlib.crc32(json.dumps({name: str(value) for name, value in options.items()}).encode())
+
+
+def _shortened(fact: object) -> str:
+    if isinstance(fact, Mapping):
+        return f"{len(fact)} options (checksum {checksum(fact):08x})"
+    text = str(fact)
+    if len(text) <= _LONGEST_FACT:
+        return text
+    return f"{text[:40]}... (checksum {zlib.crc32(text.encode()):08x})"
+
+
+def _from_first_difference(texts: list[str]) -> list[str]:
+    """Rows of values from shortly before the first that differs, with the number of that one."""
+    same = len(os.path.commonprefix(texts))
+    item = texts[0].count(", ", 0, same)
+    start = texts[0].rfind(", ", 0, max(texts[0].rfind(", ", 0, same), 0)) + 2 if item > 1 else 0
+    if same - start >= _LONGEST_FACT // 2:
+        # Items longer than what is shown.
+        start = same - _LONGEST_FACT // 2
+    ends = [min(start + _LONGEST_FACT, len(text)) for text in texts]
+    return [
+        f"{'... ' * (start > 0)}{text[start:end]}{'...' * (end < len(text))} (item {item})"
+        for text, end in zip(texts, ends, strict=True)
+    ]
+
+
+def _encoded(
+    operation: str, facts: Mapping[str, object], problem: Problem, values: Sequence[int]
+) -> bytes:
+    """A call as JSON."""
+    text = None if problem is None else str(problem).removeprefix(f"{operation}: ")
+    kind = type(problem).__name__
+    call = {
+        "operation": operation,
+        "facts": [_shortened(fact) for fact in facts.values()],
+        "names": zlib.crc32("\n".join(facts).encode()),
+        "values": list(values),
+        "problem": text,
+        "error": kind if kind in _ERRORS else ValueError.__name__,
+        "ranks": list(problem.ranks) if isinstance(problem, RankFailureError) else None,
+    }
+    return json.dumps(call).encode()
+
+
+def _share_bytes(
+    mine: bytes, group: ProcessGroup, device: torch.device, operation: str
+) -> list[bytes]:
+    """The bytes of every rank, in group order: one message, and a second one where any is long."""
+    rows = share(_first_words(mine), group, device, operation=operation)
+    longest = max(row[0] for row in rows)
+    if longest > _TEXT_BYTES:
+        more = share(_words(mine, -(-longest // 8)), group, device, operation=operation)
+        rows = [[row[0], *words] for row, words in zip(rows, more, strict=True)]
+    return _texts(rows)
+
+
+def _first_words(mine: bytes) -> list[int]:
+    """The length of a text, and as much of it as a first message holds."""
+    return [len(mine), *_words(mine[:_TEXT_BYTES], _TEXT_BYTES // 8)]
+
+
+def _texts(rows: list[list[int]]) -> list[bytes]:
+    """The bytes of every rank, from their lengths and words."""
+    return [struct.pack(f"<{len(words)}q", *words)[:length] for length, *words in rows]
+
+
+def _words(text: bytes, count: int) -> tuple[int, ...]:
+    return struct.unpack(f"<{count}q", text.ljust(8 * count))

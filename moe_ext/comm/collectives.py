@@ -1,0 +1,497 @@
+"""Collectives over a process group: each call counted, each failure with the ranks that caused it.
+
+The collectives of all packages go through this module. A group of None is this process alone:
+nothing is sent, and the input comes back.
+
+Shapes: P ranks of the group.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext.comm import c10d, debugging
+from moe_ext.comm.failures import naming_failed_ranks
+from moe_ext.comm.groups import group_ranks, group_size, small_message_device
+from moe_ext.comm.reports import Collective, Underway
+from moe_ext.comm.traffic import record_traffic
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+# By default group.
+_host_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class Future(Protocol):
+    """`torch.futures.Future`, or the class in C++ below it."""
+
+    def wait(self) -> Any:
+        """The value."""
+
+    def done(self) -> bool:
+        """Whether the value is there."""
+
+    def then(self, callback: Callable[[Any], Any]) -> Any:
+        """A future of what the callback makes of this one."""
+
+
+class Pending(Generic[T]):
+    """A message underway; `wait` gives its result, to as many callers as ask.
+
+    Args:
+        future: ends when the message has come and gone.
+        finish: makes the result of what the future holds; called once, by the first who waits.
+        group: the ranks that take part, to be named when one of them fails.
+        operation: name for error messages.
+    """
+
+    def __init__(
+        self,
+        future: Future,
+        finish: Callable[[Any], T],
+        group: ProcessGroup | None,
+        operation: str,
+    ) -> None:
+        self._future = future
+        self._finish: Callable[[Any], T] | None = finish
+        self._group, self._operation = group, operation
+        self._result: list[T] = []
+        # `wait` and the callbacks of a future may come from two threads.
+        self._lock = threading.Lock()
+
+    @classmethod
+    def done(cls, result: T) -> Pending[T]:
+        """A message that has ended, with this result."""
+        future: torch.futures.Future[T] = torch.futures.Future()
+        future.set_result(result)
+        return cls(future, lambda found: found, None, "")
+
+    @classmethod
+    def of_works(
+        cls,
+        works: Sequence[dist.Work | Underway],
+        finish: Callable[[], T],
+        group: ProcessGroup | None,
+        operation: str,
+    ) -> Pending[T]:
+        """The calls of c10d that were posted as one message; `finish` keeps their memory alive."""
+        return cls(_Works(works), lambda _: finish(), group, operation)
+
+    def wait(self) -> T:
+        """The result, once it is there; on CUDA the current stream waits, not the host.
+
+        Raises:
+            RankFailureError: a rank died or did not answer; the message names it.
+        """
+        with naming_failed_ranks(self._group, self._operation):
+            found = self._future.wait()
+        with self._lock:
+            if self._finish is not None:
+                self._result.append(self._finish(found))
+                self._finish = None
+        return self._result[0]
+
+    def then(self, finish: Callable[[T], U]) -> Pending[U]:
+        """The same message with a result that `finish` makes of this one's."""
+        return Pending(_Future(self), finish, self._group, self._operation)
+
+    def is_completed(self) -> bool:
+        """Whether `wait` returns, or raises, at once."""
+        return self._future.done()
+
+    def get_future(self) -> torch.futures.Future[T]:
+        """A future of what `wait` returns or raises, as hooks want it."""
+        future: torch.futures.Future[T] = self._future.then(lambda _: self.wait())
+        return future
+
+
+class _Future:
+    """A message as the future of another one."""
+
+    def __init__(self, pending: Pending[Any]) -> None:
+        self.wait, self.done = pending.wait, pending.is_completed
+        self._get_future = pending.get_future
+
+    def then(self, callback: Callable[[Any], Any]) -> Any:
+        return self._get_future().then(callback)
+
+
+class _Works:
+    """Several calls of c10d as one future."""
+
+    def __init__(self, works: Sequence[dist.Work | Underway]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def done(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def then(self, callback: Callable[[Any], Any]) -> Any:
+        ended = torch.futures.collect_all([work.get_future() for work in self._works])
+        return ended.then(callback)
+
+
+def all_reduce_bytes(num_bytes: int, num_ranks: int) -> int:
+    """Bytes that leave a rank in an all-reduce by the algorithm that sends least."""
+    return 2 * (num_ranks - 1) * num_bytes // num_ranks
+
+
+def start_all_reduce_(
+    x: Tensor,
+    group: ProcessGroup | None,
+    *,
+    operation: str,
+    op: str = "sum",
+    counted: bool = True,
+    finish: Callable[[Tensor], Tensor] | None = None,
+) -> Pending[Tensor]:
+    """Begin to reduce a contiguous tensor over the ranks, in place.
+
+    Args:
+        x: of the same shape and dtype on every rank; it is the result, too.
+        group: the P ranks.
+        operation: name for error messages.
+        op: "sum", "max" or "min".
+        counted: False for messages of fixed size by which ranks compare their arguments.
+        finish: makes the result of the reduced tensor, when it is waited for.
+
+    Raises:
+        RankFailureError: a rank died or did not answer; the message names it.
+    """
+    made = finish or (lambda reduced: reduced)
+    size = group_size(group)
+    if counted and debugging.enabled():
+        debugging.compare("all_reduce", x, group, operation)
+    if size == 1 or x.numel() == 0:
+        return Pending.done(made(x))
+    if counted:
+        record_traffic("all_reduce", all_reduce_bytes(x.nbytes, size))
+    with naming_failed_ranks(group, operation):
+        work = dist.all_reduce(x, _REDUCE_OPS[op], group=group, async_op=True)
+    assert work is not None
+    return Pending(work.get_future(), lambda _: made(x), group, operation)
+
+
+def all_reduce_(
+    x: Tensor,
+    group: ProcessGroup | None,
+    *,
+    operation: str,
+    op: str = "sum",
+    counted: bool = True,
+) -> Tensor:
+    """Reduce a contiguous tensor over the ranks, in place; see `start_all_reduce_`."""
+    size = group_size(group)
+    if counted and debugging.enabled():
+        debugging.compare("all_reduce", x, group, operation)
+    if size > 1 and x.numel():
+        if counted:
+            record_traffic("all_reduce", all_reduce_bytes(x.nbytes, size))
+        with naming_failed_ranks(group, operation):
+            work = dist.all_reduce(x, _REDUCE_OPS[op], group=group, async_op=True)
+            Underway(work, Collective("all_reduce", group, x)).wait()
+    return x
+
+
+def start_all_gather(
+    x: Tensor,
+    group: ProcessGroup | None,
+    *,
+    operation: str,
+    out: Tensor | None = None,
+    counted: bool = True,
+) -> Pending[Tensor]:
+    """Begin to gather a tensor of every rank.
+
+    Args:
+        x: `[n, ...]`, of the same shape and dtype on every rank.
+        group: the P ranks.
+        operation: name for error messages.
+        out: where to put the result, a contiguous tensor; None makes one.
+        counted: see `start_all_reduce_`.
+
+    Returns:
+        `[P * n, ...]`, in group order.
+
+    Raises:
+        RankFailureError: a rank died or did not answer; the message names it.
+    """
+    size = group_size(group)
+    if size == 1:
+        return Pending.done(x if out is None else out.copy_(x))
+    sent = x.contiguous()
+    if counted and debugging.enabled():
+        debugging.compare("all_gather", x, group, operation)
+    found = sent.new_empty((size * sent.shape[0], *sent.shape[1:])) if out is None else out
+    if sent.numel() == 0:
+        return Pending.done(found)
+    if counted:
+        record_traffic("all_gather", (size - 1) * sent.nbytes)
+    with naming_failed_ranks(group, operation):
+        work = getattr(dist, c10d.ALL_GATHER)(found, sent, group=group, async_op=True)
+    works = [Underway(work, Collective("all_gather", group, sent))]
+    return Pending.of_works(works, _Release(found, sent), group, operation)
+
+
+def all_gather(
+    x: Tensor,
+    group: ProcessGroup | None,
+    *,
+    operation: str,
+    out: Tensor | None = None,
+    counted: bool = True,
+) -> Tensor:
+    """Gather a tensor of every rank; see `start_all_gather`."""
+    return start_all_gather(x, group, operation=operation, out=out, counted=counted).wait()
+
+
+def reduce_scale(op: Any, num_ranks: int, operation: str) -> float:
+    """The factor on the sum over ranks that a reduction of c10d stands for.
+
+    Raises:
+        ValueError: it is none of SUM, AVG and PREMUL_SUM.
+    """
+    # The factor of PREMUL_SUM has no other accessor. (Both types pass for `ReduceOp`.)
+    kind, factor = (op, None) if isinstance(op, dist.ReduceOp.RedOpType) else op.__getstate__()
+    if kind == dist.ReduceOp.AVG:
+        return 1.0 / num_ranks
+    if kind == dist.ReduceOp.SUM:
+        return 1.0
+    if kind == dist.ReduceOp.PREMUL_SUM and isinstance(factor, float):
+        return factor
+    raise ValueError(
+        f"{operation}: expected op to be SUM, AVG or PREMUL_SUM of a number, got {kind}"
+    )
+
+
+def start_reduce_scatter(
+    x: Tensor,
+    group: ProcessGroup | None,
+    *,
+    operation: str,
+    op: Any = dist.ReduceOp.SUM,
+    out: Tensor | None = None,
+    counted: bool = True,
+) -> Pending[Tensor]:
+    """Begin to sum over the ranks, of which each keeps its part.
+
+    Args:
+        x: `[P * n, ...]`, of the same shape and dtype on every rank.
+        group: the P ranks.
+        operation: name for error messages.
+        op: SUM, AVG or PREMUL_SUM of c10d, as FSDP2 asks for it.
+        out: where to put the result, a contiguous tensor; None makes one.
+        counted: see `start_all_reduce_`.
+
+    Returns:
+        `[n, ...]`, the part of this rank.
+
+    Raises:
+        RankFailureError: a rank died or did not answer; the message names it.
+    """
+    size = group_size(group)
+    # Gloo does not know PREMUL_SUM.
+    is_known = x.is_cuda or op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+    scale = 1.0 if is_known else reduce_scale(op, size, operation)
+    if size == 1 and out is None:
+        return Pending.done(x)
+    sent = x.contiguous()
+    if counted and debugging.enabled():
+        debugging.compare("reduce_scatter", x, group, operation)
+    found = sent.new_empty((sent.shape[0] // size, *sent.shape[1:])) if out is None else out
+    if sent.numel() == 0:
+        return Pending.done(found)
+    if counted:
+        record_traffic("reduce_scatter", (size - 1) * found.nbytes)
+    with naming_failed_ranks(group, operation):
+        work = getattr(dist, c10d.REDUCE_SCATTER)(
+            found, sent, op=op if is_known else dist.ReduceOp.SUM, group=group, async_op=True
+        )
+    release = _Release(found, sent)
+    works = [Underway(work, Collective("reduce_scatter", group, sent))]
+    return Pending.of_works(
+        works, lambda: release() if scale == 1.0 else release().mul_(scale), group, operation
+    )
+
+
+def reduce_scatter(
+    x: Tensor,
+    group: ProcessGroup | None,
+    *,
+    operation: str,
+    op: Any = dist.ReduceOp.SUM,
+    out: Tensor | None = None,
+    counted: bool = True,
+) -> Tensor:
+    """Sum over the ranks, of which each keeps its part; see `start_reduce_scatter`."""
+    pending = start_reduce_scatter(x, group, operation=operation, op=op, out=out, counted=counted)
+    return pending.wait()
+
+
+def all_to_all(
+    x: Tensor,
+    group: ProcessGroup | None,
+    *,
+    operation: str,
+    send: Sequence[int] | None = None,
+    receive: Sequence[int] | None = None,
+    counted: bool = True,
+) -> Tensor:
+    """Exchange rows with every rank of a group.
+
+    Args:
+        x: `[N, ...]`; the first `send[0]` rows are for rank 0 of the group, and so on.
+        group: the P ranks.
+        operation: name for error messages.
+        send: P numbers of rows that sum to N; None for equal parts.
+        receive: P numbers of rows, of what each rank sends here; None for equal parts.
+        counted: see `start_all_reduce_`.
+
+    Returns:
+        `[sum(receive), ...]`, in group order.
+
+    Raises:
+        RankFailureError: a rank died or did not answer; the message names it.
+    """
+    size = group_size(group)
+    if size == 1:
+        return x
+    x = x.contiguous()
+    if debugging.enabled():
+        debugging.compare("all_to_all", x, group, operation, send, receive)
+    num_rows = x.shape[0] if receive is None else sum(receive)
+    out = x.new_empty((num_rows, *x.shape[1:]))
+    if counted:
+        own = x.shape[0] // size if send is None else send[dist.get_rank(group)]
+        row_bytes = x[:1].nbytes
+        record_traffic("all_to_all", (x.shape[0] - own) * row_bytes)
+    with naming_failed_ranks(group, operation):
+        work = dist.all_to_all_single(
+            out,
+            x,
+            None if receive is None else list(receive),
+            None if send is None else list(send),
+            group=group,
+            async_op=True,
+        )
+        Underway(work, Collective("all_to_all", group, x, send, receive)).wait()
+    return out
+
+
+def broadcast_(x: Tensor, group: ProcessGroup | None, source: int, *, operation: str) -> Tensor:
+    """Overwrite a contiguous tensor with that of rank `source` of the group.
+
+    Raises:
+        RankFailureError: a rank died or did not answer; the message names it.
+    """
+    if debugging.enabled():
+        debugging.compare("broadcast", x, group, operation)
+    if group_size(group) > 1 and x.numel():
+        with naming_failed_ranks(group, operation):
+            dist.broadcast(x, group=group, group_src=source)
+    return x
+
+
+def gather_objects(value: T, group: ProcessGroup | None, *, operation: str) -> list[T]:
+    """Gather an object of every rank, pickled, in group order; slow, for what is done once.
+
+    Raises:
+        RankFailureError: a rank died or did not answer; the message names it.
+    """
+    if group is None:
+        return [value]
+    found: list[Any] = [None] * group_size(group)
+    with naming_failed_ranks(group, operation):
+        dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def barrier(group: ProcessGroup, *, operation: str) -> None:
+    """Wait until every rank of the group is here.
+
+    Raises:
+        RankFailureError: a rank died or did not answer; the message names it.
+    """
+    with naming_failed_ranks(group, operation):
+        dist.barrier(group)
+
+
+def subgroups(ranks_of: Sequence[Sequence[int]]) -> ProcessGroup | None:
+    """Make a group of each list of global ranks; every rank of the job calls it alike.
+
+    Returns:
+        The last of them that this rank belongs to; None where there is none.
+    """
+    own: ProcessGroup | None = None
+    for ranks in ranks_of:
+        group = dist.new_group(list(ranks))
+        if dist.get_rank() in ranks:
+            own = group
+    return own
+
+
+def local_group(ranks: Sequence[int], like: ProcessGroup, device: torch.device) -> ProcessGroup:
+    """A new group of some global ranks, with the timeout of another group.
+
+    Only its members take part, each as often as the others.
+    """
+    return c10d.new_local_group(ranks, c10d.group_timeout(like, device))
+
+
+def twin_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:
+    """A new group of the same ranks; for messages that may come in another order than its own."""
+    return local_group(group_ranks(group), group, device)
+
+
+def host_group() -> ProcessGroup:
+    """A group of all ranks with Gloo, made once: for threads that send beside what trains.
+
+    Every rank of the job calls it alike.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _host_groups:
+        timeout = c10d.group_timeout(world, small_message_device(world))
+        _host_groups[world] = dist.new_group(timeout=timeout, backend="gloo")
+    return _host_groups[world]
+
+
+class PendingWork(dist.Work):
+    """A message underway as FSDP2 wants it: a `Work` of c10d, whose `wait` makes the result."""
+
+    def __init__(self, finish: Callable[[], object]) -> None:
+        super().__init__()
+        self._finish: Callable[[], object] | None = finish
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """End the message; always True."""
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+        return True
+
+
+class _Release:
+    """Gives the result, and lets go of what was sent: only then may its memory be used again."""
+
+    def __init__(self, found: Tensor, sent: Tensor) -> None:
+        self._found, self._sent = found, sent
+
+    def __call__(self) -> Tensor:
+        del self._sent
+        return self._found

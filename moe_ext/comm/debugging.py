@@ -1,0 +1,80 @@
+"""Comparison of collectives over their ranks before they are sent.
+
+With MOE_EXT_DEBUG=1 those of all code are compared, with `MoELayer(debug=True)` those of the layer.
+
+A collective that some ranks call otherwise than others hangs, or mixes up bytes. Every call then
+costs one message more, and a wait of the host.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext.comm.failures import running, with_layer
+from moe_ext.comm.groups import global_rank, group_ranks, group_size
+
+# Name of what `enabled` says, where ranks compare it.
+OPTION = "debug (or else MOE_EXT_DEBUG)"
+ENABLED = os.environ.get("MOE_EXT_DEBUG", "0") not in ("", "0")
+
+
+def enabled() -> bool:
+    """True if calls are compared: as the running layer says, else as the environment says."""
+    layer = running.get()
+    wanted: bool | None = None if layer is None else getattr(layer(), "debug", None)
+    return ENABLED if wanted is None else wanted
+
+
+def compare(
+    kind: str,
+    x: Tensor,
+    group: ProcessGroup | None,
+    operation: str,
+    send: Sequence[int] | None = None,
+    receive: Sequence[int] | None = None,
+) -> None:
+    """Raise on every rank unless all of a group are about to make the same call.
+
+    Args:
+        kind: of the collective.
+        x: what this rank sends, `[N, ...]`.
+        group: the P ranks.
+        operation: name for messages, compared, too: ranks call them in one order.
+        send: P numbers of rows, for an exchange of unequal parts.
+        receive: P numbers of rows.
+
+    Raises:
+        ValueError: the operation, the kind, the shape, the dtype or the splits differ; it names the
+            ranks and what each has.
+    """
+    # Not at the top: it sends by `comm`, which calls this.
+    from moe_ext.comm.agreement import agree
+
+    if group_size(group) == 1:
+        return
+    assert group is not None
+    unequal = send is not None and receive is not None
+    facts: dict[str, object] = {
+        "the collective": kind,
+        "the shape of a row" if unequal else "the shape": tuple(x.shape[int(unequal) :]),
+        "the dtype": str(x.dtype),
+    }
+    splits = [*send, *receive] if send is not None and receive is not None else []
+    ranks = group_ranks(group)
+    try:
+        rows = agree(operation, facts, None, group, x.device, values=splits)
+        for i, row in enumerate(rows if splits else []):
+            for j, other in enumerate(rows):
+                if row[j] != other[len(ranks) + i]:
+                    raise ValueError(
+                        f"{operation}: expected rank {ranks[j]} to receive the {row[j]} rows that "
+                        f"rank {ranks[i]} sends it, got {other[len(ranks) + i]} in its splits"
+                    )
+    except ValueError as error:
+        raise ValueError(
+            with_layer(f"{error}; seen by rank {global_rank()} in a message")
+        ) from None

@@ -1,0 +1,332 @@
+"""Says which rank is missing when a collective fails.
+
+A backend's own message names a socket address at best. Here every process that sees a failure
+writes a key into the default store, and looks for the keys of the others; the ranks that stay
+silent are named. For ranks on the same host the process table gives certainty: a dead process is
+told from a slow one. An error of this rank alone, such as one of shapes, is no failed rank: it
+stays as it is, and the others learn of it if they come to miss this rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import os
+import platform
+import re
+import time
+import weakref
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from moe_ext.comm import at_exit, c10d
+from moe_ext.comm.groups import group_ranks
+
+GRACE_SECONDS = 5.0
+_POLL_SECONDS = 0.05
+# The host of the store must outlive the last look of the others at it; and where the store is gone,
+# a process that ends at once would be taken for another dead one.
+_LINGER_SECONDS = 0.5
+_LINGER_WITHOUT_STORE_SECONDS = 2.0
+
+# Words in errors of Gloo, NCCL and c10d about lost connections, which have no class of their own.
+_OF_CONNECTIONS = re.compile(
+    r"(?<!ProcessGroup)gloo|nccl|connect|time(d |-)?out|socket|broken pipe|reset by peer|closed",
+    re.IGNORECASE,
+)
+_ERROR_KEY = "moe_ext/error"
+_BLAME_KEY = "moe_ext/blamed"
+# A rank that misses another one leaves its other groups at once, whose ranks then all answer: what
+# it found is there by then, or a moment later.
+_BLAME_SECONDS = 2.0
+
+# (host id, process id) of every global rank seen so far; filled by `remember_processes`.
+_processes: dict[int, tuple[int, int]] = {}
+
+
+# The layer of a model that runs, or whose backward pass does.
+running: ContextVar[weakref.ref[nn.Module] | None] = ContextVar("running", default=None)
+
+
+class RankFailureError(RuntimeError):
+    """A collective failed because ranks died or did not answer.
+
+    Attributes:
+        ranks: the global ranks named, empty if every rank answered.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+@contextlib.contextmanager
+def in_layer(layer: weakref.ref[nn.Module] | None) -> Iterator[None]:
+    """Have messages about failures inside name the layer, by its path in the model."""
+    token = running.set(layer)
+    try:
+        yield
+    finally:
+        running.reset(token)
+
+
+def with_layer(operation: str) -> str:
+    """The name of an operation, with that of the layer that runs; slow, for what has failed."""
+    layer = running.get()
+    module = None if layer is None else layer()
+    if module is None:
+        return operation
+    parents: dict[int, tuple[str, nn.Module]] = {}
+    for found in gc.get_objects():
+        # By the type: proxies may do anything when they are asked for their class.
+        if issubclass(type(found), nn.Module):
+            parents |= {id(child): (name, found) for name, child in found._modules.items()}
+    path: list[str] = []
+    while id(module) in parents and len(path) < len(parents):
+        name, module = parents[id(module)]
+        path.insert(0, name)
+    return f"{operation} of layer {'.'.join(path)!r}" if path else operation
+
+
+def process_identity() -> tuple[int, int]:
+    """(id of the host and its process namespace, process id); the first fits in an int64."""
+    return _host_identity("pid"), os.getpid()
+
+
+def network_identity() -> int:
+    """Id of the host and its network namespace."""
+    return _host_identity("net")
+
+
+def _host_identity(kind: str) -> int:
+    """Id of the host and a namespace of this process; it fits in an int64."""
+    namespace = Path(f"/proc/self/ns/{kind}")
+    scope = str(namespace.stat().st_ino) if namespace.exists() else ""
+    digest = hashlib.sha256(f"{platform.node()}/{scope}".encode()).digest()
+    return int.from_bytes(digest[:7], "little")
+
+
+def remember_processes(ranks: tuple[int, ...], identities: list[tuple[int, int]]) -> None:
+    """Keep who runs which global rank."""
+    _processes.update(zip(ranks, identities, strict=True))
+
+
+def known_hosts(ranks: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The host of each global rank, counted from 0; None unless all are known."""
+    if any(rank not in _processes for rank in ranks):
+        return None
+    numbers: dict[int, int] = {}
+    return tuple(numbers.setdefault(_processes[rank][0], len(numbers)) for rank in ranks)
+
+
+def _state_here(rank: int) -> str:
+    """Letter of the state of a rank's process on this host, as in /proc; "" if that is unknown.
+
+    X and Z are of a process that has ended, T and t of one that a signal or a debugger has stopped.
+    """
+    host, pid = _processes.get(rank, (0, 0))
+    if pid == 0 or host != process_identity()[0]:
+        return ""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return "X"
+    except PermissionError:
+        return ""
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        # A killed child that its parent has not reaped still takes signals; its state is Z.
+        return stat.read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X" if stat.parent.parent.exists() and not stat.exists() else ""
+
+
+@dataclass
+class _RollCall:
+    """Knowledge about the members of a group after a failure."""
+
+    silent: set[int]
+    dead: set[int] = field(default_factory=set)
+    # They may have gone on since, and have answered then.
+    stopped: set[int] = field(default_factory=set)
+    store_lost: bool = False
+    looked: bool = False
+    # Own errors of the missing, by rank.
+    errors: dict[int, str] = field(default_factory=dict)
+    # Collectives that failed on those who answered, by rank.
+    operations: dict[int, str] = field(default_factory=dict)
+
+
+def _roll_call(group: ProcessGroup, operation: str, grace: float) -> _RollCall:
+    """Answer; wait until every other member has answered or is known dead, or `grace` is over."""
+    me = dist.get_rank()
+    prefix = "moe_ext/failed"
+    call = _RollCall(silent=set(group_ranks(group)) - {me})
+    deadline = time.monotonic() + grace
+    answered = False
+    while True:
+        if not call.store_lost:
+            try:
+                store = c10d.default_store()
+                if not answered:
+                    store.set(f"{prefix}/{me}", operation)
+                    answered = True
+                call.silent -= {r for r in call.silent if store.check([f"{prefix}/{r}"])}
+                call.looked = True
+            except (RuntimeError, ValueError):
+                call.store_lost = True
+        states = {rank: _state_here(rank) for rank in call.silent}
+        call.dead = {rank for rank, state in states.items() if state in ("X", "Z")}
+        call.stopped |= {rank for rank, state in states.items() if state in ("T", "t")}
+        known = call.silent == call.dead
+        if known or time.monotonic() > deadline or (call.store_lost and call.dead):
+            break
+        time.sleep(_POLL_SECONDS)
+    if not call.store_lost:
+        call.errors = _texts(_ERROR_KEY, call.silent)
+        call.operations = _texts(prefix, set(group_ranks(group)) - call.silent)
+    time.sleep(_LINGER_WITHOUT_STORE_SECONDS if call.store_lost else _LINGER_SECONDS)
+    return call
+
+
+def _texts(prefix: str, ranks: set[int]) -> dict[int, str]:
+    """Texts that ranks have written under a prefix, by rank."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        store = c10d.default_store()
+        known = [rank for rank in sorted(ranks) if store.check([f"{prefix}/{rank}"])]
+        return {rank: store.get(f"{prefix}/{rank}").decode() for rank in known}
+    return {}
+
+
+def same_class(name: str) -> type[Exception]:
+    """The class in which an error of another rank is raised here."""
+    return {"ValueError": ValueError, "TypeError": TypeError}.get(name, RuntimeError)
+
+
+def mark_told(error: Exception) -> None:
+    """Note that the other ranks know of an error."""
+    error._moe_ext_told = True  # type: ignore[attr-defined]
+
+
+def is_told(error: Exception) -> bool:
+    """Whether the other ranks know of an error."""
+    return getattr(error, "_moe_ext_told", False)
+
+
+def tell_own_error(operation: str, error: Exception) -> None:
+    """Keep an error of this rank alone, for those who come to miss it."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        reason = f"{operation}: {first_line(error)}"
+        c10d.default_store().set(f"{_ERROR_KEY}/{dist.get_rank()}", reason)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, or its type."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _named(ranks: set[int]) -> str:
+    word = "rank" if len(ranks) == 1 else "ranks"
+    return f"{word} {', '.join(str(rank) for rank in sorted(ranks))}"
+
+
+def _describe(call: _RollCall, grace: float) -> tuple[str, set[int]]:
+    """The finding in words, and the ranks that it blames."""
+    if call.dead:
+        return f"{_named(call.dead)} died", call.dead
+    if call.store_lost and not call.looked:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return "the launcher that hosts the store is gone; no rank could be asked", set()
+        host = {0} & call.silent
+        return "the store is gone; its host, rank 0, has probably died", host
+    if call.silent:
+        return f"{_named(call.silent)} did not answer within {grace:g} s", call.silent
+    if call.stopped:
+        return f"{_named(call.stopped)} had been stopped by a signal", call.stopped
+    places: dict[str, set[int]] = {}
+    for rank, operation in call.operations.items():
+        places.setdefault(operation, set()).add(rank)
+    where = ", ".join(f"{_named(ranks)} in {operation}" for operation, ranks in places.items())
+    return "every rank of the group is alive" + f": {where}" * (len(places) > 1), set()
+
+
+def _tell_blamed(ranks: set[int]) -> None:
+    """Keep the ranks that this one misses, for those who come to miss this one."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        text = " ".join(str(rank) for rank in sorted(ranks))
+        c10d.default_store().set(f"{_BLAME_KEY}/{dist.get_rank()}", text)
+
+
+def _blamed_by_others(group: ProcessGroup) -> tuple[int, set[int]]:
+    """A rank that failed and the ranks that it misses, where all ranks of this group answered."""
+    deadline = time.monotonic() + _BLAME_SECONDS
+    others = set(range(dist.get_world_size())) - {dist.get_rank()}
+    # With nobody outside of the group there is no other group to miss anyone in.
+    if others < set(group_ranks(group)):
+        return -1, set()
+    while time.monotonic() < deadline:
+        texts = _texts(_BLAME_KEY, others)
+        for rank, text in texts.items():
+            blamed = {int(number) for number in text.split()} - {dist.get_rank()}
+            if blamed:
+                return rank, blamed
+        time.sleep(_POLL_SECONDS)
+    return -1, set()
+
+
+def diagnose(
+    group: ProcessGroup, operation: str, error: Exception, *, grace: float = GRACE_SECONDS
+) -> RankFailureError:
+    """Build the error to raise after `operation` on `group` failed with `error`.
+
+    Blocks for at most `grace` seconds beyond the failure itself.
+    """
+    call = _roll_call(group, operation, grace)
+    finding, blamed = _describe(call, grace)
+    if call.looked and not call.silent and not blamed:
+        by, blamed = _blamed_by_others(group)
+        if blamed:
+            finding = f"{_named({by})} misses {_named(blamed)} in another group"
+    _tell_blamed(blamed)
+    reason = first_line(error)
+    for rank, text in call.errors.items():
+        finding += f"; the last error of rank {rank} was {text!r}"
+    message = (
+        f"{operation}: expected every rank of the group {list(group_ranks(group))} to take part, "
+        f"but {finding} (seen by rank {dist.get_rank()}; {group.name()} reports: {reason})"
+    )
+    return RankFailureError(message, tuple(sorted(blamed)))
+
+
+@contextlib.contextmanager
+def naming_failed_ranks(group: ProcessGroup | None, operation: str) -> Iterator[None]:
+    """Turn a failure of the collectives inside into a `RankFailureError` that names ranks.
+
+    Args:
+        group: the group that the collectives run on, None for the default group.
+        operation: what to call the code inside in the message.
+
+    Raises:
+        RankFailureError: in the place of a RuntimeError that says that ranks are gone or silent.
+    """
+    at_exit.wait_at_exit()
+    try:
+        yield
+    except RankFailureError:
+        raise
+    except RuntimeError as error:
+        if is_told(error):
+            raise
+        if not isinstance(error, dist.DistError) and not _OF_CONNECTIONS.search(str(error)):
+            tell_own_error(operation, error)
+            raise
+        members = dist.group.WORLD if group is None else group
+        assert members is not None
+        raise diagnose(members, with_layer(operation), error) from error

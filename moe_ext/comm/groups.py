@@ -1,0 +1,125 @@
+"""Small facts about process groups, with None standing for "this process alone"."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from moe_ext.comm.c10d import flat_group, group_of_name, small_message_device
+
+__all__ = [
+    "GroupHandle",
+    "check_group",
+    "flat_group",
+    "global_rank",
+    "group_of_name",
+    "group_rank",
+    "group_ranks",
+    "group_size",
+    "is_initialized",
+    "resolve_group",
+    "small_message_device",
+    "world_size",
+]
+
+
+class GroupHandle:
+    """Holds a process group inside a module; `copy.deepcopy` of the module shares the group."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GroupHandle:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.group is None:
+            return GroupHandle, (None,)
+        raise TypeError(
+            "pickle: expected a module without a process group, got one of the ranks "
+            f"{list(group_ranks(self.group))}; save its state by "
+            "moe_ext.distributed.checkpoint.save, or what moe_ext.distributed.full_state_dict "
+            "returns, and build the module anew"
+        )
+
+
+def check_group(group: object, owner: str, *, name: str = "ep_group") -> None:
+    """TypeError in the name of `owner` unless argument `name` is None or a group of this rank."""
+    # new_group returns a number on ranks that do not belong to the group.
+    if group is not None and not isinstance(group, ProcessGroup):
+        raise TypeError(
+            f"{owner}: expected {name} to be None or a ProcessGroup that this rank belongs to, "
+            f"got {group!r}"
+        )
+
+
+def resolve_group(group: ProcessGroup | None, owner: str) -> ProcessGroup | None:
+    """The group to use: the default one for None; None where there is no torch.distributed.
+
+    TypeError in the name of `owner` if it is no group of this rank, RuntimeError if a launcher
+    started other processes that this one has not joined.
+    """
+    check_group(group, owner, name="group")
+    if group is None and _has_joined(owner):
+        return dist.group.WORLD
+    return group
+
+
+def _has_joined(owner: str) -> bool:
+    """True with a default group; RuntimeError where this process only seems to be alone.
+
+    Every rank of a job without one would train by itself, and write the same files.
+    """
+    if is_initialized():
+        return True
+    started = os.environ.get("WORLD_SIZE", "")
+    if started.isdecimal() and int(started) > 1:
+        raise RuntimeError(
+            f"{owner}: expected torch.distributed.init_process_group() to have run, since "
+            f"WORLD_SIZE says that {started} processes were started, got no process group; for a "
+            "process that works alone, unset WORLD_SIZE"
+        )
+    return False
+
+
+def is_initialized() -> bool:
+    """Whether there is a default process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def join_processes(backend: str) -> None:
+    """Make the default process group of the processes that torchrun started."""
+    dist.init_process_group(backend)
+
+
+def leave_processes() -> None:
+    """End the default process group."""
+    dist.destroy_process_group()
+
+
+def global_rank() -> int:
+    """This process's rank in the default group; 0 without one."""
+    return dist.get_rank() if _has_joined("torch.distributed") else 0
+
+
+def group_size(group: ProcessGroup | None) -> int:
+    """Number of ranks; 1 for None."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def group_rank(group: ProcessGroup | None) -> int:
+    """This process's rank in the group; 0 for None."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def group_ranks(group: ProcessGroup) -> tuple[int, ...]:
+    """Global ranks of the members, in group order."""
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def world_size() -> int:
+    """Number of ranks of the default group; 1 when torch.distributed is not initialised."""
+    return dist.get_world_size() if _has_joined("torch.distributed") else 1

@@ -1,0 +1,149 @@
+"""Functions in turn: while one waits for other ranks, another one computes."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+
+from moe_ext.comm.failures import mark_told
+
+T = TypeVar("T")
+
+
+class _Turns:
+    """Who of some functions runs: one at a time, in a circle."""
+
+    def __init__(self, count: int) -> None:
+        self._changed = threading.Condition()
+        self._left = list(range(count))
+        self._now = 0
+        self.error: BaseException | None = None
+
+    def begin(self, own: int) -> None:
+        """Wait for the own turn."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._now == own)
+        if self.error is not None:
+            error = RuntimeError("run_in_turns: expected every function to end, got an error")
+            mark_told(error)
+            raise error
+
+    def pass_on(self, own: int) -> None:
+        """Let the next one run, until it passes on."""
+        if len(self._left) > 1:
+            state = torch.get_rng_state()
+            self._give(own)
+            self.begin(own)
+            torch.set_rng_state(state)
+
+    def end(self, own: int, error: BaseException | None) -> None:
+        """Let the others run; after an error they end at their next turn."""
+        self.error = self.error or error
+        self._give(own, leave=True)
+
+    def _give(self, own: int, *, leave: bool = False) -> None:
+        with self._changed:
+            after = self._left.index(own) + 1
+            self._now = self._left[after % len(self._left)]
+            if leave:
+                self._left.remove(own)
+            self._changed.notify_all()
+
+
+class _Lane(threading.local):
+    """Function, and its turns, that a thread runs."""
+
+    turns: _Turns | None = None
+    own: int = 0
+
+
+_lane = _Lane()
+
+
+def pass_turn() -> None:
+    """Say that what follows is a wait for other ranks."""
+    if _lane.turns is not None:
+        _lane.turns.pass_on(_lane.own)
+
+
+def run_in_turns(functions: Sequence[Callable[[], T]]) -> list[T]:
+    """Run functions of which one computes while the others wait for other ranks.
+
+    The turn passes in a circle, at every wait for a collective of CPU tensors and at the end of a
+    function, whether what is waited for has come or not: so every rank that is given the same
+    functions sends the same messages in the same order. Passes forward and backward of layers with
+    experts over ranks, say: each has the bits that it has alone, as long as the functions write to
+    nothing in common. None may take what another one makes.
+
+    The first one runs in this thread, the others have its state of autocast and of gradients. Each
+    draws random numbers as if it began alone; behind all of them stands the generator where the
+    first one has left it.
+
+    Args:
+        functions: without arguments.
+
+    Returns:
+        What they return.
+
+    Raises:
+        Exception: the first that one of them raises; the others end at their next wait.
+    """
+    if len(functions) < 2 or _lane.turns is not None:
+        return [function() for function in functions]
+    turns, found = _Turns(len(functions)), dict[int, T]()
+    state = torch.get_rng_state()
+    after = [state]
+    in_setting = _setting()
+
+    def run(own: int) -> None:
+        error: BaseException | None = None
+        _lane.turns, _lane.own = turns, own
+        try:
+            turns.begin(own)
+            torch.set_rng_state(state)
+            found[own] = in_setting(functions[own]) if own else functions[own]()
+            if own == 0:
+                after[0] = torch.get_rng_state()
+        except BaseException as raised:
+            error = raised
+        finally:
+            _lane.turns = None
+            turns.end(own, error)
+
+    others = [
+        _threads().submit(contextvars.copy_context().run, run, own)
+        for own in range(1, len(functions))
+    ]
+    run(0)
+    for other in others:
+        other.result()
+    if turns.error is not None:
+        raise turns.error
+    torch.set_rng_state(after[0])
+    return [found[own] for own in range(len(functions))]
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(thread_name_prefix="moe_ext.turns")
+
+
+def _setting() -> Callable[[Callable[[], T]], T]:
+    """Runs a function in another thread with what this one has set."""
+    grad, threads = torch.is_grad_enabled(), torch.get_num_threads()
+    cast = torch.is_autocast_enabled("cpu")
+    dtype: Any = torch.get_autocast_dtype("cpu")
+
+    def run(function: Callable[[], T]) -> T:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        with torch.set_grad_enabled(grad), torch.autocast("cpu", dtype, enabled=cast):
+            return function()
+
+    return run

@@ -1,0 +1,286 @@
+"""Rates of codecs, products, copies and links of one processor, in a file that costs come from."""
+
+from __future__ import annotations
+
+import functools
+import json
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_ext._checks import check_fields
+from moe_ext.comm.link import Link, quickest
+
+SCHEMA = 1
+# Elements at which a codec is measured: in the second-level cache, and past all caches.
+SIZES = (2**14, 2**20, 2**24)
+_DTYPES = (torch.float32, torch.bfloat16)
+# Bytes of a copy that no cache holds, and rows of the square products.
+_COPY_BYTES, _PRODUCT_DIM = 2**26, 1024
+_REPEATS = 5
+
+# Of a number of elements: their bytes, those of their payload, and calls that encode and decode.
+Rehearsal = Callable[[int], tuple[int, int, Callable[[], object], Callable[[], object]]]
+
+
+@dataclass(frozen=True)
+class CodecRate:
+    """A codec at one size.
+
+    Attributes:
+        numel: elements.
+        input_bytes: bytes of these elements.
+        payload_bytes: bytes that they are encoded in.
+        encode_seconds: to encode.
+        decode_seconds: to decode.
+    """
+
+    numel: int
+    input_bytes: int
+    payload_bytes: int
+    encode_seconds: float
+    decode_seconds: float
+
+    def __post_init__(self) -> None:
+        """ValueError for numbers that no codec has."""
+        check_fields(self, may_be_zero=("encode_seconds", "decode_seconds"), below=2**63)
+
+
+def least_seconds(
+    call: Callable[[], object], repeats: int = _REPEATS, *, device: torch.device | str = "cpu"
+) -> float:
+    """Least seconds of a few calls after one that is not timed."""
+    on = torch.empty(0, device=device)
+    return max(quickest(lambda _: call(), on, repeats + 1, warm_ups=1), 1e-9)
+
+
+def measure_codec(
+    rehearsal: Rehearsal,
+    sizes: Sequence[int],
+    *,
+    repeats: int = _REPEATS,
+    device: torch.device | str = "cpu",
+) -> tuple[CodecRate, ...]:
+    """Rates of one codec, each time the least of a few.
+
+    Args:
+        rehearsal: see `CostTable.measure`.
+        sizes: numbers of elements, ascending.
+        repeats: calls that are timed, after one that is not.
+        device: that is waited for.
+    """
+    rows = []
+    for numel in sizes:
+        num_bytes, payload_bytes, encode, decode = rehearsal(numel)
+        seconds = [least_seconds(call, repeats, device=device) for call in (encode, decode)]
+        rows.append(CodecRate(numel, num_bytes, payload_bytes, *seconds))
+    return tuple(rows)
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Measured rates of one processor; equal on the ranks that read the same file.
+
+    Attributes:
+        processor: name of the CPU or GPU.
+        device: "cpu" or "cuda".
+        threads: threads of torch while it was measured.
+        torch_version: that it was measured with.
+        copy_bandwidth: bytes a second of a tensor that is copied, each counted once.
+        product_rates: floating point operations a second of a product, by dtype.
+        codecs: by name, rates in ascending order of size.
+        links: by name, such as "node" and "network".
+    """
+
+    processor: str
+    device: str
+    threads: int
+    torch_version: str
+    copy_bandwidth: float = 0.0
+    product_rates: Mapping[str, float] = field(default_factory=dict)
+    codecs: Mapping[str, tuple[CodecRate, ...]] = field(default_factory=dict)
+    links: Mapping[str, Link] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """ValueError for rates that no processor has."""
+        check_fields(self, may_be_zero=("copy_bandwidth",))
+        for name, kind in (("codecs", CodecRate), ("links", Link)):
+            held = getattr(self, name)
+            rows = held.values() if isinstance(held, Mapping) else [held]
+            every = [each if isinstance(each, tuple) else (each,) for each in rows]
+            if not all(isinstance(row, kind) for each in every for row in each):
+                raise ValueError(
+                    f"CostTable: expected {name} to hold {kind.__name__} by name, got {held!r:.80}"
+                )
+
+    @classmethod
+    def measure(
+        cls,
+        *,
+        device: torch.device | str = "cpu",
+        codecs: Mapping[str, Rehearsal] | None = None,
+        links: Mapping[str, Link] | None = None,
+        sizes: tuple[int, ...] = SIZES,
+    ) -> CostTable:
+        """Measures this process's device: copy, products in float32 and bfloat16, and codecs.
+
+        Args:
+            device: the device.
+            codecs: by name, a function that takes a number of elements and returns their bytes,
+                those of their payload, a call that encodes them and one that decodes them.
+            links: as measured between ranks, by name.
+            sizes: numbers of elements at which codecs are measured, ascending.
+
+        Returns:
+            CostTable: each time the least of five.
+        """
+        device = torch.device(device)
+        source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
+        target = torch.zeros_like(source)
+        least = functools.partial(least_seconds, device=device)
+        copy_bandwidth = _COPY_BYTES / least(lambda: target.copy_(source))
+        rates = {}
+        for dtype in _DTYPES:
+            a = torch.randn(_PRODUCT_DIM, _PRODUCT_DIM, device=device, dtype=dtype)
+            product = functools.partial(torch.mm, a, a, out=torch.empty_like(a))
+            rates[str(dtype).removeprefix("torch.")] = 2 * _PRODUCT_DIM**3 / least(product)
+        found = {
+            name: measure_codec(rehearsal, sizes, device=device)
+            for name, rehearsal in (codecs or {}).items()
+        }
+        return replace(
+            cls.of_process(device),
+            copy_bandwidth=copy_bandwidth,
+            product_rates=rates,
+            codecs=found,
+            links=dict(links or {}),
+        )
+
+    @classmethod
+    def of_process(cls, device: torch.device | str = "cpu") -> CostTable:
+        """A table of this process's device without any rates, to be filled."""
+        device = torch.device(device)
+        return cls(
+            processor=_processor(device),
+            device=device.type,
+            threads=torch.get_num_threads(),
+            torch_version=torch.__version__,
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> CostTable:
+        """Reads a table that `save` wrote.
+
+        Args:
+            path: of the JSON file.
+
+        Raises:
+            ValueError: the file has another schema, or lacks a field.
+        """
+        text = json.loads(Path(path).read_text())
+        schema = text.pop("schema", None) if isinstance(text, dict) else None
+        if schema != SCHEMA:
+            raise ValueError(f"CostTable.load: expected schema to be {SCHEMA}, got {schema!r}")
+        return cls.of(text, "CostTable.load")
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], owner: str = "CostTable.of") -> CostTable:
+        """A table by its fields, as `dataclasses.asdict` gives them.
+
+        Args:
+            fields: by name.
+            owner: for error messages.
+
+        Raises:
+            ValueError: one is missing, or there are others.
+        """
+        text = dict(fields)
+        try:
+            codecs = {
+                name: tuple(CodecRate(**row) for row in rows)
+                for name, rows in text.pop("codecs").items()
+            }
+            links = {name: Link(**link) for name, link in text.pop("links").items()}
+            return cls(**text, codecs=codecs, links=links)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{owner}: expected the fields of CostTable, got {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Writes the table as JSON, with the number of its schema."""
+        text = json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
+        Path(path).write_text(text + "\n")
+
+    def codec_seconds(self, name: str, numel: int) -> tuple[float, float]:
+        """Seconds to encode and to decode, on a line between the sizes that were measured.
+
+        Beyond the largest size each element takes as long as there; below the smallest a call takes
+        what it takes there.
+
+        Args:
+            name: of the codec.
+            numel: elements.
+
+        Raises:
+            ValueError: the table has no such codec.
+        """
+        rows = self._rows(name)
+        numbers = [(row.numel, row.encode_seconds, row.decode_seconds) for row in rows]
+        above = next((i for i, row in enumerate(numbers) if row[0] >= numel), None)
+        if above == 0:
+            return numbers[0][1], numbers[0][2]
+        if above is None:
+            share = numel / numbers[-1][0]
+            return numbers[-1][1] * share, numbers[-1][2] * share
+        low, high = numbers[above - 1], numbers[above]
+        share = (numel - low[0]) / (high[0] - low[0])
+        return low[1] + share * (high[1] - low[1]), low[2] + share * (high[2] - low[2])
+
+    def payload_bytes(self, name: str, numel: int) -> float:
+        """Bytes that so many elements are encoded in, by the ratio of the nearest larger size."""
+        rows = self._rows(name)
+        row = next((row for row in rows if row.numel >= numel), rows[-1])
+        return row.payload_bytes / row.numel * numel
+
+    def product_seconds(self, flops: float, dtype: torch.dtype | str) -> float:
+        """Seconds of a product by its operations, two for each multiplication and sum.
+
+        Raises:
+            ValueError: the table has no such dtype.
+        """
+        name = str(dtype).removeprefix("torch.")
+        if name not in self.product_rates:
+            raise ValueError(
+                f"CostTable: expected dtype to be one of {sorted(self.product_rates)}, got {name}"
+            )
+        return flops / self.product_rates[name]
+
+    def share_of_copy(self, name: str) -> tuple[float, float]:
+        """Rate of encoding and decoding at the largest size, as shares of the copy bandwidth.
+
+        Bytes of a codec are those of the elements, read by `encode` and written by `decode`.
+        """
+        row = self._rows(name)[-1]
+        copied = row.input_bytes / self.copy_bandwidth
+        return copied / row.encode_seconds, copied / row.decode_seconds
+
+    def _rows(self, name: str) -> tuple[CodecRate, ...]:
+        if name not in self.codecs:
+            raise ValueError(
+                f"CostTable: expected codec to be one of {sorted(self.codecs)}, got {name!r}"
+            )
+        return self.codecs[name]
+
+
+def _processor(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,70 @@
+"""Dispatcher that sends rows by all-to-all.
+
+Shapes: N rows sent, R received rows, D model, P ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext.comm import collectives
+from moe_ext.dispatch.base import TokenDispatcher
+from moe_ext.dispatch.rows import all_to_all_rows
+from moe_ext.dispatch.wire import Formats, Wire
+
+
+class AllToAllDispatcher(TokenDispatcher):
+    """Experts spread over a group: two all-to-alls of rows, one of counts, one of weights.
+
+    Args:
+        num_experts: E, a multiple of the size of the group.
+        group: process group.
+        drop_policy: which slots of an expert beyond its capacity go, "position" or "score".
+        average: see `TokenDispatcher`.
+        wire: see `TokenDispatcher`.
+
+    Raises:
+        ValueError: the size of the group does not divide E.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        group: ProcessGroup,
+        *,
+        drop_policy: str = "position",
+        average: bool = True,
+        wire: Wire | str | None = None,
+    ) -> None:
+        super().__init__(num_experts, group, drop_policy=drop_policy, average=average, wire=wire)
+
+    def exchange_counts(self, message_PM: Tensor, *, operation: str) -> Tensor:
+        """See `TokenDispatcher`."""
+        return collectives.all_to_all(message_PM, self.group, operation=operation, counted=False)
+
+    def exchange_rows(
+        self,
+        rows_ND: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        *,
+        grad_scale: float,
+        operation: str,
+        meanwhile: Callable[[], None] | None = None,
+        formats: Formats = (None, None),
+    ) -> Tensor:
+        """See `TokenDispatcher`."""
+        return all_to_all_rows(
+            rows_ND,
+            self.group,
+            send,
+            receive,
+            grad_scale=grad_scale,
+            operation=operation,
+            meanwhile=meanwhile,
+            counted=True,
+            formats=formats,
+        )

@@ -1,0 +1,227 @@
+"""Message of counts, in which the ranks of a group compare their calls of a layer.
+
+Shapes: P ranks, M numbers for each of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext.comm import debugging
+from moe_ext.comm.agreement import agree, check_equal_over_ranks, checksum
+from moe_ext.comm.groups import group_ranks
+from moe_ext.dispatch.wire import Wire
+
+# State of the backward pass: not recorded, recorded, or recorded with this rank's rows in it.
+_NOT_RECORDED, _RECORDED, _IN_GRAPH = range(3)
+_GRAPH_CODES = 3
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPE_CODES = len(DTYPES) + 1
+# Headers kept on the device: a layer has a few, or one for each number of tokens with a capacity.
+_MOST_HEADERS = 64
+# Causes for which a rank may run another layer than the others.
+SKIPPED = (
+    "a batch without tokens of a kind, such as images, skips layers of that kind; give every rank "
+    "some"
+)
+# Layers are numbered by their first calls.
+_numbers = itertools.count()
+# Layers that have exchanged rows over a group, by their numbers. Every rank sees all exchanges, and
+# comes to the same verdict on the next one.
+_met: weakref.WeakKeyDictionary[ProcessGroup, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+
+# model_dim, dtype and wire, top_k, layer and failure, capacity, options and state of the backward
+# pass.
+Header = tuple[int, int, int, int, int, int]
+
+
+@dataclass(frozen=True)
+class ExchangedCounts:
+    """Numbers that the ranks told each other, on the host but for `received_PM`.
+
+    Attributes:
+        received: for each total, the number from every rank.
+        sent: for each total, the number for every rank.
+        received_PM: the numbers themselves.
+        expert_capacity: rows that an expert gets at most from all ranks; None without limit.
+        has_backward: whether rows of some rank get a gradient: all ranks then take part.
+    """
+
+    received: tuple[tuple[int, ...], ...]
+    sent: tuple[tuple[int, ...], ...]
+    received_PM: Tensor
+    expert_capacity: int | None
+    has_backward: bool
+
+
+class CallComparison:
+    """Comparison of the calls of one layer over its ranks, which travels with their counts.
+
+    Args:
+        facts: what the ranks compare at the first call, by the name to use in messages.
+
+    Attributes:
+        facts: these.
+        options: of the layer that runs, which its ranks have compared; None where it has none.
+        layers: names of the layers that share the group; empty where they have none.
+        layer: index of this one, or its number in the order of first calls; None before the first.
+    """
+
+    def __init__(self, facts: Mapping[str, object]) -> None:
+        self.facts = dict(facts)
+        self.options: Mapping[str, object] | None = None
+        self._checksum = 0
+        self.layers: tuple[str, ...] = ()
+        self.layer: int | None = None
+        self._agreed = False
+        self._heads: dict[tuple[object, ...], Tensor] = {}
+
+    def tell_apart(self, layers: Sequence[str], layer: int) -> None:
+        """See `TokenDispatcher.tell_apart`."""
+        self.layers, self.layer = tuple(layers), layer
+        # The first message of one layer must not meet a later one of another.
+        self._agreed = True
+
+    def declare(self, options: Mapping[str, object]) -> None:
+        """See `TokenDispatcher.declare`."""
+        self.options, self._checksum = options, checksum(options)
+        self._agreed = True
+
+    def header(
+        self,
+        x: Tensor,
+        top_k: int,
+        capacity: int | None,
+        in_graph: bool,
+        wire: Wire,
+        *,
+        failed: bool = False,
+    ) -> Header:
+        """The head of a message of counts, as `exchange` reads it.
+
+        Args:
+            x: the rows.
+            top_k: columns of the choice.
+            capacity: rows that an expert takes from this rank, None for all.
+            in_graph: whether gradients reach this rank's rows, where they are recorded.
+            wire: formats of the rows.
+            failed: whether the sender has an error to tell.
+        """
+        dim = x.shape[-1] if x.dim() else 0
+        code = DTYPES.index(x.dtype) if x.dtype in DTYPES else len(DTYPES)
+        limit = -1 if capacity is None else capacity
+        code += _DTYPE_CODES * wire.number
+        recorded = _IN_GRAPH if in_graph else _RECORDED
+        graph = recorded if torch.is_grad_enabled() else _NOT_RECORDED
+        graph += _GRAPH_CODES * self._checksum
+        if self.layer is None:
+            self.layer = next(_numbers)
+        return (dim, code, top_k, 2 * self.layer + failed, limit, graph)
+
+    def exchange(
+        self,
+        own_PM: Tensor,
+        header: Header,
+        totals: Callable[[Tensor], Tensor],
+        send: Callable[..., Tensor],
+        group: ProcessGroup,
+        operation: str,
+        problem: Exception | None = None,
+    ) -> ExchangedCounts:
+        """Tell rank p row p of some numbers, and check that the ranks make the same call.
+
+        The message carries a header, since an exchange of rows of different sizes, or a backward
+        pass on some ranks alone, would hang or mix up bytes.
+
+        Args:
+            own_PM: the numbers, int64.
+            header: of `header`.
+            totals: makes `[P, X]` of own or received numbers, for the host.
+            send: `TokenDispatcher.exchange_counts`.
+            group: the P ranks.
+            operation: name for error messages.
+            problem: error of this rank, where the header says that it failed.
+        """
+        if not self._agreed:
+            # The length of the message depends on num_experts.
+            agree(operation, self.first_facts(), None, group, own_PM.device)
+            self._agreed = True
+        message = torch.cat([self._on_device(header, own_PM), own_PM], dim=1)
+        received = send(message, operation=f"{operation} counts")
+        heads, received_PM = received[:, : len(header)], received[:, len(header) :]
+        # NOTE: device-to-host sync, the only one of the layer: the collective takes its splits, and
+        # the allocator its size, on the host; and every rank must reach the same verdict before
+        # rows move.
+        table = torch.cat([heads, totals(received_PM), totals(own_PM)], 1).tolist()
+        dims, codes, top_ks, states, limits, graphs, *columns = zip(*table, strict=True)
+        if any(state % 2 for state in states):
+            # One more message, with the reason.
+            agree(operation, {}, problem, group, own_PM.device)
+        self._check_layers(tuple(state // 2 for state in states), group, operation)
+        if any(graph // _GRAPH_CODES != graphs[0] // _GRAPH_CODES for graph in graphs):
+            # One more message, with the option that has changed on some ranks.
+            facts = {"options": self.options or {}}
+            agree(operation, facts, None, group, own_PM.device)
+        graphs = tuple(graph % _GRAPH_CODES for graph in graphs)
+        check_equal_over_ranks("model_dim", dims, group, operation)
+        names = [*map(str, DTYPES), "another dtype"]
+        dtypes = [names[code % _DTYPE_CODES] for code in codes]
+        check_equal_over_ranks("the dtype of x", dtypes, group, operation)
+        wires = [Wire.from_number(code // _DTYPE_CODES) for code in codes]
+        check_equal_over_ranks("wire", wires, group, operation)
+        check_equal_over_ranks("top_k", top_ks, group, operation)
+        limited = [limit >= 0 for limit in limits]
+        check_equal_over_ranks("whether there is a capacity", limited, group, operation)
+        records = [graph != _NOT_RECORDED for graph in graphs]
+        name = "torch.is_grad_enabled() in the forward pass"
+        check_equal_over_ranks(name, records, group, operation)
+        half = len(columns) // 2
+        return ExchangedCounts(
+            tuple(columns[:half]),
+            tuple(columns[half:]),
+            received_PM,
+            sum(limits) if all(limited) else None,
+            _IN_GRAPH in graphs,
+        )
+
+    def first_facts(self) -> dict[str, object]:
+        """Facts that the ranks compare at the first call: every later message depends on them."""
+        return {**self.facts, debugging.OPTION: debugging.enabled()}
+
+    def _on_device(self, header: tuple[int, ...], like: Tensor) -> Tensor:
+        """The header for every rank `[P, 6]`; a copy to the device, which waits, happens once."""
+        key = (*header, like.device)
+        if key not in self._heads:
+            if len(self._heads) == _MOST_HEADERS:
+                self._heads.clear()
+            self._heads[key] = like.new_tensor(header).expand(len(like), -1)
+        return self._heads[key]
+
+    def _check_layers(self, layers: tuple[int, ...], group: ProcessGroup, operation: str) -> None:
+        """ValueError if a rank runs another layer than the others, where that can be known."""
+        if self.layers:
+            names = [self.layers[i] if i < len(self.layers) else "another" for i in layers]
+            name = f"the layer that runs ({SKIPPED})"
+            check_equal_over_ranks(name, names, group, operation)
+            return
+        met = _met.setdefault(group, set())
+        if layers in met:
+            return
+        if any(one == other for row in met for one, other in zip(layers, row, strict=True)):
+            found = ", ".join(
+                f"layer {layer} on rank {rank}"
+                for layer, rank in zip(layers, group_ranks(group), strict=True)
+            )
+            raise ValueError(
+                f"{operation}: expected every rank to run the layer that ran with those of "
+                f"the others before ({SKIPPED}; draw what drops layers alike on all), got "
+                f"{found}, in the order of first calls"
+            )
+        met.add(layers)

@@ -1,0 +1,21 @@
+"""Dispatcher for experts that are all on this rank."""
+
+from __future__ import annotations
+
+from moe_ext.dispatch.base import TokenDispatcher
+
+
+class LocalDispatcher(TokenDispatcher):
+    """All experts on this rank: a permutation and its inverse.
+
+    Args:
+        num_experts: E.
+        drop_policy: which slots of an expert beyond its capacity go, "position" or "score".
+    """
+
+    # No properties: a small layer would ask them longer than it runs a kernel.
+    group = None
+    in_graph = True
+
+    def __init__(self, num_experts: int, *, drop_policy: str = "position") -> None:
+        super().__init__(num_experts, drop_policy=drop_policy)

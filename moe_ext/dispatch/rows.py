@@ -1,0 +1,321 @@
+"""Differentiable exchange of rows between the ranks of a group.
+
+Shapes: N rows sent, R rows received, D model, P ranks of the group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from moe_ext.comm import collectives, debugging, streams
+from moe_ext.comm.agreement import share
+from moe_ext.comm.failures import in_layer, naming_failed_ranks, network_identity, running
+from moe_ext.comm.groups import group_rank
+from moe_ext.comm.reports import Collective, Underway, exchanged_rows
+from moe_ext.comm.traffic import is_counted, record_traffic
+from moe_ext.dispatch.wire import (
+    LOSSLESS,
+    Formats,
+    decode,
+    decode_messages,
+    encode,
+    encode_messages,
+    join_messages,
+)
+
+# Shorter rows, such as weights, travel in one call whatever joins the ranks.
+_LEAST_BYTES = 256
+# Groups that rows for higher ranks and for lower ones travel over, of a group on CPUs.
+_ways: weakref.WeakKeyDictionary[ProcessGroup, tuple[ProcessGroup, ProcessGroup]]
+_ways = weakref.WeakKeyDictionary()
+
+
+def _both_ways(group: ProcessGroup, device: torch.device) -> tuple[ProcessGroup, ProcessGroup]:
+    """The two groups, found out by all ranks together; the same one twice on one host.
+
+    Gloo asks for data behind the data that it sends: over one connection, a rank that comes late
+    gets nothing before all that it sends has left. Over two, a network carries both at once.
+    Between ranks of one host data takes no time but that of the processors, which more threads
+    would lengthen.
+    """
+    if group not in _ways:
+        networks = share([network_identity()], group, device, operation="dispatch")
+        between = len({network for (network,) in networks}) > 1
+        _ways[group] = group, collectives.twin_group(group, device) if between else group
+    return _ways[group]
+
+
+def _post(
+    out: Tensor, x: Tensor, group: ProcessGroup, send: Sequence[int], receive: Sequence[int]
+) -> list[Underway]:
+    """Begin an exchange of rows on CPUs, or of messages `[bytes]`."""
+    up, down = _both_ways(group, x.device)
+    short = x.dim() > 1 and x.shape[1:].numel() * x.element_size() < _LEAST_BYTES
+    if up is down or short:
+        return [_post_one(out, x, group, send, receive)]
+    me, rank = group_rank(group), range(len(send))
+    # Rows for lower ranks come first, as do those from lower ranks.
+    lower, from_lower = sum(send[:me]), sum(receive[: me + 1])
+    return [
+        _post_one(
+            out[:from_lower],
+            x[lower:],
+            up,
+            [send[p] * (p >= me) for p in rank],
+            [receive[p] * (p <= me) for p in rank],
+        ),
+        _post_one(
+            out[from_lower:],
+            x[:lower],
+            down,
+            [send[p] * (p < me) for p in rank],
+            [receive[p] * (p > me) for p in rank],
+        ),
+    ]
+
+
+def _post_one(
+    out: Tensor, x: Tensor, group: ProcessGroup, send: Sequence[int], receive: Sequence[int]
+) -> Underway:
+    work = dist.all_to_all_single(out, x, list(receive), list(send), group=group, async_op=True)
+    return Underway(work, Collective("all_to_all", group, x, send, receive))
+
+
+@dataclass
+class _RowsUnderway:
+    """One exchange of rows and its backward, each of them started in one place, awaited in another.
+
+    The node of autograd that waits in the forward pass starts the exchange of the backward pass,
+    and the other way round: what ran beside the one has its backward beside the other. Since a
+    node's gradient must have the shape of its output, and bytes of coded rows have none, what is
+    exchanged goes by `underway`, and an empty tensor in its place joins the nodes.
+
+    On CUDA it runs on a side stream. Elsewhere it is waited for at once, but where the caller has
+    something to do `beside` it.
+    """
+
+    group: ProcessGroup
+    send: Sequence[int]
+    receive: Sequence[int]
+    grad_scale: float
+    operation: str
+    counted: bool
+    formats: Formats
+    beside: bool
+    exchange: Callable[..., None] | None = None
+    underway: Tensor | None = None
+    works: list[Underway] | streams.Beside | None = None
+    layer: weakref.ref[nn.Module] | None = field(default_factory=running.get)
+    lengths: list[int] = field(default_factory=list)  # of messages that arrive
+
+    def start(self, rows: Tensor, backward: bool) -> None:
+        """Begin to send rows, or their gradients the other way."""
+        send, receive = (self.receive, self.send) if backward else (self.send, self.receive)
+        sent = encode(rows, self.formats[backward]).contiguous()
+        if self.formats[backward] == LOSSLESS:
+            messages, own_P = encode_messages(sent, send, group_rank(self.group))
+            told_P = collectives.all_to_all(
+                own_P, self.group, operation=self.operation, counted=False
+            )
+            # NOTE: device-to-host sync, of the lengths that the next message has.
+            lengths, receive = torch.stack([own_P, told_P]).tolist()
+            sent, send = join_messages(sent, send, messages, lengths), lengths
+            self.lengths = receive
+        if self.counted and is_counted():
+            others = sent.shape[0] - send[group_rank(self.group)]
+            record_traffic("all_to_all", others * sent.shape[1:].numel() * sent.element_size())
+        self.underway = out = sent.new_empty((sum(receive), *sent.shape[1:]))
+        exchanged_rows(sent)
+        with self._naming(backward):
+            if debugging.enabled():
+                debugging.compare("all_to_all", sent, self.group, self.operation, send, receive)
+            if self.exchange is not None or streams.has_streams(sent.device):
+                exchange = functools.partial(
+                    self.exchange or dist.all_to_all_single,
+                    out,
+                    sent,
+                    list(receive),
+                    list(send),
+                    group=self.group,
+                )
+                self.works = streams.run_beside(exchange, sent, out, purpose="tokens")
+                return
+            self.works = _post(out, sent, self.group, send, receive)
+            if not self.beside:
+                self._wait()
+
+    def finish(self, like: Tensor, dim: int, backward: bool) -> Tensor:
+        """Rows that arrived, in the dtype asked for."""
+        assert self.underway is not None
+        arrived, self.underway = self.underway, None
+        if isinstance(self.works, streams.Beside):
+            self.works.join()
+        elif self.works:
+            with self._naming(backward):
+                self._wait()
+        self.works = None
+        if self.formats[backward] == LOSSLESS:
+            counts = self.send if backward else self.receive
+            out = like.new_empty(sum(counts), dim)
+            return decode_messages(arrived, self.lengths, out, counts, self.operation)
+        return decode(arrived, self.formats[backward], dim, like.dtype)
+
+    def _wait(self) -> None:
+        works, self.works = self.works, None
+        assert isinstance(works, list)
+        for i, work in enumerate(works):
+            work.wait(passes_turn=i == 0)  # once for an exchange, however it travels
+
+    @contextlib.contextmanager
+    def _naming(self, backward: bool) -> Iterator[None]:
+        operation = f"{self.operation} backward" if backward else self.operation
+        with in_layer(self.layer), naming_failed_ranks(self.group, operation):
+            yield
+
+
+class _Start(torch.autograd.Function):
+    """Sends rows; its backward awaits their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, rows: _RowsUnderway) -> Tensor:
+        ctx.rows, ctx.dim = rows, x_ND.shape[1:].numel()
+        rows.start(x_ND, backward=False)
+        return x_ND.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, empty: Tensor) -> tuple[Tensor, None]:
+        grad_ND = ctx.rows.finish(empty, ctx.dim, backward=True)
+        if ctx.rows.grad_scale != 1.0:
+            grad_ND.mul_(ctx.rows.grad_scale)
+        return grad_ND, None
+
+
+class _Finish(torch.autograd.Function):
+    """Awaits rows; its backward sends their gradient by the reversed splits."""
+
+    @staticmethod
+    def forward(ctx: Any, empty: Tensor, rows: _RowsUnderway, dim: int) -> Tensor:
+        ctx.rows = rows
+        return rows.finish(empty, dim, backward=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
+        ctx.rows.start(grad_RD, backward=True)
+        return grad_RD.new_empty(0), None, None
+
+
+def all_to_all_rows(
+    x_ND: Tensor,
+    group: ProcessGroup,
+    send: Sequence[int],
+    receive: Sequence[int],
+    *,
+    grad_scale: float = 1.0,
+    operation: str = "all_to_all_rows",
+    meanwhile: Callable[[], None] | None = None,
+    counted: bool = False,
+    formats: Formats = (None, None),
+    exchange: Callable[..., None] | None = None,
+) -> Tensor:
+    """Exchange rows with every rank of a group; differentiable.
+
+    On CUDA the rows travel on a stream of their own, elsewhere beside `meanwhile` alone.
+
+    Args:
+        x_ND: rows, the first `send[0]` for rank 0 of the group, then `send[1]` for rank 1, and so
+            on.
+        group: process group of P ranks.
+        send: P row counts that sum to N.
+        receive: P row counts, what each rank sends here.
+        grad_scale: factor on the gradient, applied once in the backward pass.
+        operation: name for error messages.
+        meanwhile: called once the rows are underway; it runs beside the exchange, and its backward
+            beside that of the gradients.
+        counted: count what is sent, forward and backward; for callers that do not do so themselves.
+        formats: in which the rows travel, and their gradients; see `Wire`.
+        exchange: what sends them, called as `all_to_all_single` is, which is the default.
+
+    Returns:
+        `[R, D]`, ordered by source rank. Ranks with no row take part like any other.
+
+    Raises:
+        RankFailureError: a rank died or did not answer; the message names it. Forward and backward.
+    """
+    beside = meanwhile is not None
+    rows = _RowsUnderway(
+        group, send, receive, grad_scale, operation, counted, formats, beside, exchange
+    )
+    empty = _Start.apply(x_ND, rows)
+    if meanwhile is not None:
+        meanwhile()
+    out_RD: Tensor = _Finish.apply(empty, rows, x_ND.shape[1:].numel())
+    return out_RD
+
+
+def start_rows(
+    rows: Tensor,
+    group: ProcessGroup,
+    send: Sequence[int],
+    receive: Sequence[int],
+    *,
+    format: str | None,
+    operation: str,
+    beside: bool,
+) -> Callable[[], Tensor]:
+    """Begin an exchange of rows that no graph records.
+
+    Args:
+        rows: as in `all_to_all_rows`.
+        group: as there.
+        send: as there.
+        receive: as there.
+        format: in which they travel.
+        operation: name for error messages.
+        beside: whether something runs before the result is asked for.
+
+    Returns:
+        What waits for the rows and gives them.
+    """
+    underway = _RowsUnderway(group, send, receive, 1.0, operation, True, (format, None), beside)
+    underway.start(rows, backward=False)
+    like, dim = rows.new_empty(0), rows.shape[1:].numel()
+    return lambda: underway.finish(like, dim, backward=False)
+
+
+def join_parts(parts: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> Tensor:
+    """Rows of several parts as one message: all for rank 0, in the order of parts, and so on.
+
+    Args:
+        parts: of each its rows, ordered by rank.
+        counts: of each its numbers of rows by rank.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    by_part = [part.split(list(count)) for part, count in zip(parts, counts, strict=True)]
+    return torch.cat([rows for by_rank in zip(*by_part, strict=True) for rows in by_rank])
+
+
+def split_parts(rows: Tensor, counts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The parts of what `join_parts` gave with these counts."""
+    if len(counts) == 1:
+        return [rows]
+    pieces = rows.split([count for by_rank in zip(*counts, strict=True) for count in by_rank])
+    return [torch.cat(pieces[i :: len(counts)]) for i in range(len(counts))]
+
+
+def total(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Rows by rank of all parts together."""
+    return tuple(map(sum, zip(*counts, strict=True)))

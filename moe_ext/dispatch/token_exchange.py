@@ -1,0 +1,439 @@
+"""The way of tokens over hops, each an exchange over a group: what each rank is sent, and back.
+
+Shapes: T tokens, D model, E experts, K top-k, P ranks of a hop, L = E/P experts behind each of
+    them, U rows of tokens that travel, S slots whose expert is behind another rank or this one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_ext import ops
+from moe_ext._bytes import as_bytes
+from moe_ext.comm import collectives
+from moe_ext.comm.failures import in_layer, running
+from moe_ext.comm.groups import group_rank
+from moe_ext.dispatch.alltoall import AllToAllDispatcher
+from moe_ext.dispatch.counts import ExchangedCounts
+from moe_ext.dispatch.rows import join_parts, split_parts, start_rows, total
+from moe_ext.dispatch.wire import LOSSLESS, Formats, Wire, decode, encode
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way of some tokens over one hop.
+
+    Attributes:
+        once: tokens grouped by rank, `[U]` rows: one for each rank that holds experts of a token.
+        slots: slots grouped by rank, `[S]` rows.
+        sent: rows of tokens for each rank.
+        received: rows of tokens from each rank.
+        slots_sent: slots behind each rank.
+        slots_received: slots that each rank's tokens have here.
+        idx_UK: of every received token, its experts behind this rank; -1 for the others.
+        origin_U: of every received token, the rank of the first hop that it comes from.
+        weights_UK: of every received token, the weights of all its experts; None where none travel.
+        expert_capacity: rows that an expert gets at most; None without limit.
+        has_backward: whether tokens of some rank get a gradient.
+        arrived: the received tokens themselves where they came with their indices, until used.
+        handle: what a library that carries the rows knows of this way.
+        layer: that runs, for messages of the backward pass.
+    """
+
+    once: ops.Permutation
+    slots: ops.Permutation
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    slots_sent: tuple[int, ...]
+    slots_received: tuple[int, ...]
+    idx_UK: Tensor
+    origin_U: Tensor
+    weights_UK: Tensor | None
+    expert_capacity: int | None
+    has_backward: bool
+    arrived: list[Tensor]
+    handle: Any = None
+    layer: Any = field(default_factory=running.get)
+
+    def take_once(self, x_TD: Tensor) -> Tensor:
+        """The rows `[U, D]` that travel."""
+        if x_TD.dtype == torch.uint8:
+            return x_TD[self.once.slot_of_row // self.once.top_k]
+        rows_UD: Tensor = torch.ops.moe_ext._gather_tokens(
+            x_TD, self.once.slot_of_row, self.once.top_k
+        )
+        return rows_UD
+
+
+class Hop(AllToAllDispatcher):
+    """An exchange between ranks that each stand for an equal run of experts.
+
+    Args:
+        owner: name for messages.
+        num_experts: E of the runs together.
+        group: the P ranks.
+        combine: see `DedupDispatcher`.
+        average: see `TokenDispatcher`.
+        wire: see `TokenDispatcher`.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        num_experts: int,
+        group: ProcessGroup,
+        combine: str,
+        average: bool,
+        wire: Wire,
+    ) -> None:
+        super().__init__(num_experts, group, average=average, wire=wire)
+        self.operation, self.num_counts = owner, 3
+        self._calls.facts["combine"] = combine
+
+    def plan(
+        self,
+        x_TD: Tensor,
+        idx: Sequence[Tensor],
+        weights: Sequence[Tensor] | None,
+        origin: Sequence[Tensor] | None,
+        capacity: int | None,
+        *,
+        in_graph: bool,
+    ) -> list[Route]:
+        """Find out which rows of each part travel where, and tell the receivers what they are.
+
+        That is the experts `[T, K]`, the weights `[T, K]` where they are wanted, and the origin
+        `[T]` of later hops; of all parts in the same messages.
+        """
+        once, slots, told = self.count(x_TD, idx, capacity, in_graph=in_graph)
+        (sent, slots_sent, _), (received, slots_received, tokens_received) = (
+            (found[::3], found[1::3], found[2::3]) for found in (told.sent, told.received)
+        )
+        # Two bytes an index where they do.
+        narrow = torch.int16 if self.num_experts < 2**15 else torch.int32
+        columns = []
+        for i, idx_TK in enumerate(idx):
+            once[i] = replace(once[i], slot_of_row=once[i].slot_of_row[: sum(sent[i])])
+            slots[i] = replace(slots[i], slot_of_row=slots[i].slot_of_row[: sum(slots_sent[i])])
+            column = [idx_TK.to(narrow)]
+            if origin is not None:
+                column.append(origin[i][:, None].to(narrow))
+            if weights is not None:
+                column.append(weights[i])
+            columns.append(column)
+        arrived, found = self._bring_columns(x_TD, columns, once, sent, received, tokens_received)
+        routes = []
+        for i, (idx_UK, *others) in enumerate(found):
+            weights_UK = None if weights is None else others.pop()
+            if origin is None:
+                rank_P = torch.arange(self.num_ranks, device=idx_UK.device)
+                received_P = told.received_PM[:, 3 * i]
+                origin_U = rank_P.repeat_interleave(received_P, output_size=sum(received[i]))
+            else:
+                origin_U = others[0].view(-1).to(torch.int64)
+            routes.append(
+                Route(
+                    once[i],
+                    slots[i],
+                    sent[i],
+                    received[i],
+                    slots_sent[i],
+                    slots_received[i],
+                    self._from_first_here(idx_UK),
+                    origin_U,
+                    weights_UK,
+                    told.expert_capacity,
+                    told.has_backward,
+                    arrived,
+                )
+            )
+        return routes
+
+    def count(
+        self, x_TD: Tensor, idx: Sequence[Tensor], capacity: int | None, *, in_graph: bool
+    ) -> tuple[list[ops.Permutation], list[ops.Permutation], ExchangedCounts]:
+        """Tell every rank how much it gets; this rank's tokens and slots, grouped by rank."""
+        once, slots, own = list[ops.Permutation](), list[ops.Permutation](), list[Tensor]()
+        with self.routing(x_TD):
+            self._check_dtype(x_TD)
+            for idx_TK in idx:
+                target_TK = idx_TK.div(self.num_local_experts, rounding_mode="floor")
+                again_TKK = target_TK[:, :, None] == target_TK[:, None, :]
+                once_TK = target_TK.masked_fill(again_TKK.tril(-1).any(-1), -1)
+                # Rows without columns: only the tables are wanted, and they cost no row.
+                none_TD = x_TD.new_empty((idx_TK.shape[0], 0))
+                for target, tables in ((once_TK, once), (target_TK, slots)):
+                    tables.append(ops.permute_tokens(none_TD, target, self.num_ranks)[1])
+                    own.append(tables[-1].num_tokens_per_expert)
+                own.append(torch.full_like(own[-1], idx_TK.shape[0]))
+        header = self._calls.header(x_TD, idx[0].shape[1], capacity, in_graph, self.wire)
+        own_PM = torch.stack(own, 1)
+        return once, slots, self._tell(own_PM, header, lambda counts_PM: counts_PM)
+
+    def start_out(
+        self, rows: Tensor, route: Route, name: str, *, beside: bool, format: str | None = None
+    ) -> Callable[[], Tensor]:
+        """Begin to bring the rows of tokens out that a route takes; what waits for them."""
+        with in_layer(route.layer):
+            return start_rows(
+                route.take_once(rows),
+                self.group,
+                route.sent,
+                route.received,
+                format=format,
+                operation=f"{self.operation} {name}",
+                beside=beside,
+            )
+
+    def start_back(
+        self,
+        rows: Tensor,
+        route: Route,
+        name: str,
+        format: str | None,
+        *,
+        slots: bool,
+        backward: bool,
+        beside: bool = False,
+    ) -> Callable[[], Tensor]:
+        """Begin to send rows the way back, results or gradients; what waits for them.
+
+        Rows of slots come in the order of `route.slots`, those of tokens in that of `route.once`.
+        Gradients are multiplied by the factor of `TokenDispatcher`.
+        """
+        splits = (route.slots_received, route.slots_sent) if slots else (route.received, route.sent)
+        with in_layer(route.layer):
+            return self._start_back(rows, *splits, name, format, backward=backward, beside=beside)
+
+    def bring_sums(
+        self,
+        y_UD: Tensor,
+        route: Route,
+        name: str,
+        formats: Formats,
+        meanwhile: Callable[[], None] | None,
+    ) -> Tensor:
+        """Add up at home what each token has on the ranks, `[T, D]`; differentiable."""
+        back_UD = self.exchange_rows(
+            y_UD,
+            route.received,
+            route.sent,
+            grad_scale=1.0 / self.grad_scale,
+            operation=f"{self.operation} {name}",
+            meanwhile=meanwhile,
+            formats=formats,
+        )
+        return ops.unpermute_tokens(back_UD, route.once)
+
+    def return_weights(self, routes: Sequence[Route], grads: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients of the weights `[T, K]` of each part, of those that arrived."""
+        sent, received = [route.sent for route in routes], [route.received for route in routes]
+        joined = join_parts(grads, received)
+        name = "weights backward"
+        with in_layer(routes[0].layer):
+            back = self._start_back(
+                joined, total(received), total(sent), name, None, backward=True, beside=False
+            )
+        parts = zip(split_parts(back(), sent), routes, strict=True)
+        # A slot is on one rank: the others add zeros.
+        return [ops.unpermute_tokens(part, route.once) for part, route in parts]
+
+    def _start_back(
+        self,
+        rows: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        name: str,
+        format: str | None,
+        *,
+        backward: bool,
+        beside: bool,
+    ) -> Callable[[], Tensor]:
+        wait = start_rows(
+            rows,
+            self.group,
+            send,
+            receive,
+            format=format,
+            operation=f"{self.operation} {name}",
+            beside=beside,
+        )
+        if not backward or self.grad_scale == 1.0:
+            return wait
+        return lambda: wait().mul_(self.grad_scale)
+
+    def _bring_columns(
+        self,
+        x_TD: Tensor,
+        columns: Sequence[Sequence[Tensor]],
+        once: Sequence[ops.Permutation],
+        sent: Sequence[Sequence[int]],
+        received: Sequence[Sequence[int]],
+        tokens_received: Sequence[Sequence[int]],
+    ) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """Columns of the tokens `[U, ...]` that arrive, and the tokens where they come along."""
+        rows = []
+        for column, tables in zip(columns, once, strict=True):
+            token_U = tables.slot_of_row // tables.top_k
+            rows.append(packed([each[token_U] for each in column]))
+        # One message; Gloo sends no int16, so all goes as bytes.
+        arrived = collectives.all_to_all(
+            join_parts(rows, sent),
+            self.group,
+            send=total(sent),
+            receive=total(received),
+            operation=f"{self.operation} indices",
+        )
+        return [], [unpacked(part, columns[0]) for part in split_parts(arrived, received)]
+
+    def _from_first_here(self, idx_UK: Tensor) -> Tensor:
+        """Experts behind this rank, counted from 0; -1 for the others."""
+        local_UK = idx_UK.to(torch.int64) - group_rank(self.group) * self.num_local_experts
+        here_UK = (local_UK >= 0) & (local_UK < self.num_local_experts)
+        return local_UK.where(here_UK, -1)
+
+
+def packed(columns: Sequence[Tensor]) -> Tensor:
+    """Columns `[N, ...]` of any dtypes as rows of bytes."""
+    widths = [column.shape[1] * column.element_size() for column in columns]
+    return torch.cat(
+        [
+            as_bytes(column).view(len(column), width)
+            for column, width in zip(columns, widths, strict=True)
+        ],
+        1,
+    )
+
+
+def unpacked(rows_NB: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The columns that were packed to these rows."""
+    widths = [column.shape[1] * column.element_size() for column in like]
+    # Copies, since a part of a single row passes for contiguous, and starts anywhere.
+    parts = [part.clone(memory_format=torch.contiguous_format) for part in rows_NB.split(widths, 1)]
+    return [part.view(column.dtype) for part, column in zip(parts, like, strict=True)]
+
+
+@dataclass(frozen=True)
+class Journey:
+    """All hops of a dispatch, and how the rows that arrive are grouped by expert.
+
+    Attributes:
+        hops: in the order of the way out.
+        routes: one for each hop.
+        expand: groups the slots of the arrived tokens by expert; slots are those of the tokens.
+        by_slot: the same rows by their number among the slots that are here.
+        places: for each hop but the first, where the slots of the tokens before it are that come
+            back over it: a permutation of them from the order of ranks to that of slots.
+    """
+
+    hops: tuple[Hop, ...]
+    routes: tuple[Route, ...]
+    expand: ops.Permutation
+    by_slot: ops.Permutation
+    places: tuple[ops.Permutation, ...]
+
+    def start_out(
+        self, x_TD: Tensor, name: str, format: str | None, *, beside: bool
+    ) -> Callable[[], Tensor]:
+        """Begin to bring tokens to their experts; what waits for the rows `[U, D]`.
+
+        Coded once for all hops, of which the first one runs beside the caller; "lossless" for each.
+        """
+        each = format if format == LOSSLESS else None
+        rows, route = encode(x_TD, format), self.routes[0]
+        wait = self.hops[0].start_out(rows, route, name, beside=beside, format=each)
+
+        def finish() -> Tensor:
+            rows = wait()
+            for hop, route in zip(self.hops[1:], self.routes[1:], strict=True):
+                rows = hop.start_out(rows, route, name, beside=False, format=each)()
+            return decode(rows, format, x_TD.shape[1], x_TD.dtype)
+
+        return finish
+
+    @property
+    def wire(self) -> Wire:
+        """Formats of the rows."""
+        return self.hops[0].wire
+
+    def spread(self, grad_UD: Tensor, *, weighted: bool) -> Tensor:
+        """Gradients of the rows of experts, of the gradients of the sums that they are in."""
+        expand, weights_UK = self.expand, self.routes[-1].weights_UK
+        grad_rows: Tensor = torch.ops.moe_ext._gather_tokens(
+            grad_UD, expand.slot_of_row, expand.top_k
+        )
+        if weighted:
+            assert weights_UK is not None
+            # One more entry for padding rows (-1), which are zero.
+            weights = torch.cat([weights_UK.view(-1), weights_UK.new_zeros(1)])
+            grad_wide = grad_rows.to(weights.dtype) * weights[expand.slot_of_row, None]
+            grad_rows = grad_wide.to(grad_rows.dtype)
+        scale = math.prod(hop.grad_scale for hop in self.hops)
+        return grad_rows if scale == 1.0 else grad_rows.mul_(1.0 / scale)
+
+    def return_sums(
+        self, y_UD: Tensor, name: str, formats: Formats, meanwhile: Callable[[], None] | None
+    ) -> Tensor:
+        """Add up on the way back what each token has on the ranks, `[T, D]`; differentiable."""
+        last = self.hops[0]
+        for hop, route in zip(reversed(self.hops), reversed(self.routes), strict=True):
+            y_UD = hop.bring_sums(y_UD, route, name, formats, meanwhile if hop is last else None)
+        return y_UD
+
+    def start_sums(
+        self, grad_UD: Tensor, name: str, format: str | None, *, beside: bool
+    ) -> Callable[[], Tensor]:
+        """The same of gradients, in no graph; what waits for them."""
+        between = [route.once for route in self.routes[1:]]
+        wait = self._start_back(
+            grad_UD, between, name, format, slots=False, backward=True, beside=beside
+        )
+        return lambda: ops.unpermute_tokens(wait(), self.routes[0].once)
+
+    def start_slots(
+        self, rows: Tensor, name: str, format: str | None, *, backward: bool, beside: bool
+    ) -> Callable[[], Tensor]:
+        """Begin to bring slots `[S, D]` back, ordered as `routes[0].slots`; what waits for them."""
+        rows_SD = ops.unpermute_tokens(rows, self.by_slot)
+        return self._start_back(
+            rows_SD, self.places, name, format, slots=True, backward=backward, beside=beside
+        )
+
+    def _start_back(
+        self,
+        rows: Tensor,
+        between: Sequence[ops.Permutation],
+        name: str,
+        format: str | None,
+        *,
+        slots: bool,
+        backward: bool,
+        beside: bool,
+    ) -> Callable[[], Tensor]:
+        """Bring rows back over all hops but the first, and begin that one; what waits for it.
+
+        `between` puts the rows of each hop but the first in the order of the one before it.
+        """
+        way: dict[str, bool] = {"slots": slots, "backward": backward}
+        for i in reversed(range(len(self.hops))):
+            hop, route = self.hops[i], self.routes[i]
+            wait = hop.start_back(rows, route, name, format, beside=beside and i == 0, **way)
+            if i > 0:
+                rows = ops.unpermute_tokens(wait(), between[i - 1])
+        return wait
+
+
+def return_weights(journeys: Sequence[Journey], grads: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of the weights `[T, K]` of each part, of those where the experts are."""
+    found = list(grads)
+    for i in reversed(range(len(journeys[0].hops))):
+        routes = [journey.routes[i] for journey in journeys]
+        found = journeys[0].hops[i].return_weights(routes, found)
+    return found

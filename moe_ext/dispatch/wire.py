@@ -1,0 +1,196 @@
+"""Formats in which rows travel between ranks.
+
+Shapes: N rows, D model, B bytes of a coded row, P ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+import torch
+from torch import Tensor
+
+from moe_ext import ops
+from moe_ext._bytes import as_bytes
+from moe_ext._checks import check_choice
+from moe_ext.comm.coded_rows import Payloads
+from moe_ext.ops.quantize import ROW_SCALES, row_bytes
+
+# Formats that code each row by itself, and the one that codes all rows for a rank as a whole.
+ROW_WIRES = (None, *ROW_SCALES)
+LOSSLESS = "lossless"
+WIRES = (*ROW_WIRES, LOSSLESS)
+# Bytes that normally distributed numbers take: see `ops.encode_exponents`.
+_SHARES = {torch.float32: 26.8 / 32, torch.bfloat16: 10.8 / 16, torch.float16: 13.8 / 16}
+# Formats of the rows of an exchange and of their gradients; None is the dtype of the rows.
+Formats = tuple[str | None, str | None]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Formats in which rows travel, each of the four ways of a step by itself.
+
+    None sends rows as they are; "int8", "fp8" and "mx" are formats of `ops.quantize_rows`: codes of
+    one byte, and scales beside them in the same message. Gradients pass the rounding as if it were
+    not there (straight-through), and are rounded for themselves where it is asked for. "lossless"
+    keeps every bit: `ops.encode_exponents` codes all rows for a rank, after a message of 8 bytes to
+    each rank that tells the lengths.
+
+    The string that `MoELayer(wire=)` takes in the place of a `Wire` sets `dispatch` and
+    `backward_dispatch`, as in DeepSeek-V3: what goes to the experts is rounded, where it is the
+    input of one product; what comes back is not, since it is added to a residual stream that all
+    layers before or after it read. "lossless" sets all four.
+
+    Args:
+        dispatch: tokens on their way to the experts.
+        combine: results on their way back.
+        backward_dispatch: gradients of the results on their way to the experts.
+        backward_combine: gradients of the tokens on their way back.
+
+    Raises:
+        ValueError: a format is none of these.
+
+    Reference: DeepSeek-V3 Technical Report, 2024 (arXiv 2412.19437), section 3.3.3.
+    """
+
+    dispatch: str | None = None
+    combine: str | None = None
+    backward_dispatch: str | None = None
+    backward_combine: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            check_choice("Wire", name, getattr(self, name), WIRES)
+
+    @classmethod
+    def of(cls, owner: str, wire: Wire | str | None) -> Wire:
+        """The formats that a string stands for."""
+        if isinstance(wire, Wire):
+            return wire
+        check_choice(owner, "wire", wire, WIRES)
+        if wire == LOSSLESS:
+            return cls(wire, wire, wire, wire)
+        return cls(dispatch=wire, backward_dispatch=wire)
+
+    @property
+    def out(self) -> Formats:
+        """Formats of tokens on their way out, and of their gradients on the way back."""
+        return self.dispatch, self.backward_combine
+
+    @property
+    def back(self) -> Formats:
+        """Formats of results on their way back, and of their gradients on the way out."""
+        return self.combine, self.backward_dispatch
+
+    @property
+    def number(self) -> int:
+        """A number for each set of formats; 0 for none."""
+        return sum(WIRES.index(way) * len(WIRES) ** i for i, way in enumerate(astuple(self)))
+
+    @classmethod
+    def from_number(cls, number: int) -> Wire:
+        """The formats with that `number`."""
+        count = len(WIRES)
+        return cls(*(WIRES[number // count**i % count] for i in range(4)))
+
+
+def sent_row_bytes(format: str | None, dim: int, dtype: torch.dtype) -> int:
+    """Bytes of a row on its way: short ones may be no longer than their codes and scales.
+
+    Of "lossless" the expected ones of normally distributed numbers.
+    """
+    plain = dim * dtype.itemsize
+    if format == LOSSLESS:
+        return math.ceil(plain * _SHARES[dtype])
+    return plain if format is None else min(plain, row_bytes(dim, format))
+
+
+def encode(rows_ND: Tensor, format: str | None) -> Tensor:
+    """Encode rows: bytes `[N, B]`, or the rows as they are where coding saves none.
+
+    Of "lossless" too, which is for all rows of a message: see `encode_messages`.
+    """
+    dim, dtype = rows_ND.shape[1], rows_ND.dtype
+    if format in (None, LOSSLESS) or sent_row_bytes(format, dim, dtype) == dim * dtype.itemsize:
+        return rows_ND
+    return ops.quantize_rows(rows_ND, format)
+
+
+def decode(sent: Tensor, format: str | None, dim: int, dtype: torch.dtype) -> Tensor:
+    """The rows `[N, D]` of what `encode` gave for rows of that size and dtype."""
+    if format in (None, LOSSLESS) or sent_row_bytes(format, dim, dtype) == dim * dtype.itemsize:
+        return sent
+    return ops.dequantize_rows(sent, dim, format, dtype=dtype)
+
+
+def encode_messages(
+    rows_ND: Tensor, counts: Sequence[int], own: int
+) -> tuple[list[Tensor], Tensor]:
+    """Code the rows for each rank by their exponents, those for this rank left as they are.
+
+    Args:
+        rows_ND: float32, bfloat16 or float16, contiguous; the first `counts[0]` for rank 0, ....
+        counts: P numbers of rows.
+        own: this rank.
+
+    Returns:
+        P messages, uint8 `[bytes]` with room behind them, and int64 `[P]` on the device of the
+        rows, the bytes of each: as many as the rows have where those are the message.
+    """
+    parts = [part.reshape(-1) for part in rows_ND.split(list(counts))]
+    sizes_P = torch.tensor([part.nbytes for part in parts], device=rows_ND.device)
+    messages, lengths = [], []
+    for rank, part in enumerate(parts):
+        if rank == own or not len(part):
+            messages.append(as_bytes(part))
+            lengths.append(sizes_P[rank : rank + 1])
+        else:
+            code_1B, length_1 = ops.encode_exponent_rows(part, 1)
+            messages.append(code_1B[0])
+            lengths.append(length_1)
+    return messages, torch.minimum(torch.cat(lengths), sizes_P)
+
+
+def join_messages(
+    rows_ND: Tensor, counts: Sequence[int], messages: Sequence[Tensor], lengths: Sequence[int]
+) -> Tensor:
+    """`[bytes]` uint8 of what `encode_messages` gave, one message after the other."""
+    parts = [as_bytes(part) for part in rows_ND.split(list(counts))]
+    return torch.cat(
+        [
+            part if length == len(part) else message[:length]
+            for part, message, length in zip(parts, messages, lengths, strict=True)
+        ]
+    )
+
+
+def decode_messages(
+    messages: Tensor, lengths: Sequence[int], out_ND: Tensor, counts: Sequence[int], operation: str
+) -> Tensor:
+    """Restore rows into `out_ND` of what `join_messages` gave; and return it.
+
+    NOTE: device-to-host sync, of what is damaged.
+
+    Args:
+        messages: `[bytes]` uint8.
+        lengths: P numbers of bytes.
+        out_ND: memory of the rows, contiguous.
+        counts: P numbers of rows.
+        operation: name for error messages.
+
+    Raises:
+        RuntimeError: a message is damaged.
+    """
+    payloads = Payloads()
+    for part, message in zip(
+        out_ND.split(list(counts)), messages.split(list(lengths)), strict=True
+    ):
+        if len(message) == part.nbytes:
+            as_bytes(part).copy_(message)
+        else:
+            payloads.read(part, message)
+    payloads.tell()
+    payloads.check(operation)
+    return out_ND

@@ -1,0 +1,167 @@
+"""The common layer over c10d: collectives, their handle and counts, and agreement between ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_checks import Checks
+
+from moe_ext.comm.agreement import agree, share
+from moe_ext.comm.collectives import (
+    Pending,
+    all_gather,
+    all_reduce_,
+    all_to_all,
+    broadcast_,
+    gather_objects,
+    reduce_scatter,
+    start_all_gather,
+    start_all_reduce_,
+    subgroups,
+    twin_group,
+)
+from moe_ext.distributed import count_traffic
+
+CPU = torch.device("cpu")
+
+
+def mine():
+    return torch.arange(4.0) + 10 * dist.get_rank()
+
+
+def every():
+    return [torch.arange(4.0) + 10 * rank for rank in range(dist.get_world_size())]
+
+
+def raised(function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def check_collectives():
+    group = dist.group.WORLD
+    rank, size = dist.get_rank(), dist.get_world_size()
+    total, stacked = sum(every()), torch.cat(every())
+    with count_traffic() as traffic:
+        assert torch.equal(all_reduce_(mine(), group, operation="op"), total)
+        assert torch.equal(all_reduce_(mine(), group, operation="op", op="max"), every()[-1])
+        assert torch.equal(all_gather(mine(), group, operation="op"), stacked)
+        scattered = reduce_scatter(stacked, group, operation="op")
+        assert torch.equal(scattered, size * every()[rank])
+        uneven = [index + 1 for index in range(size)]
+        rows = torch.full((sum(uneven), 2), float(rank))
+        got = all_to_all(rows, group, operation="op", send=uneven, receive=[rank + 1] * size)
+        assert got[:, 0].tolist() == [source for source in range(size) for _ in range(rank + 1)]
+    row = 16
+    assert traffic.calls == {
+        "all_reduce": 2,
+        "all_gather": 1,
+        "reduce_scatter": 1,
+        "all_to_all": 1,
+    }
+    assert traffic.sent_bytes["all_gather"] == (size - 1) * row
+    assert traffic.sent_bytes["reduce_scatter"] == (size - 1) * row
+    assert traffic.sent_bytes["all_reduce"] == 2 * (2 * (size - 1) * row // size)
+    assert traffic.sent_bytes["all_to_all"] == (sum(uneven) - rank - 1) * 8
+    assert torch.equal(broadcast_(mine(), group, 1, operation="op"), every()[1])
+    assert gather_objects({"rank": rank}, group, operation="op")[1] == {"rank": 1}
+
+
+def check_handle():
+    group = dist.group.WORLD
+    first = start_all_gather(mine(), group, operation="op")
+    second = start_all_reduce_(mine(), group, operation="op")
+    assert torch.equal(second.wait(), sum(every()))
+    assert torch.equal(first.wait(), torch.cat(every()))
+    # As many may wait as like to.
+    assert first.wait() is first.wait()
+    assert first.is_completed()
+    assert torch.equal(second.get_future().wait(), sum(every()))
+
+
+def check_groups():
+    size = dist.get_world_size()
+    alone = subgroups([[rank] for rank in range(size)])
+    assert dist.get_process_group_ranks(alone) == [dist.get_rank()]
+    # Ranks may belong to unequal numbers of groups.
+    subgroups([[0]])
+    for _ in range(2):
+        twin = twin_group(dist.group.WORLD, CPU)
+        assert torch.equal(all_gather(mine(), twin, operation="op"), torch.cat(every()))
+
+
+def check_agreement():
+    group, rank = dist.group.WORLD, dist.get_rank()
+    told = agree("op", {"size": 3, "kind": "a"}, None, group, CPU, values=[rank, -rank])
+    assert told == [[r, -r] for r in range(dist.get_world_size())]
+    assert share([rank], group, CPU, operation="op") == [[r] for r in range(dist.get_world_size())]
+    found = raised(agree, "op", {"size": 3, "kind": rank}, None, group, CPU)
+    ranks = range(dist.get_world_size())
+    each = ", ".join(f"{r} on rank {r}" for r in ranks)
+    assert found == ("ValueError", f"op: expected kind to be equal on every rank, got {each}")
+
+
+def check_refusal():
+    group, rank = dist.group.WORLD, dist.get_rank()
+    problem = "expected x to be 1, got 2" if rank == 1 else None
+    for _ in range(2):
+        found = raised(agree, "op", {"size": rank}, problem, group, CPU)
+        assert found == ("ValueError", "op: expected x to be 1, got 2 on rank 1")
+    error = TypeError("op: expected x to be a tensor, got 2") if rank == 1 else None
+    found = raised(agree, "op", {}, error, group, CPU)
+    assert found == ("TypeError", "op: expected x to be a tensor, got 2 on rank 1")
+
+
+def check_other_operation():
+    operation = "one" if dist.get_rank() == 0 else "another"
+    name, message = raised(agree, operation, {"a": 1}, None, dist.group.WORLD, CPU)
+    assert name == "ValueError"
+    assert "expected the operation to be equal on every rank, got one on rank 0" in message
+
+
+def check_long_facts():
+    """More than one message holds, on one rank alone or on all."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    facts = {f"fact {i}": i * 10**9 for i in range(400)}
+    told = agree("op", facts, None, group, CPU, values=range(300))
+    assert told[-1] == list(range(300))
+    long_problem = "expected x to be short, got " + "x" * 5000
+    found = raised(agree, "op", facts, long_problem if rank == 0 else None, group, CPU)
+    assert found == ("ValueError", f"op: {long_problem} on rank 0")
+    text = "y" * 5000 + str(rank)
+    name, message = raised(agree, "op", {"text": text}, None, group, CPU)
+    shown = ", ".join(f"... {'y' * 32}{r} (item 0) on rank {r}" for r in range(group.size()))
+    assert (name, message) == (
+        "ValueError",
+        f"op: expected text to be equal on every rank, got {shown}",
+    )
+
+
+CHECKS = Checks.of(globals())
+
+
+@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_over_ranks(num_ranks, name):
+    CHECKS.assert_passed(num_ranks, name)
+
+
+def test_this_process_alone():
+    x = torch.arange(3.0)
+    assert all_reduce_(x, None, operation="op") is x
+    assert all_gather(x, None, operation="op") is x
+    assert reduce_scatter(x, None, operation="op") is x
+    assert all_to_all(x, None, operation="op") is x
+    assert gather_objects("a", None, operation="op") == ["a"]
+    assert Pending.done(x).wait() is x
+    assert agree("op", {"a": 1}, None, None, CPU, values=[5]) == [[5]]
+
+
+def test_refusal_of_this_process_alone():
+    with pytest.raises(ValueError, match=r"^op: expected x to be 1, got 2$"):
+        agree("op", {}, "expected x to be 1, got 2", None, CPU)
+    error = TypeError("op: as it is")
+    with pytest.raises(TypeError, match=r"^op: as it is$"):
+        agree("op", {}, error, None, CPU, validate=False)

@@ -1,0 +1,252 @@
+"""`dispatcher="auto"`: the choice is that of all ranks, follows the times, and changes no bit."""
+
+import copy
+import itertools
+import os
+import time
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from checks import assert_passed, outcomes, raised
+from torch.utils.checkpoint import checkpoint
+
+from moe_ext import MoELayer
+from moe_ext.dispatch import auto
+from moe_ext.distributed import AutoDispatcher, HierarchicalDispatcher, count_traffic
+from moe_ext.nn import RowBudget
+
+E, D, K = 12, 8, 4  # E is a multiple of every group size used
+# A row for each of K experts in float64 is 256 bytes a token: beyond auto.SMALL_BYTES.
+MANY = auto.SMALL_BYTES // (K * D * 8) + 1
+NAMES = ("alltoall", "dedup", "hierarchical", "allgather")
+
+
+def two_ranks_a_node(*_):
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+
+
+def no_nodes(*_):
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+
+
+def layer(dispatcher="auto", combine="exact", **options):
+    torch.manual_seed(3)
+    options = {"dtype": torch.float64, **options}
+    world = dist.group.WORLD
+    options = {"dispatcher": dispatcher, "combine": combine, **options}
+    two_ranks_a_node()
+    one = MoELayer(D, 6, E, K, ep_group=world, **options)
+    no_nodes()
+    one.register_forward_pre_hook(two_ranks_a_node)
+    one.register_forward_hook(no_nodes, always_call=True)
+    return one
+
+
+def tokens(size):
+    generator = torch.Generator().manual_seed(5 + dist.get_rank())
+    return torch.randn(size, D, dtype=torch.float64, generator=generator)
+
+
+def outcome(one, x, run=None):
+    x = x.detach().requires_grad_()
+    one.zero_grad()
+    y = one(x) if run is None else run(one, x)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *[p.grad.clone() for p in one.parameters()]]
+
+
+def assert_same_bits(found, want):
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+def on_all_ranks(value):
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def expected_names(combine, in_rounds):
+    names = [name for name in NAMES if name != "alltoall" or combine == "exact"]
+    if dist.get_world_size() != 4:
+        names.remove("hierarchical")
+    return names[:-1] if in_rounds else names
+
+
+def check_the_choice_is_that_of_all_ranks_and_changes_no_bit():
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    x = tokens(MANY if rank == num_ranks - 1 else rank * 3)  # rank 0 has none
+    for combine, budget in itertools.product(("exact", "reduced"), (None, RowBudget(900))):
+        one = layer(combine=combine, row_budget=budget)
+        assert "chosen at the first" in str(one.explain_dispatch())
+        assert isinstance(copy.deepcopy(one).dispatcher, AutoDispatcher)
+        with count_traffic() as first:
+            found = outcome(one, x)
+        with count_traffic() as second:
+            assert_same_bits(outcome(one, x), found)
+        assert first.sent_bytes == second.sent_bytes, "a rehearsal is not counted"
+        choice = one.explain_dispatch()
+        assert set(on_all_ranks(str(choice))) == {str(choice)}
+        names = [c.name for c in choice.candidates]
+        assert names == expected_names(combine, budget is not None)
+        assert f"{MANY} tokens" in choice.reason and "as rehearsed" in choice.reason
+        assert all(c.seconds > 0 for c in choice.candidates)
+        want = outcome(layer("alltoall", row_budget=budget), x)
+        if combine == "exact":
+            assert_same_bits(found, want)
+        else:
+            for a, b in zip(found, want, strict=True):
+                # Float64 adds in another order.
+                largest = float(b.abs().max()) if b.numel() else 0.0
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-12 * largest)
+
+
+def check_few_tokens_take_the_fewest_messages():
+    for combine, name in (("exact", "alltoall"), ("reduced", "allgather")):
+        one = layer(combine=combine)
+        one(tokens(MANY - 1))
+        choice = one.explain_dispatch()
+        assert choice.name == name and "fewest messages" in choice.reason
+        assert all(c.seconds is None for c in choice.candidates)
+    budgeted = layer(combine="reduced", row_budget=RowBudget(50))
+    budgeted(tokens(9))
+    expected = "hierarchical" if dist.get_world_size() == 4 else "dedup"
+    assert budgeted.explain_dispatch().name == expected
+
+
+def check_the_least_time_wins():
+    """Seconds of a forward pass, a token: of all candidates by name."""
+    original = auto._rehearse
+    cases = (
+        ({"alltoall": 3, "dedup": 2, "hierarchical": 4, "allgather": 5}, True, "dedup"),
+        ({"alltoall": 3, "dedup": 9, "hierarchical": 4, "allgather": 2}, False, "allgather"),
+        # Less than 2 % may be noise.
+        ({"alltoall": 3, "dedup": 2.95, "hierarchical": 4, "allgather": 5}, True, "alltoall"),
+    )
+    for i, (times, recorded, name) in enumerate(cases, start=1):
+        auto._rehearse = lambda made, *_, times=times: [(0.0, times[n]) for n, _ in made]
+        try:
+            # Layers of one shape share the times: each case has another number of tokens.
+            with torch.set_grad_enabled(recorded):
+                one = layer()
+                one(tokens(MANY + i))
+        finally:
+            auto._rehearse = original
+        choice = one.explain_dispatch()
+        assert choice.name == name, (times, str(choice))
+        by_name = {c.name: c.seconds for c in choice.candidates}
+        assert by_name["dedup"] == times["dedup"] * (MANY + i)
+
+
+def check_a_rehearsal_sends_what_a_step_sends():
+    one, x = layer("alltoall"), tokens(MANY)
+    outcome(one, x)
+    shape = auto.DispatchShape(E, K, dist.get_world_size(), 1, D, x.dtype)
+    made = [("alltoall", one.dispatcher)]
+    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as sent:
+        outcome(one, x)
+        of_step = sent.call_count
+        auto._rehearse(made, shape, (MANY,), x.device, True)
+        assert sent.call_count == of_step * (1 + auto.ROUNDS + 1)
+        # Weights do not travel to experts that take none.
+        auto._rehearse(made, shape, (MANY,), x.device, False)
+        assert sent.call_count == of_step * (1 + auto.ROUNDS + 1) + (of_step - 2) * (
+            auto.ROUNDS + 1
+        )
+
+
+def check_who_is_far_behind_drops_out():
+    calls = [0, 0]
+
+    def run(i):
+        calls[i] += 1
+        time.sleep(0.002 + 0.02 * i)
+
+    medians = auto._medians(
+        [partial(run, 0), partial(run, 1)], dist.group.WORLD, torch.device("cpu")
+    )
+    assert calls == [auto.ROUNDS + 1, 3]
+    assert 0.002 <= medians[0] < medians[1]
+
+
+def check_expected_bytes_are_those_that_are_sent():
+    num_ranks, num_tokens, dim = dist.get_world_size(), 2000, 16
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    idx = torch.rand(num_tokens, E, generator=generator).argsort(1)[:, :K]
+    x, weights = torch.zeros(num_tokens, dim), torch.ones(num_tokens, K)
+    node_size = 2 if num_ranks == 4 else 1
+    shape = auto.DispatchShape(E, K, num_ranks, node_size, dim, torch.float32)
+    for combine in ("exact", "reduced"):
+        for name in expected_names(combine, False):
+            made = AutoDispatcher(E, dist.group.WORLD, combine=combine)._make(name, node_size)
+            with torch.no_grad(), count_traffic() as traffic:
+                rows, _, metadata = made.dispatch(x, idx, weights)
+                made.combine(rows, metadata)
+            sent, abroad = shape.sent_bytes(name, combine, num_tokens)
+            assert abroad < sent if node_size > 1 else abroad == sent
+            # What a token sends there and back is at most a row for each slot to each, with half of
+            # it as standard deviation; back comes what independent tokens of others ask for.
+            allowed = 4 * num_tokens**0.5 * 0.5 * 2 * K * (dim * 4 + K * 6)
+            assert abs(traffic.total_bytes - sent) < min(allowed, 0.05 * sent), name
+
+
+def check_the_first_pass_may_be_checkpointed():
+    x, want = tokens(MANY), outcome(layer("alltoall"), tokens(MANY))
+    for use_reentrant in (False, True):
+        run = lambda one, x, r=use_reentrant: checkpoint(one, x, use_reentrant=r)  # noqa: E731
+        assert_same_bits(outcome(layer(), x, run), want)
+
+
+def check_a_bad_input_on_one_rank_raises_everywhere():
+    mine = dist.get_rank() == 1
+    where = "" if mine else " on rank 1"
+    for size in (5, MANY):
+        one, x = layer(), tokens(size)
+        text = r"expected x to be of shape \[..., 8\], got .*" + where
+        raised(ValueError, text, one, x[:, :5] if mine else x)
+        one(x)
+
+
+def check_layers_that_differ_are_refused_everywhere():
+    odd = dist.get_rank() == 1
+    one = layer(combine="reduced" if odd else "exact")
+    raised(ValueError, "MoELayer: expected combine to be equal", one, tokens(5))
+
+
+def check_names():
+    assert type(layer("hierarchical", "reduced").dispatcher) is HierarchicalDispatcher
+    assert "named by the caller" in str(layer("dedup").explain_dispatch())
+    alone = MoELayer(D, 6, E, K)
+    assert "all experts are on this rank" in str(alone.explain_dispatch())
+
+
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+def found(request):
+    return outcomes(request.param, CHECKS)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__[6:])
+def test_over_ranks(found, check):
+    assert_passed(found, check)
+
+
+@pytest.mark.parametrize(
+    "num_experts, num_parts, top_k, share",
+    [
+        (64, 4, 8, 0.457),
+        (64, 2, 8, 0.249),
+        (8, 2, 2, 0.786),
+        (256, 8, 8, 0.662),
+        (256, 32, 8, 0.908),
+    ],
+)
+def test_the_published_shares(num_experts, num_parts, top_k, share):
+    """Rows to other parts, of those that a row for each expert sends."""
+    others = (num_parts - 1) / num_parts
+    found = auto.expected_ranks(num_experts, num_parts, top_k) * others / (top_k * others)
+    assert found == pytest.approx(share, abs=5e-4)

@@ -1,0 +1,278 @@
+"""`MoELayer(overlap=)`: rows travel beside the experts, and results are those of one exchange."""
+
+import contextlib
+import functools
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from checks import assert_passed, outcomes
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import moe_ext
+from moe_ext.dispatch import rows as exchanges
+from moe_ext.distributed import HierarchicalDispatcher
+from moe_ext.nn import experts
+
+E, D = 12, 8  # E is a multiple of every group size used
+
+
+def make(overlap, **options):
+    torch.manual_seed(3)
+    options = {"dispatcher": "alltoall", "shared_ffn_dim": 5, **options}
+    return moe_ext.MoELayer(D, 6, E, 3, ep_group=dist.group.WORLD, overlap=overlap, **options)
+
+
+def tokens(size, dtype):
+    generator = torch.Generator().manual_seed(5 + dist.get_rank())
+    return torch.randn(size, D, generator=generator).to(dtype)
+
+
+def outcome(layer, x):
+    x = x.detach().requires_grad_()
+    layer.zero_grad()
+    y = layer(x)
+    y.square().sum().backward()
+    return y.detach(), x.grad, [p.grad for p in layer.parameters()]
+
+
+def ways():
+    """Dispatchers and combines that send in parts."""
+    found = [{}, {"dispatcher": "dedup"}, {"dispatcher": "dedup", "combine": "reduced"}]
+    if dist.get_world_size() == 4:
+        for by in ("exact", "reduced"):
+            made = HierarchicalDispatcher(E, dist.group.WORLD, node_size=2, combine=by)
+            found.append({"dispatcher": made})
+    return found
+
+
+def check_results_are_those_of_one_exchange():
+    # Ranks with fewer tokens than parts, and one with none.
+    x = tokens((7, 40, 0, 2)[dist.get_rank()], torch.float64)
+    for bias in (False, True):  # experts weigh their rows, or do not
+        want = outcome(make(1, dtype=torch.float64, bias=bias), x)
+        for options in ways():
+            cut = make(3, dtype=torch.float64, bias=bias, **options)
+            found = outcome(cut, x)
+            # Products of other numbers of rows add up in another order.
+            torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-13)
+            with torch.no_grad():
+                assert torch.equal(cut(x), found[0])
+            assert int(cut.metrics["num_dropped"]) == 0
+
+
+def check_auto_chooses_what_sends_in_parts():
+    x = tokens(12, torch.float64)
+    layer = make(3, dtype=torch.float64, dispatcher="auto")
+    torch.testing.assert_close(
+        outcome(layer, x), outcome(make(1, dtype=torch.float64), x), rtol=1e-12, atol=1e-13
+    )
+    assert layer.dispatcher.num_parts == 3
+
+
+def check_counts_and_weights_of_all_parts_are_one_message_each():
+    for options in ways():
+        calls = []
+        for overlap in (1, 4):
+            layer, x = make(overlap, shared_ffn_dim=0, **options), tokens(40, torch.float32)
+            layer(x)
+            with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as sent:
+                layer(x.requires_grad_()).sum().backward()
+            calls.append([call.args[1].shape[1:] for call in sent.call_args_list])
+        whole, parts = calls
+        # Only rows of D columns travel by part: there and back, forward and backward.
+        rows = sum(shape == (D,) for shape in whole)
+        assert len(parts) == len(whole) + 3 * rows, (options, whole, parts)
+
+
+def check_bits_between_networks_are_those_on_one_host():
+    layer, x = make(1), tokens((7, 40, 0, 2)[dist.get_rank()], torch.float32)
+    want = outcome(layer, x)
+    with (
+        mock.patch.object(exchanges, "network_identity", dist.get_rank),
+        mock.patch.object(exchanges, "_LEAST_BYTES", 1),
+        mock.patch.object(exchanges, "_ways", {}),
+        mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as sent,
+    ):
+        found = outcome(layer, x)
+    torch.testing.assert_close(found, want, rtol=0, atol=0)
+    sizes = [call.args[2:] for call in sent.call_args_list if call.args[2] is not None]
+    rank, ranks = dist.get_rank(), range(dist.get_world_size())
+    # Rows, weights, results, and their gradients, each as two messages that go one way.
+    assert len(sizes) == 12
+    for i, (receive, send) in enumerate(sizes):
+        wrong = [p < rank if i % 2 == 0 else p >= rank for p in ranks]
+        assert not any(size for size, none in zip(send, wrong, strict=True) if none)
+        wrong = [p > rank if i % 2 == 0 else p <= rank for p in ranks]
+        assert not any(size for size, none in zip(receive, wrong, strict=True) if none)
+
+
+def check_rows_are_underway_while_experts_run():
+    for options in ways():
+        watch_rows_underway(options)
+
+
+@contextlib.contextmanager
+def watching(underway):
+    """Counts the exchanges of rows that have begun and not ended."""
+
+    class Watched(exchanges._RowsUnderway):
+        def start(self, rows, backward):
+            underway[0] += 1
+            super().start(rows, backward)
+
+        def finish(self, *args, **options):
+            underway[0] -= 1
+            return super().finish(*args, **options)
+
+    with mock.patch.object(exchanges, "_RowsUnderway", Watched):
+        yield
+
+
+def watch_rows_underway(options):
+    layer = make(4, shared_ffn_dim=0, **options)
+    x = tokens(40, torch.float32).requires_grad_()
+    underway, forward, backward = [0], [], []
+
+    def note(module, given, out):
+        forward.append(underway[0])
+        out.register_hook(lambda grad: backward.append(underway[0]))
+
+    layer.experts.register_forward_hook(note)
+    with watching(underway):
+        layer(x).square().sum().backward()
+    # The next part's rows and the last part's results.
+    assert forward == [1, 2, 2, 1] and backward == [1, 2, 2, 1] and underway == [0], options
+
+
+class NoteProducts(TorchDispatchMode):
+    """Notes exchanges underway at the products for rows and for weights, in their order."""
+
+    def __init__(self, underway):
+        super().__init__()
+        self.underway, self.found = underway, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("moe_ext::")
+        if name.endswith("grouped_mm"):
+            self.found.append(("rows", self.underway[0]))
+        if name.startswith("_grouped_mm_backward_weight"):
+            self.found.append(("weights", self.underway[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def products_of(layer, x):
+    """The products of a backward pass, with the exchanges underway."""
+    underway = [0]
+    with watching(underway):
+        y = layer(x.clone().requires_grad_())
+        with NoteProducts(underway) as noted:
+            y.square().sum().backward()
+    return noted.found
+
+
+def check_weight_gradients_are_computed_while_those_of_rows_travel():
+    x = tokens(40, torch.float32)
+    for options in (*ways(), {"dispatcher": "allgather"}):
+        for again in (False, True):  # the second time gradients are added to those that are there
+            layer = make(1, shared_ffn_dim=0, **options)
+            if again:
+                outcome(layer, x)
+            found = products_of(layer, x)
+            assert found == [("rows", 0)] * 2 + [("weights", 1)] * 2, (options, found)
+        if options.get("dispatcher") != "allgather":
+            found = products_of(make(3, shared_ffn_dim=0, **options), x)
+            # Beside the products of a part travel the rows of the one behind it.
+            want = [("rows", 1)] * 2 + [("rows", 2)] * 2 + [("weights", 2)] * 2
+            want += [("rows", 1)] * 2 + [("weights", 1)] * 4
+            assert found == want, (options, found)
+
+
+def check_late_weight_gradients_have_the_same_bits():
+    x = tokens((7, 40, 0, 2)[dist.get_rank()], torch.float32)
+
+    def steps(**options):
+        made = make(**options)
+        inner = made.experts
+        for recompute, cast in zip(
+            ("none", "full", "selective"), (False, False, True), strict=True
+        ):
+            run = made
+            if recompute == "full":
+                run = functools.partial(checkpoint, made, use_reentrant=False)
+            if recompute == "selective":
+                made.experts = checkpoint_wrapper(inner)
+            for _ in range(2):  # gradients are there the second time
+                given = x.clone().requires_grad_()
+                with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+                    y = run(given)
+                y.float().square().sum().backward()
+                yield [y, given.grad, *[p.grad.clone() for p in made.parameters()]]
+
+    for overlap, options in [(3, {}), *((1, way) for way in ways())]:
+        found = list(steps(overlap=overlap, **options))
+        with mock.patch.object(experts, "late_gradient", lambda weight: weight):
+            want = list(steps(overlap=overlap, **options))
+        for one, other in zip(found, want, strict=True):
+            for a, b in zip(one, other, strict=True):
+                assert torch.equal(a, b), (overlap, options)
+
+
+def check_gradients_that_are_asked_for_alone():
+    layer, x = make(1), tokens(9, torch.float32).requires_grad_()
+    weights = [layer.experts.gate_up_proj, layer.experts.down_proj]
+    want = outcome(layer, x)
+    y = layer(x).square().sum()
+    for wanted in ([x], weights, [x], [x, *weights]):
+        found = torch.autograd.grad(y, wanted, retain_graph=True)
+        by_id = {id(x): want[1], **{id(w): w.grad for w in weights}}
+        assert all(torch.equal(f, by_id[id(w)]) for f, w in zip(found, wanted, strict=True))
+
+
+def check_a_router_that_fails_is_told():
+    for options in ways():
+        layer, x = make(3, **options), tokens(9, torch.float32)
+        want = layer(x)
+
+        def fail(*args):
+            raise ValueError("no route")
+
+        hook = layer.router.register_forward_pre_hook(fail) if dist.get_rank() == 1 else None
+        with pytest.raises(ValueError, match="no route"):
+            layer(x)
+        if hook is not None:
+            hook.remove()
+        assert torch.equal(layer(x), want)
+
+
+def check_what_does_not_go_together_is_refused():
+    for options, text in (
+        ({"dispatcher": "allgather"}, "that sends rows in parts .* with overlap=2, got AllGather"),
+        ({"row_budget": moe_ext.nn.RowBudget(9)}, "expected row_budget to be None with overlap=2"),
+        ({"capacity_factor": 1.0}, "expected capacity to be None with overlap=2"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            make(2, **options)
+    with pytest.raises(ValueError, match="expected overlap to be at least 1, got 0"):
+        make(0)
+
+
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+def found(request):
+    return outcomes(request.param, CHECKS)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__[6:])
+def test_over_ranks(found, check):
+    assert_passed(found, check)
+
+
+def test_one_rank_sends_nothing():
+    layer = moe_ext.MoELayer(D, 6, E, 3, overlap=4)
+    assert layer(torch.randn(5, D)).shape == (5, D)
