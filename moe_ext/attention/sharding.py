@@ -22,8 +22,8 @@ from moe_ext.attention.layouts import Layout, make_layout, ranks_of
 from moe_ext.attention.masks import Offsets, check_cu_seqlens, check_end, rows_of_offsets
 from moe_ext.comm import collectives
 from moe_ext.comm.agreement import SummedOptions, agree
-from moe_ext.comm.collectives import Pending
 from moe_ext.comm.groups import check_group, group_rank, group_ranks, group_size
+from moe_ext.comm.pending import Pending
 from moe_ext.comm.streams import is_capturing
 from moe_ext.comm.traffic import record_traffic
 

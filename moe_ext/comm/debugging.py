@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_ext.comm.agreement import agree
 from moe_ext.comm.failures import running, with_layer
 from moe_ext.comm.groups import global_rank, group_ranks, group_size
 
@@ -51,9 +52,6 @@ def compare(
         ValueError: the operation, the kind, the shape, the dtype or the splits differ; it names the
             ranks and what each has.
     """
-    # Not at the top: it sends by `comm`, which calls this.
-    from moe_ext.comm.agreement import agree
-
     if group_size(group) == 1:
         return
     assert group is not None

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext import _runtime_library
-from moe_ext.comm.collectives import Pending
 from moe_ext.comm.failures import naming_failed_ranks
+from moe_ext.comm.pending import Pending
 from moe_ext.comm.traffic import record_traffic
 
 

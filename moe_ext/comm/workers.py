@@ -22,9 +22,9 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import _runtime_library
 from moe_ext.comm import at_exit, c10d, collectives, streams
-from moe_ext.comm.collectives import Future, Pending
 from moe_ext.comm.failures import naming_failed_ranks
 from moe_ext.comm.groups import group_rank, group_size
+from moe_ext.comm.pending import Future, Pending
 from moe_ext.comm.traffic import is_counted, record_traffic
 
 T = TypeVar("T")

@@ -3,8 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from moe_ext.comm.collectives import Pending as Reduction
 from moe_ext.comm.link import Link
+from moe_ext.comm.pending import Pending as Reduction
 from moe_ext.compression.codecs import (
     BlockSparse,
     ChunkedTopK,

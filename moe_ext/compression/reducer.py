@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_ext.comm.collectives import Pending
 from moe_ext.comm.failures import naming_failed_ranks
 from moe_ext.comm.groups import group_size
+from moe_ext.comm.pending import Pending
 from moe_ext.compression.buckets import Bucket, Buckets, Part
 from moe_ext.compression.codecs import Codec, Dense
 from moe_ext.compression.collectives.exact import row_sparse_all_reduce

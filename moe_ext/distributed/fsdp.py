@@ -6,8 +6,7 @@ So experts want a mesh of the ranks that hold the same ones, and everything else
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -17,26 +16,16 @@ from moe_ext.comm.groups import group_ranks
 from moe_ext.distributed.dtensor import is_dtensor, local_part
 from moe_ext.distributed.mesh import MoEMesh
 from moe_ext.distributed.placement import (
-    Placement,
     expert_parameters,
-    known_ranks,
-    placements,
     sharded_parameters,
 )
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import Shard
 
-_RECIPE = (
-    "Wrap with moe_ext.distributed.fully_shard(module, mesh), mesh a MoEMesh; or experts with "
-    "torch's fully_shard(layer.experts, mesh=mesh.replica_mesh) first, and then the rest with "
-    "mesh=mesh.world_mesh"
-)
 # Of the elements of a parameter, in messages.
 _MOST_PADDING = 0.01
-# Modules with experts, and the number of wrapped modules in the process when they were checked.
-_checked: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
 def fully_shard(module: nn.Module, mesh: MoEMesh, **options: Any) -> FSDPModule:
@@ -152,50 +141,3 @@ def _dim_to_shard(num_ranks: int, experts: set[int]) -> Callable[[nn.Parameter],
         return Shard(even[0]) if even else None
 
     return dim_of
-
-
-def check_wrapping(experts: nn.Module) -> None:
-    """Refuse meshes of `fully_shard` that mix experts, or that let copies drift apart.
-
-    Called before every forward pass of a module with experts: what was wrapped over which ranks is
-    known only then. It looks when something was wrapped since the last time.
-
-    Raises:
-        ValueError: on every rank, before the first step.
-    """
-    # Not at the top: FSDP takes a second to import.
-    from moe_ext.distributed import fsdp_state
-
-    count = fsdp_state.num_wrapped()
-    if count == 0 or _checked.get(experts) == count:
-        return
-    for root in fsdp_state.wrapped_roots():
-        if _checked.get(root) != count and any(module is experts for module in root.modules()):
-            _check_meshes(placements(root), fsdp_state.wrapped_parameters(root))
-            _checked[root] = count
-    _checked[experts] = count
-
-
-def _check_meshes(
-    places: dict[str, Placement], wrapped: Iterable[tuple[str, DTensor, bool]]
-) -> None:
-    """Refuse a parameter whose gradient is not averaged over all ranks that have one.
-
-    Args:
-        places: of the model, by name.
-        wrapped: name of a parameter, its shards, and whether a hook averages its gradient over more
-            ranks than those of their mesh.
-    """
-    divided = {name: place for name, place in places.items() if place.num_parts > 1}
-    groups = {place.group for place in divided.values() if place.group is not None}
-    sharers = [set(group_ranks(group)) for group in groups]
-    for name, parameter, is_hooked in wrapped:
-        ranks = parameter.device_mesh.mesh.flatten().tolist()
-        # Experts are DTensors, whose mesh has the ranks of their group already.
-        wanted = [known_ranks(divided[name]) or set()] if name in divided else sharers
-        for needed in () if is_hooked else wanted:
-            if not needed <= set(ranks):
-                raise ValueError(
-                    f"fully_shard: expected the mesh of {name} to have the ranks {sorted(needed)}, "
-                    f"over which its gradients are averaged, got ranks {ranks}. {_RECIPE}"
-                )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,6 +15,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.tensor import DTensor
 
 __all__ = ["AllGather", "ReduceScatter"]
+
+_RECIPE = (
+    "Wrap with moe_ext.distributed.fully_shard(module, mesh), mesh a MoEMesh; or experts with "
+    "torch's fully_shard(layer.experts, mesh=mesh.replica_mesh) first, and then the rest with "
+    "mesh=mesh.world_mesh"
+)
+# Modules with experts, and the number of wrapped modules in the process when they were checked.
+_checked: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -147,3 +156,41 @@ def wrapped_parameters(root: nn.Module) -> Iterator[tuple[str, DTensor, bool]]:
             for entry in group.fsdp_params:
                 name = path_of[entry._module_info.module] + entry._module_info.param_name
                 yield name, entry.sharded_param, is_hooked
+
+
+def check_wrapping(
+    experts: nn.Module, ranks_of: Callable[[nn.Module], Callable[[str], list[set[int]]]]
+) -> None:
+    """Refuse meshes of `fully_shard` that mix experts, or that let copies drift apart.
+
+    Called before every forward pass of a module with experts: what was wrapped over which ranks is
+    known only then. It looks when something was wrapped since the last time.
+
+    Args:
+        experts: the module with experts.
+        ranks_of: for a model, a function of a parameter's name: sets of ranks, each of which its
+            mesh has to hold, since gradients are averaged over them.
+
+    Raises:
+        ValueError: on every rank, before the first step.
+    """
+    count = num_wrapped()
+    if count == 0 or _checked.get(experts) == count:
+        return
+    for root in wrapped_roots():
+        if _checked.get(root) != count and any(module is experts for module in root.modules()):
+            _check_meshes(root, ranks_of(root))
+            _checked[root] = count
+    _checked[experts] = count
+
+
+def _check_meshes(root: nn.Module, needed_by: Callable[[str], list[set[int]]]) -> None:
+    """Refuse a parameter whose gradient is not averaged over all ranks that have one."""
+    for name, parameter, is_hooked in wrapped_parameters(root):
+        ranks = parameter.device_mesh.mesh.flatten().tolist()
+        for needed in () if is_hooked else needed_by(name):
+            if not needed <= set(ranks):
+                raise ValueError(
+                    f"fully_shard: expected the mesh of {name} to have the ranks {sorted(needed)}, "
+                    f"over which its gradients are averaged, got ranks {ranks}. {_RECIPE}"
+                )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -530,10 +530,23 @@ def _check_wrapping(module: nn.Module, _inputs: object) -> None:
             if parameter is not None:
                 own_part_of(owner, name, parameter)
     if "torch.distributed.fsdp" in sys.modules:
-        # Not at the top: that module knows this one.
-        from moe_ext.distributed.fsdp import check_wrapping
+        # Not at the top: FSDP takes a second to import.
+        from moe_ext.distributed.fsdp_state import check_wrapping
 
-        check_wrapping(module)
+        check_wrapping(module, _ranks_to_average_over)
+
+
+def _ranks_to_average_over(model: nn.Module) -> Callable[[str], list[set[int]]]:
+    """A function of a parameter's name: the sets of ranks whose gradients of it are averaged."""
+    divided = {name: place for name, place in placements(model).items() if place.num_parts > 1}
+    groups = {place.group for place in divided.values() if place.group is not None}
+    sharers = [set(group_ranks(group)) for group in groups]
+
+    def ranks(name: str) -> list[set[int]]:
+        # Experts are DTensors, whose mesh has the ranks of their group already.
+        return [known_ranks(divided[name]) or set()] if name in divided else sharers
+
+    return ranks
 
 
 def declare_experts(module: nn.Module, num_experts: int, group: ProcessGroup | None) -> None:

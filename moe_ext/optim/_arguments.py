@@ -25,6 +25,8 @@ _KNOWN_BACKENDS = ("nccl", "gloo", "mpi", "hccl", "compressed")
 _HOW = {"foreach", "fused", "capturable", "per_expert", "float32_state"}
 # Behaviour of optimizers that lack such an option; they have nothing of the others.
 _ALWAYS = {"bias_correction": True, "decoupled_weight_decay": True}
+# Arguments of the optimizers of this package.
+_own_options: set[str] = set()
 
 
 class CheckedOptimizer(Optimizer):
@@ -33,6 +35,10 @@ class CheckedOptimizer(Optimizer):
     A group, or a state, may bring an option of another optimizer, such as ``maximize``. One that is
     off is no matter, and one that no optimizer has is the user's own.
     """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        _own_options.update(_options(cls))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with options of its own."""
@@ -57,7 +63,7 @@ class CheckedOptimizer(Optimizer):
         """ValueError for an option of parameter groups that does not fit; changes nothing."""
         for given in groups:
             group = {**self.defaults, **given}
-            for name in sorted((given.keys() - _HOW) & _options_of_optimizers()):
+            for name in sorted((given.keys() - _HOW) & (_options_of_torch() | _own_options)):
                 value, wanted = given[name], _ALWAYS.get(name, False)
                 # torch adds this one to the defaults of every optimizer.
                 if name in self.defaults and name != "differentiable":
@@ -78,19 +84,15 @@ class CheckedOptimizer(Optimizer):
         """ValueError for options out of their range."""
 
 
-@functools.cache
-def _options_of_optimizers() -> frozenset[str]:
-    """Arguments of the optimizers of torch and of this package, but the parameters."""
-    import moe_ext.optim
+def _options(cls: type[Optimizer]) -> set[str]:
+    """Arguments of an optimizer, but the parameters."""
+    return {*inspect.signature(cls).parameters} - {"params", "defaults", "args", "kwargs"}
 
-    classes = [*vars(torch.optim).values(), *vars(moe_ext.optim).values()]
-    found = {
-        name
-        for cls in classes
-        if isinstance(cls, type) and issubclass(cls, Optimizer)
-        for name in inspect.signature(cls).parameters
-    }
-    return frozenset(found - {"params", "defaults", "args", "kwargs"})
+
+@functools.cache
+def _options_of_torch() -> frozenset[str]:
+    classes = [cls for cls in vars(torch.optim).values() if isinstance(cls, type)]
+    return frozenset().union(*(_options(cls) for cls in classes if issubclass(cls, Optimizer)))
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from torch.optim.optimizer import Optimizer
 
 from moe_ext._checks import check_integer, check_kind
 from moe_ext.comm.agreement import agree, checksum, is_nonfinite
-from moe_ext.comm.collectives import Pending
 from moe_ext.comm.groups import group_ranks, group_size, resolve_group, small_message_device
+from moe_ext.comm.pending import Pending
 from moe_ext.compression.codecs import Codec, PayloadCodec, codec_of
 from moe_ext.compression.codecs.chunked import ChunkedTopK
 from moe_ext.compression.feedback import CodecMemory

@@ -11,8 +11,9 @@ from torch.distributed import ProcessGroup
 
 from moe_ext._checks import check_sizes
 from moe_ext.comm.agreement import agree
-from moe_ext.comm.collectives import Pending, start_all_reduce_
+from moe_ext.comm.collectives import start_all_reduce_
 from moe_ext.comm.groups import check_group
+from moe_ext.comm.pending import Pending
 from moe_ext.distributed.gradients import fingerprint
 
 

@@ -46,7 +46,7 @@ from moe_ext.attention.schemes.base import (
     Workload,
     empty_sums,
 )
-from moe_ext.comm.collectives import Pending
+from moe_ext.comm.pending import Pending
 from moe_ext.comm.ring_exchange import Buffers, Exchange
 
 _KEYS, _GRADS, _GRADS_HOME, _KINDS = 0, 1, 2, 3

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_ext.comm.collectives import Pending
 from moe_ext.comm.groups import group_rank, group_size, resolve_group
+from moe_ext.comm.pending import Pending
 from moe_ext.compression.collectives.coding import Coding, aligned
 from moe_ext.compression.collectives.quantized import States, shard_numel, start_all_reduce
 from moe_ext.compression.collectives.sparse import start_gather_sum

@@ -19,6 +19,7 @@ from moe_ext import ops
 from moe_ext._checks import check_choice
 from moe_ext.comm import collectives
 from moe_ext.comm.groups import group_size, resolve_group
+from moe_ext.comm.pending import Pending
 from moe_ext.compression.codecs.base import Calls, Codec, OnNonfinite, nothing_to_do
 from moe_ext.compression.collectives.exact import bitmap_bytes, block_sparse_all_reduce_
 from moe_ext.compression.feedback import CodecMemory
@@ -79,7 +80,7 @@ class Dense(Codec):
         average: bool = True,
         step: int = 0,
         on_nonfinite: OnNonfinite | None = None,
-    ) -> collectives.Pending[Tensor]:
+    ) -> Pending[Tensor]:
         """See `Codec`."""
         memory.take_owed(grad_N)
         return dense_reduction(grad_N, group, average, self.dtype, on_nonfinite)
@@ -122,7 +123,7 @@ def dense_reduction(
     average: bool,
     dtype: str = "fp32",
     on_nonfinite: OnNonfinite | None = None,
-) -> collectives.Pending[Tensor]:
+) -> Pending[Tensor]:
     """All-reduce; a mean is scaled first, as DDP does. The result is in `x_N`.
 
     Args:
@@ -198,7 +199,7 @@ class BlockSparse(Codec):
         average: bool = True,
         step: int = 0,
         on_nonfinite: OnNonfinite | None = None,
-    ) -> collectives.Pending[Tensor]:
+    ) -> Pending[Tensor]:
         """See `Codec`."""
         # The owed part may lie in blocks that nothing was added to.
         bitmap = None if memory.take_owed(grad_N) else memory.bitmap
@@ -211,7 +212,7 @@ class BlockSparse(Codec):
             validate=False,
             async_op=True,
         )
-        assert isinstance(found, collectives.Pending)
+        assert isinstance(found, Pending)
         return found
 
     def rehearsal(self, grad_N: Tensor, memory: CodecMemory) -> Calls:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
-from moe_ext.comm.collectives import Pending
 from moe_ext.comm.groups import resolve_group
+from moe_ext.comm.pending import Pending
 from moe_ext.compression.codecs.base import Calls, Codec, OnNonfinite, nothing_to_do
 from moe_ext.compression.codecs.dense import dense_reduction
 from moe_ext.compression.collectives.lossless import DTYPES, start_all_reduce

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from moe_ext import ops
 from moe_ext._bytes import as_bytes
 from moe_ext._checks import check_choice
-from moe_ext.comm.collectives import Pending
+from moe_ext.comm.pending import Pending
 from moe_ext.compression.codecs.base import Calls, Codec, OnNonfinite, PayloadCodec
 from moe_ext.compression.codecs.dense import Dense, dense_reduction
 from moe_ext.compression.feedback import CodecMemory

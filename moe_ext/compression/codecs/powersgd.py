@@ -16,9 +16,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from moe_ext._checks import check_numbers_of_fields
-from moe_ext.comm.collectives import Pending
 from moe_ext.comm.failures import naming_failed_ranks
 from moe_ext.comm.groups import group_size, resolve_group
+from moe_ext.comm.pending import Pending
 from moe_ext.comm.traffic import record_traffic
 from moe_ext.compression.codecs.base import Calls, Codec, OnNonfinite
 from moe_ext.compression.feedback import CodecMemory

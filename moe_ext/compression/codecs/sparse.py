@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext._checks import check_choice, check_numbers_of_fields
-from moe_ext.comm.collectives import Pending
 from moe_ext.comm.groups import group_size, resolve_group
+from moe_ext.comm.pending import Pending
 from moe_ext.compression.codecs.base import (
     Calls,
     Codec,

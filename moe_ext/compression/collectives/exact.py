@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 
 from moe_ext.comm import workers
 from moe_ext.comm.agreement import agree
-from moe_ext.comm.collectives import Pending
 from moe_ext.comm.groups import group_size, resolve_group
+from moe_ext.comm.pending import Pending
 from moe_ext.comm.workers import Messages
 from moe_ext.compression.collectives.arguments import (
     DENSE_DTYPES,

@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 from moe_ext._bytes import as_bytes
 from moe_ext.comm import workers
 from moe_ext.comm.agreement import agree
-from moe_ext.comm.collectives import Pending
 from moe_ext.comm.groups import group_size, resolve_group
+from moe_ext.comm.pending import Pending
 from moe_ext.comm.workers import Messages
 from moe_ext.compression.collectives.arguments import (
     choice_problem,

@@ -20,6 +20,7 @@ from moe_ext._checks import check_callable, check_integer, check_kind
 from moe_ext.comm import collectives
 from moe_ext.comm.agreement import agree
 from moe_ext.comm.groups import group_rank, small_message_device
+from moe_ext.comm.pending import PendingWork
 from moe_ext.compression.codecs import PayloadCodec, Quantize, Rounded, codec_names, codec_of
 from moe_ext.compression.collectives.coding import FORMATS as QUANTIZED
 from moe_ext.compression.collectives.lossless import start_all_gather as start_lossless
@@ -293,12 +294,12 @@ class CompressedAllGather(_Message, AllGather):
         codes_all = self.lossless and input_tensor.dtype in _CODED and not inside
         if codes_all:
             found = start_lossless(output_tensor, input_tensor, group, operation=self.op)
-            work: Work = collectives.PendingWork(found.wait)
+            work: Work = PendingWork(found.wait)
         elif layout is None or layout.packed_numel == 0:
             whole = collectives.start_all_gather(
                 input_tensor, group, operation=self.op, out=output_tensor
             )
-            work = collectives.PendingWork(whole.wait)
+            work = PendingWork(whole.wait)
         else:
             work = self._start(output_tensor, input_tensor, group, layout, async_op)
         if async_op:
@@ -334,7 +335,7 @@ class CompressedAllGather(_Message, AllGather):
                 packed_PQ.masked_fill_(~finite_P1, float("nan"))
             layout.unpack_(out, packed_PQ, dense_PD)
 
-        return collectives.PendingWork(finish)
+        return PendingWork(finish)
 
 
 class CompressedReduceScatter(GradientMessage, ReduceScatter):
@@ -425,7 +426,7 @@ class CompressedReduceScatter(GradientMessage, ReduceScatter):
         self._group, self._reduce_op = group, op
         self._scale = collectives.reduce_scale(op, group.size(), self.op)
         self._reduce(output_tensor, input_tensor, group.size())
-        return collectives.PendingWork(lambda: None) if async_op else None
+        return PendingWork(lambda: None) if async_op else None
 
     def _send_whole(self, out: Tensor, flat: Tensor, layout: ShardLayout | None) -> None:
         self.ledger.watch_whole(self.name, layout, flat, self._group.size())

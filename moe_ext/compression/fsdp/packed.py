@@ -20,6 +20,7 @@ from moe_ext import ops
 from moe_ext._compile import outside_graphs
 from moe_ext.comm import collectives
 from moe_ext.comm.groups import group_rank, small_message_device
+from moe_ext.comm.pending import Pending, PendingWork
 from moe_ext.compression.masks import mask_of, masks_of, unpacked_bits
 from moe_ext.distributed.fsdp_state import (
     AllGather,
@@ -299,13 +300,13 @@ class _PackedAllGather(_PackedMessage, AllGather):
         kept = self.shards.of_ranks(input_tensor.numel(), group, gradients=False)
         pending = self._start(output_tensor, input_tensor, group, kept)
         if async_op:
-            return collectives.PendingWork(pending.wait)
+            return PendingWork(pending.wait)
         pending.wait()
         return None
 
     def _start(
         self, out: Tensor, shard_S: Tensor, group: ProcessGroup, kept: list[_Kept] | None
-    ) -> collectives.Pending[Tensor]:
+    ) -> Pending[Tensor]:
         if kept is None:
             return collectives.start_all_gather(shard_S, group, operation=_OP, out=out)
         own = kept[group_rank(group)]
@@ -344,7 +345,7 @@ class _PackedReduceScatter(_PackedMessage, ReduceScatter):
                 of_rank.pack(shard, row)
             found = collectives.reduce_scatter(packed.view(-1), group, operation=_OP, op=op)
             kept[group_rank(group)].unpack(output_tensor, found)
-        return collectives.PendingWork(lambda: None) if async_op else None
+        return PendingWork(lambda: None) if async_op else None
 
 
 def pack_fsdp_messages(model: nn.Module, *, chosen_experts: bool = False) -> list[str]:
