@@ -44,7 +44,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # Ranks are forked from a process that has imported these: each would take seconds over them.
 testing.PRELOADED += [
-    *(f"moe_ext.{name}" for name in ("attention", "compression", "dispatch", "nn", "optim")),
+    *(
+        f"moe_ext.{name}"
+        for name in ("compression", "integrations", "optim", "pipeline", "planner")
+    ),
+    *(f"moe_ext.attention.{name}" for name in ("context", "huggingface.prepare", "module", "rsa")),
+    "moe_ext.nn.transformer_block",
     "torch._dynamo",
     "torch._functorch.aot_autograd",
     "torch.distributed.checkpoint",

@@ -275,7 +275,7 @@ MUTANTS = [
     ),
     Mutant(
         "a rank without positions cannot have documents of each row",
-        "moe_ext/attention/ring_attention.py",
+        "moe_ext/attention/functional.py",
         "out.view(heads, batch, length, out.shape[3])",
         "out.view(heads, batch, length, -1)",
         "tests/test_smallest.py -k attention",

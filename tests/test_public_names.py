@@ -37,6 +37,8 @@ PUBLIC = {
     "Costs Pipeline",
     "moe_ext.plot": "expert_load routing_flow pipeline_timeline summary_writer",
 }
+# Packages that `import moe_ext` leaves alone until they are asked for.
+LATER = ("compression", "integrations", "optim", "pipeline", "planner", "plot", "sync")
 OPTIONAL = ("matplotlib", "tensorboard", "transformers", "sklearn", "peft", "deepspeed", "numpy")
 WITHOUT = f"""
 import sys
@@ -91,3 +93,19 @@ def test_public_names(name):
 def test_without_optional_packages():
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_packages_load_when_they_are_asked_for():
+    code = f"""
+import sys
+import moe_ext
+names = {LATER!r}
+assert not [n for n in sys.modules if n.startswith(tuple(f"moe_ext.{{each}}" for each in names))]
+assert "moe_ext.attention.schemes" not in sys.modules
+for name in dir(moe_ext):
+    getattr(moe_ext, name)
+assert moe_ext.replace is moe_ext.integrations.replace
+for package in (moe_ext.attention, moe_ext.compression, moe_ext.distributed, moe_ext.nn):
+    assert [name for name in dir(package) if not hasattr(package, name)] == []
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,30 +1,66 @@
 """Attention over sequences that the ranks of a group hold in parts."""
 
-from moe_ext.attention.auto import Candidate, SchemeChoice, choose_scheme
-from moe_ext.attention.context import sequence_parallel
-from moe_ext.attention.huggingface.packing import group_sampler
-from moe_ext.attention.huggingface.prepare import prepare_model
-from moe_ext.attention.latent import latent_ring_attention
-from moe_ext.attention.layouts import LAYOUTS, Layout, make_layout
-from moe_ext.attention.masks import Mask
-from moe_ext.attention.module import RingAttention
-from moe_ext.attention.packing import PackedDocuments, pack_documents
-from moe_ext.attention.ring_attention import explain_scheme, ring_attention
-from moe_ext.attention.rsa import RingSelfAttention, ring_self_attention
-from moe_ext.attention.sequence_parallel_mlp import SequenceParallelMLP
-from moe_ext.attention.sharding import (
-    document_ids,
-    gather_from_sequence,
-    position_ids,
-    reduce_scatter_to_sequence,
-    scatter_to_sequence,
-    shard_sequence,
-    shift_labels,
-    token_mean_loss,
-    unshard_sequence,
-)
-from moe_ext.attention.varlen import ring_attention_varlen
+import importlib
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from moe_ext.attention.auto import Candidate, SchemeChoice, choose_scheme
+    from moe_ext.attention.context import sequence_parallel
+    from moe_ext.attention.functional import explain_scheme, ring_attention
+    from moe_ext.attention.huggingface.packing import group_sampler
+    from moe_ext.attention.huggingface.prepare import prepare_model
+    from moe_ext.attention.latent import latent_ring_attention
+    from moe_ext.attention.layouts import LAYOUTS, Layout, make_layout
+    from moe_ext.attention.masks import Mask
+    from moe_ext.attention.module import RingAttention
+    from moe_ext.attention.packing import PackedDocuments, pack_documents
+    from moe_ext.attention.rsa import RingSelfAttention, ring_self_attention
+    from moe_ext.attention.sequence_parallel_mlp import SequenceParallelMLP
+    from moe_ext.attention.sharding import (
+        document_ids,
+        gather_from_sequence,
+        position_ids,
+        reduce_scatter_to_sequence,
+        scatter_to_sequence,
+        shard_sequence,
+        shift_labels,
+        token_mean_loss,
+        unshard_sequence,
+    )
+    from moe_ext.attention.varlen import ring_attention_varlen
+
+# The module that has each name: loaded when the name is asked for.
+_HOMES = {
+    "Candidate": "auto",
+    "choose_scheme": "auto",
+    "document_ids": "sharding",
+    "explain_scheme": "functional",
+    "gather_from_sequence": "sharding",
+    "group_sampler": "huggingface.packing",
+    "latent_ring_attention": "latent",
+    "Layout": "layouts",
+    "LAYOUTS": "layouts",
+    "make_layout": "layouts",
+    "Mask": "masks",
+    "pack_documents": "packing",
+    "PackedDocuments": "packing",
+    "position_ids": "sharding",
+    "prepare_model": "huggingface.prepare",
+    "reduce_scatter_to_sequence": "sharding",
+    "ring_attention": "functional",
+    "ring_attention_varlen": "varlen",
+    "ring_self_attention": "rsa",
+    "RingAttention": "module",
+    "RingSelfAttention": "rsa",
+    "scatter_to_sequence": "sharding",
+    "SchemeChoice": "auto",
+    "sequence_parallel": "context",
+    "SequenceParallelMLP": "sequence_parallel_mlp",
+    "shard_sequence": "sharding",
+    "shift_labels": "sharding",
+    "token_mean_loss": "sharding",
+    "unshard_sequence": "sharding",
+}
 __all__ = [
     "LAYOUTS",
     "Candidate",
@@ -60,3 +96,9 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

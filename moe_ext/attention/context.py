@@ -21,9 +21,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import CheckpointFunction
 
 from moe_ext.attention.call import Options
+from moe_ext.attention.functional import ring_attention
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.masks import Offsets, PrefixLen
-from moe_ext.attention.ring_attention import ring_attention
 
 _OP = "sequence_parallel"
 

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext._compile import outside_graphs
 from moe_ext.attention.call import OPERATION, Inputs, Options
+from moe_ext.attention.functional import as_autocast, run
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.masks import Offsets, PrefixLen
-from moe_ext.attention.ring_attention import as_autocast, run
 
 
 @outside_graphs

@@ -14,9 +14,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.attention.call import OPERATION, Inputs, Options
+from moe_ext.attention.functional import run
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.masks import Offsets, PrefixLen
-from moe_ext.attention.ring_attention import run
 from moe_ext.comm.groups import GroupHandle
 
 

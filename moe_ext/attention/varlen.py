@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.attention.call import Options
 from moe_ext.attention.checks import message_device, requires
+from moe_ext.attention.functional import ring_attention
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.masks import PrefixLen
-from moe_ext.attention.ring_attention import ring_attention
 from moe_ext.comm.agreement import agree
 
 OPERATION = "ring_attention_varlen"

@@ -1,5 +1,8 @@
 """Layers."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from moe_ext.nn import presets
 from moe_ext.nn.balance.counts import count_tokens, reset_token_counts
 from moe_ext.nn.balance.losses import Balance, inject_loss
@@ -36,8 +39,10 @@ from moe_ext.nn.routers import (
     set_routing_step,
 )
 from moe_ext.nn.routing_record import RecordEntry, RecordKey, RoutingRecord
-from moe_ext.nn.transformer_block import TransformerBlock
 from moe_ext.nn.upcycling import UpcycledFFN, replace_ffn, upcycle
+
+if TYPE_CHECKING:
+    from moe_ext.nn.transformer_block import TransformerBlock
 
 __all__ = [
     "Balance",
@@ -94,3 +99,10 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def __getattr__(name: str) -> Any:
+    # The schemes of attention come with it.
+    if name != "TransformerBlock":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module("moe_ext.nn.transformer_block").TransformerBlock

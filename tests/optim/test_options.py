@@ -15,7 +15,7 @@ OPTIMIZERS = {
     for name, cls in vars(optim).items()
     if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)
 }
-OPTIONS = sorted(_arguments._options_of_optimizers())
+OPTIONS = sorted(_arguments._options_of_torch() | _arguments._own_options)
 
 
 def parameter():

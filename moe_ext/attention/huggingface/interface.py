@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext._compile import outside_graphs
 from moe_ext.attention.call import Options
+from moe_ext.attention.functional import ring_attention
 from moe_ext.attention.huggingface.packing import FoundOffsets, document_offsets
 from moe_ext.attention.layouts import Layout
-from moe_ext.attention.ring_attention import ring_attention
 from moe_ext.attention.sharding import unshard_sequence
 from moe_ext.comm.agreement import agree
 from moe_ext.comm.groups import group_rank, group_size

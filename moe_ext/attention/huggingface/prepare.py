@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_ext._compile import outside_graphs
 from moe_ext.attention.call import Options
 from moe_ext.attention.checks import message_device, requires
+from moe_ext.attention.functional import ring_attention
 from moe_ext.attention.huggingface.interface import (
     ATTENTION,
     BatchFacts,
@@ -37,7 +38,6 @@ from moe_ext.attention.huggingface.packing import (
 from moe_ext.attention.huggingface.probe import OP, Traits, probe
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.masks import check_cu_seqlens
-from moe_ext.attention.ring_attention import ring_attention
 from moe_ext.attention.sharding import shard_sequence
 from moe_ext.comm.agreement import agree
 from moe_ext.comm.groups import GroupHandle, group_size, small_message_device

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from torch.distributed import ProcessGroup
 from moe_ext import _runtime_library, ops
 from moe_ext._checks import check_choice
 from moe_ext._compile import outside_graphs
-from moe_ext.attention.context import SharedSequences, shared_sequences
 from moe_ext.attention.masks import Offsets, check_cu_seqlens, check_end, rows_of_offsets
 from moe_ext.attention.sharding import document_ids as ids_of_documents
 from moe_ext.comm import collectives
@@ -26,6 +25,9 @@ from moe_ext.comm.groups import group_size, small_message_device
 from moe_ext.nn.balance.counts import StepCounts
 from moe_ext.nn.routers import BalanceTerms, RouterOutput
 from moe_ext.ops.autograd import is_transformed, transforms
+
+if TYPE_CHECKING:
+    from moe_ext.attention.context import SharedSequences
 
 SCOPES = ("micro_batch", "sequence", "global_batch")
 LOSS_MODES = ("inject", "return", "both")
@@ -114,6 +116,9 @@ def find_documents(
         token_mask: `[..., S]`.
         problem: what else is wrong on this rank.
     """
+    # Not at the top: the schemes of attention come with it.
+    from moe_ext.attention.context import shared_sequences
+
     shared = shared_sequences()
     told = document_ids is not None or cu_seqlens is not None
     if not told and shared is None and group_size(balance.group) == 1:
