@@ -5,7 +5,7 @@ from _harness import Table, copy_of, interleaved, milliseconds, ratio
 
 from moe_ext import ops
 from moe_ext.compression import Outliers, TwoOfFour
-from moe_ext.compression.packed_experts import _Coded, _Kept
+from moe_ext.compression.packed_experts import _CodedWeights, _Kept
 
 ROWS, COLUMNS = 8192, 4096
 DENSITIES = (0.1, 0.25, 0.5)
@@ -124,8 +124,8 @@ def expert_rows() -> list[tuple[str, ...]]:
     """An expert's product with packed weights over one with weights that are unpacked for it."""
     weight = torch.randn(1, *EXPERT).bfloat16()
     kinds = {
-        "int8, 0.5 % exact": _Coded.of(weight, 8, 128, 0.005),
-        "int4, 0.5 % exact": _Coded.of(weight, 4, 128, 0.005),
+        "int8, 0.5 % exact": _CodedWeights.of(weight, 8, 128, 0.005),
+        "int4, 0.5 % exact": _CodedWeights.of(weight, 4, 128, 0.005),
         "mask, density 0.1": _Kept.of(weight * kept_at(weight, 0.1)),
         "mask, density 0.5": _Kept.of(weight * kept_at(weight, 0.5)),
     }
@@ -162,7 +162,7 @@ def tables() -> list[Table]:
     unpacked = (
         f"A weight of {EXPERT[0]} x {EXPERT[1]} times the rows of one expert: time with the packed "
         "weight over that of unpacking it and a dense product. `PackedExperts` unpacks codes above "
-        f"{_Coded.few_rows} rows and masks above {_Kept.few_rows}."
+        f"{_CodedWeights.few_rows} rows and masks above {_Kept.few_rows}."
     )
     experts = ("weight", *(f"{n} rows" for n in EXPERT_ROWS))
     packing = ("what", "bytes", "pack ms", "unpack ms", "index ms", "copy ms")

@@ -26,7 +26,7 @@ from torch import Tensor
 from moe_ext import ops
 from moe_ext.attention import block as blocks
 from moe_ext.attention import libraries
-from moe_ext.attention.libraries import LIBRARIES, Library, Qkv
+from moe_ext.attention.libraries import LIBRARIES, KernelLibrary, Qkv
 from moe_ext.attention.masks import Mask
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -61,7 +61,7 @@ class Exact:
         return found[0], found[1], found[2]
 
 
-KERNELS: tuple[Library, ...] = (Exact(), *LIBRARIES)
+KERNELS: tuple[KernelLibrary, ...] = (Exact(), *LIBRARIES)
 
 
 class Bench:
@@ -92,10 +92,10 @@ class Bench:
 
 
 # A row of a kernel, a dtype and a width.
-RowOf = Callable[[Bench, Library, torch.dtype, int], dict[str, object]]
+RowOf = Callable[[Bench, KernelLibrary, torch.dtype, int], dict[str, object]]
 
 
-def served(kernel: Library, qkv: Qkv) -> None:
+def served(kernel: KernelLibrary, qkv: Qkv) -> None:
     """Says where a kernel does not take these."""
     if not kernel.serves(*qkv):
         raise Absent("does not serve these tensors on this card")
@@ -107,7 +107,7 @@ def errors(bench: Bench) -> None:
 
 
 def errors_of(
-    bench: Bench, kernel: Library, dtype: torch.dtype, head_dim: int
+    bench: Bench, kernel: KernelLibrary, dtype: torch.dtype, head_dim: int
 ) -> dict[str, object]:
     """A row; keys have as many heads as queries, which every kernel takes."""
     qkv = bench.qkv(bench.lengths[1], head_dim, dtype, 2, 2)
@@ -152,7 +152,9 @@ def rates(bench: Bench) -> None:
     bench.add_kernels("Attention, rate", bench.lengths[0], rate_of)
 
 
-def rate_of(bench: Bench, kernel: Library, dtype: torch.dtype, head_dim: int) -> dict[str, object]:
+def rate_of(
+    bench: Bench, kernel: KernelLibrary, dtype: torch.dtype, head_dim: int
+) -> dict[str, object]:
     """A row: half of all pairs, two products forward and five backward."""
     length, heads = bench.lengths[0], 16
     qkv = bench.qkv(length, head_dim, dtype, heads, heads)

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext._compile import constant_in_graphs
 from moe_ext.attention.block import Keys, accumulation_dtype
-from moe_ext.attention.call import OPERATION, Inputs, Options, agree_on_call, call_of
+from moe_ext.attention.call import OPERATION, AttentionOptions, Inputs, agree_on_call, call_of
 from moe_ext.attention.layouts import Grid, Layout
 from moe_ext.attention.schemes.base import Call, Saved
 from moe_ext.comm.groups import group_of_name, group_size
@@ -138,7 +138,7 @@ class _Attention(torch.autograd.Function):
         return *grads, *of_up, None, None
 
 
-def attend(inputs: Inputs, options: Options, seed: int | None) -> tuple[Tensor, Tensor]:
+def attend(inputs: Inputs, options: AttentionOptions, seed: int | None) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries over the keys of all ranks; both differentiable."""
     call = agree_on_call(inputs, options, seed)
     learned = (inputs.sinks, inputs.attn_mask, inputs.up_k, inputs.up_v)
@@ -178,7 +178,7 @@ def _encoded(
     return "" if group is None else group.group_name, name, ranges, *rows
 
 
-def _graph_options(options: Options) -> tuple[Any, ...]:
+def _graph_options(options: AttentionOptions) -> tuple[Any, ...]:
     """Options as the operators take them."""
     left, right = (-1, -1) if options.window is None else options.window
     cap = options.softcap or 0.0
@@ -204,7 +204,7 @@ def _options_of_graph(
     ranges: list[int],
     mesh: list[int],
     columns: int,
-) -> Options:
+) -> AttentionOptions:
     """The options of `_graph_options`."""
     made: str | Layout = layout
     if ranges:
@@ -213,7 +213,7 @@ def _options_of_graph(
             shards[ranges[i]].append(range(*ranges[i + 1 : i + 4]))
         made = Layout(layout, ranges[0], tuple(map(tuple, shards)))
     rows = tuple(tuple(mesh[i : i + columns]) for i in range(0, len(mesh), columns or 1))
-    return Options(
+    return AttentionOptions(
         group_of_name(group_name),
         Grid(rows) if rows else None,
         made,
@@ -350,7 +350,9 @@ def _autograd_backward(
 _forward.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
-def attend_in_graph(inputs: Inputs, options: Options, seed: int | None) -> tuple[Tensor, Tensor]:
+def attend_in_graph(
+    inputs: Inputs, options: AttentionOptions, seed: int | None
+) -> tuple[Tensor, Tensor]:
     """(out, lse) by the operator; a seed is drawn outside of it, since a graph's operator must not.
 
     The ranks agree inside the operator, so what they refuse is raised when the graph runs.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_ext._bytes import as_bytes
-from moe_ext.attention.libraries import Library, Piece, Runs, cut_block, library_for, runs_of
+from moe_ext.attention.libraries import KernelLibrary, Piece, Runs, cut_block, library_for, runs_of
 from moe_ext.attention.masks import Mask
 from moe_ext.ops.attention import (
     attention_block,
@@ -236,7 +236,7 @@ class Block:
             in_prefix=None if self.in_prefix is None else self.in_prefix[:, cols],
         )
 
-    def library(self, options: BlockOptions) -> Library | None:
+    def library(self, options: BlockOptions) -> KernelLibrary | None:
         """The library that blocks of these tensors and masks may go to, if any."""
         ours = options.precision == "exact" or options.softcap != 0 or options.dropout_p > 0
         # NOTE: torch's CPU kernel takes the maximum before it scales: it overflows below 0.
@@ -246,7 +246,7 @@ class Block:
             return None
         return library_for(self.q, self.k, self.v)
 
-    def served(self, options: BlockOptions) -> tuple[Library | None, tuple[Piece, ...]]:
+    def served(self, options: BlockOptions) -> tuple[KernelLibrary | None, tuple[Piece, ...]]:
         """A library and the pieces of this block for it; None where all is for our kernel."""
         library = self.library(options)
         if library is None:

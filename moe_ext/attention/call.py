@@ -104,7 +104,7 @@ class Inputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Options:
+class AttentionOptions:
     """Options of one or several calls, as the user gave them; see `ring_attention`.
 
     `group` is that of all ranks, `mesh` the rows that a 2-D mesh puts them in. `told` are options
@@ -126,12 +126,14 @@ class Options:
     told: tuple[str, ...] = ()
 
     @staticmethod
-    def of(group: ProcessGroup | DeviceMesh | None, operation: str, **options: Any) -> Options:
+    def of(
+        group: ProcessGroup | DeviceMesh | None, operation: str, **options: Any
+    ) -> AttentionOptions:
         """The options of a group or mesh as a user gives it.
 
         TypeError in the name of `operation` if it is none of this rank's.
         """
-        return Options(*split_group(group, operation), **options)
+        return AttentionOptions(*split_group(group, operation), **options)
 
     def check(self, seed: int | None = None) -> None:
         """ValueError for options that no tensors could go with."""
@@ -177,7 +179,7 @@ def _require_served(refused: str | None) -> None:
         raise ValueError(f"{OPERATION}: expected {refused}")
 
 
-def rows_in_line(inputs: Inputs, options: Options) -> tuple[Inputs, Options]:
+def rows_in_line(inputs: Inputs, options: AttentionOptions) -> tuple[Inputs, AttentionOptions]:
     """A batch whose rows hold documents of their own, as one long sequence of all rows.
 
     ValueError for rows of `cu_seqlens` that are not those of the batch.
@@ -218,7 +220,7 @@ def _repeated(layout: Layout, times: int) -> Layout:
 
 
 def agree_on_call(
-    inputs: Inputs, options: Options, seed: int | None = None, drawn: int | None = None
+    inputs: Inputs, options: AttentionOptions, seed: int | None = None, drawn: int | None = None
 ) -> Call:
     """Check a call on every rank and compare it between them.
 
@@ -256,7 +258,9 @@ def agree_on_call(
     return call_of(inputs, options, mask, [row[0] for row in rows], rows[0][1])
 
 
-def _facts(inputs: Inputs, options: Options, mask: Mask, seed: int | None) -> dict[str, object]:
+def _facts(
+    inputs: Inputs, options: AttentionOptions, mask: Mask, seed: int | None
+) -> dict[str, object]:
     """Facts that have to be equal on every rank."""
     q, k, v, key_mask, alibi_slopes, sinks, _, _, attn_mask, *up = inputs
     facts = {
@@ -290,7 +294,9 @@ def _told_numbers(x: Tensor | None) -> str:
     return f"{len(x)} numbers" if has_streams(x.device) else str(tuple(x.tolist()))
 
 
-def call_of(inputs: Inputs, options: Options, mask: Mask, lengths: list[int], seed: int) -> Call:
+def call_of(
+    inputs: Inputs, options: AttentionOptions, mask: Mask, lengths: list[int], seed: int
+) -> Call:
     """The call that follows from the lengths of all shards and the seed of all ranks."""
     q, group = inputs.q, options.group
     check_end(mask.cu_seqlens, sum(lengths), OPERATION)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import CheckpointFunction
 
-from moe_ext.attention.call import Options
+from moe_ext.attention.call import AttentionOptions
 from moe_ext.attention.functional import ring_attention
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.masks import Offsets, PrefixLen
@@ -242,7 +242,7 @@ def sequence_parallel(
         "kv_grad_dtype": kv_grad_dtype,
         "wire": wire,
     }
-    checked = Options.of(group, _OP, **options)
+    checked = AttentionOptions.of(group, _OP, **options)
     checked.check()
     masks = {"cu_seqlens": cu_seqlens, "prefix_len": prefix_len, "key_mask": key_mask}
     ring = functools.partial(ring_attention, group=group, **masks, **options)

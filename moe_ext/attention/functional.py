@@ -18,8 +18,8 @@ from moe_ext.attention.auto import SchemeChoice, choose
 from moe_ext.attention.autograd import attend, attend_in_graph
 from moe_ext.attention.call import (
     OPERATION,
+    AttentionOptions,
     Inputs,
-    Options,
     agree_on_call,
     rows_in_line,
 )
@@ -176,7 +176,7 @@ def ring_attention(
     Reference:
         Liu, Zaharia, Abbeel: Ring Attention with Blockwise Transformers (2023).
     """
-    options = Options.of(
+    options = AttentionOptions.of(
         group,
         OPERATION,
         layout=layout,
@@ -195,7 +195,7 @@ def ring_attention(
 
 
 def run(
-    inputs: Inputs, options: Options, seed: int | None, *, return_lse: bool
+    inputs: Inputs, options: AttentionOptions, seed: int | None, *, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The result of `ring_attention` for its arguments."""
     if is_transformed():
@@ -253,7 +253,7 @@ def explain_scheme(
     Returns:
         The choice, equal on every rank; `print` it for a table of all candidates.
     """
-    options = Options.of(
+    options = AttentionOptions.of(
         group,
         OPERATION,
         layout=layout,

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext._compile import outside_graphs
-from moe_ext.attention.call import OPERATION, Inputs, Options
+from moe_ext.attention.call import OPERATION, AttentionOptions, Inputs
 from moe_ext.attention.functional import as_autocast, run
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.masks import Offsets, PrefixLen
@@ -78,7 +78,7 @@ def latent_ring_attention(
 
     Reference: DeepSeek-V2, 2024 (arXiv 2405.04434), section 2.1.
     """
-    options = Options.of(
+    options = AttentionOptions.of(
         group,
         OPERATION,
         layout=layout,

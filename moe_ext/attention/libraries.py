@@ -32,7 +32,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 _aten = torch.ops.aten
 
 
-class Library(Protocol):
+class KernelLibrary(Protocol):
     """A kernel with its backward pass; causal pieces have as many queries as keys."""
 
     name: str
@@ -265,7 +265,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 _FLASH, _FOUR, _CUDNN = _FlashCuda(), _FlashFour(), _CudnnCuda()
-LIBRARIES: tuple[Library, ...] = (_FlashCpu(), _FLASH, _FOUR, _EfficientCuda(), _CUDNN)
+LIBRARIES: tuple[KernelLibrary, ...] = (_FlashCpu(), _FLASH, _FOUR, _EfficientCuda(), _CUDNN)
 # torch's own switches, which `torch.nn.attention.sdpa_kernel` sets, too.
 _SWITCHES = {
     "flash (CUDA)": torch.backends.cuda.flash_sdp_enabled,
@@ -275,7 +275,7 @@ _SWITCHES = {
 }
 
 
-def _order(capability: tuple[int, int]) -> tuple[Library, ...]:
+def _order(capability: tuple[int, int]) -> tuple[KernelLibrary, ...]:
     """All libraries, some of them a second time behind their place.
 
     What the user has activated comes first. On cards of capability 9.0 cuDNN trains 1.7 to 2.3
@@ -284,11 +284,11 @@ def _order(capability: tuple[int, int]) -> tuple[Library, ...]:
     """
     if active_flash() is not None:
         return (_FLASH, *LIBRARIES)
-    first: dict[int, tuple[Library, ...]] = {9: (_CUDNN, _FOUR), 10: (_FOUR, _CUDNN)}
+    first: dict[int, tuple[KernelLibrary, ...]] = {9: (_CUDNN, _FOUR), 10: (_FOUR, _CUDNN)}
     return (*first.get(capability[0], ()), *LIBRARIES)
 
 
-def library_for(q: Tensor, k: Tensor, v: Tensor) -> Library | None:
+def library_for(q: Tensor, k: Tensor, v: Tensor) -> KernelLibrary | None:
     """The kernel for blocks of these tensors, or None.
 
     The first in order that serves them, that torch's switches leave on, and that gave the right
@@ -311,7 +311,7 @@ _faults: dict[tuple[object, ...], str] = {}
 _MOST_ERROR = 0.03
 
 
-def _fault(library: Library, q: Tensor, k: Tensor, v: Tensor) -> str:
+def _fault(library: KernelLibrary, q: Tensor, k: Tensor, v: Tensor) -> str:
     """Why a library is passed over for such tensors, empty if it is not; tries it once.
 
     NOTE: device-to-host sync, at the first call of a kind.
@@ -329,7 +329,7 @@ def _fault(library: Library, q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 @torch.no_grad()
-def _try(library: Library, device: torch.device, dtype: torch.dtype, *sizes: int) -> str:
+def _try(library: KernelLibrary, device: torch.device, dtype: torch.dtype, *sizes: int) -> str:
     """Run two small blocks; the mistake in their results, empty if there is none."""
     dim, v_dim, is_shared = sizes
     # More than a tile, and no multiple of one. The user's generator is not drawn from.

@@ -281,7 +281,7 @@ def prefixes_of_rows(
 
 
 @dataclass(frozen=True)
-class Route:
+class KeyRoute:
     """Ranks that keys have to go to, which every rank computes by itself.
 
     In step s of the forward pass rank r holds the keys of rank (r - s) mod P; in step s = 1 .. P of
@@ -302,7 +302,7 @@ class Route:
 
 
 @functools.lru_cache(maxsize=256)
-def plan_route(shards: tuple[tuple[range, ...], ...], mask: Mask, seq_len: int) -> Route:
+def plan_route(shards: tuple[tuple[range, ...], ...], mask: Mask, seq_len: int) -> KeyRoute:
     """The route of the keys of every rank, for shards given as ranges of global positions."""
     num_ranks = len(shards)
     needs = []
@@ -313,4 +313,4 @@ def plan_route(shards: tuple[tuple[range, ...], ...], mask: Mask, seq_len: int) 
         max((s for s in range(num_ranks) if needs[(c + s) % num_ranks][c]), default=0)
         for c in range(num_ranks)
     )
-    return Route(tuple(needs), reach)
+    return KeyRoute(tuple(needs), reach)

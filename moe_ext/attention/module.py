@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_ext.attention.call import OPERATION, Inputs, Options
+from moe_ext.attention.call import OPERATION, AttentionOptions, Inputs
 from moe_ext.attention.functional import run
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.masks import Offsets, PrefixLen
@@ -60,7 +60,7 @@ class RingAttention(nn.Module):
         wire: str | None = None,
     ) -> None:
         super().__init__()
-        Options.of(
+        AttentionOptions.of(
             group,
             "RingAttention",
             layout=layout,
@@ -85,7 +85,7 @@ class RingAttention(nn.Module):
         self.precision = precision
         self.kv_grad_dtype = kv_grad_dtype
         self.wire = wire
-        # Options of the module around this one, see `Options`.
+        # Those of the module around this one, see `AttentionOptions`.
         self._told: tuple[str, ...] = ()
 
     @property
@@ -137,7 +137,7 @@ class RingAttention(nn.Module):
             ValueError: see `ring_attention`.
             RankFailureError: a rank died or did not answer; the message names it.
         """
-        options = Options.of(
+        options = AttentionOptions.of(
             self.group,
             OPERATION,
             layout=self.layout,

@@ -190,13 +190,13 @@ def _attend(
     check_columns(attn_mask, seq_len, _require)
     made = make_layout(layout, seq_len, len(lengths), cu_seqlens=mask.cu_seqlens)
     check_lengths(made, lengths, OPERATION, group)
-    call = _Call(group, made, mask, scale_of(scale, q.shape[3]), dropout_p, common)
+    call = _RsaCall(group, made, mask, scale_of(scale, q.shape[3]), dropout_p, common)
     out: Tensor = _RingSelfAttention.apply(q, k, v, key_mask, attn_mask, call)
     return out
 
 
 @dataclass(frozen=True)
-class _Call:
+class _RsaCall:
     """All of a call that is not a tensor of its graph."""
 
     group: ProcessGroup | None
@@ -281,7 +281,7 @@ class _RingSelfAttention(torch.autograd.Function):
         v: Tensor,
         key_mask: Tensor | None,
         attn_mask: Tensor | None,
-        call: _Call,
+        call: _RsaCall,
     ) -> Tensor:
         """The output of this rank's queries."""
         ctx.call, ctx.num_heads = call, q.shape[1]
@@ -333,7 +333,7 @@ def _bytes_of_position(x_BGLD: Tensor) -> int:
     return x_BGLD.shape[0] * x_BGLD.shape[1] * x_BGLD.shape[3] * x_BGLD.element_size()
 
 
-def _scores(q: Tensor, k: Tensor, key_mask: Tensor | None, call: _Call) -> Tensor:
+def _scores(q: Tensor, k: Tensor, key_mask: Tensor | None, call: _RsaCall) -> Tensor:
     """`[B, G, R, S]`, -inf where a key is not seen; one pass of the ring."""
     batch, kv_heads, length, _ = k.shape
     q_BGRD = _rows(q, kv_heads) * call.scale
@@ -355,7 +355,7 @@ def _scores(q: Tensor, k: Tensor, key_mask: Tensor | None, call: _Call) -> Tenso
     return scores_BGRS
 
 
-def _hidden(call: _Call, source: int, device: torch.device) -> Tensor | None:
+def _hidden(call: _RsaCall, source: int, device: torch.device) -> Tensor | None:
     """`[L, M]` bool, True for keys that a query may not see by their positions."""
     mask = call.mask
     if mask == Mask():
@@ -375,7 +375,7 @@ def _hidden(call: _Call, source: int, device: torch.device) -> Tensor | None:
     return hidden_LM
 
 
-def _add_mask_(scores_BGRS: Tensor, attn_mask: Tensor, heads: int, call: _Call) -> None:
+def _add_mask_(scores_BGRS: Tensor, attn_mask: Tensor, heads: int, call: _RsaCall) -> None:
     """The caller's own mask, in place."""
     mask = attn_mask.index_select(3, call.positions(scores_BGRS.device))
     by_head = scores_BGRS.view(scores_BGRS.shape[0], heads, *mask.shape[2:])
@@ -393,7 +393,7 @@ def _softmax_(scores: Tensor) -> None:
     scores.div_(total.masked_fill(total == 0, 1))
 
 
-def _output(weights_BGRS: Tensor, v: Tensor, heads: int, call: _Call) -> Tensor:
+def _output(weights_BGRS: Tensor, v: Tensor, heads: int, call: _RsaCall) -> Tensor:
     """`[B, H, L, Dv]`; one pass of the ring."""
     out = weights_BGRS.new_zeros((*weights_BGRS.shape[:3], v.shape[3]))
     kept = call.kept(weights_BGRS, heads)
@@ -404,7 +404,7 @@ def _output(weights_BGRS: Tensor, v: Tensor, heads: int, call: _Call) -> Tensor:
     return out.view(v.shape[0], heads, v.shape[2], v.shape[3]).to(v.dtype)
 
 
-def _scattered(parts: list[Tensor], call: _Call, like: Tensor) -> Tensor:
+def _scattered(parts: list[Tensor], call: _RsaCall, like: Tensor) -> Tensor:
     """This rank's shard of the sum over ranks of gradients of all keys or values."""
     sizes = tuple(part.numel() for part in parts)
     row = torch.cat([part.reshape(-1) for part in parts])
@@ -415,7 +415,7 @@ def _values_backward(
     weights_BGRS: Tensor, v: Tensor, grad_out: Tensor, ctx: Any
 ) -> tuple[Tensor, Tensor]:
     """(gradient of the weights, that of v); one pass of the ring and a reduce-scatter."""
-    call: _Call = ctx.call
+    call: _RsaCall = ctx.call
     grad_BGRD = _rows(grad_out, v.shape[1]).to(weights_BGRS.dtype)
     grad_weights, kept = torch.empty_like(weights_BGRS), call.kept(weights_BGRS, ctx.num_heads)
     parts = [v] * call.layout.num_ranks
@@ -429,7 +429,7 @@ def _values_backward(
 
 
 def _keys_backward(
-    grad_scores_BGRS: Tensor, q: Tensor, k: Tensor, call: _Call
+    grad_scores_BGRS: Tensor, q: Tensor, k: Tensor, call: _RsaCall
 ) -> tuple[Tensor, Tensor]:
     """(gradient of q, that of k); one pass of the ring and a reduce-scatter."""
     q_BGRD = _rows(q, k.shape[1]) * call.scale

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_ext.attention.call import Options
+from moe_ext.attention.call import AttentionOptions
 from moe_ext.attention.checks import message_device, requires
 from moe_ext.attention.functional import ring_attention
 from moe_ext.attention.layouts import Layout
@@ -99,7 +99,13 @@ def ring_attention_varlen(
         same = cu_seqlens_k is cu_seqlens_q or torch.equal(cu_seqlens_k, cu_seqlens_q)
         _require(same, "cu_seqlens_k", "equal to cu_seqlens_q", cu_seqlens_k)
     except Exception as error:
-        agree(OPERATION, {}, error, Options.of(group, OPERATION).group, message_device(q, k, v))
+        agree(
+            OPERATION,
+            {},
+            error,
+            AttentionOptions.of(group, OPERATION).group,
+            message_device(q, k, v),
+        )
         raise
     out = ring_attention(
         *(x.transpose(0, 1)[None] for x in (q, k, v)),

@@ -56,14 +56,14 @@ class _Turns:
             self._changed.notify_all()
 
 
-class _Lane(threading.local):
+class _OwnTurns(threading.local):
     """Function, and its turns, that a thread runs."""
 
     turns: _Turns | None = None
     own: int = 0
 
 
-_lane = _Lane()
+_lane = _OwnTurns()
 
 
 def pass_turn() -> None:

@@ -35,7 +35,7 @@ class PointToPoint:
         # By peer, sends and receives apart: none is waited for behind one of another rank.
         self._threads: dict[tuple[int, bool], Tasks] = {}
 
-    def send(self, x: Tensor, rank: int, tag: int, *, operation: str) -> Message:
+    def send(self, x: Tensor, rank: int, tag: int, *, operation: str) -> PeerMessage:
         """Begin to send a contiguous tensor, which must not change until the message has ended.
 
         Args:
@@ -49,21 +49,21 @@ class PointToPoint:
             work = dist.isend(x, None, self._group, tag, group_dst=rank)
         return self._watch(work, x, (rank, True), operation)
 
-    def receive(self, out: Tensor, rank: int, tag: int, *, operation: str) -> Message:
+    def receive(self, out: Tensor, rank: int, tag: int, *, operation: str) -> PeerMessage:
         """Begin to receive into a contiguous tensor; see `send`."""
         with naming_failed_ranks(self._group, operation):
             work = dist.irecv(out, None, self._group, tag, group_src=rank)
         return self._watch(work, out, (rank, False), operation)
 
-    def _watch(self, work: Any, x: Tensor, way: tuple[int, bool], operation: str) -> Message:
-        message = Message(work, x, self._group, operation)
+    def _watch(self, work: Any, x: Tensor, way: tuple[int, bool], operation: str) -> PeerMessage:
+        message = PeerMessage(work, x, self._group, operation)
         if way not in self._threads:
             self._threads[way] = Tasks("moe_ext.point_to_point")
         self._threads[way].start(message.watch)
         return message
 
 
-class Message:
+class PeerMessage:
     """A message underway."""
 
     def __init__(self, work: Any, x: Tensor, group: ProcessGroup, operation: str) -> None:

@@ -22,7 +22,7 @@ from moe_ext.comm.pending import Pending
 from moe_ext.comm.traffic import record_traffic
 
 
-class Hop(Protocol):
+class RingHop(Protocol):
     """Messages underway."""
 
     def wait(self) -> Tensor | None:
@@ -34,7 +34,7 @@ class RingExchange(Protocol):
 
     def post(
         self, sends: Sequence[tuple[Tensor, int]], buffer: Tensor | None, source: int, tag: int
-    ) -> Hop:
+    ) -> RingHop:
         """Start to send (message, rank) pairs and to fill `buffer` from rank `source`.
 
         Ranks are those of the group. Empty messages are left out on both sides. The hop keeps its
@@ -117,7 +117,7 @@ class PythonHop:
         self.works: list[dist.Work] = []
 
     def wait(self) -> Tensor | None:
-        """As `Hop.wait`."""
+        """As `RingHop.wait`."""
         for work in self.works:
             work.wait()
         self.works, self.sent = [], []

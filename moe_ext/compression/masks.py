@@ -43,7 +43,7 @@ def checksum_of(bitmap: Tensor) -> int:
     return int((bitmap.long() * places).sum())
 
 
-class Mask:
+class ElementMask:
     """The elements of one parameter that are kept.
 
     Args:
@@ -146,26 +146,26 @@ class Mask:
         return [Replicate()] * added + list(like.placements[added:])
 
 
-def _own(module: nn.Module) -> dict[str, Mask]:
-    found: dict[str, Mask] = vars(module).get(_PRUNED, {})
+def _own(module: nn.Module) -> dict[str, ElementMask]:
+    found: dict[str, ElementMask] = vars(module).get(_PRUNED, {})
     return found
 
 
-def mask_of(module: nn.Module, name: str) -> Mask | None:
+def mask_of(module: nn.Module, name: str) -> ElementMask | None:
     """The mask of a parameter of a module; None where it is not pruned."""
     return _own(module).get(name)
 
 
-def masks_of(model: nn.Module) -> Iterator[tuple[str, Mask]]:
+def masks_of(model: nn.Module) -> Iterator[tuple[str, ElementMask]]:
     """Names in the model of all pruned parameters, and their masks."""
     for path, module in model.named_modules():
         for name, mask in _own(module).items():
             yield f"{path}.{name}" if path else name, mask
 
 
-def add_mask(module: nn.Module, name: str) -> Mask:
+def add_mask(module: nn.Module, name: str) -> ElementMask:
     """Put a mask beside a parameter that keeps everything."""
-    mask = Mask(module, name)
+    mask = ElementMask(module, name)
     shape = (mask.shape[0], mask.shape[1:].numel() // 8)
     whole = torch.full(shape, 255, dtype=torch.uint8, device=mask.parameter.device)
     module.register_buffer(f"{name}_mask", whole)
@@ -173,7 +173,7 @@ def add_mask(module: nn.Module, name: str) -> Mask:
     return mask
 
 
-def drop_mask(mask: Mask) -> None:
+def drop_mask(mask: ElementMask) -> None:
     """Take the mask of a parameter away."""
     own = _own(mask.module)
     vars(mask.module)[_PRUNED] = {name: m for name, m in own.items() if m is not mask}

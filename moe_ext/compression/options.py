@@ -14,7 +14,7 @@ from moe_ext.compression.policy import Policy
 from moe_ext.compression.schedules import ResidualMonitor, Warmup
 
 
-class GradScaler(Protocol):
+class LossScaler(Protocol):
     """A `torch.amp.GradScaler`, or what has its factor."""
 
     def get_scale(self) -> float:
@@ -34,7 +34,7 @@ class Options:
     clip_norm: float | None
     local_clip_norm: float | None
     optimizer: Optimizer | None
-    grad_scaler: GradScaler | None
+    grad_scaler: LossScaler | None
     node_size: int | None
 
     def __post_init__(self) -> None:

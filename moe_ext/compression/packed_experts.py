@@ -24,7 +24,7 @@ _OP = "PackedExperts"
 
 
 @dataclass(frozen=True)
-class _Coded:
+class _CodedWeights:
     """Weights `[E, M, K]` of codes, with their largest elements beside them.
 
     Codes, scales and offsets are those of all rows, `[E M, ...]`.
@@ -43,7 +43,7 @@ class _Coded:
     few_rows: ClassVar[int] = 16
 
     @classmethod
-    def of(cls, weight_EMK: Tensor, bits: int, block: int, fraction: float) -> _Coded:
+    def of(cls, weight_EMK: Tensor, bits: int, block: int, fraction: float) -> _CodedWeights:
         num_experts, num_rows, dim = weight_EMK.shape
         count = math.ceil(fraction * num_rows * dim)
         parts: list[tuple[Tensor, ...]] = []
@@ -64,7 +64,7 @@ class _Coded:
             *((count,) * num_experts, bits),
         )
 
-    def expert(self, expert: int) -> _Coded:
+    def expert(self, expert: int) -> _CodedWeights:
         """One weight, in the same memory."""
         each = self.codes.shape[0] // len(self.counts)
         first = expert * each
@@ -211,14 +211,14 @@ class PackedExperts(nn.Module):
     def _pack(self, sources: list[Tensor | None]) -> None:
         """Pack two weights, whose two biases follow them."""
         bits = {"int8": 8, "int4": 4}.get(self.format)
-        self._weights: list[_Coded | _Kept] = []
+        self._weights: list[_CodedWeights | _Kept] = []
         for source in sources[:2]:
             assert source is not None
             weight = source.detach().mT.contiguous() if self._transposed else source.detach()
             self._weights.append(
                 _Kept.of(weight)
                 if bits is None
-                else _Coded.of(weight, bits, self._block, self._outliers)
+                else _CodedWeights.of(weight, bits, self._block, self._outliers)
             )
         self._biases = [None if bias is None else bias.detach() for bias in sources[2:]]
         self._versions = _versions(sources)
@@ -230,7 +230,7 @@ class PackedExperts(nn.Module):
         if any(x is None for x in sources[:2]) or _versions(sources) == self._versions:
             return
         like = self._weights[0]
-        device = (like.codes if isinstance(like, _Coded) else like.values).device
+        device = (like.codes if isinstance(like, _CodedWeights) else like.values).device
         self._pack([None if x is None else x.detach().to(device) for x in sources])
         self._versions = _versions(sources)
 

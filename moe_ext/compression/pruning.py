@@ -25,7 +25,14 @@ from moe_ext.comm import collectives
 from moe_ext.comm.agreement import agree
 from moe_ext.comm.groups import resolve_group
 from moe_ext.compression.codecs.masked import Masked
-from moe_ext.compression.masks import Mask, add_mask, checksum_of, drop_mask, mask_of, masks_of
+from moe_ext.compression.masks import (
+    ElementMask,
+    add_mask,
+    checksum_of,
+    drop_mask,
+    mask_of,
+    masks_of,
+)
 from moe_ext.distributed.dtensor import is_dtensor, local_part, with_local
 from moe_ext.distributed.placement import (
     Placement,
@@ -50,7 +57,7 @@ class Pruning:
         masks: by the name of the parameter in the model.
     """
 
-    def __init__(self, model: nn.Module, pattern: str, masks: dict[str, Mask]) -> None:
+    def __init__(self, model: nn.Module, pattern: str, masks: dict[str, ElementMask]) -> None:
         self._model, self.pattern, self.masks = model, pattern, masks
         self._hooks: list[Any] = []
         # What movement pruning ranks by, of this rank's shards.
@@ -361,7 +368,7 @@ def _neurons(
 # -- what keeps them there --------------------------------------------------------------------
 
 
-def _hook_gradient(mask: Mask) -> None:
+def _hook_gradient(mask: ElementMask) -> None:
     """Have the gradient of the parameter, as the module holds it now, be zero where pruned."""
     parameter = mask.parameter
     # Of tensors that a call puts in a parameter's place, the gradient reaches the parameter.

@@ -18,7 +18,7 @@ from moe_ext.compression.cost_model import CostModel, CostModels
 from moe_ext.compression.elastic import check_single, merged_for
 from moe_ext.compression.explain import BucketChoice, Explanation, described
 from moe_ext.compression.feedback import FeedbackStore, unit_factors
-from moe_ext.compression.options import GradScaler, Options, Progress
+from moe_ext.compression.options import LossScaler, Options, Progress
 from moe_ext.compression.parameters import NamedParameters
 from moe_ext.compression.policy import Policy, policy_of
 from moe_ext.compression.reducer import Reducer
@@ -95,7 +95,7 @@ class CompressionState:
         clip_norm: float | None = None,
         local_clip_norm: float | None = None,
         optimizer: Optimizer | None = None,
-        grad_scaler: GradScaler | None = None,
+        grad_scaler: LossScaler | None = None,
         monitor: ResidualMonitor | None = None,
         cost_model: CostModel | None = None,
         average: bool = True,

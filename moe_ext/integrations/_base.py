@@ -77,7 +77,7 @@ class Gate(Router):
         )
 
 
-class StackedExperts(nn.Module):
+class FacadeExperts(nn.Module):
     """Experts in stacked parameters, of which each rank of a group holds `num_local` experts."""
 
     def __init__(self, num_local: int, group: ProcessGroup | None) -> None:

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from moe_ext import ops
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.integrations._base import (
-    StackedExperts,
+    FacadeExperts,
     activate,
     check_known_keys,
     float32_logits,
@@ -100,7 +100,7 @@ def make_gate(config: dict[str, Any], model_dim: int, num_experts: int) -> nn.Mo
     return gate
 
 
-class FFNExperts(StackedExperts):
+class FFNExperts(FacadeExperts):
     """`act(x @ fc1[e].T + b1[e]) @ fc2[e] + b2[e]`; fc1 and fc2 are `[L, F, D]`."""
 
     batched_fc1_bias: nn.Parameter | None
@@ -150,7 +150,7 @@ class FFNExperts(StackedExperts):
         return ops.grouped_mm(hidden, down_EDF, expert_offsets, bias_EM=self.batched_fc2_bias)
 
 
-class LlamaExperts(StackedExperts):
+class LlamaExperts(FacadeExperts):
     """`(act(x @ fc1[e]) * (x @ fc2[e])) @ fc3[e]`; each parameter is flat, as in Tutel."""
 
     W_fc1: nn.Parameter

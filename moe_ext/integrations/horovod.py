@@ -501,7 +501,7 @@ def broadcast_(
         return tensor.copy_(broadcast(tensor, root_rank, name, process_set))
 
 
-class _Handle:
+class _EndedCall:
     """A call that has ended, for `synchronize` and `poll`."""
 
     def __init__(self, result: Tensor) -> None:
@@ -516,40 +516,40 @@ def allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: object = global_process_set,
-) -> _Handle:
+) -> _EndedCall:
     """`allreduce` for `synchronize`, which returns its result."""
     factors = (prescale_factor, postscale_factor)
-    return _Handle(allreduce(tensor, average, name, Compression.none, op, *factors, process_set))
+    return _EndedCall(allreduce(tensor, average, name, Compression.none, op, *factors, process_set))
 
 
-def allreduce_async_(tensor: Tensor, *args: Any, **kwargs: Any) -> _Handle:
+def allreduce_async_(tensor: Tensor, *args: Any, **kwargs: Any) -> _EndedCall:
     """`allreduce_` for `synchronize`; with its arguments."""
-    return _Handle(allreduce_(tensor, *args, **kwargs))
+    return _EndedCall(allreduce_(tensor, *args, **kwargs))
 
 
-def allgather_async(tensor: Tensor, *args: Any, **kwargs: Any) -> _Handle:
+def allgather_async(tensor: Tensor, *args: Any, **kwargs: Any) -> _EndedCall:
     """`allgather` for `synchronize`; with its arguments."""
-    return _Handle(allgather(tensor, *args, **kwargs))
+    return _EndedCall(allgather(tensor, *args, **kwargs))
 
 
-def broadcast_async(tensor: Tensor, root_rank: int, *args: Any, **kwargs: Any) -> _Handle:
+def broadcast_async(tensor: Tensor, root_rank: int, *args: Any, **kwargs: Any) -> _EndedCall:
     """`broadcast` for `synchronize`; with its arguments."""
-    return _Handle(broadcast(tensor, root_rank, *args, **kwargs))
+    return _EndedCall(broadcast(tensor, root_rank, *args, **kwargs))
 
 
-def broadcast_async_(tensor: Tensor, root_rank: int, *args: Any, **kwargs: Any) -> _Handle:
+def broadcast_async_(tensor: Tensor, root_rank: int, *args: Any, **kwargs: Any) -> _EndedCall:
     """`broadcast_` for `synchronize`; with its arguments."""
-    return _Handle(broadcast_(tensor, root_rank, *args, **kwargs))
+    return _EndedCall(broadcast_(tensor, root_rank, *args, **kwargs))
 
 
-def synchronize(handle: _Handle) -> Tensor:
+def synchronize(handle: _EndedCall) -> Tensor:
     """The result of a call whose name ends in `_async` or `_async_`."""
     return handle.result
 
 
-def poll(handle: _Handle) -> bool:
+def poll(handle: _EndedCall) -> bool:
     """True: calls have ended when they return."""
-    return isinstance(handle, _Handle)
+    return isinstance(handle, _EndedCall)
 
 
 def barrier(process_set: object = global_process_set) -> None:

@@ -22,9 +22,9 @@ from moe_ext._checks import check_numbers_of_fields
 from moe_ext.comm.groups import group_rank, group_size
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.integrations._base import (
+    FacadeExperts,
     Gate,
     RenamedLayer,
-    StackedExperts,
     activate,
     counts_of,
     float32_logits,
@@ -167,7 +167,7 @@ class LearnedRouter(Gate):
         return self.output(logits_TE, weights, idx, None, (counts_E, counts_E), chosen.score_sum)
 
 
-class _MLP(StackedExperts):
+class _MLP(FacadeExperts):
     """MegaBlocks' experts: `w1`, `w2` and for "glu" `v1`, each `[L*F, D]`."""
 
     def __init__(self, args: Arguments, group: ProcessGroup | None) -> None:

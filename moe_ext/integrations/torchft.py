@@ -60,7 +60,7 @@ class Work(Protocol):
         """End the message; False where it failed."""
 
 
-class Manager(Protocol):
+class QuorumManager(Protocol):
     """Methods of `torchft.Manager` in use."""
 
     def allreduce(self, tensor: Tensor) -> Work:
@@ -196,7 +196,7 @@ def _load(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     optimizer.load_state_dict({**saved, "state": states})
 
 
-def average_over_groups(manager: Manager, model: nn.Module) -> None:
+def average_over_groups(manager: QuorumManager, model: nn.Module) -> None:
     """Make gradients the mean over replica groups, each rank with those of its number.
 
     Call it after the backward pass and before what averages over the ranks of a group
@@ -260,7 +260,7 @@ def average_over_groups(manager: Manager, model: nn.Module) -> None:
                 mark_synced(parameter.grad)
 
 
-def _check_first_step(manager: Manager, model: nn.Module, synced: bool) -> None:
+def _check_first_step(manager: QuorumManager, model: nn.Module, synced: bool) -> None:
     """ValueError on every rank where the first step would leave ranks with different weights."""
     sharded = sharded_parameters(model)
     named = [(name, local_part(p.detach())) for name, p in model.named_parameters()]

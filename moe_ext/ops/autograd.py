@@ -73,9 +73,9 @@ def register_derivatives(
         given: an argument, and the derivatives where it is not None.
     """
     schema = getattr(torch.ops.moe_ext, operator).default._schema
-    table = _Table.read(schema, derivatives)
+    table = _Positions.read(schema, derivatives)
     names = [a.name for a in schema.arguments]
-    second = None if given is None else (names.index(given[0]), _Table.read(schema, given[1]))
+    second = None if given is None else (names.index(given[0]), _Positions.read(schema, given[1]))
     module = _runtime_library.load()
     if module is not None:
         module.register_derivatives(operator, table, second)
@@ -110,7 +110,7 @@ def late_gradient(x: Tensor) -> Tensor:
 
 class _Derivative(NamedTuple):
     operator: str
-    inputs: list[int]  # of `_Table.inputs`
+    inputs: list[int]  # of `_Positions.inputs`
     arguments: list[tuple[str, int, str]]  # "grad", "tensor" or "value"; which one; function of it
 
     def takes_none(self) -> bool:
@@ -120,7 +120,7 @@ class _Derivative(NamedTuple):
         return any(kind == "grad" and "Optional" in str(a.type) for a, (kind, *_) in kinds)
 
 
-class _Table(NamedTuple):
+class _Positions(NamedTuple):
     """Derivatives by positions: of arguments, and behind them of results. C++ reads it too."""
 
     inputs: list[int]
@@ -130,7 +130,7 @@ class _Table(NamedTuple):
     derivatives: list[_Derivative]
 
     @classmethod
-    def read(cls, schema: Any, derivatives: dict[str, str]) -> "_Table":
+    def read(cls, schema: Any, derivatives: dict[str, str]) -> "_Positions":
         arguments, results = schema.arguments, schema.returns
         names = [a.name for a in arguments] + [r.name or "result" for r in results]
         are_tensors = ["Tensor" in str(a.type) for a in arguments] + [True] * len(results)

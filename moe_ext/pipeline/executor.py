@@ -17,7 +17,7 @@ from moe_ext._checks import check_kind
 from moe_ext.comm import agreement
 from moe_ext.comm.groups import check_group, group_rank, group_ranks, group_size
 from moe_ext.comm.interleaving import pass_turn, run_in_turns
-from moe_ext.comm.point_to_point import Message, PointToPoint
+from moe_ext.comm.point_to_point import PeerMessage, PointToPoint
 from moe_ext.comm.reports import telling
 from moe_ext.comm.traffic import not_counted
 from moe_ext.distributed.clipping import is_scaled_alike, note_stage
@@ -39,15 +39,15 @@ _FORMAT = 1
 
 
 @dataclass(frozen=True)
-class _Setting:
+class _TorchState:
     """State of torch that a second forward pass needs: that of autocast and of the generator."""
 
     autocast: torch.dtype | None
     generator: Tensor
 
     @staticmethod
-    def now() -> _Setting:
-        return _Setting(autocast_dtype(torch.device("cpu")), torch.get_rng_state())
+    def now() -> _TorchState:
+        return _TorchState(autocast_dtype(torch.device("cpu")), torch.get_rng_state())
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -97,7 +97,7 @@ class _Pass:
     x: Tensor
     # The output, or the loss, and what is kept for later slices; None: to be computed again.
     outs: tuple[Tensor, ...] | None
-    setting: _Setting | None = None
+    setting: _TorchState | None = None
     # Result of `stage_backward_input`, for the gradients of the weights.
     groups: list[dict[str, Any]] | None = None
 
@@ -111,12 +111,14 @@ class _Step:
     scale: float | Tensor
     passes: dict[tuple[int, int, int], _Pass] = field(default_factory=dict)
     # Tensors on their way to a stage: activations forward, gradients backward, by kind.
-    given: dict[tuple[str, tuple[int, int, int]], Tensor | Message] = field(default_factory=dict)
+    given: dict[tuple[str, tuple[int, int, int]], Tensor | PeerMessage] = field(
+        default_factory=dict
+    )
     # Leaves that the slices so far keep for those behind them, by (stage, micro-batch).
     kept: dict[tuple[int, int], list[tuple[Tensor, ...]]] = field(default_factory=dict)
     # Weights of (stage, version) by name: leaves, with the storage of the parameters or copies.
     weights: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
-    sent: list[Message] = field(default_factory=list)
+    sent: list[PeerMessage] = field(default_factory=list)
     losses: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -431,14 +433,14 @@ class Pipeline:
 
     def _take(self, step: _Step, kind: str, unit: _Unit) -> Tensor:
         found = step.given.pop((kind, unit.key))
-        return found.wait() if isinstance(found, Message) else found
+        return found.wait() if isinstance(found, PeerMessage) else found
 
     def _forward(self, step: _Step, unit: _Unit) -> None:
         if unit.stage == 0:
             x = self._part(step.inputs, unit)
         else:
             x = self._take(step, "F", unit).requires_grad_()
-        setting = _Setting.now() if self._recompute else None
+        setting = _TorchState.now() if self._recompute else None
         outs = self._compute(step, unit, x)
         if unit.stage == self._last:
             loss = outs[0].detach() * self._share(unit)

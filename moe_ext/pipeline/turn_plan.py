@@ -81,8 +81,8 @@ class _Rank:
     starts: list[Start] = field(default_factory=list)
 
 
-class _Work(NamedTuple):
-    """Facts of an action that `_Plan` asks for, found once for all rules. Actions are numbers here.
+class _ActionFacts(NamedTuple):
+    """Facts of an action for `_ClockRun`, found once for all rules. Actions are numbers here.
 
     Attributes:
         action: itself.
@@ -146,9 +146,9 @@ def plan_turns(
     check_table(table)
     rows_of, work = _works(table, costs)
     held = [each + 1 if max_in_flight is None else max_in_flight for each in in_flight(table)]
-    tried, least = list[_Plan](), math.inf
+    tried, least = list[_ClockRun](), math.inf
     for rule in _RULES:
-        tried.append(_Plan(rows_of, work, costs, lanes, held, rule, least))
+        tried.append(_ClockRun(rows_of, work, costs, lanes, held, rule, least))
         if not tried[-1].left:
             least = min(least, tried[-1].makespan)
     found = min(tried, key=lambda plan: (len(plan.left), plan.makespan))
@@ -161,7 +161,7 @@ def plan_turns(
     return TurnPlan(table, lanes, starts, found.makespan)
 
 
-def _works(table: ActionTable, costs: Costs) -> tuple[list[list[int]], list[_Work]]:
+def _works(table: ActionTable, costs: Costs) -> tuple[list[list[int]], list[_ActionFacts]]:
     """The numbers of the actions of each rank, and what is known of each."""
     every = [action for row in table.rows for action in row]
     number = {_as_whole(action): i for i, action in enumerate(every)}
@@ -182,13 +182,13 @@ def _works(table: ActionTable, costs: Costs) -> tuple[list[list[int]], list[_Wor
             times[action.kind, action.stage] = plain.of(action), costs.lead(action)
         line = action.kind.replace("I", "B"), action.stage
         own = times[action.kind, action.stage]
-        found.append(_Work(action, line, forward, from_number, hop, *own, ()))
+        found.append(_ActionFacts(action, line, forward, from_number, hop, *own, ()))
     work = [w._replace(for_ranks=tuple(r)) for w, r in zip(found, waiting, strict=True)]
     numbers = iter(range(len(every)))
     return [[next(numbers) for _ in row] for row in table.rows], work
 
 
-class _Plan:
+class _ClockRun:
     """Runs all ranks by their clocks; always that whose clock is behind the others'.
 
     It ends early, with actions left, where it takes longer than `least`, the best plan so far.
@@ -197,7 +197,7 @@ class _Plan:
     def __init__(
         self,
         rows: list[list[int]],
-        work: list[_Work],
+        work: list[_ActionFacts],
         costs: Costs,
         lanes: int,
         most_held: list[int],

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moe_ext.attention import choose_scheme, prepare_model
-from moe_ext.attention.huggingface.prepare import SharedSequences
+from moe_ext.attention.huggingface.prepare import BatchCutter
 from moe_ext.comm import agreement
 from moe_ext.comm.groups import group_size
 from moe_ext.compression import Codec, CompressionState, Dense, Policy, compress_gradients
@@ -364,7 +364,7 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
         prepare_model(model, group=mesh.cp_group, scheme=scheme, wire=wire)  # type: ignore[arg-type]
     try:
         if cp > 1 and pp > 1:
-            sequences = SharedSequences(model, "Plan.apply")
+            sequences = BatchCutter(model, "Plan.apply")
         if plan.model.num_experts:
             replace(
                 model,
@@ -496,7 +496,7 @@ def _pipeline(
     plan: ActionTable | TurnPlan,
     stages: Stages,
     mesh: MoEMesh,
-    sequences: SharedSequences | None,
+    sequences: BatchCutter | None,
     *,
     recompute: bool,
 ) -> Pipeline:

@@ -34,7 +34,7 @@ _REPEATS = 5
 CODEC_SIZES = (2**14, 2**20, 2**22)
 
 
-class _Layer(nn.Module):
+class _DecoderLayer(nn.Module):
     """A decoder layer of a model's sizes, without the scores of its attention."""
 
     def __init__(
@@ -128,7 +128,7 @@ def measure_cluster(
     tiny = replace(tiny, latent=())
     seconds = functools.partial(_seconds, group=group, device=on)
     table = CostTable.measure(device=on, codecs=rehearsals(kind, on), sizes=CODEC_SIZES)
-    small, layer = _Layer(tiny, on, kind), _Layer(one, on, kind)
+    small, layer = _DecoderLayer(tiny, on, kind), _DecoderLayer(one, on, kind)
     x_small = torch.randn(4, 16, device=on, dtype=kind)
     x = torch.randn(seq_len, one.model_dim, device=on, dtype=kind, requires_grad=True)
     heads, wide = model.num_heads, max(1, model.scores_dim // model.num_heads)
@@ -220,7 +220,7 @@ def _slowest(table: CostTable, group: ProcessGroup, device: torch.device) -> Cos
 
 
 def _factors(
-    cost: CostModel, layer: _Layer, x: Tensor, whole: float, group: ProcessGroup | None
+    cost: CostModel, layer: _DecoderLayer, x: Tensor, whole: float, group: ProcessGroup | None
 ) -> dict[str, float]:
     """What parts of a step of one layer take, over their formulas; see `ClusterSpec.measured`.
 
@@ -267,7 +267,7 @@ def _factors(
     )
     found["broadcast"] = max(seconds(shared.step) - step / size, 0.0) / ring
     if m.num_experts and m.num_experts % size == 0:
-        spread = _Layer(m, device, x.dtype, group)
+        spread = _DecoderLayer(m, device, x.dtype, group)
         placed = columns_of([{"ep": size}])
         # It has a share of the experts' weights to read.
         here = 3 * float(cost.elementwise(alone) - cost.elementwise(placed))

@@ -15,7 +15,7 @@ from moe_ext._bytes import as_bytes
 from moe_ext.ops.delta import as_signed
 from moe_ext.sync.region import Region
 from moe_ext.sync.state import State, bits, hash_change, hash_of, tensors_of
-from moe_ext.sync.update import Entry, Update
+from moe_ext.sync.update import Update, UpdateEntry
 
 Transform = Callable[[str, Tensor], Mapping[str, Tensor]]
 _OP = "DeltaEncoder"
@@ -116,7 +116,7 @@ class DeltaEncoder:
             payload = ops.delta_encode(now, sent.flat, xored=self._xored)
             change = hash_change(name, sent.flat, payload, region, self._xored)
             after = as_signed(sent.hash + change)
-            entries.append(Entry(name, sent.dtype, region, payload, sent.hash, after))
+            entries.append(UpdateEntry(name, sent.dtype, region, payload, sent.hash, after))
         for entry in entries:
             sent = self._sent[entry.name]
             ops.delta_apply_(sent.flat, entry.payload, xored=self._xored)
@@ -150,9 +150,11 @@ class DeltaEncoder:
             payload = torch.empty(0, dtype=torch.uint8)
             if kind == "full":
                 payload = as_bytes(sent.flat.cpu()).clone()
-            entries.append(Entry(name, sent.dtype, sent.region, payload, sent.hash, sent.hash))
+            entries.append(
+                UpdateEntry(name, sent.dtype, sent.region, payload, sent.hash, sent.hash)
+            )
         return self._update(kind, -1, self.version, entries)
 
-    def _update(self, kind: str, base: int, version: int, entries: list[Entry]) -> Update:
+    def _update(self, kind: str, base: int, version: int, entries: list[UpdateEntry]) -> Update:
         assert kind in ("full", "delta", "base")
         return Update(kind, self.chain, base, version, self._xored, tuple(entries))  # type: ignore[arg-type]

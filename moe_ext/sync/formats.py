@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_ext import ops
 from moe_ext._bytes import as_bytes
-from moe_ext.sync.update import Entry, Update
+from moe_ext.sync.update import Update, UpdateEntry
 
 Pieces = Sequence[tuple[str, tuple[int, ...]]]
 _FUSED = re.compile(r"(.*experts\.)(gate_up_proj|down_proj)$")
@@ -116,7 +116,7 @@ def patches(
                 yield WeightPatch(name, shape, dtype, (own - start).to(index), kept)
 
 
-def _elements(entry: Entry, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _elements(entry: UpdateEntry, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Places in the flat whole, ascending, and values."""
     if kind == "delta":
         like = torch.empty(0, dtype={1: torch.uint8}.get(dtype.itemsize, dtype))

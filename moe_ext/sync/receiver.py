@@ -15,7 +15,7 @@ from moe_ext._bytes import as_bytes
 from moe_ext.ops.delta import as_signed
 from moe_ext.sync.region import Region
 from moe_ext.sync.state import State, bits, hash_change, hash_of, seed_of, tensors_of
-from moe_ext.sync.update import Entry, Update
+from moe_ext.sync.update import Update, UpdateEntry
 
 _OP = "DeltaReceiver.apply"
 
@@ -86,7 +86,7 @@ class DeltaReceiver:
                 "`since(version)` or `full()`"
             )
         self._check_places(_OP)
-        entries = defaultdict[str, list[Entry]](list)
+        entries = defaultdict[str, list[UpdateEntry]](list)
         for entry in update.entries:
             entries[entry.name].append(entry)
         missing = self._tensors.keys() - entries.keys()
@@ -148,7 +148,7 @@ class DeltaReceiver:
                 )
 
     def _split_shared(
-        self, entries: Mapping[str, Sequence[Entry]]
+        self, entries: Mapping[str, Sequence[UpdateEntry]]
     ) -> tuple[set[str], dict[str, Tensor]]:
         """Tensors in shared memory that the write of another one serves, and copies to write.
 
@@ -188,7 +188,7 @@ class DeltaReceiver:
                     )
 
     def _hash_after(
-        self, update: Update, name: str, parts: Sequence[Entry], changes: Sequence[int]
+        self, update: Update, name: str, parts: Sequence[UpdateEntry], changes: Sequence[int]
     ) -> int:
         """Hash of the part here after an update, compared with those of the senders.
 
@@ -219,7 +219,7 @@ class DeltaReceiver:
         return found
 
     def _change(
-        self, update: Update, entry: Entry, staged: Tensor | None
+        self, update: Update, entry: UpdateEntry, staged: Tensor | None
     ) -> tuple[int, Callable[[], object]]:
         """Hash of an entry's elements here, or the change of it, and the write."""
         live = self._target(entry)
@@ -228,7 +228,7 @@ class DeltaReceiver:
             return self._direct(update, entry, target)
         return self._moved(update, entry, target)
 
-    def _target(self, entry: Entry) -> Tensor:
+    def _target(self, entry: UpdateEntry) -> Tensor:
         tensor = self._tensors.get(entry.name)
         if tensor is None:
             raise ValueError(f"{_OP}: expected a tensor {entry.name} here, got none")
@@ -240,7 +240,7 @@ class DeltaReceiver:
         return self._flat(entry.name)
 
     def _direct(
-        self, update: Update, entry: Entry, target: Tensor
+        self, update: Update, entry: UpdateEntry, target: Tensor
     ) -> tuple[int, Callable[[], object]]:
         """Of a part that is the same here: its hash, or the change of it, and the write."""
         if update.kind == "delta":
@@ -256,7 +256,7 @@ class DeltaReceiver:
         return hash_of(entry.name, values, entry.region), partial(target.copy_, values)
 
     def _moved(
-        self, update: Update, entry: Entry, target: Tensor
+        self, update: Update, entry: UpdateEntry, target: Tensor
     ) -> tuple[int, Callable[[], object]]:
         """Of a part that is cut otherwise here: its hash, or the change of it, and the write."""
         if update.kind == "delta":
@@ -308,7 +308,7 @@ def _sharing(tensors: Mapping[str, Tensor]) -> list[list[str]]:
     return [names for names in groups if len(names) > 1]
 
 
-def _changes_alike(one: Sequence[Entry], other: Sequence[Entry]) -> bool:
+def _changes_alike(one: Sequence[UpdateEntry], other: Sequence[UpdateEntry]) -> bool:
     """True if two tensors get the same elements at the same places."""
     return len(one) == len(other) and all(
         a.region == b.region and torch.equal(a.payload, b.payload)
@@ -320,7 +320,7 @@ def _hash_at(name: str, values: Tensor, places: Tensor) -> int:
     return ops.delta_hash(values.contiguous(), seed_of(name), places.contiguous())
 
 
-def _elements(entry: Entry, target: Tensor) -> Tensor:
+def _elements(entry: UpdateEntry, target: Tensor) -> Tensor:
     """The elements of a full update."""
     if entry.payload.numel() != entry.region.numel * target.itemsize:
         raise ValueError(

@@ -31,7 +31,7 @@ KINDS = ("full", "delta", "base")
 
 
 @dataclass(frozen=True)
-class Entry:
+class UpdateEntry:
     """One tensor of an update.
 
     Attributes:
@@ -78,7 +78,7 @@ class Update:
     base_version: int
     version: int
     xored: bool
-    entries: tuple[Entry, ...]
+    entries: tuple[UpdateEntry, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -156,7 +156,7 @@ class Update:
             region = Region.parse(row["whole"], row["runs"])
             facts = str(row["name"]), str(row["dtype"])
             hashes = _whole(row["before"]), _whole(row["after"])
-            entries.append(Entry(*facts, region, payload, *hashes))
+            entries.append(UpdateEntry(*facts, region, payload, *hashes))
             at += size
         if at != len(body):
             raise ValueError(f"expected {at} bytes of payloads, got {len(body)}")
@@ -195,7 +195,7 @@ class Update:
                     f"{mine} and {theirs}"
                 )
         chain = "+".join(update.chain for update in updates)
-        entries: dict[tuple[str, Region], tuple[int, Entry]] = {}
+        entries: dict[tuple[str, Region], tuple[int, UpdateEntry]] = {}
         for number, update in enumerate(updates):
             for entry in update.entries:
                 first, kept = entries.setdefault((entry.name, entry.region), (number, entry))

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_ext.attention import Layout, RingAttention, make_layout, ring_attention, shard_sequence
 from moe_ext.attention.autograd import _graph_options, _options_of_graph
-from moe_ext.attention.call import Options
+from moe_ext.attention.call import AttentionOptions
 from moe_ext.attention.layouts import even_grid
 from moe_ext.testing import spawn_ranks
 
@@ -280,7 +280,7 @@ def test_operator(dtype):
     q, k, v = leaves(make_inputs(dtype=dtype)[:3])
     sinks = torch.randn(4, requires_grad=True)
     mask = torch.rand(2, 37) < 0.8
-    options = Options(None, is_causal=True, scale=0.3, softcap=1.5, dropout_p=0.25)
+    options = AttentionOptions(None, is_causal=True, scale=0.3, softcap=1.5, dropout_p=0.25)
     seed = torch.tensor([5])
     offsets = torch.tensor(PACKED)
     lens = torch.tensor([11, 3])
@@ -300,7 +300,7 @@ def test_options_survive_as_arguments_of_an_operator():
     own = Layout("mine", 3, ((range(0, 3, 2),), (), (range(1, 2),)))
     for layout in ("striped", make_layout("striped", 9, 2), own):
         for more in ({}, names):
-            given = Options(
+            given = AttentionOptions(
                 None, layout=layout, is_causal=True, scale=0.1, window=(3, -1), softcap=2.0, **more
             )
             assert _options_of_graph(*_graph_options(given)) == given

@@ -86,7 +86,7 @@ def test_outliers_are_exact_and_the_rest_gains():
     weight.view(-1)[::997] *= 40
     errors = []
     for fraction in (0.0, 0.005):
-        packed = packed_experts._Coded.of(weight[None], 4, 128, fraction)
+        packed = packed_experts._CodedWeights.of(weight[None], 4, 128, fraction)
         errors.append((packed.dense() - weight).abs())
     largest = weight.abs().flatten().topk(math.ceil(0.005 * weight.numel())).indices
     assert not errors[1].flatten()[largest].any()

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext._compile import outside_graphs
-from moe_ext.attention.call import Options
+from moe_ext.attention.call import AttentionOptions
 from moe_ext.attention.functional import ring_attention
 from moe_ext.attention.huggingface.packing import FoundOffsets, document_offsets
 from moe_ext.attention.layouts import Layout
@@ -116,7 +116,7 @@ def _parse(name: str, function: Callable[..., Any]) -> tuple[bool, int | None, i
 
 def _ring_mask(
     name: str,
-    documents: Documents,
+    documents: PassDocuments,
     *,
     q_length: int,
     kv_length: int,
@@ -175,10 +175,12 @@ def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-class Documents:
+class PassDocuments:
     """The documents of a forward pass, known to a prepared model or found once for all layers."""
 
-    def __init__(self, name: str, options: Options, batch: BatchFacts | None = None) -> None:
+    def __init__(
+        self, name: str, options: AttentionOptions, batch: BatchFacts | None = None
+    ) -> None:
         self.batch = batch
         self.group = options.group
         self._name = name
@@ -305,7 +307,7 @@ def _check_model(name: str, module: nn.Module) -> None:
 def _ring_forward(
     name: str,
     ring: Callable[..., Any],
-    documents: Documents,
+    documents: PassDocuments,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -407,13 +409,13 @@ def register_ring_attention(
         "kv_grad_dtype": kv_grad_dtype,
         "wire": wire,
     }
-    options = Options.of(group, "register_ring_attention", layout=layout, **names)
+    options = AttentionOptions.of(group, "register_ring_attention", layout=layout, **names)
     options.check()
-    documents = Documents(name, options)
+    documents = PassDocuments(name, options)
     install(name, functools.partial(ring_attention, group=group, layout=layout, **names), documents)
 
 
-def install(name: str, ring: Callable[..., Any], documents: Documents, *, op: str = "") -> None:
+def install(name: str, ring: Callable[..., Any], documents: PassDocuments, *, op: str = "") -> None:
     """Give `ring` to transformers under a name; messages are those of `op`, or of the name.
 
     Raises:

@@ -17,13 +17,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext._compile import outside_graphs
-from moe_ext.attention.call import Options
+from moe_ext.attention.call import AttentionOptions
 from moe_ext.attention.checks import message_device, requires
 from moe_ext.attention.functional import ring_attention
 from moe_ext.attention.huggingface.interface import (
     ATTENTION,
     BatchFacts,
-    Documents,
+    PassDocuments,
     given_offsets,
     install,
 )
@@ -102,7 +102,7 @@ def prepare_model(
         "kv_grad_dtype": kv_grad_dtype,
         "wire": wire,
     }
-    options = Options.of(group, OP, layout=layout, **names)
+    options = AttentionOptions.of(group, OP, layout=layout, **names)
     facts = {"the class of the model": type(model).__name__, "layout": layout, **names}
     problem: Exception | None = None
     traits = Traits(0, False, None)
@@ -118,7 +118,7 @@ def prepare_model(
         problem = error
     agree(OP, facts, problem, options.group, small_message_device(options.group))
     name = f"{ATTENTION}_{next(_numbers)}"
-    documents = Documents(name, options, BatchFacts())
+    documents = PassDocuments(name, options, BatchFacts())
     install(name, functools.partial(ring_attention, group=group, layout=layout, **names), documents)
     for key, hook in list(model._forward_pre_hooks.items()):
         if isinstance(hook, _WholeBatches):
@@ -137,7 +137,7 @@ def _check_balance_loss(model: Any, given: Mapping[str, Any], parts: Mapping[str
         _require(bool(mask.any()), "output_router_logits", rule, "True")
 
 
-class SharedSequences:
+class BatchCutter:
     """Whole batches of a prepared model, cut outside of it: for models that run in parts.
 
     The model itself cuts nothing any more.
@@ -200,7 +200,7 @@ class _WholeBatches:
     def __init__(
         self,
         name: str,
-        documents: Documents,
+        documents: PassDocuments,
         traits: Traits,
         group: ProcessGroup | DeviceMesh | None,
         layout: str | Layout,

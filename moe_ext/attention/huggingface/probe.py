@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_ext.attention.call import Options
-from moe_ext.attention.huggingface.interface import BatchFacts, Documents, install
+from moe_ext.attention.call import AttentionOptions
+from moe_ext.attention.huggingface.interface import BatchFacts, PassDocuments, install
 from moe_ext.attention.sharding import shift_labels
 
 OP = "prepare_model"
@@ -93,7 +93,7 @@ class _Probe:
         _require(not kinds, rule, f"rope_type {kinds} in {title}")
         device = self._embedding.weight.device
         was, training = config._attn_implementation, [(m, m.training) for m in model.modules()]
-        documents = Documents(OP, Options(None), BatchFacts(None, self._length))
+        documents = PassDocuments(OP, AttentionOptions(None), BatchFacts(None, self._length))
         install(_NAME, self._own_values, documents, op=OP)
         with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             try:

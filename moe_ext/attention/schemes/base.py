@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext.attention.block import Block, BlockOptions, Keys, KeysForm, accumulation_dtype
 from moe_ext.attention.layouts import Grid, Layout, even_grid
-from moe_ext.attention.masks import Mask, Route, plan_route
+from moe_ext.attention.masks import KeyRoute, Mask, plan_route
 from moe_ext.comm.groups import group_rank
 from moe_ext.ops.attention import document_ids
 
@@ -72,7 +72,7 @@ class Workload:
         return self.up[1] + self.form.v_dim, self.up[2]
 
     @property
-    def route(self) -> Route:
+    def route(self) -> KeyRoute:
         """Ranks that the keys of each rank have to go to."""
         return plan_route(self.layout.shards, self.mask, self.layout.seq_len)
 
@@ -224,7 +224,7 @@ class Scheme(ABC):
         return [self.rows(hosts, mesh)]
 
     @abstractmethod
-    def traffic(self, work: Workload, grid: Grid) -> Traffic:
+    def traffic(self, work: Workload, grid: Grid) -> SchemeTraffic:
         """Bytes that each rank sends and holds with these rows, by formulas."""
 
     @abstractmethod
@@ -301,7 +301,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class SchemeTraffic:
     """Bytes that one scheme sends and holds.
 
     Attributes:

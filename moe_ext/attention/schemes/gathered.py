@@ -16,7 +16,7 @@ from moe_ext.attention.schemes.base import (
     Pass,
     Saved,
     Scheme,
-    Traffic,
+    SchemeTraffic,
     Workload,
     empty_sums,
 )
@@ -30,7 +30,7 @@ class AllGather(Scheme):
     # Keys of all ranks on each are no longer memory of a shard; up to here that does not matter.
     most_held_bytes = 64 << 20
 
-    def traffic(self, work: Workload, grid: Grid) -> Traffic:
+    def traffic(self, work: Workload, grid: Grid) -> SchemeTraffic:
         """Every rank sends its keys to all, padded to the longest shard, and the gradients home."""
         forward, backward = Pass(work.hosts), Pass(work.hosts)
         sizes, ranks = work.layout.sizes, range(len(work.hosts))
@@ -44,7 +44,7 @@ class AllGather(Scheme):
         if len(ranks) > 1 and longest:
             forward.rounds, backward.rounds = 1, 2
         # Gradients of all keys here, and of this rank's keys from every rank.
-        return Traffic(forward, backward, len(ranks) * (keys + 2 * max(grads)))
+        return SchemeTraffic(forward, backward, len(ranks) * (keys + 2 * max(grads)))
 
     def forward(self, q: Tensor, own: Keys, call: Call) -> tuple[Tensor, Tensor, None]:
         """(out, lse, None)."""

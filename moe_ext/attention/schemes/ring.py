@@ -42,7 +42,7 @@ from moe_ext.attention.schemes.base import (
     Pass,
     Saved,
     Scheme,
-    Traffic,
+    SchemeTraffic,
     Workload,
     empty_sums,
 )
@@ -424,7 +424,7 @@ class Ring(Scheme):
 
     name = "ring"
 
-    def traffic(self, work: Workload, grid: Grid) -> Traffic:
+    def traffic(self, work: Workload, grid: Grid) -> SchemeTraffic:
         """Keys of each rank go as far as they are needed, and back with their gradients."""
         passes, ranks = (Pass(work.hosts), Pass(work.hosts)), grid.order
 
@@ -433,7 +433,7 @@ class Ring(Scheme):
 
         layout = merged_layout(work.layout, tuple((rank,) for rank in ranks))
         held = add_ring_traffic(work, Circuit(*grid.shape), layout, passes, add)
-        return Traffic(*passes, held)
+        return SchemeTraffic(*passes, held)
 
     def forward(self, q: Tensor, own: Keys, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
         """(out, lse, keys to keep in the place of our own)."""

@@ -27,7 +27,7 @@ from moe_ext.attention.schemes.base import (
     Pass,
     Saved,
     Scheme,
-    Traffic,
+    SchemeTraffic,
     Workload,
 )
 from moe_ext.attention.schemes.ring import (
@@ -88,7 +88,7 @@ class Ulysses(Scheme):
             return None
         return f"the heads of q to be at least as many as the {num_ranks} ranks, got {heads}"
 
-    def traffic(self, work: Workload, grid: Grid) -> Traffic:
+    def traffic(self, work: Workload, grid: Grid) -> SchemeTraffic:
         """All-to-all of heads in rows, a ring of keys along each column."""
         rings, inner = grid.shape
         passes, form = (Pass(work.hosts), Pass(work.hosts)), work.form
@@ -113,7 +113,7 @@ class Ulysses(Scheme):
             held += queries * form.dtype.itemsize + queries * exact
             held += form.num_bytes(positions) + form.num_elements(positions) * exact
         excess = most * inner / work.heads - 1 if work.heads else 0.0
-        return Traffic(*passes, held, excess)
+        return SchemeTraffic(*passes, held, excess)
 
     def forward(self, q: Tensor, own: Keys, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
         """(out, lse, keys to keep in the place of our own)."""

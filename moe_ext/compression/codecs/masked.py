@@ -20,7 +20,7 @@ from moe_ext.comm.pending import Pending
 from moe_ext.compression.codecs.base import Calls, Codec, OnNonfinite, PayloadCodec
 from moe_ext.compression.codecs.dense import Dense, dense_reduction
 from moe_ext.compression.feedback import CodecMemory
-from moe_ext.compression.masks import Mask
+from moe_ext.compression.masks import ElementMask
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -42,7 +42,7 @@ class Masked(Codec):
     linear: ClassVar[bool] = True
     shardable: ClassVar[bool] = False
 
-    mask: Mask
+    mask: ElementMask
 
     def __repr__(self) -> str:
         """Alike on ranks with the same mask."""

@@ -82,7 +82,7 @@ class _Segment:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _KeptSegments:
     """What travels of the shard of one rank."""
 
     segments: tuple[_Segment, ...]
@@ -104,7 +104,7 @@ class _Kept:
             place += segment.count
 
 
-class _Shards:
+class _PackedShards:
     """The parts of one FSDP module's messages that travel.
 
     Args:
@@ -117,7 +117,7 @@ class _Shards:
 
     def of_ranks(
         self, shard_numel: int, group: ProcessGroup, gradients: bool
-    ) -> list[_Kept] | None:
+    ) -> list[_KeptSegments] | None:
         """For each rank; None where the message does not hold what it should, and goes whole."""
         entries = [
             e for e in managed_parameters(self.module) if e.param.requires_grad or not gradients
@@ -136,7 +136,7 @@ class _Shards:
             for rank, kept in enumerate(_segments(entry, start, size, experts_E)):
                 found[rank].append(kept)
             start += entry.shard_numel
-        return [_Kept(tuple(segments)) for segments in found]
+        return [_KeptSegments(tuple(segments)) for segments in found]
 
 
 def _segments(
@@ -194,7 +194,7 @@ def _bitmaps_of(
     return [(ops.pack_bits(p), p.view(-1, row_numel).sum(dim=1).cpu()) for p in padded]
 
 
-class _Pass:
+class _LivePass:
     """A forward pass whose graph is alive: its output holds this."""
 
     def __init__(self, flags_E: Tensor) -> None:
@@ -215,7 +215,7 @@ class _ChosenExperts:
         self.now_E: Tensor | None = None
         self.since_E: Tensor | None = None
         self.held_E: Tensor | None = None
-        self._open: weakref.WeakSet[_Pass] = weakref.WeakSet()
+        self._open: weakref.WeakSet[_LivePass] = weakref.WeakSet()
         experts.register_forward_pre_hook(self._before_gather, prepend=True)
         experts.register_forward_pre_hook(self._after_gather)
         experts.register_forward_hook(self._after, prepend=True)
@@ -242,11 +242,11 @@ class _ChosenExperts:
     def _after(self, experts: nn.Module, args: object, output: Tensor) -> None:
         now_E, self.now_E = self.now_E, None
         if output.requires_grad and now_E is not None:
-            passed = _Pass(now_E)
+            passed = _LivePass(now_E)
             output.register_hook(functools.partial(self._begin_backward, passed))
             self._open.add(passed)
 
-    def _begin_backward(self, passed: _Pass, grad: Tensor) -> None:
+    def _begin_backward(self, passed: _LivePass, grad: Tensor) -> None:
         flags_E = passed.flags_E
         self.since_E = flags_E if self.since_E is None else self.since_E | flags_E
 
@@ -276,7 +276,7 @@ class _ChosenExperts:
 class _PackedMessage:
     """Base of both messages."""
 
-    def __init__(self, shards: _Shards) -> None:
+    def __init__(self, shards: _PackedShards) -> None:
         self.shards = shards
 
     def allocate(
@@ -305,7 +305,7 @@ class _PackedAllGather(_PackedMessage, AllGather):
         return None
 
     def _start(
-        self, out: Tensor, shard_S: Tensor, group: ProcessGroup, kept: list[_Kept] | None
+        self, out: Tensor, shard_S: Tensor, group: ProcessGroup, kept: list[_KeptSegments] | None
     ) -> Pending[Tensor]:
         if kept is None:
             return collectives.start_all_gather(shard_S, group, operation=_OP, out=out)
@@ -394,7 +394,7 @@ def pack_fsdp_messages(model: nn.Module, *, chosen_experts: bool = False) -> lis
         if is_experts:
             assert isinstance(module, GroupedExperts)
             chosen = _ChosenExperts(module)
-        shards = _Shards(module, chosen)
+        shards = _PackedShards(module, chosen)
         module.set_custom_all_gather(_PackedAllGather(shards))
         module.set_custom_reduce_scatter(_PackedReduceScatter(shards))
     return [name for name, *_ in found]

@@ -17,7 +17,7 @@ _MARKS = ("has_bias", "has_gate", "is_transposed")
 
 
 @dataclass(frozen=True)
-class Found:
+class ReplacedParts:
     """The parts of a model that a replacement touches."""
 
     model: Any
@@ -37,7 +37,7 @@ class Found:
 
 
 def restore(implementations: list[tuple[Any, str | None]]) -> None:
-    """Put back what `Found.implementations` returned."""
+    """Put back what `ReplacedParts.implementations` returned."""
     # Setting that of a config sets those of the configs inside it, which follow.
     for config, name in implementations:
         config._experts_implementation = name
@@ -60,7 +60,7 @@ def _is_decorated(module: nn.Module) -> bool:
     return all(name in vars(module) for name in _MARKS)
 
 
-def find(model: nn.Module, operation: str) -> Found:
+def find(model: nn.Module, operation: str) -> ReplacedParts:
     """The experts of a model; ValueError where they cannot be replaced."""
     import_transformers()
     transformers = importlib.import_module("transformers")
@@ -87,7 +87,7 @@ def find(model: nn.Module, operation: str) -> Found:
             )
     for path, module in experts.items():
         _check_layout(path, module, operation)
-    return Found(model, experts)
+    return ReplacedParts(model, experts)
 
 
 def _check_model(model: Any, operation: str) -> None:

@@ -44,7 +44,7 @@ from moe_ext.distributed.placement import (
 )
 from moe_ext.distributed.state_dict import gathered
 from moe_ext.integrations.huggingface.adapters import placed, wrappers_of
-from moe_ext.integrations.huggingface.decorated import Found
+from moe_ext.integrations.huggingface.decorated import ReplacedParts
 from moe_ext.integrations.huggingface.experts import (
     IMPLEMENTATION,
     after_experts,
@@ -354,7 +354,7 @@ def _mixed(mixin: type, cls: type, prefix: str = "") -> type:
 
 
 @dataclass(frozen=True)
-class Options:
+class RowOptions:
     """Options of `replace` that say how rows travel to the experts."""
 
     dispatcher: str = "alltoall"
@@ -427,7 +427,7 @@ def _stacked(name: str) -> bool:
 Exchange = dict[nn.Parameter, nn.Parameter]
 
 
-def cut(found: Found, ep_group: ProcessGroup) -> Exchange:
+def cut(found: ReplacedParts, ep_group: ProcessGroup) -> Exchange:
     """Parameters of experts and their adapters, each with this rank's slice of it.
 
     Raises:
@@ -476,7 +476,7 @@ def cut(found: Found, ep_group: ProcessGroup) -> Exchange:
     return slices
 
 
-def _check_shards(path: str, module: Any, found: Found, shards: int) -> None:
+def _check_shards(path: str, module: Any, found: ReplacedParts, shards: int) -> None:
     """ValueError for experts that cannot be cut into shards."""
     names = weight_names(module)
     ffn_dim = module.down_proj.shape[1 if module.is_transposed else 2]
@@ -536,7 +536,7 @@ def put(parameters: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
 
 
 def dispatchers_of(
-    found: Found, ep_group: ProcessGroup, options: Options
+    found: ReplacedParts, ep_group: ProcessGroup, options: RowOptions
 ) -> dict[str, TokenDispatcher]:
     """A dispatcher for each block of experts, by its path.
 
@@ -567,10 +567,10 @@ def dispatchers_of(
 
 def shard(
     model: nn.Module,
-    found: Found,
+    found: ReplacedParts,
     ep_group: ProcessGroup,
     dispatchers: dict[str, TokenDispatcher],
-    options: Options,
+    options: RowOptions,
 ) -> None:
     """Let a model and its experts, whose parameters were cut, know the group that they are on.
 

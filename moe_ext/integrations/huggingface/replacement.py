@@ -18,13 +18,13 @@ from moe_ext.distributed import parallelize
 from moe_ext.distributed.dtensor import state_dicts_of_parts
 from moe_ext.distributed.placement import sharded_parameters, shards_of_experts
 from moe_ext.integrations.huggingface.decorated import (
-    Found,
+    ReplacedParts,
     find,
     import_transformers,
     restore,
 )
 from moe_ext.integrations.huggingface.expert_parallel import (
-    Options,
+    RowOptions,
     ShardedExperts,
     cut,
     declare_placements,
@@ -134,7 +134,7 @@ def replace(
     and the layer reads its split sizes once per forward pass.
     """
     check_group(ep_group, "replace")
-    options = Options(dispatcher, combine, wire, rebalance, capacity_factor)
+    options = RowOptions(dispatcher, combine, wire, rebalance, capacity_factor)
     if ep_group is not None and group_size(ep_group) > 1:
         return _replace_over_ranks(model, ep_group, options)
     check_choice("replace", "dispatcher", dispatcher, DISPATCHERS)
@@ -196,7 +196,7 @@ def from_pretrained(
     return model
 
 
-def _run_by_us(found: Found) -> None:
+def _run_by_us(found: ReplacedParts) -> None:
     before = found.implementations()
     try:
         register()
@@ -206,7 +206,7 @@ def _run_by_us(found: Found) -> None:
         raise
 
 
-def _replace_over_ranks(model: nn.Module, ep_group: ProcessGroup, options: Options) -> int:
+def _replace_over_ranks(model: nn.Module, ep_group: ProcessGroup, options: RowOptions) -> int:
     """`replace` with a group: every rank does it, or every rank raises."""
     problem: Exception | None = None
     facts: dict[str, object] = {}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from moe_ext.attention.huggingface.prepare import SharedSequences
+    from moe_ext.attention.huggingface.prepare import BatchCutter
 
 
 def decoder_of(model: nn.Module, operation: str) -> Any:
@@ -119,7 +119,7 @@ class Stages:
             found |= {self._norm: nn.Identity(), self.output: None}
         return found
 
-    def stage(self, number: int, sequences: SharedSequences | None = None) -> Stage:
+    def stage(self, number: int, sequences: BatchCutter | None = None) -> Stage:
         """A stage; it shares its modules with the model.
 
         Args:
@@ -149,7 +149,7 @@ class Stage(nn.Module):
         decoder: str,
         is_first: bool,
         is_last: bool,
-        sequences: SharedSequences | None,
+        sequences: BatchCutter | None,
     ) -> None:
         super().__init__()
         self._sequences = sequences

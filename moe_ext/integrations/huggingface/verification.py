@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_ext.integrations.huggingface.decorated import Found, find, restore
+from moe_ext.integrations.huggingface.decorated import ReplacedParts, find, restore
 from moe_ext.integrations.huggingface.expert_parallel import ShardedExperts
 from moe_ext.integrations.huggingface.experts import IMPLEMENTATION
 from moe_ext.integrations.huggingface.replacement import replace
@@ -46,7 +46,7 @@ def _logits(output: Any) -> Tensor:
 
 
 def _run(
-    found: Found, batch: Mapping[str, Tensor], implementation: str, seed: int
+    found: ReplacedParts, batch: Mapping[str, Tensor], implementation: str, seed: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits and gradients under one implementation; leaves `.grad` alone."""
     model = found.model
