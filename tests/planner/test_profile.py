@@ -53,7 +53,7 @@ def test_rates_give_back_what_was_measured(monkeypatch):
     # The update that was timed, of the layer alone.
     column = columns_of([{}])
     parameters = sum(map(float, cost.parameters(column)))
-    timed = profile._Layer(one, torch.device("cpu"), torch.float32)
+    timed = profile._DecoderLayer(one, torch.device("cpu"), torch.float32)
     share = sum(p.numel() for p in timed.parameters()) / parameters
     assert float(cost.update(column)) * share == pytest.approx(0.125)
     assert set(found.measured) == {"update"}
