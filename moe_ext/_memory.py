@@ -88,7 +88,7 @@ def state() -> str:
 
 
 def _loses_gaps() -> bool:
-    """Whether memalign hands out its remainders, so that gaps do not serve again (bug 30723)."""
+    """True if memalign hands out its remainders, so that gaps do not serve again (bug 30723)."""
     tunables = os.environ.get("GLIBC_TUNABLES", "").split(":")
     version = os.confstr("CS_GNU_LIBC_VERSION") or ""  # "glibc 2.36"
     numbers = version.rpartition(" ")[2].split(".")

@@ -329,7 +329,7 @@ __global__ void __launch_bounds__(kSelectThreads) transpose_scores_kernel(
   }
 }
 
-// What the first `num_digits` digits say of the key that is the last to be taken. Called by a block.
+// The first `num_digits` digits of the last key that is taken. Called by a block.
 template <typename Key>
 struct FoundKey {
   Key prefix = 0, mask = 0;

@@ -42,7 +42,7 @@ inline int check_int32(const char* op, const char* name, int64_t value) {
   return static_cast<int>(value);
 }
 
-// Of contiguous offsets.
+// Bounds of contiguous offsets.
 inline ExpertBounds bounds_of(const char* op, const Tensor& expert_offsets) {
   const bool is_long = expert_offsets.scalar_type() == ScalarType::Long;
   return {

@@ -16,7 +16,7 @@ struct ExpertBounds {
   const int32_t* ends;
   int num_experts;
 
-  // Of `expert` in [0, E]: before the rows of the next one.
+  // The bound before the rows of `expert + 1`, for `expert` in [0, E].
   __device__ __forceinline__ int64_t begin(int64_t expert) const {
     return offsets != nullptr ? offsets[expert] : expert == 0 ? 0 : ends[expert - 1];
   }

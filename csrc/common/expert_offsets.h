@@ -1,4 +1,4 @@
-// Which rows an expert has: int64 offsets [E + 1], or int32 ends [E] where experts have all rows.
+// Bounds of each expert's rows: int64 offsets [E + 1], or int32 ends [E] where experts have all rows.
 #pragma once
 
 #include <algorithm>

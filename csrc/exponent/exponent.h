@@ -37,7 +37,7 @@ inline int64_t most_bytes(int64_t numel, int64_t item) {
 // Refuses other dtypes.
 Kind check_elements(const char* op, const char* name, const Tensor& t);
 
-// Of payloads in rows of one length, `row_numel` elements each but the last ones.
+// Payloads in rows of one length: `row_numel` elements each, fewer in the last ones.
 Kind check_rows(const Tensor& x, int64_t num_rows);
 
 inline int64_t row_numel(int64_t numel, int64_t num_rows) {

@@ -46,7 +46,7 @@ struct Scratch {
     return static_cast<int64_t>(x.element_size());
   }
 
-  // Of x[first : first + numel].
+  // Reads x[first : first + numel].
   void encode(const Tensor& x, int64_t first, int64_t numel, Kind kind, const DeviceScope& device) const {
     const int64_t blocks = num_blocks(numel);
     dispatch_kind(kind, [&]<typename Parts>() {

@@ -527,7 +527,7 @@ bool decode_block(void* to, const uint8_t* src, int64_t size, int64_t n) {
     return true;
   }
   const int* widths = kPlans[src[0] - 1];
-  // Where the planes of each level begin, and its elements: the escapes of the one before.
+  // Begin of the planes of each level, and its elements: the escapes of the level before.
   int64_t place[kMostLevels], words[kMostLevels];
   int64_t at = kBlockHeader + Parts::rest_bytes(n), count = n;
   int levels = 0;

@@ -31,7 +31,7 @@ struct Header {
 static_assert(sizeof(Header) == kHeader);
 
 struct Kernels {
-  // Of n <= kBlock elements; dst has room for the header and the elements, padded to 8. Returns bytes written.
+  // For n <= kBlock elements; dst has room for the header and the elements, padded to 8. Returns bytes written.
   int64_t (*encode[kNumKinds])(uint8_t* dst, const void* x, int64_t n);
   // False where src, of size bytes, is no block of n elements; reads and writes within both.
   bool (*decode[kNumKinds])(void* out, const uint8_t* src, int64_t size, int64_t n);

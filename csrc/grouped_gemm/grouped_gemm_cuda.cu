@@ -69,7 +69,7 @@ Tensor rows_of_elements(const Tensor& t) {
   return t.stride(last) == 1 || t.size(last) <= 1 ? t : contiguous(t);
 }
 
-// Whether our kernel may copy 16 bytes at a time of all rows of all experts.
+// True if our kernel may copy 16 bytes at a time of all rows of all experts.
 bool rows_are_copyable(const Tensor& t) {
   const auto whole = [&](int64_t elements) {
     return elements * static_cast<int64_t>(t.element_size()) % kAccessBytes == 0;

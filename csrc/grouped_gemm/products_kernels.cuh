@@ -135,7 +135,7 @@ __device__ __forceinline__ void split(const float* from, c10::BFloat16* to) {
   }
 }
 
-// Where a lane's row of an operand's 16 x 16 elements begins for load_matrices, as they are stored: of a, of which
+// Begin of a lane's row of an operand's 16 x 16 elements for load_matrices, as they are stored: of a, of which
 // multiply_add takes the quarters down the columns first, or of b.
 template <bool kOfA, bool kAlong>
 __device__ __forceinline__ int lane_row() {
@@ -230,7 +230,7 @@ struct Sums {
   }
 };
 
-// Of 32 x 32, without tensor cores.
+// Tiles of 32 x 32, without tensor cores.
 template <bool kAlongA, bool kAlongB>
 struct Sums<double, kAlongA, kAlongB> {
   using TileA = OperandTile<double, double, kAlongA>;
@@ -425,7 +425,7 @@ __global__ void __launch_bounds__(kProductThreads, 2) grouped_product_kernel(Gro
     const T* a = p.a + (kAlongA ? (begin + row) * p.a_stride : begin * p.a_stride + row);
     const T* b =
         p.b + (kAlongA ? tiles.expert * p.b_expert_stride : begin * p.b_stride) + (kAlongB ? col * p.b_stride : col);
-    // Of the step to come; those of a tile come in order.
+    // Copies for the next step; the steps of a tile come in order.
     int left = depth, steps = ceil_div(depth, Of::kDepth), to_stage = 0, from_stage = 0;
     const auto start_step = [&] {
       if (left > 0) {

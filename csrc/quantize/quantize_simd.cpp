@@ -162,7 +162,7 @@ MOE_INLINE void log_rest(
   }
 }
 
-// What is left of n elements when `values` have been sent.
+// The remainder of n elements once `values` have been sent.
 template <typename T>
 MOE_INLINE void keep_rest(
     const QuantizeArgs<T>& args, int64_t first, const float* __restrict a, const float* __restrict values, int64_t n,

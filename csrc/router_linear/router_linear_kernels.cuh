@@ -17,7 +17,7 @@ namespace moe_ext::router_linear {
 
 constexpr int kMostBlocks = 6;
 
-// Which part stands in each block: 0 is high.
+// The part that each block holds: 0 is high.
 struct Blocks {
   int count;
   int parts[kMostBlocks];

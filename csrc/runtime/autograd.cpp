@@ -121,7 +121,7 @@ void call(const Formula& formula, const Derivative& derivative, torch::jit::Stac
   }
 }
 
-// Whether the tensor's object in Python holds a reference, and nobody holds the object.
+// True if the tensor's object in Python holds a reference, and nobody holds the object.
 template <typename Slot>
 bool is_held_by_python_alone(const Slot* slot) {
   if constexpr (requires { slot->has_unique_reference(); }) {
@@ -130,7 +130,7 @@ bool is_held_by_python_alone(const Slot* slot) {
   return false; // older versions have no such reference
 }
 
-// Whether nobody else can see the memory of a tensor: torch's allocator gave it, and no other tensor holds it.
+// True if nobody else can see the memory of a tensor: torch's allocator gave it, and no other tensor holds it.
 bool is_owned(const Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_cpu() || !tensor.has_storage()) {
     return false;
@@ -142,7 +142,7 @@ bool is_owned(const Tensor& tensor) {
 
 using torch::autograd::AccumulateGrad;
 
-// Whether what is added to the gradient now comes in the order of what the engine adds: on a device with streams, those
+// True if additions to the gradient come in the order of the engine's additions: on a device with streams, those
 // of the node's stream alone do.
 bool is_here(const Tensor& grad, AccumulateGrad& leaf) {
   if (grad.is_cpu()) {
@@ -216,7 +216,7 @@ variable_list differentiate(
         continue;
       }
       if (argument.function == "owned") {
-        // Of the argument that stands before it.
+        // The argument before it, which it asks about.
         const auto of = std::find_if(derivative.arguments.begin(), derivative.arguments.end(), [&](const Argument& a) {
           return a.source == argument.source && a.index == argument.index;
         });

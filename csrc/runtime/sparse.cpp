@@ -26,7 +26,7 @@ struct Slots {
   Tensor left;            // [K], values that did not fit
 };
 
-// Where a region has L pairs, more than its S slots, those j are sent for which j S mod L is less than S: S pairs,
+// A region with L pairs, more than its S slots, sends the pairs j for which j S mod L is less than S: S pairs,
 // evenly spread, others in the next step. Cutting at the end would leave out the same elements again and again, and
 // tell nothing of where they are.
 Slots fill_slots(const Tensor& values_K, const Tensor& indices_K, const Tensor& bounds, int64_t slots, int64_t step) {

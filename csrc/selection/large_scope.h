@@ -74,7 +74,7 @@ int64_t deliver_found(
     const Feedback<T>& args, const Found<acc_t<T>>& found, int64_t count, Cut<key_t<acc_t<T>>> cut, int64_t base,
     const Chosen<T>& out) {
   int64_t place = 0;
-  // What is put back has left the caches, and stores wait for their lines one by one.
+  // The elements put back have left the caches, and stores wait for their lines one by one.
   for (int64_t i = 0; cut.bound > 0 && i < count; ++i) {
     __builtin_prefetch(args.residual + (found.keys[i] > cut.bound ? 0 : found.offsets[i] & ~kSignBit), 1);
   }
@@ -322,7 +322,7 @@ std::vector<key_t<acc_t<T>>> LargeScope<T>::sample() const {
   return keys;
 }
 
-// Of a bound that allows for lines whose elements are all alike, one that allows for what the lines hold.
+// Turns a bound that allows for lines of equal elements into one that allows for the elements of these lines.
 template <typename T>
 key_t<acc_t<T>> LargeScope<T>::raised(Key low, const std::vector<Key>& sampled, double expected) {
   std::vector<Key> above;
@@ -354,7 +354,7 @@ bool LargeScope<T>::pass_largest(int64_t k) {
       low = kth_largest(scratch.data(), size, static_cast<int64_t>(rank));
       low = rank == least ? raised(low, sampled, expected) : low;
     }
-    // What is not finite is among what is collected.
+    // Elements that are not finite are among those collected.
     if (!pass(std::min(low, kInfinityKey<Acc> - 1), k + k / 2, numel_)) {
       return false;
     }

@@ -29,7 +29,7 @@ struct Scanned {
 };
 
 // Log for taking a feed back bit for bit: how many floats the old value is above what the feed taken backwards gives.
-// Where those are kFarStep or more either way, the value itself is kept.
+// A step of kFarStep or more either way keeps the value itself.
 constexpr int kFarStep = 127;
 
 template <typename Acc>

@@ -9,7 +9,7 @@ namespace moe_ext::mask {
 
 template <typename Bits>
 struct MaskKernels {
-  // Of elements [0, n): a bit where any bit of the element is set; whole bytes are written.
+  // For elements [0, n): a bit where any bit of the element is set; whole bytes are written.
   void (*pack_bits)(uint8_t* bitmap, const Bits* x, int64_t n);
   // The marked ones of n elements; returns their number.
   int64_t (*pack)(Bits* packed, const Bits* x, const uint8_t* bitmap, int64_t n);

@@ -85,7 +85,7 @@ class RingAttention(nn.Module):
         self.precision = precision
         self.kv_grad_dtype = kv_grad_dtype
         self.wire = wire
-        # Those of the module around this one, see `AttentionOptions`.
+        # Options of the module around this one, see `AttentionOptions`.
         self._told: tuple[str, ...] = ()
 
     @property

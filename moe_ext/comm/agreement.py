@@ -372,7 +372,7 @@ def check_equal_over_ranks(
 
 
 def is_nonfinite(x: Tensor) -> bool:
-    """Whether an element is NaN or infinite; one pass. NOTE: device-to-host sync."""
+    """True if an element is NaN or infinite; one pass. NOTE: device-to-host sync."""
     if x.numel() == 0:
         return False
     low, high = torch.aminmax(x.detach())

@@ -12,7 +12,7 @@ _SOUND = torch.iinfo(torch.int64).max
 
 
 class Payloads:
-    """Those of one collective, and what is damaged of them."""
+    """Payloads of one collective, and which of them are damaged."""
 
     def __init__(self) -> None:
         self._damaged: Tensor | None = None

@@ -216,7 +216,7 @@ def mark_told(error: Exception) -> None:
 
 
 def is_told(error: Exception) -> bool:
-    """Whether the other ranks know of an error."""
+    """True if the other ranks know of an error."""
     return getattr(error, "_moe_ext_told", False)
 
 

@@ -86,7 +86,7 @@ def _has_joined(owner: str) -> bool:
 
 
 def is_initialized() -> bool:
-    """Whether there is a default process group."""
+    """True if there is a default process group."""
     return dist.is_available() and dist.is_initialized()
 
 

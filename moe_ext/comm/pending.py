@@ -27,7 +27,7 @@ class Future(Protocol):
         """The value."""
 
     def done(self) -> bool:
-        """Whether the value is there."""
+        """True if the value is there."""
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
         """A future of what the callback makes of this one."""
@@ -94,7 +94,7 @@ class Pending(Generic[T]):
         return Pending(_Future(self), finish, self._group, self._operation)
 
     def is_completed(self) -> bool:
-        """Whether `wait` returns, or raises, at once."""
+        """True if `wait` returns, or raises, at once."""
         return self._future.done()
 
     def get_future(self) -> torch.futures.Future[T]:

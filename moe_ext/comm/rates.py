@@ -23,7 +23,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 _COPY_BYTES, _PRODUCT_DIM = 2**26, 1024
 _REPEATS = 5
 
-# Of a number of elements: their bytes, those of their payload, and calls that encode and decode.
+# For a number of elements: their bytes, the bytes of their payload, calls that encode and decode.
 Rehearsal = Callable[[int], tuple[int, int, Callable[[], object], Callable[[], object]]]
 
 

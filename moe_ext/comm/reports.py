@@ -124,7 +124,7 @@ class Underway:
             job.underway.add(self)
 
     def is_completed(self) -> bool:
-        """Whether `wait` returns, or raises, at once."""
+        """True if `wait` returns, or raises, at once."""
         return self._work.is_completed()
 
     def get_future(self) -> Any:

@@ -124,11 +124,11 @@ class PythonHop:
         return self.received
 
     def sends(self, memory: Tensor) -> bool:
-        """Whether any of `memory` is being sent."""
+        """True if any of `memory` is being sent."""
         return any(_overlap(message, memory) for message in self.sent)
 
     def fills(self, memory: Tensor) -> bool:
-        """Whether any of `memory` is being received."""
+        """True if any of `memory` is being received."""
         return self.received is not None and _overlap(self.received, memory)
 
 

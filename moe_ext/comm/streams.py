@@ -15,7 +15,7 @@ _side_streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether work on the device is queued on streams."""
+    """True if work on the device is queued on streams."""
     return device.type == "cuda"
 
 

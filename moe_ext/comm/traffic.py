@@ -74,7 +74,7 @@ def not_counted() -> Iterator[None]:
 
 
 def is_counted() -> bool:
-    """Whether any count is open."""
+    """True if any count is open."""
     return bool(_open)
 
 

@@ -60,7 +60,7 @@ class Part:
 
     @property
     def is_numbered(self) -> bool:
-        """Whether ranks tell each other of it how full or how fast it was, alike on all holders."""
+        """True if ranks tell each other of it how full or how fast it was, alike on all holders."""
         return self.exact or self.codec is None
 
     @functools.cached_property
@@ -239,7 +239,7 @@ class Buckets:
         }
 
     def watches(self, bucket: Bucket) -> bool:
-        """Whether the gradients of a bucket are looked at; the same on every rank."""
+        """True if the gradients of a bucket are looked at; the same on every rank."""
         # A NaN anywhere makes the optimizer skip the step, and puts back what all buckets owe.
         if self.options.nonfinite == "raise" or self.parameters.compresses:
             return True

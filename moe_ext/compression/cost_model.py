@@ -212,7 +212,7 @@ class CostModel:
         return rate_name(codec) in self.costs.codecs
 
     def knows(self, codecs: Sequence[Codec]) -> bool:
-        """Whether link and codecs have been measured, so that `predict` works."""
+        """True if link and codecs have been measured, so that `predict` works."""
         return self.link is not None and all(map(self._has, codecs))
 
     def compute_seconds(self, codec: Codec, numel: int) -> float:
@@ -396,7 +396,7 @@ class CostModel:
         return None
 
     def is_timed(self, bucket: Hashable) -> bool:
-        """Whether what the chosen codec takes should be measured in this turn, on all ranks alike.
+        """True if the time of the chosen codec should be measured in this turn, on all ranks alike.
 
         Of a plain codec in use only now and then, once it is known.
         """

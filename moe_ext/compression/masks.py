@@ -64,7 +64,7 @@ class ElementMask:
         for axis in range(-self.num_axes, 0):
             shape[parameter.placements[axis].dim] //= parameter.device_mesh.shape[axis]
         self.shape = torch.Size(shape)
-        # Of one state of the bitmap: what follows from it, by what was asked for.
+        # Results of one state of the bitmap, by the function that makes them.
         self._version: tuple[int, int] | None = None
         self._found: dict[object, Any] = {}
 
@@ -72,7 +72,7 @@ class ElementMask:
         return {**vars(self), "_version": None, "_found": {}}
 
     def once(self, key: object, make: Callable[[], _T]) -> _T:
-        """What follows from the mask as it is now; made when it is first asked for."""
+        """The result of a function of the mask as it is now; made when it is first asked for."""
         bitmap = self.bitmap
         version = (bitmap.data_ptr(), bitmap._version)
         if self._version != version:

@@ -62,7 +62,7 @@ def note_overflow(
 
 
 def infinite_as_half(x: Tensor) -> Tensor:
-    """Whether an element overflows in float16, 0-d."""
+    """True if an element overflows in float16, 0-d."""
     return x.abs().amax().half().isinf()
 
 

@@ -35,7 +35,7 @@ class _CodedWeights:
     outliers: Tensor
     columns: Tensor
     offsets: Tensor
-    # How many outliers each expert has.
+    # The number of outliers of each expert.
     counts: tuple[int, ...]
     bits: int
 
@@ -84,7 +84,7 @@ class _CodedWeights:
         )
 
     def dense(self) -> Tensor:
-        """Of one expert."""
+        """The weights of one expert."""
         numel = self.codes.numel() * 8 // self.bits
         block = numel // self.scales.numel()
         flat = ops.dequantize_blockwise(
@@ -125,7 +125,7 @@ class _Kept:
         return ops.masked_mm(x, self.values, self.bitmap, expert_offsets=expert_offsets)
 
     def dense(self) -> Tensor:
-        """Of one expert."""
+        """The weights of one expert."""
         weight = self.values.new_empty(len(self.bitmap), 8 * self.bitmap.shape[1])
         ops.unpack_masked_(weight, self.values, self.bitmap.view(-1))
         return weight
@@ -268,7 +268,7 @@ class PackedExperts(nn.Module):
     def forward(self, rows_ND: Tensor, expert_offsets: Tensor) -> Tensor:
         """Run every row through its expert; see `GroupedExperts.forward`."""
         self._follow()
-        # Of a pass on a GPU the mean: to know more would be to wait.
+        # On a GPU the mean of the pass: to know more would be to wait.
         few = self._weights[0].few_rows * (self.num_experts if rows_ND.is_cuda else 1)
         if rows_ND.shape[0] <= few:
             return self._forward_at_once(rows_ND, expert_offsets)

@@ -86,7 +86,7 @@ class NamedParameters:
         return ", ".join(dict.fromkeys(found))
 
     def is_exact(self, policy: Policy, name: str, codec: Codec | None) -> bool:
-        """Whether rows of a parameter that are zero may be left out of a plain all-reduce."""
+        """True if rows of a parameter that are zero may be left out of a plain all-reduce."""
         return policy.is_exact(self._role(name), self.by_name[name], codec)
 
     def _role(self, name: str) -> Role:

@@ -133,7 +133,7 @@ class Policy:
         return (self.default, "default") if chosen is None else (chosen, f"role {role}")
 
     def is_exact(self, role: Role, parameter: nn.Parameter, codec: Codec | None) -> bool:
-        """Whether rows that are zero are left out where the codec turns out to be "none"."""
+        """True if rows that are zero are left out where the codec turns out to be "none"."""
         if codec is not None and codec.skips_zeros:
             return True
         may_skip = codec is None or codec.skipping_zeros().skips_zeros

@@ -60,7 +60,7 @@ class Pruning:
     def __init__(self, model: nn.Module, pattern: str, masks: dict[str, ElementMask]) -> None:
         self._model, self.pattern, self.masks = model, pattern, masks
         self._hooks: list[Any] = []
-        # What movement pruning ranks by, of this rank's shards.
+        # Scores of movement pruning, for this rank's shards.
         self._scores: dict[str, Tensor] = {}
         if pattern == "movement":
             self._hooks.append(register_optimizer_step_pre_hook(self._add_scores))
@@ -154,7 +154,7 @@ class Pruning:
             if local is None:
                 local = torch.zeros_like(local_part(self.masks[name].parameter.detach()))
             importance = self._whole(name, local)
-        # What was pruned is never among the largest of what is left.
+        # Pruned elements are never among the largest of the others.
         importance = importance.float().masked_fill(~self.masks[name].marks, -math.inf)
         rows = importance.flatten(1) if importance.dim() > 2 else importance.view(1, -1)
         count = max(1, round(density * rows.shape[1]))
@@ -371,7 +371,7 @@ def _neurons(
 def _hook_gradient(mask: ElementMask) -> None:
     """Have the gradient of the parameter, as the module holds it now, be zero where pruned."""
     parameter = mask.parameter
-    # Of tensors that a call puts in a parameter's place, the gradient reaches the parameter.
+    # The gradient of a tensor that a call puts in a parameter's place reaches the parameter.
     if not (parameter.requires_grad and parameter.is_leaf):
         return
     if is_dtensor(parameter) and parameter.device_mesh.ndim > mask.num_axes:

@@ -97,7 +97,7 @@ class PartInStep:
         return self.seconds
 
     def shows_nan(self) -> bool:
-        """Whether the first element of the result says that a rank has met NaN or infinity."""
+        """True if the first element of the result says that a rank has met NaN or infinity."""
         assert self.sent is not None
         return self.sent.numel() > 0 and math.isnan(float(self.sent[0]))
 
@@ -124,7 +124,7 @@ class BucketInStep:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the ranks have nothing to tell of it but what shows in the result."""
+        """True if the ranks have nothing to tell of it but what shows in the result."""
         if self.norms is None:
             return self.rows is None
         return self.only_presence and all(

@@ -88,7 +88,7 @@ class ResidualMonitor:
             raise ValueError(f"ResidualMonitor: expected limit to be positive, got {self.limit}")
 
     def due(self, step: int) -> bool:
-        """Whether to look after this step."""
+        """True if to look after this step."""
         return self.every > 0 and (step + 1) % self.every == 0
 
     def factor(self, ratio: float, factor: float) -> float:

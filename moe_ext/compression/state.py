@@ -151,7 +151,7 @@ class CompressionState:
 
     @property
     def was_finite(self) -> bool:
-        """Whether the gradients of the last reduction were, on every rank."""
+        """True if the gradients of the last reduction were, on every rank."""
         return self._progress.was_finite
 
     @property

@@ -643,7 +643,7 @@ def _split_dim(whole: torch.Size, split: torch.Size) -> int | None:
 
 
 def _is_like(value: Tensor, parameter: Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
-    """Whether an optimizer's tensor has this shape, and is divided as the parameter."""
+    """True if an optimizer's tensor has this shape, and is divided as the parameter."""
     if value.shape != shape or value.dtype != dtype:
         return False
     if is_dtensor(value) and is_dtensor(parameter):

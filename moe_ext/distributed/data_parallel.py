@@ -176,7 +176,7 @@ class _Averaging:
         # Modules and names of these parameters, and their hooks.
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._hooks: list[RemovableHandle] = []
-        # Whether there was a forward pass since the last reduction, and whether one asks for it.
+        # True if there was a forward pass since the last reduction, and whether one asks for it.
         self._ran = self._wants = False
         self._is_queued = False
 

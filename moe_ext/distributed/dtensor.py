@@ -30,7 +30,7 @@ _meshes: weakref.WeakKeyDictionary[ProcessGroup, dict[str, DeviceMesh]]
 _meshes = weakref.WeakKeyDictionary()
 
 
-# Whether state dicts hold whole tensors in the place of DTensors, and this rank keeps them.
+# True if state dicts hold whole tensors in the place of DTensors, and this rank keeps them.
 _keeps_wholes: ContextVar[bool | None] = ContextVar("_keeps_wholes", default=None)
 
 
@@ -70,12 +70,12 @@ def state_dicts_of_parts() -> Iterator[None]:
 
 
 def keeps_wholes() -> bool | None:
-    """Whether this rank gets whole tensors in state dicts; None outside `whole_state_dicts`."""
+    """True if this rank gets whole tensors in state dicts; None outside `whole_state_dicts`."""
     return _keeps_wholes.get()
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether a value is a DTensor; there is none before someone has imported its module."""
+    """True if a value is a DTensor; there is none before someone has imported its module."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 

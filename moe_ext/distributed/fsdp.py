@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import Shard
 
-# Of the elements of a parameter, in messages.
+# Share of a parameter's elements, in messages.
 _MOST_PADDING = 0.01
 
 

@@ -120,12 +120,12 @@ def sync_gradients(model: nn.Module, *, mesh: MoEMesh | None = None) -> None:
 
 
 def was_synced(gradient: Tensor) -> bool:
-    """Whether `sync_gradients` handled this gradient tensor at some time."""
+    """True if `sync_gradients` handled this gradient tensor at some time."""
     return hasattr(gradient, _SYNCED)
 
 
 def is_synced(gradient: Tensor) -> bool:
-    """Whether nothing wrote to this gradient tensor since `sync_gradients` handled it."""
+    """True if nothing wrote to this gradient tensor since `sync_gradients` handled it."""
     return getattr(gradient, _SYNCED, None) == gradient._version
 
 

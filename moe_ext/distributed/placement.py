@@ -575,7 +575,7 @@ def placement_of(module: nn.Module) -> Placement | None:
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Whether a module declared itself that its parameters are those of experts."""
+    """True if a module declared itself that its parameters are those of experts."""
     placement = placement_of(module)
     return placement is not None and placement.axis == "ep"
 
@@ -712,7 +712,7 @@ def known_shard(parameter: Tensor) -> Placement | None:
 
 
 def is_expert_shard(parameter: Tensor) -> bool:
-    """Whether other ranks hold other shards of the same experts, in a mesh with etp."""
+    """True if other ranks hold other shards of the same experts, in a mesh with etp."""
     return isinstance(known_shard(parameter), ExpertShards)
 
 

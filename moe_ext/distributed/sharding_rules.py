@@ -1,4 +1,4 @@
-"""How the operators take DTensors: one table of placements, and a text for those that refuse.
+"""Placements of the operators for DTensors: one table, and a text for operators that refuse them.
 
 A rule is written `results <- arguments`, for one axis of a mesh: a number is the dimension that is
 sharded, `+` a sum that is still to be made, `-` whole on every rank. Arguments that a rule does not

@@ -112,7 +112,7 @@ def whole_state_dicts(*optimizers: Optimizer, keep: bool | None = None) -> Itera
             while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
                 optimizer = inner
             check_kind("whole_state_dicts", "optimizers", optimizer, Optimizer)
-            # Those that save by parameter do so by themselves.
+            # Optimizers that save by parameter do so by themselves.
             if not isinstance(optimizer, SavesByParameter) and optimizer not in _showing:
                 _showing.add(optimizer)
                 stack.callback(_showing.discard, optimizer)

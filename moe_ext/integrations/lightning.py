@@ -72,7 +72,7 @@ class ExpertParallel:
         super().setup_precision_plugin()  # type: ignore[misc]
         plugin = self.precision_plugin
         _set_scaler(plugin, self.lightning_module)
-        # Of this object alone: its class is Lightning's, by whose name files keep its state.
+        # Only this object has it: its class is Lightning's, by whose name files keep its state.
         plugin.clip_grad_by_norm = functools.partial(_clip_norm, plugin)
         plugin.clip_grad_by_value = functools.partial(_clip_value, plugin)
 

@@ -58,7 +58,7 @@ def _apply(layer: nn.Module, routed: RouterOutput, mask_T: Tensor | None) -> Rou
 
 
 def can_replay(router: Any) -> bool:
-    """Whether a router weighs a choice that is not its own."""
+    """True if a router weighs a choice that is not its own."""
     method = getattr(type(router), "with_choice", None)
     return method is not None and method is not Router.with_choice
 

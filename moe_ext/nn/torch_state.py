@@ -35,13 +35,13 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward pass: a forward pass inside one is a recomputation."""
+    """True if this thread runs a backward pass: a forward pass inside one is a recomputation."""
     # NOTE: The only private state of autograd that the layers ask.
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether hooks see what goes into a call of this module, or what comes out, either way."""
+    """True if hooks see what goes into a call of this module, or what comes out, either way."""
     of_all = torch.nn.modules.module
     return bool(
         module._forward_pre_hooks

@@ -114,7 +114,7 @@ class _Derivative(NamedTuple):
     arguments: list[tuple[str, int, str]]  # "grad", "tensor" or "value"; which one; function of it
 
     def takes_none(self) -> bool:
-        """Whether it can do without the gradients of some results."""
+        """True if it can do without the gradients of some results."""
         schema = getattr(torch.ops.moe_ext, self.operator).default._schema.arguments
         kinds = zip(schema, self.arguments, strict=False)
         return any(kind == "grad" and "Optional" in str(a.type) for a, (kind, *_) in kinds)

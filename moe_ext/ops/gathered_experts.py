@@ -45,7 +45,7 @@ def gather_of(x_TD: Tensor, topk_idx_TK: Tensor, num_experts: int) -> Gather:
 
 
 def gathers(x_TD: Tensor, gate_up_EUD: Tensor, down_EDF: Tensor, kind: str) -> bool:
-    """Whether `gathered_experts` serves these, and was right when it was tried; where it is chosen.
+    """True if `gathered_experts` serves these, and was right when it was tried; where it is chosen.
 
     NOTE: device-to-host sync, at the first call for a device and dtype.
     """

@@ -82,7 +82,7 @@ def row_alignment(rows: Tensor, num_rows: int, num_experts: int) -> int:
 
 
 def wants_ends(rows: Tensor) -> bool:
-    """Whether `grouped_mm` takes less time with int32 ends, where every row has an expert."""
+    """True if `grouped_mm` takes less time with int32 ends, where every row has an expert."""
     return rows.is_cuda
 
 
@@ -92,7 +92,7 @@ def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def num_experts_of(expert_offsets: Tensor | None) -> int:
-    """How many experts offsets or ends are of; 1 where there are none."""
+    """The number of experts that offsets or ends have; 1 where there are none."""
     if expert_offsets is None:
         return 1
     return expert_offsets.shape[0] - int(expert_offsets.dtype == torch.int64)

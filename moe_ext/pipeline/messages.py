@@ -1,4 +1,4 @@
-"""Where a pipeline's ranks send and receive."""
+"""The places of a pipeline's table where its ranks send and receive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank of a pipeline does, in which order: read from and written to torch's CSV form."""
+"""Actions of each rank of a pipeline in their order: read from and written to torch's CSV form."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ class ActionTable:
 
     @cached_property
     def has_messages(self) -> bool:
-        """Whether it says where to send and to receive."""
+        """True if it says where to send and to receive."""
         return any(action.kind in MESSAGES for row in self.rows for action in row)
 
     def actions(self, rank: int) -> Iterator[Action]:

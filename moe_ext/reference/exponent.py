@@ -16,7 +16,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _codes(planes: Tensor, width: int, count: int) -> Tensor:
-    """Of planes of 64 bits each, `width` of them side by side, a code for each of `count`."""
+    """A code for each of `count` elements, from `width` planes of 64 bits side by side."""
     bits = (planes[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
     words = bits.view(-1, width, 64).long()
     return (words << torch.arange(width)[:, None]).sum(dim=1).flatten()[:count]

@@ -90,7 +90,7 @@ class DeltaEncoder:
 
     @torch.no_grad()
     def encode(self) -> Update:
-        """What changed since the last version, as the next one; reads every tensor once.
+        """The next version: all changes since the last one; reads every tensor once.
 
         Returns:
             Update: its version is one more than before, even where nothing changed.

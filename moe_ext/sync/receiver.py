@@ -242,7 +242,7 @@ class DeltaReceiver:
     def _direct(
         self, update: Update, entry: UpdateEntry, target: Tensor
     ) -> tuple[int, Callable[[], object]]:
-        """Of a part that is the same here: its hash, or the change of it, and the write."""
+        """Hash of a part that is the same here, or the change of the hash, and the write."""
         if update.kind == "delta":
             try:
                 change = hash_change(entry.name, target, entry.payload, entry.region, update.xored)
@@ -258,7 +258,7 @@ class DeltaReceiver:
     def _moved(
         self, update: Update, entry: UpdateEntry, target: Tensor
     ) -> tuple[int, Callable[[], object]]:
-        """Of a part that is cut otherwise here: its hash, or the change of it, and the write."""
+        """Hash of a part that is cut otherwise here, or the change of the hash, and the write."""
         if update.kind == "delta":
             like = target.new_empty(0, device="cpu")
             try:

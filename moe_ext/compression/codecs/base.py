@@ -51,37 +51,37 @@ class Codec(ABC):
 
     @property
     def lossy(self) -> bool:
-        """Whether the result differs from the dense mean."""
+        """True if the result differs from the dense mean."""
         return True
 
     @property
     def feeds_back(self) -> bool:
-        """Whether what is not sent stays in the residual."""
+        """True if the residual keeps all that is not sent."""
         return True
 
     @property
     def shardable(self) -> bool:
-        """Whether it may reduce any part of the parameters, cut anywhere."""
+        """True if it may reduce any part of the parameters, cut anywhere."""
         return True
 
     @property
     def plain(self) -> bool:
-        """Whether it is one all-reduce of all elements, in some dtype."""
+        """True if it is one all-reduce of all elements, in some dtype."""
         return False
 
     @property
     def skips_zeros(self) -> bool:
-        """Whether blocks that are zero on all ranks are left out of a plain all-reduce."""
+        """True if blocks that are zero on all ranks are left out of a plain all-reduce."""
         return False
 
     @property
     def linear(self) -> bool:
-        """Whether it adds gradients up as they are: NaN and infinity reach the result unaided."""
+        """True if it adds gradients up as they are: NaN and infinity reach the result unaided."""
         return self.plain or self.skips_zeros
 
     @property
     def finds_nonfinite(self) -> bool:
-        """Whether it calls `OnNonfinite` on CPU, so that nobody has to search the gradient.
+        """True if it calls `OnNonfinite` on CPU, so that nobody has to search the gradient.
 
         Where it is `plain`, too, NaN or infinity on any rank makes the first element of the result
         NaN on every rank.
@@ -249,7 +249,7 @@ class PayloadCodec(Codec):
 
     @property
     def stochastic(self) -> bool:
-        """Whether it rounds at random, and `encode` wants an `rng_state`."""
+        """True if it rounds at random, and `encode` wants an `rng_state`."""
         return False
 
     @property

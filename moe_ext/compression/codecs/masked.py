@@ -148,7 +148,7 @@ class TwoOfFour(PayloadCodec):
 
 @functools.cache
 def _completed(device: torch.device) -> Tensor:
-    """Of each byte of a bitmap, the one with two bits in each half; 0 where there are three."""
+    """For each byte of a bitmap, the byte with two bits in each half; 0 where a half has three."""
 
     def half(bits: int) -> int:
         for place in range(4):

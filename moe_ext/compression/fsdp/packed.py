@@ -83,7 +83,7 @@ class _Segment:
 
 @dataclass(frozen=True)
 class _KeptSegments:
-    """What travels of the shard of one rank."""
+    """The segments of one rank's shard that travel."""
 
     segments: tuple[_Segment, ...]
 
@@ -142,7 +142,7 @@ class _PackedShards:
 def _segments(
     entry: ManagedParameter, start: int, size: int, experts_E: Tensor | None
 ) -> list[_Segment]:
-    """Of one parameter, for each rank."""
+    """The segments of one parameter, for each rank."""
     numel, dim, shape = entry.shard_numel, entry.dim, entry.shape
     mask = mask_of(entry.owner, entry.name)
     row_numel = shape[1:].numel() if dim == 0 else numel // max(shape[0], 1)
@@ -168,7 +168,7 @@ def _segments(
 
 
 def _rows_of(experts_E: Tensor, size: int, dim: int, num_rows: int) -> list[Tensor]:
-    """Of the rows of each rank's shard, those of experts that were chosen: bool `[R]`."""
+    """True for the rows of each rank's shard whose experts were chosen: bool `[R]`."""
     if dim != 0:
         return [experts_E] * size
     parts = [*experts_E.chunk(size), *[experts_E[:0]] * size][:size]

@@ -73,7 +73,7 @@ class FSDPCompression:
         self.all_reduces: dict[str, CompressedAllReduce] = {}
 
     def finite(self) -> bool:
-        """Whether all backward passes since the last call were finite on every rank (collective).
+        """True if all backward passes since the last call were finite on every rank (collective).
 
         Where one was not, gradients are NaN, and the residuals are what they were before it: skip
         the optimizer's step. Called or not, a pass ends with the next one. Where weights alone are

@@ -306,7 +306,7 @@ class WritesWhole(_Spread):
         agree(operation, {}, problem, group, device)
 
     def should_save_on_this_rank(self, is_main_process: bool) -> bool:
-        """Whether this rank writes files; transformers asks."""
+        """True if this rank writes files; transformers asks."""
         parent: Any = super()
         return self._writes_part or parent.should_save_on_this_rank(is_main_process)
 

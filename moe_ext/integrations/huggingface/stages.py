@@ -107,7 +107,7 @@ class Stages:
             )
 
     def _without(self, stages: Collection[int]) -> dict[str, nn.Module | None]:
-        """What stands in the place of each module that none of these stages has."""
+        """Stand-ins for the modules that none of these stages has."""
         found: dict[str, nn.Module | None] = {}
         here = {i for s in stages for i in range(*self._spans[s])}
         for i, path in enumerate(self._layers):

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 _OF_EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 # Norms of the heads that a rank has: their weights are whole, and get its part of the gradient.
 _SUMMED = "replicated_with_grad_allreduce"
-# Of what transformers' plans name, those that torch.distributed.tensor.parallel has, and the norms.
+# The styles of transformers' plans that torch.distributed.tensor.parallel has, and the norms.
 _STYLES = (
     "colwise",
     "rowwise",

@@ -168,5 +168,5 @@ def _for_groups(state: dict[str, Any], length: int, picked: list[int]) -> dict[s
 
 
 def _is_adapted(model: Any) -> bool:
-    """Whether the files are not those of `from_pretrained`: of adapters, or of another library."""
+    """True if the files are not those of `from_pretrained`: of adapters, or of another library."""
     return not hasattr(model, "from_pretrained") or bool(getattr(model, "peft_config", None))
