@@ -328,7 +328,7 @@ BY_SYSTEM = {
         (
             "1-bit LAMB's factor has no bounds",
             "moe_ext/optim/one_bit_lamb.py",
-            "        factor_G = factor_G.clamp(*self._factor_range)\n",
+            "        factor_G = factor_G.clamp(self._factor_min, self._factor_max)\n",
             "",
             "tests/optim/test_one_bit_optimizers.py -k follows_gradients",
         ),

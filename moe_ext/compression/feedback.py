@@ -10,9 +10,10 @@ Shape suffixes: N elements of the parameters that are reduced together.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -380,6 +381,21 @@ class CodecMemory:
         for kind, tensor in extras["tensors"].items():
             # Later steps write to the kept tensors.
             self.put(kind, tensor.to(self.device, torch.float32, copy=True))
+
+
+@contextlib.contextmanager
+def committing(*memories: CodecMemory) -> Iterator[None]:
+    """A step of some memories: begun, then committed in all of them, or rolled back on an error."""
+    for memory in memories:
+        memory.begin()
+    try:
+        yield
+    except BaseException:
+        for memory in memories:
+            memory.rollback()
+        raise
+    for memory in memories:
+        memory.commit()
 
 
 class _Table(NamedTuple):

@@ -7,7 +7,6 @@ import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ from moe_ext._compile import outside_graphs
 from moe_ext.comm.agreement import agree, is_nonfinite
 from moe_ext.comm.collectives import all_reduce_
 from moe_ext.comm.groups import check_group, group_rank, group_ranks, group_size, resolve_group
-from moe_ext.distributed.dtensor import local_part, sharding_groups
+from moe_ext.compression.feedback import committing
+from moe_ext.distributed.dtensor import local_part
 from moe_ext.distributed.gradients import fingerprint
 from moe_ext.distributed.state_dict import show_states, take_states
 from moe_ext.optim._arguments import (
@@ -32,17 +32,20 @@ from moe_ext.optim._arguments import (
     label,
     placed_alike,
 )
-from moe_ext.optim._compressed_mean import CompressedMean, mean_over_ranks
+from moe_ext.optim._compressed_mean import CompressedMean
+from moe_ext.optim._entries import Entry, alike, clip, mask_problem
 from moe_ext.optim._saved_states import (
     by_name,
     check_order,
+    check_synchronised,
+    check_whole,
     holders,
+    is_between,
     owed_by,
     owes,
     shared_state,
 )
 
-_BUCKET_NUMEL = 25 * 2**18
 # Entries of parameter groups that count; the others are options.
 _COUNTERS = {"step", "var_counter", "var_interval", "local_step_counter", "local_step_interval"}
 # State of a parameter that depends on how ranks divide it, and is measured anew.
@@ -54,38 +57,12 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BITS = 62
 
 
-@dataclass
-class Entry:
-    """A parameter within a step.
-
-    Attributes:
-        number: of the parameter in a state of torch's form.
-        group: its options.
-        label: its name in messages.
-        ranks: those that hold copies of it; None is this one alone.
-        grad: of this rank, later the mean of all; None where no rank has one.
-        active: whether any rank has a gradient.
-    """
-
-    parameter: nn.Parameter
-    number: int
-    group_index: int
-    group: dict[str, Any]
-    label: str
-    ranks: ProcessGroup | None
-    grad: Tensor | None = None
-    active: bool = True
-
-    @property
-    def part(self) -> Tensor:
-        """The parameter, or this rank's part of one that lies over ranks."""
-        return local_part(self.parameter)
-
-
 class CompressedOptimizer(CheckedOptimizer, ABC):
     """Base of OneBitAdam, OneBitLamb and ZeroOneAdam."""
 
     _op = ""
+    # Attributes that are options which no group has.
+    _settings: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -118,8 +95,8 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
         self._compared = False
         # Number of times that gradients are halved to fit into the type as which they travel.
         self._halvings = 0
-        # By the first of their entries, the flat tensors and their entries.
-        self._means: dict[int, tuple[CompressedMean, list[int]]] = {}
+        # None before the first compressed step.
+        self._means: list[CompressedMean] = []
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -146,17 +123,17 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
         own = None if ranks == "self" else ranks
         for index, parameter in enumerate(self.param_groups[-1]["params"]):
             name = label(self.param_groups[-1], len(self.param_groups) - 1, index)
-            problem = self._mask_problem(self.param_groups[-1], local_part(parameter), name)
+            problem = mask_problem(self._op, self.param_groups[-1], local_part(parameter), name)
             with_copies = self._process_group if ranks is None else own
             if is_own_part(parameter) and divided_within(parameter, with_copies):
-                problem = ValueError(
+                problem = (
                     f"{self._op}: expected a process_group of ranks that hold the same part of "
                     f"{name}, got one of ranks that hold others; make the groups by "
                     "moe_ext.optim.param_groups(model, process_groups=True)"
                 )
             if problem is not None:
                 self.param_groups.pop()
-                raise problem
+                raise ValueError(problem)
         self._ranks.append(self._process_group if ranks is None else own)
         check_expert_axis(self._op, self.param_groups[-1], len(self.param_groups) - 1)
 
@@ -192,7 +169,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
             if entries:
                 self._agree(entries)
                 if not self._is_dense():
-                    self._clip(entries)
+                    clip(entries, self.defaults["max_grad_norm"])
                 self._take_step(entries)
                 for group in self.param_groups:
                     group["step"] += 1
@@ -205,10 +182,6 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
     @abstractmethod
     def _is_dense(self) -> bool:
         """Whether the next step sends gradients as they are."""
-
-    @abstractmethod
-    def _settings(self) -> dict[str, object]:
-        """The options that no group has, by name."""
 
     @property
     def steps_taken(self) -> int:
@@ -226,14 +199,15 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
             ):
                 for index, parameter in enumerate(group["params"]):
                     name = label(group, group_index, index)
-                    found.append(Entry(parameter, len(found), group_index, group, name, ranks))
+                    dtype, place = self._wire_dtype or parameter.dtype, (group_index, group, name)
+                    found.append(Entry(parameter, len(found), *place, ranks, self.state, dtype))
             self._made = [entry for entry in found if entry.parameter.requires_grad]
             self._frozen = [entry for entry in found if not entry.parameter.requires_grad]
         return self._made
 
     def _agree(self, entries: list[Entry]) -> None:
         """Check that all ranks take the same step of finite gradients, and who has which."""
-        first, group = not self._compared, self._process_group
+        first, common = not self._compared, self._process_group
         self._halvings = 0
         problem = self._find_problem(entries)
         has = [entry.parameter.grad is not None for entry in entries]
@@ -241,26 +215,35 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
             sum(1 << bit for bit, flag in enumerate(has[start : start + _BITS]) if flag)
             for start in range(0, len(has), _BITS)
         ]
-        device, options = entries[0].parameter.device, self._all_options()
+        device, options = entries[0].device, self._all_options()
         checksum = zlib.crc32(str(options).encode())
+        signature, values = "", 0
+        if first:
+            signature = "\n".join(f"{tuple(e.part.shape)} {e.parameter.dtype}" for e in entries)
+        if first and problem is None and group_size(common) > 1:
+            # Only what all ranks hold alike can be compared by value.
+            shared = [e for e in entries if e.ranks is common and not e.is_apart]
+            values = fingerprint([(e.label, e.part) for e in shared])
+        facts: dict[str, object] = {
+            "whether this is the first step since the start or load_state_dict (load a state on "
+            "all ranks or on none)": int(first),
+            "the number of parameters": len(entries),
+            "the checksum of their shapes and dtypes": zlib.crc32(signature.encode()),
+            "the number of the step": self.steps_taken,
+            "the values of the parameters at the first step (seed every rank alike)": values,
+        }
+        numbers = [*words, self._halvings, checksum]
         try:
-            rows = agree(
-                self._op,
-                self._facts(entries, first, problem is None),
-                problem,
-                group,
-                device,
-                values=[*words, self._halvings, checksum],
-            )
+            rows = agree(self._op, facts, problem, common, device, values=numbers)
             if any(row[-1] != checksum for row in rows):
-                agree(self._op, options, None, group, device)
+                agree(self._op, options, None, common, device)
         except Exception:
             if first:
                 self._made = []
             raise
         self._compared = True
         self._halvings = max(row[-2] for row in rows)
-        places = {id(ranks): self._places(ranks) for ranks in self._ranks}
+        places = {id(ranks): _places(common, ranks) for ranks in self._ranks}
         for index, entry in enumerate(entries):
             word, bit = divmod(index, _BITS)
             entry.active = any(rows[p][word] >> bit & 1 for p in places[id(entry.ranks)])
@@ -290,9 +273,9 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
                 rule = "gradients to be placed as their parameters, got another one"
             if rule:
                 return TypeError(f"{self._op}: expected {rule} for {entry.label}")
-            problem = self._mask_problem(entry.group, entry.part, entry.label)
+            problem = mask_problem(self._op, entry.group, entry.part, entry.label)
             if problem is not None:
-                return problem
+                return ValueError(problem)
             if grad is not None and entry.part.numel():
                 present.append(entry)
                 grads.append(local_part(grad))
@@ -307,54 +290,13 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
                     f"{self._op}: expected gradients to be finite, got NaN or infinity for "
                     f"{entry.label}"
                 )
-            dtype = self._dtype_sent(entry)
-            limit = torch.finfo(dtype).max
-            if dtype != torch.float32 and norm > limit:
+            limit = torch.finfo(entry.sent_dtype).max
+            if entry.sent_dtype != torch.float32 and norm > limit:
                 largest = float(grad.abs().max())
                 if largest > limit:
                     halvings = math.frexp(largest)[1] - math.frexp(limit)[1] + 1
                     self._halvings = max(self._halvings, halvings)
         return None
-
-    def _mask_problem(
-        self, group: dict[str, Any], parameter: Tensor, name: str
-    ) -> Exception | None:
-        """The error for an exp_avg_mask that does not fit a parameter."""
-        mask, shape = group.get("exp_avg_mask"), parameter.shape
-        if mask is None or mask.numel() == shape.numel():
-            return None
-        with contextlib.suppress(RuntimeError):
-            if torch.broadcast_shapes(mask.shape, shape) == shape:
-                return None
-        return ValueError(
-            f"{self._op}: expected exp_avg_mask to have as many elements as each parameter of its "
-            f"group, {shape.numel()} in shape {tuple(shape)} of {name}, or to broadcast to it, got "
-            f"shape {tuple(mask.shape)}"
-        )
-
-    def _dtype_sent(self, entry: Entry) -> torch.dtype:
-        """The type as which an averaged gradient travels."""
-        return self._wire_dtype or entry.parameter.dtype
-
-    def _facts(self, entries: list[Entry], first: bool, is_plain: bool) -> dict[str, object]:
-        """Facts that must be equal on every rank: at the first step parameters, too."""
-        signature, values = "", 0
-        if first:
-            signature = "\n".join(f"{tuple(e.part.shape)} {e.parameter.dtype}" for e in entries)
-        if first and is_plain and group_size(self._process_group) > 1:
-            # Only what all ranks hold alike can be compared by value.
-            shared = [
-                e for e in entries if e.ranks is self._process_group and not self._is_apart(e)
-            ]
-            values = fingerprint([(e.label, e.part) for e in shared])
-        return {
-            "whether this is the first step since the start or load_state_dict (load a state on "
-            "all ranks or on none)": int(first),
-            "the number of parameters": len(entries),
-            "the checksum of their shapes and dtypes": zlib.crc32(signature.encode()),
-            "the number of the step": self.steps_taken,
-            "the values of the parameters at the first step (seed every rank alike)": values,
-        }
 
     def _all_options(self) -> dict[str, object]:
         """Options that must be equal on all ranks, by name; a list of one for each group."""
@@ -368,116 +310,23 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
             **found,
             "block": self._block,
             "communication_data_type": self._wire_dtype,
-            **self._settings(),
+            **{name.lstrip("_"): getattr(self, name) for name in self._settings},
         }
-
-    def _is_apart(self, entry: Entry) -> bool:
-        """Whether a parameter differs between ranks now."""
-        return bool(self.state.get(entry.parameter, {}).get("apart", False))
-
-    def _places(self, ranks: ProcessGroup | None) -> list[int]:
-        """Positions of the ranks of a group among those of the optimizer."""
-        common = self._process_group
-        if common is None or ranks is None:
-            return [group_rank(common)]
-        places = {rank: place for place, rank in enumerate(group_ranks(common))}
-        return [places[rank] for rank in group_ranks(ranks) if rank in places]
-
-    # -- dense means
-
-    def _clip(self, entries: list[Entry]) -> None:
-        """Scale gradients to max_grad_norm, replacing them in the entries."""
-        scale = self._clip_factor(entries)
-        for entry in entries:
-            if entry.grad is not None and scale is not None:
-                entry.grad = entry.grad * scale
-
-    def _clip_factor(self, entries: list[Entry]) -> Tensor | None:
-        """The factor that makes the norm of the gradients max_grad_norm at most; None: no bound."""
-        max_norm = self.defaults["max_grad_norm"]
-        grads = [entry.grad for entry in entries if entry.grad is not None]
-        if max_norm == 0 or not grads:
-            return None
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2)))
-        return (max_norm / (norm + 1e-6)).clamp(max=1.0)
-
-    def _average_gradients(self, entries: list[Entry]) -> None:
-        """Replace the gradients of active entries by their means over ranks."""
-        buckets: dict[tuple[int, torch.dtype], list[list[Entry]]] = {}
-        for entry in entries:
-            if not entry.active:
-                continue
-            key = (id(entry.ranks), self._dtype_sent(entry))
-            runs = buckets.setdefault(key, [[]])
-            if sum(e.part.numel() for e in runs[-1]) >= _BUCKET_NUMEL:
-                runs.append([])
-            runs[-1].append(entry)
-        for (_, dtype), runs in buckets.items():
-            for run in runs:
-                parts = [
-                    torch.zeros_like(e.part, dtype=torch.float32) if e.grad is None else e.grad
-                    for e in run
-                ]
-                means = mean_over_ranks(
-                    parts, run[0].ranks, self._op, dtype=dtype, halvings=self._halvings
-                )
-                for entry, mean in zip(run, means, strict=True):
-                    entry.grad = mean
 
     # -- compressed means
 
-    def _flat_means(self) -> list[tuple[CompressedMean, list[Entry]]]:
+    def _flat_means(self) -> list[CompressedMean]:
         """The flat tensors of entries, one for each group of ranks and device; made once."""
-        made = self._entries()
         if not self._means:
-            by_ranks: dict[tuple[int, torch.device], list[int]] = {}
-            for index, entry in enumerate(made):
-                if self._is_compressed(entry):
-                    key = (id(entry.ranks), entry.parameter.device)
-                    by_ranks.setdefault(key, []).append(index)
-            for members in by_ranks.values():
-                tensors = [made[index].part for index in members]
-                mean = CompressedMean(tensors, made[members[0]].ranks, self._block)
-                self._means[members[0]] = (mean, members)
-        return [(mean, [made[i] for i in members]) for mean, members in self._means.values()]
+            compressed = [entry for entry in self._entries() if entry.is_compressed]
+            self._means = [CompressedMean(m, self._block) for m in alike(compressed, "device")]
+        return self._means
 
-    def _made_means(self) -> list[tuple[CompressedMean, list[Entry]]]:
-        """As `_flat_means`, none before the first compressed step."""
-        return self._flat_means() if self._means else []
-
-    def _is_compressed(self, entry: Entry) -> bool:
-        return not entry.group.get("non_freeze", False) and entry.part.numel() > 0
-
-    def _reduce(self, means: Sequence[tuple[CompressedMean, list[Entry]]]) -> None:
+    def _reduce(self, means: Sequence[CompressedMean]) -> None:
         """Reduce what is in the views, all or none."""
-        try:
-            for mean, members in means:
-                masks = {
-                    index: entry.group["exp_avg_mask"]
-                    for index, entry in enumerate(members)
-                    if entry.group.get("exp_avg_mask") is not None
-                }
-                mean.set_masks(masks)
-                mean.note_local_rows(self._op)
-                idle = [i for i, entry in enumerate(members) if self._is_idle(entry)]
-                mean.reduce(self._op, idle)
-        except BaseException:
-            for mean, _ in means:
-                mean.memory.rollback()
-            raise
-        for mean, _ in means:
-            mean.memory.commit()
-
-    def _is_idle(self, entry: Entry) -> bool:
-        """Whether a step leaves a parameter and its moments alone."""
-        return not entry.active
-
-    def _moments(self, entry: Entry, names: Sequence[str]) -> None:
-        """Make the buffers of a parameter in float32, of zeros at first."""
-        state = self.state[entry.parameter]
-        for name in names:
-            if name not in state:
-                state[name] = torch.zeros_like(entry.part, dtype=torch.float32)
+        with committing(*(mean.memory for mean in means)):
+            for mean in means:
+                mean.reduce(self._op)
 
     def flush(self) -> None:
         """Bring what all ranks owe into the moments, by one dense all-reduce of it, on all ranks.
@@ -489,19 +338,20 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
             RankFailureError: a rank died or did not answer.
         """
         with torch.no_grad():
-            for mean, members in self._made_means():
-                owed_N = all_reduce_(self._owed(mean, members), mean.group, operation=self._op)
-                self._pay(members, mean.parts_of(owed_N.div_(mean.size)))
+            for mean in self._means:
+                owed_N = mean.errors()
+                for entry, error in mean.by_entry(owed_N):
+                    # Of local steps, which have not travelled yet.
+                    if "momentum_accumulator" in entry.state:
+                        error.add_(entry.state["momentum_accumulator"])
+                all_reduce_(owed_N, mean.group, operation=self._op).div_(mean.size)
+                self._pay(list(mean.by_entry(owed_N)))
                 mean.clear_errors()
 
-    def _owed(self, mean: CompressedMean, entries: list[Entry]) -> Tensor:
-        """The errors of this rank, [N], in units of the sum over ranks."""
-        return mean.errors()
-
-    def _pay(self, entries: list[Entry], owed: list[Tensor]) -> None:
+    def _pay(self, owed: Sequence[tuple[Entry, Tensor]]) -> None:
         """Take in the mean over ranks of what they owe."""
-        for entry, error in zip(entries, owed, strict=True):
-            self.state[entry.parameter]["exp_avg"].add_(error)
+        for entry, error in owed:
+            entry.state["exp_avg"].add_(error)
 
     # -- saved states
 
@@ -553,26 +403,10 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
         found["state"] = {index: dict(state) for index, state in found["state"].items()}
         for group in found["param_groups"]:
             group.pop("exp_avg_mask", None)
-        servers = []
-        for mean, members in self._made_means():
-            errors = mean.parts_of(mean.worker_N)
-            for position, (entry, error) in enumerate(zip(members, errors, strict=True)):
-                state = found["state"].setdefault(entry.number, {})
-                state["worker_error"] = error.clone()
-                if position in mean.touched:
-                    state["touched_rows"] = mean.touched[position].clone()
-            servers.append(
-                {
-                    "rank": mean.rank,
-                    "world_size": mean.size,
-                    "parameters": [entry.number for entry in members],
-                    "server_error": mean.server_M.clone(),
-                }
-            )
         found["compression"] = {
             "block": self._block,
-            "servers": servers,
-            "members": [self._places(ranks) for ranks in self._ranks],
+            "servers": [mean.save(found["state"]) for mean in self._means],
+            "members": [_places(self._process_group, ranks) for ranks in self._ranks],
         }
         return found
 
@@ -588,16 +422,25 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
                 owe for their shards; or it is of parameters with other names. Nothing has changed.
         """
         state_dict = by_name(self._op, self.param_groups, state_dict)
-        self._check_whole(state_dict)
+        check_whole(self._op, state_dict)
         if "compression" not in state_dict:
             self._load_state_of_all(take_states(self, state_dict))
             return
-        saved = state_dict["compression"]
+        states, saved = state_dict["state"], state_dict["compression"]
+        servers = saved["servers"]
         with self._unchanged_if_it_fails():
             self._load_shared(state_dict)
-            if owes(state_dict) or self._is_between(state_dict):
-                self._load_errors(state_dict, saved)
-            self._load_rows(state_dict, saved["servers"])
+            if owes(state_dict) or is_between(state_dict):
+                means = self._flat_means()
+                if len(servers) != len(means):
+                    raise ValueError(
+                        f"{self._op}: expected a state with the errors of {len(means)} groups of "
+                        f"ranks, got {len(servers)}"
+                    )
+                for server, mean in zip(servers, means, strict=True):
+                    mean.load(self._op, states, server, saved["block"])
+            for mean in self._flat_means() if servers else ():
+                mean.load_rows(states)
 
     def load_rank_states(self, states: Sequence[dict[str, Any]]) -> None:
         """Go on from the states of all ranks of a run with another number of ranks.
@@ -621,24 +464,18 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
             )
         states = [by_name(self._op, self.param_groups, state) for state in states]
         check_order(self._op, states)
-        if any(self._is_between(state) for state in states):
-            raise ValueError(
-                f"{self._op}: expected states of synchronised ranks, got some from between two "
-                "synchronisations; call flush before saving"
-            )
-        members_of = [self._places(ranks) for ranks in self._ranks]
+        for state in states:
+            check_synchronised(self._op, state)
+        members_of = [_places(self._process_group, ranks) for ranks in self._ranks]
         held_by = holders(self._op, states, members_of, group_size(self._process_group))
         merged, servers = shared_state(states, held_by), states[0]["compression"]["servers"]
         with self._unchanged_if_it_fails():
             self._load_shared(merged)
-            for mean, members in self._flat_means() if servers else ():
-                held = held_by[members[0].group_index]
-                for rank in held[mean.rank :: mean.size]:
-                    owed = owed_by(states[rank])
-                    for view, entry in zip(mean.parts_of(mean.worker_N), members, strict=True):
-                        view.add_(owed[entry.number].to(view), alpha=mean.size / len(held))
-                mean.settled = False
-            self._load_rows(merged, servers)
+            for mean in self._flat_means() if servers else ():
+                held = held_by[mean.entries[0].group_index]
+                owed = [owed_by(states[rank]) for rank in held[mean.rank :: mean.size]]
+                mean.take_over(owed, len(held))
+                mean.load_rows(merged["state"])
 
     def checkpoint_state(self) -> tuple[dict[nn.Parameter, dict[str, Any]], dict[str, int]]:
         """State that ranks with the same parameters share; see `moe_ext.distributed.checkpoint`.
@@ -650,11 +487,8 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
             ValueError: ranks are between two synchronisations.
             RankFailureError: a rank died or did not answer.
         """
-        if self._is_between(super().state_dict()):
-            raise ValueError(
-                f"{self._op}: expected synchronised ranks, got some between two synchronisations; "
-                "call flush before saving, or save rank_state_dict() on every rank"
-            )
+        remedy = ", or save rank_state_dict() on every rank"
+        check_synchronised(self._op, super().state_dict(), remedy)
         found: dict[nn.Parameter, dict[str, Any]] = {
             p: dict(self.state.get(p, {})) for group in self.param_groups for p in group["params"]
         }
@@ -662,20 +496,8 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
             for name in _OF_THIS_RANK:
                 state.pop(name, None)
         with torch.no_grad():
-            for mean, members in self._made_means():
-                owed_N = mean.errors()
-                if not mean.settled:
-                    all_reduce_(owed_N, mean.group, operation=self._op).div_(mean.size)
-                parts = mean.parts_of(owed_N)
-                for position, (entry, owed) in enumerate(zip(members, parts, strict=True)):
-                    state = found[entry.parameter]
-                    # NOTE: a DTensor of a view that begins later in memory cannot be copied.
-                    state["owed"] = owed.clone()
-                    # Ranks with shards of an expert find out anew which rows have anything.
-                    others = range(1, entry.parameter.dim())
-                    if position in mean.touched and not sharding_groups(entry.parameter, others):
-                        shape = entry.part.shape[:-1]
-                        state["touched_rows"] = mean.touched[position].view(shape)
+            for mean in self._means:
+                mean.save_mean(found, self._op)
         counters: dict[str, int] = {
             f"{index}_{name}": value
             for index, group in enumerate(self.param_groups)
@@ -699,14 +521,14 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
         parameters = [p for group in self.param_groups for p in group["params"]]
         found = {p: dict(self.state.get(p, {})) for p in parameters}
         if not owing:
-            return found, {}
+            return found, []
         made, frozen, means = self._made, self._frozen, self._means
         try:
             self._made = []
             if [e.number for e in self._entries()] != [e.number for e in made]:
-                self._means = {}
-            for mean, members in self._flat_means():
-                for entry, error in zip(members, mean.parts_of(mean.worker_N), strict=True):
+                self._means = []
+            for mean in self._flat_means():
+                for entry, error in mean.by_entry(mean.worker_N):
                     found[entry.parameter]["owed"] = error
             return found, self._means
         finally:
@@ -752,19 +574,12 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
         groups = [{k: v for k, v in g.items() if k != _OWED} for g in saved["param_groups"]]
         with self._unchanged_if_it_fails():
             self._load_shared({**saved, "state": plain, "param_groups": groups}, copy=copy)
-            self._means = means or {}
-            for mean, members in self._flat_means() if compressed else ():
-                errors = mean.parts_of(mean.worker_N)
-                mean.start_anew()
-                for position, (entry, error) in enumerate(zip(members, errors, strict=True)):
-                    state = saved["state"].get(entry.number, {})
-                    error.copy_(local_part(state.get("owed", error.new_zeros(()))))
-                    if position in mean.touched and "touched_rows" in state:
-                        mean.touched[position] |= local_part(state["touched_rows"]).reshape(-1)
-                for name in ("exp_avg_sq", "exp_avg"):
-                    # A parameter may be new: frozen until now.
-                    mean.note_rows([self.state[e.parameter].get(name) for e in members])
-                mean.note_rows(errors)
+            self._means = list(means or ())
+            by_number = {entry.number: entry for entry in self._entries()}
+            for mean in self._means:
+                mean.entries = [by_number[entry.number] for entry in mean.entries]
+            for mean in self._flat_means() if compressed else ():
+                mean.load_mean(saved["state"])
 
     @contextlib.contextmanager
     def _unchanged_if_it_fails(self) -> Iterator[None]:
@@ -775,24 +590,6 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
         except BaseException:
             self.__dict__.update(kept)
             raise
-
-    def _check_whole(self, state_dict: dict[str, Any]) -> None:
-        """Tools that know torch's form alone leave `compression` out."""
-        owing = [
-            index
-            for index, state in state_dict["state"].items()
-            if "worker_error" in state and bool(state["worker_error"].any())
-        ]
-        if owing and "compression" not in state_dict:
-            raise ValueError(
-                f"{self._op}: expected a state that owes something to hold `compression`, got one "
-                f"without it that owes for parameter {owing[0]}; call flush before saving, or take "
-                "`worker_error` out of it to give up what is owed"
-            )
-
-    def _is_between(self, state_dict: dict[str, Any]) -> bool:
-        """Whether a state was saved while parameters differed between ranks."""
-        return False
 
     def _load_shared(self, state_dict: dict[str, Any], *, copy: bool = True) -> None:
         """All but the errors."""
@@ -829,52 +626,15 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
             group.setdefault("step", int(max(steps, default=0)))
             if mask is not None:
                 group["exp_avg_mask"] = mask
-        self._made, self._means = [], {}
+        self._made, self._means = [], []
         self._entries()
         # A rank that alone has loaded would send another message than those that have not.
         self._compared = False
 
-    def _load_errors(self, state_dict: dict[str, Any], saved: dict[str, Any]) -> None:
-        """The errors of the rank and the parameters that this optimizer has."""
-        means, servers = self._flat_means(), saved["servers"]
-        if len(servers) != len(means):
-            raise ValueError(
-                f"{self._op}: expected a state with the errors of {len(means)} groups of ranks, "
-                f"got {len(servers)}"
-            )
-        for server, (mean, members) in zip(servers, means, strict=True):
-            numbers = [entry.number for entry in members]
-            if (server["rank"], server["world_size"]) != (mean.rank, mean.size):
-                raise ValueError(
-                    f"{self._op}: expected the state of rank {mean.rank} of {mean.size}, got that "
-                    f"of rank {server['rank']} of {server['world_size']}; call flush before "
-                    "saving, or load_rank_states with the states of all ranks"
-                )
-            if server["parameters"] != numbers or saved["block"] != self._block:
-                raise ValueError(
-                    f"{self._op}: expected a state of blocks of {self._block} of parameters "
-                    f"{numbers}, got blocks of {saved['block']} of {server['parameters']}; what is "
-                    "owed goes to another order by load_rank_states"
-                )
-            mean.settled = False
-            mean.server_M.copy_(server["server_error"])
-            for view, number in zip(mean.parts_of(mean.worker_N), numbers, strict=True):
-                view.copy_(state_dict["state"][number]["worker_error"])
 
-    def _load_rows(self, state_dict: dict[str, Any], servers: Sequence[dict[str, Any]]) -> None:
-        for mean, members in self._flat_means() if servers else ():
-            for position, touched_R in mean.touched.items():
-                # A parameter may be new: frozen until now.
-                state = state_dict["state"].get(members[position].number, {})
-                if "touched_rows" in state:
-                    touched_R.copy_(state["touched_rows"])
-            mean.refresh()
-
-
-def move_momentum(entry: Entry, momentum: Tensor) -> None:
-    """Move a momentum on by this rank's gradient."""
-    beta1 = entry.group["betas"][0]
-    if entry.grad is None:
-        momentum.mul_(beta1)
-    else:
-        momentum.lerp_(entry.grad, 1 - beta1)
+def _places(common: ProcessGroup | None, ranks: ProcessGroup | None) -> list[int]:
+    """Positions of the ranks of a group among those of an optimizer."""
+    if common is None or ranks is None:
+        return [group_rank(common)]
+    places = {rank: place for place, rank in enumerate(group_ranks(common))}
+    return [places[rank] for rank in group_ranks(ranks) if rank in places]

@@ -1,4 +1,4 @@
-"""The mean over ranks of a list of tensors, one bit an element, with what is owed kept.
+"""The mean over ranks of a tensor of each parameter, one bit an element, with what is owed kept.
 
 Shapes: N elements of all tensors, each padded to whole blocks; M elements of a rank's shard; R rows
 of a tensor (its last dimension).
@@ -6,12 +6,11 @@ of a tensor (its last dimension).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch import Tensor, nn
 
 from moe_ext.comm.collectives import all_reduce_
 from moe_ext.comm.groups import group_rank, group_size
@@ -20,24 +19,8 @@ from moe_ext.compression.collectives.coding import QuantizedCoding
 from moe_ext.compression.collectives.padding import PartialBlocks, padded_all_reduce_
 from moe_ext.compression.collectives.quantized import States, start_all_reduce
 from moe_ext.compression.feedback import Packing
-
-
-def mean_over_ranks(
-    parts: list[Tensor],
-    group: ProcessGroup | None,
-    operation: str,
-    *,
-    dtype: torch.dtype = torch.float32,
-    halvings: int = 0,
-) -> list[Tensor]:
-    """Means of float32 tensors, which travel in one all-reduce as a type, halved so many times."""
-    size = group_size(group)
-    if size == 1:
-        return parts
-    flat = torch.cat([part.reshape(-1) for part in parts]).div_(size * 2.0**halvings).to(dtype)
-    all_reduce_(flat, group, operation=operation)
-    pieces = (flat.float() * 2.0**halvings).split([part.numel() for part in parts])
-    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+from moe_ext.distributed.dtensor import local_part, sharding_groups
+from moe_ext.optim._entries import Entry
 
 
 class BlockPacking(Packing):
@@ -57,15 +40,20 @@ class BlockPacking(Packing):
 
 
 class CompressedMean:
-    """Flat copy of tensors, and a memory of the errors of its compression.
+    """Flat copy of tensors, one a parameter, and a memory of the errors of its compression.
 
     A block of zeros on all ranks stays zero. Rows that share a block with others (of a
     length that is no multiple of it) are kept zero as long as no rank had anything in them.
+
+    Args:
+        entries: parameters that the same ranks hold, on one device.
+        block: elements that share a scale.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], group: ProcessGroup | None, block: int) -> None:
-        self.group, self.block = group, block
-        self.size, self.rank = group_size(group), group_rank(group)
+    def __init__(self, entries: Sequence[Entry], block: int) -> None:
+        self.entries, self.block, self.group = entries, block, entries[0].ranks
+        self.size, self.rank = group_size(self.group), group_rank(self.group)
+        tensors = [entry.part for entry in entries]
         packing = BlockPacking([t.shape for t in tensors], block)
         device, self.parts_of = tensors[0].device, packing.pieces
         self._offsets = packing.offsets
@@ -92,32 +80,37 @@ class CompressedMean:
             for index, t in enumerate(tensors)
             if t.dim() > 1 and t.shape[-1] % block and t.numel() > t.shape[-1]
         }
-        self.refresh()
+        self._refresh()
 
-    def reduce(self, operation: str, idle: Sequence[int] = ()) -> None:
+    def by_entry(self, flat_N: Tensor | None = None) -> Iterator[tuple[Entry, Tensor]]:
+        """Entries with what belongs to them of a flat tensor, of that of `views` by default."""
+        views = self.views if flat_N is None else self.parts_of(flat_N)
+        return zip(self.entries, views, strict=True)
+
+    def reduce(self, operation: str) -> None:
         """Replace what is in `views` by the mean over ranks, as far as a bit each tells it.
 
-        What is owed afterwards is open in the memory, which the caller commits or rolls back.
+        What is owed afterwards is open in the memory, where a step has begun. The mean of idle
+        parameters is not used: what is owed of them stays as it is.
 
         Args:
             operation: for messages.
-            idle: tensors whose mean will not be used: what is owed of them stays as it is.
 
         Raises:
             RankFailureError: a rank died or did not answer.
         """
+        self._set_masks()
+        self._note_local_rows(operation)
         if self.size == 1:
             if not self.settled:
                 # Nothing is lost on the way: what was owed on other ranks arrives at once.
-                for index, (view, error) in enumerate(
-                    zip(self.views, self.parts_of(self.worker_N), strict=True)
-                ):
-                    if index not in idle:
+                errors = self.parts_of(self.memory.tensor("residual"))
+                for entry, view, error in zip(self.entries, self.views, errors, strict=True):
+                    if not entry.is_idle:
                         view.add_(error)
                         error.zero_()
             return
         self.settled = False
-        self.memory.begin()
         owed = self.memory.read_write("residual", "server")
         assert owed is not None
         worker_N, server_M = owed["residual"], owed["server"]
@@ -134,7 +127,9 @@ class CompressedMean:
             worker_N.masked_fill_(self._zeros_N, 0)
             own = self._zeros_N[self._own]
             server_M[: len(own)].masked_fill_(own, 0)
-        for index in idle:
+        for index, entry in enumerate(self.entries):
+            if not entry.is_idle:
+                continue
             first, last = self._offsets[index : index + 2]
             worker_N[first:last] = owed["residual_in"][first:last]
             own_first, own_last = (
@@ -165,22 +160,18 @@ class CompressedMean:
         self.server_M.zero_()
         self.settled = True
 
-    def start_anew(self) -> None:
-        """As when it was made, but for the error of this rank's tensors, which the caller sets."""
-        self.flat_N.zero_()
-        self.server_M.zero_()
-        self.settled = False
-        for touched_R in self.touched.values():
-            touched_R.fill_(False)
+    def note_rows(self, *names: str) -> None:
+        """Mark rows that are not zero in states of these names, which all ranks hold alike."""
+        for name in names:
+            self._note_rows([entry.state.get(name) for entry in self.entries])
 
-    def note_rows(self, values: Sequence[Tensor | None]) -> None:
-        """Mark rows that are not zero in tensors that all ranks hold alike; None is of zeros."""
+    def _note_rows(self, values: Sequence[Tensor | None]) -> None:
         for index, touched_R in self.touched.items():
             if (value := values[index]) is not None:
                 touched_R |= _nonzero_rows(value)
-        self.refresh()
+        self._refresh()
 
-    def note_local_rows(self, operation: str) -> None:
+    def _note_local_rows(self, operation: str) -> None:
         """Mark rows in which any rank has something in `views`: a byte for each unmarked row."""
         if not self._watched:
             return
@@ -193,16 +184,18 @@ class CompressedMean:
         for index, piece in zip(self._watched, pieces, strict=True):
             self.touched[index][~self.touched[index]] = piece.bool()
         if bool(message.any()):
-            self.refresh()
+            self._refresh()
 
-    def set_masks(self, masks: dict[int, Tensor]) -> None:
+    def _set_masks(self) -> None:
         """Keep elements zero where a mask is zero: of as many elements, or one that broadcasts."""
+        found = {i: entry.group.get("exp_avg_mask") for i, entry in enumerate(self.entries)}
+        masks = {index: mask for index, mask in found.items() if mask is not None}
         same = masks.keys() == self._masks.keys()
         if not same or any(masks[index] is not self._masks[index] for index in masks):
-            self._masks = dict(masks)
-            self.refresh()
+            self._masks = masks
+            self._refresh()
 
-    def refresh(self) -> None:
+    def _refresh(self) -> None:
         """Find out again what stays zero, after `touched` or the masks have changed."""
         self._watched = [i for i, touched_R in self.touched.items() if not bool(touched_R.all())]
         self._zeros_N = self._partial = None
@@ -223,6 +216,90 @@ class CompressedMean:
             self._zeros_N = zeros_N
             partial = PartialBlocks.of(zeros_N, self.block)
             self._partial = partial if len(partial.numbers_K) else None
+
+    # -- saved states, by number of the parameter
+
+    def save(self, states: dict[int, dict[str, Any]]) -> dict[str, Any]:
+        """Put what this rank owes into states; returns what it owes for its shard."""
+        for position, (entry, error) in enumerate(self.by_entry(self.worker_N)):
+            state = states.setdefault(entry.number, {})
+            state["worker_error"] = error.clone()
+            if position in self.touched:
+                state["touched_rows"] = self.touched[position].clone()
+        return {
+            "rank": self.rank,
+            "world_size": self.size,
+            "parameters": [entry.number for entry in self.entries],
+            "server_error": self.server_M.clone(),
+        }
+
+    def load(
+        self, op: str, states: Mapping[int, Any], server: Mapping[str, Any], block: int
+    ) -> None:
+        """Owe what `save` returned, in blocks of so many elements; ValueError where it misfits."""
+        numbers = [entry.number for entry in self.entries]
+        if (server["rank"], server["world_size"]) != (self.rank, self.size):
+            raise ValueError(
+                f"{op}: expected the state of rank {self.rank} of {self.size}, got that of rank "
+                f"{server['rank']} of {server['world_size']}; call flush before saving, or "
+                "load_rank_states with the states of all ranks"
+            )
+        if server["parameters"] != numbers or block != self.block:
+            raise ValueError(
+                f"{op}: expected a state of blocks of {self.block} of parameters {numbers}, got "
+                f"blocks of {block} of {server['parameters']}; what is owed goes to another order "
+                "by load_rank_states"
+            )
+        self.settled = False
+        self.server_M.copy_(server["server_error"])
+        for entry, error in self.by_entry(self.worker_N):
+            error.copy_(states[entry.number]["worker_error"])
+
+    def load_rows(self, states: Mapping[int, Any]) -> None:
+        """Mark the rows that `save` has put into states."""
+        for position, touched_R in self.touched.items():
+            # A parameter may be new: frozen until now.
+            state = states.get(self.entries[position].number, {})
+            if "touched_rows" in state:
+                touched_R.copy_(state["touched_rows"])
+        self._refresh()
+
+    def take_over(self, owed: Sequence[Mapping[int, Tensor]], num_holders: int) -> None:
+        """Owe what some of so many ranks of another run owed, for the same mean over ranks."""
+        self.settled = False
+        for of_rank in owed:
+            for entry, error in self.by_entry(self.worker_N):
+                error.add_(of_rank[entry.number].to(error), alpha=self.size / num_holders)
+
+    def save_mean(self, states: Mapping[nn.Parameter, dict[str, Any]], op: str) -> None:
+        """Put the mean of what all ranks owe into states of parameters, by one all-reduce."""
+        owed_N = self.errors()
+        if not self.settled:
+            all_reduce_(owed_N, self.group, operation=op).div_(self.size)
+        for position, (entry, owed) in enumerate(self.by_entry(owed_N)):
+            state = states[entry.parameter]
+            # NOTE: a DTensor of a view that begins later in memory cannot be copied.
+            state["owed"] = owed.clone()
+            # Ranks with shards of an expert find out anew which rows have anything.
+            others = range(1, entry.parameter.dim())
+            if position in self.touched and not sharding_groups(entry.parameter, others):
+                state["touched_rows"] = self.touched[position].view(entry.part.shape[:-1])
+
+    def load_mean(self, states: Mapping[int, Any]) -> None:
+        """Owe what `save_mean` has put into states, by number."""
+        self.flat_N.zero_()
+        self.server_M.zero_()
+        self.settled = False
+        for position, (entry, error) in enumerate(self.by_entry(self.worker_N)):
+            state = states.get(entry.number, {})
+            error.copy_(local_part(state.get("owed", error.new_zeros(()))))
+            if position in self.touched:
+                touched_R = self.touched[position].fill_(False)
+                if "touched_rows" in state:
+                    touched_R |= local_part(state["touched_rows"]).reshape(-1)
+        # A parameter may be new: frozen until now.
+        self.note_rows("exp_avg_sq", "exp_avg")
+        self._note_rows(self.parts_of(self.worker_N))
 
 
 def _nonzero_rows(x: Tensor) -> Tensor:

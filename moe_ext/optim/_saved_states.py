@@ -104,6 +104,35 @@ def owes(saved: State) -> bool:
     )
 
 
+def check_whole(op: str, saved: State) -> None:
+    """ValueError for a state that owes without `compression`, which torch's tools leave out."""
+    owing = [
+        index
+        for index, state in saved["state"].items()
+        if "worker_error" in state and bool(state["worker_error"].any())
+    ]
+    if owing and "compression" not in saved:
+        raise ValueError(
+            f"{op}: expected a state that owes something to hold `compression`, got one without "
+            f"it that owes for parameter {owing[0]}; call flush before saving, or take "
+            "`worker_error` out of it to give up what is owed"
+        )
+
+
+def is_between(saved: State) -> bool:
+    """Whether a state was saved while parameters differed between ranks."""
+    return any(state.get("apart", False) for state in saved["state"].values())
+
+
+def check_synchronised(op: str, saved: State, remedy: str = "") -> None:
+    """ValueError for a state from between two synchronisations."""
+    if is_between(saved):
+        raise ValueError(
+            f"{op}: expected states of synchronised ranks, got some from between two "
+            f"synchronisations; call flush before saving{remedy}"
+        )
+
+
 def owed_by(saved: State) -> dict[int, Tensor]:
     """The errors of the rank of a saved state, by number of the parameter."""
     found: dict[int, Tensor] = {}

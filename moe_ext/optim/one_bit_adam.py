@@ -10,8 +10,15 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
 from moe_ext.optim._arguments import check_count, check_deepspeed
-from moe_ext.optim._compressed import CompressedOptimizer, Entry, move_momentum
-from moe_ext.optim._compressed_mean import mean_over_ranks
+from moe_ext.optim._compressed import CompressedOptimizer
+from moe_ext.optim._entries import (
+    Entry,
+    alike,
+    average_gradients,
+    clip,
+    clip_factor,
+    mean_over_ranks,
+)
 from moe_ext.optim._sliced import move_moments
 from moe_ext.optim._variance import (
     block_squares,
@@ -86,6 +93,7 @@ class OneBitAdam(CompressedOptimizer):
     """
 
     _op = "OneBitAdam"
+    _settings: tuple[str, ...] = ("freeze_step", "variance_interval", "_eps_inside_sqrt")
     _more_defaults: dict[str, Any] = {}
 
     def __init__(
@@ -132,36 +140,29 @@ class OneBitAdam(CompressedOptimizer):
             communication_data_type=communication_data_type,
         )
 
-    def _settings(self) -> dict[str, object]:
-        return {
-            "freeze_step": self.freeze_step,
-            "variance_interval": self.variance_interval,
-            "eps_inside_sqrt": self._eps_inside_sqrt,
-        }
-
     def _is_dense(self) -> bool:
         return self.steps_taken < self.freeze_step
 
     def _take_step(self, entries: list[Entry]) -> None:
         for entry in entries:
-            self._moments(entry, ("exp_avg", "exp_avg_sq"))
-            state = self.state[entry.parameter]
+            entry.make(("exp_avg", "exp_avg_sq"))
+            state = entry.state
             state["var_steps"] = state.get("var_steps", state.setdefault("step", 0))
         compressed: list[Entry] = []
         if not self._is_dense():
-            compressed = [entry for entry in entries if self._is_compressed(entry)]
+            compressed = [entry for entry in entries if entry.is_compressed]
         chosen = {id(entry) for entry in compressed}
         dense = [entry for entry in entries if id(entry) not in chosen]
         # All messages that may fail come before the first change.
         squares = self._mean_squares(entries)
-        self._average_gradients(dense)
+        average_gradients(dense, self._op, self._halvings)
         if self._is_dense():
-            self._clip(dense)
+            clip(dense, self.defaults["max_grad_norm"])
         is_first = not self._means
         momenta = self._mean_momenta(compressed) if compressed else {}
-        late = [e for e in compressed if is_first or not self.state[e.parameter]["var_steps"]]
+        late = [e for e in compressed if is_first or not e.state["var_steps"]]
         if late:
-            fill_zeros([self.state[entry.parameter]["exp_avg_sq"] for entry in compressed])
+            fill_zeros([entry.state["exp_avg_sq"] for entry in compressed])
             self._freeze_variance(late)
         self._follow_squares(squares, chosen)
         for group_index, group in enumerate(self.param_groups):
@@ -172,7 +173,7 @@ class OneBitAdam(CompressedOptimizer):
     def _freeze_variance(self, entries: list[Entry]) -> None:
         """Called at the first compressed step of parameters."""
         for entry in entries:
-            state = self.state[entry.parameter]
+            state = entry.state
             state["var_steps"] = state["var_steps"] or max(1, self.steps_taken)
 
     def _mean_squares(self, entries: list[Entry]) -> list[tuple[Entry, Tensor]]:
@@ -181,14 +182,10 @@ class OneBitAdam(CompressedOptimizer):
         if not interval or (self.steps_taken + 1) % interval:
             return []
         # Before the freeze gradients are still unclipped.
-        scale = self._clip_factor(entries) if self._is_dense() else None
+        max_norm = self.defaults["max_grad_norm"] if self._is_dense() else 0
+        scale = clip_factor(entries, max_norm)
         found: list[tuple[Entry, Tensor]] = []
-        together: dict[tuple[int, torch.device], list[Entry]] = {}
-        for entry in entries:
-            if entry.active and self._is_compressed(entry):
-                key = (id(entry.ranks), entry.parameter.device)
-                together.setdefault(key, []).append(entry)
-        for members in together.values():
+        for members in alike((e for e in entries if e.active and e.is_compressed), "device"):
             squares = [block_squares(e.part, e.grad, self._block) for e in members]
             if scale is not None:
                 torch._foreach_mul_(squares, scale.square())
@@ -199,7 +196,7 @@ class OneBitAdam(CompressedOptimizer):
     def _follow_squares(self, squares: list[tuple[Entry, Tensor]], frozen: set[int]) -> None:
         """Scale frozen variances by how far the squares of gradients have grown."""
         for entry, mean_S in squares:
-            state = self.state[entry.parameter]
+            state = entry.state
             beta2 = entry.group["betas"][1] ** self.variance_interval
             growth_S = follow_squares(state, mean_S, beta2)
             if id(entry) in frozen and growth_S is not None:
@@ -208,24 +205,19 @@ class OneBitAdam(CompressedOptimizer):
     def _mean_momenta(self, entries: list[Entry]) -> dict[int, Tensor]:
         """The new momentum of compressed entries, by id of the entry."""
         is_first, means = not self._means, self._flat_means()
-        if is_first:
-            for mean, members in means:
-                mean.note_rows([self.state[e.parameter]["exp_avg_sq"] for e in members])
-        for mean, members in means:
-            torch._foreach_copy_(mean.views, [self.state[e.parameter]["exp_avg"] for e in members])
-            for view, entry in zip(mean.views, members, strict=True):
-                move_momentum(entry, view)
+        for mean in means:
+            if is_first:
+                mean.note_rows("exp_avg_sq")
+            torch._foreach_copy_(mean.views, [entry.state["exp_avg"] for entry in mean.entries])
+            for entry, view in mean.by_entry():
+                entry.move_momentum(view)
         try:
             self._reduce(means)
         except BaseException:
             if is_first:
-                self._means = {}
+                self._means = []
             raise
-        return {
-            id(entry): view
-            for mean, members in means
-            for view, entry in zip(mean.views, members, strict=True)
-        }
+        return {id(entry): view for mean in means for entry, view in mean.by_entry()}
 
     def _update_moments(
         self, group: dict[str, Any], entries: list[Entry], momenta: dict[int, Tensor]
@@ -233,31 +225,31 @@ class OneBitAdam(CompressedOptimizer):
         dense = [entry for entry in entries if id(entry) not in momenta]
         if dense:
             move_moments(
-                [self.state[entry.parameter]["exp_avg"] for entry in dense],
-                [self.state[entry.parameter]["exp_avg_sq"] for entry in dense],
+                [entry.state["exp_avg"] for entry in dense],
+                [entry.state["exp_avg_sq"] for entry in dense],
                 [entry.grad for entry in dense if entry.grad is not None],
                 group["betas"],
             )
         for entry in dense:
-            self.state[entry.parameter]["var_steps"] += 1
+            entry.state["var_steps"] += 1
         for entry in entries:
             if id(entry) in momenta:
                 self._take_momentum(entry, momenta[id(entry)])
-            self.state[entry.parameter]["step"] += 1
+            entry.state["step"] += 1
 
     def _take_momentum(self, entry: Entry, momentum: Tensor) -> None:
-        self.state[entry.parameter]["exp_avg"].copy_(momentum)
+        entry.state["exp_avg"].copy_(momentum)
 
     def _denominators(self, group: dict[str, Any], entries: list[Entry]) -> list[Tensor]:
-        exp_avg_sqs = [self.state[entry.parameter]["exp_avg_sq"] for entry in entries]
-        steps = [self.state[entry.parameter]["var_steps"] for entry in entries]
+        exp_avg_sqs = [entry.state["exp_avg_sq"] for entry in entries]
+        steps = [entry.state["var_steps"] for entry in entries]
         return roots(group, exp_avg_sqs, steps, inside=self._eps_inside_sqrt)
 
     def _apply(self, group: dict[str, Any], entries: list[Entry]) -> None:
         if not entries:
             return
         lr, beta1 = float(group["lr"]), group["betas"][0]
-        parameters, states = [e.part for e in entries], [self.state[e.parameter] for e in entries]
+        parameters, states = [e.part for e in entries], [e.state for e in entries]
         if group["weight_decay"] != 0:
             torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
         rates = [-lr] * len(entries)

@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.optim._arguments import check_positive, is_own_part, label
-from moe_ext.optim._compressed import Entry
+from moe_ext.optim._entries import Entry
 from moe_ext.optim._sliced import SliceNorms
 from moe_ext.optim._variance import roots
 from moe_ext.optim.lamb import trust_ratio
@@ -73,6 +73,10 @@ class OneBitLamb(OneBitAdam):
     """
 
     _op = "OneBitLamb"
+    _settings = (
+        *OneBitAdam._settings,
+        *("_coeff_beta", "_factor_min", "_factor_max", "_factor_threshold"),
+    )
 
     def __init__(
         self,
@@ -106,7 +110,7 @@ class OneBitLamb(OneBitAdam):
         _check_range("factor_min", factor_min, "factor_max", factor_max)
         check_positive(self._op, "factor_threshold", factor_threshold)
         self._coeff_beta, self._factor_threshold = coeff_beta, factor_threshold
-        self._factor_range = (factor_min, factor_max)
+        self._factor_min, self._factor_max = factor_min, factor_max
         self._more_defaults = {"max_coeff": max_coeff, "min_coeff": min_coeff, "adapt": True}
         self._coefficients: list[Tensor] = []
         super().__init__(
@@ -148,14 +152,6 @@ class OneBitLamb(OneBitAdam):
                     f"{label(group, number, index)}; take OneBitAdam or ZeroOneAdam for them"
                 )
 
-    def _settings(self) -> dict[str, object]:
-        return {
-            **super()._settings(),
-            "coeff_beta": self._coeff_beta,
-            "factor_min and factor_max": self._factor_range,
-            "factor_threshold": self._factor_threshold,
-        }
-
     def get_lamb_coeffs(self) -> list[float | list[float]]:
         """Factors on the learning rate in the last step, a list for stacked experts."""
         return [c.item() if len(c) == 1 else c.tolist() for c in self._coefficients]
@@ -163,7 +159,7 @@ class OneBitLamb(OneBitAdam):
     def _freeze_variance(self, entries: list[Entry]) -> None:
         super()._freeze_variance(entries)
         for entry in entries:
-            state = self.state[entry.parameter]
+            state = entry.state
             state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
 
     def _take_step(self, entries: list[Entry]) -> None:
@@ -171,7 +167,7 @@ class OneBitLamb(OneBitAdam):
         super()._take_step(entries)
 
     def _take_momentum(self, entry: Entry, momentum: Tensor) -> None:
-        state = self.state[entry.parameter]
+        state = entry.state
         if "exp_avg_sq_fresh" in state:
             beta1, beta2 = entry.group["betas"]
             grad = momentum.sub(state["exp_avg"], alpha=beta1).div_(1 - beta1)
@@ -201,7 +197,7 @@ class OneBitLamb(OneBitAdam):
         entries = [entry for entry in entries if entry.part.numel()]
         if not entries:
             return
-        parameters, states = [e.part for e in entries], [self.state[e.parameter] for e in entries]
+        parameters, states = [e.part for e in entries], [e.state for e in entries]
         denominators = self._denominators(group, entries)
         exp_avgs = [state["exp_avg"] for state in states]
         directions = list(torch._foreach_div(exp_avgs, denominators))
@@ -217,7 +213,7 @@ class OneBitLamb(OneBitAdam):
         coefficients = []
         for position, entry in enumerate(entries):
             weight_G, update_G, direction_G = (family[position] for family in norms)
-            state = self.state[entry.parameter]
+            state = entry.state
             if not group["adapt"]:
                 coefficient_G = torch.ones_like(weight_G)
             elif "exp_avg_sq_fresh" in state:
@@ -244,7 +240,7 @@ class OneBitLamb(OneBitAdam):
         self, group: dict[str, Any], entry: Entry, denominator: Tensor, share_G: Tensor
     ) -> Tensor:
         """The mean ratio of the warm-up times f."""
-        state = self.state[entry.parameter]
+        state = entry.state
         steps = [max(state["var_steps"], state["step"])]
         real = roots(group, [state["exp_avg_sq_fresh"]], steps, inside=self._eps_inside_sqrt)[0]
         quotient = (denominator / real).reshape(len(share_G), -1)
@@ -252,7 +248,7 @@ class OneBitLamb(OneBitAdam):
         if group["weight_decay"] != 0:
             factor_G = factor_G * share_G + (1 - share_G)
         last_G = _slice_state(state, "last_factor", 1.0, share_G)
-        factor_G = factor_G.clamp(*self._factor_range)
+        factor_G = factor_G.clamp(self._factor_min, self._factor_max)
         threshold = self._factor_threshold
         factor_G = factor_G.clamp(last_G * (1 - threshold), last_G * (1 + threshold))
         last_G.copy_(factor_G)

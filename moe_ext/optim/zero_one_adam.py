@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
 from moe_ext.optim._arguments import check_count, check_deepspeed
-from moe_ext.optim._compressed import CompressedOptimizer, Entry, move_momentum
+from moe_ext.optim._compressed import CompressedOptimizer
 from moe_ext.optim._compressed_mean import CompressedMean
+from moe_ext.optim._entries import Entry, average_gradients, clip
 from moe_ext.optim._variance import fillings, roots
 
 _BUFFERS = ("exp_avg", "exp_avg_sq", "momentum_accumulator")
@@ -70,6 +72,10 @@ class ZeroOneAdam(CompressedOptimizer):
     """
 
     _op = "ZeroOneAdam"
+    _settings = (
+        *("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"),
+        "_eps_inside_sqrt",
+    )
 
     def __init__(
         self,
@@ -130,7 +136,7 @@ class ZeroOneAdam(CompressedOptimizer):
     @property
     def synchronised(self) -> bool:
         """Whether parameters are equal on all ranks now."""
-        return not any(self._is_apart(entry) for entry in self._made)
+        return not any(entry.is_apart for entry in self._made)
 
     def flush(self) -> None:
         """Synchronise, and bring in what all ranks owe, by one dense all-reduce, on all ranks.
@@ -139,21 +145,6 @@ class ZeroOneAdam(CompressedOptimizer):
             RankFailureError: a rank died or did not answer.
         """
         super().flush()
-
-    def _owed(self, mean: CompressedMean, entries: list[Entry]) -> Tensor:
-        total_N = super()._owed(mean, entries)
-        for part, entry in zip(mean.parts_of(total_N), entries, strict=True):
-            part.add_(self.state[entry.parameter]["momentum_accumulator"])
-        return total_N
-
-    def _settings(self) -> dict[str, object]:
-        return {
-            "var_freeze_step": self.var_freeze_step,
-            "var_update_scaler": self.var_update_scaler,
-            "local_step_scaler": self.local_step_scaler,
-            "local_step_clipper": self.local_step_clipper,
-            "eps_inside_sqrt": self._eps_inside_sqrt,
-        }
 
     def _is_dense(self) -> bool:
         step = self.steps_taken + 1
@@ -164,15 +155,11 @@ class ZeroOneAdam(CompressedOptimizer):
         self._versions = {}
         super()._load_shared(state_dict, copy=copy)
 
-    def _is_between(self, state_dict: dict[str, Any]) -> bool:
-        return any(state.get("apart", False) for state in state_dict["state"].values())
-
     def _find_problem(self, entries: list[Entry]) -> Exception | None:
         for entry in entries:
-            state = self.state.get(entry.parameter, {})
             # Not in a state that was loaded.
             version = self._versions.get(entry.parameter)
-            if state.get("apart", False) and version not in (None, entry.part._version):
+            if entry.is_apart and version not in (None, entry.part._version):
                 return ValueError(
                     f"{self._op}: expected parameters to be written by the optimizer alone between "
                     "two synchronisations, which takes ranks back to where they parted, got a "
@@ -182,30 +169,30 @@ class ZeroOneAdam(CompressedOptimizer):
 
     def _take_step(self, entries: list[Entry]) -> None:
         for entry in entries:
-            state = self.state[entry.parameter]
+            state = entry.state
             # Adam's state does not count them; a parameter frozen until now has none.
             state.setdefault("var_steps", self.steps_taken if state else 0)
-            self._moments(entry, _BUFFERS)
+            entry.make(_BUFFERS)
             if "filling" not in state:
                 state["filling"] = fillings([state["exp_avg_sq"]])[0]
         means = self._flat_means()
         if self._is_dense():
-            self._average_gradients(entries)
-            self._clip(entries)
+            average_gradients(entries, self._op, self._halvings)
+            clip(entries, self.defaults["max_grad_norm"])
             self._dense_step(entries)
-            for mean, members in means:
-                mean.note_rows([self.state[entry.parameter]["exp_avg_sq"] for entry in members])
+            for mean in means:
+                mean.note_rows("exp_avg_sq")
             self._count("var", self.var_update_scaler)
             return
         step, first = self.steps_taken + 1, self.param_groups[0]
-        kept = [entry for entry in entries if not self._is_compressed(entry)]
+        kept = [entry for entry in entries if not entry.is_compressed]
         # All messages that may fail come before the first change.
-        self._average_gradients(kept)
+        average_gradients(kept, self._op, self._halvings)
         is_local = step > self.var_freeze_step
         if not is_local or step % first["local_step_interval"] == 0:
             self._synchronise(means)
         else:
-            self._local_step([e for e in entries if self._is_compressed(e) and e.active])
+            self._local_step([e for e in entries if e.is_compressed and e.active])
         self._dense_step(kept)
         if is_local:
             self._count("local_step", self.local_step_scaler, self.local_step_clipper)
@@ -230,26 +217,26 @@ class ZeroOneAdam(CompressedOptimizer):
         """A step of AdamW by averaged gradients; what is owed stays owed."""
         moved = [entry for entry in entries if entry.active]
         for entry in moved:
-            state, (beta1, beta2) = self.state[entry.parameter], entry.group["betas"]
+            state, (beta1, beta2) = entry.state, entry.group["betas"]
             assert entry.grad is not None
             state["exp_avg"].lerp_(entry.grad, 1 - beta1)
             state["exp_avg_sq"].mul_(beta2).addcmul_(entry.grad, entry.grad, value=1 - beta2)
             state["var_steps"] += 1
-        seconds = [self.state[entry.parameter]["exp_avg_sq"] for entry in entries]
+        seconds = [entry.state["exp_avg_sq"] for entry in entries]
         for entry, filling in zip(entries, fillings(seconds), strict=True):
-            self.state[entry.parameter]["filling"] = filling
+            entry.state["filling"] = filling
         for entry in moved:
             entry.part.mul_(_decay(entry.group))
-            self._move(entry, self.state[entry.parameter]["exp_avg"] * self._rate(entry.group))
+            self._move(entry, entry.state["exp_avg"] * self._rate(entry.group))
 
     def _local_step(self, entries: list[Entry]) -> None:
         """Move this rank alone, and remember how far."""
         for entry in entries:
-            state, rate = self.state[entry.parameter], self._rate(entry.group)
-            if not self._is_apart(entry):
+            state, rate = entry.state, self._rate(entry.group)
+            if not entry.is_apart:
                 state["anchor"], state["decay"], state["apart"] = entry.part.clone(), 1.0, True
             exp_avg = state["exp_avg"]
-            move_momentum(entry, exp_avg)
+            entry.move_momentum(exp_avg)
             state["momentum_accumulator"].add_(exp_avg, alpha=rate)
             state["lrs"] = state.get("lrs", 0.0) + rate
             state["decay"] *= _decay(entry.group)
@@ -257,33 +244,30 @@ class ZeroOneAdam(CompressedOptimizer):
             self._move(entry, exp_avg * rate)
             self._versions[entry.parameter] = entry.part._version
 
-    def _synchronise(self, means: list[tuple[CompressedMean, list[Entry]]]) -> None:
+    def _synchronise(self, means: list[CompressedMean]) -> None:
         """A local step on all ranks that ends in the same place."""
-        for mean, members in means:
-            for view, entry in zip(mean.views, members, strict=True):
-                state = self.state[entry.parameter]
+        for mean in means:
+            for entry, view in mean.by_entry():
+                state = entry.state
                 if entry.active:
-                    move_momentum(entry, view.copy_(state["exp_avg"]))
+                    entry.move_momentum(view.copy_(state["exp_avg"]))
                     view.mul_(self._rate(entry.group)).add_(state["momentum_accumulator"])
                 else:
                     view.copy_(state["momentum_accumulator"])
         self._reduce(means)
-        for mean, members in means:
-            for entry in members:
+        for mean in means:
+            moved = [(entry, view) for entry, view in mean.by_entry() if not entry.is_idle]
+            for entry in mean.entries:
                 if entry.active:
-                    state = self.state[entry.parameter]
+                    state = entry.state
                     state["decay"] = state.get("decay", 1.0) * _decay(entry.group)
                     state["lrs"] = state.get("lrs", 0.0) + self._rate(entry.group)
-            moved = [i for i, entry in enumerate(members) if not self._is_idle(entry)]
-            self._pay([members[i] for i in moved], [mean.views[i] for i in moved])
+            self._pay(moved)
 
-    def _is_idle(self, entry: Entry) -> bool:
-        return not entry.active and not self._is_apart(entry)
-
-    def _pay(self, entries: list[Entry], owed: list[Tensor]) -> None:
+    def _pay(self, owed: Sequence[tuple[Entry, Tensor]]) -> None:
         """Go from the last common place by the mean of how far the ranks went."""
-        for entry, mean in zip(entries, owed, strict=True):
-            state = self.state[entry.parameter]
+        for entry, mean in owed:
+            state = entry.state
             if state.pop("apart", False):
                 entry.part.copy_(state.pop("anchor"))
             entry.part.mul_(state.pop("decay", 1.0))
@@ -297,7 +281,7 @@ class ZeroOneAdam(CompressedOptimizer):
 
     def _move(self, entry: Entry, distance: Tensor) -> None:
         """Subtract a distance over the root of v."""
-        state, second = self.state[entry.parameter], self.state[entry.parameter]["exp_avg_sq"]
+        state, second = entry.state, entry.state["exp_avg_sq"]
         second = torch.where(second > 0, second, state["filling"])
         steps = [max(1, state["var_steps"])]
         root = roots(entry.group, [second], steps, inside=self._eps_inside_sqrt)[0]

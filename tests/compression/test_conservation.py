@@ -227,7 +227,7 @@ class OptimizerRow(Row):
             self.take(step, torch.nan if dist.get_rank() else 1.0)
 
     def owed(self):
-        (mean, _), *_ = self.optimizer._made_means()
+        mean, *_ = self.optimizer._means
         return torch.cat([part.flatten() for part in mean.parts_of(mean.errors())])
 
 

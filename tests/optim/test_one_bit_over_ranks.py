@@ -79,10 +79,10 @@ def check_what_is_applied_plus_what_is_owed():
         sent = [0.9 * optimizer.state[p]["exp_avg"] + 0.1 * p.grad for p in params]
         before = total(owed(optimizer)) if step > 3 else torch.zeros(1, dtype=torch.float64)
         optimizer.step()
-        mean, members = optimizer._made_means()[0]
+        mean = optimizer._means[0]
         after = mean.parts_of(total(owed(optimizer)))
         before = mean.parts_of(before.expand(len(mean.flat_N)).clone())
-        for entry, kept, had in zip(members, after, before, strict=True):
+        for entry, kept, had in zip(mean.entries, after, before, strict=True):
             index = next(i for i, p in enumerate(params) if p is entry.parameter)
             applied = ranks * optimizer.state[entry.parameter]["exp_avg"].double()
             torch.testing.assert_close(applied + kept, total(sent[index]) + had, rtol=0, atol=2e-5)
@@ -275,10 +275,10 @@ def check_without_gradients_nothing_is_owed_nor_moves(name):
     last = 10 if name == "ZeroOneAdam" else 5  # a synchronisation
     run(optimizer, [p, q], range(last))
     assert name != "ZeroOneAdam" or optimizer.synchronised
-    index = next(i for i, e in enumerate(optimizer._made_means()[0][1]) if e.parameter is q)
+    index = next(i for i, e in enumerate(optimizer._means[0].entries) if e.parameter is q)
 
     def of_q():
-        mean = optimizer._made_means()[0][0]
+        mean = optimizer._means[0]
         owed_q = mean.parts_of(mean.errors())[index]
         return [t.clone() for t in (q.detach(), optimizer.state[q]["exp_avg"], owed_q)]
 
@@ -449,18 +449,15 @@ def trained(make, steps=200):
     )
 
 
-class DenseAdam(optim.OneBitAdam):
-    def _is_compressed(self, entry):
-        return False
-
-
-class DenseLamb(optim.OneBitLamb):
-    def _is_compressed(self, entry):
-        return False
+def dense(cls, params):
+    return cls([{"params": [*params], "non_freeze": True}])
 
 
 def check_convergence():
-    adam, lamb, control = trained(DenseAdam), trained(DenseLamb), trained(SignOfGradient)
+    adam, lamb = (
+        trained(functools.partial(dense, cls)) for cls in (optim.OneBitAdam, optim.OneBitLamb)
+    )
+    control = trained(SignOfGradient)
     one_bit = trained(lambda p: optim.OneBitAdam(p, freeze_step=40, block=BLOCK))
     one_bit_lamb = trained(lambda p: optim.OneBitLamb(p, freeze_step=40, block=BLOCK))
     zero_one = trained(

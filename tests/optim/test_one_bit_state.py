@@ -52,12 +52,12 @@ def check_flush_brings_in_what_is_owed():
     params, ranks = parameters(), dist.get_world_size()
     optimizer = MAKERS["OneBitAdam"](params, lr=0.05)
     run(optimizer, params, range(8))
-    mean, members = optimizer._made_means()[0]
-    before = [optimizer.state[e.parameter]["exp_avg"].clone() for e in members]
+    mean = optimizer._means[0]
+    before = [e.state["exp_avg"].clone() for e in mean.entries]
     parts = mean.parts_of(total(owed(optimizer)))
     assert bool(owed(optimizer).any())
     optimizer.flush()
-    for entry, had, part in zip(members, before, parts, strict=True):
+    for entry, had, part in zip(mean.entries, before, parts, strict=True):
         found = optimizer.state[entry.parameter]["exp_avg"]
         torch.testing.assert_close(found.double(), had + part / ranks, rtol=1e-5, atol=1e-6)
     assert not bool(owed(optimizer).any())
@@ -182,7 +182,7 @@ def check_a_state_that_has_lost_what_is_owed_is_refused():
     for one in state["state"].values():
         one.pop("worker_error", None)
     optimizer.load_state_dict(state)
-    assert optimizer._made_means() == []
+    assert optimizer._means == []
     run(optimizer, params, [6])
 
 

@@ -55,7 +55,7 @@ def check_experts(name, neighbours):
             optimizer, params = made(name, group, replicas, carried[part])
             if saved is not None:
                 optimizer.load_rank_states(saved)
-                _, (mean, _) = optimizer._made_means()
+                _, mean = optimizer._means
                 found = total(mean.errors(), replicas) / mean.size
                 torch.testing.assert_close(found, owed[part], rtol=1e-6, atol=1e-7)
                 was = next(s for s, p in zip(saved, parts, strict=True) if p == part)
@@ -66,7 +66,7 @@ def check_experts(name, neighbours):
             run(optimizer, params, part, range(done, done + 8))
             assert_equal_on_ranks(params[:1], group)
             assert_equal_on_ranks(params[1:], replicas)
-            _, (mean, _) = optimizer._made_means()
+            _, mean = optimizer._means
             mine = (
                 part,
                 optimizer.rank_state_dict(),
