@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer
 
@@ -36,14 +36,35 @@ class CheckedOptimizer(Optimizer):
     off is no matter, and one that no optimizer has is the user's own.
     """
 
+    _op = ""
+
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         _own_options.update(_options(cls))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, with options of its own."""
+        """Add a group, with options of its own.
+
+        Raises:
+            ValueError: an option or a parameter does not fit; nothing has changed.
+        """
         self._check_groups([param_group])
         super().add_param_group(param_group)
+        group, number = self.param_groups[-1], len(self.param_groups) - 1
+        for index, parameter in enumerate(group["params"]):
+            problem = self._problem_of(parameter, group, label(group, number, index))
+            if problem is not None:
+                self.param_groups.pop()
+                raise ValueError(f"{self._op}: {problem}")
+
+    def _problem_of(self, parameter: Tensor, group: dict[str, Any], name: str) -> str | None:
+        """The problem of a parameter of a group, by its name in messages; None without any."""
+        if "per_expert" in self.defaults and group["per_expert"] and parameter.dim() < 1:
+            return (
+                "expected parameters of a group with per_expert=True to have a first dimension of "
+                f"experts, got shape {tuple(parameter.shape)} for {name}"
+            )
+        return None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state; options that it does not have stay as they are.
@@ -58,6 +79,27 @@ class CheckedOptimizer(Optimizer):
         for group, old in zip(self.param_groups, before, strict=True):
             for name in self.defaults.keys() & old.keys():
                 group.setdefault(name, old[name])
+
+    def _load_uncast(
+        self, saved: dict[str, Any], kept: Callable[[nn.Parameter, dict[str, Any], str, Any], Any]
+    ) -> None:
+        """Go on from a state, of which a parameter keeps what is made of it here.
+
+        Tensors are kept from torch, which would cast them to the type of the parameter.
+
+        Args:
+            saved: with this rank's parts of tensors.
+            kept: makes the value of a parameter, in its group, of the name and value in `saved`.
+        """
+        plain = {
+            number: {k: v for k, v in state.items() if k == "step" or not isinstance(v, Tensor)}
+            for number, state in saved["state"].items()
+        }
+        CheckedOptimizer.load_state_dict(self, {**saved, "state": plain})
+        for group, old in zip(self.param_groups, saved["param_groups"], strict=True):
+            for parameter, number in zip(group["params"], old["params"], strict=True):
+                for name, value in saved["state"].get(number, {}).items():
+                    self.state[parameter][name] = kept(parameter, group, name, value)
 
     def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """ValueError for an option of parameter groups that does not fit; changes nothing."""
@@ -82,6 +124,20 @@ class CheckedOptimizer(Optimizer):
 
     def _check_options(self, group: dict[str, Any]) -> None:
         """ValueError for options out of their range."""
+
+
+def options_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of parameter groups: the arguments of a constructor, as `locals()` has them."""
+    others = ("self", "params", "__class__")
+    return {name: value for name, value in arguments.items() if name not in others}
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """What the closure of a step returns, which evaluates the model again; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def _options(cls: type[Optimizer]) -> set[str]:
@@ -123,17 +179,6 @@ def check_betas(op: str, betas: Sequence[float]) -> None:
     """ValueError unless there are two numbers in [0, 1)."""
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"{op}: expected betas to be two numbers in [0, 1), got {betas}")
-
-
-def check_expert_axis(op: str, group: dict[str, Any], group_index: int) -> None:
-    """ValueError unless every tensor of a group with per_expert has a dimension of experts."""
-    for index, parameter in enumerate(group["params"]):
-        if group["per_expert"] and parameter.dim() < 1:
-            raise ValueError(
-                f"{op}: expected parameters of a group with per_expert=True to have a first "
-                f"dimension of experts, got shape {tuple(parameter.shape)} for "
-                f"{label(group, group_index, index)}"
-            )
 
 
 def is_own_part(parameter: Tensor) -> bool:

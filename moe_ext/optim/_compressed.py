@@ -25,11 +25,11 @@ from moe_ext.distributed.state_dict import show_states, take_states
 from moe_ext.optim._arguments import (
     CheckedOptimizer,
     check_betas,
-    check_expert_axis,
     check_positive,
     divided_within,
     is_own_part,
     label,
+    loss_of,
     placed_alike,
 )
 from moe_ext.optim._compressed_mean import CompressedMean
@@ -60,7 +60,6 @@ _BITS = 62
 class CompressedOptimizer(CheckedOptimizer, ABC):
     """Base of OneBitAdam, OneBitLamb and ZeroOneAdam."""
 
-    _op = ""
     # Attributes that are options which no group has.
     _settings: tuple[str, ...] = ()
 
@@ -119,23 +118,23 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
                 f"({self.defaults['max_grad_norm']}), got {group['max_grad_norm']}"
             )
         param_group.setdefault("step", 0)
-        super().add_param_group(param_group)
-        own = None if ranks == "self" else ranks
-        for index, parameter in enumerate(self.param_groups[-1]["params"]):
-            name = label(self.param_groups[-1], len(self.param_groups) - 1, index)
-            problem = mask_problem(self._op, self.param_groups[-1], local_part(parameter), name)
-            with_copies = self._process_group if ranks is None else own
-            if is_own_part(parameter) and divided_within(parameter, with_copies):
-                problem = (
-                    f"{self._op}: expected a process_group of ranks that hold the same part of "
-                    f"{name}, got one of ranks that hold others; make the groups by "
-                    "moe_ext.optim.param_groups(model, process_groups=True)"
-                )
-            if problem is not None:
-                self.param_groups.pop()
-                raise ValueError(problem)
-        self._ranks.append(self._process_group if ranks is None else own)
-        check_expert_axis(self._op, self.param_groups[-1], len(self.param_groups) - 1)
+        shared = self._process_group if ranks is None else None if ranks == "self" else ranks
+        self._ranks.append(shared)
+        try:
+            super().add_param_group(param_group)
+        except BaseException:
+            self._ranks.pop()
+            raise
+
+    def _problem_of(self, parameter: Tensor, group: dict[str, Any], name: str) -> str | None:
+        if is_own_part(parameter) and divided_within(parameter, self._ranks[-1]):
+            return (
+                f"expected a process_group of ranks that hold the same part of {name}, got one of "
+                "ranks that hold others; make the groups by moe_ext.optim.param_groups(model, "
+                "process_groups=True)"
+            )
+        problem = mask_problem(group, local_part(parameter), name)
+        return problem or super()._problem_of(parameter, group, name)
 
     def _check_options(self, group: dict[str, Any]) -> None:
         for name in ("lr", "eps", "weight_decay", "max_grad_norm"):
@@ -160,10 +159,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
                 placed unlike its parameter.
             RankFailureError: a rank died or did not answer; parameters and moments are as before.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         with torch.no_grad():
             entries = self._entries()
             if entries:
@@ -273,9 +269,9 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
                 rule = "gradients to be placed as their parameters, got another one"
             if rule:
                 return TypeError(f"{self._op}: expected {rule} for {entry.label}")
-            problem = mask_problem(self._op, entry.group, entry.part, entry.label)
+            problem = mask_problem(entry.group, entry.part, entry.label)
             if problem is not None:
-                return ValueError(problem)
+                return ValueError(f"{self._op}: {problem}")
             if grad is not None and entry.part.numel():
                 present.append(entry)
                 grads.append(local_part(grad))
@@ -602,24 +598,18 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
             index: {key: value for key, value in state.items() if key not in private}
             for index, state in state_dict["state"].items()
         }
-        # Without tensors, which torch casts to the type of the parameter; that may be shorter.
-        numbers = {
-            index: {k: v for k, v in state.items() if not isinstance(v, Tensor)}
-            for index, state in plain.items()
-        }
-        super().load_state_dict({**state_dict, "state": numbers})
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        for index, state in plain.items():
-            parameter = parameters[index]
-            for key, value in state.items():
-                is_count = isinstance(value, Tensor) and not value.dtype.is_floating_point
-                if key == "step" or (is_count and value.dim() == 0):
-                    self.state[parameter][key] = int(value)
-                elif isinstance(value, Tensor):
-                    dtype = torch.promote_types(value.dtype, torch.float32)
-                    self.state[parameter][key] = local_part(value.detach()).to(
-                        parameter.device, dtype, copy=copy
-                    )
+
+        def kept(parameter: Tensor, group: dict[str, Any], name: str, value: Any) -> Any:
+            is_count = isinstance(value, Tensor) and not value.dtype.is_floating_point
+            if name == "step" or (is_count and value.dim() == 0):
+                return int(value)
+            if not isinstance(value, Tensor):
+                return self.state[parameter][name]
+            # That of the parameter may be shorter.
+            dtype = torch.promote_types(value.dtype, torch.float32)
+            return local_part(value.detach()).to(parameter.device, dtype, copy=copy)
+
+        self._load_uncast({**state_dict, "state": plain}, kept)
         for group, mask in zip(self.param_groups, masks, strict=True):
             # Optimizers of torch and DeepSpeed count in the state of each parameter.
             steps = [self.state[p].get("step", 0) for p in group["params"] if p in self.state]

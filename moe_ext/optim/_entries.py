@@ -89,7 +89,7 @@ class Entry:
             momentum.lerp_(self.grad, 1 - beta1)
 
 
-def mask_problem(op: str, group: Mapping[str, Any], parameter: Tensor, name: str) -> str | None:
+def mask_problem(group: Mapping[str, Any], parameter: Tensor, name: str) -> str | None:
     """The problem of an exp_avg_mask that does not fit a parameter, or None."""
     mask, shape = group.get("exp_avg_mask"), parameter.shape
     if mask is None or mask.numel() == shape.numel():
@@ -98,7 +98,7 @@ def mask_problem(op: str, group: Mapping[str, Any], parameter: Tensor, name: str
         if torch.broadcast_shapes(mask.shape, shape) == shape:
             return None
     return (
-        f"{op}: expected exp_avg_mask to have as many elements as each parameter of its group, "
+        "expected exp_avg_mask to have as many elements as each parameter of its group, "
         f"{shape.numel()} in shape {tuple(shape)} of {name}, or to broadcast to it, got shape "
         f"{tuple(mask.shape)}"
     )

@@ -29,8 +29,8 @@ from moe_ext.distributed.state_dict import take_states
 from moe_ext.optim._arguments import (
     CheckedOptimizer,
     Trained,
-    check_expert_axis,
     label,
+    loss_of,
     placed_alike,
     trained_parameters,
 )
@@ -44,14 +44,8 @@ _ADAM_BUFFERS = ("exp_avg", "exp_avg_sq")
 class SlicedOptimizer(CheckedOptimizer, ABC):
     """Base of LAMB, LARS, Adafactor and Muon."""
 
-    _op = ""
     # Made by the first step, since copies of an optimizer begin without.
     _options: SummedOptions | None = None
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, with options of its own."""
-        super().add_param_group(param_group)
-        check_expert_axis(self._op, self.param_groups[-1], len(self.param_groups) - 1)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state; by the names of the parameters, where both have names.
@@ -72,23 +66,20 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
             state_dict: of torch's form.
             copy: False keeps tensors that are of the right type.
         """
-        state_dict = take_states(self, state_dict)
-        kept, numbers, tensors = self.param_groups, {}, {}
-        for number, state in state_dict["state"].items():
-            held = {k: v for k, v in state.items() if k != "step" and isinstance(v, Tensor)}
-            # Not for torch, which casts to the type of the parameter.
-            numbers[number] = {k: v for k, v in state.items() if k not in held}
-            tensors[number] = held
-        super().load_state_dict({**state_dict, "state": numbers})
-        for group, old, mine in zip(
-            self.param_groups, state_dict["param_groups"], kept, strict=True
-        ):
-            group["float32_state"] = mine["float32_state"]
-            for parameter, number in zip(group["params"], old["params"], strict=True):
-                for name, value in tensors.get(number, {}).items():
-                    self.state[parameter][name] = value.detach().to(
-                        parameter.device, state_dtype(parameter, group), copy=copy
-                    )
+        saved = take_states(self, state_dict)
+        groups = [
+            {**old, "float32_state": mine["float32_state"]}
+            for old, mine in zip(saved["param_groups"], self.param_groups, strict=False)
+        ]
+        groups += saved["param_groups"][len(groups) :]
+
+        def kept(parameter: Tensor, group: dict[str, Any], name: str, value: Any) -> Any:
+            if name == "step" or not isinstance(value, Tensor):
+                return self.state[parameter][name]
+            dtype = state_dtype(parameter, group)
+            return value.detach().to(parameter.device, dtype, copy=copy)
+
+        self._load_uncast({**saved, "param_groups": groups}, kept)
 
     @outside_graphs
     @torch.no_grad()
@@ -108,10 +99,7 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
             RankFailureError: a rank that holds other shards died or did not answer; parameters
                 and moments are as before.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         trained = trained_parameters(self._op, self.param_groups)
         for entry in trained:
             _check_placements(self._op, entry)
@@ -375,7 +363,7 @@ class SliceNorms:
         self._per_expert = per_expert
         self._options = options
         self.absent = absent
-        self.groups = [*map(_groups_of_slices, parameters, per_expert)]
+        self.groups = [*map(groups_of_slices, parameters, per_expert)]
 
     def in_order(self, values: Sequence[T], of_absent: Sequence[T]) -> list[T]:
         """Values of the trained parameters and of the absent ones, in the order of all."""
@@ -396,7 +384,7 @@ class SliceNorms:
         squares = [self._local_squares(family) for family in families]
         empty = [_no_squares(entry) for _, entry in self.absent]
         parts = [square_G for family in squares for square_G in self.in_order(family, empty)]
-        over = [_groups_of_slices(e.parameter, e.group["per_expert"]) for _, e in self.absent]
+        over = [groups_of_slices(e.parameter, e.group["per_expert"]) for _, e in self.absent]
         groups = self.in_order(self.groups, over) * len(families)
         if self._options is None:
             sums = sum_over_groups(parts, groups)
@@ -434,7 +422,7 @@ class SliceNorms:
         return [found[i].to(torch.float64).square() for i in range(len(family))]
 
 
-def _groups_of_slices(parameter: Tensor, per_expert: bool) -> list[ProcessGroup]:
+def groups_of_slices(parameter: Tensor, per_expert: bool) -> list[ProcessGroup]:
     """Groups over which parts of the slices of a parameter are summed."""
     # Along dimension 0 a rank holds whole experts: nothing is summed over that.
     dims = range(1, parameter.dim()) if per_expert else None

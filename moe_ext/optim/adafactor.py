@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
 from moe_ext.distributed.dtensor import local_part, sharding_groups
-from moe_ext.optim._arguments import Trained, check_positive
+from moe_ext.optim._arguments import Trained, check_positive, options_in
 from moe_ext.optim._sliced import (
     SlicedOptimizer,
     SliceNorms,
@@ -88,18 +88,7 @@ class Adafactor(SlicedOptimizer):
         maximize: bool = False,
         float32_state: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "beta2_decay": beta2_decay,
-            "eps": eps,
-            "d": d,
-            "weight_decay": weight_decay,
-            "per_expert": per_expert,
-            "foreach": foreach,
-            "maximize": maximize,
-            "float32_state": float32_state,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, options_in(locals()))
 
     def _check_options(self, group: dict[str, Any]) -> None:
         for name in ("lr", "weight_decay"):

@@ -18,7 +18,8 @@ from moe_ext.optim._arguments import (
     Trained,
     check_betas,
     check_positive,
-    label,
+    loss_of,
+    options_in,
     trained_parameters,
 )
 
@@ -57,6 +58,8 @@ class CPUAdamW(CheckedOptimizer):
     Reference: Ren et al., ZeRO-Offload, 2021 (arXiv 2101.06840).
     """
 
+    _op = "CPUAdamW"
+
     def __init__(
         self,
         params: ParamsT,
@@ -67,28 +70,20 @@ class CPUAdamW(CheckedOptimizer):
     ) -> None:
         # By parameter on a device, its version as the last step left it.
         self._versions: dict[Tensor, int] = {}
-        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, options)
+        super().__init__(params, options_in(locals()))
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, with options of its own."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        for index, parameter in enumerate(group["params"]):
-            if is_dtensor(parameter) and not parameter.is_cpu:
-                self.param_groups.pop()
-                raise ValueError(
-                    "CPUAdamW: expected DTensors to be on the CPU, as fully_shard(..., "
-                    f"offload_policy=CPUOffloadPolicy()) keeps them, got {parameter.device} for "
-                    f"{label(group, len(self.param_groups), index)}"
-                )
-            if parameter.dtype not in _DTYPES or not local_part(parameter).is_contiguous():
-                self.param_groups.pop()
-                raise ValueError(
-                    "CPUAdamW: expected parameters to be contiguous in float32, bfloat16 or "
-                    f"float16, got {parameter.dtype} of strides {local_part(parameter).stride()} "
-                    f"for {label(group, len(self.param_groups), index)}"
-                )
+    def _problem_of(self, parameter: Tensor, group: dict[str, Any], name: str) -> str | None:
+        if is_dtensor(parameter) and not parameter.is_cpu:
+            return (
+                "expected DTensors to be on the CPU, as fully_shard(..., "
+                f"offload_policy=CPUOffloadPolicy()) keeps them, got {parameter.device} for {name}"
+            )
+        if parameter.dtype not in _DTYPES or not local_part(parameter).is_contiguous():
+            return (
+                "expected parameters to be contiguous in float32, bfloat16 or float16, got "
+                f"{parameter.dtype} of strides {local_part(parameter).stride()} for {name}"
+            )
+        return None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -96,15 +91,11 @@ class CPUAdamW(CheckedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state, whose tensors stay in float32 on the CPU; torch's AdamW has such."""
-        state_dict = take_states(self, state_dict)
-        super().load_state_dict(state_dict)
-        saved = state_dict["param_groups"]
-        for group, old in zip(self.param_groups, saved, strict=True):
-            for parameter, number in zip(group["params"], old["params"], strict=True):
-                for name, value in state_dict["state"].get(number, {}).items():
-                    # torch casts it to the dtype and device of the parameter.
-                    kept = torch.as_tensor(value).detach()
-                    self.state[parameter][name] = kept.to("cpu", torch.float32, copy=True)
+
+        def kept(parameter: Tensor, group: dict[str, Any], name: str, value: Any) -> Tensor:
+            return torch.as_tensor(value).detach().to("cpu", torch.float32, copy=True)
+
+        self._load_uncast(take_states(self, state_dict), kept)
 
     def _check_options(self, group: dict[str, Any]) -> None:
         for name in ("lr", "eps", "weight_decay"):
@@ -123,10 +114,7 @@ class CPUAdamW(CheckedOptimizer):
         Returns:
             What the closure returned.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for entry in trained_parameters("CPUAdamW", self.param_groups):
             self._step_one(entry, grad_scale)
         return loss

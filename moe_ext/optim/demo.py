@@ -19,7 +19,7 @@ from moe_ext.compression.feedback import CodecMemory
 from moe_ext.distributed.dtensor import dtensor_of, is_dtensor, local_part, mesh_of, shard_of
 from moe_ext.distributed.gradients import fingerprint
 from moe_ext.distributed.state_dict import OF_RANKS
-from moe_ext.optim._arguments import CheckedOptimizer, divided_within, is_own_part, label
+from moe_ext.optim._arguments import CheckedOptimizer, divided_within, is_own_part, label, loss_of
 
 _MARK_BYTES = 8
 
@@ -89,6 +89,8 @@ class DeMo(CheckedOptimizer):
     Reference: Peng, Quesnelle, Kingma, DeMo: Decoupled Momentum Optimization (arXiv 2411.19870).
     """
 
+    _op = "DeMo"
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -133,18 +135,13 @@ class DeMo(CheckedOptimizer):
         agree("DeMo", {"options": options, name: values}, None, self._group, device)
         self._compared = True
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, with options of its own."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        for index, p in enumerate(group["params"]):
-            if not is_own_part(p) or divided_within(p, self._group):
-                self.param_groups.pop()
-                raise ValueError(
-                    "DeMo: expected plain tensors, or experts in an optimizer of their own with "
-                    "the process_group of the ranks that hold the same ones, got a DTensor for "
-                    f"{label(group, len(self.param_groups), index)}"
-                )
+    def _problem_of(self, parameter: Tensor, group: dict[str, Any], name: str) -> str | None:
+        if is_own_part(parameter) and not divided_within(parameter, self._group):
+            return None
+        return (
+            "expected plain tensors, or experts in an optimizer of their own with the "
+            f"process_group of the ranks that hold the same ones, got a DTensor for {name}"
+        )
 
     def _check_options(self, group: dict[str, Any]) -> None:
         for name in ("lr", "weight_decay"):
@@ -157,10 +154,7 @@ class DeMo(CheckedOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step on all ranks (collective)."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         trained = [local_part(p) for p in self._trained()]
         memory = self._new_memory() if self._memory is None else self._memory
         if memory.numel != sum(p.numel() for p in trained):

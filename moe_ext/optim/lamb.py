@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from moe_ext.optim._arguments import Trained, check_betas, check_positive
+from moe_ext.optim._arguments import Trained, check_betas, check_positive, options_in
 from moe_ext.optim._sliced import SlicedOptimizer, SliceNorms
 
 
@@ -74,20 +74,7 @@ class LAMB(SlicedOptimizer):
         maximize: bool = False,
         float32_state: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "min_coeff": min_coeff,
-            "max_coeff": max_coeff,
-            "adapt": adapt,
-            "per_expert": per_expert,
-            "maximize": maximize,
-            "float32_state": float32_state,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, options_in(locals()))
 
     def _check_options(self, group: dict[str, Any]) -> None:
         for name in ("lr", "eps", "weight_decay", "min_coeff"):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from moe_ext.distributed.dtensor import local_part
-from moe_ext.optim._arguments import Trained, check_positive
+from moe_ext.optim._arguments import Trained, check_positive, options_in
 from moe_ext.optim._sliced import (
     SlicedOptimizer,
     SliceNorms,
@@ -70,19 +70,7 @@ class LARS(SlicedOptimizer):
         maximize: bool = False,
         float32_state: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "trust_coefficient": trust_coefficient,
-            "eps": eps,
-            "nesterov": nesterov,
-            "adapt": adapt,
-            "per_expert": per_expert,
-            "maximize": maximize,
-            "float32_state": float32_state,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, options_in(locals()))
 
     def _check_options(self, group: dict[str, Any]) -> None:
         for name in ("lr", "weight_decay", "trust_coefficient", "eps"):

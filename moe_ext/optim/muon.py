@@ -16,7 +16,13 @@ from torch.optim.optimizer import ParamsT
 
 from moe_ext._checks import check_choice
 from moe_ext.distributed.dtensor import local_part, map_gathered, sharding_groups
-from moe_ext.optim._arguments import Trained, check_betas, check_count, check_positive, label
+from moe_ext.optim._arguments import (
+    Trained,
+    check_betas,
+    check_count,
+    check_positive,
+    options_in,
+)
 from moe_ext.optim._sliced import (
     SlicedOptimizer,
     SliceNorms,
@@ -109,27 +115,7 @@ class Muon(SlicedOptimizer):
         maximize: bool = False,
         float32_state: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "ns_dtype": ns_dtype,
-            "use_muon": use_muon,
-            "adamw_betas": adamw_betas,
-            "adamw_eps": adamw_eps,
-            "fused": fused,
-            "interleaved": interleaved,
-            "transposed": transposed,
-            "per_expert": per_expert,
-            "maximize": maximize,
-            "float32_state": float32_state,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, options_in(locals()))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with options of its own."""
@@ -137,12 +123,12 @@ class Muon(SlicedOptimizer):
         group = self.param_groups[-1]
         # By name: torch's state dicts of whole optimizers do not take a type.
         group["ns_dtype"] = str(group["ns_dtype"]).removeprefix("torch.")
-        for index, parameter in enumerate(group["params"] if group["use_muon"] else ()):
-            problem = _problem(group, logical(parameter).shape)
-            if problem:
-                self.param_groups.pop()
-                name = label(group, len(self.param_groups), index)
-                raise ValueError(f"Muon: {problem}, got shape {tuple(parameter.shape)} for {name}")
+
+    def _problem_of(self, parameter: Tensor, group: dict[str, Any], name: str) -> str | None:
+        problem = _problem(group, logical(parameter).shape) if group["use_muon"] else ""
+        if problem:
+            return f"{problem}, got shape {tuple(parameter.shape)} for {name}"
+        return super()._problem_of(parameter, group, name)
 
     def _check_options(self, group: dict[str, Any]) -> None:
         for name in ("lr", "weight_decay", "eps", "adamw_eps"):

@@ -13,9 +13,9 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
 from moe_ext.distributed.dtensor import local_part
-from moe_ext.optim._arguments import check_positive, is_own_part, label
+from moe_ext.optim._arguments import check_positive, is_own_part
 from moe_ext.optim._entries import Entry
-from moe_ext.optim._sliced import SliceNorms
+from moe_ext.optim._sliced import SliceNorms, groups_of_slices
 from moe_ext.optim._variance import roots
 from moe_ext.optim.lamb import trust_ratio
 from moe_ext.optim.one_bit_adam import OneBitAdam
@@ -133,24 +133,15 @@ class OneBitLamb(OneBitAdam):
             communication_data_type=communication_data_type,
         )
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See `CompressedOptimizer`; of whole experts, since their norms are those of all shards.
-
-        Raises:
-            ValueError: a rank holds parts of an expert, of a mesh with etp, or of a tensor.
-        """
-        super().add_param_group(param_group)
-        group, number = self.param_groups[-1], len(self.param_groups) - 1
-        norms = SliceNorms(group["params"], [group["per_expert"]] * len(group["params"]))
-        for index, (parameter, cut) in enumerate(zip(group["params"], norms.groups, strict=True)):
-            if cut and group["adapt"] and is_own_part(parameter):
-                self.param_groups.pop()
-                self._ranks.pop()
-                raise ValueError(
-                    f"{self._op}: expected tensors, or experts of a group with per_expert=True, "
-                    "that a rank holds whole, since their norms would take messages, got parts in "
-                    f"{label(group, number, index)}; take OneBitAdam or ZeroOneAdam for them"
-                )
+    def _problem_of(self, parameter: Tensor, group: dict[str, Any], name: str) -> str | None:
+        cut = groups_of_slices(parameter, group["per_expert"])
+        if cut and group["adapt"] and is_own_part(parameter):
+            return (
+                "expected tensors, or experts of a group with per_expert=True, that a rank holds "
+                f"whole, since their norms would take messages, got parts in {name}; take "
+                "OneBitAdam or ZeroOneAdam for them"
+            )
+        return super()._problem_of(parameter, group, name)
 
     def get_lamb_coeffs(self) -> list[float | list[float]]:
         """Factors on the learning rate in the last step, a list for stacked experts."""
