@@ -18,9 +18,9 @@ def check_choice(owner: str, name: str, value: object, allowed: Collection[objec
         raise ValueError(f"{owner}: expected {name} to be one of {tuple(allowed)}, got {value!r}")
 
 
-def check_kind(owner: str, name: str, value: object, *kinds: type) -> None:
-    """TypeError unless the value is None or of one of the classes."""
-    if value is not None and not isinstance(value, kinds):
+def check_kind(owner: str, name: str, value: object, *kinds: type, required: bool = False) -> None:
+    """TypeError unless the value is of one of the classes, or None where it is not required."""
+    if (value is not None or required) and not isinstance(value, kinds):
         words = " or ".join(kind.__name__ for kind in kinds)
         raise TypeError(f"{owner}: expected {name} to be of type {words}, got {value!r}")
 

@@ -10,6 +10,7 @@ import torch
 from test_public_api import public
 from torch import nn
 
+import moe_ext
 from moe_ext import attention, compression, distributed, optim
 from moe_ext import nn as mn
 from moe_ext.optim import DiLoCo
@@ -281,9 +282,8 @@ KNOWN_GAPS = {
         "min_numel": "-1",
     },
     "compression.CompressionState": {
-        "density": "None NaN",
+        "density": "NaN",
         "average": "text",
-        "seed": "None True",
     },
     "compression.CostModel": {
         "num_ranks": "True -1",
@@ -294,7 +294,7 @@ KNOWN_GAPS = {
     },
     "compression.Policy": {
         "dense_below": "-1",
-        "density": "None NaN",
+        "density": "NaN",
     },
     "compression.SplitRegions": {
         "numel": "list None text tensor scalar True -1 NaN",
@@ -495,3 +495,18 @@ def test_wrong_values_are_refused_by_name(name, made):
 
 def test_gaps_are_of_classes_that_are_tried():
     assert KNOWN_GAPS.keys() <= {name for name, _ in listed()}
+
+
+def test_none_is_refused_where_an_argument_is_required():
+    calls = {
+        "parallelize: expected model to be of type Module": lambda: moe_ext.parallelize(None),
+        "whole_state_dicts: expected optimizers to be of type Optimizer": lambda: (
+            moe_ext.distributed.whole_state_dicts(None).__enter__()
+        ),
+        "Pipeline: expected table to be of type ActionTable or TurnPlan": lambda: (
+            moe_ext.pipeline.Pipeline(None, {}, None)
+        ),
+    }
+    for text, call in calls.items():
+        with pytest.raises(TypeError, match=f"^{text}, got None"):
+            call()

@@ -106,9 +106,9 @@ class Policy:
     density: float = 0.01
 
     def __post_init__(self) -> None:
-        check_kind("Policy", "by_name", self.by_name, Mapping)
+        check_kind("Policy", "by_name", self.by_name, Mapping, required=True)
         check_integer("Policy", "dense_below", self.dense_below)
-        check_kind("Policy", "density", self.density, Real)
+        check_kind("Policy", "density", self.density, Real, required=True)
         named = [self.default, *(getattr(self, role) for role in ROLES), *self.by_name.values()]
         for codec in named:
             if codec is not None:

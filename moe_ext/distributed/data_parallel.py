@@ -97,7 +97,7 @@ def parallelize(model: _Model) -> _Model:
         ValueError: parameters are divided in a way that a mean over ranks does not serve.
         RankFailureError: a rank died or did not answer.
     """
-    check_kind("parallelize", "model", model, nn.Module)
+    check_kind("parallelize", "model", model, nn.Module, required=True)
     if isinstance(model, DistributedDataParallel):
         raise ValueError(
             "parallelize: expected model to be the module that DistributedDataParallel is to wrap, "

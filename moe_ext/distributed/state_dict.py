@@ -111,7 +111,7 @@ def whole_state_dicts(*optimizers: Optimizer, keep: bool | None = None) -> Itera
             # Wrappers of Accelerate and Lightning.
             while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
                 optimizer = inner
-            check_kind("whole_state_dicts", "optimizers", optimizer, Optimizer)
+            check_kind("whole_state_dicts", "optimizers", optimizer, Optimizer, required=True)
             # Optimizers that save by parameter do so by themselves.
             if not isinstance(optimizer, SavesByParameter) and optimizer not in _showing:
                 _showing.add(optimizer)

@@ -164,10 +164,10 @@ class DiLoCo:
             outer_optimizer = [outer_optimizer]
         outers = list(outer_optimizer)
         for module in fragments:
-            check_kind(owner, "model_fragments", module, nn.Module)
+            check_kind(owner, "model_fragments", module, nn.Module, required=True)
         for optimizer in outers:
-            check_kind(owner, "outer_optimizer", optimizer, Optimizer)
-        check_kind(owner, "inner_optimizer", inner_optimizer, Optimizer)
+            check_kind(owner, "outer_optimizer", optimizer, Optimizer, required=True)
+        check_kind(owner, "inner_optimizer", inner_optimizer, Optimizer, required=True)
         if backup_device is not None:
             check_kind(owner, "backup_device", backup_device, torch.device)
         if bucket_cap_mb is not None:

@@ -183,7 +183,7 @@ class Pipeline:
         update: Callable[[int], None] | None = None,
         tied: Tied = (),
     ) -> None:
-        check_kind("Pipeline", "table", table, ActionTable, TurnPlan)
+        check_kind("Pipeline", "table", table, ActionTable, TurnPlan, required=True)
         self._plan = table if isinstance(table, TurnPlan) else None
         table = self._plan.table if self._plan else table
         assert isinstance(table, ActionTable)
