@@ -43,7 +43,7 @@ from moe_ext.compression.collectives.sparse import SplitRegions, sparse_all_redu
 from moe_ext.compression.cost_model import CostModel
 from moe_ext.compression.ddp import compress_hook
 from moe_ext.compression.feedback import CodecMemory
-from moe_ext.compression.loop import compress_gradients, flush
+from moe_ext.compression.gradients import compress_gradients, flush
 from moe_ext.compression.packed_experts import PackedExperts
 from moe_ext.compression.policy import Policy, parameter_roles
 from moe_ext.compression.pruning import Pruning, prune

@@ -15,7 +15,7 @@ from torch.autograd import Variable
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_ext.compression.loop import compress_gradients
+from moe_ext.compression.gradients import compress_gradients
 from moe_ext.compression.reducer import Reducer
 from moe_ext.compression.state import CompressionState
 from moe_ext.distributed.data_parallel import reduce_shards_with

@@ -15,7 +15,7 @@ from moe_ext.comm.agreement import agree, checksum, is_nonfinite
 from moe_ext.comm.collectives import all_reduce_
 from moe_ext.comm.groups import group_size, resolve_group, small_message_device
 from moe_ext.compression.codecs.chunked import ChunkedTopK
-from moe_ext.compression.feedback import CodecMemory
+from moe_ext.compression.feedback import CodecMemory, committing
 from moe_ext.distributed.dtensor import dtensor_of, is_dtensor, local_part, mesh_of, shard_of
 from moe_ext.distributed.gradients import fingerprint
 from moe_ext.distributed.state_dict import OF_RANKS
@@ -165,9 +165,8 @@ class DeMo(CheckedOptimizer):
         if not self._compared:
             self._compare_first(options, device)
         self._codec.mark(checksum(options), device)
-        memory.begin()
         flat_N = torch.cat([_flat(p, p.grad) for p in self._trained()])
-        try:
+        with committing(memory):
             mean_N = self._codec.start(flat_N, memory, group=self._group, step=self._round).wait()
             # NOTE: device-to-host sync, as that below.
             if not all(map(bool, self._codec.marks[1:])):
@@ -175,10 +174,6 @@ class DeMo(CheckedOptimizer):
             # The largest coefficients travel, and NaN counts as the largest: all ranks see it.
             if is_nonfinite(mean_N):
                 self._refuse()
-        except BaseException:
-            memory.rollback()
-            raise
-        memory.commit()
         self._round += 1
         pieces = iter(mean_N.sign_().split([p.numel() for p in trained]))
         for group in self.param_groups:

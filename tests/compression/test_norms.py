@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten
 from moe_ext.compression.codecs import Dense, Quantize, Threshold, TopK
 from moe_ext.compression.cost_model import CostModel
 from moe_ext.compression.feedback import CodecMemory
-from moe_ext.compression.loop import compress_gradients
+from moe_ext.compression.gradients import compress_gradients
 from moe_ext.compression.norms import presence_of
 from moe_ext.compression.schedules import ResidualMonitor
 from moe_ext.compression.state import CompressionState

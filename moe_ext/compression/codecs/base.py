@@ -23,7 +23,7 @@ from moe_ext.comm.pending import Pending
 from moe_ext.compression.collectives.coding import Coding, aligned
 from moe_ext.compression.collectives.quantized import States, shard_numel, start_all_reduce
 from moe_ext.compression.collectives.sparse import start_gather_sum
-from moe_ext.compression.feedback import CodecMemory
+from moe_ext.compression.feedback import CodecMemory, committing
 
 # Called with a gradient, and what was owed in it, that holds NaN or infinity, or may hold it. On
 # CPU, by codecs that find these in their own pass over the gradient: by quantisers at the end, when
@@ -354,10 +354,9 @@ class PayloadCodec(Codec):
         coding, sum_N = self.coding(), torch.zeros_like(grad_N, dtype=torch.float32)
 
         def encode() -> Tensor:
-            memory.begin()
-            payload = coding.encode(grad_N, memory.tensor("residual") if self.feeds_back else None)
-            memory.commit()
-            return payload
+            with committing(memory):
+                owed_N = memory.tensor("residual") if self.feeds_back else None
+                return coding.encode(grad_N, owed_N)
 
         payload = encode()
         return encode, lambda: coding.decode_add_(sum_N, payload)

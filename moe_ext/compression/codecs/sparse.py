@@ -36,7 +36,7 @@ from moe_ext.compression.collectives.sparse import (
     SplitRegions,
     sparse_all_reduce,
 )
-from moe_ext.compression.feedback import CodecMemory
+from moe_ext.compression.feedback import CodecMemory, committing
 from moe_ext.ops.topk import scope_size_of
 
 # Above this share of selected elements a dense message is smaller than values with indices.
@@ -229,10 +229,8 @@ class _Sparse(PayloadCodec):
             return nothing_to_do()
 
         def encode() -> tuple[Tensor, Tensor]:
-            memory.begin()
-            found = self.select(grad_N, memory)
-            memory.commit()
-            return found
+            with committing(memory):
+                return self.select(grad_N, memory)
 
         values_K, indices_K = encode()
         sum_N = torch.zeros_like(grad_N, dtype=values_K.dtype)

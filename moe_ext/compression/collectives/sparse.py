@@ -445,12 +445,9 @@ def _split_sum(
     residual_N: Tensor,
     bounds: Tensor,
     value_codec: str,
-    slots: int,
-    kept: int,
-    step: int,
-    divisor: int,
-    messages: Messages,
+    *numbers: Any,
 ) -> list[Tensor]:
+    slots, kept, step, divisor, messages = numbers
     numel, size = out_N.numel(), messages.size
     sent = PairCoding(slots, numel, value_codec)
     summed = PairCoding(kept, numel, value_codec)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from moe_ext._checks import check_callable, check_integer, check_kind
 from moe_ext.compression.collectives.padding import PartialBlocks
 from moe_ext.distributed.fsdp_state import ManagedParameter, managed_parameters
 from moe_ext.distributed.placement import logical_names as spread_names
@@ -149,16 +150,21 @@ class LayoutFinder:
 
     def __init__(
         self,
-        module: FSDPModule | None,
-        name: str,
-        model: nn.Module | None,
         *,
         op: str,
         block: int,
+        module: FSDPModule | None,
+        name: str,
+        model: nn.Module | None,
         keep_dense: KeepDense,
         min_numel: int,
     ) -> None:
         """Name the parameters of ``module`` as ``model`` does, else as the module itself does."""
+        check_integer(op, "min_numel", min_numel)
+        check_kind(op, "module", module, nn.Module)
+        check_kind(op, "model", model, nn.Module)
+        check_kind(op, "name", name, str)
+        check_callable(op, "keep_dense", keep_dense)
         self.module = module
         self.name = name
         self._op = op
@@ -174,6 +180,13 @@ class LayoutFinder:
             self._root = root
             self._names = {owner: prefix for prefix, owner in root.named_modules()}
         self._found: dict[tuple[object, ...], ShardLayout | None] = {}
+
+    @property
+    def options(self) -> dict[str, object]:
+        """What all ranks must give alike."""
+        rule = self._keep_dense
+        name = getattr(rule, "__qualname__", type(rule).__qualname__)
+        return {"keep_dense": name, "min_numel": self._min_numel}
 
     def parameters(self) -> list[tuple[str, ManagedParameter]]:
         """Names and parameters, in the order of the messages."""

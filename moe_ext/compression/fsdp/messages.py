@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.fsdp import FSDPModule
 
-from moe_ext._checks import check_callable, check_integer, check_kind
+from moe_ext._checks import check_integer, check_kind
 from moe_ext.comm import collectives
 from moe_ext.comm.agreement import agree
 from moe_ext.comm.groups import group_rank, small_message_device
@@ -51,50 +51,33 @@ class _Message:
         format: str | PayloadCodec,
         *,
         block: int,
-        module: FSDPModule | None,
-        name: str,
-        model: nn.Module | None,
-        keep_dense: KeepDense,
-        min_numel: int,
         density: float = 0.01,
         feedback: bool = False,
+        **where: Any,
     ) -> None:
+        """The arguments in `where` are those of `LayoutFinder`."""
         check_integer(op, "block", block)
-        check_integer(op, "min_numel", min_numel)
-        check_kind(op, "module", module, nn.Module)
-        check_kind(op, "model", model, nn.Module)
-        check_kind(op, "name", name, str)
-        check_callable(op, "keep_dense", keep_dense)
         if not 64 <= block <= 1024 or block & (block - 1):
             raise ValueError(
                 f"{op}: expected block to be a power of two in [64, 1024], got {block}"
             )
-        self.op, self.name = op, name
+        self.op, self.name = op, where["name"]
         # Groups whose ranks have compared their options.
         self._compared: set[ProcessGroup] = set()
-        self._options: dict[str, object] = {
-            "format": format,
-            "block": block,
-            "density": density,
-            "error_feedback": feedback,
-            "keep_dense": getattr(keep_dense, "__qualname__", type(keep_dense).__qualname__),
-            "min_numel": min_numel,
-        }
         self.codec = _codec_of(op, format, block, density, feedback)
         self.coding = None if self.codec is None else self.codec.coding()
         # A share of the elements is sent as whole blocks.
         takes_share = self.codec is None or self.codec.density is not None
         self.block = block if self.coding is None or takes_share else self.coding.align
         self.fills_padding = self.coding is not None and self.coding.means_of_blocks
-        self.finder = LayoutFinder(
-            module,
-            name,
-            model,
-            op=op,
-            block=self.block,
-            keep_dense=keep_dense,
-            min_numel=min_numel,
-        )
+        self.finder = LayoutFinder(op=op, block=self.block, **where)
+        self._options: dict[str, object] = {
+            "format": format,
+            "block": block,
+            "density": density,
+            "error_feedback": feedback,
+            **self.finder.options,
+        }
 
     def _compare_options(self, group: ProcessGroup) -> None:
         """Before the first message, since the bytes of all follow from the options."""

@@ -27,6 +27,7 @@ from moe_ext.comm.groups import (
     world_size,
 )
 from moe_ext.compression.codecs import PayloadCodec
+from moe_ext.compression.fsdp.all_reduce import CompressedAllReduce
 from moe_ext.compression.fsdp.layout import (
     KeepDense,
     LayoutFinder,
@@ -40,7 +41,6 @@ from moe_ext.compression.fsdp.messages import (
     CompressedReduceScatter,
     GradientMessage,
 )
-from moe_ext.compression.fsdp.nodes import CompressedAllReduce
 from moe_ext.distributed.dtensor import divided_as, dtensor_of, local_part, with_local
 from moe_ext.distributed.fsdp_state import (
     ManagedParameter,

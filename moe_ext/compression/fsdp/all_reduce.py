@@ -6,6 +6,7 @@ Shape suffixes: as `fsdp`; M nodes, Q elements of the shard that are compressed.
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from moe_ext.comm.groups import group_rank, resolve_group
 from moe_ext.compression.codecs import Codec, PayloadCodec
 from moe_ext.compression.collectives.padding import padded_all_reduce_
 from moe_ext.compression.collectives.quantized import States, shard_numel
-from moe_ext.compression.feedback import CodecMemory
+from moe_ext.compression.feedback import CodecMemory, committing
 from moe_ext.compression.fsdp.layout import (
     KeepDense,
     ShardLayout,
@@ -140,15 +141,13 @@ class CompressedAllReduce(GradientMessage):
         key = zlib.crc32(self.name.encode()) & 0xFFFF
         memory = CodecMemory([whole_Q.shape], whole_Q.device, key=key)
         memory.put("residual", owed_Q)
-        memory.begin()
-        found_Q = codec.start(
-            whole_Q, memory, group=self.group, average=self.average, step=self.step
-        ).wait()
-        memory.commit()
+        how: dict[str, Any] = {"group": self.group, "average": self.average, "step": self.step}
+        with committing(memory):
+            found_Q = codec.start(whole_Q, memory, **how).wait()
         self.step += 1
-        if owed_Q is not None:
-            memory.begin()
-            owed_Q.copy_(memory.whole_residual())
+        owed_now_Q = memory.whole("residual")
+        if owed_Q is not None and owed_now_Q is not None:
+            owed_Q.copy_(owed_now_Q)
         return found_Q
 
     def _reduce_signs(self, whole_Q: Tensor, owed_Q: Tensor, layout: ShardLayout) -> Tensor:
