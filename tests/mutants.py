@@ -93,7 +93,7 @@ MUTANTS = [
     ),
     Mutant(
         "a limit on rows takes what is no number",
-        "moe_ext/nn/capacity.py",
+        "moe_ext/dispatch/parts.py",
         'check_numbers("RowBudget", RowBudget.__annotations__, vars(self))',
         "pass",
         "tests/test_argument_types.py -k 'by_name and RowBudget'",
@@ -143,8 +143,8 @@ MUTANTS = [
     Mutant(
         "one rank sends in another way than the others since its options changed",
         "moe_ext/nn/moe_layer.py",
-        "if new != old:\n                with self._routing",
-        "if False:\n                with self._routing",
+        "if new != old:\n                with self.dispatcher.routing",
+        "if False:\n                with self.dispatcher.routing",
         "tests/test_options_over_ranks.py -k other_messages",
     ),
     Mutant(

@@ -6,7 +6,6 @@ Shapes: T tokens of a rank, D model, K top-k, P ranks, U tokens that have expert
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +13,6 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext.comm import collectives
-from moe_ext.dispatch.base import no_chunks, no_parts
-from moe_ext.dispatch.chunks import Chunk
 from moe_ext.dispatch.dedup import DedupDispatcher
 from moe_ext.dispatch.token_exchange import Hop, Route, packed, unpacked
 from moe_ext.dispatch.wire import LOSSLESS, ROW_WIRES, encode
@@ -84,6 +81,8 @@ class AllGatherDispatcher(DedupDispatcher):
             have lengths of their own.
     """
 
+    serves = frozenset()
+
     def _make_hops(self, num_experts: int, group: ProcessGroup) -> tuple[Hop, ...]:
         if self.wire.dispatch == LOSSLESS:
             raise ValueError(
@@ -95,12 +94,3 @@ class AllGatherDispatcher(DedupDispatcher):
                 self.operation, num_experts, group, self.combine_by, self.average, self.wire
             ),
         )
-
-    def cut(self, num_parts: int) -> DedupDispatcher:
-        """Refused: rows come with their indices."""
-        raise no_parts(self, num_parts)
-
-    def chunks(self, x_TD: Tensor, *args: Any, **options: Any) -> list[Chunk]:
-        """Refused: see the class."""
-        with self.routing(x_TD):
-            raise no_chunks(self)

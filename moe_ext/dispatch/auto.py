@@ -132,6 +132,8 @@ class AutoDispatcher(TokenDispatcher):
         ValueError: the size of the group does not divide E.
     """
 
+    reason = "chosen at the first forward pass"
+
     def __init__(
         self,
         num_experts: int,

@@ -7,7 +7,6 @@ Shapes: T tokens, D model, E experts, K top-k, N = T*K rows, R received rows, P 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -25,17 +24,27 @@ from moe_ext.comm.agreement import agree, check_equal_over_ranks, share
 from moe_ext.comm.failures import is_told
 from moe_ext.comm.groups import GroupHandle, check_group, group_rank, group_size
 from moe_ext.comm.reports import telling
-from moe_ext.dispatch.chunks import (
-    Chunk,
+from moe_ext.dispatch.counts import DTYPES, CallComparison, ExchangedCounts, Header
+from moe_ext.dispatch.parts import (
+    WHOLE,
+    Choice,
+    Cut,
+    Part,
+    PlacedRows,
+    Plan,
+    Round,
+    RowBudget,
     RowCounts,
+    SharedCounts,
+    count_dropped,
     cut_exchange,
     cut_rows,
     fair_share,
     keep_first,
     schedule,
 )
-from moe_ext.dispatch.counts import DTYPES, CallComparison, ExchangedCounts, Header
 from moe_ext.dispatch.rows import join_parts, split_parts, total
+from moe_ext.dispatch.static_sizes import static_rounds, telling_in_agreement
 from moe_ext.dispatch.wire import Formats, Wire
 from moe_ext.ops.grouped_gemm import row_alignment
 
@@ -90,33 +99,13 @@ class DispatchMetadata:
         return self.permutation.num_dropped
 
 
-@dataclass(frozen=True)
-class SharedCounts:
-    """Rows of every rank for every expert, which all ranks know.
-
-    Attributes:
-        tables: this rank's slots, grouped by expert.
-        counts_PE: int64, on the host.
-        has_backward: see `ExchangedCounts`.
-    """
-
-    tables: ops.Permutation
-    counts_PE: Tensor
-    has_backward: bool
-
-
-# Sends the rows of a part, with something to do meanwhile.
-Part = Callable[[Callable[[], None] | None], tuple[Tensor, Tensor, DispatchMetadata]]
-
-
 class TokenDispatcher:
     """Brings every row to the rank of its expert, and back; base of the transports.
 
     A transport subclasses it and says how messages travel, by `exchange_counts` and
-    `exchange_rows`; everything that a layer uses follows from these two: `routing`, `dispatch`,
-    `combine`, and `chunks` with `send` and `combine_part`. A dispatcher holds no parameters and no
-    state of a step. One with a `dispatch` of its own brings its own `combine`, and its own `chunks`
-    where it is to serve a `RowBudget`.
+    `exchange_rows`; everything that a layer uses follows from these two: `plan`, which makes the
+    parts of a batch, and `combine`. A dispatcher holds no parameters and no state of a step. One
+    with a `dispatch` of its own brings its own `combine`: a batch is then one part.
 
     Rank r of P holds experts [r*E/P, (r+1)*E/P). Splits may be uneven or zero; every rank sends the
     same messages whatever is in them. The gradient that reaches the expert outputs is divided by P,
@@ -145,8 +134,18 @@ class TokenDispatcher:
     _group = GroupHandle(None)
     wire = Wire()
     operation = "dispatch"
-    # Parts of the tokens that travel by themselves; see `cut`.
-    num_parts = 1
+    # Ways beyond the whole batch in which it sends rows, and why it is the one of a layer.
+    serves: frozenset[str] = frozenset({"overlap", "rounds", "static"})
+    reason = "named by the caller"
+    # What chooses another dispatcher at the first forward pass, and what spares the rows.
+    choose: Callable[..., Any] | None = None
+    routed_experts: Callable[..., tuple[Tensor, Tensor] | None] | None = None
+
+    def __init_subclass__(cls) -> None:
+        if cls.dispatch is not TokenDispatcher.dispatch:
+            cls.serves = frozenset()
+        if (cls.dispatch, cls.combine) != (TokenDispatcher.dispatch, TokenDispatcher.combine):
+            cls.routed_experts = None
 
     def __init__(
         self,
@@ -264,52 +263,105 @@ class TokenDispatcher:
 
     # The part that a layer calls.
 
-    def routing(
-        self, x: Tensor, *, num_shared: int | None = None
-    ) -> AbstractContextManager[object]:
-        """Context for what comes before `dispatch` and can fail on one rank alone.
+    def routing(self, x: Tensor, cut: Cut = WHOLE) -> AbstractContextManager[object]:
+        """Context for what comes before `plan` and can fail on one rank alone.
 
         Checks of x, the router: when the code inside fails, the other ranks get the same error
-        from their `dispatch`, with this rank's name, in the place of waiting for it.
+        from their `plan`, with this rank's name, in the place of waiting for it.
 
         Args:
             x: the input that is looked at, `[..., D]`.
-            num_shared: experts of the `share_counts` that comes before `dispatch`; None for none.
+            cut: that `plan` will be given.
         """
-        silent = self.group is None or type(self).exchange_counts is TokenDispatcher.exchange_counts
-        return _SILENT if silent else self._telling_of_failure(x, num_shared)
+        if self.group is None or type(self).exchange_counts is TokenDispatcher.exchange_counts:
+            return _SILENT
+        if cut.is_static:
+            return telling_in_agreement(self, x.device)
+        return self._telling_of_failure(x, cut)
 
-    def share_counts(
-        self, x_TD: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor, num_experts: int
-    ) -> SharedCounts:
-        """Tell all ranks the rows of every expert, for a caller who places rows by these counts.
-
-        It is the exchange of counts of the `dispatch` that follows, to which the caller gives the
-        `RowCounts` that follow from it. Between the two comes `computing`.
-
-        NOTE: device-to-host sync, in the place of that of `dispatch`.
-
-        Args:
-            x_TD: as in `dispatch`.
-            topk_idx_TK: experts of every token before they are placed, -1 = none.
-            topk_weights_TK: as in `dispatch`.
-            num_experts: of these experts, equal on every rank.
+    def check_cut(self, cut: Cut) -> None:
+        """Refuse a cut of batches that this dispatcher does not serve.
 
         Raises:
-            As `dispatch`.
+            ValueError: it sends no parts of a batch.
+            TypeError: it sends no rounds, or none of sizes that follow from no count.
         """
-        with self._telling_of_failure(x_TD, num_experts):
-            self._check_dtype(x_TD)
-            none_TD = x_TD.detach()[:, :0]
-            _, tables = ops.permute_tokens(none_TD, topk_idx_TK, num_experts)
-        own_PE = tables.num_tokens_per_expert.expand(self.num_ranks, -1)
-        in_graph = x_TD.requires_grad or topk_weights_TK.requires_grad
-        header = self._calls.header(x_TD, topk_idx_TK.shape[1], None, in_graph, self.wire)
-        told = self._tell(own_PE, header, lambda counts_PE: counts_PE)
-        return SharedCounts(tables, torch.tensor(told.received).T, told.has_backward)
+        if cut.num_parts > 1 and "overlap" not in self.serves:
+            raise ValueError(
+                "MoELayer: expected dispatcher to be one that sends rows in parts ('alltoall', "
+                f"'dedup', 'hierarchical', 'auto') with overlap={cut.num_parts}, got {self.name}"
+            )
+        if cut.budget is None:
+            return
+        if cut.is_static and self.group is not None and "static" not in self.serves:
+            raise TypeError(
+                f"RowBudget: expected dispatcher to be 'alltoall' with static=True, got {self.name}"
+            )
+        if "rounds" not in self.serves:
+            raise TypeError(
+                "RowBudget: expected the dispatcher to be a LocalDispatcher or another "
+                f"TokenDispatcher that sends chunks, got {self.name}"
+            )
+
+    @property
+    def name(self) -> str:
+        """Name of the class, for messages."""
+        return type(self).__name__
+
+    def plan(
+        self,
+        x_TD: Tensor,
+        choice: Choice,
+        cut: Cut = WHOLE,
+        *,
+        weighed: bool = False,
+        place: Callable[[SharedCounts], PlacedRows] | None = None,
+    ) -> Plan:
+        """Cut a batch into parts that travel to their experts; the ranks exchange their counts.
+
+        NOTE: device-to-host sync, but where sizes are static or nothing travels.
+
+        Args:
+            x_TD: tokens of this rank; T may differ between ranks and may be 0.
+            choice: their experts.
+            cut: how, equal on every rank.
+            weighed: whether `row_weights` will be asked for.
+            place: gives the rows their places, by the counts of all ranks.
+
+        Raises:
+            TypeError: x_TD is of a dtype that is not exchanged, or as `check_cut`.
+            ValueError: on every rank, when num_experts, top_k, model_dim, the dtype, whether there
+                is a capacity or whether gradients are recorded differ between ranks.
+            RankFailureError: a rank died or did not answer.
+        """
+        if cut is not WHOLE and self.serves != TokenDispatcher.serves:
+            with self.routing(x_TD, cut):
+                self.check_cut(cut)
+        if type(self).dispatch is not TokenDispatcher.dispatch:
+            return self._plan_own(x_TD, choice)
+        if place is not None:
+            assert cut.num_shared is not None
+            told = self._share_counts(x_TD, choice, cut)
+            with self.computing(x_TD):
+                placed = place(told)
+            choice = choice._replace(topk_idx=placed.slot_idx)
+            return replace(self._plan_parts(x_TD, choice, 1, False, placed.counts), placed=placed)
+        budget = cut.budget
+        if budget is None:
+            return self._plan_parts(x_TD, choice, cut.num_parts, weighed)
+        if budget.static and self.group is not None:
+            first, later = static_rounds(self, x_TD, choice, budget)
+        else:
+            rounds = self._plan_rounds(x_TD, choice, budget)
+            if len(rounds) > 1:
+                return Plan([], rounds[0].whole.num_dropped, lambda: rounds)
+            (first,), later = rounds, list
+        weights_TK = choice.topk_weights
+        part = functools.partial(self.send, first.take(x_TD), first, weights_TK)
+        return Plan([part], first.whole.num_dropped, later)
 
     def computing(self, x: Tensor) -> AbstractContextManager[object]:
-        """Context for what comes after `dispatch`, up to the end of `combine`.
+        """Context for what comes after `plan`, up to the end of `combine`.
 
         Experts: when the code inside fails, the other ranks get the same error in the place of
         waiting for this rank's rows, with its name. So they do where its backward pass fails.
@@ -342,18 +394,15 @@ class TokenDispatcher:
         topk_weights_TK: Tensor,
         *,
         capacity: int | None = None,
-        counts: RowCounts | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor, DispatchMetadata]:
-        """Bring every row to its expert.
+        """Bring every row to its expert: the one part of a whole batch.
 
         Args:
-            x_TD: tokens of this rank; T may differ between ranks and may be 0.
+            x_TD: as in `plan`.
             topk_idx_TK: experts of every token, -1 = none.
             topk_weights_TK: their weights.
             capacity: rows that an expert takes from this rank, None for all.
-            counts: rows that travel, where all ranks know them by `share_counts`; None exchanges
-                them.
             meanwhile: called while the rows are underway, if they travel: its backward pass runs
                 beside the exchange of their gradients.
 
@@ -361,107 +410,10 @@ class TokenDispatcher:
             rows `[R, D]` grouped by local expert, expert offsets `[L + 1]`, metadata.
 
         Raises:
-            TypeError: x_TD is of a dtype that is not exchanged.
-            ValueError: on every rank, when num_experts, top_k, model_dim, the dtype, whether there
-                is a capacity or whether gradients are recorded differ between ranks.
-            RankFailureError: a rank died or did not answer.
+            As `plan`.
         """
-        if self.group is None:
-            rows_ND, tables = self._group_by_expert(x_TD, topk_idx_TK, topk_weights_TK, capacity)
-            metadata = DispatchMetadata(tables, topk_weights_TK, expert_capacity=capacity)
-            return rows_ND, tables.expert_offsets, metadata
-        if counts is None:
-            rows_ND, tables, counts = self._group_and_count(
-                x_TD, topk_idx_TK, topk_weights_TK, capacity
-            )
-        else:
-            with self.computing(x_TD):
-                rows_ND, tables = self._group_by_expert(
-                    x_TD, topk_idx_TK, topk_weights_TK, capacity
-                )
-        rows_ND = rows_ND[: sum(counts.sent)]
-        return self._send(rows_ND, tables, topk_weights_TK, counts, "dispatch", meanwhile=meanwhile)
-
-    @property
-    def takes_meanwhile(self) -> bool:
-        """Whether `dispatch` and `send` call `meanwhile` while rows travel."""
-        own = TokenDispatcher.dispatch, TokenDispatcher.send
-        return self.group is not None and (type(self).dispatch, type(self).send) == own
-
-    def cut(self, num_parts: int) -> TokenDispatcher:
-        """A copy of this dispatcher for `in_parts` with so many parts, equal on all ranks.
-
-        Raises:
-            ValueError: it sends whole batches alone.
-        """
-        if type(self).dispatch is not TokenDispatcher.dispatch:
-            raise no_parts(self, num_parts)
-        found = copy.copy(self)
-        found.num_parts = num_parts
-        found._calls = copy.copy(self._calls)
-        found._calls.facts = {**self._calls.facts, "overlap": num_parts}
-        return found
-
-    def in_parts(
-        self, x_TD: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor, *, weighed: bool
-    ) -> list[Part]:
-        """`dispatch` of `num_parts` parts of the tokens, for rows that travel beside the experts.
-
-        Counts of all parts travel in one message, and so do weights.
-
-        Args:
-            x_TD: as in `dispatch`.
-            topk_idx_TK: as there.
-            topk_weights_TK: as there.
-            weighed: whether `row_weights` will be asked for.
-
-        Returns:
-            For each part what sends its rows, to be called by all ranks in the same order. It takes
-            what to do while they are underway, or None, and returns as `dispatch` does.
-
-        Raises:
-            As `dispatch`.
-        """
-        num_parts, size = self.num_parts, (self.num_ranks, self.num_local_experts)
-        columns = (t.tensor_split(num_parts) for t in (x_TD, topk_idx_TK, topk_weights_TK))
-        parts = list(zip(*columns, strict=True))
-        with self._telling_of_failure(x_TD):
-            self._check_dtype(x_TD)
-            grouped = [self._group_by_expert(x, idx, weights, None) for x, idx, weights in parts]
-        own_PM = torch.cat([tables.expert_offsets.diff().view(size) for _, tables in grouped], 1)
-        in_graph = x_TD.requires_grad or topk_weights_TK.requires_grad
-        header = self._calls.header(x_TD, topk_idx_TK.shape[1], None, in_graph, self.wire)
-
-        def by_part(counts_PM: Tensor) -> Tensor:
-            return counts_PM.view(size[0], num_parts, size[1])
-
-        told = self._tell(own_PM, header, lambda counts_PM: by_part(counts_PM).sum(2))
-        received = by_part(told.received_PM).unbind(1)
-        graph = told.has_backward
-        counts = [
-            RowCounts(*sizes, has_backward=graph)
-            for sizes in zip(told.sent, told.received, received, strict=True)
-        ]
-        rows = [rows_ND[: sum(sent)] for (rows_ND, _), sent in zip(grouped, told.sent, strict=True)]
-        arrived: list[Tensor | None] = [None] * num_parts
-        if weighed:
-            column_N1 = join_parts(
-                [
-                    _weight_of_rows(tables, part[2].to(sum_dtype(x_TD.dtype)), sum(sent))
-                    for (_, tables), part, sent in zip(grouped, parts, told.sent, strict=True)
-                ],
-                told.sent,
-            )
-            arrived_R1 = self._exchange_weights(
-                column_N1, total(told.sent), total(told.received), graph
-            )
-            arrived = [*split_parts(arrived_R1, told.received)]
-        return [
-            functools.partial(
-                self._send, rows[i], grouped[i][1], parts[i][2], counts[i], "dispatch", arrived[i]
-            )
-            for i in range(num_parts)
-        ]
+        choice = Choice(topk_idx_TK, topk_weights_TK, capacity)
+        return self._plan_parts(x_TD, choice).parts.pop()(meanwhile)
 
     def row_weights(self, rows: Tensor, metadata: DispatchMetadata) -> RowWeights | None:
         """The weights of the rows, for experts that take them into their second product.
@@ -470,7 +422,7 @@ class TokenDispatcher:
         The results are then combined with `replace(metadata, topk_weights=None)`.
 
         Args:
-            rows: what `dispatch` or `send` returned, all ranks of the group.
+            rows: what a part gave, on all ranks of the group.
             metadata: what it returned.
 
         Returns:
@@ -511,6 +463,7 @@ class TokenDispatcher:
         metadata: DispatchMetadata,
         *,
         meanwhile: Callable[[], None] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Weighted sum of every token's rows, `[T, D]`, on the rank of the token.
 
@@ -519,8 +472,10 @@ class TokenDispatcher:
             metadata: what `dispatch` returned.
             meanwhile: called while the rows travel, for kernels that do not need them. On CUDA they
                 and their backward pass run beside the exchange.
+            dtype: of the sums, None for that of the rows.
         """
-        return self.weighted_sum(self.bring_back(rows, metadata, meanwhile=meanwhile), metadata)
+        rows_ND = self.bring_back(rows, metadata, meanwhile=meanwhile)
+        return self.weighted_sum(rows_ND if dtype is None else rows_ND.to(dtype), metadata)
 
     def weighted_sum(self, rows_ND: Tensor, metadata: DispatchMetadata) -> Tensor:
         """Weighted sum of every token's rows, `[T, D]`: the second half of `combine`.
@@ -536,90 +491,6 @@ class TokenDispatcher:
             permutation = replace(permutation, slot_of_row=sent_N)
         return ops.unpermute_tokens(rows_ND, permutation, metadata.topk_weights)
 
-    def combine_part(self, rows: Tensor, metadata: DispatchMetadata) -> Tensor:
-        """`combine` of a chunk: the sums `[T, D]` of its rows alone, in float32 or float64.
-
-        Args:
-            rows: expert outputs, `[R, D]`.
-            metadata: what `send` returned.
-        """
-        rows_ND = self.bring_back(rows, metadata)
-        return self.weighted_sum(rows_ND.to(sum_dtype(rows.dtype)), metadata)
-
-    def chunks(
-        self,
-        x_TD: Tensor,
-        topk_idx_TK: Tensor,
-        topk_weights_TK: Tensor,
-        *,
-        max_rows: int,
-        capacity: int | None = None,
-        drop: bool = False,
-    ) -> list[Chunk]:
-        """Cut the rows of a `dispatch` into chunks that go one after the other.
-
-        `send` brings the rows of a chunk to their experts, `combine_part` their results back.
-
-        Args:
-            x_TD: as in `dispatch`; read for its shape and dtype alone.
-            topk_idx_TK: as in `dispatch`.
-            topk_weights_TK: as in `dispatch`.
-            max_rows: rows that a rank runs, sends or receives in one chunk, at most.
-            capacity: as in `dispatch`.
-            drop: leave out the rows beyond one chunk.
-
-        Returns:
-            The chunks, at least one and as many on every rank of the group. The `num_dropped` of
-            their tables counts all slots that were left out.
-
-        Raises:
-            TypeError: the dispatcher has a `dispatch` of its own.
-            ValueError: on every rank, when max_rows differs between ranks, and as `dispatch`.
-            RankFailureError: a rank died or did not answer.
-        """
-        if type(self).dispatch is not TokenDispatcher.dispatch:
-            with self.routing(x_TD):
-                raise no_chunks(self)
-        if self.group is not None:
-            return self._exchanged_chunks(
-                x_TD, topk_idx_TK, topk_weights_TK, capacity, max_rows, drop
-            )
-        # Rows without columns: only the tables are wanted, and they cost no row.
-        none_TD = x_TD.detach()[:, :0]
-        _, tables = self._group_by_expert(none_TD, topk_idx_TK, topk_weights_TK, capacity)
-        if drop and tables.slot_of_row.shape[0] > max_rows:
-            allowed = tables.expert_offsets.new_full((1,), max_rows)
-            kept_idx = keep_first(tables, topk_idx_TK, allowed)
-            _, kept = ops.permute_tokens(none_TD, kept_idx, self.num_experts)
-            return cut_rows(count_dropped(tables, kept), max_rows)[:1]
-        return cut_rows(tables, max_rows)
-
-    def send(
-        self,
-        rows_ND: Tensor,
-        chunk: Chunk,
-        topk_weights_TK: Tensor,
-        *,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> tuple[Tensor, Tensor, DispatchMetadata]:
-        """Bring the rows of a chunk to their experts; differentiable.
-
-        Args:
-            rows_ND: in the order of `chunk.slot_of_row`.
-            chunk: one of `chunks`.
-            topk_weights_TK: of all slots.
-            meanwhile: as in `dispatch`.
-
-        Returns:
-            As `dispatch`.
-        """
-        tables = chunk.tables
-        if chunk.counts is None:
-            return rows_ND, tables.expert_offsets, DispatchMetadata(tables, topk_weights_TK)
-        return self._send(
-            rows_ND, tables, topk_weights_TK, chunk.counts, "chunk", meanwhile=meanwhile
-        )
-
     def bring_back(
         self,
         rows: Tensor,
@@ -630,7 +501,7 @@ class TokenDispatcher:
         """Bring expert outputs to the ranks of their tokens, unweighted; differentiable.
 
         Args:
-            rows: expert outputs, in the order in which `dispatch` or `send` gave the rows.
+            rows: expert outputs, in the order in which they came.
             metadata: what it returned.
             meanwhile: as in `combine`.
 
@@ -659,15 +530,129 @@ class TokenDispatcher:
         """Arguments of `exchange_rows`, which need not know of formats where there is no wire."""
         return {} if formats == (None, None) else {"formats": formats}
 
+    def _plan_own(self, x_TD: Tensor, choice: Choice) -> Plan:
+        """The plan of a class with a `dispatch` of its own."""
+        idx, weights, capacity, _, _ = choice
+        found = [self.dispatch(x_TD, idx, weights, capacity=capacity)]
+        return Plan([lambda _: found.pop()], found[0][2].num_dropped)
+
+    def _plan_parts(
+        self,
+        x_TD: Tensor,
+        choice: Choice,
+        num_parts: int = 1,
+        weighed: bool = False,
+        counts: RowCounts | None = None,
+    ) -> Plan:
+        """Runs of the tokens as parts; their counts travel in one message, and so do weights.
+
+        Args:
+            x_TD: as in `plan`.
+            choice: as there.
+            num_parts: how many.
+            weighed: as there.
+            counts: of the one part, where the ranks know them.
+        """
+        idx_TK, weights_TK, capacity, _, filled = choice
+        if self.group is None:
+            rows, tables = self._group_by_expert(x_TD, idx_TK, weights_TK, capacity)
+            metadata = DispatchMetadata(tables, weights_TK, expert_capacity=capacity)
+            offsets = tables.expert_offsets
+            return Plan([lambda _: (rows, offsets, metadata)], tables.num_dropped, filled=filled)
+        if counts is None:
+            grouped, told = self._group_and_count(x_TD, choice, num_parts)
+        else:
+            with self.computing(x_TD):
+                grouped = [self._group_by_expert(x_TD, idx_TK, weights_TK, capacity)]
+            told = [counts]
+        weights = [weights_TK] if num_parts == 1 else [*weights_TK.tensor_split(num_parts)]
+        arrived: list[Tensor | None] = [None] * num_parts
+        if weighed and num_parts > 1:
+            sent, received = [one.sent for one in told], [one.received for one in told]
+            column_N1 = join_parts(
+                [
+                    _weight_of_rows(tables, part_TK.to(sum_dtype(x_TD.dtype)), sum(count))
+                    for (_, tables), part_TK, count in zip(grouped, weights, sent, strict=True)
+                ],
+                sent,
+            )
+            arrived_R1 = self._exchange_weights(
+                column_N1, total(sent), total(received), told[0].has_backward
+            )
+            arrived = [*split_parts(arrived_R1, received)]
+        parts: list[Part] = [
+            functools.partial(
+                self._send, rows_ND[: sum(one.sent)], tables, weights[i], one, arrived[i]
+            )
+            for i, ((rows_ND, tables), one) in enumerate(zip(grouped, told, strict=True))
+        ]
+        dropped = [tables.num_dropped for _, tables in grouped]
+        num_dropped = dropped[0] if num_parts == 1 else torch.stack(dropped).sum()
+        return Plan(parts, num_dropped, filled=filled or capacity is None)
+
+    def _plan_rounds(self, x_TD: Tensor, choice: Choice, budget: RowBudget) -> list[Round]:
+        """Rounds of at most the rows of a budget, at least one."""
+        idx_TK, weights_TK, capacity, _, _ = choice
+        max_rows, drop = budget.rows, budget.overflow == "drop"
+        if self.group is not None:
+            return self._exchanged_rounds(x_TD, choice, max_rows, drop)
+        # Rows without columns: only the tables are wanted, and they cost no row.
+        none_TD = x_TD.detach()[:, :0]
+        _, tables = self._group_by_expert(none_TD, idx_TK, weights_TK, capacity)
+        if drop and tables.slot_of_row.shape[0] > max_rows:
+            allowed = tables.expert_offsets.new_full((1,), max_rows)
+            kept_idx = keep_first(tables, idx_TK, allowed)
+            _, kept = ops.permute_tokens(none_TD, kept_idx, self.num_experts)
+            return cut_rows(count_dropped(tables, kept), max_rows)[:1]
+        return cut_rows(tables, max_rows)
+
+    def send(
+        self,
+        rows_ND: Tensor,
+        part: Round,
+        topk_weights_TK: Tensor,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> tuple[Tensor, Tensor, DispatchMetadata]:
+        """Bring the rows of a round to their experts; differentiable.
+
+        Args:
+            rows_ND: in the order of `part.slot_of_row`.
+            part: the round.
+            topk_weights_TK: of all slots.
+            meanwhile: as in `dispatch`.
+
+        Returns:
+            As `dispatch`.
+        """
+        tables = part.tables
+        if part.counts is None:
+            return rows_ND, tables.expert_offsets, DispatchMetadata(tables, topk_weights_TK)
+        return self._send(rows_ND, tables, topk_weights_TK, part.counts, None, meanwhile)
+
+    def _share_counts(self, x_TD: Tensor, choice: Choice, cut: Cut) -> SharedCounts:
+        """Tell all ranks the rows of every expert before they are placed."""
+        with self._telling_of_failure(x_TD, cut):
+            self._check_dtype(x_TD)
+            assert cut.num_shared is not None
+            none_TD = x_TD.detach()[:, :0]
+            _, tables = ops.permute_tokens(none_TD, choice.topk_idx, cut.num_shared)
+        own_PE = tables.num_tokens_per_expert.expand(self.num_ranks, -1)
+        told = self._tell(own_PE, self._header(x_TD, choice), lambda counts_PE: counts_PE)
+        return SharedCounts(tables, torch.tensor(told.received).T, told.has_backward)
+
+    def _header(self, x_TD: Tensor, choice: Choice) -> Header:
+        in_graph = x_TD.requires_grad or choice.topk_weights.requires_grad
+        top_k = choice.topk_idx.shape[1]
+        return self._calls.header(x_TD, top_k, choice.capacity, in_graph, self.wire)
+
     def _send(
         self,
         rows_ND: Tensor,
         tables: ops.Permutation,
         topk_weights_TK: Tensor,
         counts: RowCounts,
-        word: str,
-        weights_R1: Tensor | None = None,
-        meanwhile: Callable[[], None] | None = None,
+        weights_R1: Tensor | None,
+        meanwhile: Callable[[], None] | None,
     ) -> tuple[Tensor, Tensor, DispatchMetadata]:
         if counts.has_backward:
             rows_ND = take_part(rows_ND)
@@ -676,7 +661,7 @@ class TokenDispatcher:
             counts.sent,
             counts.received,
             grad_scale=self.grad_scale,
-            operation=f"{self.operation} {word}",
+            operation=f"{self.operation} dispatch",
             meanwhile=meanwhile,
             **self._coded(self.wire.out),
         )
@@ -716,33 +701,35 @@ class TokenDispatcher:
         )
 
     def _group_and_count(
-        self,
-        x_TD: Tensor,
-        topk_idx_TK: Tensor,
-        topk_weights_TK: Tensor,
-        capacity: int | None,
-        *,
-        with_rows: bool = True,
-    ) -> tuple[Tensor, ops.Permutation, RowCounts]:
-        """Rows grouped by expert, without columns if not wanted, and who sends how many."""
-        with self._telling_of_failure(x_TD):
+        self, x_TD: Tensor, choice: Choice, num_parts: int = 1, *, with_rows: bool = True
+    ) -> tuple[list[tuple[Tensor, ops.Permutation]], list[RowCounts]]:
+        """Rows of parts grouped by expert, without columns if not wanted; who sends how many."""
+        idx_TK, weights_TK, capacity, _, _ = choice
+        size = self.num_ranks, self.num_local_experts
+        with self._telling_of_failure(x_TD, Cut(num_parts)):
             self._check_dtype(x_TD)
             taken_TD = x_TD if with_rows else x_TD.detach()[:, :0]
-            rows_ND, tables = self._group_by_expert(
-                taken_TD, topk_idx_TK, topk_weights_TK, capacity
-            )
-        own_PL = tables.expert_offsets.diff().view(self.num_ranks, self.num_local_experts)
-        in_graph = x_TD.requires_grad or topk_weights_TK.requires_grad
-        header = self._calls.header(x_TD, topk_idx_TK.shape[1], capacity, in_graph, self.wire)
-        told = self._tell(own_PL, header, lambda counts_PL: counts_PL.sum(1, True))
-        (received,), (sent,) = told.received, told.sent
-        counts = RowCounts(
-            sent, received, told.received_PM, told.expert_capacity, told.has_backward
-        )
-        return rows_ND, tables, counts
+            parts: list[Any] = [(taken_TD, idx_TK, weights_TK)]
+            if num_parts > 1:
+                split = (t.tensor_split(num_parts) for t in parts[0])
+                parts = [*zip(*split, strict=True)]
+            grouped = [self._group_by_expert(x, idx, w, capacity) for x, idx, w in parts]
+        own = [tables.expert_offsets.diff().view(size) for _, tables in grouped]
+        own_PM = own[0] if num_parts == 1 else torch.cat(own, 1)
+
+        def by_part(counts_PM: Tensor) -> Tensor:
+            return counts_PM.view(size[0], num_parts, size[1])
+
+        header = self._header(x_TD, choice)
+        told = self._tell(own_PM, header, lambda counts_PM: by_part(counts_PM).sum(2))
+        received = by_part(told.received_PM).unbind(1)
+        return grouped, [
+            RowCounts(*sizes, told.expert_capacity, told.has_backward)
+            for sizes in zip(told.sent, told.received, received, strict=True)
+        ]
 
     @contextlib.contextmanager
-    def _telling_of_failure(self, x: Tensor, num_shared: int | None = None) -> Iterator[None]:
+    def _telling_of_failure(self, x: Tensor, cut: Cut = WHOLE) -> Iterator[None]:
         """Tell the other ranks when the code inside fails, in the place of the counts."""
         try:
             yield
@@ -752,7 +739,7 @@ class TokenDispatcher:
             header = self._calls.header(x, 0, 0, x.requires_grad, self.wire, failed=True)
             nothing_PL = torch.zeros(
                 self.num_ranks,
-                num_shared or self.num_counts * self.num_parts,
+                cut.num_shared or self.num_counts * cut.num_parts,
                 dtype=torch.int64,
                 device=x.device,
             )
@@ -783,18 +770,10 @@ class TokenDispatcher:
                 f"{self.wire}, which has fewer digits, got {x_TD.dtype}; leave wire out"
             )
 
-    def _exchanged_chunks(
-        self,
-        x_TD: Tensor,
-        topk_idx_TK: Tensor,
-        topk_weights_TK: Tensor,
-        capacity: int | None,
-        max_rows: int,
-        drop: bool,
-    ) -> list[Chunk]:
-        _, tables, counts = self._group_and_count(
-            x_TD, topk_idx_TK, topk_weights_TK, capacity, with_rows=False
-        )
+    def _exchanged_rounds(
+        self, x_TD: Tensor, choice: Choice, max_rows: int, drop: bool
+    ) -> list[Round]:
+        ((_, tables),), (counts,) = self._group_and_count(x_TD, choice, with_rows=False)
         align = row_alignment(x_TD, max_rows, self.num_local_experts)
         limit = max_rows - self.num_local_experts * (align - 1)
         # Rows from each rank (first dimension) to each other, on the host of every rank.
@@ -806,18 +785,11 @@ class TokenDispatcher:
         if drop:
             allowed_PP = fair_share(fair_share(pairs_PP, limit, dim=1), limit, dim=0)
             if bool((allowed_PP < pairs_PP).any()):
-                kept_idx = keep_first(tables, topk_idx_TK, allowed_PP[rank].to(x_TD.device))
-                _, kept, counts = self._group_and_count(
-                    x_TD, kept_idx, topk_weights_TK, None, with_rows=False
-                )
+                kept_idx = keep_first(tables, choice.topk_idx, allowed_PP[rank].to(x_TD.device))
+                choice = Choice(kept_idx, choice.topk_weights)
+                ((_, kept),), (counts,) = self._group_and_count(x_TD, choice, with_rows=False)
                 tables, pairs_PP = count_dropped(tables, kept), allowed_PP
         return cut_exchange(tables, counts, schedule(pairs_PP, limit), rank)
-
-
-def count_dropped(before: ops.Permutation, kept: ops.Permutation) -> ops.Permutation:
-    """The tables of what was kept, with all slots that were left out counted."""
-    routed = before.num_tokens_per_expert.sum() - kept.num_tokens_per_expert.sum()
-    return replace(kept, num_dropped=before.num_dropped + routed)
 
 
 def _weight_of_rows(tables: ops.Permutation, weights_TK: Tensor, num_rows: int) -> Tensor:
@@ -834,22 +806,6 @@ def take_part(rows: Tensor) -> Tensor:
     return rows if rows.requires_grad else rows.detach().requires_grad_()
 
 
-def no_parts(dispatcher: object, num_parts: int) -> ValueError:
-    """Error of a dispatcher that sends no parts of a batch."""
-    return ValueError(
-        "MoELayer: expected dispatcher to be one that sends rows in parts ('alltoall', 'dedup', "
-        f"'hierarchical', 'auto') with overlap={num_parts}, got {type(dispatcher).__name__}"
-    )
-
-
-def no_chunks(dispatcher: object) -> TypeError:
-    """Error of a dispatcher that sends whole batches alone."""
-    return TypeError(
-        "RowBudget: expected the dispatcher to be a LocalDispatcher or another TokenDispatcher "
-        f"that sends chunks, got {type(dispatcher).__name__}"
-    )
-
-
 class WrappedDispatcher(TokenDispatcher):
     """Gives an object that has `dispatch` and `combine` alone what a layer uses beyond these.
 
@@ -859,6 +815,11 @@ class WrappedDispatcher(TokenDispatcher):
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
+
+    @property
+    def name(self) -> str:
+        """Name of the class of the wrapped object."""
+        return type(self.inner).__name__
 
     def dispatch(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor, DispatchMetadata]:
         """Dispatch of the wrapped object."""
@@ -871,13 +832,10 @@ class WrappedDispatcher(TokenDispatcher):
         metadata: DispatchMetadata,
         *,
         meanwhile: Callable[[], None] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Combine of the wrapped object, and then `meanwhile`."""
         y_TD: Tensor = self.inner.combine(rows, metadata)
         if meanwhile is not None:
             meanwhile()
         return y_TD
-
-    def chunks(self, *args: Any, **options: Any) -> list[Chunk]:
-        """Refused: the object knows whole batches alone."""
-        raise no_chunks(self.inner)

@@ -7,7 +7,6 @@ Shapes: T tokens, D model, E experts, K top-k, P ranks of a hop, L = E/P experts
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import os
 import weakref
@@ -30,13 +29,20 @@ from moe_ext.comm.groups import check_group, group_rank, group_ranks, group_size
 from moe_ext.dispatch.alltoall import AllToAllDispatcher
 from moe_ext.dispatch.base import (
     DispatchMetadata,
-    Part,
     RowWeights,
-    TokenDispatcher,
     sum_dtype,
     take_part,
 )
-from moe_ext.dispatch.chunks import Chunk, RowCounts
+from moe_ext.dispatch.parts import (
+    WHOLE,
+    Choice,
+    Cut,
+    Part,
+    Plan,
+    Round,
+    RowBudget,
+    RowCounts,
+)
 from moe_ext.dispatch.token_exchange import Hop, Journey, Route, return_weights
 from moe_ext.dispatch.wire import Wire
 from moe_ext.ops.grouped_gemm import row_alignment
@@ -78,7 +84,7 @@ class _Plan:
 
 
 @dataclass(frozen=True)
-class _TokenChunk(Chunk):
+class _TokenRound(Round):
     """Some of a rank's slots, whose tokens travel once to a rank.
 
     Attributes:
@@ -94,7 +100,7 @@ class _TokenChunk(Chunk):
         return x_TD.to(sum_dtype(self.dtype))
 
     def return_sums(self, grad_RD: Tensor, tables: ops.Permutation) -> Tensor:
-        """See `Chunk`: the sums were taken where the rows came back."""
+        """See `Round`: the sums were taken where the rows came back."""
         return grad_RD
 
     def choice(self) -> Tensor:
@@ -276,6 +282,8 @@ class DedupDispatcher(AllToAllDispatcher):
     Reference: the dispatch of DeepEP and of nccl.ep sends a token once a rank in this way.
     """
 
+    serves = frozenset({"overlap", "rounds"})
+
     def __init__(
         self,
         num_experts: int,
@@ -308,88 +316,53 @@ class DedupDispatcher(AllToAllDispatcher):
         for hop in self._hops:
             hop.declare(options)
 
-    def routing(
-        self, x: Tensor, *, num_shared: int | None = None
-    ) -> AbstractContextManager[object]:
+    def routing(self, x: Tensor, cut: Cut = WHOLE) -> AbstractContextManager[object]:
         """See `TokenDispatcher`."""
-        if num_shared is not None:
-            return super().routing(x, num_shared=num_shared)
-        return self._telling_from(0, x)
+        if cut.num_shared is not None:
+            return super().routing(x, cut)
+        return self._telling_from(0, x, cut)
 
-    def _telling_from(self, first: int, x: Tensor) -> contextlib.ExitStack:
+    def _telling_from(self, first: int, x: Tensor, cut: Cut = WHOLE) -> contextlib.ExitStack:
         """Context that tells the ranks of these hops of a failure, the first hop's first."""
         stack = contextlib.ExitStack()
         for hop in reversed(self._hops[first:]):
-            stack.enter_context(hop.routing(x))
+            stack.enter_context(hop.routing(x, Cut(cut.num_parts)))
         return stack
 
-    def cut(self, num_parts: int) -> DedupDispatcher:
-        """See `TokenDispatcher`."""
-        found = copy.copy(self)
-        found.num_parts = num_parts
-        found._hops = tuple(TokenDispatcher.cut(hop, num_parts) for hop in self._hops)  # type: ignore[misc]
-        return found
-
-    def dispatch(
+    def _plan_parts(
         self,
         x_TD: Tensor,
-        topk_idx_TK: Tensor,
-        topk_weights_TK: Tensor,
-        *,
-        capacity: int | None = None,
+        choice: Choice,
+        num_parts: int = 1,
+        weighed: bool = False,
         counts: RowCounts | None = None,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> tuple[Tensor, Tensor, DispatchMetadata]:
-        """See `TokenDispatcher`; numbers of tokens follow from no counts, and are exchanged."""
-        return self._dispatch(x_TD, topk_idx_TK, topk_weights_TK, capacity, x_TD.dtype, meanwhile)
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Plan:
+        """See `TokenDispatcher`; numbers of tokens follow from no counts, and are exchanged.
 
-    @property
-    def takes_meanwhile(self) -> bool:
-        """See `TokenDispatcher`."""
-        own = DedupDispatcher.dispatch, DedupDispatcher.send
-        return (type(self).dispatch, type(self).send) == own
-
-    def in_parts(
-        self, x_TD: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor, *, weighed: bool
-    ) -> list[Part]:
-        """See `TokenDispatcher`."""
-        found = self._plan(
-            x_TD, topk_idx_TK, topk_weights_TK, None, x_TD.dtype, self.num_parts, weighed
-        )
-        tokens = x_TD.tensor_split(self.num_parts)
-        weights = topk_weights_TK.tensor_split(self.num_parts)
-        return [
-            functools.partial(self._send_part, *part, None, x_TD.dtype)
-            for part in zip(tokens, weights, found.journeys, found.weights, strict=True)
+        Rows travel in a dtype that need not be that of the tokens.
+        """
+        dtype = x_TD.dtype if dtype is None else dtype
+        found = self._journeys(x_TD, choice, dtype, num_parts, weighed)
+        tokens, weights = [x_TD], [choice.topk_weights]
+        if num_parts > 1:
+            tokens, weights = ([*t.tensor_split(num_parts)] for t in (x_TD, choice.topk_weights))
+        slots = [journey.routes[0].slots for journey in found.journeys]
+        if found.tables is not None:
+            slots = [_with_dropped(slots[0], found.tables)]
+        parts: list[Part] = [
+            functools.partial(self._send_part, *part, dtype)
+            for part in zip(tokens, weights, found.journeys, found.weights, slots, strict=True)
         ]
+        dropped = [tables.num_dropped for tables in slots]
+        return Plan(parts, dropped[0] if num_parts == 1 else torch.stack(dropped).sum())
 
-    def _dispatch(
-        self,
-        x_TD: Tensor,
-        topk_idx_TK: Tensor,
-        topk_weights_TK: Tensor,
-        capacity: int | None,
-        dtype: torch.dtype,
-        meanwhile: Callable[[], None] | None,
-    ) -> tuple[Tensor, Tensor, DispatchMetadata]:
-        """`dispatch` of rows of a dtype, which need not be that of the tokens."""
-        found = self._plan(x_TD, topk_idx_TK, topk_weights_TK, capacity, dtype, 1, False)
-        (journey,), (weights_UK,) = found.journeys, found.weights
-        return self._send_part(
-            x_TD, topk_weights_TK, journey, weights_UK, found.tables, dtype, meanwhile
-        )
-
-    def _plan(
-        self,
-        x_TD: Tensor,
-        topk_idx_TK: Tensor,
-        topk_weights_TK: Tensor,
-        capacity: int | None,
-        dtype: torch.dtype,
-        num_parts: int,
-        weighed: bool,
+    def _journeys(
+        self, x_TD: Tensor, choice: Choice, dtype: torch.dtype, num_parts: int, weighed: bool
     ) -> _Plan:
         """Plan the way of each part's tokens over all hops."""
+        topk_idx_TK, topk_weights_TK, capacity, _, _ = choice
         in_graph = x_TD.requires_grad or topk_weights_TK.requires_grad
         tables: ops.Permutation | None = None
         idx_TK, limit = topk_idx_TK, capacity
@@ -399,9 +372,9 @@ class DedupDispatcher(AllToAllDispatcher):
         weights_TK = topk_weights_TK.to(sum_dtype(dtype))
         beside = list(weights_TK.detach().tensor_split(num_parts))
         for i, hop in enumerate(self._hops):
-            with self._telling_from(i + 1, tokens_TD):
+            with self._telling_from(i + 1, tokens_TD, Cut(num_parts)):
                 if i == 0:
-                    with hop.routing(x_TD):
+                    with hop.routing(x_TD, Cut(num_parts)):
                         if capacity is not None:
                             _, tables = self._group_by_expert(
                                 tokens_TD[:, :0], topk_idx_TK, topk_weights_TK, capacity
@@ -409,7 +382,7 @@ class DedupDispatcher(AllToAllDispatcher):
                             kept_TK = (tables.row_of_slot >= 0).view_as(topk_idx_TK)
                             idx_TK = topk_idx_TK.where(kept_TK, -1)
                         idx = list(idx_TK.tensor_split(num_parts))
-                found = hop.plan(tokens_TD, idx, beside, origin, limit, in_graph=in_graph)
+                found = hop.find_routes(tokens_TD, idx, beside, origin, limit, in_graph=in_graph)
             for part, route in zip(routes, found, strict=True):
                 part.append(route)
             idx, origin = [one.idx_UK for one in found], [one.origin_U for one in found]
@@ -431,9 +404,9 @@ class DedupDispatcher(AllToAllDispatcher):
         topk_weights_TK: Tensor,
         journey: Journey,
         weights_UK: Tensor | None,
-        tables: ops.Permutation | None,
+        tables: ops.Permutation,
         dtype: torch.dtype,
-        meanwhile: Callable[[], None] | None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor, DispatchMetadata]:
         """Send the tokens of a plan."""
         first, last = journey.routes[0], journey.routes[-1]
@@ -444,7 +417,7 @@ class DedupDispatcher(AllToAllDispatcher):
             meanwhile()
         rows = _FinishSend.apply(empty, trip)
         metadata = DedupMetadata(
-            first.slots if tables is None else _with_dropped(first.slots, tables),
+            tables,
             topk_weights_TK,
             first.sent,
             first.received,
@@ -455,56 +428,40 @@ class DedupDispatcher(AllToAllDispatcher):
         )
         return rows, journey.expand.expert_offsets, metadata
 
-    def chunks(
-        self,
-        x_TD: Tensor,
-        topk_idx_TK: Tensor,
-        topk_weights_TK: Tensor,
-        *,
-        max_rows: int,
-        capacity: int | None = None,
-        drop: bool = False,
-    ) -> list[Chunk]:
-        """See `TokenDispatcher`; the slots of a chunk are those that `AllToAllDispatcher` sends."""
-        found = self._exchanged_chunks(x_TD, topk_idx_TK, topk_weights_TK, capacity, max_rows, drop)
+    def _plan_rounds(self, x_TD: Tensor, choice: Choice, budget: RowBudget) -> list[Round]:
+        """See `TokenDispatcher`; the slots of a round are those that `AllToAllDispatcher` sends."""
         return [
-            _TokenChunk(
-                chunk.whole,
-                chunk.slot_of_row,
-                chunk.expert_offsets,
-                chunk.counts,
-                topk_idx_TK,
+            _TokenRound(
+                one.whole,
+                one.slot_of_row,
+                one.expert_offsets,
+                one.counts,
+                choice.topk_idx,
                 x_TD.dtype,
             )
-            for chunk in found
+            for one in super()._plan_rounds(x_TD, choice, budget)
         ]
 
     def send(
         self,
         rows_ND: Tensor,
-        chunk: Chunk,
+        part: Round,
         topk_weights_TK: Tensor,
-        *,
         meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor, DispatchMetadata]:
         """See `TokenDispatcher`."""
-        assert isinstance(chunk, _TokenChunk)
-        rows, offsets, metadata = self._dispatch(
-            rows_ND, chunk.choice(), topk_weights_TK, None, chunk.dtype, meanwhile
-        )
-        tables = _with_dropped(metadata.permutation, chunk.whole)
+        assert isinstance(part, _TokenRound)
+        choice = Choice(part.choice(), topk_weights_TK)
+        plan = self._plan_parts(rows_ND, choice, dtype=part.dtype)
+        rows, offsets, metadata = plan.parts.pop()(meanwhile)
+        tables = _with_dropped(metadata.permutation, part.whole)
         return rows, offsets, replace(metadata, permutation=tables)
 
     def _group_and_count(
-        self,
-        x_TD: Tensor,
-        topk_idx_TK: Tensor,
-        topk_weights_TK: Tensor,
-        capacity: int | None,
-        *,
-        with_rows: bool = True,
-    ) -> tuple[Tensor, ops.Permutation, RowCounts]:
+        self, x_TD: Tensor, choice: Choice, num_parts: int = 1, *, with_rows: bool = True
+    ) -> tuple[list[tuple[Tensor, ops.Permutation]], list[RowCounts]]:
         # A rank that fails tells the others in the messages of the hops: they come first.
+        topk_idx_TK, topk_weights_TK, capacity, _, _ = choice
         in_graph = x_TD.requires_grad or topk_weights_TK.requires_grad
         limit, none_TD = capacity, x_TD.detach()[:, :0]
         for i, hop in enumerate(self._hops):
@@ -524,7 +481,7 @@ class DedupDispatcher(AllToAllDispatcher):
             limit,
             in_graph,
         )
-        return none_TD, tables, counts
+        return [(none_TD, tables)], [counts]
 
     def _journey(self, routes: tuple[Route, ...], arrived_UD: Tensor) -> Journey:
         """The tables by which the arrived rows are grouped by expert, and go back."""
@@ -580,22 +537,17 @@ class DedupDispatcher(AllToAllDispatcher):
         metadata: DispatchMetadata,
         *,
         meanwhile: Callable[[], None] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """See `TokenDispatcher`."""
         assert isinstance(metadata, DedupMetadata)
         journey: Journey = metadata.journey
+        dtype = rows.dtype if dtype is None else dtype
         if self.combine_by == "exact":
-            return self._sum_slots(rows, metadata, rows.dtype, meanwhile)
+            return self._sum_slots(rows, metadata, dtype, meanwhile)
         weights_UK = None if metadata.topk_weights is None else metadata.weights_UK
         y_UD = ops.unpermute_tokens(rows, journey.expand, weights_UK)
-        return journey.return_sums(y_UD, "combine", journey.wire.back, meanwhile)
-
-    def combine_part(self, rows: Tensor, metadata: DispatchMetadata) -> Tensor:
-        """See `TokenDispatcher`."""
-        assert isinstance(metadata, DedupMetadata)
-        if self.combine_by == "exact":
-            return self._sum_slots(rows, metadata, sum_dtype(rows.dtype), None)
-        return self.combine(rows, metadata).to(sum_dtype(rows.dtype))
+        return journey.return_sums(y_UD, "combine", journey.wire.back, meanwhile).to(dtype)
 
     def _sum_slots(
         self,

@@ -24,7 +24,6 @@ from moe_ext.comm.agreement import agree
 from moe_ext.comm.failures import in_layer, naming_failed_ranks, running
 from moe_ext.comm.groups import check_group, group_rank, small_message_device
 from moe_ext.comm.traffic import record_traffic
-from moe_ext.dispatch.base import no_parts
 from moe_ext.dispatch.dedup import DedupDispatcher
 from moe_ext.dispatch.token_exchange import Hop, Route
 from moe_ext.dispatch.wire import Formats, Wire
@@ -193,7 +192,7 @@ class LibraryHop(Hop):
                 f"{_ROW_ALIGNMENT // x_TD.element_size()}, got {x_TD.shape[1]}"
             )
 
-    def plan(
+    def find_routes(
         self,
         x_TD: Tensor,
         idx: Sequence[Tensor],
@@ -361,6 +360,7 @@ class LibraryDispatcher(DedupDispatcher):
     and no `wire` codes them.
     """
 
+    serves = frozenset({"rounds"})
     library: Library
 
     def __init__(
@@ -384,7 +384,3 @@ class LibraryDispatcher(DedupDispatcher):
         transport = self._make_transport(num_experts, group)
         options = (self.combine_by, self.average, transport)
         return (LibraryHop(self.operation, num_experts, group, *options),)
-
-    def cut(self, num_parts: int) -> DedupDispatcher:
-        """Refused: tokens come with their choices."""
-        raise no_parts(self, num_parts)

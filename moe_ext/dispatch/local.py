@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moe_ext.dispatch.base import TokenDispatcher
+from moe_ext.ops.routed_experts import routed_experts
 
 
 class LocalDispatcher(TokenDispatcher):
@@ -16,6 +17,8 @@ class LocalDispatcher(TokenDispatcher):
     # No properties: a small layer would ask them longer than it runs a kernel.
     group = None
     in_graph = True
+    reason = "all experts are on this rank"
+    routed_experts = staticmethod(routed_experts)
 
     def __init__(self, num_experts: int, *, drop_policy: str = "position") -> None:
         super().__init__(num_experts, drop_policy=drop_policy)

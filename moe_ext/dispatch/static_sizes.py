@@ -1,4 +1,4 @@
-"""Chunks whose sizes follow from no count, so that the host need not know one before rows travel.
+"""Rounds whose sizes follow from no count, so that the host need not know one before rows travel.
 
 Shapes: T tokens, D model, E experts, K top-k, P ranks, L = E/P local experts.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,59 +17,42 @@ from moe_ext.comm import collectives
 from moe_ext.comm.agreement import agree
 from moe_ext.comm.failures import is_told, mark_told
 from moe_ext.comm.streams import HostCopy, is_capturing
-from moe_ext.dispatch.base import TokenDispatcher, count_dropped
-from moe_ext.dispatch.chunks import Chunk, cut_evenly, keep_first
 from moe_ext.dispatch.counts import SKIPPED
+from moe_ext.dispatch.parts import Choice, Round, RowBudget, count_dropped, cut_evenly, keep_first
 from moe_ext.ops.grouped_gemm import row_alignment
 
-
-def check_static(dispatcher: TokenDispatcher) -> None:
-    """TypeError where `static_chunks` cannot serve a dispatcher: it sends in a way of its own."""
-    own, kind = (TokenDispatcher.dispatch, TokenDispatcher.chunks), type(dispatcher)
-    if (kind.dispatch, kind.chunks) != own or dispatcher.group is None:
-        raise TypeError(
-            f"RowBudget: expected dispatcher to be 'alltoall' with static=True, got {kind.__name__}"
-        )
+if TYPE_CHECKING:
+    from moe_ext.dispatch.base import TokenDispatcher
 
 
-def static_chunks(
-    dispatcher: TokenDispatcher,
-    x_TD: Tensor,
-    topk_idx_TK: Tensor,
-    topk_weights_TK: Tensor,
-    *,
-    max_rows: int,
-    capacity: int | None = None,
-    drop: bool = False,
-) -> tuple[Chunk, Callable[[], list[Chunk]]]:
-    """Chunks in which each rank sends equally many rows to each, whatever the router says.
+def static_rounds(
+    dispatcher: TokenDispatcher, x_TD: Tensor, choice: Choice, budget: RowBudget
+) -> tuple[Round, Callable[[], list[Round]]]:
+    """Rounds in which each rank sends equally many rows to each, whatever the router says.
 
-    The rows of a pair of ranks beyond `max_rows / P` go in further chunks, or are dropped. On a
+    The rows of a pair of ranks beyond `max_rows / P` go in further rounds, or are dropped. On a
     device with streams the ranks compare their calls as `agree` does with `repeats`, and nothing
-    waits for the device before the other chunks are asked for.
+    waits for the device before the other rounds are asked for.
 
     Args:
-        dispatcher: whose `send` and `combine` take the chunks.
-        x_TD: as in `TokenDispatcher.chunks`.
-        topk_idx_TK: as there.
-        topk_weights_TK: as there.
-        max_rows: as there, at least P.
-        capacity: as there.
-        drop: leave out the rows beyond the first chunk.
+        dispatcher: whose `send` and `combine` take the rounds.
+        x_TD: as in `TokenDispatcher.plan`.
+        choice: as there.
+        budget: at least P rows.
 
     Returns:
-        The first chunk; and what gives the others, as many on every rank. To be called once the
-        first chunk's work is queued: it waits for the counts, which the device had before.
+        The first round; and what gives the others, as many on every rank. To be called once the
+        first round's work is queued: it waits for the counts, which the device had before.
 
     Raises:
-        TypeError: as `check_static`.
-        ValueError: as `TokenDispatcher.chunks`.
-        RuntimeError: a CUDA graph is captured, and rows may be left for further chunks.
+        ValueError: as `TokenDispatcher.plan`.
+        RuntimeError: a CUDA graph is captured, and rows may be left for further rounds.
         RankFailureError: a rank died or did not answer.
     """
     num_ranks, num_local = dispatcher.num_ranks, dispatcher.num_local_experts
+    topk_idx_TK, topk_weights_TK, capacity, _, _ = choice
+    max_rows, drop = budget.rows, budget.overflow == "drop"
     with telling_in_agreement(dispatcher, x_TD.device):
-        check_static(dispatcher)
         if not drop and is_capturing(x_TD.device):
             raise RuntimeError(
                 "RowBudget: expected overflow to be 'drop' where a CUDA graph is captured, since "
@@ -85,7 +69,7 @@ def static_chunks(
     layers, layer = dispatcher._calls.layers, dispatcher._calls.layer or 0
     facts: dict[str, object] = {
         "rows": max_rows,
-        "overflow": "drop" if drop else "rounds",
+        "overflow": budget.overflow,
         "model_dim": x_TD.shape[-1],
         "the dtype of x": x_TD.dtype,
         "wire": dispatcher.wire,
@@ -107,26 +91,26 @@ def static_chunks(
     received_PL = dispatcher.exchange_counts(own_PL, operation=name)
     has_backward = torch.is_grad_enabled()
 
-    def chunk(number: int) -> Chunk:
+    def part(number: int) -> Round:
         return cut_evenly(tables, own_PL, received_PL, share, number, has_backward=has_backward)
 
     if drop:
-        return chunk(0), list
+        return part(0), list
     most_11 = own_PL.sum(1).max().reshape(1, 1)
     collectives.all_reduce_(most_11, dispatcher.group, operation=name, op="max", counted=False)
     on_host = HostCopy(most_11)
 
-    def others() -> list[Chunk]:
-        # NOTE: device-to-host sync, behind the queued work of the first chunk.
+    def others() -> list[Round]:
+        # NOTE: device-to-host sync, behind the queued work of the first round.
         ((most,),) = on_host.rows()
-        return [chunk(number) for number in range(1, -(-most // share))]
+        return [part(number) for number in range(1, -(-most // share))]
 
-    return chunk(0), others
+    return part(0), others
 
 
 @contextlib.contextmanager
 def telling_in_agreement(dispatcher: TokenDispatcher, device: torch.device) -> Iterator[None]:
-    """Tell the other ranks when code before `static_chunks` fails, in the place of its facts."""
+    """Tell the other ranks when code before `static_rounds` fails, in the place of its facts."""
     try:
         yield
     except Exception as error:

@@ -21,8 +21,7 @@ from moe_ext.comm.agreement import share
 from moe_ext.comm.groups import check_group, group_ranks, group_size
 from moe_ext.dispatch import gpu_libraries
 from moe_ext.dispatch.alltoall import AllToAllDispatcher
-from moe_ext.dispatch.base import TokenDispatcher, no_parts
-from moe_ext.dispatch.chunks import Chunk, RowCounts
+from moe_ext.dispatch.parts import Choice, Round, RowCounts
 from moe_ext.dispatch.rows import all_to_all_rows
 from moe_ext.dispatch.wire import Formats, Wire
 
@@ -110,6 +109,8 @@ class SymmetricMemoryDispatcher(AllToAllDispatcher):
         ValueError: sizes out of range, or as for `AllToAllDispatcher`.
     """
 
+    serves = frozenset({"rounds", "static"})
+
     def __init__(
         self,
         num_experts: int,
@@ -188,27 +189,20 @@ class SymmetricMemoryDispatcher(AllToAllDispatcher):
         out_RB.copy_(memory.out[: out.shape[0], :num_bytes])
 
     def _group_and_count(
-        self,
-        x_TD: Tensor,
-        topk_idx_TK: Tensor,
-        topk_weights_TK: Tensor,
-        capacity: int | None,
-        *,
-        with_rows: bool = True,
-    ) -> tuple[Tensor, ops.Permutation, RowCounts]:
-        rows_ND, tables, counts = super()._group_and_count(
-            x_TD, topk_idx_TK, topk_weights_TK, capacity, with_rows=with_rows
-        )
-        # Chunks, which have no rows yet, are cut to their bound.
+        self, x_TD: Tensor, choice: Choice, num_parts: int = 1, *, with_rows: bool = True
+    ) -> tuple[list[tuple[Tensor, ops.Permutation]], list[RowCounts]]:
+        grouped, told = super()._group_and_count(x_TD, choice, num_parts, with_rows=with_rows)
+        # Rounds, which have no rows yet, are cut to their bound.
         if with_rows:
+            (counts,) = told
             most = max(sum(counts.sent), sum(counts.received))
-            told = share([most], self.group, x_TD.device, operation=self.operation)
+            shared = share([most], self.group, x_TD.device, operation=self.operation)
             largest, rank = max(
-                (most, -rank) for (most,), rank in zip(told, group_ranks(self.group), strict=True)
+                (most, -rank) for (most,), rank in zip(shared, group_ranks(self.group), strict=True)
             )
             if largest > self.max_rows:
                 raise self._no_room(largest, f"on rank {-rank}")
-        return rows_ND, tables, counts
+        return grouped, told
 
     def _no_room(self, num_rows: int, where: str) -> ValueError:
         return ValueError(
@@ -217,24 +211,12 @@ class SymmetricMemoryDispatcher(AllToAllDispatcher):
             f"MoELayer(row_budget=RowBudget({self.max_rows})) the others go in further rounds"
         )
 
-    def _exchanged_chunks(
-        self,
-        x_TD: Tensor,
-        topk_idx_TK: Tensor,
-        topk_weights_TK: Tensor,
-        capacity: int | None,
-        max_rows: int,
-        drop: bool,
-    ) -> list[Chunk]:
+    def _exchanged_rounds(
+        self, x_TD: Tensor, choice: Choice, max_rows: int, drop: bool
+    ) -> list[Round]:
         if max_rows > self.max_rows:
             raise ValueError(
                 f"{self.operation}: expected the rows of a RowBudget to be at most max_rows="
                 f"{self.max_rows}, got {max_rows}"
             )
-        return super()._exchanged_chunks(
-            x_TD, topk_idx_TK, topk_weights_TK, capacity, max_rows, drop
-        )
-
-    def cut(self, num_parts: int) -> TokenDispatcher:
-        """Refused: weights of all parts travel at once."""
-        raise no_parts(self, num_parts)
+        return super()._exchanged_rounds(x_TD, choice, max_rows, drop)

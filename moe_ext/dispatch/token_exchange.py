@@ -97,7 +97,7 @@ class Hop(AllToAllDispatcher):
         self.operation, self.num_counts = owner, 3
         self._calls.facts["combine"] = combine
 
-    def plan(
+    def find_routes(
         self,
         x_TD: Tensor,
         idx: Sequence[Tensor],

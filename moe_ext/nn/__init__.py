@@ -3,13 +3,14 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from moe_ext.dispatch import RowBudget
 from moe_ext.nn import presets
 from moe_ext.nn.balance.counts import count_tokens, reset_token_counts
 from moe_ext.nn.balance.losses import Balance, inject_loss
 from moe_ext.nn.balance.moved import Rebalance, moving_pays
 from moe_ext.nn.balance.replicas import rebalance_experts
 from moe_ext.nn.balance.selection_bias import register_bias_update, update_selection_bias
-from moe_ext.nn.capacity import Capacity, RowBudget
+from moe_ext.nn.capacity import Capacity
 from moe_ext.nn.checkpointing import checkpoint_chain
 from moe_ext.nn.expert_activation import ClampedSwiGLU
 from moe_ext.nn.experts import GroupedExperts

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from dataclasses import KW_ONLY, dataclass, field
 from fractions import Fraction
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +15,11 @@ from torch.nn import functional
 
 from moe_ext import ops
 from moe_ext._checks import check_choice, check_numbers
+from moe_ext.dispatch import Choice
 from moe_ext.nn.routers import Router, RouterOutput
 
 DROP_POLICIES = ("position", "score", "random", "batch_prioritized", "choice")
 OVERFLOWS = ("drop", "reroute")
-BUDGET_OVERFLOWS = ("rounds", "drop")
 _MOST_GROUPS = 1 << 20
 # Stream of the draws that order the slots of the "random" policy.
 _DROP_STREAM = 3
@@ -95,56 +94,6 @@ class Capacity:
         group_tokens = -(-num_tokens // self.groups)
         rows = -(-group_tokens * top_k * numerator // (denominator * num_experts))
         return torch.sym_max(rows, self.minimum)
-
-
-@dataclass(frozen=True)
-class RowBudget:
-    """Limit on the rows that a rank holds at once, however the router spreads the tokens.
-
-    Attributes:
-        rows: rows that a rank runs through its experts at once, alignment padding included. In an
-            expert-parallel layer it is also the most that a rank sends or receives at once.
-        overflow: "rounds" runs the rows beyond the budget in further rounds, with the exact result;
-            "drop" leaves them out and counts them in `num_dropped`.
-        static: across ranks, every rank sends `rows / P` rows to each of the P ranks, padding
-            included, so that sizes follow from no count: nothing waits for the device before the
-            rows travel. "rounds" then reads one number behind the queued work of the first round,
-            "drop" nothing, and a CUDA graph can hold it. It is for `dispatcher="alltoall"` (or
-            "symm_mem"). On one rank it changes nothing: sizes never follow from counts there.
-
-    Raises:
-        ValueError: a value is out of its range.
-    """
-
-    rows: int
-    _: KW_ONLY
-    overflow: str = "rounds"
-    static: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse what is not allowed."""
-        check_numbers("RowBudget", RowBudget.__annotations__, vars(self))
-        if self.rows < 1:
-            raise ValueError(f"RowBudget: expected rows to be at least 1, got {self.rows}")
-        check_choice("RowBudget", "overflow", self.overflow, BUDGET_OVERFLOWS)
-
-
-class Choice(NamedTuple):
-    """Experts of the tokens, within the capacity.
-
-    Attributes:
-        topk_idx: `[T, K]`, -1 for none.
-        topk_weights: `[T, K]`.
-        capacity: rows that an expert takes from this rank, None for all.
-        num_dropped: slots that found no room, 0-d; None without a capacity of the layer.
-        filled: whether the host knows that no slot is -1.
-    """
-
-    topk_idx: Tensor
-    topk_weights: Tensor
-    capacity: int | None
-    num_dropped: Tensor | None
-    filled: bool = False
 
 
 def limit_choice(

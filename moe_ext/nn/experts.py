@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from moe_ext import ops
 from moe_ext._checks import check_choice, check_numbers, check_sizes
 from moe_ext.comm.groups import GroupHandle, check_group, group_rank, group_size
-from moe_ext.dispatch import DispatchMetadata, LocalDispatcher, RowWeights, TokenDispatcher
+from moe_ext.dispatch import Choice, DispatchMetadata, RowWeights, TokenDispatcher
 from moe_ext.distributed.dtensor import is_fsdp, local_part
 from moe_ext.distributed.placement import (
     ExpertShards,
@@ -28,7 +28,6 @@ from moe_ext.distributed.placement import (
     shards_of_experts,
 )
 from moe_ext.nn.balance.moved import ExpertMoves
-from moe_ext.nn.capacity import Choice
 from moe_ext.nn.expert_activation import (
     GATED_ACTIVATIONS,
     LAYOUTS,
@@ -39,7 +38,6 @@ from moe_ext.nn.expert_activation import (
 from moe_ext.nn.torch_state import as_autocast, has_hooks
 from moe_ext.ops.autograd import late_gradient
 from moe_ext.ops.grouped_gemm import wants_ends
-from moe_ext.ops.routed_experts import routed_experts
 
 # 2**64 / golden ratio, odd: neighbouring experts get seeds that differ in about half of their bits.
 _SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -255,18 +253,13 @@ def run_tokens(
 
     None where rows are made for the experts: some are on other ranks, or somebody sees the rows.
     """
-    own = TokenDispatcher.dispatch, TokenDispatcher.combine
-    if (
-        not isinstance(dispatcher, LocalDispatcher)
-        or (type(dispatcher).dispatch, type(dispatcher).combine) != own
-        or not weighs_rows(experts)
-        or has_hooks(experts)
-    ):
+    run = dispatcher.routed_experts
+    if run is None or not weighs_rows(experts) or has_hooks(experts):
         return None
     kind, layout = experts.activation, experts.layout
     up, down = experts._weight(experts._up_name), experts._weight("down_proj")
-    idx, weights, filled = choice.topk_idx, choice.topk_weights, choice.filled
-    return routed_experts(x_TD, idx, weights, up, down, kind=kind, layout=layout, filled=filled)
+    idx, weights, _, _, filled = choice
+    return run(x_TD, idx, weights, up, down, kind=kind, layout=layout, filled=filled)
 
 
 def weighs_rows(experts: nn.Module) -> TypeGuard[GroupedExperts]:
@@ -321,13 +314,11 @@ def run_experts(experts: nn.Module, late: dict[str, Tensor], *args: Any) -> Tens
     return torch.func.functional_call(experts, late, args, tie_weights=False)
 
 
-def bounds_of_all_rows(
-    experts: nn.Module, dispatcher: TokenDispatcher, rows: Tensor, expert_offsets: Tensor
-) -> Tensor:
+def bounds_of_all_rows(experts: nn.Module, rows: Tensor, expert_offsets: Tensor) -> Tensor:
     """Offsets in the form that experts take where every row has an expert."""
     # First what costs nothing where there is no such device.
-    if wants_ends(rows) and type(dispatcher).dispatch is TokenDispatcher.dispatch:
-        return expert_offsets[1:].int() if runs_own_forward(experts) else expert_offsets
+    if wants_ends(rows) and runs_own_forward(experts):
+        return expert_offsets[1:].int()
     return expert_offsets
 
 

@@ -9,8 +9,6 @@ import functools
 import math
 import operator
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -34,18 +32,15 @@ from moe_ext.comm.failures import in_layer
 from moe_ext.comm.groups import check_group, group_size, small_message_device
 from moe_ext.dispatch import (
     DISPATCHERS,
-    AutoDispatcher,
-    Chunk,
+    WHOLE,
+    Choice,
+    Cut,
     DispatchChoice,
-    DispatchMetadata,
-    LocalDispatcher,
+    RowBudget,
     TokenDispatcher,
     Wire,
     WrappedDispatcher,
-    check_static,
     named_dispatcher,
-    static_chunks,
-    telling_in_agreement,
 )
 from moe_ext.distributed.dtensor import is_fsdp
 from moe_ext.distributed.placement import declare_experts, shards_of_experts
@@ -60,27 +55,20 @@ from moe_ext.nn.balance.losses import (
     inject_losses,
     loss_terms,
 )
-from moe_ext.nn.balance.moved import MODES, ExpertMoves, PlacedRows, Rebalance, Rebalancer
+from moe_ext.nn.balance.moved import MODES, Rebalance, Rebalancer
 from moe_ext.nn.balance.quantile import NUM_BINS, add_required_bias
-from moe_ext.nn.capacity import Capacity, Choice, RowBudget, limit_choice, run_padded
-from moe_ext.nn.chunks import run_chunks
+from moe_ext.nn.capacity import Capacity, limit_choice
 from moe_ext.nn.expert_activation import Activation
 from moe_ext.nn.experts import (
     GroupedExperts,
-    bounds_of_all_rows,
-    check_results,
-    late_weights,
-    moved_weights,
-    run_experts,
     run_tokens,
     runs_own_forward,
     slots_of_shards,
-    take_weights,
     weighs_rows,
 )
 from moe_ext.nn.feed_forward import FeedForward, without_bad_padding
 from moe_ext.nn.layer_metrics import LayerMetrics, Record, read_losses, read_metrics
-from moe_ext.nn.overlap import run_parts
+from moe_ext.nn.parts import run_plan
 from moe_ext.nn.replay import apply_sessions, can_replay
 from moe_ext.nn.routers import Router, RouterOutput, TopKRouter
 from moe_ext.nn.routers.topk import SCORE_FNS
@@ -239,8 +227,8 @@ class MoELayer(CountingModule):
         self._compared: object = None
         # Options that do not change with attributes.
         self._made_with: dict[str, object] = {}
-        # Those from which it follows which messages there are: parts of a batch, and static sizes.
-        self._way_of_exchange = 1, False
+        # How a batch is cut, as in the first pass: it follows which messages there are.
+        self._first_cut: Cut | None = None
         # With etp each shard of an expert is an expert of its own to the dispatcher: their sum
         # is what the expert makes of a token.
         self._shards = shards_of_experts(ep_group)
@@ -259,10 +247,7 @@ class MoELayer(CountingModule):
         if static and dispatcher == "auto" and group_size(ep_group) > 1:
             dispatcher = "alltoall"
         self.dispatcher = _make_dispatcher(dispatcher, spread, ep_group, combine, row_budget, wire)
-        if self._is_static():
-            check_static(self.dispatcher)
-        if self.overlap > 1 and not isinstance(self.dispatcher, AutoDispatcher):
-            self.dispatcher = self.dispatcher.cut(self.overlap)
+        self.dispatcher.check_cut(Cut(self.overlap, row_budget))
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         if isinstance(router, str):
             columns = 2 if top_k is None else top_k
@@ -424,7 +409,7 @@ class MoELayer(CountingModule):
         dispatcher = self.dispatcher
         if watched is None:
             self._made_with = _made_with(self)
-            self._way_of_exchange = self.overlap, self._is_static()
+            self._first_cut = self._cut()
         now = _options_now(self)
         options = {**now, **self._made_with}
         if watched is None:
@@ -440,11 +425,14 @@ class MoELayer(CountingModule):
 
     def _check_way_of_exchange(self, x: Tensor) -> None:
         """ValueError on every rank if one has set what other messages than before follow from."""
-        before, now = self._way_of_exchange, (self.overlap, self._is_static())
-        names = "overlap", "row_budget.static"
-        for name, old, new in zip(names, before, now, strict=True):
+        first, now = self._first_cut, self._cut()
+        assert first is not None
+        for name, old, new in (
+            ("overlap", first.num_parts, now.num_parts),
+            ("row_budget.static", first.is_static, now.is_static),
+        ):
             if new != old:
-                with self._routing(x, is_static=before[1]):
+                with self.dispatcher.routing(x, first):
                     raise ValueError(
                         f"MoELayer: expected {name} to be {old} as in the first forward pass, "
                         f"got {new}; make the layer anew"
@@ -456,27 +444,25 @@ class MoELayer(CountingModule):
         Returns:
             DispatchChoice: print it for a table.
         """
-        if isinstance(self.dispatcher, AutoDispatcher):
-            return DispatchChoice("auto", "chosen at the first forward pass")
+        if self.dispatcher.choose is not None:
+            return DispatchChoice("auto", self.dispatcher.reason)
         if self._dispatch_choice is not None:
             return self._dispatch_choice
-        local = isinstance(self.dispatcher, LocalDispatcher)
-        reason = "all experts are on this rank" if local else "named by the caller"
-        return DispatchChoice(type(self.dispatcher).__name__, reason)
+        return DispatchChoice(type(self.dispatcher).__name__, self.dispatcher.reason)
 
     def _forward(self, x: Tensor, per_token: dict[str, Tensor | None], packed: _Packed) -> Tensor:
         if not isinstance(x, Tensor):
             raise TypeError(f"MoELayer: expected x to be a tensor, got {type(x).__name__}")
-        if isinstance(self.dispatcher, AutoDispatcher):
-            self.dispatcher, self._dispatch_choice = self.dispatcher.choose(
+        dispatcher, cut = self.dispatcher, self._cut()
+        if dispatcher.choose is not None:
+            self.dispatcher, self._dispatch_choice = dispatcher.choose(
                 x,
                 self.top_k,
-                in_rounds=self.row_budget is not None or self.overlap > 1,
+                in_rounds=cut.budget is not None or cut.num_parts > 1,
                 weighed=weighs_rows(self.experts) and not (self.capacity and self.capacity.pad),
             )
-            if self.overlap > 1:
-                self.dispatcher = self.dispatcher.cut(self.overlap)
-        with self._routing(x, is_static=self._is_static()):
+            dispatcher = self.dispatcher
+        with dispatcher.routing(x, cut):
             documents = None
             if self.balance.scope == "sequence" and self._wants_balance_loss():
                 documents = self._find_documents(x, per_token, packed)
@@ -503,30 +489,44 @@ class MoELayer(CountingModule):
         if self.shared_expert is not None:
             x_TD = without_bad_padding(x_TD, mask_T)
         # Under autocast the experts would cast anyway; here it halves what is permuted and sent.
-        y_TD, num_dropped = self._run_experts(as_autocast(x_TD), choice)
+        y_TD, num_dropped = self._run_experts(as_autocast(x_TD), choice, cut)
         sequences = math.prod(x.shape[:-2]), documents
         y_TD = self._account(y_TD, routed, mask_T, sequences, num_dropped)
         return y_TD.reshape(x.shape)
 
-    def _routing(self, x: Tensor, *, is_static: bool) -> AbstractContextManager[object]:
-        """Context for what comes before the first exchange, whose failure it then tells."""
-        if is_static:
-            return telling_in_agreement(self.dispatcher, x.device)
-        if self._rebalancer is None:
-            return self.dispatcher.routing(x)
-        return self.dispatcher.routing(x, num_shared=self.num_experts)
+    def _cut(self) -> Cut:
+        """How the rows of a batch are cut into parts."""
+        moves = self._rebalancer is not None
+        if self.overlap == 1 and self.row_budget is None and not moves:
+            return WHOLE
+        return Cut(self.overlap, self.row_budget, self.num_experts if moves else None)
 
-    def _run_experts(self, x_TD: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
-        """Dispatch, experts, combine: `y [T, D]`, and the number of slots that were dropped."""
+    def _run_experts(self, x_TD: Tensor, choice: Choice, cut: Cut) -> tuple[Tensor, Tensor]:
+        """All experts: `y [T, D]`, and the number of slots that were dropped."""
+        dispatcher, experts, limited = self.dispatcher, self.experts, choice.num_dropped
+        beside = None
+        if self.shared_expert is not None:
+            beside = functools.partial(self._run_shared_expert, x_TD)
+        if cut is WHOLE and choice.capacity is None:
+            summed = run_tokens(experts, dispatcher, x_TD, choice)
+            if summed is not None:
+                y_TD, num_dropped = summed
+                return y_TD if beside is None else y_TD + beside(), num_dropped
         if self._shards > 1:
-            y_TD, num_dropped = self._send_rows(x_TD, self._to_shards(choice))
-            return y_TD, num_dropped // self._shards
-        if self._rebalancer is None:
-            return self._send_rows(x_TD, choice)
-        counts = self.training and not self.counting and not in_backward()
-        idx, weights = choice.topk_idx, choice.topk_weights
-        placed = self._rebalancer.place(x_TD, idx, weights, self.dispatcher, counts=counts)
-        return self._send_rows(x_TD, choice._replace(topk_idx=placed.slot_idx), placed)
+            choice = self._to_shards(choice)
+        place = None
+        if self._rebalancer is not None:
+            counts = self.training and not self.counting and not in_backward()
+            place = functools.partial(self._rebalancer.place, x_TD, choice.topk_idx, counts=counts)
+        weighed = weighs_rows(experts)
+        plan = dispatcher.plan(x_TD, choice, cut, weighed=weighed, place=place)
+        pad = self.capacity is not None and self.capacity.pad
+        with dispatcher.computing(x_TD):
+            y_TD = run_plan(
+                dispatcher, plan, experts, x_TD, choice.topk_weights, pad=pad, beside=beside
+            )
+        num_dropped = plan.num_dropped // self._shards if self._shards > 1 else plan.num_dropped
+        return y_TD, num_dropped if limited is None else num_dropped + limited
 
     def _to_shards(self, choice: Choice) -> Choice:
         """Slots `[T, K * etp]`: every shard of each chosen expert, with its weight."""
@@ -534,114 +534,7 @@ class MoELayer(CountingModule):
         idx, weights = slots_of_shards(
             choice.topk_idx, choice.topk_weights, self.num_experts, group
         )
-        dropped = None if choice.num_dropped is None else choice.num_dropped * self._shards
-        return Choice(idx, weights, choice.capacity, dropped, choice.filled)
-
-    def _is_static(self) -> bool:
-        """Whether sizes of exchanges follow from no count; on one rank there are none."""
-        budget = self.row_budget
-        return budget is not None and budget.static and not self.dispatcher.in_graph
-
-    def _send_rows(
-        self, x_TD: Tensor, choice: Choice, placed: PlacedRows | None = None
-    ) -> tuple[Tensor, Tensor]:
-        dispatcher, experts = self.dispatcher, self.experts
-        topk_idx, topk_weights, capacity, dropped, filled = choice
-        metadata: DispatchMetadata
-        others: Callable[[], list[Chunk]] = list
-        by_rows = self.overlap > 1 or self.row_budget is not None or capacity is not None
-        moves = None if placed is None else placed.moves
-        if not by_rows and placed is None:
-            summed = run_tokens(experts, dispatcher, x_TD, choice)
-            if summed is not None:
-                y_TD, num_dropped = summed
-                if self.shared_expert is not None:
-                    y_TD = y_TD + self._run_shared_expert(x_TD)
-                return y_TD, _plus(num_dropped, dropped)
-        if self.overlap > 1:
-            weighed = weighs_rows(experts)
-            parts = dispatcher.in_parts(x_TD, topk_idx, topk_weights, weighed=weighed)
-            counts: list[Tensor] = []
-            run = functools.partial(run_parts, dispatcher, parts, experts, counts)
-            with dispatcher.computing(x_TD):
-                y_TD = self._beside_shared_expert(x_TD, run)
-            return y_TD, torch.stack(counts).sum()
-        late: dict[str, Tensor] = {}
-        beside: dict[str, Any] = {}
-        if dispatcher.takes_meanwhile:
-            take: Callable[[], dict[str, Tensor]] = functools.partial(late_weights, experts)
-            if moves is not None:
-                assert isinstance(experts, GroupedExperts)
-                take = functools.partial(moved_weights, experts, moves)
-            beside["meanwhile"] = lambda: late.update(take())
-        if self.row_budget is None:
-            if placed is not None:
-                beside["counts"] = placed.counts
-            rows, offsets, metadata = dispatcher.dispatch(
-                x_TD, topk_idx, topk_weights, capacity=capacity, **beside
-            )
-            if placed is not None:
-                offsets = placed.offsets(offsets)
-            # Rows that have been sent are those of an expert here.
-            if filled or (metadata.received is not None and capacity is None):
-                offsets = bounds_of_all_rows(experts, dispatcher, rows, offsets)
-        else:
-            budget = self.row_budget
-            limits: dict[str, Any] = {"capacity": capacity, "drop": budget.overflow == "drop"}
-            call = x_TD, topk_idx, topk_weights
-            if self._is_static():
-                first, others = static_chunks(dispatcher, *call, max_rows=budget.rows, **limits)
-                chunks = [first]
-            else:
-                chunks = dispatcher.chunks(*call, max_rows=budget.rows, **limits)
-            if len(chunks) > 1:
-                with dispatcher.computing(x_TD):
-                    y_TD = run_chunks(dispatcher, chunks, experts, x_TD, topk_weights)
-                    if self.shared_expert is not None:
-                        y_TD = y_TD + self._run_shared_expert(x_TD)
-                return y_TD, _plus(chunks[0].whole.num_dropped, dropped)
-            rows, offsets, metadata = dispatcher.send(
-                chunks[0].take(x_TD), chunks[0], topk_weights, **beside
-            )
-        with dispatcher.computing(x_TD):
-            y_TD = self._compute(experts, rows, offsets, metadata, x_TD, late, moves)
-            left = others()
-            if left:
-                y_TD = y_TD + run_chunks(dispatcher, left, experts, x_TD, topk_weights)
-        return y_TD, _plus(metadata.num_dropped, dropped)
-
-    def _compute(
-        self,
-        experts: nn.Module,
-        rows: Tensor,
-        offsets: Tensor,
-        metadata: DispatchMetadata,
-        x_TD: Tensor,
-        late: dict[str, Tensor],
-        moves: ExpertMoves | None = None,
-    ) -> Tensor:
-        """Experts, shared expert and combine."""
-        dispatcher = self.dispatcher
-        if self.capacity is not None and self.capacity.pad:
-            assert metadata.expert_capacity is not None
-            results = run_padded(experts, rows, offsets, metadata.expert_capacity)
-        else:
-            weights, metadata = take_weights(experts, dispatcher, rows, metadata)
-            if moves is None or late:
-                results = run_experts(experts, late, rows, offsets, *weights)
-            else:
-                results = experts(rows, offsets, *weights, moves=moves)
-        check_results(experts, dispatcher, rows, results)
-        combine = functools.partial(dispatcher.combine, results, metadata)
-        return self._beside_shared_expert(x_TD, combine)
-
-    def _beside_shared_expert(self, x_TD: Tensor, combine: Callable[..., Tensor]) -> Tensor:
-        """Results that `combine(meanwhile=)` brings back, and the shared expert's meanwhile."""
-        if self.shared_expert is None:
-            return combine()
-        shared_TD: list[Tensor] = []
-        y_TD = combine(meanwhile=lambda: shared_TD.append(self._run_shared_expert(x_TD)))
-        return y_TD + shared_TD[0]
+        return choice._replace(topk_idx=idx, topk_weights=weights)
 
     def _run_shared_expert(self, x_TD: Tensor) -> Tensor:
         assert self.shared_expert is not None
@@ -825,10 +718,6 @@ def _parts(layer: MoELayer) -> list[tuple[str, nn.Module]]:
     return [(n, m) for n, m in found if isinstance(m, (Router, GroupedExperts, FeedForward))]
 
 
-def _plus(count: Tensor, more: Tensor | None) -> Tensor:
-    return count if more is None else count + more
-
-
 def _capacity_of(factor: float | None, capacity: Capacity | float | None) -> Capacity | None:
     """The capacity that is meant, None for no limit."""
     name, value = ("capacity", capacity) if factor is None else ("capacity_factor", factor)
@@ -981,7 +870,7 @@ def _make_dispatcher(
     wire: Wire | str | None,
 ) -> TokenDispatcher:
     """The dispatcher of the layer, from a name or an object."""
-    if isinstance(dispatcher, TokenDispatcher) or hasattr(dispatcher, "dispatch"):
+    if not isinstance(dispatcher, str) and hasattr(dispatcher, "dispatch"):
         wire = Wire.of("MoELayer", wire)
         for name, value, left in (("combine", combine, "exact"), ("wire", wire, Wire())):
             if value != left:
@@ -989,9 +878,7 @@ def _make_dispatcher(
                     f"MoELayer: expected {name} to be left to a dispatcher that is an object, got "
                     f"{name}={value!r} and {type(dispatcher).__name__}"
                 )
-        if isinstance(dispatcher, TokenDispatcher):
-            return dispatcher
-        return WrappedDispatcher(dispatcher)
+        return dispatcher if hasattr(dispatcher, "plan") else WrappedDispatcher(dispatcher)
     if dispatcher not in DISPATCHERS:
         raise ValueError(
             f"MoELayer: expected dispatcher to be one of {DISPATCHERS} or a TokenDispatcher, got "

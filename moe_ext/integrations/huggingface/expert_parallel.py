@@ -5,6 +5,7 @@ Shapes: T tokens, D model, E experts, K top-k, P ranks, L = E/P local experts, R
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -27,8 +28,10 @@ from moe_ext.comm.agreement import agree
 from moe_ext.comm.failures import in_layer
 from moe_ext.comm.groups import GroupHandle, global_rank, group_rank, group_ranks, group_size
 from moe_ext.dispatch import (
+    WHOLE,
     AllToAllDispatcher,
-    AutoDispatcher,
+    Choice,
+    Cut,
     TokenDispatcher,
     Wire,
     named_dispatcher,
@@ -106,23 +109,26 @@ class ShardedExperts(_Spread):
     ) -> Tensor:
         x_TD = as_autocast(as_weight(self, hidden_states))
         dispatcher = self._dispatcher
-        if isinstance(dispatcher, AutoDispatcher):
+        if dispatcher.choose is not None:
             dispatcher, _ = dispatcher.choose(x_TD, top_k_index.shape[-1], in_rounds=False)
             self._dispatcher = dispatcher
         index_TK, weights_TK = known_experts(top_k_index, self.num_experts), top_k_weights
-        beside: dict[str, Any] = {"capacity": expert_rows(self, index_TK)}
-        placed, moves = None, None
+        capacity = expert_rows(self, index_TK)
         if shards_of_experts(self.ep_group) > 1:
             index_TK, weights_TK = slots_of_shards(
                 index_TK, weights_TK, self.num_experts, self.ep_group
             )
+        cut, place = WHOLE, None
         if self._rebalancer is not None:
             counts = self.training and not in_backward()
-            placed = self._rebalancer.place(x_TD, index_TK, weights_TK, dispatcher, counts=counts)
-            index_TK, moves, beside["counts"] = placed.slot_idx, placed.moves, placed.counts
-        rows, offsets, metadata = dispatcher.dispatch(x_TD, index_TK, weights_TK, **beside)
-        if placed is not None:
-            offsets = placed.offsets(offsets)
+            place = functools.partial(self._rebalancer.place, x_TD, index_TK, counts=counts)
+            cut = Cut(num_shared=self.num_experts)
+        choice = Choice(index_TK, weights_TK, capacity)
+        plan = dispatcher.plan(x_TD, choice, cut, place=place)
+        rows, offsets, metadata = plan.parts.pop()(None)
+        moves = None
+        if plan.placed is not None:
+            offsets, moves = plan.placed.offsets(offsets), plan.placed.moves
         with dispatcher.computing(x_TD):
             out_RD = run_rows(self, rows, offsets, moves)
             if self.has_post_expert_norm:

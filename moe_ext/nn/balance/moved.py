@@ -11,7 +11,7 @@ import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from moe_ext._checks import check_choice, check_numbers
 from moe_ext.comm.agreement import share
 from moe_ext.comm.groups import GroupHandle, group_rank, group_size, small_message_device
 from moe_ext.comm.link import Link, max_over_ranks, measure_link, quickest, seconds_of
-from moe_ext.dispatch import RowCounts, SharedCounts, TokenDispatcher
+from moe_ext.dispatch import PlacedRows, RowCounts, SharedCounts
 from moe_ext.dispatch.rows import all_to_all_rows
 
 MODES = ("exact", "periodic")
@@ -156,30 +156,6 @@ class ExpertMoves:
         return torch.cat([weight, came.view(-1, *weight.shape[1:])])
 
 
-class PlacedRows(NamedTuple):
-    """Rows of a rank, each at a rank that has room for it.
-
-    Attributes:
-        slot_idx: `[T, K]` slots in the place of experts, -1 for none. Slot `rank * S + s` is expert
-            s of a rank, and a moved one from L on.
-        counts: rows that travel.
-        moves: experts that travel; None for none.
-    """
-
-    slot_idx: Tensor
-    counts: RowCounts
-    moves: ExpertMoves | None
-
-    def offsets(self, slot_offsets: Tensor) -> Tensor:
-        """Offsets of the experts that are here, of those of all slots: the others have no rows.
-
-        Args:
-            slot_offsets: `[S + 1]`.
-        """
-        held = slot_offsets.shape[0] // 2 + (0 if self.moves is None else sum(self.moves.receive))
-        return slot_offsets[: held + 1]
-
-
 @dataclass
 class Moved:
     """Experts moved in the last pass of a rank: `metrics` shows them.
@@ -238,32 +214,18 @@ class Rebalancer:
         return {name: torch.full((), value, device=device) for name, value in found.items()}
 
     def place(
-        self,
-        x_TD: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        dispatcher: TokenDispatcher,
-        *,
-        counts: bool,
+        self, x_TD: Tensor, topk_idx: Tensor, told: SharedCounts, *, counts: bool
     ) -> PlacedRows:
-        """Exchange the counts and give each row its slot; all ranks of the group call it together.
-
-        NOTE: device-to-host sync, since the plan is made on the host.
+        """Give each row its slot, by the counts of all ranks; they call it together.
 
         Args:
             x_TD: the tokens.
             topk_idx: experts, -1 for none.
-            topk_weights: their weights.
-            dispatcher: that the rows will be given to.
+            told: the counts.
             counts: add the loads to those of "periodic".
         """
-        told = dispatcher.share_counts(x_TD, topk_idx, topk_weights, self.num_experts)
-        with dispatcher.computing(x_TD):
-            if counts and self.options.mode == "periodic":
-                self.loads_E += told.counts_PE.sum(0)
-            return self._placed(told, topk_idx, x_TD)
-
-    def _placed(self, told: SharedCounts, topk_idx: Tensor, x_TD: Tensor) -> PlacedRows:
+        if counts and self.options.mode == "periodic":
+            self.loads_E += told.counts_PE.sum(0)
         rank, local = group_rank(self._group.group), self.num_experts // self.num_ranks
         counts_PE, plan = told.counts_PE, self.plan
         if self.options.mode == "exact":

@@ -1,18 +1,96 @@
-"""Chunks: the rows of a rank cut into parts that go to the experts one after the other.
+"""Parts of a batch: the rows that travel together, and how a batch is cut into them.
 
-Shapes: T tokens, D model, E experts, K top-k, N = T*K rows, R rows of a chunk, P ranks, L = E/P
+Shapes: T tokens, D model, E experts, K top-k, N = T*K rows, R rows of a part, P ranks, L = E/P
     local experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_ext import ops
+from moe_ext._checks import check_choice, check_numbers
+
+BUDGET_OVERFLOWS = ("rounds", "drop")
+
+
+@dataclass(frozen=True)
+class RowBudget:
+    """Limit on the rows that a rank holds at once, however the router spreads the tokens.
+
+    Attributes:
+        rows: rows that a rank runs through its experts at once, alignment padding included. In an
+            expert-parallel layer it is also the most that a rank sends or receives at once.
+        overflow: "rounds" runs the rows beyond the budget in further rounds, with the exact result;
+            "drop" leaves them out and counts them in `num_dropped`.
+        static: across ranks, every rank sends `rows / P` rows to each of the P ranks, padding
+            included, so that sizes follow from no count: nothing waits for the device before the
+            rows travel. "rounds" then reads one number behind the queued work of the first round,
+            "drop" nothing, and a CUDA graph can hold it. It is for `dispatcher="alltoall"` (or
+            "symm_mem"). On one rank it changes nothing: sizes never follow from counts there.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    rows: int
+    _: KW_ONLY
+    overflow: str = "rounds"
+    static: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what is not allowed."""
+        check_numbers("RowBudget", RowBudget.__annotations__, vars(self))
+        if self.rows < 1:
+            raise ValueError(f"RowBudget: expected rows to be at least 1, got {self.rows}")
+        check_choice("RowBudget", "overflow", self.overflow, BUDGET_OVERFLOWS)
+
+
+class Choice(NamedTuple):
+    """Experts of the tokens, within the capacity.
+
+    Attributes:
+        topk_idx: `[T, K]`, -1 for none.
+        topk_weights: `[T, K]`.
+        capacity: rows that an expert takes from this rank, None for all.
+        num_dropped: slots that found no room, 0-d; None without a capacity of the layer.
+        filled: whether the host knows that no slot is -1.
+    """
+
+    topk_idx: Tensor
+    topk_weights: Tensor
+    capacity: int | None = None
+    num_dropped: Tensor | None = None
+    filled: bool = False
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the rows of a batch are cut into parts, the same on every rank.
+
+    Attributes:
+        num_parts: runs of the tokens, of which one travels while the experts work on another.
+        budget: limit on the rows of a part; None for none.
+        num_shared: experts whose counts all ranks tell each other, for a caller who places rows by
+            them; None for none.
+    """
+
+    num_parts: int = 1
+    budget: RowBudget | None = None
+    num_shared: int | None = None
+
+    @property
+    def is_static(self) -> bool:
+        """Sizes follow from no count."""
+        return self.budget is not None and self.budget.static
+
+
+WHOLE = Cut()
 
 
 @dataclass(frozen=True)
@@ -65,12 +143,51 @@ class RowCounts:
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Some of a rank's rows, which go to their experts and come back together.
+class SharedCounts:
+    """Rows of every rank for every expert, which all ranks know.
+
+    Attributes:
+        tables: this rank's slots, grouped by expert.
+        counts_PE: int64, on the host.
+        has_backward: see `ExchangedCounts`.
+    """
+
+    tables: ops.Permutation
+    counts_PE: Tensor
+    has_backward: bool
+
+
+class PlacedRows(NamedTuple):
+    """Rows of a rank, each at a rank that has room for it.
+
+    Attributes:
+        slot_idx: `[T, K]` slots in the place of experts, -1 for none. Slot `rank * S + s` is expert
+            s of a rank, and a moved one from L on.
+        counts: rows that travel.
+        moves: experts that travel, with the numbers that each rank gives, `receive`; None for none.
+    """
+
+    slot_idx: Tensor
+    counts: RowCounts
+    moves: Any
+
+    def offsets(self, slot_offsets: Tensor) -> Tensor:
+        """Offsets of the experts that are here, of those of all slots: the others have no rows.
+
+        Args:
+            slot_offsets: `[S + 1]`.
+        """
+        held = slot_offsets.shape[0] // 2 + (0 if self.moves is None else sum(self.moves.receive))
+        return slot_offsets[: held + 1]
+
+
+@dataclass(frozen=True)
+class Round:
+    """A part that is sent by `TokenDispatcher.send`, and once more in the backward pass.
 
     Attributes:
         whole: tables of all rows of the rank.
-        slot_of_row: `[R]` slots of this chunk's rows, ordered by expert; -1 for a padding row.
+        slot_of_row: `[R]` slots of this round's rows, ordered by expert; -1 for a padding row.
         expert_offsets: `[E + 1]` of the experts in these rows, where nothing travels.
         counts: how the rows travel; None where nothing travels.
     """
@@ -81,7 +198,7 @@ class Chunk:
     counts: RowCounts | None = None
 
     def take(self, x_TD: Tensor) -> Tensor:
-        """The rows `[R, D]` of this chunk, copied from their tokens; differentiable."""
+        """The rows `[R, D]` of this round, copied from their tokens; differentiable."""
         rows: Tensor = torch.ops.moe_ext._gather_tokens(x_TD, self.slot_of_row, self.whole.top_k)
         return rows
 
@@ -104,36 +221,61 @@ class Chunk:
         )
 
 
-def cut_rows(tables: ops.Permutation, max_rows: int) -> list[Chunk]:
-    """Chunks of at most `max_rows` consecutive rows, at least one, where nothing travels."""
+# Brings the rows of a part to their experts, with something to do while they are underway, if they
+# travel: rows `[R, D]` grouped by local expert, offsets `[L + 1]`, and what `combine` takes.
+Part = Callable[[Callable[[], None] | None], tuple[Tensor, Tensor, Any]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Parts of a batch, of which all ranks have as many.
+
+    Attributes:
+        parts: those that run once, to be called in this order by all ranks; a caller may take them
+            out, and with them their rows.
+        num_dropped: slots of this rank that were left out, 0-d int64.
+        later: gives the rounds behind the parts; their backward pass runs them once more.
+        placed: where rows were placed; None where each is at the rank of its expert.
+        filled: whether every row of the parts has an expert.
+    """
+
+    parts: list[Part]
+    num_dropped: Tensor
+    later: Callable[[], list[Round]] = list
+    placed: PlacedRows | None = None
+    filled: bool = False
+
+
+def cut_rows(tables: ops.Permutation, max_rows: int) -> list[Round]:
+    """Rounds of at most `max_rows` consecutive rows, at least one, where nothing travels."""
     num_rows = tables.slot_of_row.shape[0]
-    chunks = []
+    rounds = []
     for start in range(0, max(num_rows, 1), max_rows):
         slots = tables.slot_of_row[start : start + max_rows]
         offsets = (tables.expert_offsets - start).clamp(0, slots.shape[0])
-        chunks.append(Chunk(tables, slots, offsets))
-    return chunks
+        rounds.append(Round(tables, slots, offsets))
+    return rounds
 
 
 def cut_exchange(
     tables: ops.Permutation, counts: RowCounts, shares: Iterable[Tensor], rank: int
-) -> list[Chunk]:
-    """Chunks of rows that travel.
+) -> list[Round]:
+    """Rounds of rows that travel.
 
     Args:
         tables: of all rows of this rank.
         counts: of all these rows.
-        shares: of `schedule`, rows from each rank to each other in every chunk.
+        shares: of `schedule`, rows from each rank to each other in every round.
         rank: this rank in its group.
     """
     device = tables.slot_of_row.device
     first_P = torch.tensor(counts.sent).cumsum(0) - torch.tensor(counts.sent)
     ends_PL = counts.received_PL.cumsum(1)
     sent_P, received_P = torch.zeros_like(first_P), torch.zeros_like(first_P)
-    chunks = []
+    rounds = []
     for share_PP in shares:
         send_P, receive_P = share_PP[rank], share_PP[:, rank]
-        # Rows from a rank come ordered by expert: this chunk has those between two marks.
+        # Rows from a rank come ordered by expert: this round has those between two marks.
         begin_P1 = received_P[:, None].to(device)
         end_P1 = begin_P1 + receive_P[:, None].to(device)
         reached_PL = torch.minimum(torch.maximum(ends_PL, begin_P1), end_P1)
@@ -144,9 +286,9 @@ def cut_exchange(
             has_backward=counts.has_backward,
         )
         slots = _slots_of_runs(tables, first_P + sent_P, send_P)
-        chunks.append(Chunk(tables, slots, tables.expert_offsets, part))
+        rounds.append(Round(tables, slots, tables.expert_offsets, part))
         sent_P, received_P = sent_P + send_P, received_P + receive_P
-    return chunks
+    return rounds
 
 
 def cut_evenly(
@@ -157,8 +299,8 @@ def cut_evenly(
     number: int,
     *,
     has_backward: bool,
-) -> Chunk:
-    """A chunk in which every rank sends each other `share` rows, padding behind its own.
+) -> Round:
+    """A round in which every rank sends each other `share` rows, padding behind its own.
 
     Its sizes depend on no count, so that the host need not know one.
 
@@ -167,7 +309,7 @@ def cut_evenly(
         own_PL: rows that it has for each expert of each rank.
         received_PL: rows that each rank has for each of its experts.
         share: rows from a rank to another.
-        number: of the chunk: it has the `share` rows behind those of the chunks before.
+        number: of the round: it has the `share` rows behind those of the rounds before.
         has_backward: see `RowCounts`.
     """
     num_ranks = own_PL.shape[0]
@@ -187,7 +329,7 @@ def cut_evenly(
         has_backward=has_backward,
         padded=True,
     )
-    return Chunk(tables, slots_PS.reshape(-1), tables.expert_offsets, counts)
+    return Round(tables, slots_PS.reshape(-1), tables.expert_offsets, counts)
 
 
 def _slots_of_runs(tables: ops.Permutation, begin_P: Tensor, count_P: Tensor) -> Tensor:
@@ -215,6 +357,12 @@ def keep_first(tables: ops.Permutation, topk_idx_TK: Tensor, allowed_P: Tensor) 
     return topk_idx_TK.where(keep.view_as(topk_idx_TK), -1)
 
 
+def count_dropped(before: ops.Permutation, kept: ops.Permutation) -> ops.Permutation:
+    """The tables of what was kept, with all slots that were left out counted."""
+    routed = before.num_tokens_per_expert.sum() - kept.num_tokens_per_expert.sum()
+    return replace(kept, num_dropped=before.num_dropped + routed)
+
+
 def fair_share(counts: Tensor, limit: int, *, dim: int) -> Tensor:
     """Cut counts so that those along `dim` sum to at most `limit`: the large ones to one level."""
     lines = counts.movedim(dim, -1)
@@ -233,14 +381,14 @@ def fair_share(counts: Tensor, limit: int, *, dim: int) -> Tensor:
 
 
 def schedule(pairs_PP: Tensor, limit: int) -> list[Tensor]:
-    """Spread the rows of every pair of ranks over chunks.
+    """Spread the rows of every pair of ranks over rounds.
 
     Args:
         pairs_PP: rows from each rank (first dimension) to each other.
-        limit: rows that a rank sends, and that it receives, in one chunk, at most.
+        limit: rows that a rank sends, and that it receives, in one round, at most.
 
     Returns:
-        `[P, P]` for each chunk, at least one; they sum to `pairs_PP`.
+        `[P, P]` for each round, at least one; they sum to `pairs_PP`.
     """
     num_ranks = pairs_PP.shape[0]
     left_PP, source = pairs_PP.clone(), torch.arange(num_ranks)

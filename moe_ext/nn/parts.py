@@ -1,0 +1,312 @@
+"""Experts over the parts of a batch, one after another, or one beside the next.
+
+Shapes: T tokens, D model, K top-k, R rows of a part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from moe_ext._compile import outside_graphs
+from moe_ext.dispatch import (
+    DispatchMetadata,
+    Plan,
+    Round,
+    TokenDispatcher,
+    sum_dtype,
+    take_part,
+)
+from moe_ext.nn.capacity import run_padded
+from moe_ext.nn.experts import (
+    bounds_of_all_rows,
+    check_results,
+    late_weights,
+    moved_weights,
+    run_experts,
+    take_weights,
+)
+from moe_ext.nn.torch_state import autocast_dtype
+
+
+def run_plan(
+    dispatcher: TokenDispatcher,
+    plan: Plan,
+    experts: nn.Module,
+    x_TD: Tensor,
+    topk_weights_TK: Tensor,
+    *,
+    pad: bool = False,
+    beside: Callable[[], Tensor] | None = None,
+) -> Tensor:
+    """Send, experts and combine of all parts of a batch, and what is computed beside them.
+
+    Args:
+        dispatcher: of the layer.
+        plan: whose parts are taken out.
+        experts: maps `(rows, expert_offsets)` to rows.
+        x_TD: tokens.
+        topk_weights_TK: their weights.
+        pad: give every expert exactly its capacity of rows.
+        beside: gives sums `[T, D]` of the layer, computed while the last results travel.
+
+    Returns:
+        `[T, D]`.
+    """
+    y_TD: Tensor | None = None
+    if plan.parts:
+        found: list[Tensor] = []
+        meanwhile = None if beside is None else lambda: found.append(beside())
+        y_TD = _run_parts(dispatcher, plan, experts, pad, meanwhile)
+        if found:
+            y_TD = y_TD + found[0]
+    rounds = plan.later()
+    if rounds:
+        later_TD = _run_rounds(dispatcher, rounds, experts, x_TD, topk_weights_TK)
+        y_TD = later_TD if y_TD is None else y_TD + later_TD
+        if beside is not None and not plan.parts:
+            y_TD = y_TD + beside()
+    assert y_TD is not None
+    return y_TD
+
+
+def _run_parts(
+    dispatcher: TokenDispatcher,
+    plan: Plan,
+    experts: nn.Module,
+    pad: bool,
+    meanwhile: Callable[[], None] | None,
+) -> Tensor:
+    """Send, experts and combine of parts; the backward pass goes the same way back.
+
+    While the experts work on part i, the rows of part i + 1 and the results of part i - 1 travel:
+    alone travel the rows of the first part, and the results of the last one beside `meanwhile`. In
+    the backward pass the gradients of a part's rows travel beside those of its weights too, so that
+    those of the last results alone travel by themselves.
+    """
+    parts, placed = plan.parts, plan.placed
+    moves = None if placed is None else placed.moves
+    take_late = functools.partial(late_weights, experts)
+    if moves is not None:
+        take_late = functools.partial(moved_weights, experts, moves)  # type: ignore[arg-type]
+    # By part: what sends it, rows that arrived, and later the results; then the sums.
+    here: list[Any] = [*parts]
+    sums: list[Any] = [None] * len(here)
+
+    def send(i: int, beside: Callable[[], None] | None) -> None:
+        late: dict[str, Tensor] = {}
+
+        def begin() -> None:
+            late.update(take_late())
+            if beside is not None:
+                beside()
+
+        part, here[i] = here[i], None
+        rows, offsets, metadata = part(begin)
+        if placed is not None:
+            offsets = placed.offsets(offsets)
+        if plan.filled:
+            offsets = bounds_of_all_rows(experts, rows, offsets)
+        here[i] = late, rows, offsets, metadata
+
+    def compute(i: int) -> None:
+        late, rows, offsets, metadata = here[i]
+        if pad:
+            results = run_padded(experts, rows, offsets, metadata.expert_capacity)
+        else:
+            weights, metadata = take_weights(experts, dispatcher, rows, metadata)
+            if moves is None or late:
+                results = run_experts(experts, late, rows, offsets, *weights)
+            else:
+                results = experts(rows, offsets, *weights, moves=moves)
+        check_results(experts, dispatcher, rows, results)
+        here[i] = results, metadata
+
+    def bring_back(i: int, beside: Callable[[], None] | None) -> None:
+        results: Tensor
+        metadata: DispatchMetadata
+        (results, metadata), here[i] = here[i], None
+        # A class of the caller's own may know of nothing beside.
+        options: dict[str, Any] = {} if beside is None else {"meanwhile": beside}
+        sums[i] = dispatcher.combine(results, metadata, **options)
+
+    def turn(i: int) -> None:
+        """Work to run while the results of part i - 1 travel."""
+        if i + 1 < len(here):
+            send(i + 1, lambda: compute(i))
+        else:
+            compute(i)
+
+    send(0, None)
+    turn(0)
+    for i in range(1, len(here)):
+        bring_back(i - 1, lambda i=i: turn(i))  # type: ignore[misc]
+    bring_back(len(here) - 1, meanwhile)
+    y_TD: Tensor = sums[0] if len(sums) == 1 else torch.cat(sums)
+    return y_TD
+
+
+# A nested backward pass is nothing for a graph.
+@outside_graphs
+def _run_rounds(
+    dispatcher: TokenDispatcher,
+    rounds: list[Round],
+    experts: nn.Module,
+    x_TD: Tensor,
+    topk_weights_TK: Tensor,
+) -> Tensor:
+    """Send, experts and combine, one round after the other: memory that no routing changes.
+
+    Nothing is kept for the backward pass but the tokens and the tables; it runs each round once
+    more.
+
+    Returns:
+        `[T, D]` in the dtype of the experts' results.
+    """
+    named = dict(experts.named_parameters())
+    work = _Work(dispatcher, rounds, experts, tuple(named))
+    counts = rounds[0].counts
+    if counts is not None and counts.has_backward:
+        x_TD, topk_weights_TK = take_part(x_TD), take_part(topk_weights_TK)
+    y_TD: Tensor = _RunRounds.apply(work, x_TD, topk_weights_TK, *named.values())
+    return y_TD
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """State that a recomputation needs beyond tensors: that of autocast and of the generators."""
+
+    device: torch.device
+    autocast: torch.dtype | None
+    cpu_state: Tensor | None
+    device_state: Tensor | None
+
+    @staticmethod
+    def now(device: torch.device, experts: nn.Module) -> _Setting:
+        # Only dropout and its like draw numbers; reading the state of a device synchronises.
+        draws = any(type(module).__name__.endswith("Dropout") for module in experts.modules())
+        on_cuda = device.type == "cuda"
+        return _Setting(
+            device,
+            autocast_dtype(device),
+            torch.get_rng_state() if draws else None,
+            torch.cuda.get_rng_state(device) if draws and on_cuda else None,
+        )
+
+    @contextlib.contextmanager
+    def restored(self) -> Any:
+        """The state of the forward pass."""
+        devices = [self.device] if self.device_state is not None else []
+        forked: AbstractContextManager[object] = contextlib.nullcontext()
+        if self.cpu_state is not None:
+            forked = torch.random.fork_rng(devices)
+        with forked:
+            if self.cpu_state is not None:
+                torch.set_rng_state(self.cpu_state)
+            if self.device_state is not None:
+                torch.cuda.set_rng_state(self.device_state, self.device)
+            with torch.enable_grad(), _autocast(self.device, self.autocast):
+                yield
+
+
+def _autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[object]:
+    if device.type == "meta":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The rounds, and the modules that run them."""
+
+    dispatcher: TokenDispatcher
+    rounds: list[Round]
+    experts: nn.Module
+    names: tuple[str, ...]
+
+    def run(
+        self, one: Round, rows_RD: Tensor, weights_TK: Tensor, parameters: tuple[Tensor, ...]
+    ) -> tuple[Tensor, torch.dtype, DispatchMetadata]:
+        """A round's part of the sums, with these parameters; dtype of the outputs; tables."""
+        bound = dict(zip(self.names, parameters, strict=True))
+        rows, offsets, metadata = self.dispatcher.send(rows_RD, one, weights_TK)
+        weights, metadata = take_weights(self.experts, self.dispatcher, rows, metadata)
+        out = torch.func.functional_call(self.experts, bound, (rows, offsets, *weights))
+        check_results(self.experts, self.dispatcher, rows, out)
+        # A token's rows may lie in several rounds: their sum is rounded once, at the end.
+        y_TD = self.dispatcher.combine(out, metadata, dtype=sum_dtype(out.dtype))
+        return y_TD, out.dtype, metadata
+
+
+class _RunRounds(torch.autograd.Function):
+    """Runs rounds one after another, and each once more in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, work: _Work, x_TD: Tensor, weights_TK: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        ctx.work, ctx.setting = work, _Setting.now(x_TD.device, work.experts)
+        ctx.save_for_backward(x_TD, weights_TK, *parameters)
+        y_TD: Tensor | None = None
+        for one in work.rounds:
+            part_TD, dtype, _ = work.run(one, one.take(x_TD), weights_TK, parameters)
+            y_TD = part_TD if y_TD is None else y_TD.add_(part_TD)
+            del part_TD
+        assert y_TD is not None
+        return y_TD.to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y_TD: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, weights_TK, *parameters = ctx.saved_tensors
+        work: _Work = ctx.work
+        _, needs_x, needs_weights, *needs_parameters = ctx.needs_input_grad
+        leaves = tuple(
+            p.detach().requires_grad_(needs)
+            for p, needs in zip(parameters, needs_parameters, strict=True)
+        )
+        weights = weights_TK.detach().requires_grad_(needs_weights)
+        grad_y_TD = grad_y_TD.to(sum_dtype(grad_y_TD.dtype))
+        grad_x_TD: Tensor | None = None
+        # Gradients of the weights first, then of every parameter that wants one.
+        wanted = [leaf for leaf in (weights, *leaves) if leaf.requires_grad]
+        sums: list[Tensor | None] = [None] * len(wanted)
+        with ctx.setting.restored():
+            for one in work.rounds:
+                rows = one.take(x_TD.detach()).requires_grad_()
+                part_TD, _, metadata = work.run(one, rows, weights, leaves)
+                grad_rows, *found = torch.autograd.grad(
+                    part_TD, [rows, *wanted], grad_y_TD, allow_unused=True
+                )
+                del part_TD
+                with torch.no_grad():
+                    while found:
+                        index = len(found) - 1
+                        sums[index] = _plus(sums[index], found.pop())
+                    if needs_x:
+                        grad_rows = torch.zeros_like(rows) if grad_rows is None else grad_rows
+                        grad_rows = grad_rows.to(sum_dtype(grad_rows.dtype))
+                        part_TD = one.return_sums(grad_rows, metadata.permutation)
+                        grad_x_TD = _plus(grad_x_TD, part_TD)
+                        del part_TD
+                del rows, grad_rows, metadata
+        gradients = iter(sums)
+        return (
+            None,
+            None if grad_x_TD is None else grad_x_TD.to(x_TD.dtype),
+            *(next(gradients) if leaf.requires_grad else None for leaf in (weights, *leaves)),
+        )
+
+
+def _plus(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    if total is None or part is None:
+        return total if part is None else part
+    return total.add_(part)
