@@ -11,7 +11,7 @@ from expert_loads import routing, tokens_of
 import moe_ext
 from moe_ext import ops
 from moe_ext.nn import Rebalance, RouterOutput
-from moe_ext.planner.load import LOADS
+from moe_ext.planner.expert_load import LOADS
 from moe_ext.testing import spawn_ranks
 
 SIZES = ((8, 64), (64, 256), (1024, 1024), (1024, 4096))

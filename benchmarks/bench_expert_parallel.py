@@ -17,7 +17,7 @@ from expert_parallel_peers import TORCH
 from expert_parallel_rank import ALLTOALL, AUTO, CODED, EXACT, REDUCED
 from namespaces import Network, Ranks
 
-from moe_ext.planner.load import LOADS
+from moe_ext.planner.expert_load import LOADS
 
 SCRIPT = Path(__file__).resolve().parent / "expert_parallel_rank.py"
 CHART = Path(__file__).resolve().parent.parent / "docs" / "images" / "expert_loads.png"

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from _harness import Table
 
-from moe_ext.planner import ClusterSpec, CostModel, Job, Level, ModelSpec, preset
-from moe_ext.planner.search import columns_of
-from moe_ext.planner.stages import simulated
+from moe_ext.planner import ClusterSpec, Job, Level, ModelSpec, StepCost, preset
+from moe_ext.planner.axes import columns_of
+from moe_ext.planner.stage_layers import simulated
 
 DATA = Path(__file__).resolve().parent / "data" / "published_runs.csv"
 _GITHUB = "https://github.com"
@@ -305,7 +305,7 @@ class Constants:
         return Constants(*vector[:5].sigmoid().tolist(), *vector[5:].exp().tolist())
 
 
-def cost_of(run: Run, constants: Constants) -> tuple[CostModel, dict[str, torch.Tensor]]:
+def cost_of(run: Run, constants: Constants) -> tuple[StepCost, dict[str, torch.Tensor]]:
     """The planner's cost model of a run, and its plan as columns."""
     cluster = constants.cluster(run)
     node, ep = SYSTEMS[run.system].node, run.ep
@@ -331,7 +331,7 @@ def cost_of(run: Run, constants: Constants) -> tuple[CostModel, dict[str, torch.
         node_limit=4 if run.source == "deepseek-v3" else 0,
         layer_dtype=LAYERS if FORMATS[run.precision] > 1 else None,
     )
-    return CostModel(model_of(run.model), cluster, job), columns_of([choice])
+    return StepCost(model_of(run.model), cluster, job), columns_of([choice])
 
 
 def predict(run: Run, constants: Constants, *, closed: bool = False) -> float:
@@ -339,13 +339,15 @@ def predict(run: Run, constants: Constants, *, closed: bool = False) -> float:
     cost, columns = cost_of(run, constants)
     if run.vp in (1, 2) and not closed:
         return simulated(cost, columns)
-    each = sum(cost.terms(columns).values())
+    each = sum(cost.passes.terms(columns).values())
     assert isinstance(each, torch.Tensor)
     fill = (run.pp - 1) / run.vp
-    ends = cost.gradients(columns) + cost.update(columns)
-    micro = cost.num_micro_batches(columns)
-    each, last = each, 3 * cost.output(columns)
-    return float(micro * (each + last) + fill * each + 2 * (run.pp - 1) * cost.hop(columns) + ends)
+    ends = cost.end.gradients(columns) + cost.end.update(columns)
+    micro = cost.sizes.num_micro_batches(columns)
+    each, last = each, 3 * cost.compute.output(columns)
+    return float(
+        micro * (each + last) + fill * each + 2 * (run.pp - 1) * cost.exchange.hop(columns) + ends
+    )
 
 
 def fit(runs: Sequence[Run], rounds: int = 30) -> Constants:

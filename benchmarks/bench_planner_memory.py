@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from moe_ext.optim import DiLoCo
 from moe_ext.planner import ClusterSpec, Level, ModelSpec, Plan, plan
-from moe_ext.planner.applied import rounds_of
+from moe_ext.planner.apply import rounds_of
 from moe_ext.testing import spawn_ranks
 
 CLUSTER = ClusterSpec((Level("node", 4, 1e-6, 1e10),), {"float32": 1e11}, 1e12, 1e10)
@@ -355,9 +355,9 @@ def tables() -> list[Table]:
         "Most bytes of torch's allocator on the fullest rank in the second and third step of a "
         "small Mixtral (4 layers of 128, 8 experts of 256, 512 tokens in its vocabulary, "
         "float32), trained by `Plan.apply` with `AdamW(foreach=True)` on Gloo, beside "
-        "`CostModel.memory_terms`. "
+        "`Plan.memory_terms`. "
         "*routing*: given to the experts; 95 % of tokens choose the first expert. "
-        "`CostModel.memory`, by which plans are refused, is a tenth more than *predicted*."
+        "`Plan.memory`, by which plans are refused, is a tenth more than *predicted*."
     )
     header = ("ranks", "placement", "routing", "peak MB", "predicted MB", "off", "largest term")
     return [Table("Planner: memory of a step", note, header, rows)]

@@ -8,7 +8,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from moe_ext.planner.load import pool_of
+from moe_ext.planner.expert_load import pool_of
 
 
 def tokens_of(load: str, num_tokens: int, rank: int, num_ranks: int) -> int:

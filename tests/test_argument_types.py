@@ -220,7 +220,7 @@ EXEMPT = {
     "optim.MuLoCo": "hands all but the codec to DiLoCo",
     "optim.SparseLoCo": "hands its arguments to DiLoCo and ChunkedTopK",
     "planner.Applied": RESULT,
-    "planner.CostModel": "has no numbers or choices",
+    "planner.StepCost": "has no numbers or choices",
     "planner.Found": RESULT,
     "planner.Plan": RESULT,
     "planner.SearchResult": RESULT,

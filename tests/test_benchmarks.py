@@ -237,7 +237,7 @@ def test_contenders_of_selection_choose_the_same():
 def test_loads_follow_from_their_name_the_seed_and_the_step():
     from expert_loads import routing, tokens_of
 
-    from moe_ext.planner.load import LOADS
+    from moe_ext.planner.expert_load import LOADS
 
     for load in LOADS:
         idx, weights = routing(load, 1234, 3, 128, 8, 2)
@@ -262,7 +262,7 @@ def test_loads_follow_from_their_name_the_seed_and_the_step():
 def test_loads_are_those_that_the_planner_expects():
     from expert_loads import routing
 
-    from moe_ext.planner.load import LOADS, load_of
+    from moe_ext.planner.expert_load import LOADS, load_of
 
     for load in LOADS:
         drawn = [routing(load, 7, step, 512, 8, 2)[0].flatten() for step in range(12)]

@@ -1,16 +1,18 @@
 """Plans of training: sizes of models, rates of processors, and the placement that takes least."""
 
 from moe_ext.comm.rates import CodecRate, CostTable
-from moe_ext.planner.applied import Applied
+from moe_ext.planner.apply import Applied
 from moe_ext.planner.cluster import CLUSTERS, ClusterSpec, Host, Level
-from moe_ext.planner.cost import CostModel, Job, exchange_bytes, gradient_bytes
+from moe_ext.planner.cost import StepCost
+from moe_ext.planner.job import Job
 from moe_ext.planner.plan import Plan, plan
 from moe_ext.planner.presets import PRESETS, ModelSpec, preset
 from moe_ext.planner.profile import measure_cluster
 from moe_ext.planner.report import html_report
 from moe_ext.planner.search import Found, SearchResult, search
+from moe_ext.planner.sent_bytes import exchange_bytes, gradient_bytes
 from moe_ext.planner.spec import model_spec
-from moe_ext.planner.stages import StageLayers
+from moe_ext.planner.stage_layers import StageLayers
 
 __all__ = [
     "CLUSTERS",
@@ -18,7 +20,6 @@ __all__ = [
     "Applied",
     "ClusterSpec",
     "CodecRate",
-    "CostModel",
     "CostTable",
     "Found",
     "Host",
@@ -28,6 +29,7 @@ __all__ = [
     "Plan",
     "SearchResult",
     "StageLayers",
+    "StepCost",
     "exchange_bytes",
     "gradient_bytes",
     "html_report",

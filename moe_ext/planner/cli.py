@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from moe_ext.comm.rates import CostTable
+from moe_ext.planner.axes import NAMES
 from moe_ext.planner.cluster import ClusterSpec
 from moe_ext.planner.plan import plan
 from moe_ext.planner.profile import measure_cluster
 from moe_ext.planner.report import html_report
-from moe_ext.planner.search import NAMES
 from moe_ext.planner.spec import model_spec
 
 _HIDDEN = {

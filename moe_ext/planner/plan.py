@@ -14,15 +14,17 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from moe_ext.planner.applied import Applied, apply_plan
+from moe_ext.planner.apply import Applied, apply_plan
+from moe_ext.planner.axes import DEFAULTS, MESH, YOUNGER, Choice, columns_of
 from moe_ext.planner.cluster import ClusterSpec
-from moe_ext.planner.cost import CostModel, Job
-from moe_ext.planner.load import load_of
+from moe_ext.planner.cost import StepCost
+from moe_ext.planner.expert_load import load_of
+from moe_ext.planner.job import Job
 from moe_ext.planner.presets import ModelSpec
 from moe_ext.planner.rerank import rerank, time_plan
-from moe_ext.planner.search import DEFAULTS, MESH, YOUNGER, Choice, Found, columns_of, search
+from moe_ext.planner.search import Found, search
 from moe_ext.planner.spec import model_spec
-from moe_ext.planner.stages import StageLayers, rank_columns
+from moe_ext.planner.stage_layers import StageLayers, rank_columns
 
 SCHEMA = 1
 # To do about the term that binds.
@@ -91,16 +93,16 @@ class Plan:
 
     def time_terms(self) -> dict[str, float]:
         """Seconds of the step on the slowest rank by what they are for; the rest it is idle."""
-        cost = CostModel(self.model, self.cluster, self.job)
+        cost = StepCost(self.model, self.cluster, self.job)
         return _time_terms(cost, Found(self.choice, self.seconds, self.memory, self.stages))
 
     def memory_terms(self) -> dict[str, float]:
         """Bytes of the fullest rank by what they are for, without the margin."""
-        cost = CostModel(self.model, self.cluster, self.job)
+        cost = StepCost(self.model, self.cluster, self.job)
         columns = columns_of([self.choice])
         if self.stages:
             columns = rank_columns(cost, columns, self.stages)
-        terms = cost.memory_terms(columns)
+        terms = cost.memory.terms(columns)
         fullest = int(torch.stack(list(terms.values())).sum(0).argmax())
         return {name: float(value[fullest]) for name, value in terms.items()}
 
@@ -122,11 +124,11 @@ class Plan:
     @property
     def host_memory(self) -> float:
         """Bytes on the host of the fullest rank, with the margin; 0 without offload."""
-        cost = CostModel(self.model, self.cluster, self.job)
+        cost = StepCost(self.model, self.cluster, self.job)
         columns = columns_of([self.choice])
         if self.stages:
             columns = rank_columns(cost, columns, self.stages)
-        return float(cost.host_memory(columns).max())
+        return float(cost.memory.host(columns).max())
 
     def why_not(self, **fixed: int | str | None) -> str:
         """The reason why the plan does not have other values, in a line.
@@ -137,7 +139,7 @@ class Plan:
         Raises:
             ValueError: an axis has no such value, or no mesh has them.
         """
-        cost = CostModel(self.model, self.cluster, self.job)
+        cost = StepCost(self.model, self.cluster, self.job)
         found = search(cost, fixed=fixed)
         named = ", ".join(f"{name}={value}" for name, value in fixed.items())
         if found.best is None:
@@ -394,33 +396,40 @@ def stage_lines(stages: Sequence[StageLayers]) -> list[str]:
     return found
 
 
-def _time_terms(cost: CostModel, found: Found) -> dict[str, float]:
+def _time_terms(cost: StepCost, found: Found) -> dict[str, float]:
     columns = columns_of([found.choice])
     if found.stages:
         columns = rank_columns(cost, columns, found.stages)
     else:
         columns["loss"] = torch.ones(1)
-    micro = float(cost.num_micro_batches(columns)[0])
-    each = {**cost.terms(columns), "output": 3.0 * cost.output(columns) * columns["loss"]}
+    micro = float(cost.sizes.num_micro_batches(columns)[0])
+    each = {
+        **cost.passes.terms(columns),
+        "output": 3.0 * cost.compute.output(columns) * columns["loss"],
+    }
     slowest = int(torch.stack(list(each.values())).sum(0).argmax())
     terms = {name: micro * float(value[slowest]) for name, value in each.items()}
-    last = int(cost.ends(columns).argmax())
-    ends = {"gradient messages": cost.gradients, "rounds": cost.rounds, "update": cost.update}
-    ends["offload"] = cost.offload
+    last = int(cost.end.seconds(columns).argmax())
+    ends = {
+        "gradient messages": cost.end.gradients,
+        "rounds": cost.end.rounds,
+        "update": cost.end.update,
+    }
+    ends["offload"] = cost.end.offload
     terms |= {name: float(part(columns)[last]) for name, part in ends.items()}
     terms["idle pipeline"] = max(0.0, found.seconds - sum(terms.values()))
     return terms
 
 
-def _too_large(cost: CostModel, found: Found) -> str:
+def _too_large(cost: StepCost, found: Found) -> str:
     columns, host = columns_of([found.choice]), cost.cluster.host
-    taken = float(cost.host_memory(columns))
+    taken = float(cost.memory.host(columns))
     if host is not None and taken / host.memory > found.memory / cost.cluster.memory:
         return (
             f"the smallest takes {taken / 1e9:.1f} GB of {host.memory / 1e9:.1f} on the host: "
             f"{_REMEDIES['host']}"
         )
-    terms = cost.memory_terms(columns)
+    terms = cost.memory.terms(columns)
     term = max(terms, key=lambda name: float(terms[name]))
     return (
         f"the smallest takes {found.memory / 1e9:.1f} GB of {cost.cluster.memory / 1e9:.1f}; "
@@ -496,7 +505,7 @@ def plan(
         local_steps=local_steps,
         local_codec=local_codec,
     )
-    cost = CostModel(spec, found_cluster, job)
+    cost = StepCost(spec, found_cluster, job)
     node = found_cluster.levels[0].size
     if num_ranks > node and num_ranks % node:
         raise ValueError(

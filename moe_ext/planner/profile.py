@@ -21,11 +21,12 @@ from moe_ext.comm.link import link_of, max_over_ranks, seconds_of
 from moe_ext.comm.rates import CostTable
 from moe_ext.distributed import MoEMesh, fully_shard, sync_gradients
 from moe_ext.nn import MoELayer
+from moe_ext.planner.axes import columns_of
 from moe_ext.planner.cluster import ClusterSpec, Level
-from moe_ext.planner.cost import CostModel, Job
+from moe_ext.planner.cost import StepCost
+from moe_ext.planner.job import Job
 from moe_ext.planner.presets import ModelSpec
 from moe_ext.planner.rates import rehearsals
-from moe_ext.planner.search import columns_of
 
 # A layer with more experts is measured with so many: the others would only take memory.
 MAX_EXPERTS = 16
@@ -178,13 +179,13 @@ def measure_cluster(
     products = 3 * 2.0 * seq_len * active
     # That of fused attention has five for two.
     of_scores = 3.5 * 4.0 * seq_len * seq_len / 2 * heads * wide
-    cost = CostModel(one, made, Job(1, seq_len, 1, dtype))
-    moved = 3 * float(cost.elementwise(columns_of([{}])))
+    cost = StepCost(one, made, Job(1, seq_len, 1, dtype))
+    moved = 3 * float(cost.compute.elementwise(columns_of([{}])))
     # What is read and written hides no more than half of the products.
     rate = products / max(whole - moved, whole / 2)
     share = min(1.0, of_scores / scores / rate)
     made = replace(made, flops={dtype: rate}, score_efficiency=share)
-    cost = replace(cost, cluster=made)
+    cost = StepCost(one, made, cost.job)
     return replace(made, measured=_factors(cost, layer, x, whole, group))
 
 
@@ -220,7 +221,7 @@ def _slowest(table: CostTable, group: ProcessGroup, device: torch.device) -> Cos
 
 
 def _factors(
-    cost: CostModel, layer: _DecoderLayer, x: Tensor, whole: float, group: ProcessGroup | None
+    cost: StepCost, layer: _DecoderLayer, x: Tensor, whole: float, group: ProcessGroup | None
 ) -> dict[str, float]:
     """What parts of a step of one layer take, over their formulas; see `ClusterSpec.measured`.
 
@@ -238,7 +239,7 @@ def _factors(
     # The formula has the parameters of embedding and output too.
     alone = columns_of([{}])
     step = seconds(optimizer.step)
-    per_parameter = float(cost.update(alone)) / sum(map(float, cost.parameters(alone)))
+    per_parameter = float(cost.end.update(alone)) / sum(map(float, cost.sizes.parameters(alone)))
     told = per_parameter * sum(p.numel() for p in layer.parameters())
     found = {"update": step / told}
     if group is None or size == 1:
@@ -270,9 +271,9 @@ def _factors(
         spread = _DecoderLayer(m, device, x.dtype, group)
         placed = columns_of([{"ep": size}])
         # It has a share of the experts' weights to read.
-        here = 3 * float(cost.elementwise(alone) - cost.elementwise(placed))
+        here = 3 * float(cost.compute.elementwise(alone) - cost.compute.elementwise(placed))
         beyond = seconds(lambda: _pass(spread, x)) - (whole - here)
-        found["exchange"] = max(beyond / float(cost.terms(placed)["experts"]), 1.0)
+        found["exchange"] = max(beyond / float(cost.passes.terms(placed)["experts"]), 1.0)
     mesh = MoEMesh(dp=size)
     stack = nn.Sequential(layer)
     fully_shard(layer, mesh)

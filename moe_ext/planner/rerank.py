@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from moe_ext.comm.groups import group_size
 from moe_ext.comm.link import max_over_ranks, seconds_of
-from moe_ext.planner.applied import Applied, rounds_of
+from moe_ext.planner.apply import Applied, rounds_of
 
 if TYPE_CHECKING:
     from moe_ext.planner.plan import Plan

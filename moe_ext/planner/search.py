@@ -11,69 +11,36 @@ import torch
 from torch import Tensor
 
 from moe_ext.dispatch.wire import LOSSLESS
-from moe_ext.planner.cost import (
-    BALANCES,
+from moe_ext.planner.axes import (
+    AXES,
     CHUNKS,
     COMBINES,
+    DEFAULTS,
     DISPATCHERS,
     GRADIENTS,
     KV_WIRES,
+    MESH,
     OFFLOADS,
     SCHEDULES,
     SCHEMES,
     WIRES,
+    Choice,
     Columns,
-    CostModel,
+    choice_of,
     divisors,
+    number_of,
+    runs,
 )
+from moe_ext.planner.cost import StepCost
 from moe_ext.planner.rates import rows_rate
-from moe_ext.planner.stages import StageLayers, divide, rank_columns, simulated
+from moe_ext.planner.stage_layers import StageLayers, divide, rank_columns, simulated
 
-Choice = dict[str, "int | str | None"]
-
-# Axes, and the values with which they change nothing.
-DEFAULTS: Mapping[str, int | str | None] = {
-    "pp": 1,
-    "tp": 1,
-    "cp": 1,
-    "ep": 1,
-    "etp": 1,
-    "micro_batch": 1,
-    "schedule": "1f1b",
-    "turns": 0,
-    "zero": 0,
-    "recompute": 0,
-    "offload": "none",
-    "dispatcher": "alltoall",
-    "wire": None,
-    "combine": "exact",
-    "balance": "none",
-    "scheme": "ring",
-    "gradients": "none",
-    "kv_wire": None,
-}
-AXES = tuple(DEFAULTS)
-# Axes that the first files of plans lacked.
-YOUNGER = ("etp", "turns", "offload", "balance", "scheme", "gradients", "kv_wire")
-MESH = ("pp", "tp", "cp", "ep", "etp", "micro_batch")
 # The other axes, by what there has to be several ranks of for them to act.
 _GROUPS = {
     "pp": ("schedule", "turns"),
     "": ("zero", "recompute", "offload", "gradients"),
     "ep": ("dispatcher", "wire", "combine", "balance"),
     "cp": ("scheme", "kv_wire"),
-}
-# Values of axes that are numbers of a tuple.
-NAMES: Mapping[str, tuple[str | None, ...]] = {
-    "schedule": SCHEDULES,
-    "offload": OFFLOADS,
-    "dispatcher": DISPATCHERS,
-    "wire": WIRES,
-    "combine": COMBINES,
-    "balance": BALANCES,
-    "scheme": SCHEMES,
-    "gradients": GRADIENTS,
-    "kv_wire": KV_WIRES,
 }
 # Placements whose pipeline is simulated, more of them while all have fewer passes of micro-batches
 # through stages than this.
@@ -127,47 +94,7 @@ class SearchResult:
     runners_up: tuple[Found, ...] = ()
 
 
-def choice_of(columns: Columns, i: int) -> Choice:
-    """Values of one candidate, with their names."""
-    found: Choice = {}
-    for name in AXES:
-        value = int(columns[name][i])
-        found[name] = NAMES[name][value] if name in NAMES else value
-    return found
-
-
-def columns_of(choices: Sequence[Mapping[str, int | str | None]]) -> Columns:
-    """Candidates as columns; what a choice leaves out has its default.
-
-    Raises:
-        ValueError: there is no such axis, or an axis has no such value.
-    """
-    for name in {name for choice in choices for name in choice}:
-        _check_axis(name)
-    rows = [{**DEFAULTS, **choice} for choice in choices]
-    return {name: torch.tensor([_number(name, row[name]) for row in rows]) for name in AXES}
-
-
-def _check_axis(name: str) -> None:
-    if name not in AXES:
-        raise ValueError(f"plan: expected fixed to name axes of {AXES}, got {name!r}")
-
-
-def _number(name: str, value: int | str | None) -> int:
-    _check_axis(name)
-    if name in NAMES:
-        if value not in NAMES[name]:
-            raise ValueError(f"plan: expected {name} to be one of {NAMES[name]}, got {value!r}")
-        return NAMES[name].index(value)
-    least = 1 if name in MESH else 0
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(
-            f"plan: expected {name} to be a whole number of at least {least}, got {value!r}"
-        )
-    return value
-
-
-def meshes(cost: CostModel, *, all_shards: bool = False) -> Tensor:
+def meshes(cost: StepCost, *, all_shards: bool = False) -> Tensor:
     """`[C, 6]`: sizes of the mesh that divide ranks, heads, experts and the batch.
 
     Args:
@@ -199,7 +126,7 @@ def meshes(cost: CostModel, *, all_shards: bool = False) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64).view(-1, len(MESH))
 
 
-def _spreads(cost: CostModel, stage: int, all_shards: bool) -> list[tuple[int, int]]:
+def _spreads(cost: StepCost, stage: int, all_shards: bool) -> list[tuple[int, int]]:
     """Ranks that experts lie over, and shards of each."""
     m, job, inner = cost.model, cost.job, cost.cluster.levels[0].size
     if not m.num_experts:
@@ -215,7 +142,7 @@ def _spreads(cost: CostModel, stage: int, all_shards: bool) -> list[tuple[int, i
     return found
 
 
-def _options(cost: CostModel, fixed: Choice) -> dict[str, Tensor]:
+def _options(cost: StepCost, fixed: Choice) -> dict[str, Tensor]:
     """Of each group of axes the rows of their values, `[O, A]`."""
     # What rounds changes results: taken where it is asked for. What loses nothing is weighed where
     # its rate is known.
@@ -259,9 +186,11 @@ def _options(cost: CostModel, fixed: Choice) -> dict[str, Tensor]:
     return {axis: _fixed(torch.tensor(rows[axis]), _GROUPS[axis], fixed) for axis in _GROUPS}
 
 
-def _is_free(cost: CostModel, codec: str) -> bool:
+def _is_free(cost: StepCost, codec: str) -> bool:
     """Whether a codec changes no result, and its rate was measured."""
-    return codec == LOSSLESS and cost.has_rate(rows_rate(codec, getattr(torch, cost.job.dtype)))
+    return codec == LOSSLESS and cost.codecs.has_rate(
+        rows_rate(codec, getattr(torch, cost.job.dtype))
+    )
 
 
 def _check_fixed(fixed: Choice) -> None:
@@ -292,7 +221,7 @@ def gradients_problem(choice: Mapping[str, int | str | None]) -> str | None:
     return f"expected gradients to be 'none' with {why}"
 
 
-def _expand(cost: CostModel, mesh: Tensor, options: Mapping[str, Tensor]) -> Columns:
+def _expand(cost: StepCost, mesh: Tensor, options: Mapping[str, Tensor]) -> Columns:
     """Candidates of some meshes, those in which the same groups of axes act side by side."""
     parts, own = [], {name: mesh[:, i] for i, name in enumerate(MESH)}
     ranks = {"pp": own["pp"], "ep": own["ep"] * own["etp"], "cp": own["cp"]}
@@ -303,7 +232,7 @@ def _expand(cost: CostModel, mesh: Tensor, options: Mapping[str, Tensor]) -> Col
         found = torch.empty(1, 0, dtype=torch.int64)
         for (axis, rows), acting in zip(options.items(), kind.tolist(), strict=True):
             if not acting:
-                plain = torch.tensor([_number(name, DEFAULTS[name]) for name in _GROUPS[axis]])
+                plain = torch.tensor([number_of(name, DEFAULTS[name]) for name in _GROUPS[axis]])
                 rows = rows[(rows == plain).all(1)]
             found = torch.cat(
                 [found.repeat_interleave(len(rows), 0), rows.repeat(len(found), 1)], 1
@@ -313,8 +242,8 @@ def _expand(cost: CostModel, mesh: Tensor, options: Mapping[str, Tensor]) -> Col
     names = [*MESH, *(name for axis in options for name in _GROUPS[axis])]
     c = dict(zip(names, torch.cat(parts).unbind(1), strict=True))
     inner = cost.cluster.levels[0].size
-    micro = cost.num_micro_batches(c)
-    keep = (c["schedule"] != SCHEDULES.index("interleaved")) | (
+    micro = cost.sizes.num_micro_batches(c)
+    keep = ~runs(c, "interleaved") | (
         (micro % c["pp"] == 0) & (c["pp"] * CHUNKS <= cost.model.num_layers)
     )
     # A hierarchy has nodes inside and outside.
@@ -341,12 +270,12 @@ def _expand(cost: CostModel, mesh: Tensor, options: Mapping[str, Tensor]) -> Col
     balances = options["ep"][:, _GROUPS["ep"].index("balance")]
     if bool((balances == 0).any()):
         # Where it never pays to move experts, balance is the same as none.
-        differs = (c["balance"] == 0) | cost.moves(c)
+        differs = (c["balance"] == 0) | cost.loads.moves(c)
         c = {name: column[differs] for name, column in c.items()}
     return c
 
 
-def _check_served(cost: CostModel, fixed: Choice) -> None:
+def _check_served(cost: StepCost, fixed: Choice) -> None:
     """ValueError for values that a job with local steps has not."""
     steps = cost.job.local_steps
     names = ("tp", "cp", "etp", "zero", "offload", "gradients")
@@ -358,7 +287,7 @@ def _check_served(cost: CostModel, fixed: Choice) -> None:
             )
 
 
-def _check_offload(cost: CostModel, fixed: Choice) -> None:
+def _check_offload(cost: StepCost, fixed: Choice) -> None:
     """ValueError for values that are not served beside an optimizer on the host."""
     if fixed.get("offload") != "host":
         return
@@ -374,12 +303,12 @@ def _check_offload(cost: CostModel, fixed: Choice) -> None:
 def _fixed(rows: Tensor, names: Sequence[str], fixed: Choice) -> Tensor:
     for i, name in enumerate(names):
         if name in fixed:
-            rows = rows[rows[:, i] == _number(name, fixed[name])]
+            rows = rows[rows[:, i] == number_of(name, fixed[name])]
     return rows
 
 
 def search(
-    cost: CostModel,
+    cost: StepCost,
     *,
     fixed: Mapping[str, int | str | None] | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -389,9 +318,9 @@ def search(
 
     Branch and bound: meshes go in ascending order of a bound, products alone of stages that are
     all alike, and end with the first whose bound is beyond the times found. In the order of
-    `CostModel.likely`, a closed form that leaves out hops, 50 placements get the layers of their
+    `StepCost.likely`, a closed form that leaves out hops, 50 placements get the layers of their
     stages (`stages.divide`) and have their pipelines simulated; those whose bound
-    (`CostModel.least`) is beyond the third best simulated one are none of them. Placements whose
+    (`StepCost.least`) is beyond the third best simulated one are none of them. Placements whose
     exchanges go in turn come last, as many as have 8192 passes of micro-batches through stages.
     Equal times go to the first in this order.
 
@@ -408,7 +337,7 @@ def search(
     """
     fixed = dict(fixed or {})
     for name, value in fixed.items():
-        _number(name, value)
+        number_of(name, value)
     _check_served(cost, fixed)
     _check_offload(cost, fixed)
     _check_fixed(fixed)
@@ -441,11 +370,11 @@ def search(
             progress(min(start + at_once, len(mesh)), len(mesh))
         if not len(columns["pp"]):
             continue
-        memory = cost.memory(columns)
+        memory = cost.memory.fullest(columns)
         points += len(memory)
-        fits = cost.fits(columns, memory)
+        fits = cost.memory.fits(columns, memory)
         too_large += int((~fits).sum())
-        over = cost._over(columns, memory)
+        over = cost.memory.over(columns, memory)
         i = int(over.argmin())
         if float(over[i]) < nearest:
             nearest = float(over[i])
@@ -480,7 +409,7 @@ def search(
         if len(ranked) == _RANKED and bound >= ranked[-1].seconds and not exhaustive:
             continue
         one = {name: column[i : i + 1] for name, column in every.columns.items()}
-        here, in_turn = int(one["pp"] * cost.num_micro_batches(one)), bool(one["turns"])
+        here, in_turn = int(one["pp"] * cost.sizes.num_micro_batches(one)), bool(one["turns"])
         enough = len(simulations) >= SIMULATED and passes >= _PASSES
         if (turn_passes + here > _TURN_PASSES if in_turn else enough) and not exhaustive:
             left = min(left, bound)
@@ -494,7 +423,7 @@ def search(
         seconds = simulated(cost, one, stages)
         if seconds == math.inf:
             continue
-        fullest = float(cost.memory(rank_columns(cost, one, stages)).max())
+        fullest = float(cost.memory.fullest(rank_columns(cost, one, stages)).max())
         simulations.append(Found(choice_of(every.columns, i), seconds, fullest, stages))
         ranked = sorted(simulations, key=lambda each: each.seconds)[:_RANKED]
     found_best = ranked[0] if ranked else None
@@ -528,21 +457,21 @@ class _Costed:
     bound: Tensor
 
     @classmethod
-    def of(cls, cost: CostModel, columns: Columns, memory: Tensor, *, all_again: bool) -> _Costed:
+    def of(cls, cost: StepCost, columns: Columns, memory: Tensor, *, all_again: bool) -> _Costed:
         """Cost candidates that fit; `all_again`: with recompute all layers are computed again."""
         seconds, bound = cost.seconds(columns), cost.least(columns)
         share = columns["recompute"].double()
         # With zb-h1 a stage runs again whole.
-        some = (share == 1) & (columns["schedule"] != SCHEDULES.index("zb-h1"))
+        some = (share == 1) & ~runs(columns, "zb-h1")
         if all_again:
             some &= False
         if bool(some.any()):
             part = {name: column[some] for name, column in columns.items()}
-            full = cost.memory({**part, "recompute": torch.zeros_like(part["recompute"])})
+            full = cost.memory.fullest({**part, "recompute": torch.zeros_like(part["recompute"])})
             saved = (full - memory[some]).clamp(min=1e-9)
             share[some] = ((full - cost.cluster.memory) / saved).clamp(0.0, 1.0)
         likely = cost.likely(columns, share)
-        uneven = columns["schedule"] != SCHEDULES.index("interleaved")
+        uneven = ~runs(columns, "interleaved")
         likely = torch.where(uneven, likely, seconds)
         # Where all fits nothing is computed again: the same without recompute is there, too.
         likely[some & (share == 0)] = bound[some & (share == 0)] = torch.inf

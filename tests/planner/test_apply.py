@@ -12,7 +12,7 @@ from rank_checks import Checks
 from moe_ext.distributed import count_traffic
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.planner import ClusterSpec, Level, plan
-from moe_ext.planner.stages import StageLayers
+from moe_ext.planner.stage_layers import StageLayers
 
 CHECKS = Checks()
 FULL = bool(os.environ.get("MOE_EXT_FULL"))

@@ -9,17 +9,16 @@ from planner_models import SMALL
 from moe_ext.planner import (
     ClusterSpec,
     CodecRate,
-    CostModel,
     CostTable,
     Job,
     Level,
+    StepCost,
     exchange_bytes,
     plan,
     search,
 )
-from moe_ext.planner.cost import GRADIENTS, KV_WIRES
-from moe_ext.planner.search import DEFAULTS, choice_of, columns_of
-from moe_ext.planner.stages import divide, simulated
+from moe_ext.planner.axes import DEFAULTS, GRADIENTS, KV_WIRES, choice_of, columns_of
+from moe_ext.planner.stage_layers import divide, simulated
 
 JOB = {"num_ranks": 4, "seq_len": 256, "global_batch": 16, "dtype": "float32"}
 # Seconds a number, to encode as to decode.
@@ -68,9 +67,9 @@ def test_rows_lose_no_bit_where_that_is_quicker():
 def test_bytes_of_rows_that_lose_no_bit(dispatcher, share):
     """The measured share of the bytes of rows, or that of normally distributed numbers."""
     codecs = {} if share is None else {"lossless_fp32": (1e-9, share)}
-    cost = CostModel(SMALL, cluster_of(1e9, **codecs), Job(4, 256, 16, "float32"))
+    cost = StepCost(SMALL, cluster_of(1e9, **codecs), Job(4, 256, 16, "float32"))
     whole, coded = (
-        cost.dispatch_bytes(4, dispatcher, wire, "exact") for wire in (None, "lossless")
+        cost.exchange.dispatch_bytes(4, dispatcher, wire, "exact") for wire in (None, "lossless")
     )
     # Of two experts of eight: those of other ranks, and their number where a token goes once.
     sent = 2 * 3 / 4 if dispatcher == "alltoall" else 3 * (1 - 6 * 5 / (8 * 7))
@@ -80,7 +79,7 @@ def test_bytes_of_rows_that_lose_no_bit(dispatcher, share):
     assert whole - coded == pytest.approx((1 - share) * rows)
     # In six messages there and back, with a message of lengths each way.
     columns = [{"ep": 4, "dispatcher": dispatcher, "wire": wire} for wire in (None, "lossless")]
-    plain, found = (float(cost.terms(columns_of([each]))["experts"]) for each in columns)
+    plain, found = (float(cost.passes.terms(columns_of([each]))["experts"]) for each in columns)
     each = 2e-9 if codecs else 2 * (4 + share * 4) / 1e10
     coding = 256 * rows / 4 * each
     # Forward and backward, in four layers; of whole numbers in each message.
@@ -91,9 +90,9 @@ def test_messages_that_lose_no_bit_are_coded_one_by_one():
     rates = (CodecRate(2**14, 2**16, 2**15, 1e-3, 2e-3), CodecRate(2**24, 2**26, 2**25, 1.0, 2.0))
     costs = dataclasses.replace(CostTable.of_process(), codecs={"lossless fp32": rates})
     cluster = dataclasses.replace(cluster_of(1e30, latency=1e-5), costs=costs)
-    cost = CostModel(SMALL, cluster, Job(4, 256, 16, "float32"))
+    cost = StepCost(SMALL, cluster, Job(4, 256, 16, "float32"))
     plain, found = (
-        float(cost.terms(columns_of([{"ep": 4, "wire": wire}]))["experts"])
+        float(cost.passes.terms(columns_of([{"ep": 4, "wire": wire}]))["experts"])
         for wire in (None, "lossless")
     )
     # Six messages there and back, each smaller than the least that was measured; the lengths of the
@@ -124,13 +123,13 @@ def test_gradients_lose_no_bit_where_that_is_quicker():
 
 def test_messages_of_coded_gradients():
     rates = {"int8": (3e-9, 0.3), "bf16": (2e-9, 0.5)}
-    cost = CostModel(SMALL, cluster_of(1e9, latency=1e-6, **rates), Job(4, 256, 16, "float32"))
-    unknown = CostModel(SMALL, cluster_of(1e9, latency=1e-6), cost.job)
+    cost = StepCost(SMALL, cluster_of(1e9, latency=1e-6, **rates), Job(4, 256, 16, "float32"))
+    unknown = StepCost(SMALL, cluster_of(1e9, latency=1e-6), cost.job)
     for ep, ranks in ((1, (4, 4)), (2, (4, 2))):
-        numels = list(map(float, cost.parameters(columns_of([{"ep": ep}]))))
+        numels = list(map(float, cost.sizes.parameters(columns_of([{"ep": ep}]))))
 
         def told(codec, cost=cost, ep=ep):
-            return float(cost.gradients(columns_of([{"ep": ep, "gradients": codec}])))
+            return float(cost.end.gradients(columns_of([{"ep": ep, "gradients": codec}])))
 
         def wanted(num_bytes, encode, decode, passes, rounds=2, ranks=ranks, numels=numels):
             total = 0.0
@@ -159,16 +158,16 @@ def test_messages_of_coded_gradients():
 
 
 def test_memory_of_coded_gradients():
-    cost = CostModel(SMALL, cluster_of(1e9), Job(4, 256, 16, "float32"))
+    cost = StepCost(SMALL, cluster_of(1e9), Job(4, 256, 16, "float32"))
     placed = [{"ep": 2, "gradients": codec} for codec in ("none", "lossless", "int8")]
-    dense, experts = (float(part[0]) for part in cost.parameters(columns_of(placed)))
-    terms = cost.memory_terms(columns_of(placed))
+    dense, experts = (float(part[0]) for part in cost.sizes.parameters(columns_of(placed)))
+    terms = cost.memory.terms(columns_of(placed))
     # Two float32 numbers of each, and of the shard of the sum over four and over two ranks.
     owed = 8 * (dense * 5 / 4 + experts * 3 / 2)
     assert terms["feedback"].tolist() == pytest.approx([0, 0, owed])
-    assert "feedback" not in cost.memory_terms(columns_of(placed[:2]))
-    with_few = CostModel(SMALL, cost.cluster, Job(4, 1, 16, "float32"))
-    temporary = with_few.memory_terms(columns_of(placed))["temporary"].tolist()
+    assert "feedback" not in cost.memory.terms(columns_of(placed[:2]))
+    with_few = StepCost(SMALL, cost.cluster, Job(4, 1, 16, "float32"))
+    temporary = with_few.memory.terms(columns_of(placed))["temporary"].tolist()
     assert temporary[1:] == pytest.approx([8.5 * (dense + experts), 8 * (dense + experts)])
 
 
@@ -179,13 +178,13 @@ def test_keys_of_a_ring_are_rounded_where_it_is_asked_for():
     assert "kv_wire=int8: " in choice_why_not(kv_wire="int8")
     # Rings so slow that blocks hide little of them: four heads of 16 numbers in 20 bytes each.
     for rates, encode, decode in (({"rows_int8": (3e-9, 0.3)}, 3e-9, 3e-9), ({}, 36, 36)):
-        cost = CostModel(SMALL, cluster_of(1e5, **rates), Job(4, 256, 16, "float32"))
+        cost = StepCost(SMALL, cluster_of(1e5, **rates), Job(4, 256, 16, "float32"))
         if not rates:
             # Read and written: 4 bytes and 20 of 16 numbers.
             encode = decode = (4 + 20 / 16) / 1e10
         for again in (0, 1):
             placed = [{"cp": 4, "kv_wire": wire, "recompute": again} for wire in (None, "int8")]
-            plain, coded = cost.terms(columns_of(placed))["context"].tolist()
+            plain, coded = cost.passes.terms(columns_of(placed))["context"].tolist()
             # Keys and values of 64 tokens, in four layers forward, backward and once more.
             numel, passes = 2 * 64 * 64, 4 * (2 + again)
             saved = 3 * numel * (4 - 20 / 16) / 1e5 - numel * (encode + 4 * decode)
@@ -211,7 +210,7 @@ CODED = {"lossless_fp32": (QUICK, 0.6)}
 )
 def test_search_finds_the_best_of_all(ranks, memory, axes):
     cluster = cluster_of(2e8, memory=memory, **CODED)
-    cost = CostModel(SMALL, cluster, Job(ranks, 256, 16, "float32", load=0.3))
+    cost = StepCost(SMALL, cluster, Job(ranks, 256, 16, "float32", load=0.3))
     fixed = {"combine": "exact", **axes}
     found, every = search(cost, fixed=fixed), search(cost, fixed=fixed, exhaustive=True)
     assert found.best == every.best
@@ -238,7 +237,7 @@ def columns_with(options, num=60, ranks=8):
 
 
 def test_bounds_are_below_what_steps_take():
-    costs = CostModel(SMALL, cluster_of(2e8, **CODED), Job(8, 256, 16, "float32", load=0.3))
+    costs = StepCost(SMALL, cluster_of(2e8, **CODED), Job(8, 256, 16, "float32", load=0.3))
     options = {"wire": (None, "lossless", "int8"), "gradients": GRADIENTS, "kv_wire": KV_WIRES}
     columns = columns_with(options)
     for bounds in (costs.bound(columns), costs.least(columns)):

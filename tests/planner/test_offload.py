@@ -14,15 +14,15 @@ from moe_ext.distributed.dtensor import local_part
 from moe_ext.planner import (
     CLUSTERS,
     ClusterSpec,
-    CostModel,
     Host,
     Job,
     Level,
     Plan,
+    StepCost,
     plan,
     search,
 )
-from moe_ext.planner.search import columns_of
+from moe_ext.planner.axes import columns_of
 
 CHECKS = Checks()
 HOST = Host(4e8, 1e10, 1e10)
@@ -77,24 +77,24 @@ def test_tells_what_binds():
 
 
 def test_costs_its_bytes():
-    cost, placed = CostModel(SMALL, CLUSTER, Job(4, 256, 16)), {"ep": 2, "zero": 1}
-    dense, experts = (float(part) for part in cost.parameters(columns_of([placed])))
+    cost, placed = StepCost(SMALL, CLUSTER, Job(4, 256, 16)), {"ep": 2, "zero": 1}
+    dense, experts = (float(part) for part in cost.sizes.parameters(columns_of([placed])))
     stepped = dense / 4 + experts
     c = columns_of([{**placed, "offload": "host"}])
     # Two bytes down and up; moments and weights in float32, a gradient and a weight.
-    assert float(cost.offload(c)) == pytest.approx(stepped * (4 + 24 + 4) / 1e10)
-    assert float(cost.update(c)) == 0 == float(cost.offload(columns_of([placed])))
-    assert float(cost.host_memory(c)) == pytest.approx(1.1 * 12 * stepped)
+    assert float(cost.end.offload(c)) == pytest.approx(stepped * (4 + 24 + 4) / 1e10)
+    assert float(cost.end.update(c)) == 0 == float(cost.end.offload(columns_of([placed])))
+    assert float(cost.memory.host(c)) == pytest.approx(1.1 * 12 * stepped)
 
 
 @pytest.mark.parametrize(("memory", "host"), [(4e8, 4e8), (4e6, 4e8), (4e6, 3e6)])
 def test_search_finds_the_best_of_all(memory, host):
-    cost = CostModel(SMALL, with_memory(memory, host), Job(4, 256, 16, "float32", load=0.3))
+    cost = StepCost(SMALL, with_memory(memory, host), Job(4, 256, 16, "float32", load=0.3))
     fixed = {"dispatcher": "alltoall", "micro_batch": 1, "cp": 1}
     found, every = search(cost, fixed=fixed), search(cost, fixed=fixed, exhaustive=True)
     assert found.best == every.best and found.proven
     c = columns_of([found.best.choice])
-    assert float(cost.host_memory(c)) <= host
+    assert float(cost.memory.host(c)) <= host
 
 
 def test_file_of_a_host(tmp_path):

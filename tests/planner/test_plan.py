@@ -24,11 +24,11 @@ from moe_ext.planner import (
     CLUSTERS,
     ClusterSpec,
     CodecRate,
-    CostModel,
     CostTable,
     Job,
     Level,
     Plan,
+    StepCost,
     cli,
     exchange_bytes,
     gradient_bytes,
@@ -38,9 +38,9 @@ from moe_ext.planner import (
     preset,
     search,
 )
-from moe_ext.planner.load import LOADS, load_of
-from moe_ext.planner.search import columns_of
-from moe_ext.planner.stages import (
+from moe_ext.planner.axes import columns_of
+from moe_ext.planner.expert_load import LOADS, load_of
+from moe_ext.planner.stage_layers import (
     divide,
     even_stages,
     rank_columns,
@@ -79,7 +79,7 @@ CONFIG = {
 def test_search_finds_the_best_of_all(ranks, memory, axes):
     model = SMALL if "zero" not in axes else MIXED
     cluster = ClusterSpec(CLUSTER.levels, CLUSTER.flops, memory, 1e10)
-    cost = CostModel(model, cluster, Job(ranks, 256, 16, "float32", load=0.3))
+    cost = StepCost(model, cluster, Job(ranks, 256, 16, "float32", load=0.3))
     fixed = {"dispatcher": "alltoall", "etp": 1, "balance": "none", **axes}
     found, every = search(cost, fixed=fixed), search(cost, fixed=fixed, exhaustive=True)
     assert found.best == every.best and found.proven
@@ -96,7 +96,7 @@ def test_search_finds_the_best_of_all_ways_to_spread_experts(experts, load, link
     sizes = {"num_experts": experts, "top_k": experts // 4 or 1, "ffn_dim": 768 // experts}
     model = dataclasses.replace(SMALL, **sizes)
     cluster = ClusterSpec((Level("node", 4, 1e-6, link),), CLUSTER.flops, memory, 1e10)
-    cost = CostModel(model, cluster, Job(4, 256, 16, "float32", load=load))
+    cost = StepCost(model, cluster, Job(4, 256, 16, "float32", load=load))
     fixed = {"zero": 0, "recompute": 0, "pp": 1, "tp": 1, "cp": 1}
     found, every = search(cost, fixed=fixed), search(cost, fixed=fixed, exhaustive=True)
     assert found.best == every.best and found.proven
@@ -109,11 +109,11 @@ def test_search_finds_the_best_of_all_ways_to_spread_experts(experts, load, link
 def test_sequences_by_rings_or_by_heads():
     for kv_heads in (4, 2, 1):
         model = dataclasses.replace(SMALL, num_kv_heads=kv_heads)
-        cost = CostModel(model, CLUSTER, Job(4, 256, 16, "float32"))
+        cost = StepCost(model, CLUSTER, Job(4, 256, 16, "float32"))
         sizes = {"batch": 1, "heads": 4, "kv_heads": kv_heads, "dim": 16, "seq_len": 256}
         found = choose_scheme(**sizes, num_ranks=4, dtype=torch.float32, is_causal=True)
         heads = next(each for each in found.candidates if each.scheme == "ulysses")
-        seconds = float(cost.terms(columns(cp=4, scheme="ulysses"))["context"])
+        seconds = float(cost.passes.terms(columns(cp=4, scheme="ulysses"))["context"])
         sent = seconds / SMALL.num_layers - 6e-6
         if kv_heads == 4:
             both = heads.forward_bytes + heads.backward_bytes
@@ -125,23 +125,23 @@ def test_sequences_by_rings_or_by_heads():
     quick = dataclasses.replace(CLUSTER, levels=(Level("node", 4, 0.0, 1e12),))
     slow = dataclasses.replace(CLUSTER, levels=(Level("node", 4, 1e-6, 1e8),))
     for cluster, scheme in ((quick, "ring"), (slow, "ulysses")):
-        made = CostModel(dataclasses.replace(SMALL, num_kv_heads=4), cluster, cost.job)
+        made = StepCost(dataclasses.replace(SMALL, num_kv_heads=4), cluster, cost.job)
         assert search(made, fixed=fixed).best.choice["scheme"] == scheme
 
 
 def test_shards_of_experts():
     spread = {"ep": 2, "etp": 2}
-    cost = CostModel(SMALL, CLUSTER, Job(4, 256, 16, "float32"))
+    cost = StepCost(SMALL, CLUSTER, Job(4, 256, 16, "float32"))
     whole, shards = columns(ep=4), columns(**spread)
-    assert torch.equal(cost.parameters(whole)[1], cost.parameters(shards)[1])
-    assert torch.equal(cost.compute(whole), cost.compute(shards))
+    assert torch.equal(cost.sizes.parameters(whole)[1], cost.sizes.parameters(shards)[1])
+    assert torch.equal(cost.compute.products(whole), cost.compute.products(shards))
     # Each row is there twice, and has half of the hidden numbers.
-    more = cost.elementwise(shards) - cost.elementwise(whole)
+    more = cost.compute.elementwise(shards) - cost.compute.elementwise(whole)
     rows = 256 * SMALL.top_k * SMALL.num_layers
     assert float(more) == pytest.approx(rows * 2 * 2 * 64 * 4 / CLUSTER.memory_bandwidth)
     # Loads are those of the places, not of the shards.
-    uneven = CostModel(SMALL, CLUSTER, Job(4, 256, 16, "float32", load=1.0))
-    assert uneven.compute(shards) < uneven.compute(whole)
+    uneven = StepCost(SMALL, CLUSTER, Job(4, 256, 16, "float32", load=1.0))
+    assert uneven.compute.products(shards) < uneven.compute.products(whole)
     assert uneven.job.imbalance(8, 2) == pytest.approx(
         2 * sum(1 / i for i in (1, 2, 3, 4)) / sum(1 / i for i in range(1, 9))
     )
@@ -156,7 +156,7 @@ def test_shards_of_experts():
             slots, 1, num_experts=16, model_dim=64, dispatcher=dispatcher, combine=combine,
             weighed=combine == "reduced",
         )  # fmt: skip
-        told = 4096 * cost.dispatch_bytes(2, dispatcher, None, combine, etp=2)
+        told = 4096 * cost.exchange.dispatch_bytes(2, dispatcher, None, combine, etp=2)
         # Of 4096 random tokens a share is off by a hundredth.
         assert sent == pytest.approx(told, rel=0.03), (dispatcher, combine)
 
@@ -167,17 +167,19 @@ def test_balance_by_its_break_even():
     job = Job(4, 256, 16, "float32", load=load)
     plain, even = columns(ep=4), columns(ep=4, balance="exact")
     quick = dataclasses.replace(CLUSTER, levels=(Level("node", 4, 0.0, 1e12),))
-    cost = CostModel(SMALL, quick, job)
+    cost = StepCost(SMALL, quick, job)
     # The first rank has 8 of 14 rows: three others come to take a part.
     over = 4 * 8 / 14
     flops = 4 * 256 * SMALL.top_k * 2 * SMALL.expert_parameters / (1e11 * CLUSTER.efficiency)
-    assert float(cost.compute(plain) - cost.compute(even)) == pytest.approx(flops * (over - 1))
+    assert float(cost.compute.products(plain) - cost.compute.products(even)) == pytest.approx(
+        flops * (over - 1)
+    )
     sent = 4 * 3 * SMALL.expert_parameters * 4 / 1e12
-    found = cost.terms(even)
+    found = cost.passes.terms(even)
     assert float(found["moved experts"]) == pytest.approx(2 * sent)
-    assert float(cost.terms(plain)["moved experts"]) == 0
+    assert float(cost.passes.terms(plain)["moved experts"]) == 0
     # Rows of all ranks are alike, and one layer's weights of two experts and one that came more.
-    held = [float(cost._layer_numbers(each)[1]) for each in (plain, even)]
+    held = [float(cost.memory._layer_numbers(each)[1]) for each in (plain, even)]
     rows = 256 * SMALL.top_k * (over - 1) * (4 * (64 + 3 * 96) + 28)
     copies = 3 * SMALL.expert_parameters * 4
     assert held[0] - held[1] == pytest.approx(rows - copies)
@@ -185,12 +187,14 @@ def test_balance_by_its_break_even():
     limit = 2 * 3 * SMALL.expert_parameters * 4 / (3 * (over - 1) * flops / 4)
     for factor in (0.99, 1.01):
         levels = (Level("node", 4, 0.0, limit * factor),)
-        at = CostModel(SMALL, dataclasses.replace(CLUSTER, levels=levels), job)
-        assert (float(at.terms(even)["moved experts"]) > 0) == (factor > 1)
-        assert (float(at.compute(even)) < float(at.compute(plain))) == (factor > 1)
+        at = StepCost(SMALL, dataclasses.replace(CLUSTER, levels=levels), job)
+        assert (float(at.passes.terms(even)["moved experts"]) > 0) == (factor > 1)
+        assert (float(at.compute.products(even)) < float(at.compute.products(plain))) == (
+            factor > 1
+        )
     # A burst moves experts in its own step alone.
-    burst = CostModel(SMALL, quick, dataclasses.replace(job, load=((1.0,) * 8, load)))
-    assert float(burst.terms(even)["moved experts"]) == pytest.approx(sent)
+    burst = StepCost(SMALL, quick, dataclasses.replace(job, load=((1.0,) * 8, load)))
+    assert float(burst.passes.terms(even)["moved experts"]) == pytest.approx(sent)
 
 
 def test_capacity():
@@ -205,10 +209,10 @@ def test_capacity():
     assert made.dropped_share == pytest.approx(0.25) and made.choice["balance"] == "none"
     assert "25 % of the choices go to no expert" in str(made)
     free = dataclasses.replace(job, capacity_factor=None)
-    limited, whole = (CostModel(SMALL, CLUSTER, each) for each in (job, free))
+    limited, whole = (StepCost(SMALL, CLUSTER, each) for each in (job, free))
     one = columns(ep=4)
-    assert limited.compute(one) < whole.compute(one)
-    assert limited.memory(one) < whole.memory(one)
+    assert limited.compute.products(one) < whole.compute.products(one)
+    assert limited.memory.fullest(one) < whole.memory.fullest(one)
     with pytest.raises(ValueError, match="Job: expected capacity_factor to be above 0, got 0.0"):
         Job(4, capacity_factor=0.0)
 
@@ -225,7 +229,7 @@ def test_capacity():
 def test_search_in_turn_finds_the_best_of_all(ranks, memory, rate, axes):
     levels = (Level("node", 4, 1e-6, rate), Level("network", 1024, 1e-5, rate / 10))
     cluster = ClusterSpec(levels, CLUSTER.flops, memory, 1e10)
-    cost = CostModel(MIXED, cluster, Job(ranks, 256, 16, "float32", load=0.3))
+    cost = StepCost(MIXED, cluster, Job(ranks, 256, 16, "float32", load=0.3))
     fixed = {"dispatcher": "alltoall", "balance": "none", "etp": 1, **axes}
     found, every = search(cost, fixed=fixed), search(cost, fixed=fixed, exhaustive=True)
     assert found.best == every.best and found.proven
@@ -239,7 +243,7 @@ def test_search_in_turn_finds_the_best_of_all(ranks, memory, rate, axes):
 
 def ends_of(cost, own):
     """Seconds of gradient messages and the optimizer on the slowest rank."""
-    return float((cost.gradients(own) + cost.update(own)).max())
+    return float((cost.end.gradients(own) + cost.end.update(own)).max())
 
 
 def test_slow_links_have_exchanges_in_turn(tmp_path):
@@ -257,12 +261,12 @@ def test_slow_links_have_exchanges_in_turn(tmp_path):
     again = Plan.from_json(tmp_path / "plan.json")
     assert again == slow
     # What runs is what was simulated.
-    cost, c = CostModel(again.model, again.cluster, again.job), columns_of([again.choice])
+    cost, c = StepCost(again.model, again.cluster, again.job), columns_of([again.choice])
     found = turn_plan(cost, c, again.stages)
     own = rank_columns(cost, c, again.stages)
     assert found.makespan + ends_of(cost, own) == slow.seconds
     # No order is quicker than what a rank computes, and none is needed where it all hides.
-    work, exchanges = cost.apart(own)
+    work, exchanges = cost.passes.apart(own)
     assert found.makespan >= 16 * float(work.maximum(exchanges).max())
     with pytest.raises(ValueError, match="to have a mesh of 4 ranks with .*turns"):
         plan(SMALL, cluster, **options, fixed={"pp": 1, "turns": 1})
@@ -278,12 +282,12 @@ def test_exchanges_that_are_waited_for_take_as_long_with_and_without_turns(
         SMALL, num_layers=4 * layers, num_moe_layers=4 * layers, vocab_size=1
     )
     cluster = ClusterSpec((Level("node", 8, 1e-6, 1e9),), CLUSTER.flops, 1e12, 1e10)
-    cost = CostModel(model, cluster, Job(8, 256, 32, "float32"))
+    cost = StepCost(model, cluster, Job(8, 256, 32, "float32"))
     placed = {"pp": 4, "ep": 2, "schedule": schedule, "recompute": recompute}
     c, in_turn = columns(**placed), columns(**placed, turns=1)
     stages = even_stages(4 * layers, c)
     own, found = rank_columns(cost, in_turn, stages), turn_costs(cost, in_turn, stages)
-    for s, exchanges in enumerate(cost.apart(own)[1].tolist()):
+    for s, exchanges in enumerate(cost.passes.apart(own)[1].tolist()):
         count = {kind: len(found.exchanges[f"{s}{kind}"]) for kind in "FB"}
         sent = [found.transfer[f"{s}{kind}"] * count[kind] for kind in "FB"]
         assert sum(sent) == pytest.approx(exchanges)
@@ -304,7 +308,7 @@ def test_no_step_in_turn_is_quicker_than_the_bound(schedule, pp):
     model, found = dataclasses.replace(SMALL, num_layers=8, num_moe_layers=8), []
     for rate, micro, recompute in itertools.product((1e8, 1e9, 1e10), (4, 16), (0, 1)):
         cluster = ClusterSpec((Level("node", 8, 1e-6, rate),), CLUSTER.flops, 1e12, 1e10)
-        cost = CostModel(model, cluster, Job(2 * pp, 256, 2 * micro, "float32"))
+        cost = StepCost(model, cluster, Job(2 * pp, 256, 2 * micro, "float32"))
         placed = {"pp": pp, "ep": 2, "schedule": schedule, "recompute": recompute}
         c = columns(**placed, turns=1)
         stages = divide(cost, c, all_again=True)
@@ -336,10 +340,10 @@ def test_coding_of_rows_is_counted():
     numel, terms = 256 * 2 * 64, []
     for cluster in (CLUSTER, dataclasses.replace(CLUSTER, costs=costs)):
         assert ClusterSpec.of(json.loads(json.dumps(cluster.to_dict()))) == cluster
-        cost = CostModel(SMALL, cluster, Job(4, 256, 16, "float32"))
+        cost = StepCost(SMALL, cluster, Job(4, 256, 16, "float32"))
         for wire in ("int8", None):
-            found = cost.terms(columns_of([{**fixed, "wire": wire}]))["experts"]
-            sent = cost.dispatch_bytes(4, "alltoall", wire, "exact")
+            found = cost.passes.terms(columns_of([{**fixed, "wire": wire}]))["experts"]
+            sent = cost.exchange.dispatch_bytes(4, "alltoall", wire, "exact")
             terms.append(float(found) - 2 * 4 * (256 * sent / 1e10 + 2e-6))
     # 4 bytes of each number and 68 of 64, written and read, or 4 ns.
     wanted = [2 * 4 * numel * each for each in (2 * (4 + 68 / 64) / 1e10, 0, 4e-9, 0)]
@@ -347,14 +351,14 @@ def test_coding_of_rows_is_counted():
 
 
 def test_formulas():
-    cost = CostModel(preset("deepseek-v3"), CLUSTERS["h100"], Job(256))
-    assert cost.dispatch_bytes(1, "alltoall", None, "exact") == 0
+    cost = StepCost(preset("deepseek-v3"), CLUSTERS["h100"], Job(256))
+    assert cost.exchange.dispatch_bytes(1, "alltoall", None, "exact") == 0
     # 8 rows of 7168 numbers of 2 bytes there and back, but for a 64th of them.
-    plain = cost.dispatch_bytes(64, "alltoall", None, "exact")
+    plain = cost.exchange.dispatch_bytes(64, "alltoall", None, "exact")
     assert plain == pytest.approx(2 * 8 * 7168 * 2 * 63 / 64)
-    assert cost.dispatch_bytes(8, "dedup", None, "reduced") < 0.7 * cost.dispatch_bytes(
-        8, "alltoall", None, "exact"
-    )
+    assert cost.exchange.dispatch_bytes(
+        8, "dedup", None, "reduced"
+    ) < 0.7 * cost.exchange.dispatch_bytes(8, "alltoall", None, "exact")
     assert Job(4).imbalance(8, 4) == 1
     assert Job(4, load=(5.0, 1, 1, 1)).imbalance(4, 2) == 1.5
 
@@ -419,30 +423,34 @@ def test_operations_of_attention():
     assert preset("gpt-oss-120b").mean_keys(4096) == pytest.approx(
         (2048 + sum(seen) / 4096) / 2, rel=1e-3
     )
-    cost = CostModel(SMALL, CLUSTER, Job(4, 256, 16, "float32"))
+    cost = StepCost(SMALL, CLUSTER, Job(4, 256, 16, "float32"))
     slow = dataclasses.replace(CLUSTER, score_efficiency=CLUSTER.efficiency / 4)
-    four = CostModel(SMALL, slow, cost.job)
+    four = StepCost(SMALL, slow, cost.job)
     layers, one = SMALL.num_layers, columns()
     scores = layers * 256 * 4 * 128 * SMALL.scores_dim / 1e11 / CLUSTER.efficiency
-    assert float(four.compute(one) - cost.compute(one)) == pytest.approx(3 * scores)
+    assert float(four.compute.products(one) - cost.compute.products(one)) == pytest.approx(
+        3 * scores
+    )
     # Without a fused kernel twice as many, and six accesses to each of them.
-    eager = CostModel(SMALL, CLUSTER, dataclasses.replace(cost.job, eager_attention=True))
-    assert float(eager.compute(one) - cost.compute(one)) == pytest.approx(scores)
+    eager = StepCost(SMALL, CLUSTER, dataclasses.replace(cost.job, eager_attention=True))
+    assert float(eager.compute.products(one) - cost.compute.products(one)) == pytest.approx(scores)
     more = SMALL.num_layers * 256 * 6 * SMALL.num_heads * 256 * 4 / CLUSTER.memory_bandwidth
-    assert float(eager.elementwise(one) - cost.elementwise(one)) == pytest.approx(more)
+    assert float(eager.compute.elementwise(one) - cost.compute.elementwise(one)) == pytest.approx(
+        more
+    )
 
 
 def test_exchanges_behind_other_micro_batches():
-    cost = CostModel(SMALL, CLUSTER, Job(8, 256, 16, "float32"))
-    hidden = CostModel(SMALL, CLUSTER, dataclasses.replace(cost.job, hidden_exchanges=True))
+    cost = StepCost(SMALL, CLUSTER, Job(8, 256, 16, "float32"))
+    hidden = StepCost(SMALL, CLUSTER, dataclasses.replace(cost.job, hidden_exchanges=True))
     slow = dataclasses.replace(CLUSTER, flops={"float32": 1e16}, memory_bandwidth=1e15)
     for ep in (2, 8):
-        seen, left = (each.terms(columns(ep=ep)) for each in (cost, hidden))
+        seen, left = (each.passes.terms(columns(ep=ep)) for each in (cost, hidden))
         assert float(seen["experts"]) > 0 and float(left["experts"]) == 0
         assert all(torch.equal(seen[name], left[name]) for name in seen if name != "experts")
         # Longer than the work, they show by the rest.
-        bare = CostModel(SMALL, slow, cost.job).terms(columns(ep=ep))
-        left = CostModel(SMALL, slow, hidden.job).terms(columns(ep=ep))
+        bare = StepCost(SMALL, slow, cost.job).passes.terms(columns(ep=ep))
+        left = StepCost(SMALL, slow, hidden.job).passes.terms(columns(ep=ep))
         work = float(bare["compute"] + bare["elementwise"])
         assert float(left["experts"]) == pytest.approx(float(bare["experts"]) - work)
 
@@ -450,7 +458,7 @@ def test_exchanges_behind_other_micro_batches():
 def seconds_of_terms(cluster, job, **axes):
     return {
         name: float(value)
-        for name, value in CostModel(SMALL, cluster, job).terms(columns(**axes)).items()
+        for name, value in StepCost(SMALL, cluster, job).passes.terms(columns(**axes)).items()
     }
 
 
@@ -458,7 +466,9 @@ def test_products_take_whole_waves_of_tiles():
     m, job = preset("llama-3-8b"), Job(1, 200, 1)
     flat = dataclasses.replace(CLUSTERS["h100"], multiprocessors=0)
     waves = dataclasses.replace(flat, multiprocessors=100)
-    plain, slow = (float(CostModel(m, each, job).compute(columns())) for each in (flat, waves))
+    plain, slow = (
+        float(StepCost(m, each, job).compute.products(columns())) for each in (flat, waves)
+    )
     # Products of queries with keys and values, and of gate with up, by columns, and the others.
     shapes = [(4096, 6144), (4096, 4096), (4096, 2 * 14336), (14336, 4096)]
 
@@ -475,10 +485,10 @@ def test_products_take_whole_waves_of_tiles():
     # Experts of a rank share their waves, and latent attention has five products.
     for name, ep in (("qwen3-30b", 8), ("deepseek-v3", 64)):
         job, many = Job(64, 4096, 64), columns(ep=ep)
-        each = [float(CostModel(preset(name), c, job).compute(many)) for c in (flat, waves)]
+        each = [float(StepCost(preset(name), c, job).compute.products(many)) for c in (flat, waves)]
         assert each[0] < each[1] < 1.3 * each[0]
-        last = [float(CostModel(preset(name), c, job).bound(many)) for c in (flat, waves)]
-        assert last[0] < last[1] <= float(CostModel(preset(name), waves, job).least(many))
+        last = [float(StepCost(preset(name), c, job).bound(many)) for c in (flat, waves)]
+        assert last[0] < last[1] <= float(StepCost(preset(name), waves, job).least(many))
 
 
 def test_a_tp_group_of_all_ranks_of_a_node_launches_longer():
@@ -505,22 +515,25 @@ def test_messages_behind_the_work_of_programs_that_hide_them():
         assert all(seen[name] == left[name] for name in seen if name != "tensor")
         for zero in (1, 2, 3):
             one = columns(zero=zero)
-            open_, shut = (CostModel(SMALL, cluster, each) for each in (job, hidden))
-            work = sum(float(value) for value in shut.terms(one).values())
-            work *= float(shut.num_micro_batches(one)) if zero > 1 else 1
-            rest = max(float(open_.gradients(one)) - work, 0.0)
-            assert float(shut.gradients(one)) == pytest.approx(rest)
+            open_, shut = (StepCost(SMALL, cluster, each) for each in (job, hidden))
+            work = sum(float(value) for value in shut.passes.terms(one).values())
+            work *= float(shut.sizes.num_micro_batches(one)) if zero > 1 else 1
+            rest = max(float(open_.end.gradients(one)) - work, 0.0)
+            assert float(shut.end.gradients(one)) == pytest.approx(rest)
 
 
 def test_a_router_that_keeps_to_few_nodes_sends_less_between_them():
     m = preset("deepseek-v3")
-    free, kept = (CostModel(m, CLUSTERS["h100"], Job(64, node_limit=limit)) for limit in (0, 4))
+    free, kept = (StepCost(m, CLUSTERS["h100"], Job(64, node_limit=limit)) for limit in (0, 4))
     way = (64, 1, "hierarchical", None, "reduced")
-    (near, far), (inside, outside) = (each._dispatch(*way) for each in (free, kept))
+    (near, far), (inside, outside) = (each.exchange._dispatch(*way) for each in (free, kept))
     # Of eight nodes of 32 experts eight at random have five and a quarter.
     nodes = 8 * (1 - math.comb(224, 8) / math.comb(256, 8))
     assert inside == near and outside == pytest.approx(far * 4 / nodes)
-    assert CostModel(m, CLUSTERS["h100"], Job(64, node_limit=8))._dispatch(*way) == (near, far)
+    assert StepCost(m, CLUSTERS["h100"], Job(64, node_limit=8)).exchange._dispatch(*way) == (
+        near,
+        far,
+    )
 
 
 def test_layers_in_a_narrow_format():
@@ -529,63 +542,66 @@ def test_layers_in_a_narrow_format():
         cluster, flops={**cluster.flops, "float8": 2 * cluster.flops["bfloat16"]}
     )
     wide, narrow = (
-        CostModel(m, twice, Job(8, 256, 16, layer_dtype=dtype)) for dtype in (None, "float8")
+        StepCost(m, twice, Job(8, 256, 16, layer_dtype=dtype)) for dtype in (None, "float8")
     )
     one = columns()
-    scores = 32 * float(wide._scores(wide.tokens(one)))
-    assert float(wide.compute(one)) - scores == pytest.approx(
-        2 * (float(narrow.compute(one)) - scores)
+    scores = 32 * float(wide.compute.scores(wide.sizes.tokens(one)))
+    assert float(wide.compute.products(one)) - scores == pytest.approx(
+        2 * (float(narrow.compute.products(one)) - scores)
     )
-    assert torch.equal(wide.output(one), narrow.output(one))
+    assert torch.equal(wide.compute.output(one), narrow.compute.output(one))
     # Two passes of three read 2 bytes and write a byte twice of each number.
     rounded = 32 * 256 * (2 * 4096 + 4096 + 14336) * 4 * 2 / 3
-    more = float(narrow.elementwise(one) - wide.elementwise(one))
+    more = float(narrow.compute.elementwise(one) - wide.compute.elementwise(one))
     assert more == pytest.approx(rounded / twice.memory_bandwidth)
     with pytest.raises(ValueError, match="expected cluster.flops to have float8"):
-        CostModel(m, cluster, Job(8, layer_dtype="float8"))
+        StepCost(m, cluster, Job(8, layer_dtype="float8"))
 
 
 def test_the_backward_pass_of_fused_attention_has_five_products():
     job = Job(4, 256, 16, "float32")
     fused, eager = (
-        CostModel(SMALL, CLUSTER, job),
-        CostModel(SMALL, CLUSTER, dataclasses.replace(job, eager_attention=True)),
+        StepCost(SMALL, CLUSTER, job),
+        StepCost(SMALL, CLUSTER, dataclasses.replace(job, eager_attention=True)),
     )
     one = columns()
     for each, passes in ((fused, 0.5), (eager, 0.0)):
-        more = float(each.terms(one)["compute"] - 3 * each.compute(one))
-        scores = SMALL.num_layers * float(each._scores(each.tokens(one)))
+        more = float(each.passes.terms(one)["compute"] - 3 * each.compute.products(one))
+        scores = SMALL.num_layers * float(each.compute.scores(each.sizes.tokens(one)))
         assert more == pytest.approx(passes * scores, abs=1e-12)
 
 
 def test_a_ring_leaves_a_node_by_the_links_of_all_its_ranks():
-    cost = CostModel(SMALL, CLUSTER, Job(8, 256, 16, "float32"))
+    cost = StepCost(SMALL, CLUSTER, Job(8, 256, 16, "float32"))
     # Four ranks of a node have 1e9 bytes a second each; of every fourth rank there is one.
     for size, stride, links in ((8, 1, 4), (4, 2, 2), (2, 4, 1)):
-        found = cost._ring(torch.tensor([size]), torch.tensor([stride]), torch.tensor([1e6]))
+        found = cost.sizes.ring(torch.tensor([size]), torch.tensor([stride]), torch.tensor([1e6]))
         sent = (size - 1) / size * 1e6
         assert float(found) == pytest.approx((size - 1) * 1e-5 + sent / (links * 1e9))
 
 
 def test_launches_and_the_output():
-    cost = CostModel(SMALL, CLUSTER, Job(4, 256, 16, "float32"))
-    busy = sum(float(value) for value in cost.terms(columns(pp=4, ep=1)).values())
+    cost = StepCost(SMALL, CLUSTER, Job(4, 256, 16, "float32"))
+    busy = sum(float(value) for value in cost.passes.terms(columns(pp=4, ep=1)).values())
     slow = dataclasses.replace(CLUSTER, layer_seconds=busy)
-    found = CostModel(SMALL, slow, cost.job).terms(columns(pp=4))
+    found = StepCost(SMALL, slow, cost.job).passes.terms(columns(pp=4))
     # A layer on each rank and what is beside it: three passes, less the time that work takes.
     assert float(found["launches"]) == pytest.approx(5 * busy)
-    assert float(cost.terms(columns(pp=4))["launches"]) == 0
+    assert float(cost.passes.terms(columns(pp=4))["launches"]) == 0
     # The last of the stages alone has the output, and a recompute has none.
     placed = columns(pp=4, recompute=1)
-    each, last = float(sum(cost.terms(placed).values())), 3 * float(cost.output(placed))
-    ends = float(cost.gradients(placed) + cost.update(placed))
+    each, last = (
+        float(sum(cost.passes.terms(placed).values())),
+        3 * float(cost.compute.output(placed)),
+    )
+    ends = float(cost.end.gradients(placed) + cost.end.update(placed))
     assert float(cost.seconds(placed)) == pytest.approx(16 * (each + last) + 3 * each + ends)
     gap = simulated(cost, placed) - float(cost.seconds(placed))
     assert 0 <= gap < 0.1 * (each + last) * 16
     # AdamW's two moments of float32 weights, read and written, a gradient and a weight.
     rate = CLUSTER.memory_bandwidth
-    held = sum(float(part) for part in cost.parameters(columns()))
-    assert float(cost.update(columns())) == pytest.approx(held * (16 + 8) / rate)
+    held = sum(float(part) for part in cost.sizes.parameters(columns()))
+    assert float(cost.end.update(columns())) == pytest.approx(held * (16 + 8) / rate)
 
 
 def test_config_cluster_and_refusals(tmp_path):

@@ -14,8 +14,8 @@ from moe_ext.comm.collectives import all_reduce_bytes
 from moe_ext.distributed import count_traffic
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.optim import DiLoCo
-from moe_ext.planner import ClusterSpec, CostModel, Job, Level, Plan, plan, search
-from moe_ext.planner.search import columns_of
+from moe_ext.planner import ClusterSpec, Job, Level, Plan, StepCost, plan, search
+from moe_ext.planner.axes import columns_of
 
 CHECKS = Checks()
 CLUSTER = ClusterSpec(
@@ -135,10 +135,10 @@ def columns(**axes):
 
 
 def test_seconds_of_a_round():
-    cost = CostModel(SMALL, CLUSTER, JOB)
+    cost = StepCost(SMALL, CLUSTER, JOB)
     placed = columns(ep=4)
-    dense, experts = (float(part) for part in cost.parameters(placed))
-    assert float(cost.gradients(placed)) == 0
+    dense, experts = (float(part) for part in cost.sizes.parameters(placed))
+    assert float(cost.end.gradients(placed)) == 0
     # Over all eight ranks by the links of four, over pairs by those of each rank.
     rings = [
         2 * (7 * 1e-4 + all_reduce_bytes(4 * dense, 8) / 2 / (4 * 1e7)),
@@ -146,22 +146,22 @@ def test_seconds_of_a_round():
     ]
     # Four numbers of float32 are read and written.
     passes = 2 * 4 * 4 * (dense + experts) / CLUSTER.memory_bandwidth
-    assert float(cost.rounds(placed)) == pytest.approx((sum(rings) + passes) / 10, rel=1e-6)
-    whole = CostModel(SMALL, CLUSTER, dataclasses.replace(JOB, local_steps=1))
-    assert float(whole.rounds(placed)) == 0
-    assert float(whole.gradients(placed)) == pytest.approx(sum(rings), rel=1e-6)
+    assert float(cost.end.rounds(placed)) == pytest.approx((sum(rings) + passes) / 10, rel=1e-6)
+    whole = StepCost(SMALL, CLUSTER, dataclasses.replace(JOB, local_steps=1))
+    assert float(whole.end.rounds(placed)) == 0
+    assert float(whole.end.gradients(placed)) == pytest.approx(sum(rings), rel=1e-6)
     # Experts that no other rank holds have no rounds.
-    alone = float(cost.rounds(columns(ep=8)) * 10)
+    alone = float(cost.end.rounds(columns(ep=8)) * 10)
     assert alone == pytest.approx(rings[0] + passes * dense / (dense + experts), rel=1e-6)
-    coded = CostModel(SMALL, CLUSTER, dataclasses.replace(JOB, local_codec="int8"))
-    few = CostModel(SMALL, CLUSTER, dataclasses.replace(JOB, local_codec="sparseloco"))
-    assert few.rounds(placed) < coded.rounds(placed) < cost.rounds(placed)
+    coded = StepCost(SMALL, CLUSTER, dataclasses.replace(JOB, local_codec="int8"))
+    few = StepCost(SMALL, CLUSTER, dataclasses.replace(JOB, local_codec="sparseloco"))
+    assert few.end.rounds(placed) < coded.end.rounds(placed) < cost.end.rounds(placed)
 
 
 @pytest.mark.parametrize("codec", ["none", "int8", "sparseloco"])
 def test_search_finds_the_best_of_all(codec):
     job = Job(8, 256, 16, "float32", load=0.3, local_steps=4, local_codec=codec)
-    cost = CostModel(SMALL, dataclasses.replace(CLUSTER, memory=1.5e7), job)
+    cost = StepCost(SMALL, dataclasses.replace(CLUSTER, memory=1.5e7), job)
     found = search(cost, fixed={"dispatcher": "alltoall"})
     every = search(cost, fixed={"dispatcher": "alltoall"}, exhaustive=True)
     assert found.best == every.best and found.proven
@@ -189,13 +189,13 @@ def test_plan_with_local_steps(tmp_path):
 
 
 def test_memory_of_a_round():
-    cost, placed = CostModel(SMALL, CLUSTER, JOB), columns(ep=8)
-    dense, experts = (float(part) for part in cost.parameters(placed))
-    assert float(cost.memory_terms(placed)["last round"]) == pytest.approx(2 * 4 * dense)
-    both = float(cost.memory_terms(columns(ep=4))["last round"])
+    cost, placed = StepCost(SMALL, CLUSTER, JOB), columns(ep=8)
+    dense, experts = (float(part) for part in cost.sizes.parameters(placed))
+    assert float(cost.memory.terms(placed)["last round"]) == pytest.approx(2 * 4 * dense)
+    both = float(cost.memory.terms(columns(ep=4))["last round"])
     assert both == pytest.approx(2 * 4 * (dense + 2 * experts))
-    few = CostModel(SMALL, CLUSTER, dataclasses.replace(JOB, local_codec="sparseloco"))
-    assert float(few.memory_terms(placed)["last round"]) == pytest.approx((4 + 8) * dense)
+    few = StepCost(SMALL, CLUSTER, dataclasses.replace(JOB, local_codec="sparseloco"))
+    assert float(few.memory.terms(placed)["last round"]) == pytest.approx((4 + 8) * dense)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_refuses_jobs():
         with pytest.raises(ValueError, match=text):
             Job(4, **options)
     made = plan(SMALL, CLUSTER, num_ranks=1, seq_len=16, global_batch=8, dtype="float32")
-    import moe_ext.planner.applied as applied
+    import moe_ext.planner.apply as applied
 
     held = applied.Applied(torch.nn.Linear(2, 2), None, made)
     assert held.round_bytes() == 0

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from rank_checks import Checks
 
 from moe_ext.comm.rates import CodecRate, CostTable
-from moe_ext.planner import CLUSTERS, CostModel, Job, ModelSpec, measure_cluster, plan, profile
+from moe_ext.planner import CLUSTERS, Job, ModelSpec, StepCost, measure_cluster, plan, profile
+from moe_ext.planner.axes import columns_of
 from moe_ext.planner.cluster import MEASURED
 from moe_ext.planner.rates import rehearsals
-from moe_ext.planner.search import columns_of
 
 CHECKS = Checks()
 MODEL = ModelSpec(
@@ -45,17 +45,17 @@ def test_rates_give_back_what_was_measured(monkeypatch):
         plan(MODEL, found, num_ranks=1, dtype="float32", fixed={"offload": "host"})
     # One layer of sixteen experts: the pass that was timed, and its scores on top.
     one = dataclasses.replace(MODEL, num_layers=1, num_moe_layers=1, num_experts=16)
-    cost = CostModel(one, found, Job(1, 128, 1, "float32"))
-    terms = cost.terms(columns_of([{}]))
+    cost = StepCost(one, found, Job(1, 128, 1, "float32"))
+    terms = cost.passes.terms(columns_of([{}]))
     told = float(terms["compute"] + terms["elementwise"])
     # The costs of a column are float32.
     assert told == pytest.approx(0.5 + 0.25, rel=2**-22)
     # The update that was timed, of the layer alone.
     column = columns_of([{}])
-    parameters = sum(map(float, cost.parameters(column)))
+    parameters = sum(map(float, cost.sizes.parameters(column)))
     timed = profile._DecoderLayer(one, torch.device("cpu"), torch.float32)
     share = sum(p.numel() for p in timed.parameters()) / parameters
-    assert float(cost.update(column)) * share == pytest.approx(0.125)
+    assert float(cost.end.update(column)) * share == pytest.approx(0.125)
     assert set(found.measured) == {"update"}
 
 
@@ -115,9 +115,9 @@ def test_parts_take_what_was_measured():
 
         def parts(measured, column=column):
             cluster = dataclasses.replace(CLUSTERS["h100"], flops={"float32": 1e12})
-            cost = CostModel(MODEL, dataclasses.replace(cluster, measured=measured), job)
-            messages, exchange = cost.gradients(column), cost.terms(column)["experts"]
-            return torch.stack([messages, exchange.to(messages), cost.update(column)]).flatten()
+            cost = StepCost(MODEL, dataclasses.replace(cluster, measured=measured), job)
+            messages, exchange = cost.end.gradients(column), cost.passes.terms(column)["experts"]
+            return torch.stack([messages, exchange.to(messages), cost.end.update(column)]).flatten()
 
         once, twice, thrice = (parts({part: factor}) for factor in (1.0, 2.0, 3.0))
         place = {"exchange": 1, "update": 2}.get(part, 0)
@@ -133,7 +133,7 @@ def test_a_busy_rank_is_quicker_where_ranks_share_cores():
 
     def compute(sharing, load=loads):
         cluster = dataclasses.replace(CLUSTERS["h100"], measured={"sharing": sharing})
-        return float(CostModel(MODEL, cluster, Job(8, 128, 8, load=load)).compute(placed))
+        return float(StepCost(MODEL, cluster, Job(8, 128, 8, load=load)).compute.products(placed))
 
     even = compute(1.0, load=0.0)
     beyond = [compute(sharing) - even for sharing in (1.0, 4.0, 8.0, 9.0)]

@@ -19,12 +19,12 @@ from moe_ext.planner import (
     PRESETS,
     ClusterSpec,
     CodecRate,
-    CostModel,
     CostTable,
     Host,
     Job,
     Level,
     Plan,
+    StepCost,
     cli,
     model_spec,
     plan,
@@ -132,7 +132,7 @@ def test_no_plan_is_made_of_garbage(place, path, field):
         specs = [SMALL, CLUSTER, JOB, TABLE, RATE]
         with pytest.raises(ValueError, match="expected") as refused:
             specs[place] = with_value(specs[place], path, field.name, value)
-            search(CostModel(*specs[:3]), fixed=FIXED)
+            search(StepCost(*specs[:3]), fixed=FIXED)
         assert field.name in str(refused.value) or "float32" in str(refused.value), value
 
 
@@ -446,7 +446,7 @@ def test_progress_is_told_without_a_terminal(capsys, monkeypatch):
     lines = capsys.readouterr().err.splitlines()
     assert "3/10 meshes, costing" in lines[0] and "simulating pipelines" in lines[1]
     found = []
-    cost = CostModel(SMALL, CLUSTER, JOB)
+    cost = StepCost(SMALL, CLUSTER, JOB)
     result = search(
         cost, fixed={**FIXED, "pp": 2, "ep": 2}, progress=lambda *each: found.append(each)
     )

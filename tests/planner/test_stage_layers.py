@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from moe_ext.pipeline import make_table
-from moe_ext.planner import CLUSTERS, CostModel, Job, ModelSpec, Plan, plan, preset
-from moe_ext.planner.search import columns_of
-from moe_ext.planner.stages import (
+from moe_ext.planner import CLUSTERS, Job, ModelSpec, Plan, StepCost, plan, preset
+from moe_ext.planner.axes import columns_of
+from moe_ext.planner.stage_layers import (
     StageLayers,
     divide,
     rank_columns,
@@ -34,7 +34,7 @@ def cost_of(name, memory=4e9, ranks=3):
     cluster = dataclasses.replace(
         CLUSTERS["ethernet"], flops={"float32": 1e11}, memory=memory, memory_bandwidth=1e10
     )
-    return CostModel(MODELS[name], cluster, Job(ranks, 256, 8 * ranks, "float32"))
+    return StepCost(MODELS[name], cluster, Job(ranks, 256, 8 * ranks, "float32"))
 
 
 def columns(**axes):
@@ -44,10 +44,10 @@ def columns(**axes):
 def seconds_of(cost, c, stages):
     """The sum of the stages and, for each micro-batch but one, the slowest."""
     each = stage_columns(cost, c, stages)
-    spent = sum(cost.terms(each).values()) + 3 * cost.output(each) * each["loss"]
-    if bool((cost.memory(each) > cost.cluster.memory).any()):
+    spent = sum(cost.passes.terms(each).values()) + 3 * cost.compute.output(each) * each["loss"]
+    if bool((cost.memory.fullest(each) > cost.cluster.memory).any()):
         return float("inf")
-    return float(spent.sum() + (cost.num_micro_batches(c)[0] - 1) * spent.max())
+    return float(spent.sum() + (cost.sizes.num_micro_batches(c)[0] - 1) * spent.max())
 
 
 def every_division(cost, pp, recompute):
@@ -74,9 +74,9 @@ def test_no_division_is_quicker(name, schedule, share):
     c = columns(pp=3, schedule=schedule, recompute=1)
     most = cost_of(name)
     even = [StageLayers(*s) for s in split_evenly(most.model.num_layers, 3)]
-    none = float(most.memory(stage_columns(most, c, even)).max())
+    none = float(most.memory.fullest(stage_columns(most, c, even)).max())
     full = [dataclasses.replace(s, again=tuple(range(s.start, s.end))) for s in even]
-    all_again = float(most.memory(stage_columns(most, c, full)).max())
+    all_again = float(most.memory.fullest(stage_columns(most, c, full)).max())
     cost = cost_of(name, all_again + share * (none - all_again))
     found = divide(cost, c)
     times = [seconds_of(cost, c, stages) for stages in every_division(cost, 3, 1)]
@@ -84,12 +84,12 @@ def test_no_division_is_quicker(name, schedule, share):
     assert seconds_of(cost, c, full) >= min(times)
     assert divide(cost, c, all_again=True) is not None
     small = dataclasses.replace(cost.cluster, memory=0.5 * all_again)
-    assert divide(CostModel(cost.model, small, cost.job), c) is None
+    assert divide(StepCost(cost.model, small, cost.job), c) is None
 
 
 def test_ranks_of_interleaved_stages():
     cost = cost_of("alike", ranks=2)
-    cost = CostModel(dataclasses.replace(cost.model, num_layers=8, num_moe_layers=8), *(
+    cost = StepCost(dataclasses.replace(cost.model, num_layers=8, num_moe_layers=8), *(
         cost.cluster, cost.job,
     ))  # fmt: skip
     c = columns(pp=2, schedule="interleaved", recompute=1)
@@ -99,18 +99,18 @@ def test_ranks_of_interleaved_stages():
     own = rank_columns(cost, c, free)
     assert own["layers"].tolist() == [4, 4] and own["loss"].tolist() == [0, 1]
     assert own["ends"].tolist() == [1, 1]
-    least = float(cost.memory(own).max()) - 1
-    tight = CostModel(cost.model, dataclasses.replace(cost.cluster, memory=least), cost.job)
+    least = float(cost.memory.fullest(own).max()) - 1
+    tight = StepCost(cost.model, dataclasses.replace(cost.cluster, memory=least), cost.job)
     found = divide(tight, c)
     assert 0 < sum(len(s.again) for s in found) < 8
-    assert float(cost.memory(rank_columns(cost, c, found)).max()) <= least
+    assert float(cost.memory.fullest(rank_columns(cost, c, found)).max()) <= least
     assert simulated(cost, c, found) > simulated(cost, c, free)
 
 
 def test_even_stages_take_the_time_of_the_closed_form():
     cost = cost_of("alike", ranks=5)
     alike = dataclasses.replace(cost.model, vocab_size=1)
-    cost = CostModel(alike, cost.cluster, cost.job)
+    cost = StepCost(alike, cost.cluster, cost.job)
     for axes in ({"recompute": 0}, {"recompute": 1}):
         c = columns(pp=5, **axes)
         stages = divide(cost, c, all_again=True)
@@ -124,7 +124,7 @@ def test_even_stages_take_the_time_of_the_closed_form():
 def test_no_step_is_quicker_than_the_bound(name, schedule):
     for micro in (2, 4, 16):
         cost = cost_of(name, ranks=2)
-        cost = CostModel(cost.model, cost.cluster, Job(2, 256, micro, "float32"))
+        cost = StepCost(cost.model, cost.cluster, Job(2, 256, micro, "float32"))
         c = columns(pp=2, schedule=schedule, recompute=0)
         if schedule == "interleaved":
             divisions = [divide(cost, c)]
@@ -157,7 +157,7 @@ def test_plans_name_layers(tmp_path):
 def test_stages_hold_what_the_table_leaves_open(schedule):
     cost = cost_of("alike", ranks=4)
     model = dataclasses.replace(cost.model, num_layers=8, num_moe_layers=8)
-    cost = CostModel(model, cost.cluster, Job(4, 256, 8, "float32"))
+    cost = StepCost(model, cost.cluster, Job(4, 256, 8, "float32"))
     c = columns(pp=4, schedule=schedule, recompute=0)
     stages = [StageLayers(*s) for s in split_evenly(8, 8 if schedule == "interleaved" else 4)]
     found = rank_columns(cost, c, stages)

@@ -1,4 +1,4 @@
-"""Exact balance of uneven loads: the experts that move, and whether that pays.
+"""Loads of the ranks that experts lie over: as the job has them, and balanced where that pays.
 
 Shapes: S steps, E experts, P ranks.
 """
@@ -13,6 +13,8 @@ from torch import Tensor
 from moe_ext import ops
 from moe_ext.comm.link import Link
 from moe_ext.nn.balance.moved import moving_pays
+from moe_ext.planner.axes import Columns, present
+from moe_ext.planner.sizes import Part, Sizes
 
 # Rows of a pass, for whole numbers of them.
 _ROWS = 2**24
@@ -113,3 +115,61 @@ def balanced(
         float(left_S.max()),
         float(came_S.max()),
     )
+
+
+class RankLoads(Part):
+    """Loads of the ranks that experts lie over, by the load of the job."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self._known: dict[tuple[int, int], Loads] = {}
+
+    def _of_ranks(self, ep: int, tokens: int) -> Loads:
+        """Loads over `ep` ranks; of balanced experts for a number of a rank's tokens, 0 for others.
+
+        Time is that of the busiest rank. Where ranks share processors, rates are those of all at
+        work; the busiest one is quicker by that share while others wait, and at least the work of
+        all has to be done.
+        """
+        sizes = self.sizes
+        found = self._known.get((ep, tokens))
+        if found is not None:
+            return found
+        m, over_S = self.model, self.job.imbalances(self.model.num_experts, ep)
+        kept_SE = self.job.kept(m.num_experts)
+        sharing = max(sizes.measured("sharing"), 1.0)
+        pace_S = torch.maximum(over_S / sharing, kept_SE.sum(1))
+        if not tokens:
+            found = Loads(float(pace_S.mean()), float(over_S.mean()), 0.0, float(over_S.max()), 0.0)
+        else:
+            latency, bandwidth = sizes.link(torch.tensor([ep]))
+            found = balanced(
+                *(over_S, pace_S, moves_of(kept_SE, ep)),
+                rows=float(tokens * m.top_k),
+                row_flops=2.0 * m.expert_parameters,
+                flops=sizes.rate(),
+                expert_bytes=float(m.expert_parameters * self.job.itemsize),
+                link=Link(float(latency), float(bandwidth), float(bandwidth)),
+            )
+        self._known[ep, tokens] = found
+        return found
+
+    def moves(self, c: Columns) -> Tensor:
+        """Whether experts ever move in a layer."""
+        return self.of(c, "moved") > 0
+
+    def of(self, c: Columns, name: str) -> Tensor:
+        """One of the numbers of `Loads`, of each candidate."""
+        ep, balance = c["ep"], c.get("balance")
+        if not self.model.num_experts or not len(ep):
+            return torch.full(ep.shape, float(name not in ("moved", "peak_moved")))
+        if balance is None or not bool(balance.any()):
+            table = torch.zeros(int(ep.max()) + 1, dtype=torch.float64)
+            for size in present(ep):
+                table[size] = getattr(self._of_ranks(size, 0), name)
+            return table[ep]
+        tokens = torch.where((balance > 0) & (ep > 1), self.sizes.tokens(c), 0.0).long()
+        most = int(ep.max()) + 1
+        keys, place = (tokens * most + ep).unique(return_inverse=True)
+        each = [getattr(self._of_ranks(key % most, key // most), name) for key in keys.tolist()]
+        return torch.tensor(each, dtype=torch.float64)[place]

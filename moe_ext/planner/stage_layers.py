@@ -21,7 +21,8 @@ from torch import Tensor
 
 from moe_ext.pipeline import ActionTable, Costs, TurnPlan, make_table, plan_turns
 from moe_ext.pipeline.simulate import makespan
-from moe_ext.planner.cost import CHUNKS, SCHEDULES, STAGE, Columns, CostModel
+from moe_ext.planner.axes import CHUNKS, SCHEDULES, STAGE, Columns, runs
+from moe_ext.planner.cost import StepCost
 
 # Layers with experts of a pass whose exchanges are told apart in simulations; those of more layers
 # go together.
@@ -49,7 +50,7 @@ def split_evenly(num_layers: int, num_stages: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(at))
 
 
-def stage_columns(cost: CostModel, c: Columns, stages: Sequence[StageLayers]) -> Columns:
+def stage_columns(cost: StepCost, c: Columns, stages: Sequence[StageLayers]) -> Columns:
     """One candidate as a candidate for each of its stages, with what the stage has."""
     has, (first, last) = cost.model.has_experts, (0, len(stages) - 1)
     rows = []
@@ -63,7 +64,7 @@ def stage_columns(cost: CostModel, c: Columns, stages: Sequence[StageLayers]) ->
     return _with(c, torch.tensor(rows, dtype=torch.float64))
 
 
-def rank_columns(cost: CostModel, c: Columns, stages: Sequence[StageLayers]) -> Columns:
+def rank_columns(cost: StepCost, c: Columns, stages: Sequence[StageLayers]) -> Columns:
     """The same for each rank of the pipeline, with the layers of all of its stages."""
     each, ranks = stage_columns(cost, c, stages), int(c["pp"])
     rows = torch.stack([each[name].view(-1, ranks) for name in STAGE], 2)
@@ -75,7 +76,7 @@ def rank_columns(cost: CostModel, c: Columns, stages: Sequence[StageLayers]) -> 
 
 
 def divide(
-    cost: CostModel, c: Columns, *, all_again: bool = False
+    cost: StepCost, c: Columns, *, all_again: bool = False
 ) -> tuple[StageLayers, ...] | None:
     """Layers of each stage of one candidate; None if none fit into memory.
 
@@ -88,12 +89,12 @@ def divide(
         c: the candidate.
         all_again: compute all layers again, with recompute.
     """
-    if int(c["schedule"]) == SCHEDULES.index("interleaved") and int(c["pp"]) > 1:
+    if bool(runs(c, "interleaved")) and int(c["pp"]) > 1:
         return _even(cost, c, all_again)
     return _Chain(cost, c, all_again).divided()
 
 
-def simulated(cost: CostModel, c: Columns, stages: Sequence[StageLayers] | None = None) -> float:
+def simulated(cost: StepCost, c: Columns, stages: Sequence[StageLayers] | None = None) -> float:
     """Seconds of a step of one candidate, its pipeline by simulation of the executor's table.
 
     Infinite for a plan in turn that has gradients of weights of more micro-batches left to do than
@@ -104,30 +105,30 @@ def simulated(cost: CostModel, c: Columns, stages: Sequence[StageLayers] | None 
         c: the candidate.
         stages: layers of each; None for stages that are all like the largest one.
     """
-    ranks, micro = int(c["pp"]), int(cost.num_micro_batches(c))
+    ranks, micro = int(c["pp"]), int(cost.sizes.num_micro_batches(c))
     if ranks > 1 and "turns" in c and bool(c["turns"]):
         stages = stages or even_stages(cost.model.num_layers, c)
         own = rank_columns(cost, c, stages)
-        ends = float(cost.ends(own).max())
+        ends = float(cost.end.seconds(own).max())
         found = turn_plan(cost, c, stages)
         return found.makespan + ends if _counted(found, own["late"].tolist()) else math.inf
     if stages is None:
-        count = ranks * (CHUNKS if int(c["schedule"]) == SCHEDULES.index("interleaved") else 1)
+        count = ranks * (CHUNKS if bool(runs(c, "interleaved")) else 1)
         each = {name: column.expand(count) for name, column in c.items()}
-        parts = [part * ranks / count for part in cost.split(each)]
-        ends = float(cost.ends(c))
+        parts = [part * ranks / count for part in cost.passes.split(each)]
+        ends = float(cost.end.seconds(c))
     else:
         each = stage_columns(cost, c, stages)
-        parts = list(cost.split(each))
+        parts = list(cost.passes.split(each))
         own = rank_columns(cost, c, stages)
-        ends = float(cost.ends(own).max())
+        ends = float(cost.end.seconds(own).max())
     loss = torch.zeros_like(parts[0])
-    loss[-1] = float(cost.output(c))
+    loss[-1] = float(cost.compute.output(c))
     if ranks == 1:
         return micro * float(sum(part.sum() + loss.sum() for part in parts)) + ends
     table = _table(SCHEDULES[int(c["schedule"])], ranks, micro)
     forward, inputs, weights = ((part + loss).tolist() for part in parts)
-    costs = Costs(forward, inputs, weights, hop=float(cost.hop(c)))
+    costs = Costs(forward, inputs, weights, hop=float(cost.exchange.hop(c)))
     return makespan(table, costs) + ends
 
 
@@ -143,12 +144,12 @@ def _counted(plan: TurnPlan, late: Sequence[float]) -> bool:
 def even_stages(num_layers: int, c: Columns) -> tuple[StageLayers, ...]:
     """Stages of even lengths of one candidate, all layers computed again with recompute."""
     again, pp = bool(c["recompute"]), int(c["pp"])
-    chunked = int(c["schedule"]) == SCHEDULES.index("interleaved") and pp > 1
+    chunked = bool(runs(c, "interleaved")) and pp > 1
     cuts = split_evenly(num_layers, pp * (CHUNKS if chunked else 1))
     return tuple(StageLayers(i, j, tuple(range(i, j)) if again else ()) for i, j in cuts)
 
 
-def turn_plan(cost: CostModel, c: Columns, stages: Sequence[StageLayers]) -> TurnPlan:
+def turn_plan(cost: StepCost, c: Columns, stages: Sequence[StageLayers]) -> TurnPlan:
     """Which passes of one candidate go beside each other, by its costs.
 
     Equal arguments give equal plans: nothing is measured.
@@ -158,7 +159,7 @@ def turn_plan(cost: CostModel, c: Columns, stages: Sequence[StageLayers]) -> Tur
         c: the candidate.
         stages: layers of each.
     """
-    schedule, micro = SCHEDULES[int(c["schedule"])], int(cost.num_micro_batches(c))
+    schedule, micro = SCHEDULES[int(c["schedule"])], int(cost.sizes.num_micro_batches(c))
     costs = turn_costs(cost, c, stages)
     facts = [tuple(each) for each in (costs.forward, costs.input_gradient, costs.weight_gradient)]  # type: ignore[arg-type]
     travel = (tuple(costs.transfer.items()), tuple(costs.exchanges.items()))  # type: ignore[union-attr]
@@ -184,13 +185,13 @@ def _turn_plan(
     return plan_turns(_table(schedule, ranks, micro), costs)
 
 
-def turn_costs(cost: CostModel, c: Columns, stages: Sequence[StageLayers]) -> Costs:
+def turn_costs(cost: StepCost, c: Columns, stages: Sequence[StageLayers]) -> Costs:
     """Costs of the passes of one candidate, with its exchanges apart."""
     each = stage_columns(cost, c, stages)
-    forward, inputs, weights = cost.split(each)
+    forward, inputs, weights = cost.passes.split(each)
     loss = torch.zeros_like(forward)
-    loss[-1] = float(cost.output(c))
-    _, seconds = cost.apart(each)
+    loss[-1] = float(cost.compute.output(c))
+    _, seconds = cost.passes.apart(each)
     exchanges: dict[str, tuple[tuple[float, float], ...]] = {}
     transfer: dict[str, float] = {}
     for s, travel in enumerate(seconds.tolist()):
@@ -207,7 +208,7 @@ def turn_costs(cost: CostModel, c: Columns, stages: Sequence[StageLayers]) -> Co
         forward=(forward + loss).tolist(),
         input_gradient=(inputs + loss).tolist(),
         weight_gradient=(weights + loss).tolist(),
-        hop=float(cost.hop(c)),
+        hop=float(cost.exchange.hop(c)),
         transfer=transfer,
         exchanges=exchanges,
     )
@@ -223,14 +224,14 @@ def _with(c: Columns, rows: Tensor) -> Columns:
     return {**whole, **dict(zip(STAGE, rows.unbind(1), strict=True))}
 
 
-def _ends(cost: CostModel, is_first: bool, is_last: bool) -> float:
+def _ends(cost: StepCost, is_first: bool, is_last: bool) -> float:
     # Tied weights are on both ends of a pipeline.
     return 1.0 if is_first and is_last and cost.model.tied else float(is_first) + float(is_last)
 
 
-def _held(cost: CostModel, c: Columns, stage: int) -> tuple[float, float]:
+def _held(cost: StepCost, c: Columns, stage: int) -> tuple[float, float]:
     """Micro-batches that a stage holds, and those whose gradients of weights alone are left."""
-    micro, pp = float(cost.num_micro_batches(c)), int(c["pp"])
+    micro, pp = float(cost.sizes.num_micro_batches(c)), int(c["pp"])
     schedule, rank = SCHEDULES[int(c["schedule"])], stage % pp
     # In turn a rank holds one more.
     more = int(c["turns"]) if "turns" in c and pp > 1 else 0
@@ -248,12 +249,12 @@ def _choices(c: Columns, all_again: bool, dense: int, moe: int) -> list[tuple[in
     """Numbers of layers that a stage may compute again: dense ones, and those with experts."""
     if not int(c["recompute"]):
         return [(0, 0)]
-    if all_again or int(c["schedule"]) == SCHEDULES.index("zb-h1"):
+    if all_again or bool(runs(c, "zb-h1")):
         return [(dense, moe)]
     return list(itertools.product(range(dense + 1), range(moe + 1)))
 
 
-def _named(cost: CostModel, start: int, end: int, again: tuple[int, int]) -> StageLayers:
+def _named(cost: StepCost, start: int, end: int, again: tuple[int, int]) -> StageLayers:
     """A stage whose first layers of each kind are computed again."""
     has = cost.model.has_experts
     kinds = [[i for i in range(start, end) if has[i] == kind] for kind in (False, True)]
@@ -261,7 +262,7 @@ def _named(cost: CostModel, start: int, end: int, again: tuple[int, int]) -> Sta
     return StageLayers(start, end, tuple(sorted(found)))
 
 
-def _even(cost: CostModel, c: Columns, all_again: bool) -> tuple[StageLayers, ...] | None:
+def _even(cost: StepCost, c: Columns, all_again: bool) -> tuple[StageLayers, ...] | None:
     """Stages of even lengths; each rank computes as few of its layers again as fit."""
     pp, has = int(c["pp"]), cost.model.has_experts
     cuts = split_evenly(cost.model.num_layers, pp * CHUNKS)
@@ -278,8 +279,8 @@ def _even(cost: CostModel, c: Columns, all_again: bool) -> tuple[StageLayers, ..
             )
         each = [rank_columns(cost, c, stages) for stages in tried]
         columns = {name: torch.stack([one[name][rank] for one in each]) for name in each[0]}
-        seconds = sum(cost.terms(columns).values()) + torch.zeros(len(tried))
-        seconds = seconds.masked_fill(~cost.fits(columns), torch.inf)
+        seconds = sum(cost.passes.terms(columns).values()) + torch.zeros(len(tried))
+        seconds = seconds.masked_fill(~cost.memory.fits(columns), torch.inf)
         best = int(seconds.argmin())
         if not seconds[best] < torch.inf:
             return None
@@ -295,10 +296,10 @@ _Option = tuple[int, tuple[int, int], tuple[int, int]]
 class _Chain:
     """The dynamic program for one candidate."""
 
-    def __init__(self, cost: CostModel, c: Columns, all_again: bool) -> None:
+    def __init__(self, cost: StepCost, c: Columns, all_again: bool) -> None:
         self._cost, self._c, self._all_again = cost, c, all_again
         self._layers, self._stages = cost.model.num_layers, int(c["pp"])
-        self._micro = float(cost.num_micro_batches(c))
+        self._micro = float(cost.sizes.num_micro_batches(c))
         counts = [0, *itertools.accumulate(cost.model.has_experts)]
         last, longest = self._stages - 1, self._layers - self._stages + 1
         self._spans: list[dict[tuple[int, int], tuple[int, int]]] = [
@@ -368,8 +369,8 @@ class _Chain:
         return float((seconds.sum() + (self._micro - 1) * seconds.max()) / self._micro)
 
     def _seconds(self, columns: Columns) -> Tensor:
-        parts = self._cost.terms(columns).values()
-        found = 3.0 * self._cost.output(columns) * columns["loss"]
+        parts = self._cost.passes.terms(columns).values()
+        found = 3.0 * self._cost.compute.output(columns) * columns["loss"]
         for part in parts:
             found = found + part
         return found
@@ -384,8 +385,8 @@ class _Chain:
             for s, kind, again in options
         ]
         columns = _with(c, torch.tensor(rows, dtype=torch.float64))
-        memory = cost.memory(columns)
-        return self._seconds(columns), memory, cost.fits(columns, memory)
+        memory = cost.memory.fullest(columns)
+        return self._seconds(columns), memory, cost.memory.fits(columns, memory)
 
     def _cuts(self, times: Tensor) -> list[int] | None:
         """Where stages begin, and L, by `[S, L, W]` seconds of a stage of 1 to W layers."""

@@ -23,11 +23,13 @@ from moe_ext.distributed.placement import sharded_parameters
 from moe_ext.nn.experts import slots_of_shards
 from moe_ext.optim import CPUAdamW, DiLoCo, SparseLoCo
 from moe_ext.pipeline import ActionTable, Pipeline, TurnPlan, make_table
-from moe_ext.planner.cost import CostModel, exchange_bytes, gradient_bytes
+from moe_ext.planner.axes import columns_of
+from moe_ext.planner.cost import StepCost
 from moe_ext.planner.rounds import round_codec
-from moe_ext.planner.search import columns_of, gradients_problem
+from moe_ext.planner.search import gradients_problem
+from moe_ext.planner.sent_bytes import exchange_bytes, gradient_bytes
 from moe_ext.planner.spec import model_spec
-from moe_ext.planner.stages import StageLayers, even_stages, turn_plan
+from moe_ext.planner.stage_layers import StageLayers, even_stages, turn_plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -467,7 +469,7 @@ def _plan_stages(plan: Plan) -> tuple[StageLayers, ...]:
 
 def _turns(plan: Plan, mesh: MoEMesh) -> TurnPlan:
     """The order of passes and exchanges for which the plan was costed, alike on all ranks."""
-    cost = CostModel(plan.model, plan.cluster, plan.job)
+    cost = StepCost(plan.model, plan.cluster, plan.job)
     found = turn_plan(cost, columns_of([plan.choice]), _plan_stages(plan))
     facts = {"turns": "; ".join(map(str, found.starts))}
     agreement.agree("Plan.apply", facts, None, mesh.stage_group, torch.device("cpu"))

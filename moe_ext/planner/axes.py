@@ -1,0 +1,132 @@
+"""Axes of a placement, their values, and many placements as columns of one tensor each.
+
+So a formula is written once and serves one of them and a million. Shapes: C candidates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from moe_ext.dispatch.wire import LOSSLESS
+from moe_ext.planner.rates import ROUNDED
+
+SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved")
+DISPATCHERS = ("alltoall", "dedup", "hierarchical", "allgather")
+WIRES = (None, "int8", "fp8", "mx", LOSSLESS)
+# Formats of keys and values on their way round a ring.
+KV_WIRES = tuple(wire for wire in WIRES if wire != LOSSLESS)
+COMBINES = ("exact", "reduced")
+BALANCES = ("none", "exact")
+SCHEMES = ("ring", "ulysses")
+OFFLOADS = ("none", "host")
+# Codecs of the messages of gradients.
+GRADIENTS = ("none", LOSSLESS, *ROUNDED)
+# Stages of a rank with "interleaved".
+CHUNKS = 2
+
+Columns = dict[str, Tensor]
+Choice = dict[str, "int | str | None"]
+# Of a stage: layers, those of them with experts, those computed again and those of them with
+# experts, matrices of words (embedding, output), micro-batches that it holds, those of them whose
+# gradients of weights alone are left to do, 1 for the loss.
+STAGE = ("layers", "moe", "again", "again_moe", "ends", "in_flight", "late", "loss")
+
+# Axes, and the values with which they change nothing.
+DEFAULTS: Mapping[str, int | str | None] = {
+    "pp": 1,
+    "tp": 1,
+    "cp": 1,
+    "ep": 1,
+    "etp": 1,
+    "micro_batch": 1,
+    "schedule": "1f1b",
+    "turns": 0,
+    "zero": 0,
+    "recompute": 0,
+    "offload": "none",
+    "dispatcher": "alltoall",
+    "wire": None,
+    "combine": "exact",
+    "balance": "none",
+    "scheme": "ring",
+    "gradients": "none",
+    "kv_wire": None,
+}
+AXES = tuple(DEFAULTS)
+# Axes that the first files of plans lacked.
+YOUNGER = ("etp", "turns", "offload", "balance", "scheme", "gradients", "kv_wire")
+MESH = ("pp", "tp", "cp", "ep", "etp", "micro_batch")
+# Values of axes that are numbers of a tuple.
+NAMES: Mapping[str, tuple[str | None, ...]] = {
+    "schedule": SCHEDULES,
+    "offload": OFFLOADS,
+    "dispatcher": DISPATCHERS,
+    "wire": WIRES,
+    "combine": COMBINES,
+    "balance": BALANCES,
+    "scheme": SCHEMES,
+    "gradients": GRADIENTS,
+    "kv_wire": KV_WIRES,
+}
+
+
+def choice_of(columns: Columns, i: int) -> Choice:
+    """Values of one candidate, with their names."""
+    found: Choice = {}
+    for name in AXES:
+        value = int(columns[name][i])
+        found[name] = NAMES[name][value] if name in NAMES else value
+    return found
+
+
+def columns_of(choices: Sequence[Mapping[str, int | str | None]]) -> Columns:
+    """Candidates as columns; what a choice leaves out has its default.
+
+    Raises:
+        ValueError: there is no such axis, or an axis has no such value.
+    """
+    for name in {name for choice in choices for name in choice}:
+        _check_axis(name)
+    rows = [{**DEFAULTS, **choice} for choice in choices]
+    return {name: torch.tensor([number_of(name, row[name]) for row in rows]) for name in AXES}
+
+
+def runs(c: Columns, schedule: str) -> Tensor:
+    """True of candidates with this schedule."""
+    return c["schedule"] == SCHEDULES.index(schedule)
+
+
+def _check_axis(name: str) -> None:
+    if name not in AXES:
+        raise ValueError(f"plan: expected fixed to name axes of {AXES}, got {name!r}")
+
+
+def number_of(name: str, value: int | str | None) -> int:
+    """The value as columns have it."""
+    _check_axis(name)
+    if name in NAMES:
+        if value not in NAMES[name]:
+            raise ValueError(f"plan: expected {name} to be one of {NAMES[name]}, got {value!r}")
+        return NAMES[name].index(value)
+    least = 1 if name in MESH else 0
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(
+            f"plan: expected {name} to be a whole number of at least {least}, got {value!r}"
+        )
+    return value
+
+
+def present(column: Tensor) -> list[int]:
+    """Values of a column of small numbers, ascending."""
+    found: list[int] = torch.bincount(column).nonzero().view(-1).tolist()
+    return found
+
+
+def divisors(number: int) -> list[int]:
+    """Of a number, ascending."""
+    low = [i for i in range(1, math.isqrt(number) + 1) if number % i == 0]
+    return sorted({*low, *(number // i for i in low)})

@@ -1,0 +1,116 @@
+"""Seconds that codecs of rows, gradients and rounds take, as measured or by their bytes."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from moe_ext.compression import codec_of
+from moe_ext.dispatch.wire import LOSSLESS, sent_row_bytes
+from moe_ext.planner.axes import GRADIENTS, WIRES, present
+from moe_ext.planner.rates import rows_rate
+from moe_ext.planner.rounds import RoundCodec
+from moe_ext.planner.sizes import BUCKET, Part
+
+
+class CodecTimes(Part):
+    """Times of codecs by the cost table of the cluster; without a rate, by the memory."""
+
+    @functools.cached_property
+    def dtype(self) -> torch.dtype:
+        """Format of products and messages."""
+        found: torch.dtype = getattr(torch, self.job.dtype)
+        return found
+
+    def has_rate(self, name: str) -> bool:
+        """Whether the rate of a codec was measured."""
+        return self.cluster.costs is not None and name in self.cluster.costs.codecs
+
+    @functools.cached_property
+    def lossless_share(self) -> float | None:
+        """Share of their bytes that rows take with "lossless", as measured; None for no rate."""
+        name, costs = rows_rate(LOSSLESS, self.dtype), self.cluster.costs
+        if costs is None or not self.has_rate(name):
+            return None
+        numel = costs.codecs[name][-1].numel
+        return costs.payload_bytes(name, numel) / (numel * self.dtype.itemsize)
+
+    def rows(
+        self, wires: Tensor, numel: Tensor, dim: int, messages: Tensor, decodes: Tensor
+    ) -> Tensor:
+        """Seconds to encode elements in a format of rows, message by message, and to decode them.
+
+        Args:
+            wires: formats, as numbers of `WIRES`.
+            numel: elements of all messages.
+            dim: elements of a row.
+            messages: parts of the elements that are encoded one by one.
+            decodes: how many times as many elements are decoded.
+        """
+        found, costs, dtype = torch.zeros_like(numel), self.cluster.costs, self.dtype
+        for i in present(wires):
+            wire = WIRES[i]
+            if wire is None:
+                continue
+            here, name = wires == i, rows_rate(wire, dtype)
+            if costs is None or not self.has_rate(name):
+                # Read and written, both times.
+                each = dtype.itemsize + sent_row_bytes(wire, dim, dtype) / dim
+                moved = numel[here] * each * (1.0 + decodes[here])
+                found[here] = moved / self.cluster.memory_bandwidth
+                continue
+            alike, place = torch.stack([numel, messages, decodes])[:, here].unique(
+                dim=1, return_inverse=True
+            )
+            seconds = []
+            for n, count, times in alike.T.tolist():
+                encode, decode = costs.codec_seconds(name, round(n / count))
+                seconds.append(count * (encode + times * decode))
+            found[here] = torch.tensor(seconds, dtype=found.dtype)[place]
+        return torch.where(numel > 0, found, 0.0)
+
+    @functools.cached_property
+    def gradient_rates(self) -> Tensor:
+        """`[3, codecs]`: bytes of a gradient, and seconds to encode it and to decode it.
+
+        At the size of a bucket. In proportion to the number of gradients, so that the mean over
+        stages of what they take is that of the mean stage: `least` is a bound.
+        """
+        rows = [(float(self.job.itemsize), 0.0, 0.0)]
+        costs, bucket = self.cluster.costs, BUCKET // self.job.itemsize
+        for name in GRADIENTS[1:]:
+            codec, rate = codec_of(name), name
+            if name == LOSSLESS:
+                rate = rows_rate(name, self.dtype)
+                share = self.lossless_share
+                plain = bucket * self.job.itemsize
+                if share is None:
+                    share = sent_row_bytes(LOSSLESS, bucket, self.dtype) / plain
+                num_bytes = share * self.job.itemsize
+            else:
+                num_bytes = codec.sent_bytes(bucket, 2) / bucket
+            if costs is not None and self.has_rate(rate):
+                encode, decode = (each / bucket for each in costs.codec_seconds(rate, bucket))
+            else:
+                # Gradients and codes, and of what is owed the old and the new.
+                moved = self.job.itemsize + num_bytes
+                encode = (moved + 8.0 * codec.feeds_back) / self.cluster.memory_bandwidth
+                decode = moved / self.cluster.memory_bandwidth
+            rows.append((num_bytes, encode, decode))
+        return torch.tensor(rows, dtype=torch.float64).T
+
+    def round(self, codec: RoundCodec, numel: Tensor, ranks: Tensor) -> Tensor:
+        """Seconds to encode and to decode so many elements of a pseudo-gradient."""
+        found, costs = torch.zeros_like(numel), self.cluster.costs
+        for count in present(ranks.long()):
+            passes = codec.passes(count) if count > 1 else (0.0, 0.0)
+            if costs is None or codec.name not in costs.codecs:
+                # Each pass reads one and writes the other.
+                each = sum(passes) * (4.0 + codec.sent) / self.cluster.memory_bandwidth
+            else:
+                many = costs.codec_seconds(codec.name, 2**24)
+                each = sum(p * s for p, s in zip(passes, many, strict=True)) / 2**24
+            found = torch.where(ranks == count, each * numel, found)
+        return found

@@ -1,0 +1,155 @@
+"""Seconds of a layer's messages in a pass: rows of experts, keys, heads, and activations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ext.dispatch.auto import DispatchShape, expected_ranks
+from moe_ext.dispatch.wire import LOSSLESS, Wire
+from moe_ext.ops.quantize import row_bytes
+from moe_ext.planner.axes import COMBINES, DISPATCHERS, KV_WIRES, WIRES, Columns, present
+from moe_ext.planner.codec_times import CodecTimes
+from moe_ext.planner.compute import Compute
+from moe_ext.planner.rank_loads import RankLoads
+from moe_ext.planner.sizes import Part, Sizes
+
+_AXES = ("ep", "etp", "dispatcher", "wire", "combine")
+
+
+class Exchange(Part):
+    """Messages of a layer between the ranks that share it or its tokens."""
+
+    def __init__(
+        self, sizes: Sizes, loads: RankLoads, compute: Compute, codecs: CodecTimes
+    ) -> None:
+        super().__init__(sizes)
+        self.loads, self.compute, self.codecs = loads, compute, codecs
+
+    def dispatch_bytes(
+        self, ep: int, dispatcher: str, wire: str | None, combine: str, *, etp: int = 1
+    ) -> float:
+        """Bytes that a token sends through a layer, to the experts and back, for even routing."""
+        return sum(self._dispatch(ep, etp, dispatcher, wire, combine))
+
+    def _dispatch(
+        self, ep: int, etp: int, dispatcher: str, wire: str | None, combine: str
+    ) -> tuple[float, float]:
+        """Bytes that stay in the node, and that leave it."""
+        if ep * etp == 1:
+            return 0.0, 0.0
+        share = self.codecs.lossless_share if wire == LOSSLESS else None
+        return self._sent(ep, etp, dispatcher, combine, wire, share)
+
+    def _sent(
+        self,
+        ep: int,
+        etp: int,
+        dispatcher: str,
+        combine: str,
+        wire: str | None,
+        share: float | None,
+    ) -> tuple[float, float]:
+        """Bytes as `_dispatch`; `share`: of their bytes that rows take with "lossless"."""
+        m, inner, ranks = self.model, self.cluster.levels[0].size, ep * etp
+        node = min(ranks, inner) if ranks % min(ranks, inner) == 0 else 1
+        sizes = m.num_experts, m.top_k, ranks, node, m.model_dim, self.codecs.dtype
+        shape = DispatchShape(*sizes, Wire.of("plan", wire), etp, share)
+        sent, off = shape.sent_bytes(dispatcher, combine, 1)
+        near, limit = sent - off, self.job.node_limit
+        if limit and dispatcher == "hierarchical":
+            # Of the nodes of even routing the router keeps to so many.
+            off *= min(1.0, limit / expected_ranks(m.num_experts, ranks // node, m.top_k))
+        return near, off
+
+    def _coded(
+        self, ep: int, dispatcher: str, wire: str | None, combine: str
+    ) -> tuple[float, float]:
+        """Elements of a token that are encoded in a layer's pass, for even routing, and messages.
+
+        Rows of a message are encoded together with "lossless", and those of all messages else.
+        """
+        if ep == 1 or wire is None:
+            return 0.0, 1.0
+        m = self.model
+        if wire == LOSSLESS:
+            # All that leaves a rank, there and back, but indices and weights.
+            whole, beside = (
+                sum(self._sent(ep, 1, dispatcher, combine, wire, each)) for each in (1.0, 0.0)
+            )
+            return (whole - beside) / self.job.itemsize, 2.0 * (ep - 1)
+        once = 1.0 if dispatcher == "allgather" else expected_ranks(m.num_experts, ep, m.top_k)
+        return m.model_dim * (m.top_k if dispatcher == "alltoall" else once), 1.0
+
+    def rows(self, c: Columns) -> Tensor:
+        """Seconds of a layer's pass in which rows go to experts and back."""
+        m, tokens = self.model, self.sizes.tokens(c)
+        most = (int(c[name].max()) + 1 for name in _AXES[:2])
+        shape = (*most, len(DISPATCHERS), len(WIRES), len(COMBINES))
+        table = torch.zeros(*shape, 4, dtype=torch.float64)
+        key = torch.zeros_like(c["ep"])
+        for name, size_of in zip(_AXES, shape, strict=True):
+            key = key * size_of + c[name]
+        for place in present(key):
+            rest, index = place, list[int]()
+            for size_of in reversed(shape):
+                rest, i = divmod(rest, size_of)
+                index.insert(0, i)
+            ep, etp, way, wire, back = index
+            names = DISPATCHERS[way], WIRES[wire], COMBINES[back]
+            each = (*self._dispatch(ep, etp, *names), *self._coded(ep, *names))
+            table[ep, etp, way, wire, back] = torch.tensor(each)
+        near, far, coded, messages = table.view(-1, 4)[key].unbind(1)
+        fast, width = self.cluster.levels[0].bandwidth, self.sizes.width(c)
+        latency, bandwidth = self.sizes.link(width)
+        seconds = tokens * self.loads.of(c, "rows") * (near / fast + far / bandwidth)
+        # Ranks tell each other how long messages without a lost bit are.
+        rounds = torch.where(c["wire"] == WIRES.index(LOSSLESS), 4.0, 2.0)
+        seconds = seconds + rounds * latency * (width > 1)
+        once = torch.ones_like(messages)
+        coding = self.codecs.rows(c["wire"], tokens * coded, m.model_dim, messages, once)
+        return seconds * self.sizes.measured("exchange") + coding
+
+    def key_ring(self, c: Columns) -> Tensor:
+        """Seconds that a layer's pass waits for keys and values, and codes them."""
+        m, tokens, wires = self.model, self.sizes.tokens(c), c["kv_wire"]
+        numel = 2.0 * tokens * c["tp"] * m.kv_dim / c["tp"].clamp(max=m.num_kv_heads or 1)
+        # Each head of a position is a row.
+        dim = m.head_dim or m.model_dim // m.num_heads
+        rows = [
+            dim * self.job.itemsize if wire is None else row_bytes(dim, wire) for wire in KV_WIRES
+        ]
+        each = torch.tensor(rows, dtype=torch.float64)[wires] / dim
+        latency, bandwidth = self.sizes.link(c["cp"] * c["tp"])
+        block = self.compute.scores(tokens) / c["cp"]
+        hops = (c["cp"] - 1) * (latency + numel * each / bandwidth - block).clamp(min=0.0)
+        if not bool(wires.any()):
+            return hops
+        # A rank encodes its own, and decodes those of all.
+        coding = self.codecs.rows(
+            wires, numel.double(), dim, torch.ones_like(hops), c["cp"].double()
+        )
+        return hops + torch.where(c["cp"] > 1, coding, 0.0)
+
+    def swaps_heads(self, c: Columns) -> Tensor:
+        """Whether ranks of a cp group exchange heads, and each has whole sequences of some."""
+        return (c["cp"] > 1) & (c.get("scheme", torch.zeros_like(c["cp"])) == 1)
+
+    def heads(self, c: Columns) -> tuple[Tensor, Tensor]:
+        """Seconds of a layer's exchanges of heads, forward and backward."""
+        m, size = self.model, self.job.itemsize
+        latency, bandwidth = self.sizes.link(c["cp"] * c["tp"])
+        # Queries, keys and values there, results back in float32 with a number of each head; in the
+        # backward pass queries once more, gradients of results, and those of all three back.
+        out = 4.0 * (m.heads_dim + m.num_heads)
+        there = size * (m.heads_dim + 2 * m.kv_dim) + out
+        back = size * (3 * m.heads_dim + 2 * m.kv_dim) + 8.0 * m.num_heads
+        share = self.sizes.tokens(c) * (c["cp"] - 1) / c["cp"] / bandwidth
+        return 2.0 * latency + share * there, 4.0 * latency + share * back
+
+    def hop(self, c: Columns) -> Tensor:
+        """Seconds of an activation from one stage to the next."""
+        sizes = self.sizes
+        latency, bandwidth = sizes.link(2 * sizes.stage_ranks(c))
+        num_bytes = sizes.tokens(c) * self.model.model_dim * self.job.itemsize
+        return torch.where(c["pp"] > 1, latency + num_bytes / bandwidth, 0.0)

@@ -1,0 +1,274 @@
+"""Bytes of the fullest rank when it is fullest, on the processor and on its host."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from moe_ext.compression import codec_of
+from moe_ext.planner.axes import CHUNKS, COMBINES, GRADIENTS, Columns, present, runs
+from moe_ext.planner.rank_loads import RankLoads
+from moe_ext.planner.rounds import round_codec
+from moe_ext.planner.sizes import BUCKET, HOST_STATE, Part, Sizes, state_bytes
+
+# Memory that formulas do not see, fragments and buffers of libraries, over what they see.
+MARGIN = 1.1
+
+
+class Memory(Part):
+    """Memory of candidates."""
+
+    def __init__(self, sizes: Sizes, loads: RankLoads) -> None:
+        super().__init__(sizes)
+        self.loads = loads
+
+    def fullest(self, c: Columns) -> Tensor:
+        """Bytes of the fullest rank, with the margin."""
+        total = sum(self.terms(c).values())
+        assert isinstance(total, Tensor)
+        return MARGIN * total
+
+    def fits(self, c: Columns, memory: Tensor | None = None) -> Tensor:
+        """Whether candidates fit into the memory of processor and host.
+
+        Args:
+            c: candidates.
+            memory: of them, if it is known.
+        """
+        found = self.fullest(c) if memory is None else memory
+        here, host = found <= self.cluster.memory, self.cluster.host
+        return here if host is None else here & (self.host(c) <= host.memory)
+
+    def over(self, c: Columns, memory: Tensor) -> Tensor:
+        """What is taken over what is there, on the processor or on the host."""
+        over, host = memory / self.cluster.memory, self.cluster.host
+        return over if host is None else over.maximum(self.host(c) / host.memory)
+
+    def host(self, c: Columns) -> Tensor:
+        """Bytes on the host of the fullest rank, with the margin."""
+        return (
+            MARGIN
+            * HOST_STATE
+            * torch.where(self.sizes.is_offloaded(c), self.sizes.stepped(c)[0], 0.0)
+        )
+
+    def in_flight(self, c: Columns) -> Tensor:
+        """Micro-batches whose activations the first rank holds, in stages of a rank."""
+        if "in_flight" in c:
+            return c["in_flight"]
+        pp, micro = c["pp"].double(), self.sizes.num_micro_batches(c)
+        more = c.get("turns", torch.zeros_like(c["pp"]))
+        found = torch.minimum(pp + more, micro)
+        found = torch.where(runs(c, "gpipe"), micro, found)
+        chunks = torch.minimum(micro, (2 * (pp - 1) + (CHUNKS - 1) * pp + 1 + more) / CHUNKS)
+        return torch.where(runs(c, "interleaved"), chunks, found)
+
+    def terms(self, c: Columns) -> Columns:
+        """Bytes of the fullest rank when it is fullest, by what they are for.
+
+        That is at the loss, in the backward pass of the last or the first layer, where gradients
+        are averaged, or in the optimizer's step, whichever takes most.
+        """
+        sizes = self.sizes
+        m, size = self.model, self.job.itemsize
+        dense, experts = sizes.parameters(c)
+        copies, edp = sizes.copies(c)
+        is_fsdp = c["zero"] >= 2
+        whole = torch.where(is_fsdp, dense / copies + experts / edp, dense + experts)
+        here = ~sizes.is_offloaded(c)
+        stepped, one_by_one = (numel * here for numel in sizes.stepped(c))
+        fixed = {"weights": size * whole, "optimizer": state_bytes(size) * stepped}
+        kept, copied = self._coded[:, c["gradients"]]
+        if bool(kept.any()):
+            fixed["feedback"] = kept * (_owed(dense, copies) + _owed(experts, edp))
+        phases = self._phases(c, size * (dense + experts), size * whole)
+        # A bucket of gradients is copied for its message, and AdamW takes a root of each moment.
+        groups = torch.maximum(dense, experts) if m.num_experts else dense
+        averages = (copies > 1) & ~is_fsdp & (self.job.local_steps == 1)
+        bucket = torch.where(averages, (size * groups).clamp(max=BUCKET), 0.0)
+        # Messages with a codec are all under way at once.
+        bucket = torch.where(c["gradients"] > 0, copied * (dense + experts), bucket)
+        fixed["last round"], travelling = self._rounds(c)
+        for temporary in (bucket, size * one_by_one, travelling):
+            phases.append({"gradients": size * whole, "temporary": temporary})
+        names = ("gradients", "gathered", "activations", "temporary", "logits")
+        none = torch.zeros_like(dense)
+        table = torch.stack(
+            [torch.stack([phase.get(name, none) for name in names]) for phase in phases]
+        )
+        fullest = table.sum(1).argmax(0)
+        found = table.gather(0, fullest.expand(1, len(names), -1))[0]
+        return fixed | dict(zip(names, found, strict=True))
+
+    def _rounds(self, c: Columns) -> tuple[Tensor, Tensor]:
+        """Bytes that local steps keep from round to round, and those of the end of a round."""
+        numel, size = self.sizes.averaged(c), self.job.itemsize
+        if self.job.local_steps == 1:
+            return torch.zeros_like(numel), torch.zeros_like(numel)
+        codec, ranks = round_codec(self.job.local_codec), self.sizes.data_ranks(c)
+        owed = torch.zeros_like(numel)
+        for count in present(ranks.long()):
+            owed = torch.where(ranks == count, codec.owed(count) * numel, owed)
+        # Weights of the last round, and the outer momentum.
+        kept = (1 + codec.has_momentum) * size * numel + owed
+        # Beside the mean there are the worker's own weights, and the mean in 16 bits.
+        own = (1 + (size < 4)) * size
+        return kept, max(codec.making, codec.travelling + own) * numel
+
+    def _phases(self, c: Columns, weights: Tensor, held: Tensor) -> list[Columns]:
+        """Bytes at the loss, when FSDP2 gathers, and in the last layer's and the first's backward.
+
+        Args:
+            c: candidates.
+            weights: bytes of a rank's weights before ZeRO.
+            held: of those that it holds.
+        """
+        sizes = self.sizes
+        m, size, tokens = self.model, self.job.itemsize, sizes.tokens(c)
+        layers, moe = sizes.layers(c)
+        again, again_moe = sizes.again(c)
+        is_fsdp = c["zero"] >= 2
+        is_last = c.get("loss", torch.ones_like(layers))
+        kept_dense, kept_moe, rise = self._layer_numbers(c)
+        kept = (layers - moe) * kept_dense + moe * kept_moe
+        # Ranks of a tp group have hidden states and logits whole.
+        stream = tokens * c["tp"] * m.model_dim * size
+        # Layers keep their inputs and run again one by one. Where the backward pass is in two, a
+        # stage keeps its input and runs again whole.
+        in_two = runs(c, "zb-h1")
+        as_one = in_two & (again > 0)
+        stay, stay_moe = layers - again, moe - again_moe
+        each = (stay - stay_moe) * kept_dense + stay_moe * kept_moe + again * stream
+        each = torch.where(as_one, stream, each)
+        one = torch.where(moe > 0, kept_moe, kept_dense)
+        # In turn two passes may be underway, each with a layer that it computes again.
+        run = torch.where(as_one, kept, one) * (again > 0) * (1 + c.get("turns", 0))
+        # Between the two parts of a backward pass all activations are there, and the gradients of
+        # what products gave.
+        in_flight = self.in_flight(c)
+        most = in_flight.minimum(c["pp"].double())
+        late = c.get("late", torch.where(in_two & (c["pp"] > 1), most, 0.0))
+        due = kept + self._due(layers, moe, c)
+        due = due + tokens * c["tp"] * m.vocab_size * size * is_last
+        every = (in_flight - late) * each + late * due
+        first = every - each + torch.where(again > 0, run + stream, one)
+        first = torch.where(late > 0, every, first)
+        run = torch.where(late > 0, 0.0, run)
+        # Embedding and output are whole from the forward pass to the end of the backward pass.
+        words = m.model_dim * m.vocab_size * size / c["tp"]
+        ends = words * sizes.word_matrices(c)
+        output = words * (sizes.word_matrices(c) > 0)
+        layer = (weights - ends) / layers
+        up = 1 + m.gated_experts if m.num_experts else 1 + m.gated
+        # Gradients of a layer's down projection are there when its up projection's are made.
+        made = layer * moe / layers / (1 + up)
+        accumulates = sizes.num_micro_batches(c) > 1
+        before = torch.where(accumulates, held, 0.0)
+        # FSDP2 has a layer's weights, those of the next one on their way, which Gloo has twice as
+        # they arrive, and later a copy of the last one's gradients on theirs; with ZeRO 2 the
+        # weights of all.
+        is_whole = c["zero"] == 2
+        arriving = torch.where(is_whole, weights, ends + 3 * layer)
+        moving = torch.where(is_whole, weights + layer, ends + layers.clamp(max=3) * layer)
+        at_loss = torch.where(is_whole, weights, ends)
+        new = torch.where(accumulates & ~is_fsdp, 0.0, output + made)
+        all_but = torch.where(accumulates | is_fsdp, held, held - up * made)
+        return [
+            {
+                "gradients": before,
+                "gathered": at_loss * is_fsdp,
+                "activations": every + 3 * stream,
+                # Logarithms of probabilities, their gradients and those of logits, in float32.
+                "logits": 12.0 * tokens * c["tp"] * m.vocab_size * is_last,
+            },
+            {
+                "gradients": before + output,
+                "gathered": arriving * is_fsdp,
+                "activations": every,
+                "temporary": 2 * stream,
+            },
+            {
+                "gradients": before + new,
+                "gathered": moving * is_fsdp,
+                "activations": every + run,
+                "temporary": rise + 2 * stream,
+            },
+            {
+                "gradients": all_but + torch.where(is_fsdp, output + made, 0.0),
+                "gathered": (ends + 2 * layer) * is_fsdp,
+                "activations": first,
+                "temporary": rise + 2 * stream,
+            },
+        ]
+
+    def _due(self, layers: Tensor, moe: Tensor, c: Columns) -> Tensor:
+        """Bytes of the gradients of what a stage's products and norms gave, of a micro-batch."""
+        m, size, tokens = self.model, self.job.itemsize, self.sizes.tokens(c)
+        rows, shards = self._rows(c)
+        experts = (1 + m.gated_experts) * m.ffn_dim / shards + m.model_dim
+        experts = rows * experts + m.num_experts
+        experts = experts + (1 + m.gated_experts) * m.shared_ffn_dim
+        ffn = (1 + m.gated) * (m.dense_ffn_dim or m.ffn_dim) + m.model_dim
+        attention = m.heads_dim + 2 * m.kv_dim + 3 * m.model_dim * c["tp"]
+        return tokens * size * (layers * attention + (layers - moe) * ffn + moe * experts)
+
+    def _rows(self, c: Columns) -> tuple[Tensor, Tensor]:
+        """Rows of the fullest rank for each of its tokens, and shards of an expert."""
+        shards = self.sizes.width(c) / c["ep"]
+        return self.model.top_k * shards * self.loads.of(c, "peak_rows"), shards
+
+    def _layer_numbers(self, c: Columns) -> tuple[Tensor, Tensor, Tensor]:
+        """Bytes that a layer keeps for its backward pass, and by how much that pass rises above.
+
+        Of a dense layer and of one with experts; it rises by that of experts where there are any.
+        """
+        m, size, tokens = self.model, self.job.itemsize, self.sizes.tokens(c)
+        rows, shards = self._rows(c)
+        ffn_dim = m.ffn_dim / shards
+        # Rows that come back are kept to be weighted, or are weighted where the experts are.
+        back = torch.where(c["combine"] == COMBINES.index("reduced"), rows, m.top_k * shards)
+        up = 1 + m.gated_experts
+        moe = rows * ((m.model_dim + (up + 1) * ffn_dim) * size + 28)
+        moe = moe + back * m.model_dim * size
+        # Unfused: gate, up, activation and product.
+        moe = moe + 2 * up * m.shared_ffn_dim * size + 4.0 * m.num_experts
+        ffn = 2 * (1 + m.gated) * (m.dense_ffn_dim or m.ffn_dim) * size
+        # Two norms of three numbers each, in 16 bits with their input in float32; queries, keys,
+        # values, what attention gives and a float32 of each head.
+        norms = (6 * m.model_dim * size + (8 * m.model_dim if size < 4 else 0)) * c["tp"]
+        attention = norms + (2 * m.heads_dim + 2 * m.kv_dim) * size + 4 * m.num_heads
+        # Gradients of up projection and activation; the activation and what came back are gone.
+        if m.num_moe_layers:
+            rise = tokens * (rows * up * ffn_dim - back * m.model_dim) * size
+        else:
+            rise = tokens * (1 + m.gated) * (m.dense_ffn_dim or m.ffn_dim) * size
+        # Weights of experts that came lie behind a copy of a rank's own.
+        came = self.loads.of(c, "peak_moved")
+        held = torch.where(came > 0, came + m.num_experts / c["ep"], 0.0)
+        copies = held * m.expert_parameters * size
+        return tokens * (attention + ffn), tokens * (attention + moe) + copies, rise
+
+    @functools.cached_property
+    def _coded(self) -> Tensor:
+        """`[2, codecs]`: bytes that are kept of what a gradient is owed, and of it on its way.
+
+        On its way it is copied with others, and coded beside that: as counted on two ranks.
+        """
+        rows, size = [(0.0, 0.0)], self.job.itemsize
+        for name in GRADIENTS[1:]:
+            codec = codec_of(name)
+            if codec.feeds_back:
+                # What is owed and what was before the step, in float32.
+                rows.append((8.0, 8.0))
+            elif codec.plain:
+                rows.append((0.0, 10.0 if size == 4 else 4.0))
+            else:
+                rows.append((0.0, 2.0 * size + 0.5))
+        return torch.tensor(rows, dtype=torch.float64).T
+
+
+def _owed(numel: Tensor, ranks: Tensor) -> Tensor:
+    """Numbers that a rank owes, to its gradients and to its shard of the sum over ranks."""
+    return torch.where(ranks > 1, numel * (1 + 1 / ranks), 0.0)
