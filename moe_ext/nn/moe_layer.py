@@ -247,7 +247,8 @@ class MoELayer(CountingModule):
         if static and dispatcher == "auto" and group_size(ep_group) > 1:
             dispatcher = "alltoall"
         self.dispatcher = _make_dispatcher(dispatcher, spread, ep_group, combine, row_budget, wire)
-        self.dispatcher.check_cut(Cut(self.overlap, row_budget))
+        # What serves no rounds is refused by a pass, since a budget may be set later.
+        self.dispatcher.check_cut(Cut(self.overlap, row_budget if static else None))
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         if isinstance(router, str):
             columns = 2 if top_k is None else top_k
