@@ -465,8 +465,8 @@ MUTANTS = [
     Mutant(
         "gradients of experts over ranks lack the factor of the mean",
         "moe_ext/dispatch/**/*.py",
-        'grad_scale=self.grad_scale,\n            operation=f"{self.operation} {word}"',
-        'grad_scale=1.0,\n            operation=f"{self.operation} {word}"',
+        'grad_scale=self.grad_scale,\n            operation=f"{self.operation} dispatch"',
+        'grad_scale=1.0,\n            operation=f"{self.operation} dispatch"',
         "tests/dispatch/test_dispatcher.py tests/distributed/test_gradients.py",
     ),
     Mutant(

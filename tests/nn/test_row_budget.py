@@ -3,12 +3,12 @@ import gc
 
 import pytest
 import torch
-from moe_ext.dispatch.parts import fair_share, schedule
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import moe_ext
 from moe_ext import _runtime_library
+from moe_ext.dispatch.parts import fair_share, schedule
 from moe_ext.distributed import LocalDispatcher
 from moe_ext.nn import Capacity, RowBudget
 
