@@ -196,3 +196,21 @@ def test_who_calls_c10d():
 )
 def test_the_rule_for_c10d_sees_what_it_should(text, found):
     assert calls_c10d(ast.parse(text)) == found
+
+
+# Drop-in classes have the names of the libraries that they stand for.
+NAMES_OF_OTHERS = {
+    *("Compressor", "GShardGate", "MOELayer", "MoELayer", "NaiveGate", "SwitchGate"),
+}
+
+
+def test_a_name_of_a_class_stands_once():
+    places = {}
+    for module, tree in sources().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(module)
+    twice = {name: found for name, found in places.items() if len(found) > 1}
+    assert {name: found for name, found in twice.items() if name not in NAMES_OF_OTHERS} == {}
+    for name in NAMES_OF_OTHERS:
+        assert sum(not module.startswith("moe_ext.integrations.") for module in twice[name]) <= 1

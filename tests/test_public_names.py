@@ -109,3 +109,8 @@ for package in (moe_ext.attention, moe_ext.compression, moe_ext.distributed, moe
     assert [name for name in dir(package) if not hasattr(package, name)] == []
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_earlier_names_warn():
+    with pytest.warns(DeprecationWarning, match="CostModel is StepCost"):
+        assert moe_ext.planner.CostModel is moe_ext.planner.StepCost

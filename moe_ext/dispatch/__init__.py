@@ -18,11 +18,11 @@ from moe_ext.dispatch.local import LocalDispatcher
 from moe_ext.dispatch.nccl_ep import NcclEpDispatcher
 from moe_ext.dispatch.parts import (
     WHOLE,
+    BatchPlan,
     Choice,
     Cut,
     Part,
     PlacedRows,
-    Plan,
     Round,
     RowBudget,
     RowCounts,
@@ -49,7 +49,7 @@ __all__ = [
     "NcclEpDispatcher",
     "Part",
     "PlacedRows",
-    "Plan",
+    "BatchPlan",
     "Round",
     "RowBudget",
     "RowCounts",

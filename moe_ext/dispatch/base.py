@@ -27,11 +27,11 @@ from moe_ext.comm.reports import telling
 from moe_ext.dispatch.counts import DTYPES, CallComparison, ExchangedCounts, Header
 from moe_ext.dispatch.parts import (
     WHOLE,
+    BatchPlan,
     Choice,
     Cut,
     Part,
     PlacedRows,
-    Plan,
     Round,
     RowBudget,
     RowCounts,
@@ -316,7 +316,7 @@ class TokenDispatcher:
         *,
         weighed: bool = False,
         place: Callable[[SharedCounts], PlacedRows] | None = None,
-    ) -> Plan:
+    ) -> BatchPlan:
         """Cut a batch into parts that travel to their experts; the ranks exchange their counts.
 
         NOTE: device-to-host sync, but where sizes are static or nothing travels.
@@ -354,11 +354,11 @@ class TokenDispatcher:
         else:
             rounds = self._plan_rounds(x_TD, choice, budget)
             if len(rounds) > 1:
-                return Plan([], rounds[0].whole.num_dropped, lambda: rounds)
+                return BatchPlan([], rounds[0].whole.num_dropped, lambda: rounds)
             (first,), later = rounds, list
         weights_TK = choice.topk_weights
         part = functools.partial(self.send, first.take(x_TD), first, weights_TK)
-        return Plan([part], first.whole.num_dropped, later)
+        return BatchPlan([part], first.whole.num_dropped, later)
 
     def computing(self, x: Tensor) -> AbstractContextManager[object]:
         """Context for what comes after `plan`, up to the end of `combine`.
@@ -530,11 +530,11 @@ class TokenDispatcher:
         """Arguments of `exchange_rows`, which need not know of formats where there is no wire."""
         return {} if formats == (None, None) else {"formats": formats}
 
-    def _plan_own(self, x_TD: Tensor, choice: Choice) -> Plan:
+    def _plan_own(self, x_TD: Tensor, choice: Choice) -> BatchPlan:
         """The plan of a class with a `dispatch` of its own."""
         idx, weights, capacity, _, _ = choice
         found = [self.dispatch(x_TD, idx, weights, capacity=capacity)]
-        return Plan([lambda _: found.pop()], found[0][2].num_dropped)
+        return BatchPlan([lambda _: found.pop()], found[0][2].num_dropped)
 
     def _plan_parts(
         self,
@@ -543,7 +543,7 @@ class TokenDispatcher:
         num_parts: int = 1,
         weighed: bool = False,
         counts: RowCounts | None = None,
-    ) -> Plan:
+    ) -> BatchPlan:
         """Runs of the tokens as parts; their counts travel in one message, and so do weights.
 
         Args:
@@ -558,7 +558,9 @@ class TokenDispatcher:
             rows, tables = self._group_by_expert(x_TD, idx_TK, weights_TK, capacity)
             metadata = DispatchMetadata(tables, weights_TK, expert_capacity=capacity)
             offsets = tables.expert_offsets
-            return Plan([lambda _: (rows, offsets, metadata)], tables.num_dropped, filled=filled)
+            return BatchPlan(
+                [lambda _: (rows, offsets, metadata)], tables.num_dropped, filled=filled
+            )
         if counts is None:
             grouped, told = self._group_and_count(x_TD, choice, num_parts)
         else:
@@ -588,7 +590,7 @@ class TokenDispatcher:
         ]
         dropped = [tables.num_dropped for _, tables in grouped]
         num_dropped = dropped[0] if num_parts == 1 else torch.stack(dropped).sum()
-        return Plan(parts, num_dropped, filled=filled or capacity is None)
+        return BatchPlan(parts, num_dropped, filled=filled or capacity is None)
 
     def _plan_rounds(self, x_TD: Tensor, choice: Choice, budget: RowBudget) -> list[Round]:
         """Rounds of at most the rows of a budget, at least one."""

@@ -35,10 +35,10 @@ from moe_ext.dispatch.base import (
 )
 from moe_ext.dispatch.parts import (
     WHOLE,
+    BatchPlan,
     Choice,
     Cut,
     Part,
-    Plan,
     Round,
     RowBudget,
     RowCounts,
@@ -338,7 +338,7 @@ class DedupDispatcher(AllToAllDispatcher):
         counts: RowCounts | None = None,
         *,
         dtype: torch.dtype | None = None,
-    ) -> Plan:
+    ) -> BatchPlan:
         """See `TokenDispatcher`; numbers of tokens follow from no counts, and are exchanged.
 
         Rows travel in a dtype that need not be that of the tokens.
@@ -356,7 +356,7 @@ class DedupDispatcher(AllToAllDispatcher):
             for part in zip(tokens, weights, found.journeys, found.weights, slots, strict=True)
         ]
         dropped = [tables.num_dropped for tables in slots]
-        return Plan(parts, dropped[0] if num_parts == 1 else torch.stack(dropped).sum())
+        return BatchPlan(parts, dropped[0] if num_parts == 1 else torch.stack(dropped).sum())
 
     def _journeys(
         self, x_TD: Tensor, choice: Choice, dtype: torch.dtype, num_parts: int, weighed: bool

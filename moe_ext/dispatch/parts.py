@@ -227,7 +227,7 @@ Part = Callable[[Callable[[], None] | None], tuple[Tensor, Tensor, Any]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class BatchPlan:
     """Parts of a batch, of which all ranks have as many.
 
     Attributes:

@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from moe_ext._compile import outside_graphs
 from moe_ext.dispatch import (
+    BatchPlan,
     DispatchMetadata,
-    Plan,
     Round,
     TokenDispatcher,
     sum_dtype,
@@ -39,7 +39,7 @@ from moe_ext.nn.torch_state import autocast_dtype
 
 def run_plan(
     dispatcher: TokenDispatcher,
-    plan: Plan,
+    plan: BatchPlan,
     experts: nn.Module,
     x_TD: Tensor,
     topk_weights_TK: Tensor,
@@ -80,7 +80,7 @@ def run_plan(
 
 def _run_parts(
     dispatcher: TokenDispatcher,
-    plan: Plan,
+    plan: BatchPlan,
     experts: nn.Module,
     pad: bool,
     meanwhile: Callable[[], None] | None,

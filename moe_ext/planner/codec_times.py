@@ -12,10 +12,10 @@ from moe_ext.dispatch.wire import LOSSLESS, sent_row_bytes
 from moe_ext.planner.axes import GRADIENTS, WIRES, present
 from moe_ext.planner.rates import rows_rate
 from moe_ext.planner.rounds import RoundCodec
-from moe_ext.planner.sizes import BUCKET, Part
+from moe_ext.planner.sizes import BUCKET, CostPart
 
 
-class CodecTimes(Part):
+class CodecTimes(CostPart):
     """Times of codecs by the cost table of the cluster; without a rate, by the memory."""
 
     @functools.cached_property

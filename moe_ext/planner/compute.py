@@ -7,13 +7,13 @@ from torch import Tensor
 
 from moe_ext.planner.axes import Columns
 from moe_ext.planner.rank_loads import RankLoads
-from moe_ext.planner.sizes import Part, Sizes
+from moe_ext.planner.sizes import CostPart, Sizes
 
 # Rows and columns of a product's result that a multiprocessor makes at a time.
 _TILE = (128, 256)
 
 
-class Compute(Part):
+class Compute(CostPart):
     """Products and memory of a micro-batch's forward pass."""
 
     def __init__(self, sizes: Sizes, loads: RankLoads) -> None:

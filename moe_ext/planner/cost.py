@@ -9,13 +9,13 @@ from moe_ext.planner.axes import CHUNKS, SCHEDULES, Columns, runs
 from moe_ext.planner.cluster import ClusterSpec
 from moe_ext.planner.codec_times import CodecTimes
 from moe_ext.planner.compute import Compute
-from moe_ext.planner.exchange import Exchange
+from moe_ext.planner.exchange import LayerExchange
 from moe_ext.planner.job import Job
-from moe_ext.planner.memory import Memory
+from moe_ext.planner.memory import StepMemory
 from moe_ext.planner.passes import Passes
 from moe_ext.planner.presets import ModelSpec
 from moe_ext.planner.rank_loads import RankLoads
-from moe_ext.planner.sizes import Part, Sizes
+from moe_ext.planner.sizes import CostPart, Sizes
 from moe_ext.planner.step_end import StepEnd
 
 # Time of micro-batches that a pipeline is idle at least, for each stage behind the first.
@@ -24,7 +24,7 @@ _WAITS = {"1f1b": 2 / 3, "gpipe": 1.0, "zb-h1": 1 / 3, "interleaved": 0.0}
 _FILLS = {"1f1b": 1.0, "gpipe": 1.0, "zb-h1": 1 / 3, "interleaved": 1 / CHUNKS}
 
 
-class StepCost(Part):
+class StepCost(CostPart):
     """Cost of placements of one job: times of schedules by closed forms, and the parts they are of.
 
     Args:
@@ -41,10 +41,10 @@ class StepCost(Part):
         self.loads = RankLoads(self.sizes)
         self.compute = Compute(self.sizes, self.loads)
         self.codecs = CodecTimes(self.sizes)
-        self.exchange = Exchange(self.sizes, self.loads, self.compute, self.codecs)
+        self.exchange = LayerExchange(self.sizes, self.loads, self.compute, self.codecs)
         self.passes = Passes(self.sizes, self.compute, self.exchange)
         self.end = StepEnd(self.sizes, self.codecs, self.passes)
-        self.memory = Memory(self.sizes, self.loads)
+        self.memory = StepMemory(self.sizes, self.loads)
 
     def seconds(self, c: Columns) -> Tensor:
         """Seconds of a step by closed forms; hops of the pipeline are left to the simulation.

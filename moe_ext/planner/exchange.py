@@ -12,12 +12,12 @@ from moe_ext.planner.axes import COMBINES, DISPATCHERS, KV_WIRES, WIRES, Columns
 from moe_ext.planner.codec_times import CodecTimes
 from moe_ext.planner.compute import Compute
 from moe_ext.planner.rank_loads import RankLoads
-from moe_ext.planner.sizes import Part, Sizes
+from moe_ext.planner.sizes import CostPart, Sizes
 
 _AXES = ("ep", "etp", "dispatcher", "wire", "combine")
 
 
-class Exchange(Part):
+class LayerExchange(CostPart):
     """Messages of a layer between the ranks that share it or its tokens."""
 
     def __init__(

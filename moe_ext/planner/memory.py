@@ -11,13 +11,13 @@ from moe_ext.compression import codec_of
 from moe_ext.planner.axes import CHUNKS, COMBINES, GRADIENTS, Columns, present, runs
 from moe_ext.planner.rank_loads import RankLoads
 from moe_ext.planner.rounds import round_codec
-from moe_ext.planner.sizes import BUCKET, HOST_STATE, Part, Sizes, state_bytes
+from moe_ext.planner.sizes import BUCKET, HOST_STATE, CostPart, Sizes, state_bytes
 
-# Memory that formulas do not see, fragments and buffers of libraries, over what they see.
+# StepMemory that formulas do not see, fragments and buffers of libraries, over what they see.
 MARGIN = 1.1
 
 
-class Memory(Part):
+class StepMemory(CostPart):
     """Memory of candidates."""
 
     def __init__(self, sizes: Sizes, loads: RankLoads) -> None:

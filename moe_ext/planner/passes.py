@@ -7,18 +7,18 @@ from torch import Tensor
 
 from moe_ext.planner.axes import Columns
 from moe_ext.planner.compute import Compute
-from moe_ext.planner.exchange import Exchange
-from moe_ext.planner.sizes import Part, Sizes
+from moe_ext.planner.exchange import LayerExchange
+from moe_ext.planner.sizes import CostPart, Sizes
 
 # Passes through a layer of a step without recompute, by what takes time there.
 _PASSES = {"compute": 3, "elementwise": 3, "tensor": 2, "context": 3, "experts": 2}
 _PASSES |= {"heads": 1, "moved experts": 2}
 
 
-class Passes(Part):
+class Passes(CostPart):
     """Forward and backward passes of a micro-batch through a stage."""
 
-    def __init__(self, sizes: Sizes, compute: Compute, exchange: Exchange) -> None:
+    def __init__(self, sizes: Sizes, compute: Compute, exchange: LayerExchange) -> None:
         super().__init__(sizes)
         self.compute, self.exchange = compute, exchange
 

@@ -14,7 +14,7 @@ from moe_ext import ops
 from moe_ext.comm.link import Link
 from moe_ext.nn.balance.moved import moving_pays
 from moe_ext.planner.axes import Columns, present
-from moe_ext.planner.sizes import Part, Sizes
+from moe_ext.planner.sizes import CostPart, Sizes
 
 # Rows of a pass, for whole numbers of them.
 _ROWS = 2**24
@@ -117,7 +117,7 @@ def balanced(
     )
 
 
-class RankLoads(Part):
+class RankLoads(CostPart):
     """Loads of the ranks that experts lie over, by the load of the job."""
 
     def __init__(self, sizes: Sizes) -> None:

@@ -170,7 +170,7 @@ class Sizes:
         return stepped, torch.where(zero == 1, torch.maximum(held, own), stepped)
 
 
-class Part:
+class CostPart:
     """A part of the costs of candidates, by their sizes."""
 
     def __init__(self, sizes: Sizes) -> None:

@@ -13,10 +13,10 @@ from moe_ext.planner.axes import GRADIENTS, Columns, present
 from moe_ext.planner.codec_times import CodecTimes
 from moe_ext.planner.passes import Passes
 from moe_ext.planner.rounds import round_codec
-from moe_ext.planner.sizes import HOST_STATE, Part, Sizes, state_bytes
+from moe_ext.planner.sizes import HOST_STATE, CostPart, Sizes, state_bytes
 
 
-class StepEnd(Part):
+class StepEnd(CostPart):
     """Gradients, rounds of local steps, and the optimizer, on the processor or on the host."""
 
     def __init__(self, sizes: Sizes, codecs: CodecTimes, passes: Passes) -> None:
