@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moe_ext
 from moe_ext import distributed as md
-from moe_ext.comm import collectives
+from moe_ext.comm import collectives, pending
 from moe_ext.comm.link import Link
 from moe_ext.comm.reports import Underway
 from moe_ext.dispatch import rows
@@ -105,21 +105,26 @@ def masked_tokens():
     assert collectives.all_gather(moved, dist.group.WORLD, operation="test").sum() > 0
 
 
+# Modules that post messages.
+POSTING = (collectives, pending, rows)
+
+
 class Messages(list):
     """Collectives of this rank while the context is open: kind, and whether it brings integers."""
 
     def __enter__(self):
-        self.post = collectives.Underway, rows.Underway
 
         def posted(work, call):
             self.append((call.kind, not call.x.is_floating_point()))
             return Underway(work, call)
 
-        collectives.Underway = rows.Underway = posted
+        for module in POSTING:
+            module.Underway = posted
         return self
 
     def __exit__(self, *raised):
-        collectives.Underway, rows.Underway = self.post
+        for module in POSTING:
+            module.Underway = Underway
 
     @property
     def num_integers(self):
