@@ -13,7 +13,7 @@ from moe_ext.planner.rank_loads import RankLoads
 from moe_ext.planner.rounds import round_codec
 from moe_ext.planner.sizes import BUCKET, HOST_STATE, CostPart, Sizes, state_bytes
 
-# StepMemory that formulas do not see, fragments and buffers of libraries, over what they see.
+# Memory that formulas do not see, fragments and buffers of libraries, over what they see.
 MARGIN = 1.1
 
 
