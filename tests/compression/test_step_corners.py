@@ -20,7 +20,7 @@ from moe_ext.compression import (
     TopK,
     compress_gradients,
     flush,
-    loop,
+    gradients,
 )
 from moe_ext.compression.codecs import Dense, Threshold
 from moe_ext.compression.powersgd import PowerSGD
@@ -57,7 +57,7 @@ def hooked_half(state, parameter, grad):
 
 def test_undo_takes_both_halves_back(monkeypatch):
     model = Two()
-    monkeypatch.setattr(loop, "reduced_by_ddp", lambda module: {id(model.a)})
+    monkeypatch.setattr(gradients, "reduced_by_ddp", lambda module: {id(model.a)})
     state = state_of(model, TopK(0.2))
     for seed in range(2):
         before = {n: t.clone() for n, t in state.residuals().items()}
@@ -273,7 +273,7 @@ def test_undo_takes_nothing_back_but_the_last_reduction(how):
 
 def test_the_first_half_is_taken_back_where_the_second_cannot_begin(monkeypatch):
     model = Two()
-    monkeypatch.setattr(loop, "reduced_by_ddp", lambda module: {id(model.a)})
+    monkeypatch.setattr(gradients, "reduced_by_ddp", lambda module: {id(model.a)})
     state = state_of(model, TopK(0.2))
     fill(model, 0)
     hooked_half(state, model.a, model.a.grad)
@@ -282,7 +282,7 @@ def test_the_first_half_is_taken_back_where_the_second_cannot_begin(monkeypatch)
     def fail(*_):
         raise ValueError("sparse on one rank")
 
-    monkeypatch.setattr(loop, "_agreed_kinds", fail)
+    monkeypatch.setattr(gradients, "_agreed_kinds", fail)
     with pytest.raises(ValueError, match="sparse on one rank"):
         compress_gradients(model, state)
     assert state.step == 0
@@ -413,7 +413,7 @@ def test_what_has_begun_ends_where_a_later_bucket_fails(monkeypatch):
         yield [model.a], model.a.grad.reshape(-1).clone()
         raise ValueError("later")
 
-    monkeypatch.setattr(loop, "_filled_buckets", buckets)
+    monkeypatch.setattr(gradients, "_filled_buckets", buckets)
     fill(model, 1)
     with pytest.raises(ValueError, match="later"):
         compress_gradients(model, state)
