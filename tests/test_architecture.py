@@ -5,6 +5,7 @@ Floors from the ground up; a module imports from its own floor and from those be
 
 import ast
 import functools
+import re
 from pathlib import Path
 
 import pytest
@@ -214,3 +215,24 @@ def test_a_name_of_a_class_stands_once():
     assert {name: found for name, found in twice.items() if name not in NAMES_OF_OTHERS} == {}
     for name in NAMES_OF_OTHERS:
         assert sum(not module.startswith("moe_ext.integrations.") for module in twice[name]) <= 1
+
+
+# A sentence that begins so has no subject that one can point at.
+_RIDDLE = re.compile(r'^ *("""|//|#) ?(What|Whether|Where|Which|Of|How|Those|That) .*')
+
+
+def riddles(text):
+    return [line.strip() for line in text.splitlines() if _RIDDLE.match(line)]
+
+
+def test_comments_and_docstrings_name_their_subject():
+    found = {}
+    for folder, ends in (("moe_ext", ("*.py",)), ("csrc", ("*.h", "*.cpp", "*.cu", "*.cuh"))):
+        for end in ends:
+            for path in (ROOT / folder).rglob(end):
+                if lines := riddles(path.read_text()):
+                    found[str(path.relative_to(ROOT))] = lines
+    assert not found, found
+    assert riddles('    """Whether it is so."""\n# Of a pass\n// What is left') and not riddles(
+        "# Ok"
+    )

@@ -10,6 +10,7 @@ Shapes: B batch, H heads, Hkv heads of keys and values, L positions of this rank
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -187,25 +188,11 @@ def _graph_options(options: AttentionOptions) -> tuple[Any, ...]:
     return *numbers, *names, *_encoded(options.group, options.layout, options.mesh)
 
 
-def _options_of_graph(
-    is_causal: bool,
-    scale: float | None,
-    left: int,
-    right: int,
-    softcap: float,
-    dropout_p: float,
-    scheme: str,
-    precision: str,
-    kv_grad_dtype: torch.dtype | None,
-    wire: str | None,
-    told: list[str],
-    group_name: str,
-    layout: str,
-    ranges: list[int],
-    mesh: list[int],
-    columns: int,
-) -> AttentionOptions:
+def _options_of_graph(values: Sequence[Any]) -> AttentionOptions:
     """The options of `_graph_options`."""
+    is_causal, scale, left, right, softcap, dropout_p, *names, group_name = values[:12]
+    scheme, precision, kv_grad_dtype, wire, told = names
+    layout, ranges, mesh, columns = values[12:]
     made: str | Layout = layout
     if ranges:
         shards: list[list[range]] = [[] for _ in range(ranges[1])]
@@ -243,7 +230,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     seed, seed_is_drawn, *graph_options = arguments[_COUNT:]
     number = None if seed is None else int(seed)
     given, drawn = (None, number) if seed_is_drawn else (number, None)
-    call = agree_on_call(inputs, _options_of_graph(*graph_options), given, drawn)
+    call = agree_on_call(inputs, _options_of_graph(graph_options), given, drawn)
     q, own = inputs.q, Keys(inputs.k.contiguous(), inputs.v.contiguous(), inputs.key_mask)
     out, residual, lse, _ = _forward_pass(q.contiguous(), own, inputs.sinks, inputs.attn_mask, call)
     agreed = torch.tensor([call.options.seed, *call.work.layout.sizes])
@@ -284,7 +271,7 @@ def _backward(
     """(dq, dk, dv, dsinks, dmask); the last two are empty without sinks, and where not needed."""
     seed, *lengths = agreed.tolist()
     inputs = Inputs(*arguments[:_COUNT])
-    options = _options_of_graph(*arguments[_COUNT:])
+    options = _options_of_graph(arguments[_COUNT:])
     q, sinks = inputs.q, inputs.sinks
     call = call_of(inputs, options, options.mask(inputs), lengths, seed)
     own = Keys(inputs.k.contiguous(), inputs.v.contiguous(), inputs.key_mask)

@@ -199,7 +199,7 @@ class CodecMemory:
         return residual_N
 
     def keeps_shard(self, start: int, numel: int) -> bool:
-        """Whether the residual of a shard of the sum is that of this shard."""
+        """True if the kept residual of a shard of the sum is that of this shard."""
         kept = self._kept.get("server")
         return kept is not None and (self.server_start, kept.numel()) == (start, numel)
 
@@ -239,7 +239,7 @@ class CodecMemory:
         return found
 
     def is_taken(self, kind: str) -> bool:
-        """Whether this step has taken the tensor of a kind, and left nothing instead."""
+        """True if this step has taken the tensor of a kind, and left nothing instead."""
         return kind in self._taken and kind not in self._open
 
     def carry(self, name: str, make: Callable[[], _T], copy: Callable[[_T], _T]) -> _T:
@@ -292,7 +292,7 @@ class CodecMemory:
         return self._close()
 
     def _choose(self, finite: Tensor) -> bool:
-        """Whether to commit; on CUDA what was written becomes what was kept unless finite."""
+        """True if the step is to be kept; on CUDA one that is not finite keeps the old tensors."""
         if not finite.is_cuda:
             return bool(finite)
         for kind, working in self._open.items():
@@ -332,7 +332,7 @@ class CodecMemory:
         return sorted(self._kept)
 
     def has(self, kind: str) -> bool:
-        """Whether there is a tensor of this kind, kept or written in this step."""
+        """True if there is a tensor of this kind, kept or written in this step."""
         return kind in self._kept or kind in self._open
 
     def kept(self, kind: str) -> Tensor | None:

@@ -137,7 +137,8 @@ class TokenDispatcher:
     # Ways beyond the whole batch in which it sends rows, and why it is the one of a layer.
     serves: frozenset[str] = frozenset({"overlap", "rounds", "static"})
     reason = "named by the caller"
-    # What chooses another dispatcher at the first forward pass, and what spares the rows.
+    # Functions that choose another dispatcher at the first forward pass, and that run experts
+    # without any rows.
     choose: Callable[..., Any] | None = None
     routed_experts: Callable[..., tuple[Tensor, Tensor] | None] | None = None
 

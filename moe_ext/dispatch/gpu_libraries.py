@@ -34,7 +34,7 @@ _ROW_ALIGNMENT = 16
 
 
 def has_device() -> bool:
-    """Whether there is a device that the libraries run on."""
+    """True if there is a device that the libraries run on."""
     return bool(torch.get_device_module(DEVICE).is_available())
 
 

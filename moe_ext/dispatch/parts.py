@@ -71,7 +71,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """How the rows of a batch are cut into parts, the same on every rank.
+    """The way in which the rows of a batch are cut into parts, the same on every rank.
 
     Attributes:
         num_parts: runs of the tokens, of which one travels while the experts work on another.

@@ -198,7 +198,7 @@ class GroupedExperts(nn.Module):
 
     @property
     def weighs_rows(self) -> bool:
-        """Whether `forward` takes weights: a fused gate, and nothing but a product behind it."""
+        """True if `forward` takes weights: a fused gate, and nothing but a product behind it."""
         fused = isinstance(self.activation, str) and self.activation in GATED_ACTIVATIONS
         return fused and self.down_proj_bias is None and self.post_expert_norm is None
 
@@ -263,7 +263,7 @@ def run_tokens(
 
 
 def weighs_rows(experts: nn.Module) -> TypeGuard[GroupedExperts]:
-    """Whether experts multiply their results by weights that they take."""
+    """True if experts multiply their results by weights that they take."""
     # A class with a `forward` of its own may know nothing of weights.
     return runs_own_forward(experts) and experts.weighs_rows
 
@@ -323,7 +323,7 @@ def bounds_of_all_rows(experts: nn.Module, rows: Tensor, expert_offsets: Tensor)
 
 
 def runs_own_forward(experts: nn.Module) -> TypeGuard[GroupedExperts]:
-    """Whether they are `GroupedExperts` and no class derived with another `forward`."""
+    """True for `GroupedExperts`, and for classes derived from it without another `forward`."""
     own = GroupedExperts.forward
     return isinstance(experts, GroupedExperts) and type(experts).forward is own
 

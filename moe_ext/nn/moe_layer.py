@@ -227,7 +227,7 @@ class MoELayer(CountingModule):
         self._compared: object = None
         # Options that do not change with attributes.
         self._made_with: dict[str, object] = {}
-        # How a batch is cut, as in the first pass: it follows which messages there are.
+        # The cut of the first pass: the messages of a pass follow from it.
         self._first_cut: Cut | None = None
         # With etp each shard of an expert is an expert of its own to the dispatcher: their sum
         # is what the expert makes of a token.
@@ -247,7 +247,7 @@ class MoELayer(CountingModule):
         if static and dispatcher == "auto" and group_size(ep_group) > 1:
             dispatcher = "alltoall"
         self.dispatcher = _make_dispatcher(dispatcher, spread, ep_group, combine, row_budget, wire)
-        # What serves no rounds is refused by a pass, since a budget may be set later.
+        # A dispatcher without rounds is refused by a pass, since a budget may be set later.
         self.dispatcher.check_cut(Cut(self.overlap, row_budget if static else None))
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         if isinstance(router, str):
@@ -496,7 +496,7 @@ class MoELayer(CountingModule):
         return y_TD.reshape(x.shape)
 
     def _cut(self) -> Cut:
-        """How the rows of a batch are cut into parts."""
+        """The cut of a batch into parts, by the options as they are now."""
         moves = self._rebalancer is not None
         if self.overlap == 1 and self.row_budget is None and not moves:
             return WHOLE

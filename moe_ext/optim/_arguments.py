@@ -133,7 +133,7 @@ def options_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
-    """What the closure of a step returns, which evaluates the model again; None without one."""
+    """The loss that the closure of a step returns; None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -182,7 +182,7 @@ def check_betas(op: str, betas: Sequence[float]) -> None:
 
 
 def is_own_part(parameter: Tensor) -> bool:
-    """Whether a parameter is plain, or experts or columns of which this rank holds its part whole.
+    """True for a plain parameter, and for experts or columns that this rank holds a whole part of.
 
     FSDP2 divides such a part further; the shards of others are known to their tools alone.
     """
@@ -191,12 +191,12 @@ def is_own_part(parameter: Tensor) -> bool:
 
 
 def placed_alike(grad: Tensor, parameter: Tensor) -> bool:
-    """Whether a gradient lies over ranks as its parameter does."""
+    """True if a gradient lies over ranks as its parameter does."""
     return getattr(grad, "placements", None) == getattr(parameter, "placements", None)
 
 
 def divided_within(parameter: Tensor, group: ProcessGroup | None) -> bool:
-    """Whether ranks of a group hold different parts of a parameter."""
+    """True if ranks of a group hold different parts of a parameter."""
     if not is_dtensor(parameter) or group is None:
         return False
     ranks = parameter.device_mesh.mesh.flatten().tolist()

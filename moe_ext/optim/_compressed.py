@@ -90,7 +90,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
         self._ranks: list[ProcessGroup | None] = []
         self._made: list[Entry] = []
         self._frozen: list[Entry] = []
-        # Whether ranks have compared parameters and options.
+        # True once ranks have compared parameters and options.
         self._compared = False
         # Number of times that gradients are halved to fit into the type as which they travel.
         self._halvings = 0
@@ -177,7 +177,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
 
     @abstractmethod
     def _is_dense(self) -> bool:
-        """Whether the next step sends gradients as they are."""
+        """True if the next step sends gradients as they are."""
 
     @property
     def steps_taken(self) -> int:
@@ -337,7 +337,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
             for mean in self._means:
                 owed_N = mean.errors()
                 for entry, error in mean.by_entry(owed_N):
-                    # Of local steps, which have not travelled yet.
+                    # Momenta of local steps, which have not travelled yet.
                     if "momentum_accumulator" in entry.state:
                         error.add_(entry.state["momentum_accumulator"])
                 all_reduce_(owed_N, mean.group, operation=self._op).div_(mean.size)
@@ -605,7 +605,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
                 return int(value)
             if not isinstance(value, Tensor):
                 return self.state[parameter][name]
-            # That of the parameter may be shorter.
+            # The parameter's dtype may be shorter than float32.
             dtype = torch.promote_types(value.dtype, torch.float32)
             return local_part(value.detach()).to(parameter.device, dtype, copy=copy)
 

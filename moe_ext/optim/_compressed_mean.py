@@ -67,7 +67,7 @@ class CompressedMean:
         self.memory.server_start = self.rank * shard
         self.memory.put("residual", torch.zeros_like(self.flat_N))
         self.memory.put("server", self.flat_N.new_zeros(shard))
-        # Whether it is known, on all ranks alike, that none owes anything.
+        # True if all ranks know that none of them owes anything.
         self.settled = True
         self._masks: dict[int, Tensor] = {}
         # Elements that stay zero, padding among them, and the blocks that they share with others.

@@ -51,27 +51,27 @@ class Entry:
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """The device of the parameter."""
         return self.parameter.device
 
     @property
     def state(self) -> dict[str, Any]:
-        """What the optimizer keeps for it."""
+        """State that the optimizer keeps for the parameter."""
         return self.states[self.parameter]
 
     @property
     def is_compressed(self) -> bool:
-        """Whether its momentum may travel compressed."""
+        """True if its momentum may travel compressed."""
         return not self.group.get("non_freeze", False) and self.part.numel() > 0
 
     @property
     def is_apart(self) -> bool:
-        """Whether it differs between ranks now."""
+        """True if the parameter differs between ranks now."""
         return bool(self.states.get(self.parameter, {}).get("apart", False))
 
     @property
     def is_idle(self) -> bool:
-        """Whether a step leaves it and its moments alone."""
+        """True if a step leaves the parameter and its moments alone."""
         return not self.active and not self.is_apart
 
     def make(self, names: Sequence[str]) -> None:

@@ -96,7 +96,7 @@ def _numbers_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, int] | None:
 
 
 def owes(saved: State) -> bool:
-    """Whether the rank of a saved state owes anything."""
+    """True if the rank of a saved state owes anything."""
     return any(
         bool(error.any())
         for server in saved["compression"]["servers"]
@@ -120,7 +120,7 @@ def check_whole(op: str, saved: State) -> None:
 
 
 def is_between(saved: State) -> bool:
-    """Whether a state was saved while parameters differed between ranks."""
+    """True if a state was saved while parameters differed between ranks."""
     return any(state.get("apart", False) for state in saved["state"].values())
 
 

@@ -204,7 +204,7 @@ class _NoMoment(_Moment):
     @classmethod
     def of(cls, entry: Trained) -> _NoMoment:
         parameter = logical(entry.parameter)
-        # Of the local shape, without memory.
+        # Zeros of the local shape, without memory.
         grad = local_part(parameter).new_zeros((), dtype=state_dtype(entry.parameter, entry.group))
         grad = grad.expand(local_part(parameter).shape)
         return cls(entry, parameter, {}, grad, 1, _is_factored(parameter, entry))
@@ -218,7 +218,7 @@ class _NoMoment(_Moment):
 
 
 def _is_factored(parameter: Tensor, entry: Trained) -> bool:
-    """Whether the second moment is a product of rows and columns."""
+    """True if the second moment is a product of rows and columns."""
     return parameter.dim() - int(entry.group["per_expert"]) > 1
 
 

@@ -45,7 +45,7 @@ class Manager(Protocol):
         """Begin a round with whoever is there."""
 
     def should_commit(self) -> bool:
-        """Whether all ranks of the round went well."""
+        """True if all ranks of the round went well."""
 
 
 class _Part:
@@ -391,7 +391,7 @@ class DiLoCo:
         return None
 
     def _options_of_manager(self) -> dict[str, object]:
-        """Those of `_options`, as many for each outer optimizer."""
+        """The options, with one entry for the options of all outer optimizers together."""
         options = self._options()
         outer = {name: options.pop(name) for name in [*options] if "outer_optimizer" in name}
         return {**options, "the options of outer_optimizer": outer}

@@ -135,7 +135,7 @@ class ZeroOneAdam(CompressedOptimizer):
 
     @property
     def synchronised(self) -> bool:
-        """Whether parameters are equal on all ranks now."""
+        """True if parameters are equal on all ranks now."""
         return not any(entry.is_apart for entry in self._made)
 
     def flush(self) -> None:

@@ -30,9 +30,10 @@ CHUNKS = 2
 
 Columns = dict[str, Tensor]
 Choice = dict[str, "int | str | None"]
-# Of a stage: layers, those of them with experts, those computed again and those of them with
-# experts, matrices of words (embedding, output), micro-batches that it holds, those of them whose
-# gradients of weights alone are left to do, 1 for the loss.
+# Columns of a stage. "layers": its layers; "moe": layers with experts; "again": layers that are
+# computed again; "again_moe": layers of both kinds; "ends": matrices of words (embedding, output);
+# "in_flight": micro-batches that it holds; "late": micro-batches of which only the gradients of
+# weights are left to do; "loss": 1 where the loss is.
 STAGE = ("layers", "moe", "again", "again_moe", "ends", "in_flight", "late", "loss")
 
 # Axes, and the values with which they change nothing.
@@ -127,6 +128,6 @@ def present(column: Tensor) -> list[int]:
 
 
 def divisors(number: int) -> list[int]:
-    """Of a number, ascending."""
+    """The divisors of a number, ascending."""
     low = [i for i in range(1, math.isqrt(number) + 1) if number % i == 0]
     return sorted({*low, *(number // i for i in low)})

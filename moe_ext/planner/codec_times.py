@@ -25,7 +25,7 @@ class CodecTimes(CostPart):
         return found
 
     def has_rate(self, name: str) -> bool:
-        """Whether the rate of a codec was measured."""
+        """True if the rate of a codec was measured."""
         return self.cluster.costs is not None and name in self.cluster.costs.codecs
 
     @functools.cached_property

@@ -58,7 +58,7 @@ class LayerExchange(CostPart):
         sent, off = shape.sent_bytes(dispatcher, combine, 1)
         near, limit = sent - off, self.job.node_limit
         if limit and dispatcher == "hierarchical":
-            # Of the nodes of even routing the router keeps to so many.
+            # Even routing would reach more nodes than the limit to which the router keeps.
             off *= min(1.0, limit / expected_ranks(m.num_experts, ranks // node, m.top_k))
         return near, off
 
@@ -132,7 +132,7 @@ class LayerExchange(CostPart):
         return hops + torch.where(c["cp"] > 1, coding, 0.0)
 
     def swaps_heads(self, c: Columns) -> Tensor:
-        """Whether ranks of a cp group exchange heads, and each has whole sequences of some."""
+        """True where ranks of a cp group exchange heads: each has whole sequences of some heads."""
         return (c["cp"] > 1) & (c.get("scheme", torch.zeros_like(c["cp"])) == 1)
 
     def heads(self, c: Columns) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ class StepMemory(CostPart):
         return MARGIN * total
 
     def fits(self, c: Columns, memory: Tensor | None = None) -> Tensor:
-        """Whether candidates fit into the memory of processor and host.
+        """True for candidates that fit into the memory of processor and host.
 
         Args:
             c: candidates.
@@ -42,7 +42,7 @@ class StepMemory(CostPart):
         return here if host is None else here & (self.host(c) <= host.memory)
 
     def over(self, c: Columns, memory: Tensor) -> Tensor:
-        """What is taken over what is there, on the processor or on the host."""
+        """Memory that is taken over the memory that there is, of processor or host, the larger."""
         over, host = memory / self.cluster.memory, self.cluster.host
         return over if host is None else over.maximum(self.host(c) / host.memory)
 
@@ -260,7 +260,7 @@ class StepMemory(CostPart):
         for name in GRADIENTS[1:]:
             codec = codec_of(name)
             if codec.feeds_back:
-                # What is owed and what was before the step, in float32.
+                # The residual of this step and that of the step before, in float32.
                 rows.append((8.0, 8.0))
             elif codec.plain:
                 rows.append((0.0, 10.0 if size == 4 else 4.0))

@@ -156,7 +156,7 @@ class Plan:
         )
 
     def commands(self, script: str = "train.py", *, plan_file: str = "plan.json") -> dict[str, str]:
-        """What starts the job, by launcher.
+        """Commands and files that start the job, by launcher.
 
         "torchrun" is a line for each node, where MASTER_ADDR names one of them if there are
         several; "slurm" a script for sbatch; "kubernetes" a PyTorchJob of the Kubeflow training

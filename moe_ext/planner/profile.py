@@ -177,11 +177,11 @@ def measure_cluster(
     numel = sum(p.numel() for p in layer.parameters() if p.dim() > 1)
     active = numel - (one.num_experts - one.top_k) * one.expert_parameters
     products = 3 * 2.0 * seq_len * active
-    # That of fused attention has five for two.
+    # The backward pass of fused attention has five products for two of the forward pass.
     of_scores = 3.5 * 4.0 * seq_len * seq_len / 2 * heads * wide
     cost = StepCost(one, made, Job(1, seq_len, 1, dtype))
     moved = 3 * float(cost.compute.elementwise(columns_of([{}])))
-    # What is read and written hides no more than half of the products.
+    # Reads and writes hide no more than half of the products.
     rate = products / max(whole - moved, whole / 2)
     share = min(1.0, of_scores / scores / rate)
     made = replace(made, flops={dtype: rate}, score_efficiency=share)
@@ -223,7 +223,7 @@ def _slowest(table: CostTable, group: ProcessGroup, device: torch.device) -> Cos
 def _factors(
     cost: StepCost, layer: _DecoderLayer, x: Tensor, whole: float, group: ProcessGroup | None
 ) -> dict[str, float]:
-    """What parts of a step of one layer take, over their formulas; see `ClusterSpec.measured`.
+    """Seconds of the parts of a step of one layer, over their formulas; see `ClusterSpec.measured`.
 
     Args:
         cost: of the layer, by the rates that were measured.

@@ -155,7 +155,7 @@ class RankLoads(CostPart):
         return found
 
     def moves(self, c: Columns) -> Tensor:
-        """Whether experts ever move in a layer."""
+        """True for candidates in which experts ever move."""
         return self.of(c, "moved") > 0
 
     def of(self, c: Columns, name: str) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from moe_ext.compression.codecs import ChunkedTopK, Codec, PayloadCodec, codec_of
 
-# Of pseudo-gradients: those whose bytes depend on the number of elements alone.
+# Codecs of pseudo-gradients: those whose bytes depend on the number of elements alone.
 LOCAL_CODECS = (
     *("none", "bf16", "fp16", "int8", "int6", "int4", "int3", "int2", "fp8", "onebit"),
     "sparseloco",
@@ -37,12 +37,12 @@ class RoundCodec:
 
     @property
     def gathers(self) -> bool:
-        """Whether each rank sends all that it has to all others, instead of a sum by shards."""
+        """True if each rank sends all that it has to all others, instead of a sum by shards."""
         return isinstance(self.codec, PayloadCodec) and not self.codec.shardable
 
     @property
     def has_momentum(self) -> bool:
-        """Whether the outer optimizer has one; what SparseLoCo owes stands for it."""
+        """True if the outer optimizer has a momentum; the residual of SparseLoCo stands for it."""
         return self.name != "sparseloco"
 
     @property
@@ -72,6 +72,6 @@ class RoundCodec:
 def round_codec(name: str) -> RoundCodec:
     """The codec of a name of `LOCAL_CODECS`."""
     if name == "sparseloco":
-        # Those of `SparseLoCo`.
+        # The options of `SparseLoCo`.
         return RoundCodec(name, ChunkedTopK(64, 4096, 2, decay=0.95))
     return RoundCodec(name, codec_of(name))

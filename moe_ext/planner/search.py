@@ -46,7 +46,7 @@ _GROUPS = {
 # through stages than this.
 SIMULATED = 50
 _PASSES = 2**15
-# Those of placements in turn, whose simulation takes longer.
+# The same for placements in turn, whose simulation takes longer.
 _TURN_PASSES = 2**13
 # The best placement and its runners-up.
 _RANKED = 3
@@ -143,9 +143,9 @@ def _spreads(cost: StepCost, stage: int, all_shards: bool) -> list[tuple[int, in
 
 
 def _options(cost: StepCost, fixed: Choice) -> dict[str, Tensor]:
-    """Of each group of axes the rows of their values, `[O, A]`."""
-    # What rounds changes results: taken where it is asked for. What loses nothing is weighed where
-    # its rate is known.
+    """Rows of values `[O, A]` of each group of axes."""
+    # A codec that rounds changes results: it is taken where it is asked for. A lossless one is
+    # weighed where its rate is known.
     wires = [wire for wire in WIRES if "wire" in fixed or wire is None or _is_free(cost, wire)]
     codecs = [
         name for name in GRADIENTS if "gradients" in fixed or name == "none" or _is_free(cost, name)
@@ -187,7 +187,7 @@ def _options(cost: StepCost, fixed: Choice) -> dict[str, Tensor]:
 
 
 def _is_free(cost: StepCost, codec: str) -> bool:
-    """Whether a codec changes no result, and its rate was measured."""
+    """True if a codec changes no result, and its rate was measured."""
     return codec == LOSSLESS and cost.codecs.has_rate(
         rows_rate(codec, getattr(torch, cost.job.dtype))
     )
@@ -269,7 +269,7 @@ def _expand(cost: StepCost, mesh: Tensor, options: Mapping[str, Tensor]) -> Colu
     c = {name: c[name][keep] for name in AXES}
     balances = options["ep"][:, _GROUPS["ep"].index("balance")]
     if bool((balances == 0).any()):
-        # Where it never pays to move experts, balance is the same as none.
+        # A placement in which moving experts never pays is the same as one without balance.
         differs = (c["balance"] == 0) | cost.loads.moves(c)
         c = {name: column[differs] for name, column in c.items()}
     return c
@@ -473,7 +473,7 @@ class _Costed:
         likely = cost.likely(columns, share)
         uneven = ~runs(columns, "interleaved")
         likely = torch.where(uneven, likely, seconds)
-        # Where all fits nothing is computed again: the same without recompute is there, too.
+        # A placement that fits without recompute is among the candidates already.
         likely[some & (share == 0)] = bound[some & (share == 0)] = torch.inf
         return cls(columns, seconds, memory, likely, bound)
 
@@ -484,7 +484,7 @@ class _Costed:
         return cls(columns, *(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
     def at(self, index: Tensor) -> _Costed:
-        """Those of them that a mask names."""
+        """The candidates that a mask names."""
         columns = {name: column[index] for name, column in self.columns.items()}
         rest = (self.seconds, self.memory, self.likely, self.bound)
         return _Costed(columns, *(column[index] for column in rest))

@@ -57,7 +57,7 @@ class Sizes:
         return self.cluster.flops[named] * self.cluster.efficiency
 
     def measured(self, part: str, unknown: float = 1.0) -> float:
-        """What a part of a step takes over its formula."""
+        """Measured time of a part of a step over its formula."""
         return self.cluster.measured.get(part, unknown)
 
     def link(self, span: Tensor) -> tuple[Tensor, Tensor]:

@@ -133,7 +133,7 @@ def simulated(cost: StepCost, c: Columns, stages: Sequence[StageLayers] | None =
 
 
 def _counted(plan: TurnPlan, late: Sequence[float]) -> bool:
-    """Whether no rank puts off gradients of weights of more micro-batches; a first one has none."""
+    """True if no rank puts off gradients of weights of more micro-batches; the first has none."""
     for starts, most in list(zip(plan.starts, late, strict=True))[1:]:
         steps = ((s.action.kind == "I") - (s.action.kind == "W") for s in starts)
         if max(itertools.accumulate(steps)) > most:
@@ -150,7 +150,7 @@ def even_stages(num_layers: int, c: Columns) -> tuple[StageLayers, ...]:
 
 
 def turn_plan(cost: StepCost, c: Columns, stages: Sequence[StageLayers]) -> TurnPlan:
-    """Which passes of one candidate go beside each other, by its costs.
+    """The plan of passes of one candidate that go beside each other, by its costs.
 
     Equal arguments give equal plans: nothing is measured.
 
@@ -389,7 +389,7 @@ class _Chain:
         return self._seconds(columns), memory, cost.memory.fits(columns, memory)
 
     def _cuts(self, times: Tensor) -> list[int] | None:
-        """Where stages begin, and L, by `[S, L, W]` seconds of a stage of 1 to W layers."""
+        """First layers of all stages, and L, by `[S, L, W]` seconds of a stage of 1 to W layers."""
         slowest = self._least(times, largest=True)[0]
         if slowest == torch.inf:
             return None

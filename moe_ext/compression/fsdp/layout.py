@@ -183,7 +183,7 @@ class LayoutFinder:
 
     @property
     def options(self) -> dict[str, object]:
-        """What all ranks must give alike."""
+        """Options that must be equal on all ranks."""
         rule = self._keep_dense
         name = getattr(rule, "__qualname__", type(rule).__qualname__)
         return {"keep_dense": name, "min_numel": self._min_numel}

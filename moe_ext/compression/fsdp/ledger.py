@@ -113,7 +113,7 @@ class StepLedger:
         self._since: Tensor | None = None
         self._was_asked = False
         self._failed = False
-        # Whether a message that is sent as it is owes something.
+        # True if a message that is sent as it is owes something.
         self._left_out = False
         self.flushing = False
 
@@ -191,7 +191,7 @@ class StepLedger:
         return torch.zeros_like(packed_PQ)
 
     def _watch(self, layout: ShardLayout, flat: Tensor, num_shards: int) -> Tensor:
-        """Whether a message is finite; notes the names of parameters where it is not."""
+        """True if a message is finite; notes the names of parameters where it is not."""
         finite = is_finite(flat)
         if flat.is_cuda:
             # Without waiting for the device: names of single parameters would need that.
@@ -218,7 +218,7 @@ class StepLedger:
         self._failed = True
 
     def finite(self) -> bool:
-        """Whether all passes since it was asked last were finite on every rank; ends the last one.
+        """True if all passes since the last call were finite on every rank; ends the last pass.
 
         Gradients of several passes add up: a finite one does not make up for another.
         """
@@ -246,7 +246,7 @@ class StepLedger:
             self.flushing = not bool(finite & flushed)
 
     def _agree(self) -> tuple[Tensor, Tensor]:
-        """Whether all messages were finite, and whether none left out what it owes."""
+        """(all messages were finite, no message left out its residual), of all ranks."""
         finite = torch.stack(self._finite).all()
         flags = torch.stack([finite, torch.full_like(finite, not self._left_out)]).to(torch.int32)
         for group in self._groups.values():

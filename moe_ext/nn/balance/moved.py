@@ -203,13 +203,13 @@ class Rebalancer:
         self.row_flops = 2 * sum(math.prod(p.shape[1:]) for p in stacked if p.dim() == 3)
         self._sizes = tuple(experts.down_proj.shape[1:])
         self.rates: tuple[Link, float, float] | None = None
-        # Of "periodic": loads of passes since the last look, the plan in use, calls since then.
+        # For "periodic": loads of passes since the last look, the plan in use, calls since then.
         self.loads_E = torch.zeros(self.num_experts, dtype=torch.int64)
         self.plan: ops.BalancePlan | None = None
         self.calls = 0
 
     def metrics(self, device: torch.device) -> dict[str, Tensor]:
-        """Of the last pass."""
+        """Metrics of the last pass, as `LayerMetrics` names them."""
         found = {"num_moved_experts": self.last.num_experts, "moved_bytes": self.last.num_bytes}
         return {name: torch.full((), value, device=device) for name, value in found.items()}
 
