@@ -303,7 +303,7 @@ def test_options_survive_as_arguments_of_an_operator():
             given = AttentionOptions(
                 None, layout=layout, is_causal=True, scale=0.1, window=(3, -1), softcap=2.0, **more
             )
-            assert _options_of_graph(*_graph_options(given)) == given
+            assert _options_of_graph(_graph_options(given)) == given
 
 
 def test_a_second_derivative_is_refused():
