@@ -17,7 +17,6 @@ import platform
 import re
 import time
 import weakref
-from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,14 +66,20 @@ class RankFailureError(RuntimeError):
         self.ranks = ranks
 
 
-@contextlib.contextmanager
-def in_layer(layer: weakref.ref[nn.Module] | None) -> Iterator[None]:
-    """Have messages about failures inside name the layer, by its path in the model."""
-    token = running.set(layer)
-    try:
-        yield
-    finally:
-        running.reset(token)
+class in_layer:
+    """Context in which messages about failures name the layer, by its path in the model."""
+
+    # A class, as `naming_failed_ranks` is: a generator takes several times as long to enter.
+    __slots__ = ("_layer", "_token")
+
+    def __init__(self, layer: weakref.ref[nn.Module] | None) -> None:
+        self._layer = layer
+
+    def __enter__(self) -> None:
+        self._token = running.set(self._layer)
+
+    def __exit__(self, *_: object) -> None:
+        running.reset(self._token)
 
 
 def with_layer(operation: str) -> str:
@@ -305,9 +310,8 @@ def diagnose(
     return RankFailureError(message, tuple(sorted(blamed)))
 
 
-@contextlib.contextmanager
-def naming_failed_ranks(group: ProcessGroup | None, operation: str) -> Iterator[None]:
-    """Turn a failure of the collectives inside into a `RankFailureError` that names ranks.
+class naming_failed_ranks:
+    """Context that turns a failure of its collectives into a `RankFailureError` that names ranks.
 
     Args:
         group: the group that the collectives run on, None for the default group.
@@ -316,17 +320,23 @@ def naming_failed_ranks(group: ProcessGroup | None, operation: str) -> Iterator[
     Raises:
         RankFailureError: in the place of a RuntimeError that says that ranks are gone or silent.
     """
-    at_exit.wait_at_exit()
-    try:
-        yield
-    except RankFailureError:
-        raise
-    except RuntimeError as error:
+
+    __slots__ = ("_group", "_operation")
+
+    def __init__(self, group: ProcessGroup | None, operation: str) -> None:
+        self._group, self._operation = group, operation
+
+    def __enter__(self) -> None:
+        at_exit.wait_at_exit()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, RuntimeError) or isinstance(error, RankFailureError):
+            return
         if is_told(error):
-            raise
+            return
         if not isinstance(error, dist.DistError) and not _OF_CONNECTIONS.search(str(error)):
-            tell_own_error(operation, error)
-            raise
-        members = dist.group.WORLD if group is None else group
+            tell_own_error(self._operation, error)
+            return
+        members = dist.group.WORLD if self._group is None else self._group
         assert members is not None
-        raise diagnose(members, with_layer(operation), error) from error
+        raise diagnose(members, with_layer(self._operation), error) from error

@@ -40,6 +40,7 @@ _met: weakref.WeakKeyDictionary[ProcessGroup, set[tuple[int, ...]]] = weakref.We
 # model_dim, dtype and wire, top_k, layer and failure, capacity, options and state of the backward
 # pass.
 Header = tuple[int, int, int, int, int, int]
+_HEAD = 6
 
 
 @dataclass(frozen=True)
@@ -155,41 +156,56 @@ class CallComparison:
             self._agreed = True
         message = torch.cat([self._on_device(header, own_PM), own_PM], dim=1)
         received = send(message, operation=f"{operation} counts")
-        heads, received_PM = received[:, : len(header)], received[:, len(header) :]
+        received_PM = received[:, _HEAD:]
         # NOTE: device-to-host sync, the only one of the layer: the collective takes its splits, and
         # the allocator its size, on the host; and every rank must reach the same verdict before
         # rows move.
-        table = torch.cat([heads, totals(received_PM), totals(own_PM)], 1).tolist()
-        dims, codes, top_ks, states, limits, graphs, *columns = zip(*table, strict=True)
-        if any(state % 2 for state in states):
-            # One more message, with the reason.
-            agree(operation, {}, problem, group, own_PM.device)
-        self._check_layers(tuple(state // 2 for state in states), group, operation)
-        if any(graph // _GRAPH_CODES != graphs[0] // _GRAPH_CODES for graph in graphs):
-            # One more message, with the option that has changed on some ranks.
-            facts = {"options": self.options or {}}
-            agree(operation, facts, None, group, own_PM.device)
-        graphs = tuple(graph % _GRAPH_CODES for graph in graphs)
-        check_equal_over_ranks("model_dim", dims, group, operation)
-        names = [*map(str, DTYPES), "another dtype"]
-        dtypes = [names[code % _DTYPE_CODES] for code in codes]
-        check_equal_over_ranks("the dtype of x", dtypes, group, operation)
-        wires = [Wire.from_number(code // _DTYPE_CODES) for code in codes]
-        check_equal_over_ranks("wire", wires, group, operation)
-        check_equal_over_ranks("top_k", top_ks, group, operation)
-        limited = [limit >= 0 for limit in limits]
-        check_equal_over_ranks("whether there is a capacity", limited, group, operation)
-        records = [graph != _NOT_RECORDED for graph in graphs]
-        name = "torch.is_grad_enabled() in the forward pass"
-        check_equal_over_ranks(name, records, group, operation)
+        table = torch.cat([received[:, :_HEAD], totals(received_PM), totals(own_PM)], 1).tolist()
+        heads, columns = [row[:_HEAD] for row in table], [*zip(*table, strict=True)][_HEAD:]
+        *_, state, limit, _ = heads[0]
+        if heads.count(heads[0]) == len(heads) and state % 2 == 0:
+            self._check_layers((state // 2,) * len(heads), group, operation)
+        else:
+            self._compare(heads, problem, group, operation, own_PM.device)
         half = len(columns) // 2
         return ExchangedCounts(
             tuple(columns[:half]),
             tuple(columns[half:]),
             received_PM,
-            sum(limits) if all(limited) else None,
-            _IN_GRAPH in graphs,
+            None if limit < 0 else sum([head[4] for head in heads]),
+            _IN_GRAPH in [head[5] % _GRAPH_CODES for head in heads],
         )
+
+    def _compare(
+        self,
+        heads: Sequence[Sequence[int]],
+        problem: Exception | None,
+        group: ProcessGroup,
+        operation: str,
+        device: torch.device,
+    ) -> None:
+        """ValueError on every rank for what differs in the headers of all ranks and must not."""
+        dims, codes, top_ks, states, limits, graphs = zip(*heads, strict=True)
+        if any(state % 2 for state in states):
+            # One more message, with the reason.
+            agree(operation, {}, problem, group, device)
+        self._check_layers(tuple(state // 2 for state in states), group, operation)
+        if any(graph // _GRAPH_CODES != graphs[0] // _GRAPH_CODES for graph in graphs):
+            # One more message, with the option that has changed on some ranks.
+            agree(operation, {"options": self.options or {}}, None, group, device)
+        names = [*map(str, DTYPES), "another dtype"]
+        for name, values in (
+            ("model_dim", dims),
+            ("the dtype of x", [names[code % _DTYPE_CODES] for code in codes]),
+            ("wire", [Wire.from_number(code // _DTYPE_CODES) for code in codes]),
+            ("top_k", top_ks),
+            ("whether there is a capacity", [limit >= 0 for limit in limits]),
+            (
+                "torch.is_grad_enabled() in the forward pass",
+                [graph % _GRAPH_CODES != _NOT_RECORDED for graph in graphs],
+            ),
+        ):
+            check_equal_over_ranks(name, values, group, operation)
 
     def first_facts(self) -> dict[str, object]:
         """Facts that the ranks compare at the first call: every later message depends on them."""

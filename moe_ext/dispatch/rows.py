@@ -5,10 +5,9 @@ Shapes: N rows sent, R rows received, D model, P ranks of the group.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,7 +136,7 @@ class _RowsUnderway:
             record_traffic("all_to_all", others * sent.shape[1:].numel() * sent.element_size())
         self.underway = out = sent.new_empty((sum(receive), *sent.shape[1:]))
         exchanged_rows(sent)
-        with self._naming(backward):
+        with in_layer(self.layer), naming_failed_ranks(self.group, self._name(backward)):
             if debugging.enabled():
                 debugging.compare("all_to_all", sent, self.group, self.operation, send, receive)
             if self.exchange is not None or streams.has_streams(sent.device):
@@ -162,7 +161,7 @@ class _RowsUnderway:
         if isinstance(self.works, streams.Beside):
             self.works.join()
         elif self.works:
-            with self._naming(backward):
+            with in_layer(self.layer), naming_failed_ranks(self.group, self._name(backward)):
                 self._wait()
         self.works = None
         if self.formats[backward] == LOSSLESS:
@@ -177,11 +176,8 @@ class _RowsUnderway:
         for i, work in enumerate(works):
             work.wait(passes_turn=i == 0)  # once for an exchange, however it travels
 
-    @contextlib.contextmanager
-    def _naming(self, backward: bool) -> Iterator[None]:
-        operation = f"{self.operation} backward" if backward else self.operation
-        with in_layer(self.layer), naming_failed_ranks(self.group, operation):
-            yield
+    def _name(self, backward: bool) -> str:
+        return f"{self.operation} backward" if backward else self.operation
 
 
 class _Start(torch.autograd.Function):

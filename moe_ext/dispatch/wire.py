@@ -5,6 +5,7 @@ Shapes: N rows, D model, B bytes of a coded row, P ranks.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
@@ -84,7 +85,7 @@ class Wire:
         """Formats of results on their way back, and of their gradients on the way out."""
         return self.combine, self.backward_dispatch
 
-    @property
+    @functools.cached_property
     def number(self) -> int:
         """A number for each set of formats; 0 for none."""
         return sum(WIRES.index(way) * len(WIRES) ** i for i, way in enumerate(astuple(self)))

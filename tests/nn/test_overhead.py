@@ -1,14 +1,17 @@
-"""How many operators one forward pass of the layer calls."""
+"""How many functions and operators one forward pass of the layer calls."""
 
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ext
 from moe_ext import _runtime_library
+from moe_ext.testing import spawn_ranks
 
 # Neither reads nor writes an element.
 FREE = {"view", "t", "transpose", "detach", "promote_types", "unsqueeze", "squeeze", "expand"}
@@ -52,6 +55,19 @@ def test_forward_enters_few_functions_of_ours():
     layer(x)
     names = entered(lambda: layer(x))
     assert len(names) <= 40, names
+
+
+def entered_over_ranks(rank):
+    layer = moe_ext.MoELayer(16, 24, 4, ep_group=dist.group.WORLD, dispatcher="alltoall")
+    x = torch.randn(64, 16, requires_grad=True)
+    layer(x)
+    return entered(lambda: layer(x))
+
+
+@pytest.mark.skipif(_runtime_library.load() is None, reason="the calls are in Python")
+def test_forward_over_ranks_enters_few_functions_of_ours():
+    for names in spawn_ranks(entered_over_ranks, 2):
+        assert len(names) <= 280, Counter(names)
 
 
 @pytest.mark.parametrize("training", [True, False])
