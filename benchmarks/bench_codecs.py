@@ -9,11 +9,12 @@ from namespaces import network, ranks_on, why_not
 from torch import Tensor
 
 from moe_ext import ops
+from moe_ext.comm.rates import Rehearsed
 from moe_ext.compression import Codec, Link, codec_of
+from moe_ext.compression.codecs import rehearsal_of
 from moe_ext.compression.feedback import CodecMemory
-from moe_ext.compression.probe import rehearsal_of
+from moe_ext.dispatch.wire import REHEARSED_DIM, lossless, row_rehearsals, rows_rate
 from moe_ext.planner import CostTable
-from moe_ext.planner.rates import DIM, Calls, lossless, row_rehearsals, rows_rate
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "benchmarks"
 CODECS = ("bf16", "int8", "int4", "int2", "fp8", "onebit", "topk", "threshold", "lossless")
@@ -23,7 +24,7 @@ LINKS = {"node": None, "1 Gbit/s": 1e9, "0.2 Gbit/s": 0.2e9}
 SCRIPT = Path(__file__).with_name("codecs_rank.py")
 
 
-def delta(numel: int) -> Calls:
+def delta(numel: int) -> Rehearsed:
     """Bfloat16 weights of which one in a hundred has changed."""
     base_N = torch.randn(numel).bfloat16()
     x_N = torch.where(torch.rand(numel) < 0.01, -base_N, base_N)
@@ -36,7 +37,7 @@ def delta(numel: int) -> Calls:
     )
 
 
-def bitmap(numel: int) -> Calls:
+def bitmap(numel: int) -> Rehearsed:
     """Bfloat16 weights of which a mask, known to all, keeps every other one."""
     x_N, marks_N = torch.randn(numel).bfloat16(), torch.rand(numel) < 0.5
     bits, sent, out_N = ops.pack_bits(marks_N), x_N[marks_N], torch.empty_like(x_N)
@@ -50,7 +51,9 @@ def bitmap(numel: int) -> Calls:
 
 def matrices(codec: Codec, grad_N: Tensor) -> CodecMemory:
     """The memory of a gradient that is a matrix."""
-    return CodecMemory([torch.Size((grad_N.numel() // DIM, DIM))], grad_N.device)
+    return CodecMemory(
+        [torch.Size((grad_N.numel() // REHEARSED_DIM, REHEARSED_DIM))], grad_N.device
+    )
 
 
 REHEARSALS = {

@@ -1341,7 +1341,7 @@ def check_numbers_that_ranks_measure():
         {"flops": 1e3, "flops_alone": 1e4} if rank == 0 else {"link": slow},
     ]
     # Measured where the first rank has none; one machine's link says nothing here.
-    moved.measure_link = lambda group, device: fast
+    moved.link_of = lambda group, device: fast
     for options in given:
         torch.manual_seed(0)
         layer = moe_ext.MoELayer(

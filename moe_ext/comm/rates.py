@@ -21,10 +21,11 @@ SIZES = (2**14, 2**20, 2**24)
 _DTYPES = (torch.float32, torch.bfloat16)
 # Bytes of a copy that no cache holds, and rows of the square products.
 _COPY_BYTES, _PRODUCT_DIM = 2**26, 1024
-_REPEATS = 5
+_REPEATS, _QUICK_REPEATS = 5, 2
 
-# For a number of elements: their bytes, the bytes of their payload, calls that encode and decode.
-Rehearsal = Callable[[int], tuple[int, int, Callable[[], object], Callable[[], object]]]
+# Bytes of some elements, bytes of their payload, calls that encode and decode; by their number.
+Rehearsed = tuple[int, int, Callable[[], object], Callable[[], object]]
+Rehearsal = Callable[[int], Rehearsed]
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,22 @@ def measure_codec(
         seconds = [least_seconds(call, repeats, device=device) for call in (encode, decode)]
         rows.append(CodecRate(numel, num_bytes, payload_bytes, *seconds))
     return tuple(rows)
+
+
+_known: dict[tuple[str, str], tuple[CodecRate, ...]] = {}
+
+
+def known_codec(
+    name: str, rehearsal: Rehearsal, device: torch.device | str = "cpu"
+) -> tuple[CodecRate, ...]:
+    """Rates of a codec at the smaller two of `SIZES`, by this rank's clock.
+
+    Measured at the first call for a name and a device, and kept for the life of the process.
+    """
+    key = (name, str(device))
+    if key not in _known:
+        _known[key] = measure_codec(rehearsal, SIZES[:2], repeats=_QUICK_REPEATS, device=device)
+    return _known[key]
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,9 @@ from torch.distributed import ProcessGroup
 from moe_ext._checks import check_callable, check_kind
 from moe_ext.comm.groups import check_group, group_ranks, group_size, resolve_group
 from moe_ext.comm.link import Link, link_of, max_over_ranks
-from moe_ext.comm.rates import SIZES, CodecRate, CostTable
-from moe_ext.compression.codecs import Codec, codec_of
+from moe_ext.comm.rates import SIZES, CodecRate, CostTable, known_codec
+from moe_ext.compression.codecs import Codec, MemoryFactory, codec_of, rate_name, rehearsal_of
 from moe_ext.compression.explain import aligned_table
-from moe_ext.compression.probe import MemoryFactory, measured, new_memory, rate_name
 
 if TYPE_CHECKING:
     from moe_ext.compression.buckets import Bucket
@@ -143,7 +142,7 @@ class CostModel:
         self._agreed_over = agreed_over or self._group
         self._alone = num_ranks is not None
         self.num_ranks = group_size(self._group) if num_ranks is None else num_ranks
-        self._memory_of = memory_of or new_memory
+        self._memory_of = memory_of
         self._given = costs or CostTable.of_process(self.device)
         # As all ranks agreed.
         self.costs = replace(self._given, codecs={})
@@ -195,7 +194,8 @@ class CostModel:
         for codec in new:
             table, name = self._given, rate_name(codec)
             if name not in table.codecs:
-                rates = measured(codec, self.device, self._memory_of)
+                rehearsal = rehearsal_of(codec, self.device, self._memory_of)
+                rates = known_codec(name, rehearsal, self.device)
                 table = replace(table, codecs={name: rates})
             for numel in SIZES:
                 local += table.codec_seconds(name, numel)

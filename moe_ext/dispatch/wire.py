@@ -17,6 +17,7 @@ from moe_ext import ops
 from moe_ext._bytes import as_bytes
 from moe_ext._checks import check_choice
 from moe_ext.comm.coded_rows import Payloads
+from moe_ext.comm.rates import Rehearsal, Rehearsed
 from moe_ext.ops.quantize import ROW_SCALES, row_bytes
 
 # Formats that code each row by itself, and the one that codes all rows for a rank as a whole.
@@ -25,6 +26,9 @@ LOSSLESS = "lossless"
 WIRES = (*ROW_WIRES, LOSSLESS)
 # Bytes that normally distributed numbers take: see `ops.encode_exponents`.
 _SHARES = {torch.float32: 26.8 / 32, torch.bfloat16: 10.8 / 16, torch.float16: 13.8 / 16}
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+# Elements of a row whose coding is measured.
+REHEARSED_DIM = 1024
 # Formats of the rows of an exchange and of their gradients; None is the dtype of the rows.
 Formats = tuple[str | None, str | None]
 
@@ -195,3 +199,53 @@ def decode_messages(
     payloads.tell()
     payloads.check(operation)
     return out_ND
+
+
+def rows_rate(format: str, dtype: torch.dtype) -> str:
+    """Name of a format of rows in a cost table; "lossless" has a rate for each dtype."""
+    return f"lossless {_SHORT[dtype]}" if format == LOSSLESS else f"rows {format}"
+
+
+def lossless(
+    numel: int, *, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
+) -> Rehearsed:
+    """Exponents of normally distributed elements; see `CostTable.measure`."""
+    generator = torch.Generator().manual_seed(0)
+    x_N = torch.randn(numel, generator=generator).to(device, dtype)
+    sent, out_N = ops.encode_exponents(x_N), torch.empty_like(x_N)
+    return (
+        x_N.nbytes,
+        sent.numel(),
+        lambda: ops.encode_exponents(x_N),
+        lambda: ops.decode_exponents_(out_N, sent),
+    )
+
+
+def rows(
+    numel: int,
+    *,
+    format: str,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+) -> Rehearsed:
+    """Rows of a dispatch; see `CostTable.measure`."""
+    generator = torch.Generator().manual_seed(0)
+    x_ND = torch.randn(numel // REHEARSED_DIM, REHEARSED_DIM, generator=generator).to(device, dtype)
+    sent = ops.quantize_rows(x_ND, format)
+    return (
+        x_ND.nbytes,
+        sent.nbytes,
+        lambda: ops.quantize_rows(x_ND, format),
+        lambda: ops.dequantize_rows(sent, REHEARSED_DIM, format, dtype=dtype),
+    )
+
+
+def row_rehearsals(
+    dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
+) -> dict[str, Rehearsal]:
+    """Rehearsals of all formats of rows but "lossless", by name."""
+    formats = [format for format in ROW_WIRES if format is not None]
+    return {
+        rows_rate(format, dtype): functools.partial(rows, format=format, dtype=dtype, device=device)
+        for format in formats
+    }

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from moe_ext.dispatch.wire import LOSSLESS
-from moe_ext.planner.rates import ROUNDED
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved")
 DISPATCHERS = ("alltoall", "dedup", "hierarchical", "allgather")
@@ -24,6 +23,8 @@ BALANCES = ("none", "exact")
 SCHEMES = ("ring", "ulysses")
 OFFLOADS = ("none", "host")
 # Codecs of the messages of gradients.
+# Codecs of gradients that round.
+ROUNDED = ("bf16", "fp8", "int8", "int4")
 GRADIENTS = ("none", LOSSLESS, *ROUNDED)
 # Stages of a rank with "interleaved".
 CHUNKS = 2

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from moe_ext.compression import codec_of
-from moe_ext.dispatch.wire import LOSSLESS, sent_row_bytes
+from moe_ext.dispatch.wire import LOSSLESS, rows_rate, sent_row_bytes
 from moe_ext.planner.axes import GRADIENTS, WIRES, present
-from moe_ext.planner.rates import rows_rate
 from moe_ext.planner.rounds import RoundCodec
 from moe_ext.planner.sizes import BUCKET, CostPart
 

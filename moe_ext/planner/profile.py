@@ -18,15 +18,16 @@ from torch.distributed import ProcessGroup
 from moe_ext.comm.collectives import gather_objects
 from moe_ext.comm.groups import group_rank, group_size
 from moe_ext.comm.link import link_of, max_over_ranks, seconds_of
-from moe_ext.comm.rates import CostTable
+from moe_ext.comm.rates import CostTable, Rehearsal
+from moe_ext.compression.codecs import codec_of, rehearsal_of
+from moe_ext.dispatch.wire import LOSSLESS, lossless, row_rehearsals, rows_rate
 from moe_ext.distributed import MoEMesh, fully_shard, sync_gradients
 from moe_ext.nn import MoELayer
-from moe_ext.planner.axes import columns_of
+from moe_ext.planner.axes import ROUNDED, columns_of
 from moe_ext.planner.cluster import ClusterSpec, Level
 from moe_ext.planner.cost import StepCost
 from moe_ext.planner.job import Job
 from moe_ext.planner.presets import ModelSpec
-from moe_ext.planner.rates import rehearsals
 
 # A layer with more experts is measured with so many: the others would only take memory.
 MAX_EXPERTS = 16
@@ -187,6 +188,16 @@ def measure_cluster(
     made = replace(made, flops={dtype: rate}, score_efficiency=share)
     cost = StepCost(one, made, cost.job)
     return replace(made, measured=_factors(cost, layer, x, whole, group))
+
+
+def rehearsals(dtype: torch.dtype, device: torch.device | str = "cpu") -> dict[str, Rehearsal]:
+    """Rehearsals of all codecs that plans weigh for a job in this dtype, by name."""
+    exact = functools.partial(lossless, dtype=dtype, device=device)
+    return {
+        **{name: rehearsal_of(codec_of(name), device) for name in ROUNDED},
+        rows_rate(LOSSLESS, dtype): exact,
+        **row_rehearsals(dtype, device),
+    }
 
 
 def _memory(device: torch.device, group: ProcessGroup | None) -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_ext.dispatch.wire import LOSSLESS
+from moe_ext.dispatch.wire import LOSSLESS, rows_rate
 from moe_ext.planner.axes import (
     AXES,
     CHUNKS,
@@ -32,7 +32,6 @@ from moe_ext.planner.axes import (
     runs,
 )
 from moe_ext.planner.cost import StepCost
-from moe_ext.planner.rates import rows_rate
 from moe_ext.planner.stage_layers import StageLayers, divide, rank_columns, simulated
 
 # The other axes, by what there has to be several ranks of for them to act.

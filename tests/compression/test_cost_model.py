@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_ext.comm import rates
 from moe_ext.comm.link import Link
 from moe_ext.comm.rates import SIZES, CodecRate, CostTable
-from moe_ext.compression import Quantize, codec_of, probe
+from moe_ext.compression import Quantize, codec_of, cost_model
 from moe_ext.compression.cost_model import (
     HYSTERESIS,
     TIMED_EVERY,
@@ -61,12 +62,13 @@ ALL = (DENSE, BF16, INT8, TOPK)
 def known_rates(monkeypatch):
     """Rates as the fakes state them, without a clock."""
 
-    def rates(codec, device, memory_of):
+    def rates(name, codec, device):
         return tuple(
             CodecRate(n, 4 * n, n, codec.each * n / 4, codec.each * n * 3 / 4) for n in SIZES
         )
 
-    monkeypatch.setattr("moe_ext.compression.cost_model.measured", rates)
+    monkeypatch.setattr(cost_model, "rehearsal_of", lambda codec, device, memory_of: codec)
+    monkeypatch.setattr(cost_model, "known_codec", rates)
 
 
 def model_on(link, num_ranks=2):
@@ -359,7 +361,7 @@ def test_arguments_are_checked():
 
 
 def test_rates_are_measured_once_and_lie_on_lines(monkeypatch):
-    monkeypatch.setattr(probe, "_rates", {})
+    monkeypatch.setattr(rates, "_known", {})
     calls = []
 
     @dataclass(frozen=True)
@@ -388,7 +390,7 @@ def test_rates_are_measured_once_and_lie_on_lines(monkeypatch):
 
 
 def test_rates_of_a_table_are_taken_and_not_measured(monkeypatch):
-    monkeypatch.setattr("moe_ext.compression.cost_model.measured", None)
+    monkeypatch.setattr(cost_model, "known_codec", None)
     rates = tuple(CodecRate(n, 4 * n, n, 2e-9 * n, 1e-9 * n) for n in SIZES)
     costs = replace(CostTable.of_process(), codecs={"int8": rates, repr(Quantize(block=64)): rates})
     model = CostModel(link=SLOW, num_ranks=4, costs=costs)

@@ -12,7 +12,6 @@ from moe_ext.comm.rates import CodecRate, CostTable
 from moe_ext.planner import CLUSTERS, Job, ModelSpec, StepCost, measure_cluster, plan, profile
 from moe_ext.planner.axes import columns_of
 from moe_ext.planner.cluster import MEASURED
-from moe_ext.planner.rates import rehearsals
 
 CHECKS = Checks()
 MODEL = ModelSpec(
@@ -91,7 +90,7 @@ def ranks_measure_together():
     assert found.memory == min(whole / dist.get_world_size(), CLUSTERS["h100"].memory)
     assert found.host is None
     assert set(found.measured) == set(MEASURED) and min(found.measured.values()) >= 0
-    assert set(found.costs.codecs) == set(rehearsals(torch.float32))
+    assert set(found.costs.codecs) == set(profile.rehearsals(torch.float32))
     assert {"lossless fp32", "rows int8", "int8"} <= set(found.costs.codecs)
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found.to_dict() | {"source": ""})

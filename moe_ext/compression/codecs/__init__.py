@@ -7,7 +7,14 @@ from moe_ext.compression.codecs.dense import BlockSparse, Dense, dense_reduction
 from moe_ext.compression.codecs.lossless import Lossless
 from moe_ext.compression.codecs.masked import Masked, TwoOfFour
 from moe_ext.compression.codecs.quantized import OneBit, Outliers, Quantize, Rounded
-from moe_ext.compression.codecs.registry import codec_names, codec_of, register_codec
+from moe_ext.compression.codecs.registry import (
+    MemoryFactory,
+    codec_names,
+    codec_of,
+    rate_name,
+    register_codec,
+    rehearsal_of,
+)
 from moe_ext.compression.codecs.sparse import Threshold, TopK
 
 __all__ = [
@@ -17,6 +24,7 @@ __all__ = [
     "Dense",
     "Lossless",
     "Masked",
+    "MemoryFactory",
     "OnNonfinite",
     "OneBit",
     "Outliers",
@@ -31,5 +39,7 @@ __all__ = [
     "codec_names",
     "codec_of",
     "dense_reduction",
+    "rate_name",
     "register_codec",
+    "rehearsal_of",
 ]

@@ -1,4 +1,7 @@
-"""Codecs by name. To add one, write its class in a file and register it here, or from outside."""
+"""Codecs by name. To add one, write its class in a file and register it here, or from outside.
+
+Shape suffixes: N elements of a flat gradient.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,21 @@ import importlib
 from collections.abc import Callable
 from functools import partial
 
+import torch
+from torch import Tensor
+
 from moe_ext._checks import check_choice
+from moe_ext.comm.rates import Rehearsal
 from moe_ext.compression.codecs.base import Codec
 from moe_ext.compression.codecs.dense import BlockSparse, Dense
 from moe_ext.compression.codecs.lossless import Lossless
 from moe_ext.compression.codecs.quantized import OneBit, Quantize
 from moe_ext.compression.codecs.sparse import Threshold, TopK
 from moe_ext.compression.collectives.coding import FORMATS
+from moe_ext.compression.feedback import CodecMemory
 
 CodecFactory = Callable[[float], Codec]
+MemoryFactory = Callable[[Codec, Tensor], CodecMemory]
 
 _factories: dict[str, CodecFactory] = {}
 
@@ -58,6 +67,36 @@ def codec_of(codec: str | Codec, density: float = 0.01, *, owner: str = "codec_o
             f"{owner}: expected codec to be a codec or one of {tuple(_factories)}, got {codec!r}"
         )
     return codec
+
+
+def rate_name(codec: Codec) -> str:
+    """Name of a codec in a `CostTable`; its repr if its options are not those of the name."""
+    named = codec.name in codec_names()[:-1] and codec_of(codec.name) == codec
+    return codec.name if named else repr(codec)
+
+
+def rehearsal_of(
+    codec: Codec,
+    device: torch.device | str = "cpu",
+    memory_of: MemoryFactory | None = None,
+) -> Rehearsal:
+    """Encode and decode calls for `CostTable.measure`, of float32 gradients and a residual.
+
+    Args:
+        codec: the codec to rehearse.
+        device: of the gradients.
+        memory_of: makes what ``codec.rehearsal`` takes as memory; None for `Codec.new_memory`.
+    """
+
+    def rehearse(numel: int) -> tuple[int, int, Callable[[], object], Callable[[], object]]:
+        generator = torch.Generator().manual_seed(0)
+        # Random, so that nothing is known of the next step: a constant would compress too well.
+        grad_N = torch.randn(numel, generator=generator).to(device)
+        memory = codec.new_memory(grad_N) if memory_of is None else memory_of(codec, grad_N)
+        calls = codec.rehearsal(grad_N, memory)
+        return grad_N.nbytes, codec.sent_bytes(numel, 2), *calls
+
+    return rehearse
 
 
 def _quantize(format: str, density: float) -> Codec:

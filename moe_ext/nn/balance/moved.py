@@ -21,7 +21,7 @@ from moe_ext import ops
 from moe_ext._checks import check_choice, check_numbers
 from moe_ext.comm.agreement import share
 from moe_ext.comm.groups import GroupHandle, group_rank, group_size, small_message_device
-from moe_ext.comm.link import Link, max_over_ranks, measure_link, quickest, seconds_of
+from moe_ext.comm.link import Link, link_of, max_over_ranks, quickest, seconds_of
 from moe_ext.dispatch import PlacedRows, RowCounts, SharedCounts
 from moe_ext.dispatch.rows import all_to_all_rows
 
@@ -297,7 +297,7 @@ class Rebalancer:
         assert group is not None
         link, flops, alone = self._given(group)
         if link is None:
-            link = measure_link(group, x_TD.device)
+            link = link_of(group, x_TD.device)
         if flops is not None:
             return link, flops, alone or flops
         weight = x_TD.new_zeros(self._sizes)
