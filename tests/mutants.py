@@ -282,7 +282,7 @@ MUTANTS = [
     ),
     Mutant(
         "a message stands before one that it comes of",
-        "moe_ext/pipeline/executor.py",
+        "moe_ext/pipeline/step.py",
         "must not stand before it.\n                    return",
         "must not stand before it.\n                    continue",
         "tests/test_smallest.py -k pipelines",
@@ -549,8 +549,8 @@ MUTANTS = [
     Mutant(
         "tied weights keep the gradient of their own stage alone",
         "moe_ext/pipeline/**/*.py",
-        "p.grad = torch.stack([found[rank] for rank in ranks]).sum(0)",
-        "p.grad = found[self.rank]",
+        "return torch.stack([found[rank] for rank in ranks]).sum(0), sent",
+        "return found[self.rank], sent",
         "tests/pipeline/test_stages.py",
     ),
     Mutant(
@@ -570,14 +570,14 @@ MUTANTS = [
     Mutant(
         "a step ends before what it sent has come",
         "moe_ext/pipeline/**/*.py",
-        "for message in step.sent:\n            message.wait()",
-        "for message in step.sent:\n            break",
+        "for message in run.sent:\n            message.wait()",
+        "for message in run.sent:\n            break",
         "tests/pipeline/test_stages.py",
     ),
     Mutant(
         "a failure does not say in which action it was",
         "moe_ext/pipeline/**/*.py",
-        "name = self._named(action)\n            # Below",
+        "name = self.messages.named(action)\n            # Below",
         "name = 'a step'\n            # Below",
         "tests/pipeline/test_stages.py tests/pipeline/test_executor.py",
     ),

@@ -16,6 +16,7 @@ import moe_ext
 from moe_ext.distributed import GradScaler, MoEMesh, checkpoint, clip_grad_norm_
 from moe_ext.nn import Balance
 from moe_ext.pipeline import Action, ActionTable, Pipeline, make_table
+from moe_ext.pipeline.step import StepRun
 from moe_ext.pipeline.table import MESSAGES
 from moe_ext.testing import spawn_ranks
 
@@ -310,18 +311,18 @@ def dies(rank, name, text):
         nn.functional.mse_loss,
         group=dist.group.WORLD,
     )
-    run = pipeline._run
+    run = StepRun._run
 
-    def run_and_die(action_step, action):
+    def run_and_die(self, action):
         is_message = action.kind in MESSAGES
         if is_message:
-            run(action_step, action)
+            run(self, action)
         if rank == 1 and str(action) == text:
             os.kill(os.getpid(), signal.SIGKILL)
         if not is_message:
-            run(action_step, action)
+            run(self, action)
 
-    pipeline._run = run_and_die
+    StepRun._run = run_and_die
     x, start = [torch.ones(2, 3)] * MICRO, time.monotonic()
     try:
         pipeline.step(x if rank == 0 else (), x if rank == 2 else ())

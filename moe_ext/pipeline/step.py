@@ -1,0 +1,523 @@
+"""One step of a pipeline on one rank: the actions of its row, and the messages between stages."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from moe_ext.comm.groups import group_ranks, group_size
+from moe_ext.comm.interleaving import pass_turn, run_in_turns
+from moe_ext.comm.point_to_point import PeerMessage, PointToPoint
+from moe_ext.comm.reports import telling
+from moe_ext.comm.traffic import not_counted
+from moe_ext.nn.model_layers import set_loss_scale
+from moe_ext.nn.torch_state import autocast_dtype
+from moe_ext.pipeline.table import MESSAGES, OF_STAGE, UPDATE, Action, ActionTable
+from moe_ext.pipeline.turn_plan import TurnPlan
+
+LossFunction = Callable[[Tensor, Any], Tensor]
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_MOST_DIMS = 14
+# Tags of the messages that say shape and dtype; those of tensors are even.
+_FORMAT = 1
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class StageSetup:
+    """The stages of a rank, and how a step runs them; see `Pipeline`.
+
+    Attributes:
+        table: with its messages.
+        rank: of this process in the pipeline.
+        stages: modules of this rank by number.
+        loss_fn: gives the loss of the last stage's output and a target.
+        recompute: run forward passes again before backward passes.
+        lengths: of slices; empty without them.
+        update: makes a new version of a stage's weights; None without versions.
+        versions: versions of the weights that are used beyond an update, by chain, stage, version.
+        divisors: for each micro-batch, the number of them that its gradient is averaged with.
+    """
+
+    table: ActionTable
+    rank: int
+    stages: Mapping[int, nn.Module]
+    loss_fn: LossFunction
+    recompute: bool
+    lengths: Sequence[int]
+    update: Callable[[int], None] | None
+    versions: Mapping[tuple[int, int, int], Any]
+    divisors: Sequence[int]
+
+    @property
+    def last(self) -> int:
+        """Number of the last stage."""
+        return self.table.num_stages - 1
+
+    @property
+    def in_turns(self) -> bool:
+        """True if weights and scales of a stage are the same for all micro-batches."""
+        return not (self.lengths or self.update)
+
+
+@dataclass(frozen=True)
+class _TorchState:
+    """State of torch that a second forward pass needs: that of autocast and of the generator."""
+
+    autocast: torch.dtype | None
+    generator: Tensor
+
+    @staticmethod
+    def now() -> _TorchState:
+        return _TorchState(autocast_dtype(torch.device("cpu")), torch.get_rng_state())
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        with torch.random.fork_rng([]):
+            torch.set_rng_state(self.generator)
+            dtype = self.autocast
+            with torch.enable_grad(), torch.autocast("cpu", dtype, enabled=dtype is not None):
+                yield
+
+
+class _InBackward(torch.autograd.Function):
+    """Calls a function in a backward pass: layers take a forward pass there for a second one."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, function: Callable[[], None]) -> Tensor:
+        ctx.function = function
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        ctx.function()
+        return None, None
+
+
+class Unit(NamedTuple):
+    """A micro-batch, or a slice of it, in a stage, and the version of the weights it goes with."""
+
+    stage: int
+    number: int
+    slice: int
+    version: int
+    chain: int
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """(stage, number, slice)."""
+        return self[:3]
+
+    def at(self, stage: int) -> tuple[int, int, int]:
+        """The key in another stage."""
+        return stage, self.number, self.slice
+
+
+@dataclass
+class _Pass:
+    """A unit from its forward pass to the end of its backward pass."""
+
+    x: Tensor
+    # The output, or the loss, and what is kept for later slices; None: to be computed again.
+    outs: tuple[Tensor, ...] | None
+    setting: _TorchState | None = None
+    # Result of `stage_backward_input`, for the gradients of the weights.
+    groups: list[dict[str, Any]] | None = None
+
+
+class StageMessages:
+    """Messages between the stages of a pipeline, and the format of what goes into each stage.
+
+    Args:
+        table: with its messages.
+        group: the ranks; None is this process alone.
+        rank: of this process in the group.
+    """
+
+    def __init__(self, table: ActionTable, group: ProcessGroup | None, rank: int) -> None:
+        self.table, self.group, self.rank = table, group, rank
+        self._transport: PointToPoint | None = None
+        if group is not None and group_size(group) > 1:
+            self._transport = PointToPoint(group, _CPU)
+        # Shape and dtype of what goes into each (chain, stage, slice), and which of another rank
+        # have been told.
+        self._formats: dict[tuple[int, int, int], tuple[torch.Size, torch.dtype]] = {}
+        self._told: set[tuple[int, int, int]] = set()
+        self._names: dict[Action, str] = {}
+
+    @property
+    def travels(self) -> bool:
+        """True if there are other ranks."""
+        return self._transport is not None
+
+    @property
+    def place(self) -> str:
+        """This rank, for messages."""
+        return f"rank {0 if self.group is None else group_ranks(self.group)[self.rank]}"
+
+    def named(self, action: Action) -> str:
+        """An action of this rank, for messages."""
+        if action not in self._names:
+            words = f"{action} ({action.described()}) on {self.place}"
+            self._names[action] = f"Pipeline.step, {words}"
+        return self._names[action]
+
+    def check_output(self, unit: Unit, out: Any) -> None:
+        """ValueError for an output of a stage that cannot be sent, or is unlike the first one."""
+        stage = unit.stage
+        is_sent = isinstance(out, Tensor) and out.dtype in _DTYPES and out.dim() <= _MOST_DIMS
+        if not is_sent or out.device != _CPU:
+            raise ValueError(
+                f"Pipeline.step: expected stage {stage} to give a tensor on the CPU, of one of "
+                f"{_DTYPES}, got {type(out).__name__ if not isinstance(out, Tensor) else out.dtype}"
+            )
+        into = unit.chain, stage + 1, unit.slice
+        known = self._formats.setdefault(into, (out.shape, out.dtype))
+        if known != (out.shape, out.dtype):
+            raise ValueError(
+                f"Pipeline.step: expected stage {stage} to give the shape and dtype of its first "
+                f"micro-batch {(tuple(known[0]), known[1])}, got {(tuple(out.shape), out.dtype)}"
+            )
+
+    def is_known(self, receive: Action) -> bool:
+        """True if the format of what a receive brings is known."""
+        return _into(receive) in self._formats
+
+    def send(self, x: Tensor, action: Action) -> list[PeerMessage]:
+        """Begin to send a tensor to the rank of another stage, at first with its format."""
+        assert self._transport is not None
+        peer, sent = self.table.peer(action), []
+        rank, name, tag = self.table.rank(peer), self.named(action), self._tag(peer)
+        into = peer.chain, peer.stage, peer.slice
+        if action.kind[-1] == "F" and into not in self._told:
+            self._told.add(into)
+            words = [_DTYPES.index(x.dtype), x.dim(), *x.shape]
+            head = torch.tensor(words + [0] * (2 + _MOST_DIMS - len(words)))
+            with not_counted():
+                sent.append(self._transport.send(head, rank, tag + _FORMAT, operation=name))
+        return [*sent, self._transport.send(x.contiguous(), rank, tag, operation=name)]
+
+    def receive(self, action: Action) -> PeerMessage:
+        """Begin to receive a tensor; waits for its format where that is not known."""
+        assert self._transport is not None
+        rank = self.table.rank(self.table.peer(action))
+        name, tag, into = self.named(action), self._tag(action), _into(action)
+        if into not in self._formats:
+            head = torch.empty(2 + _MOST_DIMS, dtype=torch.int64)
+            # Before the first tensor of a stage: the table is one in which a receive may wait.
+            told = self._transport.receive(head, rank, tag + _FORMAT, operation=name)
+            dtype, dims, *sizes = told.wait().tolist()
+            self._formats[into] = torch.Size(sizes[:dims]), _DTYPES[dtype]
+        shape, kind = self._formats[into]
+        return self._transport.receive(torch.empty(shape, dtype=kind), rank, tag, operation=name)
+
+    def sum_over(
+        self, own: Tensor, ranks: Sequence[int], number: int, name: str
+    ) -> tuple[Tensor, list[PeerMessage]]:
+        """The sum of a tensor over ranks, the same bits on all, and messages still underway."""
+        assert self._transport is not None
+        base = 4 * self.table.num_micro_batches * self.table.num_stages * self.table.num_slices
+        found, tag, sent = {self.rank: own}, base + number, []
+        others = [rank for rank in ranks if rank != self.rank]
+        for rank in others:
+            sent.append(self._transport.send(own, rank, tag, operation=name))
+        for rank in others:
+            into = torch.empty_like(own)
+            found[rank] = self._transport.receive(into, rank, tag, operation=name).wait()
+        return torch.stack([found[rank] for rank in ranks]).sum(0), sent
+
+    def _tag(self, receive: Action) -> int:
+        """The number of a message, by its receive."""
+        assert receive.micro_batch is not None
+        place = receive.micro_batch * self.table.num_stages + receive.stage
+        place = place * self.table.num_slices + receive.slice
+        return 4 * place + 2 * (receive.kind == "RECV_B")
+
+
+class StepRun:
+    """A step on this rank: its tensors by (stage, micro-batch, slice), and its actions.
+
+    Args:
+        setup: the stages.
+        messages: between them.
+        inputs: one for each micro-batch, on the rank of the first stage.
+        targets: one for each micro-batch, on the rank of the last stage.
+        scale: factor of all gradients.
+
+    Attributes:
+        losses: of the micro-batches, by number.
+        sent: messages underway.
+    """
+
+    def __init__(
+        self,
+        setup: StageSetup,
+        messages: StageMessages,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Any],
+        scale: float | Tensor,
+    ) -> None:
+        self.setup, self.messages = setup, messages
+        self.inputs, self.targets, self.scale = inputs, targets, scale
+        self.losses: dict[int, Tensor] = {}
+        self.sent: list[PeerMessage] = []
+        self.passes: dict[tuple[int, int, int], _Pass] = {}
+        # Tensors on their way to a stage: activations forward, gradients backward, by kind.
+        self.given: dict[tuple[str, tuple[int, int, int]], Tensor | PeerMessage] = {}
+        # Leaves that the slices so far keep for those behind them, by (stage, micro-batch).
+        self.kept: dict[tuple[int, int], list[tuple[Tensor, ...]]] = {}
+        # Weights of (stage, version) by name: leaves, with the storage of parameters or copies.
+        self.weights: dict[tuple[int, int], dict[str, Tensor]] = {}
+        if setup.update is not None:
+            for stage in setup.stages:
+                self.weights[stage, 0] = self._leaves(stage, 0)
+
+    def run_plan(self, plan: TurnPlan) -> None:
+        """Run the actions of a plan, in as many lanes as it has."""
+        starts = list(plan.starts[self.setup.rank])
+        seeds = torch.randint(2**62, (len(starts),)).tolist()
+        state, underway = torch.get_rng_state(), set[Action]()
+        receives = [self.setup.table.receive(start.action) for start in starts]
+        next_start = 0
+
+        def post(until: int, *, ahead: bool) -> None:
+            """Receive what is needed soon, up to the first whose format is not known."""
+            for i, receive in enumerate(receives[:until]):
+                if receive is None:
+                    continue
+                if ahead and not self.messages.is_known(receive):
+                    # Messages of a rank are waited for in this order: a later one, which may come
+                    # of what this one is for, must not stand before it.
+                    return
+                self.act(receive)
+                receives[i] = None
+
+        def run_lane() -> None:
+            nonlocal next_start
+            while next_start < len(starts):
+                action, beside = starts[next_start]
+                if not underway.issubset(beside):
+                    pass_turn()
+                    continue
+                underway.add(action)
+                next_start = own = next_start + 1
+                post(own, ahead=False)
+                post(own + plan.lanes, ahead=True)
+                if action.kind == "F":
+                    torch.default_generator.manual_seed(seeds[own - 1])
+                self.act(action)
+                send = self.setup.table.send(action)
+                if send is not None:
+                    self.act(send)
+                underway.discard(action)
+
+        run_in_turns([run_lane] * plan.lanes)
+        torch.set_rng_state(state)
+
+    def act(self, action: Action) -> None:
+        """Run an action; an error says in which one it was."""
+        try:
+            self._run(action)
+        except Exception as error:
+            name = self.messages.named(action)
+            # Below the words of the error; from Python 3.11 on.
+            if hasattr(error, "add_note"):
+                error.add_note(f"in {name}")
+            with telling(self.messages.group, _CPU, name):
+                raise
+
+    def _run(self, action: Action) -> None:
+        if action.kind == UPDATE:
+            self._make_version(action)
+        if action.kind in OF_STAGE:
+            return
+        assert action.micro_batch is not None
+        way = action.kind[-1]
+        if action.kind.startswith("SEND"):
+            x = self.given.pop((way, _unit(self.setup.table.peer(action)).key))
+            assert isinstance(x, Tensor)
+            self.sent += self.messages.send(x, action)
+        elif action.kind in MESSAGES:
+            self.given[way, _unit(action).key] = self.messages.receive(action)
+        else:
+            run = {
+                "F": self._forward,
+                "B": self._backward,
+                "I": self._input_gradient,
+                "W": self._weight_gradients,
+            }[action.kind]
+            run(_unit(action))
+
+    def _take(self, kind: str, unit: Unit) -> Tensor:
+        found = self.given.pop((kind, unit.key))
+        return found.wait() if isinstance(found, PeerMessage) else found
+
+    def _forward(self, unit: Unit) -> None:
+        if unit.stage == 0:
+            x = self._part(self.inputs, unit)
+        else:
+            x = self._take("F", unit).requires_grad_()
+        setting = _TorchState.now() if self.setup.recompute else None
+        outs = self._compute(unit, x)
+        if unit.stage == self.setup.last:
+            loss = outs[0].detach() * self._share(unit)
+            self.losses[unit.number] = self.losses.get(unit.number, 0) + loss
+        else:
+            self.given["F", unit.at(unit.stage + 1)] = outs[0].detach()
+        if self.setup.lengths:
+            kept = tuple(each.detach().requires_grad_() for each in outs[1:])
+            self.kept.setdefault((unit.stage, unit.number), []).append(kept)
+        self.passes[unit.key] = _Pass(x, None if self.setup.recompute else outs, setting)
+
+    def _part(self, batches: Sequence[Any], unit: Unit) -> Any:
+        """The unit's part of inputs or targets."""
+        found = batches[unit.number]
+        return found.split(self.setup.lengths, 1)[unit.slice] if self.setup.lengths else found
+
+    def _share(self, unit: Unit) -> float:
+        """Share of a slice in its micro-batch."""
+        lengths = self.setup.lengths
+        return lengths[unit.slice] / sum(lengths) if lengths else 1.0
+
+    def _scale(self, unit: Unit) -> float | Tensor:
+        return self.scale * self._share(unit) / self.setup.divisors[unit.number]
+
+    def _compute(self, unit: Unit, x: Tensor) -> tuple[Tensor, ...]:
+        """The output of a stage, of the last one the loss, and what it keeps for later slices."""
+        module, kept = self.setup.stages[unit.stage], ()
+        given: tuple[Any, ...] = (x,)
+        if not self.setup.in_turns:
+            set_loss_scale(module, self._scale(unit))
+        if self.setup.lengths:
+            given = (x, tuple(self.kept.get((unit.stage, unit.number), ())[: unit.slice]))
+        if self.setup.update:
+            weights = self.weights[unit.stage, unit.version]
+            out = torch.func.functional_call(module, weights, given)
+        else:
+            out = module(*given)
+        if self.setup.lengths:
+            out, kept = out
+        if unit.stage == self.setup.last:
+            out = self.setup.loss_fn(out, self._part(self.targets, unit))
+        else:
+            self.messages.check_output(unit, out)
+        return out, *kept
+
+    def _weights(self, unit: Unit) -> Iterator[Any]:
+        """Weights of the passes of a unit."""
+        if self.setup.update:
+            return iter(self.weights[unit.stage, unit.version].values())
+        return self.setup.stages[unit.stage].parameters()
+
+    def _make_version(self, action: Action) -> None:
+        """Give the parameters the gradients of all versions, update them, and keep what is used."""
+        assert self.setup.update is not None
+        stage, version = action.stage, action.version
+        module, kept = self.setup.stages[stage], self.setup.versions[action.chain, stage, version]
+        parameters = dict(module.named_parameters())
+        for _, weights in [each for each in self.weights.items() if each[0][0] == stage]:
+            for name, leaf in weights.items():
+                if leaf.grad is not None:
+                    grad = parameters[name].grad
+                    parameters[name].grad = leaf.grad if grad is None else grad + leaf.grad
+                    leaf.grad = None
+        self.setup.update(stage)
+        for old in [key for key in self.weights if key[0] == stage and key[1] not in kept]:
+            del self.weights[old]
+        self.weights[stage, version] = self._leaves(stage, version)
+
+    def _leaves(self, stage: int, version: int) -> dict[str, Tensor]:
+        """The weights as leaves of their own: copies, if they are used behind the next update."""
+        following = [v for key, v in self.setup.versions.items() if key[1:] == (stage, version + 1)]
+        outlives = any(version in kept for kept in following)
+        return {
+            name: (p.data.clone() if outlives else p.data).requires_grad_(p.requires_grad)
+            for name, p in self.setup.stages[stage].named_parameters()
+        }
+
+    def _backward(self, unit: Unit) -> None:
+        state, outs = self._computed(unit)
+        grads = self._output_grads(unit, outs)
+        graded = [i for i, out in enumerate(outs) if out.requires_grad]
+        if graded:
+            torch.autograd.backward([outs[i] for i in graded], [grads[i] for i in graded])
+        self._give_back(unit, state.x)
+        del self.passes[unit.key]
+
+    def _input_gradient(self, unit: Unit) -> None:
+        if not self.passes[unit.key].x.requires_grad:
+            return  # W computes all
+        from moe_ext.pipeline._torch import stage_backward_input
+
+        state, (out,) = self._computed(unit)
+        grads, state.groups = self._output_grads(unit, (out,)), []
+        if out.requires_grad:
+            weights = self._weights(unit)
+            # It detaches what it is given, which cannot be a view.
+            _, state.groups = stage_backward_input([out.clone()], grads, [state.x], weights)
+            if state.x.grad is None:
+                # It finds weights on the way to the input alone: W computes all.
+                state.groups, self.given["B", unit.key] = None, grads[0]
+            else:
+                state.outs = ()  # what W does not need is freed
+        self._give_back(unit, state.x)
+
+    def _weight_gradients(self, unit: Unit) -> None:
+        groups = self.passes[unit.key].groups
+        if groups is None:
+            self._backward(unit)
+            return
+        from moe_ext.pipeline._torch import stage_backward_weight
+
+        for group in groups:
+            stage_backward_weight(self._weights(unit), [group])
+            pass_turn()
+        del self.passes[unit.key]
+
+    def _computed(self, unit: Unit) -> tuple[_Pass, tuple[Tensor, ...]]:
+        """A forward pass with its output, run again where that was not kept."""
+        state = self.passes[unit.key]
+
+        def compute() -> None:
+            assert state.setting is not None
+            with state.setting.restored():
+                state.outs = self._compute(unit, state.x)
+
+        if state.outs is None:
+            _InBackward.apply(torch.zeros((), requires_grad=True), compute).backward()
+        assert state.outs is not None
+        return state, state.outs
+
+    def _output_grads(self, unit: Unit, outs: tuple[Tensor, ...]) -> list[Tensor]:
+        if unit.stage == self.setup.last:
+            scale = self._scale(unit)
+            grads = [torch.as_tensor(scale, dtype=outs[0].dtype).expand_as(outs[0])]
+        else:
+            grads = [self._take("B", unit)]
+        if self.setup.lengths:
+            leaves = self.kept[unit.stage, unit.number].pop()
+            grads += [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+        return grads
+
+    def _give_back(self, unit: Unit, x: Tensor) -> None:
+        if unit.stage > 0:
+            grad = torch.zeros_like(x) if x.grad is None else x.grad
+            self.given["B", unit.at(unit.stage - 1)] = grad
+            x.grad = None  # W still holds x
+
+
+def _into(receive: Action) -> tuple[int, int, int]:
+    """The (chain, stage, slice) whose input has the format of what comes."""
+    return receive.chain, receive.stage + (receive.kind == "RECV_B"), receive.slice
+
+
+def _unit(action: Action) -> Unit:
+    assert action.micro_batch is not None
+    return Unit(action.stage, action.micro_batch, action.slice, action.version, action.chain)
