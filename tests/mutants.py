@@ -106,6 +106,20 @@ MUTANTS = [
         "tests/test_options_over_ranks.py -k 'activation and over_ranks'",
     ),
     Mutant(
+        "options that do not go together are taken",
+        "moe_ext/nn/combinations.py",
+        "        if first in found and second in found:",
+        "        if False:",
+        "tests/nn/test_combinations.py -k 'row_budget and vmap'",
+    ),
+    Mutant(
+        "rounds are sent by a dispatcher that knows none",
+        "moe_ext/dispatch/allgather.py",
+        """{"overlap", "row_budget", "wire""",
+        """{"overlap", "wire""",
+        "tests/nn/test_combinations.py -k 'page or (row_budget and allgather)'",
+    ),
+    Mutant(
         "a changed option does not travel with the counts",
         "moe_ext/dispatch/counts.py",
         "graph += _GRAPH_CODES * self._checksum",

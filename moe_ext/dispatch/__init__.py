@@ -4,6 +4,7 @@ from moe_ext.dispatch.allgather import AllGatherDispatcher
 from moe_ext.dispatch.alltoall import AllToAllDispatcher
 from moe_ext.dispatch.auto import AutoDispatcher, DispatchCandidate, DispatchChoice
 from moe_ext.dispatch.base import (
+    CAPABILITIES,
     DispatchMetadata,
     RowWeights,
     TokenDispatcher,
@@ -11,7 +12,7 @@ from moe_ext.dispatch.base import (
     sum_dtype,
     take_part,
 )
-from moe_ext.dispatch.by_name import DISPATCHERS, named_dispatcher
+from moe_ext.dispatch.by_name import DISPATCHERS, check_served, named_dispatcher
 from moe_ext.dispatch.dedup import COMBINES, DedupDispatcher, HierarchicalDispatcher
 from moe_ext.dispatch.deep_ep import DeepEpDispatcher
 from moe_ext.dispatch.local import LocalDispatcher
@@ -35,6 +36,7 @@ __all__ = [
     "AllGatherDispatcher",
     "AllToAllDispatcher",
     "AutoDispatcher",
+    "CAPABILITIES",
     "COMBINES",
     "Choice",
     "Cut",
@@ -60,6 +62,7 @@ __all__ = [
     "WHOLE",
     "Wire",
     "WrappedDispatcher",
+    "check_served",
     "named_dispatcher",
     "sum_dtype",
     "take_part",

@@ -81,7 +81,7 @@ class AllGatherDispatcher(DedupDispatcher):
             have lengths of their own.
     """
 
-    serves = frozenset()
+    serves = DedupDispatcher.serves - {"overlap", "row_budget", "wire.dispatch='lossless'"}
 
     def _make_hops(self, num_experts: int, group: ProcessGroup) -> tuple[Hop, ...]:
         if self.wire.dispatch == LOSSLESS:

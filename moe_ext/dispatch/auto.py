@@ -25,7 +25,7 @@ from moe_ext.comm.link import max_over_ranks, seconds_of
 from moe_ext.comm.traffic import not_counted
 from moe_ext.dispatch.allgather import AllGatherDispatcher
 from moe_ext.dispatch.alltoall import AllToAllDispatcher
-from moe_ext.dispatch.base import TokenDispatcher, sum_dtype
+from moe_ext.dispatch.base import CAPABILITIES, TokenDispatcher, sum_dtype
 from moe_ext.dispatch.counts import DTYPES
 from moe_ext.dispatch.dedup import DedupDispatcher, HierarchicalDispatcher
 from moe_ext.dispatch.wire import LOSSLESS, Wire, sent_row_bytes
@@ -133,6 +133,7 @@ class AutoDispatcher(TokenDispatcher):
     """
 
     reason = "chosen at the first forward pass"
+    serves = frozenset(CAPABILITIES)
 
     def __init__(
         self,

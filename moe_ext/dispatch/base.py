@@ -48,6 +48,17 @@ from moe_ext.dispatch.static_sizes import static_rounds, telling_in_agreement
 from moe_ext.dispatch.wire import Formats, Wire
 from moe_ext.ops.grouped_gemm import row_alignment
 
+# Features of a layer that its dispatcher has to serve.
+CAPABILITIES = (
+    "an ep_group of several ranks",
+    "overlap",
+    "row_budget",
+    "row_budget.static",
+    "rebalance",
+    "combine='reduced'",
+    "wire",
+    "wire.dispatch='lossless'",
+)
 _SILENT = contextlib.nullcontext()
 
 
@@ -134,8 +145,8 @@ class TokenDispatcher:
     _group = GroupHandle(None)
     wire = Wire()
     operation = "dispatch"
-    # Ways beyond the whole batch in which it sends rows, and why it is the one of a layer.
-    serves: frozenset[str] = frozenset({"overlap", "rounds", "static"})
+    # Capabilities of the class, and the reason for which a layer has it.
+    serves = frozenset(CAPABILITIES) - {"combine='reduced'"}
     reason = "named by the caller"
     # Functions that choose another dispatcher at the first forward pass, and that run experts
     # without any rows.
@@ -144,7 +155,7 @@ class TokenDispatcher:
 
     def __init_subclass__(cls) -> None:
         if cls.dispatch is not TokenDispatcher.dispatch:
-            cls.serves = frozenset()
+            cls.serves = frozenset({"an ep_group of several ranks"})
         if (cls.dispatch, cls.combine) != (TokenDispatcher.dispatch, TokenDispatcher.combine):
             cls.routed_experts = None
 
@@ -280,30 +291,6 @@ class TokenDispatcher:
             return telling_in_agreement(self, x.device)
         return self._telling_of_failure(x, cut)
 
-    def check_cut(self, cut: Cut) -> None:
-        """Refuse a cut of batches that this dispatcher does not serve.
-
-        Raises:
-            ValueError: it sends no parts of a batch.
-            TypeError: it sends no rounds, or none of sizes that follow from no count.
-        """
-        if cut.num_parts > 1 and "overlap" not in self.serves:
-            raise ValueError(
-                "MoELayer: expected dispatcher to be one that sends rows in parts ('alltoall', "
-                f"'dedup', 'hierarchical', 'auto') with overlap={cut.num_parts}, got {self.name}"
-            )
-        if cut.budget is None:
-            return
-        if cut.is_static and self.group is not None and "static" not in self.serves:
-            raise TypeError(
-                f"RowBudget: expected dispatcher to be 'alltoall' with static=True, got {self.name}"
-            )
-        if "rounds" not in self.serves:
-            raise TypeError(
-                "RowBudget: expected the dispatcher to be a LocalDispatcher or another "
-                f"TokenDispatcher that sends chunks, got {self.name}"
-            )
-
     @property
     def name(self) -> str:
         """Name of the class, for messages."""
@@ -330,14 +317,11 @@ class TokenDispatcher:
             place: gives the rows their places, by the counts of all ranks.
 
         Raises:
-            TypeError: x_TD is of a dtype that is not exchanged, or as `check_cut`.
+            TypeError: x_TD is of a dtype that is not exchanged.
             ValueError: on every rank, when num_experts, top_k, model_dim, the dtype, whether there
                 is a capacity or whether gradients are recorded differ between ranks.
             RankFailureError: a rank died or did not answer.
         """
-        if cut is not WHOLE and self.serves != TokenDispatcher.serves:
-            with self.routing(x_TD, cut):
-                self.check_cut(cut)
         if type(self).dispatch is not TokenDispatcher.dispatch:
             return self._plan_own(x_TD, choice)
         if place is not None:

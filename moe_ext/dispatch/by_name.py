@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch.distributed import ProcessGroup
 
 from moe_ext._checks import check_choice
@@ -9,23 +12,50 @@ from moe_ext.comm.groups import group_size
 from moe_ext.dispatch.allgather import AllGatherDispatcher
 from moe_ext.dispatch.alltoall import AllToAllDispatcher
 from moe_ext.dispatch.auto import AutoDispatcher
-from moe_ext.dispatch.base import TokenDispatcher
+from moe_ext.dispatch.base import TokenDispatcher, WrappedDispatcher
 from moe_ext.dispatch.dedup import COMBINES, DedupDispatcher, HierarchicalDispatcher
 from moe_ext.dispatch.deep_ep import DeepEpDispatcher
 from moe_ext.dispatch.local import LocalDispatcher
 from moe_ext.dispatch.nccl_ep import NcclEpDispatcher
 from moe_ext.dispatch.symmetric_memory import SymmetricMemoryDispatcher
-from moe_ext.dispatch.wire import Wire
+from moe_ext.dispatch.wire import LOSSLESS, Wire
 
-# Dispatchers that send a token once to each rank or node that has experts of it.
-_SENT_ONCE = {
+_CLASSES: dict[str, type[TokenDispatcher]] = {
+    "auto": AutoDispatcher,
+    "local": LocalDispatcher,
+    "alltoall": AllToAllDispatcher,
     "dedup": DedupDispatcher,
     "hierarchical": HierarchicalDispatcher,
     "allgather": AllGatherDispatcher,
+    "nccl_ep": NcclEpDispatcher,
+    "deep_ep": DeepEpDispatcher,
+    "symm_mem": SymmetricMemoryDispatcher,
 }
-# Dispatchers over a library, which codes no rows.
-_LIBRARIES = {"nccl_ep": NcclEpDispatcher, "deep_ep": DeepEpDispatcher}
-DISPATCHERS = ("auto", "local", "alltoall", *_SENT_ONCE, *_LIBRARIES, "symm_mem")
+DISPATCHERS = tuple(_CLASSES)
+
+
+def check_served(owner: str, dispatcher: object, wanted: Mapping[str, str]) -> None:
+    """Refuse a dispatcher that does not serve what a layer wants.
+
+    Args:
+        owner: name for error messages.
+        dispatcher: a name of `DISPATCHERS`, or a dispatcher.
+        wanted: of `CAPABILITIES`, with how messages call them.
+
+    Raises:
+        ValueError: with the names that serve it.
+    """
+    named = isinstance(dispatcher, str)
+    kind = _CLASSES[dispatcher] if isinstance(dispatcher, str) else type(dispatcher)
+    # An object of another library serves whole batches alone.
+    serves = getattr(kind, "serves", WrappedDispatcher.serves)
+    for capability, shown in wanted.items():
+        if capability not in serves:
+            names = tuple(name for name, one in _CLASSES.items() if set(wanted) <= one.serves)
+            got = repr(dispatcher) if named else getattr(dispatcher, "name", kind.__name__)
+            raise ValueError(
+                f"{owner}: expected dispatcher to be one of {names} with {shown}, got {got}"
+            )
 
 
 def named_dispatcher(
@@ -57,30 +87,17 @@ def named_dispatcher(
     check_choice(owner, "combine", combine, COMBINES)
     check_choice(owner, "dispatcher", name, DISPATCHERS)
     alone = group_size(group) == 1
-    if name == "local" and not alone:
-        raise ValueError(
-            f"{owner}: expected dispatcher to be one that sends for an ep_group of "
-            f"{group_size(group)} ranks, got 'local'"
-        )
-    if name in ("alltoall", "symm_mem") and combine != "exact":
-        raise ValueError(
-            f"{owner}: expected dispatcher to be one of {(*_SENT_ONCE, *_LIBRARIES)} for "
-            f"combine={combine!r}, got {name!r}"
-        )
+    wanted = {
+        "an ep_group of several ranks": not alone,
+        "combine='reduced'": combine == "reduced",
+        "wire": wire != Wire(),
+        "wire.dispatch='lossless'": wire.dispatch == LOSSLESS,
+        "row_budget": max_rows is not None,
+    }
+    check_served(owner, name, {each: each for each, is_wanted in wanted.items() if is_wanted})
     if group is None or alone:
         # A configuration for many ranks runs on one, too.
         return LocalDispatcher(num_experts)
-    if name == "auto":
-        return AutoDispatcher(num_experts, group, combine=combine, wire=wire)
-    if name in _LIBRARIES:
-        if wire != Wire():
-            raise ValueError(
-                f"{owner}: expected wire to be None with dispatcher={name!r}, which codes no rows, "
-                f"got {wire}"
-            )
-        return _LIBRARIES[name](num_experts, group, combine=combine)
-    if name == "alltoall":
-        return AllToAllDispatcher(num_experts, group, wire=wire)
     if name == "symm_mem":
         if max_rows is None:
             raise ValueError(
@@ -88,9 +105,11 @@ def named_dispatcher(
                 "size on all ranks, or a SymmetricMemoryDispatcher with max_rows, got None"
             )
         return SymmetricMemoryDispatcher(num_experts, group, max_rows=max_rows, wire=wire)
-    if max_rows is not None and name == "allgather":
-        raise ValueError(
-            f"{owner}: expected dispatcher to be one that sends rows in rounds ('alltoall', "
-            "'dedup', 'hierarchical') with a row_budget, got 'allgather'"
-        )
-    return _SENT_ONCE[name](num_experts, group, combine=combine, wire=wire)
+    kind = _CLASSES[name]
+    # A class takes the options that it serves.
+    options: dict[str, Any] = {}
+    if "combine='reduced'" in kind.serves:
+        options["combine"] = combine
+    if "wire" in kind.serves:
+        options["wire"] = wire
+    return kind(num_experts, group, **options)

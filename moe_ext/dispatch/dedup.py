@@ -28,6 +28,7 @@ from moe_ext.comm.c10d import small_message_device
 from moe_ext.comm.groups import check_group, group_rank, group_ranks, group_size
 from moe_ext.dispatch.alltoall import AllToAllDispatcher
 from moe_ext.dispatch.base import (
+    CAPABILITIES,
     DispatchMetadata,
     RowWeights,
     sum_dtype,
@@ -282,7 +283,7 @@ class DedupDispatcher(AllToAllDispatcher):
     Reference: the dispatch of DeepEP and of nccl.ep sends a token once a rank in this way.
     """
 
-    serves = frozenset({"overlap", "rounds"})
+    serves = frozenset(CAPABILITIES) - {"row_budget.static"}
 
     def __init__(
         self,

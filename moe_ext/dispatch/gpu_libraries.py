@@ -360,7 +360,7 @@ class LibraryDispatcher(DedupDispatcher):
     and no `wire` codes them.
     """
 
-    serves = frozenset({"rounds"})
+    serves = frozenset({"an ep_group of several ranks", "row_budget", "combine='reduced'"})
     library: Library
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_ext.dispatch.base import TokenDispatcher
+from moe_ext.dispatch.base import CAPABILITIES, TokenDispatcher
 from moe_ext.ops.routed_experts import routed_experts
 
 
@@ -17,6 +17,7 @@ class LocalDispatcher(TokenDispatcher):
     # No properties: a small layer would ask them longer than it runs a kernel.
     group = None
     in_graph = True
+    serves = frozenset(CAPABILITIES) - {"an ep_group of several ranks"}
     reason = "all experts are on this rank"
     routed_experts = staticmethod(routed_experts)
 

@@ -109,7 +109,7 @@ class SymmetricMemoryDispatcher(AllToAllDispatcher):
         ValueError: sizes out of range, or as for `AllToAllDispatcher`.
     """
 
-    serves = frozenset({"rounds", "static"})
+    serves = AllToAllDispatcher.serves - {"overlap", "rebalance"}
 
     def __init__(
         self,

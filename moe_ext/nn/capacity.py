@@ -16,6 +16,7 @@ from torch.nn import functional
 from moe_ext import ops
 from moe_ext._checks import check_choice, check_numbers
 from moe_ext.dispatch import Choice
+from moe_ext.nn.combinations import SETS_ROWS, refusal
 from moe_ext.nn.routers import Router, RouterOutput
 
 DROP_POLICIES = ("position", "score", "random", "batch_prioritized", "choice")
@@ -122,10 +123,7 @@ def limit_choice(
         filled = filled and routed.capacity is None
         return Choice(gate.topk_idx, gate.topk_weights, routed.capacity, None, filled)
     if routed.capacity is not None:
-        raise ValueError(
-            "MoELayer: expected capacity to be None with a router that sets the rows of each "
-            f"expert itself, got {capacity}"
-        )
+        raise refusal("MoELayer", "capacity", SETS_ROWS, {"capacity": capacity})
     num_tokens, num_experts = routed.logits.shape
     rows = capacity.rows_per_group(num_tokens, top_k, num_experts, training=training)
     topk_idx, topk_weights, policy = gate.topk_idx, gate.topk_weights, capacity.drop

@@ -55,9 +55,10 @@ from moe_ext.nn.balance.losses import (
     inject_losses,
     loss_terms,
 )
-from moe_ext.nn.balance.moved import MODES, Rebalance, Rebalancer
+from moe_ext.nn.balance.moved import Rebalance, Rebalancer
 from moe_ext.nn.balance.quantile import NUM_BINS, add_required_bias
 from moe_ext.nn.capacity import Capacity, limit_choice
+from moe_ext.nn.combinations import check_combination
 from moe_ext.nn.expert_activation import Activation
 from moe_ext.nn.experts import (
     GroupedExperts,
@@ -69,7 +70,7 @@ from moe_ext.nn.experts import (
 from moe_ext.nn.feed_forward import FeedForward, without_bad_padding
 from moe_ext.nn.layer_metrics import LayerMetrics, Record, read_losses, read_metrics
 from moe_ext.nn.parts import run_plan
-from moe_ext.nn.replay import apply_sessions, can_replay
+from moe_ext.nn.replay import apply_sessions
 from moe_ext.nn.routers import Router, RouterOutput, TopKRouter
 from moe_ext.nn.routers.topk import SCORE_FNS
 from moe_ext.nn.torch_state import as_autocast, autocast_dtype, in_backward
@@ -232,47 +233,74 @@ class MoELayer(CountingModule):
         # With etp each shard of an expert is an expert of its own to the dispatcher: their sum
         # is what the expert makes of a token.
         self._shards = shards_of_experts(ep_group)
-        if self._shards > 1 and not (isinstance(dispatcher, str) and wire is None):
-            raise ValueError(
-                "MoELayer: expected dispatcher to be a name and wire to be None in an ep_group "
-                f"with etp, got {type(dispatcher).__name__} and {wire!r}"
-            )
         options = Rebalance(rebalance) if isinstance(rebalance, str) else rebalance
-        if options is not None:
-            _check_rebalance(self, options, dispatcher)
+        check_kind("MoELayer", "rebalance", options, Rebalance)
+        wire = Wire.of("MoELayer", wire)
+        named = isinstance(dispatcher, str) or not hasattr(dispatcher, "dispatch")
+        if named and dispatcher not in DISPATCHERS:
+            raise ValueError(
+                f"MoELayer: expected dispatcher to be one of {DISPATCHERS} or a TokenDispatcher, "
+                f"got {dispatcher!r}"
+            )
+        num_ranks = group_size(ep_group)
+        if not named:
+            _check_sizes_of("dispatcher", dispatcher, num_experts=num_experts, num_ranks=num_ranks)
+        self._check_combination(
+            overlap=overlap,
+            rebalance=options,
+            num_ranks=num_ranks,
+            combine=combine,
+            wire=wire,
+            dispatcher=dispatcher,
+            own_dispatcher=None if named else dispatcher,
+            experts=experts,
+            router=router,
+        )
         # With rebalance every rank has as many slots for experts of others as for its own.
-        moves = options is not None and group_size(ep_group) > 1
+        moves = options is not None and num_ranks > 1
         spread = num_experts * self._shards * (1 + moves)
-        static = row_budget is not None and row_budget.static
-        if static and dispatcher == "auto" and group_size(ep_group) > 1:
+        if row_budget is not None and row_budget.static and dispatcher == "auto":
             dispatcher = "alltoall"
-        self.dispatcher = _make_dispatcher(dispatcher, spread, ep_group, combine, row_budget, wire)
-        # A dispatcher without rounds is refused by a pass, since a budget may be set later.
-        self.dispatcher.check_cut(Cut(self.overlap, row_budget if static else None))
+        if isinstance(dispatcher, str):
+            max_rows = None if row_budget is None else row_budget.rows
+            dispatcher = named_dispatcher(
+                *("MoELayer", dispatcher, spread, ep_group),
+                combine=combine,
+                wire=wire,
+                max_rows=max_rows,
+            )
+        elif not hasattr(dispatcher, "plan"):
+            dispatcher = WrappedDispatcher(dispatcher)
+        self.dispatcher = dispatcher
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         if isinstance(router, str):
             columns = 2 if top_k is None else top_k
             router = _router_of(router, model_dim, num_experts, columns, **made)
         elif not callable(router):
             raise TypeError(f"MoELayer: expected router to be a name or a module, got {router!r}")
-        _check_router(self, router, top_k)
+        if isinstance(router, Router):
+            sizes = {"num_experts": num_experts, "model_dim": model_dim, "top_k": top_k}
+            _check_sizes_of("router", router, **sizes)
         self.router = router
         self.top_k = router.top_k if isinstance(router, Router) else 2 if top_k is None else top_k
         made.update(activation=activation, bias=bias)
         if experts is None:
             experts = GroupedExperts(num_experts, model_dim, ffn_dim, ep_group=ep_group, **made)
         else:
-            _check_experts(self, experts, ep_group)
+            check_kind("MoELayer", "experts", experts, nn.Module)
+            carried = getattr(experts, "ep_group", None)
+            if num_ranks > 1 and carried is not ep_group:
+                raise ValueError(
+                    "MoELayer: expected experts to carry the layer's group as attribute ep_group, "
+                    f"got {carried}"
+                )
+            _check_sizes_of("experts", experts, num_experts=num_experts, model_dim=model_dim)
             declare_experts(experts, num_experts, ep_group)
         self.experts = experts
         self._rebalancer: Rebalancer | None = None
         if moves:
             assert options is not None
-            if not runs_own_forward(experts):
-                raise ValueError(
-                    "MoELayer: expected experts to be GroupedExperts with rebalance, whose weights "
-                    f"can be sent, got {type(experts).__name__}"
-                )
+            assert runs_own_forward(experts)
             self._rebalancer = Rebalancer(options, experts)
         self.shared_expert = (
             FeedForward(model_dim, shared_ffn_dim, **made) if shared_ffn_dim else None
@@ -388,17 +416,24 @@ class MoELayer(CountingModule):
     def _check_transforms(self) -> None:
         """RuntimeError for what `torch.func` cannot make of this layer."""
         found = transforms()
-        size, counts = group_size(self.dispatcher.group), self.global_counts is not None
+        if found.count("grad") > 1:
+            raise RuntimeError(
+                f"MoELayer: expected the layer to be differentiated once by torch.func, got {found}"
+            )
+        counts = self.global_counts is not None
         counts |= getattr(self.router, "selection_bias", None) is not None
-        if size > 1:
-            rule = f"be called outside of torch.func where experts lie over {size} ranks"
-        elif found.count("grad") > 1:
-            rule = "be differentiated once by torch.func"
-        elif "vmap" in found and counts and self.training:
-            rule = "be called outside of vmap where it counts tokens (selection_bias, global_batch)"
-        else:
-            return
-        raise RuntimeError(f"MoELayer: expected the layer to {rule}, got {found}")
+        self._check_combination(
+            transforms=found,
+            experts=self.experts,
+            num_ranks=group_size(self.dispatcher.group),
+            counts=counts and self.training,
+        )
+
+    def _check_combination(self, **more: Any) -> None:
+        """Refuse options that do not go together, as they are now; see `check_combination`."""
+        names = ("capacity", "row_budget", "overlap", "balance")
+        now: dict[str, Any] = {name: getattr(self, name) for name in names}
+        check_combination("MoELayer", **{**now, "etp": self._shards, **more})
 
     def _compare_options(self, x: Tensor) -> None:
         """Compare the options over the ranks, with the first pass and where one has changed."""
@@ -464,6 +499,12 @@ class MoELayer(CountingModule):
             )
             dispatcher = self.dispatcher
         with dispatcher.routing(x, cut):
+            if cut is not WHOLE and not torch.compiler.is_compiling():
+                # Options may have been set since the layer was made.
+                moved = self._rebalancer and self._rebalancer.options
+                self._check_combination(
+                    dispatcher=dispatcher, experts=self.experts, rebalance=moved
+                )
             documents = None
             if self.balance.scope == "sequence" and self._wants_balance_loss():
                 documents = self._find_documents(x, per_token, packed)
@@ -475,7 +516,8 @@ class MoELayer(CountingModule):
             router = self.router
             # A router of the caller's own may know no others than the mask.
             routed: RouterOutput = router(x_TD, token_mask=mask_T, **flat)
-            self._check_scores(routed)
+            if routed.score_fn is None and self._wants_balance_loss():
+                check_combination("MoELayer", balance=self.balance, unknown_scores=router)
             own = routed
             routed = apply_sessions(self, routed, mask_T)
             choice = limit_choice(
@@ -617,16 +659,6 @@ class MoELayer(CountingModule):
             problem = error
         return find_documents(self.balance, x, *packed, per_token["token_mask"], problem)
 
-    def _check_scores(self, routed: RouterOutput) -> None:
-        """Refuse a router that does not say what its scores are where the loss wants to know it."""
-        if self.balance.scope != "sequence" or routed.score_fn is not None:
-            return
-        if self._wants_balance_loss():
-            raise ValueError(
-                "MoELayer: expected router to say what its scores are (RouterOutput.score_fn) for "
-                f"balance=Balance('sequence'), got None from {type(self.router).__name__}"
-            )
-
     def _check_inputs(self, x: Tensor, per_token: dict[str, Tensor | None]) -> None:
         if not x.is_floating_point():
             raise TypeError(f"MoELayer: expected x to be floating point, got {x.dtype}")
@@ -635,12 +667,6 @@ class MoELayer(CountingModule):
                 f"MoELayer: expected x to be of shape [..., {self.model_dim}], got {tuple(x.shape)}"
             )
         experts = self.experts
-        if self.row_budget is not None and any(map(is_fsdp, experts.modules())):
-            raise ValueError(
-                "MoELayer: expected fully_shard to leave the experts of a layer with a row_budget "
-                "whole (ignored_params), since they run several times in a pass, got shards; call "
-                "moe_ext.distributed.sync_gradients before the optimizer then"
-            )
         if isinstance(experts, GroupedExperts):
             weight = experts.down_proj
             # FSDP2 gathers those that it wrapped by themselves, and casts them, when they run.
@@ -781,116 +807,11 @@ def _check_options(layer: MoELayer, shared_ffn_dim: int, shared_expert_gate: boo
         raise ValueError(
             "MoELayer: expected shared_ffn_dim to be positive with shared_expert_gate=True, got 0"
         )
-    for name in ("capacity", "row_budget"):
-        if layer.overlap > 1 and getattr(layer, name) is not None:
-            raise ValueError(
-                f"MoELayer: expected {name} to be None with overlap={layer.overlap}, got "
-                f"{getattr(layer, name)}"
-            )
-    if layer.row_budget is not None and layer.capacity is not None and layer.capacity.pad:
-        raise ValueError(
-            f"MoELayer: expected capacity.pad to be False with a row_budget, got {layer.capacity}"
-        )
 
 
-def _check_rebalance(
-    layer: MoELayer, options: Rebalance, dispatcher: str | TokenDispatcher
-) -> None:
-    """Refuse what cannot be served while experts move."""
-    if not isinstance(options, Rebalance):
-        raise TypeError(
-            f"MoELayer: expected rebalance to be one of {MODES}, a Rebalance or None, got "
-            f"{options!r}"
-        )
-    for name, value, wanted in (
-        ("capacity", layer.capacity, None),
-        ("row_budget", layer.row_budget, None),
-        ("overlap", layer.overlap, 1),
-        ("etp of ep_group", layer._shards, 1),
-    ):
-        if value != wanted:
-            raise ValueError(
-                f"MoELayer: expected {name} to be {wanted} with rebalance, got {value}"
-            )
-    named = ("auto", "local", "alltoall", "dedup", "hierarchical", "allgather")
-    if dispatcher not in named:
-        raise ValueError(
-            f"MoELayer: expected dispatcher to be one of {named} with rebalance, got {dispatcher!r}"
-        )
-
-
-def _check_experts(layer: MoELayer, experts: nn.Module, ep_group: ProcessGroup | None) -> None:
-    """Check an experts module that the layer did not make."""
-    check_kind("MoELayer", "experts", experts, nn.Module)
-    if group_size(ep_group) > 1 and getattr(experts, "ep_group", None) is not ep_group:
-        raise ValueError(
-            "MoELayer: expected experts to carry the layer's group as attribute ep_group, "
-            f"got {getattr(experts, 'ep_group', None)}"
-        )
-    for name in ("num_experts", "model_dim"):
-        size, held = getattr(layer, name), getattr(experts, name, None)
-        if held is not None and held != size:
-            raise ValueError(f"MoELayer: expected experts to have {name}={size}, got {held}")
-
-
-def _check_router(layer: MoELayer, router: nn.Module, top_k: int | None) -> None:
-    """Check a router module against the options."""
-    capacity = layer.capacity
-    if isinstance(router, Router):
-        sizes = {"num_experts": layer.num_experts, "model_dim": layer.model_dim, "top_k": top_k}
-        for name, size in sizes.items():
-            if size is not None and getattr(router, name) != size:
-                raise ValueError(
-                    f"MoELayer: expected router to have {name}={size}, got {getattr(router, name)}"
-                )
-        if capacity is not None and router.sets_capacity:
-            raise ValueError(
-                "MoELayer: expected capacity to be None with a router that sets the rows of each "
-                f"expert itself, got {capacity}"
-            )
-        if capacity is not None and capacity.overflow == "reroute" and not can_replay(router):
-            raise ValueError(
-                "MoELayer: expected router to weigh a choice that is not its own (with_choice) for "
-                f"capacity.overflow='reroute', got {type(router).__name__}"
-            )
-        return
-    for name, option in (("drop", "random"), ("overflow", "reroute")):
-        if capacity is not None and getattr(capacity, name) == option:
-            raise ValueError(
-                f"MoELayer: expected router to be a moe_ext.nn.Router for capacity.{name}="
-                f"{option!r}, got {type(router).__name__}"
-            )
-
-
-def _make_dispatcher(
-    dispatcher: str | TokenDispatcher,
-    num_experts: int,
-    ep_group: ProcessGroup | None,
-    combine: str,
-    row_budget: RowBudget | None,
-    wire: Wire | str | None,
-) -> TokenDispatcher:
-    """The dispatcher of the layer, from a name or an object."""
-    if not isinstance(dispatcher, str) and hasattr(dispatcher, "dispatch"):
-        wire = Wire.of("MoELayer", wire)
-        for name, value, left in (("combine", combine, "exact"), ("wire", wire, Wire())):
-            if value != left:
-                raise ValueError(
-                    f"MoELayer: expected {name} to be left to a dispatcher that is an object, got "
-                    f"{name}={value!r} and {type(dispatcher).__name__}"
-                )
-        return dispatcher if hasattr(dispatcher, "plan") else WrappedDispatcher(dispatcher)
-    if dispatcher not in DISPATCHERS:
-        raise ValueError(
-            f"MoELayer: expected dispatcher to be one of {DISPATCHERS} or a TokenDispatcher, got "
-            f"{dispatcher!r}"
-        )
-    return named_dispatcher(
-        "MoELayer",
-        dispatcher,
-        num_experts,
-        ep_group,
-        combine=combine,
-        wire=wire,
-        max_rows=None if row_budget is None else row_budget.rows,
-    )
+def _check_sizes_of(name: str, part: object, **sizes: int | None) -> None:
+    """Refuse a part of the layer that was made for other sizes."""
+    for size_name, size in sizes.items():
+        held = getattr(part, size_name, None)
+        if held is not None and size is not None and held != size:
+            raise ValueError(f"MoELayer: expected {name} to have {size_name}={size}, got {held}")

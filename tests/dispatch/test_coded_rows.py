@@ -330,7 +330,10 @@ def check_what_cannot_be_served():
             {"wire": "int4"},
             r"MoELayer: expected wire to be one of \(None, 'int8', 'fp8', 'mx', 'lossless'\)",
         ),
-        ({"wire": "mx", "dispatcher": dispatcher("dedup", None)}, "wire to be left to a disp"),
+        (
+            {"wire": "mx", "dispatcher": dispatcher("dedup", None)},
+            "wire to be None with a dispatcher that is an object",
+        ),
     ):
         raised(ValueError, text, functools.partial(make, **options))
     text = r"with Wire\(dispatch='int8'.*which has fewer digits, got torch.float64; leave wire out"

@@ -322,9 +322,18 @@ def check_options_that_cannot_be_served():
     raised(ValueError, "expected combine to be one of .*'sum'", wrong)
     for options, text in (
         ({"combine": "sum"}, "expected combine to be one of"),
-        ({"dispatcher": "alltoall", "combine": "reduced"}, "one of .*'dedup', .* for"),
-        ({"dispatcher": "allgather", "row_budget": RowBudget(5)}, "rows in rounds .*'allgather'"),
-        ({"dispatcher": dispatcher("dedup", "exact"), "combine": "reduced"}, "left to a disp"),
+        (
+            {"dispatcher": "alltoall", "combine": "reduced"},
+            "one of .*'dedup', .* with combine='reduced', got",
+        ),
+        (
+            {"dispatcher": "allgather", "row_budget": RowBudget(5)},
+            "'dedup', .* with row_budget, got 'allgather'",
+        ),
+        (
+            {"dispatcher": dispatcher("dedup", "exact"), "combine": "reduced"},
+            "combine to be 'exact' with a disp",
+        ),
         ({"dispatcher": "ring"}, "expected dispatcher to be one of .*'ring'"),
     ):
         raised(ValueError, text, functools.partial(MoELayer, D, 6, E, K, ep_group=world, **options))
@@ -333,8 +342,8 @@ def check_options_that_cannot_be_served():
         r"expected node_size, or else LOCAL_WORLD_SIZE, to divide .*, got 5",
         functools.partial(HierarchicalDispatcher, E, world, node_size=5),
     )
-    gathering = layer("allgather", row_budget=RowBudget(5))
-    raised(TypeError, "RowBudget: expected .* got AllGatherDispatcher", gathering, tokens())
+    gathering = functools.partial(layer, "allgather", row_budget=RowBudget(5))
+    raised(ValueError, "MoELayer: expected .* got AllGatherDispatcher", gathering)
     by_name = MoELayer(D, 6, E, K, ep_group=world, combine="reduced")
     assert by_name.dispatcher.combine_by == "reduced"
 

@@ -409,8 +409,13 @@ def check_sizes_that_do_not_divide():
     text = rf"expected num_experts to be a multiple of .*{num_ranks}\)?, got {E + 1}"
     raised(ValueError, text, AllToAllDispatcher, E + 1, world())
     raised(ValueError, text, lambda: MoELayer(8, 6, E + 1, ep_group=world()))
-    text = r"expected dispatcher to be one that sends.*, got 'local'"
+    text = r"expected dispatcher to be one of .* with an ep_group of several ranks, got 'local'"
     raised(ValueError, text, lambda: MoELayer(8, 6, E, ep_group=world(), dispatcher="local"))
+    for made, text in (
+        (AllToAllDispatcher(2 * E, world()), rf"dispatcher to have num_experts={E}, got {2 * E}"),
+        (LocalDispatcher(E), rf"dispatcher to have num_ranks={num_ranks}, got 1"),
+    ):
+        raised(ValueError, text, lambda m=made: MoELayer(8, 6, E, ep_group=world(), dispatcher=m))
     own = torch.nn.Linear(8, 8)
     text = r"expected experts to carry the layer's .*ep_group, got None"
     raised(ValueError, text, lambda: MoELayer(8, 6, E, ep_group=world(), experts=own))
@@ -489,7 +494,7 @@ def check_a_dispatch_of_ones_own():
     # Weighted behind the experts, not inside.
     torch.testing.assert_close(*found)
     layer.dispatcher, layer.row_budget = OwnDispatch(), RowBudget(5)
-    raised(TypeError, r"that sends chunks, got OwnDispatch", layer, x)
+    raised(ValueError, r"to be one of .* with row_budget, got OwnDispatch", layer, x)
 
 
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]

@@ -158,8 +158,14 @@ def check_what_cannot_be_served_is_refused_everywhere():
     world, rank = dist.group.WORLD, dist.get_rank()
     for way in CARRIERS:
         make = functools.partial(MoELayer, D, 6, E, K, ep_group=world, dispatcher=way)
-        raised(ValueError, f"wire to be None .*'{way}'", functools.partial(make, wire="int8"))
-        raised(ValueError, "in parts .*overlap=2", functools.partial(make, overlap=2))
+        raised(
+            ValueError,
+            f"to be one of .* with wire=.*got '{way}'",
+            functools.partial(make, wire="int8"),
+        )
+        raised(
+            ValueError, "to be one of .* with overlap=2, got ", functools.partial(make, overlap=2)
+        )
         layer, x = make(), torch.randn(3, D)
         raised(TypeError, "bfloat16 on cpu .*autocast.*got torch.float32", layer, x)
         x = x.bfloat16()
@@ -231,7 +237,7 @@ def check_rows_beyond_the_memory_are_refused_everywhere():
     assert budget(row_budget=RowBudget(16))(x).shape == x.shape
     large = budget(row_budget=RowBudget(17))
     raised(ValueError, "RowBudget to be at most max_rows=16, got 17", large, x)
-    raised(ValueError, "in parts .*overlap=2", functools.partial(budget, overlap=2))
+    raised(ValueError, "to be one of .* with overlap=2, got ", functools.partial(budget, overlap=2))
     by_name = functools.partial(MoELayer, D, 6, E, K, ep_group=world, dispatcher="symm_mem")
     raised(ValueError, "expected row_budget with dispatcher='symm_mem'", by_name)
     make = functools.partial(SymmetricMemoryDispatcher, E, world)

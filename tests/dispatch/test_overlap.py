@@ -259,7 +259,7 @@ def check_a_router_that_fails_is_told():
 
 def check_what_does_not_go_together_is_refused():
     for options, text in (
-        ({"dispatcher": "allgather"}, "that sends rows in parts .* with overlap=2, got AllGather"),
+        ({"dispatcher": "allgather"}, "dispatcher to be one of .* with overlap=2, got 'allgather'"),
         ({"row_budget": moe_ext.nn.RowBudget(9)}, "expected row_budget to be None with overlap=2"),
         ({"capacity_factor": 1.0}, "expected capacity to be None with overlap=2"),
     ):

@@ -261,8 +261,10 @@ def check_static_budgets_are_compared_and_failures_are_told():
     told = r"expected x to be of shape" + ("" if rank == 1 else " .* on rank 1")
     raised(ValueError, told, layer, x[:, :7] if rank == 1 else x)
     outcome(layer, x)  # the group goes on
-    match = r"RowBudget: expected dispatcher to be 'alltoall' with static=True, got Dedup"
-    raised(TypeError, match, lambda: make(RowBudget(6, static=True), dispatcher="dedup"))
+    match = (
+        r"MoELayer: expected dispatcher to be .*'alltoall'.* with row_budget.static, got 'dedup'"
+    )
+    raised(ValueError, match, lambda: make(RowBudget(6, static=True), dispatcher="dedup"))
     with mock.patch.object(static_sizes, "is_capturing", lambda device: True):
         match = r"expected overflow to be 'drop' where a CUDA graph is captured, .* got 'rounds'"
         raised(RuntimeError, match, layer, x)

@@ -507,7 +507,7 @@ def test_a_loss_by_sequence_wants_to_know_the_scores():
         if balanced or not coef:
             layer(x)
             continue
-        text = r"expected router to say what its scores are .*got None from WithoutScores"
+        text = r"expected router to say what its scores .*balance='sequence', got WithoutScores"
         with pytest.raises(ValueError, match=text):
             layer(x)
 

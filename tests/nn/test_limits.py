@@ -370,14 +370,14 @@ def test_a_router_sets_the_capacity():
         (
             lambda: make_layer(Capacity(1.0, drop="random"), router=OwnCapacity(nn.Identity(), 3)),
             ValueError,
-            r"expected router to be a moe_ext.nn.Router for capacity.drop='random', got OwnCap",
+            r"expected router to be a moe_ext.nn.Router with capacity.drop='random', got OwnCap",
         ),
         (
             lambda: make_layer(
                 Capacity(1.0, overflow="reroute"), router=OwnCapacity(nn.Identity(), 3)
             ),
             ValueError,
-            r"expected router to be a moe_ext.nn.Router for capacity.overflow='reroute'",
+            r"expected router to be a moe_ext.nn.Router with capacity.overflow='reroute'",
         ),
         (
             lambda: make_layer(router=TopKRouter(8, E + 1, K)),

@@ -554,12 +554,12 @@ class OwnRouter(moe_ext.nn.Router):
         (
             {"router": lambda: moe_ext.nn.ExpertChoiceRouter(8, 4), "capacity": 1.0},
             ValueError,
-            "expected capacity to be None with a router that sets the rows",
+            "expected capacity to be None with a router that sets the rows of each expert, got",
         ),
         (
             {"router": lambda: OwnRouter(8, 4, 2), "overflow": "reroute"},
             ValueError,
-            r"\(with_choice\) for capacity.overflow='reroute', got OwnRouter",
+            r"\(with_choice\) with capacity.overflow='reroute', got OwnRouter",
         ),
         (
             {"experts": lambda: moe_ext.nn.GroupedExperts(8, 8, 4)},

@@ -336,15 +336,23 @@ class Elsewhere:
         (
             lambda: layers(RowBudget(3), capacity=Capacity(1.0, pad=True)),
             ValueError,
-            r"expected capacity.pad to be False with a row_budget",
+            r"MoELayer: expected capacity.pad to be False with row_budget, got Capacity",
         ),
         (
             lambda: layers(RowBudget(3), dispatcher=Elsewhere())[0](torch.ones(2, 8).double()),
-            TypeError,
-            r"RowBudget: expected the dispatcher to be a LocalDispatcher .*got Elsewhere",
+            ValueError,
+            r"expected dispatcher to be one of .*'local'.* with row_budget, got Elsewhere",
         ),
     ],
 )
 def test_wrong_options(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_padding_that_is_asked_for_later_is_refused():
+    layer, x = layers(RowBudget(3))[0], torch.ones(2, 8).double()
+    layer(x)
+    layer.capacity = Capacity(1.0, pad=True)
+    with pytest.raises(ValueError, match="capacity.pad to be False with row_budget, got Capacity"):
+        layer(x)

@@ -59,6 +59,7 @@ from moe_ext.integrations.huggingface.experts import (
 )
 from moe_ext.nn.balance.moved import Rebalance, Rebalancer
 from moe_ext.nn.capacity import Capacity
+from moe_ext.nn.combinations import check_combination
 from moe_ext.nn.experts import slots_of_shards
 from moe_ext.nn.torch_state import as_autocast, in_backward
 
@@ -386,17 +387,13 @@ class RowOptions:
                 "replace: expected rebalance to be a Rebalance, 'exact' or 'periodic', got "
                 f"{self.rebalance!r}"
             )
-        moves, capacity, shards = self.moves, self.capacity, shards_of_experts(ep_group)
-        of_shards = f"etp={shards}"
-        for name, value, wanted, other, with_ in (
-            ("capacity_factor", capacity and capacity.factor, None, moves, "rebalance"),
-            ("etp of ep_group", shards, 1, moves, "rebalance"),
-            ("wire", self.wire, None, shards > 1, of_shards),
-        ):
-            if other and value != wanted:
-                raise ValueError(
-                    f"replace: expected {name} to be {wanted} with {with_}, got {value}"
-                )
+        check_combination(
+            "replace",
+            capacity=self.capacity,
+            rebalance=self.moves,
+            etp=shards_of_experts(ep_group),
+            wire=Wire.of("replace", self.wire),
+        )
 
 
 def place_of(module: Any, name: str, group: ProcessGroup | None) -> Placement:

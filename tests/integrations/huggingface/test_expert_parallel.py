@@ -154,8 +154,11 @@ def options_are_refused_on_every_rank():
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for options, text in (
         ({"dispatcher": "p2p"}, r"replace: expected dispatcher to be one of .*got 'p2p'"),
-        ({"combine": "reduced"}, r"to be one of \('dedup', .* for combine='reduced'"),
-        ({"dispatcher": "local"}, r"one that sends for an ep_group of 2 ranks, got 'local'"),
+        (
+            {"combine": "reduced"},
+            r"to be one of \('auto', 'dedup', .* with combine='reduced', got 'alltoall'",
+        ),
+        ({"dispatcher": "local"}, r"with an ep_group of several ranks, got 'local'"),
         ({"wire": "int3"}, r"replace: expected wire to be one of"),
         (
             {"dispatcher": "dedup" if rank else "alltoall"},

@@ -126,13 +126,18 @@ def refusals():
         ("mixtral", world, {"capacity_factor": 0.0}, "expected factor to be positive"),
         (
             *("mixtral", world, {"capacity_factor": 1.0, "rebalance": "exact"}),
-            "expected capacity_factor to be None with rebalance, got 1.0",
+            "replace: expected capacity to be None with rebalance, got Capacity.factor=1.0",
         ),
         (
             *("mixtral", shared, {"rebalance": "exact"}),
             "expected etp of ep_group to be 1 with rebalance, got 2",
         ),
-        ("mixtral", shared, {"wire": "int8"}, "expected wire to be None with etp=2, got int8"),
+        (
+            "mixtral",
+            shared,
+            {"wire": "int8"},
+            "expected wire to be None with etp=2, got Wire.dispatch=.int8",
+        ),
         ("gpt_oss", shared, {}, "a multiple of etp=2, .* got .* with .*_bias"),
     ):
         model = make(family)
