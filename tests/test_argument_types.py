@@ -196,6 +196,7 @@ EXEMPT = {
     "distributed.TokenDispatcher": BASE,
     "distributed.GradScaler": "torch's class, with its arguments and its checks",
     "distributed.MoEMesh": RANKS,
+    "distributed.naming_failed_ranks": "has no numbers or choices",
     "distributed.DispatchChoice": RESULT,
     "distributed.DispatchMetadata": RESULT,
     "distributed.Placement": RESULT,

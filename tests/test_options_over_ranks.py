@@ -45,7 +45,7 @@ D, F, E, K = 8, 6, 8, 2
 OF_A_RANK = {
     *("device", "group", "ep_group", "cp_group", "process_group", "node_group"),
     *("model", "optimizer", "params", "stages", "experts", "ffn", "loss_fn", "update", "end"),
-    *("q", "k", "v", "x", "input", "output", "bitmap", "rng_state"),
+    *("q", "k", "v", "g", "x", "dt", "B", "C", "input", "output", "bitmap", "rng_state"),
     *("loss_sum", "logits", "shift_labels"),
     *("latent", "rope_key", "up_k", "up_v", "grad", "values_K", "indices_K", "out"),
     *("residual", "server_residual", "residual_in", "server_residual_in"),
@@ -816,6 +816,30 @@ def of_packs(**options):
     made.sum().backward()
 
 
+def recurring(**options):
+    """A recurrence of states."""
+    x = {n: torch.ones(1, 2, 4, 3, requires_grad=True) for n in ("q", "k", "v")}
+    given = {**x, "g": -torch.ones(1, 2, 4), "beta": torch.ones(1, 2, 4), **options}
+    yield []
+    attention.gated_delta_rule(**given, group=dist.group.WORLD)[0].sum().backward()
+
+
+def scanned(**options):
+    """A state space."""
+    x = {n: torch.ones(1, 2, 4, 3, requires_grad=True) for n in ("x", "B", "C")}
+    given = {**x, "dt": torch.ones(1, 2, 4), "A": -torch.ones(2), "D": torch.ones(2), **options}
+    yield []
+    attention.selective_scan(**given, group=dist.group.WORLD)[0].sum().backward()
+
+
+def convolved(**options):
+    """A short convolution."""
+    x = torch.ones(1, 2, 4, requires_grad=True)
+    given = {"weight": torch.ones(2, 3), "bias": torch.ones(2), **options}
+    yield []
+    attention.causal_conv1d(x, **given, group=dist.group.WORLD).sum().backward()
+
+
 def unsharded(**options):
     """The whole of a sequence."""
     yield []
@@ -1010,6 +1034,44 @@ CASES += [
             "kv_grad_dtype": torch.bfloat16,
         },
         free={"return_lse": "return (out, lse)"},
+    ),
+    Case(
+        attention.gated_delta_rule,
+        recurring,
+        {
+            "layout": "striped",
+            "cu_seqlens": [0, 3, 8],
+            "scale": 2.0,
+            "initial_state": torch.ones(1, 2, 3, 3),
+            "scheme": "heads",
+            "beta": None,
+        },
+        names={"initial_state": "giving initial_state", "beta": "giving beta"},
+    ),
+    Case(
+        attention.selective_scan,
+        scanned,
+        {
+            "layout": "striped",
+            "cu_seqlens": [0, 3, 8],
+            "initial_state": torch.ones(1, 2, 3, 3),
+            "scheme": "heads",
+            "A": -torch.ones(2, 3),
+            "D": None,
+        },
+        names={"initial_state": "giving initial_state", "A": "a decay by element", "D": "giving D"},
+    ),
+    Case(
+        attention.causal_conv1d,
+        convolved,
+        {
+            "weight": torch.ones(2, 2),
+            "bias": None,
+            "activation": "silu",
+            "layout": "striped",
+            "cu_seqlens": [0, 3, 8],
+        },
+        names={"weight": "sizes", "bias": "giving bias"},
     ),
     Case(
         attention.ring_self_attention,

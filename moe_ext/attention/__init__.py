@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from moe_ext.attention.masks import Mask
     from moe_ext.attention.module import RingAttention
     from moe_ext.attention.packing import PackedDocuments, pack_documents
+    from moe_ext.attention.recurrent.functional import (
+        causal_conv1d,
+        gated_delta_rule,
+        selective_scan,
+    )
     from moe_ext.attention.rsa import RingSelfAttention, ring_self_attention
     from moe_ext.attention.sequence_parallel_mlp import SequenceParallelMLP
     from moe_ext.attention.sharding import (
@@ -32,9 +37,11 @@ if TYPE_CHECKING:
 # The module that has each name: loaded when the name is asked for.
 _HOMES = {
     "Candidate": "auto",
+    "causal_conv1d": "recurrent.functional",
     "choose_scheme": "auto",
     "document_ids": "sharding",
     "explain_scheme": "functional",
+    "gated_delta_rule": "recurrent.functional",
     "gather_from_sequence": "sharding",
     "group_sampler": "huggingface.packing",
     "latent_ring_attention": "latent",
@@ -54,6 +61,7 @@ _HOMES = {
     "RingSelfAttention": "rsa",
     "scatter_to_sequence": "sharding",
     "SchemeChoice": "auto",
+    "selective_scan": "recurrent.functional",
     "sequence_parallel": "context",
     "SequenceParallelMLP": "sequence_parallel_mlp",
     "shard_sequence": "sharding",
@@ -71,9 +79,11 @@ __all__ = [
     "RingSelfAttention",
     "SchemeChoice",
     "SequenceParallelMLP",
+    "causal_conv1d",
     "choose_scheme",
     "document_ids",
     "explain_scheme",
+    "gated_delta_rule",
     "gather_from_sequence",
     "group_sampler",
     "latent_ring_attention",
@@ -86,6 +96,7 @@ __all__ = [
     "ring_attention_varlen",
     "ring_self_attention",
     "scatter_to_sequence",
+    "selective_scan",
     "sequence_parallel",
     "shard_sequence",
     "shift_labels",

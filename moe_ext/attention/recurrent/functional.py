@@ -1,0 +1,573 @@
+"""Recurrences and convolutions over sequences that the ranks of a group hold in parts.
+
+Shapes: B batch, H heads, L positions of this rank, K dim of queries and keys, V dim of values, D
+channels, W taps, P ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+from moe_ext._checks import check_choice
+from moe_ext.attention.checks import message_device, wants_grad
+from moe_ext.attention.context import shared_sequences
+from moe_ext.attention.layouts import Layout, make_layout, ranks_of
+from moe_ext.attention.masks import Offsets, check_cu_seqlens, check_end, rows_of_offsets
+from moe_ext.attention.recurrent import local
+from moe_ext.attention.recurrent.moves import Halo, Move, Spread
+from moe_ext.attention.recurrent.scan import StateScan
+from moe_ext.attention.sharding import check_lengths
+from moe_ext.comm.agreement import agree
+from moe_ext.comm.groups import group_rank
+
+SCHEMES = ("state", "heads")
+
+
+@dataclass(frozen=True)
+class _Sequences:
+    """The sequences of a call as the ranks agreed on them.
+
+    Attributes:
+        group: the ranks.
+        layout: who holds which positions.
+        offsets: of documents, a row for all rows of the batch or one for each; None for one.
+        operation: name for error messages.
+    """
+
+    group: ProcessGroup | None
+    layout: Layout
+    offsets: tuple[tuple[int, ...], ...] | None
+    operation: str
+
+    @property
+    def line(self) -> Layout:
+        """The same positions, one stretch on each rank."""
+        if self.layout.num_ranks == 1:
+            return make_layout("contiguous", self.layout.seq_len, 1)
+        return make_layout("contiguous", self.layout.seq_len, self.layout.num_ranks)
+
+    @property
+    def is_line(self) -> bool:
+        """True if each rank holds one stretch, those of lower ranks before it."""
+        return self.layout.shards == self.line.shards
+
+    def documents(self, positions: Tensor) -> Tensor | None:
+        """`[1 or B, L]`, the document of each position; -1 before the first."""
+        if self.offsets is None:
+            return None
+        rows = [torch.tensor(row, device=positions.device) for row in self.offsets]
+        return torch.stack([torch.bucketize(positions, row, right=True) - 1 for row in rows])
+
+
+def _in_context(
+    group: Any, layout: str | Layout | None, cu_seqlens: Offsets | None
+) -> tuple[Any, str | Layout, Offsets | None]:
+    """Group, layout and documents, those of `sequence_parallel` where none are given."""
+    shared = shared_sequences()
+    if shared is not None and group is None:
+        group, layout = shared.group, shared.layout if layout is None else layout
+        cu_seqlens = shared.cu_seqlens if cu_seqlens is None else cu_seqlens
+    return group, "zigzag" if layout is None else layout, cu_seqlens
+
+
+def _sequences(
+    operation: str,
+    check: Callable[[], tuple[int, dict[str, object]]],
+    tensors: Sequence[Any],
+    context: tuple[Any, str | Layout, Offsets | None],
+) -> _Sequences:
+    """Check a call on this rank, and compare it with those of the others.
+
+    Args:
+        operation: name for error messages.
+        check: gives L and what must be equal on all ranks.
+        tensors: of the call.
+        context: group, layout and documents.
+    """
+    group, layout, cu_seqlens = context
+    ranks = ranks_of(group, operation)
+    problem: Exception | None = None
+    facts: dict[str, object] = {}
+    length, rows = 0, None
+    try:
+        rows = rows_of_offsets(cu_seqlens, operation)
+        if cu_seqlens is not None and rows is None:
+            offsets = check_cu_seqlens(cu_seqlens, operation)
+            assert offsets is not None
+            rows = (offsets,)
+        length, facts = check()
+        facts = {**facts, "layout": layout, "cu_seqlens": rows}
+    except (TypeError, ValueError) as error:
+        problem = error
+    device = message_device(*(x for x in tensors if isinstance(x, Tensor)))
+    told = agree(operation, facts, problem, ranks, device, values=[length], repeats=True)
+    lengths = [row[0] for row in told]
+    for row in rows or ():
+        check_end(row, sum(lengths), operation)
+    one = rows[0] if rows is not None and len(rows) == 1 else None
+    made = make_layout(layout, sum(lengths), len(lengths), cu_seqlens=one)
+    check_lengths(made, lengths, operation, ranks)
+    return _Sequences(ranks, made, None if rows is None else tuple(map(tuple, rows)), operation)
+
+
+def _agree(
+    op: str,
+    names: Mapping[str, Tensor | None],
+    facts: Mapping[str, object],
+    scheme: str,
+    group: ProcessGroup | DeviceMesh | None,
+    layout: str | Layout | None,
+    cu_seqlens: Offsets | None,
+    more: Mapping[str, tuple[Tensor, tuple[str, ...]]] | None = None,
+) -> _Sequences:
+    """The sequences of a recurrence, once the ranks have compared it.
+
+    Args:
+        op: name for error messages.
+        names: q, k, v, g, beta and the state, by their names in the call.
+        facts: further options.
+        scheme: that was asked for.
+        group: as the user gave it.
+        layout: likewise.
+        cu_seqlens: likewise.
+        more: further arguments by name, with the sizes of their dimensions, "H" or "K".
+    """
+    tensors = [*names.values()]
+
+    def check() -> tuple[int, dict[str, object]]:
+        labels, dims = [*names], (4, 4, 4, 3, 3, 4)
+        for name, x, wanted in zip(labels, tensors, dims, strict=True):
+            if x is None and name in labels[4:]:
+                continue
+            is_tensor = isinstance(x, Tensor) and x.dim() == wanted
+            rule = f"a tensor of {wanted} dimensions"
+            _require(op, is_tensor, name, rule, tuple(getattr(x, "shape", ())) or x)
+        q, k, v, g, beta, state = tensors
+        assert q is not None and k is not None and v is not None and g is not None
+        batch, heads, length, v_dim = v.shape
+        fits = q.shape[0] == batch and q.shape[2] == length and heads % max(1, q.shape[1]) == 0
+        rule = f"of shape [{batch}, a divisor of {heads}, {length}, K], as {labels[2]} has it"
+        _require(op, fits, labels[0], rule, tuple(q.shape))
+        shapes = {labels[1]: (k, q.shape), labels[3]: (g, v.shape[:3])}
+        if beta is not None:
+            shapes[labels[4]] = beta, v.shape[:3]
+        if state is not None:
+            shapes[labels[5]] = state, torch.Size((batch, heads, q.shape[3], v_dim))
+        sizes = {"H": heads, "K": q.shape[3]}
+        for name, (x, letters) in (more or {}).items():
+            is_tensor = isinstance(x, Tensor)
+            _require(op, is_tensor, name, "a tensor", type(x).__name__)
+            shapes[name] = x, torch.Size(sizes[letter] for letter in letters)
+        for name, (x, shape) in shapes.items():
+            _require(op, x.shape == shape, name, f"of shape {tuple(shape)}", tuple(x.shape))
+        return length, {
+            "sizes": (batch, heads, q.shape[1], q.shape[3], v_dim),
+            "dtype": v.dtype,
+            "giving initial_state": state is not None,
+            "scheme": scheme,
+            "requiring a gradient": wants_grad(*tensors, *(x for x, _ in (more or {}).values())),
+            **facts,
+        }
+
+    return _sequences(op, check, tensors, _in_context(group, layout, cu_seqlens))
+
+
+def _require(operation: str, holds: bool, argument: str, rule: str, value: object) -> None:
+    if not holds:
+        raise ValueError(f"{operation}: expected {argument} to be {rule}, got {value}")
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    *,
+    group: ProcessGroup | DeviceMesh | None = None,
+    layout: str | Layout | None = None,
+    cu_seqlens: Offsets | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    scheme: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    r"""A recurrence of states over the whole sequence, equal to one process's.
+
+    .. math::
+        S_t = e^{g_t} (I - \beta_t k_t k_t^T) S_{t-1} + \beta_t k_t v_t^T,\quad
+        y_t = \mathrm{scale}\; S_t^T q_t
+
+    Without ``beta`` the state forgets by ``g`` alone, :math:`S_t = e^{g_t} S_{t-1} + k_t v_t^T`, as
+    in lightning attention and in the state space of Mamba-2 (see `selective_scan`). Inside
+    `sequence_parallel` it takes group, layout and documents from there.
+
+    Args:
+        q: `[B, Hk, L, K]`, this rank's positions.
+        k: `[B, Hk, L, K]`.
+        v: `[B, H, L, V]`; H is a multiple of Hk, whose heads serve H / Hk side by side.
+        g: `[B, H, L]`, logarithms of decays, not above 0.
+        beta: `[B, H, L]`, or None.
+        group: the ranks that share the sequence, see `ring_attention`; None is that of
+            `sequence_parallel`, and outside of it this process alone.
+        layout: see `make_layout`; "zigzag" by default.
+        cu_seqlens: offsets of packed documents in the whole sequence, see `ring_attention`; a
+            document starts with a state of zeros, but for the first.
+        scale: factor on q; None for 1 / sqrt(K).
+        initial_state: `[B, H, K, V]`, that position 0 finds, equal on every rank; None for zeros.
+        scheme: "state", each rank runs its own stretch, and maps of states travel, whose bytes do
+            not grow with the sequence; "heads", an all-to-all to shards of the heads and back;
+            "auto", the one that sends less.
+
+    Returns:
+        `[B, H, L, V]` in the dtype of v; and the state `[B, H, K, V]` behind the last position of
+        this rank's heads and stretch, float32 (float64): behind the whole sequence on the last
+        rank with "state" and a contiguous layout, or in one process.
+
+    Raises:
+        ValueError: on every rank: an argument that is wrong by itself on one of them, arguments
+            that differ between ranks, or lengths that are not those of the layout.
+        RankFailureError: a rank died or did not answer; the message names it.
+
+    Reference: Yang, Kautz, Hatamizadeh: Gated Delta Networks, 2024 (arXiv 2412.06464).
+    """
+    names = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}
+    facts: dict[str, object] = {"scale": scale, "giving beta": beta is not None}
+    _check_scheme("gated_delta_rule", scheme)
+    sequences = _agree("gated_delta_rule", names, facts, scheme, group, layout, cu_seqlens)
+    q = q * (q.shape[3] ** -0.5 if scale is None else scale)
+    return _recur(q, k, v, g, beta, initial_state, scheme, sequences)
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    *,
+    group: ProcessGroup | DeviceMesh | None = None,
+    layout: str | Layout | None = None,
+    cu_seqlens: Offsets | None = None,
+    initial_state: Tensor | None = None,
+    scheme: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    r"""The selective state space of Mamba over the whole sequence, equal to one process's.
+
+    .. math::
+        S_t = e^{dt_t A} S_{t-1} + dt_t B_t x_t^T,\quad y_t = S_t^T C_t + D x_t
+
+    Args:
+        x: `[B, H, L, V]`, this rank's positions; of Mamba-1 each channel is a head of V = 1.
+        dt: `[B, H, L]`, behind softplus.
+        A: `[H]`, not above 0, as of Mamba-2; or `[H, K]`, a decay for each element of a state, as
+            of Mamba-1, with scheme "state".
+        B: `[B, G, L, K]`; H is a multiple of G.
+        C: `[B, G, L, K]`.
+        D: `[H]` or None.
+        group: see `gated_delta_rule`.
+        layout: see `gated_delta_rule`.
+        cu_seqlens: see `gated_delta_rule`.
+        initial_state: see `gated_delta_rule`.
+        scheme: see `gated_delta_rule`.
+
+    Returns:
+        `[B, H, L, V]` in the dtype of x, and the state as `gated_delta_rule` gives it.
+
+    Raises:
+        ValueError: as `gated_delta_rule`.
+        RankFailureError: a rank died or did not answer; the message names it.
+
+    Reference: Gu, Dao: Mamba, 2023 (arXiv 2312.00752), equation 2; Dao, Gu: Transformers are SSMs,
+        2024 (arXiv 2405.21060).
+    """
+    op = "selective_scan"
+    by_element = isinstance(A, Tensor) and A.dim() == 2
+    names = {"C": C, "B": B, "x": x, "dt": dt, "beta": None, "initial_state": initial_state}
+    facts: dict[str, object] = {"giving D": D is not None, "a decay by element": by_element}
+    more = {"A": (A, ("H", "K")[: 1 + by_element])} | ({} if D is None else {"D": (D, ("H",))})
+    _check_scheme(op, scheme, ("state",) if by_element else SCHEMES)
+    sequences = _agree(op, names, facts, scheme, group, layout, cu_seqlens, more)
+    scaled = x * dt.unsqueeze(-1)
+    if by_element:
+        out, state = _recur_by_element(C, B, scaled, dt, A, initial_state, sequences)
+    else:
+        decay = dt * A[:, None]
+        out, state = _recur(C, B, scaled, decay, None, initial_state, scheme, sequences)
+    return (out if D is None else out + x * D[:, None, None]).to(x.dtype), state
+
+
+def _check_scheme(op: str, scheme: str, served: Sequence[str] = SCHEMES) -> None:
+    check_choice(op, "scheme", scheme, (*served, "auto"))
+
+
+def _recur(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    state: Tensor | None,
+    scheme: str,
+    sequences: _Sequences,
+) -> tuple[Tensor, Tensor]:
+    """The recurrence of `local.delta_rule` over the sequences."""
+    dtype, heads, kv_heads = torch.promote_types(v.dtype, torch.float32), v.shape[1], q.shape[1]
+    if kv_heads != heads:
+        q, k = (x.repeat_interleave(heads // kv_heads, 1) for x in (q, k))
+    if state is None:
+        state = v.new_zeros(v.shape[0], heads, q.shape[3], v.shape[3], dtype=dtype)
+    row = [q, k, v, g.unsqueeze(-1), *([] if beta is None else [beta.unsqueeze(-1)])]
+    rows, state = [x.to(dtype) for x in row], state.to(dtype)
+    if sequences.layout.num_ranks == 1:
+        whole = sequences.layout.positions(0, v.device)
+        found: tuple[Tensor, Tensor] = _run(rows, state, sequences.documents(whole))
+    elif _scheme(scheme, sequences, rows) == "heads":
+        found = _by_heads(rows, state, sequences)
+    else:
+        found = _by_state(rows, state, sequences)
+    return found[0].to(v.dtype), found[1]
+
+
+def _run(rows: list[Tensor], state: Tensor, documents: Tensor | None) -> local.Scanned:
+    q, k, v, g, *beta = rows
+    return local.delta_rule(
+        q, k, v, g.squeeze(-1), beta[0].squeeze(-1) if beta else None, state, documents
+    )
+
+
+def sent_bytes(
+    scheme: str,
+    layout: Layout,
+    rank: int,
+    *,
+    batch: int,
+    heads: int,
+    dim: int,
+    v_dim: int,
+    has_beta: bool,
+    itemsize: int = 4,
+) -> int:
+    """Bytes that a rank sends in the forward pass of `gated_delta_rule`.
+
+    Args:
+        scheme: "state" or "heads".
+        layout: of the positions.
+        rank: of the group.
+        batch: B.
+        heads: H.
+        dim: K.
+        v_dim: V.
+        has_beta: with the delta rule.
+        itemsize: bytes of an element.
+    """
+    size, width = layout.num_ranks, 2 * dim + v_dim + 1 + has_beta
+    line = make_layout("contiguous", layout.seq_len, size)
+    both = Spread.of_positions(heads, layout), Spread.of_positions(heads, line)
+    if scheme == "heads":
+        both = both[0], Spread.of_heads(heads, layout)
+    there, back = (
+        Move(None, *way, "sent_bytes").elements(rank) for way in (both, (both[1], both[0]))
+    )
+    found = batch * (there * width + back * v_dim)
+    if scheme == "state":
+        one = heads * batch * (dim * (dim if has_beta else 0) + (not has_beta) + dim * v_dim)
+        found += one * StateScan.messages(rank, size)
+    return found * itemsize
+
+
+def _scheme(scheme: str, sequences: _Sequences, rows: list[Tensor]) -> str:
+    """The scheme that is meant; the same on every rank."""
+    if scheme != "auto":
+        return scheme
+    batch, heads, _, dim = rows[0].shape
+    sizes: dict[str, Any] = {
+        "batch": batch,
+        "heads": heads,
+        "dim": dim,
+        "v_dim": rows[2].shape[3],
+        "has_beta": len(rows) > 4,
+    }
+    ranks = range(sequences.layout.num_ranks)
+    most = {
+        name: max(sent_bytes(name, sequences.layout, rank, **sizes) for rank in ranks)
+        for name in SCHEMES
+    }
+    return min(SCHEMES, key=most.__getitem__)
+
+
+def _by_heads(rows: list[Tensor], state: Tensor, sequences: _Sequences) -> tuple[Tensor, Tensor]:
+    """All positions of this rank's heads in between."""
+    layout, heads, op = sequences.layout, state.shape[1], sequences.operation
+    place = Spread.of_positions(heads, layout), Spread.of_heads(heads, layout)
+    move, widths = Move(sequences.group, *place, op), [x.shape[-1] for x in rows]
+    found = move(torch.cat(rows, -1)).split(widths, -1)
+    own = place[1].heads[group_rank(sequences.group)]
+    whole = torch.arange(layout.seq_len, device=state.device)
+    out, state = _run([*found], state[:, own.start : own.stop], sequences.documents(whole))
+    return Move(sequences.group, place[1], place[0], op)(out), state
+
+
+def _by_state(rows: list[Tensor], state: Tensor, sequences: _Sequences) -> tuple[Tensor, Tensor]:
+    """A stretch of positions of all heads on each rank, and states from rank to rank."""
+    layout, line, group = sequences.layout, sequences.line, sequences.group
+    heads, op, rank = state.shape[1], sequences.operation, group_rank(sequences.group)
+    place = Spread.of_positions(heads, layout), Spread.of_positions(heads, line)
+    widths = [x.shape[-1] for x in rows]
+    if not sequences.is_line:
+        rows = [*Move(group, *place, op)(torch.cat(rows, -1)).split(widths, -1)]
+    q, _, v, g, *beta = rows
+    positions = line.positions(rank, v.device)
+    documents, dim, v_dim = sequences.documents(positions), q.shape[3], v.shape[3]
+    if rank > 0:
+        state = torch.zeros_like(state)
+    if beta:
+        # The same recurrence of a state of the identity and no values tells what positions do to a
+        # state (M), and what they read of it.
+        eye = torch.eye(dim, dtype=v.dtype, device=v.device).expand(*state.shape[:2], -1, -1)
+        wide = torch.cat([v, v.new_zeros(*v.shape[:3], dim)], -1)
+        out, found = _run([*rows[:2], wide, *rows[3:]], torch.cat([state, eye], -1), documents)
+        (out, reads), (added, maps) = (x.split([v_dim, dim], -1) for x in (out, found))
+    else:
+        out, added = _run(rows, state, documents)
+        decay = g.cumsum(2)
+        reads, maps = decay.exp() * q, g.sum(2, keepdim=True).exp()
+        if documents is not None and documents.shape[1]:
+            first = documents == documents[:, :1]
+            reads = reads * first[:, None, :, None]
+            maps = maps * (documents[:, -1:] == documents[:, :1])[:, None, :, None]
+    before = sequences.documents(positions[:1] - 1)
+    if before is not None and documents is not None and len(positions) and rank > 0:
+        goes_on = (before == documents[:, :1])[:, None, :, None]
+        reads, maps = reads * goes_on, maps * goes_on
+    scan = StateScan(group, op, not beta)
+    found = scan(maps, added)
+    out, state = out + reads @ found, added + scan.times(maps, found)
+    if not sequences.is_line:
+        out = Move(group, place[1], place[0], op)(out)
+    return out, state
+
+
+def _recur_by_element(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dt: Tensor,
+    rates: Tensor,
+    state: Tensor | None,
+    sequences: _Sequences,
+) -> tuple[Tensor, Tensor]:
+    """The recurrence of `local.diagonal_scan` over the sequences, by states from rank to rank."""
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    layout, line = sequences.layout, sequences.line
+    heads, rank, op = v.shape[1], group_rank(sequences.group), sequences.operation
+    place = Spread.of_positions(heads, layout), Spread.of_positions(heads, line)
+    q, k = (x.repeat_interleave(heads // x.shape[1], 1) for x in (q, k))
+    rows = [x.to(dtype) for x in (q, k, v, dt.unsqueeze(-1))]
+    if not sequences.is_line:
+        widths = [x.shape[-1] for x in rows]
+        rows = [*Move(sequences.group, *place, op)(torch.cat(rows, -1)).split(widths, -1)]
+    q, k, v, dt = rows
+    if state is None or rank > 0:
+        state = v.new_zeros(v.shape[0], heads, q.shape[3], v.shape[3])
+    positions = line.positions(rank, v.device)
+    documents = sequences.documents(positions)
+    before = sequences.documents(positions[:1] - 1)
+    if before is not None and documents is not None and len(positions):
+        goes_on = before == documents[:, :1] if rank > 0 else torch.ones_like(before).bool()
+    else:
+        goes_on = None
+    decay = dt * rates.to(dtype)[:, None]
+    out, added, reads, maps = local.diagonal_scan(q, k, v, decay, state.to(dtype), documents)
+    if line.num_ranks > 1:
+        if goes_on is not None:
+            reads, maps = (x * goes_on[:, None, :, None] for x in (reads, maps))
+        scan = StateScan(sequences.group, op, True)
+        found = scan(maps, added)
+        out, added = out + reads @ found, added + maps * found
+    if not sequences.is_line:
+        out = Move(sequences.group, place[1], place[0], op)(out)
+    return out.to(v.dtype), added
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
+    layout: str | Layout | None = None,
+    cu_seqlens: Offsets | None = None,
+) -> Tensor:
+    """Depthwise convolution of each position with the W - 1 before it, over the whole sequence.
+
+    `y[d, t] = activation(bias[d] + sum_w weight[d, w] x[d, t - W + 1 + w])`, within the document of
+    t. Ranks send the last W - 1 positions of a stretch; layouts that are not contiguous change
+    places once each way.
+
+    Args:
+        x: `[B, D, L]`, this rank's positions.
+        weight: `[D, W]`.
+        bias: `[D]` or None.
+        activation: "silu" ("swish") or None.
+        group: see `gated_delta_rule`.
+        layout: see `gated_delta_rule`.
+        cu_seqlens: see `gated_delta_rule`.
+
+    Returns:
+        `[B, D, L]` in the dtype of x.
+
+    Raises:
+        ValueError: as `gated_delta_rule`.
+        RankFailureError: a rank died or did not answer; the message names it.
+    """
+    op = "causal_conv1d"
+
+    def check() -> tuple[int, dict[str, object]]:
+        is_tensor = isinstance(x, Tensor) and x.dim() == 3
+        _require(op, is_tensor, "x", "of shape [B, D, L]", getattr(x, "shape", x))
+        fits = weight.dim() == 2 and len(weight) == x.shape[1]
+        _require(op, fits, "weight", f"of shape [{x.shape[1]}, W]", tuple(weight.shape))
+        if bias is not None:
+            fits = bias.shape == (x.shape[1],)
+            _require(op, fits, "bias", f"of shape [{x.shape[1]}]", tuple(bias.shape))
+        check_choice(op, "activation", activation, (None, "silu", "swish"))
+        return x.shape[2], {
+            "sizes": (*x.shape[:2], weight.shape[1]),
+            "dtype": x.dtype,
+            "activation": activation,
+            "giving bias": bias is not None,
+            "requiring a gradient": wants_grad(x, weight, bias),
+        }
+
+    context = _in_context(group, layout, cu_seqlens)
+    sequences = _sequences(op, check, (x, weight, bias), context)
+    layout, line, width = sequences.layout, sequences.line, weight.shape[1]
+    rank, ranks = group_rank(sequences.group), sequences.group
+    place = Spread.of_positions(1, layout), Spread.of_positions(1, line)
+    moved = x
+    if not sequences.is_line:
+        moved = Move(ranks, *place, op)(x.mT.unsqueeze(1)).squeeze(1).mT
+    halo = moved.new_zeros(*moved.shape[:2], width - 1)
+    if line.num_ranks > 1 and width > 1:
+        halo = Halo(ranks, line.sizes, width - 1, op)(moved)
+    start = sum(line.sizes[:rank])
+    positions = torch.arange(start - width + 1, start + line.sizes[rank], device=x.device)
+    out = local.causal_conv(
+        moved.to(weight.dtype), weight, bias, halo.to(weight.dtype), sequences.documents(positions)
+    )
+    if activation is not None:
+        out = F.silu(out)
+    out = out.to(x.dtype)
+    if not sequences.is_line:
+        out = Move(ranks, place[1], place[0], op)(out.mT.unsqueeze(1)).squeeze(1).mT
+    return out

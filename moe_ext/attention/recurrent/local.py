@@ -1,0 +1,212 @@
+"""Recurrences over the positions of one process, by chunks.
+
+A state `S [K, V]` a head decays, may forget by the delta rule, and takes a key and a value at each
+position:
+
+    S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,   y_t = S_t^T q_t
+
+Without beta it is gated linear attention, as of Mamba-2 and lightning attention:
+`S_t = exp(g_t) S_{t-1} + k_t v_t^T`. The first position of a document sees no state.
+
+Shapes: B batch, H heads, L positions, K dim of queries and keys, V dim of values, N chunks of C
+positions, W taps of a convolution, D channels.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+CHUNK = 64
+
+
+class Scanned(NamedTuple):
+    """Result of a recurrence.
+
+    Attributes:
+        out: `[B, H, L, V]`.
+        state: `[B, H, K, V]` behind the last position.
+    """
+
+    out: Tensor
+    state: Tensor
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    state: Tensor,
+    documents: Tensor | None = None,
+) -> Scanned:
+    """Run the recurrence over all positions.
+
+    Args:
+        q: `[B, H, L, K]`, scaled; float32 or float64, as all others.
+        k: `[B, H, L, K]`.
+        v: `[B, H, L, V]`.
+        g: `[B, H, L]`, logarithms of decays, not above 0.
+        beta: `[B, H, L]`; None for gated linear attention.
+        state: `[B, H, K, V]`, that the first position finds.
+        documents: `[B or 1, L]` int64, ascending numbers; the first position goes on with the
+            document that `state` is of. None for one document.
+
+    Reference: Yang, Kautz, Hatamizadeh: Gated Delta Networks, 2024 (arXiv 2412.06464), section 3.3,
+        equations 10 to 12; Dao, Gu: Transformers are SSMs, 2024 (arXiv 2405.21060), section 6.
+    """
+    length = q.shape[2]
+    if length == 0:
+        # In the graph of all arguments, so that a backward pass goes the way of other ranks.
+        weight = (q * k).sum(-1) * (g if beta is None else g * beta)
+        return Scanned(v * weight.unsqueeze(-1), state + (weight.sum() + v.sum()))
+    padding = -length % CHUNK
+    q, k, v = (_chunked(x, padding) for x in (q, k, v))
+    decay = _chunked(g.unsqueeze(-1), padding).squeeze(-1).cumsum(-1)  # [B, H, N, C]
+    kept = _Decays.of(decay, documents, padding)
+    rows, keys = k, v
+    scores = q @ k.mT * kept.pairs
+    reads = q * kept.carried
+    if beta is not None:
+        step = _chunked(beta.unsqueeze(-1), padding)
+        # The WY form: all updates of a chunk by one triangular system.
+        system = (step * k) @ k.mT * kept.pairs
+        both = torch.cat([step * v, step * k * kept.carried], -1)
+        solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
+        keys, rows = solved.split([v.shape[-1], k.shape[-1]], -1)
+    writes = (k * kept.to_end).mT
+    outs = []
+    for n in range(q.shape[2]):
+        new = keys[:, :, n]
+        if beta is not None:
+            new = new - rows[:, :, n] @ state
+        outs.append(reads[:, :, n] @ state + scores[:, :, n] @ new)
+        state = state * kept.through[:, :, n] + writes[:, :, n] @ new
+    return Scanned(torch.cat(outs, 2)[:, :, :length], state)
+
+
+class _Decays(NamedTuple):
+    """Decays between positions of a chunk; 0 where a document begins in between.
+
+    Attributes:
+        pairs: `[B, H, N, C, C]`, from the position of a column to that of a row.
+        carried: `[B, H, N, C, 1]`, from before the chunk.
+        to_end: `[B, H, N, C, 1]`, to the end of the chunk.
+        through: `[B, H, N, 1, 1]`, over the whole chunk.
+    """
+
+    pairs: Tensor
+    carried: Tensor
+    to_end: Tensor
+    through: Tensor
+
+    @classmethod
+    def of(cls, decay: Tensor, documents: Tensor | None, padding: int) -> _Decays:
+        lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=decay.device).tril()
+        pairs = decay.unsqueeze(-1) - decay.unsqueeze(-2)
+        carried, to_end = decay.exp(), (decay[..., -1:] - decay).exp()
+        through = carried[..., -1:]
+        if documents is not None:
+            ids = F.pad(documents, (0, padding), mode="replicate") if padding else documents
+            ids = ids.unflatten(1, (-1, CHUNK)).unsqueeze(1)  # [B, 1, N, C]
+            ends = ids[..., -1:]
+            before = torch.cat([ids[:, :, :1, :1], ends[:, :, :-1]], 2)
+            lower = lower & (ids.unsqueeze(-1) == ids.unsqueeze(-2))
+            carried = carried * (ids == before)
+            to_end = to_end * (ids == ends)
+            through = through * (ends == before)
+        pairs = pairs.masked_fill(~lower, -torch.inf).exp()
+        return cls(pairs, carried.unsqueeze(-1), to_end.unsqueeze(-1), through.unsqueeze(-1))
+
+
+def _chunked(x: Tensor, padding: int) -> Tensor:
+    """`[B, H, N, C, ...]` of `[B, H, L, ...]`; zeros behind the last position."""
+    return F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, CHUNK))
+
+
+def diagonal_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    state: Tensor,
+    documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A recurrence whose states decay by element: `S_t = exp(decay_t) S_{t-1} + k_t v_t^T`.
+
+    Args:
+        q: `[B, H, L, K]`.
+        k: `[B, H, L, K]`.
+        v: `[B, H, L, V]`.
+        decay: `[B, H, L, K]`, logarithms, not above 0.
+        state: `[B, H, K, V]`, that the first position finds.
+        documents: as in `delta_rule`.
+
+    Returns:
+        `S_t^T q_t` `[B, H, L, V]` and the last state; then what positions read of a state that came
+        before the first, `[B, H, L, K]`, and what becomes of it, `[B, H, K, 1]`.
+    """
+    length = q.shape[2]
+    if length == 0:
+        weight = (q * k * decay).sum(-1, keepdim=True)
+        maps = torch.ones_like(state[..., :1])
+        return v * weight, state + (weight.sum() + v.sum()), q * decay, maps + weight.sum()
+    since = decay.cumsum(2).exp()
+    if documents is not None:
+        starts = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
+        decay = decay.masked_fill(starts[:, None, :, None], -torch.inf)
+        since = since * (documents == documents[:, :1])[:, None, :, None]
+    # Stretches side by side, position after position; then one stretch after the other.
+    size = math.isqrt(length - 1) + 1
+    q_N, k_N, v_N, decay_N = (
+        F.pad(x, (0, 0, 0, -length % size)).unflatten(2, (-1, size)) for x in (q, k, v, decay)
+    )
+    kept = decay_N.exp()
+    inner, own = torch.zeros_like(k_N[:, :, :, 0, :, None] * v_N[:, :, :, 0, None]), []
+    for t in range(size):
+        new = k_N[:, :, :, t, :, None] * v_N[:, :, :, t, None]
+        inner = kept[:, :, :, t, :, None] * inner + new
+        own.append((q_N[:, :, :, t, None] @ inner)[:, :, :, 0])
+    powers = kept.cumprod(3)
+    read, states = q_N * powers, []
+    for n in range(kept.shape[2]):
+        states.append(state)
+        state = powers[:, :, n, -1, :, None] * state + inner[:, :, n]
+    out = torch.stack(own, 3) + read @ torch.stack(states, 2)
+    return out.flatten(2, 3)[:, :, :length], state, since * q, since[:, :, -1].unsqueeze(-1)
+
+
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    halo: Tensor,
+    documents: Tensor | None = None,
+) -> Tensor:
+    """Depthwise convolution of each position with those before it.
+
+    `y[d, t] = sum_w weight[d, w] x[d, t - W + 1 + w]`, over positions of the document of t.
+
+    Args:
+        x: `[B, D, L]`.
+        weight: `[D, W]`.
+        bias: `[D]` or None.
+        halo: `[B, D, W - 1]`, the positions before the first one.
+        documents: `[B or 1, W - 1 + L]` int64 of the halo and of x; None for one document.
+    """
+    width, length, whole = weight.shape[1], x.shape[2], torch.cat([halo, x], 2)
+    if documents is None and length > 0:
+        return F.conv1d(whole, weight.unsqueeze(1), bias, groups=len(weight))
+    if documents is None:
+        documents = torch.zeros(1, width - 1, dtype=torch.int64, device=x.device)
+    own = documents[:, width - 1 :]
+    out = whole.new_zeros(x.shape) if bias is None else bias[:, None].expand(x.shape)
+    for tap in range(width):
+        same = (documents[:, tap : tap + length] == own).unsqueeze(1)
+        out = out + weight[:, tap, None] * (whole[..., tap : tap + length] * same)
+    return out

@@ -1,0 +1,160 @@
+"""Recurrences of one process against a loop over positions, and against those of transformers."""
+
+import importlib
+
+import pytest
+import recurrent_formulas as formulas
+import torch
+
+from moe_ext.attention import causal_conv1d, gated_delta_rule, selective_scan
+
+KINDS = ("delta", "linear", "scan", "scan by element")
+OFFSETS = {1: (0, 1), 2: (0, 1, 2), 64: (0, 3, 64), 65: (0, 64, 65), 130: (0, 0, 1, 70, 130)}
+
+
+def made(kind, length, batch=2, heads=4, groups=2, dim=5, v_dim=3, seed=0):
+    """Arguments of a recurrence by name, float64."""
+    generator = torch.Generator().manual_seed(seed + length)
+
+    def random(*shape):
+        return torch.rand(*shape, generator=generator, dtype=torch.float64)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    q, k = normal(batch, groups, length, dim), normal(batch, groups, length, dim)
+    v, state = normal(batch, heads, length, v_dim), normal(batch, heads, dim, v_dim)
+    if not kind.startswith("scan"):
+        k = k / k.norm(dim=-1, keepdim=True)
+        found = {"q": q, "k": k, "v": v, "g": -random(batch, heads, length)}
+        found["beta"] = random(batch, heads, length) if kind == "delta" else None
+        return {**found, "initial_state": state}
+    rates = -random(*((heads, dim) if kind == "scan by element" else (heads,)))
+    found = {"x": v, "dt": random(batch, heads, length), "A": rates, "B": k, "C": q}
+    return {**found, "D": normal(heads), "initial_state": state}
+
+
+def run(kind, given, **options):
+    function = selective_scan if kind.startswith("scan") else gated_delta_rule
+    return function(**given, **options)
+
+
+def by_formula(kind, given, documents):
+    """(out, state) by a loop over positions."""
+    wide = {name: x for name, x in given.items() if name != "initial_state"}
+    for name in ("q", "k", "B", "C"):
+        if name in wide:
+            wide[name] = wide[name].repeat_interleave(2, 1)
+    if kind.startswith("scan"):
+        if wide["A"].dim() == 1:
+            wide["A"] = wide["A"][:, None].expand(-1, wide["B"].shape[3])
+        return formulas.selective_scan(**wide, state=given["initial_state"], documents=documents)
+    wide["q"] = wide["q"] * wide["q"].shape[3] ** -0.5
+    return formulas.delta_rule(**wide, state=given["initial_state"], documents=documents)
+
+
+def documents_of(offsets, length):
+    edges = torch.tensor(offsets)
+    return torch.bucketize(torch.arange(length), edges, right=True)[None] - 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", OFFSETS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_equals_the_formula(kind, length, packed):
+    given = {n: x if x is None else x.requires_grad_() for n, x in made(kind, length).items()}
+    offsets = OFFSETS[length] if packed else None
+    found = run(kind, given, cu_seqlens=offsets)
+    wanted = by_formula(kind, given, documents_of(offsets, length) if packed else None)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10)
+    leaves, grads = [x for x in given.values() if x is not None], []
+    for out, state in (found, wanted):
+        loss = out.square().sum() + (state * state.detach().cos()).sum()
+        grads.append(torch.autograd.grad(loss, leaves))
+    torch.testing.assert_close(*grads, rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradcheck(kind):
+    given = made(kind, 3, batch=1, heads=2, groups=1, dim=2, v_dim=2)
+    names = [name for name, x in given.items() if x is not None]
+    leaves = [given[name].requires_grad_() for name in names]
+
+    def function(*tensors):
+        return run(kind, {**given, **dict(zip(names, tensors, strict=True))})
+
+    assert torch.autograd.gradcheck(function, leaves)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("length", [1, 2, 7])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_convolution_equals_the_formula(width, length, activation):
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 3, length).double(), torch.randn(3, width).double()
+    bias = torch.randn(3).double()
+    for offsets in (None, (0, min(2, length), length)):
+        found = causal_conv1d(x, weight, bias, activation=activation, cu_seqlens=offsets)
+        documents = None if offsets is None else documents_of(offsets, length)
+        wanted = formulas.causal_conv(x, weight, bias, documents)
+        wanted = wanted if activation is None else torch.nn.functional.silu(wanted)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "olmo_hybrid"])
+def test_equals_that_of_transformers(family):
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    given = {n: x.float() for n, x in made("delta", 130, dim=16, v_dim=8).items()}
+    found = gated_delta_rule(**given)
+    state = given.pop("initial_state")
+    turned = {name: x.transpose(1, 2) for name, x in given.items()}
+    names = {"q": "query", "k": "key", "v": "value"}
+    turned = {names.get(name, name): x for name, x in turned.items()}
+    out, last = module.torch_chunk_gated_delta_rule(
+        **turned, initial_state=state, output_final_state=True
+    )
+    # Float32: sums of 130 terms near one, by both.
+    torch.testing.assert_close(found, (out.transpose(1, 2), last), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sums_are_float32(dtype):
+    given = {n: x.to(dtype) for n, x in made("delta", 65).items()}
+    out, state = gated_delta_rule(**given)
+    exact, _ = gated_delta_rule(**{n: x.double() for n, x in given.items()})
+    assert out.dtype == dtype and state.dtype == torch.float32
+    error = (out.double() - exact).abs().max() / exact.abs().max()
+    assert error < max(torch.finfo(dtype).eps, 1e-5)
+
+
+WRONG = {
+    "q": (lambda g: {**g, "q": g["q"][..., :2]}, "k to be of shape"),
+    "heads": (lambda g: {**g, "v": g["v"][:, :3], "g": g["g"][:, :3]}, "q to be of shape"),
+    "g": (lambda g: {**g, "g": g["g"][:, :, :-1]}, "g to be of shape"),
+    "beta": (lambda g: {**g, "beta": g["g"][..., None]}, "beta to be a tensor of 3 dimensions"),
+    "state": (
+        lambda g: {**g, "initial_state": g["initial_state"].mT},
+        "initial_state to be of shape",
+    ),
+    "scheme": (lambda g: {**g, "scheme": "ring"}, "scheme to be one of"),
+    "offsets": (lambda g: {**g, "cu_seqlens": (0, 5)}, "cu_seqlens to end at"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_arguments_are_checked(case):
+    change, message = WRONG[case]
+    with pytest.raises(ValueError, match=f"gated_delta_rule: expected {message}"):
+        gated_delta_rule(**change(made("delta", 7)))
+
+
+def test_names_in_messages_are_those_of_the_call():
+    given = made("scan", 7)
+    with pytest.raises(ValueError, match="selective_scan: expected B to be of shape"):
+        selective_scan(**{**given, "B": given["B"][..., :2]})
+    with pytest.raises(ValueError, match=r"selective_scan: expected A to be of shape \(4,\)"):
+        selective_scan(**{**given, "A": given["A"][:2]})
+    with pytest.raises(ValueError, match="selective_scan: expected scheme to be one of"):
+        selective_scan(**made("scan by element", 7), scheme="heads")
+    with pytest.raises(ValueError, match="causal_conv1d: expected weight to be of shape"):
+        causal_conv1d(torch.ones(1, 3, 4), torch.ones(2, 4))

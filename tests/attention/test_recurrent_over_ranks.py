@@ -1,0 +1,196 @@
+"""Recurrences over ranks against one process: every layout, scheme and number of ranks."""
+
+import itertools
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_checks import Checks, ask_briefly
+from test_recurrent import KINDS, made, run
+
+from moe_ext.attention import (
+    causal_conv1d,
+    gated_delta_rule,
+    make_layout,
+    sequence_parallel,
+    shard_sequence,
+)
+from moe_ext.attention.recurrent.functional import sent_bytes
+from moe_ext.distributed import RankFailureError, count_traffic
+from moe_ext.testing import spawn_ranks
+
+LAYOUTS = ("contiguous", "zigzag", "striped", "per_document")
+# Documents that end inside ranks, and at the edges of two and of three.
+PACKED = (0, 1, 18, 19, 24, 24, 37)
+# Lengths that no rank divides, and below the number of ranks.
+LENGTHS = (1, 2, 37, 70)
+SEQUENCE = {"x": 2, "dt": 2, "B": 2, "C": 2, "q": 2, "k": 2, "v": 2, "g": 2, "beta": 2}
+ALL = Checks()
+
+
+def cases():
+    for length, layout in itertools.product(LENGTHS, LAYOUTS):
+        if layout != "per_document":
+            yield length, layout, None
+        if length == PACKED[-1]:
+            yield length, layout, PACKED
+
+
+def summed(x):
+    x = x.clone()
+    dist.all_reduce(x)
+    return x
+
+
+@ALL(*[(kind, scheme) for kind in KINDS for scheme in ("state", "heads", "auto")])
+def a_recurrence_equals_one_process(kind, scheme):
+    if kind == "scan by element" and scheme == "heads":
+        return
+    group, size = dist.group.WORLD, dist.get_world_size()
+    for length, layout, offsets in cases():
+        given = {n: x if x is None else x.requires_grad_() for n, x in made(kind, length).items()}
+        out, _ = run(kind, given, cu_seqlens=offsets)
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).double()
+        names = [name for name, x in given.items() if x is not None]
+        wanted = torch.autograd.grad((out * weight).sum(), [given[name] for name in names])
+
+        def part(x, layout=layout, offsets=offsets):
+            where = {"group": group, "layout": layout, "cu_seqlens": offsets}
+            return shard_sequence(x.detach(), dim=2, **where)
+
+        parts = {
+            name: x
+            if x is None
+            else (part(x) if name in SEQUENCE else x.detach().clone()).requires_grad_()
+            for name, x in given.items()
+        }
+        options = {"group": group, "layout": layout, "cu_seqlens": offsets, "scheme": scheme}
+        with count_traffic() as traffic:
+            found, _ = run(kind, parts, **options)
+        where = f"{kind} {scheme} {length} {layout} {offsets}: "
+        torch.testing.assert_close(
+            found, part(out), rtol=1e-9, atol=1e-10, msg=lambda m, w=where: f"{w}{m}"
+        )
+        (found * part(weight)).sum().backward()
+        for name, grad in zip(names, wanted, strict=True):
+            of_rank = parts[name].grad
+            whole = name in SEQUENCE
+            if not whole:
+                of_rank = summed(torch.zeros_like(grad) if of_rank is None else of_rank)
+            torch.testing.assert_close(
+                of_rank,
+                part(grad) if whole else grad,
+                rtol=1e-8,
+                atol=1e-9,
+                msg=lambda m, w=where, n=name: f"{w}gradient of {n}: {m}",
+            )
+        if scheme != "auto" and kind != "scan by element":
+            due = sent_bytes(
+                scheme,
+                make_layout(layout, length, size, cu_seqlens=offsets),
+                dist.get_rank(),
+                batch=2,
+                heads=4,
+                dim=5,
+                v_dim=3,
+                has_beta=kind == "delta",
+                itemsize=8,
+            )
+            assert traffic.total_bytes == due, (where, traffic.total_bytes, due)
+
+
+@ALL()
+def a_convolution_equals_one_process():
+    group, generator = dist.group.WORLD, torch.Generator().manual_seed(0)
+    for (length, layout, offsets), width in itertools.product(cases(), (1, 2, 4)):
+        shapes = ((2, 3, length), (3, width), (3,), (2, 3, length))
+        tensors = [torch.randn(*s, generator=generator, dtype=torch.float64) for s in shapes]
+        *leaves, weight = [x.requires_grad_() for x in tensors]
+        how = {"activation": "silu", "cu_seqlens": offsets}
+        out = causal_conv1d(*leaves, **how)
+        wanted = torch.autograd.grad((out * weight).sum(), leaves)
+
+        def part(x, layout=layout, offsets=offsets):
+            where = {"group": group, "layout": layout, "cu_seqlens": offsets}
+            return shard_sequence(x.detach(), dim=2, **where)
+
+        x = part(leaves[0]).requires_grad_()
+        mine = [x, *(each.detach().clone().requires_grad_() for each in leaves[1:])]
+        found = causal_conv1d(*mine, group=group, layout=layout, **how)
+        torch.testing.assert_close(found, part(out), rtol=1e-11, atol=1e-12)
+        (found * part(weight)).sum().backward()
+        torch.testing.assert_close(x.grad, part(wanted[0]), rtol=1e-10, atol=1e-11)
+        for leaf, grad in zip(mine[1:], wanted[1:], strict=True):
+            torch.testing.assert_close(summed(leaf.grad), grad, rtol=1e-10, atol=1e-11)
+
+
+@ALL()
+def the_last_rank_has_the_last_state():
+    group, size = dist.group.WORLD, dist.get_world_size()
+    given = made("delta", 37)
+    _, wanted = gated_delta_rule(**given)
+    parts = {
+        name: shard_sequence(x, group=group, dim=2, layout="contiguous") if name in SEQUENCE else x
+        for name, x in given.items()
+    }
+    _, state = gated_delta_rule(**parts, group=group, layout="contiguous", scheme="state")
+    if dist.get_rank() == size - 1:
+        torch.testing.assert_close(state, wanted, rtol=1e-9, atol=1e-10)
+
+
+@ALL()
+def a_context_gives_group_layout_and_documents():
+    group, given = dist.group.WORLD, made("linear", 37)
+    where = {"layout": "striped", "cu_seqlens": PACKED}
+    out, _ = gated_delta_rule(**given, cu_seqlens=PACKED)
+    parts = {
+        name: shard_sequence(x, group=group, dim=2, **where)
+        if name in SEQUENCE and x is not None
+        else x
+        for name, x in given.items()
+    }
+    with sequence_parallel(group, **where):
+        found, _ = gated_delta_rule(**parts)
+    expected = shard_sequence(out, group=group, dim=2, **where)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+
+
+@ALL()
+def other_options_on_one_rank_are_named():
+    group, rank = dist.group.WORLD, dist.get_rank()
+    given = made("delta", 4 * (rank + 1))
+    sizes = {"group": group, "layout": "contiguous"}
+    with pytest.raises(ValueError, match="gated_delta_rule: expected scale to be equal on every"):
+        gated_delta_rule(**given, **sizes, scale=1.0 + rank)
+    with pytest.raises(ValueError, match="gated_delta_rule: expected the shards of a contiguous"):
+        gated_delta_rule(**given, **sizes)
+    if rank == 1:
+        given["g"] = given["g"][..., :1]
+    with pytest.raises(ValueError, match=r"gated_delta_rule: expected g to be of shape.*on rank 1"):
+        gated_delta_rule(**given, **sizes)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_ranks(num_ranks, name):
+    ALL.assert_passed(num_ranks, name)
+
+
+def dies(rank):
+    ask_briefly()
+    group, given = dist.group.WORLD, made("delta", 3)
+    sizes = {"group": group, "layout": "contiguous", "scheme": "state"}
+    gated_delta_rule(**given, **sizes)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(RankFailureError, match="rank 1"):
+        gated_delta_rule(**given, **sizes)
+    return time.monotonic() - start
+
+
+def test_a_dead_rank_is_named():
+    assert spawn_ranks(dies, 3, may_die=(1,))[0] < 20
