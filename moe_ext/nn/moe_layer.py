@@ -243,8 +243,6 @@ class MoELayer(CountingModule):
                 f"got {dispatcher!r}"
             )
         num_ranks = group_size(ep_group)
-        if not named:
-            _check_sizes_of("dispatcher", dispatcher, num_experts=num_experts, num_ranks=num_ranks)
         self._check_combination(
             overlap=overlap,
             rebalance=options,
@@ -256,6 +254,8 @@ class MoELayer(CountingModule):
             experts=experts,
             router=router,
         )
+        if not named:
+            _check_sizes_of("dispatcher", dispatcher, num_experts=num_experts, num_ranks=num_ranks)
         # With rebalance every rank has as many slots for experts of others as for its own.
         moves = options is not None and num_ranks > 1
         spread = num_experts * self._shards * (1 + moves)

@@ -411,9 +411,12 @@ def check_sizes_that_do_not_divide():
     raised(ValueError, text, lambda: MoELayer(8, 6, E + 1, ep_group=world()))
     text = r"expected dispatcher to be one of .* with an ep_group of several ranks, got 'local'"
     raised(ValueError, text, lambda: MoELayer(8, 6, E, ep_group=world(), dispatcher="local"))
+    groups = [dist.new_group([rank]) for rank in range(num_ranks)]
+    own_group = groups[dist.get_rank()]
     for made, text in (
         (AllToAllDispatcher(2 * E, world()), rf"dispatcher to have num_experts={E}, got {2 * E}"),
-        (LocalDispatcher(E), rf"dispatcher to have num_ranks={num_ranks}, got 1"),
+        (AllToAllDispatcher(E, own_group), rf"to have num_ranks={num_ranks}, got 1"),
+        (LocalDispatcher(E), "with an ep_group of several ranks, got LocalDispatcher"),
     ):
         raised(ValueError, text, lambda m=made: MoELayer(8, 6, E, ep_group=world(), dispatcher=m))
     own = torch.nn.Linear(8, 8)
