@@ -71,11 +71,14 @@ class GivenRouter(torch.nn.Module):
 def step(load: str, num_tokens: int) -> tuple[str, ...]:
     """A row of the second table."""
     sizes = (MODEL_DIM, FFN_DIM, NUM_EXPERTS, TOP_K)
-    options = {"ep_group": dist.group.WORLD, "dispatcher": "alltoall"}
     routers = {name: GivenRouter(load, num_tokens) for name in LAYERS}
     layers = {
         name: moe_ext.MoELayer(
-            *sizes, router=routers[name], rebalance=rebalance, balance_loss_coef=0.0, **options
+            *sizes,
+            router=routers[name],
+            dispatcher=moe_ext.nn.Dispatch("alltoall", rebalance=rebalance),
+            balance=0.0,
+            ep_group=dist.group.WORLD,
         )
         for name, rebalance in LAYERS.items()
     }

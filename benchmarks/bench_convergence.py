@@ -36,6 +36,7 @@ from moe_ext.compression import (
     compress_hook,
 )
 from moe_ext.distributed import count_traffic, sync_gradients
+from moe_ext.nn import Dispatch
 from moe_ext.optim import OneBitAdam, ZeroOneAdam
 from moe_ext.testing import spawn_ranks
 
@@ -236,7 +237,7 @@ def train(setting: Setting, data: TextData, seed: int, steps: int) -> Found:
         balance_loss_coef=0.01,
         z_loss_coef=0.0,
         capacity_factor=None,
-        wire=setting.wire,
+        dispatcher=Dispatch(wire=setting.wire),
     )
     init_weights(model, seed)
     warm_steps = steps * WARM_STEPS // STEPS if setting.warm else 0
@@ -326,7 +327,7 @@ def table(found: list[dict[str, Found]], steps: int = STEPS, ranks: int = RANKS)
         f"machine whose network is memory{cores(ranks)}. *variance fixed* is the published 1-bit "
         "Adam, without looks at how far gradients have grown since the freeze "
         "(`variance_interval=0`). *Experts over ranks* sends tokens to experts that are on one "
-        "rank each, in a byte an element where a format is named (`MoELayer(wire=)`). The controls "
+        "rank each, in a byte an element where a format is named (`Dispatch(wire=)`). The controls "
         "show what error feedback is for, and that signs "
         "want 1-bit Adam: Adam divides by the variance of what it is given."
     )

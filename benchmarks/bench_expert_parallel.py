@@ -194,7 +194,7 @@ def hidden_table(wires: Network, ranks: Ranks) -> Table:
         for name in names
     ]
     note = (
-        "Forward and backward of `MoELayer(dispatcher='alltoall', overlap=)` with "
+        "Forward and backward of `Dispatch('alltoall', overlap=)` with "
         f"{layer_of(EQUAL)} on {NUM_NODES} nodes of one rank, 1 Gbit/s apart, where both take "
         "about as long: a layer whose experts do nothing (*transfer*), the experts alone on as "
         "many rows (*experts*), and the layer in 1 part and more. *hidden* is what a step takes "

@@ -68,12 +68,11 @@ def make(name: str, sizes: dict[str, int], router: nn.Module | None, overlap: in
         sizes["ffn_dim"],
         sizes["num_experts"],
         sizes["top_k"],
-        balance_loss_coef=0.0,
+        balance=0.0,
         ep_group=dist.group.WORLD,
-        dispatcher=kind if combine else ALLTOALL,
-        combine=combine or "exact",
-        wire=wire,
-        overlap=overlap,
+        dispatcher=moe_ext.nn.Dispatch(
+            kind if combine else ALLTOALL, combine=combine or "exact", wire=wire, overlap=overlap
+        ),
     )
     if router is not None:
         layer.router = router

@@ -61,7 +61,7 @@ def our_layer(case: Case, block: nn.Module | None = None) -> nn.Module:
     shape, block = case.shape, hf_block(case) if block is None else block
     device = block.gate.weight.device
     sizes = (shape.model_dim, shape.ffn_dim, shape.num_experts, shape.top_k)
-    layer = moe_ext.MoELayer(*sizes, balance_loss_coef=0.0, device=device, dtype=case.dtype)
+    layer = moe_ext.MoELayer(*sizes, balance=0.0, device=device, dtype=case.dtype)
     with torch.no_grad():
         layer.router.weight.copy_(block.gate.weight)
         layer.experts.gate_up_proj.copy_(block.experts.gate_up_proj)

@@ -120,6 +120,13 @@ MUTANTS = [
         "tests/nn/test_combinations.py -k 'page or (row_budget and allgather)'",
     ),
     Mutant(
+        "the earlier name of the z-loss sets the balance loss",
+        "moe_ext/nn/options.py",
+        """"z_loss_coef": ("balance", "z_coef"),""",
+        """"z_loss_coef": ("balance", "coef"),""",
+        "tests/nn/test_moe_layer.py -k earlier",
+    ),
+    Mutant(
         "a changed option does not travel with the counts",
         "moe_ext/dispatch/counts.py",
         "graph += _GRAPH_CODES * self._checksum",

@@ -128,6 +128,7 @@ GOOD = {
     "nn.NoisyTopKRouter": SIZES,
     "nn.ResidualMoE": SIZES | {"ffn_dim": 8},
     "nn.RowBudget": {"rows": 8},
+    "nn.SharedExpert": {"ffn_dim": 8},
     "nn.SinkhornRouter": SIZES,
     "nn.SwitchRouter": SIZES,
     "nn.TopKRouter": SIZES,

@@ -11,6 +11,7 @@ import inspect
 import math
 import os
 import pkgutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -380,8 +381,8 @@ ROUTERS = {
         {"router": {"score_fn": "sigmoid", "selection_bias": True, "bias_update": "quantile"}},
         {"balance": nn_ext.Balance("sequence")},
         {"balance": nn_ext.Balance("global_batch")},
-        {"shared_ffn_dim": 24, "shared_expert_gate": True},
-        {"capacity_factor": 1.0},
+        {"shared_expert": moe_ext.nn.SharedExpert(24, gate=True)},
+        {"capacity": 1.0},
         {"capacity": nn_ext.Capacity(1.0, pad=True)},
         {"capacity": nn_ext.Capacity(1.0, overflow="reroute")},
         {"capacity": nn_ext.Capacity(1.0, drop="random")},
@@ -403,7 +404,8 @@ def moe_of(name, **options):
     options = dict(options)
     own = getattr(routers, name)(D, E, **options.pop("router", {}))
     own.reset_parameters()
-    return nn_ext.MoELayer(D, 24, E, router=own, z_loss_coef=1e-3, **options)
+    balance = replace(options.pop("balance", nn_ext.Balance()), z_coef=1e-3)
+    return nn_ext.MoELayer(D, 24, E, router=own, balance=balance, **options)
 
 
 def passed(layer, padding, seed=0):
@@ -471,11 +473,11 @@ def ways():
         wires = ROW_WIRES if name == "allgather" else WIRES
         for wire in wires if name not in ("auto", "local") else (None,):
             for combine in ("exact", "reduced") if name == "dedup" else ("exact",):
-                yield {"dispatcher": name, "wire": wire, "combine": combine}
-    yield {"dispatcher": "alltoall", "overlap": 2}
+                yield {"dispatcher": moe_ext.nn.Dispatch(name, wire=wire, combine=combine)}
+    yield {"dispatcher": moe_ext.nn.Dispatch("alltoall", overlap=2)}
     yield {"dispatcher": "alltoall", "row_budget": nn_ext.RowBudget(16)}
     yield {"dispatcher": "alltoall", "row_budget": nn_ext.RowBudget(64, static=True)}
-    yield {"dispatcher": "alltoall", "rebalance": "exact"}
+    yield {"dispatcher": moe_ext.nn.Dispatch("alltoall", rebalance="exact")}
 
 
 # Libraries of NVIDIA's GPUs.
@@ -485,11 +487,11 @@ NOT_HERE = {"nccl_ep", "deep_ep", "symm_mem", "local"}
 @masked()
 def every_way_over_ranks():
     for options in ways():
-        if options["dispatcher"] in NOT_HERE:
+        if getattr(options["dispatcher"], "dispatcher", None) in NOT_HERE:
             continue
         os.environ["LOCAL_WORLD_SIZE"] = "1"
         torch.manual_seed(1)
-        layer = nn_ext.MoELayer(D, 24, E, shared_ffn_dim=8, ep_group=dist.group.WORLD, **options)
+        layer = nn_ext.MoELayer(D, 24, E, shared_expert=8, ep_group=dist.group.WORLD, **options)
         same_for_any_padding(layer, dist.get_rank())
 
 

@@ -174,6 +174,10 @@ def with_option(name, kind, **options):
     return layer_of(**{name: kind(**options)})
 
 
+def with_field(name, kind, **options):
+    return layer_of(dispatcher=mn.Dispatch(**{name: kind(**options)}))
+
+
 def grouped_experts(**options):
     sizes = {"num_experts": E, "model_dim": D, "ffn_dim": F} | options
     experts = mn.GroupedExperts(ep_group=dist.group.WORLD, **sizes)
@@ -289,27 +293,31 @@ CASES = [
             ),
             "activation": "geglu",
             "bias": True,
-            "capacity_factor": 1.0,
             "capacity": mn.Capacity(1.0),
             "row_budget": mn.RowBudget(16, static=True),
             "balance": mn.Balance("sequence"),
-            "balance_loss_coef": 0.5,
-            "z_loss_coef": 0.5,
-            "loss_mode": "return",
-            "shared_ffn_dim": 4,
-            "shared_expert_gate": Pair(({"shared_ffn_dim": 4}, True)),
+            "shared_expert": 4,
+            "dispatcher": "dedup",
+            "dtype": torch.bfloat16,
+        },
+        names={"bias": "gate_up_proj_bias"},
+    ),
+    Case(
+        mn.SharedExpert,
+        functools.partial(with_option, "shared_expert", mn.SharedExpert),
+        {"ffn_dim": Pair((4, 8)), "gate": Pair(({"ffn_dim": 4}, True))},
+        names={"ffn_dim": "shared_expert.ffn_dim", "gate": "shared_expert_gate"},
+    ),
+    Case(
+        mn.Dispatch,
+        functools.partial(with_option, "dispatcher", mn.Dispatch),
+        {
             "dispatcher": "dedup",
             "combine": "reduced",
             "wire": "int8",
             "rebalance": "exact",
             "overlap": 2,
             "debug": True,
-            "dtype": torch.bfloat16,
-        },
-        names={
-            "capacity_factor": "capacity",
-            "bias": "gate_up_proj_bias",
-            "shared_ffn_dim": "shared_expert.ffn_dim",
         },
     ),
     Case(
@@ -441,16 +449,16 @@ CASES = [
     Case(
         mn.Balance,
         functools.partial(with_option, "balance", mn.Balance),
-        {"scope": "sequence"},
+        {"scope": "sequence", "coef": 0.5, "z_coef": 0.5, "mode": "return"},
     ),
     Case(
         md.Wire,
-        functools.partial(with_option, "wire", md.Wire),
+        functools.partial(with_field, "wire", md.Wire),
         {name: "int8" for name in ("dispatch", "combine", "backward_dispatch", "backward_combine")},
     ),
     Case(
         mn.Rebalance,
-        functools.partial(with_option, "rebalance", mn.Rebalance),
+        functools.partial(with_field, "rebalance", mn.Rebalance),
         {"mode": "periodic", "break_even": 2.0, "every": 7, "hysteresis": 0.5},
         free={
             "link": "may differ between ranks",
@@ -1407,7 +1415,12 @@ def check_numbers_that_ranks_measure():
     for options in given:
         torch.manual_seed(0)
         layer = moe_ext.MoELayer(
-            D, F, E, K, ep_group=dist.group.WORLD, rebalance=mn.Rebalance(**options)
+            D,
+            F,
+            E,
+            K,
+            ep_group=dist.group.WORLD,
+            dispatcher=moe_ext.nn.Dispatch(rebalance=mn.Rebalance(**options)),
         )
         with torch.no_grad():
             layer.router.weight[:2] += 3
@@ -1425,6 +1438,7 @@ def check_options_that_change_later():
     for name, value in (
         ("capacity", mn.Capacity(2.0)),
         ("balance_loss_coef", 0.5),
+        ("balance", mn.Balance(coef=0.25)),
         ("router.scale", 2.0),
         ("router.top_groups", 2),
         ("experts.activation", "geglu"),
@@ -1439,7 +1453,8 @@ def check_options_that_change_later():
             if last():
                 before = getattr(owner, attribute)
                 setattr(owner, attribute, value)
-            text = rf"expected .*{name}.* to be equal on every rank, got .* on rank 0, .* on rank 1"
+            told = "balance.coef" if name.startswith("balance") else name
+            text = rf"expected .*{told}.* to be equal on every rank, got .* on rank 0, .* on rank 1"
             with pytest.raises(ValueError, match=text):
                 layer(torch.randn(5, D))
             if last():
@@ -1685,7 +1700,7 @@ def check_facades():
 
 @CHECKS()
 def check_plans_of_periodic_balance():
-    (layer,) = [*layer_of(rebalance=mn.Rebalance("periodic", every=1))]
+    (layer,) = [*layer_of(dispatcher=mn.Dispatch(rebalance=mn.Rebalance("periodic", every=1)))]
     if last():
         mn.update_placement(layer)
     with pytest.raises(

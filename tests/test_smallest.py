@@ -98,17 +98,19 @@ def check_experts(way, size, combine, wire, local, refused):
     group, rank = GROUPS[group](), dist.get_rank()
     ranks = dist.get_world_size(group)
     num_experts, top_k = ranks * local, min(top_k, ranks * local)
-    given = {**OPTIONS[option], "balance_loss_coef": 0.1}
+    given = {"balance": 0.1, **OPTIONS[option]}
+    fields = {n: given.pop(n) for n in ("overlap", "rebalance") if n in given}
 
     def make():
-        how = {"dispatcher": dispatcher, "combine": combine, "wire": wire}
-        return moe_ext.MoELayer(4, 3, num_experts, top_k, ep_group=group, **how, **given)
+        how = moe_ext.nn.Dispatch(dispatcher, combine=combine, wire=wire, **fields)
+        sizes = (4, 3, num_experts, top_k)
+        return moe_ext.MoELayer(*sizes, ep_group=group, dispatcher=how, **given)
 
     layer = or_refused(make, refused)
     if layer is None:
         return
     torch.manual_seed(0)
-    alike = {k: v for k, v in given.items() if k not in ("rebalance", "overlap", "row_budget")}
+    alike = {k: v for k, v in given.items() if k != "row_budget"}
     whole = moe_ext.MoELayer(4, 3, num_experts, top_k, **alike)
     own = slice(dist.get_rank(group) * local, (dist.get_rank(group) + 1) * local)
     with torch.no_grad():

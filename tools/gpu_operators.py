@@ -279,7 +279,9 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
 def _layer(device: str, dtype: torch.dtype) -> list[Tensor]:
     """Output and gradients of a layer with a shared expert."""
     torch.manual_seed(0)
-    layer = moe_ext.MoELayer(D, F, E, K, bias=True, z_loss_coef=0.1, shared_ffn_dim=F)
+    layer = moe_ext.MoELayer(
+        D, F, E, K, bias=True, balance=moe_ext.nn.Balance(z_coef=0.1), shared_expert=F
+    )
     x_TD = torch.randn(T, D).to(device, dtype).requires_grad_()
     y_TD = layer.to(device, dtype)(x_TD)
     y_TD.square().sum().backward()

@@ -68,16 +68,16 @@ def build_model(
     args: argparse.Namespace, config: ModelConfig, mesh: moe_ext.distributed.MoEMesh
 ) -> MoELanguageModel:
     """Return this rank's part of the model, its weights drawn from --seed."""
-    spread = {"dispatcher": args.dispatcher, "combine": args.combine, "wire": args.compress}
     alone = mesh.ep_size * mesh.etp_size == 1  # nothing is sent
     try:
+        spread = moe_ext.nn.Dispatch(args.dispatcher, combine=args.combine, wire=args.compress)
         model = MoELanguageModel(
             config,
             ep_group=None if alone else mesh.ep_group,
             balance_loss_coef=args.balance_loss_coef,
             z_loss_coef=args.z_loss_coef,
             capacity_factor=args.capacity_factor,
-            **({} if alone else spread),
+            **({} if alone else {"dispatcher": spread}),
         )
     except ValueError as error:
         raise UserError(str(error)) from error

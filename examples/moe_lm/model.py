@@ -183,9 +183,8 @@ class MoELanguageModel(LanguageModel):
                 config.ffn_dim,
                 config.num_experts,
                 config.top_k,
-                balance_loss_coef=balance_loss_coef,
-                z_loss_coef=z_loss_coef,
-                capacity_factor=capacity_factor,
+                balance=moe_ext.nn.Balance(coef=balance_loss_coef, z_coef=z_loss_coef),
+                capacity=capacity_factor,
                 ep_group=ep_group,
                 **options,
             )

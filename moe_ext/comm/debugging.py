@@ -1,6 +1,6 @@
 """Comparison of collectives over their ranks before they are sent.
 
-With MOE_EXT_DEBUG=1 those of all code are compared, with `MoELayer(debug=True)` those of the layer.
+With MOE_EXT_DEBUG=1 those of all code are compared, with `Dispatch(debug=True)` those of the layer.
 
 A collective that some ranks call otherwise than others hangs, or mixes up bytes. Every call then
 costs one message more, and a wait of the host.

@@ -43,7 +43,7 @@ class Wire:
     keeps every bit: `ops.encode_exponents` codes all rows for a rank, after a message of 8 bytes to
     each rank that tells the lengths.
 
-    The string that `MoELayer(wire=)` takes in the place of a `Wire` sets `dispatch` and
+    The string that `Dispatch(wire=)` takes in the place of a `Wire` sets `dispatch` and
     `backward_dispatch`, as in DeepSeek-V3: what goes to the experts is rounded, where it is the
     input of one product; what comes back is not, since it is added to a residual stream that all
     layers before or after it read. "lossless" sets all four.

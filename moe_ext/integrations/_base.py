@@ -121,7 +121,7 @@ class RenamedLayer(MoELayer):
             gate.top_k,
             router=gate,
             experts=experts,
-            balance_loss_coef=0.0,
+            balance=0.0,
             ep_group=ep_group if group_size(ep_group) > 1 else None,
         )
 

@@ -20,6 +20,7 @@ from moe_ext.nn.metrics import log_metrics, reduce_metrics
 from moe_ext.nn.model_layers import collect_losses, set_loss_scale, update_placement
 from moe_ext.nn.module_experts import ModuleExperts
 from moe_ext.nn.moe_layer import MoELayer
+from moe_ext.nn.options import Dispatch, SharedExpert
 from moe_ext.nn.replay import pinned_routing
 from moe_ext.nn.residual import ResidualMoE, pyramid
 from moe_ext.nn.routers import (
@@ -52,6 +53,7 @@ __all__ = [
     "Capacity",
     "ClampedSwiGLU",
     "CosineRouter",
+    "Dispatch",
     "ExpertChoiceRouter",
     "FeedForward",
     "GShardRouter",
@@ -69,6 +71,7 @@ __all__ = [
     "RouterOutput",
     "RoutingRecord",
     "RowBudget",
+    "SharedExpert",
     "SinkhornRouter",
     "SwitchRouter",
     "Tokens",

@@ -58,7 +58,7 @@ def update_placement(model: nn.Module) -> None:
 def collect_losses(model: nn.Module) -> Tensor:
     """Sum the losses of every `MoELayer` of a model, as of their last forward passes.
 
-    What to add to the caller's loss where the layers have `loss_mode="return"`: it is in the graph
+    Term for the caller's loss where layers have `Balance(mode="return")`: it is in the graph
     then, and scaled by nothing but the coefficients. The terms of layers that inject theirs are in
     the sum too, detached. Call it before the backward pass. Under activation checkpointing the
     layers need `use_reentrant=False`: the reentrant one has no graph until the backward pass.

@@ -9,7 +9,7 @@ import functools
 import math
 import operator
 import weakref
-from numbers import Real
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +17,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext._checks import (
-    check_choice,
-    check_integer,
     check_kind,
     check_numbers,
-    check_real,
     check_sizes,
 )
 from moe_ext._compile import outside_graphs
@@ -31,7 +28,6 @@ from moe_ext.comm.agreement import agree, option_names, options_of, told_option
 from moe_ext.comm.failures import in_layer
 from moe_ext.comm.groups import check_group, group_size, small_message_device
 from moe_ext.dispatch import (
-    DISPATCHERS,
     WHOLE,
     Choice,
     Cut,
@@ -46,8 +42,6 @@ from moe_ext.distributed.dtensor import is_fsdp
 from moe_ext.distributed.placement import declare_experts, shards_of_experts
 from moe_ext.nn.balance.counts import CountingModule, StepCounts, add_once
 from moe_ext.nn.balance.losses import (
-    LOSS_MODES,
-    SCOPES,
     Balance,
     Documents,
     balance_terms,
@@ -55,7 +49,7 @@ from moe_ext.nn.balance.losses import (
     inject_losses,
     loss_terms,
 )
-from moe_ext.nn.balance.moved import Rebalance, Rebalancer
+from moe_ext.nn.balance.moved import Rebalancer
 from moe_ext.nn.balance.quantile import NUM_BINS, add_required_bias
 from moe_ext.nn.capacity import Capacity, limit_choice
 from moe_ext.nn.combinations import check_combination
@@ -69,6 +63,7 @@ from moe_ext.nn.experts import (
 )
 from moe_ext.nn.feed_forward import FeedForward, without_bad_padding
 from moe_ext.nn.layer_metrics import LayerMetrics, Record, read_losses, read_metrics
+from moe_ext.nn.options import Dispatch, SharedExpert, of_number, takes_earlier_names
 from moe_ext.nn.parts import run_plan
 from moe_ext.nn.replay import apply_sessions
 from moe_ext.nn.routers import Router, RouterOutput, TopKRouter
@@ -80,13 +75,21 @@ from moe_ext.ops.autograd import is_transformed, transforms
 _Packed = tuple[Tensor | None, Offsets | None]
 
 
+def _field_of_balance(name: str) -> Any:
+    """A field of the layer's `Balance` as an attribute, which may be set between steps."""
+    return property(
+        lambda layer: getattr(layer.balance, name),
+        lambda layer, value: setattr(layer, "balance", replace(layer.balance, **{name: value})),
+    )
+
+
 class MoELayer(CountingModule):
     """Mixture of experts, `[..., D] -> [..., D]`, in the place of a dense feed-forward network.
 
     `y[t] = sum_k w[t, k] * expert[idx[t, k]](x[t]) (+ shared_expert(x[t]))`. Dropless unless a
     capacity is given. The balance loss, the z-loss and the router's own losses act by themselves:
     in training mode a backward pass through the output also adds the gradient of
-    `loss_scale * (balance_loss_coef * balance_loss + z_loss_coef * z_loss + ...)`.
+    `loss_scale * (balance.coef * balance_loss + balance.z_coef * z_loss + ...)`.
 
     Args:
         model_dim: D.
@@ -101,52 +104,25 @@ class MoELayer(CountingModule):
             `num_experts` (E).
         activation: of the default experts and of the shared expert; see `GroupedExperts`.
         bias: biases in the default experts and in the shared expert.
-        capacity_factor: short for `capacity=Capacity(capacity_factor)`.
         capacity: how many rows an expert takes from the T tokens of this rank (masked ones included
             in T), and what becomes of the others; None takes all, a number is `Capacity(number)`.
-        row_budget: how many rows this rank holds at once; None holds all that come.
-        balance: over which tokens the balance loss counts; None is `Balance()`, those of the pass,
-            and "sequence" or "global_batch" is the `Balance` of that scope.
-        balance_loss_coef: factor on `ops.load_balance_loss`; a router that is balanced by
-            construction gets none.
-        z_loss_coef: factor on `ops.router_z_loss`.
-        loss_mode: "inject" adds the losses' gradients in the backward pass of the output; "return"
-            leaves them to the caller, in the graph, in `losses` (see `collect_losses`); "both" does
-            both, for a caller who looks at them without adding them.
-        shared_ffn_dim: F of an expert that sees every token, masked ones too; 0 for none.
-        shared_expert_gate: weigh the shared expert by `sigmoid(x @ w)`, as Qwen2-MoE does.
+        row_budget: how many rows this rank holds at once; None holds all that come, a number is
+            `RowBudget(number)`.
+        balance: the losses: over which tokens the balance loss counts, and factors. None is
+            `Balance()`; "sequence" or "global_batch" is that of the scope, a number that of the
+            factor.
+        shared_expert: an expert that sees every token, masked ones too; a number is its F, and 0
+            or None is none.
         ep_group: process group to spread the experts over; None keeps all experts on this rank.
-        dispatcher: "auto", "local", "alltoall", "dedup", "hierarchical", "allgather", or a
-            `TokenDispatcher`; each name is "local" on one rank, and "auto" on several the one that
-            takes least time in a rehearsal at the first forward pass, see `explain_dispatch`.
-            "nccl_ep", "deep_ep" and "symm_mem" (with a `row_budget`) are libraries of NVIDIA's
-            GPUs, which no GPU has tried yet.
-        combine: what comes back from the ranks of the experts: "exact", the result of every slot,
-            for the same bits on any number of ranks; or "reduced", one sum a token and rank, which
-            is less to send (see `DedupDispatcher`).
-        wire: "int8", "fp8" or "mx" rounds rows on their way to the experts to a byte an element and
-            scales, tokens in the forward pass and gradients in the backward pass: 0.26 of the bytes
-            of float32, 0.52 of bfloat16. NaN and infinity arrive as NaN. "lossless" keeps every bit
-            of all rows, results and their gradients too, in about 0.67 of the bytes of bfloat16 and
-            0.84 of float32 (on CPU). A `Wire` sets each of the four ways by itself. On one rank
-            nothing travels, and nothing is rounded.
-        rebalance: "exact" runs in every pass the same number of rows on each rank of `ep_group`:
-            where that saves more time than it takes, weights of experts with many rows travel to
-            ranks with few, at most E / P to a rank, and their gradients travel home. "periodic"
-            keeps a plan for many steps, see `update_placement`. A `Rebalance` says more. For
-            `GroupedExperts` without capacity, row_budget, overlap or etp.
-        overlap: parts that the tokens of a pass are cut into: one part travels while the experts
-            work on the one before, forward and backward, with "alltoall", "dedup", "hierarchical"
-            and "auto". 1 sends all at once. For slow links and experts with much to do: each part
-            takes messages of its own, and about 1/overlap of the shorter of the two stays in sight.
-        debug: compare operation, shape, dtype and splits of the layer's collectives over the ranks
-            before they are sent, the same on all of them: one that differs is named by a
-            ValueError on every rank. It costs a message for each. None is what the environment's
-            MOE_EXT_DEBUG says.
+        dispatcher: how rows travel between its ranks: a `Dispatch`, or for `Dispatch(dispatcher)`
+            "auto", "local", "alltoall", "dedup", "hierarchical", "allgather", "nccl_ep", "deep_ep",
+            "symm_mem" or a `TokenDispatcher`.
         device: device of the parameters.
         dtype: dtype of the parameters.
 
     Attributes:
+        balance_loss_coef, z_loss_coef, loss_mode: coef, z_coef and mode of `balance`; may be set
+            between steps, as `capacity`, `row_budget` and `debug` may.
         loss_scale: factor on the injected losses, a number or a 0-d tensor, 1.0 at first. Set it to
             what the caller's loss is multiplied by: 1/steps under gradient accumulation, the scale
             of a `GradScaler`.
@@ -158,8 +134,8 @@ class MoELayer(CountingModule):
             values. Reading them is what synchronises with the device, and what computes those that
             no loss needed.
         losses: the terms of the last forward pass, `balance`, `z` and the router's own: coefficient
-            times loss; detached where loss_mode is "inject". Those of a micro-batch are computed
-            when they are read where no gradients are recorded.
+            times loss; detached where `balance.mode` is "inject". Of a micro-batch they are
+            computed when they are read where no gradients are recorded.
         choices: `[E]` int64, choices of each expert by this rank's tokens in training, counted for
             `update_selection_bias`, once a token; only where the router has a `selection_bias`.
 
@@ -171,8 +147,9 @@ class MoELayer(CountingModule):
     """
 
     # Told by names of their own, since they stand for what ranks may have in several ways.
-    FREE_TO_DIFFER = ("dispatcher", "debug")
+    FREE_TO_DIFFER = ("dispatcher",)
 
+    @takes_earlier_names
     def __init__(
         self,
         model_dim: int,
@@ -184,22 +161,12 @@ class MoELayer(CountingModule):
         experts: nn.Module | None = None,
         activation: Activation = "swiglu",
         bias: bool = False,
-        capacity_factor: float | None = None,
         capacity: Capacity | float | None = None,
-        row_budget: RowBudget | None = None,
-        balance: Balance | str | None = None,
-        balance_loss_coef: float = 0.01,
-        z_loss_coef: float = 0.0,
-        loss_mode: str = "inject",
-        shared_ffn_dim: int = 0,
-        shared_expert_gate: bool = False,
+        row_budget: RowBudget | int | None = None,
+        balance: Balance | str | float | None = None,
+        shared_expert: SharedExpert | int | None = None,
         ep_group: ProcessGroup | None = None,
-        dispatcher: str | TokenDispatcher = "auto",
-        combine: str = "exact",
-        wire: Wire | str | None = None,
-        rebalance: Rebalance | str | None = None,
-        overlap: int = 1,
-        debug: bool | None = None,
+        dispatcher: Dispatch | TokenDispatcher | str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -207,19 +174,16 @@ class MoELayer(CountingModule):
         check_numbers("MoELayer", MoELayer.__init__.__annotations__, locals())
         check_group(ep_group, "MoELayer")
         check_sizes("MoELayer", model_dim=model_dim, num_experts=num_experts)
+        num_ranks, dispatch = group_size(ep_group), Dispatch.of(dispatcher)
+        dispatcher, options = dispatch.dispatcher, dispatch.moves
         self.model_dim = model_dim
         self.num_experts = num_experts
-        self.capacity = _capacity_of(capacity_factor, capacity)
-        self.row_budget = row_budget
-        self.debug = debug
-        self.balance = _balance_of(balance)
-        self.balance_loss_coef = balance_loss_coef
-        self.z_loss_coef = z_loss_coef
-        self.loss_mode = loss_mode
-        check_sizes("MoELayer", overlap=overlap)
+        self.capacity = of_number("capacity", capacity, Capacity)
+        self.row_budget = budget = of_number("row_budget", row_budget, RowBudget)
+        self.balance = Balance.of("MoELayer", balance)
+        self.debug = dispatch.debug
         # Alone a rank sends nothing.
-        self.overlap = overlap if group_size(ep_group) > 1 else 1
-        _check_options(self, shared_ffn_dim, shared_expert_gate)
+        self.overlap = dispatch.overlap if num_ranks > 1 else 1
         self.loss_scale: float | Tensor = 1.0
         self._record: Record = {}
         self._dispatch_choice: DispatchChoice | None = None
@@ -233,42 +197,24 @@ class MoELayer(CountingModule):
         # With etp each shard of an expert is an expert of its own to the dispatcher: their sum
         # is what the expert makes of a token.
         self._shards = shards_of_experts(ep_group)
-        options = Rebalance(rebalance) if isinstance(rebalance, str) else rebalance
-        check_kind("MoELayer", "rebalance", options, Rebalance)
-        wire = Wire.of("MoELayer", wire)
-        named = isinstance(dispatcher, str) or not hasattr(dispatcher, "dispatch")
-        if named and dispatcher not in DISPATCHERS:
-            raise ValueError(
-                f"MoELayer: expected dispatcher to be one of {DISPATCHERS} or a TokenDispatcher, "
-                f"got {dispatcher!r}"
-            )
-        num_ranks = group_size(ep_group)
         self._check_combination(
-            overlap=overlap,
-            rebalance=options,
+            **vars(dispatch),
             num_ranks=num_ranks,
-            combine=combine,
-            wire=wire,
-            dispatcher=dispatcher,
-            own_dispatcher=None if named else dispatcher,
+            own_dispatcher=dispatcher if dispatch.is_object else None,
             experts=experts,
             router=router,
         )
-        if not named:
+        if dispatch.is_object:
             _check_sizes_of("dispatcher", dispatcher, num_experts=num_experts, num_ranks=num_ranks)
         # With rebalance every rank has as many slots for experts of others as for its own.
         moves = options is not None and num_ranks > 1
         spread = num_experts * self._shards * (1 + moves)
-        if row_budget is not None and row_budget.static and dispatcher == "auto":
+        if budget is not None and budget.static and dispatcher == "auto":
             dispatcher = "alltoall"
         if isinstance(dispatcher, str):
-            max_rows = None if row_budget is None else row_budget.rows
-            dispatcher = named_dispatcher(
-                *("MoELayer", dispatcher, spread, ep_group),
-                combine=combine,
-                wire=wire,
-                max_rows=max_rows,
-            )
+            how: dict[str, Any] = {"combine": dispatch.combine, "wire": dispatch.wire}
+            how["max_rows"] = None if budget is None else budget.rows
+            dispatcher = named_dispatcher("MoELayer", dispatcher, spread, ep_group, **how)
         elif not hasattr(dispatcher, "plan"):
             dispatcher = WrappedDispatcher(dispatcher)
         self.dispatcher = dispatcher
@@ -302,11 +248,10 @@ class MoELayer(CountingModule):
             assert options is not None
             assert runs_own_forward(experts)
             self._rebalancer = Rebalancer(options, experts)
-        self.shared_expert = (
-            FeedForward(model_dim, shared_ffn_dim, **made) if shared_ffn_dim else None
-        )
+        shared = of_number("shared_expert", shared_expert or None, SharedExpert)
+        self.shared_expert = FeedForward(model_dim, shared.ffn_dim, **made) if shared else None
         self.shared_expert_gate: nn.Linear | None = None
-        if shared_expert_gate:
+        if shared is not None and shared.gate:
             self.shared_expert_gate = nn.Linear(model_dim, 1, False, device=device, dtype=dtype)
         step = None
         if self.balance.scope == "global_batch":
@@ -319,6 +264,11 @@ class MoELayer(CountingModule):
             assert isinstance(router, Router)
             if router.rng_state is None:
                 router.add_rng_state(self.capacity.seed, device=device)
+
+    # Fields of `balance` that may be set between steps.
+    balance_loss_coef = _field_of_balance("coef")
+    z_loss_coef = _field_of_balance("z_coef")
+    loss_mode = _field_of_balance("mode")
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew; the values depend on the seed but not on `ep_group`."""
@@ -588,7 +538,7 @@ class MoELayer(CountingModule):
 
     def _wants_balance_loss(self) -> bool:
         """A router that is balanced by construction gets none."""
-        return self.balance_loss_coef > 0 and not getattr(self.router, "balanced", False)
+        return bool(self.balance.coef) and not getattr(self.router, "balanced", False)
 
     def _account(
         self,
@@ -611,8 +561,8 @@ class MoELayer(CountingModule):
                 )
         if step is not None:
             step.add(counted.num_tokens_per_expert)
-        balance_coef = self.balance_loss_coef if self._wants_balance_loss() else 0.0
-        coefs = {"balance": balance_coef, "z": self.z_loss_coef}
+        balance_coef = (self.balance.coef or 0.0) if self._wants_balance_loss() else 0.0
+        coefs = {"balance": balance_coef, "z": self.balance.z_coef}
         unread = {}
         # Without a graph nobody but a reader wants them.
         if not torch.is_grad_enabled() and self.balance.scope == "micro_batch":
@@ -630,9 +580,9 @@ class MoELayer(CountingModule):
                 z_coef=coefs["z"],
                 step=step,
             )
-        if terms and self.loss_mode != "return" and self.training and torch.is_grad_enabled():
+        if terms and self.balance.mode != "return" and self.training and torch.is_grad_enabled():
             y_TD = inject_losses(y_TD, terms, self.loss_scale)
-        if self.loss_mode == "inject":
+        if self.balance.mode == "inject":
             terms = {name: (coef, term.detach()) for name, (coef, term) in terms.items()}
         self._record = {
             "num_tokens_per_expert": chosen_E,
@@ -715,7 +665,7 @@ def _made_with(layer: MoELayer) -> dict[str, object]:
 
 def _options_now(layer: MoELayer) -> dict[str, object]:
     """Options that must be equal on every rank, as the attributes are now, by name."""
-    found = options_of(layer)
+    found = {**options_of(layer), "overlap": layer.overlap}
     for name, module in _parts(layer):
         found.update(options_of(module, name))
     if _is_periodic(layer):
@@ -727,7 +677,7 @@ def _options_now(layer: MoELayer) -> dict[str, object]:
 
 def _paths_of_options(layer: MoELayer) -> list[str]:
     """The attributes that `_options_now` reads."""
-    found = option_names(layer)
+    found = [*option_names(layer), "overlap"]
     for name, module in _parts(layer):
         found += [f"{name}.{option}" for option in option_names(module)]
     return [*found, "training", "_rebalancer.calls"] if _is_periodic(layer) else found
@@ -745,34 +695,6 @@ def _parts(layer: MoELayer) -> list[tuple[str, nn.Module]]:
     return [(n, m) for n, m in found if isinstance(m, (Router, GroupedExperts, FeedForward))]
 
 
-def _capacity_of(factor: float | None, capacity: Capacity | float | None) -> Capacity | None:
-    """The capacity that is meant, None for no limit."""
-    name, value = ("capacity", capacity) if factor is None else ("capacity_factor", factor)
-    if factor is not None and capacity is not None:
-        raise ValueError(
-            "MoELayer: expected capacity_factor or capacity to be None, got "
-            f"capacity_factor={factor} and {capacity}"
-        )
-    if value is None or (factor is None and isinstance(value, Capacity)):
-        return value
-    if isinstance(value, (Capacity, bool)) or not isinstance(value, Real):
-        kind = "a Capacity, " if factor is None else ""
-        raise TypeError(f"MoELayer: expected {name} to be {kind}a number or None, got {value!r}")
-    if not 0 < value < math.inf:
-        raise ValueError(f"MoELayer: expected {name} to be positive or None, got {value}")
-    return Capacity(float(value))
-
-
-def _balance_of(balance: Balance | str | None) -> Balance:
-    """The balance that is meant."""
-    if balance is None:
-        return Balance()
-    if isinstance(balance, str):
-        check_choice("MoELayer", "balance", balance, SCOPES)
-        return Balance(balance)
-    return balance
-
-
 def _router_of(name: str, model_dim: int, num_experts: int, top_k: int, **made: Any) -> TopKRouter:
     """The router that a name stands for: that of a score function."""
     if name not in SCORE_FNS:
@@ -782,31 +704,6 @@ def _router_of(name: str, model_dim: int, num_experts: int, top_k: int, **made: 
             f"moe_ext.nn.switch_moe and its like for whole layers), got {name!r}"
         )
     return TopKRouter(model_dim, num_experts, top_k, score_fn=name, **made)
-
-
-def _check_options(layer: MoELayer, shared_ffn_dim: int, shared_expert_gate: bool) -> None:
-    """Refuse values that are not allowed, and those that do not go together."""
-    for name in ("balance_loss_coef", "z_loss_coef"):
-        check_real("MoELayer", name, getattr(layer, name))
-        if not (0 <= getattr(layer, name) < math.inf):
-            raise ValueError(
-                f"MoELayer: expected {name} to be at least 0, got {getattr(layer, name)}"
-            )
-    options = {"capacity": Capacity, "row_budget": RowBudget, "balance": Balance}
-    for name, kind in options.items():
-        value = getattr(layer, name)
-        if value is not None and not isinstance(value, kind):
-            raise TypeError(f"MoELayer: expected {name} to be a {kind.__name__}, got {value!r}")
-    check_choice("MoELayer", "loss_mode", layer.loss_mode, LOSS_MODES)
-    check_integer("MoELayer", "shared_ffn_dim", shared_ffn_dim)
-    if shared_ffn_dim < 0:
-        raise ValueError(
-            f"MoELayer: expected shared_ffn_dim to be at least 0, got {shared_ffn_dim}"
-        )
-    if shared_expert_gate and not shared_ffn_dim:
-        raise ValueError(
-            "MoELayer: expected shared_ffn_dim to be positive with shared_expert_gate=True, got 0"
-        )
 
 
 def _check_sizes_of(name: str, part: object, **sizes: int | None) -> None:

@@ -24,11 +24,20 @@ def _made(options: dict[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name in ("device", "dtype") if name in options}
 
 
-def _layer(router: Router, ffn_dim: int, options: dict[str, Any], **preset: Any) -> MoELayer:
+def _layer(
+    router: Router,
+    ffn_dim: int,
+    options: dict[str, Any],
+    balance: Balance | None = None,
+    **preset: Any,
+) -> MoELayer:
+    """The layer; a `Balance` among the options has the preset's factor if it says none."""
     if "capacity_factor" in options:
         preset.pop("capacity", None)
+    coef = None if balance is None else balance.coef
+    given = Balance.of("MoELayer", options.get("balance", balance), 0.01 if coef is None else coef)
     sizes = (router.model_dim, ffn_dim, router.num_experts, router.top_k)
-    return MoELayer(*sizes, router=router, **{**preset, **options})
+    return MoELayer(*sizes, router=router, **{**preset, **options, "balance": given})
 
 
 def switch(
@@ -63,9 +72,7 @@ def switch(
         model_dim, num_experts, jitter_eps=jitter_eps, seed=seed, **_made(options)
     )
     capacity = Capacity(1.25, eval_factor=2.0)
-    return _layer(
-        router, ffn_dim, options, activation="relu", capacity=capacity, balance_loss_coef=0.01
-    )
+    return _layer(router, ffn_dim, options, activation="relu", capacity=capacity)
 
 
 def gshard(
@@ -96,9 +103,7 @@ def gshard(
     """
     router = GShardRouter(model_dim, num_experts, seed=seed, **_made(options))
     capacity = Capacity(1.0, groups=groups, drop="choice")
-    return _layer(
-        router, ffn_dim, options, activation="relu", capacity=capacity, balance_loss_coef=0.01
-    )
+    return _layer(router, ffn_dim, options, activation="relu", capacity=capacity)
 
 
 def glam(
@@ -182,7 +187,7 @@ def qwen3(
     (arXiv 2501.11873), the global-batch loss.
     """
     router = TopKRouter(model_dim, num_experts, top_k, **_made(options))
-    return _layer(router, ffn_dim, options, activation="swiglu", balance_loss_coef=0.001 * top_k)
+    return _layer(router, ffn_dim, options, Balance(coef=0.001 * top_k), activation="swiglu")
 
 
 def deepseek_v3(
@@ -230,8 +235,7 @@ def deepseek_v3(
         router,
         ffn_dim,
         options,
+        Balance("sequence", coef=1e-4),
         activation="swiglu",
-        shared_ffn_dim=ffn_dim,
-        balance=Balance("sequence"),
-        balance_loss_coef=1e-4,
+        shared_expert=ffn_dim,
     )

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext._checks import check_choice
 from moe_ext.distributed.dtensor import local_part
+from moe_ext.nn.balance.losses import Balance
 from moe_ext.nn.expert_activation import GATED_KIND_OF, plain_kind, run_activation
 from moe_ext.nn.experts import GroupedExperts
 from moe_ext.nn.feed_forward import FeedForward
@@ -168,9 +169,8 @@ def upcycle(
         # The weights have to sum to one, also that of a single expert, which is warned of.
         router=TopKRouter(model_dim, num_experts, top_k, score_fn=router, renormalize=True, **made),
         experts=experts,
-        balance_loss_coef=balance_loss_coef,
-        z_loss_coef=z_loss_coef,
-        capacity_factor=capacity_factor,
+        balance=Balance(coef=balance_loss_coef, z_coef=z_loss_coef),
+        capacity=capacity_factor,
         ep_group=ep_group,
         **made,
     )

@@ -61,7 +61,7 @@ class _DecoderLayer(nn.Module):
             max(1, m.num_experts),
             max(1, m.top_k),
             activation="swiglu" if gated else "gelu",
-            shared_ffn_dim=m.shared_ffn_dim if m.num_experts else 0,
+            shared_expert=m.shared_ffn_dim if m.num_experts else 0,
             ep_group=ep_group,
             device=device,
             dtype=dtype,

@@ -51,7 +51,7 @@ class Loads(NamedTuple):
 
 
 def moves_of(counts_SE: Tensor, num_ranks: int) -> Moves:
-    """Experts that `MoELayer(rebalance="exact")` moves.
+    """Experts that `Dispatch(rebalance="exact")` moves.
 
     Args:
         counts_SE: shares of the rows.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from moe_ext import MoELayer
 from moe_ext.comm import collectives, debugging, failures
 from moe_ext.dispatch.rows import all_to_all_rows
-from moe_ext.nn import RowBudget
+from moe_ext.nn import Dispatch, RowBudget
 from moe_ext.testing import spawn_ranks
 
 
@@ -95,7 +95,11 @@ def of_one_layer(rank):
     world = dist.group.WORLD
     texts, counts = [], []
     for options in WAYS:
-        made = functools.partial(MoELayer, 8, 6, 4, 2, ep_group=world, **options)
+
+        def made(debug=None, options=options):
+            way = Dispatch(options.get("dispatcher", "auto"), debug=debug)
+            return MoELayer(8, 6, 4, 2, ep_group=world, **options | {"dispatcher": way})
+
         watched, silent, left_out = made(debug=True), made(), made(debug=False)
         with mock.patch.object(debugging, "compare", side_effect=debugging.compare) as compare:
             compared = functools.partial(names_of, compare)

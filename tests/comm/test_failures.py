@@ -13,6 +13,7 @@ from rank_checks import ask_briefly
 from moe_ext import MoELayer
 from moe_ext.comm import collectives, failures, reports
 from moe_ext.distributed import RankFailureError, checkpoint, clip_grad_norm_, sync_gradients
+from moe_ext.nn import Dispatch
 from moe_ext.testing import _free_port, spawn_ranks
 
 
@@ -82,8 +83,8 @@ def test_survivors_name_the_rank_that_died(moment, victim, how, store):
 def send_until_a_rank_dies(rank, dispatcher, combine, backward, victim):
     """(message, ranks named, seconds) of the error that a survivor sees."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    how = {"dispatcher": dispatcher, "combine": combine}
-    layer = MoELayer(8, 6, 8, 4, ep_group=dist.group.WORLD, **how)
+    how = Dispatch(dispatcher, combine=combine)
+    layer = MoELayer(8, 6, 8, 4, ep_group=dist.group.WORLD, dispatcher=how)
     x = torch.randn(5, 8, requires_grad=True)
     layer(x).sum().backward()
     started = time.monotonic()

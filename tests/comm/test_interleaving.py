@@ -26,11 +26,13 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.recompute = recompute
-        made = {"ep_group": dist.group.WORLD, "shared_ffn_dim": 5}
+        made = {"ep_group": dist.group.WORLD, "shared_expert": 5}
         self.layers = nn.ModuleList(
             [
                 moe_ext.MoELayer(D, 6, E, 2, dispatcher="alltoall", **made),
-                moe_ext.MoELayer(D, 6, E, 2, dispatcher="dedup", overlap=2, **made),
+                moe_ext.MoELayer(
+                    D, 6, E, 2, dispatcher=moe_ext.nn.Dispatch("dedup", overlap=2), **made
+                ),
             ]
         )
         if recompute == "selective":

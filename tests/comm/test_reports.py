@@ -19,7 +19,7 @@ from moe_ext import MoELayer
 from moe_ext.comm import c10d, collectives, reports
 from moe_ext.dispatch import rows as exchanges
 from moe_ext.distributed import HierarchicalDispatcher, RankFailureError, sync_gradients
-from moe_ext.nn import ModuleExperts, RowBudget
+from moe_ext.nn import Dispatch, ModuleExperts, RowBudget
 from moe_ext.testing import spawn_ranks
 
 DIM = 8
@@ -77,17 +77,16 @@ def make_layer(rank, dispatcher, part, rows, overlap=1):
         dispatcher = HierarchicalDispatcher(12, group, node_size=2)
     budget = None if rows is None else RowBudget(rows)
     options = {
-        "dispatcher": dispatcher,
+        "dispatcher": Dispatch(dispatcher, overlap=overlap),
         "ep_group": group,
         "row_budget": budget,
-        "overlap": overlap,
     }
     if part == "own experts":
         own = [Faulty(nn.Linear(DIM, DIM)) for _ in range(12 // dist.get_world_size())]
         experts = ModuleExperts(own, ep_group=group)
         layer = MoELayer(DIM, 6, 12, 2, experts=experts, **options)
         return layer, own[0]
-    layer = MoELayer(DIM, 6, 12, 2, shared_ffn_dim=4, **options)
+    layer = MoELayer(DIM, 6, 12, 2, shared_expert=4, **options)
     faulty = Faulty(getattr(layer, part))
     setattr(layer, part, faulty)
     return layer, faulty

@@ -89,7 +89,7 @@ class FakeCuda:
 
 def layer():
     torch.manual_seed(3)
-    return MoELayer(8, 6, 4, ep_group=dist.group.WORLD, shared_ffn_dim=4, dtype=torch.float64)
+    return MoELayer(8, 6, 4, ep_group=dist.group.WORLD, shared_expert=4, dtype=torch.float64)
 
 
 def step(sharded):

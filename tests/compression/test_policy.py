@@ -32,7 +32,7 @@ class Block(nn.Module):
         self.ln_1 = nn.LayerNorm(64)
         self.self_attn = nn.MultiheadAttention(64, 2)
         self.post_norm = RMSNorm(64)
-        self.moe = moe_ext.MoELayer(64, 64, 4, 2, bias=True, shared_ffn_dim=32)
+        self.moe = moe_ext.MoELayer(64, 64, 4, 2, bias=True, shared_expert=32)
         self.gate = nn.Linear(64, 4)
         self.gate_proj = nn.Linear(64, 64)
         self.lm_head = nn.Linear(64, 50, bias=False)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_ext import MoELayer
 from moe_ext.dispatch import auto
 from moe_ext.distributed import AutoDispatcher, HierarchicalDispatcher, count_traffic
-from moe_ext.nn import RowBudget
+from moe_ext.nn import Dispatch, RowBudget
 
 E, D, K = 12, 8, 4  # E is a multiple of every group size used
 # A row for each of K experts in float64 is 256 bytes a token: beyond auto.SMALL_BYTES.
@@ -36,9 +36,10 @@ def layer(dispatcher="auto", combine="exact", **options):
     torch.manual_seed(3)
     options = {"dtype": torch.float64, **options}
     world = dist.group.WORLD
-    options = {"dispatcher": dispatcher, "combine": combine, **options}
+    fields = {n: options.pop(n) for n in ("wire", "overlap", "rebalance") if n in options}
+    way = Dispatch(dispatcher, combine=combine, **fields)
     two_ranks_a_node()
-    one = MoELayer(D, 6, E, K, ep_group=world, **options)
+    one = MoELayer(D, 6, E, K, ep_group=world, dispatcher=way, **options)
     no_nodes()
     one.register_forward_pre_hook(two_ranks_a_node)
     one.register_forward_hook(no_nodes, always_call=True)

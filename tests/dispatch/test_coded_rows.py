@@ -23,7 +23,7 @@ from moe_ext.distributed import (
     Wire,
     count_traffic,
 )
-from moe_ext.nn import RowBudget
+from moe_ext.nn import Dispatch, RowBudget
 from moe_ext.ops.quantize import row_bytes
 
 E, D, K, T = 12, 150, 4, 9  # E is a multiple of every group size used; D of no block
@@ -56,7 +56,8 @@ def layer(way, wire=None, dtype=torch.float32, combine="exact", **options):
     torch.manual_seed(3)
     reduced = {} if way == "alltoall" else {"combine": combine}
     made = dispatcher(way, wire, **reduced)
-    options = {"balance_loss_coef": 0.0, **options}
+    made = Dispatch(made, overlap=options.pop("overlap", 1))
+    options = {"balance": 0.0, **options}
     return MoELayer(D, 24, E, K, ep_group=dist.group.WORLD, dispatcher=made, dtype=dtype, **options)
 
 
@@ -110,7 +111,7 @@ class RoundingDispatcher(LocalDispatcher):
 def whole(wire):
     torch.manual_seed(3)
     made = RoundingDispatcher(Wire.of("test", wire), dist.get_world_size())
-    return MoELayer(D, 24, E, K, dispatcher=made, balance_loss_coef=0.0).double()
+    return MoELayer(D, 24, E, K, dispatcher=made, balance=0.0).double()
 
 
 def check_rows_and_gradients_are_rounded_once_each():
@@ -201,7 +202,7 @@ def check_lossless_keeps_every_bit():
         assert emulation.num_launches() > launches
     text = "expected wire to send tokens in rows of one length"
     raised(ValueError, text, functools.partial(dispatcher, "allgather"), "lossless")
-    one = MoELayer(D, 24, E, K, ep_group=dist.group.WORLD, wire="lossless")
+    one = MoELayer(D, 24, E, K, ep_group=dist.group.WORLD, dispatcher=Dispatch(wire="lossless"))
     one(tokens(rank))
     assert "allgather" not in [c.name for c in one.explain_dispatch().candidates]
 
@@ -309,7 +310,7 @@ def check_training_falls_as_without():
 
 def check_auto_chooses_among_dispatchers_with_the_wire():
     rank = dist.get_rank()
-    one = MoELayer(D, 24, E, K, ep_group=dist.group.WORLD, wire="mx")
+    one = MoELayer(D, 24, E, K, ep_group=dist.group.WORLD, dispatcher=Dispatch(wire="mx"))
     with torch.no_grad():
         y = one(tokens(rank))
     assert one.dispatcher.wire == Wire(dispatch="mx", backward_dispatch="mx")
@@ -328,14 +329,14 @@ def check_what_cannot_be_served():
     for options, text in (
         (
             {"wire": "int4"},
-            r"MoELayer: expected wire to be one of \(None, 'int8', 'fp8', 'mx', 'lossless'\)",
+            r"Dispatch: expected wire to be one of \(None, 'int8', 'fp8', 'mx', 'lossless'\)",
         ),
         (
             {"wire": "mx", "dispatcher": dispatcher("dedup", None)},
             "wire to be None with a dispatcher that is an object",
         ),
     ):
-        raised(ValueError, text, functools.partial(make, **options))
+        raised(ValueError, text, lambda given=options: make(dispatcher=Dispatch(**given)))
     text = r"with Wire\(dispatch='int8'.*which has fewer digits, got torch.float64; leave wire out"
     for way in WAYS:
         one = layer(way, "int8", torch.float64)
@@ -343,7 +344,7 @@ def check_what_cannot_be_served():
         text_of_both = r"expected wire.dispatch to be equal .* got .*fp8.* on rank \d"
         mixed = make(dispatcher=dispatcher.__wrapped__(way, "mx" if odd else "fp8"))
         raised(ValueError, text_of_both, mixed, tokens(0))
-    by_name = make(wire="mx")
+    by_name = make(dispatcher=Dispatch(wire="mx"))
     assert "wire=Wire(dispatch='mx', combine=None, backward_dispatch='mx'" in repr(by_name)
 
 
@@ -378,7 +379,7 @@ def test_messages_keep_every_bit_of_every_number(device):
 
 def test_one_rank_rounds_nothing():
     torch.manual_seed(0)
-    plain, coded = (MoELayer(64, 32, 4, 2, wire=wire) for wire in (None, "mx"))
+    plain, coded = (MoELayer(64, 32, 4, 2, dispatcher=Dispatch(wire=wire)) for wire in (None, "mx"))
     coded.load_state_dict(plain.state_dict())
     x = torch.randn(6, 64)
     assert torch.equal(plain(x), coded(x))

@@ -20,7 +20,7 @@ from moe_ext.distributed import (
     HierarchicalDispatcher,
     count_traffic,
 )
-from moe_ext.nn import RowBudget
+from moe_ext.nn import Dispatch, RowBudget
 
 E, D, K = 12, 8, 4  # E is a multiple of every group size used
 WAYS = ("dedup", "hierarchical", "allgather")
@@ -80,8 +80,8 @@ def cases():
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     yield {}
     yield {"dtype": torch.bfloat16}
-    yield {"shared_ffn_dim": 4, "bias": True}
-    yield {"capacity_factor": 0.5, "size": 40}
+    yield {"shared_expert": 4, "bias": True}
+    yield {"capacity": 0.5, "size": 40}
     yield {"mask": torch.arange(9) % 2 == rank % 2}
     yield {"mask": torch.full((9,), rank > 0)}
     yield {"x_grad": rank > 0}
@@ -104,10 +104,10 @@ def check_exact_gives_the_bits_of_a_row_for_each_expert():
 def budgeted_cases():
     rank = dist.get_rank()
     yield {"row_budget": RowBudget(7)}
-    yield {"row_budget": RowBudget(500), "shared_ffn_dim": 4}
+    yield {"row_budget": RowBudget(500), "shared_expert": 4}
     yield {"row_budget": RowBudget(9), "dtype": torch.bfloat16, "bias": True}
     yield {"row_budget": RowBudget(11, overflow="drop"), "dtype": torch.bfloat16}
-    yield {"row_budget": RowBudget(5), "size": 4 * (rank == 0), "capacity_factor": 0.7}
+    yield {"row_budget": RowBudget(5), "size": 4 * (rank == 0), "capacity": 0.7}
     yield {"row_budget": RowBudget(6), "x_grad": rank > 0, "mask": torch.arange(9) > 3}
 
 
@@ -319,11 +319,11 @@ def check_layers_that_have_met_others_raise_everywhere():
 def check_options_that_cannot_be_served():
     world = dist.group.WORLD
     wrong = functools.partial(DedupDispatcher, E, world, combine="sum")
-    raised(ValueError, "expected combine to be one of .*'sum'", wrong)
+    for each in (wrong, functools.partial(Dispatch, combine="sum")):
+        raised(ValueError, "expected combine to be one of .*'sum'", each)
     for options, text in (
-        ({"combine": "sum"}, "expected combine to be one of"),
         (
-            {"dispatcher": "alltoall", "combine": "reduced"},
+            {"dispatcher": Dispatch("alltoall", combine="reduced")},
             "one of .*'dedup', .* with combine='reduced', got",
         ),
         (
@@ -331,7 +331,7 @@ def check_options_that_cannot_be_served():
             "'dedup', .* with row_budget, got 'allgather'",
         ),
         (
-            {"dispatcher": dispatcher("dedup", "exact"), "combine": "reduced"},
+            {"dispatcher": Dispatch(dispatcher("dedup", "exact"), combine="reduced")},
             "combine to be 'exact' with a disp",
         ),
         ({"dispatcher": "ring"}, "expected dispatcher to be one of .*'ring'"),
@@ -344,7 +344,7 @@ def check_options_that_cannot_be_served():
     )
     gathering = functools.partial(layer, "allgather", row_budget=RowBudget(5))
     raised(ValueError, "MoELayer: expected .* got AllGatherDispatcher", gathering)
-    by_name = MoELayer(D, 6, E, K, ep_group=world, combine="reduced")
+    by_name = MoELayer(D, 6, E, K, ep_group=world, dispatcher=Dispatch(combine="reduced"))
     assert by_name.dispatcher.combine_by == "reduced"
 
 

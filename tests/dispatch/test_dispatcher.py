@@ -17,7 +17,7 @@ from moe_ext.comm.c10d import default_store
 from moe_ext.dispatch.rows import all_to_all_rows
 from moe_ext.distributed import AllToAllDispatcher, LocalDispatcher, TokenDispatcher, count_traffic
 from moe_ext.distributed.dtensor import local_part
-from moe_ext.nn import GroupedExperts, RouterOutput, RowBudget
+from moe_ext.nn import Balance, GroupedExperts, RouterOutput, RowBudget
 
 E = 12  # a multiple of every group size used
 
@@ -72,8 +72,8 @@ def compare(sizes, masks=None, rtol=1e-12, atol=1e-13, **kwargs):
 def check_equals_one_process():
     sizes = [5, 9, 1][: dist.get_world_size()]
     compare(sizes)
-    compare(sizes, bias=True, activation="relu_squared", z_loss_coef=0.2)
-    compare(sizes, shared_ffn_dim=4)
+    compare(sizes, bias=True, activation="relu_squared", balance=Balance(z_coef=0.2))
+    compare(sizes, shared_expert=4)
 
 
 def check_bits_of_one_process():
@@ -81,7 +81,7 @@ def check_bits_of_one_process():
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     for dtype, bias in ((torch.float32, False), (torch.bfloat16, False), (torch.float32, True)):
         # Large enough for the library to sum all rows in one order.
-        options = {"dtype": dtype, "bias": bias, "balance_loss_coef": 0.0}
+        options = {"dtype": dtype, "bias": bias, "balance": 0.0}
         made = []
         for group in (world(), None):
             torch.manual_seed(3)
@@ -98,7 +98,7 @@ def check_bits_of_one_process():
 
 
 def check_capacity_counts_on_the_sending_rank():
-    layer = compare([40] * dist.get_world_size(), capacity_factor=0.5)
+    layer = compare([40] * dist.get_world_size(), capacity=0.5)
     assert int(layer.metrics["num_dropped"]) > 0
 
 
@@ -137,7 +137,7 @@ def check_every_pattern_of_empty_ranks():
 
 
 def check_all_tokens_to_one_rank():
-    sharded, whole = layers(balance_loss_coef=0.0)
+    sharded, whole = layers(balance=0.0)
     xs = batches([7] * dist.get_world_size())
     for layer in (sharded, whole):
         # Equal logits: ties go to experts 0 and 1, which live on rank 0.
@@ -349,7 +349,7 @@ def check_differences_between_ranks_raise_everywhere():
         ({"experts": 2 * E}, "num_experts", str(E), str(2 * E)),
         ({"top_k": 3}, "top_k", "2", "3"),
         ({"dtype": torch.float64}, "the dtype of router.weight", ".*32", ".*64"),
-        ({"capacity_factor": 1.0}, "capacity", "None", "Capacity"),
+        ({"capacity": 1.0}, "capacity", "None", "Capacity"),
     ]
     for options, what, usual, other in cases:
         odd = layer(**options) if mine else layer()
@@ -449,9 +449,9 @@ def check_a_transport_of_ones_own_loses_nothing():
     x = batches([9, 4, 13][:num_ranks])[rank]
     for options in (
         {},
-        {"shared_ffn_dim": 4},
+        {"shared_expert": 4},
         {"row_budget": RowBudget(5)},
-        {"capacity_factor": 0.5},
+        {"capacity": 0.5},
     ):
         found, dispatcher = [], OwnTransport()
         for one in (dispatcher, "alltoall"):
@@ -547,7 +547,7 @@ def test_an_object_with_dispatch_and_combine_alone():
     x, found = batches([7])[0], []
     for dispatcher in (Plain(), "local"):
         torch.manual_seed(3)
-        layer = MoELayer(8, 6, E, 2, dispatcher=dispatcher, shared_ffn_dim=4, dtype=x.dtype)
+        layer = MoELayer(8, 6, E, 2, dispatcher=dispatcher, shared_expert=4, dtype=x.dtype)
         found.append(layer(x))
     # Weighted behind the experts, not inside.
     torch.testing.assert_close(*found)

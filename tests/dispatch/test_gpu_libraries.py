@@ -23,7 +23,7 @@ from moe_ext.distributed import (
     SymmetricMemoryDispatcher,
     count_traffic,
 )
-from moe_ext.nn import RowBudget
+from moe_ext.nn import Dispatch, RowBudget
 
 E, D, K = 12, 8, 4
 CARRIERS = {"nccl_ep": NcclEpDispatcher, "deep_ep": DeepEpDispatcher}
@@ -64,8 +64,8 @@ def step(way, combine="exact", size=9, mask=None, x_grad=True, made=None, **opti
 def cases():
     rank = dist.get_rank()
     yield {}
-    yield {"shared_ffn_dim": 4, "bias": True}
-    yield {"capacity_factor": 0.5, "size": 40}
+    yield {"shared_expert": 4, "bias": True}
+    yield {"capacity": 0.5, "size": 40}
     yield {"mask": torch.full((9,), rank > 0)}
     yield {"x_grad": rank > 0}
     yield {"size": 4 * rank}
@@ -161,10 +161,16 @@ def check_what_cannot_be_served_is_refused_everywhere():
         raised(
             ValueError,
             f"to be one of .* with wire=.*got '{way}'",
-            functools.partial(make, wire="int8"),
+            functools.partial(
+                MoELayer, D, 6, E, K, ep_group=world, dispatcher=Dispatch(way, wire="int8")
+            ),
         )
         raised(
-            ValueError, "to be one of .* with overlap=2, got ", functools.partial(make, overlap=2)
+            ValueError,
+            "to be one of .* with overlap=2, got ",
+            functools.partial(
+                MoELayer, D, 6, E, K, ep_group=world, dispatcher=Dispatch(way, overlap=2)
+            ),
         )
         layer, x = make(), torch.randn(3, D)
         raised(TypeError, "bfloat16 on cpu .*autocast.*got torch.float32", layer, x)
@@ -237,7 +243,13 @@ def check_rows_beyond_the_memory_are_refused_everywhere():
     assert budget(row_budget=RowBudget(16))(x).shape == x.shape
     large = budget(row_budget=RowBudget(17))
     raised(ValueError, "RowBudget to be at most max_rows=16, got 17", large, x)
-    raised(ValueError, "to be one of .* with overlap=2, got ", functools.partial(budget, overlap=2))
+    raised(
+        ValueError,
+        "to be one of .* with overlap=2, got ",
+        functools.partial(
+            MoELayer, D, 6, E, K, ep_group=world, dispatcher=Dispatch(made, overlap=2)
+        ),
+    )
     by_name = functools.partial(MoELayer, D, 6, E, K, ep_group=world, dispatcher="symm_mem")
     raised(ValueError, "expected row_budget with dispatcher='symm_mem'", by_name)
     make = functools.partial(SymmetricMemoryDispatcher, E, world)

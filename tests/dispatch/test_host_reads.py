@@ -41,7 +41,7 @@ def world():
 def check_a_layer_waits_once():
     torch.manual_seed(0)
     for dispatcher in ("alltoall", "dedup"):
-        layer = MoELayer(8, 6, 4, ep_group=world(), dispatcher=dispatcher, capacity_factor=None)
+        layer = MoELayer(8, 6, 4, ep_group=world(), dispatcher=dispatcher, capacity=None)
         for num_tokens in (5, 5, 7):
             x = torch.randn(num_tokens, 8, requires_grad=True)
             with HostCalls() as calls:

@@ -1,4 +1,4 @@
-"""`MoELayer(overlap=)`: rows travel beside the experts, and results are those of one exchange."""
+"""`Dispatch(overlap=)`: rows travel beside the experts, and results are those of one exchange."""
 
 import contextlib
 import functools
@@ -20,10 +20,11 @@ from moe_ext.nn import experts
 E, D = 12, 8  # E is a multiple of every group size used
 
 
-def make(overlap, **options):
+def make(overlap, dispatcher="alltoall", combine="exact", **options):
     torch.manual_seed(3)
-    options = {"dispatcher": "alltoall", "shared_ffn_dim": 5, **options}
-    return moe_ext.MoELayer(D, 6, E, 3, ep_group=dist.group.WORLD, overlap=overlap, **options)
+    way = moe_ext.nn.Dispatch(dispatcher, combine=combine, overlap=overlap)
+    options = {"shared_expert": 5, **options}
+    return moe_ext.MoELayer(D, 6, E, 3, ep_group=dist.group.WORLD, dispatcher=way, **options)
 
 
 def tokens(size, dtype):
@@ -86,7 +87,7 @@ def check_counts_and_weights_of_all_parts_are_one_message_each():
     for options in ways():
         calls = []
         for overlap in (1, 4):
-            layer, x = make(overlap, shared_ffn_dim=0, **options), tokens(40, torch.float32)
+            layer, x = make(overlap, shared_expert=0, **options), tokens(40, torch.float32)
             layer(x)
             with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as sent:
                 layer(x.requires_grad_()).sum().backward()
@@ -142,7 +143,7 @@ def watching(underway):
 
 
 def watch_rows_underway(options):
-    layer = make(4, shared_ffn_dim=0, **options)
+    layer = make(4, shared_expert=0, **options)
     x = tokens(40, torch.float32).requires_grad_()
     underway, forward, backward = [0], [], []
 
@@ -187,13 +188,13 @@ def check_weight_gradients_are_computed_while_those_of_rows_travel():
     x = tokens(40, torch.float32)
     for options in (*ways(), {"dispatcher": "allgather"}):
         for again in (False, True):  # the second time gradients are added to those that are there
-            layer = make(1, shared_ffn_dim=0, **options)
+            layer = make(1, shared_expert=0, **options)
             if again:
                 outcome(layer, x)
             found = products_of(layer, x)
             assert found == [("rows", 0)] * 2 + [("weights", 1)] * 2, (options, found)
         if options.get("dispatcher") != "allgather":
-            found = products_of(make(3, shared_ffn_dim=0, **options), x)
+            found = products_of(make(3, shared_expert=0, **options), x)
             # Beside the products of a part travel the rows of the one behind it.
             want = [("rows", 1)] * 2 + [("rows", 2)] * 2 + [("weights", 2)] * 2
             want += [("rows", 1)] * 2 + [("weights", 1)] * 4
@@ -261,7 +262,7 @@ def check_what_does_not_go_together_is_refused():
     for options, text in (
         ({"dispatcher": "allgather"}, "dispatcher to be one of .* with overlap=2, got 'allgather'"),
         ({"row_budget": moe_ext.nn.RowBudget(9)}, "expected row_budget to be None with overlap=2"),
-        ({"capacity_factor": 1.0}, "expected capacity to be None with overlap=2"),
+        ({"capacity": 1.0}, "expected capacity to be None with overlap=2"),
     ):
         with pytest.raises(ValueError, match=text):
             make(2, **options)
@@ -283,5 +284,5 @@ def test_over_ranks(found, check):
 
 
 def test_one_rank_sends_nothing():
-    layer = moe_ext.MoELayer(D, 6, E, 3, overlap=4)
+    layer = moe_ext.MoELayer(D, 6, E, 3, dispatcher=moe_ext.nn.Dispatch(overlap=4))
     assert layer(torch.randn(5, D)).shape == (5, D)

@@ -43,7 +43,7 @@ class Mixture:
         self.top_k = draw.choice([1, 2, 3])
         self.router = draw.choice(["softmax", "sigmoid", "cosine"])
         self.shared = draw.choice([0, 4])
-        self.losses = {"balance_loss_coef": draw.choice([0.0, 0.1]), "z_loss_coef": 0.1}
+        self.losses = {"balance": moe_ext.nn.Balance(coef=draw.choice([0.0, 0.1]), z_coef=0.1)}
         drop = draw.choice(["position", "score"]) if exact else "position"
         overflow = draw.choice(["drop", "drop", "reroute"]) if exact else "drop"
         limit = moe_ext.nn.Capacity(draw.choice([0.8, 1.3]), drop=drop, overflow=overflow)
@@ -97,7 +97,7 @@ class Model(nn.Module):
                 router=router,
                 activation=activation,
                 capacity=mixture.capacity,
-                shared_ffn_dim=mixture.shared,
+                shared_expert=mixture.shared,
                 ep_group=ep_group,
                 **mixture.losses,
             )

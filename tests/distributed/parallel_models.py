@@ -19,8 +19,10 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.inp = nn.Linear(6, 8)
-        self.first = moe_ext.MoELayer(8, 6, E, 2, ep_group=ep_group, shared_ffn_dim=4, bias=True)
-        self.second = moe_ext.MoELayer(8, 6, E, 1, ep_group=ep_group, z_loss_coef=0.1)
+        self.first = moe_ext.MoELayer(8, 6, E, 2, ep_group=ep_group, shared_expert=4, bias=True)
+        self.second = moe_ext.MoELayer(
+            8, 6, E, 1, ep_group=ep_group, balance=moe_ext.nn.Balance(z_coef=0.1)
+        )
         self.out = nn.Linear(8, 3)
         self.branch = nn.Linear(8, 3)
         self.unused = nn.Linear(8, 3)

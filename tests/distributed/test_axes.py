@@ -58,8 +58,10 @@ class Block(nn.Module):
         if has_experts:
             router = moe_ext.nn.TopKRouter(DIM, EXPERTS, 2, selection_bias=True)
             # The balance loss of a shard is another one than that of its sequence.
-            options = {"balance_loss_coef": 0.01 if sequence is None else 0.0, "z_loss_coef": 0.1}
-            options |= {"router": router, "shared_ffn_dim": 4, "ep_group": ep_group}
+            options = {
+                "balance": moe_ext.nn.Balance(coef=0.01 if sequence is None else 0.0, z_coef=0.1)
+            }
+            options |= {"router": router, "shared_expert": 4, "ep_group": ep_group}
             if ep_group is not None:
                 options["dispatcher"] = "alltoall"
             self.moe = moe_ext.MoELayer(DIM, 6, EXPERTS, **options)
@@ -547,7 +549,7 @@ def options_of_tensor_parallel_experts():
     x = torch.randn(20, DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     capacity = moe_ext.nn.Capacity(0.6)
     for options in (
-        {"dispatcher": "dedup", "combine": "reduced", "activation": "gelu"},
+        {"dispatcher": moe_ext.nn.Dispatch("dedup", combine="reduced"), "activation": "gelu"},
         {"capacity": capacity},
         {"row_budget": moe_ext.nn.RowBudget(16)},
         {"experts": {"layout": "interleaved", "transposed": True}},

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,8 +25,8 @@ def world():
 
 def make_model(balance, ep_group=None):
     torch.manual_seed(1)
-    options = {"balance_loss_coef": 0.5, "z_loss_coef": 0.25, "ep_group": ep_group}
-    layers = [moe_ext.MoELayer(8, 6, E, K, balance=balance, **options) for _ in range(2)]
+    balance = replace(balance, coef=0.5, z_coef=0.25)
+    layers = [moe_ext.MoELayer(8, 6, E, K, balance=balance, ep_group=ep_group) for _ in range(2)]
     return nn.Sequential(*layers).double()
 
 

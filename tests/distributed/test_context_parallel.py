@@ -1,6 +1,7 @@
 """A model whose ranks share sequences and experts, against one process with all of both."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -36,9 +37,7 @@ class Model(nn.Module):
                     DIM,
                     12,
                     EXPERTS,
-                    balance=balance,
-                    balance_loss_coef=0.5,
-                    z_loss_coef=0.1,
+                    balance=replace(Balance.of("Model", balance), coef=0.5, z_coef=0.1),
                     ep_group=ep_group,
                     dtype=torch.float64,
                 ),

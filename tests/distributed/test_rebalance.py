@@ -30,8 +30,11 @@ RANKS = Checks()
 def make(rebalance=None, group=None, **options):
     torch.manual_seed(3)
     group = dist.group.WORLD if group is None else group
-    options = {"dispatcher": "alltoall", "dtype": torch.float64, "bias": True} | options
-    layer = moe_ext.MoELayer(D, F, E, K, ep_group=group, rebalance=rebalance, **options)
+    fields = ("dispatcher", "combine", "wire", "overlap")
+    way = {"dispatcher": "alltoall"} | {n: options.pop(n) for n in fields if n in options}
+    way = moe_ext.nn.Dispatch(rebalance=rebalance, **way)
+    options = {"dtype": torch.float64, "bias": True} | options
+    layer = moe_ext.MoELayer(D, F, E, K, ep_group=group, dispatcher=way, **options)
     # Nearly all tokens choose experts 0 and 1, of rank 0.
     with torch.no_grad():
         layer.router.weight[:2] += 3
@@ -371,7 +374,7 @@ def test_over_two_ranks(name):
 
 
 def test_one_rank_moves_nothing():
-    layer = moe_ext.MoELayer(D, F, E, K, rebalance="exact")
+    layer = moe_ext.MoELayer(D, F, E, K, dispatcher=moe_ext.nn.Dispatch(rebalance="exact"))
     layer(torch.randn(4, D))
     assert "moved_bytes" not in layer.metrics
 

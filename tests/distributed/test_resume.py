@@ -465,7 +465,9 @@ class Moved(Loop):
         torch.manual_seed(seed)
         group = md.MoEMesh(dp=1, ep=2).ep_group
         rebalance = moe_ext.nn.Rebalance("exact", break_even=0.0)
-        layer = moe_ext.MoELayer(64, 8, 4, 1, ep_group=group, rebalance=rebalance)
+        layer = moe_ext.MoELayer(
+            64, 8, 4, 1, ep_group=group, dispatcher=moe_ext.nn.Dispatch(rebalance=rebalance)
+        )
         super().__init__(layer.double())
 
     def reduce(self):

@@ -93,13 +93,13 @@ def check_rounds_equal_the_layer_without_a_budget():
     sizes = [9, 4, 13][: dist.get_world_size()]
     for rows in (1, 5, 11, 500):
         compare(sizes, rows)
-    compare(sizes, 7, bias=True, activation="relu_squared", shared_ffn_dim=4)
-    compare([40] * len(sizes), 11, capacity_factor=0.5)
+    compare(sizes, 7, bias=True, activation="relu_squared", shared_expert=4)
+    compare([40] * len(sizes), 11, capacity=0.5)
 
 
 def check_all_tokens_on_one_expert():
     sizes = [9, 4, 13][: dist.get_world_size()]
-    compare(sizes, 6, one_expert=True, balance_loss_coef=0.0)
+    compare(sizes, 6, one_expert=True, balance=0.0)
 
 
 def check_ranks_without_tokens():
@@ -136,8 +136,8 @@ def check_low_precision():
 
 def check_drop_is_counted_and_keeps_the_budget():
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
-    layer = make(RowBudget(8, overflow="drop"), balance_loss_coef=0.0)
-    free = make(balance_loss_coef=0.0)
+    layer = make(RowBudget(8, overflow="drop"), balance=0.0)
+    free = make(balance=0.0)
     for one in (layer, free):
         one.router.weight.data.zero_()  # all on experts 0 and 1, which live on rank 0
     x = batch([9] * num_ranks, rank)
@@ -164,7 +164,7 @@ def check_peak_with_all_tokens_on_one_expert():
     num_tokens, model_dim, ffn_dim, rows = 256, 32, 256, 64
     torch.manual_seed(3)
     layer = moe_ext.MoELayer(
-        model_dim, ffn_dim, E, K, ep_group=world(), row_budget=RowBudget(rows), balance_loss_coef=0
+        model_dim, ffn_dim, E, K, ep_group=world(), row_budget=RowBudget(rows), balance=0
     )
     layer.router.weight.data.zero_()
     x = torch.randn(num_tokens, model_dim, requires_grad=True)
@@ -221,17 +221,17 @@ def check_static_rounds_equal_the_layer_without_a_budget():
     whole = compare_static(sizes, 500)
     for rows in (3, 11):
         assert compare_static(sizes, rows) > whole
-    compare_static(sizes, 7, bias=True, activation="relu_squared", shared_ffn_dim=4)
-    compare_static([40] * len(sizes), 11, capacity_factor=0.5)
-    compare_static(sizes, 6, one_expert=True, balance_loss_coef=0.0)
+    compare_static(sizes, 7, bias=True, activation="relu_squared", shared_expert=4)
+    compare_static([40] * len(sizes), 11, capacity=0.5)
+    compare_static(sizes, 6, one_expert=True, balance=0.0)
     compare_static([6, 0, 6][: len(sizes)], 5)
     compare_static([0] * len(sizes), 5)
 
 
 def check_static_drop_keeps_the_first_tokens_of_each_rank():
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
-    layer = make(RowBudget(12, overflow="drop", static=True), balance_loss_coef=0.0)
-    free = make(balance_loss_coef=0.0)
+    layer = make(RowBudget(12, overflow="drop", static=True), balance=0.0)
+    free = make(balance=0.0)
     for one in (layer, free):
         one.router.weight.data.zero_()  # all on experts 0 and 1, which live on rank 0
     x = batch([9] * num_ranks, rank)

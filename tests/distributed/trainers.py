@@ -45,9 +45,15 @@ class Model(nn.Module):
         self.inp = nn.Linear(6, 8)
         self.layers = nn.ModuleList(
             moe_ext.MoELayer(
-                8, 6, 8, 2, ep_group=ep_group, balance_loss_coef=0.0, z_loss_coef=0.1, **options
+                8,
+                6,
+                8,
+                2,
+                ep_group=ep_group,
+                balance=moe_ext.nn.Balance(coef=0.0, z_coef=0.1),
+                **options,
             )
-            for options in ({"shared_ffn_dim": 4, "bias": bias}, {"activation": "gelu"})
+            for options in ({"shared_expert": 4, "bias": bias}, {"activation": "gelu"})
         )
         self.norm = nn.LayerNorm(8)
         self.out = nn.Linear(8, 3)

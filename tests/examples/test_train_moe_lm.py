@@ -333,7 +333,7 @@ def test_unreadable_data(train, tmp_path, text_file, monkeypatch):
         (["--top-k", 5], "expected --top-k to be at most --num-experts 4, got 5"),
         (["--ep", 2], "expected --ep to divide the number of ranks 1, got 2"),
         (["--prompt", ""], "expected --prompt to be at least one byte"),
-        (["--capacity-factor", -1], "capacity_factor"),
+        (["--capacity-factor", -1], "Capacity: expected factor to be positive, got -1"),
     ],
 )
 def test_bad_options(train, text_file, tmp_path, args, message):

@@ -1,5 +1,7 @@
 """Gates, permutation, experts and whole layers, in one process and with experts over ranks."""
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from golden.cases import case, fill, integers, numbers
@@ -198,7 +200,8 @@ def through(layer, *, tokens=T, shape=None, steps=1, **kwargs):
 
 def make_layer(router="softmax", **options):
     group = options.get("ep_group")
-    options = {"balance_loss_coef": 0.05, "z_loss_coef": 0.01, **options}
+    balance = replace(options.pop("balance", mn.Balance()), coef=0.05, z_coef=0.01)
+    options = {"balance": balance, **options}
     layer = moe_ext.MoELayer(DIM, FFN, EXPERTS, router=ROUTERS[router](), **options)
     fill(layer, **({} if group is None else {"rank": group.rank(), "num_ranks": group.size()}))
     if getattr(layer.router, "selection_bias", None) is not None:
@@ -214,11 +217,11 @@ def layer_of(router):
 OPTIONS = {
     "bias": {"bias": True, "activation": "geglu"},
     "ungated": {"activation": "relu"},
-    "shared": {"shared_ffn_dim": 10, "shared_expert_gate": True},
-    "returned": {"loss_mode": "return"},
+    "shared": {"shared_expert": moe_ext.nn.SharedExpert(10, gate=True)},
+    "returned": {"balance": moe_ext.nn.Balance(mode="return")},
     "by_sequence": {"balance": mn.Balance("sequence")},
     "global_batch": {"balance": mn.Balance("global_batch")},
-    "position": {"capacity_factor": 0.7},
+    "position": {"capacity": 0.7},
     "choice": {"capacity": mn.Capacity(0.7, drop="choice")},
     "score": {"capacity": mn.Capacity(0.7, drop="score")},
     "batch_prioritized": {"capacity": mn.Capacity(0.7, drop="batch_prioritized")},
@@ -228,7 +231,7 @@ OPTIONS = {
     "pad": {"capacity": mn.Capacity(1.0, pad=True)},
     "rounds": {"row_budget": mn.RowBudget(32)},
     "budget_drops": {"row_budget": mn.RowBudget(32, overflow="drop")},
-    "capacity_and_rounds": {"capacity_factor": 0.9, "row_budget": mn.RowBudget(24)},
+    "capacity_and_rounds": {"capacity": 0.9, "row_budget": mn.RowBudget(24)},
 }
 
 

@@ -57,7 +57,13 @@ def test_dropless_layer_does_not_synchronise(dtype):
 @pytest.mark.parametrize("capacity", [None, Capacity(1.25, drop="batch_prioritized")], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_layer_in_a_cuda_graph(dtype, capacity):
-    layer = make_layer(dtype, bias=True, capacity=capacity, z_loss_coef=0.1, shared_ffn_dim=32)
+    layer = make_layer(
+        dtype,
+        bias=True,
+        capacity=capacity,
+        balance=moe_ext.nn.Balance(z_coef=0.1),
+        shared_expert=32,
+    )
     x = torch.randn(256, 64, device="cuda", dtype=dtype, requires_grad=True)
     mask = torch.arange(256, device="cuda") % 7 > 0
 
@@ -109,7 +115,7 @@ BUDGET = RowBudget(200, overflow="drop", static=True)
 def test_one_nccl_rank_equals_no_group(options, one_rank):
     results = []
     for given in ({}, {"ep_group": one_rank, "dispatcher": "alltoall", **options}):
-        layer = make_layer(torch.float32, shared_ffn_dim=32, **given)
+        layer = make_layer(torch.float32, shared_expert=32, **given)
         x = torch.linspace(-1, 1, 100 * 64, device="cuda").reshape(100, 64).requires_grad_()
         y = layer(x)
         results.append((y, *torch.autograd.grad(y.square().sum(), (x, *layer.parameters()))))

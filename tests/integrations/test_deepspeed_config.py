@@ -151,7 +151,7 @@ class Model(nn.Module):
     def __init__(self, ep_group=None):
         super().__init__()
         torch.manual_seed(1)
-        options = {"balance_loss_coef": 0.0, "ep_group": ep_group}
+        options = {"balance": 0.0, "ep_group": ep_group}
         self.inp, self.moe = nn.Linear(4, 8), moe_ext.MoELayer(8, 6, 4, **options)
         self.double()
 

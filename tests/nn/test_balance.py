@@ -23,13 +23,10 @@ E, K = 5, 2
 SIZES = (7, 3, 11, 1)
 
 
-def make_model(scope="global_batch", **options):
+def make_model(scope="global_batch", mode="inject", coef=0.5, **options):
     torch.manual_seed(1)
-    options = {"balance_loss_coef": 0.5, "z_loss_coef": 0.25, **options}
-    layers = [
-        moe_ext.MoELayer(8, 6, E, K, balance=Balance(scope), **options),
-        moe_ext.MoELayer(8, 6, E, K, balance=Balance(scope), **options),
-    ]
+    options["balance"] = Balance(scope, coef=coef, z_coef=0.25, mode=mode)
+    layers = [moe_ext.MoELayer(8, 6, E, K, **options) for _ in range(2)]
     return nn.Sequential(*layers).double()
 
 
@@ -293,7 +290,7 @@ def test_counts_survive_copies_and_moves():
 def test_sequence_loss(score_fn, masked):
     torch.manual_seed(0)
     layer = moe_ext.MoELayer(
-        8, 6, E, K, router=score_fn, balance=Balance("sequence"), balance_loss_coef=0.5
+        8, 6, E, K, router=score_fn, balance=Balance("sequence", coef=0.5)
     ).double()
     x = torch.randn(2, 2, 9, 8, dtype=torch.float64)
     mask = torch.rand(2, 2, 9) < 0.6 if masked else torch.ones(2, 2, 9, dtype=torch.bool)
@@ -375,7 +372,7 @@ def test_packed_documents_are_sequences(how, score_fn, masked):
     # A pack counted as one sequence: Megatron-LM #6108.
     torch.manual_seed(0)
     layer = moe_ext.MoELayer(
-        8, 6, E, K, router=score_fn, balance=Balance("sequence"), balance_loss_coef=0.5
+        8, 6, E, K, router=score_fn, balance=Balance("sequence", coef=0.5)
     ).double()
     x = torch.randn(3, 12, 8, dtype=torch.float64)
     mask = torch.rand(3, 12) < 0.6 if masked else torch.ones(3, 12, dtype=torch.bool)
@@ -500,10 +497,12 @@ class WithoutScores(OwnTerms):
 
 def test_a_loss_by_sequence_wants_to_know_the_scores():
     x = micro_batches()[0]
-    options = {"balance": Balance("sequence"), "dtype": torch.float64}
+    options = {"dtype": torch.float64}
     for balanced, coef in ((False, 0.01), (True, 0.01), (False, 0.0)):
         router = WithoutScores(make_model()[0].router, balanced)
-        layer = moe_ext.MoELayer(8, 6, E, K, router=router, balance_loss_coef=coef, **options)
+        layer = moe_ext.MoELayer(
+            8, 6, E, K, router=router, balance=Balance("sequence", coef=coef), **options
+        )
         if balanced or not coef:
             layer(x)
             continue
@@ -540,7 +539,7 @@ def test_a_balanced_router_gets_no_balance_loss():
 
 
 def total_gradients(loss_mode, add):
-    model = make_model("micro_batch", loss_mode=loss_mode)
+    model = make_model("micro_batch", mode=loss_mode)
     y = model(micro_batches()[0])
     loss = y.square().sum()
     (loss + collect_losses(model) if add else loss).backward()
@@ -561,14 +560,14 @@ def test_losses_are_injected_returned_or_both():
 
 def test_returned_losses_under_checkpointing():
     want = total_gradients("inject", False)
-    model = make_model("micro_batch", loss_mode="return")
+    model = make_model("micro_batch", mode="return")
     y = checkpoint(model, micro_batches()[0].requires_grad_(), use_reentrant=False)
     (y.square().sum() + collect_losses(model)).backward()
     assert_close(gradients(model), want)
 
 
 def test_a_layer_with_losses_in_the_graph_is_copied_without_them():
-    model = make_model("micro_batch", loss_mode="return")
+    model = make_model("micro_batch", mode="return")
     model(micro_batches()[0])
     assert all(term.requires_grad for term in model[0].losses.values())
     twin = copy.deepcopy(model)
@@ -584,14 +583,14 @@ def test_a_layer_with_losses_in_the_graph_is_copied_without_them():
         (lambda: Balance("global_batch", 3), TypeError, r"Balance: expected group .*got 3"),
         (lambda: Balance("sequence", 3), TypeError, r"Balance: expected group .*got 3"),
         (
-            lambda: make_model("micro_batch", loss_mode="add"),
+            lambda: make_model("micro_batch", mode="add"),
             ValueError,
-            r"MoELayer: expected loss_mode to be one of .*, got 'add'",
+            r"Balance: expected mode to be one of .*, got 'add'",
         ),
         (
             lambda: moe_ext.MoELayer(8, 6, E, balance=["sequence"]),
             TypeError,
-            r"MoELayer: expected balance to be a Balance.*, got \['sequence'\]",
+            r"MoELayer: expected balance to be of type Balance, got \['sequence'\]",
         ),
     ],
 )

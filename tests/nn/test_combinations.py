@@ -28,12 +28,14 @@ from moe_ext.distributed.placement import shards_of_experts
 from moe_ext.nn import (
     Balance,
     Capacity,
+    Dispatch,
     ExpertChoiceRouter,
     GroupedExperts,
     ModuleExperts,
     Rebalance,
     Router,
     RowBudget,
+    SharedExpert,
     TopKRouter,
 )
 from moe_ext.nn.capacity import limit_choice
@@ -122,10 +124,10 @@ MADE = {
     "vmap": {},
     # These go with everything.
     "rebalance='periodic'": {"rebalance": Rebalance("periodic", break_even=0)},
-    "a shared expert": {"shared_ffn_dim": 5, "shared_expert_gate": True},
+    "a shared expert": {"shared_expert": SharedExpert(5, gate=True)},
     "drop='score'": {"capacity": Capacity(0.7, drop="score")},
-    "loss_mode='return'": {"loss_mode": "return"},
-    "loss_mode='both'": {"loss_mode": "both"},
+    "mode='return'": {"mode": "return"},
+    "mode='both'": {"mode": "both"},
 }
 # The table knows such a one by another feature.
 SAME = {"rebalance='periodic'": "rebalance", "drop='score'": "capacity"}
@@ -141,7 +143,12 @@ LIBRARIES = {f"dispatcher={name!r}" for name in ("nccl_ep", "deep_ep", "symm_mem
 
 
 def value(options, group):
-    return {k: v(group) if callable(v) else v for k, v in options.items()}
+    """Arguments of the layer, fields of `Balance` and `Dispatch` put into these."""
+    given = {k: v(group) if callable(v) else v for k, v in options.items()}
+    fields = ("dispatcher", "combine", "wire", "overlap", "rebalance")
+    given["dispatcher"] = Dispatch(**{n: given.pop(n) for n in fields if n in given})
+    given["balance"] = replace(given.get("balance", Balance()), mode=given.pop("mode", "inject"))
+    return given
 
 
 def merged(names):
@@ -243,12 +250,12 @@ def run(names, group):
     """Both passes of a layer with a pair of features, beside its formula."""
     layer = make(names, group)
     # The parts of a layer that say what it computes; the others say how.
-    how = {"row_budget", "overlap", "rebalance", "combine", "wire", "dispatcher", "loss_mode"}
+    how = {"row_budget", "overlap", "rebalance", "combine", "wire", "dispatcher"}
     torch.manual_seed(3)
     options = {k: v for k, v in merged(names).items() if k not in how}
     if "capacity" in options:
         options["capacity"] = replace(options["capacity"], pad=False)
-    plain = MoELayer(D, F, E, **value(options, None), loss_mode="return")
+    plain = MoELayer(D, F, E, **value(options | {"mode": "return"}, None))
     rank = dist.get_rank() if dist.is_initialized() else 0
     generator = torch.Generator().manual_seed(7 + rank)
     x, like = (torch.randn(2, 5 + rank, D, generator=generator) for _ in "xg")

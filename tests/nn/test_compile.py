@@ -1,6 +1,7 @@
 """A layer as one graph, which serves every number of tokens."""
 
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def check(layer, sizes=(16, 23, 40), ids=lambda n: {}):
 @pytest.mark.parametrize("name", ROUTERS)
 def test_every_router_in_one_graph(name):
     router = make_router(name)
-    layer = moe_ext.MoELayer(8, 6, E, router=router, z_loss_coef=0.1, shared_ffn_dim=4)
+    layer = moe_ext.MoELayer(8, 6, E, router=router, balance=Balance(z_coef=0.1), shared_expert=4)
     needs_ids = "Hash" in name
 
     def ids(num_tokens):
@@ -77,30 +78,31 @@ def test_every_router_in_one_graph(name):
     "options",
     [
         {},
-        {"router": "sigmoid", "loss_mode": "return"},
-        {"capacity_factor": 1.25},
+        {"router": "sigmoid", "balance": Balance(mode="return")},
+        {"capacity": 1.25},
         {"capacity": Capacity(0.7, groups=3, drop="choice")},
         {"capacity": Capacity(0.7, drop="batch_prioritized", overflow="reroute")},
         {"capacity": Capacity(0.7, pad=True)},
         {"balance": Balance("sequence")},
         {"balance": Balance("global_batch")},
-        {"shared_ffn_dim": 4, "shared_expert_gate": True},
+        {"shared_expert": moe_ext.nn.SharedExpert(4, gate=True)},
     ],
     ids=str,
 )
 def test_every_option_in_one_graph(options):
     torch.manual_seed(0)
-    layer = moe_ext.MoELayer(8, 6, E, K, z_loss_coef=0.1, **options)
+    balance = replace(options.get("balance", Balance()), z_coef=0.1)
+    layer = moe_ext.MoELayer(8, 6, E, K, **options | {"balance": balance})
     check(layer)
 
 
 def test_a_mask_in_one_graph():
-    layer = moe_ext.MoELayer(8, 6, E, K, z_loss_coef=0.1)
+    layer = moe_ext.MoELayer(8, 6, E, K, balance=Balance(z_coef=0.1))
     check(layer, ids=lambda n: {"token_mask": torch.arange(n) % 3 > 0})
 
 
 def test_without_marks_the_second_size_is_the_last_to_compile():
-    layer = moe_ext.MoELayer(8, 6, E, K, z_loss_coef=0.1)
+    layer = moe_ext.MoELayer(8, 6, E, K, balance=Balance(z_coef=0.1))
     torch._dynamo.reset()
     counter = CompileCounter()
     compiled = torch.compile(layer, fullgraph=True, backend=counter)

@@ -196,7 +196,7 @@ def test_own_experts_get_ends_where_every_row_has_an_expert(monkeypatch):
     # Rows may be of no expert; or experts of the caller's own know of offsets alone.
     for options in (
         {"token_mask": torch.arange(12) > 2},
-        {"capacity_factor": 0.5},
+        {"capacity": 0.5},
         {"router": GShardRouter(D, E)},
         {"experts": Own(E, D, FFN)},
     ):

@@ -22,7 +22,7 @@ def traced(function, *args):
 @pytest.mark.parametrize(
     "options",
     [
-        {"bias": True, "z_loss_coef": 0.1, "shared_ffn_dim": 8},
+        {"bias": True, "balance": moe_ext.nn.Balance(z_coef=0.1), "shared_expert": 8},
         {"capacity": Capacity(1.25, drop="batch_prioritized", overflow="reroute")},
         {"capacity": Capacity(1.0, pad=True)},
     ],

@@ -18,7 +18,7 @@ def layer():
     router = moe_ext.nn.GShardRouter(D, E, second_expert="always")
     capacity = moe_ext.nn.Capacity(CAPACITY_FACTOR, drop="choice")
     made = moe_ext.MoELayer(
-        *(D, FFN, E, K), router=router, activation="relu", capacity=capacity, balance_loss_coef=0.0
+        *(D, FFN, E, K), router=router, activation="relu", capacity=capacity, balance=0.0
     ).double()
     for p in made.parameters():
         nn.init.normal_(p, std=0.5)

@@ -360,12 +360,12 @@ def test_a_router_sets_the_capacity():
         (
             lambda: make_layer(Capacity(1.0), capacity_factor=1.0),
             ValueError,
-            r"MoELayer: expected capacity_factor or capacity to be None, got capacity_factor=1.0",
+            r"MoELayer: expected capacity_factor or capacity to be None, got 1.0 and Capacity",
         ),
         (
             lambda: make_layer("1.5"),
             TypeError,
-            r"expected capacity to be a Capacity, a number .* got .1.5",
+            r"MoELayer: expected capacity to be of type Capacity, got .1.5",
         ),
         (
             lambda: make_layer(Capacity(1.0, drop="random"), router=OwnCapacity(nn.Identity(), 3)),

@@ -53,7 +53,7 @@ def test_balanced_and_concentrated_loads():
 
 
 def test_a_layer_has_them_all_and_computes_none_unless_read():
-    layer = moe_ext.MoELayer(8, 6, 5, 2, capacity_factor=0.5)
+    layer = moe_ext.MoELayer(8, 6, 5, 2, capacity=0.5)
     x = torch.randn(30, 8)
     with Calls() as calls:
         layer(x)

@@ -39,7 +39,7 @@ def make_layer(ep_group=None):
     experts = ModuleExperts.build(Expert, E, ep_group=ep_group)
     torch.manual_seed(0)  # making an expert seeds too
     return moe_ext.MoELayer(
-        D, 1, E, 2, experts=experts, ep_group=ep_group, dtype=torch.float64, balance_loss_coef=0.1
+        D, 1, E, 2, experts=experts, ep_group=ep_group, dtype=torch.float64, balance=0.1
     )
 
 

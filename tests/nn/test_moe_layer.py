@@ -1,4 +1,5 @@
 import copy
+import inspect
 import io
 import math
 
@@ -47,10 +48,10 @@ def gradients(layer):
         {"activation": "reglu"},
         {"activation": "relu_squared", "bias": True},
         {"activation": "gelu"},
-        {"shared_ffn_dim": 4, "bias": True},
-        {"z_loss_coef": 0.3, "balance_loss_coef": 0.5},
-        {"balance_loss_coef": 0.0},
-        {"capacity_factor": 0.5},
+        {"shared_expert": 4, "bias": True},
+        {"balance": moe_ext.nn.Balance(z_coef=0.3, coef=0.5)},
+        {"balance": 0.0},
+        {"capacity": 0.5},
     ],
     ids=str,
 )
@@ -64,7 +65,7 @@ def test_equals_loops_with_gradients(options, dtype):
     layer.zero_grad()
     x.grad = None
 
-    factor = options.get("capacity_factor")
+    factor = options.get("capacity")
     capacity = None if factor is None else math.ceil(21 * layer.top_k * factor / 5)
     want, balance, z, dropped = layer_output(layer, x.reshape(-1, 8), capacity=capacity)
     objective = (want * weight.reshape(-1, 8)).sum()
@@ -85,10 +86,10 @@ def test_equals_loops_with_gradients(options, dtype):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"shared_ffn_dim": 3, "bias": True}, {"activation": "gelu"}]
+    "options", [{}, {"shared_expert": 3, "bias": True}, {"activation": "gelu"}]
 )
 def test_gradcheck(options):
-    layer = make_layer(balance_loss_coef=0.0, **options)
+    layer = make_layer(balance=0.0, **options)
     x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
     names = [name for name, _ in layer.named_parameters()]
 
@@ -100,7 +101,7 @@ def test_gradcheck(options):
 
 
 def test_token_mask_takes_tokens_out_of_everything():
-    layer = make_layer(z_loss_coef=0.1)
+    layer = make_layer(balance=moe_ext.nn.Balance(z_coef=0.1))
     x = torch.randn(2, 6, 8, dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([[True] * 6, [True, True, False, False, False, True]])
     y = layer(x, token_mask=mask)
@@ -122,7 +123,7 @@ def test_token_mask_takes_tokens_out_of_everything():
 
 @pytest.mark.parametrize("masked", [False, True], ids=["empty", "all masked"])
 def test_no_token_at_all(masked):
-    layer = make_layer(z_loss_coef=0.1, capacity_factor=1.0)
+    layer = make_layer(balance=moe_ext.nn.Balance(z_coef=0.1), capacity=1.0)
     tokens = 4 if masked else 0
     x = torch.randn(tokens, 8, dtype=torch.float64, requires_grad=True)
     mask = torch.zeros(tokens, dtype=torch.bool)
@@ -147,7 +148,7 @@ def test_any_leading_shape_and_strides(shape):
 
 
 def test_losses_are_injected_in_training_only_and_scaled():
-    layer = make_layer(balance_loss_coef=0.5, z_loss_coef=0.25)
+    layer = make_layer(balance=moe_ext.nn.Balance(coef=0.5, z_coef=0.25))
     x = torch.randn(9, 8, dtype=torch.float64)
     router = layer.router.weight
 
@@ -182,7 +183,7 @@ def test_inject_loss_is_the_identity_with_a_second_gradient():
 
 @pytest.mark.skipif(_runtime_library.load() is None, reason="a function in Python returns a view")
 def test_the_output_can_be_written_to():
-    layer = make_layer(balance_loss_coef=0.5, z_loss_coef=0.25)
+    layer = make_layer(balance=moe_ext.nn.Balance(coef=0.5, z_coef=0.25))
     x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
     (layer(x) + x).square().sum().backward()
     expected, expected_x = gradients(layer), x.grad
@@ -212,7 +213,7 @@ def test_injected_losses_under_compiled_autograd():
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_changes_neither_gradients_nor_metrics(use_reentrant):
-    layer = make_layer(z_loss_coef=0.1)
+    layer = make_layer(balance=moe_ext.nn.Balance(z_coef=0.1))
     x = torch.randn(9, 8, dtype=torch.float64, requires_grad=True)
     layer(x).square().sum().backward()
     want, want_x, want_metrics = gradients(layer), x.grad, layer.metrics
@@ -227,7 +228,7 @@ def test_checkpointing_changes_neither_gradients_nor_metrics(use_reentrant):
 
 
 def test_autocast():
-    layer = make_layer(torch.float32, z_loss_coef=0.1, shared_ffn_dim=4)
+    layer = make_layer(torch.float32, balance=moe_ext.nn.Balance(z_coef=0.1), shared_expert=4)
     x = torch.randn(33, 8, requires_grad=True)
     full = layer(x)
     with torch.autocast("cpu", torch.bfloat16):
@@ -259,11 +260,9 @@ def test_low_precision_parameters(dtype):
     assert all(gradient.dtype == dtype for gradient in gradients(low).values())
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"capacity_factor": 1.0, "shared_ffn_dim": 4, "bias": True}]
-)
+@pytest.mark.parametrize("options", [{}, {"capacity": 1.0, "shared_expert": 4, "bias": True}])
 def test_compile_fullgraph(options):
-    layer = make_layer(torch.float32, z_loss_coef=0.1, **options)
+    layer = make_layer(torch.float32, balance=moe_ext.nn.Balance(z_coef=0.1), **options)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (16, 23):
         x = torch.randn(tokens, 8, requires_grad=True)
@@ -280,13 +279,13 @@ def test_compile_fullgraph(options):
 
 
 def test_deepcopy_state_dict_and_repr():
-    layer = make_layer(shared_ffn_dim=4, bias=True)
+    layer = make_layer(shared_expert=4, bias=True)
     x = torch.randn(5, 8, dtype=torch.float64)
     y = layer(x)
     y.sum().backward()
     twin = copy.deepcopy(layer)
     assert torch.equal(twin(x), y)
-    fresh = moe_ext.MoELayer(8, 6, 5, shared_ffn_dim=4, bias=True, dtype=torch.float64)
+    fresh = moe_ext.MoELayer(8, 6, 5, shared_expert=4, bias=True, dtype=torch.float64)
     assert not torch.equal(fresh(x), y)
     stream = io.BytesIO()
     torch.save(layer.state_dict(), stream)
@@ -310,14 +309,14 @@ def test_deepcopy_state_dict_and_repr():
 
 def test_meta_device_then_reset():
     with torch.device("meta"):
-        layer = moe_ext.MoELayer(8, 6, 5, shared_ffn_dim=4)
+        layer = moe_ext.MoELayer(8, 6, 5, shared_expert=4)
     assert all(parameter.is_meta for parameter in layer.parameters())
     assert layer(torch.empty(2, 3, 8, device="meta")).shape == (2, 3, 8)
     layer.to_empty(device="cpu")
     torch.manual_seed(1)
     layer.reset_parameters()
     torch.manual_seed(1)
-    direct = moe_ext.MoELayer(8, 6, 5, shared_ffn_dim=4)
+    direct = moe_ext.MoELayer(8, 6, 5, shared_expert=4)
     for (name, value), other in zip(layer.named_parameters(), direct.parameters(), strict=True):
         assert torch.equal(value, other), name
 
@@ -393,12 +392,12 @@ def test_same_bits_for_any_number_of_threads(num_threads):
         ({"activation": "swish"}, r"expected activation to be one of .*, got 'swish'"),
         ({"router": "argmax"}, r"expected router to be one of .*, or a module .*, got 'argmax'"),
         ({"balance": "batch"}, r"MoELayer: expected balance to be one of .*, got 'batch'"),
-        ({"capacity": -1.25}, r"MoELayer: expected capacity to be positive or None, got -1.25"),
-        ({"capacity_factor": 0.0}, r"expected capacity_factor to be positive or None, got 0.0"),
-        ({"capacity_factor": math.inf}, r"expected capacity_factor to be positive"),
-        ({"balance_loss_coef": -1.0}, r"expected balance_loss_coef to be at least 0, got -1.0"),
-        ({"z_loss_coef": math.nan}, r"expected z_loss_coef to be at least 0, got nan"),
-        ({"shared_ffn_dim": -1}, r"expected shared_ffn_dim to be at least 0, got -1"),
+        ({"capacity": -1.25}, r"Capacity: expected factor to be positive, got -1.25"),
+        ({"capacity": 0.0}, r"Capacity: expected factor to be positive, got 0.0"),
+        ({"capacity": math.inf}, r"Capacity: expected factor to be positive, got inf"),
+        ({"balance": -1.0}, r"Balance: expected coef to be at least 0, got -1.0"),
+        ({"balance": math.nan}, r"Balance: expected coef to be at least 0, got nan"),
+        ({"shared_expert": -1}, r"SharedExpert: expected ffn_dim to be at least 1, got -1"),
         ({"dispatcher": "ring"}, r"expected dispatcher to be one of .*'auto'.*, got 'ring'"),
     ],
     ids=str,
@@ -576,3 +575,67 @@ def test_parts_that_do_not_fit_are_refused_when_the_layer_is_made(options, error
         made["capacity"] = moe_ext.nn.Capacity(1.0, overflow=overflow)
     with pytest.raises(error, match=message):
         moe_ext.MoELayer(8, 4, 4, **made)
+
+
+def test_the_constructor_takes_sixteen_arguments():
+    assert len(inspect.signature(moe_ext.MoELayer).parameters) == 16
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now", "text"),
+    [
+        ({"capacity_factor": 1.25}, {"capacity": 1.25}, "capacity_factor=1.25 is capacity=1.25"),
+        (
+            {"balance_loss_coef": 0.5, "z_loss_coef": 0.1, "balance": "sequence"},
+            {"balance": moe_ext.nn.Balance("sequence", coef=0.5, z_coef=0.1)},
+            "balance_loss_coef=0.5, z_loss_coef=0.1 is balance=Balance.scope='sequence'",
+        ),
+        (
+            {"loss_mode": "return"},
+            {"balance": moe_ext.nn.Balance(mode="return")},
+            "loss_mode='return' is balance=Balance.*mode='return'",
+        ),
+        ({"shared_ffn_dim": 4}, {"shared_expert": 4}, "shared_ffn_dim=4 is shared_expert=Shared"),
+        (
+            {"shared_ffn_dim": 4, "shared_expert_gate": True},
+            {"shared_expert": moe_ext.nn.SharedExpert(4, gate=True)},
+            "shared_expert=SharedExpert.ffn_dim=4, gate=True",
+        ),
+        ({"shared_ffn_dim": 0}, {"shared_expert": None}, "shared_expert=None now"),
+        (
+            {"dispatcher": "dedup", "combine": "reduced", "wire": "int8", "overlap": 2},
+            {"dispatcher": moe_ext.nn.Dispatch("dedup", combine="reduced", wire="int8")},
+            "is dispatcher=Dispatch.dispatcher='dedup', combine='reduced', wire=Wire.*overlap=2",
+        ),
+        (
+            {"rebalance": "exact", "debug": True},
+            {"dispatcher": moe_ext.nn.Dispatch(rebalance="exact", debug=True)},
+            "rebalance='exact', debug=True is dispatcher=Dispatch",
+        ),
+    ],
+    ids=str,
+)
+def test_earlier_arguments_warn_once_and_do_the_same(earlier, now, text):
+    torch.manual_seed(0)
+    with pytest.warns(DeprecationWarning, match=text) as caught:
+        layer = moe_ext.MoELayer(8, 6, 5, **earlier)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    torch.manual_seed(0)
+    other = moe_ext.MoELayer(8, 6, 5, **now)
+    assert repr(layer) == repr(other) and layer.debug == other.debug
+    x = torch.randn(2, 4, 8)
+    assert torch.equal(layer(x), other(x))
+
+
+def test_losses_may_be_set_between_steps():
+    layer = moe_ext.MoELayer(8, 6, 5)
+    assert (layer.balance_loss_coef, layer.z_loss_coef, layer.loss_mode) == (0.01, 0.0, "inject")
+    layer.balance_loss_coef, layer.z_loss_coef, layer.loss_mode = 0.5, 0.1, "return"
+    assert layer.balance == moe_ext.nn.Balance(coef=0.5, z_coef=0.1, mode="return")
+    with pytest.raises(ValueError, match="Balance: expected coef to be at least 0, got -1"):
+        layer.balance_loss_coef = -1
+    preset = moe_ext.nn.presets.qwen3(8, 6, 4, 2, balance="sequence")
+    assert preset.balance == moe_ext.nn.Balance("sequence", coef=0.002)
+    with pytest.warns(DeprecationWarning, match="z_loss_coef=0.1 is balance=Balance"):
+        preset = moe_ext.nn.presets.qwen3(8, 6, 4, 2, z_loss_coef=0.1)
+    assert preset.balance == moe_ext.nn.Balance(coef=0.002, z_coef=0.1)

@@ -73,7 +73,9 @@ def test_forward_over_ranks_enters_few_functions_of_ours():
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("z_loss_coef", [0.0, 1e-3])
 def test_forward_calls_fewer_than_twelve_operators(training, z_loss_coef):
-    layer = moe_ext.MoELayer(16, 24, 4, 2, z_loss_coef=z_loss_coef).train(training)
+    layer = moe_ext.MoELayer(16, 24, 4, 2, balance=moe_ext.nn.Balance(z_coef=z_loss_coef)).train(
+        training
+    )
     x = torch.randn(2, 8, 16)
     with Calls() as calls:
         layer(x)
@@ -81,7 +83,7 @@ def test_forward_calls_fewer_than_twelve_operators(training, z_loss_coef):
 
 
 def test_losses_that_nobody_wants_are_not_computed():
-    layer = moe_ext.MoELayer(16, 24, 4, 2, balance_loss_coef=0.0)
+    layer = moe_ext.MoELayer(16, 24, 4, 2, balance=0.0)
     with Calls() as calls:
         layer(torch.randn(2, 8, 16))
     assert not any("loss" in name for name in calls.names), calls.names
@@ -93,7 +95,7 @@ def test_losses_that_nobody_wants_are_not_computed():
 
 @pytest.mark.parametrize("loss_mode", ["inject", "return"])
 def test_losses_wait_for_a_reader_where_nothing_is_recorded(loss_mode):
-    layer = moe_ext.MoELayer(16, 24, 4, 2, z_loss_coef=1e-3, loss_mode=loss_mode)
+    layer = moe_ext.MoELayer(16, 24, 4, 2, balance=moe_ext.nn.Balance(z_coef=1e-3, mode=loss_mode))
     x = torch.randn(2, 8, 16)
     layer(x)
     expected = layer.losses

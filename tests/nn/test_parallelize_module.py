@@ -24,9 +24,10 @@ GATED = {
 }
 
 
-def layer(activation="gelu", ffn_dim=16, **options):
+def layer(activation="gelu", ffn_dim=16, gate=False, **options):
     torch.manual_seed(0)
-    made = moe_ext.MoELayer(8, 12, 4, 2, activation=activation, shared_ffn_dim=ffn_dim, **options)
+    shared = moe_ext.nn.SharedExpert(ffn_dim, gate=gate)
+    made = moe_ext.MoELayer(8, 12, 4, 2, activation=activation, shared_expert=shared, **options)
     return made.double()
 
 
@@ -60,7 +61,7 @@ def plain_shared_expert():
 
 @CHECKS((16, False), (12, True))
 def gated_shared_expert(ffn_dim, bias):
-    options = {"activation": "swiglu", "ffn_dim": ffn_dim, "shared_expert_gate": True, "bias": bias}
+    options = {"activation": "swiglu", "ffn_dim": ffn_dim, "gate": True, "bias": bias}
     with count_traffic() as traffic:
         parts = assert_equals_one_process(GATED, **options)
     columns = 2 * ffn_dim // dist.get_world_size()
@@ -72,7 +73,7 @@ def gated_shared_expert(ffn_dim, bias):
 @CHECKS()
 def gate_of_the_shared_expert_by_columns():
     plan = {"shared_expert_gate": ColwiseParallel(output_layouts=Replicate())}
-    assert_equals_one_process(plan, activation="swiglu", shared_expert_gate=True)
+    assert_equals_one_process(plan, activation="swiglu", gate=True)
 
 
 @CHECKS()

@@ -56,7 +56,7 @@ class Noisy(TopKRouter):
 def test_a_recomputation_that_would_choose_others_takes_the_choice_of_the_forward_pass():
     # With one token as the loss and no weights of the router in play but through its choice, the
     # experts that get a gradient are those that the forward pass went to.
-    layer = moe_ext.MoELayer(8, 6, 16, 1, router=Noisy(8, 16, 1), balance_loss_coef=0.0)
+    layer = moe_ext.MoELayer(8, 6, 16, 1, router=Noisy(8, 16, 1), balance=0.0)
     layer.router.noise = 3.0
     flips = 0
     for _ in range(20):
@@ -103,7 +103,7 @@ def test_gradients_are_those_of_the_forward_pass_where_weights_change_before_the
 
 
 def test_nested_checkpoints_keep_the_outer_choice():
-    layer = moe_ext.MoELayer(8, 6, 16, 1, router=Noisy(8, 16, 1), balance_loss_coef=0.0)
+    layer = moe_ext.MoELayer(8, 6, 16, 1, router=Noisy(8, 16, 1), balance=0.0)
     layer.router.noise = 3.0
     x = torch.randn(40, 8, requires_grad=True)
     record = RoutingRecord()

@@ -80,11 +80,11 @@ def test_presets_train(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_options_replace_the_presets(name):
-    layer = make(name, balance_loss_coef=0.5, dtype=torch.bfloat16, activation="geglu")
+    layer = make(name, balance=0.5, dtype=torch.bfloat16, activation="geglu")
     assert layer.balance_loss_coef == 0.5
     assert layer.experts.activation == "geglu"
     assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
-    assert make(name, capacity_factor=3.0).capacity == Capacity(3.0)
+    assert make(name, capacity=3.0).capacity == Capacity(3.0)
     assert make(name, capacity=None).capacity is None
     assert make(name, balance=Balance()).balance.scope == "micro_batch"
     with pytest.raises(TypeError, match="no_such_option"):

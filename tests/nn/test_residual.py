@@ -45,7 +45,7 @@ def test_residual_takes_a_network_of_ones_own_and_resets():
 def test_shared_expert_gate():
     torch.manual_seed(0)
     layer = moe_ext.MoELayer(
-        8, 6, 4, shared_ffn_dim=5, shared_expert_gate=True, dtype=torch.float64
+        8, 6, 4, shared_expert=moe_ext.nn.SharedExpert(5, gate=True), dtype=torch.float64
     )
     assert tuple(layer.state_dict()["shared_expert_gate.weight"].shape) == (1, 8)
     x = torch.randn(7, 8, dtype=torch.float64)
@@ -53,8 +53,8 @@ def test_shared_expert_gate():
     gate = torch.sigmoid(x @ layer.shared_expert_gate.weight.T)
     shared, layer.shared_expert = layer.shared_expert, None
     torch.testing.assert_close(y, layer(x) + gate * shared(x), **TIGHT)
-    with pytest.raises(ValueError, match=r"expected shared_ffn_dim to be positive with .*, got 0"):
-        moe_ext.MoELayer(8, 6, 4, shared_expert_gate=True)
+    with pytest.raises(ValueError, match=r"SharedExpert: expected ffn_dim to be at least 1, got 0"):
+        moe_ext.nn.SharedExpert(0, gate=True)
 
 
 def test_pyramid():

@@ -45,7 +45,7 @@ def results(layer, x, **per_token):
 def test_the_bits_are_those_of_rows(dtype, options, masked, calls):
     torch.manual_seed(0)
     experts = GroupedExperts(5, 16, 8, **options)
-    layer = moe_ext.MoELayer(16, 8, 5, 2, experts=experts, shared_ffn_dim=4).to(dtype)
+    layer = moe_ext.MoELayer(16, 8, 5, 2, experts=experts, shared_expert=4).to(dtype)
     x, mask = torch.randn(131, 16).to(dtype), torch.arange(131) % 3 > 0 if masked else None
     found = results(layer, x, token_mask=mask)
     assert len(calls) == 2  # the recomputation too, which ends by an exception

@@ -311,7 +311,7 @@ def test_one_expert_keeps_its_probability():
         assert (weights < 1).all()
         (grad,) = torch.autograd.grad(weights.sum(), made.weight)
         assert grad.abs().max() > 0.01
-    layer = moe_ext.MoELayer(D, 8, E, top_k=1, balance_loss_coef=0.0)
+    layer = moe_ext.MoELayer(D, 8, E, top_k=1, balance=0.0)
     layer(x).square().sum().backward()
     assert layer.router.weight.grad.abs().max() > 0
     # Asked for, it is done.

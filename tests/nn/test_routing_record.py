@@ -22,7 +22,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(D, dtype=torch.float64)
         self.moe = moe_ext.MoELayer(
-            D, 6, num_experts, K, router=router, balance_loss_coef=0.5, dtype=torch.float64
+            D, 6, num_experts, K, router=router, balance=0.5, dtype=torch.float64
         )
 
     def forward(self, x, token_mask=None):

@@ -10,7 +10,7 @@ import moe_ext
 from moe_ext import _runtime_library
 from moe_ext.dispatch.parts import fair_share, schedule
 from moe_ext.distributed import LocalDispatcher
-from moe_ext.nn import Capacity, RowBudget
+from moe_ext.nn import Balance, Capacity, RowBudget
 
 # The same products; a token's rows are summed in the order of the rounds.
 TIGHT = {"rtol": 1e-12, "atol": 1e-13}
@@ -47,8 +47,8 @@ def assert_same(bounded, free, x, mask=None, **tolerance):
     [
         {},
         {"bias": True, "activation": "relu_squared"},
-        {"shared_ffn_dim": 4, "z_loss_coef": 0.1},
-        {"capacity_factor": 0.6},
+        {"shared_expert": 4, "balance": Balance(z_coef=0.1)},
+        {"capacity": 0.6},
     ],
     ids=str,
 )
@@ -62,7 +62,7 @@ def test_rounds_equal_the_layer_without_a_budget(rows, options):
 
 @pytest.mark.parametrize("overflow", ["rounds", "drop"])
 def test_rounds_on_every_device(device, overflow):
-    bounded, free = layers(RowBudget(11, overflow=overflow), z_loss_coef=0.1)
+    bounded, free = layers(RowBudget(11, overflow=overflow), balance=Balance(z_coef=0.1))
     x = torch.randn(21, 8, dtype=torch.float64)
     if overflow == "rounds":
         assert_same(bounded, free, x, torch.rand(21) < 0.7)
@@ -73,14 +73,14 @@ def test_rounds_on_every_device(device, overflow):
 
 @pytest.mark.parametrize("rows", [4, 100])
 def test_all_tokens_on_one_expert(rows):
-    bounded, free = layers(RowBudget(rows), balance_loss_coef=0.0)
+    bounded, free = layers(RowBudget(rows), balance=0.0)
     for layer in (bounded, free):
         layer.router.weight.data.zero_()
     assert_same(bounded, free, torch.randn(21, 8, dtype=torch.float64))
 
 
 def test_gradcheck():
-    bounded, _ = layers(RowBudget(3), balance_loss_coef=0.0)
+    bounded, _ = layers(RowBudget(3), balance=0.0)
     x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
     names = [name for name, _ in bounded.named_parameters()]
 
@@ -93,7 +93,7 @@ def test_gradcheck():
 
 @pytest.mark.parametrize("frozen", ["router", "experts", "x", "everything"])
 def test_frozen_parts(frozen):
-    bounded, free = layers(RowBudget(5), balance_loss_coef=0.0)
+    bounded, free = layers(RowBudget(5), balance=0.0)
     found = []
     for layer in (bounded, free):
         for name, p in layer.named_parameters():
@@ -159,9 +159,7 @@ class Dropped(nn.Module):
 
 def test_a_recomputed_round_draws_the_same_numbers():
     torch.manual_seed(0)
-    layer = moe_ext.MoELayer(
-        8, 6, E, K, experts=Dropped(), row_budget=RowBudget(5), balance_loss_coef=0.0
-    )
+    layer = moe_ext.MoELayer(8, 6, E, K, experts=Dropped(), row_budget=RowBudget(5), balance=0.0)
     layer.router.weight.data.zero_()  # the weights of the experts do not depend on x
     x = torch.randn(9, 8, requires_grad=True)
     y = layer(x)
@@ -191,7 +189,7 @@ def test_drop_keeps_the_first_slots_and_counts_the_others():
 
 
 def test_drop_after_a_capacity():
-    bounded, free = layers(RowBudget(9, overflow="drop"), capacity_factor=0.5)
+    bounded, free = layers(RowBudget(9, overflow="drop"), capacity=0.5)
     x = torch.randn(20, 8, dtype=torch.float64)
     bounded(x)
     free(x)
@@ -238,7 +236,7 @@ def documented_peak(rows):
 def bounded_layer(rows):
     torch.manual_seed(0)
     budget = None if rows is None else RowBudget(rows)
-    layer = moe_ext.MoELayer(D, F, E, K, row_budget=budget, balance_loss_coef=0.0)
+    layer = moe_ext.MoELayer(D, F, E, K, row_budget=budget, balance=0.0)
     layer.router.weight.data.zero_()  # all tokens on experts 0 and 1
     return layer
 
@@ -332,7 +330,7 @@ class Elsewhere:
     [
         (lambda: RowBudget(0), ValueError, r"RowBudget: expected rows to be at least 1, got 0"),
         (lambda: RowBudget(3, overflow="wait"), ValueError, r"expected overflow .*got 'wait'"),
-        (lambda: layers(7), TypeError, r"expected row_budget to be a RowBudget, got 7"),
+        (lambda: layers(7.5), TypeError, r"RowBudget: expected rows to be an integer, got 7.5"),
         (
             lambda: layers(RowBudget(3), capacity=Capacity(1.0, pad=True)),
             ValueError,

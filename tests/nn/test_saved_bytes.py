@@ -34,7 +34,7 @@ def expected_bytes(num_tokens, dtype, options, has_mask, top_k=K):
     gated = options.get("activation", "swiglu").endswith("glu")
     up = 2 * F if gated else F
     num_slots = num_tokens * top_k
-    factor = options.get("capacity_factor")
+    factor = options.get("capacity")
     kept = num_slots if factor is None else min(num_slots, E * -(-int(num_slots * factor) // E))
     align = row_alignment(torch.empty(0, dtype=dtype), num_slots, E)
     num_rows = kept + E * (align - 1)
@@ -42,11 +42,12 @@ def expected_bytes(num_tokens, dtype, options, has_mask, top_k=K):
     down = 0 if gated and not options.get("bias") else D
     total = num_rows * (D + up + F + down) * s + num_tokens * D * s + num_tokens * E * a
     total += num_slots * (8 + 8 + a) + 8 * num_rows + 8 * (E + 1)
-    if options.get("balance_loss_coef", 0.01):
+    balance = moe_ext.nn.Balance.of("", options.get("balance"))
+    if balance.coef:
         total += E * (8 + a)
-    if options.get("z_loss_coef") and has_mask:
+    if balance.z_coef and has_mask:
         total += num_tokens
-    shared = options.get("shared_ffn_dim", 0)
+    shared = options.get("shared_expert", 0)
     if has_mask:
         total += (2 if shared else 1) * num_tokens * D * (s + 1)
     return total + num_tokens * (3 if gated else 2) * shared * s
@@ -60,11 +61,11 @@ def expected_bytes(num_tokens, dtype, options, has_mask, top_k=K):
         {},
         {"activation": "silu"},
         {"bias": True, "router": "sigmoid"},
-        {"shared_ffn_dim": 40},
-        {"shared_ffn_dim": 40, "activation": "relu"},
-        {"capacity_factor": 0.5},
-        {"balance_loss_coef": 0.0},
-        {"z_loss_coef": 1e-3},
+        {"shared_expert": 40},
+        {"shared_expert": 40, "activation": "relu"},
+        {"capacity": 0.5},
+        {"balance": 0.0},
+        {"balance": moe_ext.nn.Balance(z_coef=1e-3)},
     ],
     ids=lambda options: "-".join(options) or "default",
 )

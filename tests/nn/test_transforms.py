@@ -28,9 +28,9 @@ ROUTERS = {
 }
 OPTIONS = {
     "sigmoid": {"router": "sigmoid"},
-    "capacity": {"capacity_factor": 1.0},
-    "z loss": {"z_loss_coef": 0.1},
-    "shared": {"shared_ffn_dim": 4, "bias": True},
+    "capacity": {"capacity": 1.0},
+    "z loss": {"balance": moe_ext.nn.Balance(z_coef=0.1)},
+    "shared": {"shared_expert": 4, "bias": True},
     "gelu": {"activation": "gelu"},
     "sequence": {"balance": nn.Balance("sequence")},
 }
@@ -39,7 +39,7 @@ LAYERS = {name: {"router": name} for name in ROUTERS} | OPTIONS
 
 def make(name):
     torch.manual_seed(0)
-    options = {"balance_loss_coef": 0.3} | LAYERS[name]
+    options = {"balance": 0.3} | LAYERS[name]
     router = options.get("router")
     if router in ROUTERS:
         sizes = {"model_dim": D, "num_experts": E, "dtype": torch.float64}

@@ -197,7 +197,7 @@ class Shared(nn.Module):
         ffn = NETWORKS["sequential"]()
         self.first = ffn
         self.again = ffn
-        self.moe = MoELayer(D, FFN, 4, shared_ffn_dim=FFN)
+        self.moe = MoELayer(D, FFN, 4, shared_expert=FFN)
         self.head = nn.Sequential(nn.Linear(D, FFN), nn.ReLU(), nn.Linear(FFN, 3))
 
 
@@ -285,7 +285,7 @@ def test_errors(make, options, text):
         ({"every": 0}, r"expected every to be at least 1, got 0"),
         ({"every": 9}, r"at least every=9 feed-forward networks .* got 4 in LlamaForCausalLM"),
         ({"top_k": 9}, r"expected top_k to be"),
-        ({"balance_loss_coef": -1.0}, r"expected balance_loss_coef to be at least 0"),
+        ({"balance_loss_coef": -1.0}, r"Balance: expected coef to be at least 0"),
     ],
 )
 def test_a_refusal_leaves_the_model_alone(options, text):

@@ -239,7 +239,8 @@ def test_functions_of_torch_func_are_served_or_refused(by_derivatives):
 LAYER = """
 import hashlib, torch, moe_ext
 torch.manual_seed(0)
-layer = moe_ext.MoELayer(8, 12, 4, 2, bias=True, activation="gelu", z_loss_coef=1e-3)
+B = moe_ext.nn.Balance(z_coef=1e-3)
+layer = moe_ext.MoELayer(8, 12, 4, 2, bias=True, activation="gelu", balance=B)
 x = torch.randn(2, 9, 8, requires_grad=True)
 (layer(x).square().sum() + moe_ext.nn.collect_losses(layer)).backward()
 grads = [x.grad, *[p.grad for p in layer.parameters()]]

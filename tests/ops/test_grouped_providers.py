@@ -220,7 +220,7 @@ def layer_and_gradients(layer, x, mask):
 def test_a_layer_gathers_its_tokens_by_quack(options, masked, quack, monkeypatch):
     torch.manual_seed(0)
     experts = moe_ext.nn.GroupedExperts(8, 64, 32, **options)
-    layer = moe_ext.MoELayer(64, 32, 8, 2, experts=experts, shared_ffn_dim=16).bfloat16()
+    layer = moe_ext.MoELayer(64, 32, 8, 2, experts=experts, shared_expert=16).bfloat16()
     x = torch.randn(65, 64).bfloat16()
     mask = torch.arange(65) % 5 > 0 if masked else None
     layer(x)  # tries the products
@@ -275,7 +275,7 @@ def test_products_with_gather_that_are_wrong_are_passed_over(name, why, stand_in
         {"bias": True},
         {"activation": "geglu"},
         {"activation": "silu"},
-        {"capacity_factor": 1.0},
+        {"capacity": 1.0},
     ],
     ids=str,
 )

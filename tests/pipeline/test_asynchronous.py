@@ -40,7 +40,7 @@ def model():
     """Stages, the same on every rank; the last but one has experts and injects a balance loss."""
     torch.manual_seed(7)
     stages = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(P)]
-    stages[-2].append(moe_ext.MoELayer(6, 5, E, 2, balance_loss_coef=0.5))
+    stages[-2].append(moe_ext.MoELayer(6, 5, E, 2, balance=0.5))
     return nn.ModuleList(stages).double()
 
 
@@ -235,7 +235,7 @@ class Attention(nn.Module):
     def __init__(self):
         super().__init__()
         self.qkv = nn.Linear(6, 18)
-        self.experts = moe_ext.MoELayer(6, 5, E, 2, balance_loss_coef=0.5)
+        self.experts = moe_ext.MoELayer(6, 5, E, 2, balance=0.5)
 
     def forward(self, x, past):
         q, k, v = self.qkv(x).chunk(3, -1)

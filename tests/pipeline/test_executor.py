@@ -42,7 +42,7 @@ class Block(nn.Module):
         super().__init__()
         self.dense, self.experts = nn.Linear(8, 8), nn.Linear(8, 8)
         if has_experts:
-            self.experts = moe_ext.MoELayer(8, 6, E, 2, ep_group=ep_group, balance_loss_coef=0.5)
+            self.experts = moe_ext.MoELayer(8, 6, E, 2, ep_group=ep_group, balance=0.5)
 
     def forward(self, x):
         return x + self.experts(torch.tanh(self.dense(x)))

@@ -33,7 +33,7 @@ class Language(nn.ModuleList):
         embedding = nn.Embedding(V, 6)
         head = nn.Linear(6, V, bias=False)
         head.weight = embedding.weight
-        experts = moe_ext.MoELayer(10, 5, E, 2, balance_loss_coef=0.5, balance=Balance(scope))
+        experts = moe_ext.MoELayer(10, 5, E, 2, balance=Balance(scope, coef=0.5))
         super().__init__(
             [
                 nn.Sequential(embedding, nn.Linear(6, 8), nn.Tanh()),

@@ -19,6 +19,7 @@ from moe_ext import MoELayer
 from moe_ext.attention import choose_scheme
 from moe_ext.distributed import MoEMesh, count_traffic, sync_gradients
 from moe_ext.distributed.dtensor import local_part
+from moe_ext.nn import Dispatch
 from moe_ext.pipeline import make_table, simulate
 from moe_ext.planner import (
     CLUSTERS,
@@ -728,10 +729,8 @@ def sends_the_bytes_of_the_formula():
     for way, combine in ways:
         for wire in (None, "int8", "mx"):
             torch.manual_seed(1)
-            layer = MoELayer(
-                *(64, 96, 8, 2), ep_group=dist.group.WORLD, dispatcher=way, wire=wire,
-                combine=combine, balance_loss_coef=0.0,
-            )  # fmt: skip
+            how = Dispatch(way, combine=combine, wire=wire)
+            layer = MoELayer(64, 96, 8, 2, ep_group=dist.group.WORLD, dispatcher=how, balance=0.0)
             inputs = [torch.randn(11 + r, 64, generator=torch.Generator().manual_seed(r))
                       for r in range(4)]  # fmt: skip
             routing = [layer.router(x).gate.topk_idx for x in inputs]

@@ -7,7 +7,8 @@ Shapes: T tokens, E experts, K top-k, B sequences, S positions of a sequence on 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
+from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext import _runtime_library, ops
-from moe_ext._checks import check_choice
+from moe_ext._checks import check_choice, check_kind, check_real
 from moe_ext._compile import outside_graphs
 from moe_ext.attention.masks import Offsets, check_cu_seqlens, check_end, rows_of_offsets
 from moe_ext.attention.sharding import document_ids as ids_of_documents
@@ -38,7 +39,7 @@ LossTerms = dict[str, tuple[float, Tensor]]
 
 @dataclass(frozen=True)
 class Balance:
-    """Over which tokens the balance loss of a layer counts.
+    """The losses of a layer: over which tokens the balance loss counts, factors, and their way.
 
     Attributes:
         scope: "micro_batch", the tokens of one forward pass on this rank; "sequence", each sequence
@@ -49,18 +50,37 @@ class Balance:
         group: of "global_batch": the ranks whose tokens count, every one that sees data of its own;
             of "sequence": the ranks that share each sequence (`cp_group`). None for this rank
             alone, or for the group of an `attention.sequence_parallel` around the layer.
+        coef: factor on `ops.load_balance_loss`; None is that of the layer, 0.01 if its preset has
+            no other. A router that is balanced by construction gets no balance loss.
+        z_coef: factor on `ops.router_z_loss`.
+        mode: "inject" adds the losses' gradients in the backward pass of the output; "return"
+            leaves them to the caller, in the graph, in `losses` (see `collect_losses`); "both" does
+            both, for a caller who looks at them without adding them.
 
     Raises:
-        ValueError: the scope is unknown, or has no use for a group.
-        TypeError: the group is none of this rank.
+        ValueError: scope or mode is unknown, a factor is negative, or the scope has no use for a
+            group.
+        TypeError: the group is none of this rank, or a factor is no number.
     """
 
     scope: str = "micro_batch"
     group: ProcessGroup | None = None
+    _: KW_ONLY
+    coef: float | None = None
+    z_coef: float = 0.0
+    mode: str = "inject"
 
     def __post_init__(self) -> None:
         """Refuse what is not allowed."""
         check_choice("Balance", "scope", self.scope, SCOPES)
+        check_choice("Balance", "mode", self.mode, LOSS_MODES)
+        for name in ("coef", "z_coef"):
+            value = getattr(self, name)
+            if name == "coef" and value is None:
+                continue
+            check_real("Balance", name, value)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"Balance: expected {name} to be at least 0, got {value}")
         if self.group is not None and not isinstance(self.group, ProcessGroup):
             raise TypeError(
                 "Balance: expected group to be None or a ProcessGroup that this rank belongs to, "
@@ -73,6 +93,24 @@ class Balance:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Balance:
         return self
+
+    @classmethod
+    def of(cls, owner: str, value: Balance | str | float | None, coef: float = 0.01) -> Balance:
+        """The losses that are meant: a text is a scope, a number the factor of the balance loss.
+
+        Args:
+            owner: name for error messages.
+            value: of the layer.
+            coef: where it says none.
+        """
+        if isinstance(value, str):
+            check_choice(owner, "balance", value, SCOPES)
+            value = cls(value)
+        elif isinstance(value, Real) and not isinstance(value, bool):
+            value = cls(coef=float(value))
+        check_kind(owner, "balance", value, cls)
+        found = value if isinstance(value, Balance) else cls()
+        return found if found.coef is not None else replace(found, coef=coef)
 
 
 def balance_terms(routed: RouterOutput, top_k: int) -> BalanceTerms:

@@ -1,0 +1,174 @@
+"""Options of a layer that belong together, and the names under which they stood alone."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, replace
+from numbers import Real
+from typing import Any, ParamSpec, TypeVar
+
+from moe_ext._checks import check_choice, check_kind, check_numbers, check_sizes
+from moe_ext.dispatch import COMBINES, DISPATCHERS, TokenDispatcher, Wire
+from moe_ext.nn.balance.losses import Balance
+from moe_ext.nn.balance.moved import Rebalance
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def of_number(name: str, value: _T | float | None, kind: Callable[[Any], _T]) -> _T | None:
+    """The object that an argument of a layer means; a number is that of its first field."""
+    if isinstance(value, Real) and not isinstance(value, bool):
+        value = kind(value)
+    check_kind("MoELayer", name, value, kind)  # type: ignore[arg-type]
+    return value  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """An expert that sees every token, masked ones too.
+
+    Attributes:
+        ffn_dim: F of it; activation and biases are those of the layer.
+        gate: weigh it by `sigmoid(x @ w)`, as Qwen2-MoE does.
+
+    Raises:
+        ValueError: F is not positive.
+    """
+
+    ffn_dim: int
+    _: KW_ONLY
+    gate: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what is not allowed."""
+        check_numbers("SharedExpert", SharedExpert.__annotations__, vars(self))
+        check_sizes("SharedExpert", ffn_dim=self.ffn_dim)
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Options of the way of rows between the ranks of a layer's `ep_group`.
+
+    Attributes:
+        dispatcher: "auto", "local", "alltoall", "dedup", "hierarchical", "allgather", or a
+            `TokenDispatcher`; each name is "local" on one rank, and "auto" on several the one that
+            takes least time in a rehearsal at the first forward pass, see `explain_dispatch`.
+            "nccl_ep", "deep_ep" and "symm_mem" (with a `row_budget`) are libraries of NVIDIA's
+            GPUs, which no GPU has tried yet.
+        combine: what comes back from the ranks of the experts: "exact", the result of every slot,
+            for the same bits on any number of ranks; or "reduced", one sum a token and rank, which
+            is less to send (see `DedupDispatcher`).
+        wire: "int8", "fp8" or "mx" rounds rows on their way to the experts to a byte an element and
+            scales, tokens in the forward pass and gradients in the backward pass: 0.26 of the bytes
+            of float32, 0.52 of bfloat16. NaN and infinity arrive as NaN. "lossless" keeps every bit
+            of all rows, results and their gradients too, in about 0.67 of the bytes of bfloat16 and
+            0.84 of float32 (on CPU). A `Wire` sets each of the four ways by itself. On one rank
+            nothing travels, and nothing is rounded.
+        overlap: parts that the tokens of a pass are cut into: one part travels while the experts
+            work on the one before, forward and backward, with "alltoall", "dedup", "hierarchical"
+            and "auto". 1 sends all at once. For slow links and experts with much to do: each part
+            takes messages of its own, and about 1/overlap of the shorter of the two stays in sight.
+        rebalance: "exact" runs in every pass the same number of rows on each rank of `ep_group`:
+            where that saves more time than it takes, weights of experts with many rows travel to
+            ranks with few, at most E / P to a rank, and their gradients travel home. "periodic"
+            keeps a plan for many steps, see `update_placement`. A `Rebalance` says more.
+        debug: compare operation, shape, dtype and splits of the layer's collectives over the ranks
+            before they are sent, the same on all of them: one that differs is named by a
+            ValueError on every rank. It costs a message for each. None is what the environment's
+            MOE_EXT_DEBUG says.
+
+    Raises:
+        ValueError: a value is out of its range, or no name.
+        TypeError: a value is of another type.
+    """
+
+    dispatcher: str | TokenDispatcher = "auto"
+    _: KW_ONLY
+    combine: str = "exact"
+    wire: Wire | str | None = None
+    overlap: int = 1
+    rebalance: Rebalance | str | None = None
+    debug: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what is not allowed."""
+        check_numbers("Dispatch", Dispatch.__annotations__, vars(self))
+        if not self.is_object and self.dispatcher not in DISPATCHERS:
+            raise ValueError(
+                f"Dispatch: expected dispatcher to be one of {DISPATCHERS} or a TokenDispatcher, "
+                f"got {self.dispatcher!r}"
+            )
+        check_choice("Dispatch", "combine", self.combine, COMBINES)
+        check_sizes("Dispatch", overlap=self.overlap)
+        check_kind("Dispatch", "rebalance", self.moves, Rebalance)
+        object.__setattr__(self, "wire", Wire.of("Dispatch", self.wire))
+
+    @property
+    def moves(self) -> Rebalance | None:
+        """Options of moves of experts, None if all stay."""
+        return Rebalance(self.rebalance) if isinstance(self.rebalance, str) else self.rebalance
+
+    @property
+    def is_object(self) -> bool:
+        """True if the dispatcher is no name."""
+        return not isinstance(self.dispatcher, str) and hasattr(self.dispatcher, "dispatch")
+
+    @classmethod
+    def of(cls, value: Dispatch | TokenDispatcher | str) -> Dispatch:
+        """The dispatch that is meant."""
+        return value if isinstance(value, Dispatch) else cls(value)
+
+
+# Earlier argument of `MoELayer`: the argument in whose object it is now, and the field.
+MOVED = {
+    "capacity_factor": ("capacity", "factor"),
+    "balance_loss_coef": ("balance", "coef"),
+    "z_loss_coef": ("balance", "z_coef"),
+    "loss_mode": ("balance", "mode"),
+    "shared_ffn_dim": ("shared_expert", "ffn_dim"),
+    "shared_expert_gate": ("shared_expert", "gate"),
+    **{name: ("dispatcher", name) for name in ("combine", "wire", "overlap", "rebalance", "debug")},
+}
+
+
+def takes_earlier_names(init: Callable[_P, None]) -> Callable[_P, None]:
+    """Let a constructor of a layer take the arguments of `MOVED`, with a DeprecationWarning."""
+
+    @functools.wraps(init)
+    def taking(*args: _P.args, **options: _P.kwargs) -> None:
+        if not MOVED.keys().isdisjoint(options):
+            _move(type(args[0]).__name__, options)
+        init(*args, **options)
+
+    return taking
+
+
+def _move(owner: str, options: dict[str, Any]) -> None:
+    """Put earlier arguments where they belong now, and say so."""
+    earlier = {name: options.pop(name) for name in [*options] if name in MOVED}
+    fields = dict[str, dict[str, Any]]()
+    for name, value in earlier.items():
+        argument, field = MOVED[name]
+        fields.setdefault(argument, {})[field] = value
+    for argument, values in fields.items():
+        given = options.get(argument)
+        if argument == "capacity":
+            if None not in (given, values["factor"]):
+                raise ValueError(
+                    f"{owner}: expected capacity_factor or capacity to be None, got "
+                    f"{values['factor']} and {given}"
+                )
+            options[argument] = values["factor"] if given is None else given
+        elif argument == "shared_expert":
+            values = {"ffn_dim": 0, **values}
+            options[argument] = SharedExpert(**values) if any(values.values()) else None
+        elif argument == "balance":
+            options[argument] = replace(Balance.of(owner, given), **values)
+        else:
+            options[argument] = replace(Dispatch.of(given or "auto"), **values)
+    old = ", ".join(f"{name}={value!r}" for name, value in earlier.items())
+    new = ", ".join(f"{argument}={options[argument]!r}" for argument in fields)
+    warnings.warn(f"{owner}: {old} is {new} now", DeprecationWarning, stacklevel=3)
