@@ -27,6 +27,7 @@ from moe_ext.attention.huggingface.interface import (
     given_offsets,
     install,
 )
+from moe_ext.attention.huggingface.mixers import SharedMixers, share_mixers
 from moe_ext.attention.huggingface.packing import (
     KEYS,
     FoundOffsets,
@@ -74,6 +75,9 @@ def prepare_model(
     Whether the model can be served is found out by running it on a few tokens, with attention that
     mixes none: NaN that goes in for one token must come out for it alone.
 
+    Mixers of state spaces, delta rules and convolutions get forward passes of their own, of the
+    same code, that call `selective_scan`, `gated_delta_rule` and `causal_conv1d`.
+
     `model.set_attn_implementation("sdpa")` ends it: each rank has the whole model for itself again,
     for `generate` and everything else.
 
@@ -89,11 +93,11 @@ def prepare_model(
     Raises:
         ImportError: transformers 5 is not installed.
         TypeError: the model is none of transformers, or the group none of this rank's.
-        ValueError: on every rank: an option is out of range; or the model mixes tokens outside its
-            attention (recurrent, convolutional, linear attention), has no attention by name, a mask
-            that no ring serves, positions of its own, or one result for a whole sequence. In the
-            forward pass, on every rank: batches that differ between the ranks or cannot be cut, and
-            `output_router_logits` where the part of a rank is padding alone.
+        ValueError: on every rank: an option is out of range; or the model mixes tokens by other
+            layers than attention, delta rules, Mamba and short convolutions, has none by name, has
+            a mask that no ring serves, positions of its own, or one result for a whole sequence. In
+            the forward pass, on every rank: batches that differ between the ranks or cannot be cut,
+            and `output_router_logits` where the part of a rank is padding alone.
         RankFailureError: a rank died or did not answer.
     """
     names: dict[str, Any] = {
@@ -120,10 +124,12 @@ def prepare_model(
     name = f"{ATTENTION}_{next(_numbers)}"
     documents = PassDocuments(name, options, BatchFacts())
     install(name, functools.partial(ring_attention, group=group, layout=layout, **names), documents)
+    mixers = SharedMixers(name, model.config, documents, group, layout)
+    num_mixers, _ = share_mixers(model, mixers)
     for key, hook in list(model._forward_pre_hooks.items()):
         if isinstance(hook, _WholeBatches):
             del model._forward_pre_hooks[key], model._forward_pre_hooks_with_kwargs[key]
-    hook = _WholeBatches(name, documents, traits, group, layout)
+    hook = _WholeBatches(name, documents, traits, group, layout, tells_documents=num_mixers > 0)
     model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
     getattr(model, "set_attn_implementation")(name)  # noqa: B009 (no method of nn.Module)
 
@@ -204,7 +210,10 @@ class _WholeBatches:
         traits: Traits,
         group: ProcessGroup | DeviceMesh | None,
         layout: str | Layout,
+        *,
+        tells_documents: bool,
     ) -> None:
+        self._tells_documents = tells_documents
         self._name = name
         self._documents = documents
         self._traits = traits
@@ -236,7 +245,7 @@ class _WholeBatches:
         accepted = inspect.signature(base.forward).parameters
         given = {**dict(zip(accepted, args, strict=False)), **kwargs}
         given = {key: value for key, value in given.items() if value is not None}
-        if "use_cache" in accepted:
+        if {"use_cache", "past_key_values"} & {*accepted}:
             given.setdefault("use_cache", False)
         facts: dict[str, object] = {"the arguments of the model": sorted(given)}
         problem, parts = None, given
@@ -246,6 +255,10 @@ class _WholeBatches:
                 _require(whole, key, "a tensor", type(value).__name__)
             facts |= batch_facts(given, (*KEYS, *_OFFSETS))
             parts = self.cut(given)
+            offsets = self._documents.batch and self._documents.batch.offsets
+            kinds = {argument.kind for argument in accepted.values()}
+            if self._tells_documents and offsets and inspect.Parameter.VAR_KEYWORD in kinds:
+                parts["cu_seq_lens_q"] = torch.tensor(offsets)
             _check_balance_loss(model, given, parts)
         except Exception as error:
             problem = error

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from moe_ext.attention.call import AttentionOptions
 from moe_ext.attention.huggingface.interface import BatchFacts, PassDocuments, install
+from moe_ext.attention.huggingface.mixers import SharedMixers, share_mixers
 from moe_ext.attention.sharding import shift_labels
 
 OP = "prepare_model"
@@ -71,7 +72,8 @@ class _Probe:
         self._model = model
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         accepted = inspect.signature(base.forward).parameters
-        self._fixed = {"use_cache": False} if "use_cache" in accepted else {}
+        cached = {"use_cache", "past_key_values"} & {*accepted}
+        self._fixed = {"use_cache": False} if cached else {}
         self._embedding = model.get_input_embeddings()
         sizes = [getattr(model.config, name, None) or _LENGTHS[0] + 2 for name in _POSITIONS]
         # RoBERTa has two positions less.
@@ -79,6 +81,7 @@ class _Probe:
         self._length = next(fitting, _LENGTHS[-1])
         self._middle = self._length // 2
         self._queries: list[Tensor] = []
+        self._num_mixers = 0
 
     def traits(self) -> Traits:
         model = self._model
@@ -95,12 +98,15 @@ class _Probe:
         was, training = config._attn_implementation, [(m, m.training) for m in model.modules()]
         documents = PassDocuments(OP, AttentionOptions(None), BatchFacts(None, self._length))
         install(_NAME, self._own_values, documents, op=OP)
+        mixers = SharedMixers(_NAME, config, documents, None, "contiguous", apart=True)
+        self._num_mixers, take_back = share_mixers(model, mixers)
         with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             try:
                 model.set_attn_implementation(_NAME)
                 model.eval()
                 return self._traits(title, device)
             finally:
+                take_back()
                 model.set_attn_implementation(was)
                 for module, flag in training:
                     module.training = flag
@@ -196,7 +202,8 @@ class _Probe:
             set(reached) <= {self._middle}, rule, f"tokens mixed in {place}; see docs/attention.md"
         )
         rule = "call the attention that transformers' AttentionInterface gives it"
-        _require(len(self._queries) > 0 and len(reached) > 0, rule, f"no call in {title}")
+        calls = len(self._queries) + self._num_mixers
+        _require(calls > 0 and len(reached) > 0, rule, f"no call in {title}")
 
     def _spread(self, x: Tensor) -> bool:
         """True if NaN stands at other tokens than the one it came from."""

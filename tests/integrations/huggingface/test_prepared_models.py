@@ -51,10 +51,12 @@ SIZES = {
     "vocab_size_per_layer_input": VOCABULARY,
 }
 WINDOW = {"sliding_window": 5}
+HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 # Family to options of its config; "model_type/mlm" is a masked language model.
 SERVED = {
     "bert": {"is_decoder": True},
     "bert/mlm": {},
+    "bamba": {"attn_layer_indices": [1]},
     "cohere2": WINDOW,
     "deepseek_v3": {
         "num_key_value_heads": 4,
@@ -71,6 +73,8 @@ SERVED = {
     "distilbert/mlm": {},
     "esm/mlm": {"position_embedding_type": "rotary"},
     "eurobert/mlm": {},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "falcon_mamba": {},
     "gemma2": {**WINDOW, "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 5},
     "gemma3_text": WINDOW,
     "glm4": {},
@@ -79,21 +83,32 @@ SERVED = {
     "gpt_neox": {},
     "gpt_oss": WINDOW,
     "granite": {},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "llama": {},
     "llama4_text": {"attention_chunk_size": 8, "no_rope_layers": [1, 0]},
+    "mamba": {},
+    "mamba2": {"head_dim": 32, "num_heads": 2},
     "ministral3": {},
     "mistral": WINDOW,
     "mixtral": {},
     "modernbert-decoder": {},
     "modernbert/mlm": {"local_attention": 8},
+    "nemotron_h": {},
     "olmo2": {},
+    "olmo_hybrid": HYBRID,
     "olmoe": {},
     "opt": {"do_layer_norm_before": True},
     "phi": {},
     "phi3": {},
     "qwen2": {},
     "qwen3": {},
+    "qwen3_5_moe_text": HYBRID,
+    "qwen3_5_text": HYBRID,
     "qwen3_moe": {},
+    "qwen3_next": HYBRID,
     "roberta": {"is_decoder": True},
     "roberta/mlm": {},
     "smollm3": {},
@@ -102,23 +117,13 @@ SERVED = {
 }
 # Reason by which a model is refused, to a part of the message and the families.
 MIXED = "tokens mixed in "
-HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 REFUSED = {
-    "state space, convolution or linear attention": (
+    "recurrences and mixtures of other kinds": (
         MIXED,
         {
-            "bamba": {},
-            "falcon_h1": {"mamba_d_ssm": 64},
-            "falcon_mamba": {},
             "fnet/mlm": {},
-            "jamba": {},
-            "lfm2": {"layer_types": ["conv", "full_attention"]},
-            "mamba": {},
-            "mamba2": {"head_dim": 32, "num_heads": 2},
+            "kimi_linear": {},
             "minimax": {},
-            "nemotron_h": {},
-            "qwen3_5_text": HYBRID,
-            "qwen3_next": HYBRID,
             "recurrent_gemma": {},
             "rwkv": {},
         },
@@ -342,9 +347,9 @@ def documents_given_by_offsets():
     assert torch.equal(model(**batch, **given, max_length_k=13).logits, expected)
 
 
-@check()
-def a_recomputation_after_another_batch_has_its_documents():
-    model = make("gpt_bigcode").train()
+@check(*[(name,) for name in ("gpt_bigcode", "qwen3_next", "lfm2", "bamba", "nemotron_h")])
+def a_recomputation_after_another_batch_has_its_documents(family):
+    model = make(family, **SERVED[family]).train()
     prepare_model(model, group=group())
     found = []
     for kwargs in (None, {"use_reentrant": True}, {"use_reentrant": False}):
@@ -358,6 +363,17 @@ def a_recomputation_after_another_batch_has_its_documents():
         found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     assert all(map(torch.equal, found[0], found[1]))
     assert all(map(torch.equal, found[0], found[2]))
+
+
+@check()
+def a_recomputation_that_may_have_other_documents_is_refused():
+    """Mixers of Mamba-1 are not told of documents."""
+    model = make("mamba").train()
+    prepare_model(model, group=group())
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model(**make_batch("plain")).loss.backward()
+    with pytest.raises(ValueError, match="prepare_model: expected a recomputation of packed"):
+        model(**make_batch("packed")).loss.backward()
 
 
 @check()
@@ -501,8 +517,7 @@ def test_refused_families(family, message, options):
 def test_names_that_are_registered_refuse_them_too(family):
     """Where nobody has called prepare_model."""
     register_ring_attention(None)
-    options = REFUSED["state space, convolution or linear attention"][1][family]
-    model = make(family, **options)
+    model = make(family, **{**SERVED, "minimax": {}}[family])
     model.set_attn_implementation("moe_ext_ring")
     text = "expected model to be of layers that mix tokens in their attention alone .*, got .+"
     with pytest.raises(ValueError, match=text):
