@@ -167,6 +167,9 @@ def other_options_on_one_rank_are_named():
         gated_delta_rule(**given, **sizes, scale=1.0 + rank)
     with pytest.raises(ValueError, match="gated_delta_rule: expected the shards of a contiguous"):
         gated_delta_rule(**given, **sizes)
+    ways = {"scheme": "ring"} if rank == 1 else {}
+    with pytest.raises(ValueError, match=r"gated_delta_rule: expected scheme to be one.*on rank 1"):
+        gated_delta_rule(**given, **sizes, **ways)
     if rank == 1:
         given["g"] = given["g"][..., :1]
     with pytest.raises(ValueError, match=r"gated_delta_rule: expected g to be of shape.*on rank 1"):

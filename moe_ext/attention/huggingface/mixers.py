@@ -33,6 +33,8 @@ from moe_ext.comm import c10d
 
 # Documents that the mixer that runs was given: a recomputation may come after another batch.
 _offsets: ContextVar[Tensor | None] = ContextVar("offsets", default=None)
+# Attribute of a mixer: the configuration of its model.
+_CONFIG = "_moe_ext_config"
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,6 @@ class SharedMixers:
 
     Attributes:
         name: of the attention, by which the model is a prepared one.
-        config: of the model.
         documents: of its forward passes.
         group: the ranks, see `ring_attention`.
         layout: likewise.
@@ -49,16 +50,10 @@ class SharedMixers:
     """
 
     name: str
-    config: Any
     documents: PassDocuments
     group: Any
     layout: str | Layout
     apart: bool = False
-
-    @property
-    def is_on(self) -> bool:
-        """True while the model is a prepared one."""
-        return bool(self.config._attn_implementation == self.name)
 
     @property
     def _where(self) -> dict[str, Any]:
@@ -197,37 +192,25 @@ def _step(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
     return F.softplus(dt) if softplus else dt
 
 
-def share_mixers(model: nn.Module, mixers: SharedMixers) -> tuple[int, Callable[[], None]]:
-    """Have the mixers of a model call other functions while it is a prepared one.
+def share_mixers(model: Any, mixers: SharedMixers) -> tuple[int, Callable[[], None]]:
+    """Have the mixers of a model call other functions while it has the attention of a name.
 
     Returns:
         The number of mixers, and a function that takes that back.
     """
-    before = {module: vars(module).get("forward") for module in _mixers(model)}
+    before = {module: dict(vars(module)) for module in _mixers(model)}
     for module in before:
-        forward = _told_of_documents(_forward_of(type(module), mixers))
-        vars(module)["forward"] = types.MethodType(forward, module)
+        # A copy of the model has copies of both.
+        vars(module)[_CONFIG] = model.config
+        vars(module)["forward"] = types.MethodType(_forward_of(type(module), mixers), module)
 
     def take_back() -> None:
-        for module, forward in before.items():
-            if forward is None:
-                vars(module).pop("forward", None)
-            else:
-                vars(module)["forward"] = forward
+        for module, kept in before.items():
+            for name in (_CONFIG, "forward"):
+                vars(module).pop(name, None)
+                vars(module).update({name: kept[name]} if name in kept else {})
 
     return len(before), take_back
-
-
-def _told_of_documents(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        token = _offsets.set(kwargs.get("cu_seq_lens_q"))
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            _offsets.reset(token)
-
-    return call
 
 
 def _mixers(model: nn.Module) -> Iterator[nn.Module]:
@@ -240,48 +223,40 @@ def _mixers(model: nn.Module) -> Iterator[nn.Module]:
 
 def _forward_of(kind: type[nn.Module], mixers: SharedMixers) -> Callable[..., Any]:
     """The forward pass of a class, to which the names of functions mean others."""
-    outer, inner = kind.forward, inspect.unwrap(kind.forward)
-    found = {name: inner.__globals__[name] for name in FUNCTIONS if name in inner.__globals__}
-    own = {name: _switched(getattr(mixers, name), found[name], mixers) for name in found}
-    made = _with_globals(inner, {**inner.__globals__, **own})
-    # Decorators hold the function that they call in a cell.
-    while outer is not inner:
-        held = next(outer for outer in _layers(kind.forward) if _wraps(outer, inner))
-        cells = [types.CellType(made) if c.cell_contents is inner else c for c in held.__closure__]
-        made, inner = _with_globals(held, held.__globals__, tuple(cells)), held
-        if held is outer:
-            break
-    return made
+    inner = inspect.unwrap(kind.forward)
+    own = {name: getattr(mixers, name) for name in FUNCTIONS if name in inner.__globals__}
+    made = _around(kind.forward, inner, _copy(inner, {**inner.__globals__, **own}))
+
+    @functools.wraps(kind.forward)
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if vars(module)[_CONFIG]._attn_implementation != mixers.name:
+            return kind.forward(module, *args, **kwargs)
+        token = _offsets.set(kwargs.get("cu_seq_lens_q"))
+        try:
+            return made(module, *args, **kwargs)
+        finally:
+            _offsets.reset(token)
+
+    return forward
 
 
-def _layers(function: Any) -> Iterator[Any]:
-    while True:
-        yield function
-        if not hasattr(function, "__wrapped__"):
-            return
-        function = function.__wrapped__
-
-
-def _wraps(outer: Any, inner: Any) -> bool:
-    return getattr(outer, "__wrapped__", None) is inner
-
-
-def _with_globals(function: Any, names: dict[str, Any], closure: Any = None) -> Callable[..., Any]:
-    made = types.FunctionType(
-        function.__code__,
-        names,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__ if closure is None else closure,
+def _around(outer: Any, inner: Any, made: Any) -> Any:
+    """A function with its decorators, around another inner function than theirs."""
+    if outer is inner:
+        return made
+    # A decorator holds the function that it calls in a cell.
+    held = _around(outer.__wrapped__, inner, made)
+    cells = (
+        types.CellType(held) if c.cell_contents is outer.__wrapped__ else c
+        for c in outer.__closure__
     )
+    return _copy(outer, outer.__globals__, tuple(cells))
+
+
+def _copy(function: Any, names: dict[str, Any], closure: Any = None) -> Any:
+    """A function of the same code, with other globals and cells."""
+    closure = function.__closure__ if closure is None else closure
+    arguments = (function.__name__, function.__defaults__, closure)
+    made = types.FunctionType(function.__code__, names, *arguments)
     made.__kwdefaults__ = function.__kwdefaults__
     return functools.update_wrapper(made, function)
-
-
-def _switched(
-    ours: Callable[..., Any], theirs: Callable[..., Any], mixers: SharedMixers
-) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (ours if mixers.is_on else theirs)(*args, **kwargs)
-
-    return call

@@ -124,7 +124,7 @@ def prepare_model(
     name = f"{ATTENTION}_{next(_numbers)}"
     documents = PassDocuments(name, options, BatchFacts())
     install(name, functools.partial(ring_attention, group=group, layout=layout, **names), documents)
-    mixers = SharedMixers(name, model.config, documents, group, layout)
+    mixers = SharedMixers(name, documents, group, layout)
     num_mixers, _ = share_mixers(model, mixers)
     for key, hook in list(model._forward_pre_hooks.items()):
         if isinstance(hook, _WholeBatches):

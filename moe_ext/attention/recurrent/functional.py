@@ -50,8 +50,6 @@ class _Sequences:
     @property
     def line(self) -> Layout:
         """The same positions, one stretch on each rank."""
-        if self.layout.num_ranks == 1:
-            return make_layout("contiguous", self.layout.seq_len, 1)
         return make_layout("contiguous", self.layout.seq_len, self.layout.num_ranks)
 
     @property
@@ -123,9 +121,8 @@ def _agree(
     names: Mapping[str, Tensor | None],
     facts: Mapping[str, object],
     scheme: str,
-    group: ProcessGroup | DeviceMesh | None,
-    layout: str | Layout | None,
-    cu_seqlens: Offsets | None,
+    context: tuple[Any, str | Layout, Offsets | None],
+    served: Sequence[str] = SCHEMES,
     more: Mapping[str, tuple[Tensor, tuple[str, ...]]] | None = None,
 ) -> _Sequences:
     """The sequences of a recurrence, once the ranks have compared it.
@@ -135,14 +132,14 @@ def _agree(
         names: q, k, v, g, beta and the state, by their names in the call.
         facts: further options.
         scheme: that was asked for.
-        group: as the user gave it.
-        layout: likewise.
-        cu_seqlens: likewise.
+        context: group, layout and documents.
+        served: schemes that there are.
         more: further arguments by name, with the sizes of their dimensions, "H" or "K".
     """
     tensors = [*names.values()]
 
     def check() -> tuple[int, dict[str, object]]:
+        check_choice(op, "scheme", scheme, (*served, "auto"))
         labels, dims = [*names], (4, 4, 4, 3, 3, 4)
         for name, x, wanted in zip(labels, tensors, dims, strict=True):
             if x is None and name in labels[4:]:
@@ -177,7 +174,7 @@ def _agree(
             **facts,
         }
 
-    return _sequences(op, check, tensors, _in_context(group, layout, cu_seqlens))
+    return _sequences(op, check, tensors, context)
 
 
 def _require(operation: str, holds: bool, argument: str, rule: str, value: object) -> None:
@@ -240,8 +237,8 @@ def gated_delta_rule(
     """
     names = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}
     facts: dict[str, object] = {"scale": scale, "giving beta": beta is not None}
-    _check_scheme("gated_delta_rule", scheme)
-    sequences = _agree("gated_delta_rule", names, facts, scheme, group, layout, cu_seqlens)
+    context = _in_context(group, layout, cu_seqlens)
+    sequences = _agree("gated_delta_rule", names, facts, scheme, context)
     q = q * (q.shape[3] ** -0.5 if scale is None else scale)
     return _recur(q, k, v, g, beta, initial_state, scheme, sequences)
 
@@ -294,19 +291,18 @@ def selective_scan(
     names = {"C": C, "B": B, "x": x, "dt": dt, "beta": None, "initial_state": initial_state}
     facts: dict[str, object] = {"giving D": D is not None, "a decay by element": by_element}
     more = {"A": (A, ("H", "K")[: 1 + by_element])} | ({} if D is None else {"D": (D, ("H",))})
-    _check_scheme(op, scheme, ("state",) if by_element else SCHEMES)
-    sequences = _agree(op, names, facts, scheme, group, layout, cu_seqlens, more)
-    scaled = x * dt.unsqueeze(-1)
+    served = ("state",) if by_element else SCHEMES
+    context = _in_context(group, layout, cu_seqlens)
+    sequences = _agree(op, names, facts, scheme, context, served, more)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    step = dt.to(dtype)
+    scaled = x * step.unsqueeze(-1)
     if by_element:
-        out, state = _recur_by_element(C, B, scaled, dt, A, initial_state, sequences)
+        out, state = _recur_by_element(C, B, scaled, step, A, initial_state, sequences)
     else:
-        decay = dt * A[:, None]
+        decay = step * A[:, None]
         out, state = _recur(C, B, scaled, decay, None, initial_state, scheme, sequences)
     return (out if D is None else out + x * D[:, None, None]).to(x.dtype), state
-
-
-def _check_scheme(op: str, scheme: str, served: Sequence[str] = SCHEMES) -> None:
-    check_choice(op, "scheme", scheme, (*served, "auto"))
 
 
 def _recur(
@@ -444,16 +440,39 @@ def _by_state(rows: list[Tensor], state: Tensor, sequences: _Sequences) -> tuple
             first = documents == documents[:, :1]
             reads = reads * first[:, None, :, None]
             maps = maps * (documents[:, -1:] == documents[:, :1])[:, None, :, None]
-    before = sequences.documents(positions[:1] - 1)
-    if before is not None and documents is not None and len(positions) and rank > 0:
-        goes_on = (before == documents[:, :1])[:, None, :, None]
-        reads, maps = reads * goes_on, maps * goes_on
-    scan = StateScan(group, op, not beta)
-    found = scan(maps, added)
-    out, state = out + reads @ found, added + scan.times(maps, found)
+    out, state = _with_states_before(out, added, reads, maps, sequences, by_element=not beta)
     if not sequences.is_line:
         out = Move(group, place[1], place[0], op)(out)
     return out, state
+
+
+def _with_states_before(
+    out: Tensor,
+    added: Tensor,
+    reads: Tensor,
+    maps: Tensor,
+    sequences: _Sequences,
+    *,
+    by_element: bool,
+) -> tuple[Tensor, Tensor]:
+    """Outputs and state of a stretch that began without the state of the ranks before it.
+
+    Args:
+        out: `[B, H, L, V]`, of positions that found no state of other ranks.
+        added: `[B, H, K, V]`, the state behind them.
+        reads: `[B, H, L, K]`, what positions read of a state before the first.
+        maps: what becomes of such a state, see `StateScan`.
+        sequences: of the call.
+        by_element: see `StateScan`.
+    """
+    first = sequences.line.positions(group_rank(sequences.group), out.device)[:1]
+    documents, before = sequences.documents(first), sequences.documents(first - 1)
+    if documents is not None and before is not None and len(first) and int(first) > 0:
+        goes_on = (before == documents)[:, None, :, None]
+        reads, maps = reads * goes_on, maps * goes_on
+    scan = StateScan(sequences.group, sequences.operation, by_element)
+    found = scan(maps, added)
+    return out + reads @ found, added + scan.times(maps, found)
 
 
 def _recur_by_element(
@@ -478,21 +497,14 @@ def _recur_by_element(
     q, k, v, dt = rows
     if state is None or rank > 0:
         state = v.new_zeros(v.shape[0], heads, q.shape[3], v.shape[3])
-    positions = line.positions(rank, v.device)
-    documents = sequences.documents(positions)
-    before = sequences.documents(positions[:1] - 1)
-    if before is not None and documents is not None and len(positions):
-        goes_on = before == documents[:, :1] if rank > 0 else torch.ones_like(before).bool()
-    else:
-        goes_on = None
-    decay = dt * rates.to(dtype)[:, None]
-    out, added, reads, maps = local.diagonal_scan(q, k, v, decay, state.to(dtype), documents)
+    documents, decay = (
+        sequences.documents(line.positions(rank, v.device)),
+        dt * rates.to(dtype)[:, None],
+    )
+    found = local.diagonal_scan(q, k, v, decay, state.to(dtype), documents)
+    out, added = found[:2]
     if line.num_ranks > 1:
-        if goes_on is not None:
-            reads, maps = (x * goes_on[:, None, :, None] for x in (reads, maps))
-        scan = StateScan(sequences.group, op, True)
-        found = scan(maps, added)
-        out, added = out + reads @ found, added + maps * found
+        out, added = _with_states_before(*found, sequences, by_element=True)
     if not sequences.is_line:
         out = Move(sequences.group, place[1], place[0], op)(out)
     return out.to(v.dtype), added

@@ -127,7 +127,7 @@ class Move:
         return out
 
     def elements(self, rank: int) -> int:
-        """Rows of a head that a rank sends to others, over all heads."""
+        """Rows that a rank sends to others, one for each position and head."""
         mine, found = self.source.heads[rank], 0
         for other, index in enumerate(self._places(rank)[0]):
             if other != rank:
@@ -135,7 +135,7 @@ class Move:
         return found
 
     def _copies(self, rank: int) -> int:
-        """Ranks that hold each position of the source, with other heads."""
+        """Number of ranks that hold each position of the source, with other heads each."""
         return self.source.layout.num_ranks if _is_whole(self.source.layout) else 1
 
     def _places(self, rank: int) -> tuple[list[Tensor], list[Tensor]]:

@@ -524,6 +524,20 @@ def test_names_that_are_registered_refuse_them_too(family):
         model(input_ids=torch.arange(3, 9)[None], use_cache=False)
 
 
+def test_a_copy_is_prepared_and_ended_by_itself():
+    model = make("qwen3_next", **HYBRID)
+    prepare_model(model, group=None)
+    twin, batch = copy.deepcopy(model), make_batch("packed")
+    apart = model(**batch).logits
+    model.set_attn_implementation("sdpa")
+    # transformers' own recurrences run through all documents.
+    together = model(input_ids=batch["input_ids"]).logits
+    assert not torch.allclose(together, apart, atol=1e-3)
+    assert torch.equal(twin(**batch).logits, apart)
+    twin.set_attn_implementation("sdpa")
+    assert torch.equal(twin(input_ids=batch["input_ids"]).logits, together)
+
+
 def test_positions_of_roberta_skip_padding():
     model = make("roberta").eval()
     ids = torch.randint(8, VOCABULARY, (2, 23))
