@@ -32,7 +32,7 @@ def selective_scan(x, dt, A, B, C, D, state, documents=None):
 
 
 def causal_conv(x, weight, bias, documents=None):
-    """Of `[B, D, S]`."""
+    """The convolution of `[B, D, S]`."""
     width, out = weight.shape[1], bias[:, None].expand(x.shape).clone()
     for t in range(x.shape[2]):
         for tap in range(width):

@@ -6,6 +6,7 @@ channels, W taps, P ranks.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -385,16 +386,16 @@ def _scheme(scheme: str, sequences: _Sequences, rows: list[Tensor]) -> str:
     if scheme != "auto":
         return scheme
     batch, heads, _, dim = rows[0].shape
-    sizes: dict[str, Any] = {
-        "batch": batch,
-        "heads": heads,
-        "dim": dim,
-        "v_dim": rows[2].shape[3],
-        "has_beta": len(rows) > 4,
-    }
-    ranks = range(sequences.layout.num_ranks)
+    return _cheapest(sequences.layout, batch, heads, dim, rows[2].shape[3], len(rows) > 4)
+
+
+@functools.lru_cache(maxsize=128)
+def _cheapest(layout: Layout, batch: int, heads: int, dim: int, v_dim: int, has_beta: bool) -> str:
+    """The scheme whose busiest rank sends least; all layers of a model ask for the same."""
+    sizes: dict[str, Any] = {"batch": batch, "heads": heads, "dim": dim}
+    sizes |= {"v_dim": v_dim, "has_beta": has_beta}
     most = {
-        name: max(sent_bytes(name, sequences.layout, rank, **sizes) for rank in ranks)
+        name: max(sent_bytes(name, layout, rank, **sizes) for rank in range(layout.num_ranks))
         for name in SCHEMES
     }
     return min(SCHEMES, key=most.__getitem__)
@@ -489,11 +490,15 @@ def _recur_by_element(
     layout, line = sequences.layout, sequences.line
     heads, rank, op = v.shape[1], group_rank(sequences.group), sequences.operation
     place = Spread.of_positions(heads, layout), Spread.of_positions(heads, line)
-    q, k = (x.repeat_interleave(heads // x.shape[1], 1) for x in (q, k))
     rows = [x.to(dtype) for x in (q, k, v, dt.unsqueeze(-1))]
     if not sequences.is_line:
-        widths = [x.shape[-1] for x in rows]
-        rows = [*Move(sequences.group, *place, op)(torch.cat(rows, -1)).split(widths, -1)]
+        # Heads share q and k, which travel once for all of them.
+        for pair, count in ((slice(0, 2), q.shape[1]), (slice(2, 4), heads)):
+            way = Spread.of_positions(count, layout), Spread.of_positions(count, line)
+            widths = [x.shape[-1] for x in rows[pair]]
+            moved = Move(sequences.group, *way, op)(torch.cat(rows[pair], -1))
+            rows[pair] = moved.split(widths, -1)
+    rows[:2] = (x.repeat_interleave(heads // x.shape[1], 1) for x in rows[:2])
     q, k, v, dt = rows
     if state is None or rank > 0:
         state = v.new_zeros(v.shape[0], heads, q.shape[3], v.shape[3])
