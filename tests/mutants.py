@@ -101,8 +101,8 @@ MUTANTS = [
     Mutant(
         "options of a layer are not compared over the ranks",
         "moe_ext/nn/moe_layer.py",
-        'facts = {"options": options}',
-        'facts = {"options": {}}',
+        'dispatcher.group).compare({"options": options})',
+        'dispatcher.group).compare({"options": {}})',
         "tests/test_options_over_ranks.py -k 'activation and over_ranks'",
     ),
     Mutant(
@@ -307,6 +307,13 @@ MUTANTS = [
         "must not stand before it.\n                    return",
         "must not stand before it.\n                    continue",
         "tests/test_smallest.py -k pipelines",
+    ),
+    Mutant(
+        "an error that a rank raises before it compares loses its class",
+        "moe_ext/comm/agreement.py",
+        "self.compare({}, problem=error)",
+        "self.compare({}, problem=str(error))",
+        "tests/comm/test_comm.py -k an_error_in_its_context",
     ),
     Mutant(
         "ranks that are gone are not told to those who do not miss them",
@@ -828,8 +835,9 @@ MUTANTS = [
     Mutant(
         "a checkpoint of Lightning that rank 0 could not write is none of the others' business",
         "moe_ext/integrations/lightning.py",
-        "agree(_SAVE, {}, problem,",
-        "agree(_SAVE, {}, None,",
+        "        save(*args, **options)\n        agreement",
+        "        try:\n            save(*args, **options)\n        except Exception:\n"
+        "            pass\n        agreement",
         "tests/distributed/test_lightning.py -k averaged_weights",
     ),
     Mutant(
@@ -844,8 +852,8 @@ MUTANTS = [
     Mutant(
         "torchft's first step takes gradients that ranks have averaged",
         "moe_ext/integrations/torchft.py",
-        "elif synced and share != 1.0:",
-        "elif False:",
+        "if synced and share != 1.0:",
+        "if False:",
         "tests/integrations/test_torchft.py -k first_quorum",
     ),
     Mutant(

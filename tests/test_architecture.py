@@ -36,6 +36,62 @@ BESIDE_COMM = {
     "moe_ext.distributed.fsdp_state": {"_composable_state"},
     "moe_ext.distributed.mesh": {"torch.distributed"},  # makes groups
 }
+# What ranks tell each other beside an `Agreement`, and the modules that do.
+TELLS = {
+    "SummedOptions",
+    "check_equal_over_ranks",
+    "is_told",
+    "mark_told",
+    "meet",
+    "naming_failed_ranks",
+    "share",
+    "telling",
+}
+BESIDE_AGREEMENT = {
+    # Options go with sums that are made in any case.
+    "moe_ext.attention.sharding": {"SummedOptions"},
+    "moe_ext.nn.balance.selection_bias": {"SummedOptions"},
+    "moe_ext.optim._sliced": {"SummedOptions"},
+    # The message is numbers alone, of which a part is compared.
+    "moe_ext.compression.gradients": {"share"},
+    "moe_ext.compression.report": {"check_equal_over_ranks", "share"},
+    "moe_ext.dispatch.counts": {"check_equal_over_ranks"},
+    "moe_ext.dispatch.symmetric_memory": {"share"},
+    "moe_ext.distributed.clipping": {"check_equal_over_ranks"},
+    "moe_ext.distributed.gradients": {"check_equal_over_ranks"},
+    "moe_ext.nn.balance.moved": {"share"},
+    # Others send: torch, a library, a codec of the user, or autograd.
+    "moe_ext.compression.codecs.powersgd": {"naming_failed_ranks"},
+    "moe_ext.compression.reducer": {"naming_failed_ranks"},
+    "moe_ext.dispatch.gpu_libraries": {"naming_failed_ranks"},
+    "moe_ext.dispatch.rows": {"naming_failed_ranks", "share"},
+    "moe_ext.distributed": {"naming_failed_ranks"},
+    "moe_ext.distributed.checkpoint": {"naming_failed_ranks"},
+    "moe_ext.distributed.dtensor": {"naming_failed_ranks"},
+    "moe_ext.distributed.placement": {"naming_failed_ranks", "share"},
+    "moe_ext.integrations.grace": {"naming_failed_ranks"},
+    # Code of the user runs between two exchanges.
+    "moe_ext.dispatch.base": {"check_equal_over_ranks", "is_told", "share", "telling"},
+    "moe_ext.dispatch.static_sizes": {"is_told", "mark_told"},
+    "moe_ext.pipeline.executor": {"telling"},
+    "moe_ext.pipeline.step": {"telling"},
+    # A rank may have been called alone.
+    "moe_ext.distributed.state_dict": {"meet"},
+}
+# Modules that give an `Agreement` a problem, and the reason why they do not raise it inside.
+GIVES_PROBLEMS = {
+    "moe_ext.compression.buckets": "the caller has found it before",
+    "moe_ext.compression.collectives.arguments": "a text of several checks in a row",
+    "moe_ext.compression.collectives.exact": "as `arguments`, with other facts",
+    "moe_ext.compression.collectives.sparse": "as `arguments`, with other facts",
+    "moe_ext.compression.gradients": "of several problems the last one is told",
+    "moe_ext.dispatch.counts": "the counts have told that there is one",
+    "moe_ext.dispatch.gpu_libraries": "the text is that of what looked for the library",
+    "moe_ext.dispatch.static_sizes": "the error of this rank says more than that of the others",
+    "moe_ext.distributed.checkpoint": "ranks that are gone are not told over their own group",
+    "moe_ext.integrations.huggingface.expert_parallel": "it is told to several groups",
+    "moe_ext.optim.local_steps": "a manager of torchft is told by NaN",
+}
 # A name that users import, of a module that has moved up.
 ALIASES = {"moe_ext.compression.grace"}
 
@@ -203,6 +259,28 @@ def test_the_rule_for_c10d_sees_what_it_should(text, found):
 NAMES_OF_OTHERS = {
     *("Compressor", "GShardGate", "MOELayer", "MoELayer", "NaiveGate", "SwitchGate"),
 }
+
+
+def test_one_object_tells_what_ranks_differ_in():
+    tells, gives = {}, set()
+    for module, tree in sources().items():
+        if package(module) in ("comm", "") and module != "moe_ext":
+            continue
+        for target, name in imports(module, inside_functions=True):
+            if target in (
+                "moe_ext.comm.agreement",
+                "moe_ext.comm.failures",
+                "moe_ext.comm.reports",
+            ):
+                assert name, f"{module} imports {target}, and not what it takes from there"
+                if name in TELLS:
+                    tells.setdefault(module, set()).add(name)
+        for node in ast.walk(tree):
+            called = getattr(node.func, "attr", "") if isinstance(node, ast.Call) else ""
+            if called == "compare" and any(given.arg == "problem" for given in node.keywords):
+                gives.add(module)
+    assert tells == BESIDE_AGREEMENT
+    assert gives == set(GIVES_PROBLEMS)
 
 
 def test_a_name_of_a_class_stands_once():

@@ -51,7 +51,7 @@ from moe_ext.attention.masks import (
 from moe_ext.attention.schemes import SCHEME_NAMES, SCHEMES
 from moe_ext.attention.schemes.base import Call, Workload
 from moe_ext.attention.sharding import check_lengths
-from moe_ext.comm.agreement import agree
+from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.failures import known_hosts
 from moe_ext.comm.groups import group_ranks, group_size
 from moe_ext.comm.streams import has_streams
@@ -237,24 +237,18 @@ def agree_on_call(
             differs between them.
         RankFailureError: a rank died or did not answer.
     """
-    facts: dict[str, object] = {}
-    values, problem, mask = (0, 0), None, Mask()
-    try:
+    device, repeats = message_device(*inputs), inputs.attn_mask is not None
+    with Agreement(OPERATION, options.group, device, repeats=repeats) as agreement:
         options.check(seed)
         inputs.check()
         options.check_scheme(inputs)
         mask = options.mask(inputs)
-        if group_size(options.group) > 1:
-            facts = _facts(inputs, options, mask, seed)
+        # Their length tells those of all ranks.
+        agreement.repeats |= mask.cu_seqlens is not None
+        facts = _facts(inputs, options, mask, seed) if group_size(options.group) > 1 else {}
         own_seed = seed if seed is not None else drawn
         own_seed = draw_seed(options.dropout_p) if own_seed is None else own_seed
-        values = (inputs.q.shape[2], own_seed)
-    except Exception as error:
-        problem = error
-    device = message_device(*inputs)
-    # Their length tells those of all ranks.
-    repeats = mask.cu_seqlens is not None or inputs.attn_mask is not None
-    rows = agree(OPERATION, facts, problem, options.group, device, values=values, repeats=repeats)
+        rows = agreement.compare(facts, values=(inputs.q.shape[2], own_seed))
     return call_of(inputs, options, mask, [row[0] for row in rows], rows[0][1])
 
 

@@ -26,7 +26,7 @@ from moe_ext.attention.call import (
 from moe_ext.attention.checks import message_device
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.masks import Offsets, PrefixLen
-from moe_ext.comm.agreement import agree
+from moe_ext.comm.agreement import Agreement
 from moe_ext.ops.autograd import is_transformed, transforms
 
 if TYPE_CHECKING:
@@ -204,11 +204,9 @@ def run(
         )
     q, k, v = map(as_autocast, (inputs.q, inputs.k, inputs.v))
     inputs = inputs._replace(q=q, k=k, v=v)
-    try:
+    # Without an error the call itself compares.
+    with Agreement(OPERATION, options.group, message_device(*inputs)):
         line, options = rows_in_line(inputs, options)
-    except Exception as error:
-        agree(OPERATION, {}, error, options.group, message_device(*inputs))
-        raise
     attention = attend_in_graph if torch.compiler.is_compiling() else attend
     out, lse = attention(line, options, seed)
     if line.q is not q:

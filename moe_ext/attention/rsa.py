@@ -42,7 +42,7 @@ from moe_ext.attention.masks import (
 )
 from moe_ext.attention.sharding import Shards, check_lengths, sum_shards
 from moe_ext.attention.sharding import position_ids as position_ids_of
-from moe_ext.comm.agreement import agree
+from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import GroupHandle, check_group, group_rank
 from moe_ext.comm.ring_exchange import Buffers, Exchange
 from moe_ext.nn.torch_state import autocast_dtype, without_autocast
@@ -156,9 +156,7 @@ def _attend(
 ) -> Tensor:
     """`ring_self_attention`; `told` are options of the caller, which the ranks compare too."""
     check_group(group, OPERATION)
-    facts: dict[str, object] = {}
-    values, problem, mask = (0, 0), None, Mask()
-    try:
+    with Agreement(OPERATION, group, message_device(q, k, v)) as agreement:
         check_tensors(q, k, v, key_mask, _require)
         check_layout(layout, _require)
         check_numbers(scale, None, dropout_p, seed, _require)
@@ -180,10 +178,7 @@ def _attend(
             **({} if seed is None else {"seed": seed}),
         }
         values = (q.shape[2], draw_seed(dropout_p) if seed is None else seed)
-    except Exception as error:
-        problem = error
-    device = message_device(q, k, v)
-    rows = agree(OPERATION, facts, problem, group, device, values=values)
+        rows = agreement.compare(facts, values=values)
     lengths, common = [row[0] for row in rows], rows[0][1]
     seq_len = sum(lengths)
     check_end(mask.cu_seqlens, seq_len, OPERATION)
@@ -595,11 +590,9 @@ class RingSelfAttention(nn.Module):
             RankFailureError: a rank died or did not answer; the message names it.
         """
         made = self.layout if layout is None else layout
-        try:
+        # Without an error the messages below compare.
+        with Agreement(_MODULE, self.group, message_device(x, self.out_proj.weight)):
             self._check(x, position_ids, made, cu_seqlens)
-        except Exception as error:
-            agree(_MODULE, {}, error, self.group, message_device(x, self.out_proj.weight))
-            raise
         q, k, v = (
             projection(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -677,7 +670,8 @@ class RingSelfAttention(nn.Module):
         offsets = check_cu_seqlens(cu_seqlens, _MODULE)
         facts = {**told, "layout": layout, "cu_seqlens": offsets}
         # The name of the other message, which a rank without rotation or with positions sends here.
-        rows = agree(OPERATION, facts, None, self.group, x.device, values=(x.shape[1],))
+        agreement = Agreement(OPERATION, self.group, x.device)
+        rows = agreement.compare(facts, values=(x.shape[1],))
         lengths = [row[0] for row in rows]
         made = make_layout(layout, sum(lengths), len(lengths), cu_seqlens=cu_seqlens)
         check_lengths(made, lengths, _MODULE, self.group)

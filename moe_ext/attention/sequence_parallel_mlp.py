@@ -26,7 +26,7 @@ from moe_ext.attention.sharding import (
     start_all_gather,
     start_reduce_scatter,
 )
-from moe_ext.comm.agreement import agree
+from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.collectives import all_reduce_
 from moe_ext.comm.groups import GroupHandle, check_group, group_rank, group_size
 from moe_ext.distributed.dtensor import local_part
@@ -284,20 +284,14 @@ class SequenceParallelMLP(nn.Module):
     ) -> Layout:
         """The layout of a call, once the ranks are known to agree on it."""
         group, ranks = self.tp_group, group_size(self.tp_group)
-        facts, lengths, problem, made = dict[str, object](), [0], None, None
-        try:
+        with Agreement(_NAME, group, self.down_proj.weight.device) as agreement:
             self._check_input(x, seed)
             check_layout(given, _require)
-            lengths = [x.shape[-2]]
+            length = x.shape[-2]
             if seq_len is None:
-                seq_len = given.seq_len if isinstance(given, Layout) else lengths[0] * ranks
+                seq_len = given.seq_len if isinstance(given, Layout) else length * ranks
             made = make_layout(given, seq_len, ranks)
-            facts = self._facts(x, given, seq_len)
-        except Exception as error:
-            problem = error
-        device = self.down_proj.weight.device
-        told = agree(_NAME, facts, problem, group, device, values=lengths)
-        assert made is not None
+            told = agreement.compare(self._facts(x, given, seq_len), values=[length])
         check_lengths(made, [row[0] for row in told], _NAME, group)
         return made
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_ext.attention.layouts import Layout, make_layout, ranks_of
 from moe_ext.attention.masks import Offsets, check_cu_seqlens, check_end, rows_of_offsets
 from moe_ext.comm import collectives
-from moe_ext.comm.agreement import SummedOptions, agree
+from moe_ext.comm.agreement import Agreement, SummedOptions
 from moe_ext.comm.groups import check_group, group_rank, group_ranks, group_size
 from moe_ext.comm.pending import Pending
 from moe_ext.comm.streams import is_capturing
@@ -174,9 +174,7 @@ def unshard_sequence(
     """
     op = "unshard_sequence"
     group = ranks_of(group, op)
-    problem: Exception | None = None
-    facts: dict[str, object] = {}
-    try:
+    with Agreement(op, group, x.device) as agreement:
         rows = rows_of_offsets(cu_seqlens, op)
         rest = list(x.movedim(dim, 0).shape[1:])
         facts = {
@@ -185,9 +183,7 @@ def unshard_sequence(
             "dim": dim % x.dim(),
             "dtype and other dimensions of x": (x.dtype, *rest),
         }
-    except ValueError as error:
-        problem = error
-    told = agree(op, facts, problem, group, x.device, values=[x.shape[dim]])
+        told = agreement.compare(facts, values=[x.shape[dim]])
     lengths = [row[0] for row in told]
     made = make_layout(layout, sum(lengths), len(lengths), cu_seqlens=cu_seqlens)
     check_lengths(made, lengths, op, group)

@@ -16,7 +16,7 @@ from moe_ext.attention.checks import message_device, requires
 from moe_ext.attention.functional import ring_attention
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.masks import PrefixLen
-from moe_ext.comm.agreement import agree
+from moe_ext.comm.agreement import Agreement
 
 OPERATION = "ring_attention_varlen"
 _require = requires(OPERATION)
@@ -85,7 +85,9 @@ def ring_attention_varlen(
             those of queries, or what `ring_attention` refuses.
         RankFailureError: a rank died or did not answer; the message names it.
     """
-    try:
+    ranks = AttentionOptions.of(group, OPERATION).group
+    # Without an error `ring_attention` compares.
+    with Agreement(OPERATION, ranks, message_device(q, k, v)):
         for name, x in (("q", q), ("k", k), ("v", v)):
             fits = isinstance(x, Tensor) and x.dim() == 3
             found = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -98,15 +100,6 @@ def ring_attention_varlen(
             _require(fits, "attn_mask", "a tensor [H or 1, T, S]", found)
         same = cu_seqlens_k is cu_seqlens_q or torch.equal(cu_seqlens_k, cu_seqlens_q)
         _require(same, "cu_seqlens_k", "equal to cu_seqlens_q", cu_seqlens_k)
-    except Exception as error:
-        agree(
-            OPERATION,
-            {},
-            error,
-            AttentionOptions.of(group, OPERATION).group,
-            message_device(q, k, v),
-        )
-        raise
     out = ring_attention(
         *(x.transpose(0, 1)[None] for x in (q, k, v)),
         group=group,

@@ -1,9 +1,9 @@
 """Agreement: ranks compare their arguments before they communicate, in one message.
 
-Every rank of a group calls `agree` with what has to be equal everywhere and with what is wrong on
-this rank, if anything. Afterwards all of them go on, or all of them raise the same error. The
-message has one length (a second one follows where a call takes more than a kilobyte to tell), so
-that ranks that call different operations understand each other, too.
+Every rank of a group makes an `Agreement`, checks its arguments in it, and compares what has to be
+equal everywhere. Afterwards all of them go on, or all of them raise the same error. The message has
+one length (a second one follows where a call takes more than a kilobyte to tell), so that ranks
+that call different operations understand each other, too.
 
 Who exchanges gives its options as one fact, a mapping: it takes no more room than a number, and the
 option that differs is named.
@@ -83,73 +83,119 @@ def _message(values: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor([[*process_identity(), *values]], dtype=torch.int64, device=device)
 
 
-def agree(
-    operation: str,
-    facts: Mapping[str, object],
-    problem: Problem,
-    group: ProcessGroup | None,
-    device: torch.device,
-    *,
-    validate: bool = True,
-    values: Sequence[int] = (),
-    repeats: bool = False,
-) -> list[list[int]]:
-    """Check that every rank of a group makes the same call, and that none has refused its own.
+class Agreement:
+    """Agreement of the ranks of a group before they exchange: all go on, or all raise one error.
 
-    NOTE: device-to-host sync, with `validate` and more than one rank.
+    Who exchanges makes one for a call, checks the arguments inside, and compares at the end::
+
+        with Agreement("ring_attention", group, q.device) as agreement:
+            check(q, k, v)
+            rows = agreement.compare({"dtype": q.dtype}, values=[q.shape[2]])
+
+    With nothing to check it is `Agreement("DeMo", group).compare(facts)`. It promises:
+
+    - An error before `compare` goes to the other ranks in the place of the facts, and all raise it
+      with its words and the rank; a ValueError where its class is not one of those in `_ERRORS`.
+    - A fact that differs is a ValueError on every rank, with the value of each.
+    - A rank that died or does not answer is named by a RankFailureError; so is one that another
+      group misses, where that is this rank's error.
+    - All ranks have sent the same messages then, so that the group stays usable where none is gone.
+    - Without an error and without `compare` nothing is sent: checks before a function that compares
+      under the same name. An error after `compare` is not told, since it has to follow from what is
+      equal by then; `reports.telling` tells those of code that runs between two exchanges.
 
     Args:
         operation: name for messages, compared like a fact.
-        facts: what must print alike on every rank, by the name to use in messages. A long text is
-            compared by its checksum, and told from its first difference in one message more; so is
-            a mapping of more facts, of which the first that differs is told by its own name.
-        problem: what is wrong on this rank, "expected <arg> to be <rule>, got <value>", or the
-            error to raise; None if nothing is.
         group: the ranks; None is this process alone.
-        device: where messages of the group live.
-        validate: compare with the other ranks. Without it only a problem of this rank is raised.
-        values: integers to tell the others, who need not have the same.
+        device: where messages of the group live; None is that of small messages.
+        validate: compare with the other ranks. Without it only an error of this rank is raised.
         repeats: the values of all ranks follow from the facts and values of any. On a device with
             streams, a call like an earlier one then goes on with what was told there, and the
             device is not waited for. Its message travels all the same, and a difference that it
             brings is raised by the next call that finds it.
-
-    Returns:
-        The values of every rank, in group order; of this rank alone without `validate`.
-
-    Raises:
-        ValueError: on every rank: a fact differs, with the value of each rank; or a rank has a
-            problem, with the rank. An error given as `problem` keeps its class (ValueError,
-            TypeError, RuntimeError).
-        RankFailureError: a rank died or did not answer.
     """
-    if not validate or group_size(group) == 1:
-        if isinstance(problem, Exception):
-            raise problem
-        if problem is not None:
-            raise ValueError(f"{operation}: {problem}")
-        return [list(values)]
-    assert group is not None
-    mine = _encoded(operation, facts, problem, values)
-    told = _told.setdefault(group, _Told())
-    told.read()
-    if not repeats or not streams.has_streams(device):
+
+    __slots__ = ("_compared", "_device", "_group", "_operation", "_validate", "repeats")
+
+    def __init__(
+        self,
+        operation: str,
+        group: ProcessGroup | None,
+        device: torch.device | None = None,
+        *,
+        validate: bool = True,
+        repeats: bool = False,
+    ) -> None:
+        self._operation, self._group, self._device = operation, group, device
+        self._validate, self.repeats = validate, repeats
+        self._compared = False
+
+    def __enter__(self) -> Agreement:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not self._compared:
+            self.compare({}, problem=error)
+
+    def compare(
+        self,
+        facts: Mapping[str, object],
+        *,
+        values: Sequence[int] = (),
+        problem: Problem = None,
+    ) -> list[list[int]]:
+        """Tell the other ranks, and hear from them.
+
+        NOTE: device-to-host sync, with `validate` and more than one rank.
+
+        Args:
+            facts: what must print alike on every rank, by the name to use in messages. A long text
+                is compared by its checksum, and told from its first difference in one message
+                more; so is a mapping of more facts, of which the first that differs is told by its
+                own name.
+            values: integers to tell the others, who need not have the same.
+            problem: what is wrong on this rank, "expected <arg> to be <rule>, got <value>", or the
+                error to raise, where it was not raised in the context; None if nothing is.
+
+        Returns:
+            The values of every rank, in group order; of this rank alone without `validate`.
+
+        Raises:
+            ValueError: on every rank: a fact differs, or a rank has a problem, with the rank. An
+                error given as `problem` keeps its class.
+            RankFailureError: a rank died or did not answer.
+        """
+        self._compared = True
+        operation, group, device = self._operation, self._group, self._device
+        if not self._validate or group_size(group) == 1:
+            if isinstance(problem, Exception):
+                raise problem
+            if problem is not None:
+                raise ValueError(f"{operation}: {problem}")
+            return [list(values)]
+        assert group is not None
+        if device is None:
+            device = small_message_device(group)
+        mine = _encoded(operation, facts, problem, values)
+        told = _told.setdefault(group, _Told())
+        told.read()
+        if not self.repeats or not streams.has_streams(device):
+            texts = _share_bytes(mine, group, device, operation)
+            return _compared(operation, facts, problem, group, texts, device)
+        if mine in told.answers:
+            answer = told.answers[mine]
+            gathered = _gathered(answer.message, group, operation)
+            compare = functools.partial(_compared, operation, facts, None, group)
+            told.unread.append((streams.HostCopy(gathered), answer, compare))
+            return answer.values
+        if len(mine) > _TEXT_BYTES and problem is not None:
+            # Ranks that went on take part in no further message.
+            mine = _encoded(operation, {}, ValueError(str(problem)[: _TEXT_BYTES // 2]), ())
         texts = _share_bytes(mine, group, device, operation)
-        return _compared(operation, facts, problem, group, texts, device)
-    if mine in told.answers:
-        answer = told.answers[mine]
-        gathered = _gathered(answer.message, group, operation)
-        compare = functools.partial(_compared, operation, facts, None, group)
-        told.unread.append((streams.HostCopy(gathered), answer, compare))
-        return answer.values
-    if len(mine) > _TEXT_BYTES and problem is not None:
-        # Ranks that went on take part in no further message.
-        mine = _encoded(operation, {}, ValueError(str(problem)[: _TEXT_BYTES // 2]), ())
-    texts = _share_bytes(mine, group, device, operation)
-    found = _compared(operation, facts, problem, group, texts, None)
-    if all(len(text) <= _TEXT_BYTES for text in texts):
-        told.remember(mine, _Answer(found, texts, _message(_first_words(mine), device)))
-    return found
+        found = _compared(operation, facts, problem, group, texts, None)
+        if all(len(text) <= _TEXT_BYTES for text in texts):
+            told.remember(mine, _Answer(found, texts, _message(_first_words(mine), device)))
+        return found
 
 
 @dataclass
@@ -313,9 +359,8 @@ class SummedOptions:
         """Every rank of all groups raises where two of one differ."""
         problem: Problem = None
         for group in groups:
-            facts, device = {"options": self.now}, small_message_device(group)
             try:
-                agree(self._operation, facts, problem, group, device)
+                Agreement(self._operation, group).compare({"options": self.now}, problem=problem)
             except ValueError as error:
                 problem = error
         if isinstance(problem, Exception):
@@ -380,7 +425,7 @@ def is_nonfinite(x: Tensor) -> bool:
 
 
 def options_of(owner: object, name: str = "") -> dict[str, object]:
-    """Arguments that an object was made with, for `agree`, as far as it keeps them by their names.
+    """Arguments that an object was made with, as far as it keeps them by their names.
 
     Args:
         owner: of a class of this package, or of one derived from it, whose own arguments are left

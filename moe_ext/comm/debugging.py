@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_ext.comm.agreement import agree
+from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.failures import running, with_layer
 from moe_ext.comm.groups import global_rank, group_ranks, group_size
 
@@ -64,7 +64,7 @@ def compare(
     splits = [*send, *receive] if send is not None and receive is not None else []
     ranks = group_ranks(group)
     try:
-        rows = agree(operation, facts, None, group, x.device, values=splits)
+        rows = Agreement(operation, group, x.device).compare(facts, values=splits)
         for i, row in enumerate(rows if splits else []):
             for j, other in enumerate(rows):
                 if row[j] != other[len(ranks) + i]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_ext.comm.agreement import agree
+from moe_ext.comm.agreement import Agreement
 from moe_ext.compression.codecs import Codec, Dense
 from moe_ext.compression.feedback import CodecMemory, FeedbackStore
 from moe_ext.compression.nodes import Levels, Nodes, packing_on
@@ -191,7 +191,7 @@ class Buckets:
             # With nodes it is brought to others; and where nothing is kept, steps may be silent.
             "what is kept of them": _joined(self.feedback.kinds_of(names)),
         }
-        agree(operation, facts, problem, group, flat_N.device)
+        Agreement(operation, group, flat_N.device).compare(facts, problem=problem)
         levels = self.nodes.levels(group, common, flat_N.device)
         bucket = Bucket(names, shapes, group, levels)
         if not sparse:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_ext.comm.agreement import agree, share
+from moe_ext.comm.agreement import Agreement, share
 from moe_ext.comm.collectives import all_reduce_
 from moe_ext.comm.groups import group_size
 from moe_ext.compression.reducer import BucketInStep, Reducer
@@ -158,8 +158,8 @@ def _check(
     facts = {"the number of parameters": count, **state.options.facts()}
     gradients = [p.grad for p in model.parameters() if p.grad is not None and id(p) not in reduced]
     fresh = [int(not all(is_synced(g) for g in gradients)), int(bool(gradients))]
-    problem = problem or strange
-    rows = agree(_OPERATION, facts, problem, state.group, device, values=fresh)
+    agreement = Agreement(_OPERATION, state.group, device)
+    rows = agreement.compare(facts, values=fresh, problem=problem or strange)
     is_fresh = any(row[0] for row in rows) or not any(row[1] for row in rows)
     if not is_fresh and not reduced:
         raise RuntimeError(
@@ -278,7 +278,8 @@ def flush(model: nn.Module, state: CompressionState) -> bool:
     state.regroup()
     owed = state.owed_now()
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    agree("flush", {"the parameters that are owed for": ", ".join(owed)}, None, state.group, device)
+    facts = {"the parameters that are owed for": ", ".join(owed)}
+    Agreement("flush", state.group, device).compare(facts)
     experts = {id(p): placement.group for p, placement in sharded_parameters(model).values()}
     by_group: dict[ProcessGroup | None, list[str]] = {}
     for name in owed:

@@ -22,7 +22,7 @@ from moe_ext import ops
 from moe_ext._checks import check_choice
 from moe_ext._compile import outside_graphs
 from moe_ext.comm import collectives
-from moe_ext.comm.agreement import agree
+from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import resolve_group
 from moe_ext.compression.codecs.masked import Masked
 from moe_ext.compression.masks import (
@@ -205,7 +205,7 @@ class Pruning:
             by_group.setdefault(group, {})[f"the mask of {name}"] = checksum_of(bitmap)
         for group, facts in by_group.items():
             if group is not None and facts:
-                agree(_OP, facts, None, group, device)
+                Agreement(_OP, group, device).compare(facts)
 
 
 def prune(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed import ProcessGroup
 
-from moe_ext.comm.agreement import agree, check_equal_over_ranks, share
+from moe_ext.comm.agreement import Agreement, check_equal_over_ranks, share
 from moe_ext.comm.groups import group_rank, group_ranks, group_size
 
 # Flags of parameters that go in one number of a message.
@@ -127,7 +127,7 @@ def exchange_reports(
     if group is not None:
         check_equal_over_ranks("the step", [row[2] for row in rows], group, operation)
         if any(row[3] != report.checksum for row in rows):
-            agree(operation, report.options, None, group, device)
+            Agreement(operation, group, device).compare(report.options)
     bad = [(r, report.names[row[1]]) for r, row in zip(ranks, rows, strict=True) if row[1] >= 0]
     end = 6 + 2 * len(report.parts)
     count = end - 4

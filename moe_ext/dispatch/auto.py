@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext.comm import debugging
-from moe_ext.comm.agreement import agree
+from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import group_rank, group_ranks
 from moe_ext.comm.link import max_over_ranks, seconds_of
 from moe_ext.comm.traffic import not_counted
@@ -175,7 +175,7 @@ class AutoDispatcher(TokenDispatcher):
         code = DTYPES.index(dtype) if dtype in DTYPES else 0
         dim = x.shape[-1] if x.dim() else 1
         values = (x.numel() // max(dim, 1), max(dim, 1), code, node_size_of(group))
-        told = agree(_OPERATION, facts, None, group, x.device, values=values)
+        told = Agreement(_OPERATION, group, x.device).compare(facts, values=values)
         # A rank whose input is wrong answers too: the layer says so.
         num_tokens, dim, code, node_size = (max(numbers) for numbers in zip(*told, strict=True))
         if any(row[3] != node_size for row in told):

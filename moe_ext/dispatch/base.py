@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from moe_ext import ops
 from moe_ext._checks import check_choice, check_integer
 from moe_ext.comm import at_exit
-from moe_ext.comm.agreement import agree, check_equal_over_ranks, share
+from moe_ext.comm.agreement import Agreement, check_equal_over_ranks, share
 from moe_ext.comm.failures import is_told
 from moe_ext.comm.groups import GroupHandle, check_group, group_rank, group_size
 from moe_ext.comm.reports import telling
@@ -364,7 +364,7 @@ class TokenDispatcher:
         known = self._result_dtypes.get(rows.dtype)
         if known is None:
             facts = {"the dtype of the experts' results": results.dtype}
-            agree(self.operation, facts, None, self.group, rows.device)
+            Agreement(self.operation, self.group, rows.device).compare(facts)
             self._result_dtypes[rows.dtype] = results.dtype
         elif results.dtype != known:
             raise ValueError(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext.comm import debugging
-from moe_ext.comm.agreement import agree, check_equal_over_ranks, checksum
+from moe_ext.comm.agreement import Agreement, check_equal_over_ranks, checksum
 from moe_ext.comm.groups import group_ranks
 from moe_ext.dispatch.wire import Wire
 
@@ -152,7 +152,7 @@ class CallComparison:
         """
         if not self._agreed:
             # The length of the message depends on num_experts.
-            agree(operation, self.first_facts(), None, group, own_PM.device)
+            Agreement(operation, group, own_PM.device).compare(self.first_facts())
             self._agreed = True
         message = torch.cat([self._on_device(header, own_PM), own_PM], dim=1)
         received = send(message, operation=f"{operation} counts")
@@ -188,11 +188,11 @@ class CallComparison:
         dims, codes, top_ks, states, limits, graphs = zip(*heads, strict=True)
         if any(state % 2 for state in states):
             # One more message, with the reason.
-            agree(operation, {}, problem, group, device)
+            Agreement(operation, group, device).compare({}, problem=problem)
         self._check_layers(tuple(state // 2 for state in states), group, operation)
         if any(graph // _GRAPH_CODES != graphs[0] // _GRAPH_CODES for graph in graphs):
             # One more message, with the option that has changed on some ranks.
-            agree(operation, {"options": self.options or {}}, None, group, device)
+            Agreement(operation, group, device).compare({"options": self.options or {}})
         names = [*map(str, DTYPES), "another dtype"]
         for name, values in (
             ("model_dim", dims),

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from moe_ext import ops
 from moe_ext._checks import check_choice
 from moe_ext.comm import collectives
-from moe_ext.comm.agreement import agree
+from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.c10d import small_message_device
 from moe_ext.comm.groups import check_group, group_rank, group_ranks, group_size
 from moe_ext.dispatch.alltoall import AllToAllDispatcher
@@ -604,17 +604,16 @@ class HierarchicalDispatcher(DedupDispatcher):
         wire: Wire | str | None = None,
     ) -> None:
         known = os.environ.get("LOCAL_WORLD_SIZE", 0) if node_size is None else node_size
-        size, problem = int(known), None
-        if size < 1 or group_size(group) % size:
-            problem = (
-                "expected node_size, or else LOCAL_WORLD_SIZE, to divide the size of the group, "
-                f"{group_size(group)}, got {known}"
-            )
         check_group(group, "HierarchicalDispatcher", name="group")
         # Before groups are made of it.
-        facts = {"node_size (or else LOCAL_WORLD_SIZE)": size}
-        agree("HierarchicalDispatcher", facts, problem, group, small_message_device(group))
-        self.node_size = size
+        with Agreement("HierarchicalDispatcher", group) as agreement:
+            self.node_size = int(known)
+            if self.node_size < 1 or group_size(group) % self.node_size:
+                raise ValueError(
+                    "HierarchicalDispatcher: expected node_size, or else LOCAL_WORLD_SIZE, to "
+                    f"divide the size of the group, {group_size(group)}, got {known}"
+                )
+            agreement.compare({"node_size (or else LOCAL_WORLD_SIZE)": self.node_size})
         super().__init__(
             num_experts,
             group,

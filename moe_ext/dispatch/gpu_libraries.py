@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from moe_ext.comm.agreement import agree
+from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.failures import in_layer, naming_failed_ranks, running
-from moe_ext.comm.groups import check_group, group_rank, small_message_device
+from moe_ext.comm.groups import check_group, group_rank
 from moe_ext.comm.traffic import record_traffic
 from moe_ext.dispatch.dedup import DedupDispatcher
 from moe_ext.dispatch.token_exchange import Hop, Route
@@ -109,7 +109,7 @@ def require(owner: str, version: object, problem: str | None, group: ProcessGrou
     """Raise on every rank where one of them lacks a library, or has another version of it."""
     check_group(group, owner, name="group")
     error = None if problem is None else RuntimeError(f"{owner}: {problem}")
-    agree(owner, {"the version": version}, error, group, small_message_device(group))
+    Agreement(owner, group).compare({"the version": version}, problem=error)
 
 
 class Transport(Protocol):

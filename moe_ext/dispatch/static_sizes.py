@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_ext import ops
 from moe_ext.comm import collectives
-from moe_ext.comm.agreement import agree
+from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.failures import is_told, mark_told
 from moe_ext.comm.streams import HostCopy, is_capturing
 from moe_ext.dispatch.counts import SKIPPED
@@ -132,4 +132,5 @@ def _agree(
     if not is_capturing(device):
         options = dispatcher._calls.options or {}
         facts = {**dispatcher._calls.first_facts(), **facts, "options": options}
-        agree(dispatcher.operation, facts, problem, dispatcher.group, device, repeats=True)
+        agreement = Agreement(dispatcher.operation, dispatcher.group, device, repeats=True)
+        agreement.compare(facts, problem=problem)

@@ -23,9 +23,9 @@ from torch.optim.optimizer import Optimizer
 
 from moe_ext._bytes import as_bytes
 from moe_ext.comm import collectives
-from moe_ext.comm.agreement import agree
+from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.failures import RankFailureError, first_line, naming_failed_ranks
-from moe_ext.comm.groups import is_initialized, resolve_group, small_message_device
+from moe_ext.comm.groups import is_initialized, resolve_group
 from moe_ext.distributed.dtensor import divided_as, is_dtensor, state_dicts_of_parts
 from moe_ext.distributed.placement import (
     ExpertShards,
@@ -598,8 +598,7 @@ def _on_every_rank(operation: str, options: Mapping[str, Any]) -> Iterator[list[
         raise
     except Exception as error:
         problem = error
-    device = small_message_device(group)
-    told[:] = agree(operation, {}, problem, group, device, values=told[0])
+    told[:] = Agreement(operation, group).compare({}, values=told[0], problem=problem)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from moe_ext._checks import check_kind
 from moe_ext._compile import outside_graphs
 from moe_ext.comm import c10d, collectives
-from moe_ext.comm.agreement import agree
+from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import group_ranks, is_initialized, world_size
 from moe_ext.distributed.dtensor import is_dtensor, local_part
 from moe_ext.distributed.gradients import average_gradients, reduction_problem
@@ -222,7 +222,9 @@ class _Averaging:
                 "the number of those that require a gradient": trained,
             }
             world = wrapper.process_group
-            agree(_OPERATION, facts, _find_problem(sharded, world), world, device)
+            with Agreement(_OPERATION, world, device) as agreement:
+                _check_ranks(sharded, world)
+                agreement.compare(facts)
             if self._wrapper is None:
                 # As its constructor has done for the rest: they may have been drawn, or read by
                 # one rank, since the model was prepared.
@@ -379,10 +381,8 @@ def expect_backward(model: nn.Module, wrapper: nn.Module, output: object) -> Non
         averaging.end_forward(wrapper, output)
 
 
-def _find_problem(
-    sharded: dict[str, tuple[nn.Parameter, Placement]], world: ProcessGroup
-) -> str | None:
-    """Problem of the ranks of a wrapper, or None."""
+def _check_ranks(sharded: dict[str, tuple[nn.Parameter, Placement]], world: ProcessGroup) -> None:
+    """ValueError where the ranks of a wrapper are not those of its parameters."""
     members = set(group_ranks(world))
     places = [placement for _, placement in sharded.values()]
     # The ranks of its stage, or those that hold the parts of this one.
@@ -390,10 +390,9 @@ def _find_problem(
         members in (known_ranks(place), set(replica_ranks(place) or ())) for place in places
     )
     if len(members) != world_size() and not whole:
-        return (
-            "expected process_group to be None or all ranks of the job (or of its stage, "
-            "MoEMesh.stage_group) for a model whose "
+        raise ValueError(
+            f"{_OPERATION}: expected process_group to be None or all ranks of the job (or of its "
+            "stage, MoEMesh.stage_group) for a model whose "
             f"parameters are divided over some of them, got the ranks {list(group_ranks(world))} "
             f"and {next(iter(sharded))}"
         )
-    return None

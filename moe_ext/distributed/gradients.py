@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext.comm import c10d, collectives
-from moe_ext.comm.agreement import agree, check_equal_over_ranks
+from moe_ext.comm.agreement import Agreement, check_equal_over_ranks
 from moe_ext.comm.groups import group_size, resolve_group
 from moe_ext.distributed.dtensor import is_dtensor, local_part, placed_as, with_local
 from moe_ext.distributed.placement import (
@@ -86,17 +86,22 @@ def sync_gradients(model: nn.Module, *, mesh: MoEMesh | None = None) -> None:
         return
     assert world is not None
     sharded = sharded_parameters(model)
-    problem = _find_problem(model, sharded, world)
-    # FSDP2 has reduced these in the backward pass.
-    sharded = {n: (p, place) for n, (p, place) in sharded.items() if not place.is_managed(p)}
-    dense = [] if problem else _dense_parameters(model, sharded)
-    shards = [] if problem else _tensor_parallel(model, world)
-    handled = [*dense, *((name, parameter) for name, (parameter, _) in sharded.items()), *shards]
     if not any(True for _ in model.parameters()):
         raise ValueError("sync_gradients: expected model to have parameters, got none")
     device = next(model.parameters()).device
-    values = None if problem or model in _compared else fingerprint(dense)
-    is_fresh = _check_on_all_ranks(handled, problem, values, world, device)
+    with Agreement("sync_gradients", world, device) as agreement:
+        if problem := _find_problem(model, sharded, world):
+            raise ValueError(f"sync_gradients: {problem}")
+        # FSDP2 has reduced these in the backward pass.
+        sharded = {n: (p, place) for n, (p, place) in sharded.items() if not place.is_managed(p)}
+        dense, shards = _dense_parameters(model, sharded), _tensor_parallel(model, world)
+        handled = [
+            *dense,
+            *((name, parameter) for name, (parameter, _) in sharded.items()),
+            *shards,
+        ]
+        values = None if model in _compared else fingerprint(dense)
+        is_fresh = _check_on_all_ranks(handled, values, world, agreement)
     _compared.add(model)
     if not is_fresh:
         if reduced_by_ddp(model):
@@ -225,10 +230,9 @@ def fingerprint(parameters: Sequence[tuple[str, Tensor]]) -> int:
 
 def _check_on_all_ranks(
     handled: list[tuple[str, nn.Parameter]],
-    problem: str | None,
     values: int | None,
     world: ProcessGroup,
-    device: torch.device,
+    agreement: Agreement,
 ) -> bool:
     """True if some rank has a new gradient or no rank has any; all ranks raise, or none does.
 
@@ -243,7 +247,7 @@ def _check_on_all_ranks(
         "the checksum of their names, shapes and dtypes": zlib.crc32(signature.encode()),
     }
     told = [int(fresh), int(bool(gradients)), -1 if values is None else values]
-    rows = agree("sync_gradients", facts, problem, world, device, values=told)
+    rows = agreement.compare(facts, values=told)
     first = [row[2] for row in rows]
     if -1 not in first:
         name = "the values of the dense parameters at the first call (seed every rank alike)"

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.comm import collectives
-from moe_ext.comm.agreement import agree
+from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import global_rank, group_size, resolve_group, small_message_device
 from moe_ext.distributed.dtensor import declare_mesh
 from moe_ext.distributed.placement import declare_expert_shards, declare_replicas
@@ -116,17 +116,12 @@ class MoEMesh:
         order: str = _ORDER,
     ) -> None:
         sizes = {"dp": dp, "ep": ep, "cp": cp, "tp": tp, "pp": pp, "etp": etp}
-        world, problem = resolve_group(None, "MoEMesh"), None
-        try:
-            beside = _check_sizes(sizes, order, group_size(world))
-        except (TypeError, ValueError) as error:
-            problem, beside = error, False
+        world = resolve_group(None, "MoEMesh")
         # A group of fake ranks has nobody to ask.
         is_fake = world is not None and dist.get_backend(world) == "fake"
-        facts, device = {"options": {**sizes, "order": order}}, torch.device("cpu")
-        if world is not None and not is_fake:
-            device = small_message_device(world)
-        agree("MoEMesh", facts, problem, world, device, validate=not is_fake)
+        with Agreement("MoEMesh", world, validate=not is_fake) as agreement:
+            beside = _check_sizes(sizes, order, group_size(world))
+            agreement.compare({"options": {**sizes, "order": order}})
         ranks = group_size(world)
         stage = ranks // pp
         if beside and dp * ep != stage:

@@ -33,7 +33,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext._bytes import as_bytes
 from moe_ext._checks import check_choice
-from moe_ext.comm.agreement import agree, is_nonfinite, options_of
+from moe_ext.comm.agreement import Agreement, is_nonfinite, options_of
 from moe_ext.comm.collectives import all_gather, all_reduce_
 from moe_ext.comm.failures import naming_failed_ranks
 from moe_ext.comm.groups import global_rank, group_size, resolve_group
@@ -271,8 +271,8 @@ class Communicator(ABC):
                 **options_of(self.memory, "memory"),
             },
         }
-        mine = [int(is_nonfinite(tensor))]
-        told = agree(_OP, facts, None, self.group, tensor.device, values=mine)
+        agreement = Agreement(_OP, self.group, tensor.device)
+        told = agreement.compare(facts, values=[int(is_nonfinite(tensor))])
         bad = [rank for rank, (nonfinite,) in enumerate(told) if nonfinite]
         if bad:
             raise ValueError(

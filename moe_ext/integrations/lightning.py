@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from moe_ext.comm.agreement import agree
+from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import resolve_group
 from moe_ext.distributed import GradScaler, clip_grad_norm_, parallelize, whole_state_dicts
 from moe_ext.distributed.data_parallel import expect_backward
@@ -210,9 +210,6 @@ def _call_on_all(
     save: Callable[..., None], device: torch.device, *args: Any, **options: Any
 ) -> None:
     """Call a function that works on one rank, for whom others will wait."""
-    problem = None
-    try:
+    with Agreement(_SAVE, resolve_group(None, _SAVE), device) as agreement:
         save(*args, **options)
-    except Exception as error:
-        problem = error
-    agree(_SAVE, {}, problem, resolve_group(None, _SAVE), device)
+        agreement.compare({})

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from moe_ext.comm.agreement import agree
+from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import resolve_group, world_size
 from moe_ext.distributed.dtensor import local_part, with_local
 from moe_ext.distributed.gradients import fingerprint, is_synced, mark_synced
@@ -274,21 +274,21 @@ def _check_first_step(manager: QuorumManager, model: nn.Module, synced: bool) ->
     if manager.errored() is not None:
         message = torch.tensor(numbers, dtype=torch.float64, device=device)
     share, *means = message.tolist()
-    problem = None
-    if share > 0 and [round(mean / share) for mean in means] != numbers[1:]:
-        problem = (
-            "expected all replica groups to begin with the same weights, as by the same seed, got "
-            "others in another group; torchft would give each rank those of another group"
-        )
-    elif synced and share != 1.0:
-        problem = (
-            "expected gradients that are not averaged over the ranks of the group yet, got those "
-            "that sync_gradients has averaged, of which torchft takes some ranks' alone in the "
-            "first step; call average_over_groups before sync_gradients, or make the Manager with "
-            "init_sync=False"
-        )
-    group = resolve_group(None, _OP)
-    agree(_OP, {"the dense parameters' checksum": dense}, problem, group, device)
+    with Agreement(_OP, resolve_group(None, _OP), device) as agreement:
+        if share > 0 and [round(mean / share) for mean in means] != numbers[1:]:
+            raise ValueError(
+                f"{_OP}: expected all replica groups to begin with the same weights, as by the "
+                "same seed, got others in another group; torchft would give each rank those of "
+                "another group"
+            )
+        if synced and share != 1.0:
+            raise ValueError(
+                f"{_OP}: expected gradients that are not averaged over the ranks of the group "
+                "yet, got those that sync_gradients has averaged, of which torchft takes some "
+                "ranks' alone in the first step; call average_over_groups before sync_gradients, "
+                "or make the Manager with init_sync=False"
+            )
+        agreement.compare({"the dense parameters' checksum": dense})
 
 
 def _counts(layer: Any) -> Iterator[Tensor]:

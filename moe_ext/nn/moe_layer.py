@@ -24,9 +24,9 @@ from moe_ext._checks import (
 from moe_ext._compile import outside_graphs
 from moe_ext.attention.masks import Offsets
 from moe_ext.comm import debugging
-from moe_ext.comm.agreement import agree, option_names, options_of, told_option
+from moe_ext.comm.agreement import Agreement, option_names, options_of, told_option
 from moe_ext.comm.failures import in_layer
-from moe_ext.comm.groups import check_group, group_size, small_message_device
+from moe_ext.comm.groups import check_group, group_size
 from moe_ext.dispatch import (
     WHOLE,
     Choice,
@@ -399,11 +399,9 @@ class MoELayer(CountingModule):
         now = _options_now(self)
         options = {**now, **self._made_with}
         if watched is None:
-            group = dispatcher.group
             # The first message of one layer must not meet a later one of another.
             if not dispatcher._calls.layers:
-                facts = {"options": options}
-                agree("MoELayer", facts, None, group, small_message_device(group))
+                Agreement("MoELayer", dispatcher.group).compare({"options": options})
             self._watched = operator.attrgetter(*_paths_of_options(self))
         assert self._watched is not None
         self._compared = self._watched(self)

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
 from moe_ext._compile import outside_graphs
-from moe_ext.comm.agreement import agree, is_nonfinite
+from moe_ext.comm.agreement import Agreement, is_nonfinite
 from moe_ext.comm.collectives import all_reduce_
 from moe_ext.comm.groups import check_group, group_rank, group_ranks, group_size, resolve_group
 from moe_ext.compression.feedback import committing
@@ -205,34 +205,20 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
         """Check that all ranks take the same step of finite gradients, and who has which."""
         first, common = not self._compared, self._process_group
         self._halvings = 0
-        problem = self._find_problem(entries)
-        has = [entry.parameter.grad is not None for entry in entries]
-        words = [
-            sum(1 << bit for bit, flag in enumerate(has[start : start + _BITS]) if flag)
-            for start in range(0, len(has), _BITS)
-        ]
-        device, options = entries[0].device, self._all_options()
-        checksum = zlib.crc32(str(options).encode())
-        signature, values = "", 0
-        if first:
-            signature = "\n".join(f"{tuple(e.part.shape)} {e.parameter.dtype}" for e in entries)
-        if first and problem is None and group_size(common) > 1:
-            # Only what all ranks hold alike can be compared by value.
-            shared = [e for e in entries if e.ranks is common and not e.is_apart]
-            values = fingerprint([(e.label, e.part) for e in shared])
-        facts: dict[str, object] = {
-            "whether this is the first step since the start or load_state_dict (load a state on "
-            "all ranks or on none)": int(first),
-            "the number of parameters": len(entries),
-            "the checksum of their shapes and dtypes": zlib.crc32(signature.encode()),
-            "the number of the step": self.steps_taken,
-            "the values of the parameters at the first step (seed every rank alike)": values,
-        }
-        numbers = [*words, self._halvings, checksum]
         try:
-            rows = agree(self._op, facts, problem, common, device, values=numbers)
-            if any(row[-1] != checksum for row in rows):
-                agree(self._op, options, None, common, device)
+            with Agreement(self._op, common, entries[0].device) as agreement:
+                self._check_step(entries)
+                has = [entry.parameter.grad is not None for entry in entries]
+                words = [
+                    sum(1 << bit for bit, flag in enumerate(has[start : start + _BITS]) if flag)
+                    for start in range(0, len(has), _BITS)
+                ]
+                options = self._all_options()
+                checksum = zlib.crc32(str(options).encode())
+                facts = self._facts(entries, first)
+                rows = agreement.compare(facts, values=[*words, self._halvings, checksum])
+                if any(row[-1] != checksum for row in rows):
+                    agreement.compare(options)
         except Exception:
             if first:
                 self._made = []
@@ -246,11 +232,29 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
             grad = entry.parameter.grad
             entry.grad = None if grad is None else local_part(grad).float()
 
-    def _find_problem(self, entries: list[Entry]) -> Exception | None:
-        """The error that keeps this rank from taking the step."""
+    def _facts(self, entries: list[Entry], first: bool) -> dict[str, object]:
+        """Facts of a step that have to be equal on every rank, without options."""
+        signature, values = "", 0
+        if first:
+            signature = "\n".join(f"{tuple(e.part.shape)} {e.parameter.dtype}" for e in entries)
+        if first and group_size(self._process_group) > 1:
+            # Only what all ranks hold alike can be compared by value.
+            shared = [e for e in entries if e.ranks is self._process_group and not e.is_apart]
+            values = fingerprint([(e.label, e.part) for e in shared])
+        return {
+            "whether this is the first step since the start or load_state_dict (load a state on "
+            "all ranks or on none)": int(first),
+            "the number of parameters": len(entries),
+            "the checksum of their shapes and dtypes": zlib.crc32(signature.encode()),
+            "the number of the step": self.steps_taken,
+            "the values of the parameters at the first step (seed every rank alike)": values,
+        }
+
+    def _check_step(self, entries: list[Entry]) -> None:
+        """Raise the error that keeps this rank from taking the step."""
         for entry in self._frozen:
             if entry.parameter.requires_grad:
-                return ValueError(
+                raise ValueError(
                     f"{self._op}: expected parameters to require gradients from the first step on, "
                     "or from load_state_dict (flush, and load the state_dict again), got a later "
                     f"one for {entry.label}"
@@ -268,21 +272,21 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
             elif grad is not None and not placed_alike(grad, parameter):
                 rule = "gradients to be placed as their parameters, got another one"
             if rule:
-                return TypeError(f"{self._op}: expected {rule} for {entry.label}")
+                raise TypeError(f"{self._op}: expected {rule} for {entry.label}")
             problem = mask_problem(entry.group, entry.part, entry.label)
             if problem is not None:
-                return ValueError(f"{self._op}: {problem}")
+                raise ValueError(f"{self._op}: {problem}")
             if grad is not None and entry.part.numel():
                 present.append(entry)
                 grads.append(local_part(grad))
         if not grads:
-            return None
+            return
         norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))
         # NOTE: device-to-host sync: a step that must not be taken is known only then.
         for entry, grad, norm in zip(present, grads, norms.tolist(), strict=True):
             # Squares of finite elements may overflow.
             if not math.isfinite(norm) and is_nonfinite(grad):
-                return ValueError(
+                raise ValueError(
                     f"{self._op}: expected gradients to be finite, got NaN or infinity for "
                     f"{entry.label}"
                 )
@@ -292,7 +296,6 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
                 if largest > limit:
                     halvings = math.frexp(largest)[1] - math.frexp(limit)[1] + 1
                     self._halvings = max(self._halvings, halvings)
-        return None
 
     def _all_options(self) -> dict[str, object]:
         """Options that must be equal on all ranks, by name; a list of one for each group."""

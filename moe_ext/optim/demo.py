@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext._bytes import as_bytes
-from moe_ext.comm.agreement import agree, checksum, is_nonfinite
+from moe_ext.comm.agreement import Agreement, checksum, is_nonfinite
 from moe_ext.comm.collectives import all_reduce_
-from moe_ext.comm.groups import group_size, resolve_group, small_message_device
+from moe_ext.comm.groups import group_size, resolve_group
 from moe_ext.compression.codecs.chunked import ChunkedTopK
 from moe_ext.compression.feedback import CodecMemory, committing
 from moe_ext.distributed.dtensor import dtensor_of, is_dtensor, local_part, mesh_of, shard_of
@@ -132,7 +132,7 @@ class DeMo(CheckedOptimizer):
         if group_size(self._group) > 1:
             values = fingerprint([("", local_part(p)) for p in self._trained()])
         name = "the values of the parameters at the first step (seed every rank alike)"
-        agree("DeMo", {"options": options, name: values}, None, self._group, device)
+        Agreement("DeMo", self._group, device).compare({"options": options, name: values})
         self._compared = True
 
     def _problem_of(self, parameter: Tensor, group: dict[str, Any], name: str) -> str | None:
@@ -170,7 +170,7 @@ class DeMo(CheckedOptimizer):
             mean_N = self._codec.start(flat_N, memory, group=self._group, step=self._round).wait()
             # NOTE: device-to-host sync, as that below.
             if not all(map(bool, self._codec.marks[1:])):
-                agree("DeMo", {"options": options}, None, self._group, device)
+                Agreement("DeMo", self._group, device).compare({"options": options})
             # The largest coefficients travel, and NaN counts as the largest: all ranks see it.
             if is_nonfinite(mean_N):
                 self._refuse()
@@ -184,13 +184,14 @@ class DeMo(CheckedOptimizer):
 
     def _refuse(self) -> None:
         """Name the rank whose gradients are not finite, on all ranks."""
-        rule, problem = "expected gradients to be finite", None
-        for index, group in enumerate(self.param_groups):
-            for place, p in enumerate(group["params"]):
-                if problem is None and p.grad is not None and is_nonfinite(local_part(p.grad)):
-                    problem = f"{rule}, got NaN or infinity in {label(group, index, place)}"
-        device = torch.device("cpu") if self._group is None else small_message_device(self._group)
-        agree("DeMo.step", {}, problem, self._group, device)
+        rule = "expected gradients to be finite"
+        with Agreement("DeMo.step", self._group) as agreement:
+            for index, group in enumerate(self.param_groups):
+                for place, p in enumerate(group["params"]):
+                    if p.grad is not None and is_nonfinite(local_part(p.grad)):
+                        where = label(group, index, place)
+                        raise ValueError(f"DeMo.step: {rule}, got NaN or infinity in {where}")
+            agreement.compare({})
         raise ValueError(f"DeMo.step: {rule}, got momentums that overflow float32")
 
     def state_dict(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer
 
 from moe_ext._checks import check_integer, check_kind
-from moe_ext.comm.agreement import agree, checksum, is_nonfinite
+from moe_ext.comm.agreement import Agreement, checksum, is_nonfinite
 from moe_ext.comm.groups import group_ranks, group_size, resolve_group, small_message_device
 from moe_ext.comm.pending import Pending
 from moe_ext.compression.codecs import Codec, PayloadCodec, codec_of
@@ -277,7 +277,6 @@ class DiLoCo:
         if self._group is None:
             return
         parts = [part for fragment in self._fragments for part in fragment.parts]
-        device = small_message_device(self._group)
         # Ranks that hold the same experts compare these among themselves.
         for group in dict.fromkeys([self._group, *(part.group for part in parts)]):
             values = [x for part in parts if part.group is group for x in part.original]
@@ -288,7 +287,7 @@ class DiLoCo:
                     [("", x) for x in values]
                 ),
             }
-            agree(type(self).__name__, facts, None, group, device)
+            Agreement(type(self).__name__, group).compare(facts)
 
     def _options(self) -> dict[str, object]:
         """Options equal on all workers in a round, by name."""
@@ -351,14 +350,12 @@ class DiLoCo:
         deltas = [part.delta() for part in fragment.parts]
         problem = self._find_nonfinite(fragment, deltas)
         if self._manager is None:
-            group = self._group
-            device = deltas[0].device if group is None else small_message_device(group)
             facts = {
                 "the round": self.round,
                 "the inner steps in it": self._local_step,
                 "options": self._options(),
             }
-            agree(owner, facts, unfrozen or problem, group, device)
+            Agreement(owner, self._group).compare(facts, problem=unfrozen or problem)
         elif problem is not None:
             # A manager has no message for it: all groups find NaN in the mean, and do not commit.
             for delta_N in deltas:

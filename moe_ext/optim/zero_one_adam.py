@@ -155,17 +155,17 @@ class ZeroOneAdam(CompressedOptimizer):
         self._versions = {}
         super()._load_shared(state_dict, copy=copy)
 
-    def _find_problem(self, entries: list[Entry]) -> Exception | None:
+    def _check_step(self, entries: list[Entry]) -> None:
         for entry in entries:
             # Not in a state that was loaded.
             version = self._versions.get(entry.parameter)
             if entry.is_apart and version not in (None, entry.part._version):
-                return ValueError(
+                raise ValueError(
                     f"{self._op}: expected parameters to be written by the optimizer alone between "
                     "two synchronisations, which takes ranks back to where they parted, got a "
                     f"write to {entry.label}; call flush, and write them after it"
                 )
-        return super()._find_problem(entries)
+        super()._check_step(entries)
 
     def _take_step(self, entries: list[Entry]) -> None:
         for entry in entries:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext._checks import check_kind
-from moe_ext.comm import agreement
+from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import check_group, group_rank, group_size
 from moe_ext.comm.interleaving import run_in_turns
 from moe_ext.comm.reports import telling
@@ -96,22 +96,19 @@ class Pipeline:
         check_group(group, "Pipeline", name="group")
         self._device = torch.device("cpu")
         self.rank = group_rank(group)
-        problem: Exception | None = None
-        try:
+        with Agreement("Pipeline", group, self._device) as agreement:
             check_table(table, max_in_flight=max_in_flight)
             self._refuse(table, stages, group_size(group))
             _refuse_options(table, slice_lengths, update)
             _refuse_tied(table, stages, tied, update)
-        except ValueError as error:
-            problem = error
-        facts = {
-            "table": "; ".join(" ".join(map(str, row)) for row in table.rows),
-            "turns": self._plan and "; ".join(map(str, self._plan.starts)),
-            "recompute": recompute,
-            "slice_lengths": slice_lengths and list(slice_lengths),
-            "tied": [list(map(list, names)) for names in tied],
-        }
-        agreement.agree("Pipeline", facts, problem, group, self._device)
+            facts = {
+                "table": "; ".join(" ".join(map(str, row)) for row in table.rows),
+                "turns": self._plan and "; ".join(map(str, self._plan.starts)),
+                "recompute": recompute,
+                "slice_lengths": slice_lengths and list(slice_lengths),
+                "tied": [list(map(list, names)) for names in tied],
+            }
+            agreement.compare(facts)
         is_whole = table.has_messages or table.num_ranks == 1 or self._plan is not None
         self.table = table if is_whole else add_messages(table)
         self.stages, self._group, self._failed = dict(stages), group, False

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext._checks import check_sizes
-from moe_ext.comm.agreement import agree
+from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.collectives import start_all_reduce_
 from moe_ext.comm.groups import check_group
 from moe_ext.comm.pending import Pending
@@ -80,7 +80,7 @@ class WaveUpdates:
                     [("", self._common)]
                 ),
             }
-            agree("WaveUpdates", facts, None, self._group, self._common.device)
+            Agreement("WaveUpdates", self._group, self._common.device).compare(facts)
             self._compared = True
         own = self._flat() - self._after_wave
         total = start_all_reduce_(own.clone(), self._group, operation="WaveUpdates")

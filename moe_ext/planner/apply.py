@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from moe_ext.attention import choose_scheme, prepare_model
 from moe_ext.attention.huggingface.prepare import BatchCutter
-from moe_ext.comm import agreement
+from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import group_size
 from moe_ext.compression import Codec, CompressionState, Dense, Policy, compress_gradients
 from moe_ext.dispatch.wire import LOSSLESS
@@ -472,7 +472,7 @@ def _turns(plan: Plan, mesh: MoEMesh) -> TurnPlan:
     cost = StepCost(plan.model, plan.cluster, plan.job)
     found = turn_plan(cost, columns_of([plan.choice]), _plan_stages(plan))
     facts = {"turns": "; ".join(map(str, found.starts))}
-    agreement.agree("Plan.apply", facts, None, mesh.stage_group, torch.device("cpu"))
+    Agreement("Plan.apply", mesh.stage_group).compare(facts)
     return found
 
 

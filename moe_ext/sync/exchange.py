@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext.comm import collectives
-from moe_ext.comm.agreement import agree
+from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import group_size, small_message_device
 from moe_ext.sync.encoder import DeltaEncoder
 from moe_ext.sync.receiver import DeltaReceiver
@@ -47,17 +47,18 @@ def sync_weights(
     """
     device, rank = small_message_device(group), group.rank()
     encodes = rank in sources
-    problem = None
-    if not sources or sorted(set(sources)) != sorted(
-        source for source in sources if 0 <= source < group_size(group)
-    ):
-        problem = (
-            f"expected sources to be ranks of {group_size(group)}, each once, got {list(sources)}"
-        )
-    elif encodes != isinstance(end, DeltaEncoder):
-        wanted = "DeltaEncoder" if encodes else "DeltaReceiver"
-        problem = f"expected end to be a {wanted} on rank {rank}, got {type(end).__name__}"
-    told = agree(_OP, {"sources": list(sources)}, problem, group, device, values=[end.version])
+    with Agreement(_OP, group) as agreement:
+        if not sources or sorted(set(sources)) != sorted(
+            source for source in sources if 0 <= source < group_size(group)
+        ):
+            raise ValueError(
+                f"{_OP}: expected sources to be ranks of {group_size(group)}, each once, got "
+                f"{list(sources)}"
+            )
+        if encodes != isinstance(end, DeltaEncoder):
+            wanted, found = "DeltaEncoder" if encodes else "DeltaReceiver", type(end).__name__
+            raise ValueError(f"{_OP}: expected end to be a {wanted} on rank {rank}, got {found}")
+        told = agreement.compare({"sources": list(sources)}, values=[end.version])
     versions = [values[0] for values in told]
     now = {versions[source] for source in sources}
     if len(now) > 1:
@@ -88,16 +89,13 @@ def sync_weights(
     # a rank that raises has not written it.
     for parts in zip(*packets, strict=True):
         write: Callable[[], None] | None = None
-        error: Exception | None = None
-        try:
+        with Agreement(f"{_OP}: apply", group) as agreement:
             if isinstance(end, DeltaReceiver):
                 first, *others = (Update.from_bytes(part) for part in parts)
                 update = first.merged(*others)
                 if update.kind != "delta" or update.base_version >= end.version:
                     write = end.prepare(update)
-        except (TypeError, ValueError) as caught:
-            error = caught
-        agree(f"{_OP}: apply", {}, error, group, device)
+            agreement.compare({})
         if write is not None:
             write()
     return sent

@@ -1,11 +1,14 @@
 """The common layer over c10d: collectives, their handle and counts, and agreement between ranks."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from rank_checks import Checks
 
-from moe_ext.comm.agreement import agree, share
+from moe_ext.comm import agreement
+from moe_ext.comm.agreement import Agreement, share
 from moe_ext.comm.collectives import (
     Pending,
     all_gather,
@@ -19,6 +22,7 @@ from moe_ext.comm.collectives import (
     subgroups,
     twin_group,
 )
+from moe_ext.comm.failures import RankFailureError
 from moe_ext.distributed import count_traffic
 
 CPU = torch.device("cpu")
@@ -94,10 +98,10 @@ def check_groups():
 
 def check_agreement():
     group, rank = dist.group.WORLD, dist.get_rank()
-    told = agree("op", {"size": 3, "kind": "a"}, None, group, CPU, values=[rank, -rank])
+    told = Agreement("op", group).compare({"size": 3, "kind": "a"}, values=[rank, -rank])
     assert told == [[r, -r] for r in range(dist.get_world_size())]
     assert share([rank], group, CPU, operation="op") == [[r] for r in range(dist.get_world_size())]
-    found = raised(agree, "op", {"size": 3, "kind": rank}, None, group, CPU)
+    found = raised(Agreement("op", group).compare, {"size": 3, "kind": rank})
     ranks = range(dist.get_world_size())
     each = ", ".join(f"{r} on rank {r}" for r in ranks)
     assert found == ("ValueError", f"op: expected kind to be equal on every rank, got {each}")
@@ -107,16 +111,53 @@ def check_refusal():
     group, rank = dist.group.WORLD, dist.get_rank()
     problem = "expected x to be 1, got 2" if rank == 1 else None
     for _ in range(2):
-        found = raised(agree, "op", {"size": rank}, problem, group, CPU)
+        found = raised(Agreement("op", group).compare, {"size": rank}, problem=problem)
         assert found == ("ValueError", "op: expected x to be 1, got 2 on rank 1")
     error = TypeError("op: expected x to be a tensor, got 2") if rank == 1 else None
-    found = raised(agree, "op", {}, error, group, CPU)
+    found = raised(Agreement("op", group).compare, {}, problem=error)
     assert found == ("TypeError", "op: expected x to be a tensor, got 2 on rank 1")
+
+
+def check_an_error_in_its_context():
+    """It comes in the place of the facts, and leaves the group as it was."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+
+    def refuse(error):
+        with Agreement("op", group) as call:
+            if rank == 1:
+                raise error
+            call.compare({"size": rank})
+
+    errors = [TypeError("op: expected x, got 2"), KeyError("x"), RankFailureError("op: lost", (7,))]
+    classes = ["TypeError", "ValueError", "RankFailureError"]
+    for error, name in zip(errors, classes, strict=True):
+        text = str(error).removeprefix("op: ")
+        assert raised(refuse, error) == (name, f"op: {text} on rank 1")
+    assert len(share([rank], group, CPU, operation="op")) == group.size()
+
+
+def check_what_an_agreement_sends():
+    """Nothing without an error and without a comparison; no error of what comes after it."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    with mock.patch.object(agreement, "share", wraps=agreement.share) as sent:
+        with Agreement("op", group):
+            pass
+        assert sent.call_count == 0
+        found = None
+        try:
+            with Agreement("op", group) as call:
+                call.compare({"size": 3})
+                if rank == 1:
+                    raise KeyError("afterwards")
+        except KeyError as error:
+            found = str(error)
+        assert sent.call_count == 1
+        assert found == ("'afterwards'" if rank == 1 else None)
 
 
 def check_other_operation():
     operation = "one" if dist.get_rank() == 0 else "another"
-    name, message = raised(agree, operation, {"a": 1}, None, dist.group.WORLD, CPU)
+    name, message = raised(Agreement(operation, dist.group.WORLD).compare, {"a": 1})
     assert name == "ValueError"
     assert "expected the operation to be equal on every rank, got one on rank 0" in message
 
@@ -125,13 +166,14 @@ def check_long_facts():
     """More than one message holds, on one rank alone or on all."""
     group, rank = dist.group.WORLD, dist.get_rank()
     facts = {f"fact {i}": i * 10**9 for i in range(400)}
-    told = agree("op", facts, None, group, CPU, values=range(300))
+    told = Agreement("op", group).compare(facts, values=range(300))
     assert told[-1] == list(range(300))
     long_problem = "expected x to be short, got " + "x" * 5000
-    found = raised(agree, "op", facts, long_problem if rank == 0 else None, group, CPU)
+    problem = long_problem if rank == 0 else None
+    found = raised(Agreement("op", group).compare, facts, problem=problem)
     assert found == ("ValueError", f"op: {long_problem} on rank 0")
     text = "y" * 5000 + str(rank)
-    name, message = raised(agree, "op", {"text": text}, None, group, CPU)
+    name, message = raised(Agreement("op", group).compare, {"text": text})
     shown = ", ".join(f"... {'y' * 32}{r} (item 0) on rank {r}" for r in range(group.size()))
     assert (name, message) == (
         "ValueError",
@@ -156,12 +198,13 @@ def test_this_process_alone():
     assert all_to_all(x, None, operation="op") is x
     assert gather_objects("a", None, operation="op") == ["a"]
     assert Pending.done(x).wait() is x
-    assert agree("op", {"a": 1}, None, None, CPU, values=[5]) == [[5]]
+    assert Agreement("op", None).compare({"a": 1}, values=[5]) == [[5]]
 
 
 def test_refusal_of_this_process_alone():
     with pytest.raises(ValueError, match=r"^op: expected x to be 1, got 2$"):
-        agree("op", {}, "expected x to be 1, got 2", None, CPU)
+        Agreement("op", None).compare({}, problem="expected x to be 1, got 2")
     error = TypeError("op: as it is")
-    with pytest.raises(TypeError, match=r"^op: as it is$"):
-        agree("op", {}, error, None, CPU, validate=False)
+    with pytest.raises(TypeError, match=r"^op: as it is$") as found, Agreement("op", None):
+        raise error
+    assert found.value is error

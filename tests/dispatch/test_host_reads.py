@@ -167,7 +167,8 @@ def check_a_problem_of_one_rank_is_raised_by_the_next_call_of_the_others():
 
 
 def say(problem=None, **facts):
-    return agreement.agree("test", facts, problem, world(), torch.device("cpu"), repeats=True)
+    call = agreement.Agreement("test", world(), torch.device("cpu"), repeats=True)
+    return call.compare(facts, problem=problem)
 
 
 CHECKS = [value for name, value in sorted(globals().items()) if name.startswith("check_")]

@@ -268,7 +268,7 @@ def check_static_budgets_are_compared_and_failures_are_told():
     with mock.patch.object(static_sizes, "is_capturing", lambda device: True):
         match = r"expected overflow to be 'drop' where a CUDA graph is captured, .* got 'rounds'"
         raised(RuntimeError, match, layer, x)
-        with mock.patch.object(static_sizes, "agree", None):
+        with mock.patch.object(static_sizes, "Agreement", None):
             outcome(make(RowBudget(6, static=True, overflow="drop")), x)
 
 

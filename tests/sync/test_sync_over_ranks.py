@@ -235,17 +235,17 @@ def lose_the_source(rank):
     group, own = dist.group.WORLD, state(0)
     end = sync.DeltaReceiver(own) if rank else sync.DeltaEncoder(own)
     sync.sync_weights(end, group)
-    agree = exchange.agree
+    agreement = exchange.Agreement
 
     def die(operation, *args, **kwargs):
         if operation.endswith("apply"):
             os.kill(os.getpid(), signal.SIGKILL)
-        return agree(operation, *args, **kwargs)
+        return agreement(operation, *args, **kwargs)
 
     if rank == 0:
         own["w"] += 1
         end.encode()
-        exchange.agree = die
+        exchange.Agreement = die
     with pytest.raises(RankFailureError, match="rank 0 died"):
         sync.sync_weights(end, group)
     end.verify()

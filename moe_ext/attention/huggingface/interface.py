@@ -26,7 +26,7 @@ from moe_ext.attention.functional import ring_attention
 from moe_ext.attention.huggingface.packing import FoundOffsets, document_offsets
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.sharding import unshard_sequence
-from moe_ext.comm.agreement import agree
+from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import group_rank, group_size
 
 ATTENTION = "moe_ext_ring"
@@ -214,7 +214,7 @@ class PassDocuments:
             "the number of rows of position_ids": position_ids.shape[0],
             "giving cu_seq_lens_q": int(given is not None),
         }
-        agree(name, facts, None, group, position_ids.device)
+        Agreement(name, group, position_ids.device).compare(facts)
         offsets = None if given is None else tuple(int(x) for x in given.tolist())
         with torch.no_grad():
             whole = unshard_sequence(

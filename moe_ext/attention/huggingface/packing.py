@@ -19,13 +19,12 @@ from torch.utils.data import Dataset, DistributedSampler
 from moe_ext.attention.layouts import Layout, ranks_of
 from moe_ext.attention.sharding import shard_sequence, token_mean_loss
 from moe_ext.attention.sharding import shift_labels as shifted
-from moe_ext.comm.agreement import agree
+from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import (
     global_rank,
     group_ranks,
     group_size,
     resolve_group,
-    small_message_device,
 )
 
 KEYS = (
@@ -129,14 +128,10 @@ def shard_batch(
     """
     op = "shard_batch"
     ranks = ranks_of(group, op)
-    facts: dict[str, object] = {"the keys of the batch": sorted(batch)}
-    problem, parts = None, {}
-    try:
-        facts |= batch_facts(batch)
+    with Agreement(op, ranks) as agreement:
+        facts = {"the keys of the batch": sorted(batch), **batch_facts(batch)}
         parts = _sharded(batch, op, group, layout, ignore_index)
-    except Exception as error:
-        problem = error
-    agree(op, facts, problem, ranks, small_message_device(ranks))
+        agreement.compare(facts)
     return parts
 
 
@@ -296,7 +291,7 @@ def group_sampler(
     world = resolve_group(None, op)
     if world is not None:
         sizes = {"the size of group": group_size(ranks)}
-        rows = agree(op, sizes, None, world, small_message_device(world), values=[mine])
+        rows = Agreement(op, world).compare(sizes, values=[mine])
         firsts = sorted({row[0] for row in rows})
         if len(firsts) * group_size(ranks) != len(rows):
             raise ValueError(

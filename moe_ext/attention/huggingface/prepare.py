@@ -40,8 +40,8 @@ from moe_ext.attention.huggingface.probe import OP, Traits, probe
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.masks import check_cu_seqlens
 from moe_ext.attention.sharding import shard_sequence
-from moe_ext.comm.agreement import agree
-from moe_ext.comm.groups import GroupHandle, group_size, small_message_device
+from moe_ext.comm.agreement import Agreement
+from moe_ext.comm.groups import GroupHandle, group_size
 
 _require = requires(OP)
 _numbers = itertools.count()
@@ -108,9 +108,7 @@ def prepare_model(
     }
     options = AttentionOptions.of(group, OP, layout=layout, **names)
     facts = {"the class of the model": type(model).__name__, "layout": layout, **names}
-    problem: Exception | None = None
-    traits = Traits(0, False, None)
-    try:
+    with Agreement(OP, options.group) as agreement:
         options.check()
         if not hasattr(model, "set_attn_implementation"):
             raise TypeError(
@@ -118,9 +116,7 @@ def prepare_model(
                 f"{type(model).__name__}; sequence_parallel serves models of torch"
             )
         traits = probe(model)
-    except Exception as error:
-        problem = error
-    agree(OP, facts, problem, options.group, small_message_device(options.group))
+        agreement.compare(facts)
     name = f"{ATTENTION}_{next(_numbers)}"
     documents = PassDocuments(name, options, BatchFacts())
     install(name, functools.partial(ring_attention, group=group, layout=layout, **names), documents)
@@ -247,22 +243,19 @@ class _WholeBatches:
         given = {key: value for key, value in given.items() if value is not None}
         if {"use_cache", "past_key_values"} & {*accepted}:
             given.setdefault("use_cache", False)
-        facts: dict[str, object] = {"the arguments of the model": sorted(given)}
-        problem, parts = None, given
-        try:
+        device = message_device(*given.values())
+        with Agreement(OP, self._documents.group, device) as agreement:
             for key, value in given.items():
                 whole = isinstance(value, Tensor) or key not in (*KEYS, *_OFFSETS)
                 _require(whole, key, "a tensor", type(value).__name__)
-            facts |= batch_facts(given, (*KEYS, *_OFFSETS))
+            facts = batch_facts(given, (*KEYS, *_OFFSETS))
             parts = self.cut(given)
             offsets = self._documents.batch and self._documents.batch.offsets
             kinds = {argument.kind for argument in accepted.values()}
             if self._tells_documents and offsets and inspect.Parameter.VAR_KEYWORD in kinds:
                 parts["cu_seq_lens_q"] = torch.tensor(offsets)
             _check_balance_loss(model, given, parts)
-        except Exception as error:
-            problem = error
-        agree(OP, facts, problem, self._documents.group, message_device(*given.values()))
+            agreement.compare({"the arguments of the model": sorted(given), **facts})
         return (), parts
 
     def cut(self, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from moe_ext.attention.recurrent import local
 from moe_ext.attention.recurrent.moves import Halo, Move, Spread
 from moe_ext.attention.recurrent.scan import StateScan
 from moe_ext.attention.sharding import check_lengths
-from moe_ext.comm.agreement import agree
+from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import group_rank
 
 SCHEMES = ("state", "heads")
@@ -93,10 +93,8 @@ def _sequences(
     """
     group, layout, cu_seqlens = context
     ranks = ranks_of(group, operation)
-    problem: Exception | None = None
-    facts: dict[str, object] = {}
-    length, rows = 0, None
-    try:
+    device = message_device(*(x for x in tensors if isinstance(x, Tensor)))
+    with Agreement(operation, ranks, device, repeats=True) as agreement:
         rows = rows_of_offsets(cu_seqlens, operation)
         if cu_seqlens is not None and rows is None:
             offsets = check_cu_seqlens(cu_seqlens, operation)
@@ -104,10 +102,7 @@ def _sequences(
             rows = (offsets,)
         length, facts = check()
         facts = {**facts, "layout": layout, "cu_seqlens": rows}
-    except (TypeError, ValueError) as error:
-        problem = error
-    device = message_device(*(x for x in tensors if isinstance(x, Tensor)))
-    told = agree(operation, facts, problem, ranks, device, values=[length], repeats=True)
+        told = agreement.compare(facts, values=[length])
     lengths = [row[0] for row in told]
     for row in rows or ():
         check_end(row, sum(lengths), operation)

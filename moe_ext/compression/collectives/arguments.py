@@ -1,14 +1,31 @@
-"""Checks of the arguments of collectives: a text for `agree`, or None where nothing is wrong."""
+"""Checks of the arguments of collectives: a text for `check_call`, or None if nothing is wrong."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from moe_ext.comm.agreement import is_nonfinite
+from moe_ext.comm.agreement import Agreement, is_nonfinite
 
 # Dtypes of tensors that are summed as they are.
 DENSE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def check_call(
+    operation: str,
+    x: Tensor,
+    ranks: ProcessGroup | None,
+    problem: str | None,
+    facts: Mapping[str, object],
+    *,
+    validate: bool,
+) -> None:
+    """Raise on every rank where one has a problem, or numel and dtype of x or facts differ."""
+    agreement = Agreement(operation, ranks, x.device, validate=validate)
+    agreement.compare({"numel": x.numel(), "dtype": x.dtype, **facts}, problem=problem)
 
 
 def tensor_problem(

@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext.comm import workers
-from moe_ext.comm.agreement import agree
+from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import group_size, resolve_group
 from moe_ext.comm.pending import Pending
 from moe_ext.comm.workers import Messages
 from moe_ext.compression.collectives.arguments import (
     DENSE_DTYPES,
+    check_call,
     range_problem,
     tensor_problem,
 )
@@ -78,8 +79,8 @@ def block_sparse_all_reduce_(
                 f"expected bitmap to be uint8 of shape ({wanted},), got {bitmap.dtype} of shape "
                 f"{tuple(bitmap.shape)}"
             )
-    facts = {"numel": numel, "dtype": x.dtype, "block": block, "average": average}
-    agree(name, facts, problem, ranks, x.device, validate=validate)
+    facts = {"block": block, "average": average}
+    check_call(name, x, ranks, problem, facts, validate=validate)
     if size == 1 or numel == 0:
         return Pending.done(x) if async_op else x
     args = (x.detach().view(-1), bitmap, block, size if average else 1)
@@ -142,13 +143,11 @@ def masked_all_reduce_(
         weights = torch.arange(1, indices.shape[0] + 1, device=indices.device)
         checksum = int((indices * weights).sum())
     facts = {
-        "numel": numel,
-        "dtype": x.dtype,
         "average": average,
         "the number of elements of the mask": indices.shape[0] if indices.dim() else 0,
         "the checksum of the mask": checksum,
     }
-    agree(name, facts, problem, ranks, x.device, validate=validate)
+    check_call(name, x, ranks, problem, facts, validate=validate)
     if size == 1 or indices.shape[0] == 0:
         return Pending.done(x) if async_op else x
     args = (x.detach().view(-1), indices, size if average else 1)
@@ -226,7 +225,8 @@ def row_sparse_all_reduce(
             f"bfloat16 or float16, got {grad.layout} {grad.dtype} of shape {tuple(grad.shape)}"
         )
     facts = {"shape": tuple(grad.shape), "dtype": grad.dtype, "average": average}
-    agree(name, facts, problem, ranks, grad.device, validate=validate)
+    agreement = Agreement(name, ranks, grad.device, validate=validate)
+    agreement.compare(facts, problem=problem)
     num_rows, rest = grad.shape[0], grad.shape[1:]
     values, rows = grad.detach()._values(), grad._indices()[0]
     width = rest.numel()

@@ -13,10 +13,9 @@ from torch.distributed import ProcessGroup
 
 from moe_ext._bytes import as_bytes
 from moe_ext.comm import workers
-from moe_ext.comm.agreement import agree
 from moe_ext.comm.groups import check_group, group_size, resolve_group
 from moe_ext.comm.workers import Messages
-from moe_ext.compression.collectives.arguments import tensor_problem
+from moe_ext.compression.collectives.arguments import check_call, tensor_problem
 from moe_ext.compression.collectives.quantized import shard_numel
 
 
@@ -102,20 +101,18 @@ def hierarchical_all_reduce_(
     problem = tensor_problem(x, "x")
     size, numel = group_size(local), x.numel()
     facts = {
-        "numel": numel,
-        "dtype": x.dtype,
         "average": average,
         "the size of local_group": size,
         "the size of node_group": group_size(nodes),
     }
     try:
-        agree(name, facts, problem, local, x.device, validate=validate)
+        check_call(name, x, local, problem, facts, validate=validate)
     except ValueError as error:
         if not validate:
             raise
         # The other nodes have found nothing, and wait to be told.
         problem = str(error).removeprefix(f"{name}: ")
-    agree(name, facts, problem, nodes, x.device, validate=validate)
+    check_call(name, x, nodes, problem, facts, validate=validate)
     if numel == 0:
         return x
     shard = shard_numel(numel, size, 1)

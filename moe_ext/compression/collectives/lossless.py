@@ -17,12 +17,11 @@ from torch.distributed import ProcessGroup
 from moe_ext import ops
 from moe_ext._bytes import as_bytes
 from moe_ext.comm import workers
-from moe_ext.comm.agreement import agree
 from moe_ext.comm.coded_rows import Payloads
 from moe_ext.comm.groups import group_size, resolve_group
 from moe_ext.comm.pending import Pending
 from moe_ext.comm.workers import Messages
-from moe_ext.compression.collectives.arguments import tensor_problem
+from moe_ext.compression.collectives.arguments import check_call, tensor_problem
 
 T = TypeVar("T")
 
@@ -48,8 +47,7 @@ def _check(
                 f"expected {part_name} to be contiguous {x.dtype} of 1/{size} of the "
                 f"{x.numel()} elements of {name}, got {y.dtype} of shape {tuple(y.shape)}"
             )
-    facts = {"numel": x.numel(), "dtype": x.dtype, "average": average}
-    agree(op, facts, problem, ranks, x.device, validate=validate)
+    check_call(op, x, ranks, problem, {"average": average}, validate=validate)
 
 
 def lossless_all_reduce_(

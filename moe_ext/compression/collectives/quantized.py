@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext.comm import workers
-from moe_ext.comm.agreement import agree, is_nonfinite
+from moe_ext.comm.agreement import is_nonfinite
 from moe_ext.comm.groups import group_size, resolve_group
 from moe_ext.comm.pending import Pending
 from moe_ext.comm.workers import Message, Messages
 from moe_ext.compression.collectives.arguments import (
+    check_call,
     choice_problem,
     finite_problem,
     flat_problem,
@@ -195,15 +196,13 @@ def quantized_all_reduce_(
         or (finite_problem(x, "x") if validate else None)
     )
     facts = {
-        "numel": numel,
-        "dtype": x.dtype,
         "format": format,
         "block": block,
         "average": average,
         "having a residual": residual is not None,
         "having a server_residual": server_residual is not None,
     }
-    agree(name, facts, problem, ranks, x.device, validate=validate)
+    check_call(name, x, ranks, problem, facts, validate=validate)
     coding = QuantizedCoding(format, block)
     pending = start_all_reduce(x, coding, states, ranks, average, operation=name, async_op=async_op)
     return pending if async_op else pending.wait()
@@ -260,14 +259,12 @@ def quantized_reduce_scatter(
         or (finite_problem(input, "input") if validate else None)
     )
     facts = {
-        "numel": input.numel(),
-        "dtype": input.dtype,
         "format": format,
         "block": block,
         "average": average,
         "having a residual": residual is not None,
     }
-    agree(name, facts, problem, ranks, input.device, validate=validate)
+    check_call(name, input, ranks, problem, facts, validate=validate)
     coding = QuantizedCoding(format, block)
     pending = start_reduce_scatter(
         output, input, coding, states, ranks, average, operation=name, async_op=async_op
@@ -315,8 +312,8 @@ def quantized_all_gather(
         or _option_problem(format, block, rng_state)
         or (finite_problem(input, "input") if validate else None)
     )
-    facts = {"numel": output.numel(), "dtype": input.dtype, "format": format, "block": block}
-    agree(name, facts, problem, ranks, input.device, validate=validate)
+    facts = {"numel": output.numel(), "format": format, "block": block}
+    check_call(name, input, ranks, problem, facts, validate=validate)
     coding = QuantizedCoding(format, block)
     pending = start_all_gather(
         output, input, coding, rng_state, ranks, operation=name, async_op=async_op

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext._bytes import as_bytes
 from moe_ext.comm import workers
-from moe_ext.comm.agreement import agree
+from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import group_size, resolve_group
 from moe_ext.comm.pending import Pending
 from moe_ext.comm.workers import Messages
@@ -238,7 +238,8 @@ def sparse_all_reduce(
         "having a residual": residual is not None,
         "regions": None if regions is None else (*regions.bounds, regions.step),
     }
-    agree(_NAME, facts, problem, ranks, values_K.device, validate=validate)
+    agreement = Agreement(_NAME, ranks, values_K.device, validate=validate)
+    agreement.compare(facts, problem=problem)
     layout = SparseLayout(values_K.shape[0], numel, size, value_codec)
     chosen = layout.choose(algorithm, may_split=residual is not None)
     divisor = size if average else 1

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from moe_ext._checks import check_integer, check_kind
 from moe_ext.comm import collectives
-from moe_ext.comm.agreement import agree
-from moe_ext.comm.groups import group_rank, small_message_device
+from moe_ext.comm.agreement import Agreement
+from moe_ext.comm.groups import group_rank
 from moe_ext.comm.pending import PendingWork
 from moe_ext.compression.codecs import PayloadCodec, Quantize, Rounded, codec_names, codec_of
 from moe_ext.compression.collectives.coding import FORMATS as QUANTIZED
@@ -82,8 +82,7 @@ class _Message:
     def _compare_options(self, group: ProcessGroup) -> None:
         """Before the first message, since the bytes of all follow from the options."""
         if group not in self._compared:
-            facts = {"name": self.name, "options": self._options}
-            agree(self.op, facts, None, group, small_message_device(group))
+            Agreement(self.op, group).compare({"name": self.name, "options": self._options})
             self._compared.add(group)
 
     def allocate(

@@ -16,14 +16,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from moe_ext.comm.agreement import agree
+from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.collectives import all_reduce_, gather_objects, reduce_scatter
 from moe_ext.comm.groups import (
     global_rank,
     group_rank,
     group_ranks,
     resolve_group,
-    small_message_device,
     world_size,
 )
 from moe_ext.compression.codecs import PayloadCodec
@@ -299,7 +298,7 @@ def zero_plus_plus(
     }
     # A rank that codes nothing sends FSDP's own messages, which compare nothing.
     for group in dict.fromkeys(shard_group(module) for _, module in modules):
-        agree(_OP, {"options": options}, None, group, small_message_device(group))
+        Agreement(_OP, group).compare({"options": options})
     found = FSDPCompression()
     for name, module in modules:
         common: dict[str, Any] = {

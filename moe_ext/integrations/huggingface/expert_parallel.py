@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.utils.parametrize import is_parametrized
 
 from moe_ext._compile import outside_graphs
-from moe_ext.comm.agreement import agree
+from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.failures import in_layer
 from moe_ext.comm.groups import GroupHandle, global_rank, group_rank, group_ranks, group_size
 from moe_ext.dispatch import (
@@ -267,7 +267,8 @@ class WritesWhole(_Spread):
         except Exception as error:
             problem = error
         for group in groups:
-            agree(operation, {}, problem, group, next(iter(parts.values())).device)
+            agreement = Agreement(operation, group, next(iter(parts.values())).device)
+            agreement.compare({}, problem=problem)
         if problem is not None:
             raise problem
 
@@ -294,23 +295,21 @@ class WritesWhole(_Spread):
                 keep=index % group_size(group) == rank,
                 device="cpu",
             )
-        own, problem = folder / f".rank-{rank}", None
-        self._writes_part = True
-        try:
-            shutil.rmtree(own, ignore_errors=True)
-            own.mkdir(parents=True)
-            if mine:
-                super().save_pretrained(own, state_dict=mine, **options)  # type: ignore[misc]
-        except Exception as error:
-            problem = error
-        self._writes_part = False
-        agree(operation, {}, problem, group, device)
-        try:
+        own = folder / f".rank-{rank}"
+        with Agreement(operation, group, device) as agreement:
+            self._writes_part = True
+            try:
+                shutil.rmtree(own, ignore_errors=True)
+                own.mkdir(parents=True)
+                if mine:
+                    super().save_pretrained(own, state_dict=mine, **options)  # type: ignore[misc]
+            finally:
+                self._writes_part = False
+            agreement.compare({})
+        with Agreement(operation, group, device) as agreement:
             if rank == 0:
                 _join_files(folder, group_size(group))
-        except Exception as error:
-            problem = error
-        agree(operation, {}, problem, group, device)
+            agreement.compare({})
 
     def should_save_on_this_rank(self, is_main_process: bool) -> bool:
         """True if this rank writes files; transformers asks."""

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from moe_ext._checks import check_choice
-from moe_ext.comm.agreement import agree, told_option
-from moe_ext.comm.groups import check_group, group_size, small_message_device
+from moe_ext.comm.agreement import Agreement, told_option
+from moe_ext.comm.groups import check_group, group_size
 from moe_ext.dispatch import COMBINES, DISPATCHERS, Wire
 from moe_ext.distributed import parallelize
 from moe_ext.distributed.dtensor import state_dicts_of_parts
@@ -208,35 +208,31 @@ def _run_by_us(found: ReplacedParts) -> None:
 
 def _replace_over_ranks(model: nn.Module, ep_group: ProcessGroup, options: RowOptions) -> int:
     """`replace` with a group: every rank does it, or every rank raises."""
-    problem: Exception | None = None
-    facts: dict[str, object] = {}
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:
-        options.check(ep_group)
-        found = find(model, "replace")
-        _check_whole(found.experts)
-        before = exchange(model, cut(found, ep_group))
-        parameters = [
-            (f"{path}.{name}", list(p.shape), p.dtype)
-            for path, module in found.experts.items()
-            for name, p in module.named_parameters()
-        ]
-        facts = {
-            "the number of expert blocks": len(found.experts),
-            "num_experts": sorted({str(m.num_experts) for m in found.experts.values()}),
-            "the parameters of experts": parameters,
-            "options": {
-                "dispatcher": options.dispatcher,
-                "combine": options.combine,
-                "wire": options.wire,
-                "capacity_factor": options.capacity_factor,
-                **told_option("rebalance", options.moves),
-            },
-        }
-    except ValueError as error:
-        problem = error
-    try:
-        agree("replace", facts, problem, ep_group, small_message_device(ep_group))
+        with Agreement("replace", ep_group) as agreement:
+            options.check(ep_group)
+            found = find(model, "replace")
+            _check_whole(found.experts)
+            before = exchange(model, cut(found, ep_group))
+            parameters = [
+                (f"{path}.{name}", list(p.shape), p.dtype)
+                for path, module in found.experts.items()
+                for name, p in module.named_parameters()
+            ]
+            facts = {
+                "the number of expert blocks": len(found.experts),
+                "num_experts": sorted({str(m.num_experts) for m in found.experts.values()}),
+                "the parameters of experts": parameters,
+                "options": {
+                    "dispatcher": options.dispatcher,
+                    "combine": options.combine,
+                    "wire": options.wire,
+                    "capacity_factor": options.capacity_factor,
+                    **told_option("rebalance", options.moves),
+                },
+            }
+            agreement.compare(facts)
         # After the ranks agree, since "hierarchical" makes groups with the others.
         dispatchers = dispatchers_of(found, ep_group, options)
         _run_by_us(found)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext.comm import collectives
-from moe_ext.comm.agreement import agree
+from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import group_size
 from moe_ext.nn.torch_state import in_backward, moved
 
@@ -224,9 +224,8 @@ def _complete(counts: dict[str, StepCounts]) -> None:
             assert count.group is not None
             by_group.setdefault(count.group, []).append(count)
     for group, members in by_group.items():
-        device = members[0].total.device
         facts = {f"the passes of layer {i}": member.num_passes for i, member in enumerate(members)}
-        agree("count_tokens", facts, None, group, device)
+        Agreement("count_tokens", group, members[0].total.device).compare(facts)
         totals = torch.cat([member.total for member in members])
         collectives.all_reduce_(totals, group, operation="count_tokens")
         pieces = totals.split([member.total.shape[0] for member in members])

@@ -21,8 +21,8 @@ from moe_ext._compile import outside_graphs
 from moe_ext.attention.masks import Offsets, check_cu_seqlens, check_end, rows_of_offsets
 from moe_ext.attention.sharding import document_ids as ids_of_documents
 from moe_ext.comm import collectives
-from moe_ext.comm.agreement import agree
-from moe_ext.comm.groups import group_size, small_message_device
+from moe_ext.comm.agreement import Agreement
+from moe_ext.comm.groups import group_size
 from moe_ext.nn.balance.counts import StepCounts
 from moe_ext.nn.routers import BalanceTerms, RouterOutput
 from moe_ext.ops.autograd import is_transformed, transforms
@@ -181,7 +181,7 @@ def _agreed_documents(
         group = shared.group
     num_sequences = math.prod(x.shape[:-2])
     ids_BS, num_documents = x.new_zeros(x.shape[:-1], dtype=torch.int64), 1
-    try:
+    with Agreement("Balance", group) as agreement:
         if problem is not None:
             raise problem
         if document_ids is None and shared is not None and cu_seqlens is None:
@@ -193,11 +193,8 @@ def _agreed_documents(
             document_ids = _ids_of_offsets(cu_seqlens, document_ids, group, x)
         if document_ids is not None:
             ids_BS, num_documents = _numbered(document_ids, x, token_mask)
-    except Exception as error:
-        problem = error
-    facts = {"the number of sequences": num_sequences}
-    device = small_message_device(group)
-    found = agree("Balance", facts, problem, group, device, values=(num_documents,))
+        facts = {"the number of sequences": num_sequences}
+        found = agreement.compare(facts, values=(num_documents,))
     num_documents = max(numbers[0] for numbers in found)
     first_B = torch.arange(num_sequences, device=x.device) * num_documents
     # Without sequences their length cannot follow from the number of tokens.
