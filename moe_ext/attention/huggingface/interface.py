@@ -27,7 +27,7 @@ from moe_ext.attention.huggingface.packing import FoundOffsets, document_offsets
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.sharding import unshard_sequence
 from moe_ext.comm.agreement import Agreement
-from moe_ext.comm.groups import group_rank, group_size
+from moe_ext.comm.groups import GroupHandle, group_rank, group_size
 
 ATTENTION = "moe_ext_ring"
 # Arguments of attention functions that change the result and that no ring serves.
@@ -188,6 +188,10 @@ class PassDocuments:
         self._known: _Known | None = None
         self._offsets: FoundOffsets | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        GroupHandle(self.group).__reduce__()
+        return _installed, (self._name, self._options)
+
     # Values decide, which no graph can hold.
     @outside_graphs
     def offsets(self, position_ids: Tensor | None, given: Tensor | None) -> FoundOffsets | None:
@@ -227,15 +231,32 @@ class PassDocuments:
     def _check_counting(self, whole: Tensor) -> None:
         """Refuse what a model counts by itself when nobody gives it the positions of a shard."""
         layout = self._options.layout
-        num_ranks = group_size(self._options.group)
+        num_ranks = group_size(self.group)
         contiguous = layout == "contiguous" or getattr(layout, "name", "") == "contiguous"
         if num_ranks == 1 or not contiguous or whole.shape[1] < 2 * num_ranks:
             return
         edges = [i * whole.shape[1] // num_ranks for i in range(num_ranks)]
         if bool((whole[:, edges] == 0).all()) and int((whole == 0).sum(1).max()) == num_ranks:
             rule = "those of this rank's shard in the whole sequence (see shard_batch)"
-            rank = group_rank(self._options.group)
+            rank = group_rank(self.group)
             _refuse(self._name, "position_ids", rule, f"a count from 0 on every rank (rank {rank})")
+
+
+# The documents of each name that `install` was given.
+_INSTALLED: dict[str, PassDocuments] = {}
+
+
+def _installed(name: str, options: AttentionOptions) -> PassDocuments:
+    """The documents of the attention of a name, which a pickled model has in any process."""
+    documents = _INSTALLED.get(name)
+    if documents is None:
+        documents = PassDocuments(name, options, BatchFacts())
+        names = ("group", "layout", "scheme", "precision", "kv_grad_dtype", "wire")
+        given = {key: getattr(options, key) for key in names}
+        install(name, functools.partial(ring_attention, **given), documents)
+    elif documents._options != options:
+        _refuse(name, "a pickled model", "of the options of the model that has its name", options)
+    return documents
 
 
 def given_offsets(name: str, kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -431,3 +452,4 @@ def install(name: str, ring: Callable[..., Any], documents: PassDocuments, *, op
         ) from error
     attention.register(name, functools.partial(_ring_forward, op or name, ring, documents))
     masks.register(name, functools.partial(_ring_mask, op or name, documents))
+    _INSTALLED[name] = documents

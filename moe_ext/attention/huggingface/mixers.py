@@ -1,6 +1,6 @@
 """State spaces, delta rules and convolutions of a prepared model, over sequences that ranks share.
 
-Mixers of transformers call functions of their module by four names. An instance of a prepared model
+Mixers of transformers call functions of their module by name. An instance of a prepared model
 gets a forward pass of its own, of the same code, to which these names mean the functions here;
 classes and modules of transformers stay as they are.
 
@@ -31,11 +31,6 @@ from moe_ext.attention.recurrent.functional import (
 )
 from moe_ext.comm import c10d
 
-# Documents that the mixer that runs was given: a recomputation may come after another batch.
-_offsets: ContextVar[Tensor | None] = ContextVar("offsets", default=None)
-# Attribute of a mixer: the configuration of its model.
-_CONFIG = "_moe_ext_config"
-
 
 @dataclass(frozen=True)
 class SharedMixers:
@@ -43,21 +38,23 @@ class SharedMixers:
 
     Attributes:
         name: of the attention, by which the model is a prepared one.
-        documents: of its forward passes.
-        group: the ranks, see `ring_attention`.
-        layout: likewise.
+        documents: of its forward passes, and the ranks.
+        layout: see `ring_attention`.
         apart: every token is a sequence of its own, as a probe wants it.
     """
 
     name: str
     documents: PassDocuments
-    group: Any
     layout: str | Layout
     apart: bool = False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedMixers:
+        # A copy of the model has the documents that its hook finds.
+        return self
+
     @property
     def _where(self) -> dict[str, Any]:
-        offsets: Any = _offsets.get()
+        offsets: Any = _current.get()[1]
         batch = self.documents.batch
         if offsets is None and batch is not None and batch.offsets is not None:
             if not self.apart and c10d.backward_number() != -1:
@@ -67,7 +64,7 @@ class SharedMixers:
                     "batch by now; train them without gradient checkpointing"
                 )
             offsets = batch.offsets
-        return {"group": self.group, "layout": self.layout, "cu_seqlens": offsets}
+        return {"group": self.documents.group, "layout": self.layout, "cu_seqlens": offsets}
 
     def _rows(self, x: Tensor) -> Tensor:
         """Rows `[B, L, ...]`, or `[B * L, 1, ...]` of tokens apart."""
@@ -175,12 +172,27 @@ class SharedMixers:
         return out if z is None else out * F.silu(z)
 
 
-FUNCTIONS = (
-    "causal_conv1d_fn",
-    "torch_chunk_gated_delta_rule",
-    "mamba2_chunk_scan",
-    "mamba_selective_scan",
-)
+# The mixers whose function runs, and documents that it was given: a recomputation may come after
+# another batch.
+_current: ContextVar[tuple[SharedMixers, Tensor | None]] = ContextVar("current")
+
+
+def _function(name: str) -> Callable[..., Any]:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return getattr(_current.get()[0], name)(*args, **kwargs)
+
+    return function
+
+
+FUNCTIONS = {
+    name: _function(name)
+    for name in (
+        "causal_conv1d_fn",
+        "torch_chunk_gated_delta_rule",
+        "mamba2_chunk_scan",
+        "mamba_selective_scan",
+    )
+}
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -198,17 +210,15 @@ def share_mixers(model: Any, mixers: SharedMixers) -> tuple[int, Callable[[], No
     Returns:
         The number of mixers, and a function that takes that back.
     """
-    before = {module: dict(vars(module)) for module in _mixers(model)}
+    before = {module: vars(module).get("forward") for module in _mixers(model)}
     for module in before:
-        # A copy of the model has copies of both.
-        vars(module)[_CONFIG] = model.config
-        vars(module)["forward"] = types.MethodType(_forward_of(type(module), mixers), module)
+        # A partial function of these is copied and pickled with the model.
+        vars(module)["forward"] = functools.partial(_forward, module, mixers, model.config)
 
     def take_back() -> None:
-        for module, kept in before.items():
-            for name in (_CONFIG, "forward"):
-                vars(module).pop(name, None)
-                vars(module).update({name: kept[name]} if name in kept else {})
+        for module, forward in before.items():
+            del vars(module)["forward"]
+            vars(module).update({} if forward is None else {"forward": forward})
 
     return len(before), take_back
 
@@ -221,23 +231,29 @@ def _mixers(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def _forward_of(kind: type[nn.Module], mixers: SharedMixers) -> Callable[..., Any]:
+def _forward(
+    module: nn.Module, mixers: SharedMixers, config: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """The forward pass of a mixer, with functions of `mixers` while a model has their attention."""
+    kind: Any = type(module)
+    if config._attn_implementation != mixers.name:
+        return kind.forward(module, *args, **kwargs)
+    token = _current.set((mixers, kwargs.get("cu_seq_lens_q")))
+    try:
+        return _made(kind)(module, *args, **kwargs)
+    finally:
+        _current.reset(token)
+
+
+@functools.cache
+def _made(kind: Any) -> Callable[..., Any]:
     """The forward pass of a class, to which the names of functions mean others."""
     inner = inspect.unwrap(kind.forward)
-    own = {name: getattr(mixers, name) for name in FUNCTIONS if name in inner.__globals__}
-    made = _around(kind.forward, inner, _copy(inner, {**inner.__globals__, **own}))
-
-    @functools.wraps(kind.forward)
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if vars(module)[_CONFIG]._attn_implementation != mixers.name:
-            return kind.forward(module, *args, **kwargs)
-        token = _offsets.set(kwargs.get("cu_seq_lens_q"))
-        try:
-            return made(module, *args, **kwargs)
-        finally:
-            _offsets.reset(token)
-
-    return forward
+    own = {name: f for name, f in FUNCTIONS.items() if name in inner.__globals__}
+    made: Callable[..., Any] = _around(
+        kind.forward, inner, _copy(inner, {**inner.__globals__, **own})
+    )
+    return made
 
 
 def _around(outer: Any, inner: Any, made: Any) -> Any:

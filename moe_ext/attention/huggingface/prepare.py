@@ -120,8 +120,7 @@ def prepare_model(
     name = f"{ATTENTION}_{next(_numbers)}"
     documents = PassDocuments(name, options, BatchFacts())
     install(name, functools.partial(ring_attention, group=group, layout=layout, **names), documents)
-    mixers = SharedMixers(name, documents, group, layout)
-    num_mixers, _ = share_mixers(model, mixers)
+    num_mixers, _ = share_mixers(model, SharedMixers(name, documents, layout))
     for key, hook in list(model._forward_pre_hooks.items()):
         if isinstance(hook, _WholeBatches):
             del model._forward_pre_hooks[key], model._forward_pre_hooks_with_kwargs[key]

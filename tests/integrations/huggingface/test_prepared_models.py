@@ -6,7 +6,10 @@ The table of docs/attention.md is made from the names here: run this file to wri
 import copy
 import inspect
 import itertools
+import pickle
 import re
+import subprocess
+import sys
 import tempfile
 import textwrap
 from pathlib import Path
@@ -87,6 +90,7 @@ SERVED = {
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "lfm3": {"layer_types": ["conv", "full_attention"]},
     "llama": {},
     "llama4_text": {"attention_chunk_size": 8, "no_rope_layers": [1, 0]},
     "mamba": {},
@@ -114,6 +118,21 @@ SERVED = {
     "smollm3": {},
     "starcoder2": {},
     "xlm-roberta/mlm": {},
+    "zamba": {
+        "num_hidden_layers": 6,
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "n_mamba_heads": 2,
+        "mamba_dt_rank": 4,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+    },
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"],
+        "hybrid_layer_ids": [1],
+        "n_mamba_heads": 2,
+        "num_mem_blocks": 1,
+    },
 }
 # Reason by which a model is refused, to a part of the message and the families.
 MIXED = "tokens mixed in "
@@ -157,6 +176,7 @@ REFUSED = {
     ),
     "two sequences": ("have one sequence", {"t5/mlm": {}}),
 }
+RECOMPUTED = ("gpt_bigcode", "qwen3_next", "lfm2", "bamba", "nemotron_h", "zamba")
 check = Checks()
 
 
@@ -347,7 +367,7 @@ def documents_given_by_offsets():
     assert torch.equal(model(**batch, **given, max_length_k=13).logits, expected)
 
 
-@check(*[(name,) for name in ("gpt_bigcode", "qwen3_next", "lfm2", "bamba", "nemotron_h")])
+@check(*[(name,) for name in RECOMPUTED])
 def a_recomputation_after_another_batch_has_its_documents(family):
     model = make(family, **SERVED[family]).train()
     prepare_model(model, group=group())
@@ -387,6 +407,14 @@ def generation_after_training():
     model.set_attn_implementation("sdpa")
     found = model.generate(ids, max_new_tokens=3, do_sample=False)
     assert torch.equal(found, whole.generate(ids, max_new_tokens=3, do_sample=False))
+
+
+@check(("llama",), ("mamba",))
+def a_group_is_not_pickled(family):
+    model = make(family)
+    prepare_model(model, group=group())
+    with pytest.raises(TypeError, match="pickle: expected a module without a process group"):
+        pickle.dumps(model)
 
 
 @check()
@@ -536,6 +564,26 @@ def test_a_copy_is_prepared_and_ended_by_itself():
     assert torch.equal(twin(**batch).logits, apart)
     twin.set_attn_implementation("sdpa")
     assert torch.equal(twin(input_ids=batch["input_ids"]).logits, together)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_a_model_is_pickled_whole(family):
+    model = make(family, **SERVED[family])
+    prepare_model(model, group=None)
+    found, batch = pickle.loads(pickle.dumps(model)), make_batch("packed")
+    assert torch.equal(found(**batch).logits, model(**batch).logits)
+    # In another process, too, where nobody prepared it.
+    code = "import pickle, sys; m, b = pickle.load(sys.stdin.buffer); print(float(m(**b).loss))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps((model, batch)), capture_output=True
+    )
+    assert float(done.stdout) == pytest.approx(model(**batch).loss.item(), rel=1e-6), done.stderr
+    # Whose end is its own.
+    found.set_attn_implementation("sdpa")
+    model(**batch).loss.backward()
+    whole = make(family, **SERVED[family])
+    given = {"input_ids": batch["input_ids"]}
+    assert torch.equal(found(**given).logits, whole(**given).logits)
 
 
 def test_positions_of_roberta_skip_padding():
