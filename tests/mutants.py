@@ -603,6 +603,13 @@ MUTANTS = [
         "tests/attention/test_recurrent.py -k formula",
     ),
     Mutant(
+        "a decay by element ends one position early",
+        "moe_ext/attention/recurrent/local.py",
+        "return F.pad(steps[..., 1:, :], (0, 0, 0, 1)).flip",
+        "return F.pad(steps[..., :-1, :], (0, 0, 0, 1)).flip",
+        "tests/attention/test_recurrent.py -k formula",
+    ),
+    Mutant(
         "tied weights keep the gradient of their own stage alone",
         "moe_ext/pipeline/**/*.py",
         "return torch.stack([found[rank] for rank in ranks]).sum(0), sent",

@@ -9,7 +9,8 @@ def delta_rule(q, k, v, g, beta, state, documents=None):
     for t in range(q.shape[2]):
         if documents is not None and t > 0:
             state = state * (documents[:, t] == documents[:, t - 1])[:, None, None, None]
-        state = state * g[:, :, t, None, None].exp()
+        decay = g[:, :, t].exp()
+        state = state * (decay[..., None] if g.dim() == 4 else decay[..., None, None])
         new = v[:, :, t]
         if beta is not None:
             new = beta[:, :, t, None] * (new - (k[:, :, t, None] @ state)[:, :, 0])

@@ -8,7 +8,7 @@ import torch
 
 from moe_ext.attention import causal_conv1d, gated_delta_rule, selective_scan
 
-KINDS = ("delta", "linear", "scan", "scan by element")
+KINDS = ("delta", "delta by element", "linear", "linear by element", "scan", "scan by element")
 OFFSETS = {1: (0, 1), 2: (0, 1, 2), 64: (0, 3, 64), 65: (0, 64, 65), 130: (0, 0, 1, 70, 130)}
 
 
@@ -26,8 +26,9 @@ def made(kind, length, batch=2, heads=4, groups=2, dim=5, v_dim=3, seed=0):
     v, state = normal(batch, heads, length, v_dim), normal(batch, heads, dim, v_dim)
     if not kind.startswith("scan"):
         k = k / k.norm(dim=-1, keepdim=True)
-        found = {"q": q, "k": k, "v": v, "g": -random(batch, heads, length)}
-        found["beta"] = random(batch, heads, length) if kind == "delta" else None
+        by_element = (dim,) if kind.endswith("by element") else ()
+        found = {"q": q, "k": k, "v": v, "g": -random(batch, heads, length, *by_element)}
+        found["beta"] = random(batch, heads, length) if kind.startswith("delta") else None
         return {**found, "initial_state": state}
     rates = -random(*((heads, dim) if kind == "scan by element" else (heads,)))
     found = {"x": v, "dt": random(batch, heads, length), "A": rates, "B": k, "C": q}
@@ -117,6 +118,31 @@ def test_equals_that_of_transformers(family):
     torch.testing.assert_close(found, (out.transpose(1, 2), last), rtol=1e-4, atol=1e-5)
 
 
+def test_equals_that_of_kimi():
+    module = importlib.import_module("transformers.models.kimi_linear.modeling_kimi_linear")
+    given = {n: x.float() for n, x in made("delta by element", 130, groups=4, dim=16).items()}
+    found = gated_delta_rule(**given)
+    state = given.pop("initial_state")
+    turned = [given[name].transpose(1, 2) for name in ("q", "k", "v", "g", "beta")]
+    out, last = module.chunk_kimi_delta_attention(
+        *turned, initial_state=state, output_final_state=True
+    )
+    torch.testing.assert_close(found, (out.transpose(1, 2), last), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["delta by element", "linear by element"])
+def test_decays_of_any_size_by_element(kind):
+    """Some elements are kept and others forgotten at once, where factors overflow."""
+    given = {n: x if x is None else x.float() for n, x in made(kind, 130).items()}
+    given["g"] = given["g"] * torch.tensor([0.0, 1e-3, 1.0, 300.0, 1e4])
+    exact = {n: x if x is None else x.double() for n, x in given.items()}
+    leaves = [given["g"].requires_grad_(), given["k"].requires_grad_()]
+    out, _ = gated_delta_rule(**given)
+    wanted, _ = by_formula(kind, exact, None)
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-5)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), leaves))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_sums_are_float32(dtype):
     given = {n: x.to(dtype) for n, x in made("delta", 65).items()}
@@ -131,6 +157,11 @@ WRONG = {
     "q": (lambda g: {**g, "q": g["q"][..., :2]}, "k to be of shape"),
     "heads": (lambda g: {**g, "v": g["v"][:, :3], "g": g["g"][:, :3]}, "q to be of shape"),
     "g": (lambda g: {**g, "g": g["g"][:, :, :-1]}, "g to be of shape"),
+    "g by element": (
+        lambda g: {**g, "g": g["g"][..., None]},
+        r"g to be of shape \(2, 4, 7, 5\), got \(2, 4, 7, 1\)",
+    ),
+    "g of heads": (lambda g: {**g, "g": g["g"][0]}, "g to be a tensor of 3 or 4 dimensions"),
     "beta": (lambda g: {**g, "beta": g["g"][..., None]}, "beta to be a tensor of 3 dimensions"),
     "state": (
         lambda g: {**g, "initial_state": g["initial_state"].mT},
@@ -156,5 +187,7 @@ def test_names_in_messages_are_those_of_the_call():
         selective_scan(**{**given, "A": given["A"][:2]})
     with pytest.raises(ValueError, match="selective_scan: expected scheme to be one of"):
         selective_scan(**made("scan by element", 7), scheme="heads")
+    with pytest.raises(ValueError, match="gated_delta_rule: expected scheme to be one of"):
+        gated_delta_rule(**made("linear by element", 7), scheme="heads")
     with pytest.raises(ValueError, match="causal_conv1d: expected weight to be of shape"):
         causal_conv1d(torch.ones(1, 3, 4), torch.ones(2, 4))

@@ -119,6 +119,7 @@ def _agree(
     scheme: str,
     context: tuple[Any, str | Layout, Offsets | None],
     served: Sequence[str] = SCHEMES,
+    decays: tuple[int, ...] = (3,),
     more: Mapping[str, tuple[Tensor, tuple[str, ...]]] | None = None,
 ) -> _Sequences:
     """The sequences of a recurrence, once the ranks have compared it.
@@ -130,18 +131,19 @@ def _agree(
         scheme: that was asked for.
         context: group, layout and documents.
         served: schemes that there are.
+        decays: numbers of dimensions that g may have.
         more: further arguments by name, with the sizes of their dimensions, "H" or "K".
     """
     tensors = [*names.values()]
 
     def check() -> tuple[int, dict[str, object]]:
         check_choice(op, "scheme", scheme, (*served, "auto"))
-        labels, dims = [*names], (4, 4, 4, 3, 3, 4)
+        labels, dims = [*names], ((4,), (4,), (4,), decays, (3,), (4,))
         for name, x, wanted in zip(labels, tensors, dims, strict=True):
             if x is None and name in labels[4:]:
                 continue
-            is_tensor = isinstance(x, Tensor) and x.dim() == wanted
-            rule = f"a tensor of {wanted} dimensions"
+            is_tensor = isinstance(x, Tensor) and x.dim() in wanted
+            rule = f"a tensor of {' or '.join(map(str, wanted))} dimensions"
             _require(op, is_tensor, name, rule, tuple(getattr(x, "shape", ())) or x)
         q, k, v, g, beta, state = tensors
         assert q is not None and k is not None and v is not None and g is not None
@@ -149,7 +151,8 @@ def _agree(
         fits = q.shape[0] == batch and q.shape[2] == length and heads % max(1, q.shape[1]) == 0
         rule = f"of shape [{batch}, a divisor of {heads}, {length}, K], as {labels[2]} has it"
         _require(op, fits, labels[0], rule, tuple(q.shape))
-        shapes = {labels[1]: (k, q.shape), labels[3]: (g, v.shape[:3])}
+        by_element = q.shape[3:] if g.dim() == 4 else ()
+        shapes = {labels[1]: (k, q.shape), labels[3]: (g, torch.Size((*v.shape[:3], *by_element)))}
         if beta is not None:
             shapes[labels[4]] = beta, v.shape[:3]
         if state is not None:
@@ -163,6 +166,7 @@ def _agree(
             _require(op, x.shape == shape, name, f"of shape {tuple(shape)}", tuple(x.shape))
         return length, {
             "sizes": (batch, heads, q.shape[1], q.shape[3], v_dim),
+            "a decay by element": bool(by_element),
             "dtype": v.dtype,
             "giving initial_state": state is not None,
             "scheme": scheme,
@@ -199,14 +203,17 @@ def gated_delta_rule(
         y_t = \mathrm{scale}\; S_t^T q_t
 
     Without ``beta`` the state forgets by ``g`` alone, :math:`S_t = e^{g_t} S_{t-1} + k_t v_t^T`, as
-    in lightning attention and in the state space of Mamba-2 (see `selective_scan`). Inside
-    `sequence_parallel` it takes group, layout and documents from there.
+    in lightning attention and in the state space of Mamba-2 (see `selective_scan`). A decay by
+    element of a key, as in Kimi's delta attention, stands for
+    :math:`S_t = (I - \beta_t k_t k_t^T)\, \mathrm{diag}(e^{g_t})\, S_{t-1} + \beta_t k_t v_t^T`.
+    Inside `sequence_parallel` it takes group, layout and documents from there.
 
     Args:
         q: `[B, Hk, L, K]`, this rank's positions.
         k: `[B, Hk, L, K]`.
         v: `[B, H, L, V]`; H is a multiple of Hk, whose heads serve H / Hk side by side.
-        g: `[B, H, L]`, logarithms of decays, not above 0.
+        g: `[B, H, L]`, logarithms of decays, not above 0; or `[B, H, L, K]`, one for each element
+            of a key, without beta with scheme "state".
         beta: `[B, H, L]`, or None.
         group: the ranks that share the sequence, see `ring_attention`; None is that of
             `sequence_parallel`, and outside of it this process alone.
@@ -229,13 +236,19 @@ def gated_delta_rule(
             that differ between ranks, or lengths that are not those of the layout.
         RankFailureError: a rank died or did not answer; the message names it.
 
-    Reference: Yang, Kautz, Hatamizadeh: Gated Delta Networks, 2024 (arXiv 2412.06464).
+    Reference: Yang, Kautz, Hatamizadeh: Gated Delta Networks, 2024 (arXiv 2412.06464); Kimi Linear,
+        2025 (arXiv 2510.26692), equation 1.
     """
     names = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}
     facts: dict[str, object] = {"scale": scale, "giving beta": beta is not None}
     context = _in_context(group, layout, cu_seqlens)
-    sequences = _agree("gated_delta_rule", names, facts, scheme, context)
+    by_element = beta is None and isinstance(g, Tensor) and g.dim() == 4
+    served = ("state",) if by_element else SCHEMES
+    sequences = _agree("gated_delta_rule", names, facts, scheme, context, served, (3, 4))
     q = q * (q.shape[3] ** -0.5 if scale is None else scale)
+    if by_element:
+        out, state = _recur_by_element(q, k, v, g, None, initial_state, sequences)
+        return out.to(v.dtype), state
     return _recur(q, k, v, g, beta, initial_state, scheme, sequences)
 
 
@@ -289,7 +302,7 @@ def selective_scan(
     more = {"A": (A, ("H", "K")[: 1 + by_element])} | ({} if D is None else {"D": (D, ("H",))})
     served = ("state",) if by_element else SCHEMES
     context = _in_context(group, layout, cu_seqlens)
-    sequences = _agree(op, names, facts, scheme, context, served, more)
+    sequences = _agree(op, names, facts, scheme, context, served, more=more)
     dtype = torch.promote_types(x.dtype, torch.float32)
     step = dt.to(dtype)
     scaled = x * step.unsqueeze(-1)
@@ -317,7 +330,8 @@ def _recur(
         q, k = (x.repeat_interleave(heads // kv_heads, 1) for x in (q, k))
     if state is None:
         state = v.new_zeros(v.shape[0], heads, q.shape[3], v.shape[3], dtype=dtype)
-    row = [q, k, v, g.unsqueeze(-1), *([] if beta is None else [beta.unsqueeze(-1)])]
+    g = g if g.dim() == 4 else g.unsqueeze(-1)
+    row = [q, k, v, g, *([] if beta is None else [beta.unsqueeze(-1)])]
     rows, state = [x.to(dtype) for x in row], state.to(dtype)
     if sequences.layout.num_ranks == 1:
         whole = sequences.layout.positions(0, v.device)
@@ -331,9 +345,9 @@ def _recur(
 
 def _run(rows: list[Tensor], state: Tensor, documents: Tensor | None) -> local.Scanned:
     q, k, v, g, *beta = rows
-    return local.delta_rule(
-        q, k, v, g.squeeze(-1), beta[0].squeeze(-1) if beta else None, state, documents
-    )
+    # Decays by element of keys that have one are those of heads.
+    g = g.squeeze(-1) if g.shape[-1] == 1 else g
+    return local.delta_rule(q, k, v, g, beta[0].squeeze(-1) if beta else None, state, documents)
 
 
 def sent_bytes(
@@ -346,6 +360,7 @@ def sent_bytes(
     dim: int,
     v_dim: int,
     has_beta: bool,
+    g_dim: int = 1,
     itemsize: int = 4,
 ) -> int:
     """Bytes that a rank sends in the forward pass of `gated_delta_rule`.
@@ -359,9 +374,10 @@ def sent_bytes(
         dim: K.
         v_dim: V.
         has_beta: with the delta rule.
+        g_dim: 1, or K of decays by element.
         itemsize: bytes of an element.
     """
-    size, width = layout.num_ranks, 2 * dim + v_dim + 1 + has_beta
+    size, width = layout.num_ranks, 2 * dim + v_dim + g_dim + has_beta
     line = make_layout("contiguous", layout.seq_len, size)
     both = Spread.of_positions(heads, layout), Spread.of_positions(heads, line)
     if scheme == "heads":
@@ -381,14 +397,17 @@ def _scheme(scheme: str, sequences: _Sequences, rows: list[Tensor]) -> str:
     if scheme != "auto":
         return scheme
     batch, heads, _, dim = rows[0].shape
-    return _cheapest(sequences.layout, batch, heads, dim, rows[2].shape[3], len(rows) > 4)
+    widths = rows[2].shape[3], rows[3].shape[3]
+    return _cheapest(sequences.layout, batch, heads, dim, *widths, len(rows) > 4)
 
 
 @functools.lru_cache(maxsize=128)
-def _cheapest(layout: Layout, batch: int, heads: int, dim: int, v_dim: int, has_beta: bool) -> str:
+def _cheapest(
+    layout: Layout, batch: int, heads: int, dim: int, v_dim: int, g_dim: int, has_beta: bool
+) -> str:
     """The scheme whose busiest rank sends least; all layers of a model ask for the same."""
     sizes: dict[str, Any] = {"batch": batch, "heads": heads, "dim": dim}
-    sizes |= {"v_dim": v_dim, "has_beta": has_beta}
+    sizes |= {"v_dim": v_dim, "has_beta": has_beta, "g_dim": g_dim}
     most = {
         name: max(sent_bytes(name, layout, rank, **sizes) for rank in range(layout.num_ranks))
         for name in SCHEMES
@@ -475,17 +494,21 @@ def _recur_by_element(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    dt: Tensor,
-    rates: Tensor,
+    steps: Tensor,
+    rates: Tensor | None,
     state: Tensor | None,
     sequences: _Sequences,
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence of `local.diagonal_scan` over the sequences, by states from rank to rank."""
+    """The recurrence of `local.diagonal_scan` over the sequences, by states from rank to rank.
+
+    Decays are steps `[B, H, L, K]`; or `[B, H, L]`, each times rates `[H, K]`.
+    """
     dtype = torch.promote_types(v.dtype, torch.float32)
     layout, line = sequences.layout, sequences.line
     heads, rank, op = v.shape[1], group_rank(sequences.group), sequences.operation
     place = Spread.of_positions(heads, layout), Spread.of_positions(heads, line)
-    rows = [x.to(dtype) for x in (q, k, v, dt.unsqueeze(-1))]
+    steps = steps.unsqueeze(-1) if rates is not None else steps
+    rows = [x.to(dtype) for x in (q, k, v, steps)]
     if not sequences.is_line:
         # Heads share q and k, which travel once for all of them.
         for pair, count in ((slice(0, 2), q.shape[1]), (slice(2, 4), heads)):
@@ -494,13 +517,12 @@ def _recur_by_element(
             moved = Move(sequences.group, *way, op)(torch.cat(rows[pair], -1))
             rows[pair] = moved.split(widths, -1)
     rows[:2] = (x.repeat_interleave(heads // x.shape[1], 1) for x in rows[:2])
-    q, k, v, dt = rows
+    q, k, v, decay = rows
     if state is None or rank > 0:
         state = v.new_zeros(v.shape[0], heads, q.shape[3], v.shape[3])
-    documents, decay = (
-        sequences.documents(line.positions(rank, v.device)),
-        dt * rates.to(dtype)[:, None],
-    )
+    documents = sequences.documents(line.positions(rank, v.device))
+    if rates is not None:
+        decay = decay * rates.to(dtype)[:, None]
     found = local.diagonal_scan(q, k, v, decay, state.to(dtype), documents)
     out, added = found[:2]
     if line.num_ranks > 1:

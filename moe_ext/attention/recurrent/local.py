@@ -6,7 +6,8 @@ position:
     S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,   y_t = S_t^T q_t
 
 Without beta it is gated linear attention, as of Mamba-2 and lightning attention:
-`S_t = exp(g_t) S_{t-1} + k_t v_t^T`. The first position of a document sees no state.
+`S_t = exp(g_t) S_{t-1} + k_t v_t^T`. The first position of a document sees no state. A decay by
+element of a key is a diagonal matrix: `S_t = (I - beta_t k_t k_t^T) diag(exp(g_t)) S_{t-1} + ...`.
 
 Shapes: B batch, H heads, L positions, K dim of queries and keys, V dim of values, N chunks of C
 positions, W taps of a convolution, D channels.
@@ -51,31 +52,37 @@ def delta_rule(
         q: `[B, H, L, K]`, scaled; float32 or float64, as all others.
         k: `[B, H, L, K]`.
         v: `[B, H, L, V]`.
-        g: `[B, H, L]`, logarithms of decays, not above 0.
+        g: `[B, H, L]`, logarithms of decays, not above 0; `[B, H, L, K]` by element of a key.
         beta: `[B, H, L]`; None for gated linear attention.
         state: `[B, H, K, V]`, that the first position finds.
         documents: `[B or 1, L]` int64, ascending numbers; the first position goes on with the
             document that `state` is of. None for one document.
 
     Reference: Yang, Kautz, Hatamizadeh: Gated Delta Networks, 2024 (arXiv 2412.06464), section 3.3,
-        equations 10 to 12; Dao, Gu: Transformers are SSMs, 2024 (arXiv 2405.21060), section 6.
+        equations 10 to 12; Dao, Gu: Transformers are SSMs, 2024 (arXiv 2405.21060), section 6;
+        Kimi Linear, 2025 (arXiv 2510.26692), section 3, for decays by element.
     """
     length = q.shape[2]
     if length == 0:
         # In the graph of all arguments, so that a backward pass goes the way of other ranks.
-        weight = (q * k).sum(-1) * (g if beta is None else g * beta)
+        weight = (q * k * (g if g.dim() == 4 else g.unsqueeze(-1))).sum(-1)
+        weight = weight if beta is None else weight * beta
         return Scanned(v * weight.unsqueeze(-1), state + (weight.sum() + v.sum()))
     padding = -length % CHUNK
+    kept: _Decays | _ElementDecays
+    if g.dim() == 4:
+        kept = _ElementDecays.of(g, documents, padding)
+    else:
+        decay = _chunked(g.unsqueeze(-1), padding).squeeze(-1).cumsum(-1)  # [B, H, N, C]
+        kept = _Decays.of(decay, documents, padding)
     q, k, v = (_chunked(x, padding) for x in (q, k, v))
-    decay = _chunked(g.unsqueeze(-1), padding).squeeze(-1).cumsum(-1)  # [B, H, N, C]
-    kept = _Decays.of(decay, documents, padding)
     rows, keys = k, v
-    scores = q @ k.mT * kept.pairs
+    scores = kept.scores(q, k)
     reads = q * kept.carried
     if beta is not None:
         step = _chunked(beta.unsqueeze(-1), padding)
         # The WY form: all updates of a chunk by one triangular system.
-        system = (step * k) @ k.mT * kept.pairs
+        system = kept.scores(step * k, k)
         both = torch.cat([step * v, step * k * kept.carried], -1)
         solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
         keys, rows = solved.split([v.shape[-1], k.shape[-1]], -1)
@@ -123,6 +130,62 @@ class _Decays(NamedTuple):
         pairs = pairs.masked_fill(~lower, -torch.inf).exp()
         return cls(pairs, carried.unsqueeze(-1), to_end.unsqueeze(-1), through.unsqueeze(-1))
 
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """`[B, H, N, C, C]`, products of rows and columns, decayed in between."""
+        return q @ k.mT * self.pairs
+
+
+class _ElementDecays(NamedTuple):
+    """The same by element of a key; every exponent is a sum of logarithms that are not above 0.
+
+    Attributes:
+        steps: `[B, H, N, C, K]`, logarithm of the decay to each position from the one before.
+        carried: `[B, H, N, C, K]`, from before the chunk.
+        to_end: `[B, H, N, C, K]`, to the end of the chunk.
+        through: `[B, H, N, K, 1]`, over the whole chunk.
+    """
+
+    steps: Tensor
+    carried: Tensor
+    to_end: Tensor
+    through: Tensor
+
+    @classmethod
+    def of(cls, g: Tensor, documents: Tensor | None, padding: int) -> _ElementDecays:
+        steps = _chunked(_forgetting(g, documents), padding)
+        carried = steps.cumsum(-2).exp()
+        return cls(steps, carried, _behind(steps).exp(), carried[..., -1, :, None])
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """As those of `_Decays`, by stretches of 1, 2, 4, ... positions and the one before each.
+
+        Decays meet at the edge between both, since those of elements are no factor of a product.
+        """
+        found, size = (q * k).sum(-1)[..., None, None], 1
+        while size < CHUNK:
+            early, late = slice(0, size), slice(size, 2 * size)
+            q_s, k_s, steps = (x.unflatten(-2, (-1, 2 * size)) for x in (q, k, self.steps))
+            rows = q_s[..., late, :] * steps[..., late, :].cumsum(-2).exp()
+            columns = k_s[..., early, :] * _behind(steps[..., early, :]).exp()
+            first, second = found.unflatten(-3, (-1, 2)).unbind(-3)
+            above = torch.cat([first, torch.zeros_like(first)], -1)
+            found = torch.cat([above, torch.cat([rows @ columns.mT, second], -1)], -2)
+            size *= 2
+        return found.squeeze(-3)
+
+
+def _behind(steps: Tensor) -> Tensor:
+    """Sum of the logarithms behind each position, `[..., C, K]`."""
+    return F.pad(steps[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
+
+
+def _forgetting(decay: Tensor, documents: Tensor | None) -> Tensor:
+    """Logarithms `[B, H, L, K]`, by which nothing is left where a document begins."""
+    if documents is None:
+        return decay
+    starts = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
+    return decay.masked_fill(starts[:, None, :, None], -torch.inf)
+
 
 def _chunked(x: Tensor, padding: int) -> Tensor:
     """`[B, H, N, C, ...]` of `[B, H, L, ...]`; zeros behind the last position."""
@@ -157,9 +220,8 @@ def diagonal_scan(
         maps = torch.ones_like(state[..., :1])
         return v * weight, state + (weight.sum() + v.sum()), q * decay, maps + weight.sum()
     since = decay.cumsum(2).exp()
+    decay = _forgetting(decay, documents)
     if documents is not None:
-        starts = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
-        decay = decay.masked_fill(starts[:, None, :, None], -torch.inf)
         since = since * (documents == documents[:, :1])[:, None, :, None]
     # Stretches side by side, position after position; then one stretch after the other.
     size = math.isqrt(length - 1) + 1
