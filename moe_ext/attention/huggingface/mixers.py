@@ -121,6 +121,9 @@ class SharedMixers:
         out, _state = gated_delta_rule(q, k, v, g, beta, **self._where)
         return out.transpose(1, 2).reshape(value.shape).to(query.dtype), None
 
+    # Its decays are by element of a key.
+    chunk_kimi_delta_attention = torch_chunk_gated_delta_rule
+
     @outside_graphs
     def mamba2_chunk_scan(
         self,
@@ -171,6 +174,65 @@ class SharedMixers:
         out = out.squeeze(-1).mT.reshape(hidden_states.mT.shape).mT
         return out if z is None else out * F.silu(z)
 
+    @outside_graphs
+    def lightning_attention(
+        self,
+        module: Any,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """The forward pass of MiniMax's layer."""
+        self._refuse_states(past_key_values=past_key_values)
+        heads = module.num_attention_heads
+        x = module.act_fn(module.qkv_proj(hidden_states))
+        if attention_mask is not None:
+            x = x * attention_mask.to(x.dtype).unsqueeze(-1)
+        x = self._rows(x).unflatten(-1, (heads, -1)).transpose(1, 2)
+        q, k, v = x.split(module.head_dim, -1)
+        g = -module.slope_rate.view(heads, 1).expand(v.shape[:3])
+        out, _state = gated_delta_rule(q, k, v, g, None, scale=1.0, **self._where)
+        out = out.transpose(1, 2).reshape(*hidden_states.shape[:2], -1)
+        gate = torch.sigmoid(module.output_gate(hidden_states))
+        return module.out_proj(gate * module.norm(out)), None
+
+    @outside_graphs
+    def recurrent_block(
+        self,
+        module: Any,
+        input_states: Tensor,
+        position_ids: Tensor,
+        use_cache: bool = False,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """The forward pass of RecurrentGemma's block."""
+        self._refuse_states(use_cache=use_cache)
+        conv, x = module.conv_1d, module.linear_x(input_states).mT
+        x = self.causal_conv1d_fn(x, conv.weight.squeeze(1), conv.bias)
+        x = module.rg_lru(x.mT, position_ids)
+        return module.linear_out(x * module.act_fn(module.linear_y(input_states))), None
+
+    @outside_graphs
+    def rnn_scan(
+        self,
+        module: Any,
+        hidden_states: Tensor,
+        recurrent_gate: Tensor,
+        reset: Tensor,
+        recurrent_states: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """The recurrence of RecurrentGemma's unit, each of whose channels is a head."""
+        self._refuse_states(recurrent_states=recurrent_states)
+        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+        # Documents begin where it resets; a gate of 0 has no logarithm.
+        gate = recurrent_gate.to(dtype).masked_fill(reset, 1).clamp_min(torch.finfo(dtype).tiny)
+        x, g = (self._rows(each).mT.unsqueeze(-1) for each in (hidden_states, gate.log()))
+        one = x.new_ones(()).expand(x.shape[0], 1, x.shape[2], 1)
+        out, _state = gated_delta_rule(one, one, x, g, None, scale=1.0, **self._where)
+        return out.squeeze(-1).mT.reshape(hidden_states.shape), None
+
 
 # The mixers whose function runs, and documents that it was given: a recomputation may come after
 # another batch.
@@ -189,9 +251,16 @@ FUNCTIONS = {
     for name in (
         "causal_conv1d_fn",
         "torch_chunk_gated_delta_rule",
+        "chunk_kimi_delta_attention",
         "mamba2_chunk_scan",
         "mamba_selective_scan",
     )
+}
+# Classes of mixers that call no functions, to the method that another stands for.
+METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "MiniMaxLightningAttention": ("forward", SharedMixers.lightning_attention),
+    "RecurrentGemmaRecurrentBlock": ("forward", SharedMixers.recurrent_block),
+    "RecurrentGemmaRglru": ("_rnn_scan", SharedMixers.rnn_scan),
 }
 
 
@@ -210,36 +279,44 @@ def share_mixers(model: Any, mixers: SharedMixers) -> tuple[int, Callable[[], No
     Returns:
         The number of mixers, and a function that takes that back.
     """
-    before = {module: vars(module).get("forward") for module in _mixers(model)}
-    for module in before:
+    before = {pair: vars(pair[0]).get(pair[1]) for pair in _mixers(model)}
+    for module, name in before:
         # A partial function of these is copied and pickled with the model.
-        vars(module)["forward"] = functools.partial(_forward, module, mixers, model.config)
+        vars(module)[name] = functools.partial(_shared, module, name, mixers, model.config)
 
     def take_back() -> None:
-        for module, forward in before.items():
-            del vars(module)["forward"]
-            vars(module).update({} if forward is None else {"forward": forward})
+        for (module, name), method in before.items():
+            del vars(module)[name]
+            vars(module).update({} if method is None else {name: method})
 
     return len(before), take_back
 
 
-def _mixers(model: nn.Module) -> Iterator[nn.Module]:
+def _mixers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Mixers, and the name of the method that another stands for."""
     for module in model.modules():
-        function = inspect.unwrap(type(module).forward)
+        kind = type(module)
+        function = inspect.unwrap(kind.forward)
         names = {*getattr(function, "__code__", _mixers.__code__).co_names} & {*FUNCTIONS}
-        if names & {*getattr(function, "__globals__", {})}:
-            yield module
+        if kind.__name__ in METHODS:
+            yield module, METHODS[kind.__name__][0]
+        elif names & {*getattr(function, "__globals__", {})}:
+            yield module, "forward"
 
 
-def _forward(
-    module: nn.Module, mixers: SharedMixers, config: Any, *args: Any, **kwargs: Any
+def _shared(
+    module: nn.Module, name: str, mixers: SharedMixers, config: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """The forward pass of a mixer, with functions of `mixers` while a model has their attention."""
+    """A method of a mixer, with functions of `mixers` while a model has their attention."""
     kind: Any = type(module)
     if config._attn_implementation != mixers.name:
-        return kind.forward(module, *args, **kwargs)
-    token = _current.set((mixers, kwargs.get("cu_seq_lens_q")))
+        return getattr(kind, name)(module, *args, **kwargs)
+    # A method that another one calls has the documents of that.
+    _, offsets = _current.get((mixers, None))
+    token = _current.set((mixers, kwargs.get("cu_seq_lens_q", offsets)))
     try:
+        if kind.__name__ in METHODS:
+            return METHODS[kind.__name__][1](mixers, module, *args, **kwargs)
         return _made(kind)(module, *args, **kwargs)
     finally:
         _current.reset(token)

@@ -55,10 +55,17 @@ SIZES = {
 }
 WINDOW = {"sliding_window": 5}
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+KIMI = {
+    **dict.fromkeys(("linear_head_dim", "kv_lora_rank", "v_head_dim"), 8),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "linear_num_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "head_dim"), 4),
+    "q_lora_rank": 16,
+}
 # Family to options of its config; "model_type/mlm" is a masked language model.
 SERVED = {
     "bert": {"is_decoder": True},
     "bert/mlm": {},
+    "bailing_hybrid": {**HYBRID, **KIMI, "n_group": 2, "topk_group": 1},
     "bamba": {"attn_layer_indices": [1]},
     "cohere2": WINDOW,
     "deepseek_v3": {
@@ -88,6 +95,7 @@ SERVED = {
     "granite": {},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
+    "kimi_linear": {**HYBRID, **KIMI, "mlp_layer_types": ["dense", "sparse"]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "lfm3": {"layer_types": ["conv", "full_attention"]},
@@ -95,6 +103,7 @@ SERVED = {
     "llama4_text": {"attention_chunk_size": 8, "no_rope_layers": [1, 0]},
     "mamba": {},
     "mamba2": {"head_dim": 32, "num_heads": 2},
+    "minimax": {**HYBRID, "head_dim": 8, "block_size": 7},
     "ministral3": {},
     "mistral": WINDOW,
     "mixtral": {},
@@ -113,6 +122,7 @@ SERVED = {
     "qwen3_5_text": HYBRID,
     "qwen3_moe": {},
     "qwen3_next": HYBRID,
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 5},
     "roberta": {"is_decoder": True},
     "roberta/mlm": {},
     "smollm3": {},
@@ -141,10 +151,8 @@ REFUSED = {
         MIXED,
         {
             "fnet/mlm": {},
-            "kimi_linear": {},
-            "minimax": {},
-            "recurrent_gemma": {},
             "rwkv": {},
+            "xlstm": {},
         },
     ),
     "no attention by name": (
@@ -541,11 +549,13 @@ def test_refused_families(family, message, options):
     assert not model._forward_pre_hooks and not any(m._forward_hooks for m in model.modules())
 
 
-@pytest.mark.parametrize("family", ["falcon_h1", "lfm2", "minimax", "qwen3_5_text", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family", ["falcon_h1", "kimi_linear", "lfm2", "minimax", "qwen3_5_text", "recurrent_gemma"]
+)
 def test_names_that_are_registered_refuse_them_too(family):
     """Where nobody has called prepare_model."""
     register_ring_attention(None)
-    model = make(family, **{**SERVED, "minimax": {}}[family])
+    model = make(family, **SERVED[family])
     model.set_attn_implementation("moe_ext_ring")
     text = "expected model to be of layers that mix tokens in their attention alone .*, got .+"
     with pytest.raises(ValueError, match=text):
