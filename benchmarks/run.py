@@ -28,6 +28,7 @@ BENCHMARKS = (
     "huggingface",
     "compat",
     "attention",
+    "recurrence",
     "compression",
     "codecs",
     "sparsity",

@@ -584,8 +584,8 @@ MUTANTS = [
     Mutant(
         "a document of the rank before goes on where another begins",
         "moe_ext/attention/recurrent/functional.py",
-        "reads, maps = reads * goes_on, maps * goes_on",
-        "reads, maps = reads, maps",
+        "return found if goes_on is None else found * goes_on, last",
+        "return found, last",
         "tests/attention/test_recurrent_over_ranks.py -k 'a_recurrence and linear'",
     ),
     Mutant(

@@ -40,6 +40,9 @@ Arguments = tuple[Any, ...]
 # Operators without a CUDA kernel.
 CPU_ONLY = {
     "adam_step_",  # for memory that a GPU lacks
+    # `attention` has formulas of torch for other devices.
+    *("causal_conv1d", "_causal_conv1d_backward", "gated_delta_rule", "_gated_delta_rule_backward"),
+    *("selective_scan", "_selective_scan_backward"),
     # Of counts that the host has read. `ops` brings others there.
     *("plan_balance", "split_rows"),
 }

@@ -75,6 +75,11 @@ from moe_ext.ops.quantize import (  # noqa: E402
     quantize_rows,
 )
 from moe_ext.ops.quantized_mm import quantized_mm  # noqa: E402
+from moe_ext.ops.recurrence import (  # noqa: E402
+    causal_conv1d,
+    gated_delta_rule,
+    selective_scan,
+)
 from moe_ext.ops.router_linear import router_logits  # noqa: E402
 from moe_ext.ops.scale_into import scale_into_  # noqa: E402
 from moe_ext.ops.sparse_blocks import (  # noqa: E402
@@ -117,6 +122,7 @@ __all__ = [
     "attention_delta",
     "balanced_assignment",
     "block_indices",
+    "causal_conv1d",
     "choose_index_codec",
     "decode_exponent_row_",
     "decode_exponents_",
@@ -137,6 +143,7 @@ __all__ = [
     "expert_choice_gate",
     "gate_weights",
     "gated_activation",
+    "gated_delta_rule",
     "gather_blocks",
     "grouped_mm",
     "gshard_gate",
@@ -164,6 +171,7 @@ __all__ = [
     "routing_uniform",
     "scale_into_",
     "scatter_blocks_",
+    "selective_scan",
     "sequence_balance_loss",
     "sequence_load",
     "sinkhorn_gate",

@@ -44,6 +44,7 @@ from moe_ext.reference.quantize import (
     quantize_rows,
     quantized_mm,
 )
+from moe_ext.reference.recurrence import causal_conv1d, gated_delta_rule, selective_scan
 from moe_ext.reference.router_linear import router_logits
 from moe_ext.reference.scale_into import scale_into_
 from moe_ext.reference.sparse_blocks import (
@@ -61,6 +62,7 @@ __all__ = [
     "attention_block",
     "attention_delta",
     "balanced_assignment",
+    "causal_conv1d",
     "decode_exponents_",
     "delta_hash",
     "delta_places",
@@ -70,6 +72,7 @@ __all__ = [
     "expert_choice_gate",
     "gate_weights",
     "gated_activation",
+    "gated_delta_rule",
     "gather_blocks",
     "grouped_mm",
     "gshard_gate",
@@ -94,6 +97,7 @@ __all__ = [
     "routing_uniform",
     "scale_into_",
     "scatter_blocks_",
+    "selective_scan",
     "sequence_balance_loss",
     "sequence_load",
     "sinkhorn_gate",

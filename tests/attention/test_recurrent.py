@@ -3,10 +3,11 @@
 import importlib
 
 import pytest
-import recurrent_formulas as formulas
 import torch
 
+from moe_ext import reference
 from moe_ext.attention import causal_conv1d, gated_delta_rule, selective_scan
+from moe_ext.attention.recurrent import local
 
 KINDS = ("delta", "delta by element", "linear", "linear by element", "scan", "scan by element")
 OFFSETS = {1: (0, 1), 2: (0, 1, 2), 64: (0, 3, 64), 65: (0, 64, 65), 130: (0, 0, 1, 70, 130)}
@@ -42,16 +43,22 @@ def run(kind, given, **options):
 
 def by_formula(kind, given, documents):
     """(out, state) by a loop over positions."""
-    wide = {name: x for name, x in given.items() if name != "initial_state"}
-    for name in ("q", "k", "B", "C"):
-        if name in wide:
-            wide[name] = wide[name].repeat_interleave(2, 1)
-    if kind.startswith("scan"):
-        if wide["A"].dim() == 1:
-            wide["A"] = wide["A"][:, None].expand(-1, wide["B"].shape[3])
-        return formulas.selective_scan(**wide, state=given["initial_state"], documents=documents)
-    wide["q"] = wide["q"] * wide["q"].shape[3] ** -0.5
-    return formulas.delta_rule(**wide, state=given["initial_state"], documents=documents)
+    if not kind.startswith("scan"):
+        q = given["q"] * given["q"].shape[3] ** -0.5
+        rest = [given[name] for name in ("k", "v", "g", "beta", "initial_state")]
+        return reference.gated_delta_rule(q, *rest, documents)
+    x, rates = given["x"], given["A"]
+    heads, v_dim = x.shape[1], x.shape[3]
+    if rates.dim() == 1:
+        rates = rates[:, None].expand(-1, given["B"].shape[3])
+    # Each column of x is a head.
+    wide = [given["dt"].repeat_interleave(v_dim, 1), rates.repeat_interleave(v_dim, 0)]
+    state = given["initial_state"].mT.flatten(1, 2)
+    out, state = reference.selective_scan(
+        x.mT.flatten(1, 2), *wide, given["B"], given["C"], state, documents
+    )
+    out, state = (t.unflatten(1, (heads, v_dim)).mT for t in (out, state))
+    return out + given["D"][:, None, None] * x, state
 
 
 def documents_of(offsets, length):
@@ -59,10 +66,17 @@ def documents_of(offsets, length):
     return torch.bucketize(torch.arange(length), edges, right=True)[None] - 1
 
 
+@pytest.fixture(params=["operators", "formulas"])
+def by(request, monkeypatch):
+    """The operators of the CPU, or the formulas of torch that other devices have."""
+    if request.param == "formulas":
+        monkeypatch.setattr(local, "_has_operators", lambda x: False)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", OFFSETS)
 @pytest.mark.parametrize("packed", [False, True])
-def test_equals_the_formula(kind, length, packed):
+def test_equals_the_formula(by, kind, length, packed):
     given = {n: x if x is None else x.requires_grad_() for n, x in made(kind, length).items()}
     offsets = OFFSETS[length] if packed else None
     found = run(kind, given, cu_seqlens=offsets)
@@ -76,7 +90,7 @@ def test_equals_the_formula(kind, length, packed):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradcheck(kind):
+def test_gradcheck(by, kind):
     given = made(kind, 3, batch=1, heads=2, groups=1, dim=2, v_dim=2)
     names = [name for name, x in given.items() if x is not None]
     leaves = [given[name].requires_grad_() for name in names]
@@ -90,14 +104,18 @@ def test_gradcheck(kind):
 @pytest.mark.parametrize("width", [1, 2, 4])
 @pytest.mark.parametrize("length", [1, 2, 7])
 @pytest.mark.parametrize("activation", [None, "silu"])
-def test_convolution_equals_the_formula(width, length, activation):
+def test_convolution_equals_the_formula(by, width, length, activation):
     torch.manual_seed(0)
     x, weight = torch.randn(2, 3, length).double(), torch.randn(3, width).double()
     bias = torch.randn(3).double()
     for offsets in (None, (0, min(2, length), length)):
         found = causal_conv1d(x, weight, bias, activation=activation, cu_seqlens=offsets)
-        documents = None if offsets is None else documents_of(offsets, length)
-        wanted = formulas.causal_conv(x, weight, bias, documents)
+        halo, documents = torch.zeros(2, 3, width - 1).double(), None
+        if offsets is not None:
+            documents = torch.cat(
+                [torch.full((1, width - 1), -1), documents_of(offsets, length)], 1
+            )
+        wanted = reference.causal_conv1d(x, weight, bias, halo, documents)
         wanted = wanted if activation is None else torch.nn.functional.silu(wanted)
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 

@@ -64,6 +64,24 @@ def cases(dtype):
     for layout in ("concatenated", "interleaved"):
         yield lambda x, layout=layout: ops.gated_activation(x, kind="geglu", layout=layout), x
     yield permutation, x, numbers(19, 3, dtype=acc)
+    if dtype == acc:
+        q, rows = numbers(1, 2, 70, 24, dtype=dtype), numbers(1, 2, 70, 35, dtype=dtype, seed=5)
+        per_row, decays = rows[..., 0].sigmoid(), -rows[..., 1].abs()
+        state = numbers(1, 2, 24, 35, dtype=dtype, seed=6)
+        for beta in (per_row, None):
+            yield (
+                lambda q, v, s, beta=beta: ops.gated_delta_rule(q, q, v, decays, beta, s),
+                *(t.detach().requires_grad_() for t in (q / 5, rows, state)),
+            )
+        wide, rates = numbers(1, 37, 70, dtype=dtype), -numbers(37, 24, dtype=dtype).abs()
+        yield (
+            lambda x, a, b, s: ops.selective_scan(x, x.abs() / 9, a, b[:, :1], b[:, 1:], s),
+            *(t.detach().requires_grad_() for t in (wide, rates, q, rates[None])),
+        )
+        yield (
+            lambda x, w: ops.causal_conv1d(x, w, None, x[..., :3], silu=True),
+            *(t.detach().requires_grad_() for t in (wide, rates[:, :4])),
+        )
     q, k = numbers(1, 2, 30, 24, dtype=dtype), numbers(1, 2, 40, 24, dtype=dtype, seed=3)
     for options in ({"causal": True}, {"softcap": 5.0}, {"alibi_slopes": torch.rand(2)}):
         yield block(**options), q, k, k.detach().requires_grad_()

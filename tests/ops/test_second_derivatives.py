@@ -14,7 +14,18 @@ def attend(x, result=0):
     return ops.attention_block(*[x_BHSD] * 3, positions_S, positions_S)[result]
 
 
+def recur(x, beta):
+    rows, decays = x.view(1, 1, 4, 4), x[:1, :4].view(1, 1, 4)
+    return ops.gated_delta_rule(rows, rows, rows, decays, decays if beta else None, rows)[0]
+
+
 FORMULAS = {
+    "gated_delta_rule": lambda x: recur(x, True),
+    "gated_delta_rule without beta": lambda x: recur(x, False),
+    "selective_scan": lambda x: ops.selective_scan(
+        x.view(1, 4, 4), x.view(1, 4, 4), x, x.view(1, 1, 4, 4), x.view(1, 1, 4, 4), x[None]
+    )[0],
+    "causal_conv1d": lambda x: ops.causal_conv1d(x[None], x[:, :3], x[0], x[None, :, :2]),
     "topk_gate": lambda x: ops.topk_gate(x, 2).topk_weights,
     "gate_weights": lambda x: ops.gate_weights(x, IDX.to(x.device)).topk_weights,
     "router_z_loss": lambda x: ops.router_z_loss(x),

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional as F
 
 from moe_ext._checks import check_choice
 from moe_ext.attention.checks import message_device, wants_grad
@@ -57,6 +56,16 @@ class _Sequences:
     def is_line(self) -> bool:
         """True if each rank holds one stretch, those of lower ranks before it."""
         return self.layout.shards == self.line.shards
+
+    def to_line(self, heads: int) -> Move:
+        """The move of rows of so many heads to one stretch on each rank."""
+        way = Spread.of_positions(heads, self.layout), Spread.of_positions(heads, self.line)
+        return Move(self.group, *way, self.operation)
+
+    def from_line(self, heads: int) -> Move:
+        """The way back."""
+        way = Spread.of_positions(heads, self.line), Spread.of_positions(heads, self.layout)
+        return Move(self.group, *way, self.operation)
 
     def documents(self, positions: Tensor) -> Tensor | None:
         """`[1 or B, L]`, the document of each position; -1 before the first."""
@@ -247,7 +256,9 @@ def gated_delta_rule(
     sequences = _agree("gated_delta_rule", names, facts, scheme, context, served, (3, 4))
     q = q * (q.shape[3] ** -0.5 if scale is None else scale)
     if by_element:
-        out, state = _recur_by_element(q, k, v, g, None, initial_state, sequences)
+        dtype = torch.promote_types(v.dtype, torch.float32)
+        rows = [x.to(dtype) for x in (q, k, v, g)]
+        out, state = _recur_by_element(rows, None, initial_state, sequences)
         return out.to(v.dtype), state
     return _recur(q, k, v, g, beta, initial_state, scheme, sequences)
 
@@ -304,13 +315,13 @@ def selective_scan(
     context = _in_context(group, layout, cu_seqlens)
     sequences = _agree(op, names, facts, scheme, context, served, more=more)
     dtype = torch.promote_types(x.dtype, torch.float32)
-    step = dt.to(dtype)
-    scaled = x * step.unsqueeze(-1)
+    step, values = dt.to(dtype), x.to(dtype)
     if by_element:
-        out, state = _recur_by_element(C, B, scaled, step, A, initial_state, sequences)
+        rows = [t.to(dtype) for t in (C, B, values, step.unsqueeze(-1))]
+        out, state = _recur_by_element(rows, A.to(dtype), initial_state, sequences)
     else:
-        decay = step * A[:, None]
-        out, state = _recur(C, B, scaled, decay, None, initial_state, scheme, sequences)
+        decay, values = step * A[:, None], values * step.unsqueeze(-1)
+        out, state = _recur(C, B, values, decay, None, initial_state, scheme, sequences)
     return (out if D is None else out + x * D[:, None, None]).to(x.dtype), state
 
 
@@ -325,11 +336,9 @@ def _recur(
     sequences: _Sequences,
 ) -> tuple[Tensor, Tensor]:
     """The recurrence of `local.delta_rule` over the sequences."""
-    dtype, heads, kv_heads = torch.promote_types(v.dtype, torch.float32), v.shape[1], q.shape[1]
-    if kv_heads != heads:
-        q, k = (x.repeat_interleave(heads // kv_heads, 1) for x in (q, k))
+    dtype = torch.promote_types(v.dtype, torch.float32)
     if state is None:
-        state = v.new_zeros(v.shape[0], heads, q.shape[3], v.shape[3], dtype=dtype)
+        state = v.new_zeros(*v.shape[:2], q.shape[3], v.shape[3], dtype=dtype)
     g = g if g.dim() == 4 else g.unsqueeze(-1)
     row = [q, k, v, g, *([] if beta is None else [beta.unsqueeze(-1)])]
     rows, state = [x.to(dtype) for x in row], state.to(dtype)
@@ -361,6 +370,7 @@ def sent_bytes(
     v_dim: int,
     has_beta: bool,
     g_dim: int = 1,
+    kv_heads: int | None = None,
     itemsize: int = 4,
 ) -> int:
     """Bytes that a rank sends in the forward pass of `gated_delta_rule`.
@@ -375,17 +385,19 @@ def sent_bytes(
         v_dim: V.
         has_beta: with the delta rule.
         g_dim: 1, or K of decays by element.
+        kv_heads: of q and k, which "heads" sends once for each head that reads them; H if None.
         itemsize: bytes of an element.
     """
-    size, width = layout.num_ranks, 2 * dim + v_dim + g_dim + has_beta
+    size, of_head = layout.num_ranks, v_dim + g_dim + has_beta
     line = make_layout("contiguous", layout.seq_len, size)
     both = Spread.of_positions(heads, layout), Spread.of_positions(heads, line)
     if scheme == "heads":
-        both = both[0], Spread.of_heads(heads, layout)
+        both, kv_heads = (both[0], Spread.of_heads(heads, layout)), heads
     there, back = (
         Move(None, *way, "sent_bytes").elements(rank) for way in (both, (both[1], both[0]))
     )
-    found = batch * (there * width + back * v_dim)
+    of_pairs = there * (kv_heads or heads) // max(1, heads)
+    found = batch * (there * of_head + of_pairs * 2 * dim + back * v_dim)
     if scheme == "state":
         one = heads * batch * (dim * (dim if has_beta else 0) + (not has_beta) + dim * v_dim)
         found += one * StateScan.messages(rank, size)
@@ -396,17 +408,24 @@ def _scheme(scheme: str, sequences: _Sequences, rows: list[Tensor]) -> str:
     """The scheme that is meant; the same on every rank."""
     if scheme != "auto":
         return scheme
-    batch, heads, _, dim = rows[0].shape
+    (batch, kv_heads, _, dim), heads = rows[0].shape, rows[2].shape[1]
     widths = rows[2].shape[3], rows[3].shape[3]
-    return _cheapest(sequences.layout, batch, heads, dim, *widths, len(rows) > 4)
+    return _cheapest(sequences.layout, batch, heads, kv_heads, dim, *widths, len(rows) > 4)
 
 
 @functools.lru_cache(maxsize=128)
 def _cheapest(
-    layout: Layout, batch: int, heads: int, dim: int, v_dim: int, g_dim: int, has_beta: bool
+    layout: Layout,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    v_dim: int,
+    g_dim: int,
+    has_beta: bool,
 ) -> str:
     """The scheme whose busiest rank sends least; all layers of a model ask for the same."""
-    sizes: dict[str, Any] = {"batch": batch, "heads": heads, "dim": dim}
+    sizes: dict[str, Any] = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "dim": dim}
     sizes |= {"v_dim": v_dim, "has_beta": has_beta, "g_dim": g_dim}
     most = {
         name: max(sent_bytes(name, layout, rank, **sizes) for rank in range(layout.num_ranks))
@@ -419,6 +438,7 @@ def _by_heads(rows: list[Tensor], state: Tensor, sequences: _Sequences) -> tuple
     """All positions of this rank's heads in between."""
     layout, heads, op = sequences.layout, state.shape[1], sequences.operation
     place = Spread.of_positions(heads, layout), Spread.of_heads(heads, layout)
+    rows = [local.by_head(x, heads) for x in rows]
     move, widths = Move(sequences.group, *place, op), [x.shape[-1] for x in rows]
     found = move(torch.cat(rows, -1)).split(widths, -1)
     own = place[1].heads[group_rank(sequences.group)]
@@ -429,12 +449,8 @@ def _by_heads(rows: list[Tensor], state: Tensor, sequences: _Sequences) -> tuple
 
 def _by_state(rows: list[Tensor], state: Tensor, sequences: _Sequences) -> tuple[Tensor, Tensor]:
     """A stretch of positions of all heads on each rank, and states from rank to rank."""
-    layout, line, group = sequences.layout, sequences.line, sequences.group
-    heads, op, rank = state.shape[1], sequences.operation, group_rank(sequences.group)
-    place = Spread.of_positions(heads, layout), Spread.of_positions(heads, line)
-    widths = [x.shape[-1] for x in rows]
-    if not sequences.is_line:
-        rows = [*Move(group, *place, op)(torch.cat(rows, -1)).split(widths, -1)]
+    line, heads, rank = sequences.line, state.shape[1], group_rank(sequences.group)
+    rows = _in_line(rows, sequences)
     q, _, v, g, *beta = rows
     positions = line.positions(rank, v.device)
     documents, dim, v_dim = sequences.documents(positions), q.shape[3], v.shape[3]
@@ -450,86 +466,90 @@ def _by_state(rows: list[Tensor], state: Tensor, sequences: _Sequences) -> tuple
     else:
         out, added = _run(rows, state, documents)
         decay = g.cumsum(2)
-        reads, maps = decay.exp() * q, g.sum(2, keepdim=True).exp()
+        reads, maps = decay.exp() * local.by_head(q, heads), g.sum(2, keepdim=True).exp()
         if documents is not None and documents.shape[1]:
             first = documents == documents[:, :1]
             reads = reads * first[:, None, :, None]
             maps = maps * (documents[:, -1:] == documents[:, :1])[:, None, :, None]
-    out, state = _with_states_before(out, added, reads, maps, sequences, by_element=not beta)
+    found, state = _state_before(added, maps, sequences, by_element=not beta)
+    out = out + reads @ found
     if not sequences.is_line:
-        out = Move(group, place[1], place[0], op)(out)
+        out = sequences.from_line(heads)(out)
     return out, state
 
 
-def _with_states_before(
-    out: Tensor,
-    added: Tensor,
-    reads: Tensor,
-    maps: Tensor,
-    sequences: _Sequences,
-    *,
-    by_element: bool,
+def _in_line(rows: Sequence[Tensor], sequences: _Sequences) -> list[Tensor]:
+    """Rows `[B, H or G, L, F]`, a stretch of positions on each rank; heads share q and k."""
+    if sequences.is_line:
+        return [*rows]
+    found: dict[int, Tensor] = {}
+    for heads in dict.fromkeys(x.shape[1] for x in rows):
+        places = [i for i, x in enumerate(rows) if x.shape[1] == heads]
+        move = sequences.to_line(heads)
+        moved = move(torch.cat([rows[i] for i in places], -1))
+        parts = moved.split([rows[i].shape[-1] for i in places], -1)
+        found.update(zip(places, parts, strict=True))
+    return [found[i] for i in range(len(rows))]
+
+
+def _state_before(
+    added: Tensor, maps: Tensor, sequences: _Sequences, *, by_element: bool
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and state of a stretch that began without the state of the ranks before it.
+    """The state that a stretch finds and its first document goes on with, and the one behind it.
 
     Args:
-        out: `[B, H, L, V]`, of positions that found no state of other ranks.
-        added: `[B, H, K, V]`, the state behind them.
-        reads: `[B, H, L, K]`, what positions read of a state before the first.
-        maps: what becomes of such a state, see `StateScan`.
+        added: `[B, H, K, V]`, the state behind the stretch if it finds none of other ranks.
+        maps: what the stretch makes of a state that it finds, see `StateScan`.
         sequences: of the call.
         by_element: see `StateScan`.
     """
-    first = sequences.line.positions(group_rank(sequences.group), out.device)[:1]
+    first = sequences.line.positions(group_rank(sequences.group), added.device)[:1]
     documents, before = sequences.documents(first), sequences.documents(first - 1)
+    goes_on = None
     if documents is not None and before is not None and len(first) and int(first) > 0:
         goes_on = (before == documents)[:, None, :, None]
-        reads, maps = reads * goes_on, maps * goes_on
+        maps = maps * goes_on
     scan = StateScan(sequences.group, sequences.operation, by_element)
     found = scan(maps, added)
-    return out + reads @ found, added + scan.times(maps, found)
+    last = added + scan.times(maps, found)
+    return found if goes_on is None else found * goes_on, last
 
 
 def _recur_by_element(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    steps: Tensor,
-    rates: Tensor | None,
-    state: Tensor | None,
-    sequences: _Sequences,
+    rows: list[Tensor], rates: Tensor | None, state: Tensor | None, sequences: _Sequences
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence of `local.diagonal_scan` over the sequences, by states from rank to rank.
+    """A recurrence whose states decay by element, by states from rank to rank.
 
-    Decays are steps `[B, H, L, K]`; or `[B, H, L]`, each times rates `[H, K]`.
+    Args:
+        rows: q, k, v and logarithms of decays `[B, H, L, K]`, in the dtype of the sums; or, with
+            rates, C, B, x and dt `[B, H, L, 1]`.
+        rates: `[H, K]`, A of `selective_scan`.
+        state: that position 0 finds.
+        sequences: of the call.
     """
-    dtype = torch.promote_types(v.dtype, torch.float32)
-    layout, line = sequences.layout, sequences.line
-    heads, rank, op = v.shape[1], group_rank(sequences.group), sequences.operation
-    place = Spread.of_positions(heads, layout), Spread.of_positions(heads, line)
-    steps = steps.unsqueeze(-1) if rates is not None else steps
-    rows = [x.to(dtype) for x in (q, k, v, steps)]
-    if not sequences.is_line:
-        # Heads share q and k, which travel once for all of them.
-        for pair, count in ((slice(0, 2), q.shape[1]), (slice(2, 4), heads)):
-            way = Spread.of_positions(count, layout), Spread.of_positions(count, line)
-            widths = [x.shape[-1] for x in rows[pair]]
-            moved = Move(sequences.group, *way, op)(torch.cat(rows[pair], -1))
-            rows[pair] = moved.split(widths, -1)
-    rows[:2] = (x.repeat_interleave(heads // x.shape[1], 1) for x in rows[:2])
-    q, k, v, decay = rows
+    rank, line, heads = group_rank(sequences.group), sequences.line, rows[2].shape[1]
+    q, k, v, steps = _in_line(rows, sequences)
     if state is None or rank > 0:
-        state = v.new_zeros(v.shape[0], heads, q.shape[3], v.shape[3])
+        state = v.new_zeros(*v.shape[:2], q.shape[3], v.shape[3])
     documents = sequences.documents(line.positions(rank, v.device))
-    if rates is not None:
-        decay = decay * rates.to(dtype)[:, None]
-    found = local.diagonal_scan(q, k, v, decay, state.to(dtype), documents)
-    out, added = found[:2]
+
+    def scan(values: Tensor, state: Tensor) -> local.Scanned:
+        if rates is None:
+            return local.diagonal_scan(q, k, values, steps, state, documents)
+        return local.selective_scan(values, steps.squeeze(-1), rates, k, q, state, documents)
+
+    out, added = scan(v, state.to(v.dtype))
     if line.num_ranks > 1:
-        out, added = _with_states_before(*found, sequences, by_element=True)
+        whole = steps.sum(2)
+        maps = (whole if rates is None else whole * rates).unsqueeze(-1).exp()
+        if documents is not None and documents.shape[1]:
+            maps = maps * (documents[:, -1:] == documents[:, :1])[:, None, :, None]
+        found, added = _state_before(added, maps, sequences, by_element=True)
+        # What positions read of it: the same recurrence without values.
+        out = out + scan(torch.zeros_like(v), found).out
     if not sequences.is_line:
-        out = Move(sequences.group, place[1], place[0], op)(out)
-    return out.to(v.dtype), added
+        out = sequences.from_line(heads)(out)
+    return out, added
 
 
 def causal_conv1d(
@@ -585,23 +605,21 @@ def causal_conv1d(
 
     context = _in_context(group, layout, cu_seqlens)
     sequences = _sequences(op, check, (x, weight, bias), context)
-    layout, line, width = sequences.layout, sequences.line, weight.shape[1]
+    line, width = sequences.line, weight.shape[1]
     rank, ranks = group_rank(sequences.group), sequences.group
-    place = Spread.of_positions(1, layout), Spread.of_positions(1, line)
     moved = x
     if not sequences.is_line:
-        moved = Move(ranks, *place, op)(x.mT.unsqueeze(1)).squeeze(1).mT
+        moved = sequences.to_line(1)(x.mT.unsqueeze(1)).squeeze(1).mT
     halo = moved.new_zeros(*moved.shape[:2], width - 1)
     if line.num_ranks > 1 and width > 1:
         halo = Halo(ranks, line.sizes, width - 1, op)(moved)
     start = sum(line.sizes[:rank])
     positions = torch.arange(start - width + 1, start + line.sizes[rank], device=x.device)
-    out = local.causal_conv(
-        moved.to(weight.dtype), weight, bias, halo.to(weight.dtype), sequences.documents(positions)
-    )
-    if activation is not None:
-        out = F.silu(out)
+    dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+    moved, taps, halo = (t.to(dtype) for t in (moved, weight, halo))
+    added, documents = None if bias is None else bias.to(dtype), sequences.documents(positions)
+    out = local.causal_conv(moved, taps, added, halo, documents, silu=activation is not None)
     out = out.to(x.dtype)
     if not sequences.is_line:
-        out = Move(ranks, place[1], place[0], op)(out.mT.unsqueeze(1)).squeeze(1).mT
+        out = sequences.from_line(1)(out.mT.unsqueeze(1)).squeeze(1).mT
     return out

@@ -1,4 +1,4 @@
-"""Recurrences over the positions of one process, by chunks.
+"""Recurrences over the positions of one process: by the operators on CPU, elsewhere by chunks.
 
 A state `S [K, V]` a head decays, may forget by the delta rule, and takes a key and a value at each
 position:
@@ -22,7 +22,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moe_ext import ops
+from moe_ext.ops.autograd import is_transformed
+
 CHUNK = 64
+
+
+def _has_operators(x: Tensor) -> bool:
+    # A transform of torch.func takes formulas alone.
+    return x.is_cpu and not is_transformed()
 
 
 class Scanned(NamedTuple):
@@ -49,8 +57,8 @@ def delta_rule(
     """Run the recurrence over all positions.
 
     Args:
-        q: `[B, H, L, K]`, scaled; float32 or float64, as all others.
-        k: `[B, H, L, K]`.
+        q: `[B, G, L, K]`, scaled; float32 or float64, as all others.
+        k: `[B, G, L, K]`, each for H / G heads side by side.
         v: `[B, H, L, V]`.
         g: `[B, H, L]`, logarithms of decays, not above 0; `[B, H, L, K]` by element of a key.
         beta: `[B, H, L]`; None for gated linear attention.
@@ -62,6 +70,9 @@ def delta_rule(
         equations 10 to 12; Dao, Gu: Transformers are SSMs, 2024 (arXiv 2405.21060), section 6;
         Kimi Linear, 2025 (arXiv 2510.26692), section 3, for decays by element.
     """
+    if g.dim() == 3 and _has_operators(v):
+        return Scanned(*ops.gated_delta_rule(q, k, v, g, beta, state, documents))
+    q, k = by_head(q, v.shape[1]), by_head(k, v.shape[1])
     length = q.shape[2]
     if length == 0:
         # In the graph of all arguments, so that a backward pass goes the way of other ranks.
@@ -95,6 +106,11 @@ def delta_rule(
         outs.append(reads[:, :, n] @ state + scores[:, :, n] @ new)
         state = state * kept.through[:, :, n] + writes[:, :, n] @ new
     return Scanned(torch.cat(outs, 2)[:, :, :length], state)
+
+
+def by_head(x: Tensor, heads: int) -> Tensor:
+    """`[B, H, ...]` of `[B, G, ...]`, whose G entries serve H / G heads side by side each."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 class _Decays(NamedTuple):
@@ -192,6 +208,38 @@ def _chunked(x: Tensor, padding: int) -> Tensor:
     return F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, CHUNK))
 
 
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    state: Tensor,
+    documents: Tensor | None = None,
+) -> Scanned:
+    """A recurrence whose states decay by element: `S_t = exp(dt_t A) S_{t-1} + dt_t B_t x_t^T`.
+
+    Args:
+        x: `[B, H, L, V]`; float32 or float64, as all others.
+        dt: `[B, H, L]`.
+        A: `[H, K]`, not above 0.
+        B: `[B, G, L, K]`, each for H / G heads side by side.
+        C: `[B, G, L, K]`; outputs are `S_t^T C_t`.
+        state: `[B, H, K, V]`, that the first position finds.
+        documents: as in `delta_rule`.
+
+    Reference: Gu, Dao: Mamba, 2023 (arXiv 2312.00752), equation 2.
+    """
+    heads, v_dim = x.shape[1], x.shape[3]
+    if _has_operators(x):
+        # A column of the values is a head of its own.
+        columns = x.mT.flatten(1, 2), dt.repeat_interleave(v_dim, 1), A.repeat_interleave(v_dim, 0)
+        out, last = ops.selective_scan(*columns, B, C, state.mT.flatten(1, 2), documents)
+        return Scanned(out.unflatten(1, (heads, v_dim)).mT, last.unflatten(1, (heads, v_dim)).mT)
+    decay = dt.unsqueeze(-1) * A[:, None]
+    return diagonal_scan(C, B, x * dt.unsqueeze(-1), decay, state, documents)
+
+
 def diagonal_scan(
     q: Tensor,
     k: Tensor,
@@ -199,30 +247,22 @@ def diagonal_scan(
     decay: Tensor,
     state: Tensor,
     documents: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Scanned:
     """A recurrence whose states decay by element: `S_t = exp(decay_t) S_{t-1} + k_t v_t^T`.
 
     Args:
-        q: `[B, H, L, K]`.
-        k: `[B, H, L, K]`.
+        q: `[B, G, L, K]`, each for H / G heads side by side.
+        k: `[B, G, L, K]`.
         v: `[B, H, L, V]`.
         decay: `[B, H, L, K]`, logarithms, not above 0.
         state: `[B, H, K, V]`, that the first position finds.
         documents: as in `delta_rule`.
-
-    Returns:
-        `S_t^T q_t` `[B, H, L, V]` and the last state; then what positions read of a state that came
-        before the first, `[B, H, L, K]`, and what becomes of it, `[B, H, K, 1]`.
     """
-    length = q.shape[2]
+    q, k, length = by_head(q, v.shape[1]), by_head(k, v.shape[1]), v.shape[2]
     if length == 0:
         weight = (q * k * decay).sum(-1, keepdim=True)
-        maps = torch.ones_like(state[..., :1])
-        return v * weight, state + (weight.sum() + v.sum()), q * decay, maps + weight.sum()
-    since = decay.cumsum(2).exp()
+        return Scanned(v * weight, state + (weight.sum() + v.sum()))
     decay = _forgetting(decay, documents)
-    if documents is not None:
-        since = since * (documents == documents[:, :1])[:, None, :, None]
     # Stretches side by side, position after position; then one stretch after the other.
     size = math.isqrt(length - 1) + 1
     q_N, k_N, v_N, decay_N = (
@@ -240,7 +280,7 @@ def diagonal_scan(
         states.append(state)
         state = powers[:, :, n, -1, :, None] * state + inner[:, :, n]
     out = torch.stack(own, 3) + read @ torch.stack(states, 2)
-    return out.flatten(2, 3)[:, :, :length], state, since * q, since[:, :, -1].unsqueeze(-1)
+    return Scanned(out.flatten(2, 3)[:, :, :length], state)
 
 
 def causal_conv(
@@ -249,18 +289,30 @@ def causal_conv(
     bias: Tensor | None,
     halo: Tensor,
     documents: Tensor | None = None,
+    *,
+    silu: bool = False,
 ) -> Tensor:
     """Depthwise convolution of each position with those before it.
 
     `y[d, t] = sum_w weight[d, w] x[d, t - W + 1 + w]`, over positions of the document of t.
 
     Args:
-        x: `[B, D, L]`.
+        x: `[B, D, L]`; float32 or float64, as all others.
         weight: `[D, W]`.
         bias: `[D]` or None.
         halo: `[B, D, W - 1]`, the positions before the first one.
         documents: `[B or 1, W - 1 + L]` int64 of the halo and of x; None for one document.
+        silu: with that activation.
     """
+    if _has_operators(x):
+        return ops.causal_conv1d(x, weight, bias, halo, documents, silu=silu)
+    out = _convolved(x, weight, bias, halo, documents)
+    return F.silu(out) if silu else out
+
+
+def _convolved(
+    x: Tensor, weight: Tensor, bias: Tensor | None, halo: Tensor, documents: Tensor | None
+) -> Tensor:
     width, length, whole = weight.shape[1], x.shape[2], torch.cat([halo, x], 2)
     if documents is None and length > 0:
         return F.conv1d(whole, weight.unsqueeze(1), bias, groups=len(weight))

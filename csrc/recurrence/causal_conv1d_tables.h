@@ -1,0 +1,51 @@
+// The loops that causal_conv1d_simd.cpp provides for each instruction set. Torch-free.
+#pragma once
+
+#include <cstdint>
+
+#include "common/simd.h"
+
+namespace moe_ext::recurrence {
+
+// Channels that a loop takes side by side, the rest of the last ones filled up with zeros.
+constexpr int64_t kLanes = 16;
+
+// A stretch of positions of kLanes channels.
+template <typename Acc>
+struct ConvArgs {
+  int64_t n, width;
+  const Acc* x;         // [width - 1 + n][kLanes], with the positions before the stretch
+  const Acc* weight;    // [width][kLanes]
+  const Acc* bias;      // [kLanes], zeros where there is none
+  const int64_t* reach; // [n]: positions before each that are of its document, at most width - 1; null: width - 1
+  bool silu;
+};
+
+template <typename Acc>
+struct ConvGrads {
+  const Acc* out;     // [n][kLanes], of the result
+  Acc* x;             // [width - 1 + n][kLanes], added to
+  Acc *weight, *bias; // as theirs, added to
+};
+
+template <typename Acc>
+struct ConvKernels {
+  void (*forward)(Acc* out, const ConvArgs<Acc>& args); // [n][kLanes]
+  void (*backward)(const ConvGrads<Acc>& grads, const ConvArgs<Acc>& args);
+};
+
+struct ConvTable {
+  ConvKernels<float> f32;
+  ConvKernels<double> f64;
+
+  template <typename Acc>
+  const ConvKernels<Acc>& of() const {
+    if constexpr (sizeof(Acc) == 8) {
+      return f64;
+    } else {
+      return f32;
+    }
+  }
+};
+
+} // namespace moe_ext::recurrence

@@ -1,0 +1,37 @@
+// Gated delta rule: the argument checks that both backends share.
+#pragma once
+
+#include <optional>
+
+#include "common/check.h"
+
+namespace moe_ext::recurrence {
+
+using OptionalTensor = std::optional<Tensor>;
+
+struct DeltaRuleArgs {
+  const Tensor& q;                 // [B, G, L, K]
+  const Tensor& k;                 // [B, G, L, K]
+  const Tensor& v;                 // [B, H, L, V], H a multiple of G
+  const Tensor& g;                 // [B, H, L]
+  const OptionalTensor& beta;      // [B, H, L]
+  const Tensor& state;             // [B, H, K, V]
+  const OptionalTensor& documents; // [B or 1, L]
+};
+
+void check_delta_rule(const char* op, const DeltaRuleArgs& args);
+
+void check_delta_rule_backward(
+    const char* op, const DeltaRuleArgs& args,
+    const Tensor& grad_out,  // [B, H, L, V]
+    const Tensor& grad_last, // [B, H, K, V]
+    const Tensor& news);     // [B, H, L, V]; empty without beta
+
+// documents, of L positions, [B or 1, L] int64.
+void check_documents(
+    const char* op, const OptionalTensor& documents, const Tensor& like, int64_t batch, int64_t length);
+
+// t of the sizes of `as`, on its device and in its dtype.
+void check_like(const char* op, const char* name, const Tensor& t, const char* as_name, const Tensor& as);
+
+} // namespace moe_ext::recurrence
