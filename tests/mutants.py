@@ -589,6 +589,13 @@ MUTANTS = [
         "tests/attention/test_recurrent_over_ranks.py -k 'a_recurrence and linear'",
     ),
     Mutant(
+        "a row that two ranks read has the gradient of the last",
+        "moe_ext/attention/recurrent/moves.py",
+        "rows.index_add_(2, ",
+        "rows.index_copy_(2, ",
+        "tests/attention/test_recurrent_over_ranks.py -k 'a_recurrence and heads'",
+    ),
+    Mutant(
         "a convolution reads across documents",
         "moe_ext/attention/recurrent/local.py",
         "same = (documents[:, tap : tap + length] == own).unsqueeze(1)",
@@ -671,6 +678,22 @@ MUTANTS = [
         "slots.out[slot] = e >= 0 && room[e] > 0 ? e : -1;",
         "slots.out[slot] = e >= 0 && room[e] >= 0 ? e : -1;",
         "tests/ops/test_capacity.py",
+        "_C",
+    ),
+    Mutant(
+        "a chunk of the delta rule ends behind the first position of a document",
+        "csrc/**/chunks.h",
+        "end = i;",
+        "end = i + 1;",
+        "tests/ops/test_recurrence.py",
+        "_C",
+    ),
+    Mutant(
+        "the delta rule takes nothing away from the gradient of a state",
+        "csrc/**/*_cpu.cpp",
+        "part.values(scratch.more_values).view(), 1, -1);",
+        "part.values(scratch.more_values).view(), 1, 0);",
+        "tests/ops/test_recurrence.py",
         "_C",
     ),
     Mutant(

@@ -204,8 +204,6 @@ def test_names_in_messages_are_those_of_the_call():
     with pytest.raises(ValueError, match=r"selective_scan: expected A to be of shape \(4,\)"):
         selective_scan(**{**given, "A": given["A"][:2]})
     with pytest.raises(ValueError, match="selective_scan: expected scheme to be one of"):
-        selective_scan(**made("scan by element", 7), scheme="heads")
-    with pytest.raises(ValueError, match="gated_delta_rule: expected scheme to be one of"):
-        gated_delta_rule(**made("linear by element", 7), scheme="heads")
+        selective_scan(**made("scan by element", 7), scheme="ring")
     with pytest.raises(ValueError, match="causal_conv1d: expected weight to be of shape"):
         causal_conv1d(torch.ones(1, 3, 4), torch.ones(2, 4))

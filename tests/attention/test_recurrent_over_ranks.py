@@ -48,10 +48,7 @@ def summed(x):
 
 @ALL(*[(kind, scheme) for kind in KINDS for scheme in ("state", "heads", "auto")])
 def a_recurrence_equals_one_process(kind, scheme):
-    # Which "state" alone serves.
     diagonal = kind in ("linear by element", "scan by element")
-    if diagonal and scheme == "heads":
-        return
     group, size = dist.group.WORLD, dist.get_world_size()
     for length, layout, offsets in cases():
         given = {n: x if x is None else x.requires_grad_() for n, x in made(kind, length).items()}
@@ -90,7 +87,7 @@ def a_recurrence_equals_one_process(kind, scheme):
                 atol=1e-9,
                 msg=lambda m, w=where, n=name: f"{w}gradient of {n}: {m}",
             )
-        if scheme != "auto" and not diagonal:
+        if scheme != "auto":
             due = sent_bytes(
                 scheme,
                 make_layout(layout, length, size, cu_seqlens=offsets),
@@ -101,7 +98,8 @@ def a_recurrence_equals_one_process(kind, scheme):
                 dim=5,
                 v_dim=3,
                 has_beta=kind.startswith("delta"),
-                g_dim=5 if kind == "delta by element" else 1,
+                g_dim=5 if kind in ("delta by element", "linear by element") else 1,
+                by_element=diagonal,
                 itemsize=8,
             )
             assert traffic.total_bytes == due, (where, traffic.total_bytes, due)

@@ -127,7 +127,6 @@ def _agree(
     facts: Mapping[str, object],
     scheme: str,
     context: tuple[Any, str | Layout, Offsets | None],
-    served: Sequence[str] = SCHEMES,
     decays: tuple[int, ...] = (3,),
     more: Mapping[str, tuple[Tensor, tuple[str, ...]]] | None = None,
 ) -> _Sequences:
@@ -139,14 +138,13 @@ def _agree(
         facts: further options.
         scheme: that was asked for.
         context: group, layout and documents.
-        served: schemes that there are.
         decays: numbers of dimensions that g may have.
         more: further arguments by name, with the sizes of their dimensions, "H" or "K".
     """
     tensors = [*names.values()]
 
     def check() -> tuple[int, dict[str, object]]:
-        check_choice(op, "scheme", scheme, (*served, "auto"))
+        check_choice(op, "scheme", scheme, (*SCHEMES, "auto"))
         labels, dims = [*names], ((4,), (4,), (4,), decays, (3,), (4,))
         for name, x, wanted in zip(labels, tensors, dims, strict=True):
             if x is None and name in labels[4:]:
@@ -222,7 +220,7 @@ def gated_delta_rule(
         k: `[B, Hk, L, K]`.
         v: `[B, H, L, V]`; H is a multiple of Hk, whose heads serve H / Hk side by side.
         g: `[B, H, L]`, logarithms of decays, not above 0; or `[B, H, L, K]`, one for each element
-            of a key, without beta with scheme "state".
+            of a key.
         beta: `[B, H, L]`, or None.
         group: the ranks that share the sequence, see `ring_attention`; None is that of
             `sequence_parallel`, and outside of it this process alone.
@@ -251,16 +249,12 @@ def gated_delta_rule(
     names = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}
     facts: dict[str, object] = {"scale": scale, "giving beta": beta is not None}
     context = _in_context(group, layout, cu_seqlens)
-    by_element = beta is None and isinstance(g, Tensor) and g.dim() == 4
-    served = ("state",) if by_element else SCHEMES
-    sequences = _agree("gated_delta_rule", names, facts, scheme, context, served, (3, 4))
+    sequences = _agree("gated_delta_rule", names, facts, scheme, context, (3, 4))
     q = q * (q.shape[3] ** -0.5 if scale is None else scale)
-    if by_element:
-        dtype = torch.promote_types(v.dtype, torch.float32)
-        rows = [x.to(dtype) for x in (q, k, v, g)]
-        out, state = _recur_by_element(rows, None, initial_state, sequences)
-        return out.to(v.dtype), state
-    return _recur(q, k, v, g, beta, initial_state, scheme, sequences)
+    g = g if g.dim() == 4 else g.unsqueeze(-1)
+    rows = [q, k, v, g, *([] if beta is None else [beta.unsqueeze(-1)])]
+    out, state = _recur(rows, None, initial_state, scheme, sequences)
+    return out.to(v.dtype), state
 
 
 def selective_scan(
@@ -286,7 +280,7 @@ def selective_scan(
         x: `[B, H, L, V]`, this rank's positions; of Mamba-1 each channel is a head of V = 1.
         dt: `[B, H, L]`, behind softplus.
         A: `[H]`, not above 0, as of Mamba-2; or `[H, K]`, a decay for each element of a state, as
-            of Mamba-1, with scheme "state".
+            of Mamba-1.
         B: `[B, G, L, K]`; H is a multiple of G.
         C: `[B, G, L, K]`.
         D: `[H]` or None.
@@ -311,49 +305,64 @@ def selective_scan(
     names = {"C": C, "B": B, "x": x, "dt": dt, "beta": None, "initial_state": initial_state}
     facts: dict[str, object] = {"giving D": D is not None, "a decay by element": by_element}
     more = {"A": (A, ("H", "K")[: 1 + by_element])} | ({} if D is None else {"D": (D, ("H",))})
-    served = ("state",) if by_element else SCHEMES
     context = _in_context(group, layout, cu_seqlens)
-    sequences = _agree(op, names, facts, scheme, context, served, more=more)
+    sequences = _agree(op, names, facts, scheme, context, more=more)
     dtype = torch.promote_types(x.dtype, torch.float32)
-    step, values = dt.to(dtype), x.to(dtype)
+    step, values = dt.to(dtype).unsqueeze(-1), x.to(dtype)
     if by_element:
-        rows = [t.to(dtype) for t in (C, B, values, step.unsqueeze(-1))]
-        out, state = _recur_by_element(rows, A.to(dtype), initial_state, sequences)
+        rows, rates = [C, B, values, step], A
     else:
-        decay, values = step * A[:, None], values * step.unsqueeze(-1)
-        out, state = _recur(C, B, values, decay, None, initial_state, scheme, sequences)
+        rows, rates = [C, B, values * step, step * A[:, None, None]], None
+    out, state = _recur(rows, rates, initial_state, scheme, sequences)
     return (out if D is None else out + x * D[:, None, None]).to(x.dtype), state
 
 
 def _recur(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
+    rows: list[Tensor],
+    rates: Tensor | None,
     state: Tensor | None,
     scheme: str,
     sequences: _Sequences,
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence of `local.delta_rule` over the sequences."""
+    """A recurrence over the sequences.
+
+    Args:
+        rows: q, k, v, logarithms of decays `[B, H, L, 1 or K]`, and with the delta rule beta
+            `[B, H, L, 1]`; with rates, C, B, x and dt `[B, H, L, 1]`.
+        rates: `[H, K]`, A of `selective_scan`, or None.
+        state: that position 0 finds; None for zeros.
+        scheme: that was asked for.
+        sequences: of the call.
+    """
+    v, dim = rows[2], rows[0].shape[3]
     dtype = torch.promote_types(v.dtype, torch.float32)
     if state is None:
-        state = v.new_zeros(*v.shape[:2], q.shape[3], v.shape[3], dtype=dtype)
-    g = g if g.dim() == 4 else g.unsqueeze(-1)
-    row = [q, k, v, g, *([] if beta is None else [beta.unsqueeze(-1)])]
-    rows, state = [x.to(dtype) for x in row], state.to(dtype)
+        state = v.new_zeros(*v.shape[:2], dim, v.shape[3])
+    rows, state = [x.to(dtype) for x in rows], state.to(dtype)
+    rates = None if rates is None else rates.to(dtype)
     if sequences.layout.num_ranks == 1:
         whole = sequences.layout.positions(0, v.device)
-        found: tuple[Tensor, Tensor] = _run(rows, state, sequences.documents(whole))
-    elif _scheme(scheme, sequences, rows) == "heads":
-        found = _by_heads(rows, state, sequences)
-    else:
-        found = _by_state(rows, state, sequences)
-    return found[0].to(v.dtype), found[1]
+        return _run(rows, rates, state, sequences.documents(whole))
+    if _scheme(scheme, sequences, rows, rates) == "heads":
+        return _by_heads(rows, rates, state, sequences)
+    if rates is not None or _is_diagonal(rows):
+        return _by_states_of_elements(rows, rates, state, sequences)
+    return _by_state(rows, state, sequences)
 
 
-def _run(rows: list[Tensor], state: Tensor, documents: Tensor | None) -> local.Scanned:
+def _is_diagonal(rows: list[Tensor]) -> bool:
+    """True if states decay by element, and nothing else becomes of them."""
+    return len(rows) == 4 and rows[3].shape[3] > 1
+
+
+def _run(
+    rows: list[Tensor], rates: Tensor | None, state: Tensor, documents: Tensor | None
+) -> local.Scanned:
     q, k, v, g, *beta = rows
+    if rates is not None:
+        return local.selective_scan(v, g.squeeze(-1), rates, k, q, state, documents)
+    if _is_diagonal(rows):
+        return local.diagonal_scan(q, k, v, g, state, documents)
     # Decays by element of keys that have one are those of heads.
     g = g.squeeze(-1) if g.shape[-1] == 1 else g
     return local.delta_rule(q, k, v, g, beta[0].squeeze(-1) if beta else None, state, documents)
@@ -371,9 +380,10 @@ def sent_bytes(
     has_beta: bool,
     g_dim: int = 1,
     kv_heads: int | None = None,
+    by_element: bool = False,
     itemsize: int = 4,
 ) -> int:
-    """Bytes that a rank sends in the forward pass of `gated_delta_rule`.
+    """Bytes that a rank sends in the forward pass of `gated_delta_rule` or `selective_scan`.
 
     Args:
         scheme: "state" or "heads".
@@ -384,33 +394,38 @@ def sent_bytes(
         dim: K.
         v_dim: V.
         has_beta: with the delta rule.
-        g_dim: 1, or K of decays by element.
-        kv_heads: of q and k, which "heads" sends once for each head that reads them; H if None.
+        g_dim: numbers of a decay, 1 or K.
+        kv_heads: of q and k (C and B); H if None.
+        by_element: states decay by element, without the delta rule.
         itemsize: bytes of an element.
     """
-    size, of_head = layout.num_ranks, v_dim + g_dim + has_beta
-    line = make_layout("contiguous", layout.seq_len, size)
-    both = Spread.of_positions(heads, layout), Spread.of_positions(heads, line)
-    if scheme == "heads":
-        both, kv_heads = (both[0], Spread.of_heads(heads, layout)), heads
-    there, back = (
-        Move(None, *way, "sent_bytes").elements(rank) for way in (both, (both[1], both[0]))
-    )
-    of_pairs = there * (kv_heads or heads) // max(1, heads)
-    found = batch * (there * of_head + of_pairs * 2 * dim + back * v_dim)
+    line = make_layout("contiguous", layout.seq_len, layout.num_ranks)
+
+    def rows(count: int, *, there: bool) -> int:
+        shared = None if count == heads else count
+        by_heads = scheme == "heads"
+        target = (
+            Spread.of_heads(heads, layout, shared) if by_heads else Spread.of_positions(count, line)
+        )
+        way = Spread.of_positions(count, layout), target
+        return Move(None, *(way if there else way[::-1]), "sent_bytes").elements(rank)
+
+    found = rows(heads, there=True) * (v_dim + g_dim + has_beta)
+    found += rows(kv_heads or heads, there=True) * 2 * dim + rows(heads, there=False) * v_dim
     if scheme == "state":
-        one = heads * batch * (dim * (dim if has_beta else 0) + (not has_beta) + dim * v_dim)
-        found += one * StateScan.messages(rank, size)
-    return found * itemsize
+        of_map = dim * dim if has_beta else dim if by_element else 1
+        found += heads * (of_map + dim * v_dim) * StateScan.messages(rank, layout.num_ranks)
+    return batch * found * itemsize
 
 
-def _scheme(scheme: str, sequences: _Sequences, rows: list[Tensor]) -> str:
+def _scheme(scheme: str, sequences: _Sequences, rows: list[Tensor], rates: Tensor | None) -> str:
     """The scheme that is meant; the same on every rank."""
     if scheme != "auto":
         return scheme
     (batch, kv_heads, _, dim), heads = rows[0].shape, rows[2].shape[1]
     widths = rows[2].shape[3], rows[3].shape[3]
-    return _cheapest(sequences.layout, batch, heads, kv_heads, dim, *widths, len(rows) > 4)
+    kind = len(rows) > 4, rates is not None or _is_diagonal(rows)
+    return _cheapest(sequences.layout, batch, heads, kv_heads, dim, *widths, *kind)
 
 
 @functools.lru_cache(maxsize=128)
@@ -423,10 +438,11 @@ def _cheapest(
     v_dim: int,
     g_dim: int,
     has_beta: bool,
+    by_element: bool,
 ) -> str:
     """The scheme whose busiest rank sends least; all layers of a model ask for the same."""
     sizes: dict[str, Any] = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "dim": dim}
-    sizes |= {"v_dim": v_dim, "has_beta": has_beta, "g_dim": g_dim}
+    sizes |= {"v_dim": v_dim, "g_dim": g_dim, "has_beta": has_beta, "by_element": by_element}
     most = {
         name: max(sent_bytes(name, layout, rank, **sizes) for rank in range(layout.num_ranks))
         for name in SCHEMES
@@ -434,17 +450,34 @@ def _cheapest(
     return min(SCHEMES, key=most.__getitem__)
 
 
-def _by_heads(rows: list[Tensor], state: Tensor, sequences: _Sequences) -> tuple[Tensor, Tensor]:
+def _by_heads(
+    rows: list[Tensor], rates: Tensor | None, state: Tensor, sequences: _Sequences
+) -> tuple[Tensor, Tensor]:
     """All positions of this rank's heads in between."""
     layout, heads, op = sequences.layout, state.shape[1], sequences.operation
-    place = Spread.of_positions(heads, layout), Spread.of_heads(heads, layout)
-    rows = [local.by_head(x, heads) for x in rows]
-    move, widths = Move(sequences.group, *place, op), [x.shape[-1] for x in rows]
-    found = move(torch.cat(rows, -1)).split(widths, -1)
-    own = place[1].heads[group_rank(sequences.group)]
+
+    def target(count: int) -> Spread:
+        return Spread.of_heads(heads, layout, None if count == heads else count)
+
+    own = target(heads).heads[group_rank(sequences.group)]
+    mine = slice(own.start, own.stop)
+    each = [heads // max(1, x.shape[1]) for x in rows]
+    moved = _moved(rows, sequences, target)
+    moved = [_of_heads(x, own, count) for x, count in zip(moved, each, strict=True)]
     whole = torch.arange(layout.seq_len, device=state.device)
-    out, state = _run([*found], state[:, own.start : own.stop], sequences.documents(whole))
-    return Move(sequences.group, place[1], place[0], op)(out), state
+    rates = None if rates is None else rates[mine]
+    out, state = _run(moved, rates, state[:, mine], sequences.documents(whole))
+    back = Move(sequences.group, target(heads), Spread.of_positions(heads, layout), op)
+    return back(out), state
+
+
+def _of_heads(x: Tensor, own: range, each: int) -> Tensor:
+    """Rows of a rank's heads, `each` of which read one: side by side as many, or a row a head."""
+    count = len(own) // max(1, x.shape[1])
+    places = [head // each - own.start // each for head in own]
+    if places == [i // max(1, count) for i in range(len(own))]:
+        return x
+    return x.index_select(1, torch.tensor(places, device=x.device))
 
 
 def _by_state(rows: list[Tensor], state: Tensor, sequences: _Sequences) -> tuple[Tensor, Tensor]:
@@ -461,10 +494,11 @@ def _by_state(rows: list[Tensor], state: Tensor, sequences: _Sequences) -> tuple
         # state (M), and what they read of it.
         eye = torch.eye(dim, dtype=v.dtype, device=v.device).expand(*state.shape[:2], -1, -1)
         wide = torch.cat([v, v.new_zeros(*v.shape[:3], dim)], -1)
-        out, found = _run([*rows[:2], wide, *rows[3:]], torch.cat([state, eye], -1), documents)
+        wider = [*rows[:2], wide, *rows[3:]]
+        out, found = _run(wider, None, torch.cat([state, eye], -1), documents)
         (out, reads), (added, maps) = (x.split([v_dim, dim], -1) for x in (out, found))
     else:
-        out, added = _run(rows, state, documents)
+        out, added = _run(rows, None, state, documents)
         decay = g.cumsum(2)
         reads, maps = decay.exp() * local.by_head(q, heads), g.sum(2, keepdim=True).exp()
         if documents is not None and documents.shape[1]:
@@ -478,17 +512,25 @@ def _by_state(rows: list[Tensor], state: Tensor, sequences: _Sequences) -> tuple
     return out, state
 
 
-def _in_line(rows: Sequence[Tensor], sequences: _Sequences) -> list[Tensor]:
-    """Rows `[B, H or G, L, F]`, a stretch of positions on each rank; heads share q and k."""
+def _in_line(rows: list[Tensor], sequences: _Sequences) -> list[Tensor]:
+    """Rows `[B, H or G, L, F]`, a stretch of positions on each rank."""
     if sequences.is_line:
-        return [*rows]
+        return rows
+    return _moved(rows, sequences, lambda count: Spread.of_positions(count, sequences.line))
+
+
+def _moved(
+    rows: list[Tensor], sequences: _Sequences, target: Callable[[int], Spread]
+) -> list[Tensor]:
+    """Rows `[B, H or G, L, F]` in other places, which `target` says of so many heads."""
     found: dict[int, Tensor] = {}
     for heads in dict.fromkeys(x.shape[1] for x in rows):
         places = [i for i, x in enumerate(rows) if x.shape[1] == heads]
-        move = sequences.to_line(heads)
-        moved = move(torch.cat([rows[i] for i in places], -1))
-        parts = moved.split([rows[i].shape[-1] for i in places], -1)
-        found.update(zip(places, parts, strict=True))
+        source = Spread.of_positions(heads, sequences.layout)
+        move = Move(sequences.group, source, target(heads), sequences.operation)
+        parts = move(torch.cat([rows[i] for i in places], -1))
+        widths = [rows[i].shape[-1] for i in places]
+        found.update(zip(places, parts.split(widths, -1), strict=True))
     return [found[i] for i in range(len(rows))]
 
 
@@ -515,41 +557,26 @@ def _state_before(
     return found if goes_on is None else found * goes_on, last
 
 
-def _recur_by_element(
-    rows: list[Tensor], rates: Tensor | None, state: Tensor | None, sequences: _Sequences
+def _by_states_of_elements(
+    rows: list[Tensor], rates: Tensor | None, state: Tensor, sequences: _Sequences
 ) -> tuple[Tensor, Tensor]:
-    """A recurrence whose states decay by element, by states from rank to rank.
-
-    Args:
-        rows: q, k, v and logarithms of decays `[B, H, L, K]`, in the dtype of the sums; or, with
-            rates, C, B, x and dt `[B, H, L, 1]`.
-        rates: `[H, K]`, A of `selective_scan`.
-        state: that position 0 finds.
-        sequences: of the call.
-    """
-    rank, line, heads = group_rank(sequences.group), sequences.line, rows[2].shape[1]
+    """As `_by_state`, of states that decay by element."""
+    rank, line, heads = group_rank(sequences.group), sequences.line, state.shape[1]
     q, k, v, steps = _in_line(rows, sequences)
-    if state is None or rank > 0:
-        state = v.new_zeros(*v.shape[:2], q.shape[3], v.shape[3])
+    if rank > 0:
+        state = torch.zeros_like(state)
     documents = sequences.documents(line.positions(rank, v.device))
-
-    def scan(values: Tensor, state: Tensor) -> local.Scanned:
-        if rates is None:
-            return local.diagonal_scan(q, k, values, steps, state, documents)
-        return local.selective_scan(values, steps.squeeze(-1), rates, k, q, state, documents)
-
-    out, added = scan(v, state.to(v.dtype))
-    if line.num_ranks > 1:
-        whole = steps.sum(2)
-        maps = (whole if rates is None else whole * rates).unsqueeze(-1).exp()
-        if documents is not None and documents.shape[1]:
-            maps = maps * (documents[:, -1:] == documents[:, :1])[:, None, :, None]
-        found, added = _state_before(added, maps, sequences, by_element=True)
-        # What positions read of it: the same recurrence without values.
-        out = out + scan(torch.zeros_like(v), found).out
+    out, added = _run([q, k, v, steps], rates, state, documents)
+    whole = steps.sum(2)
+    maps = (whole if rates is None else whole * rates).unsqueeze(-1).exp()
+    if documents is not None and documents.shape[1]:
+        maps = maps * (documents[:, -1:] == documents[:, :1])[:, None, :, None]
+    found, last = _state_before(added, maps, sequences, by_element=True)
+    # What positions read of it: the same recurrence without values.
+    out = out + _run([q, k, torch.zeros_like(v), steps], rates, found, documents).out
     if not sequences.is_line:
         out = sequences.from_line(heads)(out)
-    return out, added
+    return out, last
 
 
 def causal_conv1d(

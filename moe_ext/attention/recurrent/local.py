@@ -78,7 +78,7 @@ def delta_rule(
         # In the graph of all arguments, so that a backward pass goes the way of other ranks.
         weight = (q * k * (g if g.dim() == 4 else g.unsqueeze(-1))).sum(-1)
         weight = weight if beta is None else weight * beta
-        return Scanned(v * weight.unsqueeze(-1), state + (weight.sum() + v.sum()))
+        return Scanned(v * weight.unsqueeze(-1) + q @ state, state + (weight.sum() + v.sum()))
     padding = -length % CHUNK
     kept: _Decays | _ElementDecays
     if g.dim() == 4:
@@ -261,7 +261,7 @@ def diagonal_scan(
     q, k, length = by_head(q, v.shape[1]), by_head(k, v.shape[1]), v.shape[2]
     if length == 0:
         weight = (q * k * decay).sum(-1, keepdim=True)
-        return Scanned(v * weight, state + (weight.sum() + v.sum()))
+        return Scanned(v * weight + q @ state, state + (weight.sum() + v.sum()))
     decay = _forgetting(decay, documents)
     # Stretches side by side, position after position; then one stretch after the other.
     size = math.isqrt(length - 1) + 1

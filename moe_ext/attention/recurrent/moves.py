@@ -40,11 +40,21 @@ class Spread:
         return cls((range(heads),) * layout.num_ranks, layout)
 
     @classmethod
-    def of_heads(cls, heads: int, layout: Layout) -> Spread:
-        """Heads as even as they can be, each with all positions in the order of the sequence."""
+    def of_heads(cls, heads: int, layout: Layout, shared: int | None = None) -> Spread:
+        """Heads as even as they can be, each with all positions in the order of the sequence.
+
+        Args:
+            heads: of all ranks.
+            layout: of the positions.
+            shared: number of rows, each for heads / shared heads side by side: those that a rank's
+                heads read are spread then, some of them to several ranks.
+        """
         size, whole = layout.num_ranks, ((range(layout.seq_len),),)
         edges = [rank * heads // size for rank in range(size + 1)]
         parts = tuple(range(a, b) for a, b in itertools.pairwise(edges))
+        if shared is not None:
+            each = heads // max(1, shared)
+            parts = tuple(range(p.start // each, -(-p.stop // each)) if p else p for p in parts)
         return cls(parts, _Whole("whole", layout.seq_len, whole * size))
 
 
@@ -77,7 +87,7 @@ def _places(source: Layout, target: Layout, rank: int) -> tuple[list[Tensor], li
 
 @dataclass(frozen=True)
 class Move:
-    """A change of places of rows, of which each is on one rank before and behind it.
+    """A change of places of rows, of which each is on one rank before it.
 
     Attributes:
         group: the ranks.
@@ -120,10 +130,11 @@ class Move:
         receive = [torch.Size(shape).numel() for shape in shapes]
         how: dict[str, Any] = {"operation": self.operation, "send": send, "receive": receive}
         arrived = all_to_all(torch.cat(parts), self.group, **how).split(receive)
-        out = x.new_empty(batch, len(own), sum(map(len, places)) // self._copies(me), width)
+        out = x.new_zeros(batch, len(own), sum(map(len, places)) // self._copies(me), width)
         for heads, index, shape, part in zip(comes, places, shapes, arrived, strict=True):
             rows = out[:, heads.start - own.start : heads.stop - own.start]
-            rows.index_copy_(2, index.to(x.device), part.view(shape))
+            # Gradients of a row that went to several ranks add up.
+            rows.index_add_(2, index.to(x.device), part.view(shape))
         return out
 
     def elements(self, rank: int) -> int:
