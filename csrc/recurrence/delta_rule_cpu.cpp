@@ -92,7 +92,7 @@ struct __attribute__((visibility("hidden"))) Sequences {
   }
 };
 
-// What a head needs besides its arguments and results while it goes through a chunk.
+// Memory of a head besides its arguments and results while it goes through a chunk.
 template <typename Acc>
 struct __attribute__((visibility("hidden"))) Scratch {
   explicit Scratch(int64_t dim, int64_t v_dim)
@@ -190,7 +190,7 @@ struct __attribute__((visibility("hidden"))) ChunkOf {
     loops().system(scratch.scores, scratch.products, scratch.pairs, beta, n);
   }
 
-  // What positions add to the state beside their keys.
+  // The rows that positions add to the state beside their keys.
   void find_news(Acc* news, Acc* before) const {
     if (chunk.fresh) {
       std::fill_n(news, n * in.v_dim, Acc(0));
@@ -254,7 +254,7 @@ std::tuple<Tensor, Tensor, Tensor> gated_delta_rule_cpu(
   return {out, last, news};
 }
 
-// Where the gradients of a chunk go.
+// Memory for the gradients of a chunk.
 template <typename Acc>
 struct Grads {
   Acc *q, *k;        // [n][K], a sum over heads
@@ -304,7 +304,7 @@ void differentiate(
     Acc kept;
     loops.row_dots(&kept, to.before, 0, to.state, 0, 1, dim * v_dim);
     scratch.decay[n - 1] += part.through() * kept;
-    // What positions read of the state that the chunk finds.
+    // Positions read the state that the chunk finds.
     mm_out(of_keys, out, before.transposed());
     loops.add_scaled_rows(to.q, scratch.of_keys, decays.carried, n, dim);
     loops.row_dots(scratch.dots, scratch.of_keys, dim, part.q.data, part.q.stride, n, dim);
@@ -326,7 +326,7 @@ void differentiate(
     add_product(grad_k, squares, k);
     loops.scale_rows(to.v, grad_news, v_dim, part.beta, n, v_dim);
     if (finds_state) {
-      // What the delta rule takes away of the state that the chunk finds.
+      // The delta rule takes away from the state that the chunk finds.
       loops.scale_rows(scratch.values, grad_news, v_dim, decays.carried, n, v_dim);
       mm_out(of_keys, part.values(scratch.values).view(), before.transposed());
       loops.row_dots(scratch.dots, scratch.of_keys, dim, part.k.data, part.k.stride, n, dim);

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import random
 import signal
 import time
 
@@ -46,63 +47,93 @@ def summed(x):
     return x
 
 
+def equals_one_process(kind, given, scheme, layout, offsets):
+    """Outputs and gradients of shards against those of the whole; the bytes that were sent."""
+    group = dist.group.WORLD
+    given = {n: x if x is None else x.requires_grad_() for n, x in given.items()}
+    out, _ = run(kind, given, cu_seqlens=offsets)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).double()
+    names = [name for name, x in given.items() if x is not None]
+    wanted = torch.autograd.grad((out * weight).sum(), [given[name] for name in names])
+    where = {"group": group, "layout": layout, "cu_seqlens": offsets}
+
+    def part(x):
+        return shard_sequence(x.detach(), dim=2, **where)
+
+    parts = {
+        name: x
+        if x is None
+        else (part(x) if name in SEQUENCE else x.detach().clone()).requires_grad_()
+        for name, x in given.items()
+    }
+    with count_traffic() as traffic:
+        found, _ = run(kind, parts, **where, scheme=scheme)
+    about = f"{kind} {scheme} {tuple(out.shape)} {layout} {offsets}: "
+    torch.testing.assert_close(found, part(out), rtol=1e-9, atol=1e-10, msg=lambda m: f"{about}{m}")
+    (found * part(weight)).sum().backward()
+    for name, grad in zip(names, wanted, strict=True):
+        of_rank = parts[name].grad
+        whole = name in SEQUENCE
+        if not whole:
+            of_rank = summed(torch.zeros_like(grad) if of_rank is None else of_rank)
+        torch.testing.assert_close(
+            of_rank,
+            part(grad) if whole else grad,
+            rtol=1e-8,
+            atol=1e-9,
+            msg=lambda m, n=name: f"{about}gradient of {n}: {m}",
+        )
+    return traffic.total_bytes
+
+
+def due_bytes(kind, given, scheme, layout, offsets):
+    """Those of the formula."""
+    value, key = given.get("v", given.get("x")), given.get("k", given.get("B"))
+    diagonal = kind in ("linear by element", "scan by element")
+    dim = key.shape[3]
+    return sent_bytes(
+        scheme,
+        make_layout(layout, value.shape[2], dist.get_world_size(), cu_seqlens=offsets),
+        dist.get_rank(),
+        batch=value.shape[0],
+        heads=value.shape[1],
+        kv_heads=key.shape[1],
+        dim=dim,
+        v_dim=value.shape[3],
+        has_beta=kind.startswith("delta"),
+        g_dim=dim if kind in ("delta by element", "linear by element") else 1,
+        by_element=diagonal and dim > 1,
+        itemsize=8,
+    )
+
+
 @ALL(*[(kind, scheme) for kind in KINDS for scheme in ("state", "heads", "auto")])
 def a_recurrence_equals_one_process(kind, scheme):
-    diagonal = kind in ("linear by element", "scan by element")
-    group, size = dist.group.WORLD, dist.get_world_size()
     for length, layout, offsets in cases():
-        given = {n: x if x is None else x.requires_grad_() for n, x in made(kind, length).items()}
-        out, _ = run(kind, given, cu_seqlens=offsets)
-        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).double()
-        names = [name for name, x in given.items() if x is not None]
-        wanted = torch.autograd.grad((out * weight).sum(), [given[name] for name in names])
-
-        def part(x, layout=layout, offsets=offsets):
-            where = {"group": group, "layout": layout, "cu_seqlens": offsets}
-            return shard_sequence(x.detach(), dim=2, **where)
-
-        parts = {
-            name: x
-            if x is None
-            else (part(x) if name in SEQUENCE else x.detach().clone()).requires_grad_()
-            for name, x in given.items()
-        }
-        options = {"group": group, "layout": layout, "cu_seqlens": offsets, "scheme": scheme}
-        with count_traffic() as traffic:
-            found, _ = run(kind, parts, **options)
-        where = f"{kind} {scheme} {length} {layout} {offsets}: "
-        torch.testing.assert_close(
-            found, part(out), rtol=1e-9, atol=1e-10, msg=lambda m, w=where: f"{w}{m}"
-        )
-        (found * part(weight)).sum().backward()
-        for name, grad in zip(names, wanted, strict=True):
-            of_rank = parts[name].grad
-            whole = name in SEQUENCE
-            if not whole:
-                of_rank = summed(torch.zeros_like(grad) if of_rank is None else of_rank)
-            torch.testing.assert_close(
-                of_rank,
-                part(grad) if whole else grad,
-                rtol=1e-8,
-                atol=1e-9,
-                msg=lambda m, w=where, n=name: f"{w}gradient of {n}: {m}",
-            )
+        case = kind, made(kind, length), scheme, layout, offsets
+        sent = equals_one_process(*case)
         if scheme != "auto":
-            due = sent_bytes(
-                scheme,
-                make_layout(layout, length, size, cu_seqlens=offsets),
-                dist.get_rank(),
-                batch=2,
-                heads=4,
-                kv_heads=2,
-                dim=5,
-                v_dim=3,
-                has_beta=kind.startswith("delta"),
-                g_dim=5 if kind in ("delta by element", "linear by element") else 1,
-                by_element=diagonal,
-                itemsize=8,
-            )
-            assert traffic.total_bytes == due, (where, traffic.total_bytes, due)
+            assert sent == due_bytes(*case), case[2:]
+
+
+@ALL()
+def random_sizes_equal_one_process():
+    draw = random.Random(0)
+    for _ in range(24):
+        kind, scheme = draw.choice(KINDS), draw.choice(("state", "heads"))
+        length, groups = draw.randint(1, 150), draw.randint(1, 3)
+        sizes = {
+            "batch": draw.randint(1, 2),
+            "groups": groups,
+            "heads": groups * draw.randint(1, 3),
+        }
+        sizes |= {"dim": draw.randint(1, 6), "v_dim": draw.randint(1, 6)}
+        layout, offsets = draw.choice(LAYOUTS), None
+        if layout == "per_document" or draw.random() < 0.5:
+            inner = sorted(draw.choices(range(length + 1), k=draw.randint(0, 5)))
+            offsets = (0, *inner, length)
+        case = kind, made(kind, length, **sizes), scheme, layout, offsets
+        assert equals_one_process(*case) == due_bytes(*case), (sizes, *case[2:])
 
 
 @ALL()

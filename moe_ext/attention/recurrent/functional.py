@@ -572,7 +572,7 @@ def _by_states_of_elements(
     if documents is not None and documents.shape[1]:
         maps = maps * (documents[:, -1:] == documents[:, :1])[:, None, :, None]
     found, last = _state_before(added, maps, sequences, by_element=True)
-    # What positions read of it: the same recurrence without values.
+    # The same recurrence without values tells what positions read of it.
     out = out + _run([q, k, torch.zeros_like(v), steps], rates, found, documents).out
     if not sequences.is_line:
         out = sequences.from_line(heads)(out)
