@@ -32,6 +32,7 @@ ELSEWHERE = {
     "migrate.md",
     "optimizers.md",
     "parallelism.md",
+    "tour.md",
 }
 
 

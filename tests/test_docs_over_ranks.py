@@ -20,7 +20,6 @@ from moe_ext.testing import spawn_ranks
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 NUM_RANKS = 4
 PAGES = (
-    "../README",
     "collectives",
     "compression",
     "distributed",

@@ -1,20 +1,22 @@
-"""The README's own code runs as it stands."""
+"""The README's script runs as it stands, and the first lines of three guides."""
 
 import math
 import os
 import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
 import torch
 
-import moe_ext
+ROOT = Path(__file__).resolve().parent.parent
 
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+def blocks(page):
+    return re.findall(r"```python\n(.*?)```", (ROOT / f"{page}.md").read_text(), re.DOTALL)
+
+
 # Runs the script as it stands, and writes down the last batch of the rank: what two ranks print at
 # once is mixed.
 RUNNER = """
@@ -27,7 +29,7 @@ pathlib.Path({folder!r}, "batch" + os.environ["RANK"]).write_text(str(batch))
 @pytest.mark.slow
 def test_training_script_runs_on_two_ranks(tmp_path):
     script = tmp_path / "train.py"
-    script.write_text(next(block for block in BLOCKS if "init_process_group" in block))
+    script.write_text(blocks("README")[0])
     runner = tmp_path / "runner.py"
     runner.write_text(RUNNER.format(script=str(script), folder=str(tmp_path)))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -49,40 +51,23 @@ def test_training_script_runs_on_two_ranks(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_options_snippet_runs(dtype):
+def test_options_of_the_page_about_routers_run(dtype):
     names = {}
-    exec(next(block for block in BLOCKS if "presets" in block), names)
+    exec(next(block for block in blocks("docs/routers") if "presets" in block), names)
     x = torch.randn(2, 3, 512, dtype=dtype)
     y = names["layer"].to(dtype)(x)
     assert y.shape == x.shape and y.dtype == dtype
 
 
-def test_sequence_snippet_runs():
-    calls = []
-
-    def model(tokens, position_ids):
-        x = torch.stack([tokens, position_ids.expand_as(tokens)], -1)[:, None].float()
-        calls.append(torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True))
-        return calls[-1]
-
-    names = {
-        "mesh": types.SimpleNamespace(cp_group=None),
-        "model": model,
-        "tokens": torch.randint(9, (2, 7)),
-    }
-    exec(next(block for block in BLOCKS if "sequence_parallel" in block), names)
-    assert names["logits_L"].shape == (2, 1, 7, 2)
-    assert calls[0].grad_fn is None and torch.isfinite(calls[0]).all()
-
-
-def test_pipeline_snippet_runs(capsys):
-    exec(next(block for block in BLOCKS if "make_table" in block), {})
-    # ZB-V idles for three forward passes of half a rank's layers, of 8 micro-batches' 3 units each.
-    assert float(capsys.readouterr().out) == pytest.approx(3 * 0.5 / (8 * 3 + 3 * 0.5))
+def test_the_page_about_pipelines_prints_the_idle_share(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(blocks("docs/pipelines")[0], {})
+    # 1F1B idles for three micro-batches of 3 units each, beside the work of eight.
+    assert float(capsys.readouterr().out.split()[1]) == pytest.approx(3 * 3 / (8 * 3 + 3 * 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_drop_in_snippet_runs(dtype):
+def test_drop_in_snippet_runs(dtype, tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.MixtralConfig(
         vocab_size=32,
@@ -94,14 +79,10 @@ def test_drop_in_snippet_runs(dtype):
         num_local_experts=4,
         dtype=dtype,
     )
-    snippet = next(block for block in BLOCKS if "replace" in block)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    snippet = next(block for block in blocks("docs/hugging_face") if "moe_ext.replace" in block)
     ids = torch.randint(0, 32, (2, 8))
-    names = {
-        "transformers": transformers,
-        "config": config,
-        "moe_ext": moe_ext,
-        "batch": {"input_ids": ids, "labels": ids},
-    }
+    names = {"path": str(tmp_path), "batch": {"input_ids": ids, "labels": ids}}
     exec(snippet, names)
     assert names["model"].config._experts_implementation == "moe_ext"
     assert names["model"].dtype == dtype

@@ -1,0 +1,64 @@
+"""The programs of docs/tour.md run as they stand, and print what the page shows."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "tour.md").read_text()
+NUMBER = re.compile(r"-?\d+\.\d+")
+
+
+def sections():
+    """Title, and a file's name and text for each program, and each command with its output."""
+    for section in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]:
+        programs = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", section, re.DOTALL)
+        shown = "".join(re.findall(r"```console\n(.*?)```", section, re.DOTALL))
+        commands = re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", shown, re.MULTILINE)
+        yield section.splitlines()[0], programs, commands
+
+
+def equals(shown, printed):
+    """Numbers with decimals may end otherwise on another processor."""
+    pairs = zip(NUMBER.findall(shown), NUMBER.findall(printed), strict=True)
+    return NUMBER.sub("", shown) == NUMBER.sub("", printed) and all(
+        abs(float(a) - float(b)) <= 2e-3 for a, b in pairs
+    )
+
+
+def test_every_program_has_a_name_and_a_command():
+    found = list(sections())
+    blocks = len(re.findall(r"```python", PAGE))
+    assert blocks == sum(len(programs) for _, programs, _ in found) > 4
+    for title, _, commands in found:
+        assert any("python" in command or "torchrun" in command for command, _ in commands), title
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_page_prints_what_it_shows(tmp_path):
+    if shutil.which("torchrun") is None:
+        pytest.skip("torchrun is not on the path")
+    pytest.importorskip("transformers", minversion="5.0")
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    python = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PYTHONPATH": path, "PATH": python, "OMP_NUM_THREADS": "1"}
+    for title, programs, commands in sections():
+        for name, text in programs:
+            (tmp_path / name).write_text(text)
+        for command, shown in commands:
+            done = subprocess.run(
+                ["bash", "-c", command],
+                cwd=tmp_path,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=200,
+            )
+            assert done.returncode == 0, f"{title}: {command}\n{done.stderr}"
+            assert equals(shown, done.stdout), f"{title}: {command}\n{done.stdout}"
