@@ -367,9 +367,30 @@ MUTANTS = [
     Mutant(
         "attention of any number of parameters is planned",
         "moe_ext/planner/spec.py",
-        "if abs(count - wanted) > _OFF * wanted:",
-        "if abs(count - wanted) > 9 * wanted:",
+        "if abs(count - wanted) <= _OFF * wanted:",
+        "if abs(count - wanted) <= 9 * wanted:",
         "tests/planner/test_spec.py -k without_a_cost",
+    ),
+    Mutant(
+        "a gate of attention is planned as none",
+        "moe_ext/planner/spec.py",
+        "        if abs(count - gated) <= _OFF * gated:\n            return True",
+        "        if abs(count - gated) <= _OFF * gated:\n            return False",
+        "tests/planner/test_recurrent_models.py -k every_parameter",
+    ),
+    Mutant(
+        "recurrences of a plan wait for no message",
+        "moe_ext/planner/passes.py",
+        'found["states"] = here.recurrent * self.exchange.states(c)',
+        'found["states"] = 0 * self.exchange.states(c)',
+        "tests/planner/test_recurrent_models.py -k scheme_is_that",
+    ),
+    Mutant(
+        "layers are computed again though their stage fits without",
+        "moe_ext/planner/stage_layers.py",
+        "return with_most(low)",
+        "return with_most(count)",
+        "tests/planner/test_stage_layers.py -k no_division",
     ),
     Mutant(
         "numbers that are not finite make plans",

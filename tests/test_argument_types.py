@@ -157,6 +157,7 @@ GOOD = {
     "planner.Host": {"memory": 1.0, "bandwidth": 1.0, "rate": 1.0},
     "planner.Job": {"num_ranks": 2},
     "planner.Level": {"name": "node", "size": 2, "latency": 1.0, "bandwidth": 1.0},
+    "planner.RecurrentSpec": {"projections": 8, "channels": 8, "taps": 4},
     "planner.ModelSpec": {
         "num_layers": 2,
         "model_dim": 8,

@@ -9,7 +9,7 @@ from moe_ext.planner.cluster import CLUSTERS, ClusterSpec, Host, Level
 from moe_ext.planner.cost import StepCost
 from moe_ext.planner.job import Job
 from moe_ext.planner.plan import Plan, plan
-from moe_ext.planner.presets import PRESETS, ModelSpec, preset
+from moe_ext.planner.presets import PRESETS, ModelSpec, RecurrentSpec, preset
 from moe_ext.planner.profile import measure_cluster
 from moe_ext.planner.report import html_report
 from moe_ext.planner.search import Found, SearchResult, search
@@ -30,6 +30,7 @@ __all__ = [
     "Level",
     "ModelSpec",
     "Plan",
+    "RecurrentSpec",
     "SearchResult",
     "StageLayers",
     "StepCost",

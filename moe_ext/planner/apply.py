@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _SIZES = (
     *("num_layers", "model_dim", "num_heads", "ffn_dim", "vocab_size", "num_experts", "top_k"),
     *("num_moe_layers", "has_experts", "heads_dim", "kv_dim", "latent", "expert_parameters"),
-    *("shared_ffn_dim", "tied"),
+    *("shared_ffn_dim", "tied", "mixers", "recurrent", "attention_gate", "one_part"),
 )
 # Fields of a job that describe other programs; no plan is built with them.
 _OF_OTHERS = ("layer_dtype", "hidden_exchanges", "hidden_gradients", "hidden_tensor")
@@ -89,7 +89,7 @@ class Applied:
         Raises:
             ValueError: the plan's dispatcher is "hierarchical", whose hops are not foretold; or its
                 wire or codec of gradients is "lossless", whose messages are as long as the data
-                make them; or it has cp and the model windows or latent attention.
+                make them; or it has cp and the model windows, latent attention or recurrent layers.
         """
         choice = self.plan.choice
         ep, etp = int(choice["ep"] or 1), int(choice["etp"] or 1)
@@ -261,10 +261,10 @@ class Applied:
         choice, job, sizes = self.plan.choice, self.plan.job, self.plan.model
         if choice["cp"] == 1:
             return 0
-        if sizes.window or sizes.latent:
+        if sizes.window or sizes.latent or sizes.recurrent:
             raise ValueError(
-                "Applied.sent_bytes: expected cp to be 1 for a model with windows or latent "
-                f"attention, got {choice['cp']}"
+                "Applied.sent_bytes: expected cp to be 1 for a model with windows, latent "
+                f"attention or recurrent layers, got {choice['cp']}"
             )
         heads, micro, tp = sizes.num_heads, int(choice["micro_batch"] or 1), self.mesh.tp_size
         found = choose_scheme(
@@ -363,7 +363,14 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
     sequences = None
     if cp > 1:
         scheme, wire = str(choice["scheme"]), choice.get("kv_wire")
-        prepare_model(model, group=mesh.cp_group, scheme=scheme, wire=wire)  # type: ignore[arg-type]
+        layout = StepCost(plan.model, plan.cluster, plan.job).sizes.layout(scheme)
+        prepare_model(
+            *(model,),
+            group=mesh.cp_group,
+            layout=layout,
+            scheme=scheme,
+            wire=wire,  # type: ignore[arg-type]
+        )
     try:
         if cp > 1 and pp > 1:
             sequences = BatchCutter(model, "Plan.apply")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.dispatch.wire import LOSSLESS
+from moe_ext.planner.presets import LayerParts
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved")
 DISPATCHERS = ("alltoall", "dedup", "hierarchical", "allgather")
@@ -31,11 +32,13 @@ CHUNKS = 2
 
 Columns = dict[str, Tensor]
 Choice = dict[str, "int | str | None"]
-# Columns of a stage. "layers": its layers; "moe": layers with experts; "again": layers that are
-# computed again; "again_moe": layers of both kinds; "ends": matrices of words (embedding, output);
-# "in_flight": micro-batches that it holds; "late": micro-batches of which only the gradients of
-# weights are left to do; "loss": 1 where the loss is.
-STAGE = ("layers", "moe", "again", "again_moe", "ends", "in_flight", "late", "loss")
+# Columns of a stage: its layers, and those of them with each part (`LayerParts`); the same of
+# layers that are computed again; "ends": matrices of words (embedding, output); "in_flight":
+# micro-batches that it holds; "late": micro-batches of which only the gradients of weights are left
+# to do; "loss": 1 where the loss is.
+PARTS = LayerParts._fields
+AGAIN = tuple(f"again_{name}" for name in PARTS)
+STAGE = (*PARTS, *AGAIN, "ends", "in_flight", "late", "loss")
 
 # Axes, and the values with which they change nothing.
 DEFAULTS: Mapping[str, int | str | None] = {

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.planner.axes import Columns
+from moe_ext.planner.presets import LayerParts
 from moe_ext.planner.rank_loads import RankLoads
 from moe_ext.planner.sizes import CostPart, Sizes
 
@@ -24,11 +25,14 @@ class Compute(CostPart):
         """Seconds of the products of a micro-batch's forward pass through a stage's layers."""
         sizes = self.sizes
         m, tokens = self.model, sizes.tokens(c)
-        layers, moe = sizes.layers(c)
+        here = sizes.layers(c)
         attention, ffn, shared, expert = self._met(c)
-        met = layers * attention + (layers - moe) * ffn + moe * shared
-        met = met + moe * m.top_k * expert * self.loads.of(c, "pace")
-        return tokens * 2.0 * met / sizes.rate() + layers * self.scores(tokens)
+        met = here.attention * attention + here.dense * ffn + here.moe * shared
+        met = met + here.moe * m.top_k * expert * self.loads.of(c, "pace")
+        if m.recurrent is not None:
+            met = met + here.recurrent * m.recurrent.projections
+        inner = here.attention * self.scores(tokens) + here.recurrent * self.states(c)
+        return tokens * 2.0 * met / sizes.rate() + inner
 
     def _met(self, c: Columns) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Parameters that a token meets: attention, a dense layer's ffn, a shared one, an expert.
@@ -37,7 +41,7 @@ class Compute(CostPart):
         """
         m, tokens = self.model, self.sizes.tokens(c)
         one, tp = torch.ones_like(tokens), c["tp"].double()
-        more = 1 + m.num_cross_layers / m.num_layers
+        more = 1 + m.num_cross_layers / max(1, m.all_parts.attention)
         if not self.cluster.multiprocessors:
             parts = (m.attention_parameters() * more, m.dense_layer_ffn(), m.shared_parameters())
             attention, ffn, shared = (part * one for part in parts)
@@ -57,7 +61,8 @@ class Compute(CostPart):
             attention = attention + columns(keys, m.num_heads * (plain + values))
             attention = attention + lines(m.num_heads * values, dim)
         else:
-            attention = columns(dim, m.heads_dim + 2 * m.kv_dim) + lines(m.heads_dim, dim)
+            inner = (1 + m.attention_gate) * m.heads_dim + 2 * m.kv_dim
+            attention = columns(dim, inner) + lines(m.heads_dim, dim)
         width = float(m.dense_ffn_dim or m.ffn_dim)
         ffn = columns(dim, (1 + m.gated) * width) + lines(width, dim)
         shared, expert = dim * m.num_experts * one, 0.0 * one
@@ -98,49 +103,75 @@ class Compute(CostPart):
         num_bytes = tokens * m.vocab_size * (self.job.itemsize + 8.0)
         return product + num_bytes / self.cluster.memory_bandwidth
 
-    def _dense(self, layers: Tensor, moe: Tensor) -> Tensor:
-        """Parameters of layers, `moe` of them with experts, that each token meets."""
+    def _dense(self, here: LayerParts) -> Tensor:
+        """Parameters of a stage's layers that each token meets, experts left out."""
         m = self.model
-        attention = m.attention_parameters() * (1 + m.num_cross_layers / m.num_layers)
-        ffn = (layers - moe) * m.dense_layer_ffn() + moe * m.shared_parameters()
-        return layers * attention + ffn
+        more = 1 + m.num_cross_layers / max(1, m.all_parts.attention)
+        found = here.attention * m.attention_parameters() * more
+        if m.recurrent is not None:
+            found = found + here.recurrent * m.recurrent.parameters()
+        ffn: Tensor = here.dense * m.dense_layer_ffn() + here.moe * m.shared_parameters()
+        return found + ffn
+
+    def _score_rate(self) -> float:
+        cluster = self.cluster
+        return cluster.flops[self.job.dtype] * (cluster.score_efficiency or cluster.efficiency)
 
     def scores(self, tokens: Tensor) -> Tensor:
         """Seconds of the forward pass of one causal attention, its scores alone."""
-        cluster = self.cluster
-        rate = cluster.flops[self.job.dtype] * (cluster.score_efficiency or cluster.efficiency)
         # A fused kernel leaves out what a mask hides.
         eager = self.job.eager_attention
         keys = self.job.seq_len if eager else self.model.mean_keys(self.job.seq_len)
-        return tokens * 4.0 * keys * self.model.scores_dim / rate
+        return tokens * 4.0 * keys * self.model.scores_dim / self._score_rate()
+
+    def states(self, c: Columns) -> Tensor:
+        """Seconds of the forward pass of one recurrence, its convolution and states alone."""
+        m, tokens = self.model, self.sizes.tokens(c)
+        if m.recurrent is None:
+            return torch.zeros_like(tokens)
+        alone, shared = (float(m.recurrent.flops(by_state=each)) for each in (False, True))
+        numbers = torch.full_like(tokens, alone)
+        # Bounds are those of all schemes.
+        if "scheme" in c:
+            by_state = self.sizes.of_states(c, lambda found: float(found.scheme == "state"))
+            numbers = numbers + (shared - alone) * by_state
+        return tokens * numbers / self._score_rate()
 
     def elementwise(self, c: Columns) -> Tensor:
         """Seconds in which a forward pass through a stage's layers reads and writes its numbers."""
         sizes = self.sizes
         m, tokens = self.model, sizes.tokens(c)
-        layers, moe = sizes.layers(c)
-        dense = (layers - moe) * (m.dense_ffn_dim or m.ffn_dim) * (2 + m.gated)
+        here = sizes.layers(c)
+        moe = here.moe
+        dense = here.dense * (m.dense_ffn_dim or m.ffn_dim) * (2 + m.gated)
         shared = moe * m.shared_ffn_dim * (2 + m.gated_experts)
         # An expert's rows are also permuted there and back.
         rows = moe * m.top_k * self.loads.of(c, "pace")
         # Each of the shards of an expert has all of its rows, and a part of its width.
         shards = sizes.width(c) / c["ep"]
         routed = rows * (m.ffn_dim * (2 + m.gated_experts) + 2 * m.model_dim * shards)
-        # Two norms and residuals read and write 10 D, products 4 D gathered, each width twice.
-        numbers = (10 + 4 * c["tp"]) * m.model_dim
-        numbers = numbers + 4 * (m.heads_dim + m.kv_dim)
+        # A norm and a residual read and write 5 D, products 2 D gathered, each width twice.
+        numbers = sizes.norms(here) * (5 + 2 * c["tp"]) * m.model_dim
+        attention = 4 * (m.heads_dim + m.kv_dim) + 2 * m.attention_gate * m.heads_dim
         if self.job.eager_attention:
             # Scores, softmax and dropout are written and read.
-            numbers = numbers + 6 * m.num_heads * self.job.seq_len
-        numbers = layers * numbers + 2 * (dense + shared + routed)
-        held = self._dense(layers, moe) / c["tp"]
+            attention = attention + 6 * m.num_heads * self.job.seq_len
+        numbers = numbers + here.attention * attention + 2 * (dense + shared + routed)
+        if m.recurrent is not None:
+            # A convolution and its activation, a gate and a norm; the recurrence in float32.
+            inner = m.recurrent.state_numbers * 8.0 / self.job.itemsize
+            each = 4 * m.recurrent.channels + 4 * m.recurrent.width + inner
+            numbers = numbers + here.recurrent * each
+        held = self._dense(here) / c["tp"]
         held = held + moe * m.num_experts * m.expert_parameters / sizes.width(c)
         num_bytes = self.job.itemsize * (tokens * numbers + held)
         if self.job.layer_dtype is not None:
             # Inputs of products in a narrow format, and in the backward pass gradients of results:
             # two of three passes read what is to be rounded and write a byte along rows and along
             # columns.
-            rounded = layers * (2.0 * m.model_dim + m.heads_dim)
+            rounded = sizes.norms(here) * m.model_dim + here.attention * m.heads_dim
+            if m.recurrent is not None:
+                rounded = rounded + here.recurrent * m.recurrent.width
             rounded = rounded + (dense + shared) / (2 + m.gated)
             rounded = rounded + rows * (m.model_dim + m.ffn_dim)
             num_bytes = num_bytes + 2.0 / 3.0 * tokens * rounded * (self.job.itemsize + 2.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ext.planner.axes import CHUNKS, SCHEDULES, Columns, runs
+from moe_ext.planner.axes import AGAIN, CHUNKS, PARTS, SCHEDULES, Columns, runs
 from moe_ext.planner.cluster import ClusterSpec
 from moe_ext.planner.codec_times import CodecTimes
 from moe_ext.planner.compute import Compute
@@ -73,9 +73,10 @@ class StepCost(CostPart):
         """Stages that have the same share of layers and ends, a share of them computed again."""
         m, pp = self.model, c["pp"].double()
         ends = torch.where(c["pp"] > 1, 2.0 / pp, 1.0 if m.tied else 2.0)
-        shares = {"layers": m.num_layers / pp, "moe": m.num_moe_layers / pp, "ends": ends}
-        shares |= {"again": again * shares["layers"], "again_moe": again * shares["moe"]}
-        return {**c, **shares}
+        here = [count / pp for count in m.all_parts]
+        shares = dict(zip(PARTS, here, strict=True))
+        shares |= {name: again * count for name, count in zip(AGAIN, here, strict=True)}
+        return {**c, **shares, "ends": ends}
 
     def least(self, c: Columns) -> Tensor:
         """Seconds of a step at least, whatever layers the stages have and compute again.
@@ -95,7 +96,7 @@ class StepCost(CostPart):
         waits = torch.tensor([_WAITS[name] for name in SCHEDULES], dtype=torch.float64)
         idle = waits[c["schedule"]] * (c["pp"] - 1) * each
         m = self.model
-        uneven = (m.num_layers % (c["pp"] * CHUNKS) > 0) | (m.num_moe_layers % m.num_layers > 0)
+        uneven = (m.num_layers % (c["pp"] * CHUNKS) > 0) | (len(m.kinds) > 1)
         chunks = (c["pp"] - 1) / CHUNKS * layers
         chunked = runs(c, "interleaved")
         idle = torch.where(chunked & ~uneven, chunks, idle)
@@ -122,7 +123,7 @@ class StepCost(CostPart):
         whole = runs(c, "1f1b")
         waits = ((2.0 * pp - 3.0) / 3.0).clamp(min=0.0)
         found = torch.where(whole, found.maximum((micro + waits) * w), found)
-        late = work / (3.0 + alike["again"] / alike["layers"]) + output
+        late = work / (3.0 + alike[AGAIN[0]] / alike[PARTS[0]]) + output
         there = torch.where(whole, w, w - late) + exchanges
         held = micro.clamp(max=pp + 1)
         in_two = runs(c, "zb-h1")

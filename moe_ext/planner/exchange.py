@@ -147,6 +147,14 @@ class LayerExchange(CostPart):
         share = self.sizes.tokens(c) * (c["cp"] - 1) / c["cp"] / bandwidth
         return 2.0 * latency + share * there, 4.0 * latency + share * back
 
+    def states(self, c: Columns) -> Tensor:
+        """Seconds of a recurrent layer's messages in a pass."""
+        sizes = self.sizes
+        latency, bandwidth = sizes.link(c["cp"] * c["tp"])
+        sent = sizes.of_states(c, lambda found: found.num_bytes)
+        messages = sizes.of_states(c, lambda found: found.messages)
+        return messages * latency + c["micro_batch"] * sent / bandwidth
+
     def hop(self, c: Columns) -> Tensor:
         """Seconds of an activation from one stage to the next."""
         sizes = self.sizes

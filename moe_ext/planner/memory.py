@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from moe_ext.compression import codec_of
 from moe_ext.planner.axes import CHUNKS, COMBINES, GRADIENTS, Columns, present, runs
+from moe_ext.planner.presets import LayerParts
 from moe_ext.planner.rank_loads import RankLoads
 from moe_ext.planner.rounds import round_codec
 from moe_ext.planner.sizes import BUCKET, HOST_STATE, CostPart, Sizes, state_bytes
@@ -127,22 +129,27 @@ class StepMemory(CostPart):
         """
         sizes = self.sizes
         m, size, tokens = self.model, self.job.itemsize, sizes.tokens(c)
-        layers, moe = sizes.layers(c)
-        again, again_moe = sizes.again(c)
+        here, rerun = sizes.layers(c), sizes.again(c)
+        layers, moe, again = here.layers, here.moe, rerun.layers
         is_fsdp = c["zero"] >= 2
         is_last = c.get("loss", torch.ones_like(layers))
-        kept_dense, kept_moe, rise = self._layer_numbers(c)
-        kept = (layers - moe) * kept_dense + moe * kept_moe
+        numbers, rise = self._layer_numbers(c)
+        kept = _sum(here, numbers)
         # Ranks of a tp group have hidden states and logits whole.
         stream = tokens * c["tp"] * m.model_dim * size
         # Layers keep their inputs and run again one by one. Where the backward pass is in two, a
         # stage keeps its input and runs again whole.
         in_two = runs(c, "zb-h1")
         as_one = in_two & (again > 0)
-        stay, stay_moe = layers - again, moe - again_moe
-        each = (stay - stay_moe) * kept_dense + stay_moe * kept_moe + again * stream
+        each = kept - _sum(rerun, numbers) + again * stream
         each = torch.where(as_one, stream, each)
-        one = torch.where(moe > 0, kept_moe, kept_dense)
+        # The layer that keeps most, of those that the stage has.
+        one = torch.zeros_like(kept)
+        for kind in self.model.kinds:
+            has = torch.ones_like(kept, dtype=torch.bool)
+            for there, part in zip(here, kind, strict=True):
+                has = has & (there > 0) if part else has
+            one = torch.where(has, one.maximum(_sum(kind, numbers)), one)
         # In turn two passes may be underway, each with a layer that it computes again.
         run = torch.where(as_one, kept, one) * (again > 0) * (1 + c.get("turns", 0))
         # Between the two parts of a backward pass all activations are there, and the gradients of
@@ -150,7 +157,7 @@ class StepMemory(CostPart):
         in_flight = self.in_flight(c)
         most = in_flight.minimum(c["pp"].double())
         late = c.get("late", torch.where(in_two & (c["pp"] > 1), most, 0.0))
-        due = kept + self._due(layers, moe, c)
+        due = kept + self._due(here, c)
         due = due + tokens * c["tp"] * m.vocab_size * size * is_last
         every = (in_flight - late) * each + late * due
         first = every - each + torch.where(again > 0, run + stream, one)
@@ -161,7 +168,7 @@ class StepMemory(CostPart):
         ends = words * sizes.word_matrices(c)
         output = words * (sizes.word_matrices(c) > 0)
         layer = (weights - ends) / layers
-        up = 1 + m.gated_experts if m.num_experts else 1 + m.gated
+        up = 1 + (m.gated_experts if m.num_experts else m.gated)
         # Gradients of a layer's down projection are there when its up projection's are made.
         made = layer * moe / layers / (1 + up)
         accumulates = sizes.num_micro_batches(c) > 1
@@ -203,7 +210,7 @@ class StepMemory(CostPart):
             },
         ]
 
-    def _due(self, layers: Tensor, moe: Tensor, c: Columns) -> Tensor:
+    def _due(self, here: LayerParts, c: Columns) -> Tensor:
         """Bytes of the gradients of what a stage's products and norms gave, of a micro-batch."""
         m, size, tokens = self.model, self.job.itemsize, self.sizes.tokens(c)
         rows, shards = self._rows(c)
@@ -211,18 +218,22 @@ class StepMemory(CostPart):
         experts = rows * experts + m.num_experts
         experts = experts + (1 + m.gated_experts) * m.shared_ffn_dim
         ffn = (1 + m.gated) * (m.dense_ffn_dim or m.ffn_dim) + m.model_dim
-        attention = m.heads_dim + 2 * m.kv_dim + 3 * m.model_dim * c["tp"]
-        return tokens * size * (layers * attention + (layers - moe) * ffn + moe * experts)
+        attention = (1 + m.attention_gate) * m.heads_dim + 2 * m.kv_dim
+        norms = 3 * m.model_dim * c["tp"]
+        recurrent = m.recurrent.channels + 2 * m.recurrent.width if m.recurrent else 0
+        numbers = (norms, attention, recurrent, ffn, experts)
+        return tokens * size * _sum(here, tuple(each + 0 * tokens for each in numbers))
 
     def _rows(self, c: Columns) -> tuple[Tensor, Tensor]:
         """Rows of the fullest rank for each of its tokens, and shards of an expert."""
         shards = self.sizes.width(c) / c["ep"]
         return self.model.top_k * shards * self.loads.of(c, "peak_rows"), shards
 
-    def _layer_numbers(self, c: Columns) -> tuple[Tensor, Tensor, Tensor]:
+    def _layer_numbers(self, c: Columns) -> tuple[tuple[Tensor, ...], Tensor]:
         """Bytes that a layer keeps for its backward pass, and by how much that pass rises above.
 
-        Of a dense layer and of one with experts; it rises by that of experts where there are any.
+        Of norms of each layer and of each of its parts; it rises by that of experts where there are
+        any.
         """
         m, size, tokens = self.model, self.job.itemsize, self.sizes.tokens(c)
         rows, shards = self._rows(c)
@@ -235,12 +246,22 @@ class StepMemory(CostPart):
         # Unfused: gate, up, activation and product.
         moe = moe + 2 * up * m.shared_ffn_dim * size + 4.0 * m.num_experts
         ffn = 2 * (1 + m.gated) * (m.dense_ffn_dim or m.ffn_dim) * size
-        # Two norms of three numbers each, in 16 bits with their input in float32; queries, keys,
-        # values, what attention gives and a float32 of each head.
-        norms = (6 * m.model_dim * size + (8 * m.model_dim if size < 4 else 0)) * c["tp"]
-        attention = norms + (2 * m.heads_dim + 2 * m.kv_dim) * size + 4 * m.num_heads
+        # Norms of three numbers each, in 16 bits with their input in float32; queries, keys,
+        # values, what attention gives and a float32 of each head; a gate, and what it lets through.
+        norms = (3 * m.model_dim * size + (4 * m.model_dim if size < 4 else 0)) * c["tp"]
+        norms = self.sizes.norms(m.parts[0]) * norms
+        attention = (2 * m.heads_dim + 2 * m.kv_dim) * size + 4 * m.num_heads
+        attention = attention + 3 * m.attention_gate * m.heads_dim * size
+        recurrent = 0.0
+        if m.recurrent is not None:
+            # A convolution, its input and its activation; the recurrence in float32; its gate, the
+            # gate's activation, a norm, and what the gate lets through.
+            recurrent = 4.0 * m.recurrent.state_numbers
+            recurrent += (3 * m.recurrent.channels + 4 * m.recurrent.width) * size
         # Gradients of up projection and activation; the activation and what came back are gone.
-        if m.num_moe_layers:
+        if not m.num_moe_layers and not m.all_parts.dense:
+            rise = tokens * recurrent
+        elif m.num_moe_layers:
             rise = tokens * (rows * up * ffn_dim - back * m.model_dim) * size
         else:
             rise = tokens * (1 + m.gated) * (m.dense_ffn_dim or m.ffn_dim) * size
@@ -248,7 +269,9 @@ class StepMemory(CostPart):
         came = self.loads.of(c, "peak_moved")
         held = torch.where(came > 0, came + m.num_experts / c["ep"], 0.0)
         copies = held * m.expert_parameters * size
-        return tokens * (attention + ffn), tokens * (attention + moe) + copies, rise
+        parts = (norms, attention, recurrent, ffn, moe)
+        kept = [tokens * part for part in parts]
+        return (*kept[:-1], kept[-1] + copies), rise
 
     @functools.cached_property
     def _coded(self) -> Tensor:
@@ -267,6 +290,14 @@ class StepMemory(CostPart):
             else:
                 rows.append((0.0, 2.0 * size + 0.5))
         return torch.tensor(rows, dtype=torch.float64).T
+
+
+def _sum(parts: LayerParts, numbers: Sequence[Tensor]) -> Tensor:
+    """The sum of a number of each part over all of them."""
+    found = torch.zeros_like(numbers[0])
+    for count, number in zip(parts, numbers, strict=True):
+        found = found + count * number
+    return found
 
 
 def _owed(numel: Tensor, ranks: Tensor) -> Tensor:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ext.planner.axes import Columns
+from moe_ext.planner.axes import AGAIN, PARTS, Columns
 from moe_ext.planner.compute import Compute
 from moe_ext.planner.exchange import LayerExchange
 from moe_ext.planner.sizes import CostPart, Sizes
 
 # Passes through a layer of a step without recompute, by what takes time there.
 _PASSES = {"compute": 3, "elementwise": 3, "tensor": 2, "context": 3, "experts": 2}
-_PASSES |= {"heads": 1, "moved experts": 2}
+_PASSES |= {"heads": 1, "states": 2, "moved experts": 2}
 
 
 class Passes(CostPart):
@@ -53,32 +53,32 @@ class Passes(CostPart):
     def _parts(self, c: Columns) -> tuple[Columns, Tensor]:
         """Terms of a micro-batch, each exchange waited for, and seconds of its launches."""
         sizes = self.sizes
-        layers, _ = sizes.layers(c)
-        again, again_moe = sizes.again(c)
+        here, again = sizes.layers(c), sizes.again(c)
         once = self._once(c)
-        if not bool((again > 0).any()):
+        if not bool((again.layers > 0).any()):
             more = dict.fromkeys(once, torch.zeros_like(once["compute"]))
-        elif "again" in c:
-            more = self._once({**c, "layers": again, "moe": again_moe})
+        elif AGAIN[0] in c:
+            more = self._once({**c, **dict(zip(PARTS, again, strict=True))})
         else:
             more = {name: c["recompute"] * value for name, value in once.items()}
         found = {name: _PASSES[name] * value + more[name] for name, value in once.items()}
-        back = torch.where(self.exchange.swaps_heads(c), layers * self.exchange.heads(c)[1], 0.0)
+        swaps = self.exchange.swaps_heads(c)
+        back = torch.where(swaps, here.attention * self.exchange.heads(c)[1], 0.0)
         found["context"] = found["context"] + found.pop("heads") + back
         if not self.job.eager_attention:
             # A fused kernel multiplies queries and keys again: five products for two.
-            found["compute"] = found["compute"] + 0.5 * layers * self.compute.scores(
-                sizes.tokens(c)
-            )
+            scores = self.compute.scores(sizes.tokens(c))
+            found["compute"] = found["compute"] + 0.5 * here.attention * scores
         if self.job.hidden_tensor:
             found["tensor"] = (found["tensor"] - found["compute"]).clamp(min=0.0)
         if bool(c["kv_wire"].any()):
             # Gradients of keys and values are not rounded.
             plain = self.exchange.key_ring({**c, "kv_wire": torch.zeros_like(c["kv_wire"])})
-            found["context"] = found["context"] + layers * plain - once["context"]
+            found["context"] = found["context"] + here.attention * plain - once["context"]
         # The processor waits for its launches where it is quicker than they are. Embedding, loss,
         # messages and the schedule have about as many as a layer.
-        launches = (3.0 + again / layers) * (layers + 1) * self.cluster.layer_seconds
+        launches = (3.0 + again.layers / here.layers) * (here.layers + 1)
+        launches = launches * self.cluster.layer_seconds
         node = self.cluster.levels[0].size
         launches = launches * (1.0 + self.cluster.node_launches * (c["tp"] >= max(node, 2)))
         return found, launches
@@ -87,24 +87,26 @@ class Passes(CostPart):
         """Seconds of one of the passes of a micro-batch through a stage's layers."""
         sizes = self.sizes
         m, size, tokens = self.model, self.job.itemsize, sizes.tokens(c)
-        layers, moe = sizes.layers(c)
+        here = sizes.layers(c)
         one = torch.ones_like(c["pp"])
         # Sequence-parallel: gathered before a product of columns, scattered behind one of rows.
         whole = tokens * c["tp"] * m.model_dim * size
-        tensor = (4.0 * layers - 2.0 * moe) * sizes.ring(c["tp"], one, whole)
+        tensor = 2.0 * (here.attention + here.dense) * sizes.ring(c["tp"], one, whole)
         swaps = self.exchange.swaps_heads(c)
-        context = torch.where(swaps, 0.0, layers * self.exchange.key_ring(c))
-        heads = torch.where(swaps, layers * self.exchange.heads(c)[0], 0.0)
+        context = torch.where(swaps, 0.0, here.attention * self.exchange.key_ring(c))
+        heads = torch.where(swaps, here.attention * self.exchange.heads(c)[0], 0.0)
         experts = torch.zeros_like(context)
         if m.num_experts:
-            experts = moe * self.exchange.rows(c)
+            experts = here.moe * self.exchange.rows(c)
         found = {
             "compute": self.compute.products(c),
             "elementwise": self.compute.elementwise(c),
             "tensor": tensor,
         }
         found |= {"context": context, "heads": heads, "experts": experts}
-        return {**found, "moved experts": moe * self.exchange.loads.of(c, "moved")}
+        if m.recurrent is not None:
+            found["states"] = here.recurrent * self.exchange.states(c)
+        return {**found, "moved experts": here.moe * self.exchange.loads.of(c, "moved")}
 
     def seconds(self, c: Columns) -> Tensor:
         """Seconds of a micro-batch's forward and backward pass on a stage, without the output."""
@@ -121,5 +123,5 @@ class Passes(CostPart):
         total = self.seconds(c)
         if "turns" in c and bool(c["turns"].any()):
             total = torch.where(c["turns"] > 0, self.apart(c)[0], total)
-        forward = total / (3.0 + self.sizes.again(c)[0] / self.sizes.layers(c)[0])
+        forward = total / (3.0 + self.sizes.again(c).layers / self.sizes.layers(c).layers)
         return forward, total - 2.0 * forward, forward

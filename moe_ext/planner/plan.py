@@ -20,9 +20,10 @@ from moe_ext.planner.cluster import ClusterSpec
 from moe_ext.planner.cost import StepCost
 from moe_ext.planner.expert_load import load_of
 from moe_ext.planner.job import Job
-from moe_ext.planner.presets import ModelSpec
+from moe_ext.planner.presets import ModelSpec, RecurrentSpec
 from moe_ext.planner.rerank import rerank, time_plan
 from moe_ext.planner.search import Found, search
+from moe_ext.planner.sizes import SharedStates
 from moe_ext.planner.spec import model_spec
 from moe_ext.planner.stage_layers import StageLayers, rank_columns
 
@@ -129,6 +130,12 @@ class Plan:
         if self.stages:
             columns = rank_columns(cost, columns, self.stages)
         return float(cost.memory.host(columns).max())
+
+    @property
+    def states(self) -> SharedStates:
+        """The way in which recurrent layers share sequences over cp, by their scheme "auto"."""
+        sizes = StepCost(self.model, self.cluster, self.job).sizes
+        return sizes.states(int(self.choice["cp"] or 1), str(self.choice["scheme"]))
 
     def why_not(self, **fixed: int | str | None) -> str:
         """The reason why the plan does not have other values, in a line.
@@ -241,6 +248,9 @@ class Plan:
             steps = job["load"]
             job["load"] = tuple(tuple(s) if isinstance(s, list) else s for s in steps)
         model |= {name: tuple(model[name]) for name in ("latent", "moe_layers")}
+        model["mixers"] = tuple(model.get("mixers", ()))
+        if model.get("recurrent") is not None:
+            model["recurrent"] = RecurrentSpec(**model["recurrent"])
         choice, stages = _read_choice(found.pop("choice")), _read_stages(found.pop("stages"))
         pareto, runners_up = (
             tuple(
@@ -358,6 +368,8 @@ class Plan:
         )
         if self.dropped_share:
             lines.append(f"{100 * self.dropped_share:.3g} % of the choices go to no expert")
+        if scheme := self.states.scheme:
+            lines.append(f"recurrent layers share sequences by {scheme!r}")
         if held := self.host_memory:
             lines.append(f"  {held / 1e9:.1f} GB of the fullest rank on its host")
         lines += stage_lines(self.stages)

@@ -2,16 +2,117 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from moe_ext._checks import check_fields
+from moe_ext._checks import check_choice, check_fields
+from moe_ext.attention.recurrent.local import CHUNK
 
 # Numbers of a model that may be 0.
 _MAY_BE_ZERO = (
     *("num_cross_layers", "num_experts", "top_k", "num_moe_layers", "moe_layers", "positions"),
     *("shared_ffn_dim", "latent", "window", "num_window_layers", "vectors", "published"),
 )
+# Mixers of a layer's positions.
+MIXERS = ("attention", "recurrent", "both", "none")
+
+
+@dataclass(frozen=True)
+class RecurrentSpec:
+    """A state space, a delta rule or a short convolution of a layer, by its sizes.
+
+    Attributes:
+        projections: parameters of the matrices that each token meets.
+        channels: of the convolution.
+        taps: W, of it.
+        num_heads: H of states; 0 for a convolution alone. Each channel of Mamba-1 is a head.
+        num_groups: heads of queries and keys, which serve H / num_groups heads side by side.
+        head_dim: K, of queries and keys.
+        v_dim: V, of values.
+        has_beta: the delta rule.
+        by_element: a decay for each element of a state, as of Mamba-1.
+    """
+
+    projections: int
+    channels: int
+    taps: int
+    num_heads: int = 0
+    num_groups: int = 0
+    head_dim: int = 0
+    v_dim: int = 0
+    has_beta: bool = False
+    by_element: bool = False
+
+    def __post_init__(self) -> None:
+        """ValueError for numbers that no layer has."""
+        sizes = ("num_groups", "head_dim", "v_dim")
+        check_fields(self, may_be_zero=("num_heads", *sizes))
+        for name in sizes:
+            if bool(getattr(self, name)) != bool(self.num_heads):
+                raise ValueError(
+                    f"RecurrentSpec: expected {name} to be above 0 with heads and 0 without, got "
+                    f"{getattr(self, name)} with num_heads={self.num_heads}"
+                )
+        if self.num_heads and self.num_heads % self.num_groups:
+            raise ValueError(
+                f"RecurrentSpec: expected num_groups to divide num_heads={self.num_heads}, got "
+                f"{self.num_groups}"
+            )
+
+    @property
+    def width(self) -> int:
+        """Width of the values of all heads, of the channels of a convolution alone."""
+        return self.num_heads * self.v_dim or self.channels
+
+    def parameters(self) -> int:
+        """Parameters but biases and norms, which `ModelSpec.vectors` counts."""
+        rates = self.num_heads * self.head_dim if self.by_element else 0
+        return self.projections + self.channels * self.taps + rates
+
+    @property
+    def state_numbers(self) -> int:
+        """Numbers of a token that a recurrence reads and writes, without its states."""
+        each = 2 * self.v_dim + 1 + self.has_beta
+        return 2 * self.num_groups * self.head_dim + self.num_heads * each
+
+    def flops(self, *, by_state: bool = False) -> int:
+        """Operations of a token beside projections, forward, as the recurrences compute by chunks.
+
+        Args:
+            by_state: ranks share the sequence by scheme "state": positions read of the state that
+                comes, and a delta rule has K more columns.
+        """
+        dim = self.head_dim
+        values = self.v_dim + by_state * self.has_beta * dim
+        # Queries and the state; keys and values to the state, which decays element by element, or
+        # with scores of a chunk and their values.
+        each = 2 * dim * values
+        each += 3 * dim * values if self.by_element else 2 * (dim * values + CHUNK * (dim + values))
+        if self.has_beta:
+            # The system of a chunk, its solution by a triangle, and what the state takes of it.
+            each += 2 * CHUNK * dim + CHUNK * (values + dim) + 2 * dim * values
+        if by_state:
+            each += 2 * dim * self.v_dim
+        return 2 * self.channels * self.taps + self.num_heads * each
+
+
+class LayerParts(NamedTuple):
+    """A layer's parts, each 1 or 0; of many layers their sums.
+
+    Attributes:
+        layers: 1 of each layer.
+        attention: it has attention.
+        recurrent: it has a state space, a delta rule or a convolution.
+        dense: it has a feed-forward network.
+        moe: it has experts.
+    """
+
+    layers: Any
+    attention: Any
+    recurrent: Any
+    dense: Any
+    moe: Any
 
 
 @dataclass(frozen=True)
@@ -48,6 +149,11 @@ class ModelSpec:
         published: parameters in all, as the source gives them.
         published_active: parameters of a token, where the source gives them.
         source: where the sizes are from.
+        attention_gate: attention has a gate as wide as its heads.
+        mixers: of each layer "attention", "recurrent", "both" side by side, or "none"; empty for
+            attention in all of them.
+        recurrent: of layers that have one.
+        one_part: a layer is a mixer, or a network or experts where its mixer is "none".
     """
 
     num_layers: int
@@ -76,6 +182,10 @@ class ModelSpec:
     published: float = 0.0
     published_active: float | None = None
     source: str = ""
+    attention_gate: bool = False
+    mixers: tuple[str, ...] = ()
+    recurrent: RecurrentSpec | None = None
+    one_part: bool = False
 
     def __post_init__(self) -> None:
         """ValueError for numbers that no model has."""
@@ -117,18 +227,61 @@ class ModelSpec:
                 f"ModelSpec: expected moe_layers to be {self.num_moe_layers} of the "
                 f"{self.num_layers} layers, got {self.moe_layers}"
             )
+        self._check_mixers()
         if not (1 if self.num_experts else 0) <= self.top_k <= self.num_experts:
             raise ValueError(
                 f"ModelSpec: expected top_k to be in [1, {self.num_experts}] with experts and 0 "
                 f"without, got {self.top_k}"
             )
 
+    def _check_mixers(self) -> None:
+        """ValueError for layers that have not the parts that they are said to have."""
+        if not isinstance(self.mixers, tuple) or len(self.mixers) not in (0, self.num_layers):
+            raise ValueError(
+                f"ModelSpec: expected mixers to be one of each of the {self.num_layers} layers, or "
+                f"(), got {self.mixers!r:.80}"
+            )
+        for mixer in self.mixers:
+            check_choice("ModelSpec", "mixers", mixer, MIXERS)
+        if not isinstance(self.recurrent, RecurrentSpec | None) or (
+            (self.recurrent is not None) != bool({"recurrent", "both"} & {*self.mixers})
+        ):
+            raise ValueError(
+                "ModelSpec: expected recurrent to be a RecurrentSpec where mixers have one, and "
+                f"None else, got {self.recurrent!r:.80}"
+            )
+        if self.one_part and any(p.moe and (p.attention or p.recurrent) for p in self.parts):
+            raise ValueError(
+                "ModelSpec: expected moe_layers to have mixers of 'none' with one_part, got "
+                f"{self.moe_layers or self.num_moe_layers}"
+            )
+
+    @functools.cached_property
+    def parts(self) -> tuple[LayerParts, ...]:
+        """Parts of each layer."""
+        first, found = self.num_layers - self.num_moe_layers, []
+        places = {*(self.moe_layers or range(first, self.num_layers))}
+        for i, mixer in enumerate(self.mixers or ("attention",) * self.num_layers):
+            attends, recurs = mixer in ("attention", "both"), mixer in ("recurrent", "both")
+            has = i in places
+            dense = not has and not (self.one_part and mixer != "none")
+            found.append(LayerParts(1, *map(int, (attends, recurs, dense, has))))
+        return tuple(found)
+
+    @functools.cached_property
+    def kinds(self) -> tuple[LayerParts, ...]:
+        """Parts of layers that differ in them; dense layers before those with experts."""
+        return tuple(sorted({*self.parts}, reverse=True))
+
+    @functools.cached_property
+    def all_parts(self) -> LayerParts:
+        """Layers in all, and those that have each part."""
+        return LayerParts(*map(sum, zip(*self.parts, strict=True)))
+
     @property
     def has_experts(self) -> tuple[bool, ...]:
         """For each layer, true of one with experts."""
-        first = self.num_layers - self.num_moe_layers
-        places = self.moe_layers or range(first, self.num_layers)
-        return tuple(i in places for i in range(self.num_layers))
+        return tuple(bool(layer.moe) for layer in self.parts)
 
     @property
     def expert_parameters(self) -> int:
@@ -156,16 +309,16 @@ class ModelSpec:
         return self.heads_dim
 
     def mean_keys(self, seq_len: int) -> float:
-        """Keys that a token attends to, on the mean of layers and places of a sequence."""
+        """Keys that a token attends to, on the mean of attentions and places of a sequence."""
         seen = min(self.window, seq_len)
-        share = self.num_window_layers / self.num_layers
+        share = self.num_window_layers / max(1, self.all_parts.attention)
         return share * seen * (1 - seen / (2 * seq_len)) + (1 - share) * seq_len / 2
 
     def attention_parameters(self) -> int:
         """Parameters of one attention."""
         dim = self.model_dim
         if not self.latent:
-            return 2 * dim * (self.heads_dim + self.kv_dim)
+            return dim * ((2 + self.attention_gate) * self.heads_dim + 2 * self.kv_dim)
         queries, keys, plain, rotary, values = self.latent
         heads = self.num_heads
         # Without a rank of their own queries are made of the hidden states.
@@ -186,13 +339,15 @@ class ModelSpec:
 
     def dense_parameters(self) -> int:
         """Parameters of all but experts: attention, dense ffn, routers, embeddings."""
-        dim = self.model_dim
-        attention = self.attention_parameters() * (self.num_layers + self.num_cross_layers)
+        dim, parts = self.model_dim, self.all_parts
+        attention = self.attention_parameters() * (parts.attention + self.num_cross_layers)
+        recurrent = self.recurrent.parameters() * parts.recurrent if self.recurrent else 0
         relative = dim * dim * self.num_layers if self.relative_positions else 0
-        ffn = self.dense_layer_ffn() * (self.num_layers - self.num_moe_layers)
+        ffn = self.dense_layer_ffn() * parts.dense
         beside = self.shared_parameters() * self.num_moe_layers
         vocabulary = self.vocab_size * (1 if self.tied else 2) + self.positions
-        return attention + relative + ffn + beside + dim * vocabulary + self.vectors
+        layers = attention + recurrent + relative + ffn + beside
+        return layers + dim * vocabulary + self.vectors
 
     def parameters(self) -> int:
         """In all."""

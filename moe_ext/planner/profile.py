@@ -108,7 +108,7 @@ def measure_cluster(
     there.
 
     Args:
-        model: whose layers are measured, with 16 experts at most.
+        model: whose layers are measured, with 16 experts at most; attention stands for recurrences.
         cluster: for what is not measured: memory where the device has more, and links without a
             group.
         dtype: of products; the others of the cluster are left out.
@@ -121,10 +121,7 @@ def measure_cluster(
         RankFailureError: a rank died or did not answer.
     """
     on, kind = torch.device(device), getattr(torch, dtype)
-    experts = min(model.num_experts, max(MAX_EXPERTS, 2 * model.top_k))
-    one = replace(
-        model, num_layers=1, num_moe_layers=min(1, model.num_moe_layers), num_experts=experts
-    )
+    one = _one_layer(model)
     tiny = replace(one, model_dim=16, ffn_dim=16, num_heads=1, num_kv_heads=1, head_dim=16)
     tiny = replace(tiny, shared_ffn_dim=16 if model.shared_ffn_dim else 0, dense_ffn_dim=None)
     tiny = replace(tiny, latent=())
@@ -133,8 +130,8 @@ def measure_cluster(
     small, layer = _DecoderLayer(tiny, on, kind), _DecoderLayer(one, on, kind)
     x_small = torch.randn(4, 16, device=on, dtype=kind)
     x = torch.randn(seq_len, one.model_dim, device=on, dtype=kind, requires_grad=True)
-    heads, wide = model.num_heads, max(1, model.scores_dim // model.num_heads)
-    kv_heads = model.num_kv_heads or heads
+    heads, wide = one.num_heads, max(1, one.scores_dim // one.num_heads)
+    kv_heads = one.num_kv_heads or heads
     attended = [
         torch.randn(1, n, seq_len, wide, device=on, dtype=kind, requires_grad=True)
         for n in (heads, kv_heads, kv_heads)
@@ -188,6 +185,30 @@ def measure_cluster(
     made = replace(made, flops={dtype: rate}, score_efficiency=share)
     cost = StepCost(one, made, cost.job)
     return replace(made, measured=_factors(cost, layer, x, whole, group))
+
+
+def _one_layer(model: ModelSpec) -> ModelSpec:
+    """One layer of attention and a network or experts of a model's sizes."""
+    one = replace(
+        model,
+        num_layers=1,
+        num_cross_layers=0,
+        num_window_layers=0,
+        num_moe_layers=min(1, model.num_moe_layers),
+        moe_layers=(),
+        num_experts=min(model.num_experts, max(MAX_EXPERTS, 2 * model.top_k)),
+        attention_gate=False,
+        mixers=(),
+        recurrent=None,
+        one_part=False,
+    )
+    if model.recurrent is None:
+        return one
+    # Products as wide stand for those of a model that has nothing but recurrences.
+    if not model.all_parts.attention:
+        one = replace(one, num_heads=math.gcd(model.model_dim, max(1, model.model_dim // 64)))
+    is_bare = not model.all_parts.dense + model.all_parts.moe
+    return replace(one, ffn_dim=model.recurrent.width) if is_bare else one
 
 
 def rehearsals(dtype: torch.dtype, device: torch.device | str = "cpu") -> dict[str, Rehearsal]:

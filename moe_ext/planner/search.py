@@ -113,7 +113,7 @@ def meshes(cost: StepCost, *, all_shards: bool = False) -> Tensor:
         spreads = _spreads(cost, stage, all_shards)
         # Workers with local steps are ranks with data of their own.
         alone = job.local_steps > 1
-        tps = tps[:1] if alone else tps
+        tps = tps[:1] if alone or m.recurrent is not None else tps
         for tp in tps:
             for cp in [1] if alone else divisors(stage // tp):
                 if job.seq_len % (2 * cp * tp):
@@ -275,8 +275,13 @@ def _expand(cost: StepCost, mesh: Tensor, options: Mapping[str, Tensor]) -> Colu
 
 
 def _check_served(cost: StepCost, fixed: Choice) -> None:
-    """ValueError for values that a job with local steps has not."""
+    """ValueError for values that a job with local steps or a recurrent model has not."""
     steps = cost.job.local_steps
+    if cost.model.recurrent is not None and fixed.get("tp", 1) != 1:
+        raise ValueError(
+            f"plan: expected tp to be 1 for a model with recurrent layers, which are not divided, "
+            f"got {fixed['tp']}"
+        )
     names = ("tp", "cp", "etp", "zero", "offload", "gradients")
     for name in names if steps > 1 else ():
         if fixed.get(name, DEFAULTS[name]) != DEFAULTS[name]:

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
-from moe_ext.planner.axes import OFFLOADS, Columns
+from moe_ext.attention.layouts import make_layout
+from moe_ext.attention.recurrent.functional import conv_sent_bytes, most_sent_bytes
+from moe_ext.planner.axes import AGAIN, OFFLOADS, PARTS, SCHEMES, Columns, present
 from moe_ext.planner.cluster import ClusterSpec
 from moe_ext.planner.job import Job
-from moe_ext.planner.presets import ModelSpec
+from moe_ext.planner.presets import LayerParts, ModelSpec
 
 # Bytes of a message of `sync_gradients`.
 BUCKET = 25 * 2**20
 # Bytes of a parameter that `CPUAdamW` keeps: two moments and the weight, in float32.
 HOST_STATE = 12.0
+
+
+class SharedStates(NamedTuple):
+    """The way in which ranks share the recurrence of a sequence, as its scheme "auto" has it.
+
+    Attributes:
+        scheme: "state" or "heads"; "" where a layer has no states, or one rank a sequence.
+        num_bytes: that the rank which sends most does in a pass of one sequence.
+        messages: that it waits for, one after the other.
+    """
+
+    scheme: str
+    num_bytes: float
+    messages: float
 
 
 def state_bytes(itemsize: int) -> float:
@@ -44,6 +63,7 @@ class Sizes:
                 f"plan: expected num_ranks to be at most the {cluster.levels[-1].size} that "
                 f"cluster.levels join, got {ranks}"
             )
+        self._states: dict[tuple[int, str], SharedStates] = {}
         layers = job.layer_dtype
         for dtype in (job.dtype, job.dtype if layers is None else layers):
             if dtype not in cluster.flops:
@@ -63,8 +83,10 @@ class Sizes:
     def link(self, span: Tensor) -> tuple[Tensor, Tensor]:
         """Latency and bandwidth between ranks that reach over so many."""
         levels = self.cluster.levels
-        ends = torch.tensor([float(level.size) for level in levels[:-1]], dtype=torch.float64)
-        i = torch.bucketize(span.double(), ends)
+        i = torch.zeros(span.shape, dtype=torch.int64)
+        # `bucketize` shares its work with threads that may be busy.
+        for level in levels[:-1]:
+            i += span > level.size
         latency = torch.tensor([level.latency for level in levels], dtype=torch.float64)
         bandwidth = torch.tensor([level.bandwidth for level in levels], dtype=torch.float64)
         return latency[i], bandwidth[i]
@@ -104,20 +126,19 @@ class Sizes:
         """Ranks that hold the same dense parameters, and those that hold the same experts."""
         return self.data_ranks(c) * c["cp"], self.stage_ranks(c) / self.width(c)
 
-    def layers(self, c: Columns) -> tuple[Tensor, Tensor]:
-        """Layers of a stage, and those of them with experts."""
+    def layers(self, c: Columns) -> LayerParts:
+        """Layers of a stage, and those of them with each part."""
         if "layers" in c:
-            return c["layers"], c["moe"]
+            return LayerParts(*(c[name] for name in PARTS))
         m = self.model
         layers = torch.ceil(m.num_layers / c["pp"].double())
-        return layers, layers * (m.num_moe_layers / m.num_layers)
+        return LayerParts(*(layers * (count / m.num_layers) for count in m.all_parts))
 
-    def again(self, c: Columns) -> tuple[Tensor, Tensor]:
-        """Layers of a stage that are computed again, and those of them with experts."""
-        if "again" in c:
-            return c["again"], c["again_moe"]
-        layers, moe = self.layers(c)
-        return layers * c["recompute"], moe * c["recompute"]
+    def again(self, c: Columns) -> LayerParts:
+        """The same of layers that are computed again."""
+        if AGAIN[0] in c:
+            return LayerParts(*(c[name] for name in AGAIN))
+        return LayerParts(*(count * c["recompute"] for count in self.layers(c)))
 
     def word_matrices(self, c: Columns) -> Tensor:
         """Matrices of words of a rank: a first stage has the embedding, a last one the output."""
@@ -125,17 +146,70 @@ class Sizes:
             return c["ends"]
         return torch.where(c["pp"] > 1, 1.0, 1.0 if self.model.tied else 2.0)
 
+    def norms(self, here: LayerParts) -> Any:
+        """Norms of layers, each with a residual."""
+        return (2 - self.model.one_part) * here.layers
+
+    def layout(self, scheme: str) -> str:
+        """The layout of sequences that ranks share: work of a ring is even in zigzag alone.
+
+        Elsewhere states go on from one rank to the next.
+        """
+        is_ring = self.model.all_parts.attention > 0 and scheme == "ring"
+        return "zigzag" if is_ring or self.model.recurrent is None else "contiguous"
+
+    def states(self, cp: int, scheme: str) -> SharedStates:
+        """The way in which recurrent layers share a sequence, beside a scheme of attention.
+
+        By their scheme "auto", which takes the one of fewer bytes.
+        """
+        r, name = self.model.recurrent, self.layout(scheme)
+        if r is None or cp == 1:
+            return SharedStates("", 0.0, 0.0)
+        if (cp, name) not in self._states:
+            layout, ranks = make_layout(name, self.job.seq_len, cp), range(cp)
+            conv = {"channels": r.channels, "taps": r.taps, "itemsize": self.job.itemsize}
+            sent = max(conv_sent_bytes(layout, rank, batch=1, **conv) for rank in ranks)
+            # Positions that change places do so once each way.
+            moves = 2.0 * (name != "contiguous")
+            found = SharedStates("", float(sent), 1.0 + moves)
+            if r.num_heads:
+                sizes: dict[str, Any] = {"heads": r.num_heads, "kv_heads": r.num_groups}
+                sizes |= {"dim": r.head_dim, "v_dim": r.v_dim}
+                sizes |= {"has_beta": r.has_beta, "by_element": r.by_element}
+                most = most_sent_bytes(layout, batch=1, **sizes)
+                of_states = min(most, key=most.__getitem__)
+                messages = moves + cp.bit_length() if of_states == "state" else 2.0
+                sent += most[of_states]
+                found = SharedStates(of_states, float(sent), found.messages + messages)
+            self._states[cp, name] = found
+        return self._states[cp, name]
+
+    def of_states(self, c: Columns, number: Callable[[SharedStates], float]) -> Tensor:
+        """A number of each candidate by how its recurrent layers share sequences."""
+        ranks = c["cp"].long()
+        key = len(SCHEMES) * ranks + c.get("scheme", torch.zeros_like(ranks))
+        table = torch.zeros(int(key.max()) + 1, dtype=torch.float64)
+        for one in present(key):
+            cp, scheme = divmod(one, len(SCHEMES))
+            table[one] = number(self.states(cp, SCHEMES[scheme]))
+        return table[key]
+
     def parameters(self, c: Columns) -> tuple[Tensor, Tensor]:
         """Parameters of a rank before ZeRO: dense ones and those of experts."""
-        m = self.model
-        layers, moe = self.layers(c)
+        m, here = self.model, self.layers(c)
         words = m.model_dim * m.vocab_size
-        ffn = (m.num_layers - m.num_moe_layers) * m.dense_layer_ffn()
-        ffn += m.num_moe_layers * m.shared_parameters()
-        rest = (m.dense_parameters() - words * (1 if m.tied else 2) - ffn) / m.num_layers
-        dense = layers * rest + (layers - moe) * m.dense_layer_ffn() + moe * m.shared_parameters()
+
+        def held(parts: LayerParts) -> Any:
+            found = parts.attention * m.attention_parameters() + parts.dense * m.dense_layer_ffn()
+            recurrent = m.recurrent.parameters() if m.recurrent else 0
+            return found + parts.recurrent * recurrent + parts.moe * m.shared_parameters()
+
+        # Norms and biases, positions and second attentions are those of the mean.
+        rest = m.dense_parameters() - words * (1 if m.tied else 2) - held(m.all_parts)
+        dense = held(here) + here.layers * (rest / m.num_layers)
         experts = m.expert_parameters * m.num_experts / self.width(c)
-        return (dense + words * self.word_matrices(c)) / c["tp"], experts * moe
+        return (dense + words * self.word_matrices(c)) / c["tp"], experts * here.moe
 
     def averaged(self, c: Columns) -> Tensor:
         """Parameters of a rank that rounds average: not of experts that no other rank holds."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_ext.planner.presets import PRESETS, ModelSpec, preset
+from moe_ext.planner.presets import PRESETS, ModelSpec, RecurrentSpec, preset
 
 # Parameters of a part may be off by this share of what its formula gives.
 _OFF = 0.01
@@ -23,15 +23,23 @@ _TOP_K = ("num_experts_per_tok", "moe_top_k", "moe_topk", "moe_k", "num_experts_
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Attention whose scores are not those of all pairs or of a window, by names of classes.
-_OTHER_SCORES = re.compile("Sparse|LSH|Lightning|LinearAttention|Delta|Cross")
+_OTHER_SCORES = re.compile("Sparse|LSH|Lightning|LinearAttention|Delta|Cross|Relative")
+# Kinds of layers that are read; what is in one of them is told by its modules.
+_KINDS = ("full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "mlp", "moe")
+# Sizes of modules with states, by the names that families give to H, its groups, K and V.
+_SIZES = ("num_heads", "num_groups", "head_dim", "v_dim")
+_DELTA_RULE = ("num_v_heads", "num_k_heads", "head_k_dim", "head_v_dim")
+_BY_HEAD = ("num_heads", "n_groups", "ssm_state_size", "head_dim")
 
 
 def model_spec(model: ModelSpec | nn.Module | Mapping[str, Any] | str | Path) -> ModelSpec:
     """Sizes of a model.
 
     The modules of a model are read, layer by layer; those of a configuration are made on the meta
-    device. A layer is one attention and one feed-forward network, gated or not, or experts; its
-    matrices have to be as many as the formulas of `ModelSpec` give, within 1 % of each part.
+    device. A layer is one attention, one recurrence (a state space, a gated delta rule, a short
+    convolution) or both side by side, and one feed-forward network, gated or not, or experts; or
+    one of these alone. Its matrices have to be as many as the formulas of `ModelSpec` give, within
+    1 % of each part.
 
     Args:
         model: a spec; the name of a preset; a causal language model of transformers, on the meta
@@ -107,6 +115,28 @@ class _Layer:
     shared: int = 0
 
 
+@dataclass(frozen=True)
+class _Mixer:
+    """Attention or recurrence of a layer, both or neither.
+
+    Attributes:
+        attends: it has attention.
+        gate: of its attention.
+        recurrent: its recurrence.
+    """
+
+    attends: bool = False
+    gate: bool = False
+    recurrent: RecurrentSpec | None = None
+
+    @property
+    def name(self) -> str:
+        """As in `ModelSpec.mixers`."""
+        if self.recurrent is None:
+            return "attention" if self.attends else "none"
+        return "both" if self.attends else "recurrent"
+
+
 class _Reader:
     """Sizes of a causal language model of transformers."""
 
@@ -163,10 +193,19 @@ class _Reader:
     def spec(self) -> ModelSpec:
         """The sizes, counted."""
         bare = self._attention_spec()
-        found = [self._layer(i, layer, bare) for i, layer in enumerate(self._layers)]
-        dense = {each for each in found if not each.num_experts}
-        experts = {each for each in found if each.num_experts}
-        for alike, what in ((dense, "feed-forward networks"), (experts, "experts")):
+        layers = [self._layer(i, layer, bare) for i, layer in enumerate(self._layers)]
+        mixers, found = [mixer for mixer, _ in layers], [network for _, network in layers]
+        one_part = self._is_one_part(layers)
+        dense = {each for each in found if each and not each.num_experts}
+        experts = {each for each in found if each and each.num_experts}
+        gates = {mixer.gate for mixer in mixers if mixer.attends}
+        recurrent = {mixer.recurrent for mixer in mixers if mixer.recurrent}
+        for alike, what in (
+            (dense, "feed-forward networks"),
+            (experts, "experts"),
+            (gates, "gates of attention"),
+            (recurrent, "recurrences"),
+        ):
             if len(alike) > 1:
                 raise ValueError(
                     f"model_spec: expected {what} of all layers of {self._title} to be alike, got "
@@ -174,15 +213,15 @@ class _Reader:
                 )
         plain = next(iter(dense), None)
         moe = next(iter(experts), None)
-        one = moe or plain
-        assert one is not None
+        one = moe or plain or _Layer(0, 1, False)
         told = self._maybe(*_EXPERTS)
         if moe and told not in (None, moe.num_experts):
             raise ValueError(
                 f"model_spec: expected {self._title} to have all {told} experts of its "
                 f"configuration, before they are spread over ranks, got {moe.num_experts}"
             )
-        places = tuple(i for i, each in enumerate(found) if each.num_experts)
+        places = tuple(i for i, each in enumerate(found) if each and each.num_experts)
+        names = tuple(mixer.name for mixer in mixers)
         is_last = places == tuple(range(len(found) - len(places), len(found)))
         spec = replace(
             bare,
@@ -195,17 +234,37 @@ class _Reader:
             gated_experts=moe is not None and moe.gated,
             dense_ffn_dim=plain.width if plain and moe else None,
             shared_ffn_dim=moe.shared if moe else 0,
+            attention_gate=True in gates,
+            mixers=() if {*names} == {"attention"} else names,
+            recurrent=next(iter(recurrent), None),
+            one_part=one_part,
         )
         return self._counted(spec)
 
+    def _is_one_part(self, layers: Sequence[tuple[_Mixer, _Layer | None]]) -> bool:
+        """True if each layer is a mixer or a network; false if each has both."""
+        one_part = any(network is None for _, network in layers)
+        for i, (mixer, network) in enumerate(layers):
+            mixes = mixer.name != "none"
+            if one_part and mixes and network or not one_part and not mixes:
+                why = "other layers are one part alone" if mixes else "the layer has no attention"
+                name, largest = max(
+                    self._layers[i].named_children(),
+                    key=lambda each: sum(p.numel() for p in each[1].parameters()),
+                )
+                raise self._refuse(i, name, largest, why)
+        return one_part
+
     def _attention_spec(self) -> ModelSpec:
         """A spec with all but the feed-forward networks."""
-        heads = self._size("num_attention_heads")
+        # A model of recurrences alone may have no such number.
+        attends = any("Attention" in type(m).__name__ for m in self._layers.modules())
+        heads = self._size("num_attention_heads") if attends else 1
         latent: tuple[int, ...] = ()
         if self._given("kv_lora_rank"):
             queries = self._maybe("q_lora_rank") or 0
             latent = (queries, *(self._size(name, least=0) for name in _LATENT))
-        kv_heads = self._maybe(*_KV_HEADS)
+        kv_heads = self._maybe(*_KV_HEADS) if attends else None
         if self._given("multi_query") and not self._given("new_decoder_architecture"):
             kv_heads = 1
         window, num_windows = self._windows()
@@ -220,7 +279,7 @@ class _Reader:
             1,
             int(self._embedding.shape[0]),
             # Families round down where heads do not divide it.
-            head_dim=self._maybe("head_dim") or max(1, self._dim // heads),
+            head_dim=(self._maybe("head_dim") if attends else None) or max(1, self._dim // heads),
             positions=sum(self._positions()),
             num_kv_heads=kv_heads,
             tied=self._embedding is self._output,
@@ -235,11 +294,11 @@ class _Reader:
         """Tokens of a sliding window, and layers that have one."""
         kinds: Sequence[str] = self._given("layer_types") or ()
         for i, kind in enumerate(kinds[: len(self._layers)]):
-            if kind not in ("full_attention", "sliding_attention"):
+            if kind not in _KINDS:
                 raise ValueError(
-                    f"model_spec: expected layers of {self._title} to have full or sliding "
-                    f"attention, which have a cost, got {kind!r} in layer {i}, "
-                    f"{type(self._layers[i]).__name__}; give a ModelSpec"
+                    f"model_spec: expected layers of {self._title} to be of {_KINDS}, which have a "
+                    f"cost, got {kind!r} in layer {i}, {type(self._layers[i]).__name__}; give a "
+                    f"ModelSpec"
                 )
         if not self._given("sliding_window") or self._given("use_sliding_window") is False:
             return 0, 0
@@ -267,46 +326,83 @@ class _Reader:
 
     def _refuse(self, i: int, name: str, module: Any, why: str) -> ValueError:
         return ValueError(
-            f"model_spec: expected each layer of {self._title} to be one attention and one "
-            f"feed-forward network or experts, which have a cost, got in layer {i} {name!r}, "
-            f"{type(module).__name__}: {why}; give a ModelSpec"
+            f"model_spec: expected each layer of {self._title} to be one attention or recurrence "
+            f"and one feed-forward network or experts, which have a cost, got in layer {i} "
+            f"{name!r}, {type(module).__name__}: {why}; give a ModelSpec"
         )
 
-    def _layer(self, i: int, layer: nn.Module, bare: ModelSpec) -> _Layer:
-        """The network of a layer whose attention is that of `bare`."""
+    def _layer(self, i: int, layer: nn.Module, bare: ModelSpec) -> tuple[_Mixer, _Layer | None]:
+        """The mixer of a layer, whose attention is that of `bare`, and its network."""
         rest: dict[str, Tensor] = dict(_parameters(layer, recurse=False))
-        attention: tuple[str, nn.Module] | None = None
-        largest = ("", layer, 0)
+        mixer, largest = _Mixer(), ("", layer, 0)
         for name, child in layer.named_children():
             held = {f"{name}.{path}": p for path, p in _parameters(child) if not _is_vector(p)}
             count = sum(p.numel() for p in held.values())
-            for module in child.modules():
-                if isinstance(module, (nn.Conv1d, nn.Conv2d)):
-                    raise self._refuse(i, name, child, "convolutions have no cost")
+            if any(isinstance(m, (nn.Conv1d, nn.Conv2d)) for m in child.modules()):
+                if mixer.recurrent is not None:
+                    raise self._refuse(i, name, child, "a second recurrence has no cost")
+                mixer = replace(mixer, recurrent=self._recurrent(i, name, child, count))
+                continue
             if not count:
                 continue
             if "Attention" not in type(child).__name__:
                 rest |= held
                 largest = max(largest, (name, child, count), key=lambda each: each[2])
                 continue
-            if attention is not None:
+            if mixer.attends:
                 raise self._refuse(i, name, child, "a second attention has no cost")
-            attention = name, child
             for module in child.modules():
                 if _OTHER_SCORES.search(type(module).__name__):
                     raise self._refuse(i, name, module, "its scores have no cost")
-            wanted = bare.attention_parameters()
-            if abs(count - wanted) > _OFF * wanted:
-                raise self._refuse(
-                    i, name, child, f"{count} parameters in matrices, for {wanted} by its formula"
-                )
-        if attention is None:
-            raise self._refuse(i, *largest[:2], "the layer has no attention")
-        found = self._network({name: p for name, p in rest.items() if not _is_vector(p)})
-        if found is None:
+            mixer = replace(mixer, attends=True, gate=self._has_gate(i, name, child, count, bare))
+        matrices = {name: p for name, p in rest.items() if not _is_vector(p)}
+        found = self._network(matrices)
+        if matrices and found is None:
             count = sum(p.numel() for p in rest.values())
             raise self._refuse(
                 i, *largest[:2], f"{count} parameters in matrices of no network with a formula"
+            )
+        return mixer, found
+
+    def _has_gate(self, i: int, name: str, child: nn.Module, count: int, bare: ModelSpec) -> bool:
+        """True of an attention with a gate beside the matrices of `bare`."""
+        wanted = bare.attention_parameters()
+        gated = wanted if bare.latent else wanted + self._dim * bare.heads_dim
+        if abs(count - wanted) <= _OFF * wanted:
+            return False
+        if abs(count - gated) <= _OFF * gated:
+            return True
+        raise self._refuse(
+            i, name, child, f"{count} parameters in matrices, for {wanted} by its formula"
+        )
+
+    def _recurrent(self, i: int, name: str, child: nn.Module, count: int) -> RecurrentSpec:
+        """Sizes of a module with a convolution."""
+        convolutions = [m for m in child.modules() if isinstance(m, (nn.Conv1d, nn.Conv2d))]
+        conv: Any = convolutions[0]
+        rates: Tensor | None = getattr(child, "A_log", None)
+        is_known = len(convolutions) == 1 and conv.groups == conv.out_channels
+        if not is_known or isinstance(conv, nn.Conv2d) or "Attention" in type(child).__name__:
+            raise self._refuse(i, name, child, "its convolutions have no cost")
+        sizes: dict[str, Any] = {"has_beta": all(hasattr(child, size) for size in _DELTA_RULE)}
+        names = _DELTA_RULE if sizes["has_beta"] else _BY_HEAD
+        held: tuple[int, ...]
+        if rates is None:
+            held = (0, 0, 0, 0)
+        elif rates.dim() == 2:
+            held, sizes["by_element"] = (len(rates), 1, rates.shape[1], 1), True
+        elif rates.dim() == 1 and all(hasattr(child, size) for size in names):
+            held = tuple(getattr(child, size) for size in names)
+        else:
+            raise self._refuse(i, name, child, "its states have no cost")
+        matrices = (m.weight for m in child.modules() if isinstance(m, nn.Linear))
+        projections = sum(p.numel() for p in matrices if not _is_vector(p))
+        sizes |= dict(zip(_SIZES, held, strict=True))
+        found = RecurrentSpec(projections, conv.out_channels, conv.kernel_size[0], **sizes)
+        if found.parameters() != count:
+            wanted = found.parameters()
+            raise self._refuse(
+                i, name, child, f"{count} parameters in matrices, for {wanted} by its formula"
             )
         return found
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from moe_ext.pipeline import ActionTable, Costs, TurnPlan, make_table, plan_turn
 from moe_ext.pipeline.simulate import makespan
 from moe_ext.planner.axes import CHUNKS, SCHEDULES, STAGE, Columns, runs
 from moe_ext.planner.cost import StepCost
+from moe_ext.planner.presets import LayerParts
 
 # Layers with experts of a pass whose exchanges are told apart in simulations; those of more layers
 # go together.
@@ -52,16 +53,19 @@ def split_evenly(num_layers: int, num_stages: int) -> list[tuple[int, int]]:
 
 def stage_columns(cost: StepCost, c: Columns, stages: Sequence[StageLayers]) -> Columns:
     """One candidate as a candidate for each of its stages, with what the stage has."""
-    has, (first, last) = cost.model.has_experts, (0, len(stages) - 1)
+    parts, (first, last) = cost.model.parts, (0, len(stages) - 1)
     rows = []
     for s, stage in enumerate(stages):
-        moe = sum(has[stage.start : stage.end])
-        again_moe = sum(has[i] for i in stage.again)
         rows.append(
-            (stage.end - stage.start, moe, len(stage.again), again_moe)
+            (*_sum(parts[stage.start : stage.end]), *_sum(parts[i] for i in stage.again))
             + (_ends(cost, s == first, s == last), *_held(cost, c, s), float(s == last))
         )
     return _with(c, torch.tensor(rows, dtype=torch.float64))
+
+
+def _sum(parts: Iterable[LayerParts]) -> LayerParts:
+    """Layers, and those with each part."""
+    return LayerParts(*map(sum, zip(LayerParts(0, 0, 0, 0, 0), *parts, strict=True)))
 
 
 def rank_columns(cost: StepCost, c: Columns, stages: Sequence[StageLayers]) -> Columns:
@@ -195,7 +199,7 @@ def turn_costs(cost: StepCost, c: Columns, stages: Sequence[StageLayers]) -> Cos
     exchanges: dict[str, tuple[tuple[float, float], ...]] = {}
     transfer: dict[str, float] = {}
     for s, travel in enumerate(seconds.tolist()):
-        moe, again = float(each["moe"][s]), float(each["again_moe"][s])
+        moe, again = (float(each[name][s]) for name in ("moe", "again_moe"))
         if not travel:
             continue
         for kind, layers in (("F", moe), ("B", moe + again), ("I", moe + again)):
@@ -245,35 +249,42 @@ def _held(cost: StepCost, c: Columns, stage: int) -> tuple[float, float]:
     return min(micro, float(pp - rank + more)), 0.0
 
 
-def _choices(c: Columns, all_again: bool, dense: int, moe: int) -> list[tuple[int, int]]:
-    """Numbers of layers that a stage may compute again: dense ones, and those with experts."""
+def _choices(c: Columns, all_again: bool, counts: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Numbers of layers of each kind that a stage may compute again, of as many as it has."""
     if not int(c["recompute"]):
-        return [(0, 0)]
+        return [(0,) * len(counts)]
     if all_again or bool(runs(c, "zb-h1")):
-        return [(dense, moe)]
-    return list(itertools.product(range(dense + 1), range(moe + 1)))
+        return [counts]
+    return list(itertools.product(*(range(count + 1) for count in counts)))
 
 
-def _named(cost: StepCost, start: int, end: int, again: tuple[int, int]) -> StageLayers:
-    """A stage whose first layers of each kind are computed again."""
-    has = cost.model.has_experts
-    kinds = [[i for i in range(start, end) if has[i] == kind] for kind in (False, True)]
-    found = [i for kind, count in zip(kinds, again, strict=True) for i in kind[:count]]
-    return StageLayers(start, end, tuple(sorted(found)))
+def _first(cost: StepCost, layers: Iterable[int], again: tuple[int, ...]) -> list[int]:
+    """The first of these layers of each kind, so many of each."""
+    left, found = dict(zip(cost.model.kinds, again, strict=True)), []
+    for i in layers:
+        if left[cost.model.parts[i]] > 0:
+            left[cost.model.parts[i]] -= 1
+            found.append(i)
+    return found
+
+
+def _counts(cost: StepCost, layers: Iterable[int]) -> tuple[int, ...]:
+    """Layers of each kind."""
+    found = [cost.model.parts[i] for i in layers]
+    return tuple(found.count(kind) for kind in cost.model.kinds)
 
 
 def _even(cost: StepCost, c: Columns, all_again: bool) -> tuple[StageLayers, ...] | None:
     """Stages of even lengths; each rank computes as few of its layers again as fit."""
-    pp, has = int(c["pp"]), cost.model.has_experts
+    pp = int(c["pp"])
     cuts = split_evenly(cost.model.num_layers, pp * CHUNKS)
     found: list[StageLayers] = [StageLayers(*cut) for cut in cuts]
     for rank in range(pp):
         own = range(rank, pp * CHUNKS, pp)
         layers = [i for s in own for i in range(*cuts[s])]
-        kinds = [[i for i in layers if has[i] == kind] for kind in (False, True)]
-        tried = []
-        for again in _choices(c, all_again, *map(len, kinds)):
-            chosen = {i for kind, count in zip(kinds, again, strict=True) for i in kind[:count]}
+        counts, tried = _counts(cost, layers), []
+        for again in _choices(c, all_again, counts):
+            chosen = {*_first(cost, layers, again)}
             tried.append(
                 [StageLayers(*cut, tuple(i for i in range(*cut) if i in chosen)) for cut in cuts]
             )
@@ -289,8 +300,8 @@ def _even(cost: StepCost, c: Columns, all_again: bool) -> tuple[StageLayers, ...
     return tuple(found)
 
 
-# A stage, its layers (dense ones, those with experts), and those of them that are computed again.
-_Option = tuple[int, tuple[int, int], tuple[int, int]]
+# A stage, its layers of each kind, and those of them that are computed again.
+_Option = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 class _Chain:
@@ -299,12 +310,16 @@ class _Chain:
     def __init__(self, cost: StepCost, c: Columns, all_again: bool) -> None:
         self._cost, self._c, self._all_again = cost, c, all_again
         self._layers, self._stages = cost.model.num_layers, int(c["pp"])
+        self._kinds = cost.model.kinds
         self._micro = float(cost.sizes.num_micro_batches(c))
-        counts = [0, *itertools.accumulate(cost.model.has_experts)]
+        before = [
+            [0, *itertools.accumulate(layer == kind for layer in cost.model.parts)]
+            for kind in self._kinds
+        ]
         last, longest = self._stages - 1, self._layers - self._stages + 1
-        self._spans: list[dict[tuple[int, int], tuple[int, int]]] = [
+        self._spans: list[dict[tuple[int, int], tuple[int, ...]]] = [
             {
-                (i, j): (j - i - counts[j] + counts[i], counts[j] - counts[i])
+                (i, j): tuple(counts[j] - counts[i] for counts in before)
                 for i in ([0] if s == 0 else range(s, s + longest))
                 for j in ([self._layers] if s == last else range(i + 1, s + longest + 1))
             }
@@ -313,8 +328,9 @@ class _Chain:
 
     def divided(self) -> tuple[StageLayers, ...] | None:
         """Layers of each stage, of the least time."""
-        kinds = [sorted(set(spans.values())) for spans in self._spans]
-        alone: list[_Option] = [(s, kind, (0, 0)) for s, each in enumerate(kinds) for kind in each]
+        kinds = [sorted({*spans.values()}) for spans in self._spans]
+        none = (0,) * len(self._kinds)
+        alone: list[_Option] = [(s, kind, none) for s, each in enumerate(kinds) for kind in each]
         even = self._even()
         # Costs of few rows take as long as those of many.
         costs = self._costed(alone + even)
@@ -323,16 +339,12 @@ class _Chain:
         is_quick = (costs[0][: len(alone)] <= bound * (1 + 1e-9)).nonzero().view(-1)
         options = [alone[i] for i in is_quick.tolist()]
         if int(self._c["recompute"]):
-            options = [
-                (s, kind, again)
-                for s, kind, _ in options
-                for again in _choices(self._c, self._all_again, *kind)
-            ]
+            options = self._fewest_again(options)
             seconds, memory, fits = self._costed(options)
         else:
             seconds, memory, fits = (column[is_quick] for column in costs)
         seconds = seconds.masked_fill(~fits, torch.inf)
-        best: dict[tuple[int, tuple[int, int]], int] = {}
+        best: dict[tuple[int, tuple[int, ...]], int] = {}
         times, bytes_ = seconds.tolist(), memory.tolist()
         for row, (s, kind, _) in enumerate(options):
             known = best.get((s, kind))
@@ -350,15 +362,47 @@ class _Chain:
         found = []
         for s, (i, j) in enumerate(itertools.pairwise(cuts)):
             again = options[best[s, self._spans[s][i, j]]][2]
-            found.append(_named(self._cost, i, j, again))
+            found.append(StageLayers(i, j, tuple(_first(self._cost, range(i, j), again))))
         return tuple(found)
+
+    def _fewest_again(self, options: list[_Option]) -> list[_Option]:
+        """Options with layers computed again, of one of the kinds as few as fit with the others."""
+        if self._all_again or bool(runs(self._c, "zb-h1")):
+            return [(s, kind, kind) for s, kind, _ in options]
+        parts = self._cost.model.parts
+        most = max(range(len(self._kinds)), key=lambda i: parts.count(self._kinds[i]))
+        found = [
+            (s, kind, again)
+            for s, kind, _ in options
+            for again in itertools.product(
+                *(range(1 if i == most else count + 1) for i, count in enumerate(kind))
+            )
+        ]
+
+        def with_most(numbers: Tensor) -> list[_Option]:
+            return [
+                (s, kind, (*again[:most], n, *again[most + 1 :]))
+                for (s, kind, again), n in zip(found, numbers.tolist(), strict=True)
+            ]
+
+        # The least number is found by halves: each layer that is computed again leaves room.
+        none = self._fits(found)
+        count = torch.tensor([kind[most] for _, kind, _ in found])
+        high = torch.where(none, 0, count)
+        low = torch.where(none, 0, 1).minimum(high)
+        while bool((low < high).any()):
+            middle = (low + high) // 2
+            fits = self._fits(with_most(middle))
+            high = torch.where(fits, middle, high)
+            low = torch.where(fits, low, middle + 1).minimum(high)
+        return with_most(low)
 
     def _even(self) -> list[_Option]:
         """Stages of even lengths, all of whose layers are computed again with recompute."""
-        has, found = self._cost.model.has_experts, list[_Option]()
+        found = list[_Option]()
         for s, (i, j) in enumerate(split_evenly(self._layers, self._stages)):
-            kind = (j - i - sum(has[i:j]), sum(has[i:j]))
-            found.append((s, kind, kind if int(self._c["recompute"]) else (0, 0)))
+            kind = _counts(self._cost, range(i, j))
+            found.append((s, kind, kind if int(self._c["recompute"]) else (0,) * len(kind)))
         return found
 
     def _bound(self, seconds: Tensor, _: Tensor, fits: Tensor) -> float:
@@ -377,16 +421,24 @@ class _Chain:
 
     def _costed(self, options: list[_Option]) -> tuple[Tensor, Tensor, Tensor]:
         """Seconds of a micro-batch, bytes, and whether they fit, by kind and layers run again."""
+        columns, cost = self._columns(options), self._cost
+        memory = cost.memory.fullest(columns)
+        return self._seconds(columns), memory, cost.memory.fits(columns, memory)
+
+    def _fits(self, options: list[_Option]) -> Tensor:
+        return self._cost.memory.fits(self._columns(options))
+
+    def _columns(self, options: list[_Option]) -> Columns:
         cost, c, last = self._cost, self._c, self._stages - 1
         held = [_held(cost, c, s) for s in range(self._stages)]
         ends = [_ends(cost, s == 0, s == last) for s in range(self._stages)]
-        rows = [
-            (sum(kind), kind[1], sum(again), again[1], ends[s], *held[s], float(s == last))
-            for s, kind, again in options
-        ]
-        columns = _with(c, torch.tensor(rows, dtype=torch.float64))
-        memory = cost.memory.fullest(columns)
-        return self._seconds(columns), memory, cost.memory.fits(columns, memory)
+        # Parts of layers of each kind.
+        parts = torch.tensor(self._kinds, dtype=torch.float64)
+        counts = torch.tensor([each[1:] for each in options], dtype=torch.float64) @ parts
+        rest = torch.tensor(
+            [(ends[s], *held[s], float(s == last)) for s, _, _ in options], dtype=torch.float64
+        )
+        return _with(c, torch.cat([counts.flatten(1), rest], 1))
 
     def _cuts(self, times: Tensor) -> list[int] | None:
         """First layers of all stages, and L, by `[S, L, W]` seconds of a stage of 1 to W layers."""

@@ -19,7 +19,7 @@ from moe_ext.attention import (
     sequence_parallel,
     shard_sequence,
 )
-from moe_ext.attention.recurrent.functional import sent_bytes
+from moe_ext.attention.recurrent.functional import conv_sent_bytes, sent_bytes
 from moe_ext.distributed import RankFailureError, count_traffic
 from moe_ext.testing import spawn_ranks
 
@@ -153,7 +153,11 @@ def a_convolution_equals_one_process():
 
         x = part(leaves[0]).requires_grad_()
         mine = [x, *(each.detach().clone().requires_grad_() for each in leaves[1:])]
-        found = causal_conv1d(*mine, group=group, layout=layout, **how)
+        with count_traffic() as traffic:
+            found = causal_conv1d(*mine, group=group, layout=layout, **how)
+        whole = make_layout(layout, length, dist.get_world_size(), cu_seqlens=offsets)
+        sizes = {"batch": 2, "channels": 3, "taps": width, "itemsize": 8}
+        assert traffic.total_bytes == conv_sent_bytes(whole, dist.get_rank(), **sizes)
         torch.testing.assert_close(found, part(out), rtol=1e-11, atol=1e-12)
         (found * part(weight)).sum().backward()
         torch.testing.assert_close(x.grad, part(wanted[0]), rtol=1e-10, atol=1e-11)

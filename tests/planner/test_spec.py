@@ -301,9 +301,12 @@ def test_sizes_are_read(family):
 def test_layers_without_a_cost_are_named():
     transformers = pytest.importorskip("transformers")
     small = {**SIZES, "num_key_value_heads": 2}
-    jamba = {**small, "model_type": "jamba", "use_mamba_kernels": False, "num_experts": 4}
     for config, text in (
-        (jamba, "'linear_attention' in layer 0, JambaMambaDecoderLayer"),
+        ({**small, "model_type": "zamba", "num_hidden_layers": 12, "attention_head_dim": 16},
+         "'mamba', ZambaMambaMixer: its states have no cost"),
+        ({**small, "model_type": "kimi_linear", "pad_token_id": None},
+         "DeltaAttention: its convolutions have no cost"),
+        ({**small, "model_type": "minimax", "head_dim": 8}, "LightningAttention: its scores have"),
         ({"model_type": "bart", "d_model": 32, "decoder_attention_heads": 4},
          "in layer 0 'encoder_attn', BartAttention: a second attention has no cost"),
         ({**small, "model_type": "t5gemma"}, "to make a causal language model"),
@@ -317,11 +320,14 @@ def test_layers_without_a_cost_are_named():
     model = small_mixtral(num_hidden_layers=2)
     spec = model_spec(model)
     model.model.layers[1].self_attn.q_proj = torch.nn.Conv1d(32, 32, 3)
-    with pytest.raises(ValueError, match="in layer 1 'self_attn', .*: convolutions have no cost"):
+    with pytest.raises(ValueError, match="in layer 1 'self_attn', .*: its convolutions have no"):
         model_spec(model)
     model = small_mixtral(num_hidden_layers=2)
     model.model.layers[1].self_attn.gate = torch.nn.Linear(32, 32)
-    with pytest.raises(ValueError, match="in layer 1 'self_attn', .*: 4096 parameters in matrices"):
+    with pytest.raises(ValueError, match="expected gates of attention of all layers .* alike"):
+        model_spec(model)
+    model.model.layers[1].self_attn.gate = torch.nn.Linear(32, 64)
+    with pytest.raises(ValueError, match="in layer 1 'self_attn', .*: 5120 parameters in matrices"):
         model_spec(model)
     model = small_mixtral(num_hidden_layers=2)
     model.tower = torch.nn.Linear(32, 32)

@@ -7,7 +7,16 @@ import pytest
 import torch
 
 from moe_ext.pipeline import make_table
-from moe_ext.planner import CLUSTERS, Job, ModelSpec, Plan, StepCost, plan, preset
+from moe_ext.planner import (
+    CLUSTERS,
+    Job,
+    ModelSpec,
+    Plan,
+    RecurrentSpec,
+    StepCost,
+    plan,
+    preset,
+)
 from moe_ext.planner.axes import columns_of
 from moe_ext.planner.stage_layers import (
     StageLayers,
@@ -24,6 +33,14 @@ MODELS = {
     "dense first": ModelSpec(6, 64, 4, 96, 128, num_moe_layers=4, dense_ffn_dim=512, **EXPERTS),
     "in turn": ModelSpec(
         6, 64, 4, 96, 128, num_moe_layers=3, moe_layers=(1, 3, 5), dense_ffn_dim=512, **EXPERTS
+    ),
+    "hybrid": ModelSpec(
+        *(6, 64, 4, 96, 128),
+        num_moe_layers=2,
+        moe_layers=(1, 4),
+        mixers=("recurrent", "recurrent", "attention", "recurrent", "recurrent", "both"),
+        recurrent=RecurrentSpec(64 * 640, 512, 4, 8, 4, 32, 64, has_beta=True),
+        **EXPERTS,
     ),
 }
 PLACED = {"tp": 1, "cp": 1, "ep": 1, "micro_batch": 1, "schedule": "1f1b", "zero": 0}
@@ -51,10 +68,12 @@ def seconds_of(cost, c, stages):
 
 
 def every_division(cost, pp, recompute):
-    has, size = cost.model.has_experts, cost.model.num_layers
+    parts, size = cost.model.parts, cost.model.num_layers
     for cuts in itertools.combinations(range(1, size), pp - 1):
         spans = list(itertools.pairwise((0, *cuts, size)))
-        kinds = [[[i for i in range(*s) if has[i] == k] for k in (False, True)] for s in spans]
+        kinds = [
+            [[i for i in range(*s) if parts[i] == kind] for kind in cost.model.kinds] for s in spans
+        ]
         numbers = [
             itertools.product(*(range(len(kind) * recompute + 1) for kind in each))
             for each in kinds

@@ -377,7 +377,7 @@ def sent_bytes(
     heads: int,
     dim: int,
     v_dim: int,
-    has_beta: bool,
+    has_beta: bool = False,
     g_dim: int = 1,
     kv_heads: int | None = None,
     by_element: bool = False,
@@ -399,23 +399,55 @@ def sent_bytes(
         by_element: states decay by element, without the delta rule.
         itemsize: bytes of an element.
     """
-    line = make_layout("contiguous", layout.seq_len, layout.num_ranks)
 
-    def rows(count: int, *, there: bool) -> int:
-        shared = None if count == heads else count
-        by_heads = scheme == "heads"
-        target = (
-            Spread.of_heads(heads, layout, shared) if by_heads else Spread.of_positions(count, line)
-        )
-        way = Spread.of_positions(count, layout), target
-        return Move(None, *(way if there else way[::-1]), "sent_bytes").elements(rank)
+    def rows(count: int, *, back: bool = False) -> int:
+        return _move(scheme, layout, heads, count, back=back).elements(rank)
 
-    found = rows(heads, there=True) * (v_dim + g_dim + has_beta)
-    found += rows(kv_heads or heads, there=True) * 2 * dim + rows(heads, there=False) * v_dim
+    found = rows(heads) * (v_dim + g_dim + has_beta) + rows(kv_heads or heads) * 2 * dim
+    found += rows(heads, back=True) * v_dim
     if scheme == "state":
         of_map = dim * dim if has_beta else dim if by_element else 1
         found += heads * (of_map + dim * v_dim) * StateScan.messages(rank, layout.num_ranks)
     return batch * found * itemsize
+
+
+@functools.lru_cache(maxsize=128)
+def _move(scheme: str, layout: Layout, heads: int, count: int, *, back: bool) -> Move:
+    """The change of places of so many rows of a position, which H heads share."""
+    if scheme == "heads":
+        target = Spread.of_heads(heads, layout, None if count == heads else count)
+    else:
+        line = make_layout("contiguous", layout.seq_len, layout.num_ranks)
+        target = Spread.of_positions(count, line)
+    move = Move(None, Spread.of_positions(count, layout), target, "sent_bytes")
+    return move.back if back else move
+
+
+def conv_sent_bytes(
+    layout: Layout, rank: int, *, batch: int, channels: int, taps: int, itemsize: int = 4
+) -> int:
+    """Bytes that a rank sends in the forward pass of `causal_conv1d`.
+
+    Args:
+        layout: of the positions.
+        rank: of the group.
+        batch: B.
+        channels: D.
+        taps: W.
+        itemsize: bytes of an element.
+    """
+    there, back = (_move("state", layout, 1, 1, back=each) for each in (False, True))
+    halo = Halo(None, there.target.layout.sizes, taps - 1, "sent_bytes").elements(rank)
+    return batch * channels * itemsize * (there.elements(rank) + back.elements(rank) + halo)
+
+
+@functools.lru_cache(maxsize=128)
+def most_sent_bytes(layout: Layout, **sizes: Any) -> dict[str, int]:
+    """Bytes of the rank that sends most, for each scheme; see `sent_bytes`."""
+    ranks = range(layout.num_ranks)
+    return {
+        name: max(sent_bytes(name, layout, rank, **sizes) for rank in ranks) for name in SCHEMES
+    }
 
 
 def _scheme(scheme: str, sequences: _Sequences, rows: list[Tensor], rates: Tensor | None) -> str:
@@ -423,31 +455,11 @@ def _scheme(scheme: str, sequences: _Sequences, rows: list[Tensor], rates: Tenso
     if scheme != "auto":
         return scheme
     (batch, kv_heads, _, dim), heads = rows[0].shape, rows[2].shape[1]
-    widths = rows[2].shape[3], rows[3].shape[3]
-    kind = len(rows) > 4, rates is not None or _is_diagonal(rows)
-    return _cheapest(sequences.layout, batch, heads, kv_heads, dim, *widths, *kind)
-
-
-@functools.lru_cache(maxsize=128)
-def _cheapest(
-    layout: Layout,
-    batch: int,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    v_dim: int,
-    g_dim: int,
-    has_beta: bool,
-    by_element: bool,
-) -> str:
-    """The scheme whose busiest rank sends least; all layers of a model ask for the same."""
     sizes: dict[str, Any] = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "dim": dim}
-    sizes |= {"v_dim": v_dim, "g_dim": g_dim, "has_beta": has_beta, "by_element": by_element}
-    most = {
-        name: max(sent_bytes(name, layout, rank, **sizes) for rank in range(layout.num_ranks))
-        for name in SCHEMES
-    }
-    return min(SCHEMES, key=most.__getitem__)
+    sizes |= {"v_dim": rows[2].shape[3], "g_dim": rows[3].shape[3], "has_beta": len(rows) > 4}
+    by_element = rates is not None or _is_diagonal(rows)
+    most = most_sent_bytes(sequences.layout, **sizes, by_element=by_element)
+    return min(most, key=most.__getitem__)
 
 
 def _by_heads(

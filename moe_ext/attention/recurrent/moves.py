@@ -139,11 +139,14 @@ class Move:
 
     def elements(self, rank: int) -> int:
         """Rows that a rank sends to others, one for each position and head."""
-        mine, found = self.source.heads[rank], 0
-        for other, index in enumerate(self._places(rank)[0]):
-            if other != rank:
-                found += len(_common(mine, self.target.heads[other])) * len(index)
-        return found
+        mine, shards = self.source.heads[rank], self.source.layout.shards
+        held = sum(map(len, shards[rank]))
+        if _is_whole(self.target.layout):
+            others = (theirs for other, theirs in enumerate(self.target.heads) if other != rank)
+            return held * sum(len(_common(mine, theirs)) for theirs in others)
+        pairs = itertools.product(shards[rank], self.target.layout.shards[rank])
+        # All heads of a position that does not stay go to one rank.
+        return len(mine) * (held - sum(itertools.starmap(_num_common, pairs)))
 
     def _copies(self, rank: int) -> int:
         """Number of ranks that hold each position of the source, with other heads each."""
@@ -166,6 +169,11 @@ def _is_whole(layout: Layout) -> bool:
 def _common(a: range, b: range) -> range:
     start = max(a.start, b.start)
     return range(start, max(start, min(a.stop, b.stop)))
+
+
+def _num_common(a: range, b: range) -> int:
+    """Positions that are in both ranges, whatever their steps."""
+    return len(_common(a, b)) if a.step == b.step == 1 else sum(i in b for i in a)
 
 
 class _MovedRows(torch.autograd.Function):
@@ -214,6 +222,11 @@ class Halo:
     sizes: tuple[int, ...]
     width: int
     operation: str
+
+    def elements(self, rank: int) -> int:
+        """Positions that a rank sends to others."""
+        pieces = itertools.chain(*_halo_pieces(self.sizes, self.width))
+        return sum(length for other, _, length in pieces if other == rank)
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[..., width]` of `[..., L]`; differentiable."""
