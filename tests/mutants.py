@@ -638,6 +638,13 @@ MUTANTS = [
         "tests/attention/test_recurrent.py -k formula",
     ),
     Mutant(
+        "lightning attention gives heads the decays of others",
+        "moe_ext/attention/huggingface/mixers.py",
+        "g = -module.slope_rate.view(heads, 1)",
+        "g = -module.slope_rate.view(heads, 1).flip(0)",
+        "tests/integrations/huggingface/test_hybrid_models.py -k some_equal_one_process-minimax",
+    ),
+    Mutant(
         "tied weights keep the gradient of their own stage alone",
         "moe_ext/pipeline/**/*.py",
         "return torch.stack([found[rank] for rank in ranks]).sum(0), sent",

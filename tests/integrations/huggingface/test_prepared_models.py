@@ -50,6 +50,7 @@ SIZES = {
     "head_dim": 8,
     "rotary_dim": 4,
     "n_groups": 1,
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 8),
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": VOCABULARY,
 }
@@ -65,7 +66,13 @@ KIMI = {
 SERVED = {
     "bert": {"is_decoder": True},
     "bert/mlm": {},
-    "bailing_hybrid": {**HYBRID, **KIMI, "n_group": 2, "topk_group": 1},
+    "bailing_hybrid": {
+        **HYBRID,
+        **KIMI,
+        "mlp_layer_types": ["dense", "sparse"],
+        "n_group": 2,
+        "topk_group": 1,
+    },
     "bamba": {"attn_layer_indices": [1]},
     "cohere2": WINDOW,
     "deepseek_v3": {
@@ -109,7 +116,7 @@ SERVED = {
     "mixtral": {},
     "modernbert-decoder": {},
     "modernbert/mlm": {"local_attention": 8},
-    "nemotron_h": {},
+    "nemotron_h": {"mamba_num_heads": 2, "mamba_head_dim": 16, "ssm_state_size": 8},
     "olmo2": {},
     "olmo_hybrid": HYBRID,
     "olmoe": {},
@@ -129,7 +136,7 @@ SERVED = {
     "starcoder2": {},
     "xlm-roberta/mlm": {},
     "zamba": {
-        "num_hidden_layers": 6,
+        "num_hidden_layers": 5,
         "attn_layer_offset": 1,
         "attn_layer_period": 2,
         "n_mamba_heads": 2,
@@ -184,7 +191,10 @@ REFUSED = {
     ),
     "two sequences": ("have one sequence", {"t5/mlm": {}}),
 }
-RECOMPUTED = ("gpt_bigcode", "qwen3_next", "lfm2", "bamba", "nemotron_h", "zamba")
+RECOMPUTED = (
+    *("gpt_bigcode", "qwen3_next", "lfm2", "bamba", "nemotron_h", "zamba"),
+    *("minimax", "recurrent_gemma"),
+)
 check = Checks()
 
 
@@ -203,7 +213,9 @@ def make(family, *, seed=0, **kwargs):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Scores of small weights are all alike: no mask and no position would be seen.
-            if any(part in name for part in ("q_proj", "k_proj", "query", "key")):
+            scores = any(part in name for part in ("q_proj", "k_proj", "query", "key"))
+            # Those of RecurrentGemma are not; with larger ones its own float32 is off by 5e-5.
+            if scores and kind != "recurrent_gemma":
                 parameter.mul_(20)
     return model.eval()
 
@@ -237,7 +249,7 @@ def one_process(model, kind="padded"):
     return loss.detach()
 
 
-def expect_near(model, whole):
+def expect_near(model, whole, of_own=1e-5, of_largest=1e-7):
     """Gradients of float32 within a few of its roundings, as models multiply them."""
     gradients = [p.grad for p in whole.parameters() if p.grad is not None]
     largest = max(float(grad.abs().max()) for grad in gradients)
@@ -245,13 +257,13 @@ def expect_near(model, whole):
         if wanted.grad is None:
             continue
         # The gradient of a key's bias is 0 but for rounding.
-        limit = 1e-5 * float(wanted.grad.abs().max()) + 1e-7 * largest
+        limit = of_own * float(wanted.grad.abs().max()) + of_largest * largest
         torch.testing.assert_close(
             found.grad, wanted.grad, rtol=0, atol=limit, msg=lambda m, n=name: f"{n}: {m}"
         )
 
 
-def trained(model, batch):
+def trained(model, batch, layout="zigzag"):
     """This rank's part of the loss, summed over the ranks; gradients of their mean."""
     labels = batch["labels"]
     try:
@@ -261,7 +273,7 @@ def trained(model, batch):
             raise
         # As the message says.
         logits = model(**{k: x for k, x in batch.items() if k != "labels"}).logits
-        own = shard_sequence(labels, group=group(), dim=1)
+        own = shard_sequence(labels, group=group(), dim=1, layout=layout)
         total = F.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum")
         loss = total * dist.get_world_size() / (labels != -100).sum()
     loss.backward()

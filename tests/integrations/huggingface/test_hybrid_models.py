@@ -1,0 +1,155 @@
+"""State spaces, delta rules and convolutions of prepared models, over ranks against one process.
+
+Every rank count starts its ranks once for all families; few families and three ranks, by which no
+length here is divided, run by default, and all of them on two to four ranks where slow tests run.
+"""
+
+import contextlib
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hf_models import transformers
+from rank_checks import Checks, full
+from test_prepared_models import (
+    REFUSED,
+    SERVED,
+    expect_near,
+    group,
+    make,
+    make_batch,
+    one_process,
+    trained,
+)
+
+import moe_ext
+from moe_ext.attention import prepare_model
+from moe_ext.attention.huggingface.mixers import _mixers
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "hugging_face.md"
+HYBRIDS = (
+    *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba"),
+    *("kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h"),
+    *("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma"),
+    *("zamba", "zamba2"),
+)
+# One of each recurrence.
+SOME = ("bamba", "jamba", "kimi_linear", "lfm2", "minimax", "qwen3_next", "recurrent_gemma")
+# Kinds of batches and layouts; the documents of a packed one end inside ranks.
+CASES = (
+    *(("padded", layout) for layout in ("contiguous", "zigzag", "striped")),
+    *(("packed", layout) for layout in ("contiguous", "zigzag", "striped", "per_document")),
+)
+SOME_CASES = (("padded", "striped"), ("packed", "per_document"))
+EXACT_CASES = (("padded", "zigzag"), ("packed", "contiguous"))
+EXPERTS = (
+    *("bailing_hybrid", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "minimax"),
+    *("nemotron_h", "qwen3_5_moe_text", "qwen3_next"),
+)
+# Divided by two to four ranks; a config takes its own name of it.
+TWELVE = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 12)
+few, layouts, exact, experts = Checks(), Checks(), Checks(), Checks()
+
+
+def equals_one_process(family, cases=CASES):
+    for kind, layout in cases:
+        model = make(family, **SERVED[family])
+        whole = copy.deepcopy(model)
+        whole.set_attn_implementation("eager")
+        loss = one_process(whole, kind)
+        prepare_model(model, group=group(), layout=layout)
+        found = trained(model, make_batch(kind), layout)
+        where = f"{kind} {layout}: "
+        torch.testing.assert_close(found, loss, rtol=1e-5, atol=0, msg=lambda m, w=where: w + m)
+        expect_near(model, whole)
+
+
+@contextlib.contextmanager
+def doubles():
+    """Models that ask for float32 are given float64."""
+    scan = transformers.models.recurrent_gemma.modeling_recurrent_gemma.RecurrentGemmaRglru
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("float32", "float"):
+            patch.setattr(torch, name, torch.float64)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        patch.setattr(scan._rnn_scan, "__defaults__", (torch.float64,))
+        torch.set_default_dtype(torch.float64)
+        yield
+    torch.set_default_dtype(torch.float32)
+
+
+def double(family):
+    """A model in float64."""
+    model = make(family, **SERVED[family]).double()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    for layer in model.modules():
+        if type(layer).__name__ == "MiniMaxLightningAttention":
+            # Transformers keeps powers of this, which were rounded to float32.
+            decays = layer.decay_factors(layer.slope_rate)
+            layer.query_decay, layer.key_decay, layer.diagonal_decay = decays
+    return model
+
+
+def equals_one_process_in_float64(family):
+    with doubles():
+        for kind, layout in EXACT_CASES:
+            model = double(family)
+            whole = copy.deepcopy(model)
+            whole.set_attn_implementation("eager")
+            loss = one_process(whole, kind)
+            prepare_model(model, group=group(), layout=layout)
+            found = trained(model, make_batch(kind), layout)
+            torch.testing.assert_close(found, loss, rtol=1e-9, atol=0)
+            expect_near(model, whole, 1e-9, 1e-12)
+
+
+def experts_are_spread_beside_it(family):
+    model = make(family, **SERVED[family], **TWELVE)
+    whole = copy.deepcopy(model)
+    whole.set_attn_implementation("eager")
+    loss = one_process(whole, "packed")
+    prepare_model(model, group=group(), layout="contiguous")
+    assert moe_ext.replace(model, ep_group=dist.group.WORLD) > 0
+    found = trained(model, make_batch("packed"), "contiguous")
+    torch.testing.assert_close(found, loss, rtol=1e-5, atol=0)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = full(parameter.grad)
+    expect_near(model, whole)
+
+
+@few(*((family,) for family in SOME))
+def some_equal_one_process(family):
+    equals_one_process(family, SOME_CASES)
+
+
+few(("qwen3_next",))(experts_are_spread_beside_it)
+layouts(*((family,) for family in HYBRIDS))(equals_one_process)
+exact(*((family,) for family in HYBRIDS))(equals_one_process_in_float64)
+experts(*((family,) for family in EXPERTS))(experts_are_spread_beside_it)
+
+
+@pytest.mark.parametrize("name", few)
+def test_ranks(name):
+    few.assert_passed(3, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*layouts, *exact, *experts])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_ranks_of_all_families(num_ranks, name):
+    checks = next(each for each in (layouts, exact, experts) if name in each)
+    checks.assert_passed(num_ranks, name, timeout=280)
+
+
+def test_no_hybrid_is_left_out():
+    """Neither here nor on the page, whose other names are those that are refused."""
+    found = {family for family in SERVED if [*_mixers(make(family, **SERVED[family]))]}
+    assert found == {*HYBRIDS}
+    _, refused = REFUSED["recurrences and mixtures of other kinds"]
+    names = (", ".join(HYBRIDS), ", ".join(refused).replace("/mlm", ""))
+    text = " ".join(PAGE.read_text().split())
+    assert "Served: {}. Refused: {}.".format(*names) in text
