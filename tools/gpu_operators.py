@@ -41,8 +41,7 @@ Arguments = tuple[Any, ...]
 CPU_ONLY = {
     "adam_step_",  # for memory that a GPU lacks
     # `attention` has formulas of torch for other devices.
-    *("causal_conv1d", "_causal_conv1d_backward", "gated_delta_rule", "_gated_delta_rule_backward"),
-    *("selective_scan", "_selective_scan_backward"),
+    *("gated_delta_rule", "_gated_delta_rule_backward"),
     # Of counts that the host has read. `ops` brings others there.
     *("plan_balance", "split_rows"),
 }
@@ -101,6 +100,12 @@ class Inputs:
         """Its output and log-sum-exp."""
         found: tuple[Tensor, Tensor] = op("attention_block")(*self.qkv, *BLOCK)
         return found
+
+    @cached_property
+    def scanned(self) -> tuple[Tensor, ...]:
+        """x, dt, A, B and C of a selective scan."""
+        x_BHS, dt_BHS, rates_HK = self.wide(B, H, S), self.wide(B, H, S).abs(), self.wide(H, 16)
+        return x_BHS, dt_BHS, -rates_HK.abs(), self.wide(B, 2, S, 16), self.wide(B, 2, S, 16)
 
     @cached_property
     def rng_state(self) -> Tensor:
@@ -245,6 +250,17 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
     "masked_mm": lambda i: (
         *(i.random(5, D).to(i.product_dtype), i.random(F * D // 2, dtype=i.product_dtype)),
         *(torch.full((F, D // 8), 0b01100110, dtype=torch.uint8), torch.tensor([0, 2, 5])),
+    ),
+    "selective_scan": lambda i: (*i.scanned, i.wide(B, H, 16), None),
+    "_selective_scan_backward": lambda i: (
+        *(i.wide(B, H, S), i.wide(B, H, 16), *i.scanned, None),
+        op("selective_scan")(*i.scanned, i.wide(B, H, 16), None)[2],
+    ),
+    "causal_conv1d": lambda i: (
+        *(i.wide(B, D, S), i.wide(D, 4), i.wide(D), i.wide(B, D, 3), None, True),
+    ),
+    "_causal_conv1d_backward": lambda i: (
+        *(i.wide(B, D, S), i.wide(B, D, S), i.wide(D, 4), i.wide(D), i.wide(B, D, 3), None, True),
     ),
     "gather_blocks": lambda i: (i.random(4096), torch.tensor([1, 4, 15]), 256),
     "scatter_blocks_": lambda i: (

@@ -2,7 +2,7 @@
 
 #include "common/dispatch.h"
 #include "common/library.h"
-#include "recurrence/delta_rule.h"
+#include "recurrence/checks.h"
 
 namespace moe_ext::recurrence {
 

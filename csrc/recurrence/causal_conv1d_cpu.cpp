@@ -10,7 +10,7 @@
 #include "common/cpu_isa.h"
 #include "common/new_on_cpu.h"
 #include "recurrence/causal_conv1d_tables.h"
-#include "recurrence/delta_rule.h"
+#include "recurrence/checks.h"
 #include "recurrence/lanes.h"
 
 namespace moe_ext::recurrence {
@@ -21,8 +21,6 @@ MOE_EXT_SELECT_KERNELS(ConvTable)
 } // namespace conv
 
 namespace {
-
-using OptionalTensor = std::optional<Tensor>;
 
 // Positions that a task takes at a time.
 constexpr int64_t kStretch = 256;

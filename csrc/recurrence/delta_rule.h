@@ -1,13 +1,9 @@
 // Gated delta rule: the argument checks that both backends share.
 #pragma once
 
-#include <optional>
-
-#include "common/check.h"
+#include "recurrence/checks.h"
 
 namespace moe_ext::recurrence {
-
-using OptionalTensor = std::optional<Tensor>;
 
 struct DeltaRuleArgs {
   const Tensor& q;                 // [B, G, L, K]
@@ -26,12 +22,5 @@ void check_delta_rule_backward(
     const Tensor& grad_out,  // [B, H, L, V]
     const Tensor& grad_last, // [B, H, K, V]
     const Tensor& news);     // [B, H, L, V]; empty without beta
-
-// documents, of L positions, [B or 1, L] int64.
-void check_documents(
-    const char* op, const OptionalTensor& documents, const Tensor& like, int64_t batch, int64_t length);
-
-// t of the sizes of `as`, on its device and in its dtype.
-void check_like(const char* op, const char* name, const Tensor& t, const char* as_name, const Tensor& as);
 
 } // namespace moe_ext::recurrence

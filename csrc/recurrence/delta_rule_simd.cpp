@@ -1,22 +1,9 @@
 // Loops within a chunk of the gated delta rule, compiled once per instruction set.
+#include "recurrence/decay_math.h"
 #include "recurrence/delta_rule_tables.h"
 
 namespace moe_ext::recurrence::MOE_ISA {
 namespace {
-
-// Beyond it the result is infinite; exp_acc takes no more.
-template <typename Acc>
-MOE_INLINE Acc bounded(Acc x) {
-  return x > Acc(89) ? Acc(89) : x;
-}
-
-MOE_INLINE float decay_of(float log) {
-  return exp_acc(bounded(log));
-}
-
-MOE_INLINE double decay_of(double log) {
-  return exp_acc(log);
-}
 
 template <typename Acc>
 void decays(const Decays<Acc>& decays, const Acc* g, int64_t n) {

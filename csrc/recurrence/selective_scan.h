@@ -1,9 +1,7 @@
 // Selective scan: the argument checks that both backends share.
 #pragma once
 
-#include <optional>
-
-#include "common/check.h"
+#include "recurrence/checks.h"
 
 namespace moe_ext::recurrence {
 
@@ -11,13 +9,13 @@ namespace moe_ext::recurrence {
 constexpr int64_t kScanChunk = 64;
 
 struct SelectiveScanArgs {
-  const Tensor& x;                        // [B, H, L]
-  const Tensor& dt;                       // [B, H, L]
-  const Tensor& a;                        // [H, K]
-  const Tensor& b;                        // [B, G, L, K]
-  const Tensor& c;                        // [B, G, L, K]
-  const Tensor& state;                    // [B, H, K]
-  const std::optional<Tensor>& documents; // [B or 1, L]
+  const Tensor& x;                 // [B, H, L]
+  const Tensor& dt;                // [B, H, L]
+  const Tensor& a;                 // [H, K]
+  const Tensor& b;                 // [B, G, L, K]
+  const Tensor& c;                 // [B, G, L, K]
+  const Tensor& state;             // [B, H, K]
+  const OptionalTensor& documents; // [B or 1, L]
 };
 
 void check_selective_scan(const char* op, const SelectiveScanArgs& args);

@@ -24,8 +24,6 @@ MOE_EXT_SELECT_KERNELS(ScanTable)
 
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
-
 // The arguments, and how their heads are cut.
 template <typename Acc>
 struct __attribute__((visibility("hidden"))) Scan {

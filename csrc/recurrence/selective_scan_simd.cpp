@@ -1,17 +1,9 @@
 // Loops of the selective scan, compiled once per instruction set: heads side by side, positions one after the other.
+#include "recurrence/decay_math.h"
 #include "recurrence/selective_scan_tables.h"
 
 namespace moe_ext::recurrence::scan::MOE_ISA {
 namespace {
-
-MOE_INLINE float decay_of(float log) {
-  // exp_acc takes no more; the result is infinite.
-  return exp_acc(log > 89.0f ? 89.0f : log);
-}
-
-MOE_INLINE double decay_of(double log) {
-  return exp_acc(log);
-}
 
 template <typename Acc>
 MOE_INLINE bool is_fresh(const ScanArgs<Acc>& args, int64_t t) {

@@ -126,7 +126,8 @@ def selective_scan(
     Raises:
         RuntimeError: an argument has the wrong device, dtype or shape.
 
-    On CPU alone. Deterministic, with the same bits for any number of threads.
+    Deterministic, with the same bits for any number of threads; on CUDA at most 128 columns of A.
+    Does not synchronise the device.
 
     Reference: Gu, Dao: Mamba, 2023 (arXiv 2312.00752), equation 2.
     """
@@ -199,7 +200,7 @@ def causal_conv1d(
     Raises:
         RuntimeError: an argument has the wrong device, dtype or shape.
 
-    On CPU alone. Deterministic, with the same bits for any number of threads.
+    Deterministic, with the same bits for any number of threads; does not synchronise the device.
     """
     out_BDL: Tensor = torch.ops.moe_ext.causal_conv1d(
         x_BDL, weight_DW, bias_D, halo, documents, silu

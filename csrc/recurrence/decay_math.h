@@ -1,0 +1,19 @@
+// Decays of recurrences from their logarithms, for loops and kernels.
+#pragma once
+
+#include "common/simd.h"
+
+namespace moe_ext::recurrence {
+namespace {
+
+// exp(log), infinite beyond 89: exp_acc takes no more.
+MOE_INLINE float decay_of(float log) {
+  return exp_acc(log > 89.0f ? 89.0f : log);
+}
+
+MOE_INLINE double decay_of(double log) {
+  return exp_acc(log);
+}
+
+} // namespace
+} // namespace moe_ext::recurrence
