@@ -1,4 +1,4 @@
-"""The README's script runs as it stands, and the first lines of three guides."""
+"""The README's script and figures, and the first lines of three guides."""
 
 import math
 import os
@@ -86,3 +86,29 @@ def test_drop_in_snippet_runs(dtype, tmp_path):
     exec(snippet, names)
     assert names["model"].config._experts_implementation == "moe_ext"
     assert names["model"].dtype == dtype
+
+
+# A row of the README's comparison, and how the rows of the benchmarks begin that have its figures.
+COMPARED = {
+    "8 wide experts, top 2, float32": "| A (few wide experts) | 1024 | float32 | even |",
+    "the same, bfloat16": " experts) | 1024 | bfloat16 | even |",
+    "64 narrow experts, top 8, float32": "| B (many narrow experts) | 1024 | float32 | even |",
+    "Qwen3-MoE's proportions, whole step": "| Qwen3-MoE |",
+    "two nodes, 1 Gbit/s, 64 narrow experts": "| 2 x 2 | T=512 D=512 F=192 E=64 K=8 | 1 Gbit/s |",
+    "ring attention, float32, CPU time": "| float32 | ours |",
+    "gradients of 25 MB, 1 Gbit/s": "| 2 | 1 Gbit/s |",
+}
+
+
+def test_figures_are_those_of_the_benchmarks():
+    section = (ROOT / "README.md").read_text().split("## How it compares")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| ([^|]*?) \| ([^|]*) \| ([^|]*) \|$", section, re.MULTILINE)[1:]
+    assert {name for name, _, _ in rows} == set(COMPARED)
+    lines = (ROOT / "docs" / "benchmarks.md").read_text().splitlines()
+    for name, ours, others in rows:
+        found = " ".join(line for line in lines if COMPARED[name] in line)
+        measured = {float(number) for number in re.findall(r"\d+\.?\d*", found)}
+        for figure in re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?![\w])", f"{ours} {others}"):
+            assert any(
+                float(figure) == round(value, len(figure.partition(".")[2])) for value in measured
+            ), f"{name}: {figure}"
