@@ -29,6 +29,7 @@ BENCHMARKS = (
     "compat",
     "attention",
     "recurrence",
+    "recurrent_ranks",
     "compression",
     "codecs",
     "sparsity",
@@ -100,7 +101,9 @@ def main() -> None:
         report, about = path.read_text(), last.get("machine", about)
         figures = last["tables"] | figures
     path.parent.mkdir(exist_ok=True)
-    path.write_text(merged(report, tables))
+    # Pages of other processors lie a folder deeper than the charts.
+    charts = "](images/" if path == REPORT else "](../images/"
+    path.write_text(merged(report, tables).replace("](images/", charts))
     kept.write_text(json.dumps({"machine": about, "tables": figures}, indent=1) + "\n")
 
 

@@ -300,3 +300,14 @@ def test_pipelines_take_the_time_that_is_simulated():
             # times as long; the rest is for a machine that runs other tests.
             assert measured > on_time
             assert measured < 2.5 * simulated
+
+
+def test_ranks_of_recurrences_send_what_the_chart_draws():
+    import bench_recurrent_ranks as bench
+
+    case = bench.Case(64, 4, 8, 1)
+    found = bench.measure(case, 2)
+    assert set(found) == set(bench.CONTENDERS)
+    for name, (seconds, sent) in found.items():
+        assert seconds > 0 and sent == case.sent(2, name), name
+    assert case.sent(2, "state", 8) == case.sent(2, "state", 80)

@@ -11,7 +11,9 @@ from moe_ext.attention.recurrent.functional import conv_sent_bytes, sent_bytes
 from moe_ext.attention.recurrent.local import CHUNK
 from moe_ext.planner import (
     CLUSTERS,
+    ClusterSpec,
     Job,
+    Level,
     ModelSpec,
     Plan,
     RecurrentSpec,
@@ -21,6 +23,7 @@ from moe_ext.planner import (
 )
 from moe_ext.planner.axes import columns_of
 from moe_ext.planner.stage_layers import divide
+from moe_ext.testing import spawn_ranks
 
 SIZES = {
     "vocab_size": 64,
@@ -262,3 +265,49 @@ def test_recurrences_take_time_and_memory_of_their_own():
     # A stage of recurrences has more layers.
     ends = [[s.end for s in divide(cost, columns_of([{"pp": 2}]))] for cost in costs]
     assert ends == [[4, 8], [6, 8]]
+
+
+def applied_here(rank, fixed):
+    """Loss of one process and of a plan over ranks, and the largest difference of gradients."""
+    import transformers
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(made(transformers, "qwen3_5", "cpu").float())
+    whole, model = models
+    cluster = ClusterSpec((Level("node", 4, 1e-6, 1e10),), {"float32": 1e11}, 4e9, 1e10, 0.5, 0.4)
+    fixed = {"micro_batch": 2, "zero": 0, "recompute": 0, "turns": 0, "gradients": "none", **fixed}
+    options = {"num_ranks": 2, "seq_len": 16, "global_batch": 4, "dtype": "float32"}
+    applied = plan(model, cluster, **options, fixed=fixed).apply(model)
+    ids = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(1))
+    loss = whole(input_ids=ids, labels=ids).loss
+    loss.backward()
+    if applied.pipeline is not None:
+        batches, stages = list(ids.split(2)), applied.pipeline.stages
+        losses = applied.pipeline.step(
+            batches if 0 in stages else (), batches if 1 in stages else ()
+        )
+        found = sum(map(float, losses)) / 2
+    else:
+        part = model(input_ids=ids, labels=ids).loss
+        part.backward()
+        applied.sync_gradients()
+        found = float(part) / 2
+    wanted = {name: p.grad for name, p in whole.named_parameters()}
+    off = [(p.grad - wanted[name]).abs().max() for name, p in model.named_parameters()]
+    return float(loss), found, float(torch.stack(off).max())
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        {"pp": 1, "cp": 2, "scheme": "ulysses"},
+        {"pp": 1, "cp": 2, "scheme": "ring"},
+        {"pp": 2, "cp": 1, "schedule": "1f1b"},
+    ],
+)
+def test_plans_are_applied_over_ranks(transformers, fixed):
+    found = spawn_ranks(applied_here, 2, fixed)
+    assert sum(loss for _, loss, _ in found) == pytest.approx(found[0][0], rel=1e-6)
+    assert max(off for *_, off in found) < 1e-6
