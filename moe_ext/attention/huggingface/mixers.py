@@ -317,20 +317,22 @@ def _shared(
     try:
         if kind.__name__ in METHODS:
             return METHODS[kind.__name__][1](mixers, module, *args, **kwargs)
-        return _made(kind)(module, *args, **kwargs)
+        made = _MADE.get(kind) or _make(kind)
+        return made(module, *args, **kwargs)
     finally:
         _current.reset(token)
 
 
-@functools.cache
-def _made(kind: Any) -> Callable[..., Any]:
+# A table, since torch.compile goes through functools.cache.
+_MADE: dict[type, Callable[..., Any]] = {}
+
+
+def _make(kind: Any) -> Callable[..., Any]:
     """The forward pass of a class, to which the names of functions mean others."""
     inner = inspect.unwrap(kind.forward)
     own = {name: f for name, f in FUNCTIONS.items() if name in inner.__globals__}
-    made: Callable[..., Any] = _around(
-        kind.forward, inner, _copy(inner, {**inner.__globals__, **own})
-    )
-    return made
+    _MADE[kind] = _around(kind.forward, inner, _copy(inner, {**inner.__globals__, **own}))
+    return _MADE[kind]
 
 
 def _around(outer: Any, inner: Any, made: Any) -> Any:

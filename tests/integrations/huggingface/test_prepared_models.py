@@ -588,6 +588,15 @@ def test_a_copy_is_prepared_and_ended_by_itself():
     assert torch.equal(twin(input_ids=batch["input_ids"]).logits, together)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error:Dynamo detected a call to a `functools.lru_cache`")
+def test_a_hybrid_compiles():
+    model, batch = make("lfm2", **SERVED["lfm2"]), make_batch("packed")
+    prepare_model(model, group=None)
+    wanted = model(**batch).logits
+    torch.testing.assert_close(torch.compile(model, backend="eager")(**batch).logits, wanted)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 def test_a_model_is_pickled_whole(family):
     model = make(family, **SERVED[family])
