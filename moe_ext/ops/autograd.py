@@ -196,7 +196,8 @@ class _Positions(NamedTuple):
             functions = [_OF_TENSORS[function] for _, _, function in derivative.arguments]
             found = call(*[f(value) for f, value in zip(functions, taken, strict=True)])
             for at, grad in zip(places, found if len(places) > 1 else (found,), strict=True):
-                result[at] = grad
+                # An argument that is None has no gradient, whatever the call returns for it.
+                result[at] = grad if _needs(ctx, at) else None
         return tuple(result)
 
 
