@@ -40,8 +40,6 @@ Arguments = tuple[Any, ...]
 # Operators without a CUDA kernel.
 CPU_ONLY = {
     "adam_step_",  # for memory that a GPU lacks
-    # `attention` has formulas of torch for other devices.
-    *("gated_delta_rule", "_gated_delta_rule_backward"),
     # Of counts that the host has read. `ops` brings others there.
     *("plan_balance", "split_rows"),
 }
@@ -106,6 +104,13 @@ class Inputs:
         """x, dt, A, B and C of a selective scan."""
         x_BHS, dt_BHS, rates_HK = self.wide(B, H, S), self.wide(B, H, S).abs(), self.wide(H, 16)
         return x_BHS, dt_BHS, -rates_HK.abs(), self.wide(B, 2, S, 16), self.wide(B, 2, S, 16)
+
+    @cached_property
+    def ruled(self) -> tuple[Tensor, ...]:
+        """q, k, v, g, beta and state of a gated delta rule."""
+        q_BGSD, k_BGSD = self.wide(B, 2, S, D) / 8, self.wide(B, 2, S, D) / 8
+        decays_BHS, beta_BHS = -self.wide(B, H, S).abs(), self.wide(B, H, S).sigmoid()
+        return q_BGSD, k_BGSD, self.wide(B, H, S, F), decays_BHS, beta_BHS, self.wide(B, H, D, F)
 
     @cached_property
     def rng_state(self) -> Tensor:
@@ -250,6 +255,11 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
     "masked_mm": lambda i: (
         *(i.random(5, D).to(i.product_dtype), i.random(F * D // 2, dtype=i.product_dtype)),
         *(torch.full((F, D // 8), 0b01100110, dtype=torch.uint8), torch.tensor([0, 2, 5])),
+    ),
+    "gated_delta_rule": lambda i: (*i.ruled, None),
+    "_gated_delta_rule_backward": lambda i: (
+        *(i.wide(B, H, S, F), i.wide(B, H, D, F), *i.ruled, None),
+        op("gated_delta_rule")(*i.ruled, None)[2],
     ),
     "selective_scan": lambda i: (*i.scanned, i.wide(B, H, 16), None),
     "_selective_scan_backward": lambda i: (

@@ -48,7 +48,8 @@ def gated_delta_rule(
     Raises:
         RuntimeError: an argument has the wrong device, dtype or shape.
 
-    On CPU alone. Deterministic, with the same bits for any number of threads.
+    Deterministic, with the same bits for any number of threads; on CUDA K is at most 256,
+    and 128 in float64. Does not synchronise the device.
 
     Reference: Yang, Kautz, Hatamizadeh: Gated Delta Networks, 2024 (arXiv 2412.06464), section 3.3,
     equations 10 to 12; Dao, Gu: Transformers are SSMs, 2024 (arXiv 2405.21060), section 6.

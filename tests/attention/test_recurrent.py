@@ -70,7 +70,7 @@ def documents_of(offsets, length):
 def by(request, monkeypatch):
     """The operators of the CPU, or the formulas of torch that other devices have."""
     if request.param == "formulas":
-        monkeypatch.setattr(local, "_has_operators", lambda x: False)
+        monkeypatch.setattr(local, "_has_operators", lambda *_: False)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -29,14 +29,13 @@ from moe_ext.ops.autograd import is_transformed
 CHUNK = 64
 
 
-# Elements of a state that the CUDA kernel of `ops.selective_scan` holds.
-_MOST_ON_CUDA = 128
 _HAS_CUDA = has_cuda()
 
 
-def _has_operators(x: Tensor) -> bool:
+def _has_operators(x: Tensor, dim: int = 0, most: int = 0) -> bool:
+    """True if an operator takes x, and dim K of states: on CUDA at most `most` elements."""
     # A transform of torch.func takes formulas alone.
-    return (x.is_cpu or (x.is_cuda and _HAS_CUDA)) and not is_transformed()
+    return (x.is_cpu or (x.is_cuda and _HAS_CUDA and dim <= most)) and not is_transformed()
 
 
 class Scanned(NamedTuple):
@@ -76,7 +75,8 @@ def delta_rule(
         equations 10 to 12; Dao, Gu: Transformers are SSMs, 2024 (arXiv 2405.21060), section 6;
         Kimi Linear, 2025 (arXiv 2510.26692), section 3, for decays by element.
     """
-    if g.dim() == 3 and v.is_cpu and _has_operators(v):
+    most = 128 if v.dtype == torch.float64 else 256
+    if g.dim() == 3 and _has_operators(v, q.shape[3], most):
         return Scanned(*ops.gated_delta_rule(q, k, v, g, beta, state, documents))
     q, k = by_head(q, v.shape[1]), by_head(k, v.shape[1])
     length = q.shape[2]
@@ -237,7 +237,7 @@ def selective_scan(
     Reference: Gu, Dao: Mamba, 2023 (arXiv 2312.00752), equation 2.
     """
     heads, v_dim = x.shape[1], x.shape[3]
-    if _has_operators(x) and (x.is_cpu or A.shape[1] <= _MOST_ON_CUDA):
+    if _has_operators(x, A.shape[1], 128):
         # A column of the values is a head of its own.
         columns = x.mT.flatten(1, 2), dt.repeat_interleave(v_dim, 1), A.repeat_interleave(v_dim, 0)
         out, last = ops.selective_scan(*columns, B, C, state.mT.flatten(1, 2), documents)
