@@ -87,7 +87,7 @@ def equals_one_process(kind, given, scheme, layout, offsets):
 
 
 def due_bytes(kind, given, scheme, layout, offsets):
-    """Those of the formula."""
+    """Bytes that the formula gives for this rank."""
     value, key = given.get("v", given.get("x")), given.get("k", given.get("B"))
     diagonal = kind in ("linear by element", "scan by element")
     dim = key.shape[3]

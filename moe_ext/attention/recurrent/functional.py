@@ -57,15 +57,10 @@ class _Sequences:
         """True if each rank holds one stretch, those of lower ranks before it."""
         return self.layout.shards == self.line.shards
 
-    def to_line(self, heads: int) -> Move:
-        """The move of rows of so many heads to one stretch on each rank."""
-        way = Spread.of_positions(heads, self.layout), Spread.of_positions(heads, self.line)
-        return Move(self.group, *way, self.operation)
-
-    def from_line(self, heads: int) -> Move:
-        """The way back."""
-        way = Spread.of_positions(heads, self.line), Spread.of_positions(heads, self.layout)
-        return Move(self.group, *way, self.operation)
+    def move(self, scheme: str, heads: int, count: int, *, back: bool = False) -> Move:
+        """The move of `count` rows of a position, which H heads share, or the way back."""
+        way = _way(scheme, self.layout, heads, count)
+        return Move(self.group, *_turned(way, back), self.operation)
 
     def documents(self, positions: Tensor) -> Tensor | None:
         """`[1 or B, L]`, the document of each position; -1 before the first."""
@@ -345,9 +340,7 @@ def _recur(
         return _run(rows, rates, state, sequences.documents(whole))
     if _scheme(scheme, sequences, rows, rates) == "heads":
         return _by_heads(rows, rates, state, sequences)
-    if rates is not None or _is_diagonal(rows):
-        return _by_states_of_elements(rows, rates, state, sequences)
-    return _by_state(rows, state, sequences)
+    return _by_state(rows, rates, state, sequences)
 
 
 def _is_diagonal(rows: list[Tensor]) -> bool:
@@ -401,7 +394,8 @@ def sent_bytes(
     """
 
     def rows(count: int, *, back: bool = False) -> int:
-        return _move(scheme, layout, heads, count, back=back).elements(rank)
+        way = _turned(_way(scheme, layout, heads, count), back)
+        return Move(None, *way, "sent_bytes").elements(rank)
 
     found = rows(heads) * (v_dim + g_dim + has_beta) + rows(kv_heads or heads) * 2 * dim
     found += rows(heads, back=True) * v_dim
@@ -412,15 +406,18 @@ def sent_bytes(
 
 
 @functools.lru_cache(maxsize=128)
-def _move(scheme: str, layout: Layout, heads: int, count: int, *, back: bool) -> Move:
-    """The change of places of so many rows of a position, which H heads share."""
+def _way(scheme: str, layout: Layout, heads: int, count: int) -> tuple[Spread, Spread]:
+    """Places of `count` rows of a position, which H heads share, before a recurrence and in it."""
     if scheme == "heads":
         target = Spread.of_heads(heads, layout, None if count == heads else count)
     else:
         line = make_layout("contiguous", layout.seq_len, layout.num_ranks)
         target = Spread.of_positions(count, line)
-    move = Move(None, Spread.of_positions(count, layout), target, "sent_bytes")
-    return move.back if back else move
+    return Spread.of_positions(count, layout), target
+
+
+def _turned(way: tuple[Spread, Spread], back: bool) -> tuple[Spread, Spread]:
+    return (way[1], way[0]) if back else way
 
 
 def conv_sent_bytes(
@@ -436,9 +433,11 @@ def conv_sent_bytes(
         taps: W.
         itemsize: bytes of an element.
     """
-    there, back = (_move("state", layout, 1, 1, back=each) for each in (False, True))
-    halo = Halo(None, there.target.layout.sizes, taps - 1, "sent_bytes").elements(rank)
-    return batch * channels * itemsize * (there.elements(rank) + back.elements(rank) + halo)
+    way = _way("state", layout, 1, 1)
+    moves = (Move(None, *_turned(way, back), "sent_bytes") for back in (False, True))
+    halo = Halo(None, way[1].layout.sizes, taps - 1, "sent_bytes").elements(rank)
+    moved = sum(move.elements(rank) for move in moves)
+    return batch * channels * itemsize * (moved + halo)
 
 
 @functools.lru_cache(maxsize=128)
@@ -466,20 +465,15 @@ def _by_heads(
     rows: list[Tensor], rates: Tensor | None, state: Tensor, sequences: _Sequences
 ) -> tuple[Tensor, Tensor]:
     """All positions of this rank's heads in between."""
-    layout, heads, op = sequences.layout, state.shape[1], sequences.operation
-
-    def target(count: int) -> Spread:
-        return Spread.of_heads(heads, layout, None if count == heads else count)
-
-    own = target(heads).heads[group_rank(sequences.group)]
+    heads, each = state.shape[1], [state.shape[1] // max(1, x.shape[1]) for x in rows]
+    back = sequences.move("heads", heads, heads, back=True)
+    own = back.source.heads[group_rank(sequences.group)]
     mine = slice(own.start, own.stop)
-    each = [heads // max(1, x.shape[1]) for x in rows]
-    moved = _moved(rows, sequences, target)
+    moved = _moved(rows, sequences, "heads")
     moved = [_of_heads(x, own, count) for x, count in zip(moved, each, strict=True)]
-    whole = torch.arange(layout.seq_len, device=state.device)
+    whole = torch.arange(sequences.layout.seq_len, device=state.device)
     rates = None if rates is None else rates[mine]
     out, state = _run(moved, rates, state[:, mine], sequences.documents(whole))
-    back = Move(sequences.group, target(heads), Spread.of_positions(heads, layout), op)
     return back(out), state
 
 
@@ -492,54 +486,54 @@ def _of_heads(x: Tensor, own: range, each: int) -> Tensor:
     return x.index_select(1, torch.tensor(places, device=x.device))
 
 
-def _by_state(rows: list[Tensor], state: Tensor, sequences: _Sequences) -> tuple[Tensor, Tensor]:
+def _by_state(
+    rows: list[Tensor], rates: Tensor | None, state: Tensor, sequences: _Sequences
+) -> tuple[Tensor, Tensor]:
     """A stretch of positions of all heads on each rank, and states from rank to rank."""
     line, heads, rank = sequences.line, state.shape[1], group_rank(sequences.group)
-    rows = _in_line(rows, sequences)
-    q, _, v, g, *beta = rows
-    positions = line.positions(rank, v.device)
-    documents, dim, v_dim = sequences.documents(positions), q.shape[3], v.shape[3]
+    rows = rows if sequences.is_line else _moved(rows, sequences, "state")
+    q, k, v, g, *beta = rows
+    documents = sequences.documents(line.positions(rank, v.device))
+    dim, v_dim = q.shape[3], v.shape[3]
+    is_first = None
+    if documents is not None and documents.shape[1]:
+        is_first = (documents == documents[:, :1])[:, None, :, None]
     if rank > 0:
         state = torch.zeros_like(state)
+    reads: Tensor | None = None
     if beta:
         # The same recurrence of a state of the identity and no values tells what positions do to a
         # state (M), and what they read of it.
         eye = torch.eye(dim, dtype=v.dtype, device=v.device).expand(*state.shape[:2], -1, -1)
         wide = torch.cat([v, v.new_zeros(*v.shape[:3], dim)], -1)
         wider = [*rows[:2], wide, *rows[3:]]
-        out, found = _run(wider, None, torch.cat([state, eye], -1), documents)
-        (out, reads), (added, maps) = (x.split([v_dim, dim], -1) for x in (out, found))
+        out, added = _run(wider, None, torch.cat([state, eye], -1), documents)
+        (out, reads), (added, maps) = (x.split([v_dim, dim], -1) for x in (out, added))
     else:
-        out, added = _run(rows, None, state, documents)
-        decay = g.cumsum(2)
-        reads, maps = decay.exp() * local.by_head(q, heads), g.sum(2, keepdim=True).exp()
-        if documents is not None and documents.shape[1]:
-            first = documents == documents[:, :1]
-            reads = reads * first[:, None, :, None]
-            maps = maps * (documents[:, -1:] == documents[:, :1])[:, None, :, None]
-    found, state = _state_before(added, maps, sequences, by_element=not beta)
-    out = out + reads @ found
+        out, added = _run(rows, rates, state, documents)
+        decay = g.sum(2)
+        maps = (decay if rates is None else decay * rates).unsqueeze(-1).exp()
+        maps = maps if is_first is None else maps * is_first[:, :, -1:]
+        if rates is None and not _is_diagonal(rows):
+            reads = g.cumsum(2).exp() * local.by_head(q, heads)
+            reads = reads if is_first is None else reads * is_first
+    found, last = _state_before(added, maps, sequences, by_element=not beta)
+    if reads is None:
+        # The same recurrence without values tells what positions read of it.
+        out = out + _run([q, k, torch.zeros_like(v), g], rates, found, documents).out
+    else:
+        out = out + reads @ found
     if not sequences.is_line:
-        out = sequences.from_line(heads)(out)
-    return out, state
+        out = sequences.move("state", heads, heads, back=True)(out)
+    return out, last
 
 
-def _in_line(rows: list[Tensor], sequences: _Sequences) -> list[Tensor]:
-    """Rows `[B, H or G, L, F]`, a stretch of positions on each rank."""
-    if sequences.is_line:
-        return rows
-    return _moved(rows, sequences, lambda count: Spread.of_positions(count, sequences.line))
-
-
-def _moved(
-    rows: list[Tensor], sequences: _Sequences, target: Callable[[int], Spread]
-) -> list[Tensor]:
-    """Rows `[B, H or G, L, F]` in other places, which `target` says of so many heads."""
+def _moved(rows: list[Tensor], sequences: _Sequences, scheme: str) -> list[Tensor]:
+    """Rows `[B, H or G, L, F]`, of H heads as v has them, in their places in a recurrence."""
     found: dict[int, Tensor] = {}
-    for heads in dict.fromkeys(x.shape[1] for x in rows):
-        places = [i for i, x in enumerate(rows) if x.shape[1] == heads]
-        source = Spread.of_positions(heads, sequences.layout)
-        move = Move(sequences.group, source, target(heads), sequences.operation)
+    for count in dict.fromkeys(x.shape[1] for x in rows):
+        places = [i for i, x in enumerate(rows) if x.shape[1] == count]
+        move = sequences.move(scheme, rows[2].shape[1], count)
         parts = move(torch.cat([rows[i] for i in places], -1))
         widths = [rows[i].shape[-1] for i in places]
         found.update(zip(places, parts.split(widths, -1), strict=True))
@@ -567,28 +561,6 @@ def _state_before(
     found = scan(maps, added)
     last = added + scan.times(maps, found)
     return found if goes_on is None else found * goes_on, last
-
-
-def _by_states_of_elements(
-    rows: list[Tensor], rates: Tensor | None, state: Tensor, sequences: _Sequences
-) -> tuple[Tensor, Tensor]:
-    """As `_by_state`, of states that decay by element."""
-    rank, line, heads = group_rank(sequences.group), sequences.line, state.shape[1]
-    q, k, v, steps = _in_line(rows, sequences)
-    if rank > 0:
-        state = torch.zeros_like(state)
-    documents = sequences.documents(line.positions(rank, v.device))
-    out, added = _run([q, k, v, steps], rates, state, documents)
-    whole = steps.sum(2)
-    maps = (whole if rates is None else whole * rates).unsqueeze(-1).exp()
-    if documents is not None and documents.shape[1]:
-        maps = maps * (documents[:, -1:] == documents[:, :1])[:, None, :, None]
-    found, last = _state_before(added, maps, sequences, by_element=True)
-    # The same recurrence without values tells what positions read of it.
-    out = out + _run([q, k, torch.zeros_like(v), steps], rates, found, documents).out
-    if not sequences.is_line:
-        out = sequences.from_line(heads)(out)
-    return out, last
 
 
 def causal_conv1d(
@@ -648,7 +620,7 @@ def causal_conv1d(
     rank, ranks = group_rank(sequences.group), sequences.group
     moved = x
     if not sequences.is_line:
-        moved = sequences.to_line(1)(x.mT.unsqueeze(1)).squeeze(1).mT
+        moved = sequences.move("state", 1, 1)(x.mT.unsqueeze(1)).squeeze(1).mT
     halo = moved.new_zeros(*moved.shape[:2], width - 1)
     if line.num_ranks > 1 and width > 1:
         halo = Halo(ranks, line.sizes, width - 1, op)(moved)
@@ -660,5 +632,5 @@ def causal_conv1d(
     out = local.causal_conv(moved, taps, added, halo, documents, silu=activation is not None)
     out = out.to(x.dtype)
     if not sequences.is_line:
-        out = sequences.from_line(1)(out.mT.unsqueeze(1)).squeeze(1).mT
+        out = sequences.move("state", 1, 1, back=True)(out.mT.unsqueeze(1)).squeeze(1).mT
     return out
