@@ -75,7 +75,7 @@ class _Gathered(torch.autograd.Function):
 
 @dataclass
 class Cost:
-    """Of a contender on one rank: seconds of passes, bytes that it sent forward, and its result."""
+    """Seconds of passes of a contender on one rank, bytes that it sent forward, its result."""
 
     seconds: list[float] = field(default_factory=list)
     forward: int = 0
@@ -167,7 +167,7 @@ def results() -> dict[tuple[Case, int], dict[str, tuple[float, int]]]:
 
 
 def tables() -> list[Table]:
-    """Of docs/benchmarks.md; the chart is drawn beside it."""
+    """The table of docs/benchmarks.md; the chart is drawn beside it."""
     found, rows = results(), []
     chart(found)
     for (case, num_ranks), costs in found.items():

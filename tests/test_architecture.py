@@ -36,7 +36,7 @@ BESIDE_COMM = {
     "moe_ext.distributed.fsdp_state": {"_composable_state"},
     "moe_ext.distributed.mesh": {"torch.distributed"},  # makes groups
 }
-# What ranks tell each other beside an `Agreement`, and the modules that do.
+# Messages of ranks beside an `Agreement`, and the modules that send them.
 TELLS = {
     "SummedOptions",
     "check_equal_over_ranks",

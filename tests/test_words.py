@@ -32,7 +32,7 @@ def sentences(text):
         r"^( *)```.*?^ *```$", "\n", GENERATED.sub("", text), flags=re.DOTALL | re.MULTILINE
     )
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "code", text))
-    # What a list begins with ends in a colon; an item is a sentence of its own.
+    # The line before a list ends in a colon; an item is a sentence of its own.
     for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*] |\d+\. |\|))", text):
         if block.lstrip().startswith("#") or block.startswith("    "):
             continue

@@ -362,15 +362,10 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     sequences = None
     if cp > 1:
-        scheme, wire = str(choice["scheme"]), choice.get("kv_wire")
+        scheme = str(choice["scheme"])
         layout = StepCost(plan.model, plan.cluster, plan.job).sizes.layout(scheme)
-        prepare_model(
-            *(model,),
-            group=mesh.cp_group,
-            layout=layout,
-            scheme=scheme,
-            wire=wire,  # type: ignore[arg-type]
-        )
+        how: dict[str, Any] = {"layout": layout, "scheme": scheme, "wire": choice.get("kv_wire")}
+        prepare_model(model, group=mesh.cp_group, **how)
     try:
         if cp > 1 and pp > 1:
             sequences = BatchCutter(model, "Plan.apply")

@@ -214,7 +214,7 @@ def make(family, *, seed=0, **kwargs):
         for name, parameter in model.named_parameters():
             # Scores of small weights are all alike: no mask and no position would be seen.
             scores = any(part in name for part in ("q_proj", "k_proj", "query", "key"))
-            # Those of RecurrentGemma are not; with larger ones its own float32 is off by 5e-5.
+            # Scores of RecurrentGemma differ; larger weights put its own float32 off by 5e-5.
             if scores and kind != "recurrent_gemma":
                 parameter.mul_(20)
     return model.eval()
