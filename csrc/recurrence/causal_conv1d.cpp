@@ -15,24 +15,16 @@ MOE_EXT_SCHEMAS(m) {
 
 void check_causal_conv(const char* op, const CausalConvArgs& args) {
   const Tensor &x = args.x, &weight = args.weight, &halo = args.halo;
-  MOE_CHECK(
-      x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::Double, op,
-      ": expected x to be float32 or float64, got ", dtype_string(x));
+  check_wide(op, "x", x);
   check_dim(op, "x", x, 3, "[B, D, L]");
-  check_dim(op, "weight", weight, 2, "[D, W]");
-  check_same_device(op, "weight", weight, "x", x);
-  check_dtype(op, "weight", weight, x.scalar_type());
+  check_beside(op, "weight", weight, "x", x, 2, "[D, W]");
   check_size(op, "weight", weight, 0, x.size(1), "the channels of x");
   MOE_CHECK(weight.size(1) >= 1, op, ": expected weight to have a tap or more, got shape ", shape_string(weight));
   if (args.bias) {
-    check_dim(op, "bias", *args.bias, 1, "[D]");
-    check_same_device(op, "bias", *args.bias, "x", x);
-    check_dtype(op, "bias", *args.bias, x.scalar_type());
+    check_beside(op, "bias", *args.bias, "x", x, 1, "[D]");
     check_size(op, "bias", *args.bias, 0, x.size(1), "the channels of x");
   }
-  check_dim(op, "halo", halo, 3, "[B, D, W - 1]");
-  check_same_device(op, "halo", halo, "x", x);
-  check_dtype(op, "halo", halo, x.scalar_type());
+  check_beside(op, "halo", halo, "x", x, 3, "[B, D, W - 1]");
   check_size(op, "halo", halo, 0, x.size(0), "the batch of x");
   check_size(op, "halo", halo, 1, x.size(1), "the channels of x");
   check_size(op, "halo", halo, 2, weight.size(1) - 1, "the taps but one");

@@ -17,22 +17,16 @@ MOE_EXT_SCHEMAS(m) {
 
 void check_delta_rule(const char* op, const DeltaRuleArgs& args) {
   const Tensor &q = args.q, &v = args.v;
-  MOE_CHECK(
-      v.scalar_type() == ScalarType::Float || v.scalar_type() == ScalarType::Double, op,
-      ": expected v to be float32 or float64, got ", dtype_string(v));
+  check_wide(op, "v", v);
   check_dim(op, "v", v, 4, "[B, H, L, V]");
-  check_dim(op, "q", q, 4, "[B, G, L, K]");
-  check_same_device(op, "q", q, "v", v);
-  check_dtype(op, "q", q, v.scalar_type());
+  check_beside(op, "q", q, "v", v, 4, "[B, G, L, K]");
   check_size(op, "q", q, 0, v.size(0), "the batch of v");
   check_size(op, "q", q, 2, v.size(2), "the positions of v");
   MOE_CHECK(
       q.size(1) > 0 ? v.size(1) % q.size(1) == 0 : v.size(1) == 0, op,
       ": expected the heads of v to be a multiple of those of q, got ", v.size(1), " and ", q.size(1));
   check_like(op, "k", args.k, "q", q);
-  check_dim(op, "g", args.g, 3, "[B, H, L]");
-  check_same_device(op, "g", args.g, "v", v);
-  check_dtype(op, "g", args.g, v.scalar_type());
+  check_beside(op, "g", args.g, "v", v, 3, "[B, H, L]");
   for (const int64_t i : {0, 1, 2}) {
     check_size(op, "g", args.g, i, v.size(i), "as v");
   }
@@ -40,9 +34,7 @@ void check_delta_rule(const char* op, const DeltaRuleArgs& args) {
     check_like(op, "beta", *args.beta, "g", args.g);
   }
   const Tensor& state = args.state;
-  check_dim(op, "state", state, 4, "[B, H, K, V]");
-  check_same_device(op, "state", state, "v", v);
-  check_dtype(op, "state", state, v.scalar_type());
+  check_beside(op, "state", state, "v", v, 4, "[B, H, K, V]");
   check_size(op, "state", state, 0, v.size(0), "the batch of v");
   check_size(op, "state", state, 1, v.size(1), "the heads of v");
   check_size(op, "state", state, 2, q.size(3), "the head dim of q");

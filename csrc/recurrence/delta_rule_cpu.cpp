@@ -1,5 +1,5 @@
-// CPU side of the gated delta rule, by chunks of positions. The products are the library's on one thread, what is
-// between them delta_rule_simd.cpp's. A head of a sequence is one task, so the bits do not depend on the threads.
+// CPU side of the gated delta rule, by chunks of positions. The products are the library's on one thread; the loops
+// between them are in delta_rule_simd.cpp. A head of a sequence is one task, so the bits do not depend on the threads.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 #include <torch/csrc/stable/library.h>
 
@@ -95,8 +95,8 @@ struct __attribute__((visibility("hidden"))) Sequences {
 // Memory of a head besides its arguments and results while it goes through a chunk.
 template <typename Acc>
 struct __attribute__((visibility("hidden"))) Scratch {
-  explicit Scratch(int64_t dim, int64_t v_dim)
-      : memory(new Acc[3 * kChunk * kChunk + kChunk * (2 * dim + 3 * v_dim + 6)]), next(memory.get()) {
+  explicit Scratch(int64_t dim, int64_t v_dim) : memory(kChunk * (3 * kChunk + 2 * dim + 3 * v_dim + 5)) {
+    const auto take = [this](int64_t cols) { return memory.take(kChunk * cols); };
     pairs = take(kChunk);
     products = take(kChunk);
     scores = take(kChunk);
@@ -109,7 +109,6 @@ struct __attribute__((visibility("hidden"))) Scratch {
     decay = take(1);
     dots = take(1);
     by = take(1);
-    spare = take(1);
   }
 
   Rows<Acc> square(Acc* matrix, const Chunk& chunk) const {
@@ -120,17 +119,10 @@ struct __attribute__((visibility("hidden"))) Scratch {
   Acc *keys, *of_keys;                       // [kChunk][dim]
   Acc *values, *more_values, *grads_of_news; // [kChunk][v_dim]
   Decays<Acc> decays;
-  Acc *decay, *dots, *by, *spare; // [kChunk]
+  Acc *decay, *dots, *by; // [kChunk]
 
  private:
-  Acc* take(int64_t cols) {
-    Acc* const begin = next;
-    next += kChunk * cols;
-    return begin;
-  }
-
-  std::unique_ptr<Acc[]> memory;
-  Acc* next;
+  Memory<Acc> memory;
 };
 
 // A chunk of a head: its rows, and the state [K][V] that it finds.

@@ -11,10 +11,6 @@ namespace {
 
 using torch::stable::new_empty;
 
-Tensor with_dense_rows(const Tensor& t) {
-  return t.stride(3) == 1 || t.size(3) <= 1 ? t : torch::stable::contiguous(t);
-}
-
 template <typename Acc>
 RuleRows<const Acc> rows_of(const Tensor& t) {
   return {data<const Acc>(t), t.stride(0), t.stride(1), t.stride(2)};
@@ -78,12 +74,6 @@ std::tuple<Tensor, Tensor, Tensor> gated_delta_rule_cuda(
   return {out, last, news};
 }
 
-// [B, A, n, ...] of parts, summed over their dimension 2.
-Tensor summed(const Tensor& parts) {
-  const int64_t dim = 2;
-  return torch::stable::sum(parts, torch::headeronly::IntHeaderOnlyArrayRef(dim));
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gated_delta_rule_backward_cuda(
     Tensor grad_out, Tensor grad_last, Tensor q, Tensor k, Tensor v, Tensor g, OptionalTensor beta, Tensor state,
     OptionalTensor documents, Tensor news) {
@@ -113,7 +103,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gated_delta_rule_back
          data<Acc>(grad_state)},
         device.stream());
     return std::tuple(
-        summed(grad_q), summed(grad_k), grad_v, summed(grad_g), beta ? summed(grad_beta) : grad_beta, grad_state);
+        sum_over(grad_q, 2), sum_over(grad_k, 2), grad_v, sum_over(grad_g, 2),
+        beta ? sum_over(grad_beta, 2) : grad_beta, grad_state);
   });
 }
 

@@ -90,18 +90,4 @@ inline Tensor new_like(const Tensor& t) {
   return on_huge_pages(torch::stable::empty_like(t));
 }
 
-// Sums over dimension 0; a view of the only element where there is one.
-inline Tensor sum_over_first(const Tensor& t) {
-  if (t.size(0) == 1) {
-    return torch::stable::select(t, 0, 0);
-  }
-  const int64_t dim = 0;
-  return torch::stable::sum(t, torch::headeronly::IntHeaderOnlyArrayRef(dim));
-}
-
-// Rows that lie where they are if their elements are adjacent.
-inline Tensor with_dense_rows(const Tensor& t) {
-  return t.stride(3) == 1 || t.size(3) <= 1 ? t : torch::stable::contiguous(t);
-}
-
 } // namespace moe_ext::recurrence

@@ -21,18 +21,12 @@ namespace {
 // All but the state, which the backward pass does without.
 void check_inputs(const char* op, const SelectiveScanArgs& args) {
   const Tensor &x = args.x, &b = args.b;
-  MOE_CHECK(
-      x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::Double, op,
-      ": expected x to be float32 or float64, got ", dtype_string(x));
+  check_wide(op, "x", x);
   check_dim(op, "x", x, 3, "[B, H, L]");
   check_like(op, "dt", args.dt, "x", x);
-  check_dim(op, "A", args.a, 2, "[H, K]");
-  check_same_device(op, "A", args.a, "x", x);
-  check_dtype(op, "A", args.a, x.scalar_type());
+  check_beside(op, "A", args.a, "x", x, 2, "[H, K]");
   check_size(op, "A", args.a, 0, x.size(1), "the heads of x");
-  check_dim(op, "B", b, 4, "[B, G, L, K]");
-  check_same_device(op, "B", b, "x", x);
-  check_dtype(op, "B", b, x.scalar_type());
+  check_beside(op, "B", b, "x", x, 4, "[B, G, L, K]");
   check_size(op, "B", b, 0, x.size(0), "the batch of x");
   check_size(op, "B", b, 2, x.size(2), "the positions of x");
   check_size(op, "B", b, 3, args.a.size(1), "the columns of A");
@@ -44,9 +38,7 @@ void check_inputs(const char* op, const SelectiveScanArgs& args) {
 }
 
 void check_state(const char* op, const char* name, const Tensor& state, const SelectiveScanArgs& args) {
-  check_dim(op, name, state, 3, "[B, H, K]");
-  check_same_device(op, name, state, "x", args.x);
-  check_dtype(op, name, state, args.x.scalar_type());
+  check_beside(op, name, state, "x", args.x, 3, "[B, H, K]");
   check_size(op, name, state, 0, args.x.size(0), "the batch of x");
   check_size(op, name, state, 1, args.x.size(1), "the heads of x");
   check_size(op, name, state, 2, args.a.size(1), "the columns of A");
@@ -65,8 +57,7 @@ void check_selective_scan_backward(
   check_inputs(op, args);
   check_like(op, "grad_out", grad_out, "x", args.x);
   check_state(op, "grad_last", grad_last, args);
-  check_dim(op, "states", states, 4, "[B, H, N, K]");
-  check_dtype(op, "states", states, args.x.scalar_type());
+  check_beside(op, "states", states, "x", args.x, 4, "[B, H, N, K]");
   check_size(op, "states", states, 0, args.x.size(0), "the batch of x");
   check_size(op, "states", states, 1, args.x.size(1), "the heads of x");
   check_size(op, "states", states, 2, (args.x.size(2) + kScanChunk - 1) / kScanChunk, "a state for 64 positions");

@@ -12,6 +12,7 @@
 #include "common/cpu_isa.h"
 #include "common/dispatch.h"
 #include "common/new_on_cpu.h"
+#include "recurrence/checks.h"
 #include "recurrence/lanes.h"
 #include "recurrence/selective_scan_tables.h"
 
@@ -69,6 +70,16 @@ struct __attribute__((visibility("hidden"))) Scan {
     return memory;
   }
 
+  // A stretch of some heads; their x and dt are gathered into memory [kScanChunk][kLanes].
+  ScanArgs<Acc> stretch(
+      int64_t row, int64_t group, const Lanes& lanes, int64_t begin, int64_t n, Acc* of_x, Acc* of_dt,
+      const Acc* of_rates, const bool* fresh) const {
+    gather<kLanes>(of_x, x.at(row, lanes.first, begin), x.row, x.position, n, lanes.count);
+    gather<kLanes>(of_dt, dt.at(row, lanes.first, begin), dt.row, dt.position, n, lanes.count);
+    return {n,          dim,        of_x, of_dt, of_rates, b.at(row, group, begin), c.at(row, group, begin),
+            b.position, c.position, fresh};
+  }
+
   // Calls f(part, b, group) for each task.
   template <typename F>
   void each_task(const F& f) const {
@@ -100,19 +111,8 @@ void forward_tile(
     const int64_t n = std::min(kScanChunk, in.length - begin), chunks = in.num_chunks();
     scatter<kLanes>(
         data<Acc>(states) + (head * chunks + chunk) * in.dim, chunks * in.dim, 1, state, in.dim, lanes.count);
-    gather<kLanes>(x, in.x.at(row, lanes.first, begin), in.x.row, in.x.position, n, lanes.count);
-    gather<kLanes>(dt, in.dt.at(row, lanes.first, begin), in.dt.row, in.dt.position, n, lanes.count);
-    const ScanArgs<Acc> args = {
-        n,
-        in.dim,
-        x,
-        dt,
-        rates,
-        in.b.at(row, group, begin),
-        in.c.at(row, group, begin),
-        in.b.position,
-        in.c.position,
-        in.fresh(memory_of_fresh.data(), row, begin, n)};
+    const bool* fresh = in.fresh(memory_of_fresh.data(), row, begin, n);
+    const ScanArgs<Acc> args = in.stretch(row, group, lanes, begin, n, x, dt, rates, fresh);
     scan::kernels().of<Acc>().forward(y, state, args);
     const Strided<Acc> to(out);
     scatter<kLanes>(to.at(row, lanes.first, begin), to.row, to.position, y, n, lanes.count);
@@ -180,19 +180,8 @@ void backward_tiles(
       gather<kLanes>(rates, data<Acc>(in.rates) + lanes.first * in.dim, in.dim, 1, in.dim, lanes.count);
       gather<kLanes>(
           before, data<Acc>(to.states) + (head * chunks + chunk) * in.dim, chunks * in.dim, 1, in.dim, lanes.count);
-      gather<kLanes>(x, in.x.at(row, lanes.first, begin), in.x.row, in.x.position, n, lanes.count);
-      gather<kLanes>(dt, in.dt.at(row, lanes.first, begin), in.dt.row, in.dt.position, n, lanes.count);
       gather<kLanes>(dy, to.out.at(row, lanes.first, begin), to.out.row, to.out.position, n, lanes.count);
-      const ScanArgs<Acc> args = {n,
-                                  in.dim,
-                                  x,
-                                  dt,
-                                  rates,
-                                  in.b.at(row, group, begin),
-                                  in.c.at(row, group, begin),
-                                  in.b.position,
-                                  in.c.position,
-                                  fresh};
+      const ScanArgs<Acc> args = in.stretch(row, group, lanes, begin, n, x, dt, rates, fresh);
       loops.backward(
           {dy, before, states, decays, of_states + i * width, of_x, of_dt, of_rates + i * width, of_b, of_c}, args);
       scatter<kLanes>(to.x.at(row, lanes.first, begin), to.x.row, to.x.position, of_x, n, lanes.count);

@@ -77,14 +77,6 @@ std::tuple<Tensor, Tensor, Tensor> selective_scan_cuda(
   return {out, last, states};
 }
 
-Tensor sum_over_first(const Tensor& t) {
-  if (t.size(0) == 1) {
-    return torch::stable::select(t, 0, 0);
-  }
-  const int64_t dim = 0;
-  return torch::stable::sum(t, torch::headeronly::IntHeaderOnlyArrayRef(dim));
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> selective_scan_backward_cuda(
     Tensor grad_out, Tensor grad_last, Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, OptionalTensor documents,
     Tensor states) {

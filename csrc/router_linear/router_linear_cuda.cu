@@ -6,6 +6,7 @@
 #include "common/dispatch.h"
 #include "common/dispatch_cuda.cuh"
 #include "common/host_device.h"
+#include "common/sum_over.h"
 #include "common/torch_cuda.cuh"
 #include "grouped_gemm/per_expert.h"
 #include "router_linear/router_linear.h"
@@ -103,12 +104,6 @@ void backward_x_by_parts(const Tensor& out, const Tensor& grad, const Tensor& we
   }
 }
 
-// The dimension has a name: one in braces is a number that is gone when the call reads it.
-Tensor sum_over_first(const Tensor& x) {
-  const int64_t dim = 0;
-  return torch::stable::sum(x, torch::headeronly::IntHeaderOnlyArrayRef(dim));
-}
-
 // The sum over the tokens, [E, D] in float32, of bfloat16 tokens by parts.
 Tensor backward_weight_by_parts(const Tensor& grad, const Tensor& x, cudaStream_t stream) {
   const int64_t num_tokens = x.size(0), num_experts = grad.size(1), dim = x.size(1);
@@ -121,7 +116,7 @@ Tensor backward_weight_by_parts(const Tensor& grad, const Tensor& x, cudaStream_
         grouped_gemm::view_of(sums, i * rows * dim, Matrix{rows, dim, dim, 1}),
         grouped_gemm::rows_transposed(left, begin, end), rows_of(x, begin, end));
   }
-  return sum_over_first(sums);
+  return sum_over(sums, 0);
 }
 
 Tensor router_logits_cuda(
@@ -200,7 +195,7 @@ Tensor backward_weight_cuda(
         grouped_gemm::matrix_of(parts, begin / rows), grouped_gemm::rows_transposed(grad, begin, end),
         to(rows_of(x, begin, end), acc));
   });
-  return as_dtype(sum_over_first(parts), dtype);
+  return as_dtype(sum_over(parts, 0), dtype);
 }
 
 } // namespace
