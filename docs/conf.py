@@ -12,6 +12,8 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = f"moe_ext {__version__}"
 myst_heading_anchors = 4
+default_role = "code"
+smartquotes = False
 # Docstrings name types themselves; signatures stay short enough to read.
 autodoc_typehints = "none"
 autodoc_member_order = "groupwise"
@@ -55,6 +57,9 @@ def fill(app, name, source):
         also = "\n\n".join(re.findall(r"^`\w+` is on the page.*", text, re.MULTILINE))
         text = f"{title}\n\n{docstrings}\n\n{also}\n"
     text = text.replace("](../README.md", "](index.md")
+    # Blocks without a language are output, not Python.
+    blocks = re.compile(r"^( *)```([^\n]*)\n(.*?^\1```)$", re.MULTILINE | re.DOTALL)
+    text = blocks.sub(lambda m: f"{m[1]}```{m[2] or 'text'}\n{m[3]}", text)
     # Other files of the repository are no pages of the site.
     source[0] = re.sub(r"\[([^\]]*)\]\(\.\./([^)#]*)[^)]*\)", r"\1 (`\2`)", text)
 

@@ -239,11 +239,11 @@ def choose_scheme(
     operations of the products. All-gather is left out where it would hold more than 64 MiB.
 
     Args:
-        batch: B.
-        heads: H.
-        seq_len: S.
-        dim: D.
-        num_ranks: P.
+        batch: B, sequences.
+        heads: H, heads.
+        seq_len: S, the positions of a whole sequence.
+        dim: D, elements of a head.
+        num_ranks: P, the ranks of the group.
         kv_heads: Hkv, None for H.
         v_dim: Dv, None for D.
         dtype: of queries, keys and values.

@@ -124,7 +124,7 @@ def make_layout(
             position; "per_document", zigzag inside each document; "cost_balanced", stretches dealt
             out by the area of the mask.
         seq_len: S, any length.
-        num_ranks: P.
+        num_ranks: P, the ranks of the group.
         cu_seqlens: offsets of packed documents; "per_document" and "cost_balanced" need them, one
             row for the whole batch.
         is_causal: of the mask that "cost_balanced" deals out. By its name alone, which is what the

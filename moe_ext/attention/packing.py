@@ -61,7 +61,7 @@ def pack_documents(
 
     Args:
         lengths: of the documents, from 0 to `seq_len`. Cut longer ones before.
-        seq_len: S.
+        seq_len: S, the positions of a whole sequence.
         num_rows: R; None for the fewest that first or best fit needs, rounded up to a multiple of
             `num_ranks`.
         num_ranks: ranks, or groups that share sequences, which run a row each at the same time. R

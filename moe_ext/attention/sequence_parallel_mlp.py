@@ -67,7 +67,7 @@ class SequenceParallelMLP(nn.Module):
     drops, and with others it is as random.
 
     Args:
-        model_dim: D.
+        model_dim: D, the elements of a token.
         ffn_dim: F over all ranks, a multiple of P.
         group: the P ranks; None is this process alone.
         activation: as in `GroupedExperts`; gated ones have `gate_up_proj`, plain ones `up_proj`.

@@ -223,7 +223,7 @@ def position_ids(
     With documents of each row of a batch, `[B, L]`.
 
     Args:
-        seq_len: S.
+        seq_len: S, the positions of a whole sequence.
         group: see `shard_sequence`.
         layout: see `make_layout`.
         cu_seqlens: offsets of packed documents, or a row of them for each row of a batch.

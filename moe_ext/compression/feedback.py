@@ -35,7 +35,7 @@ class Packing:
 
     Attributes:
         shapes: of the tensors that make up the N elements; those of the parameters here.
-        numel: N.
+        numel: N, elements of the tensor.
         window: (start, N) where the N elements are a part of the parameters, else None.
         place: which one of several parts they are; these have random numbers of their own.
     """
@@ -85,7 +85,7 @@ class CodecMemory:
         packing: how they lie there, if not one after the other.
 
     Attributes:
-        numel: N.
+        numel: N, elements of the tensor.
         bitmap: what the caller knows of the blocks that are not zero (see `nonzero_blocks`).
         server_start: first element of the shard whose sum this rank owns.
         units: numbers that tell in which units everything is kept: learning rate and loss scale.

@@ -153,7 +153,7 @@ class AutoDispatcher(TokenDispatcher):
 
         Args:
             x: input of the layer, `[..., D]`; for its size alone, and checked by nobody here.
-            top_k: K.
+            top_k: K, experts of a token.
             in_rounds: whether rows are sent in the rounds of a `RowBudget`.
             weighed: whether the experts multiply by the weights, which then travel to them.
 

@@ -148,7 +148,7 @@ class _Handle:
     Attributes:
         handle: the library's.
         no_expert_N1: rows that no expert was chosen for, of which a library may return anything.
-        dim: D.
+        dim: D, the elements of a row.
         sent: rows for other ranks.
         received: rows from other ranks.
     """

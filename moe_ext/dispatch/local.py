@@ -10,7 +10,7 @@ class LocalDispatcher(TokenDispatcher):
     """All experts on this rank: a permutation and its inverse.
 
     Args:
-        num_experts: E.
+        num_experts: E, experts of a layer.
         drop_policy: which slots of an expert beyond its capacity go, "position" or "score".
     """
 

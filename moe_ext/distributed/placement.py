@@ -302,7 +302,7 @@ class ExpertShards(Placement):
         """Matrices of stacked experts that shards divide by their width, the ffn dimension.
 
         Args:
-            num_experts: E.
+            num_experts: E, experts of a layer.
             group: ranks that share them.
             is_down: `[L, D, F]`, else `[L, F, D]`.
             transposed: the other way round.

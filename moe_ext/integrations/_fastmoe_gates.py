@@ -31,10 +31,10 @@ class LinearGate(Gate, abc.ABC):
     """A linear gate; what it chooses is up to the subclasses.
 
     Args:
-        d_model: D.
+        d_model: D, the elements of a token.
         num_expert: experts of each rank.
         world_size: ranks that the experts are spread over; E = num_expert * world_size.
-        top_k: K.
+        top_k: K, experts of a token.
         gate_bias: add a bias to the logits.
 
     Attributes:

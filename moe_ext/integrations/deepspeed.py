@@ -40,9 +40,9 @@ class TopKGate(Gate):
     draws as DeepSpeed's: equal seeds give equal decisions.
 
     Args:
-        model_dim: D.
+        model_dim: D, the elements of a token.
         num_experts: E, over all ranks.
-        k: K.
+        k: K, experts of a token.
         capacity_factor: in training mode an expert takes `ceil(T / E * k * capacity_factor)` rows
             of each rank.
         eval_capacity_factor: the same in evaluation mode.
@@ -170,7 +170,7 @@ class MoE(RenamedLayer):
     """Mixture of experts with the signature, results and parameter names of `deepspeed.moe.layer`.
 
     Args:
-        hidden_size: D.
+        hidden_size: D, the elements of a token.
         expert: module `[n, D] -> [n, D]`; every expert is a deep copy of it.
         num_experts: E, over all ranks.
         ep_size: consecutive ranks that share the experts.

@@ -36,7 +36,7 @@ class Top2Gate(Gate):
     second ones, and the weights of a token are normalised over the choices that found room.
 
     Args:
-        model_dim: D.
+        model_dim: D, the elements of a token.
         num_experts: E, over all ranks.
     """
 

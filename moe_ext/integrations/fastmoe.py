@@ -37,10 +37,10 @@ class NaiveGate(LinearGate):
     """Top-k of the logits, weighed by the softmax over the k; no balance loss.
 
     Args:
-        d_model: D.
+        d_model: D, the elements of a token.
         num_expert: experts of each rank.
         world_size: ranks that the experts are spread over.
-        top_k: K.
+        top_k: K, experts of a token.
         gate_bias: add a bias to the logits.
     """
 
@@ -68,7 +68,7 @@ class GShardGate(NaiveGate):
     """Top-2 with a capacity, a balance loss, and second experts dropped at random.
 
     Args:
-        d_model: D.
+        d_model: D, the elements of a token.
         num_expert: experts of each rank.
         world_size: ranks that the experts are spread over.
         topk: 2.
@@ -107,7 +107,7 @@ class SwitchGate(NaiveGate):
     """Top-1 with noise on the logits in training, a capacity, and a balance loss.
 
     Args:
-        d_model: D.
+        d_model: D, the elements of a token.
         num_expert: experts of each rank.
         world_size: ranks that the experts are spread over.
         topk: 1.
@@ -144,7 +144,7 @@ class FMoELinear(nn.Module):
     """L linear layers over rows grouped by expert.
 
     Args:
-        num_expert: L.
+        num_expert: L, experts of this rank.
         in_feat: input features.
         out_feat: output features.
         bias: add biases, zero at first.
@@ -187,12 +187,12 @@ class FMoE(RenamedLayer):
 
     Args:
         num_expert: experts of each rank.
-        d_model: D.
+        d_model: D, the elements of a token.
         world_size: ranks that the experts are spread over.
         mp_group: None.
         slice_group: None.
         moe_group: the group of these ranks; None is the default group.
-        top_k: K.
+        top_k: K, experts of a token.
         gate: `NaiveGate`, `GShardGate`, `SwitchGate` or a subclass.
         expert: called with D for every expert; or a list of such callables, one an expert. An
             expert is called with rows `[n, D]` and their number, a `[1]` tensor.
@@ -281,8 +281,8 @@ class FMoETransformerMLP(FMoE):
 
     Args:
         num_expert: experts of each rank.
-        d_model: D.
-        d_hidden: F.
+        d_model: D, the elements of a token.
+        d_hidden: F, the hidden units of an expert.
         activation: function or module between the layers.
         expert_dp_comm: "none" or "dp", see `FMoE.mark_parallel_comm`.
         expert_rank: 0; FastMoE does not use it either.

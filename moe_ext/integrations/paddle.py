@@ -35,10 +35,10 @@ class NaiveGate(LinearGate):
     """Top-k of the logits, weighed by the logits themselves; no balance loss.
 
     Args:
-        d_model: D.
+        d_model: D, the elements of a token.
         num_expert: experts of each rank.
         world_size: ranks that the experts are spread over.
-        topk: K.
+        topk: K, experts of a token.
     """
 
     def __init__(self, d_model: int, num_expert: int, world_size: int, topk: int = 2) -> None:
@@ -56,7 +56,7 @@ class GShardGate(NaiveGate):
     """Top-2 weighed by logits, a capacity, a balance loss, second experts dropped at random.
 
     Args:
-        d_model: D.
+        d_model: D, the elements of a token.
         num_expert: experts of each rank.
         world_size: ranks that the experts are spread over.
         topk: 2.
@@ -96,7 +96,7 @@ class SwitchGate(NaiveGate):
     """Top-1 with noise on the logits in training, a capacity, and a balance loss.
 
     Args:
-        d_model: D.
+        d_model: D, the elements of a token.
         num_expert: experts of each rank.
         world_size: ranks that the experts are spread over.
         topk: 1.
@@ -150,7 +150,7 @@ class MoELayer(RenamedLayer):
     The balance loss of the last forward pass is `layer.gate.get_loss()`.
 
     Args:
-        d_model: D.
+        d_model: D, the elements of a token.
         experts: the experts of this rank, modules `[n, D] -> [n, D]`.
         gate: a dict with "type" ("naive", "gshard", "switch" or None; default "gshard") and "top_k"
             (default 2), or a gate of this module. The dict is left as it is.

@@ -125,7 +125,7 @@ class MOELayer(RenamedLayer):
             a class of modules that return logits), "k", "capacity_factor" (positive or negative:
             an expert takes `k * int(|f| * ceil(T / E))` rows of each rank; 0: all), "gate_noise",
             "fp32_gate", and for "cosine_top" "proj_dim" and "init_t".
-        model_dim: D.
+        model_dim: D, the elements of a token.
         experts: a dict: "type" ("ffn" or "llama_ffn"), "num_experts_per_device",
             "hidden_size_per_expert", "activation_fn", and for "ffn" "has_fc1_bias", "has_fc2_bias".
         scan_expert_func: called with the name and value of every expert parameter.

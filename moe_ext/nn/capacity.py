@@ -244,7 +244,7 @@ def run_padded(experts: nn.Module, rows_ND: Tensor, offsets: Tensor, capacity: i
         experts: maps `([L * C, D], offsets)` to `[L * C, D]`.
         rows_ND: rows grouped by expert, at most C each.
         offsets: `[L + 1]`.
-        capacity: C.
+        capacity: C, rows of an expert.
     """
     num_rows, num_experts = rows_ND.shape[0], offsets.shape[0] - 1
     place_LC = torch.arange(capacity, device=offsets.device).expand(num_experts, -1)

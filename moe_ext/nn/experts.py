@@ -53,8 +53,8 @@ class GroupedExperts(nn.Module):
 
     Args:
         num_experts: E, over all ranks.
-        model_dim: D.
-        ffn_dim: F.
+        model_dim: D, the elements of a token.
+        ffn_dim: F, the hidden units of an expert.
         activation: a fused kind, "swiglu", "geglu", "geglu_tanh", "reglu", or plain "silu", "gelu",
             "gelu_tanh", "relu", "relu_squared"; the name of another function of torch, such as
             "tanh" or "mish"; a `ClampedSwiGLU`; or any function or module of one tensor, applied to

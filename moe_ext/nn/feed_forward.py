@@ -32,8 +32,8 @@ class FeedForward(nn.Module):
     """Dense two-layer feed-forward network, the shared expert of a `MoELayer`.
 
     Args:
-        model_dim: D.
-        ffn_dim: F.
+        model_dim: D, the elements of a token.
+        ffn_dim: F, the hidden units of an expert.
         activation: as in `GroupedExperts`; gated ones have `gate_up_proj`, plain ones `up_proj`.
             Under torch's `ColwiseParallel` and `RowwiseParallel`, gated ones exchange columns.
         bias: add biases.

@@ -92,7 +92,7 @@ class MoELayer(CountingModule):
     `loss_scale * (balance.coef * balance_loss + balance.z_coef * z_loss + ...)`.
 
     Args:
-        model_dim: D.
+        model_dim: D, the elements of a token.
         ffn_dim: F of each expert.
         num_experts: E, over all ranks of `ep_group`.
         top_k: K, experts per token; None is that of the router module, else 2.

@@ -57,9 +57,9 @@ def switch(
     checkpoints.
 
     Args:
-        model_dim: D.
+        model_dim: D, the elements of a token.
         ffn_dim: F of each expert.
-        num_experts: E.
+        num_experts: E, experts of a layer.
         jitter_eps: the tokens are multiplied by U[1 - eps, 1 + eps) before the router.
         seed: of the jitter.
         **options: of `MoELayer`, in place of the above; also `device` and `dtype`.
@@ -92,7 +92,7 @@ def gshard(
     are two linear layers with ReLU.
 
     Args:
-        model_dim: D.
+        model_dim: D, the elements of a token.
         ffn_dim: F of each expert.
         num_experts: E; the paper has 128, 512 and 2048.
         groups: local groups that the tokens of a rank are cut into.
@@ -124,7 +124,7 @@ def glam(
     Args:
         model_dim: D; 8192 in the largest model.
         ffn_dim: F of each expert; 32768 there.
-        num_experts: E.
+        num_experts: E, experts of a layer.
         groups: local groups that the tokens of a rank are cut into.
         seed: of the second experts.
         **options: of `MoELayer`, in place of the above; also `device` and `dtype`.
@@ -150,8 +150,8 @@ def mixtral(
     Args:
         model_dim: D; 4096 in Mixtral 8x7B.
         ffn_dim: F of each expert; 14336 there.
-        num_experts: E.
-        top_k: K.
+        num_experts: E, experts of a layer.
+        top_k: K, experts of a token.
         **options: of `MoELayer`, in place of the above; also `device` and `dtype`.
 
     Reference: Jiang et al. 2024 (arXiv 2401.04088): section 2.1, table 1.
@@ -179,8 +179,8 @@ def qwen3(
     Args:
         model_dim: D; 2048 in Qwen3-30B-A3B.
         ffn_dim: F of each expert; 768 there.
-        num_experts: E.
-        top_k: K.
+        num_experts: E, experts of a layer.
+        top_k: K, experts of a token.
         **options: of `MoELayer`, in place of the above; also `device` and `dtype`.
 
     Reference: Qwen team 2025 (arXiv 2505.09388): section 2, table 2; Qiu et al. 2025
@@ -210,8 +210,8 @@ def deepseek_v3(
     Args:
         model_dim: D; 7168 in the paper.
         ffn_dim: F of each expert, and of the shared one; 2048 there.
-        num_experts: E.
-        top_k: K.
+        num_experts: E, experts of a layer.
+        top_k: K, experts of a token.
         num_groups: nodes that the experts are spread over.
         top_groups: nodes that a token may go to.
         scale: on the weights.

@@ -23,9 +23,9 @@ class ResidualMoE(nn.Module):
     `y = c_0 * moe(x) + c_1 * mlp(x)` with `c = softmax(x @ W + b)`.
 
     Args:
-        model_dim: D.
+        model_dim: D, the elements of a token.
         ffn_dim: F, of the experts and of the dense network.
-        num_experts: E.
+        num_experts: E, experts of a layer.
         top_k: experts per token.
         mlp: dense network, `[..., D] -> [..., D]`; by default a `FeedForward`.
         activation: of the experts and of the default dense network.

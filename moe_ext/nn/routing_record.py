@@ -53,7 +53,7 @@ class RecordEntry:
     Attributes:
         topk_idx: `[R, K]` in the smallest of int8, int16 and int32 that holds E; -1 for no expert,
             -2 for a token that was not recorded.
-        num_experts: E.
+        num_experts: E, experts of a layer.
     """
 
     topk_idx: Tensor
@@ -204,7 +204,7 @@ class RoutingRecord:
         Args:
             layer: name of the layer in the model that will replay them.
             topk_idx: `[R, K]`, any integer dtype, in [0, E), or -1 for no expert; copied.
-            num_experts: E.
+            num_experts: E, experts of a layer.
             step: number of the step.
             micro_batch: number of the forward pass in the step.
 

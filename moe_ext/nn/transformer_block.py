@@ -70,8 +70,8 @@ class TransformerBlock(nn.Module):
     be the other.
 
     Args:
-        model_dim: D.
-        num_heads: H.
+        model_dim: D, the elements of a token.
+        num_heads: H, heads of attention.
         ffn: maps `[B, L, D]` to `[B, L, D]`, such as a `MoELayer`; one with `Balance("sequence")`
             is told the documents, and needs the `cp_group` as its group.
         num_kv_heads: Hkv, a divisor of H; None for H.

@@ -233,8 +233,8 @@ def replace_ffn(
     Args:
         model: any module; changed in place, or not at all.
         every: distance between two replaced networks, 1 for all.
-        num_experts: E.
-        top_k: K.
+        num_experts: E, experts of a layer.
+        top_k: K, experts of a token.
         method: "copy" or "granular", see `upcycle`.
         granularity: G of "granular".
         select: called with name and module; False leaves a network out of the count.

@@ -16,7 +16,7 @@ def most_exponent_bytes(numel: int, dtype: torch.dtype) -> int:
     """Bytes that `encode_exponents` takes at most: 1/256 more than the elements, and 64.
 
     Args:
-        numel: N.
+        numel: N, elements of the tensor.
         dtype: bfloat16, float16 or float32.
     """
     blocks, last = divmod(numel, _BLOCK)

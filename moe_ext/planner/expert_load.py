@@ -37,7 +37,7 @@ def pool_of(load: str, step: int, token: int, num_experts: int, top_k: int) -> l
         load: one of `LOADS`.
         step: of the training.
         token: its place in the batch.
-        num_experts: E.
+        num_experts: E, experts of a layer.
         top_k: K, at most half of E.
     """
     everyone = list(range(num_experts))
@@ -83,8 +83,8 @@ def load_of(
         load: s of Zipf's law; tokens of each expert, of one step or of many; a name of `LOADS`,
             "W3" for short, which stands for the tokens that it sends to each expert on average in
             each of twelve steps; or a file with a JSON list of such tokens.
-        num_experts: E.
-        top_k: K.
+        num_experts: E, experts of a layer.
+        top_k: K, experts of a token.
 
     Raises:
         ValueError: no such name or file, or a file that holds something else.

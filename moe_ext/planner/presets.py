@@ -121,7 +121,7 @@ class ModelSpec:
 
     Attributes:
         num_layers: layers; of an encoder and a decoder together.
-        model_dim: D.
+        model_dim: D, the elements of a token.
         num_heads: heads of attention.
         ffn_dim: F, of dense layers and of an expert.
         vocab_size: rows of the embedding, which the output shares.

@@ -55,7 +55,7 @@ def moves_of(counts_SE: Tensor, num_ranks: int) -> Moves:
 
     Args:
         counts_SE: shares of the rows.
-        num_ranks: P.
+        num_ranks: P, the ranks of the group.
     """
     local = counts_SE.shape[1] // num_ranks
     most, came = [], []

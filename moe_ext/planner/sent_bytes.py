@@ -33,8 +33,8 @@ def exchange_bytes(
     Args:
         topk_idx_TK: of each rank, the experts `[T, K]` of its tokens; -1 for dropped slots.
         rank: that sends.
-        num_experts: E.
-        model_dim: D.
+        num_experts: E, experts of a layer.
+        model_dim: D, the elements of a token.
         dispatcher: "alltoall", "dedup" or "allgather".
         wire: see `MoELayer`.
         combine: "exact" or "reduced", see `MoELayer`.

@@ -382,10 +382,10 @@ def sent_bytes(
         scheme: "state" or "heads".
         layout: of the positions.
         rank: of the group.
-        batch: B.
-        heads: H.
-        dim: K.
-        v_dim: V.
+        batch: B, sequences.
+        heads: H, heads.
+        dim: K, elements of a key.
+        v_dim: V, elements of a value.
         has_beta: with the delta rule.
         g_dim: numbers of a decay, 1 or K.
         kv_heads: of q and k (C and B); H if None.
@@ -428,9 +428,9 @@ def conv_sent_bytes(
     Args:
         layout: of the positions.
         rank: of the group.
-        batch: B.
-        channels: D.
-        taps: W.
+        batch: B, sequences.
+        channels: D, channels.
+        taps: W, taps of the filter.
         itemsize: bytes of an element.
     """
     way = _way("state", layout, 1, 1)

@@ -35,7 +35,7 @@ class Workload:
     """Sizes, mask and layout of an attention, the same on every rank.
 
     Attributes:
-        heads: H.
+        heads: H, heads.
         form: of the keys.
         grad_dtype: of their gradients on the wire.
         layout: who holds which positions.

@@ -211,8 +211,8 @@ class PairCoding:
     brought into range as it is read: a foreign one gives wrong numbers, never a write elsewhere.
 
     Args:
-        count: K.
-        numel: N.
+        count: K, values.
+        numel: N, elements of the tensor.
         value_codec: one of `PAIR_CODECS`.
     """
 

@@ -256,7 +256,7 @@ class ScoreRouter(Router):
     """Router whose weights are `ops.gate_weights` of its logits at the experts that it chooses.
 
     Args:
-        model_dim: D.
+        model_dim: D, the elements of a token.
         num_experts: E, over all ranks.
         top_k: columns of the gate.
         score_fn: see `ops.topk_gate`.
@@ -324,7 +324,7 @@ class LinearRouter(ScoreRouter):
     logits rounded to bfloat16 flip the choice between close experts.
 
     Args:
-        model_dim: D.
+        model_dim: D, the elements of a token.
         num_experts: E, over all ranks.
         top_k: columns of the gate.
         score_fn: see `ScoreRouter`.

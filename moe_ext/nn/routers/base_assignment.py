@@ -20,7 +20,7 @@ class BaseRouter(LinearRouter):
     best expert. The weight is `sigmoid(score)`.
 
     Args:
-        model_dim: D.
+        model_dim: D, the elements of a token.
         num_experts: E, over all ranks.
         device: device of the weight.
         dtype: dtype of the weight.

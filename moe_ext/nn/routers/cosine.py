@@ -24,7 +24,7 @@ class CosineRouter(ScoreRouter):
     `min_temperature`; there the gradient of `log_scale` is zero.
 
     Args:
-        model_dim: D.
+        model_dim: D, the elements of a token.
         num_experts: E, over all ranks.
         top_k: K, experts per token, at most E.
         proj_dim: P, 256 in Tutel.

@@ -27,7 +27,7 @@ class ExpertChoiceRouter(LinearRouter):
     which are not there when text is generated. It fits encoders and vision.
 
     Args:
-        model_dim: D.
+        model_dim: D, the elements of a token.
         num_experts: E, over all ranks.
         capacity_factor: experts of a token on average, positive.
         device: device of the weight.

@@ -28,7 +28,7 @@ class GShardRouter(LinearRouter):
     second largest logit, and always kept.
 
     Args:
-        model_dim: D.
+        model_dim: D, the elements of a token.
         num_experts: E, over all ranks, at least 2.
         second_expert: "random" (the paper's), "gumbel" (NLLB's "sampling") or "always".
         seed: of the draws.

@@ -37,7 +37,7 @@ class HashRouter(ScoreRouter):
     `TopKRouter` would weigh them, by `logits = x @ weight.T`; the first layers of DeepSeek-V4 do.
 
     Args:
-        model_dim: D.
+        model_dim: D, the elements of a token.
         num_experts: E, over all ranks.
         top_k: K, experts per token, at most E.
         vocab_size: V; None for any number as an id, with method "random".

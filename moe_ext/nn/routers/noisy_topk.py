@@ -31,7 +31,7 @@ class NoisyTopKRouter(LinearRouter):
     load (expected number of tokens), over this rank's tokens. A layer adds no balance loss.
 
     Args:
-        model_dim: D.
+        model_dim: D, the elements of a token.
         num_experts: E, over all ranks.
         top_k: K, experts per token, at most E.
         importance_coef: factor on the importance loss, at least 0.

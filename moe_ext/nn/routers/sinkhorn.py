@@ -24,7 +24,7 @@ class SinkhornRouter(LinearRouter):
     name. The load is nearly even by construction.
 
     Args:
-        model_dim: D.
+        model_dim: D, the elements of a token.
         num_experts: E, over all ranks.
         top_k: K, experts per token, at most E.
         num_iters: the most rounds.

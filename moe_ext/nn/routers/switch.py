@@ -21,7 +21,7 @@ class SwitchRouter(LinearRouter):
     `scale * p`, which is not divided by itself: it is what the router learns from.
 
     Args:
-        model_dim: D.
+        model_dim: D, the elements of a token.
         num_experts: E, over all ranks.
         jitter_eps: in [0, 1); the paper's is 0.01, 0 turns the jitter off.
         seed: of the jitter.

@@ -32,7 +32,7 @@ class TopKRouter(LinearRouter):
     and outside autocast: logits rounded to bfloat16 flip the choice between close experts.
 
     Args:
-        model_dim: D.
+        model_dim: D, the elements of a token.
         num_experts: E, over all ranks.
         top_k: K, experts per token, at most E.
         score_fn: "softmax", "topk_softmax", "sigmoid" or "sqrtsoftplus"; see `ops.topk_gate`.
