@@ -3,7 +3,8 @@
 # make test-fast    the daily loop: loops in C++, operators (CUDA emulated) and layers of one process, in under two minutes
 # make test-full    every combination of parameters, ten times the fuzzing, the oldest and the newest torch, mutants
 # make docs     the pages of docs/ and a reference from the docstrings as a site in build/docs
-# make lint     formatting, style, types and spelling
+# make docs-check   links of that site, and its look in a browser where chromium is installed
+# make lint     formatting, style, words, types and spelling
 # make bench    time the operators beside their peers and rewrite docs/benchmarks.md
 # make build    build the operators in place
 # make compat   test that build under the oldest torch;  make compat-newest: under the newest
@@ -38,7 +39,7 @@ export PYTHONDONTWRITEBYTECODE =
 export MOE_EXT_WERROR = 1
 CPP_FILES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
-.PHONY: demo test test-built test-fast test-full docs lint style types bench build compat compat-newest oldest newest cuda kernels gpu-check gpu-report clean
+.PHONY: demo test test-built test-fast test-full docs docs-check lint style types bench build compat compat-newest oldest newest cuda kernels gpu-check gpu-report clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -101,12 +102,16 @@ docs: build
 	$(BIN)/sphinx-build --quiet --jobs auto --fail-on-warning --builder html docs build/docs
 	@echo "make docs: open build/docs/index.html"
 
+docs-check: docs
+	$(BIN)/python tools/check_site.py build/docs
+
 lint: style types
 
 style: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/codespell $$(git ls-files)
+	$(PYTEST) --quiet --noconftest tests/test_words.py
 	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
 
 types: $(VENV)/.installed
