@@ -100,15 +100,51 @@ COMPARED = {
 }
 
 
+def assert_measured(figures, lines):
+    """Each number of a text is one of these lines, as it rounds."""
+    measured = {float(number) for line in lines for number in re.findall(r"\d+\.?\d*", line)}
+    for figure in re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?![\w])", figures):
+        digits = len(figure.partition(".")[2])
+        assert any(float(figure) == round(value, digits) for value in measured), figure
+
+
 def test_figures_are_those_of_the_benchmarks():
     section = (ROOT / "README.md").read_text().split("## How it compares")[1].split("\n## ")[0]
     rows = re.findall(r"^\| ([^|]*?) \| ([^|]*) \| ([^|]*) \|$", section, re.MULTILINE)[1:]
     assert {name for name, _, _ in rows} == set(COMPARED)
     lines = (ROOT / "docs" / "benchmarks.md").read_text().splitlines()
     for name, ours, others in rows:
-        found = " ".join(line for line in lines if COMPARED[name] in line)
-        measured = {float(number) for number in re.findall(r"\d+\.?\d*", found)}
-        for figure in re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?![\w])", f"{ours} {others}"):
-            assert any(
-                float(figure) == round(value, len(figure.partition(".")[2])) for value in measured
-            ), f"{name}: {figure}"
+        assert_measured(f"{ours} {others}", [line for line in lines if COMPARED[name] in line])
+
+
+# A figure that a page links to the benchmarks, and what the lines that hold it have in them.
+QUOTED = {
+    ("compression", "0.8 %"): "| 1-bit Adam |",
+    ("compression", "4.0 %"): "| top 5 % |",
+    ("compression", "10.2 %"): "| top 1 % |",
+    ("distributed", "1.5 times"): "| lossless bf16 |",
+    ("distributed", "1.2 times"): "| lossless fp32 |",
+    ("local_steps", "0.4 to 1.2 %"): "SGD 1",
+    ("pipelines", "1.00 to 1.02"): "| ",
+    ("planner", "16 %"): "Mean error",
+    ("weight_sync", "30 times"): "| 2.2 % |",
+}
+
+
+def test_figures_on_pages_are_those_of_the_benchmarks():
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    sections = {
+        re.sub(r"[^\w\- ]", "", section.split("\n")[0].lower()).replace(" ", "-"): section
+        for section in text.split("\n## ")
+    }
+    found = {}
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        links = re.findall(
+            r"\[([\d. to]+(?:%|times)?)\]\(benchmarks\.md#([\w-]+)\)", path.read_text()
+        )
+        assert len(links) <= 3, path.name
+        found.update({(path.stem, figure): anchor for figure, anchor in links})
+    assert set(found) == set(QUOTED)
+    for (page, figure), anchor in found.items():
+        lines = [line for line in sections[anchor].splitlines() if QUOTED[page, figure] in line]
+        assert_measured(figure, lines)
