@@ -14,7 +14,7 @@ README_WORDS = 900
 PAGE_WORDS = 45_000
 SENTENCE_WORDS, CELL_WORDS = 30, 35
 # Sentences of docstrings that are longer, point at nothing, hedge or deny twice: never more.
-STILL_TO_MEND = 109
+STILL_TO_MEND = 43
 RIDDLE = re.compile(r"(What|Whether|Those|Of which|Of those) ")
 HEDGE = re.compile(
     r"\b(very|quite|basically|simply|just|easily|actually|really|rather(?! than)|of course"
@@ -101,7 +101,7 @@ def test_sentences_are_short_and_name_their_subject():
 
 def test_sentences_of_docstrings_are_short_and_name_their_subject():
     found = [(name, s) for name, text in docstrings() for s in to_mend(prose(text))]
-    assert len(found) == STILL_TO_MEND, (len(found), found)
+    assert len(found) <= STILL_TO_MEND, (len(found), found)
 
 
 def test_long_sentences_and_riddles_are_found():

@@ -142,16 +142,16 @@ def ring_attention(
         softcap: scores become softcap * tanh(score / softcap); None or 0 for none.
         sinks: `[H]`: a score that takes part in the softmax and has no value. Its gradient is that
             of this rank's queries, as for any parameter that every rank holds.
-        dropout_p: share of the softmax dropped. What is dropped depends on seed, batch, head and
-            the two positions alone: neither on P nor on the layout.
+        dropout_p: share of the softmax dropped. The draws depend on seed, batch, head and the two
+            positions alone: neither on P nor on the layout.
         seed: of the dropout, equal on every rank; None draws one from torch's generator of the
             first rank.
         scheme: "ring", keys and values go round and memory stays that of a shard; "all_gather", all
             keys and values on every rank at once; "ulysses", an all-to-all from shards of the
-            sequence to shards of the heads and back, for P heads at least;
-            "hybrid", this in each row of a mesh, and a ring in each column; "double_ring", rings in
-            rows and seldom a hop between them, for a mesh, or a group with as many ranks on each
-            host; "auto", the one of least cost by the bytes it sends, see `explain_scheme`.
+            sequence to shards of the heads and back, for P heads at least; "hybrid", "ulysses" in
+            each row of a mesh, and a ring in each column; "double_ring", rings in rows and seldom a
+            hop between them, for a mesh, or a group with as many ranks on each host; "auto", the
+            one of least cost by the bytes it sends, see `explain_scheme`.
         precision: "exact": blocks are summed up in float32 and rounded once. "fast": blocks of 16
             bits that a kernel of torch serves are its, and rounded one by one; see the docs for the
             error of both.

@@ -43,9 +43,9 @@ def latent_ring_attention(
 
     The keys of head h are ``[latent @ up_k[h]^T, rope_key]``, its values ``latent @ up_v[h]^T``:
     H (N + R + Dv) numbers a position, which each rank makes of what arrives, a shard at a time.
-    Gradients of `latent` and `rope_key` are summed over all heads before they travel home. Those of
-    `up_k` and `up_v` are of this rank's queries, as for any parameter that every rank holds: sum
-    them over the group.
+    Gradients of `latent` and `rope_key` are summed over all heads before they travel home. The
+    gradients of `up_k` and `up_v` are of this rank's queries, as for any parameter that every rank
+    holds: sum them over the group.
 
     A compiled graph breaks here.
 

@@ -254,7 +254,7 @@ def document_ids(
 ) -> Tensor:
     """`[L]` int64, the document of each position that this rank holds, counted from 0.
 
-    With documents of each row of a batch, `[B, L]`. What `MoELayer.forward` takes.
+    With documents of each row of a batch, `[B, L]`. `MoELayer.forward` takes the result.
 
     Args:
         cu_seqlens: offsets of packed documents in the whole sequence, or a row of them for each row

@@ -89,7 +89,7 @@ def run_in_turns(functions: Sequence[Callable[[], T]]) -> list[T]:
         functions: without arguments.
 
     Returns:
-        What they return.
+        The results of the functions.
 
     Raises:
         Exception: the first that one of them raises; the others end at their next wait.

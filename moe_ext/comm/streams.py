@@ -102,7 +102,7 @@ def run_beside(work: Callable[[], None], *tensors: Tensor, purpose: str) -> Besi
         purpose: work of one purpose runs in order, and beside that of others.
 
     Returns:
-        What to join before the result is used.
+        Work to join before the result is used.
     """
     device = tensors[0].device
     if not has_streams(device):

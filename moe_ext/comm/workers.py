@@ -152,7 +152,7 @@ def start(
 
     Args:
         twin: called with `args` and the messages.
-        args: all tensors that it reads and writes, on one device, perhaps in tuples, and numbers.
+        args: all tensors that it reads and writes, on one device, alone or in tuples, and numbers.
         group: the ranks; None is this process alone.
         operation: name for error messages.
         compiled: name of a method of `CollectiveWorker` that does the same, and what it takes in

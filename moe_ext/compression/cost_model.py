@@ -184,8 +184,8 @@ class CostModel:
     def prepare(self, codecs: Sequence[Codec]) -> None:
         """Looks the codecs up that are new to this model, or times them; *collective*.
 
-        What the table lacks is rehearsed on a million elements, at the first time in the life of
-        the process. `choose` calls it for what it is given.
+        Rates that the table lacks are rehearsed on a million elements, at the first call in the
+        life of the process. `choose` calls it for what it is given.
         """
         new = [codec for codec in dict.fromkeys(codecs) if not self._has(codec)]
         if not new or self.num_ranks == 1:
@@ -249,7 +249,7 @@ class CostModel:
 
         Args:
             codec: c, the one that computes more.
-            against: a, mostly dense.
+            against: a, as a rule dense.
             numel: elements of the bucket.
 
         Returns:
@@ -275,8 +275,9 @@ class CostModel:
         P = 1 and buckets below 64 KiB stay dense, and so does what would send more bytes than the
         dense bucket. Otherwise the least estimate wins, where it is 10 % below that of the codec in
         use, which at first is the exact one. Where the choice is not clear, plain all-reduce is
-        measured for six turns, and now and then again. A codec that is found to be more than 3 %
-        behind it is given up at once, and so is one that rounds to save less than 3 % of the time.
+        measured for six turns, and now and then again. A codec that is measured more than 3 %
+        behind it is given up at once. A codec that rounds, and saves less than 3 % of the time, is
+        given up too.
 
         Args:
             numel: elements of the bucket.

@@ -31,8 +31,8 @@ def compress_hook(
     """Reduces a bucket as the state says: `ddp.register_comm_hook(state, compress_hook)`.
 
     Works with rebuilt buckets, `no_sync`, `static_graph`, `find_unused_parameters`,
-    `gradient_as_bucket_view` and sparse embeddings. What is owed for parameters that no rank has a
-    gradient for stays owed.
+    `gradient_as_bucket_view` and sparse embeddings. Parameters without a gradient on any rank keep
+    what they are owed.
 
     Args:
         state: made for the model that DDP wraps; one state for one DDP.

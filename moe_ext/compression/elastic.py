@@ -19,8 +19,8 @@ def merged_for(
 ) -> dict[str, Any]:
     r"""The state of one of P' ranks, from those of P ranks.
 
-    Rank j takes over :math:`e'_j = s \sum_r e_r` over the r with r mod P' = j. What is applied is
-    the mean over ranks: with :math:`s = P' / P` the parameters are owed what they were,
+    Rank j takes over :math:`e'_j = s \sum_r e_r` over the r with r mod P' = j. Steps apply the mean
+    over ranks: with :math:`s = P' / P` the parameters are owed what they were,
     :math:`\frac{1}{P'} \sum e' = \frac{1}{P} \sum e`. Where it is the sum, s = 1. The replicas of
     an expert all take over its mean.
 

@@ -219,7 +219,7 @@ class CodecMemory:
         """Add to a gradient, in place, all that is owed, which is then owed no more.
 
         Returns:
-            Whether anything was owed.
+            True if anything was owed.
         """
         found = False
         for kind in ("residual", "server"):
@@ -523,7 +523,7 @@ class FeedbackStore:
         """End the step in all groups and forget what it has changed.
 
         Returns:
-            Whether groups that `group` has made in this step are gone.
+            True if groups that `group` has made in this step are gone.
         """
         regrouped = self._before is not None
         if self._before is not None:

@@ -48,11 +48,11 @@ class _Copies:
 def compress_gradients(model: nn.Module, state: CompressionState) -> bool:
     """Make every gradient the mean over all ranks, compressed as the state says.
 
-    What `sync_gradients` does densely: call it on all ranks, after the last backward pass of a step
-    and before clipping and the optimizer. Experts of an expert-parallel model are reduced over the
-    ranks that hold the same ones. A `DistributedDataParallel` with `compress_hook` has called it at
-    the end of the backward pass, for the experts as the second half of the same step; another call
-    does nothing.
+    The compressed form of `sync_gradients`: call it on all ranks, after the last backward pass of a
+    step and before clipping and the optimizer. Experts of an expert-parallel model are reduced over
+    the ranks that hold the same ones. A `DistributedDataParallel` with `compress_hook` has called
+    it at the end of the backward pass, for the experts as the second half of the same step; another
+    call does nothing.
 
     A gradient that is None on some ranks counts as zero there, and one that is None on every rank
     stays None. Unlike with `sync_gradients`, gradients must not be accumulated into reduced ones:
@@ -63,15 +63,15 @@ def compress_gradients(model: nn.Module, state: CompressionState) -> bool:
         state: see `CompressionState`.
 
     Returns:
-        Whether all gradients were finite on every rank; False only with nonfinite="propagate". With
+        True if all gradients were finite on every rank; False only with nonfinite="propagate". With
         it nobody looks at gradients that travel as they are, of which nothing is ever owed: NaN in
         them goes on to the sum, as in torch.
 
     Raises:
         ValueError: on every rank: a gradient is NaN or infinite (unless the state lets it pass),
-            the ranks have different codecs or parameters, a parameter is a DTensor of others than
-            experts over ranks or not of the state's model, or a DistributedDataParallel reduces
-            experts. Gradients are zero where they were not finite, and what is owed is as it was.
+            the ranks have different codecs or parameters; a parameter is a DTensor, but no expert
+            over ranks, or is not of the state's model; a DistributedDataParallel reduces experts.
+            Gradients are zero where they were not finite, and what is owed is as it was.
         RuntimeError: on every rank, when no gradient changed since the last call, of a model
             without DistributedDataParallel.
         RankFailureError: a rank died or did not answer; what is owed is as it was.
@@ -266,7 +266,7 @@ def flush(model: nn.Module, state: CompressionState) -> bool:
         state: of every rank.
 
     Returns:
-        Whether it was done: with nonfinite="propagate" nothing is after a step that was not finite,
+        True if it was done: with nonfinite="propagate" nothing is after a step that was not finite,
         which the optimizer will not take. Flush the next one then.
 
     Raises:

@@ -392,7 +392,7 @@ class Reducer:
         """Wait for everything; keep the residuals of a step that went well, or put them back.
 
         Returns:
-            Whether all gradients were finite on every rank.
+            True if all gradients were finite on every rank.
 
         Raises:
             ValueError: on every rank: a gradient is not finite anywhere (and the options do not

@@ -34,11 +34,11 @@ class CompressionState:
     Give it to `DistributedDataParallel.register_comm_hook(state, compress_hook)`, or to
     `compress_gradients(model, state)` in a loop of your own. Every rank makes it alike.
 
-    What is left out of one step is owed and goes into the next ones (error feedback): over all
-    steps, P times what was applied plus what is owed is the sum of the gradients. A step that
-    fails, on any rank and for any reason, leaves all that is owed as it was, bit for bit. For this
-    the state keeps two float32 numbers for each element of a compressed parameter, four with
-    momentum.
+    The part of a gradient that one step leaves out is owed, and goes into the next ones (error
+    feedback): over all steps, P times what was applied plus what is owed is the sum of the
+    gradients. A step that fails, on any rank and for any reason, leaves all that is owed as it was,
+    bit for bit. For this the state keeps two float32 numbers for each element of a compressed
+    parameter, four with momentum.
 
     Args:
         group: the data-parallel ranks; None is those of the DistributedDataParallel that reduces

@@ -283,7 +283,7 @@ def start_rows(
         beside: whether something runs before the result is asked for.
 
     Returns:
-        What waits for the rows and gives them.
+        A handle that waits for the rows and gives them.
     """
     underway = _RowsUnderway(group, send, receive, 1.0, operation, True, (format, None), beside)
     underway.start(rows, backward=False)

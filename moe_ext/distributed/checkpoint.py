@@ -68,9 +68,9 @@ class TrainingState:
     """Model and optimizers as tensors under the names of the whole model.
 
     Experts, and what optimizers hold of them, are DTensors. `torch.distributed.checkpoint` takes
-    `state_dict()`, and loads into `empty(...)`. What the 1-bit optimizers owe is saved as the mean
-    over ranks, of which each rank of the next job owes as much. Of `DeMo`, each of as many ranks
-    gets its own momentum back; of another number, each gets the mean.
+    `state_dict()`, and loads into `empty(...)`. The 1-bit optimizers save the mean over ranks of
+    what they owe, and each rank of the next job owes it. Of `DeMo`, each of as many ranks gets its
+    own momentum back; of another number, each gets the mean.
 
     Options of parameter groups (learning rates, decays, what schedulers keep there) are saved by
     parameter; a group that loads takes those of its parameters. Where ranks hold experts, single
@@ -128,7 +128,7 @@ class TrainingState:
                 `Metadata.state_dict_metadata` of torch.distributed.checkpoint.
 
         Returns:
-            Those of the model, and of the optimizer's states those that the checkpoint has.
+            Tensors of the model, and the optimizer's states that the checkpoint has.
 
         Raises:
             ValueError: the optimizers of the checkpoint lack a parameter of those here.
@@ -425,7 +425,8 @@ def load(
             saved it: learning rates stay those of the optimizers here.
 
     Tensors are read into the parameters, and into the moments where there are such, by pieces of
-    8 MiB. What fails once ranks have begun to read leaves parts of two states behind, and says so.
+    8 MiB. A failure after ranks have begun to read leaves parts of two states behind, and the error
+    says so.
     """
     from torch.distributed.checkpoint import state_dict_loader
 

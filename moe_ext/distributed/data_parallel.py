@@ -79,10 +79,10 @@ def parallelize(model: _Model) -> _Model:
     rest: accumulation under `no_sync` counts as in DDP. Columns of layers are treated likewise, and
     so are the parameters that torch's `fully_shard(model, ignored_params=...)` leaves whole.
 
-    Call it on all ranks for the module that DDP is to wrap, or a tool that wraps models in DDP
-    (Accelerate, the Trainer of transformers, Lightning, Fabric), and again for a module that is
-    built around it (a `PeftModel`). `data_parallel` and `replace(model, ep_group=...)` call it. A
-    plain loop with `sync_gradients`, and `moe_ext.distributed.fully_shard`, need no such call.
+    Call it on all ranks for the module that DDP is to wrap, or a tool that calls DDP (Accelerate,
+    the Trainer of transformers, Lightning, Fabric). Call it again for a module that is built around
+    it (a `PeftModel`). `data_parallel` and `replace(model, ep_group=...)` call it. A plain loop
+    with `sync_gradients`, and `moe_ext.distributed.fully_shard`, need no such call.
 
     torch's `replicate(model, ignored_modules=[layer.experts, ...])` works likewise, where all
     modules with experts are ignored.

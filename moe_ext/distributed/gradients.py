@@ -50,10 +50,10 @@ def sync_gradients(model: nn.Module, *, mesh: MoEMesh | None = None) -> None:
 
     Call it on all ranks, after the last backward pass of a step and before clipping and the
     optimizer. Without torch.distributed, or with one rank, it does nothing. A plain module gets all
-    of its gradients reduced. What a `DistributedDataParallel` that the model is, or holds, or FSDP2
-    has reduced in the backward pass, the experts too, is left as it is. Gradients of shards of
-    tensor parallelism, DTensors on a mesh of one dimension, become means over the ranks that hold
-    the same ones.
+    of its gradients reduced. Gradients that DistributedDataParallel or FSDP2 has reduced in the
+    backward pass are left as they are, those of experts too. Gradients of shards of tensor
+    parallelism, DTensors on a mesh of one dimension, become means over the ranks that hold the same
+    ones.
 
     The first call for a model also compares the values of the dense parameters: a mean of gradients
     keeps replicas equal, it does not make them so.
@@ -71,8 +71,8 @@ def sync_gradients(model: nn.Module, *, mesh: MoEMesh | None = None) -> None:
 
     Raises:
         ValueError: on every rank: the parameters differ between ranks, by name, shape, dtype or (at
-            the first call, the dense ones) by value, a DistributedDataParallel reduces expert
-            parameters, a gradient is sparse, or a DTensor lies over a part of the ranks in several
+            the first call, the dense ones) by value; a DistributedDataParallel reduces expert
+            parameters; a gradient is sparse; or a DTensor lies over a part of the ranks in several
             dimensions.
         RuntimeError: on every rank, when no gradient changed since the last call, of a model
             without DistributedDataParallel.

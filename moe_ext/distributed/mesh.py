@@ -35,11 +35,10 @@ _SHARED = {
 class MoEMesh:
     """Ranks as two grids, one for attention and one for experts.
 
-    The ranks fall into `pp` stages, and those of a stage are laid out twice, for attention as
-    data x cp x tp and for experts as edp x ep x etp; neither costs ranks of the other. The last
-    axis changes fastest, as in Megatron and torchtitan: a rank is
-    `((pp_rank * data + data_rank) * cp + cp_rank) * tp + tp_rank`, and also
-    `((pp_rank * edp + edp_rank) * ep + ep_rank) * etp + etp_rank`.
+    The ranks fall into `pp` stages. Ranks of a stage are laid out twice: for attention as data x cp
+    x tp, and for experts as edp x ep x etp; neither costs ranks of the other. The last axis changes
+    fastest, as in Megatron and torchtitan: a rank is `((pp_rank * data + data_rank) * cp + cp_rank)
+    * tp + tp_rank`, and also `((pp_rank * edp + edp_rank) * ep + ep_rank) * etp + etp_rank`.
 
     The ranks of one ep group share one set of experts, those of one edp group hold the same ones.
     The ranks of one cp group hold shards of the same sequences, those of one tp group shards of the

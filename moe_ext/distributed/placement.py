@@ -746,7 +746,7 @@ def expert_parameters(
 ) -> Iterator[tuple[str, nn.Parameter, ProcessGroup | None, int]]:
     """Yield the parameters of all experts of a model.
 
-    Those are the parameters of modules that declared them (see `declare_placement`): the experts of
+    They are the parameters of modules that declared them (see `declare_placement`): the experts of
     a `MoELayer`, whatever their class, and those of a model that `replace` was called for.
 
     Args:

@@ -85,8 +85,8 @@ def register_sharding_rules() -> None:
 
     Operators that work row by row take tokens that are sharded, `grouped_mm` takes weights sharded
     in any dimension, experts included, and rows that are whole; columns of `permute_tokens` and
-    `unpermute_tokens` may be sharded. What is placed otherwise is gathered. Operators that
-    compress gradients, encode them, or compute a block of attention refuse DTensors.
+    `unpermute_tokens` may be sharded. Tensors that are placed otherwise are gathered. Operators
+    that compress gradients, encode them, or compute a block of attention refuse DTensors.
 
     It imports `torch.distributed.tensor`, which takes a second.
     """

@@ -95,7 +95,8 @@ def whole_state_dicts(*optimizers: Optimizer, keep: bool | None = None) -> Itera
     it got. Experts, columns of layers, and what optimizers hold of them come as plain tensors on
     the CPU, as one process has them. A job of any number of ranks loads them. A model's
     `load_state_dict` may be called anywhere, that of an optimizer of `torch.optim` only inside this
-    context, with the optimizer as an argument. What FSDP2 shards beside them stays a DTensor.
+    context, with the optimizer as an argument. Parameters that FSDP2 shards beside them stay
+    DTensors.
 
     Args:
         optimizers: those of `torch.optim`, or prepared by a tool, whose states are saved or loaded.

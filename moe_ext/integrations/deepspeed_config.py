@@ -154,7 +154,7 @@ class DSConfig:
         return torch.autocast(device_type, self.dtype)
 
     def grad_scaler(self, device_type: str) -> GradScaler:
-        """Scaler of the loss; it does nothing without float16."""
+        """Scaler of the loss, which acts with float16 alone."""
         options = self.loss_scale or {"enabled": False}
         return GradScaler(device_type, **options)
 
@@ -195,7 +195,7 @@ def from_ds_config(config: Mapping[str, Any]) -> DSConfig:
         config: as of `deepspeed.initialize(config=)`, read from its JSON file.
 
     Returns:
-        What it asks for, for the ranks of this job.
+        The objects that it asks for, for the ranks of this job.
 
     Raises:
         ValueError: a key is not known or has no counterpart, a value is out of its range or "auto",

@@ -1021,7 +1021,7 @@ def grace_from_params(params: Mapping[str, Any], *, group: ProcessGroup | None =
     seed           randomk and qsgd: 0
     ============== =================================================================================
 
-    What is different from the original, on purpose: signs travel as bits and decode right; a
+    Differences from the original, on purpose: signs travel as bits and decode right; a
     threshold is compared with magnitudes; a tensor of zeros is not sent whole; values and indices
     are one message; residuals share no memory with gradients, are kept by name in a `state_dict`,
     and stay as they were where a gradient is NaN or a rank is lost; only what can be added up may

@@ -47,7 +47,7 @@ class ExpertParallel:
     - "16-mixed" gets a `moe_ext.distributed.GradScaler`: all ranks skip a step, or none.
     - `manual_backward` averages the gradients of experts, too.
 
-    What a callback or `on_save_checkpoint` puts into a checkpoint by itself has to be whole: let it
+    Tensors that a callback or `on_save_checkpoint` adds to a checkpoint have to be whole: let it
     call a model's `state_dict()` inside `moe_ext.distributed.whole_state_dicts()`, an optimizer's
     inside `whole_state_dicts(optimizer)`.
 

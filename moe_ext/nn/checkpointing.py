@@ -16,7 +16,7 @@ def checkpoint_chain(
 ) -> Tensor:
     """Run modules one after the other, keeping so many of their inputs for the backward pass.
 
-    What is computed again is the least that is possible with these slots: with
+    No less can be computed again with these slots: with
     `C(slots + r - 1, slots) < n <= C(slots + r, slots)` for n modules, a module runs r times at
     most besides the run whose activations its gradient is taken from, and all of them together
     `r n - C(slots + r, slots + 1)` times. Losses, loads and metrics of expert layers count once.

@@ -72,9 +72,9 @@ class Dispatch:
             and "auto". 1 sends all at once. For slow links and experts with much to do: each part
             takes messages of its own, and about 1/overlap of the shorter of the two stays in sight.
         rebalance: "exact" runs in every pass the same number of rows on each rank of `ep_group`:
-            where that saves more time than it takes, weights of experts with many rows travel to
-            ranks with few, at most E / P to a rank, and their gradients travel home. "periodic"
-            keeps a plan for many steps, see `update_placement`. A `Rebalance` says more.
+            weights of experts with many rows travel to ranks with few, at most E / P to a rank,
+            where that saves more time than it takes. Their gradients travel home. "periodic" keeps
+            a plan for many steps, see `update_placement`. A `Rebalance` says more.
         debug: compare operation, shape, dtype and splits of the layer's collectives over the ranks
             before they are sent, the same on all of them: one that differs is named by a
             ValueError on every rank. It costs a message for each. None is what the environment's

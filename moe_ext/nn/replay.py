@@ -137,9 +137,9 @@ def pinned_routing() -> tuple[_TapeSession, _TapeSession]:
     weights and losses are computed anew at these experts. Without it the layers route the same way
     anyway where everything before them is recomputed to the same bits; products of another
     library, dropout without a restored state or weights that have changed flip close choices, and
-    then the gradients are of another function than the loss. What is kept is one `[T, K]` tensor of
-    indices a layer. A router of one's own without `with_choice` is held to choose the same again,
-    which waits for the device.
+    then the gradients are of another function than the loss. Each layer keeps one `[T, K]` tensor
+    of indices. A router of one's own without `with_choice` is held to choose the same again, which
+    waits for the device.
 
     Returns:
         The contexts of the forward pass and of the recomputation.

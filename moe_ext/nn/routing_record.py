@@ -140,7 +140,7 @@ class RoutingRecord:
             loss = training_model(tokens)
             loss.backward()
 
-    What is recorded stays on the device of the layer, without a synchronisation, until `cpu` or a
+    The record stays on the device of the layer, without a synchronisation, until `cpu` or a
     serialisation fetches it. A record holds the tokens of its own rank.
     """
 

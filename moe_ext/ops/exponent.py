@@ -119,7 +119,7 @@ def decode_exponent_row_(out: Tensor, row: Tensor, damaged: Tensor) -> None:
 
     Args:
         out (Tensor[...]): overwritten; contiguous, of the dtype and as many elements as the part.
-        row (Tensor[bytes]): uint8, contiguous: the payload, and perhaps bytes behind it.
+        row (Tensor[bytes]): uint8, contiguous: the payload; bytes may stand behind it.
         damaged (Tensor[1]): int64; lowered to the first block of 8192 elements that is not as it
             was encoded, where there is one. Nothing is read beyond the row, whatever it says.
 

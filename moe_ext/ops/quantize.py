@@ -91,7 +91,7 @@ def quantize_blockwise(
         ValueError: an unknown number of bits.
         RuntimeError: an argument has the wrong device, dtype, shape or value; with
             ``check_finite``, an element of :math:`a` is NaN or infinite (the message names the
-            first). What e was read from has not changed then; ``residual`` beside a
+            first). The tensor that e was read from has not changed then; ``residual`` beside a
             ``residual_in`` may hold anything.
 
     Deterministic, with the same bits for any number of threads and every instruction set.

@@ -96,8 +96,8 @@ def topk_compress_(
         momentum (float): m in [0, 1); for ``velocity`` alone.
         residual_scale (float): s, finite and at least 0: the last learning rate over this one keeps
             a residual of gradients right when the rate changes; 0 drops the residual.
-        check_finite (bool): refuse NaN and infinity. False is for gradients that have just been
-            checked (by clipping, by a loss scaler): a NaN is then selected as the largest of all.
+        check_finite (bool): refuse NaN and infinity. False is for gradients that clipping or a loss
+            scaler has checked: a NaN is then selected as the largest of all.
         residual_in (Tensor): e is read from here, and ``residual`` is only written; in memory of
             its own, else as ``residual``, and not changed. The same bits with less traffic, and a
             check that costs next to nothing: a step that may fail keeps the two apart, and swaps

@@ -112,7 +112,7 @@ class CPUAdamW(CheckedOptimizer):
             grad_scale: factor on all gradients, such as that of clipping, which then costs no pass.
 
         Returns:
-            What the closure returned.
+            The closure's result.
         """
         loss = loss_of(closure)
         for entry in trained_parameters("CPUAdamW", self.param_groups):

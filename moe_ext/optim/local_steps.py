@@ -564,7 +564,7 @@ class DiLoCo:
 class SparseLoCo(DiLoCo):
     """DiLoCo that sends a few of each chunk of weights in 2 bits, and owes the rest (SparseLoCo).
 
-    What is owed decays and takes the place of the outer momentum: give `torch.optim.SGD(lr=1.0)`
+    Owed values decay, and take the place of the outer momentum: give `torch.optim.SGD(lr=1.0)`
     without momentum as outer optimizer.
 
     Args:

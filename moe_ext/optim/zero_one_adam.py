@@ -34,7 +34,7 @@ class ZeroOneAdam(CompressedOptimizer):
         m_r \leftarrow \frac{\bar u}{\sum \gamma},\quad u_r \leftarrow 0
 
     with w' the weights of the last synchronisation (times those steps' weight decay).
-    Up to step ``var_freeze_step`` every step synchronises. Those that are a multiple of the
+    Up to step ``var_freeze_step`` every step synchronises. Steps that are a multiple of the
     variance interval average the gradients as they are instead, for both moments; the interval
     doubles after every ``var_update_scaler`` of them. After that v stays as it is, and steps
     synchronise that are a multiple of the local interval, which doubles after every

@@ -31,8 +31,8 @@ Tied = Sequence[Sequence[tuple[int, str]]]
 class Pipeline:
     """Runs the stages of this rank as a table says, each action in the order of its row.
 
-    Gradients are those of the mean of the micro-batches' losses, as one process would add them up;
-    balance losses that the layers of any stage inject are divided with them, by `set_loss_scale` in
+    Gradients are those of the mean of the micro-batches' losses, as one process would add them up.
+    Balance losses that the layers of any stage inject are divided with them, by `set_loss_scale` in
     every step. Activations and gradients travel between ranks over connections of their own: a
     receive is posted where the table has it, and what needs the tensor waits. "I" and "W" compute
     the gradients of inputs and of weights apart, where the input of a stage has one; of the first

@@ -10,11 +10,11 @@ from moe_ext.pipeline.table import Action, ActionTable
 def add_messages(table: ActionTable, costs: Costs | None = None) -> ActionTable:
     """Add sends and receives to a table that has none.
 
-    A send stands right behind what it sends. Its receive is posted before the action that the other
-    rank computes at that time, by the costs, so that it travels meanwhile, and an exchange between
-    experts inside the action does not stand behind it. Ranks never wait for each other for ever,
-    even where a send waits for its receive: both are written at once, in the order in which actions
-    end.
+    A send stands right behind what it sends. By the costs, its receive is posted before the action
+    that the other rank computes at that time. The message travels meanwhile, and an exchange
+    between experts inside the action does not stand behind it. Ranks never wait for each other for
+    ever, even where a send waits for its receive: both are written at once, in the order in which
+    actions end.
 
     Args:
         table: as `check_table` accepts it, without messages.

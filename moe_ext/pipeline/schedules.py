@@ -39,10 +39,10 @@ def make_table(
             with more stages than ranks: "interleaved" (1F1B), "looped-bfs", "zero-bubble"
             (interleaved), "zbv" and "dual-pipe-v" (stages in the form of a V). "chimera" has two
             chains of all stages, in opposite directions; "terapipe" is GPipe of slices along the
-            sequence. Those of `ASYNCHRONOUS` are 1F1B with updates on the way and no flush:
+            sequence. Names of `ASYNCHRONOUS` are 1F1B with updates on the way and no flush.
             "pipedream" updates after every micro-batch and takes the newest weights that a stage
-            has, "hetpipe" the same version in all stages, and "pipedream-2bw" updates after
-            several, of which all take the weights before the newest.
+            has; "hetpipe" takes the same version in all stages. "pipedream-2bw" updates after
+            several micro-batches, which all take the weights before the newest.
         num_ranks: ranks of the pipeline.
         num_micro_batches: parts of a batch.
         stages_per_rank: 2 for those of torch unless this says more, 1 for the others; chimera's

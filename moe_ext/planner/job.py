@@ -36,7 +36,7 @@ class Job:
             they take longer than its work shows. Of times alone, of programs that interleave
             micro-batches.
         hidden_gradients: messages of gradients and of gathered weights travel while micro-batches
-            compute: with ZeRO 2 and 3 behind all of them, else behind one. What they take longer
+            compute: with ZeRO 2 and 3 behind all of them, else behind one. The rest of their time
             shows. Of times alone, of programs that do so.
         hidden_tensor: messages of tensor parallelism travel beside the parts of the products that
             they belong to; what they take longer than these shows. Of times alone, as before.

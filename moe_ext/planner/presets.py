@@ -144,8 +144,8 @@ class ModelSpec:
             none; empty for the usual one.
         window: tokens that layers with a sliding window attend to.
         num_window_layers: layers that have one.
-        vectors: numbers of biases and norms in all, mostly below 0.1 % of the parameters; 0 where
-            they are left out.
+        vectors: numbers of biases and norms in all, as a rule below 0.1 % of the parameters; 0
+            where they are left out.
         published: parameters in all, as the source gives them.
         published_active: parameters of a token, where the source gives them.
         source: where the sizes are from.

@@ -84,7 +84,7 @@ def divide(
 ) -> tuple[StageLayers, ...] | None:
     """Layers of each stage of one candidate; None if none fit into memory.
 
-    Stages of "1f1b", "gpipe" and "zb-h1" are as many as ranks and of any length. Those of
+    Stages of "1f1b", "gpipe" and "zb-h1" are as many as ranks and of any length. Stages of
     "interleaved" are of even lengths, two on each rank. With recompute as few layers are computed
     again as fit; with "zb-h1" all, since a stage runs again whole.
 

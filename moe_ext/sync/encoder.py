@@ -34,9 +34,9 @@ class _Sent:
 class DeltaEncoder:
     """Encodes what changed in a set of tensors since the version before.
 
-    Values are compared as bits and sent as they are, so that receivers hold the very bits of the
-    sender after any number of updates. It keeps a copy of the tensors as they were sent last (of
-    this rank's part, for DTensors), on their device.
+    Values are compared as bits and sent as they are, so that receivers hold the bits of the sender
+    after any number of updates. It keeps a copy of the tensors as they were sent last (of this
+    rank's part, for DTensors), on their device.
 
     Args:
         state: the tensors by name, read anew by each `encode`, or the module whose state dict they

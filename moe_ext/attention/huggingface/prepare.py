@@ -72,8 +72,8 @@ def prepare_model(
     process. In one message a forward pass the ranks compare what they were given: a loader that
     gives them other samples is an error.
 
-    Whether the model can be served is found out by running it on a few tokens, with attention that
-    mixes none: NaN that goes in for one token must come out for it alone.
+    A run on a few tokens shows if the model can be served. Its attention mixes none: NaN that goes
+    in for one token must come out for it alone.
 
     Mixers of state spaces, delta rules and convolutions get forward passes of their own, of the
     same code, that call `selective_scan`, `gated_delta_rule` and `causal_conv1d`.

@@ -24,10 +24,10 @@ _MOST_TRANSFORMED = 1024
 class ChunkedTopK(PayloadCodec):
     """The k largest of each chunk of elements, in 2 bits or float32, with error feedback.
 
-    A chunk of L elements takes k ceil(log2 L) / 8 bytes for places, and either 2 k / 8 + 4 for
-    values (a sign, one of two magnitudes, and these in bfloat16) or 4 k. With `decay` the residual
-    is a momentum: what is kept of it shrinks by that factor each time, as SparseLoCo and DeMo have
-    it in the place of a momentum of their own.
+    A chunk of L elements takes k ceil(log2 L) / 8 bytes for places. Its values take 4 k bytes, or 2
+    k / 8 + 4: a sign, one of two magnitudes, and these in bfloat16. With `decay` the residual is a
+    momentum: what is kept of it shrinks by that factor each time, as SparseLoCo and DeMo have it in
+    the place of a momentum of their own.
 
     Args:
         k: elements kept of a chunk.

@@ -42,8 +42,8 @@ class PowerSGD(Codec):
     Each matrix :math:`M = g + e` is sent as :math:`P Q^T`: :math:`P = M Q` is summed over ranks and
     orthogonalised, :math:`Q = M^T P` is averaged and is what the next step starts from, and
     :math:`e = M - P Q^T` stays. Stacked experts ``[E, n, m]`` are factored one by one (batched);
-    other parameters of more than two dimensions as ``[n, all others]``. What is too small for a
-    gain of ``min_compression_rate`` is reduced densely in the same step.
+    other parameters of more than two dimensions as ``[n, all others]``. A parameter that is too
+    small for a gain of ``min_compression_rate`` is reduced densely in the same step.
 
     The algorithm is `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook`; residual and Q are
     kept with those of the other codecs, by parameter name: DDP may rebuild its buckets, a step that

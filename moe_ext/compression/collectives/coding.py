@@ -207,8 +207,9 @@ class RoundedCoding:
 class PairCoding:
     """K values with indices into N elements, which never descend and may repeat (unused slots).
 
-    Unlike the wire format of `moe_ext.ops.encode_gradient` a payload has no header. What it says is
-    brought into range as it is read: a foreign one gives wrong numbers, never a write elsewhere.
+    Unlike the wire format of `moe_ext.ops.encode_gradient` a payload has no header. Its numbers are
+    brought into range as they are read: a foreign payload gives wrong numbers, never a write
+    elsewhere.
 
     Args:
         count: K, values.

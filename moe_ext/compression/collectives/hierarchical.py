@@ -79,7 +79,7 @@ def hierarchical_all_reduce_(
         node_group: one rank of every node: those with this rank's place in their local_group.
         reduce: called as ``reduce(shard, group=node_group, average=False)`` with the sum over the
             node: a vector of ``shard_numel(N, L, 1)`` elements, float32 (float64 for float64),
-            which it may change. What it returns has the same shape. State that it keeps (a
+            which it may change. Its result has the same shape. State that it keeps (a
             residual) is of that shape, too.
         average (bool): divide by the number of all ranks.
         validate (bool): compare the arguments over each group first.

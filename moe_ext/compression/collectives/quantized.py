@@ -145,9 +145,9 @@ def quantized_all_reduce_(
 
     Every rank quantises its tensor (with ``residual``) and sends each shard to its owner, who adds
     them up in float32, quantises the sum (with ``server_residual``) and sends it to all. On a CPU a
-    large shard goes in up to 8 pieces, some of which travel while others are coded. What both
-    residuals keep is in units of the sum: :math:`P` times the mean, plus all residuals and server
-    residuals, is conserved up to the rounding of float32.
+    large shard goes in up to 8 pieces, some of which travel while others are coded. Both residuals
+    are in units of the sum: :math:`P` times the mean, plus all residuals and server residuals, is
+    conserved up to the rounding of float32.
 
     Args:
         x (Tensor): float32, bfloat16 or float16, contiguous, of any shape; changed in place.

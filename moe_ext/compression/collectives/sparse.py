@@ -59,7 +59,7 @@ class SparseLayout:
     def slots(self) -> PairCoding:
         """Coding of the pairs for one region: room for a quarter more than its even share.
 
-        What does not fit waits for the next step.
+        Pairs that do not fit wait for the next step.
         """
         return self._pairs(min(-(-5 * self.count // (4 * self.world_size)), self.count))
 
@@ -195,8 +195,8 @@ def sparse_all_reduce(
         group: the ranks; None is the default group.
         average (bool): divide by P.
         algorithm (str): "auto", "all_gather", "split" or "dense".
-        value_codec (str): what values travel as: "fp32", "bf16", "fp8", "int8" or "int4". What they
-            lose goes into ``residual``, and is lost where there is none.
+        value_codec (str): what values travel as: "fp32", "bf16", "fp8", "int8" or "int4". The
+            rounded part goes into ``residual``, and is lost where there is none.
         residual (Tensor[numel]): float32, contiguous; what is left out is added to it at the end.
             "split" needs it.
         regions (SplitRegions): carried from step to step, for "split"; None takes equal regions.

@@ -44,7 +44,7 @@ class CompressedAllReduce(GradientMessage):
     itself, densely, before it calls a hook. Every node must start from the same weights.
 
     Residuals are kept by parameter and sharded as it is (4 bytes for an element of the shard, and
-    as much again during a backward pass). What the second rounding of a quantised all-reduce loses
+    as much again during a backward pass). The loss of the second rounding of a quantised all-reduce
     is added to the residual of the rank that did it. Nothing is lost: the sum over steps of what
     was applied, plus the mean over nodes of the residuals, is the sum of the dense means.
 

@@ -122,12 +122,11 @@ def replace(
 
     Raises:
         ImportError: transformers 5 is not installed.
-        ValueError: no experts of a decorated class (`set_experts_implementation` changes nothing
-            there, and says so neither), a quantised model, experts of another class beside them, of
-            another layout, with flags that are not known or already spread over ranks, or a group
-            whose size does not divide E, parameters of experts that something else holds (an
-            optimizer, a wrapper, a graph, a variable), or options that do not go together. The
-            model is unchanged.
+        ValueError: no experts of a decorated class (`set_experts_implementation` silently changes
+            nothing there); a quantised model; experts of another class beside them, of another
+            layout, with unknown flags or already spread over ranks; a group whose size does not
+            divide E; parameters of experts that something else holds (an optimizer, a wrapper, a
+            graph, a variable); or options that do not go together. The model is unchanged.
         TypeError: ep_group is no process group of this rank.
 
     Synchronisation: none without ep_group. With it the ranks compare their experts in one message,

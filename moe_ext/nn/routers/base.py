@@ -233,7 +233,7 @@ class Router(nn.Module):
     def with_choice(self, routed: RouterOutput, topk_idx_TK: Tensor) -> RouterOutput:
         """The output for a choice that was made elsewhere, its weights from the same logits.
 
-        What `RoutingRecord` and `pinned_routing` replay a choice by. A router that weighs the
+        `RoutingRecord` and `pinned_routing` call it to replay a choice. A router that weighs the
         chosen experts in another way than `ops.gate_weights` overrides it.
 
         Args:
