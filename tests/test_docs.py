@@ -97,6 +97,16 @@ def test_the_index_has_every_page():
     assert sorted(linked) == sorted(pages)
 
 
+def test_pages_open_with_their_purpose_and_guides_have_a_program():
+    guides = (DOCS / "README.md").read_text().split("## Guides")[1].split("\n## ")[0]
+    for page in sorted(set(DOCS.glob("*.md")) - {DOCS / "index.md"}):
+        title, opening, *rest = page.read_text().split("\n\n")
+        assert title.startswith("# ") and re.match(r"[A-Z`]", opening), page.name
+        assert f"]({page.name})" not in guides or re.search(
+            r"^```(python|sh|bash)$", "\n\n".join(rest), re.MULTILINE
+        ), page.name
+
+
 def anchors(page):
     """Of the headings, as GitHub and MyST make them."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)

@@ -117,6 +117,12 @@ def test_figures_are_those_of_the_benchmarks():
         assert_measured(f"{ours} {others}", [line for line in lines if COMPARED[name] in line])
 
 
+def test_families_of_transformers_are_counted():
+    table = (ROOT / "docs" / "hugging_face.md").read_text()
+    served = re.findall(r"^\| \w+ \| `\w+` \| yes \|", table, re.MULTILINE)
+    assert f"for {len(served)} families of transformers" in (ROOT / "README.md").read_text()
+
+
 # A figure that a page links to the benchmarks, and what the lines that hold it have in them.
 QUOTED = {
     ("compression", "0.8 %"): "| 1-bit Adam |",
