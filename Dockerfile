@@ -6,10 +6,10 @@ RUN python -m venv /venv
 ENV PATH=/venv/bin:$PATH
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN pip install --no-cache-dir --index-url ${TORCH_INDEX} torch==2.13.0 \
-    && pip install --no-cache-dir 'setuptools>=77' cmake ninja matplotlib scikit-learn tensorboard tqdm
+    && pip install --no-cache-dir matplotlib scikit-learn tensorboard tqdm
 COPY . /moe_ext
 WORKDIR /moe_ext
-RUN MOE_EXT_CUDA=0 pip install --no-build-isolation --no-deps . && pip uninstall -y cmake ninja
+RUN MOE_EXT_CUDA=0 pip install --no-cache-dir --no-deps .
 
 FROM python:3.12-slim
 COPY --from=build /venv /venv

@@ -1,5 +1,7 @@
 """Build of moe_ext: setuptools drives CMake, and CMake owns the source list.
 
+It is built against the torch that is installed, in an isolated build (plain `pip install`) too.
+
 Environment: MOE_EXT_CUDA=1 builds the CUDA operators and 0 leaves them out; by default they are
 built where torch has CUDA and nvcc is found. TORCH_CUDA_ARCH_LIST names their architectures
 (8.0;9.0;10.0+PTX), and with MOE_EXT_CUDA_CHECKS=1 the kernels trap an index that is out of range.
@@ -9,6 +11,7 @@ MOE_EXT_TESTS=1 also builds the GoogleTest binaries, MOE_EXT_WERROR=1 ends the b
 MAX_JOBS bounds the compile jobs, DEBUG=1 builds without optimisation.
 """
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -16,12 +19,40 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, build_meta, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 DEFAULT_ARCHS = "8.0;9.0;10.0+PTX"
+TORCH = "torch>=2.11"
+
+
+def __getattr__(name):
+    """The hooks of a build backend (PEP 517) are those of setuptools, but for one."""
+    return getattr(build_meta, name)
+
+
+def get_requires_for_build_wheel(config_settings=None):
+    """Torch is fetched into an isolated build only where none is installed."""
+    return [] if find_torch() else [TORCH]
+
+
+get_requires_for_build_editable = get_requires_for_build_wheel
+
+
+def find_torch():
+    """Whether torch can be imported, if need be from behind the walls of an isolated build.
+
+    pip isolates a build by PYTHONPATH and runs it with the Python that it installs for.
+    """
+    if importlib.util.find_spec("torch") is None:
+        command = [sys.executable, "-c", "import sys; print(*sys.path[1:], sep='\\n')"]
+        walls = ("PYTHONPATH", "PYTHONNOUSERSITE")
+        outside = {name: value for name, value in os.environ.items() if name not in walls}
+        listed = subprocess.run(command, env=outside, check=True, capture_output=True, text=True)
+        sys.path += [path for path in listed.stdout.splitlines() if path not in sys.path]
+    return importlib.util.find_spec("torch") is not None
 
 
 class CMakeExtension(Extension):
@@ -45,11 +76,11 @@ class CMakeBuild(build_ext):
     def build_extensions(self):
         """Builds everything in one go, and drops what only a former build had."""
         build()
-        if not wants_cuda():
-            (ROOT / "moe_ext" / "_C_cuda.so").unlink(missing_ok=True)
-        for former in (ROOT / "moe_ext").glob("_runtime.*"):
-            if not (wants_runtime() and former.name == runtime_name()):
-                former.unlink()
+        wanted = [file_name(name) for name in libraries()]
+        for folder in (ROOT / "moe_ext", Path(self.build_lib) / "moe_ext"):
+            for former in [*folder.glob("_C_cuda.so"), *folder.glob("_runtime.*")]:
+                if former.name not in wanted:
+                    former.unlink()
         super().build_extensions()
 
     def build_extension(self, ext):
@@ -91,8 +122,9 @@ def wants_cuda():
 
 
 def libraries():
-    """Names of the libraries that are built here."""
-    return ["_C", *(name for name, wanted in OPTIONAL.items() if wanted())]
+    """Names of the libraries that are built here; an sdist and metadata are made without torch."""
+    optional = OPTIONAL if find_torch() else {}
+    return ["_C", *(name for name, wanted in optional.items() if wanted())]
 
 
 def file_name(name):
@@ -152,6 +184,8 @@ def build():
     """Configures and builds the libraries, and the GoogleTest binaries where MOE_EXT_TESTS=1."""
     import torch
 
+    if [int(number) for number in torch.__version__.split(".")[:2]] < [2, 11]:
+        raise RuntimeError(f"setup.py: expected torch 2.11 or later, got {torch.__version__}")
     build_dir().mkdir(parents=True, exist_ok=True)
     cuda = wants_cuda()
     options = {

@@ -48,10 +48,7 @@ def _remedy() -> str:
                 f"this folder hides the moe_ext that is installed in {other}: start Python in "
                 "another folder (`cd ..`), or build in this one with `make build`"
             )
-    return (
-        "build them with `pip install --no-build-isolation --no-deps --editable .` or "
-        "`make build` in the repository"
-    )
+    return "build them with `pip install --editable .` or `make build` in the repository"
 
 
 def _load(path: Path) -> None:

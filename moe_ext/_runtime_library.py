@@ -19,6 +19,7 @@ import torch
 
 FOLDER = Path(__file__).resolve().parent
 _PREFIX = "_runtime."
+_REMEDY = "`pip install .` in its source, with this torch and this Python, builds it"
 
 
 def path() -> Path:
@@ -83,5 +84,5 @@ def _why_absent(expected: Path) -> str:
 
     others = sorted(target(other) for other in FOLDER.glob(f"{_PREFIX}*.so"))
     if not others:
-        return "_runtime is not built"
-    return f"_runtime is built for {', '.join(others)}, not for {target(expected)}"
+        return f"_runtime is not built: {_REMEDY}"
+    return f"_runtime is built for {', '.join(others)}, not for {target(expected)}: {_REMEDY}"
