@@ -10,6 +10,8 @@
 # make compat   test that build under the oldest torch;  make compat-newest: under the newest
 # make cuda     build the CUDA operators too, print what each kernel uses; fails if one spills registers, or loads
 #               shared memory that it does not write
+# make wheel    sdist and wheel of HEAD in dist/, the wheel from the sdist; MOE_EXT_CUDA=1 for one with the CUDA operators
+# make wheel-check    install that wheel beside the oldest, this and the newest torch, and train there on two ranks
 # make gpu-check PYTHON=python    on a machine with a GPU: build, test, sanitize and measure with that Python as it is;
 #               OUT names the folder of the JSON, for this and for gpu-report
 # make gpu-report                 docs/gpu.md from what gpu-check found
@@ -39,7 +41,7 @@ export PYTHONDONTWRITEBYTECODE =
 export MOE_EXT_WERROR = 1
 CPP_FILES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
-.PHONY: demo test test-built test-fast test-full docs docs-check lint style types bench build compat compat-newest oldest newest cuda kernels gpu-check gpu-report clean
+.PHONY: demo test test-built test-fast test-full docs docs-check lint style types bench build compat compat-newest oldest newest cuda kernels wheel wheel-check gpu-check gpu-report clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -131,6 +133,14 @@ kernels:
 	$(BIN)/python tools/install.py --extra cuda || echo "make cuda: cuobjdump and nvdisasm could not be installed"
 	$(BIN)/python tools/kernel_resources.py $(BUILD_DIR)
 
+wheel: $(VENV)/.installed
+	$(BIN)/python tools/install.py --extra release
+	$(BIN)/python tools/wheel.py build
+
+# Every torch and every Python that is named once: their pairs would be nine environments of 5 GB.
+wheel-check:
+	$(BIN)/python tools/wheel.py check $(OLDEST_TORCH)@3.10 $(NEWEST_TORCH)@3.13
+
 gpu-check:
 	$(PYTHON) tools/gpu_check.py $(if $(OUT),--out $(OUT)/gpu.json)
 
@@ -138,4 +148,4 @@ gpu-report:
 	$(PYTHON) tools/gpu_check.py $(if $(OUT),--out $(OUT)/gpu.json) --report docs/gpu.md
 
 clean:
-	rm -rf build moe_ext/_C.so moe_ext/_C_cuda.so moe_ext/_runtime.*.so
+	rm -rf build dist moe_ext/_C.so moe_ext/_C_cuda.so moe_ext/_runtime.*.so
