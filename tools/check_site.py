@@ -9,6 +9,7 @@ import base64
 import itertools
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from urllib.parse import unquote, urldefrag, urlparse
 
 PAGES = ("index.html", "tour.html", "hugging_face.html", "api/moe_ext.html")
 WIDTHS, SCHEMES = (1280, 400), ("light", "dark")
+ANSWER_SECONDS = 60
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 # Wider than the window, or text of less contrast than WCAG's AA (3 for large text).
 LOOK = """
@@ -101,11 +103,10 @@ class Browser:
         self.profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         there, self.send = os.pipe()
         self.receive, back = os.pipe()
-        flags = (
-            "--headless=new --no-sandbox --disable-gpu --remote-debugging-pipe --hide-scrollbars"
-        )
+        flags = "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage"
         self.process = subprocess.Popen(
             ["bash", "-c", f'exec "$0" "$@" 3<&{there} 4>&{back}', program, *flags.split()]
+            + ["--remote-debugging-pipe", "--hide-scrollbars"]
             + [f"--user-data-dir={self.profile.name}"],
             pass_fds=(there, back),
             stderr=subprocess.DEVNULL,
@@ -129,6 +130,8 @@ class Browser:
     def message(self):
         """The next message of the browser."""
         while b"\0" not in self.rest:
+            if not select.select([self.receive], [], [], ANSWER_SECONDS)[0]:
+                raise RuntimeError(f"check_site: no answer in {ANSWER_SECONDS} seconds")
             if not (read := os.read(self.receive, 1 << 16)):
                 raise RuntimeError("check_site: the browser ended")
             self.rest += read
