@@ -31,9 +31,9 @@ class Mask:
         left: keys before the query that it sees, -1 without limit.
         right: keys after the query that it sees, -1 without limit.
         cu_seqlens: offsets of packed documents, from 0 to S; None for one document.
-        prefix_lens: for each row of the batch, or once for all of them, the number of positions at
-            the start of each document that all of it sees, before or behind the query; None for
-            none. Where rows differ, a query sees here what it sees in some row.
+        prefix_lens: number of positions at the start of each document that all of it sees, before
+            or behind the query; one for each row of the batch, or one for all; None for none. Where
+            rows differ, a query sees here what it sees in some row.
     """
 
     is_causal: bool = False

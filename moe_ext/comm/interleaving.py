@@ -75,11 +75,11 @@ def pass_turn() -> None:
 def run_in_turns(functions: Sequence[Callable[[], T]]) -> list[T]:
     """Run functions of which one computes while the others wait for other ranks.
 
-    The turn passes in a circle, at every wait for a collective of CPU tensors and at the end of a
-    function, whether what is waited for has come or not: so every rank that is given the same
-    functions sends the same messages in the same order. Passes forward and backward of layers with
-    experts over ranks, say: each has the bits that it has alone, as long as the functions write to
-    nothing in common. None may take what another one makes.
+    The turn passes in a circle, at the end of a function and at every wait for a collective of CPU
+    tensors, also of one that is done: so every rank that is given the same functions sends the same
+    messages in the same order. Passes forward and backward of layers with experts over ranks, say:
+    each has the bits that it has alone, as long as the functions write to nothing in common. None
+    may take what another one makes.
 
     The first one runs in this thread, the others have its state of autocast and of gradients. Each
     draws random numbers as if it began alone; behind all of them stands the generator where the

@@ -155,8 +155,8 @@ class PackedExperts(nn.Module):
     does not wait for the device; another one reads the offsets back. Both take the memory of one
     unpacked weight at most. `.to` moves the weights, and leaves their dtypes as they are.
 
-    While the experts that were packed exist, a write to their weights is seen by the version
-    counters, which `.data` has not, and they are packed anew before the next pass.
+    While the experts that were packed exist, version counters show a write to their weights, and
+    they are packed anew before the next pass. A write through `.data` is not seen.
 
     Args:
         experts: float32 or bfloat16, with all experts on this rank.

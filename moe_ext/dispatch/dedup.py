@@ -571,7 +571,7 @@ class HierarchicalDispatcher(DedupDispatcher):
     """Experts spread over a group of several nodes; a token goes once to each node, then to ranks.
 
     A token travels between nodes once for each node that holds any of its experts, to the rank of
-    the sender's place there, and on inside the node as with `DedupDispatcher`: between nodes go
+    the sender's place there. Inside the node it goes on as with `DedupDispatcher`: between nodes go
     `(N - 1) * (1 - C(E - E/N, K) / C(E, K))` rows a token for N nodes and even routing. It takes
     one more message and one more wait of the host than that.
 

@@ -74,10 +74,10 @@ def parallelize(model: _Model) -> _Model:
     """Prepare a model whose experts lie over ranks for torch's data parallelism, in place.
 
     Layers made with an `ep_group` hold DTensors, which `DistributedDataParallel` refuses. This has
-    DDP leave them alone, gives the ranks that hold the same experts equal values, and averages the
-    gradients of experts over these ranks at the end of each backward pass in which DDP reduces the
-    rest: accumulation under `no_sync` counts as in DDP. Columns of layers are treated likewise, and
-    so are the parameters that torch's `fully_shard(model, ignored_params=...)` leaves whole.
+    DDP leave them alone, and gives the ranks that hold the same experts equal values. It averages
+    the gradients of experts over these ranks at the end of each backward pass in which DDP reduces
+    the rest: accumulation under `no_sync` counts as in DDP. Columns of layers are treated likewise,
+    and so are the parameters that torch's `fully_shard(model, ignored_params=...)` leaves whole.
 
     Call it on all ranks for the module that DDP is to wrap, or a tool that calls DDP (Accelerate,
     the Trainer of transformers, Lightning, Fabric). Call it again for a module that is built around

@@ -198,7 +198,7 @@ def from_ds_config(config: Mapping[str, Any]) -> DSConfig:
         The objects that it asks for, for the ranks of this job.
 
     Raises:
-        ValueError: a key is not known or has no counterpart, a value is out of its range or "auto",
+        ValueError: a key is not known or has no counterpart; a value is out of its range or "auto";
             or batch sizes do not fit each other and the number of ranks; the message names the key.
     """
     left = _Keys(config)

@@ -72,8 +72,8 @@ class GroupedExperts(nn.Module):
         dtype: dtype of the parameters.
 
     Raises:
-        ValueError: a size is not positive, the activation or the layout is unknown, P does not
-            divide E, or a post_norm or an activation with parameters is to be spread over ranks.
+        ValueError: a size is not positive; the activation or the layout is unknown; P does not
+            divide E; or a post_norm or an activation with parameters is to be spread over ranks.
         TypeError: the activation is neither a name nor callable.
     """
 

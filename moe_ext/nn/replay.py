@@ -133,13 +133,13 @@ def pinned_routing() -> tuple[_TapeSession, _TapeSession]:
 
     For `torch.utils.checkpoint.checkpoint(fn, x, use_reentrant=False,
     context_fn=moe_ext.nn.pinned_routing)`. Every `MoELayer` that runs in the region sends its
-    tokens in the recomputation to the experts of the forward pass, whatever its router says then;
-    weights and losses are computed anew at these experts. Without it the layers route the same way
-    anyway where everything before them is recomputed to the same bits; products of another
-    library, dropout without a restored state or weights that have changed flip close choices, and
-    then the gradients are of another function than the loss. Each layer keeps one `[T, K]` tensor
-    of indices. A router of one's own without `with_choice` is held to choose the same again, which
-    waits for the device.
+    tokens in the recomputation to the experts of the forward pass, also where its router chooses
+    others then. Weights and losses are computed anew at these experts. Without it the layers route
+    the same way anyway where everything before them is recomputed to the same bits; products of
+    another library, dropout without a restored state or weights that have changed flip close
+    choices, and then the gradients are of another function than the loss. Each layer keeps one
+    `[T, K]` tensor of indices. A router of one's own without `with_choice` is held to choose the
+    same again, which waits for the device.
 
     Returns:
         The contexts of the forward pass and of the recomputation.

@@ -19,8 +19,8 @@ def expert_choice_gate(
     r"""Each expert takes the ``capacity`` tokens that score it highest.
 
     With :math:`p_t = \mathrm{softmax}(x_t)` over the experts, expert e takes the real tokens with
-    the largest :math:`p_{t,e}`, equal ones in the order of the tokens, and all of them where there
-    are no more than ``capacity``. A token may have no expert or several. Its weights are
+    the largest :math:`p_{t,e}`, equal ones in the order of the tokens. It takes all of them where
+    there are no more than ``capacity``. A token may have no expert or several. Its weights are
     :math:`p_{t,e}`.
 
     The choice for a token depends on every other token, those behind it included: it does not fit

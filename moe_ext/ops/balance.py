@@ -62,8 +62,8 @@ def split_rows(counts_PE: Tensor, plan: BalancePlan) -> Tensor:
 
     Rows stay on their rank as far as its slots have room for them; the others fill the slots of
     their expert in the order of ranks. With counts other than those of the plan, the slots of an
-    expert share its rows in proportion to those planned, rounded by the sums so far (all go to the
-    first slot where none were planned).
+    expert share its rows in proportion to those planned, rounded by the sums so far. Where none
+    were planned, all go to the first slot.
 
     Args:
         counts_PE (Tensor[P, E]): int64 rows of each source rank for each expert, >= 0.

@@ -32,9 +32,9 @@ def _aligned(num_bytes: int) -> int:
 def encode_exponents(x: Tensor) -> Tensor:
     """Payload from which `decode_exponents_` restores every bit, NaN and -0.0 included.
 
-    Exponents of gradients, activations and weights differ little: within a block of 8192 elements
-    the most frequent ones get codes of one to four bits, in up to three levels (a code says that
-    the next level has the exponent), and the rarest a byte. All other bits are kept. A block that
+    Exponents of gradients, activations and weights differ little. Within a block of 8192 elements
+    the most frequent ones get codes of one to four bits, in up to three levels: a code says that
+    the next level has the exponent. The rarest get a byte. All other bits are kept. A block that
     would not shrink is kept as it is.
 
     Args:

@@ -187,7 +187,7 @@ def gate_weights(
     r"""Weighs experts that are already chosen: `topk_gate` with the choice given.
 
     For replayed routing: the weights, counts and sums of scores are those that `topk_gate` returns
-    for logits that lead to this choice, to the bit where the order of the columns is the same.
+    for logits that lead to this choice. With the same order of columns they have the same bits.
 
     Args:
         logits_TE (Tensor[T, E]): float32, float64, bfloat16 or float16.

@@ -88,9 +88,9 @@ def topk_compress_(
             changed in place.
         k (int): elements to select from each scope, in [0, its elements].
         scope (str | int): which elements compete: "tensor" all of them (a parameter, or a bucket
-            that holds many), "row" those of the last dimension, "expert" those of one index of the
-            first dimension, a number B those of B neighbours (the last scope may be smaller, and
-            gives all it has where that is less than k).
+            that holds many); "row" those of the last dimension; "expert" those of one index of the
+            first dimension; a number B those of B neighbours. The last scope may be smaller, and
+            gives all it has where that is less than k.
         velocity (Tensor): u, as the residual: momentum correction and factor masking of Deep
             Gradient Compression, the optimizer then runs without momentum.
         momentum (float): m in [0, 1); for ``velocity`` alone.

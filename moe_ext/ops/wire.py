@@ -70,9 +70,9 @@ def encode_gradient(
         indices_K (Tensor[K]): int64, ascending and all different, in [0, numel); None where K is
             numel.
         numel (int): elements of the gradient, in [0, 2^62].
-        index_codec (str): "bitmap" (numel / 8 bytes), "u16" (2 bytes an index and 4 for each 65536
-            elements), "delta" (1 byte an index where one element of 128 is sent or more, 2 where
-            one of 16384 is), "dense" (none), or "auto": `choose_index_codec`.
+        index_codec (str): "bitmap" (numel / 8 bytes); "u16" (2 bytes an index and 4 for each 65536
+            elements); "delta" (1 byte an index where one element of 128 is sent or more, 2 where
+            one of 16384 is); "dense" (none); or "auto": `choose_index_codec`.
         value_codec (str): "fp32", "bf16", "fp8", "int8", "int4" or "sign"; the last four with a
             scale for each ``block`` values, see `quantize_blockwise`.
         block (int): a power of two from 64 to 1024.

@@ -26,8 +26,8 @@ class LARS(SlicedOptimizer):
         u \leftarrow \mu u + \gamma c (g + \lambda w),\quad w \leftarrow w - u
 
     c is 1 where a norm is zero. As in `LAMB` the norms are those of whole tensors or of each expert
-    of a stacked parameter `[E, ...]`, parameters may be DTensors, and all norms of a mesh
-    take one all-reduce.
+    of a stacked parameter `[E, ...]`. Parameters may be DTensors, and all norms of a mesh take one
+    all-reduce.
 
     Args:
         params: parameters, or groups of them; see `moe_ext.optim.param_groups`.

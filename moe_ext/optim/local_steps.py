@@ -103,8 +103,9 @@ class DiLoCo:
     while the next `fragment_sync_delay` inner steps go on.
 
     Experts, or columns, over the ranks of the group itself (DTensors) are averaged over the ranks
-    that hold the same ones, and are left to the inner optimizer where no other rank does. Those
-    over ranks outside of it are averaged as all others are: each island of workers holds all.
+    that hold the same ones; where one rank alone holds them, they are left to the inner optimizer.
+    Experts over ranks outside of it are averaged as all others are: each island of workers holds
+    all.
 
     Args:
         manager: the workers: a process group, None for the default one, or a `torchft.Manager` over

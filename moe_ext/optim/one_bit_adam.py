@@ -33,8 +33,8 @@ class OneBitAdam(CompressedOptimizer):
     r"""AdamW that communicates, from a step on by one bit an element.
 
     Up to ``freeze_step`` steps the gradients are averaged as they are: AdamW. From then on the
-    variance v is frozen, and every rank moves the momentum on by its own gradient and sends it as
-    signs with a scale per block, keeping the error for the next step:
+    variance v is frozen. Every rank moves the momentum on by its own gradient and sends it as signs
+    with a scale per block, keeping the error for the next step:
 
     .. math::
         m_r = \beta_1 \bar m + (1 - \beta_1) g_r,\quad
@@ -42,9 +42,9 @@ class OneBitAdam(CompressedOptimizer):
         w \leftarrow (1 - \gamma \lambda) w - \gamma \frac{\bar m}{\sqrt{v} + \epsilon}
 
     Frozen is how v differs within a block. Every ``variance_interval`` steps ranks exchange the
-    squares of their gradients, a number a block, and v is scaled by how far the running mean of
-    those (which decays like v) has grown: steps stay the right size where gradients grow or shrink
-    after the freeze. It begins after eight such looks. ``variance_interval=0`` is the paper's.
+    squares of their gradients, a number a block. Their running mean decays like v, and v is scaled
+    by its growth: steps stay the right size where gradients grow or shrink after the freeze. It
+    begins after eight such looks. ``variance_interval=0`` is the paper's.
 
     Do not reduce the gradients otherwise: use the plain module (or `ddp.no_sync()`), made from the
     same seed on every rank. A compressed step sends numel / 8 bytes of signs and 4 numel / block of
@@ -53,10 +53,10 @@ class OneBitAdam(CompressedOptimizer):
     scales of one step. Parameters have the same
     bits on all ranks after every step.
 
-    A bit cannot say zero. Blocks of zeros (experts without tokens, unused rows) stay zero, rows
-    that share a block with others too as long as no rank has anything in them, and a variance of
-    exactly zero counts as the mean of its tensor: masks (``exp_avg_mask`` in a group, taken as by
-    DeepSpeed, flat or not) are not needed.
+    A bit cannot say zero. Blocks of zeros (experts without tokens, unused rows) stay zero. So do
+    rows that share a block with others, as long as all ranks have zeros in them. A variance of zero
+    counts as the mean of its tensor: masks (``exp_avg_mask`` in a group, taken as by DeepSpeed,
+    flat or not) are not needed.
 
     Args:
         params: parameters, or groups of them. A group may have ``process_group`` (the ranks

@@ -57,9 +57,9 @@ class Applied:
         mesh: of the job.
         plan: that was applied.
         pipeline: of a plan with stages; `pipeline.step(inputs, targets)` runs forward and backward
-            passes of a step, with the token ids `[micro_batch, seq_len]` of each micro-batch of the
-            rank's data, and as labels, by the loss function of the model; None without stages. The
-            model then has this rank's layers alone, by their names in the whole.
+            passes of a step by the loss function of the model; None without stages. Both are token
+            ids `[micro_batch, seq_len]` of each micro-batch of the rank's data, the second as
+            labels. The model then has this rank's layers alone, by their names in the whole.
         compression: of a plan with a codec of gradients, what is owed and how NaN is taken; saved
             with the model (see `CompressionState.state_dict`) where the codec rounds.
     """
@@ -79,9 +79,9 @@ class Applied:
         gradients have no means, and a round ends with `round_bytes` more.
 
         Args:
-            routing: for each layer with experts of each micro-batch on this rank, in the order of
-                the table's forward passes, the experts `[T, K]` that the tokens of every rank of
-                the expert-parallel group choose.
+            routing: the experts `[T, K]` that the tokens of every rank of the expert-parallel group
+                choose; for each layer with experts of each micro-batch on this rank, in the order
+                of the table's forward passes.
 
         Returns:
             Bytes of "rows", "gradients", "pipeline" and "attention".

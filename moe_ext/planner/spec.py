@@ -36,10 +36,10 @@ def model_spec(model: ModelSpec | nn.Module | Mapping[str, Any] | str | Path) ->
     """Sizes of a model.
 
     The modules of a model are read, layer by layer; those of a configuration are made on the meta
-    device. A layer is one attention, one recurrence (a state space, a gated delta rule, a short
-    convolution) or both side by side, and one feed-forward network, gated or not, or experts; or
-    one of these alone. Its matrices have to be as many as the formulas of `ModelSpec` give, within
-    1 % of each part.
+    device. A layer mixes tokens by an attention, a recurrence (a state space, a gated delta rule, a
+    short convolution) or both side by side. Then come a feed-forward network, gated or not, or
+    experts; or it has one of these parts alone. Its matrices have to be as many as the formulas of
+    `ModelSpec` give, within 1 % of each part.
 
     Args:
         model: a spec; the name of a preset; a causal language model of transformers, on the meta

@@ -105,8 +105,8 @@ def shard_batch(
 
     `model(**shard_batch(...)).loss` of a causal language model is then this rank's part of the
     loss: the mean over the ranks of the group is the mean over all labels of the batch. Then
-        `moe_ext.distributed.sync_gradients`, or any other mean over the ranks, gives the gradients
-        of one process.
+    `moe_ext.distributed.sync_gradients`, or any other mean over the ranks, gives the gradients of
+    one process.
 
     Args:
         batch: `input_ids` `[B, S]` or `inputs_embeds` `[B, S, D]`; if wanted `labels` `[B, S]`, not

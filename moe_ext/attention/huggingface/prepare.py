@@ -63,9 +63,9 @@ def prepare_model(
     """Let the ranks of a group share the sequences of a Hugging Face model, or refuse the model.
 
     Afterwards every rank calls the model with the same whole batch: `input_ids` `[B, S]` or
-    `inputs_embeds`, and if wanted `labels` (not shifted), `attention_mask` `[B, S]` (or, in the
-    place of all other masks, `[B, H or 1, S, S]`), `token_type_ids`, and `position_ids` (or
-    `cu_seq_lens_q` and `cu_seq_lens_k`) of packed documents. The model cuts out this rank's part of
+    `inputs_embeds`. It may add `labels` (not shifted), `token_type_ids`, and `attention_mask`
+    `[B, S]`, or `[B, H or 1, S, S]` in the place of all other masks. Packed documents have
+    `position_ids`, or `cu_seq_lens_q` and `cu_seq_lens_k`. The model cuts out this rank's part of
     it, and its logits are those of this part. Its loss is this rank's part of the loss: the mean
     over the ranks is that of the batch, so that DistributedDataParallel, FSDP, Trainer or
     `moe_ext.distributed.sync_gradients`, which average over ranks, give the gradients of one

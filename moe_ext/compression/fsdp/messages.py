@@ -331,8 +331,7 @@ class CompressedReduceScatter(GradientMessage, ReduceScatter):
     whole (not the sharded) parameter on every rank, and as much again during a backward pass.
 
     **Gradients that are not finite** on any rank make the message's whole result NaN on every rank,
-    as a sum would, and leave every residual as it was before the backward pass
-    (`FSDPCompression.finite`).
+    as a sum would. Residuals stay as they were before the backward pass (`FSDPCompression.finite`).
 
     Set it on each module by itself::
 

@@ -57,9 +57,9 @@ class Stages:
         operation: for error messages.
 
     Raises:
-        ValueError: the decoder does more than to pass hidden states through its layers and a norm,
-            or stages have not all of its layers in turn, or losses of routers are asked for, which
-            are sums over all layers.
+        ValueError: the decoder does more than to pass hidden states through its layers and a norm;
+            stages have not all of its layers in turn; or losses of routers are asked for, which are
+            sums over all layers.
     """
 
     def __init__(self, model: Any, spans: Sequence[tuple[int, int]], operation: str) -> None:
