@@ -1,4 +1,4 @@
-"""Schedules as tables: torch's, and the ones with a stage on each rank."""
+"""Schedules as tables: our own, and torch's of several stages on each rank."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections import Counter
 from moe_ext._checks import check_choice, check_sizes
 from moe_ext.pipeline.table import UPDATE, Action, ActionTable
 
-# Schedules of torch by our name: its name, and whether a rank may hold other than two stages.
+# Schedules that torch makes, too, by our name: its name.
 _OF_TORCH = {
-    "interleaved": ("Interleaved1F1B", True),
-    "looped-bfs": ("LoopedBFS", True),
-    "zero-bubble": ("InterleavedZeroBubble", True),
-    "zbv": ("ZBVZeroBubble", False),
-    "dual-pipe-v": ("DualPipeV", False),
+    "interleaved": "Interleaved1F1B",
+    "looped-bfs": "LoopedBFS",
+    "zero-bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dual-pipe-v": "DualPipeV",
 }
+_OF_A_V = ("zbv", "dual-pipe-v")
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", *_OF_TORCH)
 # With several versions of the weights.
 ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "hetpipe")
@@ -61,8 +62,8 @@ def make_table(
     """
     check_choice("make_table", "schedule", schedule, _EVERY)
     check_sizes("make_table", num_ranks=num_ranks, num_micro_batches=num_micro_batches)
-    torch_name, free = _OF_TORCH.get(schedule, ("", False))
-    usual = 2 if torch_name else 1
+    usual = 2 if schedule in _OF_TORCH else 1
+    free = usual == 2 and schedule not in _OF_A_V
     count = usual if stages_per_rank is None else stages_per_rank
     if count < usual or (count > usual and not free):
         raise ValueError(
@@ -89,18 +90,20 @@ def make_table(
                 f"divide num_micro_batches {num_micro_batches}, got {every} over {num_ranks} ranks"
             )
         return _without_flush(schedule, num_ranks, num_micro_batches, every)
-    if torch_name:
-        return _of_torch(schedule, torch_name, num_ranks, num_micro_batches, count)
+    if schedule == "interleaved":
+        return _interleaved(num_ranks, num_micro_batches, count)
+    if schedule in _OF_TORCH:
+        return _of_torch(schedule, num_ranks, num_micro_batches, count)
     order = {"gpipe": _gpipe, "1f1b": _one_f_one_b, "zb-h1": _zero_bubble_h1}[schedule]
     rows = [order(num_ranks - 1 - rank, rank, num_micro_batches) for rank in range(num_ranks)]
     return ActionTable([[Action(rank, *each) for each in row] for rank, row in enumerate(rows)])
 
 
-def _of_torch(name: str, torch_name: str, num_ranks: int, micro: int, count: int) -> ActionTable:
+def _of_torch(name: str, num_ranks: int, micro: int, count: int) -> ActionTable:
     from moe_ext.pipeline._torch import get_schedule_ops
 
     try:
-        rows = get_schedule_ops(torch_name, num_ranks, micro, count)
+        rows = get_schedule_ops(_OF_TORCH[name], num_ranks, micro, count)
     except (ValueError, AssertionError) as error:
         raise ValueError(
             f"make_table: expected num_micro_batches to be a number that {name} takes, got {micro} "
@@ -135,6 +138,36 @@ def _zero_bubble_h1(after: int, rank: int, micro: int) -> _Order:
         if kind == "B" and i >= rank:
             order.append(("W", i - rank))
     return order + [("W", i) for i in range(max(0, micro - rank), micro)]
+
+
+def _interleaved(num_ranks: int, micro: int, count: int) -> ActionTable:
+    """1F1B of rounds: a rank takes the micro-batches of a round through each of its stages.
+
+    Equal to torch's, whose import takes longer than a search of the planner.
+    """
+    rounds = max(1, micro // num_ranks)
+    if micro % rounds:
+        raise ValueError(
+            "make_table: expected num_micro_batches to be a number that interleaved takes, got "
+            f"{micro} over {num_ranks} ranks: no multiple of its {rounds} rounds"
+        )
+    each, total, rows = micro // rounds, micro * count, []
+    for rank in range(num_ranks):
+        # Of each pass in turn, forward: which stage of the rank, and which micro-batch.
+        passes = [
+            (turn, number * each + i)
+            for number in range(rounds)
+            for turn in range(count)
+            for i in range(each)
+        ]
+        forward = [Action(turn * num_ranks + rank, "F", i) for turn, i in passes]
+        backward = [Action((count - 1 - turn) * num_ranks + rank, "B", i) for turn, i in passes]
+        ahead = min(total, (count - 1) * each + 2 * (num_ranks - 1 - rank))
+        row = forward[:ahead]
+        for i, action in enumerate(backward):
+            row += [*forward[i + ahead : i + ahead + 1], action]
+        rows.append(row)
+    return ActionTable(rows)
 
 
 def _of_slices(num_ranks: int, micro: int, slices: int) -> ActionTable:

@@ -186,13 +186,13 @@ class ActionTable:
                     sources = [(self.source(part), part) for part in parts]
                     if any(s is not None and s not in place for s, _ in sources):
                         break
-                    for part in parts:
-                        if part.kind in ("F", "B", "I"):
-                            kind = part.kind.replace("I", "B")
-                            place[part._replace(kind=kind, version=0)] = len(found)
+                    for stage, kind, micro_batch, chain, part, _, _ in parts:
+                        if kind in ("F", "B", "I"):
+                            kind = "B" if kind == "I" else kind
+                            place[Action(stage, kind, micro_batch, chain, part)] = len(found)
                     like = tuple((part.kind, part.stage, part.slice) for part in parts)
                     needs = tuple(
-                        (place[s], self.receive(part) is not None)
+                        (place[s], self.rank(s) != self.rank(part))
                         for s, part in sources
                         if s is not None
                     )
@@ -216,10 +216,11 @@ class ActionTable:
 
         Of a backward pass it has kind "B", though the table may have an "I" there.
         """
-        if action.kind == "F" and action.stage > 0:
-            return action._replace(stage=action.stage - 1, version=0)
-        if action.kind in ("B", "I") and action.stage < self.num_stages - 1:
-            return action._replace(stage=action.stage + 1, kind="B", version=0)
+        stage, kind, micro_batch, chain, part, _, _ = action
+        if kind == "F" and stage > 0:
+            return Action(stage - 1, kind, micro_batch, chain, part)
+        if kind in ("B", "I") and stage < self.num_stages - 1:
+            return Action(stage + 1, "B", micro_batch, chain, part)
         return None
 
     def receive(self, action: Action) -> Action | None:

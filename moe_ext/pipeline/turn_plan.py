@@ -102,7 +102,7 @@ class _ActionFacts(NamedTuple):
     hop: float
     own: float
     lead: float
-    for_ranks: tuple[int, ...]
+    for_ranks: set[int]
 
 
 def plan_turns(
@@ -144,21 +144,39 @@ def plan_turns(
             )
     table = ActionTable(rows)
     check_table(table)
+    found, left = _quickest(table, costs, lanes, max_in_flight, math.inf)
+    if found is None:
+        raise ValueError(
+            f"plan_turns: expected max_in_flight to let all actions run, got {max_in_flight}, with "
+            f"which {left[0]} ({left[0].described()}) waits for ever"
+        )
+    return found
+
+
+def plan_turns_within(table: ActionTable, costs: Costs, most: float) -> TurnPlan | None:
+    """`plan_turns(table, costs)`; None, in less time, where that takes longer than `most`.
+
+    The table is one of `make_table`, which is in order.
+    """
+    return _quickest(table, costs, 2, None, most)[0]
+
+
+def _quickest(
+    table: ActionTable, costs: Costs, lanes: int, max_in_flight: int | None, most: float
+) -> tuple[TurnPlan | None, list[Action]]:
+    """The plan of the best rule, or None and the actions that no rule came to within `most`."""
     rows_of, work = _works(table, costs)
     held = [each + 1 if max_in_flight is None else max_in_flight for each in in_flight(table)]
-    tried, least = list[_ClockRun](), math.inf
+    tried, least = list[_ClockRun](), most
     for rule in _RULES:
         tried.append(_ClockRun(rows_of, work, costs, lanes, held, rule, least))
         if not tried[-1].left:
             least = min(least, tried[-1].makespan)
     found = min(tried, key=lambda plan: (len(plan.left), plan.makespan))
-    if left := found.left:
-        raise ValueError(
-            f"plan_turns: expected max_in_flight to let all actions run, got {max_in_flight}, with "
-            f"which {left[0]} ({left[0].described()}) waits for ever"
-        )
+    if found.left:
+        return None, found.left
     starts = tuple(tuple(rank.starts) for rank in found.ranks)
-    return TurnPlan(table, lanes, starts, found.makespan)
+    return TurnPlan(table, lanes, starts, found.makespan), []
 
 
 def _works(table: ActionTable, costs: Costs) -> tuple[list[list[int]], list[_ActionFacts]]:
@@ -167,23 +185,23 @@ def _works(table: ActionTable, costs: Costs) -> tuple[list[list[int]], list[_Act
     number = {_as_whole(action): i for i, action in enumerate(every)}
     plain = replace(costs, exchanges={})
     times: dict[tuple[str, int], tuple[float, float]] = {}
-    found, waiting = [], [set[int]() for _ in every]
-    for action in every:
+    work, waiting = list[_ActionFacts](), [set[int]() for _ in every]
+    for action, for_ranks in zip(every, waiting, strict=True):
         forward, source = None, table.source(action)
         if action.kind == "W":
             source = action._replace(kind="B")
         if action.kind != "F":
             forward = number[action._replace(kind="F")]
-        from_number = None if source is None else number[source]
-        if from_number is not None:
-            waiting[from_number].add(table.rank(action))
-        hop = 0.0 if table.receive(action) is None else costs.hop
+        from_number, hop, rank = None, 0.0, table.rank(action)
+        if source is not None:
+            from_number = number[source]
+            waiting[from_number].add(rank)
+            hop = costs.hop if table.rank(source) != rank else 0.0
         if (action.kind, action.stage) not in times:
             times[action.kind, action.stage] = plain.of(action), costs.lead(action)
         line = action.kind.replace("I", "B"), action.stage
         own = times[action.kind, action.stage]
-        found.append(_ActionFacts(action, line, forward, from_number, hop, *own, ()))
-    work = [w._replace(for_ranks=tuple(r)) for w, r in zip(found, waiting, strict=True)]
+        work.append(_ActionFacts(action, line, forward, from_number, hop, *own, for_ranks))
     numbers = iter(range(len(every)))
     return [[next(numbers) for _ in row] for row in table.rows], work
 
@@ -213,10 +231,12 @@ class _ClockRun:
         # But for rounding.
         least *= 1 + 1e-9
         while True:
-            free = [rank for rank in self.ranks if not rank.is_blocked]
-            if not free:
+            rank, first = None, math.inf
+            for each in self.ranks:
+                if not each.is_blocked and each.clock.now < first:
+                    rank, first = each, each.clock.now
+            if rank is None:
                 break
-            rank = min(free, key=lambda r: r.clock.now)
             rank.is_blocked = not self._step(rank)
             if rank.clock.now + rank.due > least:
                 break
@@ -232,54 +252,60 @@ class _ClockRun:
 
     def _step(self, rank: _Rank) -> bool:
         """Let the next lane run until it passes the turn on; whether one did."""
-        for _ in rank.lanes:
-            place = rank.turn % len(rank.lanes)
-            lane = rank.lanes[place] or self._begin(rank, place)
+        lanes, clock = rank.lanes, rank.clock
+        for _ in lanes:
+            place = rank.turn % len(lanes)
+            lane = lanes[place] or self._begin(rank, place)
             if lane is None:
                 rank.turn += 1
                 continue
-            rank.clock.now = max(rank.clock.now, lane.ready)
-            try:
-                lane.ready = next(lane.course)
+            if lane.ready > clock.now:
+                clock.now = lane.ready
+            ready = next(lane.course, None)
+            if ready is not None:
+                lane.ready = ready
                 rank.turn += 1
-            except StopIteration:
-                work = self._work[lane.number]
-                rank.lanes[place] = None
-                rank.held -= work.action.kind in ("B", "W")
-                self._done[lane.number] = max(rank.clock.now, lane.given)
-                for other in work.for_ranks:
-                    self.ranks[other].is_blocked = False
+                return True
+            work = self._work[lane.number]
+            lanes[place] = None
+            rank.held -= work.action.kind in ("B", "W")
+            self._done[lane.number] = max(clock.now, lane.given)
+            for other in work.for_ranks:
+                self.ranks[other].is_blocked = False
             return True
         return False
 
     def _begin(self, rank: _Rank, place: int) -> _Lane | None:
         """The next action, in a free lane; the clock waits where no other one is underway."""
+        works, done, rule, clock = self._work, self._done, self._rule, rank.clock.now
         underway = [lane.number for lane in rank.lanes if lane is not None]
-        seen, found = set[tuple[str, int]](), None
-        rule, kinds = self._rule, {self._work[number].line[0] for number in underway}
+        kinds = [works[number].line[0] for number in underway]
+        seen = list[tuple[str, int] | str]()
+        found: tuple[float, bool, int, float] | None = None
         for i, number in enumerate(rank.left[: rule.ahead]):
-            work = self._work[number]
-            kind, stage = work.line
-            line = kind, stage if rule.by_stage else 0
-            if line in seen:
+            _, line, forward, source, hop, _, lead, _ = works[number]
+            kind = line[0]
+            same = line if rule.by_stage else kind
+            if same in seen:
                 continue
-            seen.add(line)
+            seen.append(same)
             if kind == "F" and rank.held >= rank.most_held:
                 continue
             given = 0.0
-            if work.source is not None:
-                ended = self._done[work.source]
+            if source is not None:
+                ended = done[source]
                 if ended is None:
                     continue
-                given = ended + work.hop
-            own = 0.0 if work.forward is None else self._done[work.forward]
+                given = ended + hop
+            own = 0.0 if forward is None else done[forward]
             if own is None:
                 continue
-            ready = max(own, given - work.lead)
-            if ready <= rank.clock.now or not underway:
+            ready = max(own, given - lead)
+            if ready <= clock or not underway:
                 is_late = (rule.mixed and kind in kinds) or (rule.weights_last and kind == "W")
-                now = max(ready, rank.clock.now), is_late, i, given
-                found = now if found is None else min(found, now)
+                now = max(ready, clock), is_late, i, given
+                if found is None or now < found:
+                    found = now
         if found is None:
             return None
         ready, _, i, given = found
@@ -296,4 +322,4 @@ class _ClockRun:
 
 
 def _as_whole(action: Action) -> Action:
-    return action._replace(kind=action.kind.replace("I", "B"))
+    return action._replace(kind="B") if action.kind == "I" else action

@@ -409,9 +409,11 @@ def search(
     order = torch.argsort(every.likely, stable=True)
     order = order[torch.argsort(every.columns["turns"][order], stable=True)]
     for i in order.tolist():
-        bound = float(every.bound[i])
-        if len(ranked) == _RANKED and bound >= ranked[-1].seconds and not exhaustive:
-            continue
+        bound, most = float(every.bound[i]), math.inf
+        if len(ranked) == _RANKED and not exhaustive:
+            most = ranked[-1].seconds
+            if bound >= most:
+                continue
         one = {name: column[i : i + 1] for name, column in every.columns.items()}
         here, in_turn = int(one["pp"] * cost.sizes.num_micro_batches(one)), bool(one["turns"])
         enough = len(simulations) >= SIMULATED and passes >= _PASSES
@@ -424,7 +426,7 @@ def search(
         stages = divide(cost, one, all_again=all_again)
         if stages is None:
             continue
-        seconds = simulated(cost, one, stages)
+        seconds = simulated(cost, one, stages, most=most)
         if seconds == math.inf:
             continue
         fullest = float(cost.memory.fullest(rank_columns(cost, one, stages)).max())

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_ext.pipeline import ActionTable, Costs, TurnPlan, make_table, plan_turns
+from moe_ext.pipeline import ActionTable, Costs, TurnPlan, make_table
 from moe_ext.pipeline.simulate import makespan
+from moe_ext.pipeline.turn_plan import plan_turns_within
 from moe_ext.planner.axes import CHUNKS, SCHEDULES, STAGE, Columns, runs
 from moe_ext.planner.cost import StepCost
 from moe_ext.planner.presets import LayerParts
@@ -98,7 +99,13 @@ def divide(
     return _Chain(cost, c, all_again).divided()
 
 
-def simulated(cost: StepCost, c: Columns, stages: Sequence[StageLayers] | None = None) -> float:
+def simulated(
+    cost: StepCost,
+    c: Columns,
+    stages: Sequence[StageLayers] | None = None,
+    *,
+    most: float = math.inf,
+) -> float:
     """Seconds of a step of one candidate, its pipeline by simulation of the executor's table.
 
     Infinite for a plan in turn that has gradients of weights of more micro-batches left to do than
@@ -108,14 +115,16 @@ def simulated(cost: StepCost, c: Columns, stages: Sequence[StageLayers] | None =
         cost: of placements.
         c: the candidate.
         stages: layers of each; None for stages that are all like the largest one.
+        most: seconds beyond which it may be infinite, too, for a plan in turn.
     """
     ranks, micro = int(c["pp"]), int(cost.sizes.num_micro_batches(c))
     if ranks > 1 and "turns" in c and bool(c["turns"]):
         stages = stages or even_stages(cost.model.num_layers, c)
         own = rank_columns(cost, c, stages)
         ends = float(cost.end.seconds(own).max())
-        found = turn_plan(cost, c, stages)
-        return found.makespan + ends if _counted(found, own["late"].tolist()) else math.inf
+        found = _turns(cost, c, stages).within(most - ends)
+        is_counted = found is not None and _counted(found, own["late"].tolist())
+        return found.makespan + ends if found is not None and is_counted else math.inf
     if stages is None:
         count = ranks * (CHUNKS if bool(runs(c, "interleaved")) else 1)
         each = {name: column.expand(count) for name, column in c.items()}
@@ -163,30 +172,53 @@ def turn_plan(cost: StepCost, c: Columns, stages: Sequence[StageLayers]) -> Turn
         c: the candidate.
         stages: layers of each.
     """
+    found = _turns(cost, c, stages).within(math.inf)
+    assert found is not None
+    return found
+
+
+def _turns(cost: StepCost, c: Columns, stages: Sequence[StageLayers]) -> _Turns:
     schedule, micro = SCHEDULES[int(c["schedule"])], int(cost.sizes.num_micro_batches(c))
     costs = turn_costs(cost, c, stages)
     facts = [tuple(each) for each in (costs.forward, costs.input_gradient, costs.weight_gradient)]  # type: ignore[arg-type]
     travel = (tuple(costs.transfer.items()), tuple(costs.exchanges.items()))  # type: ignore[union-attr]
-    return _turn_plan(schedule, int(c["pp"]), micro, *facts, costs.hop, *travel)
+    return _Turns.of(schedule, int(c["pp"]), micro, *facts, costs.hop, *travel)
 
 
-@functools.lru_cache(maxsize=256)
-def _turn_plan(
-    schedule: str,
-    ranks: int,
-    micro: int,
-    forward: tuple[float, ...],
-    inputs: tuple[float, ...],
-    weights: tuple[float, ...],
-    hop: float,
-    transfer: tuple[tuple[str, float], ...],
-    exchanges: tuple[tuple[str, tuple[tuple[float, float], ...]], ...],
-) -> TurnPlan:
-    """Placements whose optimizers differ, say, have the same passes."""
-    costs = Costs(
-        *(forward, inputs, weights), hop=hop, transfer=dict(transfer), exchanges=dict(exchanges)
-    )
-    return plan_turns(_table(schedule, ranks, micro), costs)
+class _Turns:
+    """Passes in turn, which placements whose optimizers differ, say, have in common."""
+
+    def __init__(self, table: ActionTable, costs: Costs) -> None:
+        self._table, self._costs = table, costs
+        self._plan: TurnPlan | None = None
+        # It takes longer than this.
+        self._more_than = 0.0
+
+    @classmethod
+    @functools.lru_cache(maxsize=256)
+    def of(
+        cls,
+        schedule: str,
+        ranks: int,
+        micro: int,
+        forward: tuple[float, ...],
+        inputs: tuple[float, ...],
+        weights: tuple[float, ...],
+        hop: float,
+        transfer: tuple[tuple[str, float], ...],
+        exchanges: tuple[tuple[str, tuple[tuple[float, float], ...]], ...],
+    ) -> _Turns:
+        costs = Costs(
+            *(forward, inputs, weights), hop=hop, transfer=dict(transfer), exchanges=dict(exchanges)
+        )
+        return cls(_table(schedule, ranks, micro), costs)
+
+    def within(self, most: float) -> TurnPlan | None:
+        """The plan; None where it is not known yet and takes longer than `most`."""
+        if self._plan is None and most > self._more_than:
+            self._plan = plan_turns_within(self._table, self._costs, most)
+            self._more_than = most
+        return self._plan
 
 
 def turn_costs(cost: StepCost, c: Columns, stages: Sequence[StageLayers]) -> Costs:
