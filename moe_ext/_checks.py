@@ -22,7 +22,7 @@ def check_kind(owner: str, name: str, value: object, *kinds: type, required: boo
     """TypeError unless the value is of one of the classes, or None where it is not required."""
     if (value is not None or required) and not isinstance(value, kinds):
         words = " or ".join(kind.__name__ for kind in kinds)
-        raise TypeError(f"{owner}: expected {name} to be of type {words}, got {value!r}")
+        raise TypeError(f"{owner}: expected {name} to be of type {words}, got {value!r:.200}")
 
 
 def check_callable(owner: str, name: str, value: object) -> None:

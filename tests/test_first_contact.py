@@ -1,5 +1,6 @@
-"""A new user's first minutes: the sdist, the README's lines, a machine without GoogleTest."""
+"""A new user's first hour: the sdist, the README's lines, a bare machine, and mistakes."""
 
+import inspect
 import os
 import re
 import shutil
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_ext import _library
+from moe_ext import MoELayer, _library, compression, distributed, nn
+from moe_ext.nn.options import ELSEWHERE
+from moe_ext.testing import spawn_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 OBJECTS = ROOT / "build" / f"cmake-{torch.__version__}"
@@ -165,3 +168,104 @@ def test_a_machine_without_googletest_builds_the_rest(tmp_path):
     assert "Total Tests: 0" in listed
     targets = run(["ninja", "-n"], tmp_path, bare_environment())
     assert "_C_simt.so" in targets and "test_simt" not in targets
+
+
+def layer(**options):
+    return MoELayer(8, 8, **{"num_experts": 4} | options)
+
+
+@pytest.mark.parametrize("name, ours", ELSEWHERE.items())
+def test_arguments_of_other_libraries_are_told_by_our_names(name, ours):
+    assert ours in inspect.signature(MoELayer).parameters
+    with pytest.raises(TypeError, match=rf"MoELayer: expected .* got {name} \(here {ours}\)$"):
+        layer(**{name: 1})
+
+
+MISTAKES = {
+    "a name that is nobody's": (
+        lambda: layer(wide=1),
+        r"MoELayer: expected arguments to be among model_dim, ffn_dim, .*, dtype, got wide$",
+    ),
+    "a dtype by its name": (
+        lambda: layer(dtype="bfloat16"),
+        r"MoELayer: expected dtype to be of type dtype, got 'bfloat16'",
+    ),
+    "a class for a router": (
+        lambda: layer(router=nn.TopKRouter),
+        r"MoELayer: expected router to be a name or a module, got the class TopKRouter; make one",
+    ),
+    "a list of experts": (
+        lambda: layer(experts=[torch.nn.Linear(8, 8)] * 4),
+        r"MoELayer: expected experts to be one module, got a list of 4; moe_ext.nn.ModuleExperts",
+    ),
+    "a ModuleList of experts": (
+        lambda: layer(experts=torch.nn.ModuleList([torch.nn.Linear(8, 8)] * 4)),
+        r"got a ModuleList of 4; moe_ext.nn.ModuleExperts runs modules",
+    ),
+    "a mesh for a group": (
+        lambda: layer(ep_group=distributed.MoEMesh()),
+        r"MoELayer: expected ep_group to be None or a ProcessGroup .*; its ep_group is one$",
+    ),
+    "experts over more ranks than there are": (
+        lambda: distributed.MoEMesh(dp=1, ep=2),
+        r"MoEMesh: .* the number of ranks, 1, got dp=1, ep=2; "
+        r"torch.distributed.init_process_group\(\) has not run$",
+    ),
+    "parameters for a model": (
+        lambda: distributed.sync_gradients(layer().parameters()),
+        "sync_gradients: expected model to be of type Module, got <generator",
+    ),
+    "a codec for a state": (
+        lambda: compression.compress_gradients(layer(), "int8"),
+        "compress_gradients: expected state to be of type CompressionState, got 'int8'",
+    ),
+    "a model for a folder": (
+        lambda: distributed.checkpoint.save(layer(), "folder"),
+        r"checkpoint.save: expected path to be of type str or PathLike, got MoELayer",
+    ),
+    "a folder for a model": (
+        lambda: distributed.checkpoint.load("folder", "model"),
+        r"checkpoint.load: expected model to be of type Module, got 'model'",
+    ),
+    "a folder without a checkpoint": (
+        lambda: distributed.checkpoint.load("/nowhere", layer()),
+        r"checkpoint.load: expected path to be a folder with a whole checkpoint, got /nowhere, "
+        r"which has no .metadata",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_of_the_first_hour_is_told(mistake):
+    act, message = MISTAKES[mistake]
+    with pytest.raises((TypeError, ValueError, FileNotFoundError), match=message):
+        act()
+
+
+def make_mistakes_over_ranks(rank):
+    """Messages, on this rank, of mistakes that need others."""
+    devices = torch.distributed.init_device_mesh("cpu", (2,))
+    group = torch.distributed.group.WORLD
+    empty = "/nowhere"
+    acts = (
+        lambda: layer(num_experts=3, ep_group=group),
+        lambda: layer(ep_group=devices),
+        lambda: distributed.checkpoint.load(empty, layer(ep_group=group)),
+    )
+    found = []
+    for act in acts:
+        with pytest.raises(Exception) as caught:
+            act()
+        found.append(f"{type(caught.value).__name__} {caught.value}")
+    return found
+
+
+def test_a_mistake_over_ranks_is_told_on_every_rank():
+    patterns = (
+        "ValueError MoELayer: expected num_experts to be a multiple of the group size 2, got 3",
+        r"TypeError MoELayer: expected ep_group to be .*; its get_group\(\) is one$",
+        "FileNotFoundError checkpoint.load: expected path to be a folder with a whole checkpoint",
+    )
+    for of_rank in spawn_ranks(make_mistakes_over_ranks, 2):
+        for message, pattern in zip(of_rank, patterns, strict=True):
+            assert re.match(pattern, message), message

@@ -50,9 +50,12 @@ def check_group(group: object, owner: str, *, name: str = "ep_group") -> None:
     """TypeError in the name of `owner` unless argument `name` is None or a group of this rank."""
     # new_group returns a number on ranks that do not belong to the group.
     if group is not None and not isinstance(group, ProcessGroup):
+        # A mesh, ours or torch's, has groups.
+        held = [each for each in (name, "get_group") if hasattr(group, each)]
+        call = "()" * (held == ["get_group"])
         raise TypeError(
             f"{owner}: expected {name} to be None or a ProcessGroup that this rank belongs to, "
-            f"got {group!r}"
+            f"got {group!r}" + (f"; its {held[0]}{call} is one" if held else "")
         )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_ext._checks import check_kind
 from moe_ext.comm.agreement import Agreement, share
 from moe_ext.comm.collectives import all_reduce_
 from moe_ext.comm.groups import group_size
@@ -76,6 +77,8 @@ def compress_gradients(model: nn.Module, state: CompressionState) -> bool:
             without DistributedDataParallel.
         RankFailureError: a rank died or did not answer; what is owed is as it was.
     """
+    check_kind(_OPERATION, "model", model, nn.Module, required=True)
+    check_kind(_OPERATION, "state", state, CompressionState, required=True)
     if state.is_hooked and not state.was_finite:
         # The optimizer will not step, for the half of the gradients that DDP has reduced.
         return False

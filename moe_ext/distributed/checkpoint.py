@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from moe_ext._bytes import as_bytes
+from moe_ext._checks import check_kind
 from moe_ext.comm import collectives
 from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.failures import RankFailureError, first_line, naming_failed_ranks
@@ -432,11 +434,17 @@ def load(
 
     from moe_ext.distributed.checkpoint_files import SliceReader
 
+    _check_kinds("checkpoint.load", path, model)
     wait(_underway)
     given = options.pop("storage_reader", None)
     reader = given or SliceReader(path)
     training = TrainingState(model, optimizers)
     with _on_every_rank("checkpoint.load", options):
+        if given is None and not Path(path, ".metadata").exists():
+            raise FileNotFoundError(
+                f"checkpoint.load: expected path to be a folder with a whole checkpoint, got {path}"
+                ", which has no .metadata"
+            )
         metadata = reader.read_metadata()
         saved: Mapping[str, Any] = metadata.state_dict_metadata
     with _on_every_rank("checkpoint.load", options):
@@ -494,6 +502,7 @@ def _to_save(
     """State to save, once earlier files are written; adds a writer to the options."""
     from moe_ext.distributed.checkpoint_files import ReplacingWriter
 
+    _check_kinds(operation, path, model)
     wait(_underway)
     if "storage_writer" not in options and ReplacingWriter.validate_checkpoint_id(path):
         options["storage_writer"] = ReplacingWriter(path)
@@ -510,6 +519,12 @@ def _to_save(
                 stacklevel=3,
             )
     return state
+
+
+def _check_kinds(operation: str, path: object, model: object) -> None:
+    """TypeError for a model in the place of the folder, say."""
+    check_kind(operation, "path", path, str, os.PathLike, required=True)
+    check_kind(operation, "model", model, nn.Module, required=True)
 
 
 def _with_all_saved(

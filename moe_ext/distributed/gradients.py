@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_ext._checks import check_kind
 from moe_ext.comm import c10d, collectives
 from moe_ext.comm.agreement import Agreement, check_equal_over_ranks
 from moe_ext.comm.groups import group_size, resolve_group
@@ -81,6 +82,7 @@ def sync_gradients(model: nn.Module, *, mesh: MoEMesh | None = None) -> None:
     Determinism: as the backend's all-reduce; every rank gets the same bits. One device-to-host
     synchronisation for the checks and one for the None gradients of each group.
     """
+    check_kind("sync_gradients", "model", model, nn.Module, required=True)
     world = resolve_group(None, "sync_gradients") if mesh is None else mesh.stage_group
     if group_size(world) == 1:
         return

@@ -12,7 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.comm import collectives
 from moe_ext.comm.agreement import Agreement
-from moe_ext.comm.groups import global_rank, group_size, resolve_group, small_message_device
+from moe_ext.comm.groups import (
+    global_rank,
+    group_size,
+    is_initialized,
+    resolve_group,
+    small_message_device,
+)
 from moe_ext.distributed.dtensor import declare_mesh
 from moe_ext.distributed.placement import declare_expert_shards, declare_replicas
 
@@ -394,6 +400,7 @@ def _check_sizes(sizes: dict[str, int], order: str, ranks: int) -> bool:
             f"MoEMesh: expected {' or '.join(products)} to be the number of ranks{stages}, "
             f"{ranks / pp:g}{rule}, got "
             + ", ".join(f"{name}={size}" for name, size in named.items())
+            + "; torch.distributed.init_process_group() has not run" * (not is_initialized())
         )
     if beside and order != _ORDER and dp * ep != stage:
         raise ValueError(

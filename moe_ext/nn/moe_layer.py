@@ -174,6 +174,8 @@ class MoELayer(CountingModule):
         check_numbers("MoELayer", MoELayer.__init__.__annotations__, locals())
         check_group(ep_group, "MoELayer")
         check_sizes("MoELayer", model_dim=model_dim, num_experts=num_experts)
+        check_kind("MoELayer", "dtype", dtype, torch.dtype)
+        _check_modules(router, experts)
         num_ranks, dispatch = group_size(ep_group), Dispatch.of(dispatcher)
         dispatcher, options = dispatch.dispatcher, dispatch.moves
         self.model_dim = model_dim
@@ -197,6 +199,11 @@ class MoELayer(CountingModule):
         # With etp each shard of an expert is an expert of its own to the dispatcher: their sum
         # is what the expert makes of a token.
         self._shards = shards_of_experts(ep_group)
+        if num_experts % (num_ranks // self._shards):
+            raise ValueError(
+                "MoELayer: expected num_experts to be a multiple of the group size "
+                f"{num_ranks // self._shards}, got {num_experts}"
+            )
         self._check_combination(
             **vars(dispatch),
             num_ranks=num_ranks,
@@ -233,7 +240,6 @@ class MoELayer(CountingModule):
         if experts is None:
             experts = GroupedExperts(num_experts, model_dim, ffn_dim, ep_group=ep_group, **made)
         else:
-            check_kind("MoELayer", "experts", experts, nn.Module)
             carried = getattr(experts, "ep_group", None)
             if num_ranks > 1 and carried is not ep_group:
                 raise ValueError(
@@ -702,6 +708,22 @@ def _router_of(name: str, model_dim: int, num_experts: int, top_k: int, **made: 
             f"moe_ext.nn.switch_moe and its like for whole layers), got {name!r}"
         )
     return TopKRouter(model_dim, num_experts, top_k, score_fn=name, **made)
+
+
+def _check_modules(router: object, experts: object) -> None:
+    """TypeError for what is no module, or cannot be called as one."""
+    if isinstance(router, type):
+        raise TypeError(
+            f"MoELayer: expected router to be a name or a module, got the class {router.__name__}; "
+            "make one, with model_dim and num_experts"
+        )
+    if isinstance(experts, (list, tuple)) or type(experts) is nn.ModuleList:
+        raise TypeError(
+            "MoELayer: expected experts to be one module, got a "
+            f"{type(experts).__name__} of {len(experts)}; moe_ext.nn.ModuleExperts runs modules of "
+            "any kind one after the other"
+        )
+    check_kind("MoELayer", "experts", experts, nn.Module)
 
 
 def _check_sizes_of(name: str, part: object, **sizes: int | None) -> None:

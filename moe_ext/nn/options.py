@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
@@ -22,7 +23,7 @@ def of_number(name: str, value: _T | float | None, kind: Callable[[Any], _T]) ->
     """The object that an argument of a layer means; a number is that of its first field."""
     if isinstance(value, Real) and not isinstance(value, bool):
         value = kind(value)
-    check_kind("MoELayer", name, value, kind)  # type: ignore[arg-type]
+    check_kind("MoELayer", name, value, Real, kind)  # type: ignore[arg-type]
     return value  # type: ignore[return-value]
 
 
@@ -134,13 +135,46 @@ MOVED = {
 }
 
 
+# Arguments of other libraries' layers: the argument of `MoELayer` that means the same.
+ELSEWHERE = {
+    **dict.fromkeys(("hidden_size", "d_model", "dim", "embed_dim", "input_size"), "model_dim"),
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "ffn_hidden_size"), "ffn_dim"),
+    **dict.fromkeys(("d_ff", "d_hidden", "hidden_dim", "inter_dim", "ff_dim"), "ffn_dim"),
+    **dict.fromkeys(("num_expert", "n_experts", "num_local_experts"), "num_experts"),
+    **dict.fromkeys(("n_routed_experts", "moe_num_experts"), "num_experts"),
+    **dict.fromkeys(("k", "topk", "num_experts_per_tok", "experts_per_token"), "top_k"),
+    **dict.fromkeys(("moe_top_k", "n_activated_experts"), "top_k"),
+    **dict.fromkeys(("gate", "gate_type", "score_func", "scoring_func", "score_fn"), "router"),
+    **dict.fromkeys(("expert", "expert_fn"), "experts"),
+    **dict.fromkeys(("hidden_act", "act_fn", "activation_fn", "act"), "activation"),
+    **dict.fromkeys(("use_bias", "add_bias", "mlp_bias"), "bias"),
+    **dict.fromkeys(("aux_loss_coef", "aux_loss_coeff", "router_aux_loss_coef"), "balance"),
+    **dict.fromkeys(("moe_aux_loss_coeff", "aux_loss_alpha", "aux_loss_weight"), "balance"),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts"), "shared_expert"),
+    **dict.fromkeys(("moe_group", "process_group", "group", "expert_group"), "ep_group"),
+    **dict.fromkeys(("ep_size", "expert_parallel_size", "world_size"), "ep_group"),
+    **dict.fromkeys(("params_dtype", "torch_dtype"), "dtype"),
+}
+
+
 def takes_earlier_names(init: Callable[_P, None]) -> Callable[_P, None]:
-    """Let a constructor of a layer take the arguments of `MOVED`, with a DeprecationWarning."""
+    """Let a constructor of a layer take the arguments of `MOVED`, with a DeprecationWarning.
+
+    TypeError for names that are none of it; those of other libraries' layers come with ours.
+    """
+    names = [*inspect.signature(init).parameters][1:]
 
     @functools.wraps(init)
     def taking(*args: _P.args, **options: _P.kwargs) -> None:
         if not MOVED.keys().isdisjoint(options):
             _move(type(args[0]).__name__, options)
+        unknown = [name for name in options if name not in names]
+        if unknown:
+            told = (f"{n} (here {ELSEWHERE[n]})" if n in ELSEWHERE else n for n in unknown)
+            raise TypeError(
+                f"{type(args[0]).__name__}: expected arguments to be among {', '.join(names)}, got "
+                f"{', '.join(told)}"
+            )
         init(*args, **options)
 
     return taking

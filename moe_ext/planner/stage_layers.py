@@ -122,7 +122,7 @@ def simulated(
         stages = stages or even_stages(cost.model.num_layers, c)
         own = rank_columns(cost, c, stages)
         ends = float(cost.end.seconds(own).max())
-        found = _turns(cost, c, stages).within(most - ends)
+        found = _passes_in_turn(cost, c, stages).within(most - ends)
         is_counted = found is not None and _counted(found, own["late"].tolist())
         return found.makespan + ends if found is not None and is_counted else math.inf
     if stages is None:
@@ -172,20 +172,20 @@ def turn_plan(cost: StepCost, c: Columns, stages: Sequence[StageLayers]) -> Turn
         c: the candidate.
         stages: layers of each.
     """
-    found = _turns(cost, c, stages).within(math.inf)
+    found = _passes_in_turn(cost, c, stages).within(math.inf)
     assert found is not None
     return found
 
 
-def _turns(cost: StepCost, c: Columns, stages: Sequence[StageLayers]) -> _Turns:
+def _passes_in_turn(cost: StepCost, c: Columns, stages: Sequence[StageLayers]) -> _PassesInTurn:
     schedule, micro = SCHEDULES[int(c["schedule"])], int(cost.sizes.num_micro_batches(c))
     costs = turn_costs(cost, c, stages)
     facts = [tuple(each) for each in (costs.forward, costs.input_gradient, costs.weight_gradient)]  # type: ignore[arg-type]
     travel = (tuple(costs.transfer.items()), tuple(costs.exchanges.items()))  # type: ignore[union-attr]
-    return _Turns.of(schedule, int(c["pp"]), micro, *facts, costs.hop, *travel)
+    return _PassesInTurn.of(schedule, int(c["pp"]), micro, *facts, costs.hop, *travel)
 
 
-class _Turns:
+class _PassesInTurn:
     """Passes in turn, which placements whose optimizers differ, say, have in common."""
 
     def __init__(self, table: ActionTable, costs: Costs) -> None:
@@ -207,7 +207,7 @@ class _Turns:
         hop: float,
         transfer: tuple[tuple[str, float], ...],
         exchanges: tuple[tuple[str, tuple[tuple[float, float], ...]], ...],
-    ) -> _Turns:
+    ) -> _PassesInTurn:
         costs = Costs(
             *(forward, inputs, weights), hop=hop, transfer=dict(transfer), exchanges=dict(exchanges)
         )

@@ -365,7 +365,7 @@ def test_a_router_sets_the_capacity():
         (
             lambda: make_layer("1.5"),
             TypeError,
-            r"MoELayer: expected capacity to be of type Capacity, got .1.5",
+            r"MoELayer: expected capacity to be of type Real or Capacity, got .1.5",
         ),
         (
             lambda: make_layer(Capacity(1.0, drop="random"), router=OwnCapacity(nn.Identity(), 3)),
