@@ -14,11 +14,18 @@ the P / ep groups, and everything but the experts on all ranks, are data paralle
     torchrun --standalone --nproc-per-node 4 examples/train_moe_lm.py --out runs/zero \
         --zero 3 --cp 2 --ep 2 --dispatcher dedup --checkpointing selective
 
+A plan of `python -m moe_ext plan` trains a model of transformers of its sizes in its placement; it
+says how long a step takes, and writes nothing:
+
+    torchrun --standalone --nproc-per-node 4 examples/train_moe_lm.py --plan plan.json --steps 20
+
 The folder --out receives
     checkpoints/      the last --keep-checkpoints checkpoints (torch.distributed.checkpoint)
     metrics.jsonl     a line a step, and a line a validation; tensorboard/ holds the same
     loss.png          training and validation loss; expert_load.png: load by layer and step
     sample.txt        text the model wrote; result.json: the final numbers
+
+Output: sizes of the job, a progress bar, the sample. The last line has the validation loss.
 
 The same command continues where the last checkpoint left off, also with another number of ranks
 or another --ep; it prints the result again when there is nothing left to train. The model, the
@@ -46,7 +53,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from moe_lm import checkpoint as ckpt
-from moe_lm import report
+from moe_lm import planned, report
 from moe_lm.data import train_batch, unigram_entropy
 from moe_lm.job import Job, build_job, describe, lock_existing_out, prepare_out
 from moe_lm.model import sample
@@ -246,8 +253,9 @@ def finish(job: Job, step: int) -> None:
     job.say(
         f"----- sample\n{printable(text)}\n-----\n"
         f"wrote loss.png, expert_load.png, sample.txt, metrics.jsonl to {args.out}\n"
-        f"step {step}: validation loss {loss:.4f} nats/byte ({loss * NATS_TO_BITS:.3f} bits/byte), "
-        f"unigram entropy {entropy:.4f} nats/byte ({entropy * NATS_TO_BITS:.3f} bits/byte)"
+        f"result: step {step}, validation loss {loss:.4f} nats/byte "
+        f"({loss * NATS_TO_BITS:.3f} bits/byte), unigram entropy {entropy:.4f} nats/byte "
+        f"({entropy * NATS_TO_BITS:.3f} bits/byte)"
     )
 
 
@@ -268,6 +276,8 @@ def run(job: Job) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the job; return the exit code."""
     args = parse_args(argv, __doc__ or "")
+    if args.plan is not None:
+        return run_example(planned.train, args)
     lock = FolderLock()
     try:
         return run_example(lambda args, runtime: run(build_job(args, runtime, lock)), args)

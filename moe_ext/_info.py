@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import platform
+import re
 from typing import Any
 
 import torch
@@ -122,5 +123,19 @@ def report(brief: bool = False) -> str:
         f"memory:    {facts['memory']}",
         f"operators: {', '.join(facts['operators'])}",
         *(f"missing:   {name} ({how})" for name, how in facts["missing"].items()),
+        *(f"next:      {step}" for step in _next_steps(facts)),
     ]
     return "\n".join(lines)
+
+
+def _next_steps(facts: dict[str, Any]) -> list[str]:
+    """Commands that give what is missing, and where the tour is."""
+    found = [f"pip install {' '.join(facts['missing'])}"] if facts["missing"] else []
+    root = _library.PATH.parent.parent
+    build = "make build" if (root / "setup.py").exists() else "pip install --no-build-isolation ."
+    has_cuda = torch.cuda.is_available()
+    is_built = not re.search("is built for|is not built", facts["backends"]["runtime"])
+    if (has_cuda and not _library.has_cuda()) or not is_built:
+        found.append(f"{'MOE_EXT_CUDA=1 ' * has_cuda}{build}, in the folder of the sources")
+    tour = root / "docs" / "tour.md"
+    return [*found, f"the tour, {tour if tour.exists() else 'docs/tour.md of the sources'}"]

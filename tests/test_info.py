@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import moe_ext
+from moe_ext import _info, _library, _runtime_library
 
 
 def test_info_names_versions_backends_and_operators():
@@ -46,6 +48,23 @@ def test_command_prints_all_and_environment_forces_the_instruction_set():
     assert "portable in use of" in text
     assert moe_ext.__version__ in text and "cuda:" in text
     assert len(text.splitlines()) > 1
+
+
+def test_the_last_lines_say_what_to_do_next(monkeypatch):
+    tour = f"next:      the tour, {Path(moe_ext.__file__).parents[1] / 'docs' / 'tour.md'}"
+    *_, last = _info.report().splitlines()
+    assert last == tour and Path(last.rpartition(" ")[2]).exists()
+    monkeypatch.setattr(_info, "_OPTIONAL", {"nothing-a": "charts", "nothing-b": "progress"})
+    monkeypatch.setattr(
+        _runtime_library, "state", lambda: "in Python: _runtime is built for torch 2.11, not for 9"
+    )
+    lines = _info.report().splitlines()
+    assert "next:      pip install nothing-a nothing-b" in lines
+    assert "next:      make build, in the folder of the sources" in lines and lines[-1] == tour
+    monkeypatch.setattr(_library, "PATH", Path("/elsewhere/moe_ext/_C.so"))
+    lines = _info.report().splitlines()
+    assert "next:      pip install --no-build-isolation ., in the folder of the sources" in lines
+    assert lines[-1] == "next:      the tour, docs/tour.md of the sources"
 
 
 def test_unknown_instruction_set_is_refused():

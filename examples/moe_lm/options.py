@@ -40,6 +40,19 @@ NON_NEGATIVE_OPTIONS = (
     "z_loss_coef",
     "sample_bytes",
 )
+# All else is the plan's, or writes into --out.
+BESIDE_A_PLAN = [
+    "plan",
+    "data",
+    "device",
+    "timeout",
+    "seed",
+    "steps",
+    "lr",
+    "warmup",
+    "weight_decay",
+    "clip",
+]
 SIZES = {
     "model_dim": "width",
     "num_layers": "blocks",
@@ -61,7 +74,8 @@ def parse_args(argv: list[str] | None, doc: str) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--out", type=Path, required=True, help="folder of this job; resumed if it has one")
+    add("--out", type=Path, help="folder of this job; resumed if it has one")
+    add("--plan", type=Path, help="file of a plan, in the place of --out: axes, sizes and batch")
     add("--data", help="text file or folder (the Python standard library)")
     add(
         "--device",
@@ -138,7 +152,14 @@ def parse_args(argv: list[str] | None, doc: str) -> argparse.Namespace:
     add("--temperature", type=float, default=0.8, help="of the sample (%(default)s)")
     board = argparse.BooleanOptionalAction
     add("--tensorboard", action=board, default=True, help="metrics for TensorBoard (yes)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if (args.out is None) == (args.plan is None):
+        parser.error("expected one of --out and --plan")
+    others = [name for name in vars(args) if name not in BESIDE_A_PLAN]
+    given = [name for name in others if getattr(args, name) != parser.get_default(name)]
+    if args.plan is not None and given:
+        parser.error(f"expected --plan without --{given[0].replace('_', '-')}")
+    return args
 
 
 def check_args(args: argparse.Namespace, world_size: int) -> ModelConfig:

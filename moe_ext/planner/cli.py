@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from moe_ext.comm.rates import CostTable
 from moe_ext.planner.axes import NAMES
 from moe_ext.planner.cluster import ClusterSpec
-from moe_ext.planner.plan import plan
+from moe_ext.planner.plan import Plan, plan
 from moe_ext.planner.profile import measure_cluster
 from moe_ext.planner.report import html_report
 from moe_ext.planner.spec import model_spec
@@ -23,8 +24,6 @@ _HIDDEN = {
     "gradients": "messages of gradients",
     "tensor": "messages of tensor parallelism",
 }
-# Seconds between lines of progress where there is no terminal.
-_EVERY = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,21 +106,43 @@ def _rates(cluster: ClusterSpec) -> str:
     )
 
 
-class _Progress:
-    """Shows how far a search is: a bar on a terminal, and a line every few seconds elsewhere."""
+class _Progress(threading.Thread):
+    """Tells how far a command is, from one second on: a bar on a terminal, elsewhere some lines."""
 
     def __init__(self) -> None:
-        self._began = self._shown = time.monotonic()
+        super().__init__(daemon=True)
+        self.stage = "reading the model"
+        self._done, self._total = 0, 1
+        self._over = threading.Event()
 
     def __call__(self, done: int, total: int) -> None:
-        now, what = time.monotonic(), "simulating pipelines" if done == total else "costing"
-        text = f"{done}/{total} meshes, {what}, {now - self._began:.0f} s"
-        if sys.stderr.isatty():
-            filled = 30 * done // total
-            print(f"\r[{'#' * filled}{'.' * (30 - filled)}] {text}  ", end="", file=sys.stderr)
-        elif now - self._shown >= _EVERY:
-            self._shown = now
-            print(f"moe_ext plan: {text}", file=sys.stderr, flush=True)
+        self._done, self._total = done, total
+        self.stage = "simulating pipelines" if done == total else "costing"
+
+    def __enter__(self) -> _Progress:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self.join()
+
+    def run(self) -> None:
+        began, pause, is_terminal = time.monotonic(), 1.0, sys.stderr.isatty()
+        while not self._over.wait(pause):
+            text = f"{self.stage}, {time.monotonic() - began:.0f} s"
+            if self._total > 1:
+                text = f"{self._done}/{self._total} meshes, {text}"
+            if is_terminal:
+                filled, pause = 30 * self._done // self._total, 0.5
+                bar = f"[{'#' * filled}{'.' * (30 - filled)}] {text}"
+                print(f"\r{bar:<80}", end="", file=sys.stderr, flush=True)
+            else:
+                # Ever fewer: a log keeps all of them.
+                pause *= 2
+                print(f"moe_ext plan: {text}", file=sys.stderr, flush=True)
+        if is_terminal and pause < 1.0:
+            print(file=sys.stderr)
 
 
 def _check_folder(name: str, path: str | None) -> None:
@@ -130,54 +151,63 @@ def _check_folder(name: str, path: str | None) -> None:
         raise ValueError(f"plan: expected {name} to be in a folder that exists, got {path!r}")
 
 
+def _found(arguments: argparse.Namespace, progress: _Progress) -> tuple[Plan, dict[str, str]]:
+    """The plan, and why it has no other values."""
+    fixed = {name: value for text in arguments.fix for name, value in _pair(text).items()}
+    model, cluster = model_spec(arguments.model), ClusterSpec.of(arguments.cluster)
+    if arguments.profile:
+        progress.stage = "measuring rates"
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        cluster = measure_cluster(model, cluster, dtype=arguments.dtype, device=device)
+        print(f"{cluster.source}: {_rates(cluster)}")
+    if arguments.costs is not None:
+        cluster = replace(cluster, costs=CostTable.load(arguments.costs))
+    found = plan(
+        model,
+        cluster,
+        num_ranks=arguments.gpus,
+        seq_len=arguments.seq_len,
+        global_batch=arguments.global_batch,
+        dtype=arguments.dtype,
+        load=_number(arguments.load),
+        capacity_factor=arguments.capacity_factor,
+        local_steps=arguments.local_steps,
+        local_codec=arguments.local_codec,
+        layer_dtype=arguments.layer_dtype,
+        node_limit=arguments.node_limit,
+        eager_attention=arguments.eager_attention,
+        hidden_exchanges=arguments.hidden_exchanges,
+        hidden_gradients=arguments.hidden_gradients,
+        hidden_tensor=arguments.hidden_tensor,
+        fixed=fixed,
+        progress=progress,
+    )
+    reasons = {}
+    for text in arguments.why_not:
+        progress.stage = f"looking at {text}"
+        reasons[text] = found.why_not(**_pair(text))
+    return found, reasons
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; the exit status."""
     try:
         _check_folder("--out", arguments.out)
         _check_folder("--report", arguments.report)
-        fixed = {name: value for text in arguments.fix for name, value in _pair(text).items()}
-        model, cluster = model_spec(arguments.model), ClusterSpec.of(arguments.cluster)
-        if arguments.profile:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            cluster = measure_cluster(model, cluster, dtype=arguments.dtype, device=device)
-            print(f"{cluster.source}: {_rates(cluster)}")
-        if arguments.costs is not None:
-            cluster = replace(cluster, costs=CostTable.load(arguments.costs))
-        found = plan(
-            model,
-            cluster,
-            num_ranks=arguments.gpus,
-            seq_len=arguments.seq_len,
-            global_batch=arguments.global_batch,
-            dtype=arguments.dtype,
-            load=_number(arguments.load),
-            capacity_factor=arguments.capacity_factor,
-            local_steps=arguments.local_steps,
-            local_codec=arguments.local_codec,
-            layer_dtype=arguments.layer_dtype,
-            node_limit=arguments.node_limit,
-            eager_attention=arguments.eager_attention,
-            hidden_exchanges=arguments.hidden_exchanges,
-            hidden_gradients=arguments.hidden_gradients,
-            hidden_tensor=arguments.hidden_tensor,
-            fixed=fixed,
-            progress=_Progress(),
-        )
-        reasons = {text: found.why_not(**_pair(text)) for text in arguments.why_not}
+        with _Progress() as progress:
+            found, reasons = _found(arguments, progress)
     except (ValueError, ImportError, OSError) as error:
-        print(f"\nmoe_ext plan: {error}", file=sys.stderr)
+        print(f"moe_ext plan: {error}", file=sys.stderr)
         return 2
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
     print(found)
     for reason in reasons.values():
         print(f"why not {reason}")
     found.to_json(arguments.out)
-    print(
-        f"Plan.from_json({arguments.out!r}).apply(model), of moe_ext.planner, puts the model of "
-        "your train.py into this placement; start it by"
-    )
+    print(f"{arguments.out} has the plan; in the folder of moe_ext this trains by it, on text:")
     print(found.commands(plan_file=arguments.out)["torchrun"])
+    print(
+        f"A script of your own calls moe_ext.planner.Plan.from_json({arguments.out!r}).apply(model)"
+    )
     if arguments.report:
         Path(arguments.report).write_text(html_report(found, why_not=reasons))
     return 0

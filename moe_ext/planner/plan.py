@@ -16,11 +16,11 @@ from torch.distributed import ProcessGroup
 
 from moe_ext.planner.apply import Applied, apply_plan
 from moe_ext.planner.axes import DEFAULTS, MESH, YOUNGER, Choice, columns_of
-from moe_ext.planner.cluster import ClusterSpec
+from moe_ext.planner.cluster import CLUSTERS, ClusterSpec
 from moe_ext.planner.cost import StepCost
 from moe_ext.planner.expert_load import load_of
 from moe_ext.planner.job import Job
-from moe_ext.planner.presets import ModelSpec, RecurrentSpec
+from moe_ext.planner.presets import PRESETS, ModelSpec, RecurrentSpec
 from moe_ext.planner.rerank import rerank, time_plan
 from moe_ext.planner.search import Found, search
 from moe_ext.planner.sizes import SharedStates
@@ -109,11 +109,15 @@ class Plan:
 
     @property
     def title(self) -> str:
-        """The model and the batch of a step, in a line."""
-        m, job = self.model, self.job
+        """The model, the cluster and the batch of a step, in a line."""
+        m, job, node = self.model, self.job, self.cluster.levels[0]
+        model = next((name for name, spec in PRESETS.items() if spec == m), m.source or "model")
+        named = (name for name, spec in CLUSTERS.items() if spec == self.cluster)
+        cluster = next(named, self.cluster.source or "the cluster")
         return (
-            f"{m.source or 'model'}: {m.parameters() / 1e9:.3g}B parameters, {m.num_layers} "
-            f"layers; {job.global_batch} sequences of {job.seq_len} tokens a step, {job.dtype}"
+            f"{model}: {m.parameters() / 1e9:.3g}B parameters, {m.num_layers} layers; {cluster}: "
+            f"{job.num_ranks} ranks, up to {node.size} a {node.name}; {job.global_batch} sequences "
+            f"of {job.seq_len} tokens a step, {job.dtype}"
         )
 
     @property
@@ -162,7 +166,9 @@ class Plan:
             f"{term}, {theirs[term]:.4g} s instead of {own[term]:.4g}: {_REMEDIES[term]}"
         )
 
-    def commands(self, script: str = "train.py", *, plan_file: str = "plan.json") -> dict[str, str]:
+    def commands(
+        self, script: str = "examples/train_moe_lm.py", *, plan_file: str = "plan.json"
+    ) -> dict[str, str]:
         """Commands and files that start the job, by launcher.
 
         "torchrun" is a line for each node, where MASTER_ADDR names one of them if there are

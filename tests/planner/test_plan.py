@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import shlex
 import subprocess
 import sys
@@ -659,7 +660,7 @@ def test_launchers_start_every_rank(tmp_path):
     made.to_json(tmp_path / "plan.json")
     script = "import os, sys; open('rank' + os.environ['RANK'], 'w').write(' '.join(sys.argv[1:]))"
     (tmp_path / "train.py").write_text(script)
-    line = made.commands()["torchrun"].replace("torchrun", "-m torch.distributed.run", 1)
+    line = made.commands("train.py")["torchrun"].replace("torchrun", "-m torch.distributed.run", 1)
     done = subprocess.run(
         [sys.executable, *shlex.split(line)], cwd=tmp_path, capture_output=True, text=True
     )
@@ -703,8 +704,13 @@ def test_command(tmp_path, capsys):
     assert (
         "Gflop/s in bfloat16" in done.stdout
         and "why not tp=2" in done.stdout
-        and "torchrun" in done.stdout
+        and "examples/train_moe_lm.py --plan " in done.stdout
     )
+    for text in (done.stdout, (tmp_path / "plan.html").read_text()):
+        assert re.search(r"mixtral: .* layers; .*: 4 ranks, .* 8 sequences of 128 .*bfloat16", text)
+    # It imports transformers and measures rates, for more than a second; ever fewer lines.
+    told = re.findall(r"moe_ext plan: .*, (\d+) s\n", done.stderr)
+    assert told and all(int(b) >= 2 * int(a) - 1 for a, b in itertools.pairwise(told))
     made = Plan.from_json(tmp_path / "plan.json")
     assert made.choice["pp"] == 1 and made.cluster.costs == rates
     bad = subprocess.run([*command, "--model", "nothing"], capture_output=True, text=True)
