@@ -8,6 +8,8 @@ The net of the CIFAR-10 tutorials with an MoE layer before the last one, for the
 scikit-learn: Adam with warm-up, gradients clipped, float32, bfloat16, or float16 with a loss scale
 that adapts itself. With the default options the held-out accuracy is above 0.9 in each of them.
 
+Output: loss and tokens of each expert every 20 steps. The last line has the held-out accuracy.
+
 Shape suffixes: B images.
 """
 
@@ -141,7 +143,8 @@ def work(args: argparse.Namespace, runtime: Runtime) -> None:
     found = digits.accuracy(model, data, runtime)
     if runtime.is_main:
         print(
-            f"held-out accuracy {found:.4f} after {args.steps} steps, {skipped} of them skipped",
+            f"result: held-out accuracy {found:.4f} after {args.steps} steps, {skipped} of them "
+            "skipped",
             flush=True,
         )
 

@@ -8,6 +8,9 @@ batch, `moe_ext.replace` replaces it in place, and `save_pretrained` on every ra
 experts. Without --model a small Mixtral or Qwen3-MoE is built from its config. The text is read
 byte by byte (by default the Python standard library), so a model needs a vocabulary of 256 at
 least.
+
+Output: the comparison with the original, then loss and gradient norm now and then. The last line
+has the held-out loss before and after.
 """
 
 from __future__ import annotations
@@ -83,12 +86,13 @@ def work(args: argparse.Namespace, runtime: Runtime) -> None:
     before = task.validate(model)
     # The auxiliary loss is transformers' own, in the loss it returns.
     task.train(model, "fine-tuning", output_router_logits=True)
-    task.say(f"held-out loss {before:.4f} before, {task.validate(model):.4f} after")
+    after = task.validate(model)
     if args.out is not None:
         # Every rank takes part; the first one writes.
         model.save_pretrained(args.out, is_main_process=runtime.is_main)
         task.say(f"wrote {args.out}")
         task.draw(args.out, "Fine-tuning")
+    task.say(f"result: held-out loss {before:.4f} before, {after:.4f} after")
 
 
 def main(argv: list[str] | None = None) -> int:

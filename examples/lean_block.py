@@ -1,8 +1,12 @@
 """A transformer block that keeps neither softmax nor the inputs of its layer norms.
 
-`python examples/lean_block.py` prints what it and a plain block keep for the backward pass. As in
-DeepSpeed's transformer kernel: a layer norm is inverted from its output, which the next product
-keeps anyway, and attention is computed again from queries and keys.
+    python examples/lean_block.py
+
+As in DeepSpeed's transformer kernel: a layer norm is inverted from its output, which the next
+product keeps anyway, and attention is computed again from queries and keys.
+
+Output: the bytes that a plain block and this one keep for the backward pass. The last line has
+their ratio.
 """
 
 import argparse
@@ -106,9 +110,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--heads", type=int, default=8, help="of the attention (%(default)s)")
     args = parser.parse_args(argv)
     x = torch.randn(1, args.tokens, args.dim, requires_grad=True)
-    for lean in (False, True):
-        block = Block(args.dim, args.heads, lean=lean)
-        print(f"{'lean' if lean else 'plain'}: {kept_bytes(lambda b=block: b(x), block)} bytes")
+    kept = {}
+    for name in ("plain", "lean"):
+        block = Block(args.dim, args.heads, lean=name == "lean")
+        kept[name] = kept_bytes(lambda b=block: b(x), block)
+        print(f"{name}: {kept[name]} bytes")
+    share = kept["lean"] / kept["plain"]
+    print(f"result: the lean block keeps {share:.1%} of the bytes of the plain one")
     return 0
 
 

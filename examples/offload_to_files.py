@@ -1,9 +1,13 @@
 """Training with weights and optimizer state in files: memory holds one layer at a time.
 
-`python examples/offload_to_files.py --folder runs/files` trains a chain of layers whose weights,
-moments and new weights are mapped from files, a layer while it is at work (ZeRO-Infinity). A step
-writes a second set of files and ends by renaming one: killed at any moment, the next run goes on
-from the last whole step.
+    python examples/offload_to_files.py --folder runs/files
+
+The weights of a chain of layers, their moments and new weights are mapped from files, a layer while
+it is at work (ZeRO-Infinity). A step writes a second set of files and ends by renaming one: killed
+at any moment, the next run goes on from the last whole step.
+
+Output: the loss of each step, on two batches in turn. The last line has the number of steps that
+the folder holds.
 """
 
 import argparse
@@ -117,6 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     state = FileAdamW(args.folder, [(args.dim, args.dim)] * args.layers, lr=args.lr)
     while state.step < args.steps:
         print(f"step {state.step}: loss {train_step(state):.5f}", flush=True)
+    print(f"result: {args.folder} holds {state.step} steps")
     return 0
 
 

@@ -7,6 +7,8 @@ Eight experts a rank, each two linear layers (512 to 2048 and back), GShard's to
 SGD. The eight rows of pixels of a digit are its tokens. With the default options the held-out
 accuracy is above 0.9 on one rank and on two.
 
+Output: losses and dropped tokens every 20 steps. The last line has the held-out accuracy.
+
 Shape suffixes: B images, D model.
 """
 
@@ -93,7 +95,7 @@ def work(args: argparse.Namespace, runtime: Runtime) -> None:
             )
     found = digits.accuracy(model, data, runtime)
     if runtime.is_main:
-        print(f"held-out accuracy {found:.4f} after {args.steps} steps", flush=True)
+        print(f"result: held-out accuracy {found:.4f} after {args.steps} steps", flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -21,6 +21,8 @@ also what it chose and why. On one machine the network is as fast as memory, and
 more than it saves: look at the bytes, and at the loss beside them.
 
 The folder --out receives loss_and_bytes.png and result.json.
+
+Output: a progress bar for each way, then the table. The last line has the way that sends least.
 """
 
 from __future__ import annotations
@@ -103,6 +105,11 @@ def run_setting(job: Job, setting: Setting) -> Run:
 def write(job: Job, runs: list[Run], dense_bytes: float) -> None:
     """On rank 0: the table, result.json and the picture."""
     say(job, report.table(runs, dense_bytes))
+    least = min(runs, key=lambda run: run.bytes_a_step)
+    result = (
+        f"result: {least.setting} sends least, {least.bytes_a_step / 1e3:.1f} kB a step, "
+        f"validation loss {least.validation[-1].loss:.4f}"
+    )
     out = job.args.out
     report.write_json(runs, dense_bytes, out / "result.json")
     picture = out / "loss_and_bytes.png"
@@ -110,9 +117,9 @@ def write(job: Job, runs: list[Run], dense_bytes: float) -> None:
     try:
         report.draw(runs, title, picture)
     except ImportError as error:
-        say(job, f"no picture: {error}")
+        say(job, f"no picture: {error}\n{result}")
         return
-    say(job, f"wrote {picture}")
+    say(job, f"wrote {picture}\n{result}")
 
 
 def work(args: argparse.Namespace, runtime: Runtime) -> None:

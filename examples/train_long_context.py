@@ -15,6 +15,9 @@ a tolerance that is derived, see `tolerance`; the job fails (exit code 1) where 
 At the end jobs of 1, 2 and 4 ranks (--measure) take a step each, to measure what a rank needs. The
 folder --out receives memory_and_bytes.png and result.json.
 
+Output: a progress bar, the comparison with one process, what a rank needs. The last line has the
+first loss and the last one.
+
 Shape suffixes: S bytes of the whole sequence.
 """
 
@@ -262,7 +265,6 @@ def work(args: argparse.Namespace, runtime: Runtime) -> int:
     agree(lambda: args.out.mkdir(parents=True, exist_ok=True), OSError)
     describe(job)
     losses = train(job)
-    job.say(f"loss {losses[0]:.4f} at first, {losses[-1]:.4f} after {args.steps} steps")
 
     def finish() -> bool:
         if not runtime.is_main:
@@ -272,6 +274,8 @@ def work(args: argparse.Namespace, runtime: Runtime) -> int:
         equal = verdict(job)
         measure_costs(job, result)
         (args.out / "result.json").write_text(json.dumps(result))
+        ends = f"{losses[0]:.4f} at first, {losses[-1]:.4f} after {args.steps} steps"
+        job.say(f"result: loss {ends}")
         return equal
 
     return 0 if from_main(finish, OSError) else 1

@@ -9,6 +9,8 @@ whole model: the same command goes on from the newest one, with any --schedule o
 ranks. With the schedules that update weights on the way (pipedream, pipedream-2bw, hetpipe) the
 optimizer steps inside of the pipeline. The others give the same losses on any number of ranks up to
 rounding. The eight rows of pixels of a digit are its tokens.
+
+Output: the loss every 20 steps, of the rank with the last stage. The last line has the last loss.
 """
 
 from __future__ import annotations
@@ -113,6 +115,7 @@ def work(args: argparse.Namespace, runtime: Runtime) -> None:
         checkpoint.load(saved, model, optimizer, extra=progress)
     data, alone = digits.load(runtime.device, args.seed), replace(runtime, rank=0, world_size=1)
     first = progress["step"] + 1
+    losses: list[torch.Tensor] = []
     for step in range(first, args.steps + 1):
         images, labels = data.batch(step, args.batch, alone, args.seed)
         losses = pipeline.step(images.chunk(micro), labels.chunk(micro))
@@ -124,6 +127,10 @@ def work(args: argparse.Namespace, runtime: Runtime) -> None:
         if args.save is not None and (step % args.save_every == 0 or step == args.steps):
             progress["step"] = step
             checkpoint.save(args.save / f"{step:08d}", model, optimizer, extra=progress)
+    if losses:
+        print(f"result: loss {torch.stack(losses).mean():.4f} after {args.steps} steps")
+    elif first > args.steps and runtime.is_main:
+        print(f"result: {args.save} holds {first - 1} steps already")
 
 
 def main(argv: list[str] | None = None) -> int:

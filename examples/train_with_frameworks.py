@@ -9,6 +9,8 @@ has them do so for experts that lie over ranks: `SavesExperts` in the Trainer, `
 around what Accelerate saves, `ExpertParallel` in the strategy of Lightning, `FabricExpertParallel`
 in that of Fabric. A run goes on from the last checkpoint in --out, on any number of ranks, to
 --steps more.
+
+Output: the tool's own lines. The last line has the held-out loss before and after.
 """
 
 from __future__ import annotations
@@ -194,10 +196,11 @@ def work(args: argparse.Namespace, runtime: Runtime) -> None:
     agree(lambda: moe_ext.replace(model, ep_group=group), ValueError)
     before = task.validate(model)
     TOOLS[args.tool](task, model, (args.out or Path("unused")) / args.tool)
-    task.say(f"held-out loss {before:.4f} before, {task.validate(model):.4f} after")
+    after = task.validate(model)
     if args.out is not None:
         # Every rank takes part; the first one writes.
         model.save_pretrained(args.out, is_main_process=runtime.is_main)
+    task.say(f"result: held-out loss {before:.4f} before, {after:.4f} after")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -5,6 +5,9 @@
 
 The held-out loss is the same right after the change as before it. Then the dense model and the
 mixture of experts train for as many steps again, on the same batches.
+
+Output: loss and gradient norm now and then, and the held-out loss before and after the change. The
+last line has that of both in the end.
 """
 
 from __future__ import annotations
@@ -66,11 +69,14 @@ def work(args: argparse.Namespace, runtime: Runtime) -> None:
         f"{count} of {dense.config.num_hidden_layers} networks are now {args.num_experts} experts: "
         f"held-out loss {before:.6f} before, {after:.6f} after"
     )
+    losses = {}
     for name, model in (("dense", dense), ("upcycled", moe)):
         task.train(model, name, first_step=args.steps)
-        task.say(f"{name}: held-out loss {task.validate(model):.4f}")
+        losses[name] = f"{task.validate(model):.4f}"
+        task.say(f"{name}: held-out loss {losses[name]}")
     if args.out is not None:
         task.draw(args.out, "Dense, and experts from the same weights")
+    task.say(f"result: held-out loss {losses['dense']} dense, {losses['upcycled']} upcycled")
 
 
 def main(argv: list[str] | None = None) -> int:
