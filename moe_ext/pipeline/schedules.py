@@ -153,7 +153,7 @@ def _interleaved(num_ranks: int, micro: int, count: int) -> ActionTable:
         )
     each, total, rows = micro // rounds, micro * count, []
     for rank in range(num_ranks):
-        # Of each pass in turn, forward: which stage of the rank, and which micro-batch.
+        # A stage of the rank and a micro-batch for each forward pass, in turn.
         passes = [
             (turn, number * each + i)
             for number in range(rounds)
