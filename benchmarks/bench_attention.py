@@ -327,17 +327,19 @@ def chart(
         times.bar(places, heights, width=1 / (len(names) + 1), color=look[name]["color"])
     ticks = [f"P={p} {short(dtype)}" for p, dtype in groups]
     times.set_xticks([g + 0.3 for g in range(len(groups))], ticks)
-    times.set(ylabel="CPU s of all ranks", title="Forward and backward")
+    times.set(ylabel="CPU seconds, of all ranks", xlabel="ranks P and dtype")
+    times.set(title="Time of forward and backward pass")
     for name in dict.fromkeys(name for name, _ in shards):
         costs = [shards[name, p] for p in SHARD_RANKS]
         sent.plot(SHARD_RANKS, [shards_sent(c) for c in costs], label=name, **look[name])
         peaks.plot(SHARD_RANKS, [c.peak / 1e6 for c in costs], **look[name])
-    sent.set(ylabel="local shards of K and V", title="Sent by a rank")
+    sent.set(ylabel="times the size of its K and V", title="Bytes that a rank sends")
     peaks.set(ylabel="MB", title="Peak memory of a rank, S / P fixed")
     for name in dict.fromkeys(name for name, p in errors if p > 1):
         values = [max(errors[name, p]) for p in attention_error.RANKS]
         error.plot(attention_error.RANKS, [1e3 * v for v in values], **look[name])
-    error.set(ylabel="thousandths", title="Largest relative error, bfloat16")
+    error.set(ylabel="thousandths of the norm")
+    error.set(title="Largest error of results and gradients, bfloat16")
     for axes in (times, sent, peaks, error):
         axes.set(ylim=(0, None))
     for axes, ranks in ((sent, SHARD_RANKS), (peaks, SHARD_RANKS), (error, attention_error.RANKS)):

@@ -218,7 +218,9 @@ def chart(found: dict[str, dict[str, Costs]]) -> None:
             label = name if link == links[0] else None
             axes.bar(places, heights, width=1 / (len(names) + 1), label=label, color=f"C{i}")
         axes.set_xticks([g + 0.4 for g in range(len(LOADS))], [load[:2] for load in LOADS])
-        axes.set(ylabel="ms a step", title=link)
+        title = f"link of {link}" if LINKS[link][0] else "link without a limit, on one machine"
+        axes.set(ylabel="ms a step of the layer", title=title)
+        axes.set(xlabel="load of the experts: W0 even, the others uneven")
     figure.legend(loc="outside upper center", ncols=8)
     CHART.parent.mkdir(exist_ok=True)
     figure.savefig(CHART, dpi=100)

@@ -82,8 +82,11 @@ def chart(curves: dict[tuple[str, bool], list[float]]) -> None:
             (drawn,) = axes.loglog(sizes, [1e3 * t for t in times], "o", label=name)
             line = [1e3 * (intercept + slope * n) for n in sizes]
             axes.loglog(sizes, line, "-", color=drawn.get_color(), linewidth=1)
-        axes.set_xlabel(f"experts (T = {FIXED_TOKENS})" if experts else "tokens (E = 8)")
-        axes.set_ylabel("ms, forward and backward")
+        axes.plot([], [], "-", color="grey", linewidth=1, label="the line a + b n of best fit")
+        axes.set_xlabel(
+            f"experts n, at {FIXED_TOKENS} tokens" if experts else "tokens n, of 8 experts"
+        )
+        axes.set_ylabel("ms, forward and backward, fastest run")
         axes.set_xticks(sizes, [str(n) for n in sizes])
         axes.minorticks_off()
         axes.legend()

@@ -149,12 +149,13 @@ def chart(found: dict[tuple[Case, int], dict[str, tuple[float, int]]]) -> None:
         for i, name in enumerate(CONTENDERS):
             for num_ranks, style in zip(RANKS, ("-", "--"), strict=True):
                 line = [case.sent(num_ranks, name, length) / 1e6 for length in LENGTHS]
-                label = f"{name}, P={num_ranks}"
+                label = f"{name}, {num_ranks} ranks"
                 axes.loglog(LENGTHS, line, style, color=f"C{i}", label=label, base=2)
                 counted = found[case, num_ranks][name][1] / 1e6
                 axes.loglog([case.seq_len], [counted], "o", color=f"C{i}", base=2)
-        title = f"H={case.heads}, K=V={case.dim}; points: counted"
-        axes.set(xlabel="positions of the sequence", ylabel="MB sent, forward", title=title)
+        title = f"{case.heads} heads of K = V = {case.dim}; lines: formula, points: counted"
+        axes.set(xlabel="positions of the sequence", title=title)
+        axes.set(ylabel="MB that a rank sends, forward")
         axes.legend(fontsize=8)
     CHART.parent.mkdir(exist_ok=True)
     figure.savefig(CHART, dpi=90)

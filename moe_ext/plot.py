@@ -363,6 +363,12 @@ def _draw_bands(
 
 
 _COLORS = {"F": "#6fa8dc", "B": "#f6b26b", "I": "#ffd966", "W": "#93c47d"}
+_MEANINGS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward, gradients of inputs",
+    "W": "backward, gradients of weights",
+}
 
 
 def pipeline_timeline(
@@ -375,8 +381,8 @@ def pipeline_timeline(
 
     A panel for each timeline, a line for each rank, a box for each action with the number of its
     micro-batch, and of its slice from the second on: forward blue; backward orange, or gradients of
-    inputs yellow and of weights green. A rank's second stage is darker than its first. Parts that
-    run at once stand above each other; what stays white is idle.
+    inputs yellow and of weights green, as the legend says. A rank's second stage is darker than its
+    first. Parts that run at once stand above each other; what stays white is idle.
 
     Args:
         timelines: what `moe_ext.pipeline.simulate` returns, or several by name.
@@ -402,11 +408,33 @@ def pipeline_timeline(
         _draw_timeline(axes, timeline)
         found = f"{timeline.makespan:g} long, {timeline.bubble_share:.1%} idle"
         axes.set_title(f"{name}: {found}" if name else found, size=9, loc="left")
-    panels[-1].set(xlabel="time", xlim=(0, max(t.makespan for t in named.values())))
+    panels[-1].set(
+        xlabel="time, in the unit of the costs", xlim=(0, max(t.makespan for t in named.values()))
+    )
     figure.suptitle(title)
+    _name_colors(figure, list(named.values()))
     if path is not None:
         save_figure(figure, path)
     return figure
+
+
+def _name_colors(figure: Figure, timelines: Sequence[Timeline]) -> None:
+    """A legend of what is drawn, above all panels."""
+    from matplotlib.patches import Patch
+
+    rows = [
+        [p for s in spans for p in s.action.parts or (s.action,)]
+        for timeline in timelines
+        for spans in timeline.spans
+    ]
+    kinds = {part.kind for row in rows for part in row}
+    found = [Patch(color=_COLORS[k], label=_MEANINGS[k]) for k in _COLORS if k in kinds]
+    if any(len({part.stage for part in row}) > 1 for row in rows):
+        found.append(Patch(color="#555555", label="darker: a rank's second stage"))
+    found.append(Patch(facecolor="white", edgecolor="#999999", label="idle"))
+    text = "number: micro-batch" + ".slice" * any(p.slice for row in rows for p in row)
+    found.append(Patch(alpha=0, label=text))
+    figure.legend(handles=found, loc="outside upper center", ncols=len(found), fontsize=7)
 
 
 def _draw_timeline(axes: Any, timeline: Timeline) -> None:

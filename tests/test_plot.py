@@ -159,6 +159,14 @@ def test_timelines_have_a_box_for_each_action(tmp_path):
         assert boxes == spans
         assert axes.get_title("left").endswith(f"{timeline.bubble_share:.1%} idle")
     assert (tmp_path / "v.png").stat().st_size > 1000
-    assert len(plot.pipeline_timeline(timeline).axes) == 1
+    (legend,) = figure.legends
+    forward, *_, shade, idle, number = (text.get_text() for text in legend.get_texts())
+    assert (forward, idle, number) == ("forward", "idle", "number: micro-batch")
+    assert shade == "darker: a rank's second stage"
+    plain = plot.pipeline_timeline(simulate(make_table("terapipe", 2, 2)))
+    (legend,) = plain.legends
+    found = [text.get_text() for text in legend.get_texts()]
+    assert found == ["forward", "backward", "idle", "number: micro-batch.slice"]
+    assert len(plain.axes) == 1
     with pytest.raises(ValueError, match="pipeline_timeline: expected timelines to be at least"):
         plot.pipeline_timeline({})

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from moe_ext.pipeline import ASYNCHRONOUS, SCHEDULES, Costs, make_table, simulate
-from moe_ext.plot import pipeline_timeline
+from moe_ext.plot import pipeline_timeline, save_figure
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "images"
 RANKS, MICRO_BATCHES = 4, 8
@@ -19,7 +19,9 @@ def main() -> None:
             table = make_table(name, RANKS, micro)
             share = RANKS / table.num_stages
             timelines[name] = simulate(table, Costs(share, share, share))
-        pipeline_timeline(timelines, FOLDER / picture)
+        figure = pipeline_timeline(timelines)
+        figure.axes[-1].set_xlabel("time; forward pass through the layers of a rank = 1")
+        save_figure(figure, FOLDER / picture)
 
 
 if __name__ == "__main__":
