@@ -26,7 +26,6 @@ SERIAL = (
     "tests/compression/test_collective_failures.py::test_async_returns_at_once*",
     "tests/compression/test_collective_failures.py::test_other_threads_run_*",
     "tests/compression/test_cost_model.py::test_ranks_agree*",
-    "tests/compression/test_cost_model.py::test_rates_are_measured_*",
 )
 
 # Cases that look up what one run of all ranks found cost nothing; no death of a rank is left out.

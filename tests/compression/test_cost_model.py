@@ -2,12 +2,13 @@
 
 import time
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ext.comm import rates
+from moe_ext.comm import link, rates
 from moe_ext.comm.link import Link
 from moe_ext.comm.rates import SIZES, CodecRate, CostTable
 from moe_ext.compression import Quantize, codec_of, cost_model
@@ -362,7 +363,11 @@ def test_arguments_are_checked():
 
 def test_rates_are_measured_once_and_lie_on_lines(monkeypatch):
     monkeypatch.setattr(rates, "_known", {})
-    calls = []
+    calls, clock = [], [0.0]
+    monkeypatch.setattr(link, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def lasts(seconds):
+        clock[0] += seconds
 
     @dataclass(frozen=True)
     class Counting(FakeCodec):
@@ -374,17 +379,19 @@ def test_rates_are_measured_once_and_lie_on_lines(monkeypatch):
 
             def encode():
                 calls.append(grad_N.numel())
-                time.sleep(2e-3 + 20e-9 * grad_N.numel())
+                lasts(2e-3 + 20e-9 * grad_N.numel())
 
-            return encode, lambda: time.sleep(1e-3)
+            return encode, lambda: lasts(1e-3)
 
     codec = Counting("counting", 0.1)
     first = CostModel(link=SLOW, num_ranks=3)
     first.prepare([codec, codec])
     few, many = SIZES[:2]
     assert calls == [few] * 3 + [many] * 3
-    assert 4e-3 < first.compute_seconds(codec, few) < 20e-3
-    assert 15e-3 < first.compute_seconds(codec, many) - first.compute_seconds(codec, few) < 60e-3
+    # A gradient is encoded, and those of three ranks decoded.
+    for numel in (few, 2 * few, many):
+        expected = 2e-3 + 20e-9 * numel + 3 * 1e-3
+        assert first.compute_seconds(codec, numel) == pytest.approx(expected, rel=1e-9)
     CostModel(link=SLOW, num_ranks=3).prepare([codec])
     assert len(calls) == 6
 
