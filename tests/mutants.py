@@ -106,6 +106,13 @@ MUTANTS = [
         "tests/test_options_over_ranks.py -k 'activation and over_ranks'",
     ),
     Mutant(
+        "routers that drift apart are not looked at",
+        "moe_ext/nn/moe_layer.py",
+        "        if looks:\n",
+        "        if False:\n",
+        "tests/distributed/test_gradients.py -k 'forgotten or apart'",
+    ),
+    Mutant(
         "options that do not go together are taken",
         "moe_ext/nn/combinations.py",
         "        if first in found and second in found:",

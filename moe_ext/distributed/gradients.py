@@ -10,7 +10,7 @@ synchronised may be accumulated into and synchronised again.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -41,6 +41,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Set on a gradient tensor: its version when it was last synchronised. A new tensor or one that
 # was written to since does not match.
 _SYNCED = "_moe_ext_synced_version"
+# Set on a parameter whose values may differ between ranks for some steps.
+_APART = "_moe_ext_apart"
 
 # Models whose dense parameters were found equal on all ranks.
 _compared: WeakSet[nn.Module] = WeakSet()
@@ -124,6 +126,17 @@ def sync_gradients(model: nn.Module, *, mesh: MoEMesh | None = None) -> None:
         by_group.setdefault(group, []).append(parameter)
     for group, parameters in by_group.items():
         average_gradients(replica_group(group, device), parameters)
+
+
+def let_differ(parameters: Iterable[nn.Parameter]) -> None:
+    """Note parameters that ranks train apart and average later, as local steps do."""
+    for parameter in parameters:
+        setattr(parameter, _APART, True)
+
+
+def may_differ(parameter: nn.Parameter) -> bool:
+    """True for parameters that `let_differ` was given."""
+    return hasattr(parameter, _APART)
 
 
 def was_synced(gradient: Tensor) -> bool:

@@ -38,7 +38,8 @@ from moe_ext.dispatch import (
     WrappedDispatcher,
     named_dispatcher,
 )
-from moe_ext.distributed.dtensor import is_fsdp
+from moe_ext.distributed.dtensor import is_dtensor, is_fsdp
+from moe_ext.distributed.gradients import fingerprint, may_differ
 from moe_ext.distributed.placement import declare_experts, shards_of_experts
 from moe_ext.nn.balance.counts import CountingModule, StepCounts, add_once
 from moe_ext.nn.balance.losses import (
@@ -73,6 +74,12 @@ from moe_ext.ops.autograd import is_transformed, transforms
 
 # The documents of a call, as numbers of tokens or as offsets.
 _Packed = tuple[Tensor | None, Offsets | None]
+# The fact that ranks compare of the router's parameters.
+_ROUTER_BITS = (
+    "the checksum of the router's parameters (seed every rank alike, and call "
+    "moe_ext.distributed.sync_gradients after each backward pass, or wrap the model in "
+    "DistributedDataParallel or FSDP2)"
+)
 
 
 def _field_of_balance(name: str) -> Any:
@@ -196,6 +203,7 @@ class MoELayer(CountingModule):
         self._made_with: dict[str, object] = {}
         # The cut of the first pass: the messages of a pass follow from it.
         self._first_cut: Cut | None = None
+        self._num_passes = 0
         # With etp each shard of an expert is an expert of its own to the dispatcher: their sum
         # is what the expert makes of a token.
         self._shards = shards_of_experts(ep_group)
@@ -394,14 +402,19 @@ class MoELayer(CountingModule):
     def _compare_options(self, x: Tensor) -> None:
         """Compare the options over the ranks, with the first pass and where one has changed."""
         watched = self._watched
+        looks = self._looks_at_router()
         if watched is not None:
-            if watched(self) == self._compared:
+            changed = watched(self) != self._compared
+            if not changed and not looks:
                 return
-            self._check_way_of_exchange(x)
+            if changed:
+                self._check_way_of_exchange(x)
         dispatcher = self.dispatcher
         if watched is None:
             self._made_with = _made_with(self)
             self._first_cut = self._cut()
+        if looks:
+            self._made_with[_ROUTER_BITS] = fingerprint([*self.router.named_parameters()])
         now = _options_now(self)
         options = {**now, **self._made_with}
         if watched is None:
@@ -412,6 +425,22 @@ class MoELayer(CountingModule):
         assert self._watched is not None
         self._compared = self._watched(self)
         dispatcher.declare(options)
+
+    def _looks_at_router(self) -> bool:
+        """True if ranks compare the bits of the router's parameters with this pass.
+
+        With passes 1, 2, 4, 8, ...: a step before which gradients were not averaged is found soon,
+        and looking costs nothing in a long run.
+        """
+        router = self.router
+        # A caller's own may have a reason to differ between ranks.
+        if self.dispatcher.group is None or not isinstance(router, Router):
+            return False
+        self._num_passes += 1
+        if self._num_passes & (self._num_passes - 1) or is_transformed():
+            return False
+        # Shards differ between ranks; what holds them keeps them in step.
+        return not any(is_dtensor(p) or may_differ(p) for p in router.parameters())
 
     def _check_way_of_exchange(self, x: Tensor) -> None:
         """ValueError on every rank if one has set what other messages than before follow from."""

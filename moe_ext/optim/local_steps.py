@@ -26,7 +26,7 @@ from moe_ext.compression.codecs import Codec, PayloadCodec, codec_of
 from moe_ext.compression.codecs.chunked import ChunkedTopK
 from moe_ext.compression.feedback import CodecMemory
 from moe_ext.distributed.dtensor import is_dtensor, local_part, with_local
-from moe_ext.distributed.gradients import fingerprint
+from moe_ext.distributed.gradients import fingerprint, let_differ
 from moe_ext.distributed.placement import Placement, placements, replica_group
 from moe_ext.optim._arguments import divided_within
 from moe_ext.optim.muon import Muon
@@ -226,6 +226,7 @@ class DiLoCo:
                     f"got one without {len(wanted - held)} of {len(wanted)}"
                 )
             self._fragments.append(_Fragment(parts, outer))
+            let_differ(module.parameters())
         self._hook: Any = None
         self._check_alike()
 

@@ -127,6 +127,7 @@ def check_buffers_grow_for_the_rank_that_has_most_and_layers_share_them():
     rank = dist.get_rank()
     for way, kind in (("nccl_ep", fake_libraries.Group), ("deep_ep", fake_libraries.ElasticBuffer)):
         group = dist.new_group(list(range(dist.get_world_size())))
+        torch.manual_seed(0)
         layers = [
             MoELayer(D, 6, E, K, ep_group=group, dispatcher=way, dtype=torch.bfloat16)
             for _ in range(2)
@@ -144,6 +145,7 @@ def check_handles_end_with_the_graph():
     gc.collect()
     before = fake_libraries.Handle.open
     x = torch.randn(5, D, dtype=torch.bfloat16, requires_grad=True)
+    torch.manual_seed(0)
     layer = MoELayer(D, 6, E, K, ep_group=dist.group.WORLD, dispatcher="nccl_ep")
     y = layer.bfloat16()(x)
     assert fake_libraries.Handle.open > before
@@ -172,6 +174,7 @@ def check_what_cannot_be_served_is_refused_everywhere():
                 MoELayer, D, 6, E, K, ep_group=world, dispatcher=Dispatch(way, overlap=2)
             ),
         )
+        torch.manual_seed(0)
         layer, x = make(), torch.randn(3, D)
         raised(TypeError, "bfloat16 on cpu .*autocast.*got torch.float32", layer, x)
         x = x.bfloat16()
@@ -235,11 +238,13 @@ def check_symmetric_memory_gives_the_bits_of_a_row_for_each_expert():
 def check_rows_beyond_the_memory_are_refused_everywhere():
     world, rank = dist.group.WORLD, dist.get_rank()
     made = SymmetricMemoryDispatcher(E, world, max_rows=16)
+    torch.manual_seed(0)
     layer = MoELayer(D, 6, E, K, ep_group=world, dispatcher=made)
     # 20 rows of one rank; they fit in rounds.
     x = torch.randn(5 * rank, D)
     raised(ValueError, r"max_rows=16 rows at once, got \d+ on rank .*RowBudget\(16\)", layer, x)
     budget = functools.partial(MoELayer, D, 6, E, K, ep_group=world, dispatcher=made)
+    torch.manual_seed(0)
     assert budget(row_budget=RowBudget(16))(x).shape == x.shape
     large = budget(row_budget=RowBudget(17))
     raised(ValueError, "RowBudget to be at most max_rows=16, got 17", large, x)

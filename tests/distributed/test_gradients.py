@@ -1,5 +1,6 @@
 import copy
 import math
+import os
 
 import pytest
 import torch
@@ -19,8 +20,13 @@ from parallel_models import (
 from rank_checks import full
 from torch import nn
 
+import moe_ext
 from moe_ext import distributed as md
+from moe_ext.dispatch.by_name import DISPATCHERS
 from moe_ext.distributed.dtensor import local_part
+from moe_ext.nn import Dispatch
+
+ON_GPUS = ("nccl_ep", "deep_ep", "symm_mem")
 
 
 def check_gradients_norm_and_step_of_one_process():
@@ -223,6 +229,48 @@ def check_groups_that_do_not_partition():
 
     text = r"expected the expert-parallel groups to split .*, got groups of 2 on rank 0"
     raised(ValueError, text, replica_group, group, torch.device("cpu"))
+
+
+def check_a_forgotten_average_is_found_behind_the_first_step():
+    """By every dispatcher and cut; passes without gradients are counted, too."""
+    group = dist.group.WORLD
+    os.environ["LOCAL_WORLD_SIZE"] = "2"  # nodes of the hierarchical one
+    dispatchers = [name for name in DISPATCHERS if name not in ("local", *ON_GPUS)]
+    assert len(dispatchers) == 5
+    for options in [
+        *({"dispatcher": name} for name in dispatchers),
+        {"dispatcher": Dispatch("alltoall", overlap=2)},
+        {"dispatcher": "alltoall", "row_budget": moe_ext.nn.RowBudget(32)},
+        {"dispatcher": "alltoall", "row_budget": moe_ext.nn.RowBudget(256, static=True)},
+        {"dispatcher": Dispatch("alltoall", rebalance="exact")},
+    ]:
+        for averages in (True, False):
+            torch.manual_seed(0)
+            layer = moe_ext.MoELayer(8, 8, 4, ep_group=group, **options)
+            optimizer = torch.optim.SGD(md.expert_param_groups(layer), lr=0.1)
+            torch.manual_seed(1 + dist.get_rank())
+
+            def step(layer=layer, optimizer=optimizer, averages=averages):
+                with torch.no_grad():
+                    layer(torch.randn(6, 8))
+                layer(torch.randn(6, 8)).square().mean().backward()
+                if averages:
+                    md.sync_gradients(layer)
+                optimizer.step()
+                optimizer.zero_grad()
+
+            step()
+            if averages:
+                for _ in range(3):
+                    step()
+            else:
+                raised(ValueError, "expected the checksum of the router's parameters .*seed", step)
+
+
+def check_routers_that_start_apart_are_found_by_the_first_pass():
+    torch.manual_seed(dist.get_rank())
+    layer = moe_ext.MoELayer(8, 8, 4, ep_group=dist.group.WORLD)
+    raised(ValueError, "expected the checksum of the router's parameters", layer, torch.randn(6, 8))
 
 
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]

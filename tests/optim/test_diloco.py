@@ -17,6 +17,7 @@ from moe_ext.attention import SequenceParallelMLP
 from moe_ext.compression import ChunkedTopK, Quantize
 from moe_ext.distributed import count_traffic
 from moe_ext.distributed.dtensor import local_part
+from moe_ext.distributed.gradients import let_differ
 from moe_ext.optim import DeMo, DiLoCo, MuLoCo, Muon, SparseLoCo, param_groups
 
 checks = Checks()
@@ -230,6 +231,7 @@ def check_experts():
         assert len(groups) == (1 if ep == 4 else 2)
         torch.manual_seed(0)
         alone = moe_ext.MoELayer(8, 16, 4, ep_group=mesh.ep_group)
+        let_differ(alone.parameters())
         for net, optimizer, rounds in (
             (layer, inner, local),
             (alone, sgd(alone, lr=0.1), contextlib.nullcontext()),
