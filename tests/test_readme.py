@@ -125,6 +125,9 @@ def test_families_of_transformers_are_counted():
 
 # A figure that a page links to the benchmarks, and what the lines that hold it have in them.
 QUOTED = {
+    ("collectives", "1.49"): "| exact top-k 1 %, error feedback, checked |",
+    ("collectives", "1.25"): "| carried threshold 1 %, error feedback, checked |",
+    ("collectives", "0.65"): "| int8 blocks |",
     ("compression", "0.8 %"): "| 1-bit Adam |",
     ("compression", "4.0 %"): "| top 5 % |",
     ("compression", "10.2 %"): "| top 1 % |",
