@@ -45,11 +45,11 @@ def _role_of_module(module: nn.Module, name: str) -> Role | None:
 def parameter_roles(model: nn.Module) -> dict[str, Role]:
     """The role of every parameter, by its name in `model.named_parameters()`.
 
-    The innermost module that says something decides: routers (of moe_ext, or modules called
-    `router` or `gate`), norms (a class or name with "norm", or `ln_1` and the like), embeddings,
-    attention, and experts, which are declared (a `MoELayer` does so for its own; see
-    `moe_ext.distributed.declare_placement`). A parameter whose name ends with "bias" is a bias, but
-    in a router or norm.
+    The innermost module that says something decides. Routers are those of moe_ext, or modules
+    called `router` or `gate`. Norms have a class or name with "norm", or `ln_1` and the like. Then
+    there are embeddings, attention, and experts, which are declared: a `MoELayer` does so for its
+    own; see `moe_ext.distributed.declare_placement`. A parameter whose name ends with "bias" is a
+    bias, but in a router or norm.
 
     Args:
         model: any module.

@@ -323,10 +323,10 @@ def convert(
 ) -> dict[str, Tensor]:
     """Rename and rearrange the parameters of one layer; lossless, or refused.
 
-    Layouts: "moe_ext" (`MoELayer` with `GroupedExperts`), "huggingface" (stacked, gate half first),
-    "gpt_oss" (stacked, transposed, gate and up in turn), "mixtral" and "qwen_moe" (files of one
-    module an expert), "deepspeed", "fairscale", "fastmoe", "paddle" (PaddlePaddle's own [in, out]
-    weights; arrays of numpy are taken too), "paddle_torch" (`integrations.paddle.MoELayer`),
+    Layouts: "moe_ext" (`MoELayer` with `GroupedExperts`); "huggingface" (stacked, gate half first);
+    "gpt_oss" (stacked, transposed, gate and up in turn); "mixtral" and "qwen_moe" (files of one
+    module an expert); "paddle" (PaddlePaddle's own [in, out] weights; arrays of numpy are taken
+    too); "paddle_torch" (`integrations.paddle.MoELayer`); "deepspeed", "fairscale", "fastmoe",
     "megablocks", "tutel", "torchtitan". All experts must be there: an expert-parallel job gathers
     them first.
 

@@ -134,9 +134,9 @@ class MoELayer(CountingModule):
             what the caller's loss is multiplied by: 1/steps under gradient accumulation, the scale
             of a `GradScaler`.
         metrics: of the last forward pass on this rank, detached: `num_tokens_per_expert` [E] int64
-            (chosen, before any drop), `num_dropped`, with rebalance `num_moved_experts` (whose
-            weights came to this rank) and `moved_bytes` (that left it), `balance_loss`, `z_loss`,
-            and `<name>_loss` of each of the router's own; and what follows from them, see
+            (chosen, before any drop), `num_dropped`, `balance_loss`, `z_loss`, and `<name>_loss` of
+            each of the router's own; with rebalance `num_moved_experts` (whose weights came to this
+            rank) and `moved_bytes` (that left it); and what follows from them, see
             `LayerMetrics`. Overwritten, never accumulated, so a recomputation leaves the same
             values. Reading them is what synchronises with the device, and what computes those that
             no loss needed.

@@ -118,8 +118,8 @@ def glam(
     """GLaM: 64 experts, two a token, with the gate and the loss of GShard; balance loss 0.01.
 
     The layer takes the place of every other feed-forward network of the model. Experts are two
-    linear layers, with GELU (their size, 2 D F, follows from the parameters in the paper's table 4;
-    the gated networks of the paper are the dense ones).
+    linear layers, with GELU. Their size, 2 D F, follows from the parameters in the paper's table 4;
+    the gated networks of the paper are the dense ones.
 
     Args:
         model_dim: D; 8192 in the largest model.

@@ -52,19 +52,19 @@ def register_derivatives(
     """Registers what the gradients of an operator of ours are.
 
     A derivative is written as a call, `"_backward(grad_y, contiguous(x), dtype(weight))"`, of an
-    operator of ours. Its arguments are those of the forward operator and its results by their names
-    in the schema, a sole result being `result`, and `grad_` before the name of a result for its
-    gradient; or `contiguous`, `transpose` (of the last two of three dimensions), `columns` (the
-    size of dimension 1), `dtype` or `is_transposed` (a stack of matrices whose columns are stored
-    one after the other) of one of them. `owned` of an argument that stands before it is whether
-    nobody reads that one afterwards, so that the call may write over it or give its pages back; in
-    Python it is False. Results without a gradient in any derivative are not
+    operator of ours. It takes arguments and results of the forward operator by their names in the
+    schema; a sole result is `result`, and `grad_` before the name of a result is its gradient. It
+    may take them through a function: `contiguous`, `transpose` (of the last two of three
+    dimensions), `columns` (the size of dimension 1), `dtype`, or `is_transposed` (a stack of
+    matrices whose columns are stored one after the other). `owned` of an argument that stands
+    before it is True if nobody reads that one afterwards, so that the call may write over it or
+    give its pages back; in Python it is False. Results without a gradient in any derivative are not
     differentiable. Where no gradient comes for a result, an optional argument is None and another
     one zeros. To differentiate a call of an operator that has no derivative itself is an error.
 
-    Where there is an operator `<name>_add_` beside that of a derivative of one argument, and the
-    argument is a parameter whose `.grad` is there already, it adds to that at once what the engine
-    would add: in `backward()` alone, and where no hook is to see the gradient by itself.
+    An operator `<name>_add_` may stand beside that of a derivative of one argument. If the argument
+    is a parameter that has a `.grad`, it adds to that at once what the engine would add: in
+    `backward()` alone, and where no hook is to see the gradient by itself.
 
     Args:
         operator: its name, without the namespace.

@@ -65,9 +65,9 @@ def topk_gate(
     is never chosen.
 
     *Groups.* With ``top_groups < num_groups``, experts are cut into ``num_groups`` groups of
-    neighbours, and only those of the ``top_groups`` groups with the best score can be chosen. By
-    ``group_score`` that is a group's largest key (``"max"``), the sum of its two largest
-    (``"top2"``) or of its ``top_k // top_groups`` largest (``"topk"``), keys of -inf left out;
+    neighbours, and only those of the ``top_groups`` groups with the best score can be chosen. A
+    ``group_score`` is a group's largest key (``"max"``), the sum of its two largest (``"top2"``),
+    or that of its ``top_k // top_groups`` largest (``"topk"``). Keys of -inf are left out;
     None is ``"top2"`` with ``selection_bias``, else ``"max"``. Where keys are added, they are
     scores, without a bias too. Equal scores go to the lower group.
 

@@ -45,8 +45,8 @@ def grouped_mm(
         leave the rows.
 
     On CUDA nothing synchronises with the host: bfloat16 on devices of compute capability 9 and 10,
-    with rows and matrices at multiples of 16 bytes, is one library product over all experts, to
-    which the bias is added after it was rounded; all else is one launch of ours. Offsets that
+    with rows and matrices at multiples of 16 bytes, is one library product over all experts. The
+    bias is added after that was rounded; all else is one launch of ours. Offsets that
     decrease or leave the rows are not refused there. Float32 is the sum of six products of three
     bfloat16 parts, as exact as its own products; infinities among its operands give NaN. The
     environment variable ``MOE_EXT_GROUPED_MM``, read when moe_ext is imported, chooses "own" for

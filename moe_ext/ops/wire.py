@@ -152,9 +152,9 @@ def decode_gradient(payload: Tensor) -> DecodedGradient:
         DecodedGradient: values, indices and the size of the gradient.
 
     Raises:
-        RuntimeError: the payload is of another format or version, is cut short or too long, has an
-            inconsistent header, indices that are not ascending or out of range, or another checksum
-            than it says.
+        RuntimeError: the payload is of another format or version, or is cut short or too long; it
+            has an inconsistent header, indices that are not ascending or out of range, or another
+            checksum than it says.
 
     Deterministic; synchronises the device, since sizes depend on the data.
     """

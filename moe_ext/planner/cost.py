@@ -82,8 +82,8 @@ class StepCost(CostPart):
         """Seconds of a step at least, whatever layers the stages have and compute again.
 
         Some of S stages takes t, the mean, or more, for each of M micro-batches, and runs forward
-        for t / 3 of it at most. It begins when the stages in front of it have run forward, ends
-        before they run backward, and waits for a first backward pass when it has as many
+        for t / 3 of it at most. It begins when the stages in front of it have run forward, and ends
+        before they run backward. It waits for a first backward pass when it has as many
         micro-batches as its schedule lets it hold: M + 2 / 3 (S - 1) times t with 1F1B, M +
         1 / 3 (S - 1) where gradients of weights come later. All forward passes of GPipe are over
         before a backward pass begins: M + S - 1. The last rank of interleaved stages waits for one

@@ -302,10 +302,9 @@ class Plan:
         Raises:
             ValueError: the model has other sizes than the plan's; the plan has cp of a model that
                 `prepare_model` refuses, or, with pp, whose loss takes no ``num_items_in_batch``; or
-                stages of a model that is not on the CPU,
-                whose decoder is more than layers and a norm, or that wants losses of its routers;
-                or tp with zero 1, or of a model with tied weights or layers that it cannot divide.
-                Nothing is changed.
+                stages of a model that is not on the CPU, whose decoder is more than layers and a
+                norm, or that wants losses of its routers; or tp with zero 1; or tp of a model with
+                tied weights or layers that it cannot divide. Nothing is changed.
         """
         return apply_plan(self, model)
 

@@ -93,11 +93,11 @@ def prepare_model(
     Raises:
         ImportError: transformers 5 is not installed.
         TypeError: the model is none of transformers, or the group none of this rank's.
-        ValueError: on every rank: an option is out of range; or the model mixes tokens by other
-            layers than attention, delta rules, Mamba and short convolutions, has none by name, has
-            a mask that no ring serves, positions of its own, or one result for a whole sequence. In
-            the forward pass, on every rank: batches that differ between the ranks or cannot be cut,
-            and `output_router_logits` where the part of a rank is padding alone.
+        ValueError: on every rank: an option is out of range; the model mixes tokens by other
+            layers than attention, delta rules, Mamba and short convolutions, or has none by name;
+            it has a mask that no ring serves, positions of its own, or one result for a whole
+            sequence. In the forward pass, on every rank: batches that differ between the ranks or
+            cannot be cut, and `output_router_logits` where the part of a rank is padding alone.
         RankFailureError: a rank died or did not answer.
     """
     names: dict[str, Any] = {

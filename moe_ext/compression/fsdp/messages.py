@@ -209,9 +209,9 @@ class CompressedAllGather(_Message, AllGather):
     float32, bfloat16 and float16 are not compressed.
 
     Args:
-        format: "int8", "int6", "int4", "int3", "int2", "fp8", "bf16", "lossless" for every bit of
-            all that is gathered (see `lossless_all_gather`), "none" for FSDP's own message, or a
-            `PayloadCodec`, also by the name that it was registered with.
+        format: "int8", "int6", "int4", "int3", "int2", "fp8", "bf16", or a `PayloadCodec`, also by
+            the name that it was registered with; "lossless" keeps every bit of all that is gathered
+            (see `lossless_all_gather`), "none" is FSDP's own message.
         block (int): elements that share a scale.
         module (FSDPModule): what it is set on; None takes a message as one tensor.
         name (str): the module's, for messages of errors.

@@ -32,8 +32,8 @@ def tensor_parallel_styles(model: Any, num_ranks: int, operation: str) -> dict[s
 
     Raises:
         ValueError: the family has no plan, or one with a style that is not known or that leaves
-            weights between columns and rows whole, ranks do not divide the heads of keys and
-            values that they do not gather, or the output's weights are the embedding's.
+            weights between columns and rows whole; ranks do not divide the heads of keys and
+            values that they do not gather; or the output's weights are the embedding's.
     """
     title, config = type(model).__name__, model.config.get_text_config()
     modules, found = dict(model.named_modules()), dict[str, str]()
