@@ -13,7 +13,7 @@ html_theme = "furo"
 html_title = f"moe_ext {__version__}"
 myst_heading_anchors = 4
 default_role = "code"
-smartquotes = False
+smartquotes_action = "D"  # dashes before descriptions; quotes stay as they are typed
 # Docstrings name types themselves; signatures stay short enough to read.
 autodoc_typehints = "none"
 autodoc_member_order = "groupwise"
