@@ -10,6 +10,7 @@ import torch
 from moe_ext import _library, _memory, _runtime_library
 from moe_ext._version import __version__
 from moe_ext.attention import libraries
+from moe_ext.attention.recurrent import providers
 from moe_ext.dispatch import deep_ep, nccl_ep, symmetric_memory
 from moe_ext.ops import grouped_providers
 
@@ -85,6 +86,7 @@ def _backends() -> dict[str, str]:
         backends["cuda"] = f"{torch.cuda.get_device_name()}: {_num_cuda_operators()} operators"
     backends["grouped_mm"] = grouped_providers.state()
     backends["attention"] = libraries.state()
+    backends["recurrence"] = providers.state()
     if torch.distributed.is_available():
         backends["gloo"] = "available" if torch.distributed.is_gloo_available() else "absent"
         backends["nccl"] = "available" if torch.distributed.is_nccl_available() else "absent"

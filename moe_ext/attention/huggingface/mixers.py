@@ -144,9 +144,8 @@ class SharedMixers:
         """Takes `[B, L, H, V]`, as transformers' function of the name."""
         self._refuse_states(initial_state=initial_states, output_final_state=return_final_states)
         dt = _step(dt, dt_bias, dt_softplus).clamp(*dt_limit)
-        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
         given = (hidden_states, dt, B, C)
-        x, step, b, c = (self._rows(each).transpose(1, 2).to(dtype) for each in given)
+        x, step, b, c = (self._rows(each).transpose(1, 2) for each in given)
         out, _state = selective_scan(x, step, A, b, c, D, **self._where)
         return out.transpose(1, 2).reshape(hidden_states.shape).contiguous()
 

@@ -23,6 +23,7 @@ from moe_ext.attention.layouts import Layout, make_layout, ranks_of
 from moe_ext.attention.masks import Offsets, check_cu_seqlens, check_end, rows_of_offsets
 from moe_ext.attention.recurrent import local
 from moe_ext.attention.recurrent.moves import Halo, Move, Spread
+from moe_ext.attention.recurrent.providers import Stretch
 from moe_ext.attention.recurrent.scan import StateScan
 from moe_ext.attention.sharding import check_lengths
 from moe_ext.comm.agreement import Agreement
@@ -68,6 +69,16 @@ class _Sequences:
             return None
         rows = [torch.tensor(row, device=positions.device) for row in self.offsets]
         return torch.stack([torch.bucketize(positions, row, right=True) - 1 for row in rows])
+
+    def stretch(self, positions: range, like: Tensor, dtype: torch.dtype, **more: Any) -> Stretch:
+        """The stretch of some positions for `local`, on the device of a tensor."""
+        at = torch.arange(positions.start, positions.stop, device=like.device)
+        edges = None
+        if self.offsets is not None:
+            first, last = positions.start, positions.stop
+            inner = ({max(first, min(e, last)) - first for e in row} for row in self.offsets)
+            edges = tuple(tuple(sorted({0, *row, len(positions)})) for row in inner)
+        return Stretch(self.documents(at), edges, dtype, **more)
 
 
 def _in_context(
@@ -302,12 +313,7 @@ def selective_scan(
     more = {"A": (A, ("H", "K")[: 1 + by_element])} | ({} if D is None else {"D": (D, ("H",))})
     context = _in_context(group, layout, cu_seqlens)
     sequences = _agree(op, names, facts, scheme, context, more=more)
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    step, values = dt.to(dtype).unsqueeze(-1), x.to(dtype)
-    if by_element:
-        rows, rates = [C, B, values, step], A
-    else:
-        rows, rates = [C, B, values * step, step * A[:, None, None]], None
+    rows, rates = [C, B, x, dt.unsqueeze(-1)], A if by_element else A.unsqueeze(-1)
     out, state = _recur(rows, rates, initial_state, scheme, sequences)
     return (out if D is None else out + x * D[:, None, None]).to(x.dtype), state
 
@@ -324,41 +330,40 @@ def _recur(
     Args:
         rows: q, k, v, logarithms of decays `[B, H, L, 1 or K]`, and with the delta rule beta
             `[B, H, L, 1]`; with rates, C, B, x and dt `[B, H, L, 1]`.
-        rates: `[H, K]`, A of `selective_scan`, or None.
+        rates: `[H, 1 or K]`, A of `selective_scan`, or None.
         state: that position 0 finds; None for zeros.
         scheme: that was asked for.
         sequences: of the call.
     """
-    v, dim = rows[2], rows[0].shape[3]
+    v = rows[2]
+    whole = sequences.stretch(range(sequences.layout.seq_len), v, v.dtype)
     dtype = torch.promote_types(v.dtype, torch.float32)
-    if state is None:
-        state = v.new_zeros(*v.shape[:2], dim, v.shape[3])
-    rows, state = [x.to(dtype) for x in rows], state.to(dtype)
-    rates = None if rates is None else rates.to(dtype)
+    state = None if state is None else state.to(dtype)
     if sequences.layout.num_ranks == 1:
-        whole = sequences.layout.positions(0, v.device)
-        return _run(rows, rates, state, sequences.documents(whole))
+        return _run(rows, rates, state, whole)
+    rows = [x.to(dtype) for x in rows]
+    rates = None if rates is None else rates.to(dtype)
     if _scheme(scheme, sequences, rows, rates) == "heads":
-        return _by_heads(rows, rates, state, sequences)
-    return _by_state(rows, rates, state, sequences)
+        return _by_heads(rows, rates, state, whole, sequences)
+    return _by_state(rows, rates, state, v.dtype, sequences)
 
 
-def _is_diagonal(rows: list[Tensor]) -> bool:
+def _is_diagonal(rows: list[Tensor], rates: Tensor | None) -> bool:
     """True if states decay by element, and nothing else becomes of them."""
-    return len(rows) == 4 and rows[3].shape[3] > 1
+    return len(rows) == 4 and (rows[3] if rates is None else rates).shape[-1] > 1
 
 
 def _run(
-    rows: list[Tensor], rates: Tensor | None, state: Tensor, documents: Tensor | None
+    rows: list[Tensor], rates: Tensor | None, state: Tensor | None, stretch: Stretch
 ) -> local.Scanned:
     q, k, v, g, *beta = rows
     if rates is not None:
-        return local.selective_scan(v, g.squeeze(-1), rates, k, q, state, documents)
-    if _is_diagonal(rows):
-        return local.diagonal_scan(q, k, v, g, state, documents)
+        return local.selective_scan(v, g.squeeze(-1), rates, k, q, state, stretch)
+    if _is_diagonal(rows, None):
+        return local.diagonal_scan(q, k, v, g, state, stretch.documents)
     # Decays by element of keys that have one are those of heads.
     g = g.squeeze(-1) if g.shape[-1] == 1 else g
-    return local.delta_rule(q, k, v, g, beta[0].squeeze(-1) if beta else None, state, documents)
+    return local.delta_rule(q, k, v, g, beta[0].squeeze(-1) if beta else None, state, stretch)
 
 
 def sent_bytes(
@@ -456,25 +461,30 @@ def _scheme(scheme: str, sequences: _Sequences, rows: list[Tensor], rates: Tenso
     (batch, kv_heads, _, dim), heads = rows[0].shape, rows[2].shape[1]
     sizes: dict[str, Any] = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "dim": dim}
     sizes |= {"v_dim": rows[2].shape[3], "g_dim": rows[3].shape[3], "has_beta": len(rows) > 4}
-    by_element = rates is not None or _is_diagonal(rows)
-    most = most_sent_bytes(sequences.layout, **sizes, by_element=by_element)
+    sizes["by_element"] = _is_diagonal(rows, rates)
+    most = most_sent_bytes(sequences.layout, **sizes)
     return min(most, key=most.__getitem__)
 
 
 def _by_heads(
-    rows: list[Tensor], rates: Tensor | None, state: Tensor, sequences: _Sequences
+    rows: list[Tensor],
+    rates: Tensor | None,
+    state: Tensor | None,
+    whole: Stretch,
+    sequences: _Sequences,
 ) -> tuple[Tensor, Tensor]:
     """All positions of this rank's heads in between."""
-    heads, each = state.shape[1], [state.shape[1] // max(1, x.shape[1]) for x in rows]
+    heads = rows[2].shape[1]
+    each = [heads // max(1, x.shape[1]) for x in rows]
     back = sequences.move("heads", heads, heads, back=True)
     own = back.source.heads[group_rank(sequences.group)]
     mine = slice(own.start, own.stop)
     moved = _moved(rows, sequences, "heads")
     moved = [_of_heads(x, own, count) for x, count in zip(moved, each, strict=True)]
-    whole = torch.arange(sequences.layout.seq_len, device=state.device)
     rates = None if rates is None else rates[mine]
-    out, state = _run(moved, rates, state[:, mine], sequences.documents(whole))
-    return back(out), state
+    state = None if state is None else state[:, mine]
+    out, last = _run(moved, rates, state, whole)
+    return back(out.to(rows[2].dtype)), last
 
 
 def _of_heads(x: Tensor, own: range, each: int) -> Tensor:
@@ -487,40 +497,49 @@ def _of_heads(x: Tensor, own: range, each: int) -> Tensor:
 
 
 def _by_state(
-    rows: list[Tensor], rates: Tensor | None, state: Tensor, sequences: _Sequences
+    rows: list[Tensor],
+    rates: Tensor | None,
+    state: Tensor | None,
+    dtype: torch.dtype,
+    sequences: _Sequences,
 ) -> tuple[Tensor, Tensor]:
     """A stretch of positions of all heads on each rank, and states from rank to rank."""
-    line, heads, rank = sequences.line, state.shape[1], group_rank(sequences.group)
+    line, heads, rank = sequences.line, rows[2].shape[1], group_rank(sequences.group)
     rows = rows if sequences.is_line else _moved(rows, sequences, "state")
     q, k, v, g, *beta = rows
-    documents = sequences.documents(line.positions(rank, v.device))
-    dim, v_dim = q.shape[3], v.shape[3]
+    start = sum(line.sizes[:rank])
+    mine = range(start, start + line.sizes[rank])
+    stretch = sequences.stretch(mine, v, dtype, is_shared=True)
+    documents, dim, v_dim = stretch.documents, q.shape[3], v.shape[3]
     is_first = None
     if documents is not None and documents.shape[1]:
         is_first = (documents == documents[:, :1])[:, None, :, None]
     if rank > 0:
-        state = torch.zeros_like(state)
+        state = None if state is None else torch.zeros_like(state)
     reads: Tensor | None = None
     if beta:
         # The same recurrence of a state of the identity and no values tells what positions do to a
         # state (M), and what they read of it.
-        eye = torch.eye(dim, dtype=v.dtype, device=v.device).expand(*state.shape[:2], -1, -1)
+        eye = torch.eye(dim, dtype=v.dtype, device=v.device).expand(*v.shape[:2], -1, -1)
         wide = torch.cat([v, v.new_zeros(*v.shape[:3], dim)], -1)
         wider = [*rows[:2], wide, *rows[3:]]
-        out, added = _run(wider, None, torch.cat([state, eye], -1), documents)
+        begin = v.new_zeros(*v.shape[:2], dim, v_dim) if state is None else state
+        out, added = _run(wider, None, torch.cat([begin, eye], -1), stretch)
+        out = out.to(v.dtype)
         (out, reads), (added, maps) = (x.split([v_dim, dim], -1) for x in (out, added))
     else:
-        out, added = _run(rows, rates, state, documents)
-        decay = g.sum(2)
+        out, added = _run(rows, rates, state, stretch)
+        out, decay = out.to(v.dtype), g.sum(2)
         maps = (decay if rates is None else decay * rates).unsqueeze(-1).exp()
         maps = maps if is_first is None else maps * is_first[:, :, -1:]
-        if rates is None and not _is_diagonal(rows):
-            reads = g.cumsum(2).exp() * local.by_head(q, heads)
+        if not _is_diagonal(rows, rates):
+            sums = g.cumsum(2) if rates is None else g.cumsum(2) * rates[:, None]
+            reads = sums.exp() * local.by_head(q, heads)
             reads = reads if is_first is None else reads * is_first
     found, last = _state_before(added, maps, sequences, by_element=not beta)
     if reads is None:
         # The same recurrence without values tells what positions read of it.
-        out = out + _run([q, k, torch.zeros_like(v), g], rates, found, documents).out
+        out = out + _run([q, k, torch.zeros_like(v), g], rates, found, stretch).out
     else:
         out = out + reads @ found
     if not sequences.is_line:
@@ -621,15 +640,12 @@ def causal_conv1d(
     moved = x
     if not sequences.is_line:
         moved = sequences.move("state", 1, 1)(x.mT.unsqueeze(1)).squeeze(1).mT
-    halo = moved.new_zeros(*moved.shape[:2], width - 1)
+    halo = None
     if line.num_ranks > 1 and width > 1:
         halo = Halo(ranks, line.sizes, width - 1, op)(moved)
     start = sum(line.sizes[:rank])
-    positions = torch.arange(start - width + 1, start + line.sizes[rank], device=x.device)
-    dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
-    moved, taps, halo = (t.to(dtype) for t in (moved, weight, halo))
-    added, documents = None if bias is None else bias.to(dtype), sequences.documents(positions)
-    out = local.causal_conv(moved, taps, added, halo, documents, silu=activation is not None)
+    stretch = sequences.stretch(range(start - width + 1, start + line.sizes[rank]), x, x.dtype)
+    out = local.causal_conv(moved, weight, bias, halo, stretch, silu=activation is not None)
     out = out.to(x.dtype)
     if not sequences.is_line:
         out = sequences.move("state", 1, 1, back=True)(out.mT.unsqueeze(1)).squeeze(1).mT

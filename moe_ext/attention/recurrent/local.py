@@ -1,4 +1,6 @@
-"""Recurrences over the positions of one process: by the operators where there are, or by chunks.
+"""Recurrences over the positions of one process: by libraries, our operators, or by chunks.
+
+They compute in float32, or in float64 if a tensor has it.
 
 A state `S [K, V]` a head decays, may forget by the delta rule, and takes a key and a value at each
 position:
@@ -15,8 +17,9 @@ positions, W taps of a convolution, D channels.
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +27,8 @@ from torch.nn import functional as F
 
 from moe_ext import ops
 from moe_ext._library import has_cuda
+from moe_ext.attention.recurrent import providers
+from moe_ext.attention.recurrent.providers import Stretch
 from moe_ext.ops.autograd import is_transformed
 
 CHUNK = 64
@@ -56,25 +61,42 @@ def delta_rule(
     v: Tensor,
     g: Tensor,
     beta: Tensor | None,
-    state: Tensor,
-    documents: Tensor | None = None,
+    state: Tensor | None,
+    stretch: Stretch,
 ) -> Scanned:
     """Run the recurrence over all positions.
 
     Args:
-        q: `[B, G, L, K]`, scaled; float32 or float64, as all others.
+        q: `[B, G, L, K]`, scaled.
         k: `[B, G, L, K]`, each for H / G heads side by side.
         v: `[B, H, L, V]`.
         g: `[B, H, L]`, logarithms of decays, not above 0; `[B, H, L, K]` by element of a key.
         beta: `[B, H, L]`; None for gated linear attention.
-        state: `[B, H, K, V]`, that the first position finds.
-        documents: `[B or 1, L]` int64, ascending numbers; the first position goes on with the
-            document that `state` is of. None for one document.
+        state: `[B, H, K, V]`, that the first position finds; None for zeros.
+        stretch: of the positions; its documents are `[B or 1, L]` int64, ascending numbers, and the
+            first position goes on with the document that `state` is of.
 
     Reference: Yang, Kautz, Hatamizadeh: Gated Delta Networks, 2024 (arXiv 2412.06464), section 3.3,
         equations 10 to 12; Dao, Gu: Transformers are SSMs, 2024 (arXiv 2405.21060), section 6;
         Kimi Linear, 2025 (arXiv 2510.26692), section 3, for decays by element.
     """
+    given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "state": state}
+    return Scanned(*providers.serve("gated_delta_rule", _own_delta_rule, given, stretch))
+
+
+def _own_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    state: Tensor | None,
+    stretch: Stretch,
+) -> Scanned:
+    q, k, v, g, beta, state = _wide(q, k, v, g, beta, state)
+    if state is None:
+        state = v.new_zeros(*v.shape[:2], q.shape[3], v.shape[3])
+    documents = stretch.documents
     most = 128 if v.dtype == torch.float64 else 256
     if g.dim() == 3 and _has_operators(v, q.shape[3], most):
         return Scanned(*ops.gated_delta_rule(q, k, v, g, beta, state, documents))
@@ -112,6 +134,13 @@ def delta_rule(
         outs.append(reads[:, :, n] @ state + scores[:, :, n] @ new)
         state = state * kept.through[:, :, n] + writes[:, :, n] @ new
     return Scanned(torch.cat(outs, 2)[:, :, :length], state)
+
+
+def _wide(*tensors: Tensor | None) -> Any:
+    """Tensors in float32, or float64 if one has it."""
+    dtypes = [torch.float32, *(x.dtype for x in tensors if x is not None)]
+    dtype = functools.reduce(torch.promote_types, dtypes)
+    return [None if x is None else x.to(dtype) for x in tensors]
 
 
 def by_head(x: Tensor, heads: int) -> Tensor:
@@ -220,30 +249,50 @@ def selective_scan(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    state: Tensor,
-    documents: Tensor | None = None,
+    state: Tensor | None,
+    stretch: Stretch,
 ) -> Scanned:
-    """A recurrence whose states decay by element: `S_t = exp(dt_t A) S_{t-1} + dt_t B_t x_t^T`.
+    """A recurrence whose states decay: `S_t = exp(dt_t A) S_{t-1} + dt_t B_t x_t^T`.
 
     Args:
-        x: `[B, H, L, V]`; float32 or float64, as all others.
+        x: `[B, H, L, V]`.
         dt: `[B, H, L]`.
-        A: `[H, K]`, not above 0.
+        A: `[H, 1 or K]`, not above 0: a rate a head, or one for each element.
         B: `[B, G, L, K]`, each for H / G heads side by side.
         C: `[B, G, L, K]`; outputs are `S_t^T C_t`.
-        state: `[B, H, K, V]`, that the first position finds.
-        documents: as in `delta_rule`.
+        state: `[B, H, K, V]`, that the first position finds; None for zeros.
+        stretch: as in `delta_rule`.
 
     Reference: Gu, Dao: Mamba, 2023 (arXiv 2312.00752), equation 2.
     """
-    heads, v_dim = x.shape[1], x.shape[3]
+    operator = "selective_scan" if A.shape[1] == 1 else "selective_scan by element"
+    given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "state": state}
+    return Scanned(*providers.serve(operator, own_selective_scan, given, stretch))
+
+
+def own_selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    state: Tensor | None,
+    stretch: Stretch,
+) -> Scanned:
+    """The same without other libraries."""
+    x, dt, A, B, C, state = _wide(x, dt, A, B, C, state)
+    step, heads, v_dim = dt.unsqueeze(-1), x.shape[1], x.shape[3]
+    if A.shape[1] == 1:
+        return _own_delta_rule(C, B, x * step, dt * A, None, state, stretch)
+    if state is None:
+        state = x.new_zeros(len(x), heads, A.shape[1], v_dim)
     if _has_operators(x, A.shape[1], 128):
         # A column of the values is a head of its own.
         columns = x.mT.flatten(1, 2), dt.repeat_interleave(v_dim, 1), A.repeat_interleave(v_dim, 0)
-        out, last = ops.selective_scan(*columns, B, C, state.mT.flatten(1, 2), documents)
+        begin = state.mT.flatten(1, 2)
+        out, last = ops.selective_scan(*columns, B, C, begin, stretch.documents)
         return Scanned(out.unflatten(1, (heads, v_dim)).mT, last.unflatten(1, (heads, v_dim)).mT)
-    decay = dt.unsqueeze(-1) * A[:, None]
-    return diagonal_scan(C, B, x * dt.unsqueeze(-1), decay, state, documents)
+    return diagonal_scan(C, B, x * step, step * A[:, None], state, stretch.documents)
 
 
 def diagonal_scan(
@@ -251,8 +300,8 @@ def diagonal_scan(
     k: Tensor,
     v: Tensor,
     decay: Tensor,
-    state: Tensor,
-    documents: Tensor | None = None,
+    state: Tensor | None,
+    documents: Tensor | None,
 ) -> Scanned:
     """A recurrence whose states decay by element: `S_t = exp(decay_t) S_{t-1} + k_t v_t^T`.
 
@@ -261,9 +310,12 @@ def diagonal_scan(
         k: `[B, G, L, K]`.
         v: `[B, H, L, V]`.
         decay: `[B, H, L, K]`, logarithms, not above 0.
-        state: `[B, H, K, V]`, that the first position finds.
+        state: `[B, H, K, V]`, that the first position finds; None for zeros.
         documents: as in `delta_rule`.
     """
+    q, k, v, decay, state = _wide(q, k, v, decay, state)
+    if state is None:
+        state = v.new_zeros(*v.shape[:2], q.shape[3], v.shape[3])
     q, k, length = by_head(q, v.shape[1]), by_head(k, v.shape[1]), v.shape[2]
     if length == 0:
         weight = (q * k * decay).sum(-1, keepdim=True)
@@ -293,8 +345,8 @@ def causal_conv(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    halo: Tensor,
-    documents: Tensor | None = None,
+    halo: Tensor | None,
+    stretch: Stretch,
     *,
     silu: bool = False,
 ) -> Tensor:
@@ -303,16 +355,32 @@ def causal_conv(
     `y[d, t] = sum_w weight[d, w] x[d, t - W + 1 + w]`, over positions of the document of t.
 
     Args:
-        x: `[B, D, L]`; float32 or float64, as all others.
+        x: `[B, D, L]`.
         weight: `[D, W]`.
         bias: `[D]` or None.
-        halo: `[B, D, W - 1]`, the positions before the first one.
-        documents: `[B or 1, W - 1 + L]` int64 of the halo and of x; None for one document.
+        halo: `[B, D, W - 1]`, the positions before the first one; None for zeros.
+        stretch: of the halo and of x, whose documents are `[B or 1, W - 1 + L]`.
         silu: with that activation.
     """
+    given = {"x": x, "weight": weight, "bias": bias, "halo": halo}
+    out: Tensor = providers.serve("causal_conv1d", _own_causal_conv, given, stretch, silu=silu)
+    return out
+
+
+def _own_causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    halo: Tensor | None,
+    stretch: Stretch,
+    silu: bool,
+) -> Tensor:
+    x, weight, bias, halo = _wide(x, weight, bias, halo)
+    if halo is None:
+        halo = x.new_zeros(*x.shape[:2], weight.shape[1] - 1)
     if _has_operators(x):
-        return ops.causal_conv1d(x, weight, bias, halo, documents, silu=silu)
-    out = _convolved(x, weight, bias, halo, documents)
+        return ops.causal_conv1d(x, weight, bias, halo, stretch.documents, silu=silu)
+    out = _convolved(x, weight, bias, halo, stretch.documents)
     return F.silu(out) if silu else out
 
 

@@ -1,0 +1,520 @@
+"""Other libraries' kernels for recurrences on CUDA, and the calls that are not for them.
+
+A library brings its own gradients, so it stands before our operators, where the caller's dtype and
+documents are still known. The environment variable `MOE_EXT_RECURRENCE` is "auto" or "own". Before
+its first use for a kind of call, a small call is compared with our operator's, gradients included.
+
+Shapes: B batch, G groups, H heads, L positions, K dim of queries and keys, V dim of values, D
+channels, W taps, N documents of all rows.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_ext.ops.autograd import is_transformed
+
+CHOICES = {
+    "auto": "the libraries that are installed, where they serve",
+    "own": "ours",
+}
+CHOSEN = os.environ.get("MOE_EXT_RECURRENCE", "auto")
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The positions that a recurrence runs over: facts that its tensors do not show.
+
+    Attributes:
+        documents: `[B or 1, L]`, see `local.delta_rule`; of a convolution, of its halo too.
+        edges: where documents begin, and L, ascending from 0, for each row of `documents`.
+        dtype: of the caller's values, to which outputs are rounded; None for that of the tensors.
+        is_shared: other ranks take on the state behind the last position.
+    """
+
+    documents: Tensor | None = None
+    edges: tuple[tuple[int, ...], ...] | None = None
+    dtype: torch.dtype | None = None
+    is_shared: bool = False
+
+
+@dataclass(frozen=True)
+class Provider:
+    """A function of a library.
+
+    Attributes:
+        package: that users install.
+        module: that has the function.
+        function: its name.
+        takes: arguments that are given by name.
+    """
+
+    package: str
+    module: str
+    function: str
+    takes: tuple[str, ...]
+
+
+PROVIDERS = {
+    "gated_delta_rule": Provider(
+        "flash-linear-attention",
+        "fla.ops.gated_delta_rule",
+        "chunk_gated_delta_rule",
+        ("q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state", "cu_seqlens"),
+    ),
+    "selective_scan": Provider(
+        "mamba-ssm",
+        "mamba_ssm.ops.triton.ssd_combined",
+        "mamba_chunk_scan_combined",
+        ("x", "dt", "A", "B", "C", "chunk_size", "initial_states", "seq_idx")
+        + ("return_final_states",),
+    ),
+    "selective_scan by element": Provider(
+        "mamba-ssm",
+        "mamba_ssm.ops.selective_scan_interface",
+        "selective_scan_fn",
+        ("u", "delta", "A", "B", "C", "return_last_state"),
+    ),
+    "causal_conv1d": Provider(
+        "causal-conv1d",
+        "causal_conv1d",
+        "causal_conv1d_fn",
+        ("x", "weight", "bias", "seq_idx", "activation"),
+    ),
+}
+
+
+class Asked(NamedTuple):
+    """A call as the rules see it: its values, and what else decides."""
+
+    values: Tensor
+    dtype: torch.dtype
+    given: Mapping[str, Tensor | None]
+    stretch: Stretch
+
+
+# Reasons for which our kernels take a call: of all operators, and then of each.
+_ALWAYS: dict[str, Callable[[Asked], bool]] = {
+    "not on CUDA": lambda call: not on_cuda(call.values),
+    "no elements": lambda call: call.values.numel() == 0,
+    "a transform of torch.func, torch.compile or a subclass of Tensor": lambda call: (
+        type(call.values) is not Tensor or torch.compiler.is_compiling() or is_transformed()
+    ),
+    "deterministic algorithms": lambda _: torch.are_deterministic_algorithms_enabled(),
+}
+_NARROW: dict[str, Callable[[Asked], bool]] = {
+    "not of 16 bits: it multiplies float32 in TF32": lambda call: call.dtype not in _HALVES,
+    "a state of more than 256 rows": lambda call: _size(call, "k", "B") > 256,
+}
+RULES: dict[str, dict[str, Callable[[Asked], bool]]] = {
+    "gated_delta_rule": {
+        "no beta": lambda call: call.given["beta"] is None,
+        "a decay by element of a key": lambda call: _of(call, "g").dim() == 4,
+        **_NARROW,
+    },
+    "selective_scan": _NARROW,
+    "selective_scan by element": {
+        "float64": lambda call: call.dtype == torch.float64,
+        "a state to begin with": lambda call: call.given["state"] is not None,
+        "packed documents": lambda call: call.stretch.documents is not None,
+        "a state that ranks take on: it has no gradient": lambda call: call.stretch.is_shared,
+        "a state of more than 128 rows": lambda call: _size(call, "B") > 128,
+    },
+    "causal_conv1d": {
+        "float64": lambda call: torch.float64 in (call.dtype, _of(call, "weight").dtype),
+        "other than 2 to 4 taps": lambda call: not 2 <= _size(call, "weight") <= 4,
+        "packed documents of channels that are no multiple of 8": lambda call: (
+            call.stretch.documents is not None and call.values.shape[1] % 8 > 0
+        ),
+    },
+}
+
+
+def on_cuda(x: Tensor) -> bool:
+    """True for tensors that the libraries can take."""
+    return x.is_cuda
+
+
+def _of(call: Asked, name: str) -> Tensor:
+    found = call.given[name]
+    assert found is not None
+    return found
+
+
+def _size(call: Asked, *names: str) -> int:
+    """Last dimension of the argument that has one of these names."""
+    return next(_of(call, name).shape[-1] for name in names if name in call.given)
+
+
+def own_reason(operator: str, call: Asked) -> str:
+    """Why a call is for our kernels whichever library there is; empty if it is not."""
+    rules = (*_ALWAYS.items(), *RULES[operator].items())
+    return next((reason for reason, holds in rules if holds(call)), "")
+
+
+def serve(
+    operator: str,
+    own: Callable[..., Any],
+    given: Mapping[str, Tensor | None],
+    stretch: Stretch,
+    **options: Any,
+) -> Any:
+    """Result of a library for a call, or that of ours.
+
+    Args:
+        operator: of `PROVIDERS`.
+        own: ours, which takes the same.
+        given: tensors by name.
+        stretch: of the positions.
+        options: of the operator.
+
+    Raises:
+        ValueError: the choice is unknown.
+    """
+    if CHOSEN not in CHOICES:
+        raise ValueError(
+            f"{operator}: expected MOE_EXT_RECURRENCE to be one of {', '.join(CHOICES)}, got "
+            f"{CHOSEN!r}"
+        )
+    values = given["v"] if "v" in given else given["x"]
+    assert values is not None
+    call = Asked(values, stretch.dtype or values.dtype, given, stretch)
+    is_served = (
+        CHOSEN == "auto"
+        and not own_reason(operator, call)
+        and not isinstance(load(operator), str)
+        and not _fault(operator, own, call, options)
+    )
+    if not is_served:
+        return own(**given, stretch=stretch, **options)
+    return _call(operator, own, given, stretch, options)
+
+
+def _call(
+    operator: str,
+    own: Callable[..., Any],
+    given: Mapping[str, Tensor | None],
+    stretch: Stretch,
+    options: Mapping[str, Any],
+) -> Any:
+    """Result of a library, whose state gets the gradients of ours where it has none."""
+    found = _CALLS[operator](load(operator), **given, stretch=stretch, **options)
+    if operator != "selective_scan by element":
+        return found
+    names = [name for name, x in given.items() if x is not None]
+    absent = dict.fromkeys(given)
+
+    def again(*tensors: Tensor) -> Tensor:
+        state: Tensor = own(
+            **{**absent, **dict(zip(names, tensors, strict=True))}, stretch=stretch, **options
+        )[1]
+        return state
+
+    out, last = found
+    return out, _WithGradient.apply(last.detach(), again, *(given[name] for name in names))
+
+
+# Operator, to the function, or why there is none.
+_loaded: dict[str, Any] = {}
+
+
+def load(operator: str) -> Any:
+    """The function of a library, or why there is none: tried once."""
+    if operator not in _loaded:
+        _loaded[operator] = _load(PROVIDERS[operator])
+    return _loaded[operator]
+
+
+def _load(provider: Provider) -> Any:
+    if not _is_installed(provider):
+        return "not installed"
+    try:
+        function = getattr(importlib.import_module(provider.module), provider.function)
+        known = inspect.signature(function).parameters
+    except Exception as error:  # it may compile, or ask for a device, while it is imported
+        return f"{type(error).__name__}: {error}"
+    lacks = [name for name in provider.takes if name not in known]
+    return f"{provider.function} takes no {', '.join(lacks)}" if lacks else function
+
+
+def _is_installed(provider: Provider) -> bool:
+    try:
+        return importlib.util.find_spec(provider.module.partition(".")[0]) is not None
+    except ValueError:  # a module that has no specification
+        return True
+
+
+def state() -> str:
+    """Text of `info` on the choice; without a device it loads nothing."""
+    if CHOSEN not in CHOICES:
+        return f"{CHOSEN!r}, which is none of {', '.join(CHOICES)}"
+    parts = [f"{CHOSEN}: {CHOICES[CHOSEN]}"]
+    for operator, provider in PROVIDERS.items() if CHOSEN == "auto" else ():
+        if _is_installed(provider):
+            found = load(operator) if torch.cuda.is_available() else "on CUDA alone"
+            said = f" ({found})" if isinstance(found, str) else ""
+            parts.append(f"{operator} by {provider.package}{said}")
+    passed = sorted({f"{key[0]} passed over: {why}" for key, why in faults.items() if why})
+    return "; ".join([*parts, *passed, "MOE_EXT_RECURRENCE chooses"])
+
+
+# Operator and kind of call, to the fault that its trial found.
+faults: dict[tuple[object, ...], str] = {}
+# Relative error that a result in 16 bits stays far below, and a wrong one far above.
+_MOST_ERROR = 0.05
+# Dimensions of the arguments; P is W - 1, and R is 1 or K.
+_SHAPES = {
+    **{"q": "BGLK", "k": "BGLK", "v": "BHLV", "g": "BHL", "beta": "BHL", "state": "BHKV"},
+    **{"dt": "BHL", "A": "HR", "B": "BGLK", "C": "BGLK", "D": "BDL"},
+    **{"weight": "DW", "bias": "D", "halo": "BDP"},
+}
+_LENGTH, _EDGES = 80, (0, 30, 80)
+
+
+def _fault(operator: str, own: Callable[..., Any], call: Asked, options: Any) -> str:
+    """The fault of a library for such calls, empty if there is none; tries it once.
+
+    NOTE: device-to-host sync, at the first call of a kind.
+    """
+    sizes = {"B": 2, "G": 1, "H": 2, "L": _LENGTH, "D": 8}
+    for name, x in call.given.items():
+        if x is not None:
+            letters = _letters(operator, name)
+            sizes |= {d: n for d, n in zip(letters, x.shape, strict=True) if d not in "BGHLD"}
+    kinds = tuple(None if x is None else x.dtype for x in call.given.values())
+    is_packed = call.stretch.documents is not None
+    kind = (call.dtype, *kinds, is_packed, *sorted(sizes.items()), *options.items())
+    key = (operator, call.values.device, *kind)
+    if key not in faults:
+        if call.values.is_cuda and torch.cuda.is_current_stream_capturing():
+            return "not tried before a capture"
+        is_known = any(why for (of, *_), why in faults.items() if of == operator)
+        faults[key] = _try(operator, own, call, sizes, options)
+        if faults[key] and not is_known:
+            warnings.warn(
+                f"{operator}: {PROVIDERS[operator].package} is passed over, and our kernels "
+                f"serve: {faults[key]}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    return faults[key]
+
+
+def _letters(operator: str, name: str) -> str:
+    return "BDL" if (operator, name) == ("causal_conv1d", "x") else _SHAPES.get(name, "BHLV")
+
+
+def _try(
+    operator: str, own: Callable[..., Any], call: Asked, sizes: dict[str, int], options: Any
+) -> str:
+    """Run a small call; the mistake in its results and gradients, empty if there is none."""
+    # The user's generator is not drawn from.
+    generator, device = torch.Generator().manual_seed(0), call.values.device
+    given: dict[str, Tensor | None] = {}
+    for name, x in call.given.items():
+        given[name] = None
+        if x is not None:
+            shape = [sizes[letter] for letter in _letters(operator, name)]
+            draw = torch.rand if name in ("g", "A", "dt", "beta") else torch.randn
+            values = draw(shape, generator=generator) * (-1 if name in ("g", "A") else 1)
+            # Keys of length one, as delta rules want them.
+            values = values * shape[-1] ** -0.5 if name in ("k", "B", "C") else values
+            given[name] = values.to(device, x.dtype).requires_grad_()
+    stretch = Stretch(dtype=call.dtype, is_shared=call.stretch.is_shared)
+    if call.stretch.documents is not None:
+        before = sizes["W"] - 1 if operator == "causal_conv1d" else 0
+        # A halo of the first document, since what follows another one has no gradient.
+        at = torch.arange(-before, _LENGTH, device=device).clamp_min(0)
+        documents = torch.bucketize(at, torch.tensor(_EDGES, device=device), right=True)[None]
+        stretch = Stretch(documents, (_EDGES,), call.dtype, call.stretch.is_shared)
+    leaves = [x for x in given.values() if x is not None]
+    results = []
+    with torch.enable_grad():
+        for is_ours in (True, False):
+            try:
+                if is_ours:
+                    outs = own(**given, stretch=stretch, **options)
+                else:
+                    outs = _call(operator, own, given, stretch, options)
+                outs = [outs] if isinstance(outs, Tensor) else [*outs]
+                weights = [torch.arange(x.numel(), device=device).cos().view(x.shape) for x in outs]
+                loss = sum((x * w).sum() for x, w in zip(outs, weights, strict=True))
+                assert isinstance(loss, Tensor)
+                found = (*outs, *torch.autograd.grad(loss, leaves))
+                results.append([x.detach().float() for x in found])
+            except Exception as error:
+                if is_ours:
+                    raise
+                lines = str(error).splitlines() or [""]
+                return f"{type(error).__name__}: {lines[0]}"
+    names = [f"gradient of {name}" for name, x in given.items() if x is not None]
+    names = [*("output", "state")[: len(results[0]) - len(names)], *names]
+    for name, exact, theirs in zip(names, *results, strict=True):
+        off = float((theirs - exact).norm() / exact.norm())
+        if not off <= _MOST_ERROR:
+            return f"the {name} is off by {100 * off:.0f} %"
+    return ""
+
+
+def _delta_rule(
+    function: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor | None,
+    stretch: Stretch,
+) -> tuple[Tensor, Tensor]:
+    """`chunk_gated_delta_rule` of flash-linear-attention; positions before heads.
+
+    It takes packed documents as one row, a state of float32 for each, and logarithms of decays.
+    """
+    heads, (batch, _, length, _) = v.shape[1], v.shape
+    dtype = stretch.dtype or v.dtype
+    # Versions before 0.5 want as many heads of q and k as of v.
+    q, k = (
+        x.repeat_interleave(heads // x.shape[1], 1) if x.shape[1] < heads else x for x in (q, k)
+    )
+    rows = [x.to(dtype).transpose(1, 2) for x in (q, k, v)]
+    rows += [x.float().transpose(1, 2) for x in (g, beta)]
+    state, packed = None if state is None else state.float(), {}
+    lasts = None
+    if stretch.edges is not None:
+        edges = stretch.edges * (batch // len(stretch.edges))
+        ends = [row * length + end for row, of_row in enumerate(edges) for end in of_row[1:]]
+        lasts = torch.tensor([len(of_row) - 1 for of_row in edges]).cumsum(0) - 1
+        offsets = torch.tensor([0, *ends])
+        packed = {"cu_seqlens": offsets.to(v.device)}
+        if "cu_seqlens_cpu" in inspect.signature(function).parameters:
+            packed["cu_seqlens_cpu"] = offsets
+        rows = [x.flatten(0, 1).unsqueeze(0) for x in rows]
+        if state is not None:
+            firsts = torch.tensor([0, *(lasts + 1)][:batch]).to(v.device)
+            zeros = state.new_zeros(len(ends), *state.shape[1:])
+            state = zeros.index_copy(0, firsts, state)
+    q, k, v, g, beta = rows
+    more = {"scale": 1.0, "initial_state": state, "output_final_state": True, **packed}
+    out, last = function(q=q, k=k, v=v, g=g, beta=beta, **more)
+    if lasts is not None:
+        out, last = out.view(batch, length, *out.shape[2:]), last[lasts.to(v.device)]
+    return out.transpose(1, 2), last
+
+
+def _head_scan(
+    function: Callable[..., Any],
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    state: Tensor | None,
+    stretch: Stretch,
+) -> tuple[Tensor, Tensor]:
+    """`mamba_chunk_scan_combined`; positions before heads, and states `[B, H, V, K]`."""
+    numbers = None
+    if stretch.documents is not None:
+        # The state to begin with is that of the document 0.
+        numbers = stretch.documents - stretch.documents[:, :1]
+        numbers = numbers.expand(len(x), -1).int().contiguous()
+    out, last = function(
+        x=x.to(stretch.dtype or x.dtype).transpose(1, 2),
+        dt=dt.float().transpose(1, 2),
+        A=A.float().squeeze(1),
+        B=B.to(stretch.dtype or x.dtype).transpose(1, 2),
+        C=C.to(stretch.dtype or x.dtype).transpose(1, 2),
+        chunk_size=256,
+        initial_states=None if state is None else state.float().mT.contiguous(),
+        seq_idx=numbers,
+        return_final_states=True,
+    )
+    return out.transpose(1, 2), last.mT
+
+
+def _element_scan(
+    function: Callable[..., Any],
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    state: None,
+    stretch: Stretch,
+) -> tuple[Tensor, Tensor]:
+    """`selective_scan_fn` in float32; channels are columns of heads."""
+    heads, v_dim = x.shape[1], x.shape[3]
+    x, dt, A, B, C = (t.float() for t in (x, dt, A, B, C))
+    columns = x.mT.flatten(1, 2), dt.repeat_interleave(v_dim, 1), A.repeat_interleave(v_dim, 0)
+    names = dict(zip(("u", "delta", "A"), columns, strict=True))
+    out, last = function(**names, B=B.mT, C=C.mT, return_last_state=True)
+    out, last = (t.unflatten(1, (heads, v_dim)).mT for t in (out, last))
+    return out, last
+
+
+class _WithGradient(torch.autograd.Function):
+    """A result whose gradient is that of another function, which runs in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, function: Any, *given: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(*given)
+        return result.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[2:]
+        given = [
+            x.detach().requires_grad_(w) for x, w in zip(ctx.saved_tensors, wanted, strict=True)
+        ]
+        with torch.enable_grad():
+            result = ctx.function(*given)
+        leaves = [x for x in given if x.requires_grad]
+        grads = iter(torch.autograd.grad(result, leaves, grad, allow_unused=True))
+        return None, None, *(next(grads) if w else None for w in wanted)
+
+
+def _convolution(
+    function: Callable[..., Any],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    halo: Tensor | None,
+    stretch: Stretch,
+    silu: bool,
+) -> Tensor:
+    """`causal_conv1d_fn`; documents want rows of channels side by side, and no states before."""
+    length, numbers, width = x.shape[2], None, weight.shape[1]
+    if halo is not None:
+        x = torch.cat([halo, x], 2)
+    if stretch.documents is None:
+        x = x.contiguous()
+    else:
+        x = x.mT.contiguous().mT
+        numbers = stretch.documents[:, 0 if halo is not None else width - 1 :]
+        numbers = (numbers - numbers[:, :1]).expand(len(x), -1).int().contiguous()
+    bias = None if bias is None else bias.to(weight.dtype).contiguous()
+    activation = "silu" if silu else None
+    out = function(x=x, weight=weight, bias=bias, seq_idx=numbers, activation=activation)
+    found: Tensor = out[:, :, x.shape[2] - length :]
+    return found
+
+
+_CALLS: dict[str, Callable[..., Any]] = {
+    "gated_delta_rule": _delta_rule,
+    "selective_scan": _head_scan,
+    "selective_scan by element": _element_scan,
+    "causal_conv1d": _convolution,
+}
