@@ -372,6 +372,20 @@ MUTANTS = [
         "tests/planner/test_spec.py -k sizes_are_read",
     ),
     Mutant(
+        "a library gives wrong numbers and is taken",
+        "moe_ext/attention/recurrent/providers.py",
+        "if not off <= _MOST_ERROR:",
+        "if not off <= 9:",
+        "tests/attention/test_recurrent_providers.py -k wrong_numbers",
+    ),
+    Mutant(
+        "a library's documents begin with the state of another row",
+        "moe_ext/attention/recurrent/providers.py",
+        "firsts = torch.tensor([0, *(lasts + 1)][:batch]).to(v.device)",
+        "firsts = torch.arange(batch, device=v.device)",
+        "tests/attention/test_recurrent_providers.py -k library_gives_what",
+    ),
+    Mutant(
         "attention of any number of parameters is planned",
         "moe_ext/planner/spec.py",
         "if abs(count - wanted) <= _OFF * wanted:",
@@ -381,8 +395,8 @@ MUTANTS = [
     Mutant(
         "a gate of attention is planned as none",
         "moe_ext/planner/spec.py",
-        "        if abs(count - gated) <= _OFF * gated:\n            return True",
-        "        if abs(count - gated) <= _OFF * gated:\n            return False",
+        "        if count == gated:\n            return True",
+        "        if count == gated:\n            return False",
         "tests/planner/test_recurrent_models.py -k every_parameter",
     ),
     Mutant(

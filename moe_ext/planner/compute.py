@@ -60,8 +60,10 @@ class Compute(CostPart):
             attention = down + columns(queries or dim, m.num_heads * (plain + rotary))
             attention = attention + columns(keys, m.num_heads * (plain + values))
             attention = attention + lines(m.num_heads * values, dim)
+            if m.gate_dim:
+                attention = attention + columns(dim, m.gate_dim)
         else:
-            inner = (1 + m.attention_gate) * m.heads_dim + 2 * m.kv_dim
+            inner = m.heads_dim + m.gate_dim + 2 * m.kv_dim
             attention = columns(dim, inner) + lines(m.heads_dim, dim)
         width = float(m.dense_ffn_dim or m.ffn_dim)
         ffn = columns(dim, (1 + m.gated) * width) + lines(width, dim)
@@ -152,7 +154,7 @@ class Compute(CostPart):
         routed = rows * (m.ffn_dim * (2 + m.gated_experts) + 2 * m.model_dim * shards)
         # A norm and a residual read and write 5 D, products 2 D gathered, each width twice.
         numbers = sizes.norms(here) * (5 + 2 * c["tp"]) * m.model_dim
-        attention = 4 * (m.heads_dim + m.kv_dim) + 2 * m.attention_gate * m.heads_dim
+        attention = 4 * (m.heads_dim + m.kv_dim) + 2 * m.gate_dim
         if self.job.eager_attention:
             # Scores, softmax and dropout are written and read.
             attention = attention + 6 * m.num_heads * self.job.seq_len

@@ -218,7 +218,7 @@ class StepMemory(CostPart):
         experts = rows * experts + m.num_experts
         experts = experts + (1 + m.gated_experts) * m.shared_ffn_dim
         ffn = (1 + m.gated) * (m.dense_ffn_dim or m.ffn_dim) + m.model_dim
-        attention = (1 + m.attention_gate) * m.heads_dim + 2 * m.kv_dim
+        attention = m.heads_dim + m.gate_dim + 2 * m.kv_dim
         norms = 3 * m.model_dim * c["tp"]
         recurrent = m.recurrent.channels + 2 * m.recurrent.width if m.recurrent else 0
         numbers = (norms, attention, recurrent, ffn, experts)
@@ -251,7 +251,7 @@ class StepMemory(CostPart):
         norms = (3 * m.model_dim * size + (4 * m.model_dim if size < 4 else 0)) * c["tp"]
         norms = self.sizes.norms(m.parts[0]) * norms
         attention = (2 * m.heads_dim + 2 * m.kv_dim) * size + 4 * m.num_heads
-        attention = attention + 3 * m.attention_gate * m.heads_dim * size
+        attention = attention + (2 * m.gate_dim + m.attention_gate * m.heads_dim) * size
         recurrent = 0.0
         if m.recurrent is not None:
             # A convolution, its input and its activation; the recurrence in float32; its gate, the

@@ -24,14 +24,15 @@ class RecurrentSpec:
 
     Attributes:
         projections: parameters of the matrices that each token meets.
-        channels: of the convolution.
-        taps: W, of it.
+        channels: of the convolution, or of an activation in its place.
+        taps: W, of it; 0 without one.
         num_heads: H of states; 0 for a convolution alone. Each channel of Mamba-1 is a head.
         num_groups: heads of queries and keys, which serve H / num_groups heads side by side.
         head_dim: K, of queries and keys.
         v_dim: V, of values.
         has_beta: the delta rule.
-        by_element: a decay for each element of a state, as of Mamba-1.
+        by_element: a decay for each element of a state, as of Mamba-1; with the delta rule for each
+            element of a key, as of Kimi Linear.
     """
 
     projections: int
@@ -47,7 +48,7 @@ class RecurrentSpec:
     def __post_init__(self) -> None:
         """ValueError for numbers that no layer has."""
         sizes = ("num_groups", "head_dim", "v_dim")
-        check_fields(self, may_be_zero=("num_heads", *sizes))
+        check_fields(self, may_be_zero=("taps", "num_heads", *sizes))
         for name in sizes:
             if bool(getattr(self, name)) != bool(self.num_heads):
                 raise ValueError(
@@ -67,14 +68,20 @@ class RecurrentSpec:
 
     def parameters(self) -> int:
         """Parameters but biases and norms, which `ModelSpec.vectors` counts."""
-        rates = self.num_heads * self.head_dim if self.by_element else 0
+        has_rates = self.by_element and not self.has_beta
+        rates = self.num_heads * self.head_dim if has_rates else 0
         return self.projections + self.channels * self.taps + rates
 
     @property
     def state_numbers(self) -> int:
         """Numbers of a token that a recurrence reads and writes, without its states."""
-        each = 2 * self.v_dim + 1 + self.has_beta
+        each = 2 * self.v_dim + self.decay_numbers + self.has_beta
         return 2 * self.num_groups * self.head_dim + self.num_heads * each
+
+    @property
+    def decay_numbers(self) -> int:
+        """Numbers of a head and token that its decays are made of."""
+        return self.head_dim if self.by_element and self.has_beta else 1
 
     def flops(self, *, by_state: bool = False) -> int:
         """Operations of a token beside projections, forward, as the recurrences compute by chunks.
@@ -88,7 +95,10 @@ class RecurrentSpec:
         # Queries and the state; keys and values to the state, which decays element by element, or
         # with scores of a chunk and their values.
         each = 2 * dim * values
-        each += 3 * dim * values if self.by_element else 2 * (dim * values + CHUNK * (dim + values))
+        if self.by_element and not self.has_beta:
+            each += 3 * dim * values
+        else:
+            each += 2 * (dim * values + CHUNK * (dim + values))
         if self.has_beta:
             # The system of a chunk, its solution by a triangle, and what the state takes of it.
             each += 2 * CHUNK * dim + CHUNK * (values + dim) + 2 * dim * values
@@ -149,7 +159,8 @@ class ModelSpec:
         published: parameters in all, as the source gives them.
         published_active: parameters of a token, where the source gives them.
         source: where the sizes are from.
-        attention_gate: attention has a gate as wide as its heads.
+        attention_gate: attention has a gate as wide as its heads; latent attention, of a number a
+            head.
         mixers: of each layer "attention", "recurrent", "both" side by side, or "none"; empty for
             attention in all of them.
         recurrent: of layers that have one.
@@ -294,6 +305,11 @@ class ModelSpec:
         return self.num_heads * (self.head_dim or self.model_dim // self.num_heads)
 
     @property
+    def gate_dim(self) -> int:
+        """Width of the gate of attention."""
+        return self.attention_gate * (self.num_heads if self.latent else self.heads_dim)
+
+    @property
     def kv_dim(self) -> int:
         """Numbers of a token that attention keeps of its keys, and again of its values."""
         if self.latent:
@@ -318,12 +334,12 @@ class ModelSpec:
         """Parameters of one attention."""
         dim = self.model_dim
         if not self.latent:
-            return dim * ((2 + self.attention_gate) * self.heads_dim + 2 * self.kv_dim)
+            return dim * (2 * self.heads_dim + self.gate_dim + 2 * self.kv_dim)
         queries, keys, plain, rotary, values = self.latent
         heads = self.num_heads
         # Without a rank of their own queries are made of the hidden states.
         return (
-            dim * (queries + keys + rotary)
+            dim * (queries + keys + rotary + self.gate_dim)
             + heads * ((queries or dim) * (plain + rotary) + keys * (plain + values))
             + heads * values * dim
         )

@@ -192,6 +192,7 @@ class _Reader:
 
     def spec(self) -> ModelSpec:
         """The sizes, counted."""
+        self._refuse_shared()
         bare = self._attention_spec()
         layers = [self._layer(i, layer, bare) for i, layer in enumerate(self._layers)]
         mixers, found = [mixer for mixer, _ in layers], [network for _, network in layers]
@@ -240,6 +241,17 @@ class _Reader:
             one_part=one_part,
         )
         return self._counted(spec)
+
+    def _refuse_shared(self) -> None:
+        """ValueError for weights of several layers, which would be counted in each of them."""
+        holders: dict[int, int] = {}
+        for i, layer in enumerate(self._layers):
+            for name, child in layer.named_children():
+                for p in child.parameters():
+                    first = holders.setdefault(id(p), i)
+                    if first < i:
+                        why = f"weights that are those of layer {first} have no cost"
+                        raise self._refuse(i, name, child, why)
 
     def _is_one_part(self, layers: Sequence[tuple[_Mixer, _Layer | None]]) -> bool:
         """True if each layer is a mixer or a network; false if each has both."""
@@ -338,7 +350,8 @@ class _Reader:
         for name, child in layer.named_children():
             held = {f"{name}.{path}": p for path, p in _parameters(child) if not _is_vector(p)}
             count = sum(p.numel() for p in held.values())
-            if any(isinstance(m, (nn.Conv1d, nn.Conv2d)) for m in child.modules()):
+            has_conv = any(isinstance(m, (nn.Conv1d, nn.Conv2d)) for m in child.modules())
+            if has_conv or hasattr(child, "slope_rate"):
                 if mixer.recurrent is not None:
                     raise self._refuse(i, name, child, "a second recurrence has no cost")
                 mixer = replace(mixer, recurrent=self._recurrent(i, name, child, count))
@@ -351,8 +364,9 @@ class _Reader:
                 continue
             if mixer.attends:
                 raise self._refuse(i, name, child, "a second attention has no cost")
+            family = type(self._config).__name__.removesuffix("Config")
             for module in child.modules():
-                if _OTHER_SCORES.search(type(module).__name__):
+                if _OTHER_SCORES.search(type(module).__name__.removeprefix(family)):
                     raise self._refuse(i, name, module, "its scores have no cost")
             mixer = replace(mixer, attends=True, gate=self._has_gate(i, name, child, count, bare))
         matrices = {name: p for name, p in rest.items() if not _is_vector(p)}
@@ -367,27 +381,41 @@ class _Reader:
     def _has_gate(self, i: int, name: str, child: nn.Module, count: int, bare: ModelSpec) -> bool:
         """True of an attention with a gate beside the matrices of `bare`."""
         wanted = bare.attention_parameters()
-        gated = wanted if bare.latent else wanted + self._dim * bare.heads_dim
+        gated = replace(bare, attention_gate=True).attention_parameters()
+        if count == gated:
+            return True
         if abs(count - wanted) <= _OFF * wanted:
             return False
-        if abs(count - gated) <= _OFF * gated:
-            return True
         raise self._refuse(
             i, name, child, f"{count} parameters in matrices, for {wanted} by its formula"
         )
 
     def _recurrent(self, i: int, name: str, child: nn.Module, count: int) -> RecurrentSpec:
-        """Sizes of a module with a convolution."""
+        """Sizes of a module with a convolution, or of lightning attention."""
         convolutions = [m for m in child.modules() if isinstance(m, (nn.Conv1d, nn.Conv2d))]
-        conv: Any = convolutions[0]
+        conv: Any = convolutions[0] if convolutions else None
         rates: Tensor | None = getattr(child, "A_log", None)
-        is_known = len(convolutions) == 1 and conv.groups == conv.out_channels
-        if not is_known or isinstance(conv, nn.Conv2d) or "Attention" in type(child).__name__:
+        # Kimi's delta attention, RG-LRU and lightning attention, by what no other one has.
+        is_kimi, unit = hasattr(child, "forget_gate"), getattr(child, "rg_lru", None)
+        is_known = conv is None or (len(convolutions) == 1 and conv.groups == conv.out_channels)
+        is_other = "Attention" in type(child).__name__ and conv is not None and not is_kimi
+        if not is_known or isinstance(conv, nn.Conv2d) or is_other:
             raise self._refuse(i, name, child, "its convolutions have no cost")
-        sizes: dict[str, Any] = {"has_beta": all(hasattr(child, size) for size in _DELTA_RULE)}
-        names = _DELTA_RULE if sizes["has_beta"] else _BY_HEAD
+        sized: Any = child
+        is_gated = all(hasattr(child, size) for size in _DELTA_RULE)
+        sizes: dict[str, Any] = {"has_beta": is_kimi or is_gated}
+        names = _DELTA_RULE if is_gated else _BY_HEAD
         held: tuple[int, ...]
-        if rates is None:
+        if is_kimi:
+            heads, dim = sized.num_heads, sized.head_dim
+            held, sizes["by_element"] = (heads, heads, dim, dim), True
+        elif unit is not None:
+            # Each channel is a head of one number.
+            held = (conv.out_channels, 1, 1, 1)
+        elif conv is None:
+            heads, dim = sized.num_attention_heads, sized.head_dim
+            held = (heads, heads, dim, dim)
+        elif rates is None:
             held = (0, 0, 0, 0)
         elif rates.dim() == 2:
             held, sizes["by_element"] = (len(rates), 1, rates.shape[1], 1), True
@@ -395,10 +423,14 @@ class _Reader:
             held = tuple(getattr(child, size) for size in names)
         else:
             raise self._refuse(i, name, child, "its states have no cost")
-        matrices = (m.weight for m in child.modules() if isinstance(m, nn.Linear))
+        matrices = [m.weight for m in child.modules() if isinstance(m, nn.Linear)]
+        # Gates of blocks.
+        matrices += [p for _, p in _parameters(unit) if p.dim() == 3] if unit is not None else []
         projections = sum(p.numel() for p in matrices if not _is_vector(p))
         sizes |= dict(zip(_SIZES, held, strict=True))
-        found = RecurrentSpec(projections, conv.out_channels, conv.kernel_size[0], **sizes)
+        # Lightning attention has an activation of queries, keys and values alone.
+        width = 3 * held[0] * held[2] if conv is None else conv.out_channels
+        found = RecurrentSpec(projections, width, conv.kernel_size[0] if conv else 0, **sizes)
         if found.parameters() != count:
             wanted = found.parameters()
             raise self._refuse(

@@ -44,6 +44,10 @@ DELTA = {
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 EXPERTS |= {"shared_expert_intermediate_size": 40}
 SPACE = {"mamba_d_state": 6, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2}
+KIMI = {"linear_num_heads": 4, "linear_head_dim": 6, "kv_lora_rank": 12, "q_lora_rank": None}
+KIMI |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "num_experts": 8}
+KIMI |= {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
+KIMI |= {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
 LAYERS = {"layer_types": ["conv", "full_attention", "conv", "conv"]}
 # Small models of each family, and letters of their layers: R, a recurrence, A, attention, B, both,
 # N, neither; d, a network, m, experts.
@@ -92,6 +96,13 @@ FAMILIES = {
         },
         "Rd Rm Ad Rm",
     ),
+    "kimi_linear": (KIMI, "Rd Rm Rm Am"),
+    "bailing_hybrid": (KIMI, "Rd Rm Rm Am"),
+    "minimax": (
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "block_size": CHUNK},
+        "Am Rm Am Rm",
+    ),
+    "recurrent_gemma": ({"lru_width": 48, "num_key_value_heads": 4}, "Rd Rd Ad Rd"),
     "lfm2": (LAYERS, "Rd Ad Rd Rd"),
     "lfm2_moe": (
         {**LAYERS, "num_experts": 8, "num_dense_layers": 1, "moe_intermediate_size": 24},
@@ -146,24 +157,42 @@ def test_operations_are_those_that_torch_counts(transformers, family):
         module
         for module in model.modules()
         if any(isinstance(child, torch.nn.Conv1d) for child in module.children())
+        or hasattr(module, "slope_rate")
     )
     mixer.chunk_size = CHUNK
+    further = {
+        "minimax": {"position_embeddings": None, "attention_mask": None},
+        "recurrent_gemma": {
+            "position_ids": torch.arange(length)[None],
+            "attention_mask": None,
+            "use_cache": False,
+        },
+    }
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        mixer(torch.randn(1, length, SIZES["hidden_size"]))
+        mixer(torch.randn(1, length, SIZES["hidden_size"]), **further.get(family, {}))
     counted = {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
-    assert counted.pop("aten.mm") == 2 * length * spec.projections
+    projected = sum(counted.pop(f"aten.{op}", 0) for op in ("mm", "addmm", "baddbmm"))
+    assert projected == 2 * length * spec.projections
     # It convolves some positions behind the last one.
     padded = length + spec.taps - 1
-    assert counted.pop("aten.convolution") == 2 * padded * spec.channels * spec.taps
+    assert counted.pop("aten.convolution", 0) == 2 * padded * spec.channels * spec.taps
     due = length * (spec.flops() - 2 * spec.channels * spec.taps)
     state = spec.num_heads * spec.head_dim * spec.v_dim
-    if spec.has_beta:
+    if family == "recurrent_gemma":
+        # A loop over positions, element by element, where ours goes by chunks.
+        due = 0
+    elif spec.has_beta and spec.by_element:
+        # All of a triangle's inverse is multiplied. Scores are sums of products of elements, which
+        # it does not count.
+        due += length * spec.num_heads * CHUNK * (spec.head_dim + spec.v_dim)
+        due -= length * spec.num_heads * 4 * CHUNK * spec.head_dim
+    elif spec.has_beta:
         # A triangle is solved, which it does not count.
         due -= length * spec.num_heads * CHUNK * (spec.head_dim + spec.v_dim)
     elif spec.by_element:
         # Nor what is done element by element.
         due -= length * 3 * state
-    else:
+    elif family != "minimax":
         # States of chunks and the first one, all from all.
         due += 2 * 3 * 3 * state
     assert sum(counted.values()) == due
@@ -178,15 +207,20 @@ def cost_of(model=HYBRID, ranks=4, seq_len=256):
     ("scheme", "seq_len", "taken"),
     [("ring", 1024, None), ("ulysses", 1024, "state"), ("ulysses", 8, "heads")],
 )
-@pytest.mark.parametrize("kind", [{"has_beta": True}, {}, {"by_element": True}])
+@pytest.mark.parametrize(
+    "kind",
+    [{"has_beta": True}, {}, {"by_element": True}, {"has_beta": True, "by_element": True}],
+)
 def test_the_scheme_is_that_of_the_operator(kind, scheme, seq_len, taken):
     """With the bytes that its formulas have for the ranks that send most."""
-    by_element = "by_element" in kind
+    by_element = kind == {"by_element": True}
     sizes = {"heads": 8, "dim": 64, "v_dim": 1 if by_element else 16}
     recurrent = RecurrentSpec(64, 32, 4, 8, 1, 64, sizes["v_dim"], **kind)
     cost = cost_of(dataclasses.replace(HYBRID, recurrent=recurrent), seq_len=seq_len)
     layout = make_layout("zigzag" if scheme == "ring" else "contiguous", seq_len, 4)
     sizes |= {"batch": 1, "kv_heads": 1, **kind}
+    # Decays by element of a key travel as many.
+    sizes["g_dim"] = 64 if len(kind) == 2 else 1
     most = {
         name: max(sent_bytes(name, layout, rank, **sizes) for rank in range(4))
         for name in ("state", "heads")
@@ -209,6 +243,31 @@ def test_a_convolution_alone_sends_its_last_positions():
     model = dataclasses.replace(HYBRID, recurrent=RecurrentSpec(4 * 64 * 64, 64, 3))
     found = cost_of(model).sizes.states(4, "ulysses")
     assert found == ("", 2 * 64 * 4, 1)
+
+
+def test_lightning_attention_has_no_convolution_whose_positions_travel():
+    model = dataclasses.replace(HYBRID, recurrent=RecurrentSpec(4 * 64 * 64, 192, 0, 8, 8, 8, 8))
+    layout, sizes = make_layout("contiguous", 256, 4), {"heads": 8, "dim": 8, "v_dim": 8}
+    most = max(sent_bytes("state", layout, rank, batch=1, **sizes) for rank in range(4))
+    assert cost_of(model).sizes.states(4, "ulysses") == ("state", most, 3)
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "first", "name"),
+    [
+        ("zamba", {"mamba_dt_rank": 5, "mamba_d_state": 6, "n_mamba_heads": 2}, 0, "shared_transf"),
+        ("zamba2", {"mamba_d_state": 6, "mamba_ngroups": 2, "n_mamba_heads": 8}, 0, "shared_tr"),
+    ],
+)
+def test_weights_of_several_layers_are_refused(transformers, family, more, first, name):
+    kinds = ["hybrid", "mamba", "hybrid", "mamba"]
+    given = {**SIZES, **more, "layers_block_type": kinds, "num_key_value_heads": 4}
+    config = transformers.CONFIG_MAPPING[family].from_dict({**given, "model_type": family})
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    text = f"got in layer 2 '{name}.*: weights that are those of layer {first} have no cost"
+    with pytest.raises(ValueError, match=f"^model_spec: expected each layer of .*{text}"):
+        model_spec(model)
 
 
 def test_a_recurrent_plan_is_written_and_read(tmp_path, transformers):

@@ -303,10 +303,9 @@ def test_layers_without_a_cost_are_named():
     small = {**SIZES, "num_key_value_heads": 2}
     for config, text in (
         ({**small, "model_type": "zamba", "num_hidden_layers": 12, "attention_head_dim": 16},
-         "'mamba', ZambaMambaMixer: its states have no cost"),
-        ({**small, "model_type": "kimi_linear", "pad_token_id": None},
-         "DeltaAttention: its convolutions have no cost"),
-        ({**small, "model_type": "minimax", "head_dim": 8}, "LightningAttention: its scores have"),
+         "'shared_transf', ZambaAttentionDecoderLayer: weights that are those of layer 2 have no"),
+        ({"model_type": "zaya"}, "ZayaAttention: its convolutions have no cost"),
+        ({"model_type": "big_bird"}, "BigBirdBlockSparseAttention: its scores have no cost"),
         ({"model_type": "bart", "d_model": 32, "decoder_attention_heads": 4},
          "in layer 0 'encoder_attn', BartAttention: a second attention has no cost"),
         ({**small, "model_type": "t5gemma"}, "to make a causal language model"),
@@ -321,6 +320,12 @@ def test_layers_without_a_cost_are_named():
     spec = model_spec(model)
     model.model.layers[1].self_attn.q_proj = torch.nn.Conv1d(32, 32, 3)
     with pytest.raises(ValueError, match="in layer 1 'self_attn', .*: its convolutions have no"):
+        model_spec(model)
+    model.model.layers[1].self_attn = torch.nn.Sequential(
+        torch.nn.Conv1d(32, 32, 3, groups=32), torch.nn.Linear(32, 32)
+    )
+    model.model.layers[1].self_attn.A_log = torch.nn.Parameter(torch.ones(2, 4, 8))
+    with pytest.raises(ValueError, match="in layer 1 'self_attn', .*: its states have no cost"):
         model_spec(model)
     model = small_mixtral(num_hidden_layers=2)
     model.model.layers[1].self_attn.gate = torch.nn.Linear(32, 32)
