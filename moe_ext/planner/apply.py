@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 
 from moe_ext.attention import choose_scheme, prepare_model
 from moe_ext.attention.huggingface.prepare import BatchCutter
+from moe_ext.attention.layouts import make_layout
+from moe_ext.attention.recurrent.functional import conv_sent_bytes, sent_bytes
 from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import group_size
 from moe_ext.compression import Codec, CompressionState, Dense, Policy, compress_gradients
@@ -74,9 +76,9 @@ class Applied:
         """Bytes that this rank sends in a step of training, as `count_traffic` counts them.
 
         Rows to experts and back, their gradients, the means of gradients, what stages of a pipeline
-        pass on, and keys and values of attention with their gradients; not the messages of FSDP2
-        and of DTensors, by which layers are divided: nothing counts these. With local steps
-        gradients have no means, and a round ends with `round_bytes` more.
+        pass on, and what attention and recurrences send over cp, with gradients; not the messages
+        of FSDP2 and of DTensors, by which layers are divided: nothing counts these. With local
+        steps gradients have no means, and a round ends with `round_bytes` more.
 
         Args:
             routing: the experts `[T, K]` that the tokens of every rank of the expert-parallel group
@@ -89,7 +91,7 @@ class Applied:
         Raises:
             ValueError: the plan's dispatcher is "hierarchical", whose hops are not foretold; or its
                 wire or codec of gradients is "lossless", whose messages are as long as the data
-                make them; or it has cp and the model windows, latent attention or recurrent layers.
+                make them; or it has cp and the model windows or latent attention.
         """
         choice = self.plan.choice
         ep, etp = int(choice["ep"] or 1), int(choice["etp"] or 1)
@@ -261,31 +263,59 @@ class Applied:
         choice, job, sizes = self.plan.choice, self.plan.job, self.plan.model
         if choice["cp"] == 1:
             return 0
-        if sizes.window or sizes.latent or sizes.recurrent:
+        if sizes.window or sizes.latent:
             raise ValueError(
-                "Applied.sent_bytes: expected cp to be 1 for a model with windows, latent "
-                f"attention or recurrent layers, got {choice['cp']}"
+                "Applied.sent_bytes: expected cp to be 1 for a model with windows or latent "
+                f"attention, got {choice['cp']}"
             )
         heads, micro, tp = sizes.num_heads, int(choice["micro_batch"] or 1), self.mesh.tp_size
-        found = choose_scheme(
-            batch=micro,
-            heads=heads // tp,
-            kv_heads=(sizes.num_kv_heads or heads) // tp,
-            dim=sizes.head_dim or sizes.model_dim // heads,
-            seq_len=job.seq_len,
-            num_ranks=self.mesh.cp_size,
-            dtype=getattr(torch, job.dtype),
-            is_causal=True,
-            wire=choice.get("kv_wire"),  # type: ignore[arg-type]
-        )
-        # Shards are of one length, and keys go all the way round: each rank sends the most.
-        scheme = next(each for each in found.candidates if each.scheme == choice["scheme"])
-        layers, again = self._layers(), _again(self.plan)
-        forward = len(layers) + sum(i in again for i in layers)
-        passes = forward * scheme.forward_bytes + len(layers) * scheme.backward_bytes
+        of_attention = (0, 0)
+        if sizes.all_parts.attention:
+            found = choose_scheme(
+                batch=micro,
+                heads=heads // tp,
+                kv_heads=(sizes.num_kv_heads or heads) // tp,
+                dim=sizes.head_dim or sizes.model_dim // heads,
+                seq_len=job.seq_len,
+                num_ranks=self.mesh.cp_size,
+                dtype=getattr(torch, job.dtype),
+                is_causal=True,
+                wire=choice.get("kv_wire"),  # type: ignore[arg-type]
+            )
+            # Shards are of one length, and keys go all the way round: each rank sends the most.
+            scheme = next(each for each in found.candidates if each.scheme == choice["scheme"])
+            of_attention = scheme.forward_bytes, scheme.backward_bytes
+        of_states = [self._state_bytes(micro, backward=each) for each in (False, True)]
+        again, passes = _again(self.plan), 0
+        for i in self._layers():
+            part = sizes.parts[i]
+            forward, backward = (
+                part.attention * a + part.recurrent * r
+                for a, r in zip(of_attention, of_states, strict=True)
+            )
+            passes += forward * (1 + (i in again)) + backward
         steps = job.global_batch // (self.mesh.data_size * micro)
         # Layers of a pipeline are those of all micro-batches.
         return passes * (1 if self.pipeline is not None else steps)
+
+    def _state_bytes(self, batch: int, *, backward: bool) -> int:
+        """Bytes that this rank sends in a pass of a layer with a recurrence."""
+        r, job, mesh = self.plan.model.recurrent, self.plan.job, self.mesh
+        if r is None:
+            return 0
+        sizes = StepCost(self.plan.model, self.plan.cluster, job).sizes
+        scheme = str(self.plan.choice["scheme"])
+        layout = make_layout(sizes.layout(scheme), job.seq_len, mesh.cp_size)
+        rank, found = mesh.cp_rank, 0
+        how: dict[str, Any] = {"batch": batch, "backward": backward}
+        if r.taps:
+            size = getattr(torch, job.dtype).itemsize
+            conv = {"channels": r.channels, "taps": r.taps, "itemsize": size}
+            found += conv_sent_bytes(layout, rank, **conv, **how)
+        if r.num_heads:
+            taken = sizes.states(mesh.cp_size, scheme).scheme
+            found += sent_bytes(taken, layout, rank, **r.sent_sizes, **how)
+        return found
 
     def _pipeline_bytes(self) -> int:
         if self.pipeline is None:

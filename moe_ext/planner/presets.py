@@ -83,6 +83,13 @@ class RecurrentSpec:
         """Numbers of a head and token that its decays are made of."""
         return self.head_dim if self.by_element and self.has_beta else 1
 
+    @property
+    def sent_sizes(self) -> dict[str, Any]:
+        """Sizes for `moe_ext.attention.recurrent.functional.sent_bytes`."""
+        found = {"heads": self.num_heads, "kv_heads": self.num_groups, "dim": self.head_dim}
+        found |= {"v_dim": self.v_dim, "g_dim": self.decay_numbers}
+        return {**found, "has_beta": self.has_beta, "by_element": self.by_element}
+
     def flops(self, *, by_state: bool = False) -> int:
         """Operations of a token beside projections, forward, as the recurrences compute by chunks.
 

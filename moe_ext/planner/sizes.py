@@ -172,15 +172,15 @@ class Sizes:
             moves, sent = 2.0 * (name != "contiguous"), 0
             found = SharedStates("", 0.0, 0.0)
             if r.taps:
-                conv = {"channels": r.channels, "taps": r.taps, "itemsize": self.job.itemsize}
+                conv: dict[str, Any] = {
+                    "channels": r.channels,
+                    "taps": r.taps,
+                    "itemsize": self.job.itemsize,
+                }
                 sent = max(conv_sent_bytes(layout, rank, batch=1, **conv) for rank in ranks)
                 found = SharedStates("", float(sent), 1.0 + moves)
             if r.num_heads:
-                sizes: dict[str, Any] = {"heads": r.num_heads, "kv_heads": r.num_groups}
-                sizes |= {"dim": r.head_dim, "v_dim": r.v_dim}
-                sizes |= {"has_beta": r.has_beta, "by_element": r.by_element}
-                sizes["g_dim"] = r.decay_numbers
-                most = most_sent_bytes(layout, batch=1, **sizes)
+                most = most_sent_bytes(layout, batch=1, **r.sent_sizes)
                 of_states = min(most, key=most.__getitem__)
                 messages = moves + cp.bit_length() if of_states == "state" else 2.0
                 sent += most[of_states]

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from moe_ext.attention.layouts import make_layout
 from moe_ext.attention.recurrent.functional import conv_sent_bytes, sent_bytes
 from moe_ext.attention.recurrent.local import CHUNK
+from moe_ext.distributed import count_traffic
 from moe_ext.planner import (
     CLUSTERS,
     ClusterSpec,
@@ -349,8 +350,12 @@ def applied_here(rank, fixed):
         )
         found = sum(map(float, losses)) / 2
     else:
-        part = model(input_ids=ids, labels=ids).loss
-        part.backward()
+        with count_traffic() as traffic:
+            part = model(input_ids=ids, labels=ids).loss
+            part.backward()
+        # A count of labels.
+        sent = traffic.total_bytes - traffic.sent_bytes.get("all_reduce", 0)
+        assert sent == applied.sent_bytes([])["attention"] > 0
         applied.sync_gradients()
         found = float(part) / 2
     wanted = {name: p.grad for name, p in whole.named_parameters()}

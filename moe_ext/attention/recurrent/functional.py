@@ -380,8 +380,9 @@ def sent_bytes(
     kv_heads: int | None = None,
     by_element: bool = False,
     itemsize: int = 4,
+    backward: bool = False,
 ) -> int:
-    """Bytes that a rank sends in the forward pass of `gated_delta_rule` or `selective_scan`.
+    """Bytes that a rank sends in a pass of `gated_delta_rule` or `selective_scan`.
 
     Args:
         scheme: "state" or "heads".
@@ -396,17 +397,19 @@ def sent_bytes(
         kv_heads: of q and k (C and B); H if None.
         by_element: states decay by element, without the delta rule.
         itemsize: bytes of an element.
+        backward: of the backward pass, in which all of these have gradients.
     """
 
     def rows(count: int, *, back: bool = False) -> int:
-        way = _turned(_way(scheme, layout, heads, count), back)
+        way = _turned(_way(scheme, layout, heads, count), back != backward)
         return Move(None, *way, "sent_bytes").elements(rank)
 
     found = rows(heads) * (v_dim + g_dim + has_beta) + rows(kv_heads or heads) * 2 * dim
     found += rows(heads, back=True) * v_dim
     if scheme == "state":
         of_map = dim * dim if has_beta else dim if by_element else 1
-        found += heads * (of_map + dim * v_dim) * StateScan.messages(rank, layout.num_ranks)
+        place = layout.num_ranks - 1 - rank if backward else rank
+        found += heads * (of_map + dim * v_dim) * StateScan.messages(place, layout.num_ranks)
     return batch * found * itemsize
 
 
@@ -426,9 +429,16 @@ def _turned(way: tuple[Spread, Spread], back: bool) -> tuple[Spread, Spread]:
 
 
 def conv_sent_bytes(
-    layout: Layout, rank: int, *, batch: int, channels: int, taps: int, itemsize: int = 4
+    layout: Layout,
+    rank: int,
+    *,
+    batch: int,
+    channels: int,
+    taps: int,
+    itemsize: int = 4,
+    backward: bool = False,
 ) -> int:
-    """Bytes that a rank sends in the forward pass of `causal_conv1d`.
+    """Bytes that a rank sends in a pass of `causal_conv1d`.
 
     Args:
         layout: of the positions.
@@ -437,10 +447,11 @@ def conv_sent_bytes(
         channels: D, channels.
         taps: W, taps of the filter.
         itemsize: bytes of an element.
+        backward: of the backward pass.
     """
     way = _way("state", layout, 1, 1)
     moves = (Move(None, *_turned(way, back), "sent_bytes") for back in (False, True))
-    halo = Halo(None, way[1].layout.sizes, taps - 1, "sent_bytes").elements(rank)
+    halo = Halo(None, way[1].layout.sizes, taps - 1, "sent_bytes").elements(rank, backward)
     moved = sum(move.elements(rank) for move in moves)
     return batch * channels * itemsize * (moved + halo)
 

@@ -223,9 +223,12 @@ class Halo:
     width: int
     operation: str
 
-    def elements(self, rank: int) -> int:
-        """Positions that a rank sends to others."""
-        pieces = itertools.chain(*_halo_pieces(self.sizes, self.width))
+    def elements(self, rank: int, backward: bool = False) -> int:
+        """Positions that a rank sends to others, or gradients of those that it got."""
+        found = _halo_pieces(self.sizes, self.width)
+        if backward:
+            return sum(length for _, _, length in found[rank])
+        pieces = itertools.chain(*found)
         return sum(length for other, _, length in pieces if other == rank)
 
     def __call__(self, x: Tensor) -> Tensor:
