@@ -381,7 +381,7 @@ MUTANTS = [
     Mutant(
         "a library's documents begin with the state of another row",
         "moe_ext/attention/recurrent/providers.py",
-        "firsts = torch.tensor([0, *(lasts + 1)][:batch]).to(v.device)",
+        "firsts = torch.tensor([0, *(lasts + 1)][:batch], device=v.device)",
         "firsts = torch.arange(batch, device=v.device)",
         "tests/attention/test_recurrent_providers.py -k library_gives_what",
     ),

@@ -239,6 +239,27 @@ def test_a_library_that_gives_wrong_numbers_is_passed_over(kind):
         assert torch.equal(found[name], x), name
 
 
+@pytest.mark.parametrize("how", ["inference", "checkpoint"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trial_is_apart_from_the_modes_of_its_call(kind, how):
+    """A checkpoint counts what is saved, and its second run has no trial."""
+    given = given_for(kind, state=False)
+    given = {n: x.requires_grad_() if torch.is_tensor(x) else x for n, x in given.items()}
+
+    def call():
+        found = causal_conv1d(**given) if kind == "conv" else run(kind, given)[0]
+        return found.float().sum()
+
+    with installed() as calls, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if how == "checkpoint":
+            torch.utils.checkpoint.checkpoint(call, use_reentrant=False).backward()
+        else:
+            with torch.inference_mode():
+                call()
+        assert served(calls, kind), providers.faults
+
+
 def test_another_signature_is_left_out():
     def older(x, weight, bias=None, activation=None):
         raises()

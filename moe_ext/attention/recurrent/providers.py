@@ -16,6 +16,8 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -301,7 +303,9 @@ def _fault(operator: str, own: Callable[..., Any], call: Asked, options: Any) ->
         if call.values.is_cuda and torch.cuda.is_current_stream_capturing():
             return "not tried before a capture"
         is_known = any(why for (of, *_), why in faults.items() if of == operator)
-        faults[key] = _try(operator, own, call, sizes, options)
+        # Modes, hooks of saved tensors and recomputations are those of a thread.
+        with ThreadPoolExecutor(1) as apart:
+            faults[key] = apart.submit(_try, operator, own, call, sizes, options).result()
         if faults[key] and not is_known:
             warnings.warn(
                 f"{operator}: {PROVIDERS[operator].package} is passed over, and our kernels "
@@ -341,7 +345,7 @@ def _try(
         stretch = Stretch(documents, (_EDGES,), call.dtype, call.stretch.is_shared)
     leaves = [x for x in given.values() if x is not None]
     results = []
-    with torch.enable_grad():
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         for is_ours in (True, False):
             try:
                 if is_ours:
@@ -395,14 +399,14 @@ def _delta_rule(
     if stretch.edges is not None:
         edges = stretch.edges * (batch // len(stretch.edges))
         ends = [row * length + end for row, of_row in enumerate(edges) for end in of_row[1:]]
-        lasts = torch.tensor([len(of_row) - 1 for of_row in edges]).cumsum(0) - 1
-        offsets = torch.tensor([0, *ends])
+        lasts = torch.tensor([len(of_row) - 1 for of_row in edges], device="cpu").cumsum(0) - 1
+        offsets = torch.tensor([0, *ends], device="cpu")
         packed = {"cu_seqlens": offsets.to(v.device)}
         if "cu_seqlens_cpu" in inspect.signature(function).parameters:
             packed["cu_seqlens_cpu"] = offsets
         rows = [x.flatten(0, 1).unsqueeze(0) for x in rows]
         if state is not None:
-            firsts = torch.tensor([0, *(lasts + 1)][:batch]).to(v.device)
+            firsts = torch.tensor([0, *(lasts + 1)][:batch], device=v.device)
             zeros = state.new_zeros(len(ends), *state.shape[1:])
             state = zeros.index_copy(0, firsts, state)
     q, k, v, g, beta = rows
