@@ -25,7 +25,7 @@ from moe_ext.distributed.placement import sharded_parameters
 from moe_ext.nn.experts import slots_of_shards
 from moe_ext.optim import CPUAdamW, DiLoCo, SparseLoCo
 from moe_ext.pipeline import ActionTable, Pipeline, TurnPlan, make_table
-from moe_ext.planner.axes import columns_of
+from moe_ext.planner.axes import Choice, columns_of
 from moe_ext.planner.cost import StepCost
 from moe_ext.planner.rounds import round_codec
 from moe_ext.planner.search import gradients_problem
@@ -353,6 +353,16 @@ def rounds_of(
     return DiLoCo(mesh.stage_group, [applied.model], inner, outer, steps, codec=codec)
 
 
+def choice_problem(choice: Choice) -> str | None:
+    """The reason why no model can be put into a placement that the cost model knows, or None."""
+    if choice["tp"] != 1 and choice["zero"] == 1:
+        return (
+            f"expected zero to be 0, 2 or 3 for tp={choice['tp']}, got 1: ZeroRedundancyOptimizer "
+            "shares no shards"
+        )
+    return gradients_problem(choice)
+
+
 def apply_plan(plan: Plan, model: nn.Module) -> Applied:
     """See `Plan.apply`."""
     from moe_ext.integrations.huggingface import replace
@@ -365,12 +375,7 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
     _check_model(plan, model)
     choice = plan.choice
     pp, tp, cp, ep, etp = (int(choice[name] or 1) for name in ("pp", "tp", "cp", "ep", "etp"))
-    if tp > 1 and choice["zero"] == 1:
-        raise ValueError(
-            f"Plan.apply: expected zero to be 0, 2 or 3 for tp={tp}, got 1: "
-            "ZeroRedundancyOptimizer shares no shards"
-        )
-    problem = gradients_problem(choice)
+    problem = choice_problem(choice)
     if problem is not None:
         raise ValueError(f"Plan.apply: {problem}")
     styles = tensor_parallel_styles(model, tp, "Plan.apply") if tp > 1 else {}

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from moe_ext.comm.rates import CostTable
+from moe_ext.planner.apply import choice_problem
 from moe_ext.planner.axes import NAMES
 from moe_ext.planner.cluster import ClusterSpec
 from moe_ext.planner.plan import Plan, plan
@@ -203,11 +204,14 @@ def run(arguments: argparse.Namespace) -> int:
     for reason in reasons.values():
         print(f"why not {reason}")
     found.to_json(arguments.out)
+    if arguments.report:
+        Path(arguments.report).write_text(html_report(found, why_not=reasons))
+    if problem := choice_problem(found.choice):
+        print(f"Nothing builds it yet: {problem}; --fix gives another plan")
+        return 0
     print(f"{arguments.out} has the plan; in the folder of moe_ext this trains by it, on text:")
     print(found.commands(plan_file=arguments.out)["torchrun"])
     print(
         f"A script of your own calls moe_ext.planner.Plan.from_json({arguments.out!r}).apply(model)"
     )
-    if arguments.report:
-        Path(arguments.report).write_text(html_report(found, why_not=reasons))
     return 0

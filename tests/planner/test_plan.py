@@ -718,6 +718,11 @@ def test_command(tmp_path, capsys):
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
     arguments = ["--model", str(config), "--cluster", "h100", "--gpus", "4", "--costs"]
+    out = ["--out", str(tmp_path / "tp.json"), "--fix", "tp=2", "--fix", "zero=1"]
+    assert cli.run(parser.parse_args([*arguments[:-1], *out])) == 0
+    told = capsys.readouterr().out
+    assert "Nothing builds it yet: expected zero to be 0, 2 or 3 for tp=2" in told
+    assert "torchrun" not in told
     for file, text in (("none.json", "No such file"), ("config.json", "expected schema to be 1")):
         assert cli.run(parser.parse_args([*arguments, str(tmp_path / file)])) == 2
         assert text in capsys.readouterr().err
