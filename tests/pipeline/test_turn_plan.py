@@ -15,6 +15,7 @@ from moe_ext.pipeline import (
     plan_turns,
     simulate,
 )
+from moe_ext.pipeline.turn_plan import plan_turns_within
 
 # Sent after a tenth, back after nine tenths; the last gradients beside those of the weights.
 EXCHANGES = {
@@ -175,6 +176,16 @@ def test_refuses_what_it_cannot_plan():
         plan_turns(make_table("pipedream", 2, 4), Costs())
     with pytest.raises(ValueError, match="check_table: expected table to have 0I0"):
         plan_turns(ActionTable([[Action(0, "F", 0)]]), Costs())
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_within_a_time_there_is_the_same_plan_or_none(name):
+    given = costs(0.25)
+    found = plan_turns(make_table(name, 2, 8), given)
+    table = found.table
+    assert plan_turns_within(table, given, found.makespan) == found
+    assert plan_turns_within(table, given, 0.999 * found.makespan) is None
+    assert plan_turns_within(table, given, 0.1) is None
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved"])
