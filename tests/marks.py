@@ -30,6 +30,7 @@ SERIAL = (
 
 # Cases that look up what one run of all ranks found cost nothing; no death of a rank is left out.
 PRODUCT = (
+    "tests/ops/test_addresses.py::test_gives_*",
     "tests/*/test_*.py::test_ranks*",
     "tests/*/test_*.py::test_over_ranks*",
     "tests/*/test_*.py::test_a_dead_rank_*",

@@ -857,6 +857,28 @@ MUTANTS = [
         "_C_simt",
     ),
     Mutant(
+        "rows are found by a product of 32 bits",
+        "csrc/**/*.cuh",
+        "const T* place = from + row * stride + col;",
+        "const T* place = from + static_cast<int>(row * stride) + col;",
+        "tests/ops/test_addresses.py -k 'simt and far'",
+        "_C_simt",
+    ),
+    Mutant(
+        "a loop over elements counts in 32 bits",
+        "csrc/**/*.cuh",
+        "for (int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * 8; i <",
+        "for (int i = (blockIdx.x * kThreads + threadIdx.x) * 8; i <",
+        "tests/test_kernel_sources.py",
+    ),
+    Mutant(
+        "gpu-check builds with options that an install does not have",
+        "tools/gpu_check.py",
+        '"MOE_EXT_WERROR": "0",',
+        "",
+        "tests/test_gpu_check.py -k builds_what",
+    ),
+    Mutant(
         "a store that names global memory goes to shared memory",
         "csrc/**/*.cuh",
         "store_shared(own +",

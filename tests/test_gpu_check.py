@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -176,9 +177,8 @@ def test_clocks_are_read_while_something_runs(monkeypatch, capsys):
 
 
 def test_every_registered_operator_is_called_alone(gpu_operators):
-    assert set(gpu_operators.CALLS) == set(gpu_operators.registered())
     names = gpu_operators.everything()
-    assert names[:3] == ["MoELayer", "attention_by_a_library", "grouped_mm"]
+    assert names[0] == "grouped_mm" and not {*gpu_operators.WHOLE} & {*names}
     compression = {"topk_compress_", "quantize_blockwise", "_encode_payload"}
     assert compression < set(names[-16:])
 
@@ -190,20 +190,11 @@ def test_every_operator_but_those_of_the_cpu_has_a_cuda_kernel(gpu_operators):
     assert every >= gpu_operators.CPU_ONLY
 
 
-def check_emulated(gpu_operators, name, dtype):
-    """`gpu_operators.check` with the CUDA kernels of the emulation."""
-    arguments = gpu_operators.CALLS[name](gpu_operators.Inputs(dtype))
-    expected = gpu_operators.result(name, gpu_operators.moved(arguments, "cpu"))
-    with emulation.emulated_cuda():
-        found = gpu_operators.result(name, gpu_operators.moved(arguments, "cpu"))
-    return gpu_operators.difference(found, expected, gpu_operators.TOLERANCE[dtype])
-
-
 @pytest.mark.skipif(not emulation.is_built(), reason="no emulation of CUDA")
 def test_calls_of_operators_agree_on_sound_kernels(gpu_operators):
     slow = {"attention_block_backward", "balanced_assignment"}
     names = [name for name in gpu_operators.CALLS if name not in slow]
-    wrong = {name: check_emulated(gpu_operators, name, torch.bfloat16) for name in names}
+    wrong = {name: gpu_operators.check(name, "simt", torch.bfloat16) for name in names}
     assert not any(wrong.values()), wrong
 
 
@@ -219,32 +210,43 @@ def test_wrong_results_are_told(gpu_operators):
     assert "not torch.float32 (4,)" in same([x[:2]], [x], 0.0)
 
 
-def faulty_processes(name, device, connection):
-    """In place of `_child`: one operator of each way to end."""
-    connection.send("bfloat16")
-    if name == "dies":
-        os._exit(7)
-    if name == "hangs":
-        time.sleep(60)
-    connection.send(("failed", "why") if name == "fails" else ("passed", ""))
+def faulty_process(names, device, connection):
+    """In place of `_child`: operators that end in each way there is."""
+    for name in names:
+        connection.send("bfloat16")
+        if name == "dies":
+            os._exit(7)
+        if name == "hangs":
+            time.sleep(60)
+        failed = name in ("fails", "breaks")
+        connection.send((name, "failed", "why") if failed else (name, "passed", ""))
+        if name == "breaks":
+            break
     os._exit(0)
 
 
 def test_no_operator_takes_others_with_it(gpu_operators, monkeypatch):
-    monkeypatch.setattr(gpu_operators, "_child", faulty_processes)
+    monkeypatch.setattr(gpu_operators, "_child", faulty_process)
     monkeypatch.setattr(gpu_operators, "SECONDS", 1)
-    names = ["dies", "good", "hangs", "fails", "better"]
-    found = {name: (state, why) for name, state, why in gpu_operators.run(names, "cpu", "fork", 2)}
-    assert found == {
-        "dies": ("died", "exit code 7, in bfloat16"),
-        "good": ("passed", ""),
-        "better": ("passed", ""),
-        "hangs": ("hung", "no end within 1 s, in bfloat16"),
-        "fails": ("failed", "why"),
-    }
+    monkeypatch.setattr(gpu_operators, "START_SECONDS", 9)
+    names = ["dies", "good", "breaks", "hangs", "fails", "better"]
+    assert list(gpu_operators.run(names, "cpu", "fork")) == [
+        ("dies", "died", "exit code 7, in bfloat16"),
+        ("good", "passed", ""),
+        ("breaks", "failed", "why"),
+        ("hangs", "hung", "no end within 1 s, in bfloat16"),
+        ("fails", "failed", "why"),
+        ("better", "passed", ""),
+    ]
 
 
-def test_operators_run_in_processes_of_their_own(gpu_operators, monkeypatch, tmp_path):
+def test_a_process_that_ends_at_once_is_not_started_for_ever(gpu_operators, monkeypatch):
+    monkeypatch.setattr(gpu_operators, "_child", lambda *_: os._exit(0))
+    found = list(gpu_operators.run(["a", "b"], "cpu", "fork"))
+    assert [state for _, state, _ in found] == ["died", "died"]
+
+
+def test_operators_run_in_a_process_of_their_own(gpu_operators, monkeypatch, tmp_path):
     results = tmp_path / "operators.jsonl"
     monkeypatch.setattr(sys, "argv", ["", "cpu", str(results), "topk_gate", "new"])
     assert gpu_operators.main() == 1
@@ -415,18 +417,21 @@ def test_builds_what_an_install_builds(gpu_check, monkeypatch, tmp_path):
         shutil.copy2(ROOT / name, tree)
     monkeypatch.setattr(gpu_check, "ROOT", tree)
     monkeypatch.setattr(gpu_check, "find_tool", lambda name: str(tmp_path / "fake"))
+    monkeypatch.setenv("MOE_EXT_WERROR", "1")  # as make does
     wanted = {"MOE_EXT_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "9.0", "CUDACXX": "fake"}
     commands = []
-    monkeypatch.setattr(gpu_check, "run", lambda *call: commands.append(call[1][-1]))
+    monkeypatch.setattr(gpu_check, "run", lambda *call: commands.append((call[1][-1], call[3])))
     gpu_check.build_step("9.0")
-    commands.append("import setup; sys.argv[1:] = ['build_ext', '--inplace']; setup.main()")
+    commands.append(("import setup; sys.argv[1:] = ['build_ext', '--inplace']; setup.main()", {}))
+    monkeypatch.delenv("MOE_EXT_WERROR")
     found = []
-    for command in commands:
+    for command, given in commands:
+        given = {name: given[name] for name in given.keys() & {"MOE_EXT_WERROR"}}
         fake = f"import sys, setup; setup.find_tool = lambda name: {str(tmp_path / 'fake')!r}; "
         subprocess.run(
             [sys.executable, "-c", fake + command],
             cwd=tree,
-            env={**os.environ, **wanted},
+            env={**os.environ, **wanted, **given},
             check=True,
             capture_output=True,
         )
@@ -437,5 +442,16 @@ def test_builds_what_an_install_builds(gpu_check, monkeypatch, tmp_path):
         for name in libraries:
             (tree / "moe_ext" / name).unlink()
     assert found[0] == found[1]
-    assert {"-DMOE_EXT_RUNTIME=ON", "-DMOE_EXT_CUDA_ARCHS=9.0"} < set(found[0][0])
+    expected = {"RUNTIME=ON", "WERROR=OFF", "CUDA_ARCHS=9.0"}
+    assert {f"-DMOE_EXT_{option}" for option in expected} < set(found[0][0])
     assert len(found[0][1]) == 3
+    # Every option of the build is given, and by setup.py alone.
+    text = (ROOT / "CMakeLists.txt").read_text()
+    names = re.findall(r"^(?:option|set)\((MOE_EXT_\w+).*?(?:CACHE|OFF\))", text, re.MULTILINE)
+    assert set(names) <= {option[2:].partition("=")[0] for option in found[0][0]}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
+    scripts = [ROOT / name for name in tracked.split() if not name.endswith((".md", ".txt"))]
+    builders = [s for s in scripts if s.is_file() and '"--build", ' in s.read_text(errors="ignore")]
+    assert {s.relative_to(ROOT) for s in builders} - {Path("tests/mutants.py")} == {
+        *(Path("setup.py"), Path("tests/test_gpu_check.py"))
+    }

@@ -7,26 +7,37 @@ kernel divides. The emulation of CUDA refuses an access that is not aligned to i
 import functools
 import importlib
 import itertools
+import mmap
 import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from pairwise import FULL
+
+import moe_ext
 
 ROOT = Path(__file__).resolve().parents[2]
 # Elements that a tensor lies behind the beginning of its storage.
 OFFSETS = (1, 2, 3, 5)
 # Packed bytes are read in whole words; tensors written in place or read as bytes are dense.
+DENSE = "contiguous|columns of out to be adjacent|memory for each element"
 REFUSALS = {
     "shifted": re.compile("expected packed to begin at a multiple of 4 bytes"),
-    "spread": re.compile("contiguous|columns of out to be adjacent"),
+    "spread": re.compile(DENSE),
+    "expanded": re.compile(DENSE),
+    "far": re.compile(DENSE),
 }
-DTYPES = (torch.bfloat16, torch.float32)
+# Elements between the first and the last row of a tensor that is "far": more than 32 bits count.
+FAR = 2**32
+DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
+# Of four tensors in a row each has another dtype; the next turn gives each the next one.
+TURNS = range(len(DTYPES)) if FULL else (0,)
 
 
 @pytest.fixture(scope="module")
-def calls():
+def table():
     """The table of every operator's arguments."""
     sys.path.insert(0, str(ROOT / "tools"))
     try:
@@ -35,63 +46,143 @@ def calls():
         sys.path.remove(str(ROOT / "tools"))
 
 
+@pytest.fixture(scope="module")
+def memory():
+    """Bytes of addresses for two tensors that are far; what is not touched takes no memory."""
+    no_reserve = 0x4000  # MAP_NORESERVE, which Python does not name
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+    return torch.frombuffer(mmap.mmap(-1, 2 * FAR * 8 + 2**20, flags=flags), dtype=torch.uint8)
+
+
 def shifted(x, offset):
     """A copy of x at an offset in its storage."""
-    storage = torch.zeros(x.numel() + offset, dtype=x.dtype)
+    storage = torch.zeros(x.numel() + offset, dtype=x.dtype, device=x.device)
     return storage[offset:].view(x.shape).copy_(x)
 
 
-def spread(x, gap):
-    """A copy of x whose rows lie `gap` elements apart, and whose elements are not dense."""
+def spread(x):
+    """A copy of x whose elements lie two apart, and whose rows end three elements later."""
     if x.dim() == 0:
         return x.clone()
-    wide = torch.zeros(*x.shape[:-1], 2 * x.shape[-1] + gap, dtype=x.dtype)
+    wide = torch.zeros(*x.shape[:-1], 2 * x.shape[-1] + 3, dtype=x.dtype, device=x.device)
     return wide[..., : 2 * x.shape[-1] : 2].copy_(x)
 
 
-def changed(arguments, which, change):
-    """Copies of the arguments; those tensors that `which` names are changed."""
-    tensors = itertools.count()
-    return tuple(
-        change(x) if isinstance(x, torch.Tensor) and next(tensors) in which else copied(x)
-        for x in arguments
-    )
+def expanded(x):
+    """One number, or one row of integers, as often as x has; x where the others count."""
+    if x.is_floating_point() and x.numel() > 0:
+        return x.flatten()[:1].view([1] * x.dim()).expand_as(x)
+    return x[:1].expand_as(x) if x.dim() > 1 or x.dtype == torch.bool else x
+
+
+def far(x, memory):
+    """A copy of x whose rows take FAR elements; index arithmetic of 32 bits would miss them.
+
+    On a device, that has no addresses without memory, they are three elements further apart.
+    """
+    if x.dim() < 2 or x.shape[-2] < 2:
+        return x
+    if x.device.type != "cpu":
+        return torch.nn.functional.pad(x, (0, 3))[..., :-3]
+    rows = x.shape[-2]
+    width = x.shape[-1] * x[..., 0, 0].numel()
+    strides = [x.shape[-1]] * x.dim()
+    for at in reversed(range(x.dim() - 3)):
+        strides[at] = strides[at + 1] * x.shape[at + 1]
+    strides[-2:] = FAR // (rows - 1) // width * width + 3, 1
+    # Behind as many elements: a product that becomes negative finds others, and not the end.
+    found = memory.view(x.dtype).as_strided(x.shape, strides, FAR)
+    return found.copy_(x)
+
+
+def changes(layout, tensors, memory):
+    """Pairs: which of an operator's tensors change, and how."""
+    alone = [(place,) for place in tensors]
+    if layout == "shifted":
+        together = [(tensors, offset) for offset in (OFFSETS if len(tensors) == 1 else OFFSETS[:2])]
+        each = [(which, OFFSETS[which[0] % len(OFFSETS)]) for which in alone if len(tensors) > 1]
+        return [(which, functools.partial(shifted, offset=at)) for which, at in together + each]
+    change = {
+        "spread": spread,
+        "expanded": expanded,
+        "far": functools.partial(far, memory=memory),
+    }
+    return [(which, change[layout]) for which in alone]
+
+
+def tensors_of(arguments):
+    return [place for place, x in enumerate(arguments) if isinstance(x, torch.Tensor)]
 
 
 def copied(x):
     return x.clone() if isinstance(x, torch.Tensor) else x
 
 
-def test_every_operator_is_in_the_table(calls):
-    assert set(calls.registered()) == set(calls.CALLS)
+def test_every_tensor_of_every_operator_is_in_the_table(table):
+    assert set(table.registered()) == set(table.CALLS)
+    for name in table.CALLS:
+        declared = table.op(name).default._schema.arguments
+        made = table.calls(name, table.Inputs(torch.float32))
+        given = {declared[place].name for arguments in made for place in tensors_of(arguments)}
+        assert given == {a.name for a in declared if "Tensor" in str(a.type)}, name
 
 
-@pytest.mark.parametrize("layout", ["shifted", "spread"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gives_the_same_result_or_refuses_the_layout(calls, device, dtype, layout):
-    """Each tensor by itself, and all at once."""
+def tried(table, layout, half, turn, memory):
+    """(operator, dtype, arguments, the tensors that change, how) of half the operators."""
+    dtypes = itertools.cycle(DTYPES[turn:] + DTYPES[:turn])
+    inputs = {dtype: table.Inputs(dtype) for dtype in DTYPES}
+    for name in list(table.CALLS)[half::2]:
+        made = functools.cache(lambda dtype, name=name: table.calls(name, inputs[dtype]))
+        known = []
+        for number, sample in enumerate(made(torch.float32)):
+            tensors = [place for place in tensors_of(sample) if place not in known]
+            known += tensors
+            for which, change in changes(layout, tensors, memory):
+                dtype = next(dtypes)
+                yield name, dtype, made(dtype)[number], which, change
+        next(dtypes)
+
+
+@pytest.mark.parametrize("turn", TURNS)
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("layout", list(REFUSALS))
+def test_gives_the_same_result_or_refuses_the_layout(table, memory, device, layout, half, turn):
+    """Each tensor by itself, and at an offset all at once."""
     wrong = []
-    for name, make in calls.CALLS.items():
-        arguments = make(calls.Inputs(dtype))
-        expected = calls.result(name, changed(arguments, (), None))
-        count = sum(isinstance(x, torch.Tensor) for x in arguments)
-        for which, change in changes(layout, count):
-            try:
-                found = calls.result(name, changed(arguments, which, change))
-                why = calls.difference(found, expected, calls.TOLERANCE[dtype])
-            except RuntimeError as error:
-                why = str(error)
-                if why.startswith(f"{name}: expected ") and REFUSALS[layout].search(why):
-                    continue
-            if why:
-                wrong.append(f"{name}, tensors {list(which)}: {why}")
+    for name, dtype, arguments, which, change in tried(table, layout, half, turn, memory):
+        arguments = table.moved(arguments, device)
+        odd = [change(x) if at in which else copied(x) for at, x in enumerate(arguments)]
+        # With the same numbers: an expanded tensor has others than before.
+        dense = [
+            x.clone(memory_format=torch.contiguous_format) if at in which else copied(x)
+            for at, x in enumerate(odd)
+        ]
+        expected = table.result(name, tuple(dense))
+        try:
+            found = table.result(name, tuple(odd))
+            why = table.difference(found, [x.cpu() for x in expected], table.TOLERANCE[dtype])
+        except RuntimeError as error:
+            why = str(error)
+            if why.startswith(f"{name}: expected ") and REFUSALS[layout].search(why):
+                continue
+        if why:
+            wrong.append(f"{name}, {dtype}, tensors {list(which)}: {why}")
     assert not wrong, "\n".join(wrong)
 
 
-def changes(layout, count):
-    """Pairs: the tensors of an operator that change, and the change."""
-    if layout == "spread":
-        return [((i,), functools.partial(spread, gap=3)) for i in range(count)]
-    together = [(range(count), offset) for offset in (OFFSETS if count == 1 else OFFSETS[:2])]
-    alone = [((i,), OFFSETS[i % len(OFFSETS)]) for i in range(count) if count > 1]
-    return [(which, functools.partial(shifted, offset=at)) for which, at in together + alone]
+def test_gradients_that_are_views_of_a_flat_buffer(device):
+    """A layer adds to them where they are, at an odd element of the buffer."""
+    grads = []
+    for offset in (0, 1):
+        torch.manual_seed(0)
+        layer = moe_ext.MoELayer(32, 16, 4, 2, bias=True, device=device, dtype=torch.bfloat16)
+        x_TD = torch.randn(40, 32, device=device, dtype=torch.bfloat16)
+        flat = torch.zeros(sum(p.numel() for p in layer.parameters()) + offset, device=device)
+        flat, at = flat.bfloat16(), offset
+        for p in layer.parameters():
+            p.grad = flat[at : at + p.numel()].view_as(p)
+            at += p.numel()
+        for _ in range(2):
+            layer(x_TD).square().sum().backward()
+        grads.append(flat[offset:])
+    assert grads[0].count_nonzero() > 0 and torch.equal(*grads)

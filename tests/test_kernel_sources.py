@@ -1,0 +1,78 @@
+"""Index arithmetic and launches of kernels, read from their sources, without a compiler.
+
+`check_launch` refuses a grid or shared memory that no device takes. These rules keep every launch
+behind it, and sums of elements out of 32 bits; tests/ops/test_addresses.py runs rows that are far.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+CSRC = Path(__file__).resolve().parent.parent / "csrc"
+# A name for what counts elements or rows of a tensor.
+COUNT = r"(?:numel|num_elements|num_rows|num_slots|total)\b"
+# Rule to a pattern of what breaks it.
+RULES = {
+    "a launch and its attributes are those of common/launch.cuh": (
+        r"<<<|\bcudaLaunch\w*|\bcudaFuncSetAttribute\b|\bcudaFuncAttributeMax\w+"
+    ),
+    "a place in the grid is multiplied in 64 bits: int64_t{blockIdx.x} * n": (
+        r"(?<!int64_t\{)(?<!static_cast<int>\()\b(?:blockIdx|gridDim)\.[xyz] \* (?!int64_t)"
+        r"|(?<!\})(?<!\}\)) \* (?:blockIdx|gridDim)\.[xyz] [*+]"
+    ),
+    "a loop over elements or rows counts in 64 bits": (
+        rf"for \((?:const )?(?:int|unsigned|uint32_t|auto) \w+ = [^;]*; \w+ < [^;]*{COUNT}"
+    ),
+    "a number of elements becomes an int by check_int32": (
+        rf"(?:static_cast<int>\(|\bint \w+ = )[\w.>-]*{COUNT}(?!\.)"
+    ),
+    "a product of sizes is no int": (
+        r"static_cast<(?:int|unsigned|int32_t|uint32_t)>\([^()]*(?:stride|numel|row)\w* \* "
+    ),
+}
+BREAKS = (
+    "kernel<<<grid, block>>>(x);",
+    "const int64_t i = blockIdx.x * kThreads + threadIdx.x;",
+    "for (int i = threadIdx.x; i < numel; i += kThreads) {",
+    "const int count = num_rows;",
+    "const T* place = from + static_cast<int>(row * stride) + col;",
+)
+# Statements that hold to the rule in another way, and how.
+KEPT = {
+    "plan_sort(static_cast<int>(idx.numel())": "permute_tokens_cuda has checked it",
+    "static_cast<uint32_t>(rows * dim / kSize)": "each_piece gives as many rows as fit",
+    "int rows = m.num_rows": "of a tile",
+    "static_cast<int>(m.num_rows": "of a tile",
+    "int rows_left = num_rows": "of a tile",
+    "partials[2 * blockIdx.x": "as many blocks as the device holds",
+}
+
+
+def broken(text):
+    """(rule, what breaks it)."""
+    for kept in KEPT:
+        text = text.replace(kept, "")
+    # Loops often stand on two lines.
+    text = re.sub(r"//[^\n]*", "", text)
+    text = re.sub(r"\s+", " ", text)
+    return [(rule, m[0]) for rule, pattern in RULES.items() for m in re.finditer(pattern, text)]
+
+
+def sources():
+    files = [*CSRC.rglob("*.cuh"), *CSRC.rglob("*_cuda.cu")]
+    return sorted(file for file in files if file != CSRC / "common" / "launch.cuh")
+
+
+def test_every_kernel_keeps_the_rules():
+    found = [(file.name, *fault) for file in sources() for fault in broken(file.read_text())]
+    assert not found
+
+
+def test_exceptions_are_there():
+    assert all(any(kept in file.read_text() for file in sources()) for kept in KEPT)
+
+
+@pytest.mark.parametrize(("rule", "line"), list(zip(RULES, BREAKS, strict=True)))
+def test_a_line_that_breaks_a_rule_is_found(rule, line):
+    assert rule in [name for name, _ in broken(line)]
