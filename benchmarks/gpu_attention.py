@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from gpu_harness import (
     Absent,
+    Card,
     Section,
     Timer,
     dtype_name,
@@ -230,7 +231,9 @@ FAMILIES: dict[str, Callable[[Bench], None]] = {
 
 def measure(device: torch.device, names: list[str], *, small: bool) -> int:
     """Shows figures of these families, and returns how many failed."""
-    return measure_families(FAMILIES, names, Bench(device, small=small))
+    bench = Bench(device, small=small)
+    card = Card(device, bench.time, 2**16 if small else 2**31)
+    return measure_families(FAMILIES, names, bench, card)
 
 
 if __name__ == "__main__":

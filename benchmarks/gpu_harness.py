@@ -1,9 +1,11 @@
 """Timer, profile and rows that the benchmarks of a GPU share; all of it runs on a CPU, too."""
 
+import atexit
 import json
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +19,9 @@ SMI = (
     "nvidia-smi",
     "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active",
     "--format=csv,noheader,nounits",
+    "--loop-ms=50",
 )
+METERED = ("SM MHz", "memory MHz", "W", "C", "limits")
 # Calls of the driver in which the host waits for the device.
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")
 
@@ -148,21 +152,65 @@ def profiled(run: Run, device: torch.device) -> Profile:
     return summary(profile.key_averages())
 
 
-def sampled(run: Run, device: torch.device, command: Sequence[str] = SMI) -> dict[str, object]:
-    """Clocks, power and temperature while something runs over and over."""
-    names = ("SM MHz", "memory MHz", "W", "C", "limits")
+class Meter:
+    """Clocks and power of the device, which a program prints over and over in the background."""
+
+    def __init__(self, command: Sequence[str] = SMI) -> None:
+        self.readings: list[tuple[float, list[str]]] = []
+        self.why_not = "no reading"
+        try:
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        except OSError as error:
+            self.why_not = str(error)
+            return
+        atexit.register(self.process.kill)
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout or ():
+            cells = line.strip().split(", ")
+            if len(cells) == len(METERED):
+                self.readings.append((time.monotonic(), cells))
+            else:
+                self.why_not = line.strip()[:80]
+
+    def since(self, start: float) -> dict[str, object]:
+        """The reading of the most power since then; without one, the last before."""
+        readings = list(self.readings)
+        if not readings:
+            return {"clocks": f"unknown: {self.why_not}"}
+        found = [cells for at, cells in readings if at >= start] or [readings[-1][1]]
+        return dict(zip(METERED, max(found, key=_watts), strict=True))
+
+
+def _watts(cells: list[str]) -> float:
     try:
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            while process.poll() is None:
-                run()
-                wait_for(device)
-            assert process.stdout is not None
-            cells = process.stdout.read().strip().split(", ")
-    except OSError as error:
-        return {"clocks": f"unknown: {error}"}
-    if len(cells) != len(names):
-        return {"clocks": f"unknown: {' '.join(cells)[:80]}"}
-    return dict(zip(names, cells, strict=True))
+        return float(cells[METERED.index("W")])
+    except ValueError:
+        return 0.0
+
+
+class Card:
+    """What a figure is set beside: the copy of its process, and the card's clocks and power.
+
+    Attributes:
+        copy: bytes a microsecond that `Tensor.copy_` moves, read and written ones together.
+    """
+
+    def __init__(self, device: torch.device, timer: Timer, copy_bytes: int) -> None:
+        self.meter = Meter() if device.type == "cuda" else None
+        source = torch.zeros(copy_bytes // 2, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        self.copy = copy_bytes / timer(lambda: target.copy_(source))
+        show({"copy_gigabytes_per_second": self.copy / 1e3})
+
+    def beside(self, found: Mapping[str, object], start: float) -> dict[str, object]:
+        """Share of the copy of what counts bytes, and clocks and power since `start`."""
+        rate = found.get("GB/s")
+        added: dict[str, object] = {"copy GB/s": self.copy / 1e3}
+        if isinstance(rate, float):
+            added["share of copy"] = 1e3 * rate / self.copy
+        return {**added, **(self.meter.since(start) if self.meter else {})}
 
 
 def show(row: dict[str, object]) -> None:
@@ -174,14 +222,18 @@ class Section:
     """Rows of one table; a figure that fails is told in its row, and the next one goes on."""
 
     num_failed = 0
+    card: Card | None = None  # of this process
 
     def __init__(self, title: str) -> None:
         self.title = title
 
     def add(self, labels: dict[str, object], measure: Callable[[], dict[str, object]]) -> None:
         """Shows labels and what is measured, or why it was not."""
+        start = time.monotonic()
         try:
             found = measure()
+            if Section.card is not None:
+                found = {**found, **Section.card.beside(found, start)}
         except Absent as error:
             found = {"why not": str(error)}
         except Exception as error:
@@ -194,11 +246,12 @@ class Section:
 
 
 def measure_families(
-    families: Mapping[str, Callable[[B], None]], names: Iterable[str], bench: B
+    families: Mapping[str, Callable[[B], None]], names: Iterable[str], bench: B, card: Card
 ) -> int:
-    """Shows figures of these families, and returns how many failed."""
-    Section.num_failed = 0
+    """Shows figures of these families beside the card's, and returns how many failed."""
+    Section.num_failed, Section.card = 0, card
     for name in names:
+        show({"family": name})
         families[name](bench)
     return Section.num_failed
 

@@ -9,12 +9,13 @@ same run.
 """
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import gpu_layer
 import torch
-from gpu_harness import Timer, show
+from gpu_harness import Card, Timer, show
 from shapes import LayerShape
 
 import moe_ext
@@ -51,16 +52,13 @@ class Result:
 
 
 class Suite:
-    """Times kernels and shows each at once; `copy_bandwidth` in bytes a microsecond."""
+    """Times kernels and shows each at once, beside the copy and the clocks of its process."""
 
     def __init__(self, device: torch.device, repeats: int, copy_bytes: int) -> None:
         self.device = device
         self.time = Timer(device, repeats)
         self.num_failed = 0
-        source = torch.zeros(copy_bytes // 2, dtype=torch.uint8, device=device)
-        target = torch.empty_like(source)
-        self.copy_bandwidth = copy_bytes / self.time(lambda: target.copy_(source))
-        show({"copy_gigabytes_per_second": self.copy_bandwidth / 1e3})
+        self.card = Card(device, self.time, copy_bytes)
 
     def add(
         self,
@@ -71,6 +69,7 @@ class Suite:
         num_bytes: int | None = None,
     ) -> None:
         """Times `run`, which moves `num_bytes` in all; what fails is told, and the next goes on."""
+        start = time.monotonic()
         try:
             microseconds = self.time(run)
         except RuntimeError as error:
@@ -85,9 +84,9 @@ class Suite:
             dtype=str(dtype).removeprefix("torch."),
             microseconds=microseconds,
             gigabytes_per_second=None if rate is None else rate / 1e3,
-            share_of_copy=None if rate is None else rate / self.copy_bandwidth,
+            share_of_copy=None if rate is None else rate / self.card.copy,
         )
-        show({"kernel": asdict(result)})
+        show({"kernel": {**asdict(result), **self.card.beside({}, start)}})
 
 
 def permutation(suite: Suite, shape: Shape, dtype: torch.dtype) -> None:
@@ -286,10 +285,16 @@ def layer(suite: Suite, shape: Shape, dtype: torch.dtype) -> None:
     rows_ND.requires_grad_()
     hidden_NF.requires_grad_()
 
+    def clear() -> None:
+        moe.zero_grad(set_to_none=True)
+        x_TD.grad = rows_ND.grad = hidden_NF.grad = None
+
     def whole() -> None:
+        clear()
         moe(x_TD).backward(grad_TD)
 
     def products() -> None:
+        clear()
         up = ops.grouped_mm(rows_ND, moe.experts.gate_up_proj, ends)
         down = ops.grouped_mm(hidden_NF, moe.experts.down_proj, ends)
         torch.autograd.backward((up, down), (up.detach(), down.detach()))
@@ -319,15 +324,19 @@ def measure(device: torch.device, families: Sequence[str], *, small: bool) -> in
         "compression": lambda dtype: compression(suite, 2**12 if small else 2**28, dtype),
     }
     if "layer" in families:
+        show({"family": "layer"})
         layer(suite, layer_shape, torch.bfloat16)
         if device.type == "cuda":
             torch.cuda.empty_cache()
         sizes = (layer_shape.model_dim, layer_shape.ffn_dim, layer_shape.num_experts)
         shape = LayerShape("layer", *sizes, layer_shape.top_k)
         tokens = layer_shape.num_tokens
-        show({"layer": gpu_layer.measure(device, shape, tokens, torch.bfloat16, suite.time)})
-    for dtype in (torch.bfloat16, torch.float32):
-        for family in [name for name in runs if name in families]:
+        start = time.monotonic()
+        found = gpu_layer.measure(device, shape, tokens, torch.bfloat16, suite.time)
+        show({"layer": {**found, **suite.card.beside({}, start)}})
+    for family in [name for name in families if name in runs]:
+        show({"family": family})
+        for dtype in (torch.bfloat16, torch.float32):
             runs[family](dtype)
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -336,5 +345,5 @@ def measure(device: torch.device, families: Sequence[str], *, small: bool) -> in
 
 if __name__ == "__main__":
     where = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cuda")
-    chosen = [name for name in FAMILIES if name in sys.argv] or FAMILIES
+    chosen = [name for name in sys.argv if name in FAMILIES] or FAMILIES
     sys.exit(int(measure(where, chosen, small="--small" in sys.argv) > 0))

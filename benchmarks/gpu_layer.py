@@ -11,6 +11,7 @@ import torch
 from shapes import EVEN, Case, LayerShape, tokens
 from torch import Tensor, nn
 
+import moe_ext
 from moe_ext import ops
 
 NO_PEER = "not measured: transformers is not installed"
@@ -27,26 +28,39 @@ def measure(
     time: Callable[[Callable[[], object]], float],
 ) -> dict[str, object]:
     """Microseconds of a forward and backward pass of each layer, and of the products alone."""
-    if importlib.util.find_spec("transformers") is None:
-        return {"peer": NO_PEER}
-    from layer_peers import hf_block, our_layer, train
-
     case = Case(shape, num_tokens, dtype, EVEN)
-    block = hf_block(case, device=device)
-    layer = our_layer(case, block)
     x = tokens(case).to(device)
     grad = torch.randn_like(x)
+    beside: dict[str, object] = {"peer": NO_PEER}
+    if importlib.util.find_spec("transformers") is None:
+        sizes = (shape.model_dim, shape.ffn_dim, shape.num_experts, shape.top_k)
+        layer: nn.Module = moe_ext.MoELayer(*sizes, device=device, dtype=dtype)
+    else:
+        from layer_peers import hf_block, our_layer
+
+        block = hf_block(case, device=device)
+        layer = our_layer(case, block)
+        beside = {
+            "peer": "Hugging Face grouped_mm",
+            "difference": difference(layer, block, x),
+            "peer_microseconds": time(lambda: train(block, x, grad)),
+        }
     return {
-        "peer": "Hugging Face grouped_mm",
+        **beside,
         "shape": f"T={num_tokens} D={shape.model_dim} F={shape.ffn_dim} E={shape.num_experts} "
         f"K={shape.top_k}",
         "dtype": str(dtype).removeprefix("torch."),
-        "difference": difference(layer, block, x),
         "ours_microseconds": time(lambda: train(layer, x, grad)),
-        "peer_microseconds": time(lambda: train(block, x, grad)),
         "products_microseconds": time(products(layer, x[0])),
         "graph": graph_capture(layer, x),
     }
+
+
+def train(layer: nn.Module, x: Tensor, grad: Tensor) -> None:
+    """A forward and a backward pass, gradients new."""
+    layer.zero_grad(set_to_none=True)
+    y = layer(x.detach().requires_grad_())
+    (y[0] if isinstance(y, tuple) else y).backward(grad)
 
 
 def difference(layer: nn.Module, block: nn.Module, x: Tensor) -> float:

@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 from gpu_harness import (
     Absent,
+    Card,
     Memory,
     Section,
     Timer,
@@ -22,7 +23,6 @@ from gpu_harness import (
     measure_families,
     profiled,
     run_script,
-    sampled,
 )
 from shapes import EVEN, ZIPF, Case, LayerShape, Routing, tokens
 from torch import Tensor, nn
@@ -197,8 +197,7 @@ def ceilings(bench: Bench) -> None:
         source = torch.zeros(bench.sizes.copied // 2, dtype=torch.uint8, **options)
         target = torch.empty_like(source)
         us = bench.time(lambda: target.copy_(source))
-        found = {"us": us, "GB/s": bench.sizes.copied / us / 1e3}
-        return {**found, **sampled(lambda: target.copy_(source), device)}
+        return {"us": us, "GB/s": bench.sizes.copied / us / 1e3}
 
     def gather(dtype: torch.dtype) -> dict[str, object]:
         x_TD = torch.randn(most, shape.model_dim, **options).to(dtype)
@@ -211,8 +210,7 @@ def ceilings(bench: Bench) -> None:
         n = 8192 if device.type == "cuda" else 64
         a, b = (torch.randn(n, n, **options).to(dtype) for _ in range(2))
         us = bench.time(lambda: a @ b)
-        found = {"us": us, "TF": 2 * n**3 / us / 1e6}
-        return {**found, **sampled(lambda: a @ b, device)}
+        return {"us": us, "TF": 2 * n**3 / us / 1e6}
 
     section.add({"what": "copy", "dtype": "bytes"}, copy)
     for dtype in (BF16, FP32):
@@ -311,7 +309,9 @@ FAMILIES: dict[str, Callable[[Bench], None]] = {
 
 def measure(device: torch.device, names: list[str], *, small: bool) -> int:
     """Shows figures of these families, and returns how many failed."""
-    return measure_families(FAMILIES, names, Bench(device, SMALL if small else LARGE))
+    bench = Bench(device, SMALL if small else LARGE)
+    card = Card(device, bench.time, bench.sizes.copied)
+    return measure_families(FAMILIES, names, bench, card)
 
 
 if __name__ == "__main__":

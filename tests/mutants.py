@@ -857,6 +857,13 @@ MUTANTS = [
         "_C_simt",
     ),
     Mutant(
+        "gpu-check measures the layer before it has run each operator",
+        "tools/gpu_check.py",
+        'yield "operators", alone(',
+        'yield "first", lambda: figure_steps(FIRST_FIGURES)\n    yield "operators", alone(',
+        "tests/test_gpu_check.py -k plan_goes",
+    ),
+    Mutant(
         "rows are found by a product of 32 bits",
         "csrc/**/*.cuh",
         "const T* place = from + row * stride + col;",

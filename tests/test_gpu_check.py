@@ -71,7 +71,7 @@ def test_benchmarks_run_and_the_page_shows_them(gpu_check, monkeypatch, capsys):
     assert estimates.count("|  |\n") == len(gpu_check.gpu_estimates.ESTIMATES) - 1
     assert "| operators | failed | 2 |" in page
     assert "| tests of test_b | failed: 1 failed | 4 |" in page
-    assert "| 1 of 2 files of tests | passed | 3 |" in page and "test_a" not in page
+    assert "| 1 of 2 processes of tests | passed | 3 |" in page and "test_a" not in page
     for name in ("topk_gate", "permute_tokens backward", "MoELayer forward and backward"):
         assert f"| {name} | T=64 " in page
     for name in ("attention_block backward", "merge_attention"):
@@ -84,16 +84,42 @@ def test_benchmarks_run_and_the_page_shows_them(gpu_check, monkeypatch, capsys):
         assert "forward and backward: not measured: no CUDA device" in page
 
 
-def test_page_says_when_there_was_no_peer(gpu_check):
-    lines = gpu_check.layer_lines({"peer": "not measured: transformers is not installed"})
-    assert "not measured: transformers is not installed" in lines[0]
-    assert "not measured" in gpu_check.layer_lines({})[0]
+def test_a_layer_without_a_peer_is_measured(gpu_check, monkeypatch):
+    layer = imported(monkeypatch, "benchmarks", "gpu_layer")
+    monkeypatch.setattr(layer.importlib.util, "find_spec", lambda name: None)
+    kernels = imported(monkeypatch, "benchmarks", "gpu_kernels")
+    shape = layer.LayerShape("layer", 64, 32, 8, 2)
+    timer = kernels.Timer(torch.device("cpu"), 2)
+    found = layer.measure(torch.device("cpu"), shape, 32, torch.bfloat16, timer)
+    lines = gpu_check.layer_lines(found)
+    assert "Peer: not measured: transformers is not installed." in lines[-1]
+    assert "forward and backward: not measured: no CUDA device." in lines[-1]
+    assert lines[4].count("|") == lines[2].count("|") == 8
+    assert gpu_check.layer_lines({}) == ["Layer: not measured."]
+
+
+def test_gradients_of_the_timed_layer_are_new(monkeypatch):
+    kernels = imported(monkeypatch, "benchmarks", "gpu_kernels")
+    runs, layers = [], []
+    make = kernels.moe_ext.MoELayer
+    monkeypatch.setattr(
+        kernels.moe_ext, "MoELayer", lambda *a, **k: layers.append(make(*a, **k)) or layers[0]
+    )
+    suite = types.SimpleNamespace(device=torch.device("cpu"))
+    suite.add = lambda name, label, dtype, run: runs.append(run)
+    kernels.layer(suite, kernels.SMALL, torch.float32)
+    for run in runs:
+        run()
+        once = [p.grad for p in layers[0].parameters()]
+        run()
+        twice = [p.grad for p in layers[0].parameters()]
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(once, twice, strict=True))
 
 
 def test_page_says_when_nothing_was_measured(gpu_check):
     assert "Not measured" in gpu_check.page(None)
     page = gpu_check.page({"device": DEVICE, "steps": [], "rows": []})
-    assert "Kernels: not measured." in page and "Layer beside" in page
+    assert "Kernels: not measured." in page and "Layer: not measured." in page
 
 
 def test_a_figure_that_fails_does_not_cost_the_next(monkeypatch, capsys):
@@ -160,20 +186,35 @@ def test_a_profile_tells_kernels_from_host(monkeypatch):
     assert found.microseconds("memcpy") == 4.0 and found.microseconds("merge", "copy") == 30.0
 
 
-def test_clocks_are_read_while_something_runs(monkeypatch, capsys):
+def test_clocks_are_read_beside_each_figure(monkeypatch, capsys):
     harness = imported(monkeypatch, "benchmarks", "gpu_harness")
-    cpu, runs = torch.device("cpu"), []
-    said = "import time; time.sleep(0.05); print('1980, 2619, 650.5, 41, 0x0')"
-    found = harness.sampled(lambda: runs.append(1), cpu, (sys.executable, "-c", said))
-    assert runs and found["SM MHz"] == "1980" and found["limits"] == "0x0"
-    assert "unknown" in harness.sampled(list, cpu, ("no-such-program",))["clocks"]
-    assert "unknown" in harness.sampled(list, cpu, ("echo", "no devices"))["clocks"]
-    section = harness.Section("A")
+    lines = ("980, 2619, 100.0, 41, 0x0", "1980, 2619, 650.5, 41, 0x0", "1200, 2619, 90.0, 41, 0x0")
+    said = f"import time; print(*{lines}, sep=chr(10), flush=True); time.sleep(60)"
+    meter = harness.Meter((sys.executable, "-c", said))
+    while len(meter.readings) < 3:
+        time.sleep(0.01)
+    assert meter.since(0.0)["W"] == "650.5" and meter.since(0.0)["SM MHz"] == "1980"
+    # Nothing since: the last one.
+    assert meter.since(time.monotonic() + 1)["W"] == "90.0"
+    meter.process.kill()
+    assert "no-such-program" in harness.Meter(("no-such-program",)).since(0.0)["clocks"]
+    other = harness.Meter(("echo", "no devices"))
+    other.process.wait()
+    time.sleep(0.1)
+    assert other.since(0.0) == {"clocks": "unknown: no devices"}
+
+    section, cpu = harness.Section("A"), torch.device("cpu")
     section.add({"n": 1}, lambda: {}["lost"])
-    section.add({"n": 2}, lambda: {"us": 3.0})
+    card = harness.Card(cpu, harness.Timer(cpu, 2), 2**16)
+    card.copy, card.meter = 2000.0, meter
+    monkeypatch.setattr(harness.Section, "card", card)
+    section.add({"n": 2}, lambda: {"us": 3.0, "GB/s": 1.5})
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert rows[0]["why not"] == "failed: KeyError: 'lost'" and harness.Section.num_failed == 1
-    assert rows[1] == {"section": "A", "n": 2, "us": 3.0}
+    assert rows[2] == {
+        **{"section": "A", "n": 2, "us": 3.0, "GB/s": 1.5, "copy GB/s": 2.0},
+        **{"share of copy": 0.75, **meter.since(time.monotonic() + 1)},
+    }
 
 
 def test_every_registered_operator_is_called_alone(gpu_operators):
@@ -269,6 +310,7 @@ def test_the_first_faulty_kernel_is_named(gpu_check, monkeypatch, tmp_path):
 
     def run(name, command, limit, env=None):
         if name == "operators":
+            assert command[3] == str(tmp_path / "operators.jsonl")
             (tmp_path / "operators.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
             return gpu_check.Step(name, "failed", 3.0)
         assert command[0] == "sanitizer" and command[-2:] == ["--here", "topk_gate"]
@@ -276,14 +318,16 @@ def test_the_first_faulty_kernel_is_named(gpu_check, monkeypatch, tmp_path):
 
     monkeypatch.setattr(gpu_check, "run", run)
     monkeypatch.setattr(gpu_check, "find_tool", lambda name: "sanitizer")
-    step = gpu_check.operator_step(tmp_path / "operators.jsonl")
+    step = gpu_check.operator_step("operators", tmp_path / "operators.jsonl")
     assert step.state == (
         "failed: first topk_gate (exit code 1, in bfloat16), kernel moe_ext::gate_kernel: "
         "Invalid __global__ write of size 4 bytes"
     )
     assert "wrong: failed: result 0" in step.tail and "'passed': 1" in step.tail
     monkeypatch.setattr(gpu_check, "find_tool", lambda name: None)
-    assert gpu_check.operator_step(tmp_path / "operators.jsonl").state.endswith("in bfloat16)")
+    assert gpu_check.operator_step("operators", tmp_path / "operators.jsonl").state.endswith(
+        "in bfloat16)"
+    )
 
 
 def test_a_step_that_fails_or_hangs_is_recorded(gpu_check):
@@ -293,13 +337,16 @@ def test_a_step_that_fails_or_hangs_is_recorded(gpu_check):
     assert failed.state == "failed" and failed.tail == "why"
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', '{}'])"
     hung = gpu_check.run("slow", [python, "-c", child.format("import time; time.sleep(60)")], 5)
-    assert hung.state == "timed out after 5 s" and hung.seconds < 30
+    assert hung.state == "time over after 5 s (its own)" and hung.seconds < 30
 
 
 def test_no_step_outlives_the_total(gpu_check, monkeypatch):
     monkeypatch.setattr(gpu_check, "TOTAL", 0)
     late = gpu_check.run("late", [sys.executable, "-c", "1"], 60)
-    assert late.state == "not run: the 0 s of all steps are over"
+    assert late.state == "time over: not reached"
+    # Without a build nothing is checked.
+    monkeypatch.setattr(gpu_check, "find_tool", str)
+    assert gpu_check.build_step("9.0").state == "failed: time over: not reached"
 
 
 def test_tests_go_on_behind_one_that_ends_its_process(gpu_check, monkeypatch, tmp_path):
@@ -323,12 +370,14 @@ def test_breaks():
 def test_wrong(): assert 1 == 2
 def test_last(): pass
 """)
-    steps = gpu_check.suite_steps([tests, sound], tmp_path / "results")
-    steps = {step.name: step for step in steps}
-    assert steps["tests of test_sound"].state == "passed"
-    step = steps["tests of test_faulty"]
+    (tmp_path / "results").mkdir()
+    monkeypatch.setattr(gpu_check, "SUITE", (str(tmp_path),))
+    monkeypatch.setattr(gpu_check, "RISKIEST", ("faulty",))
+    steps = {step.name: step for step in gpu_check.suite_steps(tmp_path / "results")}
+    assert steps["tests of the others"].state == "passed"
+    step = steps["tests of faulty"]
     assert step.state == "failed: 1 failed, 2 ended their process"
-    outcomes = gpu_check.surviving_tests.ended(tmp_path / "results" / "test_faulty.jsonl")
+    outcomes = gpu_check.surviving_tests.ended(tmp_path / "results" / "faulty.jsonl")
     assert {test.partition("::")[2]: outcome for test, outcome in outcomes.items()} == {
         "test_first": "passed",
         "test_ends[0]": "passed",
@@ -340,43 +389,113 @@ def test_last(): pass
     assert "test_wrong: " in step.tail and "AssertionError" in step.tail
 
 
-def test_a_fault_of_one_step_costs_no_other(gpu_check, monkeypatch, tmp_path):
-    """All of `check` with stand-ins of its steps, of which one raises."""
+def test_tests_that_the_time_does_not_reach_are_no_failure(gpu_check, monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setattr(gpu_check, "CHOSEN", ())
+    tests = tmp_path / "test_slow.py"
+    tests.write_text(
+        "import time\ndef test_a(): pass\ndef test_b(): time.sleep(60)\ndef test_c(): pass"
+    )
+    deadline = gpu_check.CLOCK.now() + 12
+    step = gpu_check.tests_step("slow", [tests], tmp_path / "slow.jsonl", deadline)
+    assert step.state.startswith("time over after ") and step.state.endswith(": 1 of 3 tests ran")
 
-    def figures(wanted):
-        for script, family in wanted:
-            if family == "ring":
-                raise ValueError("a fault of this program")
-            yield (
-                gpu_check.Step(f"{script} {family}", "passed", 1.0, output="long"),
-                [{"section": script, "family": family}],
-            )
 
-    facts = {**DEVICE, "compute_capability": "9.0"}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
-    monkeypatch.setattr(gpu_check, "device_facts", lambda: facts)
-    for name in ("build", "operator"):
-        step = gpu_check.Step(name, "passed", 1.0)
-        monkeypatch.setattr(gpu_check, f"{name}_step", lambda _, step=step: step)
-    monkeypatch.setattr(gpu_check, "suite_steps", lambda *_: iter(()))
-    monkeypatch.setattr(gpu_check, "figure_steps", figures)
-    monkeypatch.setattr(gpu_check, "find_tool", lambda name: None)
-    out = tmp_path / "gpu.json"
-    assert gpu_check.check(out) == 1
-    result = json.loads(out.read_text())
+@pytest.fixture
+def pretended(gpu_check, monkeypatch, tmp_path):
+    """Runs the plan by pretended times, and returns (exit code, result)."""
+
+    def go(**times):
+        # Operators on the emulated device: a test of its own.
+        monkeypatch.setattr(subprocess, "run", lambda *_, **__: types.SimpleNamespace(returncode=0))
+        monkeypatch.setattr(gpu_check, "CLOCK", gpu_check.Clock())
+        monkeypatch.setattr(gpu_check, "PRETENDED", {**gpu_check.PRETENDED, **times})
+        code = gpu_check.check_pretended(tmp_path / "gpu.json")
+        return code, json.loads((tmp_path / "gpu.json").read_text())
+
+    return go
+
+
+ORDER = (
+    *("build", "operators", "layer", "expert parallel, one rank", "gpu_kernels layer"),
+    *("gpu_layer_parts layer products", "compute-sanitizer memcheck", "tests of"),
+    *("gpu_attention chosen errors rates ring", "gpu_layer_parts ceilings memory peers"),
+    "gpu_kernels attention permutation activation router gating compression",
+    *("compute-sanitizer racecheck", "compute-sanitizer synccheck"),
+)
+
+
+def test_the_plan_goes_from_the_most_telling_to_the_least(gpu_check, pretended):
+    code, result = pretended()
+    names = [re.sub("^tests of .*", "tests of", step["name"]) for step in result["steps"]]
+    assert tuple(dict.fromkeys(names)) == ORDER and code == 0
+    assert names.count("tests of") == 1 + len(gpu_check.RISKIEST) == 6
+    # All but the last two is reached in time, and what is not is said.
+    assert set(result["not_reached"]) <= set(ORDER[-2:])
+    assert gpu_check.CLOCK.now() <= gpu_check.TOTAL + 5
+    page = gpu_check.page(result)
+    assert "| 6 of 6 processes of tests | passed |" in page
+    for script, family in (*gpu_check.FIRST_FIGURES, *gpu_check.FIGURES):
+        assert f"## {script} {family}\n\n| us | SM MHz | W |" in page
+
+
+def test_a_slow_machine_fails_nothing(gpu_check, pretended):
+    code, result = pretended(operators=60, gpu_layer_parts=40, tests=60)
     states = {step["name"]: step["state"] for step in result["steps"]}
-    assert states["figures"] == "failed: ValueError: a fault of this program"
-    assert states["compute-sanitizer memcheck"].startswith("not run")
-    assert {"section": "gpu_layer_parts", "family": "ceilings"} in result["rows"]
-    assert "output" not in result["steps"][0]
-    assert "## gpu_layer_parts" in gpu_check.page(result)
+    assert code == 0 and states["operators"] == "passed"
+    over = [name for name, state in states.items() if state.startswith("time over")]
+    assert result["not_reached"] == over and set(ORDER[-2:]) <= set(over)
+    code, result = pretended(build=600)
+    assert code == 1 and [step["name"] for step in result["steps"]] == ["build"]
+
+
+def test_a_fault_of_one_step_costs_no_other(gpu_check, pretended, monkeypatch):
+    figures = gpu_check.figure_steps
+
+    def faulty(wanted):
+        for found in figures(wanted):
+            if "ring" in found[0].name:
+                raise ValueError("a fault of this program")
+            yield found
+
+    monkeypatch.setattr(gpu_check, "figure_steps", faulty)
+    code, result = pretended()
+    states = {step["name"]: step["state"] for step in result["steps"]}
+    assert states["figures"] == "failed: ValueError: a fault of this program" and code == 1
+    assert states["compute-sanitizer racecheck"] == "passed"
+    assert "output" not in result["steps"][0] and result["rows"]
+
+
+@pytest.mark.skipif(not emulation.is_built(), reason="no emulation of CUDA")
+def test_pretends_from_the_command_line(tmp_path):
+    """With each operator on the emulated device."""
+    out = tmp_path / "gpu.json"
+    command = [sys.executable, "tools/gpu_check.py", "--pretend", "--out", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (step,) = (s for s in json.loads(out.read_text())["steps"] if s["name"] == "operators")
+    assert step["state"] == "passed" and step["tail"].startswith("{'passed': ")
+
+
+def test_figures_go_on_behind_a_family_that_ends_its_process(gpu_check, monkeypatch):
+    calls = []
+
+    def run(name, command, limit, env=None):
+        families = command[3:]
+        calls.append(families)
+        ran = families[: families.index("b") + 1] if "b" in families else families
+        rows = [{"family": f} for f in ran] + [{"section": f, "n": 1} for f in ran if f != "b"]
+        state = "failed" if "b" in families else "passed"
+        return gpu_check.Step(name, state, 1.0, output="\n".join(map(json.dumps, rows)))
+
+    monkeypatch.setattr(gpu_check, "run", run)
+    found = list(gpu_check.figure_steps([("x", name) for name in "abcd"] + [("y", "e")]))
+    assert calls == [["a", "b", "c", "d"], ["c", "d"], ["e"]]
+    assert [row["section"] for _, rows in found for row in rows] == ["a", "c", "d", "e"]
 
 
 def test_a_missing_sanitizer_is_said(gpu_check, monkeypatch):
     monkeypatch.setattr(gpu_check, "find_tool", lambda name: None)
-    states = {step.state for step in gpu_check.sanitizer_steps()}
-    assert states == {"not run: compute-sanitizer is not installed"}
+    assert gpu_check.sanitizer_step("memcheck").state == gpu_check.NO_SANITIZER
 
 
 def test_figures_are_found_in_other_output(gpu_check):
@@ -389,8 +508,9 @@ def test_figures_are_found_in_other_output(gpu_check):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_refuses_a_machine_without_a_gpu(gpu_check, tmp_path, capsys):
-    assert gpu_check.check(tmp_path / "gpu.json") == 1
+def test_refuses_a_machine_without_a_gpu(gpu_check, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sys, "argv", ["", "--out", str(tmp_path / "gpu.json")])
+    assert gpu_check.main() == 1
     assert "expected a CUDA device, got none" in capsys.readouterr().err
 
 
@@ -420,7 +540,12 @@ def test_builds_what_an_install_builds(gpu_check, monkeypatch, tmp_path):
     monkeypatch.setenv("MOE_EXT_WERROR", "1")  # as make does
     wanted = {"MOE_EXT_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "9.0", "CUDACXX": "fake"}
     commands = []
-    monkeypatch.setattr(gpu_check, "run", lambda *call: commands.append((call[1][-1], call[3])))
+
+    def run(name, command, limit, env):
+        commands.append((command[-1], env))
+        return gpu_check.Step(name, "passed", 1.0)
+
+    monkeypatch.setattr(gpu_check, "run", run)
     gpu_check.build_step("9.0")
     commands.append(("import setup; sys.argv[1:] = ['build_ext', '--inplace']; setup.main()", {}))
     monkeypatch.delenv("MOE_EXT_WERROR")

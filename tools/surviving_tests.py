@@ -17,7 +17,7 @@ EXIT = 9
 
 
 def results_file() -> Path:
-    """One JSON object a line: a test that began, how it ended, the end of the session."""
+    """One JSON object a line: tests in all, one that began, how it ended, the session's end."""
     return Path(os.environ["MOE_EXT_RESULTS"])
 
 
@@ -49,6 +49,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ]
     config.hook.pytest_deselected(items=[item for item in items if item not in left])
     items[:] = left
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Notes how many there are."""
+    write(collected=str(len(ended(results_file())) + len(session.items)))
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
