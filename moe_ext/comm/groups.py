@@ -21,6 +21,7 @@ __all__ = [
     "group_size",
     "is_initialized",
     "resolve_group",
+    "shares_communicator",
     "small_message_device",
     "world_size",
 ]
@@ -69,6 +70,13 @@ def resolve_group(group: ProcessGroup | None, owner: str) -> ProcessGroup | None
     if group is None and _has_joined(owner):
         return dist.group.WORLD
     return group
+
+
+def shares_communicator(group: ProcessGroup | None) -> bool:
+    """True for the default group over NCCL, whose messages queue up behind those of all others."""
+    if group_size(group) == 1 or group is not dist.group.WORLD:
+        return False
+    return "nccl" in dist.get_backend_config(group)
 
 
 def _has_joined(owner: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -22,7 +23,13 @@ from moe_ext._checks import check_choice, check_integer
 from moe_ext.comm import at_exit
 from moe_ext.comm.agreement import Agreement, check_equal_over_ranks, share
 from moe_ext.comm.failures import is_told
-from moe_ext.comm.groups import GroupHandle, check_group, group_rank, group_size
+from moe_ext.comm.groups import (
+    GroupHandle,
+    check_group,
+    group_rank,
+    group_size,
+    shares_communicator,
+)
 from moe_ext.comm.reports import telling
 from moe_ext.dispatch.counts import DTYPES, CallComparison, ExchangedCounts, Header
 from moe_ext.dispatch.parts import (
@@ -110,6 +117,17 @@ class DispatchMetadata:
         return self.permutation.num_dropped
 
 
+@functools.cache
+def _warn_of_shared_communicator() -> None:
+    """Warns once in a process."""
+    warnings.warn(
+        "moe_ext: ep_group is the default process group: over NCCL, tokens wait for reductions of "
+        "gradients in its queue, and do not travel beside them; give experts a group of their own, "
+        "as MoEMesh does",
+        stacklevel=3,
+    )
+
+
 class TokenDispatcher:
     """Brings every row to the rank of its expert, and back; base of the transports.
 
@@ -176,6 +194,8 @@ class TokenDispatcher:
         self.num_ranks = group_size(group)
         if self.num_ranks > 1:
             at_exit.wait_at_exit()  # which tells of an error that ends it before the first message
+        if shares_communicator(group):
+            _warn_of_shared_communicator()
         if num_experts % self.num_ranks != 0:
             raise ValueError(
                 f"{name}: expected num_experts to be a multiple of the group size "

@@ -2,6 +2,7 @@ import copy
 import datetime
 import functools
 import itertools
+import warnings
 from unittest import mock
 
 import pytest
@@ -12,8 +13,9 @@ from rank_checks import full
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import MoELayer, ops
-from moe_ext.comm import collectives
+from moe_ext.comm import collectives, groups
 from moe_ext.comm.c10d import default_store
+from moe_ext.dispatch import base
 from moe_ext.dispatch.rows import all_to_all_rows
 from moe_ext.distributed import AllToAllDispatcher, LocalDispatcher, TokenDispatcher, count_traffic
 from moe_ext.distributed.dtensor import local_part
@@ -578,3 +580,22 @@ def test_drop_by_score_keeps_the_largest_weights():
     rows, offsets, _ = dispatcher.dispatch(x, idx, weights, capacity=2)
     assert offsets.tolist() == [0, 2]
     assert rows[:2, 0].tolist() == [1.0, 3.0]
+
+
+def test_tokens_over_the_default_group_of_nccl_are_warned_of(monkeypatch):
+    store = dist.HashStore()
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+    try:
+        own = dist.new_group([0])
+        monkeypatch.setattr(groups, "group_size", lambda group: 2)
+        assert not groups.shares_communicator(dist.group.WORLD)
+        monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+        assert not groups.shares_communicator(own)
+        with pytest.warns(UserWarning, match="give experts a group of their own"):
+            AllToAllDispatcher(4, dist.group.WORLD)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            AllToAllDispatcher(4, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+        base._warn_of_shared_communicator.cache_clear()
