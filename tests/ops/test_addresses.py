@@ -29,8 +29,9 @@ REFUSALS = {
     "expanded": re.compile(DENSE),
     "far": re.compile(DENSE),
 }
-# Elements between the first and the last row of a tensor that is "far": more than 32 bits count.
-FAR = 2**32
+# Elements between the first and the last row of a tensor that is "far": those of 64 rows, too, are
+# more than 32 bits count.
+FAR = 2**36
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 # Of four tensors in a row each has another dtype; the next turn gives each the next one.
 TURNS = range(len(DTYPES)) if FULL else (0,)
@@ -44,14 +45,6 @@ def table():
         return importlib.import_module("gpu_operators")
     finally:
         sys.path.remove(str(ROOT / "tools"))
-
-
-@pytest.fixture(scope="module")
-def memory():
-    """Bytes of addresses for two tensors that are far; what is not touched takes no memory."""
-    no_reserve = 0x4000  # MAP_NORESERVE, which Python does not name
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
-    return torch.frombuffer(mmap.mmap(-1, 2 * FAR * 8 + 2**20, flags=flags), dtype=torch.uint8)
 
 
 def shifted(x, offset):
@@ -75,39 +68,41 @@ def expanded(x):
     return x[:1].expand_as(x) if x.dim() > 1 or x.dtype == torch.bool else x
 
 
-def far(x, memory):
+def far(x, gap):
     """A copy of x whose rows take FAR elements; index arithmetic of 32 bits would miss them.
 
-    On a device, that has no addresses without memory, they are three elements further apart.
+    Rows are aligned but for the gap. On a device, that has no addresses without memory, they are
+    the gap further apart.
     """
     if x.dim() < 2 or x.shape[-2] < 2:
         return x
     if x.device.type != "cpu":
-        return torch.nn.functional.pad(x, (0, 3))[..., :-3]
-    rows = x.shape[-2]
-    width = x.shape[-1] * x[..., 0, 0].numel()
+        return torch.nn.functional.pad(x, (0, gap))[..., : x.shape[-1]]
     strides = [x.shape[-1]] * x.dim()
     for at in reversed(range(x.dim() - 3)):
         strides[at] = strides[at + 1] * x.shape[at + 1]
-    strides[-2:] = FAR // (rows - 1) // width * width + 3, 1
-    # Behind as many elements: a product that becomes negative finds others, and not the end.
-    found = memory.view(x.dtype).as_strided(x.shape, strides, FAR)
-    return found.copy_(x)
+    width = 64 * strides[0] * x.shape[0]
+    strides[-2:] = FAR // (x.shape[-2] - 1) // width * width + gap, 1
+    # Addresses, of which those that are not touched take no memory. As many are below: a product
+    # that became negative finds zeros there.
+    no_reserve = 0x4000  # MAP_NORESERVE, which Python does not name
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+    memory = torch.frombuffer(
+        mmap.mmap(-1, (2 * FAR + 2**22) * x.itemsize, flags=flags), dtype=x.dtype
+    )
+    return memory.as_strided(x.shape, strides, FAR).copy_(x)
 
 
-def changes(layout, tensors, memory):
+def changes(layout, tensors):
     """Pairs: which of an operator's tensors change, and how."""
     alone = [(place,) for place in tensors]
     if layout == "shifted":
         together = [(tensors, offset) for offset in (OFFSETS if len(tensors) == 1 else OFFSETS[:2])]
         each = [(which, OFFSETS[which[0] % len(OFFSETS)]) for which in alone if len(tensors) > 1]
         return [(which, functools.partial(shifted, offset=at)) for which, at in together + each]
-    change = {
-        "spread": spread,
-        "expanded": expanded,
-        "far": functools.partial(far, memory=memory),
-    }
-    return [(which, change[layout]) for which in alone]
+    if layout == "far":
+        return [(which, functools.partial(far, gap=gap)) for which in alone for gap in (0, 3)]
+    return [(which, spread if layout == "spread" else expanded) for which in alone]
 
 
 def tensors_of(arguments):
@@ -127,7 +122,7 @@ def test_every_tensor_of_every_operator_is_in_the_table(table):
         assert given == {a.name for a in declared if "Tensor" in str(a.type)}, name
 
 
-def tried(table, layout, half, turn, memory):
+def tried(table, layout, half, turn):
     """(operator, dtype, arguments, the tensors that change, how) of half the operators."""
     dtypes = itertools.cycle(DTYPES[turn:] + DTYPES[:turn])
     inputs = {dtype: table.Inputs(dtype) for dtype in DTYPES}
@@ -137,7 +132,7 @@ def tried(table, layout, half, turn, memory):
         for number, sample in enumerate(made(torch.float32)):
             tensors = [place for place in tensors_of(sample) if place not in known]
             known += tensors
-            for which, change in changes(layout, tensors, memory):
+            for which, change in changes(layout, tensors):
                 dtype = next(dtypes)
                 yield name, dtype, made(dtype)[number], which, change
         next(dtypes)
@@ -146,10 +141,10 @@ def tried(table, layout, half, turn, memory):
 @pytest.mark.parametrize("turn", TURNS)
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("layout", list(REFUSALS))
-def test_gives_the_same_result_or_refuses_the_layout(table, memory, device, layout, half, turn):
+def test_gives_the_same_result_or_refuses_the_layout(table, device, layout, half, turn):
     """Each tensor by itself, and at an offset all at once."""
     wrong = []
-    for name, dtype, arguments, which, change in tried(table, layout, half, turn, memory):
+    for name, dtype, arguments, which, change in tried(table, layout, half, turn):
         arguments = table.moved(arguments, device)
         odd = [change(x) if at in which else copied(x) for at, x in enumerate(arguments)]
         # With the same numbers: an expanded tensor has others than before.
