@@ -493,6 +493,16 @@ def test_figures_go_on_behind_a_family_that_ends_its_process(gpu_check, monkeypa
     assert [row["section"] for _, rows in found for row in rows] == ["a", "c", "d", "e"]
 
 
+@pytest.mark.skipif(not emulation.is_built(), reason="no emulation of CUDA")
+def test_each_sanitized_test_has_a_case(gpu_check):
+    """On the emulated device, in the place of the real one."""
+    selected = [*gpu_check.SANITIZED_TESTS, "-k", f"simt and ({gpu_check.SMALL})"]
+    command = [*gpu_check.PYTEST, "--collect-only", *selected]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    cases = {line.partition("[")[0] for line in found.splitlines() if "::" in line}
+    assert cases == set(gpu_check.SANITIZED_TESTS)
+
+
 def test_a_missing_sanitizer_is_said(gpu_check, monkeypatch):
     monkeypatch.setattr(gpu_check, "find_tool", lambda name: None)
     assert gpu_check.sanitizer_step("memcheck").state == gpu_check.NO_SANITIZER

@@ -48,6 +48,7 @@ SANITIZED_TESTS = [
     "tests/ops/test_sparse_blocks.py::test_blocks_equal_the_reference",
     "tests/ops/test_topk.py::test_topk_equals_the_reference",
 ]
+SMALL = "257 or swiglu or unaligned"
 # Scripts of benchmarks/ and their families: the layer's before the tests, the others behind them.
 FIRST_FIGURES = (
     ("gpu_kernels", "layer"),
@@ -336,7 +337,7 @@ def sanitizer_step(tool: str) -> Step:
     # The caching allocator would hide an access past the end of a tensor.
     env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = [sanitizer, f"--tool={tool}", "--error-exitcode=9", "--target-processes=all"]
-    selected = [*SANITIZED_TESTS, "-k", "cuda and (257 or swiglu)"]
+    selected = [*SANITIZED_TESTS, "-k", f"cuda and ({SMALL})"]
     return run(name, [*command, *PYTEST, *selected], LIMIT["sanitizer"], env)
 
 
