@@ -49,6 +49,20 @@ KEPT = {
 }
 
 
+# Files with grids of two dimensions, of which the second takes 65,535 blocks, and what bounds it.
+# `check_launch` refuses more; that is no answer to sizes that a tensor may well have.
+WIDE_GRID = re.compile(r"grid\.[yz] = |dim3(?: \w+)?\((?:[^(),]|\((?:[^()]|\([^()]*\))*\))+, ")
+GRIDS = {
+    "assignment_kernels.cuh": "assignment_cuda.cu refuses more sequences and more experts",
+    "causal_conv1d_kernels.cuh": "causal_conv1d_cuda.cu refuses more taps",
+    "delta_rule_kernels.cuh": "delta_rule_cuda.cu refuses longer values",
+    "grouped_gemm_kernels.cuh": "at most 1024, or a row of two million columns",
+    "merge_kernels.cuh": "kMostBlocksAlongY",
+    "rows_kernels.cuh": "a row of two million columns",
+    "selective_scan_kernels.cuh": "scan_parts gives at most 256",
+}
+
+
 def broken(text):
     """(rule, what breaks it)."""
     for kept in KEPT:
@@ -67,6 +81,13 @@ def sources():
 def test_every_kernel_keeps_the_rules():
     found = [(file.name, *fault) for file in sources() for fault in broken(file.read_text())]
     assert not found
+
+
+def test_second_dimensions_of_grids_are_bounded():
+    texts = {file.name: re.sub(r"\s+", " ", file.read_text()) for file in sources()}
+    assert {name for name, text in texts.items() if WIDE_GRID.search(text)} == set(GRIDS)
+    assert WIDE_GRID.search("const dim3 grid(static_cast<unsigned>(f(n)), rows);")
+    assert not WIDE_GRID.search("{dim3(1), dim3(kFewThreads), bytes, stream}")
 
 
 def test_exceptions_are_there():
