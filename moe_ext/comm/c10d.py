@@ -133,8 +133,12 @@ def flat_group(mesh: DeviceMesh) -> ProcessGroup:
 _num_made: Counter[tuple[int, ...]] = Counter()
 
 
-def new_local_group(ranks: Sequence[int], timeout: timedelta | None) -> ProcessGroup:
+def new_local_group(
+    ranks: Sequence[int], timeout: timedelta | None, like: ProcessGroup | None = None
+) -> ProcessGroup:
     """A group that only its members make, and no other rank of the job takes part in.
+
+    It has the backends of the group `like`, those of the default group without it.
 
     torch names such a group by its ranks and by the number of groups that the process belongs to.
     Members that belong to unequal numbers of groups would wait for each other under different
@@ -144,10 +148,14 @@ def new_local_group(ranks: Sequence[int], timeout: timedelta | None) -> ProcessG
     _num_made[key] += 1
     text = f"moe_ext/{'_'.join(map(str, key))}/{_num_made[key]}"
     name = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+    config = dist.get_backend_config(like)
+    backend = None if config == dist.get_backend_config() else config
     # With a device bound to the default group, NCCL would split that group, which is a collective
     # of all of its ranks.
     with (
         mock.patch.object(c10d, "_hash_ranks_to_str", lambda _: name),
         mock.patch.object(c10d, "_get_split_source", lambda _: None, create=True),
     ):
-        return c10d.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+        return c10d.new_group(
+            list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True
+        )

@@ -331,11 +331,11 @@ def subgroups(ranks_of: Sequence[Sequence[int]]) -> ProcessGroup | None:
 
 
 def local_group(ranks: Sequence[int], like: ProcessGroup, device: torch.device) -> ProcessGroup:
-    """A new group of some global ranks, with the timeout of another group.
+    """A new group of some global ranks, with the backends and the timeout of another group.
 
     Only its members take part, each as often as the others.
     """
-    return c10d.new_local_group(ranks, c10d.group_timeout(like, device))
+    return c10d.new_local_group(ranks, c10d.group_timeout(like, device), like)
 
 
 def twin_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:

@@ -12,6 +12,7 @@ from moe_ext.comm.c10d import flat_group, group_of_name, small_message_device
 
 __all__ = [
     "GroupHandle",
+    "backends",
     "check_group",
     "flat_group",
     "global_rank",
@@ -58,6 +59,12 @@ def check_group(group: object, owner: str, *, name: str = "ep_group") -> None:
             f"{owner}: expected {name} to be None or a ProcessGroup that this rank belongs to, "
             f"got {group!r}" + (f"; its {held[0]}{call} is one" if held else "")
         )
+
+
+def backends(group: ProcessGroup) -> dict[str, str]:
+    """Names of a group's backends by type of device: {"cpu": "gloo", "cuda": "nccl"}."""
+    pairs = (part.split(":", 1) for part in dist.get_backend_config(group).split(","))
+    return {device: name for device, name in pairs}
 
 
 def resolve_group(group: ProcessGroup | None, owner: str) -> ProcessGroup | None:

@@ -1,13 +1,15 @@
-"""Messages between two ranks: over connections of their own, with threads that wait for them.
+"""Messages between two ranks: over connections of their own, by number or in order.
 
 A backend serves the messages of a group in turn, so that an all-to-all of the layers could stand
-behind a tensor of another stage: these go over a group of their own. A wait for one looks for
-errors of other ranks, as those of collectives do.
+behind a tensor of another stage: these go over groups of their own. Gloo knows messages by number;
+threads wait for them, and a wait for one looks for errors of other ranks, as those of collectives
+do. NCCL knows their order alone; there streams wait, and the host goes on.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,11 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_ext.comm import collectives
+from moe_ext.comm import collectives, streams
 from moe_ext.comm.failures import RankFailureError, naming_failed_ranks
+from moe_ext.comm.groups import group_rank, group_ranks
+from moe_ext.comm.pending import Pending
 from moe_ext.comm.reports import wait_for_message
 from moe_ext.comm.traffic import record_traffic
 from moe_ext.comm.workers import Tasks
+
+
+def goes_in_order(device: torch.device) -> bool:
+    """True if messages of a device are `OrderedMessages`: its backend, NCCL, knows no tags."""
+    return streams.has_streams(device)
 
 
 class PointToPoint:
@@ -63,6 +72,59 @@ class PointToPoint:
         return message
 
 
+class OrderedMessages:
+    """The same over NCCL: a communicator of two ranks, with a stream, for each ordered pair.
+
+    The messages of a pair come in the order of the calls, which have to be alike on both ranks, and
+    stand behind none of another pair. One leaves when the current stream has come to its call, and
+    `wait` lets the stream that is current then wait for it.
+
+    Args:
+        group: the ranks, with NCCL for the device.
+        device: where tensors live.
+        pairs: (sender, receiver) of all messages, ranks of the group; both ranks of a pair name it.
+    """
+
+    # NOTE: ProcessGroupNCCL has a stream for each communicator. It waits for the current stream at
+    # a call, and `Work.wait` lets the current stream wait for it.
+
+    def __init__(
+        self, group: ProcessGroup, device: torch.device, pairs: Iterable[tuple[int, int]]
+    ) -> None:
+        self._group, self._rank, self._ranks = group, group_rank(group), group_ranks(group)
+        self._of_pair: dict[tuple[int, int], ProcessGroup] = {}
+        first = torch.zeros(1, device=device)
+        # In one order on all ranks: nobody waits in a ring.
+        for pair in sorted(set(pairs)):
+            if self._rank in pair:
+                members = sorted(self._ranks[rank] for rank in pair)
+                self._of_pair[pair] = collectives.local_group(members, group, device)
+                # The host waits for the other rank while NCCL connects, and not in a step.
+                self._post(pair, first, 0, "OrderedMessages").wait()
+
+    def send(self, x: Tensor, rank: int, tag: int, *, operation: str) -> Pending[Tensor]:
+        """As `PointToPoint.send`; the number is for those who look at the messages."""
+        record_traffic("send", x.nbytes)
+        return self._post((self._rank, rank), x, tag, operation)
+
+    def receive(self, out: Tensor, rank: int, tag: int, *, operation: str) -> Pending[Tensor]:
+        """Begin to receive into a contiguous tensor; see `send`."""
+        return self._post((rank, self._rank), out, tag, operation)
+
+    def _post(self, pair: tuple[int, int], x: Tensor, tag: int, operation: str) -> Pending[Tensor]:
+        if x.numel() == 0:
+            return Pending.done(x)
+        source, target = (self._ranks[rank] for rank in pair)
+        with naming_failed_ranks(self._group, operation):
+            if pair[0] == self._rank:
+                work = dist.isend(x, target, self._of_pair[pair], tag)
+            else:
+                work = dist.irecv(x, source, self._of_pair[pair], tag)
+        assert work is not None
+        # It holds the tensor.
+        return Pending.of_works([work], lambda: x, self._group, operation)
+
+
 class PeerMessage:
     """A message underway."""
 
@@ -78,6 +140,10 @@ class PeerMessage:
         except Exception as error:
             self._error = error
         self._ended.set()
+
+    def is_completed(self) -> bool:
+        """True if `wait` returns at once."""
+        return self._ended.is_set() and self._error is None
 
     def wait(self) -> Tensor:
         """The tensor, once it has been sent or received.

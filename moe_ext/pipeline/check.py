@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 from moe_ext._checks import check_sizes
@@ -87,6 +88,36 @@ def kept_versions(table: ActionTable) -> dict[tuple[int, int, int], tuple[int, .
             elif action.kind in COMPUTE:
                 behind.add(action.version)
     return found
+
+
+def messages_of_pairs(table: ActionTable) -> dict[tuple[int, int], list[Action]]:
+    """The sends of each (sender, receiver), in the order that both ranks have.
+
+    NCCL knows messages by that order alone.
+
+    Raises:
+        ValueError: a rank receives in another order than the other one sends.
+    """
+    sends: dict[tuple[int, int], list[Action]] = {}
+    received: dict[tuple[int, int], list[Action]] = {}
+    for rank, row in enumerate(table.rows):
+        for action in row:
+            if action.kind in MESSAGES:
+                peer = table.peer(action)
+                if action.kind.startswith("SEND"):
+                    sends.setdefault((rank, table.rank(peer)), []).append(action)
+                else:
+                    received.setdefault((table.rank(peer), rank), []).append(peer)
+    for pair in sorted({*sends, *received}):
+        both = zip_longest(sends.get(pair, ()), received.get(pair, ()))
+        for number, (sent, taken) in enumerate(both):
+            if sent != taken:
+                raise ValueError(
+                    "Pipeline: expected table to have the messages of two ranks in one order on "
+                    f"both, got message {number} of rank {pair[0]} to rank {pair[1]} as "
+                    f"{sent or 'nothing'} and {taken and table.peer(taken) or 'nothing'}"
+                )
+    return sends
 
 
 def updates_of(table: ActionTable) -> dict[tuple[int, int], dict[int, int]]:

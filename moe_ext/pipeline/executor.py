@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,18 +13,20 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext._checks import check_kind
+from moe_ext.comm import point_to_point
 from moe_ext.comm.agreement import Agreement
-from moe_ext.comm.groups import check_group, group_rank, group_size
+from moe_ext.comm.groups import backends, check_group, group_rank, group_size
 from moe_ext.comm.interleaving import run_in_turns
 from moe_ext.comm.reports import telling
 from moe_ext.distributed.clipping import is_scaled_alike, note_stage
 from moe_ext.nn.model_layers import set_loss_scale
-from moe_ext.pipeline.check import check_table, kept_versions, updates_of
+from moe_ext.pipeline.check import check_table, kept_versions, messages_of_pairs, updates_of
 from moe_ext.pipeline.messages import add_messages
 from moe_ext.pipeline.step import LossFunction, StageMessages, StageSetup, StepRun
 from moe_ext.pipeline.table import ActionTable
 from moe_ext.pipeline.turn_plan import TurnPlan
 
+_HOST = torch.device("cpu")
 # For each weight that several stages have: stages, and the names of the parameters there.
 Tied = Sequence[Sequence[tuple[int, str]]]
 
@@ -37,6 +40,11 @@ class Pipeline:
     receive is posted where the table has it, and what needs the tensor waits. "I" and "W" compute
     the gradients of inputs and of weights apart, where the input of a stage has one; of the first
     stage W computes all.
+
+    For stages on CUDA tensors go over NCCL (`comm.point_to_point.OrderedMessages`), and streams
+    wait for them. The host waits once for the shape and dtype of what comes into a stage, which
+    its rank is told over Gloo. Actions run on the current stream, W too: autograd has each backward
+    operation on the stream of its forward one.
 
     A stage that lies on several ranks, one for each chain of the table, ends a step with the sum of
     their gradients. Where the table has slices, a stage is called as `stage(x, past)` and gives
@@ -52,12 +60,13 @@ class Pipeline:
     Args:
         table: the same on every rank; `add_messages` completes it where it has no messages. Or a
             plan of `plan_turns`: a rank then computes one action while others of its own wait for
-            exchanges between the ranks of their stage. Forward passes draw random numbers from a
-            generator each, seeded by a number of the caller's.
+            exchanges between the ranks of their stage, on the CPU. Forward passes draw random
+            numbers from a generator each, seeded by a number of the caller's.
         stages: modules of this rank by number, each of a tensor to a tensor, in floating point
-            between stages and alike in shape for all micro-batches; on the CPU.
+            between stages and alike in shape for all micro-batches; on the CPU or one CUDA device.
         loss_fn: gives the loss of the last stage's output and a target, a mean over the batch.
-        group: the ranks of the pipeline, with Gloo; None is this process alone.
+        group: the ranks of the pipeline, with Gloo; None is this process alone. For stages on CUDA
+            with NCCL, too ("cpu:gloo,cuda:nccl").
         max_in_flight: see `check_table`.
         recompute: keep of a forward pass nothing but the input of the stage, and run it again right
             before the backward pass: once, whether that is whole or in two. Layers count it once.
@@ -71,8 +80,10 @@ class Pipeline:
 
     Raises:
         ValueError: on every rank: the tables differ, or are refused by `check_table`; the group has
-            another number of ranks; stages are not those of the table; `slice_lengths` or `update`
-            are missing or not needed; there are updates in several chains, or I and W of slices.
+            another number of ranks; stages are not those of the table, or on several devices;
+            `slice_lengths` or `update` are missing or not needed; there are updates in several
+            chains, or I and W of slices. For stages on CUDA: the group has no NCCL or no Gloo, the
+            table is a plan, or its messages have another order on the rank that receives them.
         TypeError: an argument is of another type.
     """
 
@@ -94,16 +105,21 @@ class Pipeline:
         table = self._plan.table if self._plan else table
         assert isinstance(table, ActionTable)
         check_group(group, "Pipeline", name="group")
-        self._device = torch.device("cpu")
         self.rank = group_rank(group)
-        with Agreement("Pipeline", group, self._device) as agreement:
+        with Agreement("Pipeline", group) as agreement:
             check_table(table, max_in_flight=max_in_flight)
+            parameters = (p for stage in stages.values() for p in stage.parameters())
+            self._device = next((p.device for p in parameters), _HOST)
+            self._in_order = point_to_point.goes_in_order(self._device)
             self._refuse(table, stages, group_size(group))
+            if self._in_order:
+                self._refuse_order(group)
             _refuse_options(table, slice_lengths, update)
             _refuse_tied(table, stages, tied, update)
             facts = {
                 "table": "; ".join(" ".join(map(str, row)) for row in table.rows),
                 "turns": self._plan and "; ".join(map(str, self._plan.starts)),
+                "type of device": self._device.type,
                 "recompute": recompute,
                 "slice_lengths": slice_lengths and list(slice_lengths),
                 "tied": [list(map(list, names)) for names in tied],
@@ -125,8 +141,12 @@ class Pipeline:
             kept_versions(table),
             [sizes[updates[i]] if updates else micro for i in range(micro)],
         )
-        self._messages = StageMessages(self.table, group, self.rank)
         self._shared = self._shared_parameters(tied)
+        pairs = None
+        if self._in_order:
+            of_copies = (p for _, r, _ in self._shared for p in itertools.permutations(r, 2))
+            pairs = {*messages_of_pairs(self.table), *of_copies}
+        self._messages = StageMessages(self.table, group, self.rank, self._device, pairs)
         if group is not None:
             trained = [p for stage in self.stages for p in _trained(self.stages[stage])]
             copies = [p for _, ranks, p in self._shared if self.rank != ranks[0]]
@@ -161,11 +181,25 @@ class Pipeline:
             )
         for number, module in stages.items():
             for name, parameter in module.named_parameters():
-                if parameter.device != self._device:
+                device = parameter.device
+                if device != self._device or device.type not in ("cpu", "cuda"):
                     raise ValueError(
-                        "Pipeline: expected stages to be on the CPU, since only Gloo knows "
-                        f"messages by number, got {name} of stage {number} on {parameter.device}"
+                        "Pipeline: expected stages of a rank to be on the CPU or on one CUDA "
+                        f"device, got {name} of stage {number} on {device}"
                     )
+
+    def _refuse_order(self, group: ProcessGroup | None) -> None:
+        if self._plan is not None:
+            raise ValueError(
+                "Pipeline: expected table to be an ActionTable for stages on CUDA, since NCCL "
+                "needs one order of messages on both ranks, got a TurnPlan"
+            )
+        known = {} if group is None else backends(group)
+        if group_size(group) > 1 and (known.get("cuda") != "nccl" or "cpu" not in known):
+            raise ValueError(
+                "Pipeline: expected group to have NCCL, and a backend for the CPU that tells "
+                f'shapes ("cpu:gloo,cuda:nccl"), for stages on CUDA, got {known}'
+            )
 
     def step(
         self,
@@ -197,7 +231,7 @@ class Pipeline:
                 "Pipeline.step: expected no step before this one to have failed, got a pipeline "
                 "whose messages were lost; build another one"
             )
-        with telling(self._group, self._device, f"Pipeline.step on {self._messages.place}"):
+        with telling(self._group, _HOST, f"Pipeline.step on {self._messages.place}"):
             if self._group is not None and not is_scaled_alike(loss_scale):
                 raise ValueError(
                     "Pipeline.step: expected loss_scale to be a number, or a tensor that "
@@ -207,7 +241,7 @@ class Pipeline:
         setup, micro = self._setup, self.table.num_micro_batches
         # Until it has ended: messages of a step that failed may still come.
         self._failed = self._messages.travels
-        with telling(self._group, self._device, f"Pipeline.step on {self._messages.place}"):
+        with telling(self._group, _HOST, f"Pipeline.step on {self._messages.place}"):
             for stage, name, given in ((0, "inputs", inputs), (setup.last, "targets", targets)):
                 if stage in self.stages and len(given) != micro:
                     raise ValueError(
@@ -224,13 +258,14 @@ class Pipeline:
             run.run_plan(self._plan)
         for row in self.table.rows[self.rank] if self._plan is None else ():
             acts = [functools.partial(run.act, action) for action in row.in_turn()]
-            if setup.in_turns:
+            # On CUDA streams wait, and no action for another one.
+            if setup.in_turns and not self._in_order:
                 run_in_turns(acts)
             else:
                 for act in acts:
                     act()
         name = f"Pipeline.step, sum of the gradients of copies on {self._messages.place}"
-        with telling(self._group, self._device, name):
+        with telling(self._group, _HOST, name):
             for (number, ranks, p), earlier in zip(self._shared, before, strict=True):
                 own = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
                 total, sent = self._messages.sum_over(own, ranks, number, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_ext.comm import streams
 from moe_ext.comm.groups import group_ranks, group_size
 from moe_ext.comm.interleaving import pass_turn, run_in_turns
-from moe_ext.comm.point_to_point import PeerMessage, PointToPoint
+from moe_ext.comm.pending import Pending
+from moe_ext.comm.point_to_point import OrderedMessages, PeerMessage, PointToPoint
 from moe_ext.comm.reports import telling
 from moe_ext.comm.traffic import not_counted
 from moe_ext.nn.model_layers import set_loss_scale
@@ -22,6 +24,7 @@ from moe_ext.pipeline.table import MESSAGES, OF_STAGE, UPDATE, Action, ActionTab
 from moe_ext.pipeline.turn_plan import TurnPlan
 
 LossFunction = Callable[[Tensor, Any], Tensor]
+Message = PeerMessage | Pending[Tensor]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MOST_DIMS = 14
@@ -69,21 +72,27 @@ class StageSetup:
 
 @dataclass(frozen=True)
 class _TorchState:
-    """State of torch that a second forward pass needs: that of autocast and of the generator."""
+    """State of torch that a second forward pass needs: that of autocast and of the generators."""
 
+    device: torch.device
     autocast: torch.dtype | None
     generator: Tensor
+    # None on the CPU.
+    device_generator: Tensor | None
 
     @staticmethod
-    def now() -> _TorchState:
-        return _TorchState(autocast_dtype(torch.device("cpu")), torch.get_rng_state())
+    def now(device: torch.device) -> _TorchState:
+        own = torch.cuda.get_rng_state(device) if streams.has_streams(device) else None
+        return _TorchState(device, autocast_dtype(device), torch.get_rng_state(), own)
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        with torch.random.fork_rng([]):
+        kind, dtype = self.device.type, self.autocast
+        with torch.random.fork_rng([] if self.device_generator is None else [self.device]):
             torch.set_rng_state(self.generator)
-            dtype = self.autocast
-            with torch.enable_grad(), torch.autocast("cpu", dtype, enabled=dtype is not None):
+            if self.device_generator is not None:
+                torch.cuda.set_rng_state(self.device_generator, self.device)
+            with torch.enable_grad(), torch.autocast(kind, dtype, enabled=dtype is not None):
                 yield
 
 
@@ -139,13 +148,26 @@ class StageMessages:
         table: with its messages.
         group: the ranks; None is this process alone.
         rank: of this process in the group.
+        device: where tensors live.
+        pairs: (sender, receiver) of all messages, where they go by their order; else None.
     """
 
-    def __init__(self, table: ActionTable, group: ProcessGroup | None, rank: int) -> None:
-        self.table, self.group, self.rank = table, group, rank
-        self._transport: PointToPoint | None = None
+    def __init__(
+        self,
+        table: ActionTable,
+        group: ProcessGroup | None,
+        rank: int,
+        device: torch.device,
+        pairs: Collection[tuple[int, int]] | None = None,
+    ) -> None:
+        self.table, self.group, self.rank, self.device = table, group, rank, device
+        # Formats go between the hosts on any device.
+        self._hosts: PointToPoint | None = None
+        self._transport: PointToPoint | OrderedMessages | None = None
         if group is not None and group_size(group) > 1:
-            self._transport = PointToPoint(group, _CPU)
+            self._transport = self._hosts = PointToPoint(group, _CPU)
+            if pairs is not None:
+                self._transport = OrderedMessages(group, device, pairs)
         # Shape and dtype of what goes into each (chain, stage, slice), and which of another rank
         # have been told.
         self._formats: dict[tuple[int, int, int], tuple[torch.Size, torch.dtype]] = {}
@@ -173,10 +195,10 @@ class StageMessages:
         """ValueError for an output of a stage that cannot be sent, or is unlike the first one."""
         stage = unit.stage
         is_sent = isinstance(out, Tensor) and out.dtype in _DTYPES and out.dim() <= _MOST_DIMS
-        if not is_sent or out.device != _CPU:
+        if not is_sent or out.device != self.device:
             raise ValueError(
-                f"Pipeline.step: expected stage {stage} to give a tensor on the CPU, of one of "
-                f"{_DTYPES}, got {type(out).__name__ if not isinstance(out, Tensor) else out.dtype}"
+                f"Pipeline.step: expected stage {stage} to give a tensor on {self.device}, of one "
+                f"of {_DTYPES}, got {_kind(out)}"
             )
         into = unit.chain, stage + 1, unit.slice
         known = self._formats.setdefault(into, (out.shape, out.dtype))
@@ -190,10 +212,11 @@ class StageMessages:
         """True if the format of what a receive brings is known."""
         return _into(receive) in self._formats
 
-    def send(self, x: Tensor, action: Action) -> list[PeerMessage]:
+    def send(self, x: Tensor, action: Action) -> list[Message]:
         """Begin to send a tensor to the rank of another stage, at first with its format."""
-        assert self._transport is not None
-        peer, sent = self.table.peer(action), []
+        assert self._transport is not None and self._hosts is not None
+        peer = self.table.peer(action)
+        sent: list[Message] = []
         rank, name, tag = self.table.rank(peer), self.named(action), self._tag(peer)
         into = peer.chain, peer.stage, peer.slice
         if action.kind[-1] == "F" and into not in self._told:
@@ -201,30 +224,32 @@ class StageMessages:
             words = [_DTYPES.index(x.dtype), x.dim(), *x.shape]
             head = torch.tensor(words + [0] * (2 + _MOST_DIMS - len(words)))
             with not_counted():
-                sent.append(self._transport.send(head, rank, tag + _FORMAT, operation=name))
+                sent.append(self._hosts.send(head, rank, tag + _FORMAT, operation=name))
         return [*sent, self._transport.send(x.contiguous(), rank, tag, operation=name)]
 
-    def receive(self, action: Action) -> PeerMessage:
+    def receive(self, action: Action) -> Message:
         """Begin to receive a tensor; waits for its format where that is not known."""
-        assert self._transport is not None
+        assert self._transport is not None and self._hosts is not None
         rank = self.table.rank(self.table.peer(action))
         name, tag, into = self.named(action), self._tag(action), _into(action)
         if into not in self._formats:
             head = torch.empty(2 + _MOST_DIMS, dtype=torch.int64)
             # Before the first tensor of a stage: the table is one in which a receive may wait.
-            told = self._transport.receive(head, rank, tag + _FORMAT, operation=name)
+            told = self._hosts.receive(head, rank, tag + _FORMAT, operation=name)
             dtype, dims, *sizes = told.wait().tolist()
             self._formats[into] = torch.Size(sizes[:dims]), _DTYPES[dtype]
         shape, kind = self._formats[into]
-        return self._transport.receive(torch.empty(shape, dtype=kind), rank, tag, operation=name)
+        into_place = torch.empty(shape, dtype=kind, device=self.device)
+        return self._transport.receive(into_place, rank, tag, operation=name)
 
     def sum_over(
         self, own: Tensor, ranks: Sequence[int], number: int, name: str
-    ) -> tuple[Tensor, list[PeerMessage]]:
+    ) -> tuple[Tensor, list[Message]]:
         """The sum of a tensor over ranks, the same bits on all, and messages still underway."""
         assert self._transport is not None
         base = 4 * self.table.num_micro_batches * self.table.num_stages * self.table.num_slices
-        found, tag, sent = {self.rank: own}, base + number, []
+        found, tag = {self.rank: own}, base + number
+        sent: list[Message] = []
         others = [rank for rank in ranks if rank != self.rank]
         for rank in others:
             sent.append(self._transport.send(own, rank, tag, operation=name))
@@ -267,10 +292,10 @@ class StepRun:
         self.setup, self.messages = setup, messages
         self.inputs, self.targets, self.scale = inputs, targets, scale
         self.losses: dict[int, Tensor] = {}
-        self.sent: list[PeerMessage] = []
+        self.sent: list[Message] = []
         self.passes: dict[tuple[int, int, int], _Pass] = {}
         # Tensors on their way to a stage: activations forward, gradients backward, by kind.
-        self.given: dict[tuple[str, tuple[int, int, int]], Tensor | PeerMessage] = {}
+        self.given: dict[tuple[str, tuple[int, int, int]], Tensor | Message] = {}
         # Leaves that the slices so far keep for those behind them, by (stage, micro-batch).
         self.kept: dict[tuple[int, int], list[tuple[Tensor, ...]]] = {}
         # Weights of (stage, version) by name: leaves, with the storage of parameters or copies.
@@ -343,6 +368,8 @@ class StepRun:
         if action.kind.startswith("SEND"):
             x = self.given.pop((way, _unit(self.setup.table.peer(action)).key))
             assert isinstance(x, Tensor)
+            # Memory of those that have gone goes to the next tensors.
+            self.sent = [message for message in self.sent if not message.is_completed()]
             self.sent += self.messages.send(x, action)
         elif action.kind in MESSAGES:
             self.given[way, _unit(action).key] = self.messages.receive(action)
@@ -357,14 +384,14 @@ class StepRun:
 
     def _take(self, kind: str, unit: Unit) -> Tensor:
         found = self.given.pop((kind, unit.key))
-        return found.wait() if isinstance(found, PeerMessage) else found
+        return found if isinstance(found, Tensor) else found.wait()
 
     def _forward(self, unit: Unit) -> None:
         if unit.stage == 0:
             x = self._part(self.inputs, unit)
         else:
             x = self._take("F", unit).requires_grad_()
-        setting = _TorchState.now() if self.setup.recompute else None
+        setting = _TorchState.now(self.messages.device) if self.setup.recompute else None
         outs = self._compute(unit, x)
         if unit.stage == self.setup.last:
             loss = outs[0].detach() * self._share(unit)
@@ -497,8 +524,8 @@ class StepRun:
 
     def _output_grads(self, unit: Unit, outs: tuple[Tensor, ...]) -> list[Tensor]:
         if unit.stage == self.setup.last:
-            scale = self._scale(unit)
-            grads = [torch.as_tensor(scale, dtype=outs[0].dtype).expand_as(outs[0])]
+            # A tensor made of a number would wait for the device.
+            grads = [torch.ones_like(outs[0]).mul_(self._scale(unit))]
         else:
             grads = [self._take("B", unit)]
         if self.setup.lengths:
@@ -511,6 +538,10 @@ class StepRun:
             grad = torch.zeros_like(x) if x.grad is None else x.grad
             self.given["B", unit.at(unit.stage - 1)] = grad
             x.grad = None  # W still holds x
+
+
+def _kind(out: Any) -> str:
+    return f"{out.dtype} on {out.device}" if isinstance(out, Tensor) else type(out).__name__
 
 
 def _into(receive: Action) -> tuple[int, int, int]:

@@ -7,17 +7,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import random_table
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from moe_ext.pipeline import (
+    ASYNCHRONOUS,
     SCHEDULES,
     Action,
     ActionTable,
+    Costs,
     add_messages,
     check_table,
     in_flight,
     make_table,
     simulate,
 )
+from moe_ext.pipeline.check import messages_of_pairs
 
 
 def table_of(*rows):
@@ -32,6 +36,54 @@ def test_accepts_the_schedules(name, ranks, micro):
     check_table(add_messages(table))
 
 
+def sends(table):
+    return sum(
+        table.send(action) is not None
+        for rank in range(table.num_ranks)
+        for action in table.actions(rank)
+    )
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES, *ASYNCHRONOUS, "chimera", "terapipe"])
+def test_both_ranks_have_the_messages_of_all_schedules_in_one_order(name):
+    count = 0
+    for ranks in (1, 2, 3, 4, 6, 8):
+        for micro in sorted({1, 2, 3, ranks, 2 * ranks, 3 * ranks + 1}):
+            try:
+                table = make_table(name, ranks, micro)
+            except ValueError:
+                continue  # the schedule has none of this size
+            for costs in (None, Costs(2.0, 3.0, 1.0, hop=0.5), Costs(1.0, 0.5, 4.0)):
+                found = messages_of_pairs(add_messages(table, costs))
+                assert sum(map(len, found.values())) == sends(table)
+                count += 1
+    assert count >= 27
+
+
+@pytest.mark.parametrize(
+    "name", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_both_ranks_have_the_messages_of_torch_in_one_order(name, ranks):
+    rows = get_schedule_ops(name, ranks, 4 * ranks, with_comms=True)
+    table = table_of(*(" ".join(str(a) for a in row if a is not None) for row in rows))
+    assert sum(map(len, messages_of_pairs(table).values())) == sends(table)
+
+
+def test_refuses_messages_in_two_orders():
+    table = table_of(
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
+        "1RECV_F1 1RECV_F0 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1",
+    )
+    message = "in one order on both, got message 0 of rank 0 to rank 1 as 0SEND_F0 and 1RECV_F1"
+    with pytest.raises(ValueError, match=f"Pipeline: expected table to have.*{message}"):
+        messages_of_pairs(table)
+    with pytest.raises(ValueError, match="check_table: expected table to come to its end"):
+        check_table(table)
+    with pytest.raises(ValueError, match="got message 1 of rank 0 to rank 1 as 0SEND_F1 and"):
+        messages_of_pairs(ActionTable([table.rows[0], table.rows[1][1:]]))
+
+
 @given(st.randoms(use_true_random=False), st.integers(1, 2), st.integers(1, 3))
 @settings(max_examples=40, deadline=None)
 def test_accepts_what_is_in_order(rng, chains, slices):
@@ -39,6 +91,7 @@ def test_accepts_what_is_in_order(rng, chains, slices):
     check_table(table)
     full = add_messages(table)
     check_table(full)
+    assert sum(map(len, messages_of_pairs(full).values())) == sends(table)
     # Nobody waits for a message that is posted late.
     assert simulate(full).makespan == simulate(table).makespan
 
