@@ -93,9 +93,9 @@ COMPARED = {
     "8 wide experts, top 2, float32": "| A (few wide experts) | 1024 | float32 | even |",
     "the same, bfloat16": " experts) | 1024 | bfloat16 | even |",
     "64 narrow experts, top 8, float32": "| B (many narrow experts) | 1024 | float32 | even |",
-    "Qwen3-MoE's proportions, whole step": "| Qwen3-MoE |",
+    "Qwen3-MoE's proportions, a model forward and backward": "| Qwen3-MoE |",
     "two nodes, 1 Gbit/s, 64 narrow experts": "| 2 x 2 | T=512 D=512 F=192 E=64 K=8 | 1 Gbit/s |",
-    "ring attention, float32, CPU time": "| float32 | ours |",
+    "ring attention, float32": "| float32 | ours |",
     "gradients of 25 MB, 1 Gbit/s": "| 2 | 1 Gbit/s |",
 }
 
