@@ -44,6 +44,25 @@ def test_this_build_has_it():
     assert _runtime_library.state() == f"compiled for torch {torch.__version__}"
 
 
+@pytest.mark.slow
+def test_its_sources_compile_for_a_torch_that_it_is_not_built_for(tmp_path):
+    """Classes of autograd and c10d change with torch; `make compat` asks the oldest and newest."""
+    headers, python = Path(torch.__file__).parent / "include", Path(sysconfig.get_path("include"))
+    compiler = shutil.which("c++")
+    if _runtime_library.path().exists():
+        pytest.skip("it is built for this torch")
+    if compiler is None or not (python / "Python.h").exists():
+        pytest.skip("no compiler, or no Python.h")
+    sources = sorted((ROOT / "csrc" / "runtime").glob("*.cpp"))
+    (tmp_path / "all.cpp").write_text("".join(f'#include "{path}"\n' for path in sources))
+    options = ["-std=c++20", "-fsyntax-only", '-DMOE_EXT_TORCH_VERSION=""', f"-I{ROOT / 'csrc'}"]
+    options += [f"-isystem{folder}" for folder in (headers, python)]
+    done = subprocess.run(
+        [compiler, *options, tmp_path / "all.cpp"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_without_it_the_twin_is_used_and_the_reason_given(folder):
     assert _runtime_library.load() is None
     state = _runtime_library.state()

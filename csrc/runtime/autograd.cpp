@@ -11,10 +11,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/node.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/csrc/utils/pybind.h>
@@ -38,6 +38,23 @@ namespace {
 using at::IValue;
 using at::Tensor;
 using torch::autograd::variable_list;
+
+// torch 2.11 and 2.12 hold nodes by std::shared_ptr, later ones count references inside the node.
+#if __has_include(<torch/csrc/autograd/node.h>)
+template <typename T>
+using NodePtr = c10::intrusive_ptr<T>;
+template <typename T, typename... Args>
+NodePtr<T> make_node(Args&&... args) {
+  return c10::make_intrusive<T>(std::forward<Args>(args)...);
+}
+#else
+template <typename T>
+using NodePtr = std::shared_ptr<T>;
+template <typename T, typename... Args>
+NodePtr<T> make_node(Args&&... args) {
+  return NodePtr<T>(new T(std::forward<Args>(args)...), torch::autograd::deleteNode);
+}
+#endif
 
 enum class Source { kGrad, kTensor, kValue };
 
@@ -112,7 +129,7 @@ void call(const Formula& formula, const Derivative& derivative, torch::jit::Stac
     derivative.op.callBoxed(stack);
   }
   if (!edges.empty()) {
-    const auto node = c10::make_intrusive<SecondDerivative>();
+    const auto node = make_node<SecondDerivative>();
     node->forward_name = formula.name;
     node->set_next_edges(std::move(edges));
     for (IValue& value : stack) {
@@ -498,7 +515,7 @@ struct Kernel : c10::OperatorKernel {
     const auto argument = [&](size_t i) -> const IValue& { return torch::jit::peek(*stack, i, formula.num_arguments); };
     const Formula& used = formula_given && argument(given).isTensor() ? *formula_given : formula;
     std::vector<bool> needed;
-    c10::intrusive_ptr<FormulaNode> node = record(used, argument, needed);
+    NodePtr<FormulaNode> node = record(used, argument, needed);
     {
       const at::AutoDispatchBelowAutograd below;
       op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
@@ -509,8 +526,7 @@ struct Kernel : c10::OperatorKernel {
   }
 
   template <typename Get>
-  static c10::intrusive_ptr<FormulaNode> record(
-      const Formula& formula, const Get& argument, std::vector<bool>& needed) {
+  static NodePtr<FormulaNode> record(const Formula& formula, const Get& argument, std::vector<bool>& needed) {
     bool any = false;
     for (size_t position : formula.inputs) {
       const IValue& value = argument(position);
@@ -524,7 +540,7 @@ struct Kernel : c10::OperatorKernel {
     if (!any || !at::GradMode::is_enabled()) {
       return {};
     }
-    auto node = c10::make_intrusive<FormulaNode>(formula);
+    auto node = make_node<FormulaNode>(formula);
     torch::autograd::edge_list edges;
     edges.reserve(formula.inputs.size());
     for (size_t position : formula.inputs) {
@@ -548,7 +564,7 @@ struct Kernel : c10::OperatorKernel {
   }
 
   static void keep_results(
-      const torch::jit::Stack& stack, const Formula& formula, const c10::intrusive_ptr<FormulaNode>& node,
+      const torch::jit::Stack& stack, const Formula& formula, const NodePtr<FormulaNode>& node,
       const std::vector<bool>& needed) {
     const auto result = [&](size_t i) -> const Tensor& {
       return torch::jit::peek(stack, i, formula.num_results).toTensor();
@@ -640,7 +656,7 @@ void register_derivatives(
 // The tensor, in a graph in which the products of its gradient wait.
 Tensor late_gradient(const Tensor& tensor) {
   Tensor alias = tensor.detach();
-  const auto node = c10::make_intrusive<LateGradient>();
+  const auto node = make_node<LateGradient>();
   node->set_next_edges({torch::autograd::impl::gradient_edge(tensor)});
   torch::autograd::set_history(alias, node);
   return alias;
@@ -655,7 +671,7 @@ Tensor inject_losses(
   if (!torch::autograd::compute_requires_grad(inputs)) {
     return tensor;
   }
-  auto node = c10::make_intrusive<InjectLosses>();
+  auto node = make_node<InjectLosses>();
   node->set_next_edges(torch::autograd::collect_next_edges(inputs));
   {
     const at::AutoDispatchBelowAutograd below;
