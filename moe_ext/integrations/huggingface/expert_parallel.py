@@ -413,12 +413,13 @@ def place_of(module: Any, name: str, group: ProcessGroup | None) -> Placement:
 
 def declare_placements(module: nn.Module, num_experts: int, group: ProcessGroup | None) -> None:
     """Say what this rank holds of the parameters of experts."""
+    # First, or the next line would make this rank's part of the whole ones.
+    whole = Placement.of_experts(num_experts, None, dim=None)
+    declare_placement(module, whole, [n for n, _ in module.named_parameters() if not _stacked(n)])
     declare_placement(module, place_of(module, "down_proj", group))
     if shards_of_experts(group) > 1:
         for name in weight_names(module):
             declare_placement(module, place_of(module, name, group), [name])
-    whole = Placement.of_experts(num_experts, None, dim=None)
-    declare_placement(module, whole, [n for n, _ in module.named_parameters() if not _stacked(n)])
 
 
 def _stacked(name: str) -> bool:
