@@ -430,7 +430,8 @@ class MoELayer(CountingModule):
         """True if ranks compare the bits of the router's parameters with this pass.
 
         With passes 1, 2, 4, 8, ...: a step before which gradients were not averaged is found soon,
-        and looking costs nothing in a long run.
+        and looking costs nothing in a long run. With a static budget, which a CUDA graph may hold
+        from the third pass on, with 1 and 2 alone. NOTE: device-to-host sync, in these.
         """
         router = self.router
         # A caller's own may have a reason to differ between ranks.
@@ -438,6 +439,8 @@ class MoELayer(CountingModule):
             return False
         self._num_passes += 1
         if self._num_passes & (self._num_passes - 1) or is_transformed():
+            return False
+        if self._num_passes > 2 and self._cut().is_static:
             return False
         # Shards differ between ranks; what holds them keeps them in step.
         return not any(is_dtensor(p) or may_differ(p) for p in router.parameters())

@@ -251,8 +251,10 @@ def check_a_forgotten_average_is_found_behind_the_first_step():
             torch.manual_seed(1 + dist.get_rank())
 
             def step(layer=layer, optimizer=optimizer, averages=averages):
-                with torch.no_grad():
-                    layer(torch.randn(6, 8))
+                # A static budget looks with two passes alone.
+                if not (layer.row_budget and layer.row_budget.static):
+                    with torch.no_grad():
+                        layer(torch.randn(6, 8))
                 layer(torch.randn(6, 8)).square().mean().backward()
                 if averages:
                     md.sync_gradients(layer)

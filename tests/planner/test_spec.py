@@ -425,7 +425,7 @@ def test_a_plan_is_told_with_its_model_and_batch():
         PRESETS["llama-3-8b"], "h100", num_ranks=8, global_batch=16, fixed=FIXED | {"ep": 1}
     )
     first = str(made).splitlines()[0]
-    for text in ("Grattafiori", "8.03B parameters", "16 sequences of 4096 tokens", "bfloat16"):
+    for text in ("llama-3-8b", "8.03B parameters", "16 sequences of 4096 tokens", "bfloat16"):
         assert text in first
     assert "--plan other/p.json" in made.commands(plan_file="other/p.json")["torchrun"]
 
@@ -450,12 +450,22 @@ def test_apply_compares_all_sizes(options, text):
 
 
 def test_progress_is_told_without_a_terminal(capsys, monkeypatch):
-    monkeypatch.setattr(cli, "_EVERY", 0.0)
-    shown = cli._Progress()
-    shown(3, 10)
-    shown(10, 10)
+    shown, waits = cli._Progress(), []
+
+    def wait(seconds):
+        """Over the fourth time; as much of the search is done in between."""
+        if waits:
+            shown(*[(3, 10), (10, 10), (10, 10)][len(waits) - 1])
+        waits.append(seconds)
+        return len(waits) == 4
+
+    monkeypatch.setattr(shown._over, "wait", wait)
+    shown.run()
     lines = capsys.readouterr().err.splitlines()
-    assert "3/10 meshes, costing" in lines[0] and "simulating pipelines" in lines[1]
+    assert "reading the model" in lines[0] and "3/10 meshes, costing" in lines[1]
+    assert "10/10 meshes, simulating pipelines" in lines[2]
+    # The first one after a second, and ever fewer.
+    assert waits == [1.0, 2.0, 4.0, 8.0]
     found = []
     cost = StepCost(SMALL, CLUSTER, JOB)
     result = search(
