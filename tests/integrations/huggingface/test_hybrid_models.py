@@ -6,6 +6,7 @@ length here is divided, run by default, and all of them on two to four ranks whe
 
 import contextlib
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from hf_models import transformers
 from rank_checks import Checks, full
 from test_prepared_models import (
+    REFUSED,
     SERVED,
     expect_near,
     group,
@@ -26,6 +28,7 @@ import moe_ext
 from moe_ext.attention import prepare_model
 from moe_ext.attention.huggingface.mixers import _mixers
 
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "hugging_face.md"
 HYBRIDS = (
     *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba"),
     *("kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h"),
@@ -143,5 +146,10 @@ def test_ranks_of_all_families(num_ranks, name):
 
 
 def test_no_hybrid_is_left_out():
+    """Neither here nor on the page, whose other names are those that are refused."""
     found = {family for family in SERVED if [*_mixers(make(family, **SERVED[family]))]}
     assert found == {*HYBRIDS}
+    _, refused = REFUSED["recurrences and mixtures of other kinds"]
+    names = (", ".join(HYBRIDS), ", ".join(refused).replace("/mlm", ""))
+    text = " ".join(PAGE.read_text().split())
+    assert "Served: {}. Refused: {}.".format(*names) in text
