@@ -23,7 +23,7 @@ from moe_ext.attention.layouts import Layout, make_layout, ranks_of
 from moe_ext.attention.masks import Offsets, check_cu_seqlens, check_end, rows_of_offsets
 from moe_ext.attention.recurrent import local
 from moe_ext.attention.recurrent.moves import Halo, Move, Spread
-from moe_ext.attention.recurrent.providers import Stretch
+from moe_ext.attention.recurrent.providers import Stretch, by_head
 from moe_ext.attention.recurrent.scan import StateScan
 from moe_ext.attention.sharding import check_lengths
 from moe_ext.comm.agreement import Agreement
@@ -69,6 +69,13 @@ class _Sequences:
             return None
         rows = [torch.tensor(row, device=positions.device) for row in self.offsets]
         return torch.stack([torch.bucketize(positions, row, right=True) - 1 for row in rows])
+
+    @property
+    def own(self) -> range:
+        """Positions of this rank where each has a part of its own, one after the other."""
+        sizes, rank = self.line.sizes, group_rank(self.group)
+        start = sum(sizes[:rank])
+        return range(start, start + sizes[rank])
 
     def stretch(self, positions: range, like: Tensor, dtype: torch.dtype, **more: Any) -> Stretch:
         """The stretch of some positions for `local`, on the device of a tensor."""
@@ -515,12 +522,10 @@ def _by_state(
     sequences: _Sequences,
 ) -> tuple[Tensor, Tensor]:
     """A stretch of positions of all heads on each rank, and states from rank to rank."""
-    line, heads, rank = sequences.line, rows[2].shape[1], group_rank(sequences.group)
+    heads, rank = rows[2].shape[1], group_rank(sequences.group)
     rows = rows if sequences.is_line else _moved(rows, sequences, "state")
     q, k, v, g, *beta = rows
-    start = sum(line.sizes[:rank])
-    mine = range(start, start + line.sizes[rank])
-    stretch = sequences.stretch(mine, v, dtype, is_shared=True)
+    stretch = sequences.stretch(sequences.own, v, dtype, is_shared=True)
     documents, dim, v_dim = stretch.documents, q.shape[3], v.shape[3]
     is_first = None
     if documents is not None and documents.shape[1]:
@@ -534,8 +539,8 @@ def _by_state(
         eye = torch.eye(dim, dtype=v.dtype, device=v.device).expand(*v.shape[:2], -1, -1)
         wide = torch.cat([v, v.new_zeros(*v.shape[:3], dim)], -1)
         wider = [*rows[:2], wide, *rows[3:]]
-        begin = v.new_zeros(*v.shape[:2], dim, v_dim) if state is None else state
-        out, added = _run(wider, None, torch.cat([begin, eye], -1), stretch)
+        both = torch.cat([local.begin(state, v, dim), eye], -1)
+        out, added = _run(wider, None, both, stretch)
         out = out.to(v.dtype)
         (out, reads), (added, maps) = (x.split([v_dim, dim], -1) for x in (out, added))
     else:
@@ -545,7 +550,7 @@ def _by_state(
         maps = maps if is_first is None else maps * is_first[:, :, -1:]
         if not _is_diagonal(rows, rates):
             sums = g.cumsum(2) if rates is None else g.cumsum(2) * rates[:, None]
-            reads = sums.exp() * local.by_head(q, heads)
+            reads = sums.exp() * by_head(q, heads)
             reads = reads if is_first is None else reads * is_first
     found, last = _state_before(added, maps, sequences, by_element=not beta)
     if reads is None:
@@ -647,15 +652,14 @@ def causal_conv1d(
     context = _in_context(group, layout, cu_seqlens)
     sequences = _sequences(op, check, (x, weight, bias), context)
     line, width = sequences.line, weight.shape[1]
-    rank, ranks = group_rank(sequences.group), sequences.group
     moved = x
     if not sequences.is_line:
         moved = sequences.move("state", 1, 1)(x.mT.unsqueeze(1)).squeeze(1).mT
     halo = None
     if line.num_ranks > 1 and width > 1:
-        halo = Halo(ranks, line.sizes, width - 1, op)(moved)
-    start = sum(line.sizes[:rank])
-    stretch = sequences.stretch(range(start - width + 1, start + line.sizes[rank]), x, x.dtype)
+        halo = Halo(sequences.group, line.sizes, width - 1, op)(moved)
+    own = sequences.own
+    stretch = sequences.stretch(range(own.start - width + 1, own.stop), x, x.dtype)
     out = local.causal_conv(moved, weight, bias, halo, stretch, silu=activation is not None)
     out = out.to(x.dtype)
     if not sequences.is_line:

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from moe_ext import ops
 from moe_ext._library import has_cuda
 from moe_ext.attention.recurrent import providers
-from moe_ext.attention.recurrent.providers import Stretch
+from moe_ext.attention.recurrent.providers import Stretch, as_columns, by_head, of_columns
 from moe_ext.ops.autograd import is_transformed
 
 CHUNK = 64
@@ -94,8 +94,7 @@ def _own_delta_rule(
     stretch: Stretch,
 ) -> Scanned:
     q, k, v, g, beta, state = _wide(q, k, v, g, beta, state)
-    if state is None:
-        state = v.new_zeros(*v.shape[:2], q.shape[3], v.shape[3])
+    state = begin(state, v, q.shape[3])
     documents = stretch.documents
     most = 128 if v.dtype == torch.float64 else 256
     if g.dim() == 3 and _has_operators(v, q.shape[3], most):
@@ -136,16 +135,16 @@ def _own_delta_rule(
     return Scanned(torch.cat(outs, 2)[:, :, :length], state)
 
 
+def begin(state: Tensor | None, v: Tensor, dim: int) -> Tensor:
+    """The state `[B, H, dim, V]` that the first position finds, for values `[B, H, L, V]`."""
+    return v.new_zeros(*v.shape[:2], dim, v.shape[3]) if state is None else state
+
+
 def _wide(*tensors: Tensor | None) -> Any:
     """Tensors in float32, or float64 if one has it."""
     dtypes = [torch.float32, *(x.dtype for x in tensors if x is not None)]
     dtype = functools.reduce(torch.promote_types, dtypes)
     return [None if x is None else x.to(dtype) for x in tensors]
-
-
-def by_head(x: Tensor, heads: int) -> Tensor:
-    """`[B, H, ...]` of `[B, G, ...]`, whose G entries serve H / G heads side by side each."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 class _Decays(NamedTuple):
@@ -281,17 +280,14 @@ def own_selective_scan(
 ) -> Scanned:
     """The same without other libraries."""
     x, dt, A, B, C, state = _wide(x, dt, A, B, C, state)
-    step, heads, v_dim = dt.unsqueeze(-1), x.shape[1], x.shape[3]
+    step, heads = dt.unsqueeze(-1), x.shape[1]
     if A.shape[1] == 1:
         return _own_delta_rule(C, B, x * step, dt * A, None, state, stretch)
-    if state is None:
-        state = x.new_zeros(len(x), heads, A.shape[1], v_dim)
+    state = begin(state, x, A.shape[1])
     if _has_operators(x, A.shape[1], 128):
-        # A column of the values is a head of its own.
-        columns = x.mT.flatten(1, 2), dt.repeat_interleave(v_dim, 1), A.repeat_interleave(v_dim, 0)
-        begin = state.mT.flatten(1, 2)
-        out, last = ops.selective_scan(*columns, B, C, begin, stretch.documents)
-        return Scanned(out.unflatten(1, (heads, v_dim)).mT, last.unflatten(1, (heads, v_dim)).mT)
+        found = state.mT.flatten(1, 2)
+        scanned = ops.selective_scan(*as_columns(x, dt, A), B, C, found, stretch.documents)
+        return Scanned(*(of_columns(t, heads) for t in scanned))
     return diagonal_scan(C, B, x * step, step * A[:, None], state, stretch.documents)
 
 
@@ -314,8 +310,7 @@ def diagonal_scan(
         documents: as in `delta_rule`.
     """
     q, k, v, decay, state = _wide(q, k, v, decay, state)
-    if state is None:
-        state = v.new_zeros(*v.shape[:2], q.shape[3], v.shape[3])
+    state = begin(state, v, q.shape[3])
     q, k, length = by_head(q, v.shape[1]), by_head(k, v.shape[1]), v.shape[2]
     if length == 0:
         weight = (q * k * decay).sum(-1, keepdim=True)

@@ -10,6 +10,7 @@ channels, W taps, N documents of all rows.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -244,11 +245,17 @@ def _load(provider: Provider) -> Any:
         return "not installed"
     try:
         function = getattr(importlib.import_module(provider.module), provider.function)
-        known = inspect.signature(function).parameters
+        known = _arguments(function)
     except Exception as error:  # it may compile, or ask for a device, while it is imported
         return f"{type(error).__name__}: {error}"
     lacks = [name for name in provider.takes if name not in known]
     return f"{provider.function} takes no {', '.join(lacks)}" if lacks else function
+
+
+@functools.cache
+def _arguments(function: Callable[..., Any]) -> frozenset[str]:
+    """Names of the arguments of a function, read once."""
+    return frozenset(inspect.signature(function).parameters)
 
 
 def _is_installed(provider: Provider) -> bool:
@@ -372,6 +379,27 @@ def _try(
     return ""
 
 
+def by_head(x: Tensor, heads: int) -> Tensor:
+    """`[B, H, ...]` of `[B, G, ...]`, whose G entries serve H / G heads side by side each."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def as_columns(x: Tensor, dt: Tensor, A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Values `[B, H V, L]`, steps and rates of a scan in which each column is a head of its own."""
+    v_dim = x.shape[3]
+    return x.mT.flatten(1, 2), dt.repeat_interleave(v_dim, 1), A.repeat_interleave(v_dim, 0)
+
+
+def of_columns(x: Tensor, heads: int) -> Tensor:
+    """`[B, H, ..., V]` of a result `[B, H V, ...]` of such a scan."""
+    return x.unflatten(1, (heads, -1)).mT
+
+
+def _numbers(documents: Tensor, batch: int) -> Tensor:
+    """Numbers of documents from 0, a row of int32 for each sequence."""
+    return (documents - documents[:, :1]).expand(batch, -1).int().contiguous()
+
+
 def _delta_rule(
     function: Callable[..., Any],
     q: Tensor,
@@ -389,9 +417,7 @@ def _delta_rule(
     heads, (batch, _, length, _) = v.shape[1], v.shape
     dtype = stretch.dtype or v.dtype
     # Versions before 0.5 want as many heads of q and k as of v.
-    q, k = (
-        x.repeat_interleave(heads // x.shape[1], 1) if x.shape[1] < heads else x for x in (q, k)
-    )
+    q, k = by_head(q, heads), by_head(k, heads)
     rows = [x.to(dtype).transpose(1, 2) for x in (q, k, v)]
     rows += [x.float().transpose(1, 2) for x in (g, beta)]
     state, packed = None if state is None else state.float(), {}
@@ -402,7 +428,7 @@ def _delta_rule(
         lasts = torch.tensor([len(of_row) - 1 for of_row in edges], device="cpu").cumsum(0) - 1
         offsets = torch.tensor([0, *ends], device="cpu")
         packed = {"cu_seqlens": offsets.to(v.device)}
-        if "cu_seqlens_cpu" in inspect.signature(function).parameters:
+        if "cu_seqlens_cpu" in _arguments(function):
             packed["cu_seqlens_cpu"] = offsets
         rows = [x.flatten(0, 1).unsqueeze(0) for x in rows]
         if state is not None:
@@ -431,8 +457,7 @@ def _head_scan(
     numbers = None
     if stretch.documents is not None:
         # The state to begin with is that of the document 0.
-        numbers = stretch.documents - stretch.documents[:, :1]
-        numbers = numbers.expand(len(x), -1).int().contiguous()
+        numbers = _numbers(stretch.documents, len(x))
     out, last = function(
         x=x.to(stretch.dtype or x.dtype).transpose(1, 2),
         dt=dt.float().transpose(1, 2),
@@ -458,13 +483,11 @@ def _element_scan(
     stretch: Stretch,
 ) -> tuple[Tensor, Tensor]:
     """`selective_scan_fn` in float32; channels are columns of heads."""
-    heads, v_dim = x.shape[1], x.shape[3]
+    heads = x.shape[1]
     x, dt, A, B, C = (t.float() for t in (x, dt, A, B, C))
-    columns = x.mT.flatten(1, 2), dt.repeat_interleave(v_dim, 1), A.repeat_interleave(v_dim, 0)
-    names = dict(zip(("u", "delta", "A"), columns, strict=True))
-    out, last = function(**names, B=B.mT, C=C.mT, return_last_state=True)
-    out, last = (t.unflatten(1, (heads, v_dim)).mT for t in (out, last))
-    return out, last
+    u, delta, A = as_columns(x, dt, A)
+    out, last = function(u=u, delta=delta, A=A, B=B.mT, C=C.mT, return_last_state=True)
+    return of_columns(out, heads), of_columns(last, heads)
 
 
 class _WithGradient(torch.autograd.Function):
@@ -507,8 +530,7 @@ def _convolution(
         x = x.contiguous()
     else:
         x = x.mT.contiguous().mT
-        numbers = stretch.documents[:, 0 if halo is not None else width - 1 :]
-        numbers = (numbers - numbers[:, :1]).expand(len(x), -1).int().contiguous()
+        numbers = _numbers(stretch.documents[:, 0 if halo is not None else width - 1 :], len(x))
     bias = None if bias is None else bias.to(weight.dtype).contiguous()
     activation = "silu" if silu else None
     out = function(x=x, weight=weight, bias=bias, seq_idx=numbers, activation=activation)
