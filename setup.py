@@ -42,7 +42,7 @@ get_requires_for_build_editable = get_requires_for_build_wheel
 
 
 def find_torch():
-    """Whether torch can be imported, if need be from behind the walls of an isolated build.
+    """True if torch can be imported, if need be from behind the walls of an isolated build.
 
     pip isolates a build by PYTHONPATH and runs it with the Python that it installs for.
     """

@@ -191,7 +191,7 @@ def _watts(cells: list[str]) -> float:
 
 
 class Card:
-    """What a figure is set beside: the copy of its process, and the card's clocks and power.
+    """The copy of its process, and the clocks and power of the card, beside which a figure is set.
 
     Attributes:
         copy: bytes a microsecond that `Tensor.copy_` moves, read and written ones together.

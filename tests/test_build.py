@@ -74,7 +74,7 @@ def tree(tmp_path):
 
 
 def in_tree(tree, code, *options, **environment):
-    """What Python prints in the tree; the repository is not on its path."""
+    """Output of Python in the tree; the repository is not on its path."""
     done = subprocess.run(
         [sys.executable, *options, "-c", code],
         cwd=tree,
@@ -96,7 +96,7 @@ setup.find_tool = lambda name: {str(fake)!r}
 sys.argv[1:] = ["build", "--build-lib=lib", "bdist_wheel", "--dist-dir=dist"]
 setup.main()
 """
-    # What a former build for another torch left.
+    # Left behind by a former build for another torch.
     (tree / "lib" / "moe_ext").mkdir(parents=True)
     for former in ("_C_cuda.so", "_runtime.torch-1.0.so"):
         (tree / "lib" / "moe_ext" / former).touch()

@@ -59,7 +59,7 @@ def members(value, classes=()):
     for name in sorted(dir(value)):
         found = inspect.getattr_static(value, name)
         owners = [c for c in value.__mro__ if name in vars(c)] or [object]
-        # Where it was written: torch wraps `step` in the class of an optimizer that is made.
+        # The class that wrote it: torch wraps `step` in the class of an optimizer that is made.
         written = getattr(found, "__qualname__", "").rpartition(".")[0]
         owner = next((c for c in owners if c.__qualname__ == written), owners[0])
         inherited = owner is not value and owner in classes

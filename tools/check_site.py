@@ -155,7 +155,7 @@ class Browser:
         return result
 
     def look(self, url, width, scheme, picture=None):
-        """What is wrong with a page in a window of this width, in light or dark."""
+        """Faults of a page in a window of this width, in light or dark."""
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
         features = [{"name": "prefers-color-scheme", "value": scheme}]

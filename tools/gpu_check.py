@@ -233,7 +233,7 @@ def find_tool(name: str) -> str | None:
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 
 
-# What is made of many operators: tools/gpu_operators.py knows them by these names.
+# Modules made of many operators: tools/gpu_operators.py knows them by these names.
 LAYER = ("MoELayer", "attention_by_a_library")
 
 
@@ -437,7 +437,7 @@ def page(result: dict[str, Any] | None) -> str:
         "| step | result | seconds |",
         "|---|---|---|",
     ]
-    # Of processes of tests, those that did not pass alone.
+    # One row for all processes of tests that passed, one for each other.
     files = [s for s in result["steps"] if s["name"].startswith("tests of ")]
     good = [s for s in files if s["state"] == "passed"]
     lines += [

@@ -15,7 +15,7 @@ from typing import Any
 MEMORY = {"H100": 2.9, "H200": 4.3}
 # TFLOP/s of dense bfloat16 products that libraries reach on both.
 PRODUCTS = 750.0
-# Of kernels of ours: 16-bit and float32 products, forward passes of exact attention by head dim.
+# TFLOP/s of our kernels: 16-bit and float32 products, exact attention forward by head dim.
 OWN, OWN_FLOAT32, EXACT = 340.0, 45.0, {64: 90.0, 128: 110.0}
 LAUNCH_MICROSECONDS = 3.0
 # Of an SM of 9.0: registers, in groups of 8 a thread, and threads.

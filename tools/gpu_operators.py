@@ -464,7 +464,7 @@ def _attention(device: str, dtype: torch.dtype) -> list[Tensor]:
     return [x.detach() for x in (out, q.grad, k.grad, v.grad) if x is not None]
 
 
-# What is made of many operators; 10 % of a norm: a token may choose another expert.
+# Modules made of many operators; 10 % of a norm: a token may choose another expert.
 WHOLE: dict[str, Callable[[str, torch.dtype], list[Tensor]]] = {
     "MoELayer": _layer,
     "attention_by_a_library": _attention,

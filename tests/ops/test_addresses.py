@@ -33,7 +33,7 @@ REFUSALS = {
 # more than 32 bits count.
 FAR = 2**36
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
-# Of four tensors in a row each has another dtype; the next turn gives each the next one.
+# Four tensors in a row have four dtypes; the next turn gives each the next one.
 TURNS = range(len(DTYPES)) if FULL else (0,)
 
 

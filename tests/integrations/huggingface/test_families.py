@@ -39,8 +39,8 @@ RELATIVE = 1e-6
 # For float32, by roundings of all products. These models cannot be in another dtype, or their own
 # loop over the experts is in float32 whatever they are in.
 RELATIVE_FLOAT32 = 1e-5
-# Of the largest gradient of the model, where a sum in another order meets float32 inside the model:
-# its own roundings are of that size, and a small gradient is a difference of large ones.
+# Share of the model's largest gradient, where a sum in another order meets float32 inside the
+# model: its roundings are of that size, and a small gradient is a difference of large ones.
 OF_LARGEST = 1e-7
 # Decays of their recurrence are in float32 in any model, as is their sum over a long sequence.
 FLOAT32_DECAYS = {"bailing_hybrid"}
@@ -176,7 +176,7 @@ def check_families(rank):
         try:
             check_one_process(model, batch_of(rank), relative)
             want = wanted(model, rank)
-            # Of a model that nothing has touched before.
+            # The model is one that nothing has touched before.
             fresh = build(family).to(torch.float32 if single else torch.float64).eval()
             ring = check_ring(fresh, RELATIVE_FLOAT32 if family in FLOAT32_DECAYS else relative)
             rows.append(row_of(family, model, f"yes | yes | {ring}", words))
