@@ -58,7 +58,8 @@ def make_model(plan: Plan) -> torch.nn.Module:
         "use_cache": False,
     }
     if not sizes.num_experts:
-        config = transformers.LlamaConfig(intermediate_size=sizes.dense_layer_ffn(), **options)
+        width = sizes.dense_ffn_dim or sizes.ffn_dim
+        config = transformers.LlamaConfig(intermediate_size=width, **options)
         return transformers.LlamaForCausalLM(config)
     config = transformers.MixtralConfig(
         intermediate_size=sizes.ffn_dim,

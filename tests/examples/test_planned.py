@@ -13,8 +13,12 @@ SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vo
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MIXTRAL = {"model_type": "mixtral", **SIZES, **HEADS, **EXPERTS}
-# Each on two ranks, but for the last one.
-PLACEMENTS = [{"ep": 2, "pp": 1}, {"pp": 2, "schedule": "zb-h1"}, {"cp": 2, "zero": 3}, {}]
+LLAMA = {"model_type": "llama", **SIZES, **HEADS}
+# Each on two ranks, but for the last ones.
+PLACEMENTS = {
+    "mixtral": [{"ep": 2, "pp": 1}, {"pp": 2, "schedule": "zb-h1"}, {"cp": 2, "zero": 3}, {}],
+    "llama": [{"pp": 2}, {}],
+}
 
 
 def made(path, fixed, num_ranks=2, config=MIXTRAL):
@@ -31,11 +35,12 @@ def text(tmp_path):
 
 
 @pytest.mark.timeout(180)
-def test_every_placement_trains_to_the_same_loss(tmp_path, text):
+@pytest.mark.parametrize("config", [MIXTRAL, LLAMA], ids=lambda config: config["model_type"])
+def test_every_placement_trains_to_the_same_loss(config, tmp_path, text):
     losses = []
-    for i, fixed in enumerate(PLACEMENTS):
+    for i, fixed in enumerate(PLACEMENTS[config["model_type"]]):
         num_ranks = 2 if fixed else 1
-        path = made(tmp_path / f"{i}.json", fixed, num_ranks)
+        path = made(tmp_path / f"{i}.json", fixed, num_ranks, config)
         args = ["--plan", str(path), "--data", str(text), "--steps=3", "--device=cpu", "--lr=0.1"]
         ranks = Ranks(args, num_ranks, tmp_path)
         assert ranks.wait() == [0] * num_ranks, ranks.output()
