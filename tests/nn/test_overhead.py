@@ -71,6 +71,31 @@ def test_forward_over_ranks_enters_few_functions_of_ours():
         assert len(names) <= 280, Counter(names)
 
 
+def entered_by_data_parallel_steps(rank):
+    """Functions of ours in two steps of a model without experts, and in those of one with them."""
+    found = []
+    for width in (16, None):
+        model = torch.nn.Linear(16, width) if width else moe_ext.MoELayer(16, 24, 4)
+        model = torch.nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+        def steps(model=model, optimizer=optimizer):
+            for _ in range(2):
+                model(torch.randn(8, 16)).square().mean().backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+        found.append(entered(steps))
+    return found
+
+
+def test_data_parallel_steps_of_a_model_without_experts_enter_no_function_of_ours():
+    for without, with_experts in spawn_ranks(entered_by_data_parallel_steps, 2):
+        assert without == []
+        assert with_experts  # and what is ours is seen
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("z_loss_coef", [0.0, 1e-3])
 def test_forward_calls_fewer_than_twelve_operators(training, z_loss_coef):
