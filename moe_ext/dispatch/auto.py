@@ -38,8 +38,12 @@ REHEARSED_BYTES = {"cpu": 2**23, "cuda": 2**26}
 # A rehearsal is the median of so many rounds; who has taken so many times the least drops out.
 ROUNDS = 5
 BEHIND = 1.5
-# Share by which another dispatcher must beat one that does less: a smaller gain may be noise.
+# Share by which another dispatcher must beat one that does less: a smaller gain may be noise. It
+# must beat the one in use by more.
 LEAST_GAIN = 0.02
+LEAST_GAIN_OF_A_CHANGE = 0.05
+# The choice is looked at again before this training pass, before that of four times its number, ...
+FIRST_LOOK_AGAIN = 16
 
 
 def expected_ranks(num_experts: int, num_parts: int, top_k: int) -> float:
@@ -112,14 +116,17 @@ _rehearsed = weakref.WeakKeyDictionary()
 
 
 class AutoDispatcher(TokenDispatcher):
-    """Stands for the dispatcher that a `MoELayer` over a group chooses at its first forward pass.
+    """Chooses the dispatcher of a `MoELayer` over a group, and looks at the choice again.
 
-    Each candidate brings tokens of even routing to the experts and back, and their gradients where
-    they are recorded; they take turns, and the one that takes least for the tokens of the pass is
-    chosen, on all ranks alike. Tokens so few that all they cost is latency (64 KiB of rows) take
-    the fewest messages without a rehearsal.
-    Layers of one shape over one group share the times. With `combine="exact"` all candidates have
-    the same bits, so that nothing but time depends on the choice.
+    At the first forward pass each candidate brings tokens of even routing to the experts and back,
+    and their gradients where they are recorded; they take turns, and the one that takes least for
+    the tokens of the pass is chosen, on all ranks alike. Tokens so few that all they cost is
+    latency (64 KiB of rows) take the fewest messages without a rehearsal. Layers of one shape over
+    one group share the times. With `combine="exact"` all candidates have the same bits, so that
+    nothing but time depends on the choice. The layer looks again before its training passes 16, 64,
+    256, ..., with the routing of the pass before. It changes to a dispatcher that takes 5 % less.
+    It does not look again where a change would show: with "reduced", with a wire, with moved
+    experts, and where passes are recomputed.
 
     Args:
         num_experts: E, a multiple of the size of the group.
@@ -145,11 +152,43 @@ class AutoDispatcher(TokenDispatcher):
     ) -> None:
         super().__init__(num_experts, group, wire=wire)
         self.combine_by = self._calls.facts["combine"] = combine
+        self._num_passes = 0
+        self.chosen: tuple[TokenDispatcher, DispatchChoice] | None = None
+        # Experts that the next pass looks at the choice with.
+        self.routed_TK: Tensor | None = None
+        self._looks_again = combine == "exact" and self.wire == Wire()
+
+    def is_due(self, used: TokenDispatcher, *, trains: bool) -> bool:
+        """True if a pass that would use this dispatcher asks `choose` first."""
+        if self.chosen is None:
+            return True
+        return trains and self.routed_TK is not None and self.chosen[0] is used
+
+    def see(self, topk_idx: Tensor, *, may_change: bool) -> None:
+        """Count a training pass, and keep its choice of experts where the next one looks at it.
+
+        Args:
+            topk_idx: `[T, K]`, as `plan` was given it.
+            may_change: False where this pass and all that follow must use the same dispatcher.
+        """
+        self._looks_again = self._looks_again and may_change
+        self._num_passes += 1
+        following = self._num_passes + 1
+        is_power_of_4 = following & (following - 1) == 0 and following.bit_length() % 2 == 1
+        if self._looks_again and is_power_of_4 and following >= FIRST_LOOK_AGAIN:
+            self.routed_TK = topk_idx.detach()
 
     def choose(
-        self, x: Tensor, top_k: int, *, in_rounds: bool, weighed: bool = True
+        self,
+        x: Tensor,
+        top_k: int,
+        *,
+        in_rounds: bool,
+        weighed: bool = True,
     ) -> tuple[TokenDispatcher, DispatchChoice]:
         """The dispatcher to use, and why; all ranks of the group call it together.
+
+        The one chosen before stays unless another takes less.
 
         Args:
             x: input of the layer, `[..., D]`; for its size alone, and checked by nobody here.
@@ -186,31 +225,41 @@ class AutoDispatcher(TokenDispatcher):
         )
         amounts = [shape.sent_bytes(name, self.combine_by, num_tokens) for name in names]
         seconds: list[float] | None = None
+        now, routed_TK, self.routed_TK = self.chosen, self.routed_TK, None
         if num_tokens * shape.token_bytes <= SMALL_BYTES:
+            if now is not None:
+                return now
             # Both take three messages; every other takes more.
             name = "alltoall" if "alltoall" in names else names[-1]
             reason = f"{num_tokens} tokens are so few that the fewest messages take least"
         else:
             made = [(name, self._make(name, node_size)) for name in names]
-            seconds = self._predicted(made, shape, num_tokens, x.device, weighed)
-            least = min(seconds)
-            name = next(
-                name
-                for name, time in zip(names, seconds, strict=True)
-                if time <= least * (1.0 + LEAST_GAIN)
-            )
+            seconds = self._predicted(made, shape, num_tokens, x.device, weighed, routed_TK)
+            allowed = min(seconds) * (1.0 + LEAST_GAIN)
+            by_name = dict(zip(names, seconds, strict=True))
+            name = next(name for name, time in by_name.items() if time <= allowed)
             what = "and back, and their gradients" if torch.is_grad_enabled() else "and back"
             reason = f"least time for {num_tokens} tokens to the experts {what}, as rehearsed"
-        chosen = self._make(name, node_size)
-        if self._calls.layer is not None:
-            chosen.tell_apart(self._calls.layers, self._calls.layer)
-        if self._calls.options is not None:
-            chosen.declare(self._calls.options)
+            if routed_TK is not None:
+                reason += f" with the routing of training pass {self._num_passes}"
+            if now is not None and now[1].name in by_name:
+                used = now[1].name
+                if by_name[name] * (1.0 + LEAST_GAIN_OF_A_CHANGE) >= by_name[used]:
+                    name = used
+        if now is not None and name == now[1].name:
+            chosen = now[0]
+        else:
+            chosen, calls = self._make(name, node_size), (now[0] if now else self)._calls
+            if calls.layer is not None:
+                chosen.tell_apart(calls.layers, calls.layer)
+            if calls.options is not None:
+                chosen.declare(calls.options)
         candidates = tuple(
             DispatchCandidate(name, sent, off, None if seconds is None else seconds[i])
             for i, (name, (sent, off)) in enumerate(zip(names, amounts, strict=True))
         )
-        return chosen, DispatchChoice(name, reason, candidates)
+        self.chosen = chosen, DispatchChoice(name, reason, candidates)
+        return self.chosen
 
     def _names(self, node_size: int, in_rounds: bool) -> list[str]:
         """The candidates, of which those that do less come first."""
@@ -237,17 +286,21 @@ class AutoDispatcher(TokenDispatcher):
         num_tokens: int,
         device: torch.device,
         weighed: bool,
+        routed_TK: Tensor | None,
     ) -> list[float]:
-        """Seconds of each candidate for so many tokens, of the slowest rank."""
+        """Seconds of each candidate for so many tokens, of the slowest rank.
+
+        Those of even routing are kept for other layers of the shape.
+        """
         limit = REHEARSED_BYTES.get(device.type, REHEARSED_BYTES["cpu"]) // shape.token_bytes
         many = max(2, min(num_tokens, limit))
         recorded = torch.is_grad_enabled()
-        known = _rehearsed.setdefault(self.group, {})
+        known = _rehearsed.setdefault(self.group, {}) if routed_TK is None else {}
         key = (shape, self.combine_by, many, tuple(name for name, _ in made), recorded, weighed)
         if key not in known:
             sizes = (many,) if num_tokens <= many else (many // 8 or 1, many)
             with not_counted():
-                known[key] = _rehearse(made, shape, sizes, device, weighed)
+                known[key] = _rehearse(made, shape, sizes, device, weighed, routed_TK)
         return [base + num_tokens * slope for base, slope in known[key]]
 
 
@@ -312,12 +365,19 @@ def _rehearse(
     sizes: tuple[int, ...],
     device: torch.device,
     weighed: bool,
+    routed_TK: Tensor | None = None,
 ) -> _Lines:
-    """Times of the candidates as lines over the tokens of even routing, agreed over the ranks."""
+    """Times of the candidates as lines over the number of tokens, agreed over the ranks.
+
+    Tokens choose what those of a pass chose, their experts at random where none are given.
+    """
     group = made[0][1].group
-    generator = torch.Generator().manual_seed(group_rank(group))
-    scores_TE = torch.rand(sizes[-1], shape.num_experts, generator=generator)
-    idx_TK = scores_TE.topk(shape.top_k).indices.to(device)
+    if routed_TK is not None and len(routed_TK):
+        idx_TK = routed_TK[torch.arange(sizes[-1], device=device) % len(routed_TK)]
+    else:
+        generator = torch.Generator().manual_seed(group_rank(group))
+        scores_TE = torch.rand(sizes[-1], shape.num_experts, generator=generator)
+        idx_TK = scores_TE.topk(shape.top_k).indices.to(device)
     x_TD = torch.zeros(sizes[-1], shape.model_dim, dtype=shape.dtype, device=device)
     weights_TK = torch.ones(idx_TK.shape, device=device)
     recorded = torch.is_grad_enabled()

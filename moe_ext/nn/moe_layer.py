@@ -10,7 +10,7 @@ import math
 import operator
 import weakref
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from moe_ext.comm.failures import in_layer
 from moe_ext.comm.groups import check_group, group_size
 from moe_ext.dispatch import (
     WHOLE,
+    AutoDispatcher,
     Choice,
     Cut,
     DispatchChoice,
@@ -196,6 +197,7 @@ class MoELayer(CountingModule):
         self.loss_scale: float | Tensor = 1.0
         self._record: Record = {}
         self._dispatch_choice: DispatchChoice | None = None
+        self._chooser: AutoDispatcher | None = None
         # Options whose values the ranks have compared, and these values.
         self._watched: operator.attrgetter[Any] | None = None
         self._compared: object = None
@@ -477,7 +479,11 @@ class MoELayer(CountingModule):
             raise TypeError(f"MoELayer: expected x to be a tensor, got {type(x).__name__}")
         dispatcher, cut = self.dispatcher, self._cut()
         if dispatcher.choose is not None:
-            self.dispatcher, self._dispatch_choice = dispatcher.choose(
+            # It looks at its choice again.
+            self._chooser = cast(AutoDispatcher, dispatcher)
+        chooser = self._chooser
+        if chooser is not None and chooser.is_due(dispatcher, trains=self._trains()):
+            self.dispatcher, self._dispatch_choice = chooser.choose(
                 x,
                 self.top_k,
                 in_rounds=cut.budget is not None or cut.num_parts > 1,
@@ -523,6 +529,10 @@ class MoELayer(CountingModule):
         y_TD = self._account(y_TD, routed, mask_T, sequences, num_dropped)
         return y_TD.reshape(x.shape)
 
+    def _trains(self) -> bool:
+        """A pass whose gradients are wanted; counting tokens is none."""
+        return self.training and torch.is_grad_enabled() and not self.counting
+
     def _cut(self) -> Cut:
         """The cut of a batch into parts, by the options as they are now."""
         moves = self._rebalancer is not None
@@ -547,6 +557,9 @@ class MoELayer(CountingModule):
         if self._rebalancer is not None:
             counts = self.training and not self.counting and not in_backward()
             place = functools.partial(self._rebalancer.place, x_TD, choice.topk_idx, counts=counts)
+        if self._chooser is not None and self._trains():
+            may_change = not in_backward() and not is_transformed() and place is None
+            self._chooser.see(choice.topk_idx, may_change=may_change)
         weighed = weighs_rows(experts)
         plan = dispatcher.plan(x_TD, choice, cut, weighed=weighed, place=place)
         pad = self.capacity is not None and self.capacity.pad

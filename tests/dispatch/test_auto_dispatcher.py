@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_ext import MoELayer
 from moe_ext.dispatch import auto
 from moe_ext.distributed import AutoDispatcher, HierarchicalDispatcher, count_traffic
-from moe_ext.nn import Dispatch, RowBudget
+from moe_ext.nn import Balance, Dispatch, RowBudget
 
 E, D, K = 12, 8, 4  # E is a multiple of every group size used
 # A row for each of K experts in float64 is 256 bytes a token: beyond auto.SMALL_BYTES.
@@ -139,6 +139,94 @@ def check_the_least_time_wins():
         assert choice.name == name, (times, str(choice))
         by_name = {c.name: c.seconds for c in choice.candidates}
         assert by_name["dedup"] == times["dedup"] * (MANY + i)
+
+
+def check_the_choice_is_looked_at_again_while_it_trains():
+    """Times are made up: those of the second choice differ by too little, of the third by much."""
+    by_look = [
+        {"alltoall": 3.0, "dedup": 2.0, "hierarchical": 4.0, "allgather": 5.0},
+        {"alltoall": 1.97, "dedup": 2.0, "hierarchical": 4.0, "allgather": 5.0},
+        {"alltoall": 1.0, "dedup": 2.0, "hierarchical": 4.0, "allgather": 5.0},
+    ]
+    routed = []
+
+    def rehearsed(made, shape, sizes, device, weighed, routed_TK):
+        routed.append(routed_TK)
+        return [(0.0, by_look[len(routed) - 1][name]) for name, _ in made]
+
+    # Tokens of rank 0 alone are many: the others take part in each look.
+    x = tokens(MANY + 20 if dist.get_rank() == 0 else 3)
+    want, one = outcome(layer("alltoall"), x), layer()
+    names = []
+    with mock.patch.object(auto, "_rehearse", rehearsed):
+        for number in range(1, 70):
+            assert_same_bits(outcome(one, x), want)
+            with torch.no_grad():
+                one(x)  # counts as no training pass
+            one.eval()
+            one(x.requires_grad_(False))
+            one.train()
+            names.append(one.explain_dispatch().name)
+            assert len(routed) == 1 + (number >= 16) + (number >= 64)
+    assert names == ["dedup"] * 63 + ["alltoall"] * 6
+    assert "routing of training pass 63" in one.explain_dispatch().reason
+    assert routed[0] is None and all(r.shape == (len(x), K) for r in routed[1:])
+    # The ranks still compare the options with each exchange.
+    assert type(one.dispatcher).__name__ == "AllToAllDispatcher"
+    one.balance = Balance(coef=0.5 if dist.get_rank() == 1 else 0.25)
+    raised(ValueError, "expected balance.* to be equal", one, x)
+
+
+def check_a_change_that_would_show_is_not_made():
+    x = tokens(2 * MANY + 21)
+    for options, run in (
+        ({"combine": "reduced"}, None),
+        ({"wire": "int8", "dtype": torch.float32}, None),
+        ({}, lambda one, x: checkpoint(one, x, use_reentrant=False)),
+        ({"rebalance": "exact"}, None),
+    ):
+        looks = []
+
+        def rehearsed(made, *_, looks=looks):
+            looks.append(1)
+            return [(0.0, 1.0 + (name == "dedup") * (len(looks) == 1)) for name, _ in made]
+
+        one = layer(**options)
+        with mock.patch.object(auto, "_rehearse", rehearsed):
+            for _ in range(17):
+                outcome(one, x.to(one.router.weight.dtype), run)
+        assert len(looks) == 1, options
+
+
+def check_a_dispatcher_set_by_hand_stays():
+    x, one = tokens(MANY + 22), layer()
+    for number in range(1, 18):
+        outcome(one, x)
+        if number == 15:
+            one.dispatcher = layer("dedup").dispatcher
+    assert one.dispatcher.name == "DedupDispatcher"
+
+
+def check_a_rehearsal_takes_the_routing_that_it_is_given():
+    x, idx = torch.zeros(0, D), torch.tensor([[3, 1], [2, 0], [1, 5]])
+    seen = []
+
+    class Seen:
+        group = dist.group.WORLD
+
+        def dispatch(self, x, idx, weights):
+            seen.append((len(x), idx))
+            return x, None, None
+
+        def combine(self, rows, metadata):
+            return rows
+
+    shape = auto.DispatchShape(E, 2, dist.get_world_size(), 1, D, x.dtype)
+    with torch.no_grad():
+        auto._rehearse([("any", Seen())], shape, (1, 7), x.device, False, idx)
+    assert {size for size, _ in seen} == {1, 7}
+    for size, found in seen:
+        assert torch.equal(found, idx[torch.arange(size) % 3])
 
 
 def check_a_rehearsal_sends_what_a_step_sends():
