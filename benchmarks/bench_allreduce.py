@@ -24,8 +24,8 @@ LINKS: dict[str, tuple[float | None, int]] = {
     "10 Gbit/s": (10e9, 21),
     "unthrottled": (None, 41),
 }
-# Until `auto` has measured what it chooses between.
-SETTLING_TURNS = 24
+# In these `auto` measures what it chooses between; they are reported by themselves.
+FIRST_TURNS = 50
 # Their first steps are dense.
 LATE = (AUTO, AUTO_TOPK, POWERSGD)
 
@@ -47,10 +47,17 @@ class Cost:
 
 @dataclass(frozen=True)
 class Found:
-    """On one link: costs by contender, and (explanation, choice) of those that choose."""
+    """On one link, by contender.
+
+    Attributes:
+        costs: once those that choose have chosen.
+        said: explanation and choice of those that choose.
+        first: seconds of one of their first steps, on average.
+    """
 
     costs: dict[str, Cost]
     said: dict[str, tuple[str, str]]
+    first: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -82,12 +89,15 @@ def measure(wires: Network, ranks: Ranks, names: list[str]) -> dict[str, Found]:
         # They probe the link as it is now.
         choosing = [name for name in names if name in (AUTO, AUTO_TOPK)]
         ranks.ask({"do": "renew", "names": choosing})
-        for _ in range(SETTLING_TURNS):
-            ranks.ask({"do": "time", "names": choosing})
+        early = [ranks.ask({"do": "time", "names": choosing}) for _ in range(FIRST_TURNS)]
+        first = {
+            name: cost_of([[a[name] for a in turn] for turn in early], statistics.fmean).wall
+            for name in choosing
+        }
         orders = [shuffle.sample(names, len(names)) for _ in range(turns)]
         answers = [ranks.ask({"do": "time", "names": order}) for order in orders][1:]
         costs = {name: cost_of([[a[name] for a in turn] for turn in answers]) for name in names}
-        found[label] = Found(costs, ranks.ask({"do": "explain", "names": choosing})[0])
+        found[label] = Found(costs, ranks.ask({"do": "explain", "names": choosing})[0], first)
     return found
 
 
@@ -105,6 +115,7 @@ def row(key: tuple[int, str, str], found: Found, error: float | None) -> tuple[s
         f"{1e3 * cost.cpu:.0f}",
         f"{cost.sent / 1e6:.3f}",
         "-" if error is None else f"{error:.1e}",
+        f"{1e3 * found.first[name]:.1f}" if name in found.first else "-",
         found.said[name][1] if name in found.said else "",
     )
 
@@ -119,6 +130,7 @@ HEADER = (
     "CPU ms",
     "sent MB",
     "error",
+    "first ms",
     "took",
 )
 
@@ -144,8 +156,10 @@ def note(copies: dict[int, Copies]) -> str:
         "but in the 16-bit contenders. `eager top-k` is error feedback, `torch.topk`, all-gather "
         f"and `index_add_`; top-k is {100 * DENSITY:g} %, PowerSGD of rank {RANK}. `ours, auto` "
         "chooses from dense, bf16, int8 and int4, the other one from dense, bf16, int8 and top-k; "
-        "*took* is the choice. Ours are measured as the hook that DistributedDataParallel calls, "
-        "with its look for NaN and its message of status, where a step needs one. Ranks that "
+        "*took* is the choice, and *first* the mean of the first "
+        f"{FIRST_TURNS} steps, in which it is made. Ours are measured as the hook that "
+        "DistributedDataParallel calls, with its look for NaN and its message of status, where a "
+        "step needs one. Ranks that "
         "share a machine share its memory: a copy of the bucket takes "
         f"{shared}. "
         "Speed is one side only: what training loses by it is in the table of convergence."

@@ -144,7 +144,7 @@ def test_the_table(monkeypatch):
         ("SHAPE", SHAPE),
         ("NUM_RANKS", (3,)),
         ("LINKS", {"1 Gbit/s": (1e9, 2), "unthrottled": (None, 2)}),
-        ("SETTLING_TURNS", 1),
+        ("FIRST_TURNS", 2),
         ("MAKERS", {name: bench.MAKERS[name] for name in names}),
     ):
         monkeypatch.setattr(bench, name, value)
