@@ -1,7 +1,8 @@
 """State spaces, delta rules and convolutions of prepared models, over ranks against one process.
 
-Every rank count starts its ranks once for all families; few families and three ranks, by which no
-length here is divided, run by default, and all of them on two to four ranks where slow tests run.
+Every rank count starts its ranks once for all families. Without slow tests few families run, on
+three ranks, by which no length here is divided; with them all families, on two to four ranks. Each
+family takes another case on each of these; with MOE_EXT_FULL=1 it takes all.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hf_models import transformers
+from pairwise import FULL
 from rank_checks import Checks, full
 from test_prepared_models import (
     REFUSED,
@@ -50,11 +52,18 @@ EXPERTS = (
 )
 # Divided by two to four ranks; a config takes its own name of it.
 TWELVE = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 12)
-few, layouts, exact, experts = Checks(), Checks(), Checks(), Checks()
+few, everything = Checks(), Checks()
 
 
-def equals_one_process(family, cases=CASES):
-    for kind, layout in cases:
+def of_this_run(family, cases):
+    """All of the cases, or one that is another for the next family and the next rank count."""
+    if FULL:
+        return cases
+    return [cases[(HYBRIDS.index(family) + dist.get_world_size()) % len(cases)]]
+
+
+def equals_one_process(family, cases=None):
+    for kind, layout in cases or of_this_run(family, CASES):
         model = make(family, **SERVED[family])
         whole = copy.deepcopy(model)
         whole.set_attn_implementation("eager")
@@ -95,7 +104,7 @@ def double(family):
 
 def equals_one_process_in_float64(family):
     with doubles():
-        for kind, layout in EXACT_CASES:
+        for kind, layout in of_this_run(family, EXACT_CASES):
             model = double(family)
             whole = copy.deepcopy(model)
             whole.set_attn_implementation("eager")
@@ -127,9 +136,9 @@ def some_equal_one_process(family):
 
 
 few(("qwen3_next",))(experts_are_spread_beside_it)
-layouts(*((family,) for family in HYBRIDS))(equals_one_process)
-exact(*((family,) for family in HYBRIDS))(equals_one_process_in_float64)
-experts(*((family,) for family in EXPERTS))(experts_are_spread_beside_it)
+everything(*((family,) for family in HYBRIDS))(equals_one_process)
+everything(*((family,) for family in HYBRIDS))(equals_one_process_in_float64)
+everything(*((family,) for family in EXPERTS))(experts_are_spread_beside_it)
 
 
 @pytest.mark.parametrize("name", few)
@@ -138,11 +147,10 @@ def test_ranks(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*layouts, *exact, *experts])
+@pytest.mark.parametrize("name", everything)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_ranks_of_all_families(num_ranks, name):
-    checks = next(each for each in (layouts, exact, experts) if name in each)
-    checks.assert_passed(num_ranks, name, timeout=280)
+    everything.assert_passed(num_ranks, name, timeout=280)
 
 
 def test_no_hybrid_is_left_out():
