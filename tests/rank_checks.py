@@ -2,6 +2,7 @@
 
 import functools
 import traceback
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from moe_ext.comm import failures
 from moe_ext.distributed.dtensor import is_dtensor
@@ -55,6 +56,13 @@ def run_checks(functions, *args, before=lambda: None):
             found[name] = traceback.format_exc()
             break
     return found
+
+
+def at_once(call, cases):
+    """Each case to the future of `call(*case)`, for calls of which each waits most of the time."""
+    with ThreadPoolExecutor(len(cases)) as threads:
+        futures: dict[object, Future] = {case: threads.submit(call, *case) for case in cases}
+    return futures
 
 
 def ask_briefly():

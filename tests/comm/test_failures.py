@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from rank_checks import ask_briefly
+from rank_checks import ask_briefly, at_once
 
 from moe_ext import MoELayer
 from moe_ext.comm import collectives, failures, reports
@@ -268,8 +268,8 @@ SEEN = {
 }
 
 
-@pytest.mark.parametrize("when", SEEN)
-def test_an_error_that_ends_a_process_is_told_at_once(when):
+def outcome_of_program(when):
+    """What rank 0 wrote to stderr, and rank 1 to stdout."""
     common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     common |= {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     processes = [
@@ -283,6 +283,17 @@ def test_an_error_that_ends_a_process_is_told_at_once(when):
         for rank in range(2)
     ]
     (_, words), (out, _) = (process.communicate(timeout=120) for process in processes)
+    return words, out
+
+
+@pytest.fixture(scope="module")
+def programs():
+    return at_once(outcome_of_program, [(when,) for when in SEEN])
+
+
+@pytest.mark.parametrize("when", SEEN)
+def test_an_error_that_ends_a_process_is_told_at_once(programs, when):
+    words, out = programs[(when,)].result()
     assert "KeyError: 'no such file'" in words
     kind, ranks, seconds, text = out.strip().split("|")
     assert (kind, ranks) == ("RankFailureError", "(0,)")
@@ -316,6 +327,17 @@ def all_but_rank_1_wait(rank, how):
     return "no error", (), time.monotonic() - started
 
 
+ABSENT = ("ends", "ends unseen", "lives on", "elsewhere")
+
+
+@pytest.fixture(scope="module")
+def absent():
+    def run(how):
+        return spawn_ranks(all_but_rank_1_wait, 3, how, group_timeout=3.0, may_die=[1])
+
+    return at_once(run, [(how,) for how in ABSENT])
+
+
 @pytest.mark.parametrize(
     ("how", "named", "words", "seconds"),
     [
@@ -326,8 +348,8 @@ def all_but_rank_1_wait(rank, how):
         ("elsewhere", (), "is alive: ranks 0, 2 in a sum, rank 1 in another sum (seen", 20),
     ],
 )
-def test_others_name_the_rank_that_does_not_come(how, named, words, seconds):
-    found = spawn_ranks(all_but_rank_1_wait, 3, how, group_timeout=3.0, may_die=[1])
+def test_others_name_the_rank_that_does_not_come(absent, how, named, words, seconds):
+    found = absent[(how,)].result()
     for rank in (0, 2):
         message, ranks, waited = found[rank]
         assert words in message
@@ -425,11 +447,19 @@ WORDS = {
 }
 
 
+@pytest.fixture(scope="module")
+def survivors(tmp_path_factory):
+    def run(phase, how):
+        folder = str(tmp_path_factory.mktemp(f"{phase}-{how}"))
+        limits = {"may_die": [1], "group_timeout": 3}
+        return spawn_ranks(train_until_a_rank_is_gone, 3, phase, how, folder, **limits)
+
+    return at_once(run, GONE)
+
+
 @pytest.mark.parametrize(("phase", "how"), GONE)
-def test_survivors_name_rank_and_phase(tmp_path, phase, how):
-    found = spawn_ranks(
-        train_until_a_rank_is_gone, 3, phase, how, str(tmp_path), may_die=[1], group_timeout=3
-    )
+def test_survivors_name_rank_and_phase(survivors, phase, how):
+    found = survivors[phase, how].result()
     for rank in (0, 2):
         message, named, seconds = found[rank]
         assert named == (1,), message
