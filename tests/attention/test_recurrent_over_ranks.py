@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from pairwise import FULL
 from rank_checks import Checks, ask_briefly
 from test_recurrent import KINDS, made, run
 
@@ -28,6 +29,7 @@ LAYOUTS = ("contiguous", "zigzag", "striped", "per_document")
 PACKED = (0, 1, 18, 19, 24, 24, 37)
 # Lengths that no rank divides, and below the number of ranks.
 LENGTHS = (1, 2, 37, 70)
+SCHEMES = ("state", "heads", "auto")
 SEQUENCE = {"x": 2, "dt": 2, "B": 2, "C": 2, "q": 2, "k": 2, "v": 2, "g": 2, "beta": 2}
 ALL = Checks()
 
@@ -107,9 +109,11 @@ def due_bytes(kind, given, scheme, layout, offsets):
     )
 
 
-@ALL(*[(kind, scheme) for kind in KINDS for scheme in ("state", "heads", "auto")])
+@ALL(*[(kind, scheme) for kind in KINDS for scheme in SCHEMES])
 def a_recurrence_equals_one_process(kind, scheme):
-    for length, layout, offsets in cases():
+    # Each scheme has each case on some number of ranks, and so has each number by some scheme.
+    turn = (SCHEMES.index(scheme) + dist.get_world_size()) % 2
+    for length, layout, offsets in [*cases()] if FULL else [*cases()][turn::2]:
         case = kind, made(kind, length), scheme, layout, offsets
         sent = equals_one_process(*case)
         if scheme != "auto":

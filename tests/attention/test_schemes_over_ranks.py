@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import bytes_sent, expect_equal, make_inputs, sharded, whole
-from pairwise import pairs
+from pairwise import FULL, pairs
 from rank_checks import ask_briefly, assert_passed, run_checks
 from test_ring_attention import ATTN_MASKS, CASES
 from torch.distributed.device_mesh import init_device_mesh
@@ -89,8 +89,11 @@ def schemes_equal_one_process():
     heads = 2 * num_ranks
     groups_of_heads = itertools.cycle((heads, num_ranks, 1, 2))
     layouts = itertools.cycle(LAYOUTS)
-    repeats = 2 if num_ranks < 4 else 1
-    for (scheme, group), case, _ in itertools.product(ways(), CASES, range(repeats)):
+    found = [*itertools.product(ways(), CASES)]
+    if num_ranks > 3 and not FULL:
+        # The cases that a scheme leaves out on four ranks it has on six.
+        found = found[num_ranks // 2 % 2 :: 2]
+    for (scheme, group), case in found:
         layout, kv_heads = next(layouts), next(groups_of_heads)
         kwargs = {"cu_seqlens": (0, 20, 20, 37), **CASES[case]}
         if layout not in ("per_document", "cost_balanced") and "documents" not in case:

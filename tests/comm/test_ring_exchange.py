@@ -13,7 +13,7 @@ import traceback
 import pytest
 import torch
 import torch.distributed as dist
-from rank_checks import ask_briefly
+from rank_checks import ask_briefly, at_once
 
 from moe_ext import _runtime_library
 from moe_ext.comm.agreement import share
@@ -255,12 +255,23 @@ def go_round_without_a_rank(rank, path, how):
     return "no error", (), 0.0
 
 
+PATIENCE = {"dies": 20.0, "stops": 2.0}
+
+
+@pytest.fixture(scope="module")
+def without_a_rank():
+    def run(path, how):
+        limits = {"group_timeout": PATIENCE[how], "may_die": [1]}
+        return spawn_ranks(go_round_without_a_rank, 3, path, how, **limits)
+
+    return at_once(run, list(itertools.product(PATHS, PATIENCE)))
+
+
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("how", ["dies", "stops"])
-def test_the_rank_that_fails_is_named(path, how):
+@pytest.mark.parametrize("how", PATIENCE)
+def test_the_rank_that_fails_is_named(without_a_rank, path, how):
     skip_unless_built(path)
-    seconds = 20.0 if how == "dies" else 2.0
-    found = spawn_ranks(go_round_without_a_rank, 3, path, how, group_timeout=seconds, may_die=[1])
+    found, seconds = without_a_rank[path, how].result(), PATIENCE[how]
     for rank in (0, 2):
         message, named, waited = found[rank]
         assert named == (1,), message
