@@ -48,15 +48,20 @@ def check_real(owner: str, name: str, value: float) -> None:
 
 
 def check_numbers(owner: str, annotations: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """TypeError where the annotation of an argument is int, float or bool and its value is none.
+    """Refuse a value that is none where the annotation of an argument is int, float or bool.
 
-    Bounds are left to the class, NaN too. A tensor of one element stands for a float, and anything
-    but a text for a bool: "False" would be true.
+    An int is at least 0, but for one named seed or key; other bounds are left to the class. A float
+    is not NaN. A tensor of one element stands for a float, and anything but a text for a bool:
+    "False" would be true.
 
     Args:
         owner: class that the error names.
         annotations: of its constructor or of its fields, as texts.
         values: by name, each argument and whatever else: `locals()` or `vars(self)`.
+
+    Raises:
+        TypeError: a value is of another type.
+        ValueError: an int is negative, or a float NaN.
     """
     for name, annotation in annotations.items():
         kind, _, optional = str(annotation).partition(" | ")
@@ -67,6 +72,8 @@ def check_numbers(owner: str, annotations: Mapping[str, Any], values: Mapping[st
             continue
         if kind == "int":
             check_integer(owner, name, value)
+            if value < 0 and name not in ("seed", "key"):
+                raise ValueError(f"{owner}: expected {name} to be at least 0, got {value}")
         elif kind == "bool":
             if isinstance(value, str):
                 raise TypeError(f"{owner}: expected {name} to be True or False, got {value!r}")
@@ -74,6 +81,8 @@ def check_numbers(owner: str, annotations: Mapping[str, Any], values: Mapping[st
             isinstance(value, Tensor) and value.numel() == 1
         ):
             raise TypeError(f"{owner}: expected {name} to be a number, got {value!r}")
+        elif value != value:
+            raise ValueError(f"{owner}: expected {name} to be a number, got {value!r}")
 
 
 def check_numbers_of_fields(spec: Any) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_ext._checks import check_numbers
 from moe_ext.attention.call import OPERATION, AttentionOptions, Inputs
 from moe_ext.attention.functional import run
 from moe_ext.attention.layouts import Layout
@@ -60,6 +61,7 @@ class RingAttention(nn.Module):
         wire: str | None = None,
     ) -> None:
         super().__init__()
+        check_numbers("RingAttention", RingAttention.__init__.__annotations__, locals())
         AttentionOptions.of(
             group,
             "RingAttention",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from moe_ext._checks import check_kind, check_numbers
+from moe_ext._checks import check_numbers
 from moe_ext.attention.checks import DTYPES, check_layout, draw_seed, requires
 from moe_ext.attention.layouts import Layout, make_layout
 from moe_ext.attention.sharding import (
@@ -123,7 +122,6 @@ class SequenceParallelMLP(nn.Module):
         _require(model_dim >= 1, "model_dim", "at least 1", model_dim)
         fits = ffn_dim >= 1 and ffn_dim % ranks == 0
         _require(fits, "ffn_dim", f"a multiple of the {ranks} ranks", ffn_dim)
-        check_kind(_NAME, "norm_eps", norm_eps, Real, required=True)
         _require(norm in _NORMS, "norm", f"one of {_NORMS}", repr(norm))
         _require(0 <= dropout < 1, "dropout", "in [0, 1)", dropout)
         check_layout(layout, _require)

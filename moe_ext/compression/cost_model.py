@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed import ProcessGroup
 
-from moe_ext._checks import check_callable, check_kind
+from moe_ext._checks import check_callable, check_kind, check_numbers
 from moe_ext.comm.groups import check_group, group_ranks, group_size, resolve_group
 from moe_ext.comm.link import Link, link_of, max_over_ranks
 from moe_ext.comm.rates import SIZES, CodecRate, CostTable, known_codec
@@ -129,8 +129,8 @@ class CostModel:
         memory_of: MemoryFactory | None = None,
         costs: CostTable | None = None,
     ) -> None:
+        check_numbers("CostModel", CostModel.__init__.__annotations__, locals())
         check_kind("CostModel", "link", link, Link)
-        check_kind("CostModel", "num_ranks", num_ranks, int)
         check_group(agreed_over, "CostModel", name="agreed_over")
         check_callable("CostModel", "memory_of", memory_of)
         check_kind("CostModel", "costs", costs, CostTable)

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from moe_ext._checks import check_numbers
+
 # Kinds of tensors that have an element for each one of the gradient.
 ELEMENTWISE = ("residual", "velocity")
 
@@ -101,6 +103,7 @@ class CodecMemory:
         seed: int = 0,
         packing: Packing | None = None,
     ) -> None:
+        check_numbers("CodecMemory", CodecMemory.__init__.__annotations__, locals())
         self.packing = packing or Packing(shapes)
         self.shapes, self.sizes = self.packing.shapes, self.packing.sizes
         self.numel, self.pieces = self.packing.numel, self.packing.pieces

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext._checks import check_choice
+from moe_ext._checks import check_choice, check_numbers, check_sizes
 from moe_ext.nn import GroupedExperts
 from moe_ext.nn.expert_activation import run_activation
 
@@ -183,6 +183,8 @@ class PackedExperts(nn.Module):
         block: int = 128,
     ) -> None:
         super().__init__()
+        check_sizes(_OP, block=block)
+        check_numbers("PackedExperts", PackedExperts.__init__.__annotations__, locals())
         check_choice(_OP, "format", format, ("int8", "int4", "pruned"))
         up_name = "gate_up_proj" if experts.gated else "up_proj"
         names = [*(up_name, "down_proj"), *(f"{name}_bias" for name in (up_name, "down_proj"))]

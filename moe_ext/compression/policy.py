@@ -6,12 +6,11 @@ import fnmatch
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Literal
 
 from torch import nn
 
-from moe_ext._checks import check_choice, check_integer, check_kind
+from moe_ext._checks import check_choice, check_kind, check_numbers_of_fields
 from moe_ext.compression.codecs import Codec, codec_names, codec_of
 from moe_ext.distributed.placement import holds_experts
 from moe_ext.nn.routers import Router
@@ -107,8 +106,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         check_kind("Policy", "by_name", self.by_name, Mapping, required=True)
-        check_integer("Policy", "dense_below", self.dense_below)
-        check_kind("Policy", "density", self.density, Real, required=True)
+        check_numbers_of_fields(self)
         named = [self.default, *(getattr(self, role) for role in ROLES), *self.by_name.values()]
         for codec in named:
             if codec is not None:

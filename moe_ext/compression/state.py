@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from moe_ext._checks import check_integer, check_kind
+from moe_ext._checks import check_kind, check_numbers
 from moe_ext.comm.groups import group_rank, group_ranks, group_size, resolve_group
 from moe_ext.compression.buckets import Bucket, Buckets
 from moe_ext.compression.codecs import Codec, Dense, codec_of
@@ -102,10 +102,10 @@ class CompressionState:
         node_size: int | None = None,
         seed: int = 0,
     ) -> None:
+        check_numbers("CompressionState", CompressionState.__init__.__annotations__, locals())
         check_kind("CompressionState", "model", model, nn.Module)
         check_kind("CompressionState", "policy", policy, Policy)
         check_kind("CompressionState", "cost_model", cost_model, CostModel)
-        check_integer("CompressionState", "seed", seed)
         self.options = Options(
             policy=policy_of(codec, density) if policy is None else policy,
             candidates=tuple(codec_of(c, density, owner="CompressionState") for c in candidates),

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
-from moe_ext._checks import check_choice, check_integer
+from moe_ext._checks import check_choice, check_sizes
 from moe_ext.comm import at_exit
 from moe_ext.comm.agreement import Agreement, check_equal_over_ranks, share
 from moe_ext.comm.failures import is_told
@@ -190,7 +190,7 @@ class TokenDispatcher:
         check_group(group, name, name="group")
         self._group = GroupHandle(group)
         check_choice(name, "drop_policy", drop_policy, ("position", "score"))
-        check_integer(name, "num_experts", num_experts)
+        check_sizes(name, num_experts=num_experts)
         self.num_ranks = group_size(group)
         if self.num_ranks > 1:
             at_exit.wait_at_exit()  # which tells of an error that ends it before the first message

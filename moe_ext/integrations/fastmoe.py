@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
+from moe_ext._checks import check_numbers
 from moe_ext.comm.groups import check_group, group_size
 from moe_ext.integrations._base import (
     RenamedLayer,
@@ -225,6 +226,7 @@ class FMoE(RenamedLayer):
         gate_bias: bool = True,
     ) -> None:
         owner = "fastmoe.FMoE"
+        check_numbers(owner, FMoE.__init__.__annotations__, locals())
         slices = {"mp_group": mp_group, "slice_group": slice_group}
         for name, value in {**slices, "mask": mask, "mask_dict": mask_dict}.items():
             if value is not None:

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext._bytes import as_bytes
-from moe_ext._checks import check_choice
+from moe_ext._checks import check_choice, check_numbers
 from moe_ext.comm.agreement import Agreement, is_nonfinite, options_of
 from moe_ext.comm.collectives import all_gather, all_reduce_
 from moe_ext.comm.failures import naming_failed_ranks
@@ -90,6 +90,7 @@ class Compressor(ABC):
 
     def __init__(self, average: bool = True, tensors_size_are_same: bool = True) -> None:
         """Keep what communicators look at."""
+        check_numbers(type(self).__name__, Compressor.__init__.__annotations__, locals())
         self.average = average
         self.tensors_size_are_same = tensors_size_are_same
 
@@ -363,6 +364,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _check_ratio(owner: str, ratio: float) -> float:
+    check_numbers(owner, {"compress_ratio": "float"}, {"compress_ratio": ratio})
     if not 0.0 < ratio <= 1.0:
         raise ValueError(f"{owner}: expected compress_ratio to be in (0, 1], got {ratio!r}")
     return ratio
@@ -456,6 +458,7 @@ class ThresholdCompressor(_SparseCompressor):
 
     def __init__(self, threshold: float) -> None:
         """Check the threshold."""
+        check_numbers("ThresholdCompressor", ThresholdCompressor.__init__.__annotations__, locals())
         super().__init__(tensors_size_are_same=False)
         if not (threshold >= 0.0 and math.isfinite(threshold)):
             raise ValueError(
@@ -521,6 +524,7 @@ class RandomKCompressor(_StatefulCompressor):
     def __init__(self, compress_ratio: float, seed: int = 0) -> None:
         """Check the share."""
         super().__init__()
+        check_numbers("RandomKCompressor", RandomKCompressor.__init__.__annotations__, locals())
         self.compress_ratio = _check_ratio("RandomKCompressor", compress_ratio)
         self.seed = seed
 
@@ -550,6 +554,7 @@ class _BlockCompressor(_StatefulCompressor):
     def __init__(self, format: str, block: int, *, stochastic: bool = False, seed: int = 0) -> None:
         """Check the size of blocks."""
         super().__init__()
+        check_numbers(type(self).__name__, {"bucket_size": "int"}, {"bucket_size": block})
         if block not in (64, 128, 256, 512, 1024):
             raise ValueError(
                 f"{type(self).__name__}: expected bucket_size to be a power of two from 64 to "
@@ -604,6 +609,7 @@ class QSGDCompressor(_BlockCompressor):
 
     def __init__(self, quantum_num: int = 127, bucket_size: int = 128, seed: int = 0) -> None:
         """Choose the format."""
+        check_numbers("QSGDCompressor", QSGDCompressor.__init__.__annotations__, locals())
         if not 1 <= quantum_num <= _MAX_LEVELS["int8"]:
             raise ValueError(
                 f"QSGDCompressor: expected quantum_num to be in [1, 127], got {quantum_num!r}"
@@ -680,6 +686,7 @@ class SignumCompressor(SignSGDCompressor):
 
     def __init__(self, momentum: float = 0.9, bucket_size: int = 256) -> None:
         """Check the momentum."""
+        check_numbers("SignumCompressor", SignumCompressor.__init__.__annotations__, locals())
         super().__init__(bucket_size)
         if not 0.0 <= momentum < 1.0:
             raise ValueError(
@@ -850,6 +857,7 @@ class ResidualMemory(_StoredMemory):
 
     def __init__(self, beta: float = 1.0, gamma: float = 1.0) -> None:
         """Nothing is owed."""
+        check_numbers("ResidualMemory", ResidualMemory.__init__.__annotations__, locals())
         super().__init__(residuals="residual")
         self.beta = beta
         self.gamma = gamma
@@ -899,6 +907,7 @@ class DgcMemory(_StoredMemory):
         group: ProcessGroup | None = None,
     ) -> None:
         """Check the momentum."""
+        check_numbers("DgcMemory", DgcMemory.__init__.__annotations__, locals())
         super().__init__(momenta="velocity", residuals="residual")
         if not 0.0 <= momentum < 1.0:
             raise ValueError(f"DgcMemory: expected momentum to be in [0, 1), got {momentum!r}")

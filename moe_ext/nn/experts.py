@@ -101,8 +101,8 @@ class GroupedExperts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_numbers("GroupedExperts", GroupedExperts.__init__.__annotations__, locals())
         check_sizes("GroupedExperts", num_experts=num_experts, model_dim=model_dim, ffn_dim=ffn_dim)
+        check_numbers("GroupedExperts", GroupedExperts.__init__.__annotations__, locals())
         check_group(ep_group, "GroupedExperts")
         shards = shards_of_experts(ep_group)
         if ffn_dim % shards or (shards > 1 and (bias or post_norm is not None)):

@@ -52,8 +52,8 @@ class FeedForward(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_numbers("FeedForward", FeedForward.__init__.__annotations__, locals())
         check_sizes("FeedForward", model_dim=model_dim, ffn_dim=ffn_dim)
+        check_numbers("FeedForward", FeedForward.__init__.__annotations__, locals())
         self.activation, self.gated = resolve_activation(activation, None, "FeedForward")
         self.ffn_dim = ffn_dim
         up_dim = 2 * ffn_dim if self.gated else ffn_dim

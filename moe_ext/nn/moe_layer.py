@@ -179,9 +179,9 @@ class MoELayer(CountingModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_sizes("MoELayer", model_dim=model_dim, num_experts=num_experts)
         check_numbers("MoELayer", MoELayer.__init__.__annotations__, locals())
         check_group(ep_group, "MoELayer")
-        check_sizes("MoELayer", model_dim=model_dim, num_experts=num_experts)
         check_kind("MoELayer", "dtype", dtype, torch.dtype)
         _check_modules(router, experts)
         num_ranks, dispatch = group_size(ep_group), Dispatch.of(dispatcher)

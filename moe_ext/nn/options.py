@@ -45,8 +45,8 @@ class SharedExpert:
 
     def __post_init__(self) -> None:
         """Refuse what is not allowed."""
-        check_numbers("SharedExpert", SharedExpert.__annotations__, vars(self))
         check_sizes("SharedExpert", ffn_dim=self.ffn_dim)
+        check_numbers("SharedExpert", SharedExpert.__annotations__, vars(self))
 
 
 @dataclass(frozen=True)

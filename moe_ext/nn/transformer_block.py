@@ -7,7 +7,6 @@ Shapes: B batch, L positions of this rank, D model, H heads, Hkv heads of keys a
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,9 +109,6 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         check_numbers("TransformerBlock", TransformerBlock.__init__.__annotations__, locals())
-        for name, value in (("rope_base", rope_base), ("eps", eps)):
-            if math.isnan(value):
-                raise ValueError(f"TransformerBlock: expected {name} to be a number, got {value}")
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads < 1 or model_dim % (2 * num_heads):
             raise ValueError(

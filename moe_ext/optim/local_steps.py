@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer
 
-from moe_ext._checks import check_integer, check_kind
+from moe_ext._checks import check_kind, check_numbers
 from moe_ext.comm.agreement import Agreement, checksum, is_nonfinite
 from moe_ext.comm.groups import group_ranks, group_size, resolve_group, small_message_device
 from moe_ext.comm.pending import Pending
@@ -160,6 +160,7 @@ class DiLoCo:
         *,
         codec: str | Codec = "none",
     ) -> None:
+        check_numbers(type(self).__name__, DiLoCo.__init__.__annotations__, locals())
         owner, fragments = type(self).__name__, list(model_fragments)
         if isinstance(outer_optimizer, Optimizer):
             outer_optimizer = [outer_optimizer]
@@ -171,8 +172,6 @@ class DiLoCo:
         check_kind(owner, "inner_optimizer", inner_optimizer, Optimizer, required=True)
         if backup_device is not None:
             check_kind(owner, "backup_device", backup_device, torch.device)
-        if bucket_cap_mb is not None:
-            check_integer(owner, "bucket_cap_mb", bucket_cap_mb)
         steps = sync_every // max(len(fragments), 1)
         for name, value, fits, rule in (
             ("model_fragments", len(fragments), len(fragments) > 0, "one or more modules"),

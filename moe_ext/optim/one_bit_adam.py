@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
+from moe_ext._checks import check_numbers
 from moe_ext.optim._arguments import check_count, check_deepspeed
 from moe_ext.optim._compressed import CompressedOptimizer
 from moe_ext.optim._entries import (
@@ -117,6 +118,7 @@ class OneBitAdam(CompressedOptimizer):
         block: int = 256,
         communication_data_type: torch.dtype | None = None,
     ) -> None:
+        check_numbers(self._op, OneBitAdam.__init__.__annotations__, locals())
         check_deepspeed(self._op, amsgrad, cuda_aware, comm_backend_name, deepspeed)
         check_count(self._op, "freeze_step", freeze_step)
         check_count(self._op, "variance_interval", variance_interval)

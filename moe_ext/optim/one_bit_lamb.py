@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
+from moe_ext._checks import check_numbers
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.optim._arguments import check_positive, is_own_part
 from moe_ext.optim._entries import Entry
@@ -104,6 +105,7 @@ class OneBitLamb(OneBitAdam):
         block: int = 256,
         communication_data_type: torch.dtype | None = None,
     ) -> None:
+        check_numbers("OneBitLamb", OneBitLamb.__init__.__annotations__, locals())
         if not 0 <= coeff_beta < 1:
             raise ValueError(f"OneBitLamb: expected coeff_beta to be in [0, 1), got {coeff_beta}")
         _check_range("min_coeff", min_coeff, "max_coeff", max_coeff)

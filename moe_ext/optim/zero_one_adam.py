@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
+from moe_ext._checks import check_numbers
 from moe_ext.optim._arguments import check_count, check_deepspeed
 from moe_ext.optim._compressed import CompressedOptimizer
 from moe_ext.optim._compressed_mean import CompressedMean
@@ -100,6 +101,7 @@ class ZeroOneAdam(CompressedOptimizer):
         block: int = 256,
         communication_data_type: torch.dtype | None = None,
     ) -> None:
+        check_numbers(self._op, ZeroOneAdam.__init__.__annotations__, locals())
         check_deepspeed(self._op, amsgrad, cuda_aware, comm_backend_name, deepspeed)
         check_count(self._op, "var_freeze_step", var_freeze_step, least=1)
         check_count(self._op, "var_update_scaler", var_update_scaler, least=1)

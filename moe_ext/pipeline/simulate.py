@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from moe_ext._checks import check_numbers_of_fields
 from moe_ext.pipeline.table import MESSAGES, UPDATE, Action, ActionTable
 
 PerStage = float | Sequence[float]
@@ -57,6 +58,9 @@ class Costs:
     transfer: float | Mapping[str, float] = 0.0
     exchanges: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
     ahead: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_numbers_of_fields(self)
 
     def of(self, action: Action) -> float:
         """Cost of an action; 0 of messages, which do not occupy the rank."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_ext._checks import check_sizes
+from moe_ext._checks import check_numbers, check_sizes
 from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.collectives import start_all_reduce_
 from moe_ext.comm.groups import check_group
@@ -48,8 +48,7 @@ class WaveUpdates:
     ) -> None:
         check_group(group, "WaveUpdates", name="group")
         check_sizes("WaveUpdates", wave=wave)
-        if staleness < 0:
-            raise ValueError(f"WaveUpdates: expected staleness to be 0 or more, got {staleness}")
+        check_numbers("WaveUpdates", WaveUpdates.__init__.__annotations__, locals())
         self._parameters = [p for p in parameters if p.requires_grad]
         if not self._parameters:
             raise ValueError("WaveUpdates: expected parameters to be at least one, got none")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_ext import ops
 from moe_ext._bytes import as_bytes
+from moe_ext._checks import check_numbers
 from moe_ext.ops.delta import as_signed
 from moe_ext.sync.region import Region
 from moe_ext.sync.state import State, bits, hash_change, hash_of, tensors_of
@@ -61,8 +62,7 @@ class DeltaEncoder:
         xored: bool = False,
         transform: Transform | None = None,
     ) -> None:
-        if history < 0:
-            raise ValueError(f"{_OP}: expected history to be 0 or more, got {history}")
+        check_numbers("DeltaEncoder", DeltaEncoder.__init__.__annotations__, locals())
         self._state, self._xored, self._transform = state, xored, transform
         self._history: deque[Update] = deque(maxlen=history)
         self.chain = uuid.uuid4().hex

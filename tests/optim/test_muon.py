@@ -300,7 +300,7 @@ BAD = [
     ((2, 2), {"fused": 0}, "fused to be an integer of at least 1, got 0"),
     ((2, 2), {"lr": -1.0}, "lr to be at least 0 and finite, got -1.0"),
     ((2, 2), {"momentum": 1.0}, r"momentum to be in \[0, 1\), got 1.0"),
-    ((2, 2), {"ns_steps": -1}, "ns_steps to be an integer of at least 0, got -1"),
+    ((2, 2), {"ns_steps": -1}, "ns_steps to be at least 0, got -1"),
     ((2, 2), {"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients to be three numbers, got \(1.0"),
     ((2, 2), {"adjust_lr_fn": "moonlight"}, "adjust_lr_fn to be one of .*, got 'moonlight'"),
     ((2, 2), {"ns_dtype": "bf16"}, "ns_dtype to be a floating-point type, got bf16"),

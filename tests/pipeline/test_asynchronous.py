@@ -417,7 +417,7 @@ def test_refuses_waves_of_nothing():
     for given, options, message in (
         ([], {"wave": 2}, "parameters to be at least one, got none"),
         ([parameter], {"wave": 0}, "wave to be"),
-        ([parameter], {"wave": 2, "staleness": -1}, "staleness to be 0 or more, got -1"),
+        ([parameter], {"wave": 2, "staleness": -1}, "staleness to be at least 0, got -1"),
     ):
         with pytest.raises(ValueError, match=f"WaveUpdates: expected {message}"):
             WaveUpdates(given, None, **options)

@@ -168,7 +168,8 @@ class BlockSparse(Codec):
     block: int | str = 256
 
     def __post_init__(self) -> None:
-        if self.block != "row" and not (isinstance(self.block, int) and self.block >= 1):
+        block, is_truth = self.block, isinstance(self.block, bool)
+        if block != "row" and (is_truth or not (isinstance(block, int) and block >= 1)):
             raise ValueError(
                 f"BlockSparse: expected block to be 'row' or at least 1, got {self.block!r}"
             )

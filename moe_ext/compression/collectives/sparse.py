@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext._bytes import as_bytes
+from moe_ext._checks import check_numbers, check_sizes
 from moe_ext.comm import workers
 from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import group_size, resolve_group
@@ -109,6 +110,8 @@ class SplitRegions:
     """
 
     def __init__(self, numel: int, world_size: int) -> None:
+        check_sizes("SplitRegions", world_size=world_size)
+        check_numbers("SplitRegions", SplitRegions.__init__.__annotations__, locals())
         self.numel = numel
         self.bounds = tuple(numel * p // world_size for p in range(world_size + 1))
         self.step = 0

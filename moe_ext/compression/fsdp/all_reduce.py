@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
+from moe_ext._checks import check_numbers
 from moe_ext.comm.collectives import all_reduce_
 from moe_ext.comm.groups import group_rank, resolve_group
 from moe_ext.compression.codecs import Codec, PayloadCodec
@@ -87,6 +88,7 @@ class CompressedAllReduce(GradientMessage):
         min_numel: int = 1024,
     ) -> None:
         op = "CompressedAllReduce"
+        check_numbers(op, CompressedAllReduce.__init__.__annotations__, locals())
         if not 0.0 < density <= 1.0:
             raise ValueError(f"{op}: expected density to be in (0, 1], got {density}")
         super().__init__(

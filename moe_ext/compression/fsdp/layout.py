@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from moe_ext._checks import check_callable, check_integer, check_kind
+from moe_ext._checks import check_callable, check_kind
 from moe_ext.compression.collectives.padding import PartialBlocks
 from moe_ext.distributed.fsdp_state import ManagedParameter, managed_parameters
 from moe_ext.distributed.placement import logical_names as spread_names
@@ -160,10 +160,9 @@ class LayoutFinder:
         min_numel: int,
     ) -> None:
         """Name the parameters of ``module`` as ``model`` does, else as the module itself does."""
-        check_integer(op, "min_numel", min_numel)
         check_kind(op, "module", module, nn.Module)
         check_kind(op, "model", model, nn.Module)
-        check_kind(op, "name", name, str)
+        check_kind(op, "name", name, str, required=True)
         check_callable(op, "keep_dense", keep_dense)
         self.module = module
         self.name = name

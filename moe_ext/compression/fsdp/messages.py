@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.fsdp import FSDPModule
 
-from moe_ext._checks import check_integer, check_kind
+from moe_ext._checks import check_kind, check_numbers
 from moe_ext.comm import collectives
 from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import group_rank
@@ -56,7 +56,6 @@ class _Message:
         **where: Any,
     ) -> None:
         """The arguments in `where` are those of `LayoutFinder`."""
-        check_integer(op, "block", block)
         if not 64 <= block <= 1024 or block & (block - 1):
             raise ValueError(
                 f"{op}: expected block to be a power of two in [64, 1024], got {block}"
@@ -238,6 +237,7 @@ class CompressedAllGather(_Message, AllGather):
         min_numel: int = 1024,
         frozen_only: bool = False,
     ) -> None:
+        check_numbers("CompressedAllGather", CompressedAllGather.__init__.__annotations__, locals())
         super().__init__(
             "CompressedAllGather",
             "none" if format == "lossless" else format,
@@ -377,6 +377,9 @@ class CompressedReduceScatter(GradientMessage, ReduceScatter):
         keep_dense: KeepDense = keep_small_dense,
         min_numel: int = 1024,
     ) -> None:
+        check_numbers(
+            "CompressedReduceScatter", CompressedReduceScatter.__init__.__annotations__, locals()
+        )
         super().__init__(
             "CompressedReduceScatter",
             format,
@@ -390,7 +393,6 @@ class CompressedReduceScatter(GradientMessage, ReduceScatter):
             min_numel=min_numel,
         )
         self.stochastic = stochastic or (self.codec is not None and self.codec.stochastic)
-        check_integer(self.op, "seed", seed)
         self.seed = seed
         self._options.update(stochastic=stochastic, seed=seed)
 
