@@ -282,7 +282,7 @@ MUTANTS = [
     ),
     Mutant(
         "an optimizer made before replace trains what no module has any more",
-        "moe_ext/integrations/huggingface/expert_parallel.py",
+        "moe_ext/distributed/spread.py",
         "    if held:\n",
         "    if False:\n",
         "tests/integrations/huggingface/test_expert_parallel.py -k refusals",

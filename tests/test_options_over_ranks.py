@@ -76,6 +76,8 @@ EXEMPT = {
     "moe_ext.distributed.fully_shard": "tests/distributed/test_fsdp.py::wrong_meshes_are_refused",
     "moe_ext.distributed.layout_placements": _SENDS_NOTHING,
     "moe_ext.distributed.naming_failed_ranks": _SENDS_NOTHING,
+    "moe_ext.parallelize": "tests/distributed/test_spread.py"
+    "::everything_else_is_refused_on_every_rank_and_nothing_changed",
     "moe_ext.distributed.sync_gradients": "tests/distributed/test_gradients.py"
     "::check_models_that_differ_are_refused",
     "moe_ext.attention.document_ids": _SENDS_NOTHING,

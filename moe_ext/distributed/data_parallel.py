@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -23,9 +24,10 @@ from moe_ext._checks import check_kind
 from moe_ext._compile import outside_graphs
 from moe_ext.comm import c10d, collectives
 from moe_ext.comm.agreement import Agreement
-from moe_ext.comm.groups import group_ranks, is_initialized, world_size
+from moe_ext.comm.groups import group_ranks, group_size, is_initialized, world_size
 from moe_ext.distributed.dtensor import is_dtensor, local_part
 from moe_ext.distributed.gradients import average_gradients, reduction_problem
+from moe_ext.distributed.mesh import MoEMesh
 from moe_ext.distributed.placement import (
     Placement,
     known_ranks,
@@ -35,6 +37,7 @@ from moe_ext.distributed.placement import (
     sharded_parameters,
     sharded_tensors,
 )
+from moe_ext.distributed.spread import spread_layers
 
 _OPERATION = "DistributedDataParallel"
 # Attribute of a module that `parallelize` was called for.
@@ -70,31 +73,41 @@ def broadcast_experts(model: nn.Module) -> None:
             collectives.broadcast_(part, replicas, 0, operation="broadcast_experts")
 
 
-def parallelize(model: _Model) -> _Model:
-    """Prepare a model whose experts lie over ranks for torch's data parallelism, in place.
+def parallelize(model: _Model, mesh: MoEMesh | DeviceMesh | None = None) -> _Model:
+    """Spread the experts of a model over ranks, and prepare it for data parallelism, in place.
 
-    Layers made with an `ep_group` hold DTensors, which `DistributedDataParallel` refuses. This has
-    DDP leave them alone, and gives the ranks that hold the same experts equal values. It averages
-    the gradients of experts over these ranks at the end of each backward pass in which DDP reduces
-    the rest: accumulation under `no_sync` counts as in DDP. Columns of layers are treated likewise,
-    and so are the parameters that torch's `fully_shard(model, ignored_params=...)` leaves whole.
+    With a mesh, each `MoELayer` that was made without an `ep_group` keeps this rank's experts, as
+    DTensors on the dimension "ep"; the layer is then as one made with `mesh.ep_group`. Every rank
+    holds the same model before. Make optimizers and wrappers afterwards.
+
+    `DistributedDataParallel` refuses DTensors. This has DDP leave them alone, and gives the ranks
+    that hold the same experts equal values. It averages the gradients of experts over these ranks
+    at the end of each backward pass in which DDP reduces the rest: accumulation under `no_sync`
+    counts as in DDP. Columns of layers are treated likewise, and so are the parameters that torch's
+    `fully_shard(model, ignored_params=...)` leaves whole.
 
     Call it on all ranks for the module that DDP is to wrap, or a tool that calls DDP (Accelerate,
     the Trainer of transformers, Lightning, Fabric). Call it again for a module that is built around
-    it (a `PeftModel`). `data_parallel` and `replace(model, ep_group=...)` call it. A plain loop
-    with `sync_gradients`, and `moe_ext.distributed.fully_shard`, need no such call.
+    it (a `PeftModel`). `data_parallel` and `replace(model, ep_group=...)` call it. For layers with
+    an `ep_group` a plain loop with `sync_gradients`, and `moe_ext.distributed.fully_shard`, need no
+    such call.
 
     torch's `replicate(model, ignored_modules=[layer.experts, ...])` works likewise, where all
     modules with experts are ignored.
 
     Args:
         model: any module.
+        mesh: the ranks: a `MoEMesh`, or a DeviceMesh that `MoEMesh.from_device_mesh` takes, such as
+            one of dimensions "edp" and "ep"; None leaves experts where they are.
 
     Returns:
         The same module.
 
     Raises:
-        ValueError: parameters are divided in a way that a mean over ranks does not serve.
+        TypeError: mesh is none.
+        ValueError: parameters are divided in a way that a mean over ranks does not serve; and on
+            every rank, the model unchanged: experts that cannot be spread (of another class, held
+            by an optimizer, over other ranks, ...), or that differ between ranks.
         RankFailureError: a rank died or did not answer.
     """
     check_kind("parallelize", "model", model, nn.Module, required=True)
@@ -103,9 +116,13 @@ def parallelize(model: _Model) -> _Model:
             "parallelize: expected model to be the module that DistributedDataParallel is to wrap, "
             "got the wrapper; call it for wrapper.module, before that is wrapped"
         )
-    sharded = sharded_parameters(model)
-    if problem := reduction_problem(sharded):
+    check_kind("parallelize", "mesh", mesh, MoEMesh, DeviceMesh)
+    if problem := reduction_problem(sharded_parameters(model)):
         raise ValueError(f"parallelize: {problem}")
+    if isinstance(mesh, DeviceMesh):
+        mesh = MoEMesh.from_device_mesh(mesh)
+    if mesh is not None and group_size(mesh.ep_group) > 1:
+        spread_layers(model, mesh)
     if world_size() == 1:
         return model
     broadcast_experts(model)

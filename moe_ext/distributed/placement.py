@@ -295,10 +295,15 @@ class ExpertShards(Placement):
         held = range(first, first + num_local)
         return cls("ep", group, held, num_experts, cut=cut, cut_blocks=blocks)
 
-    @classmethod
+    @staticmethod
     def of_ffn(
-        cls, num_experts: int, group: ProcessGroup, *, is_down: bool, transposed: bool, blocks: int
-    ) -> ExpertShards:
+        num_experts: int,
+        group: ProcessGroup | None,
+        *,
+        is_down: bool,
+        transposed: bool,
+        pairs: bool,
+    ) -> Placement:
         """Matrices of stacked experts that shards divide by their width, the ffn dimension.
 
         Args:
@@ -306,10 +311,12 @@ class ExpertShards(Placement):
             group: ranks that share them.
             is_down: `[L, D, F]`, else `[L, F, D]`.
             transposed: the other way round.
-            blocks: of F, such as gates and ups one above the other.
+            pairs: gates and ups are one above the other, and divided each by itself.
         """
-        cut = 2 if is_down != transposed else 1
-        return cls.of_stacked(num_experts, group, cut=cut, blocks=blocks)
+        if group is None or shards_of_experts(group) == 1:
+            return Placement.of_experts(num_experts, group)
+        cut, blocks = 2 if is_down != transposed else 1, 2 if pairs and not is_down else 1
+        return ExpertShards.of_stacked(num_experts, group, cut=cut, blocks=blocks)
 
     @property
     def _groups(self) -> tuple[ProcessGroup, ProcessGroup]:

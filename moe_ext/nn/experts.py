@@ -5,7 +5,6 @@ Shapes: N rows, D model, F ffn, E experts, L local experts = E / size of the exp
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import replace
 from typing import Any, TypeGuard
@@ -104,27 +103,19 @@ class GroupedExperts(nn.Module):
         check_sizes("GroupedExperts", num_experts=num_experts, model_dim=model_dim, ffn_dim=ffn_dim)
         check_numbers("GroupedExperts", GroupedExperts.__init__.__annotations__, locals())
         check_group(ep_group, "GroupedExperts")
-        shards = shards_of_experts(ep_group)
-        if ffn_dim % shards or (shards > 1 and (bias or post_norm is not None)):
-            raise ValueError(
-                "GroupedExperts: expected bias and post_norm to be off and ffn_dim to be a multiple"
-                f" of etp={shards} in an ep_group with etp, got bias={bias}, post_norm={post_norm} "
-                f"and ffn_dim={ffn_dim}"
-            )
         check_choice("GroupedExperts", "layout", layout, LAYOUTS)
         self.activation, self.gated = resolve_activation(activation, gated, "GroupedExperts")
-        _check_shareable(self.activation, post_norm, ep_group)
         self.num_experts = num_experts
-        self.num_local_experts = local_experts(num_experts, ep_group, "GroupedExperts")
         self.model_dim = model_dim
         self.ffn_dim = ffn_dim
         self.layout = layout
         self.transposed = transposed
         self.post_expert_norm = post_norm
-        self._ep_group = GroupHandle(ep_group)
         self._up_name = "gate_up_proj" if self.gated else "up_proj"
+        self._check_group(ep_group, bias)
+        self._ep_group = GroupHandle(ep_group)
         self._add_parameters(bias, device, dtype)
-        self._declare(ep_group)
+        self._lie_over(ep_group)
         self.reset_parameters()
 
     def _add_parameters(
@@ -143,22 +134,54 @@ class GroupedExperts(nn.Module):
             stacked_bias = nn.Parameter(torch.empty(bias_shape, device=device, dtype=dtype))
             self.register_parameter(f"{name}_bias", stacked_bias if bias else None)
 
-    def _declare(self, ep_group: ProcessGroup | None) -> None:
-        if ep_group is None or shards_of_experts(ep_group) == 1:
-            declare_placement(self, Placement.of_experts(self.num_experts, ep_group))
-            return
-        # Gates and ups one above the other are divided each by itself.
-        blocks = 2 if self.gated and self.layout == "concatenated" else 1
-        of_ffn = functools.partial(
-            ExpertShards.of_ffn, self.num_experts, ep_group, transposed=self.transposed
+    def _check_group(self, ep_group: ProcessGroup | None, bias: bool) -> None:
+        shards, post_norm = shards_of_experts(ep_group), self.post_expert_norm
+        if self.ffn_dim % shards or (shards > 1 and (bias or post_norm is not None)):
+            raise ValueError(
+                "GroupedExperts: expected bias and post_norm to be off and ffn_dim to be a multiple"
+                f" of etp={shards} in an ep_group with etp, got bias={bias}, post_norm={post_norm} "
+                f"and ffn_dim={self.ffn_dim}"
+            )
+        _check_shareable(self.activation, post_norm, ep_group)
+        local_experts(self.num_experts, ep_group, "GroupedExperts")
+
+    def _placements_over(self, ep_group: ProcessGroup) -> dict[str, Placement]:
+        """See `SpreadsExperts`."""
+        own = [name + end for name in (self._up_name, "down_proj") for end in ("", "_bias")]
+        held = [name for name, _ in (*self.named_parameters(), *self.named_buffers())]
+        if others := [name for name in held if name not in own]:
+            raise ValueError(
+                f"GroupedExperts: expected parameters and buffers to be among {own} where experts "
+                f"are spread after they were made, got {others[0]}"
+            )
+        self._check_group(ep_group, "down_proj_bias" in held)
+        return {name: self._place_of(name, ep_group) for name in held}
+
+    def _place_of(self, name: str, ep_group: ProcessGroup | None) -> Placement:
+        return ExpertShards.of_ffn(
+            self.num_experts,
+            ep_group,
+            is_down=name == "down_proj",
+            transposed=self.transposed,
+            pairs=self.gated and self.layout == "concatenated",
         )
-        declare_placement(self, of_ffn(is_down=True, blocks=1))
-        declare_placement(self, of_ffn(is_down=False, blocks=blocks), [self._up_name])
+
+    def _lie_over(self, ep_group: ProcessGroup | None) -> None:
+        """Declare that the parameters are those of this rank of a group."""
+        self._ep_group = GroupHandle(ep_group)
+        declare_placement(self, self._place_of("down_proj", ep_group))
+        if shards_of_experts(ep_group) > 1:
+            declare_placement(self, self._place_of(self._up_name, ep_group), [self._up_name])
 
     @property
     def ep_group(self) -> ProcessGroup | None:
         """The expert-parallel group, None when every expert is local."""
         return self._ep_group.group
+
+    @property
+    def num_local_experts(self) -> int:
+        """L, the experts of this rank."""
+        return local_experts(self.num_experts, self.ep_group, "GroupedExperts")
 
     @property
     def first_expert(self) -> int:

@@ -41,7 +41,8 @@ from moe_ext.dispatch import (
 )
 from moe_ext.distributed.dtensor import is_dtensor, is_fsdp
 from moe_ext.distributed.gradients import fingerprint, may_differ
-from moe_ext.distributed.placement import declare_experts, shards_of_experts
+from moe_ext.distributed.placement import Placement, declare_experts, shards_of_experts
+from moe_ext.distributed.spread import SpreadsExperts
 from moe_ext.nn.balance.counts import CountingModule, StepCounts, add_once
 from moe_ext.nn.balance.losses import (
     Balance,
@@ -91,7 +92,7 @@ def _field_of_balance(name: str) -> Any:
     )
 
 
-class MoELayer(CountingModule):
+class MoELayer(CountingModule, SpreadsExperts):
     """Mixture of experts, `[..., D] -> [..., D]`, in the place of a dense feed-forward network.
 
     `y[t] = sum_k w[t, k] * expert[idx[t, k]](x[t]) (+ shared_expert(x[t]))`. Dropless unless a
@@ -184,57 +185,16 @@ class MoELayer(CountingModule):
         check_group(ep_group, "MoELayer")
         check_kind("MoELayer", "dtype", dtype, torch.dtype)
         _check_modules(router, experts)
-        num_ranks, dispatch = group_size(ep_group), Dispatch.of(dispatcher)
-        dispatcher, options = dispatch.dispatcher, dispatch.moves
+        num_ranks, self._dispatch = group_size(ep_group), Dispatch.of(dispatcher)
         self.model_dim = model_dim
         self.num_experts = num_experts
         self.capacity = of_number("capacity", capacity, Capacity)
-        self.row_budget = budget = of_number("row_budget", row_budget, RowBudget)
+        self.row_budget = of_number("row_budget", row_budget, RowBudget)
         self.balance = Balance.of("MoELayer", balance)
-        self.debug = dispatch.debug
-        # Alone a rank sends nothing.
-        self.overlap = dispatch.overlap if num_ranks > 1 else 1
+        self.debug = self._dispatch.debug
         self.loss_scale: float | Tensor = 1.0
         self._record: Record = {}
-        self._dispatch_choice: DispatchChoice | None = None
-        self._chooser: AutoDispatcher | None = None
-        # Options whose values the ranks have compared, and these values.
-        self._watched: operator.attrgetter[Any] | None = None
-        self._compared: object = None
-        # Options that do not change with attributes.
-        self._made_with: dict[str, object] = {}
-        # The cut of the first pass: the messages of a pass follow from it.
-        self._first_cut: Cut | None = None
-        self._num_passes = 0
-        # With etp each shard of an expert is an expert of its own to the dispatcher: their sum
-        # is what the expert makes of a token.
-        self._shards = shards_of_experts(ep_group)
-        if num_experts % (num_ranks // self._shards):
-            raise ValueError(
-                "MoELayer: expected num_experts to be a multiple of the group size "
-                f"{num_ranks // self._shards}, got {num_experts}"
-            )
-        self._check_combination(
-            **vars(dispatch),
-            num_ranks=num_ranks,
-            own_dispatcher=dispatcher if dispatch.is_object else None,
-            experts=experts,
-            router=router,
-        )
-        if dispatch.is_object:
-            _check_sizes_of("dispatcher", dispatcher, num_experts=num_experts, num_ranks=num_ranks)
-        # With rebalance every rank has as many slots for experts of others as for its own.
-        moves = options is not None and num_ranks > 1
-        spread = num_experts * self._shards * (1 + moves)
-        if budget is not None and budget.static and dispatcher == "auto":
-            dispatcher = "alltoall"
-        if isinstance(dispatcher, str):
-            how: dict[str, Any] = {"combine": dispatch.combine, "wire": dispatch.wire}
-            how["max_rows"] = None if budget is None else budget.rows
-            dispatcher = named_dispatcher("MoELayer", dispatcher, spread, ep_group, **how)
-        elif not hasattr(dispatcher, "plan"):
-            dispatcher = WrappedDispatcher(dispatcher)
-        self.dispatcher = dispatcher
+        self._check_group(ep_group, experts=experts, router=router)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         if isinstance(router, str):
             columns = 2 if top_k is None else top_k
@@ -259,11 +219,7 @@ class MoELayer(CountingModule):
             _check_sizes_of("experts", experts, num_experts=num_experts, model_dim=model_dim)
             declare_experts(experts, num_experts, ep_group)
         self.experts = experts
-        self._rebalancer: Rebalancer | None = None
-        if moves:
-            assert options is not None
-            assert runs_own_forward(experts)
-            self._rebalancer = Rebalancer(options, experts)
+        self._take_group(ep_group, self._dispatcher_over(ep_group))
         shared = of_number("shared_expert", shared_expert or None, SharedExpert)
         self.shared_expert = FeedForward(model_dim, shared.ffn_dim, **made) if shared else None
         self.shared_expert_gate: nn.Linear | None = None
@@ -280,6 +236,93 @@ class MoELayer(CountingModule):
             assert isinstance(router, Router)
             if router.rng_state is None:
                 router.add_rng_state(self.capacity.seed, device=device)
+
+    def _take_group(self, ep_group: ProcessGroup | None, dispatcher: TokenDispatcher) -> None:
+        """Set what follows from the ranks that share the experts."""
+        self.dispatcher = dispatcher
+        self._dispatch_choice: DispatchChoice | None = None
+        self._chooser: AutoDispatcher | None = None
+        # With etp each shard of an expert is an expert of its own to the dispatcher: their sum
+        # is what the expert makes of a token.
+        self._shards = shards_of_experts(ep_group)
+        # Alone a rank sends nothing.
+        is_alone = group_size(ep_group) == 1
+        self.overlap = 1 if is_alone else self._dispatch.overlap
+        self._rebalancer: Rebalancer | None = None
+        if self._dispatch.moves is not None and not is_alone:
+            assert runs_own_forward(self.experts)
+            self._rebalancer = Rebalancer(self._dispatch.moves, self.experts)
+        # Options whose values the ranks have compared, and these values.
+        self._watched: operator.attrgetter[Any] | None = None
+        self._compared: object = None
+        # Options that do not change with attributes.
+        self._made_with: dict[str, object] = {}
+        # The cut of the first pass: the messages of a pass follow from it.
+        self._first_cut: Cut | None = None
+        self._num_passes = 0
+
+    def _check_group(self, ep_group: ProcessGroup | None, **parts: Any) -> None:
+        """ValueError for a group that the layer's options, experts or router do not go with."""
+        dispatch, num_ranks = self._dispatch, group_size(ep_group)
+        places = num_ranks // shards_of_experts(ep_group)
+        if self.num_experts % places:
+            raise ValueError(
+                "MoELayer: expected num_experts to be a multiple of the group size "
+                f"{places}, got {self.num_experts}"
+            )
+        check_combination(
+            "MoELayer",
+            **vars(dispatch),
+            capacity=self.capacity,
+            row_budget=self.row_budget,
+            balance=self.balance,
+            num_ranks=num_ranks,
+            etp=shards_of_experts(ep_group),
+            own_dispatcher=dispatch.dispatcher if dispatch.is_object else None,
+            **parts,
+        )
+        if dispatch.is_object:
+            sizes = {"num_experts": self.num_experts, "num_ranks": num_ranks}
+            _check_sizes_of("dispatcher", dispatch.dispatcher, **sizes)
+
+    def _placements_over(self, ep_group: ProcessGroup) -> dict[str, Placement]:
+        """See `SpreadsExperts`."""
+        experts, dispatch = self.experts, self._dispatch
+        if dispatch.is_object or not isinstance(experts, GroupedExperts):
+            what, kind, part = "experts", "GroupedExperts", type(experts).__name__
+            if dispatch.is_object:
+                what, kind, part = "dispatcher", "a name", type(dispatch.dispatcher).__name__
+            raise ValueError(
+                f"MoELayer: expected {what} to be {kind} where experts are spread after the layer "
+                f"was made, got {part}; make the layer with ep_group"
+            )
+        self._check_group(ep_group, experts=experts, router=self.router)
+        places = experts._placements_over(ep_group)
+        return {f"experts.{name}": place for name, place in places.items()}
+
+    def _dispatcher_over(self, ep_group: ProcessGroup | None) -> TokenDispatcher:
+        """See `SpreadsExperts`."""
+        dispatch, budget = self._dispatch, self.row_budget
+        name = dispatch.dispatcher
+        if not isinstance(name, str):
+            return name if hasattr(name, "plan") else WrappedDispatcher(name)
+        if budget is not None and budget.static and name == "auto":
+            name = "alltoall"
+        # With rebalance every rank has as many slots for experts of others as for its own.
+        moves = dispatch.moves is not None and group_size(ep_group) > 1
+        return named_dispatcher(
+            *("MoELayer", name, self.num_experts * shards_of_experts(ep_group) * (1 + moves)),
+            ep_group,
+            combine=dispatch.combine,
+            wire=dispatch.wire,
+            max_rows=None if budget is None else budget.rows,
+        )
+
+    def _lie_over(self, ep_group: ProcessGroup, dispatcher: TokenDispatcher) -> None:
+        """See `SpreadsExperts`."""
+        assert isinstance(self.experts, GroupedExperts)
+        self.experts._lie_over(ep_group)
+        self._take_group(ep_group, dispatcher)
 
     # Fields of `balance` that may be set between steps.
     balance_loss_coef = _field_of_balance("coef")

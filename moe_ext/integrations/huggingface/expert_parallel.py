@@ -6,7 +6,6 @@ Shapes: T tokens, D model, E experts, K top-k, P ranks, L = E/P local experts, R
 from __future__ import annotations
 
 import functools
-import gc
 import json
 import os
 import re
@@ -43,8 +42,8 @@ from moe_ext.distributed.placement import (
     declare_placement,
     placements,
     shards_of_experts,
-    successor,
 )
+from moe_ext.distributed.spread import Whole
 from moe_ext.distributed.state_dict import gathered
 from moe_ext.integrations.huggingface.adapters import placed, wrappers_of
 from moe_ext.integrations.huggingface.decorated import ReplacedParts
@@ -397,17 +396,12 @@ class RowOptions:
 
 def place_of(module: Any, name: str, group: ProcessGroup | None) -> Placement:
     """Placement of a stacked parameter of the experts of a module."""
-    if group is None or shards_of_experts(group) == 1:
-        return Placement.of_experts(module.num_experts, group)
-    is_down = name == "down_proj"
-    # Gates and ups one above the other are divided each by itself.
-    pairs = module.has_gate and getattr(module, "is_concatenated", True) and not is_down
     return ExpertShards.of_ffn(
         module.num_experts,
         group,
-        is_down=is_down,
+        is_down=name == "down_proj",
         transposed=module.is_transposed,
-        blocks=2 if pairs else 1,
+        pairs=module.has_gate and getattr(module, "is_concatenated", True),
     )
 
 
@@ -426,34 +420,16 @@ def _stacked(name: str) -> bool:
     return not name.startswith("post_expert_norm.")
 
 
-# Parameters, each with what takes its place.
-Exchange = dict[nn.Parameter, nn.Parameter]
-
-
-def cut(found: ReplacedParts, ep_group: ProcessGroup) -> Exchange:
-    """Parameters of experts and their adapters, each with this rank's slice of it.
+def wholes(found: ReplacedParts, ep_group: ProcessGroup) -> list[Whole]:
+    """Parameters of experts and their adapters, to be spread over a group.
 
     Raises:
-        ValueError: P does not divide E, a parameter is not stacked or has a gradient or hooks, or
-            there are adapters of another kind.
+        ValueError: P does not divide E, a parameter is not stacked, or there are adapters of
+            another kind.
     """
     shards = shards_of_experts(ep_group)
     num_ranks = group_size(ep_group) // shards
-    slices: Exchange = {}
-
-    def cut_one(name: str, parameter: nn.Parameter, place: Placement) -> None:
-        if parameter.grad is not None:
-            raise ValueError(
-                f"replace: expected {name} to have no gradient when its experts are spread over "
-                "ranks, got one; call zero_grad first"
-            )
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise ValueError(
-                f"replace: expected {name} to have no hooks when its experts are spread over "
-                "ranks, got some, which would not run any more; call replace first"
-            )
-        slices[parameter] = successor(parameter, place.part_of(parameter.detach()).clone())
-
+    made: list[Whole] = []
     for path, module in found.experts.items():
         num_experts: int = module.num_experts  # type: ignore[assignment]
         if num_experts % num_ranks != 0:
@@ -471,12 +447,12 @@ def cut(found: ReplacedParts, ep_group: ProcessGroup) -> Exchange:
                     f"replace: expected {path}.{name} to be stacked over {num_experts} experts, "
                     f"got shape {tuple(parameter.shape)}"
                 )
-            cut_one(f"{path}.{name}", parameter, place_of(module, name, ep_group))
+            made.append((f"{path}.{name}", parameter, place_of(module, name, ep_group)))
         place = Placement.of_experts(num_experts, ep_group if shards == 1 else None)
         for wrapper in wrappers_of(found.model, path):
             for name, layer, own in placed(wrapper, place):
-                cut_one(f"{path}: {name}", layer.get_parameter("weight"), own)
-    return slices
+                made.append((f"{path}: {name}", layer.get_parameter("weight"), own))
+    return made
 
 
 def _check_shards(path: str, module: Any, found: ReplacedParts, shards: int) -> None:
@@ -495,47 +471,6 @@ def _check_shards(path: str, module: Any, found: ReplacedParts, shards: int) -> 
             "replace: expected experts without biases, adapters and norms, whose width is a "
             f"multiple of etp={shards}, in an ep_group with etp, got {problem}"
         )
-
-
-def exchange(model: nn.Module, new: Exchange) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Put parameters in the place of others; all of them or, with ValueError, none.
-
-    An optimizer that held one of those before would train what no module has any more.
-
-    Args:
-        model: any module.
-        new: empty afterwards.
-
-    Returns:
-        Module, name and parameter for `put`, which undoes it.
-    """
-    found = [(m, n, p) for m in model.modules() for n, p in m._parameters.items() if p in new]
-    twins = {id(p): successor(p, p.data) for p in new}
-    places = [(module, name, id(parameter)) for module, name, parameter in found]
-    put([(module, name, new[parameter]) for module, name, parameter in found])
-    references = {id(parameter): weakref.ref(parameter) for parameter in new}
-    new.clear()
-    found.clear()
-    if any(reference() is not None for reference in references.values()):
-        gc.collect()
-    held = {key: p for key, reference in references.items() if (p := reference()) is not None}
-    before = [(module, name, held.get(key, twins[key])) for module, name, key in places]
-    if held:
-        put(before)
-        shape = list(next(iter(held.values())).shape)
-        raise ValueError(
-            "replace: expected parameters of experts that nothing else holds when they are spread "
-            f"over ranks, got {shape} in an optimizer, a wrapper such as DistributedDataParallel, "
-            "the graph of an earlier forward pass, or a variable; make optimizers and wrappers "
-            "after replace, and delete the outputs of that pass"
-        )
-    return before
-
-
-def put(parameters: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
-    """Set parameters of modules."""
-    for module, name, parameter in parameters:
-        module._parameters[name] = parameter
 
 
 def dispatchers_of(

@@ -11,12 +11,13 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from moe_ext._checks import check_choice
-from moe_ext.comm.agreement import Agreement, told_option
+from moe_ext.comm.agreement import told_option
 from moe_ext.comm.groups import check_group, group_size
 from moe_ext.dispatch import COMBINES, DISPATCHERS, Wire
 from moe_ext.distributed import parallelize
 from moe_ext.distributed.dtensor import state_dicts_of_parts
 from moe_ext.distributed.placement import sharded_parameters, shards_of_experts
+from moe_ext.distributed.spread import Whole, spreading
 from moe_ext.integrations.huggingface.decorated import (
     ReplacedParts,
     find,
@@ -26,13 +27,11 @@ from moe_ext.integrations.huggingface.decorated import (
 from moe_ext.integrations.huggingface.expert_parallel import (
     RowOptions,
     ShardedExperts,
-    cut,
     declare_placements,
     dispatchers_of,
     ep_implementation,
-    exchange,
-    put,
     shard,
+    wholes,
 )
 from moe_ext.integrations.huggingface.experts import IMPLEMENTATION, experts_forward
 from moe_ext.nn.balance.moved import Rebalance
@@ -207,37 +206,29 @@ def _run_by_us(found: ReplacedParts) -> None:
 
 def _replace_over_ranks(model: nn.Module, ep_group: ProcessGroup, options: RowOptions) -> int:
     """`replace` with a group: every rank does it, or every rank raises."""
-    before: list[tuple[nn.Module, str, nn.Parameter]] = []
-    try:
-        with Agreement("replace", ep_group) as agreement:
-            options.check(ep_group)
-            found = find(model, "replace")
-            _check_whole(found.experts)
-            before = exchange(model, cut(found, ep_group))
-            parameters = [
-                (f"{path}.{name}", list(p.shape), p.dtype)
-                for path, module in found.experts.items()
-                for name, p in module.named_parameters()
-            ]
-            facts = {
-                "the number of expert blocks": len(found.experts),
-                "num_experts": sorted({str(m.num_experts) for m in found.experts.values()}),
-                "the parameters of experts": parameters,
-                "options": {
-                    "dispatcher": options.dispatcher,
-                    "combine": options.combine,
-                    "wire": options.wire,
-                    "capacity_factor": options.capacity_factor,
-                    **told_option("rebalance", options.moves),
-                },
-            }
-            agreement.compare(facts)
+    found: Any = None
+
+    def whole() -> tuple[list[Whole], dict[str, object]]:
+        nonlocal found
+        options.check(ep_group)
+        found = find(model, "replace")
+        _check_whole(found.experts)
+        return wholes(found, ep_group), {
+            "the number of expert blocks": len(found.experts),
+            "num_experts": sorted({str(m.num_experts) for m in found.experts.values()}),
+            "options": {
+                "dispatcher": options.dispatcher,
+                "combine": options.combine,
+                "wire": options.wire,
+                "capacity_factor": options.capacity_factor,
+                **told_option("rebalance", options.moves),
+            },
+        }
+
+    with spreading("replace", model, ep_group, whole):
         # After the ranks agree, since "hierarchical" makes groups with the others.
         dispatchers = dispatchers_of(found, ep_group, options)
         _run_by_us(found)
-    except BaseException:
-        put(before)
-        raise
     shard(model, found, ep_group, dispatchers, options)
     parallelize(model)
     _protect_inputs(found.model)
