@@ -191,6 +191,7 @@ SETTINGS = {
     "bf16": Setting(hooked("bf16")),
     "int8": Setting(hooked("int8"), limit=1.015),
     "int4": Setting(hooked("int4"), limit=1.015),
+    "fp8": Setting(hooked("fp8")),
     "1-bit Adam": Setting(one_bit_adam(), warm=True, limit=1.015),
     "1-bit Adam, variance fixed": Setting(
         one_bit_adam(variance_interval=0), warm=True, limit=1.015

@@ -36,6 +36,10 @@ ELSEWHERE = {
 }
 
 
+# Of a guide before its first program; of the README and of the answers to which it leads.
+OPENING_WORDS, ANSWER_WORDS = 100, 3_000
+
+
 def blocks(elsewhere=False):
     for page in sorted(DOCS.glob("*.md")):
         found = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
@@ -97,21 +101,25 @@ def test_the_index_has_every_page():
     assert sorted(linked) == sorted(pages)
 
 
-def test_pages_open_with_their_purpose_and_guides_have_a_program():
+def test_pages_open_with_their_purpose_and_guides_with_a_program():
     guides = (DOCS / "README.md").read_text().split("## Guides")[1].split("\n## ")[0]
     for page in sorted(set(DOCS.glob("*.md")) - {DOCS / "index.md"}):
-        title, opening, *rest = page.read_text().split("\n\n")
+        text = page.read_text()
+        title, opening, *_ = text.split("\n\n")
         assert title.startswith("# ") and re.match(r"[A-Z`]", opening), page.name
-        assert f"]({page.name})" not in guides or re.search(
-            r"^```(python|sh|bash)$", "\n\n".join(rest), re.MULTILINE
-        ), page.name
+        if f"]({page.name})" in guides:
+            before, *programs = re.split(r"^```(?:python|sh|bash)$", text, flags=re.MULTILINE)
+            assert programs and len(before.split()) <= OPENING_WORDS, page.name
 
 
-def anchors(page):
-    """Of the headings, as GitHub and MyST make them."""
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
-        yield re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+def sections(page):
+    """Anchor, as GitHub and MyST make it, and text of each heading up to the next one."""
+    text = re.sub(
+        r"```.*?```", lambda code: code[0].replace("\n#", "\n #"), page.read_text(), flags=re.DOTALL
+    )
+    for section in re.split(r"^(?=#+ )", text, flags=re.MULTILINE)[1:]:
+        heading = re.match(r"#+ (.*)", section)[1]
+        yield re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-"), section
 
 
 def test_links_lead_somewhere():
@@ -121,7 +129,18 @@ def test_links_lead_somewhere():
         for target, anchor in re.findall(r"\]\(([^):#\s]*)(?:#([^)]*))?\)", page.read_text()):
             found = page.parent / target if target else page
             assert found.exists(), f"{page.name}: {target}"
-            assert not anchor or anchor in anchors(found), f"{page.name}: {target}#{anchor}"
+            assert not anchor or anchor in dict(sections(found)), f"{page.name}: {target}#{anchor}"
+
+
+def test_the_readme_leads_to_short_answers():
+    """It says itself what this is for and how to install it; a link answers each question more."""
+    readme = DOCS.parent / "README.md"
+    answers = {readme: readme.read_text()}
+    questions = re.findall(r"^- (.*\?) \[.*\]\((.*)#(.*)\)\.$", answers[readme], re.MULTILINE)
+    for question, page, anchor in questions:
+        answers[question] = dict(sections(DOCS.parent / page))[anchor]
+    words = {question: len(answer.split()) for question, answer in answers.items()}
+    assert len(questions) == 10 and sum(words.values()) <= ANSWER_WORDS, words
 
 
 STACK = (DOCS / "in_your_stack.md").read_text()

@@ -137,13 +137,14 @@ def run(cells):
 
 
 def table():
-    """What the page shows: a row for each tool and placement."""
-    lines = [f"| trainer | experts | {' | '.join(MEMORY)} |", "|---|---|" + "---|" * len(MEMORY)]
-    for trainer, placement in itertools.product(TRAINERS, PLACEMENTS):
-        cells = [
-            "refused" if (trainer, placement, memory) in REFUSED else "equal" for memory in MEMORY
-        ]
-        lines.append(f"| {trainer} | {placement} | {' | '.join(cells)} |")
+    """What the page shows: a row for each tool, a column for each placement."""
+    lines = [f"| trainer | {' | '.join(PLACEMENTS)} |", "|---|" + "---|" * len(PLACEMENTS)]
+    for trainer in TRAINERS:
+        cells = []
+        for placement in PLACEMENTS:
+            refused = [memory for memory in MEMORY if (trainer, placement, memory) in REFUSED]
+            cells.append("equal" + "".join(f"; {memory}: refused" for memory in refused))
+        lines.append(f"| {trainer} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -4,6 +4,7 @@ A new example has to be among `STARTED`, which starts each at a small size.
 """
 
 import ast
+import re
 
 import pytest
 from example_jobs import EXAMPLES, TINY, Ranks
@@ -40,8 +41,19 @@ def texts():
     return {name: text for name, text in found.items() if '__name__ == "__main__"' in text}
 
 
-def test_every_example_is_started_here():
-    assert STARTED.keys() == texts().keys()
+# Command and last line by the name of the file, as examples/README.md has them.
+LISTED = {
+    name: (command, last)
+    for name, command, last in re.findall(
+        r"^\| \[(\w+)\.py\]\(\1\.py\) \| [^|]+ \| `(.+)` \| `(result: .+)` \|$",
+        (EXAMPLES / "README.md").read_text(),
+        re.MULTILINE,
+    )
+}
+
+
+def test_every_example_is_started_here_and_listed():
+    assert STARTED.keys() == texts().keys() == LISTED.keys()
 
 
 @pytest.mark.parametrize("name", STARTED)
@@ -49,6 +61,7 @@ def test_the_docstring_says_how_it_is_started_and_what_one_sees(name):
     sections = ast.get_docstring(ast.parse(texts()[name])).split("\n\n")
     started = [part for part in sections if f"examples/{name}.py" in part]
     assert started and all(part.startswith("    ") for part in started)
+    assert any(f"    {LISTED[name][0]}" in part.splitlines() for part in started)
     (output,) = [part for part in sections if part.startswith("Output: ")]
     assert "The last line " in output.replace("\n", " ")
 
@@ -62,3 +75,5 @@ def test_the_last_line_is_the_result(name, tmp_path, text_file):
     lines = [ranks.output(rank).strip().splitlines() for rank in range(num_ranks)]
     results = [line for own in lines for line in own if line.startswith("result: ")]
     assert len(results) == 1 and any(own and own[-1] == results[0] for own in lines), lines
+    listed = re.escape(LISTED[name][1]).replace(r"\.\.\.", ".+")
+    assert re.fullmatch(listed, results[0]), results
