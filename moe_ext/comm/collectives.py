@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext.comm import c10d, debugging
-from moe_ext.comm.failures import naming_failed_ranks
+from moe_ext.comm.failures import name_failed_ranks, naming_failed_ranks
 from moe_ext.comm.groups import group_ranks, group_size, small_message_device
 from moe_ext.comm.pending import Pending, Release, start_gather_into
 from moe_ext.comm.reports import Collective, Underway
@@ -265,16 +265,13 @@ def all_to_all(
         own = x.shape[0] // size if send is None else send[dist.get_rank(group)]
         row_bytes = x[:1].nbytes
         record_traffic("all_to_all", (x.shape[0] - own) * row_bytes)
-    with naming_failed_ranks(group, operation):
-        work = dist.all_to_all_single(
-            out,
-            x,
-            None if receive is None else list(receive),
-            None if send is None else list(send),
-            group=group,
-            async_op=True,
-        )
+    sent, due = None if send is None else list(send), None if receive is None else list(receive)
+    try:
+        work = dist.all_to_all_single(out, x, due, sent, group=group, async_op=True)
         Underway(work, Collective("all_to_all", group, x, send, receive)).wait()
+    except RuntimeError as error:
+        name_failed_ranks(group, operation, error)
+        raise
     return out
 
 

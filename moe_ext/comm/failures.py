@@ -330,13 +330,17 @@ class naming_failed_ranks:
         at_exit.wait_at_exit()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, RuntimeError) or isinstance(error, RankFailureError):
-            return
-        if is_told(error):
-            return
-        if not isinstance(error, dist.DistError) and not _OF_CONNECTIONS.search(str(error)):
-            tell_own_error(self._operation, error)
-            return
-        members = dist.group.WORLD if self._group is None else self._group
-        assert members is not None
-        raise diagnose(members, with_layer(self._operation), error) from error
+        if isinstance(error, RuntimeError):
+            name_failed_ranks(self._group, self._operation, error)
+
+
+def name_failed_ranks(group: ProcessGroup | None, operation: str, error: RuntimeError) -> None:
+    """Raise for an error as `naming_failed_ranks` does, in code that is too short for a context."""
+    if isinstance(error, RankFailureError) or is_told(error):
+        return
+    if not isinstance(error, dist.DistError) and not _OF_CONNECTIONS.search(str(error)):
+        tell_own_error(operation, error)
+        return
+    members = dist.group.WORLD if group is None else group
+    assert members is not None
+    raise diagnose(members, with_layer(operation), error) from error

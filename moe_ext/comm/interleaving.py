@@ -63,13 +63,13 @@ class _OwnTurns(threading.local):
     own: int = 0
 
 
-_lane = _OwnTurns()
+lane = _OwnTurns()
 
 
 def pass_turn() -> None:
     """Say that what follows is a wait for other ranks."""
-    if _lane.turns is not None:
-        _lane.turns.pass_on(_lane.own)
+    if lane.turns is not None:
+        lane.turns.pass_on(lane.own)
 
 
 def run_in_turns(functions: Sequence[Callable[[], T]]) -> list[T]:
@@ -94,7 +94,7 @@ def run_in_turns(functions: Sequence[Callable[[], T]]) -> list[T]:
     Raises:
         Exception: the first that one of them raises; the others end at their next wait.
     """
-    if len(functions) < 2 or _lane.turns is not None:
+    if len(functions) < 2 or lane.turns is not None:
         return [function() for function in functions]
     turns, found = _Turns(len(functions)), dict[int, T]()
     state = torch.get_rng_state()
@@ -103,7 +103,7 @@ def run_in_turns(functions: Sequence[Callable[[], T]]) -> list[T]:
 
     def run(own: int) -> None:
         error: BaseException | None = None
-        _lane.turns, _lane.own = turns, own
+        lane.turns, lane.own = turns, own
         try:
             turns.begin(own)
             torch.set_rng_state(state)
@@ -113,7 +113,7 @@ def run_in_turns(functions: Sequence[Callable[[], T]]) -> list[T]:
         except BaseException as raised:
             error = raised
         finally:
-            _lane.turns = None
+            lane.turns = None
             turns.end(own, error)
 
     others = [

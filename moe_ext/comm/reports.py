@@ -42,7 +42,7 @@ from moe_ext.comm.failures import (
     with_layer,
 )
 from moe_ext.comm.groups import group_of_name, group_ranks
-from moe_ext.comm.interleaving import pass_turn
+from moe_ext.comm.interleaving import lane, pass_turn
 
 _LOOK_EVERY = timedelta(seconds=0.5)
 _GRACE = timedelta(seconds=GRACE_SECONDS)
@@ -82,6 +82,7 @@ def _job() -> _Job:
     assert world is not None
     job = _jobs.get(world)
     if job is None:
+        at_exit.wait_at_exit()
         job = _jobs[world] = _Job()
     return job
 
@@ -115,9 +116,11 @@ class Underway:
             call = call._replace(group=dist.group.WORLD)
         assert call.group is not None
         self._work, self.call = work, call
-        self._looks = not call.x.is_cuda
-        if self._looks:
-            job = _job()
+        world = dist.group.WORLD
+        assert world is not None
+        job = _jobs.get(world) or _job()
+        self._job = None if call.x.is_cuda else job
+        if self._job is not None:
             job.groups.add(call.group)
             self.number = job.num_posted.get(call.group, 0)
             job.num_posted[call.group] = self.number + 1
@@ -142,12 +145,12 @@ class Underway:
                 ValueError or TypeError, with the rank and its words. The group stays usable, or it
                 is a RankFailureError.
         """
-        if not self._looks:
+        job = self._job
+        if job is None:
             self._work.wait()
             return
-        if passes_turn:
+        if passes_turn and lane.turns is not None:
             pass_turn()
-        job = _job()
         if job.open:
             _take_back(job)
         while True:
@@ -198,6 +201,7 @@ def wait_for_message(ended: threading.Event, group: ProcessGroup) -> None:
         _heed(job, group, is_lost=True)
 
 
+@dataclass(frozen=True)
 class telling:
     """Context that tells the other ranks when the code inside raises.
 
@@ -207,17 +211,19 @@ class telling:
         operation: name for messages.
     """
 
-    def __init__(self, group: ProcessGroup | None, device: torch.device, operation: str) -> None:
-        self._group = None if device.type == "cuda" else group
-        self._operation = operation
+    group: ProcessGroup | None
+    device: torch.device
+    operation: str
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and self._group is not None and not _is_known(error):
-            _job().groups.add(self._group)
-            _tell(error, with_layer(self._operation))
+        if not isinstance(error, Exception) or self.group is None or self.device.type == "cuda":
+            return
+        if not _is_known(error):
+            _job().groups.add(self.group)
+            _tell(error, with_layer(self.operation))
 
 
 class _BackwardPass:

@@ -32,7 +32,8 @@ class Traffic:
         return sum(self.sent_bytes.values())
 
 
-_open: list[Traffic] = []
+# Mutated in place: what sends looks at it.
+open_counts: list[Traffic] = []
 # A backward pass on an accelerator runs in a thread of its own.
 _lock = threading.Lock()
 
@@ -52,37 +53,32 @@ def count_traffic() -> Iterator[Traffic]:
     """
     traffic = Traffic()
     with _lock:
-        _open.append(traffic)
+        open_counts.append(traffic)
     try:
         yield traffic
     finally:
         with _lock:
             # By identity: two counts may be equal.
-            _open[:] = [other for other in _open if other is not traffic]
+            open_counts[:] = [other for other in open_counts if other is not traffic]
 
 
 @contextlib.contextmanager
 def not_counted() -> Iterator[None]:
     """Leave what this process sends inside out of all counts that are open."""
     with _lock:
-        held, _open[:] = _open[:], []
+        held, open_counts[:] = open_counts[:], []
     try:
         yield
     finally:
         with _lock:
-            _open.extend(held)
-
-
-def is_counted() -> bool:
-    """True if any count is open."""
-    return bool(_open)
+            open_counts.extend(held)
 
 
 def record_traffic(kind: str, num_bytes: int) -> None:
     """Add one call to every open count."""
-    if num_bytes == 0 or not _open:
+    if num_bytes == 0 or not open_counts:
         return
     with _lock:
-        for traffic in _open:
+        for traffic in open_counts:
             traffic.calls[kind] += 1
             traffic.sent_bytes[kind] += num_bytes

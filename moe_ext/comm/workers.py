@@ -25,7 +25,7 @@ from moe_ext.comm import at_exit, c10d, collectives, streams
 from moe_ext.comm.failures import naming_failed_ranks
 from moe_ext.comm.groups import group_rank, group_size
 from moe_ext.comm.pending import Future, Pending
-from moe_ext.comm.traffic import is_counted, record_traffic
+from moe_ext.comm.traffic import open_counts, record_traffic
 
 T = TypeVar("T")
 OnSent = Callable[[str, int], None]
@@ -165,7 +165,7 @@ def start(
         RankFailureError: a rank died or did not answer; where `async_op` is set, by the handle.
     """
     module = _compiled() if compiled else None
-    on_sent: OnSent | None = record_traffic if is_counted() else None
+    on_sent: OnSent | None = record_traffic if open_counts else None
     run_twin = functools.partial(twin, *args)
 
     def run_in(worker: Any) -> Any:

@@ -22,13 +22,13 @@ class _GatherHop(Hop):
     """A hop whose tokens go to all ranks, their indices and weights with them."""
 
     def start_out(
-        self, rows: Tensor, route: Route, name: str, *, beside: bool, format: str | None = None
+        self, rows: Tensor, route: Route, name: str, *, format: str | None = None
     ) -> Callable[[], Tensor]:
         """The tokens that came with their indices; all that comes later goes to its rank alone."""
         return (
             route.arrived.pop
             if route.arrived
-            else super().start_out(rows, route, name, beside=beside, format=format)
+            else super().start_out(rows, route, name, format=format)
         )
 
     def _bring_columns(

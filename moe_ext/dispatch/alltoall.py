@@ -43,7 +43,8 @@ class AllToAllDispatcher(TokenDispatcher):
 
     def exchange_counts(self, message_PM: Tensor, *, operation: str) -> Tensor:
         """See `TokenDispatcher`."""
-        return collectives.all_to_all(message_PM, self.group, operation=operation, counted=False)
+        group = self._group.group
+        return collectives.all_to_all(message_PM, group, operation=operation, counted=False)
 
     def exchange_rows(
         self,
@@ -59,7 +60,7 @@ class AllToAllDispatcher(TokenDispatcher):
         """See `TokenDispatcher`."""
         return all_to_all_rows(
             rows_ND,
-            self.group,
+            self._group.group,
             send,
             receive,
             grad_scale=grad_scale,

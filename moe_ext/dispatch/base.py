@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +31,7 @@ from moe_ext.comm.groups import (
     shares_communicator,
 )
 from moe_ext.comm.reports import telling
-from moe_ext.dispatch.counts import DTYPES, CallComparison, ExchangedCounts, Header
+from moe_ext.dispatch.counts import DTYPES, CallComparison, ExchangedCounts
 from moe_ext.dispatch.parts import (
     WHOLE,
     BatchPlan,
@@ -161,6 +161,8 @@ class TokenDispatcher:
 
     # For subclasses that do all by themselves and never call __init__.
     _group = GroupHandle(None)
+    # A graph of `torch.compile` can hold it: split sizes are known only after an exchange.
+    in_graph = True
     wire = Wire()
     operation = "dispatch"
     # Capabilities of the class, and the reason for which a layer has it.
@@ -207,6 +209,12 @@ class TokenDispatcher:
         self.average = average
         wire = Wire.of(name, wire)
         self.wire = wire if self.num_ranks > 1 else Wire()
+        # Arguments of `exchange_rows`, which need not know of formats where there is no wire.
+        self._formats_out, self._formats_back = [
+            {} if formats == (None, None) else {"formats": formats}
+            for formats in (self.wire.out, self.wire.back)
+        ]
+        self.in_graph = group is None
         self.grad_scale = float(self.num_ranks) if average else 1.0
         facts = {"num_experts": num_experts, "drop_policy": drop_policy, "average": average}
         self._calls = CallComparison(facts)
@@ -239,11 +247,6 @@ class TokenDispatcher:
     def group(self) -> Any:
         """The process group, None where nothing travels."""
         return self._group.group
-
-    @property
-    def in_graph(self) -> bool:
-        """A graph of `torch.compile` can hold it: split sizes are known only after an exchange."""
-        return self.group is None
 
     # The part of a transport: messages.
 
@@ -305,11 +308,12 @@ class TokenDispatcher:
             x: the input that is looked at, `[..., D]`.
             cut: that `plan` will be given.
         """
-        if self.group is None or type(self).exchange_counts is TokenDispatcher.exchange_counts:
+        own = type(self).exchange_counts is not TokenDispatcher.exchange_counts
+        if self._group.group is None or not own:
             return _SILENT
-        if cut.is_static:
+        if cut.budget is not None and cut.budget.static:
             return telling_in_agreement(self, x.device)
-        return self._telling_of_failure(x, cut)
+        return _Telling(self, x, cut)
 
     @property
     def name(self) -> str:
@@ -343,12 +347,20 @@ class TokenDispatcher:
             RankFailureError: a rank died or did not answer.
         """
         if type(self).dispatch is not TokenDispatcher.dispatch:
-            return self._plan_own(x_TD, choice)
+            idx, weights, capacity, _, _ = choice
+            found = [self.dispatch(x_TD, idx, weights, capacity=capacity)]
+            return BatchPlan([lambda _: found.pop()], found[0][2].num_dropped)
         if place is not None:
             assert cut.num_shared is not None
-            told = self._share_counts(x_TD, choice, cut)
+            with _Telling(self, x_TD, cut):
+                self._check_dtype(x_TD)
+                none_TD = x_TD.detach()[:, :0]
+                _, tables = ops.permute_tokens(none_TD, choice.topk_idx, cut.num_shared)
+            own_PE = tables.num_tokens_per_expert.expand(self.num_ranks, -1)
+            told = self._tell(x_TD, choice, own_PE)
+            counts_PE = torch.tensor(told.received).T
             with self.computing(x_TD):
-                placed = place(told)
+                placed = place(SharedCounts(tables, counts_PE, told.has_backward))
             choice = choice._replace(topk_idx=placed.slot_idx)
             return replace(self._plan_parts(x_TD, choice, 1, False, placed.counts), placed=placed)
         budget = cut.budget
@@ -374,7 +386,7 @@ class TokenDispatcher:
         Args:
             x: the input that is looked at.
         """
-        group = self.group
+        group = self._group.group
         return _SILENT if group is None else telling(group, x.device, self.operation)
 
     def agree_on_results(self, rows: Tensor, results: Tensor) -> None:
@@ -443,24 +455,15 @@ class TokenDispatcher:
         assert metadata.received_permutation is not None
         arrived_R1 = metadata.weights_R1
         if arrived_R1 is None:
-            arrived_R1 = self._exchange_weights(
-                _weight_of_rows(tables, weights_TK, sum(metadata.sent)),
+            column_N1 = _weight_of_rows(tables, weights_TK, sum(metadata.sent))
+            arrived_R1 = self.exchange_rows(
+                take_part(column_N1) if rows.requires_grad else column_N1,
                 metadata.sent,
                 metadata.received,
-                rows.requires_grad,
+                grad_scale=self.grad_scale,
+                operation=f"{self.operation} weights",
             )
         return RowWeights(arrived_R1, metadata.received_permutation.slot_of_row)
-
-    def _exchange_weights(
-        self, column_N1: Tensor, sent: Sequence[int], received: Sequence[int], has_backward: bool
-    ) -> Tensor:
-        return self.exchange_rows(
-            take_part(column_N1) if has_backward else column_N1,
-            sent,
-            received,
-            grad_scale=self.grad_scale,
-            operation=f"{self.operation} weights",
-        )
 
     def combine(
         self,
@@ -526,20 +529,10 @@ class TokenDispatcher:
             grad_scale=1.0 / self.grad_scale,
             operation=f"{self.operation} combine",
             meanwhile=meanwhile,
-            **self._coded(self.wire.back),
+            **self._formats_back,
         )
 
     # The above, from the two messages.
-
-    def _coded(self, formats: Formats) -> dict[str, Any]:
-        """Arguments of `exchange_rows`, which need not know of formats where there is no wire."""
-        return {} if formats == (None, None) else {"formats": formats}
-
-    def _plan_own(self, x_TD: Tensor, choice: Choice) -> BatchPlan:
-        """The plan of a class with a `dispatch` of its own."""
-        idx, weights, capacity, _, _ = choice
-        found = [self.dispatch(x_TD, idx, weights, capacity=capacity)]
-        return BatchPlan([lambda _: found.pop()], found[0][2].num_dropped)
 
     def _plan_parts(
         self,
@@ -559,7 +552,7 @@ class TokenDispatcher:
             counts: of the one part, where the ranks know them.
         """
         idx_TK, weights_TK, capacity, _, filled = choice
-        if self.group is None:
+        if self._group.group is None:
             rows, tables = self._group_by_expert(x_TD, idx_TK, weights_TK, capacity)
             metadata = DispatchMetadata(tables, weights_TK, expert_capacity=capacity)
             offsets = tables.expert_offsets
@@ -583,17 +576,22 @@ class TokenDispatcher:
                 ],
                 sent,
             )
-            arrived_R1 = self._exchange_weights(
-                column_N1, total(sent), total(received), told[0].has_backward
+            arrived_R1 = self.exchange_rows(
+                take_part(column_N1) if told[0].has_backward else column_N1,
+                total(sent),
+                total(received),
+                grad_scale=self.grad_scale,
+                operation=f"{self.operation} weights",
             )
             arrived = [*split_parts(arrived_R1, received)]
-        parts: list[Part] = [
-            functools.partial(
-                self._send, rows_ND[: sum(one.sent)], tables, weights[i], one, arrived[i]
-            )
-            for i, ((rows_ND, tables), one) in enumerate(zip(grouped, told, strict=True))
-        ]
-        dropped = [tables.num_dropped for _, tables in grouped]
+        parts: list[Part] = []
+        dropped = []
+        for (rows_ND, tables), part_TK, one, come in zip(
+            grouped, weights, told, arrived, strict=True
+        ):
+            rows_ND = rows_ND[: sum(one.sent)]
+            parts.append(functools.partial(self._send, rows_ND, tables, part_TK, one, come))
+            dropped.append(tables.num_dropped)
         num_dropped = dropped[0] if num_parts == 1 else torch.stack(dropped).sum()
         return BatchPlan(parts, num_dropped, filled=filled or capacity is None)
 
@@ -601,17 +599,33 @@ class TokenDispatcher:
         """Rounds of at most the rows of a budget, at least one."""
         idx_TK, weights_TK, capacity, _, _ = choice
         max_rows, drop = budget.rows, budget.overflow == "drop"
-        if self.group is not None:
-            return self._exchanged_rounds(x_TD, choice, max_rows, drop)
-        # Rows without columns: only the tables are wanted, and they cost no row.
-        none_TD = x_TD.detach()[:, :0]
-        _, tables = self._group_by_expert(none_TD, idx_TK, weights_TK, capacity)
-        if drop and tables.slot_of_row.shape[0] > max_rows:
-            allowed = tables.expert_offsets.new_full((1,), max_rows)
-            kept_idx = keep_first(tables, idx_TK, allowed)
-            _, kept = ops.permute_tokens(none_TD, kept_idx, self.num_experts)
-            return cut_rows(count_dropped(tables, kept), max_rows)[:1]
-        return cut_rows(tables, max_rows)
+        if self.group is None:
+            # Rows without columns: only the tables are wanted, and they cost no row.
+            none_TD = x_TD.detach()[:, :0]
+            _, tables = self._group_by_expert(none_TD, idx_TK, weights_TK, capacity)
+            if drop and tables.slot_of_row.shape[0] > max_rows:
+                allowed = tables.expert_offsets.new_full((1,), max_rows)
+                kept_idx = keep_first(tables, idx_TK, allowed)
+                _, kept = ops.permute_tokens(none_TD, kept_idx, self.num_experts)
+                return cut_rows(count_dropped(tables, kept), max_rows)[:1]
+            return cut_rows(tables, max_rows)
+        ((_, tables),), (counts,) = self._group_and_count(x_TD, choice, with_rows=False)
+        align = row_alignment(x_TD, max_rows, self.num_local_experts)
+        limit = max_rows - self.num_local_experts * (align - 1)
+        # Rows from each rank (first dimension) to each other, on the host of every rank.
+        values = [max_rows, *counts.sent]
+        table = share(values, self.group, x_TD.device, operation="RowBudget")
+        check_equal_over_ranks("rows", [row[0] for row in table], self.group, "RowBudget")
+        pairs_PP = torch.tensor([row[1:] for row in table], dtype=torch.int64)
+        rank = group_rank(self.group)
+        if drop:
+            allowed_PP = fair_share(fair_share(pairs_PP, limit, dim=1), limit, dim=0)
+            if bool((allowed_PP < pairs_PP).any()):
+                kept_idx = keep_first(tables, idx_TK, allowed_PP[rank].to(x_TD.device))
+                choice = Choice(kept_idx, weights_TK)
+                ((_, kept),), (counts,) = self._group_and_count(x_TD, choice, with_rows=False)
+                tables, pairs_PP = count_dropped(tables, kept), allowed_PP
+        return cut_exchange(tables, counts, schedule(pairs_PP, limit), rank)
 
     def send(
         self,
@@ -636,22 +650,6 @@ class TokenDispatcher:
             return rows_ND, tables.expert_offsets, DispatchMetadata(tables, topk_weights_TK)
         return self._send(rows_ND, tables, topk_weights_TK, part.counts, None, meanwhile)
 
-    def _share_counts(self, x_TD: Tensor, choice: Choice, cut: Cut) -> SharedCounts:
-        """Tell all ranks the rows of every expert before they are placed."""
-        with self._telling_of_failure(x_TD, cut):
-            self._check_dtype(x_TD)
-            assert cut.num_shared is not None
-            none_TD = x_TD.detach()[:, :0]
-            _, tables = ops.permute_tokens(none_TD, choice.topk_idx, cut.num_shared)
-        own_PE = tables.num_tokens_per_expert.expand(self.num_ranks, -1)
-        told = self._tell(own_PE, self._header(x_TD, choice), lambda counts_PE: counts_PE)
-        return SharedCounts(tables, torch.tensor(told.received).T, told.has_backward)
-
-    def _header(self, x_TD: Tensor, choice: Choice) -> Header:
-        in_graph = x_TD.requires_grad or choice.topk_weights.requires_grad
-        top_k = choice.topk_idx.shape[1]
-        return self._calls.header(x_TD, top_k, choice.capacity, in_graph, self.wire)
-
     def _send(
         self,
         rows_ND: Tensor,
@@ -661,7 +659,7 @@ class TokenDispatcher:
         weights_R1: Tensor | None,
         meanwhile: Callable[[], None] | None,
     ) -> tuple[Tensor, Tensor, DispatchMetadata]:
-        if counts.has_backward:
+        if counts.has_backward and not rows_ND.requires_grad:
             rows_ND = take_part(rows_ND)
         rows_RD = self.exchange_rows(
             rows_ND,
@@ -670,7 +668,7 @@ class TokenDispatcher:
             grad_scale=self.grad_scale,
             operation=f"{self.operation} dispatch",
             meanwhile=meanwhile,
-            **self._coded(self.wire.out),
+            **self._formats_out,
         )
         # From the order (rank, expert) to (expert, rank).
         expert_R = counts.expert_of_row()
@@ -694,7 +692,7 @@ class TokenDispatcher:
     ) -> tuple[Tensor, ops.Permutation]:
         """The rows of this rank's tokens, grouped by expert."""
         align = 1
-        if self.group is None:
+        if self._group.group is None:
             # Padding would travel with the rows: it is added on arrival.
             align = row_alignment(x_TD, topk_idx_TK.numel(), self.num_experts)
         return ops.permute_tokens(
@@ -713,58 +711,41 @@ class TokenDispatcher:
         """Rows of parts grouped by expert, without columns if not wanted; who sends how many."""
         idx_TK, weights_TK, capacity, _, _ = choice
         size = self.num_ranks, self.num_local_experts
-        with self._telling_of_failure(x_TD, Cut(num_parts)):
+        grouped, own = list[tuple[Tensor, ops.Permutation]](), list[Tensor]()
+        with _Telling(self, x_TD, Cut(num_parts)):
             self._check_dtype(x_TD)
-            taken_TD = x_TD if with_rows else x_TD.detach()[:, :0]
-            parts: list[Any] = [(taken_TD, idx_TK, weights_TK)]
+            parts: list[Any] = [(x_TD if with_rows else x_TD.detach()[:, :0], idx_TK, weights_TK)]
             if num_parts > 1:
                 split = (t.tensor_split(num_parts) for t in parts[0])
                 parts = [*zip(*split, strict=True)]
-            grouped = [self._group_by_expert(x, idx, w, capacity) for x, idx, w in parts]
-        own = [tables.expert_offsets.diff().view(size) for _, tables in grouped]
+            for tokens, idx, weights in parts:
+                grouped.append(self._group_by_expert(tokens, idx, weights, capacity))
+                own.append(grouped[-1][1].expert_offsets.diff().view(size))
         own_PM = own[0] if num_parts == 1 else torch.cat(own, 1)
-
-        def by_part(counts_PM: Tensor) -> Tensor:
-            return counts_PM.view(size[0], num_parts, size[1])
-
-        header = self._header(x_TD, choice)
-        told = self._tell(own_PM, header, lambda counts_PM: by_part(counts_PM).sum(2))
-        received = by_part(told.received_PM).unbind(1)
-        return grouped, [
-            RowCounts(*sizes, told.expert_capacity, told.has_backward)
-            for sizes in zip(told.sent, told.received, received, strict=True)
-        ]
-
-    @contextlib.contextmanager
-    def _telling_of_failure(self, x: Tensor, cut: Cut = WHOLE) -> Iterator[None]:
-        """Tell the other ranks when the code inside fails, in the place of the counts."""
-        try:
-            yield
-        except Exception as error:
-            if is_told(error):
-                raise
-            header = self._calls.header(x, 0, 0, x.requires_grad, self.wire, failed=True)
-            nothing_PL = torch.zeros(
-                self.num_ranks,
-                cut.num_shared or self.num_counts * cut.num_parts,
-                dtype=torch.int64,
-                device=x.device,
-            )
-            # The error of this rank says more than that of the exchange.
-            with contextlib.suppress(ValueError, TypeError, RuntimeError):
-                self._tell(nothing_PL, header, lambda counts_PL: counts_PL, error)
-            raise
+        told = self._tell(x_TD, choice, own_PM, num_parts)
+        received = told.received_PM.view(size[0], num_parts, -1).unbind(1)
+        counts = list[RowCounts]()
+        for sizes in zip(told.sent, told.received, received, strict=True):
+            counts.append(RowCounts(*sizes, told.expert_capacity, told.has_backward))
+        return grouped, counts
 
     def _tell(
         self,
+        x: Tensor,
+        choice: Choice | None,
         own_PM: Tensor,
-        header: Header,
-        totals: Callable[[Tensor], Tensor],
+        num_parts: int | None = None,
         problem: Exception | None = None,
     ) -> ExchangedCounts:
-        """Exchange counts over the group; see `CallComparison.exchange`."""
-        send, group = self.exchange_counts, self.group
-        return self._calls.exchange(own_PM, header, totals, send, group, self.operation, problem)
+        """Exchange counts over the group, or that there is a problem in the place of a choice."""
+        calls, in_graph, top_k = self._calls, x.requires_grad, 0
+        capacity: int | None = 0
+        if choice is not None:
+            in_graph = in_graph or choice.topk_weights.requires_grad
+            top_k, capacity = choice.topk_idx.shape[1], choice.capacity
+        header = calls.header(x, top_k, capacity, in_graph, self.wire, failed=choice is None)
+        send, group = self.exchange_counts, self._group.group
+        return calls.exchange(own_PM, header, num_parts, send, group, self.operation, problem)
 
     def _check_dtype(self, x_TD: Tensor) -> None:
         if x_TD.dtype not in DTYPES:
@@ -777,26 +758,31 @@ class TokenDispatcher:
                 f"{self.wire}, which has fewer digits, got {x_TD.dtype}; leave wire out"
             )
 
-    def _exchanged_rounds(
-        self, x_TD: Tensor, choice: Choice, max_rows: int, drop: bool
-    ) -> list[Round]:
-        ((_, tables),), (counts,) = self._group_and_count(x_TD, choice, with_rows=False)
-        align = row_alignment(x_TD, max_rows, self.num_local_experts)
-        limit = max_rows - self.num_local_experts * (align - 1)
-        # Rows from each rank (first dimension) to each other, on the host of every rank.
-        values = [max_rows, *counts.sent]
-        table = share(values, self.group, x_TD.device, operation="RowBudget")
-        check_equal_over_ranks("rows", [row[0] for row in table], self.group, "RowBudget")
-        pairs_PP = torch.tensor([row[1:] for row in table], dtype=torch.int64)
-        rank = group_rank(self.group)
-        if drop:
-            allowed_PP = fair_share(fair_share(pairs_PP, limit, dim=1), limit, dim=0)
-            if bool((allowed_PP < pairs_PP).any()):
-                kept_idx = keep_first(tables, choice.topk_idx, allowed_PP[rank].to(x_TD.device))
-                choice = Choice(kept_idx, choice.topk_weights)
-                ((_, kept),), (counts,) = self._group_and_count(x_TD, choice, with_rows=False)
-                tables, pairs_PP = count_dropped(tables, kept), allowed_PP
-        return cut_exchange(tables, counts, schedule(pairs_PP, limit), rank)
+
+@dataclass(frozen=True)
+class _Telling:
+    """Context that tells the other ranks when the code inside fails, in the place of the counts."""
+
+    dispatcher: TokenDispatcher
+    x: Tensor
+    cut: Cut
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, Exception) or is_told(error):
+            return
+        dispatcher, cut = self.dispatcher, self.cut
+        nothing_PL = torch.zeros(
+            dispatcher.num_ranks,
+            cut.num_shared or dispatcher.num_counts * cut.num_parts,
+            dtype=torch.int64,
+            device=self.x.device,
+        )
+        # The error of this rank says more than that of the exchange.
+        with contextlib.suppress(ValueError, TypeError, RuntimeError):
+            dispatcher._tell(self.x, None, nothing_PL, problem=error)
 
 
 def _weight_of_rows(tables: ops.Permutation, weights_TK: Tensor, num_rows: int) -> Tensor:

@@ -130,7 +130,7 @@ class CallComparison:
         self,
         own_PM: Tensor,
         header: Header,
-        totals: Callable[[Tensor], Tensor],
+        num_parts: int | None,
         send: Callable[..., Tensor],
         group: ProcessGroup,
         operation: str,
@@ -144,7 +144,7 @@ class CallComparison:
         Args:
             own_PM: the numbers, int64.
             header: of `header`.
-            totals: makes `[P, X]` of own or received numbers, for the host.
+            num_parts: equal runs of the numbers, whose sums the host reads; None for each number.
             send: `TokenDispatcher.exchange_counts`.
             group: the P ranks.
             operation: name for error messages.
@@ -154,38 +154,47 @@ class CallComparison:
             # The length of the message depends on num_experts.
             Agreement(operation, group, own_PM.device).compare(self.first_facts())
             self._agreed = True
-        message = torch.cat([self._on_device(header, own_PM), own_PM], dim=1)
+        head = self._heads.get((*header, own_PM.device))
+        if head is None:
+            head = self._on_device(header, own_PM)
+        message = torch.cat([head, own_PM], dim=1)
         received = send(message, operation=f"{operation} counts")
         received_PM = received[:, _HEAD:]
         # NOTE: device-to-host sync, the only one of the layer: the collective takes its splits, and
         # the allocator its size, on the host; and every rank must reach the same verdict before
         # rows move.
-        table = torch.cat([received[:, :_HEAD], totals(received_PM), totals(own_PM)], 1).tolist()
-        heads, columns = [row[:_HEAD] for row in table], [*zip(*table, strict=True)][_HEAD:]
-        *_, state, limit, _ = heads[0]
-        if heads.count(heads[0]) == len(heads) and state % 2 == 0:
-            self._check_layers((state // 2,) * len(heads), group, operation)
-        else:
-            self._compare(heads, problem, group, operation, own_PM.device)
-        half = len(columns) // 2
+        told = received_PM, own_PM
+        if num_parts is not None:
+            size = len(own_PM), num_parts, -1
+            told = received_PM.view(size).sum(2), own_PM.view(size).sum(2)
+        columns = [*zip(*torch.cat([received[:, :_HEAD], *told], 1).tolist(), strict=True)]
+        _, _, _, states, limits, graphs = columns[:_HEAD]
+        alike = states[0] % 2 == 0
+        for column in columns[:_HEAD]:
+            alike = alike and column.count(column[0]) == len(column)
+        if not alike:
+            self._compare(columns[:_HEAD], problem, group, operation, own_PM.device)
+        elif not self.layers and (states[0] // 2,) * len(states) not in _met.get(group, ()):
+            self._check_layers((states[0] // 2,) * len(states), group, operation)
+        half = _HEAD + len(columns[_HEAD:]) // 2
         return ExchangedCounts(
-            tuple(columns[:half]),
+            tuple(columns[_HEAD:half]),
             tuple(columns[half:]),
             received_PM,
-            None if limit < 0 else sum([head[4] for head in heads]),
-            _IN_GRAPH in [head[5] % _GRAPH_CODES for head in heads],
+            None if limits[0] < 0 else sum(limits),
+            _IN_GRAPH in [graph % _GRAPH_CODES for graph in graphs],
         )
 
     def _compare(
         self,
-        heads: Sequence[Sequence[int]],
+        columns: Sequence[Sequence[int]],
         problem: Exception | None,
         group: ProcessGroup,
         operation: str,
         device: torch.device,
     ) -> None:
         """ValueError on every rank for what differs in the headers of all ranks and must not."""
-        dims, codes, top_ks, states, limits, graphs = zip(*heads, strict=True)
+        dims, codes, top_ks, states, limits, graphs = columns
         if any(state % 2 for state in states):
             # One more message, with the reason.
             Agreement(operation, group, device).compare({}, problem=problem)
@@ -213,11 +222,10 @@ class CallComparison:
 
     def _on_device(self, header: tuple[int, ...], like: Tensor) -> Tensor:
         """The header for every rank `[P, 6]`; a copy to the device, which waits, happens once."""
+        if len(self._heads) == _MOST_HEADERS:
+            self._heads.clear()
         key = (*header, like.device)
-        if key not in self._heads:
-            if len(self._heads) == _MOST_HEADERS:
-                self._heads.clear()
-            self._heads[key] = like.new_tensor(header).expand(len(like), -1)
+        self._heads[key] = like.new_tensor(header).expand(len(like), -1)
         return self._heads[key]
 
     def _check_layers(self, layers: tuple[int, ...], group: ProcessGroup, operation: str) -> None:

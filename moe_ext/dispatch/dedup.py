@@ -119,8 +119,8 @@ class _Trip:
     empty tensor joins the two.
     """
 
-    def __init__(self, journey: Journey, *, beside: bool, weighted: bool) -> None:
-        self.journey, self.beside, self.weighted = journey, beside, weighted
+    def __init__(self, journey: Journey, *, weighted: bool) -> None:
+        self.journey, self.weighted = journey, weighted
         self.waits: list[Callable[[], Tensor]] = []
 
     def finish(self) -> Tensor:
@@ -136,7 +136,7 @@ class _StartSend(torch.autograd.Function):
         ctx.trip, ctx.dtype = trip, x_TD.dtype
         journey, rows = trip.journey, x_TD.to(dtype)
         format = journey.wire.dispatch
-        trip.waits.append(journey.start_out(rows, "dispatch", format, beside=trip.beside))
+        trip.waits.append(journey.start_out(rows, "dispatch", format))
         return rows.new_empty(0)
 
     @staticmethod
@@ -161,13 +161,13 @@ class _FinishSend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor, None]:
         trip: _Trip = ctx.trip
-        journey, name, beside = trip.journey, "dispatch backward", trip.beside
+        journey, name = trip.journey, "dispatch backward"
         format = journey.wire.backward_combine
         if trip.weighted:
             grad_UD = ops.unpermute_tokens(grad_rows, journey.expand)
-            wait = journey.start_sums(grad_UD, name, format, beside=beside)
+            wait = journey.start_sums(grad_UD, name, format)
         else:
-            wait = journey.start_slots(grad_rows, name, format, backward=True, beside=beside)
+            wait = journey.start_slots(grad_rows, name, format, backward=True)
         trip.waits.append(wait)
         return grad_rows.new_empty(0), None
 
@@ -179,7 +179,7 @@ class _StartCombine(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, trip: _Trip) -> Tensor:
         ctx.trip, journey = trip, trip.journey
         format = journey.wire.combine
-        wait = journey.start_slots(rows, "combine", format, backward=False, beside=trip.beside)
+        wait = journey.start_slots(rows, "combine", format, backward=False)
         trip.waits.append(wait)
         return rows.new_empty(0)
 
@@ -215,7 +215,7 @@ class _FinishCombine(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             # Sums that are wider than rows are of rounded gradients: nothing is lost.
             format, rows = journey.wire.backward_dispatch, grad_TD.to(ctx.dtype)
-            wait = journey.start_out(rows, "combine backward", format, beside=trip.beside)
+            wait = journey.start_out(rows, "combine backward", format)
             trip.waits.append(wait)
             empty = rows.new_empty(0)
         if ctx.needs_input_grad[1]:
@@ -411,7 +411,7 @@ class DedupDispatcher(AllToAllDispatcher):
     ) -> tuple[Tensor, Tensor, DispatchMetadata]:
         """Send the tokens of a plan."""
         first, last = journey.routes[0], journey.routes[-1]
-        trip = _Trip(journey, beside=meanwhile is not None, weighted=self.combine_by == "reduced")
+        trip = _Trip(journey, weighted=self.combine_by == "reduced")
         x_TD = take_part(x_TD) if last.has_backward else x_TD
         empty = _StartSend.apply(x_TD, trip, dtype)
         if meanwhile is not None:
@@ -559,7 +559,7 @@ class DedupDispatcher(AllToAllDispatcher):
     ) -> Tensor:
         journey: Journey = metadata.journey
         weights_TK, slots = metadata.topk_weights, metadata.permutation
-        trip = _Trip(journey, beside=meanwhile is not None, weighted=weights_TK is not None)
+        trip = _Trip(journey, weighted=weights_TK is not None)
         empty = _StartCombine.apply(rows, trip)
         if meanwhile is not None:
             meanwhile()

@@ -253,7 +253,7 @@ class LibraryHop(Hop):
         ]
 
     def start_out(
-        self, rows: Tensor, route: Route, name: str, *, beside: bool, format: str | None = None
+        self, rows: Tensor, route: Route, name: str, *, format: str | None = None
     ) -> Callable[[], Tensor]:
         """The tokens that came with their choices; all that comes later by their handle."""
         if route.arrived:
@@ -273,7 +273,6 @@ class LibraryHop(Hop):
         *,
         slots: bool,
         backward: bool,
-        beside: bool = False,
     ) -> Callable[[], Tensor]:
         """See `Hop`."""
         back, _ = self._combine(rows, None, route, name, backward=backward)
@@ -343,7 +342,7 @@ class _BringSums(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         hop, route, name = ctx.way
-        grad_UD = hop.start_out(grad_TD, route, f"{name} backward", beside=False)()
+        grad_UD = hop.start_out(grad_TD, route, f"{name} backward")()
         if hop.grad_scale != 1.0:
             grad_UD = grad_UD.mul_(1.0 / hop.grad_scale)
         return grad_UD, None, None, None

@@ -19,10 +19,11 @@ from torch.distributed import ProcessGroup
 
 from moe_ext.comm import collectives, debugging, streams
 from moe_ext.comm.agreement import share
-from moe_ext.comm.failures import in_layer, naming_failed_ranks, network_identity, running
+from moe_ext.comm.c10d import backward_number
+from moe_ext.comm.failures import in_layer, name_failed_ranks, network_identity, running
 from moe_ext.comm.groups import group_rank
 from moe_ext.comm.reports import Collective, Underway, exchanged_rows
-from moe_ext.comm.traffic import is_counted, record_traffic
+from moe_ext.comm.traffic import open_counts, record_traffic
 from moe_ext.dispatch.wire import (
     LOSSLESS,
     Formats,
@@ -48,10 +49,9 @@ def _both_ways(group: ProcessGroup, device: torch.device) -> tuple[ProcessGroup,
     Between ranks of one host data takes no time but that of the processors, which more threads
     would lengthen.
     """
-    if group not in _ways:
-        networks = share([network_identity()], group, device, operation="dispatch")
-        between = len({network for (network,) in networks}) > 1
-        _ways[group] = group, collectives.twin_group(group, device) if between else group
+    networks = share([network_identity()], group, device, operation="dispatch")
+    between = len({network for (network,) in networks}) > 1
+    _ways[group] = group, collectives.twin_group(group, device) if between else group
     return _ways[group]
 
 
@@ -59,36 +59,34 @@ def _post(
     out: Tensor, x: Tensor, group: ProcessGroup, send: Sequence[int], receive: Sequence[int]
 ) -> list[Underway]:
     """Begin an exchange of rows on CPUs, or of messages `[bytes]`."""
-    up, down = _both_ways(group, x.device)
+    up, down = _ways.get(group) or _both_ways(group, x.device)
+    messages = [(out, x, group, list(send), list(receive))]
     short = x.dim() > 1 and x.shape[1:].numel() * x.element_size() < _LEAST_BYTES
-    if up is down or short:
-        return [_post_one(out, x, group, send, receive)]
-    me, rank = group_rank(group), range(len(send))
-    # Rows for lower ranks come first, as do those from lower ranks.
-    lower, from_lower = sum(send[:me]), sum(receive[: me + 1])
-    return [
-        _post_one(
-            out[:from_lower],
-            x[lower:],
-            up,
-            [send[p] * (p >= me) for p in rank],
-            [receive[p] * (p <= me) for p in rank],
-        ),
-        _post_one(
-            out[from_lower:],
-            x[:lower],
-            down,
-            [send[p] * (p < me) for p in rank],
-            [receive[p] * (p > me) for p in rank],
-        ),
-    ]
-
-
-def _post_one(
-    out: Tensor, x: Tensor, group: ProcessGroup, send: Sequence[int], receive: Sequence[int]
-) -> Underway:
-    work = dist.all_to_all_single(out, x, list(receive), list(send), group=group, async_op=True)
-    return Underway(work, Collective("all_to_all", group, x, send, receive))
+    if up is not down and not short:
+        me, rank = group_rank(group), range(len(send))
+        # Rows for lower ranks come first, as do those from lower ranks.
+        lower, from_lower = sum(send[:me]), sum(receive[: me + 1])
+        messages = [
+            (
+                out[:from_lower],
+                x[lower:],
+                up,
+                [send[p] * (p >= me) for p in rank],
+                [receive[p] * (p <= me) for p in rank],
+            ),
+            (
+                out[from_lower:],
+                x[:lower],
+                down,
+                [send[p] * (p < me) for p in rank],
+                [receive[p] * (p > me) for p in rank],
+            ),
+        ]
+    works = []
+    for into, rows, way, sizes, due in messages:
+        work = dist.all_to_all_single(into, rows, due, sizes, group=way, async_op=True)
+        works.append(Underway(work, Collective("all_to_all", way, rows, sizes, due)))
+    return works
 
 
 @dataclass
@@ -100,8 +98,7 @@ class _RowsUnderway:
     node's gradient must have the shape of its output, and bytes of coded rows have none, what is
     exchanged goes by `underway`, and an empty tensor in its place joins the nodes.
 
-    On CUDA it runs on a side stream. Elsewhere it is waited for at once, but where the caller has
-    something to do `beside` it.
+    On CUDA it runs on a side stream.
     """
 
     group: ProcessGroup
@@ -111,7 +108,6 @@ class _RowsUnderway:
     operation: str
     counted: bool
     formats: Formats
-    beside: bool
     exchange: Callable[..., None] | None = None
     underway: Tensor | None = None
     works: list[Underway] | streams.Beside | None = None
@@ -121,7 +117,9 @@ class _RowsUnderway:
     def start(self, rows: Tensor, backward: bool) -> None:
         """Begin to send rows, or their gradients the other way."""
         send, receive = (self.receive, self.send) if backward else (self.send, self.receive)
-        sent = encode(rows, self.formats[backward]).contiguous()
+        if self.formats[backward] is not None:
+            rows = encode(rows, self.formats[backward])
+        sent = rows.contiguous()
         if self.formats[backward] == LOSSLESS:
             messages, own_P = encode_messages(sent, send, group_rank(self.group))
             told_P = collectives.all_to_all(
@@ -131,12 +129,13 @@ class _RowsUnderway:
             lengths, receive = torch.stack([own_P, told_P]).tolist()
             sent, send = join_messages(sent, send, messages, lengths), lengths
             self.lengths = receive
-        if self.counted and is_counted():
+        if self.counted and open_counts:
             others = sent.shape[0] - send[group_rank(self.group)]
             record_traffic("all_to_all", others * sent.shape[1:].numel() * sent.element_size())
         self.underway = out = sent.new_empty((sum(receive), *sent.shape[1:]))
-        exchanged_rows(sent)
-        with in_layer(self.layer), naming_failed_ranks(self.group, self._name(backward)):
+        if backward_number() != -1:
+            exchanged_rows(sent)
+        try:
             if debugging.enabled():
                 debugging.compare("all_to_all", sent, self.group, self.operation, send, receive)
             if self.exchange is not None or streams.has_streams(sent.device):
@@ -151,33 +150,61 @@ class _RowsUnderway:
                 self.works = streams.run_beside(exchange, sent, out, purpose="tokens")
                 return
             self.works = _post(out, sent, self.group, send, receive)
-            if not self.beside:
-                self._wait()
+        except RuntimeError as error:
+            self._name_failed_ranks(error, backward)
+            raise
 
     def finish(self, like: Tensor, dim: int, backward: bool) -> Tensor:
         """Rows that arrived, in the dtype asked for."""
         assert self.underway is not None
-        arrived, self.underway = self.underway, None
-        if isinstance(self.works, streams.Beside):
-            self.works.join()
-        elif self.works:
-            with in_layer(self.layer), naming_failed_ranks(self.group, self._name(backward)):
-                self._wait()
-        self.works = None
+        arrived, works = self.underway, self.works
+        self.underway = self.works = None
+        if isinstance(works, streams.Beside):
+            works.join()
+        elif works is not None:
+            try:
+                for i, work in enumerate(works):
+                    work.wait(passes_turn=i == 0)  # once for an exchange, however it travels
+            except RuntimeError as error:
+                self._name_failed_ranks(error, backward)
+                raise
+        if self.formats[backward] is None:
+            return arrived
         if self.formats[backward] == LOSSLESS:
             counts = self.send if backward else self.receive
             out = like.new_empty(sum(counts), dim)
             return decode_messages(arrived, self.lengths, out, counts, self.operation)
         return decode(arrived, self.formats[backward], dim, like.dtype)
 
-    def _wait(self) -> None:
-        works, self.works = self.works, None
-        assert isinstance(works, list)
-        for i, work in enumerate(works):
-            work.wait(passes_turn=i == 0)  # once for an exchange, however it travels
+    def start_back(self, grad_RD: Tensor) -> None:
+        """Begin to send gradients, in a thread that knows nothing of the layer."""
+        with in_layer(self.layer):
+            self.start(grad_RD, backward=True)
 
-    def _name(self, backward: bool) -> str:
-        return f"{self.operation} backward" if backward else self.operation
+    def finish_back(self, like: Tensor, dim: int) -> Tensor:
+        """Gradients that arrived, times the factor."""
+        with in_layer(self.layer):
+            grad_ND = self.finish(like, dim, backward=True)
+        return grad_ND if self.grad_scale == 1.0 else grad_ND.mul_(self.grad_scale)
+
+    def _name_failed_ranks(self, error: RuntimeError, backward: bool) -> None:
+        name_failed_ranks(self.group, self.operation + " backward" * backward, error)
+
+
+class _Exchange(torch.autograd.Function):
+    """Exchanges rows, where nothing runs beside."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, rows: _RowsUnderway) -> Tensor:
+        ctx.rows, ctx.dim = rows, x_ND.shape[1:].numel()
+        rows.start(x_ND, backward=False)
+        return rows.finish(x_ND, ctx.dim, backward=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
+        ctx.rows.start_back(grad_RD)
+        return ctx.rows.finish_back(grad_RD, ctx.dim), None
 
 
 class _Start(torch.autograd.Function):
@@ -192,10 +219,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, empty: Tensor) -> tuple[Tensor, None]:
-        grad_ND = ctx.rows.finish(empty, ctx.dim, backward=True)
-        if ctx.rows.grad_scale != 1.0:
-            grad_ND.mul_(ctx.rows.grad_scale)
-        return grad_ND, None
+        return ctx.rows.finish_back(empty, ctx.dim), None
 
 
 class _Finish(torch.autograd.Function):
@@ -209,7 +233,7 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
-        ctx.rows.start(grad_RD, backward=True)
+        ctx.rows.start_back(grad_RD)
         return grad_RD.new_empty(0), None, None
 
 
@@ -250,14 +274,14 @@ def all_to_all_rows(
     Raises:
         RankFailureError: a rank died or did not answer; the message names it. Forward and backward.
     """
-    beside = meanwhile is not None
-    rows = _RowsUnderway(
-        group, send, receive, grad_scale, operation, counted, formats, beside, exchange
-    )
-    empty = _Start.apply(x_ND, rows)
-    if meanwhile is not None:
+    rows = _RowsUnderway(group, send, receive, grad_scale, operation, counted, formats, exchange)
+    out_RD: Tensor
+    if meanwhile is None:
+        out_RD = _Exchange.apply(x_ND, rows)
+    else:
+        empty = _Start.apply(x_ND, rows)
         meanwhile()
-    out_RD: Tensor = _Finish.apply(empty, rows, x_ND.shape[1:].numel())
+        out_RD = _Finish.apply(empty, rows, x_ND.shape[1:].numel())
     return out_RD
 
 
@@ -269,7 +293,6 @@ def start_rows(
     *,
     format: str | None,
     operation: str,
-    beside: bool,
 ) -> Callable[[], Tensor]:
     """Begin an exchange of rows that no graph records.
 
@@ -280,15 +303,19 @@ def start_rows(
         receive: as there.
         format: in which they travel.
         operation: name for error messages.
-        beside: whether something runs before the result is asked for.
 
     Returns:
         A handle that waits for the rows and gives them.
     """
-    underway = _RowsUnderway(group, send, receive, 1.0, operation, True, (format, None), beside)
+    underway = _RowsUnderway(group, send, receive, 1.0, operation, True, (format, None))
     underway.start(rows, backward=False)
     like, dim = rows.new_empty(0), rows.shape[1:].numel()
-    return lambda: underway.finish(like, dim, backward=False)
+
+    def finish() -> Tensor:
+        with in_layer(underway.layer):
+            return underway.finish(like, dim, backward=False)
+
+    return finish
 
 
 def join_parts(parts: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> Tensor:

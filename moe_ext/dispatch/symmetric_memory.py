@@ -21,7 +21,7 @@ from moe_ext.comm.agreement import share
 from moe_ext.comm.groups import check_group, group_ranks, group_size
 from moe_ext.dispatch import gpu_libraries
 from moe_ext.dispatch.alltoall import AllToAllDispatcher
-from moe_ext.dispatch.parts import Choice, Round, RowCounts
+from moe_ext.dispatch.parts import Choice, Round, RowBudget, RowCounts
 from moe_ext.dispatch.rows import all_to_all_rows
 from moe_ext.dispatch.wire import Formats, Wire
 
@@ -211,12 +211,10 @@ class SymmetricMemoryDispatcher(AllToAllDispatcher):
             f"MoELayer(row_budget=RowBudget({self.max_rows})) the others go in further rounds"
         )
 
-    def _exchanged_rounds(
-        self, x_TD: Tensor, choice: Choice, max_rows: int, drop: bool
-    ) -> list[Round]:
-        if max_rows > self.max_rows:
+    def _plan_rounds(self, x_TD: Tensor, choice: Choice, budget: RowBudget) -> list[Round]:
+        if budget.rows > self.max_rows:
             raise ValueError(
                 f"{self.operation}: expected the rows of a RowBudget to be at most max_rows="
-                f"{self.max_rows}, got {max_rows}"
+                f"{self.max_rows}, got {budget.rows}"
             )
-        return super()._exchanged_rounds(x_TD, choice, max_rows, drop)
+        return super()._plan_rounds(x_TD, choice, budget)

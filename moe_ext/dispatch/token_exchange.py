@@ -174,11 +174,12 @@ class Hop(AllToAllDispatcher):
                     own.append(tables[-1].num_tokens_per_expert)
                 own.append(torch.full_like(own[-1], idx_TK.shape[0]))
         header = self._calls.header(x_TD, idx[0].shape[1], capacity, in_graph, self.wire)
-        own_PM = torch.stack(own, 1)
-        return once, slots, self._tell(own_PM, header, lambda counts_PM: counts_PM)
+        own_PM, send = torch.stack(own, 1), self.exchange_counts
+        told = self._calls.exchange(own_PM, header, None, send, self.group, self.operation)
+        return once, slots, told
 
     def start_out(
-        self, rows: Tensor, route: Route, name: str, *, beside: bool, format: str | None = None
+        self, rows: Tensor, route: Route, name: str, *, format: str | None = None
     ) -> Callable[[], Tensor]:
         """Begin to bring the rows of tokens out that a route takes; what waits for them."""
         with in_layer(route.layer):
@@ -189,7 +190,6 @@ class Hop(AllToAllDispatcher):
                 route.received,
                 format=format,
                 operation=f"{self.operation} {name}",
-                beside=beside,
             )
 
     def start_back(
@@ -201,7 +201,6 @@ class Hop(AllToAllDispatcher):
         *,
         slots: bool,
         backward: bool,
-        beside: bool = False,
     ) -> Callable[[], Tensor]:
         """Begin to send rows the way back, results or gradients; what waits for them.
 
@@ -210,7 +209,7 @@ class Hop(AllToAllDispatcher):
         """
         splits = (route.slots_received, route.slots_sent) if slots else (route.received, route.sent)
         with in_layer(route.layer):
-            return self._start_back(rows, *splits, name, format, backward=backward, beside=beside)
+            return self._start_back(rows, *splits, name, format, backward=backward)
 
     def bring_sums(
         self,
@@ -238,9 +237,7 @@ class Hop(AllToAllDispatcher):
         joined = join_parts(grads, received)
         name = "weights backward"
         with in_layer(routes[0].layer):
-            back = self._start_back(
-                joined, total(received), total(sent), name, None, backward=True, beside=False
-            )
+            back = self._start_back(joined, total(received), total(sent), name, None, backward=True)
         parts = zip(split_parts(back(), sent), routes, strict=True)
         # A slot is on one rank: the others add zeros.
         return [ops.unpermute_tokens(part, route.once) for part, route in parts]
@@ -254,7 +251,6 @@ class Hop(AllToAllDispatcher):
         format: str | None,
         *,
         backward: bool,
-        beside: bool,
     ) -> Callable[[], Tensor]:
         wait = start_rows(
             rows,
@@ -263,7 +259,6 @@ class Hop(AllToAllDispatcher):
             receive,
             format=format,
             operation=f"{self.operation} {name}",
-            beside=beside,
         )
         if not backward or self.grad_scale == 1.0:
             return wait
@@ -339,21 +334,19 @@ class Journey:
     by_slot: ops.Permutation
     places: tuple[ops.Permutation, ...]
 
-    def start_out(
-        self, x_TD: Tensor, name: str, format: str | None, *, beside: bool
-    ) -> Callable[[], Tensor]:
+    def start_out(self, x_TD: Tensor, name: str, format: str | None) -> Callable[[], Tensor]:
         """Begin to bring tokens to their experts; what waits for the rows `[U, D]`.
 
         Coded once for all hops, of which the first one runs beside the caller; "lossless" for each.
         """
         each = format if format == LOSSLESS else None
         rows, route = encode(x_TD, format), self.routes[0]
-        wait = self.hops[0].start_out(rows, route, name, beside=beside, format=each)
+        wait = self.hops[0].start_out(rows, route, name, format=each)
 
         def finish() -> Tensor:
             rows = wait()
             for hop, route in zip(self.hops[1:], self.routes[1:], strict=True):
-                rows = hop.start_out(rows, route, name, beside=False, format=each)()
+                rows = hop.start_out(rows, route, name, format=each)()
             return decode(rows, format, x_TD.shape[1], x_TD.dtype)
 
         return finish
@@ -387,24 +380,18 @@ class Journey:
             y_UD = hop.bring_sums(y_UD, route, name, formats, meanwhile if hop is last else None)
         return y_UD
 
-    def start_sums(
-        self, grad_UD: Tensor, name: str, format: str | None, *, beside: bool
-    ) -> Callable[[], Tensor]:
+    def start_sums(self, grad_UD: Tensor, name: str, format: str | None) -> Callable[[], Tensor]:
         """The same of gradients, in no graph; what waits for them."""
         between = [route.once for route in self.routes[1:]]
-        wait = self._start_back(
-            grad_UD, between, name, format, slots=False, backward=True, beside=beside
-        )
+        wait = self._start_back(grad_UD, between, name, format, slots=False, backward=True)
         return lambda: ops.unpermute_tokens(wait(), self.routes[0].once)
 
     def start_slots(
-        self, rows: Tensor, name: str, format: str | None, *, backward: bool, beside: bool
+        self, rows: Tensor, name: str, format: str | None, *, backward: bool
     ) -> Callable[[], Tensor]:
         """Begin to bring slots `[S, D]` back, ordered as `routes[0].slots`; what waits for them."""
         rows_SD = ops.unpermute_tokens(rows, self.by_slot)
-        return self._start_back(
-            rows_SD, self.places, name, format, slots=True, backward=backward, beside=beside
-        )
+        return self._start_back(rows_SD, self.places, name, format, slots=True, backward=backward)
 
     def _start_back(
         self,
@@ -415,7 +402,6 @@ class Journey:
         *,
         slots: bool,
         backward: bool,
-        beside: bool,
     ) -> Callable[[], Tensor]:
         """Bring rows back over all hops but the first, and begin that one; what waits for it.
 
@@ -424,7 +410,7 @@ class Journey:
         way: dict[str, bool] = {"slots": slots, "backward": backward}
         for i in reversed(range(len(self.hops))):
             hop, route = self.hops[i], self.routes[i]
-            wait = hop.start_back(rows, route, name, format, beside=beside and i == 0, **way)
+            wait = hop.start_back(rows, route, name, format, **way)
             if i > 0:
                 rows = ops.unpermute_tokens(wait(), between[i - 1])
         return wait

@@ -534,7 +534,8 @@ def _check_wrapping(module: nn.Module, _inputs: object) -> None:
     """Refuse a tool that took parts for wholes, and what FSDP2 was told."""
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
-            if parameter is not None:
+            # Plain tensors have been given for this pass.
+            if parameter is not None and type(parameter) is not Tensor:
                 own_part_of(owner, name, parameter)
     if "torch.distributed.fsdp" in sys.modules:
         # Not at the top: FSDP takes a second to import.

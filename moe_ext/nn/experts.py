@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from moe_ext import ops
 from moe_ext._checks import check_choice, check_numbers, check_sizes
 from moe_ext.comm.groups import GroupHandle, check_group, group_rank, group_size
-from moe_ext.dispatch import Choice, DispatchMetadata, RowWeights, TokenDispatcher
+from moe_ext.dispatch import DispatchMetadata, RowWeights, TokenDispatcher
 from moe_ext.distributed.dtensor import is_fsdp, local_part
 from moe_ext.distributed.placement import (
     ExpertShards,
@@ -34,7 +34,7 @@ from moe_ext.nn.expert_activation import (
     resolve_activation,
     run_activation,
 )
-from moe_ext.nn.torch_state import as_autocast, has_hooks
+from moe_ext.nn.torch_state import as_autocast
 from moe_ext.ops.autograd import late_gradient
 from moe_ext.ops.grouped_gemm import wants_ends
 
@@ -262,40 +262,26 @@ class GroupedExperts(nn.Module):
 
     def _weight(self, name: str, moves: ExpertMoves | None = None) -> Tensor:
         weight: Tensor = getattr(self, name)
-        if type(weight) is not nn.Parameter:  # one process does not pay for the call
+        if type(weight) not in (nn.Parameter, Tensor):  # these do not pay for the call
             weight = local_part(weight)
         if moves is not None:
             weight = moves.extend(weight)
         return weight.transpose(1, 2) if self.transposed else weight
 
 
-def run_tokens(
-    experts: nn.Module, dispatcher: TokenDispatcher, x_TD: Tensor, choice: Choice
-) -> tuple[Tensor, Tensor] | None:
-    """Weighted sums over the experts of every token, `[T, D]`, and the number of dropped slots.
-
-    None where rows are made for the experts: some are on other ranks, or somebody sees the rows.
-    """
-    run = dispatcher.routed_experts
-    if run is None or not weighs_rows(experts) or has_hooks(experts):
-        return None
-    kind, layout = experts.activation, experts.layout
-    up, down = experts._weight(experts._up_name), experts._weight("down_proj")
-    idx, weights, _, _, filled = choice
-    return run(x_TD, idx, weights, up, down, kind=kind, layout=layout, filled=filled)
-
-
 def weighs_rows(experts: nn.Module) -> TypeGuard[GroupedExperts]:
     """True if experts multiply their results by weights that they take."""
     # A class with a `forward` of its own may know nothing of weights.
-    return runs_own_forward(experts) and experts.weighs_rows
+    if not isinstance(experts, GroupedExperts):
+        return False
+    return type(experts).forward is GroupedExperts.forward and experts.weighs_rows
 
 
 def take_weights(
-    experts: nn.Module, dispatcher: TokenDispatcher, rows: Tensor, metadata: DispatchMetadata
+    dispatcher: TokenDispatcher, rows: Tensor, metadata: DispatchMetadata
 ) -> tuple[tuple[RowWeights, ...], DispatchMetadata]:
     """Weights beside rows that experts weigh, and the metadata of their results."""
-    weights = dispatcher.row_weights(rows, metadata) if weighs_rows(experts) else None
+    weights = dispatcher.row_weights(rows, metadata)
     return ((), metadata) if weights is None else ((weights,), replace(metadata, topk_weights=None))
 
 
@@ -308,14 +294,12 @@ def late_weights(experts: nn.Module) -> dict[str, Tensor]:
     if not torch.is_grad_enabled():
         return found
     for prefix, module in experts.named_modules():
-        if not runs_own_forward(module) or module.transposed:
+        # Shards are gathered by the experts' own hooks, which come later.
+        if not runs_own_forward(module) or module.transposed or is_fsdp(module):
             continue
         for name in (module._up_name, "down_proj"):
             weight = module._parameters.get(name)
-            # Shards are gathered by the experts' own hooks, which come later.
-            if not isinstance(weight, nn.Parameter) or is_fsdp(module):
-                continue
-            if weight.requires_grad:
+            if isinstance(weight, nn.Parameter) and weight.requires_grad:
                 local = own_part_of(module, name, weight)
                 found[f"{prefix}.{name}".lstrip(".")] = late_gradient(as_autocast(local))
     return found
@@ -360,7 +344,7 @@ def check_results(
             f"MoELayer: expected experts to return rows of shape {tuple(rows.shape)}, got "
             f"{tuple(results.shape)}"
         )
-    if not runs_own_forward(experts):
+    if type(experts) is not GroupedExperts and not runs_own_forward(experts):
         dispatcher.agree_on_results(rows, results)
 
 

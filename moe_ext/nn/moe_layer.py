@@ -25,7 +25,7 @@ from moe_ext._compile import outside_graphs
 from moe_ext.attention.masks import Offsets
 from moe_ext.comm import debugging
 from moe_ext.comm.agreement import Agreement, option_names, options_of, told_option
-from moe_ext.comm.failures import in_layer
+from moe_ext.comm.failures import running
 from moe_ext.comm.groups import check_group, group_size
 from moe_ext.dispatch import (
     WHOLE,
@@ -47,7 +47,6 @@ from moe_ext.nn.balance.counts import CountingModule, StepCounts, add_once
 from moe_ext.nn.balance.losses import (
     Balance,
     Documents,
-    balance_terms,
     find_documents,
     inject_losses,
     loss_terms,
@@ -59,7 +58,6 @@ from moe_ext.nn.combinations import check_combination
 from moe_ext.nn.expert_activation import Activation
 from moe_ext.nn.experts import (
     GroupedExperts,
-    run_tokens,
     runs_own_forward,
     slots_of_shards,
     weighs_rows,
@@ -68,10 +66,10 @@ from moe_ext.nn.feed_forward import FeedForward, without_bad_padding
 from moe_ext.nn.layer_metrics import LayerMetrics, Record, read_losses, read_metrics
 from moe_ext.nn.options import Dispatch, SharedExpert, of_number, takes_earlier_names
 from moe_ext.nn.parts import run_plan
-from moe_ext.nn.replay import apply_sessions
-from moe_ext.nn.routers import Router, RouterOutput, TopKRouter
+from moe_ext.nn.replay import apply_sessions, sessions
+from moe_ext.nn.routers import BalanceTerms, Router, RouterOutput, TopKRouter
 from moe_ext.nn.routers.topk import SCORE_FNS
-from moe_ext.nn.torch_state import as_autocast, autocast_dtype, in_backward
+from moe_ext.nn.torch_state import as_autocast, autocast_dtype, has_hooks, in_backward
 from moe_ext.ops.autograd import is_transformed, transforms
 
 # The documents of a call, as numbers of tokens or as offsets.
@@ -418,9 +416,13 @@ class MoELayer(CountingModule, SpreadsExperts):
     ) -> Tensor:
         if is_transformed():
             self._check_transforms()
-        with in_layer(weakref.ref(self)):
+        # As `in_layer`, without the calls of a context.
+        token = running.set(weakref.ref(self))
+        try:
             self._compare_options(x)
             return self._forward(x, per_token, packed)
+        finally:
+            running.reset(token)
 
     def _check_transforms(self) -> None:
         """RuntimeError for what `torch.func` cannot make of this layer."""
@@ -447,7 +449,9 @@ class MoELayer(CountingModule, SpreadsExperts):
     def _compare_options(self, x: Tensor) -> None:
         """Compare the options over the ranks, with the first pass and where one has changed."""
         watched = self._watched
-        looks = self._looks_at_router()
+        self._num_passes += 1
+        # NOTE: device-to-host sync, in passes 1, 2, 4, 8, ....
+        looks = not self._num_passes & (self._num_passes - 1) and self._looks_at_router()
         if watched is not None:
             changed = watched(self) != self._compared
             if not changed and not looks:
@@ -476,14 +480,11 @@ class MoELayer(CountingModule, SpreadsExperts):
 
         With passes 1, 2, 4, 8, ...: a step before which gradients were not averaged is found soon,
         and looking costs nothing in a long run. With a static budget, which a CUDA graph may hold
-        from the third pass on, with 1 and 2 alone. NOTE: device-to-host sync, in these.
+        from the third pass on, with 1 and 2 alone.
         """
         router = self.router
         # A caller's own may have a reason to differ between ranks.
-        if self.dispatcher.group is None or not isinstance(router, Router):
-            return False
-        self._num_passes += 1
-        if self._num_passes & (self._num_passes - 1) or is_transformed():
+        if not isinstance(router, Router) or is_transformed():
             return False
         if self._num_passes > 2 and self._cut().is_static:
             return False
@@ -546,7 +547,10 @@ class MoELayer(CountingModule, SpreadsExperts):
             else:
                 self._check_inputs(x, per_token)
             x_TD = x.reshape(-1, self.model_dim)
-            flat = {name: t.reshape(-1) for name, t in per_token.items() if t is not None}
+            flat: dict[str, Tensor] = {}
+            for name, value in per_token.items():
+                if value is not None:
+                    flat[name] = value.reshape(-1)
             mask_T = flat.pop("token_mask", None)
             router = self.router
             # A router of the caller's own may know no others than the mask.
@@ -554,7 +558,8 @@ class MoELayer(CountingModule, SpreadsExperts):
             if routed.score_fn is None and self._wants_balance_loss():
                 check_combination("MoELayer", balance=self.balance, unknown_scores=router)
             own = routed
-            routed = apply_sessions(self, routed, mask_T)
+            if sessions:
+                routed = apply_sessions(self, routed, mask_T)
             choice = limit_choice(
                 self.capacity,
                 router,
@@ -589,8 +594,17 @@ class MoELayer(CountingModule, SpreadsExperts):
         beside = None
         if self.shared_expert is not None:
             beside = functools.partial(self._run_shared_expert, x_TD)
-        if cut is WHOLE and choice.capacity is None:
-            summed = run_tokens(experts, dispatcher, x_TD, choice)
+        weighed, run = weighs_rows(experts), dispatcher.routed_experts
+        # In one call where nobody sends or sees the rows.
+        if run and weighed and cut is WHOLE and choice.capacity is None and not has_hooks(experts):
+            assert isinstance(experts, GroupedExperts)
+            summed = run(
+                *(x_TD, choice.topk_idx, choice.topk_weights),
+                *(experts._weight(experts._up_name), experts._weight("down_proj")),
+                kind=experts.activation,
+                layout=experts.layout,
+                filled=choice.filled,
+            )
             if summed is not None:
                 y_TD, num_dropped = summed
                 return y_TD if beside is None else y_TD + beside(), num_dropped
@@ -603,12 +617,14 @@ class MoELayer(CountingModule, SpreadsExperts):
         if self._chooser is not None and self._trains():
             may_change = not in_backward() and not is_transformed() and place is None
             self._chooser.see(choice.topk_idx, may_change=may_change)
-        weighed = weighs_rows(experts)
         plan = dispatcher.plan(x_TD, choice, cut, weighed=weighed, place=place)
         pad = self.capacity is not None and self.capacity.pad
         with dispatcher.computing(x_TD):
             y_TD = run_plan(
-                dispatcher, plan, experts, x_TD, choice.topk_weights, pad=pad, beside=beside
+                *(dispatcher, plan, experts, x_TD, choice.topk_weights),
+                weighed=weighed,
+                pad=pad,
+                beside=beside,
             )
         num_dropped = plan.num_dropped // self._shards if self._shards > 1 else plan.num_dropped
         return y_TD, num_dropped if limited is None else num_dropped + limited
@@ -642,7 +658,7 @@ class MoELayer(CountingModule, SpreadsExperts):
     ) -> Tensor:
         """Count the tokens, attach the losses to y, and keep the record of the pass."""
         chosen_E = routed.gate.num_tokens_per_expert
-        counted = balance_terms(routed, self.top_k)
+        counted = routed.balance or BalanceTerms(routed.gate.score_sum, chosen_E, self.top_k)
         step = self.global_counts if self.training else None
         bias_E = getattr(self.router, "selection_bias", None)
         if bias_E is not None and self.training and not self.counting:
@@ -675,7 +691,8 @@ class MoELayer(CountingModule, SpreadsExperts):
         if terms and self.balance.mode != "return" and self.training and torch.is_grad_enabled():
             y_TD = inject_losses(y_TD, terms, self.loss_scale)
         if self.balance.mode == "inject":
-            terms = {name: (coef, term.detach()) for name, (coef, term) in terms.items()}
+            for name, (coef, term) in terms.items():
+                terms[name] = coef, term.detach()
         self._record = {
             "num_tokens_per_expert": chosen_E,
             "num_dropped": num_dropped,

@@ -21,6 +21,7 @@ from moe_ext.dispatch import (
     BatchPlan,
     DispatchMetadata,
     Round,
+    RowWeights,
     TokenDispatcher,
     sum_dtype,
     take_part,
@@ -44,6 +45,7 @@ def run_plan(
     x_TD: Tensor,
     topk_weights_TK: Tensor,
     *,
+    weighed: bool,
     pad: bool = False,
     beside: Callable[[], Tensor] | None = None,
 ) -> Tensor:
@@ -55,6 +57,7 @@ def run_plan(
         experts: maps `(rows, expert_offsets)` to rows.
         x_TD: tokens.
         topk_weights_TK: their weights.
+        weighed: whether the experts multiply their results by weights.
         pad: give every expert exactly its capacity of rows.
         beside: gives sums `[T, D]` of the layer, computed while the last results travel.
 
@@ -65,12 +68,12 @@ def run_plan(
     if plan.parts:
         found: list[Tensor] = []
         meanwhile = None if beside is None else lambda: found.append(beside())
-        y_TD = _run_parts(dispatcher, plan, experts, pad, meanwhile)
+        y_TD = _run_parts(dispatcher, plan, experts, weighed, pad, meanwhile)
         if found:
             y_TD = y_TD + found[0]
     rounds = plan.later()
     if rounds:
-        later_TD = _run_rounds(dispatcher, rounds, experts, x_TD, topk_weights_TK)
+        later_TD = _run_rounds(dispatcher, rounds, experts, weighed, x_TD, topk_weights_TK)
         y_TD = later_TD if y_TD is None else y_TD + later_TD
         if beside is not None and not plan.parts:
             y_TD = y_TD + beside()
@@ -82,6 +85,7 @@ def _run_parts(
     dispatcher: TokenDispatcher,
     plan: BatchPlan,
     experts: nn.Module,
+    weighed: bool,
     pad: bool,
     meanwhile: Callable[[], None] | None,
 ) -> Tensor:
@@ -122,7 +126,9 @@ def _run_parts(
         if pad:
             results = run_padded(experts, rows, offsets, metadata.expert_capacity)
         else:
-            weights, metadata = take_weights(experts, dispatcher, rows, metadata)
+            weights: tuple[RowWeights, ...] = ()
+            if weighed:
+                weights, metadata = take_weights(dispatcher, rows, metadata)
             if moves is None or late:
                 results = run_experts(experts, late, rows, offsets, *weights)
             else:
@@ -160,6 +166,7 @@ def _run_rounds(
     dispatcher: TokenDispatcher,
     rounds: list[Round],
     experts: nn.Module,
+    weighed: bool,
     x_TD: Tensor,
     topk_weights_TK: Tensor,
 ) -> Tensor:
@@ -172,7 +179,7 @@ def _run_rounds(
         `[T, D]` in the dtype of the experts' results.
     """
     named = dict(experts.named_parameters())
-    work = _Work(dispatcher, rounds, experts, tuple(named))
+    work = _Work(dispatcher, rounds, experts, weighed, tuple(named))
     counts = rounds[0].counts
     if counts is not None and counts.has_backward:
         x_TD, topk_weights_TK = take_part(x_TD), take_part(topk_weights_TK)
@@ -230,6 +237,7 @@ class _Work:
     dispatcher: TokenDispatcher
     rounds: list[Round]
     experts: nn.Module
+    weighed: bool
     names: tuple[str, ...]
 
     def run(
@@ -238,7 +246,9 @@ class _Work:
         """A round's part of the sums, with these parameters; dtype of the outputs; tables."""
         bound = dict(zip(self.names, parameters, strict=True))
         rows, offsets, metadata = self.dispatcher.send(rows_RD, one, weights_TK)
-        weights, metadata = take_weights(self.experts, self.dispatcher, rows, metadata)
+        weights: tuple[RowWeights, ...] = ()
+        if self.weighed:
+            weights, metadata = take_weights(self.dispatcher, rows, metadata)
         out = torch.func.functional_call(self.experts, bound, (rows, offsets, *weights))
         check_results(self.experts, self.dispatcher, rows, out)
         # A token's rows may lie in several rounds: their sum is rounded once, at the end.

@@ -22,32 +22,26 @@ from moe_ext.nn.routers.base import Router, RouterOutput
 Session = Callable[[Any, RouterOutput, Tensor, Tensor | None], Tensor | None]
 
 # In the order in which they were opened. Mutated in place: layers look at it in every forward pass.
-_sessions: list[Session] = []
+sessions: list[Session] = []
 
 
 def open_session(session: Session) -> None:
     """From now on layers show the session their routing."""
-    _sessions.append(session)
+    sessions.append(session)
 
 
 def close_session(session: Session) -> None:
     """Take the session away, wherever it stands."""
-    index = max(i for i, open_one in enumerate(_sessions) if open_one == session)
-    del _sessions[index]
-
-
-def apply_sessions(layer: nn.Module, routed: RouterOutput, mask_T: Tensor | None) -> RouterOutput:
-    """The hook of a layer: what it calls between its router and its dispatcher."""
-    if not _sessions:
-        return routed
-    return _apply(layer, routed, mask_T)
+    index = max(i for i, open_one in enumerate(sessions) if open_one == session)
+    del sessions[index]
 
 
 # A list of Python objects that grows is nothing for a graph.
 @outside_graphs
-def _apply(layer: nn.Module, routed: RouterOutput, mask_T: Tensor | None) -> RouterOutput:
+def apply_sessions(layer: nn.Module, routed: RouterOutput, mask_T: Tensor | None) -> RouterOutput:
+    """Give a layer the choice to go on with; called between router and dispatcher in a session."""
     topk_idx_TK, replaced = routed.gate.topk_idx, False
-    for session in tuple(_sessions):
+    for session in tuple(sessions):
         choice = session(layer, routed, topk_idx_TK, mask_T)
         if choice is not None:
             topk_idx_TK, replaced = choice, True

@@ -23,13 +23,15 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 def as_autocast(x: Tensor) -> Tensor:
     """Cast as autocast casts the input of a product: everything but float64."""
-    dtype = autocast_dtype(x.device)
-    return x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Context in which autocast is off."""
-    if autocast_dtype(device) is None:
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return _AS_IT_IS
     return torch.autocast(device.type, enabled=False)
 

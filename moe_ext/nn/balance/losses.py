@@ -113,13 +113,6 @@ class Balance:
         return found if found.coef is not None else replace(found, coef=coef)
 
 
-def balance_terms(routed: RouterOutput, top_k: int) -> BalanceTerms:
-    """Terms of the balance loss in a router's output."""
-    if routed.balance is not None:
-        return routed.balance
-    return BalanceTerms(routed.gate.score_sum, routed.gate.num_tokens_per_expert, top_k)
-
-
 class Documents(NamedTuple):
     """Sequences of a balance loss that are no equal runs of this rank's tokens.
 
@@ -270,7 +263,7 @@ def loss_terms(
 
     Args:
         routed: what the router said.
-        counted: of `balance_terms`.
+        counted: terms of the balance loss in it.
         mask_T: which tokens are real, None for all.
         num_sequences: B, equal runs of tokens.
         documents: the sequences of a loss by sequence, where they are not these.

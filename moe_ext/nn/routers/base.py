@@ -352,6 +352,7 @@ class LinearRouter(ScoreRouter):
             model_dim, num_experts, top_k, score_fn=score_fn, renormalize=renormalize, scale=scale
         )
         self.seed = seed
+        self.bias: nn.Parameter | None = None
         self.weight = nn.Parameter(torch.empty(num_experts, model_dim, device=device, dtype=dtype))
         if seed is not None:
             self.add_rng_state(seed, device=device)
@@ -363,8 +364,9 @@ class LinearRouter(ScoreRouter):
         self.reset_rng_state()
 
     def logits(self, tokens: Tokens) -> Tensor:
-        """`x @ weight.T`."""
-        return ops.router_logits(tokens.x_TD, self.weight)
+        """`x @ weight.T`, the bias added where there is one."""
+        logits_TE = ops.router_logits(tokens.x_TD, self.weight)
+        return logits_TE if self.bias is None else logits_TE + self.bias.to(logits_TE.dtype)
 
     def extra_repr(self) -> str:
         """Sizes and options for `repr`."""

@@ -129,7 +129,6 @@ class TopKRouter(LinearRouter):
         self.num_groups = num_groups
         self.top_groups = top_groups
         self.group_score = group_score
-        self.bias: nn.Parameter | None = None
         if bias:
             self.bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype))
         zeros_E = torch.zeros(num_experts, device=device) if selection_bias else None
@@ -166,11 +165,6 @@ class TopKRouter(LinearRouter):
         if self.bias_update != "sign":
             text += f", bias_update={self.bias_update!r}"
         return text if self.bias is None else f"{text}, bias=True"
-
-    def logits(self, tokens: Tokens) -> Tensor:
-        """`x @ weight.T`, the bias added."""
-        logits_TE = super().logits(tokens)
-        return logits_TE if self.bias is None else logits_TE + self.bias.to(logits_TE.dtype)
 
     def choose(self, logits_TE: Tensor, tokens: Tokens) -> RouterOutput:
         """The K experts of the largest scores, the bias added."""
