@@ -235,6 +235,26 @@ def check_sequences_over_ranks_equal_one_process():
         assert_same_gradients(model, whole)
 
 
+def check_padding_between_documents_does_not_count():
+    """Documents that are padded one by one, as unpadded in one process: ms-swift #10181."""
+    lengths = torch.tensor([[3], [5], [1], [6]])
+    ids = torch.arange(4).repeat_interleave(8)[None]
+    mask = (torch.arange(8) < lengths).reshape(1, 32)
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(1, 32, 8, dtype=torch.float64, generator=generator)
+    whole = make_model(Balance("sequence"))[:1]
+    whole[0](x[mask][None], document_ids=ids[mask][None]).square().sum().backward()
+    for layout in LAYOUTS:
+        model = make_model(Balance("sequence", world()))[:1]
+        layout = make_layout(layout, 32, dist.get_world_size(), cu_seqlens=[0, 8, 16, 24, 32])
+        where = {"dim": 1, "group": world(), "layout": layout}
+        here, x_here, ids_here = (shard_sequence(part, **where) for part in (mask, x, ids))
+        out = model[0](x_here, token_mask=here, document_ids=ids_here)
+        (out[here].square().sum() * dist.get_world_size()).backward()
+        md.sync_gradients(model)
+        assert_same_gradients(model, whole)
+
+
 def check_a_rank_without_positions():
     """Fewer positions than ranks, and none at all."""
     for seq_len in (0, 1, 3):

@@ -409,6 +409,7 @@ def test_wrong_options(options, message):
 
 @pytest.mark.parametrize("name", DISPATCHERS)
 def test_what_is_written_for_many_ranks_runs_on_one(name):
+    """A dispatcher's name that needs ranks, with one: torchtitan #3082."""
     x, found = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).double(), []
     for dispatcher in ("local", name):
         budget = RowBudget(4, static=True) if dispatcher == "symm_mem" else None
