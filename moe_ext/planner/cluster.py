@@ -63,7 +63,7 @@ class Host:
 
 
 # Parts of a step whose time may be measured.
-MEASURED = ("update", "all_reduce", "broadcast", "fsdp", "exchange", "sharing")
+MEASURED = ("update", "all_reduce", "broadcast", "fsdp", "exchange", "sharing", "tensor")
 _Spec = TypeVar("_Spec")
 
 
@@ -89,7 +89,8 @@ class ClusterSpec:
             of gradients ("int8"). One that it lacks takes what its bytes take through the memory.
         measured: times over those of the formulas, by part of a step; 1 for a part that is left
             out. "update": AdamW. "all_reduce": means of gradients. "fsdp": gathers and scatters of
-            FSDP2. "exchange": rows on their way to experts and back. "broadcast": the weights that
+            FSDP2. "exchange": rows on their way to experts and back. "tensor": messages of tensor
+            parallelism, and what DTensors take on the processor. "broadcast": the weights that
             `ZeroRedundancyOptimizer` sends behind an all-reduce, over an all-gather of them; 0 for
             left out, where they are the second half of the all-reduce. "sharing": a layer's pass
             while all ranks compute, over one while the others wait: ranks that share cores make

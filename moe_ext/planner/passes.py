@@ -92,6 +92,7 @@ class Passes(CostPart):
         # Sequence-parallel: gathered before a product of columns, scattered behind one of rows.
         whole = tokens * c["tp"] * m.model_dim * size
         tensor = 2.0 * (here.attention + here.dense) * sizes.ring(c["tp"], one, whole)
+        tensor = tensor * sizes.measured("tensor")
         swaps = self.exchange.swaps_heads(c)
         context = torch.where(swaps, 0.0, here.attention * self.exchange.key_ring(c))
         heads = torch.where(swaps, here.attention * self.exchange.heads(c)[0], 0.0)

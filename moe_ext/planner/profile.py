@@ -22,6 +22,7 @@ from moe_ext.comm.rates import CostTable, Rehearsal
 from moe_ext.compression.codecs import codec_of, rehearsal_of
 from moe_ext.dispatch.wire import LOSSLESS, lossless, row_rehearsals, rows_rate
 from moe_ext.distributed import MoEMesh, fully_shard, sync_gradients
+from moe_ext.integrations.huggingface.tensor_parallel import parallelize
 from moe_ext.nn import MoELayer
 from moe_ext.planner.axes import ROUNDED, columns_of
 from moe_ext.planner.cluster import ClusterSpec, Level
@@ -306,6 +307,13 @@ def _factors(
         here = 3 * float(cost.compute.elementwise(alone) - cost.compute.elementwise(placed))
         beyond = seconds(lambda: _pass(spread, x)) - (whole - here)
         found["exchange"] = max(beyond / float(cost.passes.terms(placed)["experts"]), 1.0)
+    if len(x) % size == 0:
+        placed, divided = columns_of([{"tp": size}]), _divided(m, x, size)
+        beyond = seconds(lambda: _pass(divided, x))
+        # Ranks share the products, and norms read and write as much as before.
+        reads = 3 * float(cost.compute.elementwise(alone))
+        beyond -= reads + max(whole - reads, 0.0) / size
+        found["tensor"] = max(beyond / float(cost.passes.terms(placed)["tensor"]), 1.0)
     mesh = MoEMesh(dp=size)
     stack = nn.Sequential(layer)
     fully_shard(layer, mesh)
@@ -313,6 +321,15 @@ def _factors(
     found["fsdp"] = max((seconds(lambda: _pass(stack, x)) - whole) / (3 * ring), 1.0)
     names = list(found)
     return dict(zip(names, max_over_ranks(list(found.values()), group, device), strict=True))
+
+
+def _divided(m: ModelSpec, x: Tensor, size: int) -> nn.Module:
+    """A layer over all ranks, as `Plan.apply` divides those of a model."""
+    mesh = MoEMesh(tp=size, dp=1).data_mesh
+    assert mesh is not None
+    layer = _DecoderLayer(m, x.device, x.dtype)
+    parallelize(layer, {"query": "colwise", "keys": "colwise", "out": "rowwise"}, mesh["tp"])
+    return layer
 
 
 def _seconds(

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from rank_checks import Checks
+from torch.distributed.tensor.debug import CommDebugMode
 
 from moe_ext.distributed import count_traffic
 from moe_ext.distributed.dtensor import local_part
@@ -165,6 +166,18 @@ def trains_as_one_process(ep, zero, dispatcher, tp=1, cp=1, family="Mixtral"):
         # Dense parameters' state is on one rank, experts' on all that hold them.
         experts = sum(size for name, size in sizes.items() if ".experts." in name)
         assert int(held) == sum(sizes.values()) + experts * (4 // ep - 1)
+
+
+@CHECKS()
+def columns_of_one_input_send_one_gradient():
+    """Of tp: the embedding's rows, each attention's results and input, and the output's input."""
+    pytest.importorskip("transformers")
+    model = made_model()
+    applied_to(model, ep=4, zero=0, dispatcher="alltoall", tp=2)
+    with CommDebugMode() as sent:
+        model(input_ids=batches()[0], labels=batches()[0]).loss.backward()
+    counts = {str(name): count for name, count in sent.get_comm_counts().items()}
+    assert counts["c10d_functional.all_reduce"] == 2 + 2 * SIZES["num_hidden_layers"]
 
 
 # Values of axes: each expert in shards, beside ZeRO 1 and tp; experts that move where that pays,

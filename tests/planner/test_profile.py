@@ -107,6 +107,7 @@ def test_parts_take_what_was_measured():
         "broadcast": {"zero": 1},
         "fsdp": {"zero": 3},
         "exchange": {"ep": 4},
+        "tensor": {"tp": 4},
         "update": {"zero": 0},
     }
     for part, choice in placements.items():
@@ -115,12 +116,13 @@ def test_parts_take_what_was_measured():
         def parts(measured, column=column):
             cluster = dataclasses.replace(CLUSTERS["h100"], flops={"float32": 1e12})
             cost = StepCost(MODEL, dataclasses.replace(cluster, measured=measured), job)
-            messages, exchange = cost.end.gradients(column), cost.passes.terms(column)["experts"]
-            return torch.stack([messages, exchange.to(messages), cost.end.update(column)]).flatten()
+            messages, terms = cost.end.gradients(column), cost.passes.terms(column)
+            exchange, tensor = (terms[name].to(messages) for name in ("experts", "tensor"))
+            return torch.stack([messages, exchange, cost.end.update(column), tensor]).flatten()
 
         once, twice, thrice = (parts({part: factor}) for factor in (1.0, 2.0, 3.0))
-        place = {"exchange": 1, "update": 2}.get(part, 0)
-        assert [i for i in range(3) if once[i] != twice[i]] == [place]
+        place = {"exchange": 1, "update": 2, "tensor": 3}.get(part, 0)
+        assert [i for i in range(4) if once[i] != twice[i]] == [place]
         torch.testing.assert_close(thrice - twice, twice - once)
         none = parts({})
         assert torch.equal(none, once) != (part == "broadcast")

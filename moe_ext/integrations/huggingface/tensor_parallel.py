@@ -84,7 +84,7 @@ def parallelize(model: nn.Module, styles: dict[str, str], mesh: DeviceMesh) -> N
     Experts get a part of these tokens from each rank, and their results are gathered.
 
     Args:
-        model: of transformers, whose experts are replaced.
+        model: of transformers, whose experts are replaced; or one with the names of such a model.
         styles: see `tensor_parallel_styles`.
         mesh: of one dimension.
     """
@@ -107,10 +107,35 @@ def parallelize(model: nn.Module, styles: dict[str, str], mesh: DeviceMesh) -> N
     # Every rank has the same weights.
     parallelize_module(model, mesh, plan, src_data_rank=None)
     for path, module in model.named_modules():
+        columns = [
+            child
+            for name, child in module.named_children()
+            if styles.get(f"{path}.{name}" if path else name) == "colwise"
+        ]
+        if len(columns) > 1:
+            _share_input(module, columns, mesh)
         if styles.get(path) == _SUMMED:
             _sum_gradients(module, mesh)
-        if path.rpartition(".")[2] == "experts":
+        parent, _, last = path.rpartition(".")
+        if last == "experts" and not _OF_EXPERTS.search(parent):
             _share_tokens(module, mesh)
+
+
+def _share_input(parent: nn.Module, columns: list[nn.Module], mesh: DeviceMesh) -> None:
+    """Have one message add up what the columns of a module give to the gradient of their input."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    seen: list[tuple[Any, Any]] = []
+
+    def whole(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        x = given[0]
+        if not seen or seen[0][0] is not x:
+            seen[:] = [(x, DTensor.from_local(x, mesh, [Replicate()], run_check=False))]
+        return (seen[0][1], *given[1:])
+
+    for module in columns:
+        module.register_forward_pre_hook(whole, prepend=True)
+    parent.register_forward_hook(lambda *_: seen.clear(), always_call=True)
 
 
 def _sum_gradients(norm: nn.Module, mesh: DeviceMesh) -> None:
