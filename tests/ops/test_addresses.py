@@ -122,40 +122,54 @@ def test_every_tensor_of_every_operator_is_in_the_table(table):
         assert given == {a.name for a in declared if "Tensor" in str(a.type)}, name
 
 
-def tried(table, layout, half, turn):
-    """(operator, dtype, arguments, the tensors that change, how) of half the operators."""
+@pytest.fixture(scope="module")
+def made(table):
+    """By operator and dtype: its arguments, the same for every layout and device."""
+    inputs = functools.cache(table.Inputs)
+    return functools.cache(lambda name, dtype: table.calls(name, inputs(dtype)))
+
+
+@pytest.fixture(scope="module")
+def results():
+    """By an operator and its dense arguments: what it returns there."""
+    return {}
+
+
+def tried(table, made, layout, half, turn):
+    """(operator, dtype, number of the arguments, tensors that change, how) of half of them."""
     dtypes = itertools.cycle(DTYPES[turn:] + DTYPES[:turn])
-    inputs = {dtype: table.Inputs(dtype) for dtype in DTYPES}
     for name in list(table.CALLS)[half::2]:
-        made = functools.cache(lambda dtype, name=name: table.calls(name, inputs[dtype]))
         known = []
-        for number, sample in enumerate(made(torch.float32)):
+        for number, sample in enumerate(made(name, torch.float32)):
             tensors = [place for place in tensors_of(sample) if place not in known]
             known += tensors
             for which, change in changes(layout, tensors):
-                dtype = next(dtypes)
-                yield name, dtype, made(dtype)[number], which, change
+                yield name, next(dtypes), number, which, change
         next(dtypes)
 
 
 @pytest.mark.parametrize("turn", TURNS)
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("layout", list(REFUSALS))
-def test_gives_the_same_result_or_refuses_the_layout(table, device, layout, half, turn):
+def test_gives_the_same_result_or_refuses_the_layout(
+    table, made, results, device, request, layout, half, turn
+):
     """Each tensor by itself, and at an offset all at once."""
-    wrong = []
-    for name, dtype, arguments, which, change in tried(table, layout, half, turn):
-        arguments = table.moved(arguments, device)
+    wrong, where = [], request.node.callspec.params["device"]
+    for name, dtype, number, which, change in tried(table, made, layout, half, turn):
+        arguments = table.moved(made(name, dtype)[number], device)
         odd = [change(x) if at in which else copied(x) for at, x in enumerate(arguments)]
-        # With the same numbers: an expanded tensor has others than before.
-        dense = [
-            x.clone(memory_format=torch.contiguous_format) if at in which else copied(x)
-            for at, x in enumerate(odd)
-        ]
-        expected = table.result(name, tuple(dense))
+        # An expanded tensor has other numbers than before.
+        key = (where, name, dtype, number, *(which if layout == "expanded" else ()))
+        if key not in results:
+            dense = [
+                x.clone(memory_format=torch.contiguous_format) if at in which else copied(x)
+                for at, x in enumerate(odd)
+            ]
+            results[key] = [x.cpu() for x in table.result(name, tuple(dense))]
         try:
             found = table.result(name, tuple(odd))
-            why = table.difference(found, [x.cpu() for x in expected], table.TOLERANCE[dtype])
+            why = table.difference(found, results[key], table.TOLERANCE[dtype])
         except RuntimeError as error:
             why = str(error)
             if why.startswith(f"{name}: expected ") and REFUSALS[layout].search(why):
