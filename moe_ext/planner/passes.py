@@ -28,8 +28,11 @@ class Passes(CostPart):
         Without the output, which the last stage alone has. In turn, exchanges take what they are
         longer than all of the work that can be beside them.
         """
-        found, launches = self._parts(c)
-        experts = found["experts"]
+        return self._shown(c, *self._parts(c))
+
+    def _shown(self, c: Columns, found: Columns, launches: Tensor) -> Columns:
+        """Of `_parts`, those of `terms`."""
+        found, experts = dict(found), found["experts"]
         if self.job.hidden_exchanges:
             work = found["compute"] + found["elementwise"]
             found["experts"] = (experts - work).clamp(min=0.0)
@@ -44,22 +47,31 @@ class Passes(CostPart):
 
         Without the output, which the last stage alone has.
         """
-        found, launches = self._parts(c)
-        exchanges = found.pop("experts")
-        work = sum(found.values())
+        return self._apart(*self._parts(c))
+
+    @staticmethod
+    def _apart(found: Columns, launches: Tensor) -> tuple[Tensor, Tensor]:
+        """Of `_parts`, those of `apart`."""
+        work = sum(value for name, value in found.items() if name != "experts")
         assert isinstance(work, Tensor)
-        return launches.maximum(work), exchanges
+        return launches.maximum(work), found["experts"]
 
     def _parts(self, c: Columns) -> tuple[Columns, Tensor]:
         """Terms of a micro-batch, each exchange waited for, and seconds of its launches."""
         sizes = self.sizes
         here, again = sizes.layers(c), sizes.again(c)
-        once = self._once(c)
         if not bool((again.layers > 0).any()):
+            once = self._once(c)
             more = dict.fromkeys(once, torch.zeros_like(once["compute"]))
         elif AGAIN[0] in c:
-            more = self._once({**c, **dict(zip(PARTS, again, strict=True))})
+            # Few candidates take as long as twice as many.
+            count = len(here.layers)
+            both = {name: column.expand(count).repeat(2) for name, column in c.items()}
+            both |= {n: torch.cat(each) for n, *each in zip(PARTS, here, again, strict=True)}
+            halves = {name: value.split(count) for name, value in self._once(both).items()}
+            once, more = ({name: each[i] for name, each in halves.items()} for i in (0, 1))
         else:
+            once = self._once(c)
             more = {name: c["recompute"] * value for name, value in once.items()}
         found = {name: _PASSES[name] * value + more[name] for name, value in once.items()}
         swaps = self.exchange.swaps_heads(c)
@@ -121,8 +133,10 @@ class Passes(CostPart):
         Without the output: each of its three takes `output`. Exchanges are waited for, but in turn,
         where none is in these numbers.
         """
-        total = self.seconds(c)
+        parts = self._parts(c)
+        total = sum(self._shown(c, *parts).values())
+        assert isinstance(total, Tensor)
         if "turns" in c and bool(c["turns"].any()):
-            total = torch.where(c["turns"] > 0, self.apart(c)[0], total)
+            total = torch.where(c["turns"] > 0, self._apart(*parts)[0], total)
         forward = total / (3.0 + self.sizes.again(c).layers / self.sizes.layers(c).layers)
         return forward, total - 2.0 * forward, forward

@@ -402,8 +402,7 @@ def search(
     if not sum(len(each.seconds) for each in kept):
         return SearchResult(None, (), least, points, too_large, True)
     every = _Costed.joined(kept)
-    simulations: list[Found] = []
-    passes = turn_passes = 0
+    num_simulated = passes = turn_passes = 0
     # The best ones, ascending.
     ranked: list[Found] = []
     order = torch.argsort(every.likely, stable=True)
@@ -416,7 +415,7 @@ def search(
                 continue
         one = {name: column[i : i + 1] for name, column in every.columns.items()}
         here, in_turn = int(one["pp"] * cost.sizes.num_micro_batches(one)), bool(one["turns"])
-        enough = len(simulations) >= SIMULATED and passes >= _PASSES
+        enough = num_simulated >= SIMULATED and passes >= _PASSES
         if (turn_passes + here > _TURN_PASSES if in_turn else enough) and not exhaustive:
             left = min(left, bound)
             continue
@@ -429,9 +428,12 @@ def search(
         seconds = simulated(cost, one, stages, most=most)
         if seconds == math.inf:
             continue
+        num_simulated += 1
+        if len(ranked) == _RANKED and seconds >= ranked[-1].seconds:
+            continue
         fullest = float(cost.memory.fullest(rank_columns(cost, one, stages)).max())
-        simulations.append(Found(choice_of(every.columns, i), seconds, fullest, stages))
-        ranked = sorted(simulations, key=lambda each: each.seconds)[:_RANKED]
+        ranked.append(Found(choice_of(every.columns, i), seconds, fullest, stages))
+        ranked = sorted(ranked, key=lambda each: each.seconds)[:_RANKED]
     found_best = ranked[0] if ranked else None
     front, smallest = [], float("inf")
     for i in torch.argsort(every.seconds, stable=True).tolist():

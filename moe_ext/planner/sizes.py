@@ -64,6 +64,8 @@ class Sizes:
                 f"cluster.levels join, got {ranks}"
             )
         self._states: dict[tuple[int, str], SharedStates] = {}
+        rates = [(level.latency, level.bandwidth) for level in cluster.levels]
+        self._latency, self._bandwidth = torch.tensor(rates, dtype=torch.float64).unbind(1)
         layers = job.layer_dtype
         for dtype in (job.dtype, job.dtype if layers is None else layers):
             if dtype not in cluster.flops:
@@ -87,9 +89,7 @@ class Sizes:
         # `bucketize` shares its work with threads that may be busy.
         for level in levels[:-1]:
             i += span > level.size
-        latency = torch.tensor([level.latency for level in levels], dtype=torch.float64)
-        bandwidth = torch.tensor([level.bandwidth for level in levels], dtype=torch.float64)
-        return latency[i], bandwidth[i]
+        return self._latency[i], self._bandwidth[i]
 
     def ring(self, size: Tensor, stride: Tensor, num_bytes: Tensor) -> Tensor:
         """Seconds of an all-gather or reduce-scatter of so many bytes in all."""

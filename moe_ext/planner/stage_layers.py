@@ -332,6 +332,23 @@ def _even(cost: StepCost, c: Columns, all_again: bool) -> tuple[StageLayers, ...
     return tuple(found)
 
 
+@functools.lru_cache(maxsize=16)
+def _spans(
+    parts: tuple[LayerParts, ...], kinds: tuple[LayerParts, ...], stages: int
+) -> list[dict[tuple[int, int], tuple[int, ...]]]:
+    """By the first layer of each stage, and the one behind its last: its layers of each kind."""
+    before = [[0, *itertools.accumulate(layer == kind for layer in parts)] for kind in kinds]
+    last, longest = stages - 1, len(parts) - stages + 1
+    return [
+        {
+            (i, j): tuple(counts[j] - counts[i] for counts in before)
+            for i in ([0] if s == 0 else range(s, s + longest))
+            for j in ([len(parts)] if s == last else range(i + 1, s + longest + 1))
+        }
+        for s in range(stages)
+    ]
+
+
 # A stage, its layers of each kind, and those of them that are computed again.
 _Option = tuple[int, tuple[int, ...], tuple[int, ...]]
 
@@ -344,17 +361,10 @@ class _Chain:
         self._layers, self._stages = cost.model.num_layers, int(c["pp"])
         self._kinds = cost.model.kinds
         self._micro = float(cost.sizes.num_micro_batches(c))
-        before = [
-            [0, *itertools.accumulate(layer == kind for layer in cost.model.parts)]
-            for kind in self._kinds
-        ]
-        last, longest = self._stages - 1, self._layers - self._stages + 1
-        self._spans: list[dict[tuple[int, int], tuple[int, ...]]] = [
-            {
-                (i, j): tuple(counts[j] - counts[i] for counts in before)
-                for i in ([0] if s == 0 else range(s, s + longest))
-                for j in ([self._layers] if s == last else range(i + 1, s + longest + 1))
-            }
+        self._spans = _spans(cost.model.parts, self._kinds, self._stages)
+        last = self._stages - 1
+        self._rest = [
+            (_ends(cost, s == 0, s == last), *_held(cost, c, s), float(s == last))
             for s in range(self._stages)
         ]
 
@@ -461,16 +471,11 @@ class _Chain:
         return self._cost.memory.fits(self._columns(options))
 
     def _columns(self, options: list[_Option]) -> Columns:
-        cost, c, last = self._cost, self._c, self._stages - 1
-        held = [_held(cost, c, s) for s in range(self._stages)]
-        ends = [_ends(cost, s == 0, s == last) for s in range(self._stages)]
         # Parts of layers of each kind.
         parts = torch.tensor(self._kinds, dtype=torch.float64)
         counts = torch.tensor([each[1:] for each in options], dtype=torch.float64) @ parts
-        rest = torch.tensor(
-            [(ends[s], *held[s], float(s == last)) for s, _, _ in options], dtype=torch.float64
-        )
-        return _with(c, torch.cat([counts.flatten(1), rest], 1))
+        rest = torch.tensor([self._rest[s] for s, _, _ in options], dtype=torch.float64)
+        return _with(self._c, torch.cat([counts.flatten(1), rest], 1))
 
     def _cuts(self, times: Tensor) -> list[int] | None:
         """First layers of all stages, and L, by `[S, L, W]` seconds of a stage of 1 to W layers."""
