@@ -105,9 +105,17 @@ def train(model, own, finish, optimizers):
     return losses
 
 
-def losses_of_one_process(**options):
-    model = made_model(**options)
-    return train(model, batches(), lambda: None, [torch.optim.SGD(model.parameters(), **SGD)])
+ONE_PROCESS = {}
+
+
+def losses_of_one_process(family="Mixtral", **options):
+    """The same for every placement of a model: a rank computes them once."""
+    key = str((family, options))
+    if key not in ONE_PROCESS:
+        model = made_model(family, **options)
+        optimizers = [torch.optim.SGD(model.parameters(), **SGD)]
+        ONE_PROCESS[key] = train(model, batches(), lambda: None, optimizers)
+    return ONE_PROCESS[key]
 
 
 # Two shards' sums have other bits than the whole product, and Mixtral's norms round to float32: a
@@ -372,7 +380,8 @@ def train_stages(applied, optimizers):
     return losses
 
 
-@CHECKS(*((name, name in ("1f1b", "gpipe")) for name in PIPELINES))
+# "tp" is repeated with norms of each head by "tp-Qwen3Moe".
+@CHECKS(*((name, name in ("1f1b", "gpipe")) for name in PIPELINES if FULL or name != "tp"))
 def trains_stages_as_one_process(name, tied):
     pytest.importorskip("transformers")
     options = {"num_hidden_layers": 5, "tie_word_embeddings": tied}
