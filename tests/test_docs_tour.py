@@ -1,4 +1,8 @@
-"""The programs of docs/tour.md run as they stand, and print what the page shows."""
+"""The programs of docs/tour.md run as they stand, and print what the page shows.
+
+The first and the dying ones are started by torchrun; the others, whose interpreters would import
+torch seventeen times, by forks with the environment that it gives.
+"""
 
 import os
 import re
@@ -9,6 +13,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "examples"))
+
+from example_jobs import Ranks  # noqa: E402 - lies in another folder
+
 PAGE = (ROOT / "docs" / "tour.md").read_text()
 NUMBER = re.compile(r"-?\d+\.\d+")
 
@@ -38,6 +46,20 @@ def test_every_program_has_a_name_and_a_command():
         assert any("python" in command or "torchrun" in command for command, _ in commands), title
 
 
+START = re.compile(
+    r"(?:torchrun --standalone --nproc-per-node (\d)|python) (\w+\.py)((?: [\w-]+)*)"
+)
+
+
+def forked(command, folder, logs):
+    """Exit codes of the ranks of a command, and what they print."""
+    count, script, args = START.fullmatch(command).groups()
+    logs.mkdir()
+    ranks = Ranks(args.split(), int(count or 1), logs, script=folder / script, cwd=folder)
+    codes = ranks.wait(timeout=200)
+    return codes, "".join(ranks.output(rank) for rank in range(len(codes)))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_page_prints_what_it_shows(tmp_path):
@@ -45,10 +67,17 @@ def test_the_page_prints_what_it_shows(tmp_path):
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     python = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PYTHONPATH": path, "PATH": python, "OMP_NUM_THREADS": "1"}
+    launched = False
     for title, programs, commands in sections():
         for name, text in programs:
             (tmp_path / name).write_text(text)
-        for command, shown in commands:
+        for i, (command, shown) in enumerate(commands):
+            if START.fullmatch(command) and (launched or "torchrun" not in command):
+                codes, printed = forked(command, tmp_path, tmp_path / f"logs of {title} {i}")
+                assert not any(codes), f"{title}: {command}\n{printed}"
+                assert equals(shown, printed), f"{title}: {command}\n{printed}"
+                continue
+            launched |= "torchrun" in command
             done = subprocess.run(
                 ["bash", "-c", command],
                 cwd=tmp_path,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import moe_ext
-from moe_ext import _info, _library, _runtime_library
+from moe_ext import __main__, _info, _library, _runtime_library
 
 
 def test_info_names_versions_backends_and_operators():
@@ -23,9 +23,10 @@ def test_info_names_versions_backends_and_operators():
         assert facts["backends"]["attention"] == "flash (CPU) for 16 bits"
 
 
-def test_command_prints_one_line():
-    command = [sys.executable, "-m", "moe_ext", "info", "--brief"]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def test_command_prints_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["moe_ext", "info", "--brief"])
+    __main__.main()
+    text = capsys.readouterr().out
     assert moe_ext.__version__ in text
     assert "cuda" in text.lower()
     assert len(text.splitlines()) == 1

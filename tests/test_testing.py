@@ -32,7 +32,8 @@ def test_results_in_rank_order():
     [
         ("raises", r"rank 1: Traceback[\s\S]*KeyError: 'from rank 1'", 60),
         ("exits", r"rank 1: ended with exit code 7", 60),
-        ("hangs", r"rank 1: still running at the time limit", 8),
+        # Rank 1 runs on, however slowly ranks start.
+        ("hangs", r"rank 1: still running at the time limit", 2),
     ],
 )
 def test_failures_are_raised(how, message, timeout):

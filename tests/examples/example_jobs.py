@@ -82,11 +82,12 @@ def lose_a_node(script, dying, args, folder):
     return (folder / "agent0.log").read_text()
 
 
-def run_script(command, environment, log):
+def run_script(command, environment, log, folder):
     """Goes on as `python SCRIPT ARGUMENTS` would, in a process that has imported torch."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
+    os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
@@ -101,10 +102,11 @@ class Script:
     It is forked from a process that has imported torch: an interpreter of its own takes seconds.
     """
 
-    def __init__(self, command, environment, log):
+    def __init__(self, command, environment, log, folder="."):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(testing.PRELOADED)
-        self.process = context.Process(target=run_script, args=(command, environment, log))
+        args = command, environment, log, folder
+        self.process = context.Process(target=run_script, args=args)
         self.process.start()
         self.kill, self.pid = self.process.kill, self.process.pid
 
@@ -124,7 +126,9 @@ class Script:
 class Ranks:
     """One process a rank, with their output."""
 
-    def __init__(self, args, world_size, folder, kill=None, kill_rank=0, script="train_moe_lm.py"):
+    def __init__(
+        self, args, world_size, folder, kill=None, kill_rank=0, script="train_moe_lm.py", cwd="."
+    ):
         port = free_port()
         self.logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
         self.processes = []
@@ -136,10 +140,11 @@ class Ranks:
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(world_size),
+                "LOCAL_WORLD_SIZE": str(world_size),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             }
-            self.processes.append(Script([*command, *args], env, str(log)))
+            self.processes.append(Script([*command, *args], env, str(log), str(cwd)))
 
     def wait(self, timeout=90):
         """Return the exit codes; a rank that hangs fails the test."""

@@ -482,14 +482,12 @@ def throw(parser):
     raise Found(parser)
 
 
-def test_help_explains_resume(tmp_path):
-    finished = subprocess.run(
-        [sys.executable, str(EXAMPLES / "train_moe_lm.py"), "--help"],
-        env=job_environment() | {"COLUMNS": "120"},
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert finished.returncode == 0
-    assert "SIGTERM" in finished.stdout and "--keep-checkpoints" in finished.stdout
+def test_help_explains_resume(train, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(SystemExit) as ended:
+        train("--help")
+    told = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "SIGTERM" in told and "--keep-checkpoints" in told
     assert not os.listdir(tmp_path)
