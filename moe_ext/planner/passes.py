@@ -31,7 +31,7 @@ class Passes(CostPart):
         return self._shown(c, *self._parts(c))
 
     def _shown(self, c: Columns, found: Columns, launches: Tensor) -> Columns:
-        """Of `_parts`, those of `terms`."""
+        """Terms of `terms`, by those of `_parts`."""
         found, experts = dict(found), found["experts"]
         if self.job.hidden_exchanges:
             work = found["compute"] + found["elementwise"]
@@ -51,7 +51,7 @@ class Passes(CostPart):
 
     @staticmethod
     def _apart(found: Columns, launches: Tensor) -> tuple[Tensor, Tensor]:
-        """Of `_parts`, those of `apart`."""
+        """Work and exchanges of `apart`, by the terms of `_parts`."""
         work = sum(value for name, value in found.items() if name != "experts")
         assert isinstance(work, Tensor)
         return launches.maximum(work), found["experts"]
