@@ -1,9 +1,7 @@
 """The README's script and figures, and the first lines of three guides."""
 
 import math
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +9,9 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "examples"))
+
+from example_jobs import Ranks  # noqa: E402 - lies in another folder
 
 
 def blocks(page):
@@ -32,16 +33,9 @@ def test_training_script_runs_on_two_ranks(tmp_path):
     script.write_text(blocks("README")[0])
     runner = tmp_path / "runner.py"
     runner.write_text(RUNNER.format(script=str(script), folder=str(tmp_path)))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    result = subprocess.run(
-        [*launch, runner],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert result.returncode == 0, result.stderr
-    steps = re.findall(r"^(\d+) (\d+\.\d+) \[\d+", result.stdout, re.MULTILINE)
+    ranks = Ranks([], 2, tmp_path, script=runner)
+    assert ranks.wait(timeout=240) == [0, 0], ranks.output()
+    steps = re.findall(r"^(\d+) (\d+\.\d+) \[\d+", ranks.output(), re.MULTILINE)
     assert [int(step) for step, _ in steps] == list(range(10))
     # From that of a blind guess to less than half of it.
     losses = [float(loss) for _, loss in steps]
