@@ -21,6 +21,11 @@ def pairs(*parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
     return rows if FULL else [rows[i] for i in covering(places)]
 
 
+def pairs_on(num_ranks: int, counts: Iterable[int], *parameters: Iterable[Any]) -> list[Any]:
+    """Those of so many ranks, one of `counts`, which is the first of the parameters of `pairs`."""
+    return [row for count, *row in pairs(counts, *parameters) if count == num_ranks]
+
+
 def covering(rows: Sequence[Sequence[Hashable]]) -> list[int]:
     """Indices of rows, ascending, that hold every pair of values that any row holds.
 

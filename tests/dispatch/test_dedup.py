@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checks import assert_passed, outcomes, raised
+from pairwise import FULL
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import MoELayer
@@ -94,9 +95,12 @@ def cases():
 
 
 def check_exact_gives_the_bits_of_a_row_for_each_expert_and_reduced_the_sums():
-    for options in cases():
+    """On four ranks each way; on fewer, whose nodes are one rank each, the ways take turns."""
+    num_ranks = dist.get_world_size()
+    for number, options in enumerate(cases()):
         want, plain = step("alltoall", **options)
-        for way in WAYS:
+        turn = (number + num_ranks) % len(WAYS)
+        for way in WAYS if FULL or num_ranks == 4 else WAYS[turn : turn + 1]:
             found, other = step(way, **options)
             assert_same_bits(found, want)
             dropped = other.metrics["num_dropped"], plain.metrics["num_dropped"]
