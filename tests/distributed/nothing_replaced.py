@@ -4,8 +4,8 @@
 
 A process that has not imported the library first trains plain models by the tools, which replace
 and look up things of their own when they are first used. Then it takes the fingerprint. Prints
-the name of a file of JSON: what was done, to what had changed by then; and each seeded change to
-what was seen of it.
+the name of a file of JSON: what was done, to what had changed by then; and what was seen of seeded
+changes.
 """
 
 import atexit
@@ -30,6 +30,7 @@ from torch.utils._pytree import SUPPORTED_NODES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fingerprint import Fingerprint
+from pairwise import FULL
 
 PACKAGES = ("torch", "accelerate", "transformers", "lightning", "peft", "safetensors")
 # Ways of training of trainers.py to what has to be installed.
@@ -298,6 +299,7 @@ def _run(folder, rank):
         for batch in job.batches:
             job.model(**batch)["loss"].backward()
 
+    waiting = []
     for name, trainer in {**TRAINERS, "replicate": by_replicate}.items():
         if not is_installed(name):
             continue
@@ -323,11 +325,16 @@ def _run(folder, rank):
                         resumed,
                     )
                 )
-            # The walk takes a second: on the other rank once, for all of them.
-            found[name] = taken.changes() if rank == 0 else []
+            waiting.append(name)
+            # The walk takes a second: on the other rank once, for all of them. What is replaced
+            # stays: those since the last walk share the next one.
+            if rank == 0 and (FULL or len(waiting) == 4):
+                found.update(dict.fromkeys(waiting, taken.changes()))
+                waiting = []
         except Exception:
             found[name] = [traceback.format_exc()]
     found["all of them"] = taken.changes()
+    found.update(dict.fromkeys(waiting, found["all of them"] if rank == 0 else []))
     # A mesh of the user's own stays what it is.
     own = dist.device_mesh.init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("edp", "ep"))
     dense = dist.device_mesh.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
@@ -338,10 +345,11 @@ def _run(folder, rank):
         for name, made in meshes.items()
         if type(made) is not dist.DeviceMesh
     ]
-    before = set(taken.changes())
-    for name, make in SEEDS.items() if rank == 0 else ():
-        with make():
-            found[f"seeded {name}"] = sorted(set(taken.changes()) - before)
+    if rank == 0:
+        with contextlib.ExitStack() as stack:
+            for make in SEEDS.values():
+                stack.enter_context(make())
+            found["seeded"] = sorted(set(taken.changes()) - set(found["all of them"]))
     return found
 
 
