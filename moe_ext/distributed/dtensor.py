@@ -152,9 +152,14 @@ def dtensor_of(
     )
 
 
-def refusing_files(whole: Tensor) -> Tensor:
-    """The same DTensor, for a state dict: who writes its memory is told what to write instead."""
+def refusing_files(whole: Tensor, *, has_pieces: bool) -> Tensor:
+    """The same DTensor, for a state dict: who writes its memory is told what to write instead.
+
+    With `has_pieces` it is of `unflattened`, and who gathers it is told so, too.
+    """
     if is_dtensor(whole):
+        if has_pieces:
+            whole.redistribute = _refuse_gathering  # type: ignore[method-assign]
         # safetensors and Accelerate ask for the memory of what they write; this is their second
         # try.
         whole.storage = whole.device_mesh.__reduce__  # type: ignore[method-assign]
@@ -185,12 +190,28 @@ def unflattened(whole: DTensor, dim: int, pieces: int, *, stacked: bool) -> DTen
     return dtensor_of(local, whole.device_mesh, along, torch.Size(sizes))
 
 
+def _refuse_gathering(*_placements: object, **_options: object) -> DTensor:
+    raise ValueError(
+        "state_dict: expected tensors of experts to stay in parts, since what ranks hold has a "
+        "dimension more than the whole, got a call that gathers them (full_tensor, or "
+        "get_model_state_dict(full_state_dict=True)); take moe_ext.distributed.full_state_dict"
+    )
+
+
+def gathered(whole: DTensor) -> Tensor:
+    """The whole tensor, with the dimension of `unflattened`; a collective."""
+    from torch.distributed.tensor import Replicate
+
+    along = [Replicate()] * whole.device_mesh.ndim
+    return type(whole).redistribute(whole, placements=along).to_local()
+
+
 def flattened(whole: Tensor, dim: int, like: Tensor) -> Tensor:
     """Undo `unflattened`, of a DTensor or of a plain tensor."""
     if not is_dtensor(whole) or not is_dtensor(like):
         return whole.flatten(dim, dim + 1)
     if whole.device_mesh != like.device_mesh:
-        return whole.full_tensor().flatten(dim, dim + 1)
+        return gathered(whole).flatten(dim, dim + 1)
     local = own_part(whole).to_local().flatten(dim, dim + 1)
     return dtensor_of(local, like.device_mesh, like.placements, like.shape)
 
@@ -278,7 +299,8 @@ def placed_as(tensor: Tensor, like: Tensor) -> Tensor:
     """
     if not is_dtensor(tensor) or not is_dtensor(like):
         return tensor
-    return tensor.redistribute(like.device_mesh, like.placements)
+    # Of the class, since an object may refuse, see `refusing_files`.
+    return type(tensor).redistribute(tensor, like.device_mesh, like.placements)
 
 
 def with_local(like: Tensor, local: Tensor) -> Tensor:

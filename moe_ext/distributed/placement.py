@@ -29,6 +29,7 @@ from moe_ext.distributed.dtensor import (
     divided_as,
     dtensor_of,
     flattened,
+    gathered,
     group_of_mesh,
     is_dtensor,
     is_part,
@@ -366,7 +367,7 @@ def plain(place: Placement, value: Tensor, num_dims: int | None = None) -> Tenso
     if not is_dtensor(value):
         return value
     with naming_failed_ranks(place.group, "state_dict"):
-        found = value.full_tensor()
+        found = gathered(value)
     dim = place.pieces[0]
     return found if num_dims is None or num_dims == found.dim() else found.flatten(dim, dim + 1)
 
@@ -468,7 +469,8 @@ def _show_wholes(
         if placement.one_expert and placement is not placement_of(module):
             continue  # the expert has done it
         if keeps_wholes() is None:
-            state_dict[prefix + name] = refusing_files(placement.shown(value))
+            shown, has_pieces = placement.shown(value), placement.pieces[1] > 1
+            state_dict[prefix + name] = refusing_files(shown, has_pieces=has_pieces)
         elif placement.dim is not None:
             state_dict[prefix + name] = kept(placement, placement.whole(value))
         else:
