@@ -299,7 +299,7 @@ def placed_as(tensor: Tensor, like: Tensor) -> Tensor:
     """
     if not is_dtensor(tensor) or not is_dtensor(like):
         return tensor
-    # Of the class, since an object may refuse, see `refusing_files`.
+    # The object itself may refuse, see `refusing_files`.
     return type(tensor).redistribute(tensor, like.device_mesh, like.placements)
 
 

@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from rank_checks import Checks, full
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.experimental import local_map
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -433,6 +435,35 @@ def tensor_parallel_dense_layers():
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
             parallelize_module(block.mlp, mesh.data_mesh["tp"], plan)
         train_shards(mesh, model)
+
+
+@CHECKS()
+def dense_layers_by_tools_of_torch_and_experts_by_parallelize():
+    """As torchtitan does: each dimension of the mesh by its own tool, and FSDP2 around them."""
+    mesh = md.MoEMesh(dp=2, tp=2, ep=2)
+    across, others = mesh.data_mesh["tp"], mesh.data_mesh["data"]
+
+    def spread():
+        model = moe_ext.parallelize(Model(), mesh)
+        for block in model.blocks.values():
+            norm, plan = block.mlp.norm, {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block.mlp, across, plan)
+            options = {"in_placements": (None,), "out_placements": (Replicate(),)}
+            norm.forward = local_map(norm.forward, **options, device_mesh=across)
+        return model
+
+    train_shards(mesh, spread())
+    model = spread()
+    for block in model.blocks.values():
+        md.fully_shard(block, mesh)
+    train_shards(mesh, md.fully_shard(model, mesh))
+    # FSDP2 of torch, without the ranks that share experts.
+    model = spread()
+    experts = {p for layer in moe_layers(model).values() for p in layer.experts.parameters()}
+    assert all(p.placements == (Shard(0),) and p.device_mesh.size() == 2 for p in experts)
+    fully_shard(model, mesh=others, ignored_params=experts)
+    with pytest.raises(ValueError, match="fully_shard: expected the mesh of .* over which its"):
+        model(torch.zeros(3, DIM, dtype=torch.float64))
 
 
 @CHECKS()

@@ -138,6 +138,40 @@ def a_layer_that_ran_alone_and_one_on_the_meta_device():
         assert torch.equal(full(p), full(q))
 
 
+@check()
+def adapters_of_peft_train_on_dense_layers_alone():
+    peft = pytest.importorskip("peft")
+
+    def adapted(model, **targets):
+        torch.manual_seed(2)
+        config = peft.LoraConfig(r=2, init_lora_weights=False, **targets)
+        return peft.get_peft_model(model, config)
+
+    grid, world = mesh(2), dist.get_world_size()
+    whole, model = (adapted(Shardable(), target_modules=["0"]) for _ in range(2))
+    ddp = DistributedDataParallel(moe_ext.parallelize(model, grid))
+    optimizers = [torch.optim.SGD(m.parameters(), 0.5) for m in (whole, model)]
+    for xs in batches(2):
+        moe_ext.nn.set_loss_scale(whole, 1.0 / world)
+        for x in xs:
+            (whole(x).square().mean() / world).backward()
+        ddp(xs[dist.get_rank()]).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found, wanted = map(peft.get_peft_model_state_dict, (model, whole))
+    assert found.keys() == wanted.keys() and len(found) == 2
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, msg=name, **TIGHT)
+    # Nobody would cut those of experts.
+    on_experts = {"target_modules": [], "target_parameters": ["1.experts.down_proj"]}
+    text = "expected experts to be GroupedExperts .* got ParamWrapper"
+    refused(adapted(Shardable(), **on_experts), text, grid)
+    late = adapted(moe_ext.parallelize(Shardable(), grid), **on_experts)
+    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+        late(batches()[0][0])
+
+
 class Facade(nn.Module):
     """Experts of a class of its own."""
 
