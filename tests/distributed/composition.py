@@ -39,7 +39,7 @@ FEW = [
     (tool, ("EP x DP", "EP")[index % 2], MEMORY[index % 3]) for index, tool in enumerate(TRAINERS)
 ]
 STEPS, ROWS = 4, 8
-FEW_MIXTURES, ALL_MIXTURES = 20, 200
+FEW_MIXTURES, ALL_MIXTURES = len(mixtures.CELLS), 200
 # What is refused: a pattern of the text.
 REFUSED: dict[tuple[str, str, str], str] = {}
 # float64: some thousand roundings of 1e-16, and Adam divides by gradients down to 1e-4 of the norm.
