@@ -597,24 +597,30 @@ def test_a_hybrid_compiles():
     torch.testing.assert_close(torch.compile(model, backend="eager")(**batch).logits, wanted)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
-def test_a_model_is_pickled_whole(family):
-    model = make(family, **SERVED[family])
-    prepare_model(model, group=None)
-    found, batch = pickle.loads(pickle.dumps(model)), make_batch("packed")
-    assert torch.equal(found(**batch).logits, model(**batch).logits)
-    # In another process, too, where nobody prepared it.
-    code = "import pickle, sys; m, b = pickle.load(sys.stdin.buffer); print(float(m(**b).loss))"
+PICKLED = ("llama", "qwen3_next")
+
+
+def test_a_model_is_pickled_whole():
+    models, batch = [make(family, **SERVED[family]) for family in PICKLED], make_batch("packed")
+    for model in models:
+        prepare_model(model, group=None)
+    # In another process, too, where nobody prepared them.
+    code = "import pickle, sys; models, b = pickle.load(sys.stdin.buffer); "
+    code += "print(*(float(m(**b).loss) for m in models))"
     done = subprocess.run(
-        [sys.executable, "-c", code], input=pickle.dumps((model, batch)), capture_output=True
+        [sys.executable, "-c", code], input=pickle.dumps((models, batch)), capture_output=True
     )
-    assert float(done.stdout) == pytest.approx(model(**batch).loss.item(), rel=1e-6), done.stderr
-    # Whose end is its own.
-    found.set_attn_implementation("sdpa")
-    model(**batch).loss.backward()
-    whole = make(family, **SERVED[family])
-    given = {"input_ids": batch["input_ids"]}
-    assert torch.equal(found(**given).logits, whole(**given).logits)
+    losses = [model(**batch).loss.item() for model in models]
+    assert [*map(float, done.stdout.split())] == pytest.approx(losses, rel=1e-6), done.stderr
+    for model, family in zip(models, PICKLED, strict=True):
+        found = pickle.loads(pickle.dumps(model))
+        assert torch.equal(found(**batch).logits, model(**batch).logits)
+        # Whose end is its own.
+        found.set_attn_implementation("sdpa")
+        model(**batch).loss.backward()
+        whole = make(family, **SERVED[family])
+        given = {"input_ids": batch["input_ids"]}
+        assert torch.equal(found(**given).logits, whole(**given).logits)
 
 
 def test_positions_of_roberta_skip_padding():
