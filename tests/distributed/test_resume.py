@@ -556,7 +556,8 @@ def check_momentum_is_missed(group):
 @pytest.fixture(scope="module")
 def saved_by_two(tmp_path_factory):
     """What each case has saved, and where it ended."""
-    return spawn_ranks(run_cases, 2, tmp_path_factory.mktemp("resume"))[0]
+    folder, limit = tmp_path_factory.mktemp("resume"), 1800.0 if FULL else 120.0
+    return spawn_ranks(run_cases, 2, folder, timeout=limit)[0]
 
 
 def test_each_pair_is_tried():
