@@ -38,6 +38,8 @@ class SavesExperts:
     # of such a group for each one here.
     _split: list[list[nn.Parameter]] | None = None
     _numbers: list[int]
+    # True once `save_model` of the Trainer has called `_save`.
+    _is_saved = False
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -53,18 +55,28 @@ class SavesExperts:
                 "share the output_dir"
             )
 
-    # The Trainer calls both on every rank, and takes state dicts on those that write alone.
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the Trainer does, which before transformers 5.23 saves on ranks that write alone."""
+        self._is_saved = False
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        tools: Any = self
+        if not (self._is_saved or tools.is_fsdp_enabled or tools.is_deepspeed_enabled):
+            self._save(output_dir)
+
+    # Called on every rank, of which those that write take state dicts.
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
         self._check_nodes()
+        self._is_saved = True
         if isinstance(self.model, WritesWhole) and not self.args.should_save:
             # It collects by itself, adapters alone where there are some.
             self.model.save_pretrained(output_dir or self.args.output_dir, is_main_process=False)
         elif state_dict is None and not isinstance(self.model, WritesWhole):
             with whole_state_dicts(keep=self.args.should_save):
                 state_dict = self.model.state_dict()
-        super()._save(output_dir, state_dict)  # type: ignore[misc]
+        if self.args.should_save or getattr(self, "is_distributed_loading_by_transformers", False):
+            super()._save(output_dir, state_dict)  # type: ignore[misc]
 
     def create_optimizer(self, *args: Any, **options: Any) -> Any:
         """As the Trainer does; it puts DTensors into groups apart, of which no file tells."""
