@@ -17,6 +17,10 @@ RULES = {
     "a launch and its attributes are those of common/launch.cuh": (
         r"<<<|\bcudaLaunch\w*|\bcudaFuncSetAttribute\b|\bcudaFuncAttributeMax\w+"
     ),
+    "a size of a launch is a Dim3 of 64 bits": (
+        r"\bdim3\b|grid\.[xyz] = static_cast"
+        r"|Dim3(?: \w+)?\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*?static_cast<(?:int|unsigned)>"
+    ),
     "a place in the grid is multiplied in 64 bits: int64_t{blockIdx.x} * n": (
         r"(?<!int64_t\{)(?<!static_cast<int>\()\b(?:blockIdx|gridDim)\.[xyz] \* (?!int64_t)"
         r"|(?<!\})(?<!\}\)) \* (?:blockIdx|gridDim)\.[xyz] [*+]"
@@ -33,6 +37,7 @@ RULES = {
 }
 BREAKS = (
     "kernel<<<grid, block>>>(x);",
+    "launch({Dim3(static_cast<unsigned>(blocks)), Dim3(32)}, kernel, x);",
     "const int64_t i = blockIdx.x * kThreads + threadIdx.x;",
     "for (int i = threadIdx.x; i < numel; i += kThreads) {",
     "const int count = num_rows;",
@@ -51,7 +56,7 @@ KEPT = {
 
 # Files with grids of two dimensions, of which the second takes 65,535 blocks, and what bounds it.
 # `check_launch` refuses more; that is no answer to sizes that a tensor may well have.
-WIDE_GRID = re.compile(r"grid\.[yz] = |dim3(?: \w+)?\((?:[^(),]|\((?:[^()]|\([^()]*\))*\))+, ")
+WIDE_GRID = re.compile(r"grid\.[yz] = |Dim3(?: \w+)?\((?:[^(),]|\((?:[^()]|\([^()]*\))*\))+, ")
 GRIDS = {
     "assignment_kernels.cuh": "assignment_cuda.cu refuses more sequences and more experts",
     "causal_conv1d_kernels.cuh": "causal_conv1d_cuda.cu refuses more taps",
@@ -86,8 +91,8 @@ def test_every_kernel_keeps_the_rules():
 def test_second_dimensions_of_grids_are_bounded():
     texts = {file.name: re.sub(r"\s+", " ", file.read_text()) for file in sources()}
     assert {name for name, text in texts.items() if WIDE_GRID.search(text)} == set(GRIDS)
-    assert WIDE_GRID.search("const dim3 grid(static_cast<unsigned>(f(n)), rows);")
-    assert not WIDE_GRID.search("{dim3(1), dim3(kFewThreads), bytes, stream}")
+    assert WIDE_GRID.search("const Dim3 grid(f(n), rows);")
+    assert not WIDE_GRID.search("{Dim3(1), Dim3(kFewThreads), bytes, stream}")
 
 
 def test_exceptions_are_there():

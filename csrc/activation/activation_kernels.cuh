@@ -228,8 +228,8 @@ __global__ void __launch_bounds__(kNumThreads, kMinBlocks) gated_activation_weig
 }
 
 inline Launch elementwise_launch(int64_t num_vectors, cudaStream_t stream) {
-  const dim3 grid = persistent_grid(ceil_div(num_vectors, kNumThreads), kNumThreads, device_properties());
-  return {grid, dim3(kNumThreads), 0, stream};
+  const Dim3 grid = persistent_grid(ceil_div(num_vectors, kNumThreads), kNumThreads, device_properties());
+  return {grid, Dim3(kNumThreads), 0, stream};
 }
 
 // f.operator()<kind>(), for a gate without the kinds that only a plain activation has.

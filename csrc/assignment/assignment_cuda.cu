@@ -46,7 +46,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> expert_choice_gate_cuda(
   dispatch_floating_cuda(x.scalar_type(), [&]<typename T>() {
     using Acc = acc_t<T>;
     const RowPlan plan = checked_plan<Acc>("expert_choice_gate", num_tokens, n);
-    const Tensor partials = new_empty(x, {int64_t{plan.num_blocks} * n}, acc);
+    const Tensor partials = new_empty(x, {plan.num_blocks * n}, acc);
     const Tensor memory = new_empty(x, {ChoiceScratch<Acc>::bytes(num_tokens, n)}, ScalarType::Byte);
     MOE_CHECK(n <= 65535, "expert_choice_gate: expected logits to have at most 65535 experts on CUDA, got ", n);
     const ScoreArgs<T> args{data<T>(x), data_or_null<bool>(mask), n, gating::ScoreFn::kSoftmax};
@@ -101,7 +101,7 @@ Tensor sinkhorn_scale_cuda(
   dispatch_floating_cuda(x.scalar_type(), [&]<typename T>() {
     using Acc = acc_t<T>;
     const RowPlan plan = checked_plan<Acc>("sinkhorn_gate", x.size(0), n);
-    const Tensor partials = new_empty(x, {int64_t{plan.num_blocks} * n}, acc);
+    const Tensor partials = new_empty(x, {plan.num_blocks * n}, acc);
     const ScoreArgs<T> args{data<T>(x), data_or_null<bool>(mask), n, gating::ScoreFn::kSoftmax};
     const SinkhornState<Acc> state{data<Acc>(scale), data<Acc>(partials), data<int>(done)};
     launch_sinkhorn_scale<kCheckIndices>(

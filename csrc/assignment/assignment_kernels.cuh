@@ -35,11 +35,11 @@ constexpr Acc kTiny = sizeof(Acc) == 8 ? static_cast<Acc>(0x1p-1022) : static_ca
 // Blocks of warps with rows of E numbers each in shared memory, `rows` of them a warp. num_warps 0: it has no room.
 struct RowPlan {
   int num_warps;
-  unsigned num_blocks; // of a sequence
+  int64_t num_blocks; // of a sequence
   size_t shared_bytes;
 
-  Launch launch_on(unsigned sequences, cudaStream_t stream) const {
-    return {dim3(num_blocks, sequences), dim3(static_cast<unsigned>(num_warps * kWarpSize)), shared_bytes, stream};
+  Launch launch_on(int64_t sequences, cudaStream_t stream) const {
+    return {Dim3(num_blocks, sequences), Dim3(num_warps * kWarpSize), shared_bytes, stream};
   }
 };
 
@@ -54,7 +54,7 @@ RowPlan plan_rows(int64_t num_tokens, int64_t num_experts, int rows, const Devic
   }
   // Two blocks an SM: more of them only leave more sums to add.
   const int64_t most = std::min<int64_t>(2 * device.num_sms, ceil_div(num_tokens, int64_t{warps}));
-  return {warps, static_cast<unsigned>(std::max<int64_t>(1, most)), static_cast<size_t>(warps * bytes)};
+  return {warps, std::max<int64_t>(1, most), static_cast<size_t>(warps * bytes)};
 }
 
 template <typename T>
@@ -512,7 +512,7 @@ __global__ void log_kernel(const Acc* __restrict__ in, int n, Acc* __restrict__ 
   }
 }
 
-inline dim3 grid_for(int64_t items) {
+inline Dim3 grid_for(int64_t items) {
   return persistent_grid(ceil_div(items, int64_t{kSumThreads}), kSumThreads, device_properties());
 }
 
@@ -521,14 +521,13 @@ template <bool kCheck, typename T>
 void launch_scores(
     const ScoreArgs<T>& args, int64_t num_sequences, int64_t length, const RowPlan& plan, acc_t<T>* rows,
     acc_t<T>* partials, acc_t<T>* score_sum, cudaStream_t stream) {
-  const unsigned sequences = static_cast<unsigned>(num_sequences);
-  if (sequences == 0) {
+  if (num_sequences == 0) {
     return;
   }
-  launch(plan.launch_on(sequences, stream), scores_kernel<T, kCheck>, args, length, rows, partials);
-  const dim3 grid(static_cast<unsigned>(ceil_div(args.num_experts, kSumWarps)), sequences);
+  launch(plan.launch_on(num_sequences, stream), scores_kernel<T, kCheck>, args, length, rows, partials);
+  const Dim3 grid(ceil_div(args.num_experts, kSumWarps), num_sequences);
   launch(
-      {grid, dim3(kSumThreads), 0, stream}, add_blocks_kernel<acc_t<T>>, partials, static_cast<int>(plan.num_blocks),
+      {grid, Dim3(kSumThreads), 0, stream}, add_blocks_kernel<acc_t<T>>, partials, static_cast<int>(plan.num_blocks),
       static_cast<int>(args.num_experts), score_sum);
 }
 
@@ -536,8 +535,7 @@ template <bool kCheck, typename T>
 void launch_scores_backward(
     const ScoreGradArgs<T>& args, int64_t num_sequences, int64_t length, const RowPlan& plan, cudaStream_t stream) {
   if (length > 0) {
-    launch(
-        plan.launch_on(static_cast<unsigned>(num_sequences), stream), scores_backward_kernel<T, kCheck>, args, length);
+    launch(plan.launch_on(num_sequences, stream), scores_backward_kernel<T, kCheck>, args, length);
   }
 }
 
@@ -547,9 +545,9 @@ void launch_count_choices(
     const int64_t* idx, const bool* token_mask, int64_t num_sequences, int64_t length, int top_k, int num_experts,
     int64_t* counts, cudaStream_t stream) {
   if (length * top_k > 0) {
-    const dim3 grid(grid_for(length * top_k).x, static_cast<unsigned>(num_sequences));
+    const Dim3 grid(grid_for(length * top_k).x, num_sequences);
     launch(
-        {grid, dim3(kSumThreads), 0, stream}, count_choices_kernel<kCheck>, idx, token_mask, length, top_k, num_experts,
+        {grid, Dim3(kSumThreads), 0, stream}, count_choices_kernel<kCheck>, idx, token_mask, length, top_k, num_experts,
         reinterpret_cast<unsigned long long*>(counts));
   }
 }
@@ -561,24 +559,21 @@ void launch_expert_choice(
     Acc* weights, int64_t* idx, int64_t* counts, cudaStream_t stream) {
   constexpr int64_t kTokensPerBlock = 4096; // that a block counts: enough of them to fill the device
   const int64_t wanted = std::min(capacity, num_tokens);
-  const unsigned experts = static_cast<unsigned>(num_experts);
-  const dim3 threads(kSelectThreads);
+  const Dim3 threads(kSelectThreads);
   if (num_tokens > 0) {
-    const dim3 tiles(
-        static_cast<unsigned>(ceil_div(num_tokens, int64_t{kWarpSize})),
-        static_cast<unsigned>(ceil_div(num_experts, kWarpSize)));
+    const Dim3 tiles(ceil_div(num_tokens, int64_t{kWarpSize}), ceil_div(num_experts, kWarpSize));
     launch(
         {tiles, threads, 0, stream}, transpose_scores_kernel<Acc>, weights, token_mask, num_tokens, num_experts,
         scratch);
-    const dim3 parts(static_cast<unsigned>(ceil_div(num_tokens, kTokensPerBlock)), experts);
+    const Dim3 parts(ceil_div(num_tokens, kTokensPerBlock), num_experts);
     for (int digit = 0; digit < ChoiceScratch<Acc>::kDigits; ++digit) {
       launch({parts, threads, 0, stream}, count_digit_kernel<Acc>, digit, num_tokens, wanted, scratch);
     }
   }
-  launch({dim3(experts), threads, 0, stream}, find_cuts_kernel<Acc>, num_tokens, wanted, scratch, counts);
+  launch({Dim3(num_experts), threads, 0, stream}, find_cuts_kernel<Acc>, num_tokens, wanted, scratch, counts);
   if (num_tokens > 0) {
     launch(
-        {grid_for(num_tokens * num_experts), dim3(kSumThreads), 0, stream}, apply_cuts_kernel<Acc>, scratch.cuts,
+        {grid_for(num_tokens * num_experts), Dim3(kSumThreads), 0, stream}, apply_cuts_kernel<Acc>, scratch.cuts,
         token_mask, num_tokens, num_experts, weights, idx);
   }
 }
@@ -590,7 +585,7 @@ void launch_sinkhorn_scale(
     const SinkhornState<acc_t<T>>& state, acc_t<T>* out, cudaStream_t stream) {
   using Acc = acc_t<T>;
   const int n = static_cast<int>(args.num_experts);
-  const Launch one_block = {dim3(1), dim3(kSumThreads), 0, stream};
+  const Launch one_block = {Dim3(1), Dim3(kSumThreads), 0, stream};
   launch(one_block, sinkhorn_start_kernel<Acc>, state, n);
   for (int64_t i = 0; i < num_iters; ++i) {
     launch(plan.launch_on(1, stream), sinkhorn_tokens_kernel<T, kCheck>, args, num_tokens, state);

@@ -364,9 +364,9 @@ void launch_auction(
     return;
   }
   const int warps = ceil_div(num_tokens + num_experts, kWarpSize);
-  const unsigned threads = static_cast<unsigned>(std::min(kAuctionThreads, warps * kWarpSize));
+  const int64_t threads = std::min(kAuctionThreads, warps * kWarpSize);
   launch(
-      {dim3(1), dim3(threads), static_cast<size_t>(ClassState::bytes(2 * int64_t{num_experts})), stream},
+      {Dim3(1), Dim3(threads), static_cast<size_t>(ClassState::bytes(2 * int64_t{num_experts})), stream},
       auction_kernel<T, kCheck>, scores, token_mask, num_tokens, num_experts,
       AuctionScratch(memory, num_tokens, num_experts), expert_of);
 }

@@ -182,8 +182,8 @@ void launch_forward_columns(const BlockParams<T>& params, const ForwardState<acc
   const int64_t blocks = int64_t{params.queries.num_tiles} * params.batch * params.heads * chunks;
   if (blocks > 0) {
     launch(
-        {dim3(static_cast<unsigned>(blocks)), dim3(kNumThreads), sizeof(TileScratch<T>), stream},
-        forward_kernel<kCols, kBias, T>, params, state, chunks);
+        {Dim3(blocks), Dim3(kNumThreads), sizeof(TileScratch<T>), stream}, forward_kernel<kCols, kBias, T>, params,
+        state, chunks);
   }
 }
 

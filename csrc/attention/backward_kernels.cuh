@@ -192,15 +192,15 @@ void launch_backward_columns(
   const int64_t q_blocks = int64_t{params.queries.num_tiles} * params.batch * params.heads * q_chunks;
   if (q_blocks > 0) {
     launch(
-        {dim3(static_cast<unsigned>(q_blocks)), dim3(kNumThreads), shared_bytes, stream},
-        backward_q_kernel<kCols, kBias, T>, params, arrays, q_chunks);
+        {Dim3(q_blocks), Dim3(kNumThreads), shared_bytes, stream}, backward_q_kernel<kCols, kBias, T>, params, arrays,
+        q_chunks);
   }
   const int kv_chunks = num_chunks(std::max(params.k.cols, params.v.cols), kCols);
   const int64_t kv_blocks = int64_t{params.keys.num_tiles} * params.batch * params.key_heads * kv_chunks;
   if (kv_blocks > 0) {
     launch(
-        {dim3(static_cast<unsigned>(kv_blocks)), dim3(kNumThreads), shared_bytes, stream},
-        backward_kv_kernel<kCols, kBias, T>, params, arrays, kv_chunks);
+        {Dim3(kv_blocks), Dim3(kNumThreads), shared_bytes, stream}, backward_kv_kernel<kCols, kBias, T>, params, arrays,
+        kv_chunks);
   }
 }
 

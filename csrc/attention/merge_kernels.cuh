@@ -204,8 +204,8 @@ __global__ void __launch_bounds__(kNumThreads) delta_kernel(
   }
 }
 
-inline dim3 row_grid(const RowPlan& plan) {
-  return dim3(static_cast<unsigned>(ceil_div(plan.num_rows * plan.lanes, int64_t{kNumThreads})));
+inline Dim3 row_grid(const RowPlan& plan) {
+  return Dim3(ceil_div(plan.num_rows * plan.lanes, int64_t{kNumThreads}));
 }
 
 // True if rows of `dim` elements may be read four at a time at all these addresses; null is no obstacle.
@@ -219,7 +219,7 @@ void launch_merge(const MergeArgs<T>& args, int64_t num_rows, acc_t<T>* out, acc
   const RowPlan plan = plan_rows(num_rows, args.dim);
   const bool aligned = quads_are_aligned(args.dim, args.out_a, args.out_b, out);
   if (num_rows > 0) {
-    launch({row_grid(plan), dim3(kNumThreads), 0, stream}, merge_kernel<T>, args, plan, aligned, out, lse);
+    launch({row_grid(plan), Dim3(kNumThreads), 0, stream}, merge_kernel<T>, args, plan, aligned, out, lse);
   }
 }
 
@@ -233,10 +233,10 @@ void launch_merge_into(const MergeIntoArgs<T>& args, cudaStream_t stream) {
     aligned = aligned && (args.batch == 1 || strides.batch % 4 == 0) && (args.heads == 1 || strides.head % 4 == 0) &&
               (args.rows == 1 || strides.row % 4 == 0);
   }
-  dim3 grid = row_grid(plan);
-  grid.y = static_cast<unsigned>(std::min<int64_t>(args.batch * args.heads, kMostBlocksAlongY));
+  Dim3 grid = row_grid(plan);
+  grid.y = std::min<int64_t>(args.batch * args.heads, kMostBlocksAlongY);
   if (args.rows * args.batch * args.heads > 0) {
-    launch({grid, dim3(kNumThreads), 0, stream}, merge_into_kernel<T>, args, plan, aligned);
+    launch({grid, Dim3(kNumThreads), 0, stream}, merge_into_kernel<T>, args, plan, aligned);
   }
 }
 
@@ -246,7 +246,7 @@ void launch_merge_backward(
   const RowPlan plan = plan_rows(num_rows, args.dim);
   const bool aligned = quads_are_aligned(args.dim, args.out_a, args.out_b, grads.grad_out, grads.grad_a, grads.grad_b);
   if (num_rows > 0) {
-    launch({row_grid(plan), dim3(kNumThreads), 0, stream}, merge_backward_kernel<T>, grads, args, plan, aligned);
+    launch({row_grid(plan), Dim3(kNumThreads), 0, stream}, merge_backward_kernel<T>, grads, args, plan, aligned);
   }
 }
 
@@ -259,7 +259,7 @@ void launch_delta(
   const bool aligned = quads_are_aligned(dim, grad_out, out);
   if (num_rows > 0) {
     launch(
-        {row_grid(plan), dim3(kNumThreads), 0, stream}, delta_kernel<Acc>, grad_out, out, grad_lse, plan, dim, aligned,
+        {row_grid(plan), Dim3(kNumThreads), 0, stream}, delta_kernel<Acc>, grad_out, out, grad_lse, plan, dim, aligned,
         delta);
   }
 }

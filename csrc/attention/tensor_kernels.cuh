@@ -217,8 +217,8 @@ void launch_tensor_forward_columns(
   const int64_t tiles = 2 * SharedTile<T>::size(params.q.cols) + SharedTile<T>::size(std::min(kCols, state.cols));
   if (blocks > 0) {
     launch(
-        {dim3(static_cast<unsigned>(blocks)), dim3(kTensorThreads), tensor_bytes<T>(tiles), stream},
-        tensor_forward_kernel<kCols, T>, params, state, chunks);
+        {Dim3(blocks), Dim3(kTensorThreads), tensor_bytes<T>(tiles), stream}, tensor_forward_kernel<kCols, T>, params,
+        state, chunks);
   }
 }
 
@@ -237,14 +237,14 @@ void launch_tensor_backward(const BlockParams<T>& params, const BackwardArrays<f
   const int64_t q_blocks = int64_t{params.queries.num_tiles} * params.batch * params.heads;
   if (q_blocks > 0) {
     launch(
-        {dim3(static_cast<unsigned>(q_blocks)), dim3(kTensorThreads), tensor_bytes<T>(tiles), stream},
-        tensor_backward_q_kernel<T>, params, arrays);
+        {Dim3(q_blocks), Dim3(kTensorThreads), tensor_bytes<T>(tiles), stream}, tensor_backward_q_kernel<T>, params,
+        arrays);
   }
   const int64_t kv_blocks = int64_t{params.keys.num_tiles} * params.batch * params.key_heads;
   if (kv_blocks > 0) {
     launch(
-        {dim3(static_cast<unsigned>(kv_blocks)), dim3(kTensorThreads), tensor_bytes<T>(tiles), stream},
-        tensor_backward_kv_kernel<T>, params, arrays);
+        {Dim3(kv_blocks), Dim3(kTensorThreads), tensor_bytes<T>(tiles), stream}, tensor_backward_kv_kernel<T>, params,
+        arrays);
   }
 }
 

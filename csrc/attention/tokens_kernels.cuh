@@ -112,8 +112,7 @@ void launch_describe_tokens(
   const int64_t tiles = queries.num_sequences * queries.num_tiles + keys.num_sequences * keys.num_tiles;
   if (tiles > 0) {
     launch(
-        {dim3(static_cast<unsigned>(tiles)), dim3(kWarpSize), 0, stream}, describe_tokens_kernel<kCheck>, q_source,
-        queries, k_source, keys);
+        {Dim3(tiles), Dim3(kWarpSize), 0, stream}, describe_tokens_kernel<kCheck>, q_source, queries, k_source, keys);
   }
 }
 

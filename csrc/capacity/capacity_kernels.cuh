@@ -146,8 +146,8 @@ struct Workspace {
 template <bool kCheck>
 void launch_limit_capacity(
     const Slots& slots, const permutation::SortPlan& plan, const Workspace& workspace, cudaStream_t stream) {
-  const dim3 grid = persistent_grid(ceil_div(slots.num_slots, kNumThreads), kNumThreads, device_properties());
-  const Launch per_slot = {grid, dim3(kNumThreads), 0, stream};
+  const Dim3 grid = persistent_grid(ceil_div(slots.num_slots, kNumThreads), kNumThreads, device_properties());
+  const Launch per_slot = {grid, Dim3(kNumThreads), 0, stream};
   launch(per_slot, gather_pairs_kernel<kCheck>, slots, workspace.pairs);
   permutation::launch_build_tables<false>(
       workspace.pairs, static_cast<const float*>(nullptr), plan, slots.capacity, int64_t{1}, workspace.sort,
@@ -155,10 +155,10 @@ void launch_limit_capacity(
   launch(per_slot, mark_slots_kernel, slots, workspace.tables.row_of_slot);
   if (slots.ranked != nullptr) {
     launch(
-        {dim3(static_cast<unsigned>(slots.num_groups)), dim3(kWarpSize), sizeof(int) * slots.num_experts, stream},
-        reroute_kernel, slots, workspace.tables.offsets.num_tokens_per_expert, workspace.rerouted);
+        {Dim3(slots.num_groups), Dim3(kWarpSize), sizeof(int) * slots.num_experts, stream}, reroute_kernel, slots,
+        workspace.tables.offsets.num_tokens_per_expert, workspace.rerouted);
     launch(
-        {dim3(1), dim3(kWarpSize), 0, stream}, subtract_rerouted_kernel, workspace.rerouted, slots.num_groups,
+        {Dim3(1), Dim3(kWarpSize), 0, stream}, subtract_rerouted_kernel, workspace.rerouted, slots.num_groups,
         workspace.tables.offsets.num_dropped);
   }
 }

@@ -55,7 +55,7 @@ inline void raise_shared_limit(const void* kernel, const Launch& launch, const D
 template <typename... Params>
 int64_t resident_blocks(void (*kernel)(Params...), int threads, size_t shared_bytes) {
   const DeviceProperties device = device_properties();
-  raise_shared_limit(reinterpret_cast<const void*>(kernel), {{}, {}, shared_bytes}, device);
+  raise_shared_limit(reinterpret_cast<const void*>(kernel), {Dim3(), Dim3(), shared_bytes}, device);
   int blocks = 0;
   MOE_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared_bytes));
   return int64_t{device.num_sms} * std::max(1, blocks);
@@ -71,8 +71,8 @@ void launch(const Launch& launch, void (*kernel)(Params...), Args... args) {
     raise_shared_limit(reinterpret_cast<const void*>(kernel), launch, device);
   }
   cudaLaunchConfig_t config = {};
-  config.gridDim = launch.grid;
-  config.blockDim = launch.block;
+  config.gridDim = launch.grid.checked();
+  config.blockDim = launch.block.checked();
   config.dynamicSmemBytes = launch.shared_bytes;
   config.stream = launch.stream;
   MOE_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...));

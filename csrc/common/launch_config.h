@@ -14,9 +14,21 @@ namespace moe_ext {
 
 constexpr int kWarpSize = 32;
 
+// CUDA's dim3 in 64 bits: a size that no device takes comes to check_launch as it is.
+struct Dim3 {
+  int64_t x, y, z;
+
+  explicit Dim3(int64_t size_x = 1, int64_t size_y = 1, int64_t size_z = 1) : x(size_x), y(size_y), z(size_z) {
+  }
+  // After check_launch: nothing is lost.
+  dim3 checked() const {
+    return dim3{static_cast<unsigned>(x), static_cast<unsigned>(y), static_cast<unsigned>(z)};
+  }
+};
+
 struct Launch {
-  dim3 grid;
-  dim3 block;
+  Dim3 grid;
+  Dim3 block;
   size_t shared_bytes = 0; // dynamic
   cudaStream_t stream = nullptr;
 };
@@ -30,24 +42,30 @@ struct DeviceProperties {
 };
 
 // Blocks that fill the device once, or fewer where the work is less: kernels walk over the rest with a stride.
-inline dim3 persistent_grid(int64_t num_blocks, int threads_per_block, const DeviceProperties& device) {
+inline Dim3 persistent_grid(int64_t num_blocks, int threads_per_block, const DeviceProperties& device) {
   const int64_t resident = int64_t{device.num_sms} * std::max(1, device.max_threads_per_sm / threads_per_block);
-  return dim3(static_cast<unsigned>(std::clamp<int64_t>(num_blocks, 1, resident)));
+  return Dim3(std::clamp<int64_t>(num_blocks, 1, resident));
 }
 
 inline void check_launch(const Launch& launch, const DeviceProperties& device) {
-  const uint64_t threads = uint64_t{launch.block.x} * launch.block.y * launch.block.z;
-  const auto refuse = [](const std::string& rule, uint64_t got) {
+  const auto refuse = [](const std::string& rule, auto got) {
     throw std::runtime_error("launch: expected " + rule + ", got " + std::to_string(got));
   };
-  if (threads < 1 || threads > 1024) {
-    refuse("the block to have 1 to 1024 threads", threads);
+  int64_t threads = 1;
+  for (const int64_t size : {launch.block.x, launch.block.y, launch.block.z}) {
+    // Sizes that are in range multiply to less than 2^31.
+    threads = size < 1 || size > 1024 ? size : threads * size;
+    if (threads < 1 || threads > 1024) {
+      refuse("the block to have 1 to 1024 threads", threads);
+    }
   }
-  if (launch.grid.x < 1 || launch.grid.x > 0x7FFFFFFFu) {
+  if (launch.grid.x < 1 || launch.grid.x > INT32_MAX) {
     refuse("grid.x to be in [1, 2^31 - 1]", launch.grid.x);
   }
-  if (launch.grid.y < 1 || launch.grid.z < 1 || launch.grid.y > 65535 || launch.grid.z > 65535) {
-    refuse("grid.y and grid.z to be in [1, 65535]", std::max(launch.grid.y, launch.grid.z));
+  for (const int64_t size : {launch.grid.y, launch.grid.z}) {
+    if (size < 1 || size > 65535) {
+      refuse("grid.y and grid.z to be in [1, 65535]", size);
+    }
   }
   if (launch.shared_bytes > static_cast<size_t>(device.shared_bytes_per_block_opt_in)) {
     refuse(

@@ -45,8 +45,7 @@ __global__ void __launch_bounds__(kScanThreads)
 template <typename T>
 void launch_scan_counts(T* counts, int64_t arrays, int64_t n, std::type_identity_t<T>* totals, cudaStream_t stream) {
   if (arrays > 0) {
-    launch(
-        {dim3(static_cast<unsigned>(arrays)), dim3(kScanThreads), 0, stream}, scan_counts_kernel<T>, counts, n, totals);
+    launch({Dim3(arrays), Dim3(kScanThreads), 0, stream}, scan_counts_kernel<T>, counts, n, totals);
   }
 }
 

@@ -21,7 +21,7 @@ __device__ __forceinline__ int64_t num_threads() {
 
 inline Launch over_threads(int64_t threads, cudaStream_t stream) {
   return {
-      persistent_grid(ceil_div(threads, int64_t{kThreads}), kThreads, device_properties()), dim3(kThreads), 0, stream};
+      persistent_grid(ceil_div(threads, int64_t{kThreads}), kThreads, device_properties()), Dim3(kThreads), 0, stream};
 }
 
 // The first place in [0, count) whose element is at least `value`, or count.

@@ -152,7 +152,7 @@ int64_t hash_change_cuda(Tensor target, Tensor payload, int64_t seed, bool xored
   const int64_t numel = target.numel(), item_bytes = static_cast<int64_t>(target.element_size());
   const Chunks found = chunks_of(op, payload, numel, item_bytes, device.stream());
   const Launch grid = over_blocks(num_chunks(numel), device.stream());
-  const Tensor sums = new_empty(target, {int64_t{grid.grid.x}}, ScalarType::Long);
+  const Tensor sums = new_empty(target, {grid.grid.x}, ScalarType::Long);
   dispatch_size(item_bytes, [&]<typename Bits>() {
     launch(
         grid, hash_change_kernel<Bits>, data<const Bits>(target), numel, found.chunks(), static_cast<uint64_t>(seed),
@@ -165,7 +165,7 @@ int64_t hash_cuda(Tensor x, int64_t seed, std::optional<Tensor> places) {
   check_hash(x, places);
   const DeviceScope device(x);
   const Launch grid = over_threads(x.numel(), device.stream());
-  const Tensor sums = new_empty(x, {int64_t{grid.grid.x}}, ScalarType::Long);
+  const Tensor sums = new_empty(x, {grid.grid.x}, ScalarType::Long);
   dispatch_size(static_cast<int64_t>(x.element_size()), [&]<typename Bits>() {
     launch(
         grid, hash_kernel<Bits>, data<const Bits>(x), data_or_null<int64_t>(places), x.numel(),

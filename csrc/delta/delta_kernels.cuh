@@ -420,7 +420,7 @@ struct Draft {
 };
 
 inline Launch over_blocks(int64_t blocks, cudaStream_t stream) {
-  return {persistent_grid(blocks, kThreads, device_properties()), dim3(kThreads), 0, stream};
+  return {persistent_grid(blocks, kThreads, device_properties()), Dim3(kThreads), 0, stream};
 }
 
 template <typename Bits>
@@ -459,7 +459,7 @@ inline void launch_read(
     cudaStream_t stream) {
   const int64_t chunks = num_chunks(numel);
   launch(
-      {dim3(1), dim3(kWarpSize), 0, stream}, walk_headers_kernel, payload, size, numel, item_bytes, reading.chunks,
+      {Dim3(1), Dim3(kWarpSize), 0, stream}, walk_headers_kernel, payload, size, numel, item_bytes, reading.chunks,
       reading.starts, reading.verdict);
   launch(over_blocks(chunks, stream), check_places_kernel, reading.chunks, numel, reading.verdict, reading.wrong);
   launch_scan_counts(reading.starts, 1, chunks, reading.starts + chunks, stream);

@@ -425,7 +425,7 @@ __global__ void __launch_bounds__(kThreads) decode_blocks_kernel(
 }
 
 inline Launch over_element_blocks(int64_t blocks, cudaStream_t stream) {
-  return {persistent_grid(blocks, kThreads, device_properties()), dim3(kThreads), 0, stream};
+  return {persistent_grid(blocks, kThreads, device_properties()), Dim3(kThreads), 0, stream};
 }
 
 } // namespace moe_ext::exponent

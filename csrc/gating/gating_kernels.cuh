@@ -59,16 +59,16 @@ struct WarpScratch {
 struct GatePlan {
   int num_warps; // of a block
   int64_t bytes_per_warp;
-  unsigned num_blocks;
+  int64_t num_blocks;
 
   size_t shared_bytes() const {
     return num_warps * bytes_per_warp;
   }
-  dim3 block() const {
-    return dim3(static_cast<unsigned>(num_warps * kWarpSize));
+  Dim3 block() const {
+    return Dim3(num_warps * kWarpSize);
   }
   Launch launch_on(cudaStream_t stream) const {
-    return {dim3(num_blocks), block(), shared_bytes(), stream};
+    return {Dim3(num_blocks), block(), shared_bytes(), stream};
   }
 };
 
@@ -444,7 +444,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
 // Bytes of the blocks' partial sums and counts.
 template <typename Acc>
 int64_t gate_workspace_bytes(const GatePlan& plan, int64_t num_experts) {
-  return int64_t{plan.num_blocks} * num_experts * static_cast<int64_t>(sizeof(Acc) + sizeof(int));
+  return plan.num_blocks * num_experts * static_cast<int64_t>(sizeof(Acc) + sizeof(int));
 }
 
 // A kernel that leaves partials in the workspace, and the one that adds them.
@@ -454,11 +454,11 @@ void launch_gate_kernel(
     void* workspace, acc_t<T>* score_sum, int64_t* counts, cudaStream_t stream) {
   const int num_experts = static_cast<int>(args.options.num_experts);
   auto* const sums = static_cast<acc_t<T>*>(workspace);
-  int* const partial_counts = reinterpret_cast<int*>(sums + int64_t{plan.num_blocks} * num_experts);
+  int* const partial_counts = reinterpret_cast<int*>(sums + plan.num_blocks * num_experts);
   launch(plan.launch_on(stream), kernel, args, num_tokens, plan.bytes_per_warp, sums, partial_counts);
   launch(
-      {dim3(static_cast<unsigned>(num_experts)), dim3(kWarpSize), 0, stream}, add_partials_kernel<acc_t<T>>, sums,
-      partial_counts, static_cast<int>(plan.num_blocks), num_experts, score_sum, counts);
+      {Dim3(num_experts), Dim3(kWarpSize), 0, stream}, add_partials_kernel<acc_t<T>>, sums, partial_counts,
+      static_cast<int>(plan.num_blocks), num_experts, score_sum, counts);
 }
 
 template <bool kCheck, typename T>

@@ -169,11 +169,11 @@ __global__ void load_balance_loss_backward_kernel(
   }
 }
 
-inline Launch loss_launch(unsigned num_blocks, cudaStream_t stream) {
-  return {dim3(num_blocks), dim3(kLossThreads), 0, stream};
+inline Launch loss_launch(int64_t num_blocks, cudaStream_t stream) {
+  return {Dim3(num_blocks), Dim3(kLossThreads), 0, stream};
 }
 
-inline unsigned z_loss_blocks(int64_t num_tokens) {
+inline int64_t z_loss_blocks(int64_t num_tokens) {
   return persistent_grid(ceil_div(num_tokens, kLossWarps), kLossThreads, device_properties()).x;
 }
 
@@ -181,7 +181,7 @@ inline unsigned z_loss_blocks(int64_t num_tokens) {
 template <typename T>
 void launch_router_z_loss(
     const ZLossArgs<T>& args, int64_t num_tokens, double* partials, acc_t<T>* loss, cudaStream_t stream) {
-  const unsigned num_blocks = z_loss_blocks(num_tokens);
+  const int64_t num_blocks = z_loss_blocks(num_tokens);
   launch(loss_launch(num_blocks, stream), router_z_loss_kernel<T>, args, num_tokens, partials);
   launch(loss_launch(1, stream), mean_kernel<acc_t<T>>, partials, static_cast<int>(num_blocks), loss);
 }

@@ -156,11 +156,11 @@ template <typename T>
 void launch_finish_rows(
     const ExpertBounds& experts, const T* bias, int64_t num_rows, int64_t dim, T* out, cudaStream_t stream) {
   if (num_rows * dim > 0) {
-    const dim3 grid = persistent_grid(ceil_div(num_rows, kNumWarps), kNumThreads, device_properties());
+    const Dim3 grid = persistent_grid(ceil_div(num_rows, kNumWarps), kNumThreads, device_properties());
     with_row_access<T>(
         dim,
         [&]<int kSize>() {
-          launch({grid, dim3(kNumThreads), 0, stream}, finish_rows_kernel<T, kSize>, experts, bias, num_rows, dim, out);
+          launch({grid, Dim3(kNumThreads), 0, stream}, finish_rows_kernel<T, kSize>, experts, bias, num_rows, dim, out);
         },
         bias, out);
   }
@@ -170,10 +170,10 @@ void launch_finish_rows(
 template <typename T>
 void launch_zero_empty_experts(const ExpertBounds& experts, int64_t size, T* out, cudaStream_t stream) {
   if (experts.num_experts * size > 0) {
-    const auto shares = static_cast<unsigned>(std::min<int64_t>(ceil_div(size, kNumThreads), 64));
+    const int64_t shares = std::min<int64_t>(ceil_div(size, kNumThreads), 64);
     launch(
-        {dim3(static_cast<unsigned>(experts.num_experts), shares), dim3(kNumThreads), 0, stream},
-        zero_empty_experts_kernel<T>, experts, size, out);
+        {Dim3(experts.num_experts, shares), Dim3(kNumThreads), 0, stream}, zero_empty_experts_kernel<T>, experts, size,
+        out);
   }
 }
 
@@ -184,10 +184,9 @@ void launch_add_experts(const ExpertBounds& experts, const T* product, int64_t s
     with_row_access<T>(
         size,
         [&]<int kSize>() {
-          const auto shares =
-              static_cast<unsigned>(std::min<int64_t>(ceil_div(size, int64_t{4} * kNumThreads * kSize), 1024));
-          const dim3 grid(static_cast<unsigned>(experts.num_experts), shares);
-          launch({grid, dim3(kNumThreads), 0, stream}, add_experts_kernel<T, kSize>, experts, product, size, sum);
+          const int64_t shares = std::min<int64_t>(ceil_div(size, int64_t{4} * kNumThreads * kSize), 1024);
+          const Dim3 grid(experts.num_experts, shares);
+          launch({grid, Dim3(kNumThreads), 0, stream}, add_experts_kernel<T, kSize>, experts, product, size, sum);
         },
         product, sum);
   }
@@ -201,8 +200,8 @@ void launch_sum_rows(const ExpertBounds& experts, const T* rows, int64_t dim, T*
         dim,
         [&]<int kSize>() {
           const int64_t tiles = ceil_div(dim, int64_t{kWarpSize} * kSize);
-          const dim3 grid(static_cast<unsigned>(experts.num_experts), static_cast<unsigned>(tiles));
-          launch({grid, dim3(kNumThreads), 0, stream}, sum_rows_kernel<T, kSize>, experts, rows, dim, out);
+          const Dim3 grid(experts.num_experts, tiles);
+          launch({grid, Dim3(kNumThreads), 0, stream}, sum_rows_kernel<T, kSize>, experts, rows, dim, out);
         },
         rows, out);
   }

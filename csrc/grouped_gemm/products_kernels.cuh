@@ -493,8 +493,7 @@ void launch_grouped_product(const GroupedProduct<T>& p, cudaStream_t stream) {
     throw std::runtime_error(
         "grouped_mm: expected fewer than 2^30 tiles of 128 x 128 on CUDA, got " + std::to_string(num_tiles));
   }
-  const auto blocks = static_cast<unsigned>(std::min(most, num_tiles));
-  launch({dim3(blocks), dim3(kProductThreads), product_bytes<T>(), stream}, kernel, p);
+  launch({Dim3(std::min(most, num_tiles)), Dim3(kProductThreads), product_bytes<T>(), stream}, kernel, p);
 }
 
 } // namespace moe_ext::grouped_gemm

@@ -171,13 +171,13 @@ __device__ __forceinline__ acc_t<T> checked_logit(T logit) {
 // Bytes of the blocks' partial sums and counts.
 template <typename Acc>
 int64_t noisy_workspace_bytes(const GatePlan& plan, int64_t num_experts) {
-  return int64_t{plan.num_blocks} * 2 * num_experts * static_cast<int64_t>(sizeof(Acc) + sizeof(int));
+  return plan.num_blocks * 2 * num_experts * static_cast<int64_t>(sizeof(Acc) + sizeof(int));
 }
 
 template <typename Acc>
 Partials<Acc> partials_in(void* workspace, const GatePlan& plan, int64_t num_experts) {
   Acc* const sums = static_cast<Acc*>(workspace);
-  return {sums, reinterpret_cast<int*>(sums + int64_t{plan.num_blocks} * 2 * num_experts)};
+  return {sums, reinterpret_cast<int*>(sums + plan.num_blocks * 2 * num_experts)};
 }
 
 template <typename Acc>
@@ -185,7 +185,7 @@ void launch_add_totals(
     const Partials<Acc>& partials, const GatePlan& plan, int64_t num_experts, const Totals<Acc>& totals,
     cudaStream_t stream) {
   launch(
-      {dim3(static_cast<unsigned>(num_experts)), dim3(kWarpSize), 0, stream}, add_totals_kernel<Acc>, partials,
+      {Dim3(num_experts), Dim3(kWarpSize), 0, stream}, add_totals_kernel<Acc>, partials,
       static_cast<int>(plan.num_blocks), static_cast<int>(num_experts), totals);
 }
 

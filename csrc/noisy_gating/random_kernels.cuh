@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kDrawThreads) routing_jitter_kernel(JitterArgs
 
 inline Launch draw_launch(int64_t num_tokens, int64_t num_columns, cudaStream_t stream) {
   const int64_t blocks = ceil_div(num_tokens * ceil_div(num_columns, int64_t{4}), int64_t{kDrawThreads});
-  return {persistent_grid(blocks, kDrawThreads, device_properties()), dim3(kDrawThreads), 0, stream};
+  return {persistent_grid(blocks, kDrawThreads, device_properties()), Dim3(kDrawThreads), 0, stream};
 }
 
 inline void launch_routing_uniform(

@@ -43,11 +43,11 @@ struct SortPlan {
   size_t shared_bytes() const {
     return shared_counters ? sizeof(int) * warps_per_block * num_experts : 0;
   }
-  dim3 grid() const {
-    return dim3(static_cast<unsigned>(ceil_div(num_segments, warps_per_block)));
+  Dim3 grid() const {
+    return Dim3(ceil_div(num_segments, warps_per_block));
   }
-  dim3 block() const {
-    return dim3(static_cast<unsigned>(warps_per_block * kWarpSize));
+  Dim3 block() const {
+    return Dim3(warps_per_block * kWarpSize);
   }
 };
 
@@ -362,7 +362,7 @@ void launch_build_tables(
   if (plan.few && !by_score) {
     tables.offsets.slot_offsets = nullptr;
     launch(
-        {dim3(1), dim3(kFewThreads), few_slots_bytes(plan.num_experts), stream}, place_few_slots_kernel<IndexT, kCheck>,
+        {Dim3(1), Dim3(kFewThreads), few_slots_bytes(plan.num_experts), stream}, place_few_slots_kernel<IndexT, kCheck>,
         idx, plan.num_slots, plan.num_experts, capacity, static_cast<uint32_t>(align), tables);
     return;
   }
@@ -371,13 +371,13 @@ void launch_build_tables(
   int* const counts =
       reinterpret_cast<int*>(by_score ? sorted_slots + plan.num_slots + plan.num_experts + 1 : sorted_slots);
   int* const totals = counts + int64_t{plan.num_experts} * plan.num_segments;
-  const dim3 one_per_expert(static_cast<unsigned>(plan.num_experts));
+  const Dim3 one_per_expert(plan.num_experts);
   const Launch per_segment = {plan.grid(), plan.block(), plan.shared_bytes(), stream};
   launch(
       per_segment, count_slots_kernel<IndexT, kShared, kCheck>, idx, plan, counts, tables.slot_of_row, tables.num_rows);
-  launch({one_per_expert, dim3(kNumThreads), 0, stream}, scan_counts_kernel, counts, plan.num_segments, totals);
+  launch({one_per_expert, Dim3(kNumThreads), 0, stream}, scan_counts_kernel, counts, plan.num_segments, totals);
   launch(
-      {dim3(1), dim3(kNumThreads), 0, stream}, place_experts_kernel, totals, plan.num_experts, capacity,
+      {Dim3(1), Dim3(kNumThreads), 0, stream}, place_experts_kernel, totals, plan.num_experts, capacity,
       static_cast<uint32_t>(align), tables.offsets);
   if (!by_score) {
     launch(
@@ -389,7 +389,7 @@ void launch_build_tables(
       per_segment, place_slots_kernel<IndexT, kShared>, idx, plan, counts, tables.offsets.slot_offsets, INT64_MAX,
       tables.row_of_slot, sorted_slots);
   launch(
-      {one_per_expert, dim3(kNumThreads), 0, stream}, keep_by_score_kernel<Weight, kCheck>, weights, sorted_slots,
+      {one_per_expert, Dim3(kNumThreads), 0, stream}, keep_by_score_kernel<Weight, kCheck>, weights, sorted_slots,
       tables.offsets.slot_offsets, tables.offsets.expert_offsets, capacity, tables.row_of_slot, tables.slot_of_row);
 }
 

@@ -207,11 +207,11 @@ __global__ void __launch_bounds__(kRowThreads, kMinBlocks) unpermute_tokens_back
 // SM, and four blocks of eight warps with four accesses of 16 bytes a lane have 64 KiB.
 inline Launch row_launch(int64_t num_items, int64_t num_tiles, cudaStream_t stream) {
   const DeviceProperties device = device_properties();
-  dim3 grid = persistent_grid(ceil_div(num_items, kRowWarps), kRowThreads, device);
+  Dim3 grid = persistent_grid(ceil_div(num_items, kRowWarps), kRowThreads, device);
   const int64_t resident = persistent_grid(INT64_MAX, kRowThreads, device).x;
-  grid.x = std::min(grid.x, static_cast<unsigned>(ceil_div(resident, num_tiles)));
-  grid.y = static_cast<unsigned>(num_tiles);
-  return {grid, dim3(kRowThreads), 0, stream};
+  grid.x = std::min(grid.x, ceil_div(resident, num_tiles));
+  grid.y = num_tiles;
+  return {grid, Dim3(kRowThreads), 0, stream};
 }
 
 // Calls f with the widest access that divides the rows of `row_bytes` at both addresses, and with a row's accesses.

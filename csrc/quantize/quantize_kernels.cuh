@@ -331,8 +331,8 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(DequantizeArgs<T> 
 }
 
 inline Launch over_elements(int64_t numel, int per_thread, cudaStream_t stream) {
-  const dim3 grid = persistent_grid(ceil_div(numel, int64_t{kThreads} * per_thread), kThreads, device_properties());
-  return {grid, dim3(kThreads), 0, stream};
+  const Dim3 grid = persistent_grid(ceil_div(numel, int64_t{kThreads} * per_thread), kThreads, device_properties());
+  return {grid, Dim3(kThreads), 0, stream};
 }
 
 template <typename T>
@@ -354,13 +354,13 @@ void launch_largest(const QuantizeArgs<T>& args, int* largest, cudaStream_t stre
 template <Format kFormat, typename T>
 void launch_quantize(const QuantizeArgs<T>& args, const int* refused, cudaStream_t stream) {
   const int64_t blocks = ceil_div(args.numel, args.block);
-  const dim3 grid = persistent_grid(ceil_div(blocks, int64_t{kBlocksPerGroup}), kThreads, device_properties());
+  const Dim3 grid = persistent_grid(ceil_div(blocks, int64_t{kBlocksPerGroup}), kThreads, device_properties());
   const size_t shared = sizeof(float) * kBlocksPerGroup * static_cast<size_t>(args.block);
   auto kernel = quantize_kernel<kFormat, false, T>;
   if constexpr (kFormat != Format::kSign) {
     kernel = args.rng.state != nullptr ? quantize_kernel<kFormat, true, T> : kernel;
   }
-  launch({grid, dim3(kThreads), shared, stream}, kernel, args, blocks, aligned_for(args), refused);
+  launch({grid, Dim3(kThreads), shared, stream}, kernel, args, blocks, aligned_for(args), refused);
 }
 
 template <typename T>

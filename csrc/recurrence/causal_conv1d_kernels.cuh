@@ -191,8 +191,8 @@ void launch_causal_conv_backward(const ConvInput<Acc>& in, const ConvGradients<A
         grads.of_x, grads.halo, inputs);
   }
   if (in.channels > 0) {
-    const unsigned rows = static_cast<unsigned>(in.width + (grads.bias != nullptr));
-    const Launch launch_on = {dim3(static_cast<unsigned>(in.channels), rows), dim3(kThreads), 0, stream};
+    const int64_t rows = in.width + (grads.bias != nullptr);
+    const Launch launch_on = {Dim3(in.channels, rows), Dim3(kThreads), 0, stream};
     launch(
         launch_on, causal_conv_weights_kernel<Acc>, in, static_cast<const Acc*>(grads.sums), grads.weight, grads.bias);
   }

@@ -575,8 +575,8 @@ int rule_columns(int dim) {
 
 template <typename Acc>
 Launch over_heads(const RuleInput<Acc>& in, size_t bytes, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(in.batch * in.heads), static_cast<unsigned>(in.tiles()));
-  return {grid, dim3(kRuleThreads), bytes, stream};
+  const Dim3 grid(in.batch * in.heads, in.tiles());
+  return {grid, Dim3(kRuleThreads), bytes, stream};
 }
 
 template <typename Acc>

@@ -277,7 +277,7 @@ void launch_selective_scan(
   }
   const ScanPlan plan = plan_scan(in.dim);
   const int64_t blocks = ceil_div(all, int64_t{kScanThreads / plan.width});
-  const Launch launch_on = {dim3(static_cast<unsigned>(blocks)), dim3(kScanThreads), 0, stream};
+  const Launch launch_on = {Dim3(blocks), Dim3(kScanThreads), 0, stream};
   with_elements_per_lane<Acc>(plan, [&]<int kPer>() {
     launch(launch_on, selective_scan_kernel<kPer, Acc>, in, plan.width, state, out, of_out, last, states);
   });
@@ -301,8 +301,8 @@ void launch_selective_scan_backward(
   // At most 96 KiB of shared memory.
   const size_t row_bytes = size_t{3} * threads * plan.per_lane * sizeof(Acc);
   const int stretch = row_bytes * kKeptEvery > (size_t{96} << 10) ? kKeptEvery / 2 : kKeptEvery;
-  const dim3 grid(static_cast<unsigned>(in.batch * in.groups), static_cast<unsigned>(parts));
-  const Launch launch_on = {grid, dim3(static_cast<unsigned>(threads)), row_bytes * stretch, stream};
+  const Dim3 grid(in.batch * in.groups, parts);
+  const Launch launch_on = {grid, Dim3(threads), row_bytes * stretch, stream};
   with_elements_per_lane<Acc>(plan, [&]<int kPer>() {
     launch(launch_on, selective_scan_backward_kernel<kPer, Acc>, in, plan.width, stretch, grads);
   });

@@ -148,8 +148,8 @@ __global__ void __launch_bounds__(kThreads)
 
 template <bool kVelocity, bool kCheck, typename T>
 void launch_check_finite(const State<T>& state, int64_t numel, int* refused, cudaStream_t stream) {
-  const dim3 grid = persistent_grid(ceil_div(numel, int64_t{kThreads} * kVec<T>), kThreads, device_properties());
-  launch({grid, dim3(kThreads), 0, stream}, check_finite_kernel<kVelocity, kCheck, T>, state, numel, refused);
+  const Dim3 grid = persistent_grid(ceil_div(numel, int64_t{kThreads} * kVec<T>), kThreads, device_properties());
+  launch({grid, Dim3(kThreads), 0, stream}, check_finite_kernel<kVelocity, kCheck, T>, state, numel, refused);
 }
 
 } // namespace moe_ext::topk

@@ -192,17 +192,17 @@ void launch_select_small(
     cudaStream_t stream) {
   if (plan.size > kWarpScope) {
     launch(
-        {dim3(static_cast<unsigned>(plan.num_scopes)), dim3(kThreads), 0, stream}, block_scopes_kernel<kVelocity, T>,
-        state, plan, thresholds, out);
+        {Dim3(plan.num_scopes), Dim3(kThreads), 0, stream}, block_scopes_kernel<kVelocity, T>, state, plan, thresholds,
+        out);
   } else {
     const auto kernel =
         plan.size <= 4 * kWarpSize ? warp_scopes_kernel<4, kVelocity, T> : warp_scopes_kernel<16, kVelocity, T>;
-    const dim3 grid = persistent_grid(ceil_div(plan.num_scopes, int64_t{kWarps}), kThreads, device_properties());
-    launch({grid, dim3(kThreads), 0, stream}, kernel, state, plan, thresholds, out);
+    const Dim3 grid = persistent_grid(ceil_div(plan.num_scopes, int64_t{kWarps}), kThreads, device_properties());
+    launch({grid, Dim3(kThreads), 0, stream}, kernel, state, plan, thresholds, out);
   }
   if (plan.by_threshold) {
-    const dim3 grid = persistent_grid(ceil_div(plan.num_scopes, int64_t{kThreads}), kThreads, device_properties());
-    launch({grid, dim3(kThreads), 0, stream}, adapt_kernel<T>, state, plan, thresholds);
+    const Dim3 grid = persistent_grid(ceil_div(plan.num_scopes, int64_t{kThreads}), kThreads, device_properties());
+    launch({grid, Dim3(kThreads), 0, stream}, adapt_kernel<T>, state, plan, thresholds);
   }
 }
 

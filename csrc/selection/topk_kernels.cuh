@@ -349,11 +349,11 @@ void launch_select_large(
     const State<T>& state, const Plan& plan, const Thresholds<T>& thresholds, const Scratch<T>& scratch,
     const Selected<T>& out, cudaStream_t stream) {
   using Key = key_t<acc_t<T>>;
-  const Launch per_scope{dim3(static_cast<unsigned>(plan.num_scopes)), dim3(kThreads), 0, stream};
-  const Launch blocks{dim3(static_cast<unsigned>(plan.num_scopes * plan.blocks)), dim3(kThreads), 0, stream};
-  const dim3 grid =
+  const Launch per_scope{Dim3(plan.num_scopes), Dim3(kThreads), 0, stream};
+  const Launch blocks{Dim3(plan.num_scopes * plan.blocks), Dim3(kThreads), 0, stream};
+  const Dim3 grid =
       persistent_grid(ceil_div(plan.num_scopes * plan.segments, int64_t{kWarps}), kThreads, device_properties());
-  const Launch per_segment{grid, dim3(kThreads), 0, stream};
+  const Launch per_segment{grid, Dim3(kThreads), 0, stream};
   if (!plan.by_threshold) {
     launch(blocks, sample_kernel<kVelocity, T>, state, plan, scratch);
   }

@@ -82,21 +82,21 @@ static __global__ void __launch_bounds__(kWarpSize) join_checksums_kernel(
   }
 }
 
-inline dim3 checksum_grid(int64_t size) {
+inline Dim3 checksum_grid(int64_t size) {
   return persistent_grid(ceil_div(size, kChecksumThreads * kChunk), kChecksumThreads, device_properties());
 }
 
 // Words of scratch memory.
 inline int64_t num_checksum_words(int64_t size) {
-  return int64_t{checksum_grid(size).x} * (kChecksumThreads / kWarpSize);
+  return checksum_grid(size).x * (kChecksumThreads / kWarpSize);
 }
 
 inline void launch_checksum(
     const uint8_t* bytes, int64_t size, int64_t skipped, uint32_t* partial, uint32_t* checksum, cudaStream_t stream) {
   launch(
-      {checksum_grid(size), dim3(kChecksumThreads), 0, stream}, chunk_checksums_kernel, bytes, size, skipped, partial);
+      {checksum_grid(size), Dim3(kChecksumThreads), 0, stream}, chunk_checksums_kernel, bytes, size, skipped, partial);
   launch(
-      {dim3(1), dim3(kWarpSize), 0, stream}, join_checksums_kernel, partial, static_cast<int>(num_checksum_words(size)),
+      {Dim3(1), Dim3(kWarpSize), 0, stream}, join_checksums_kernel, partial, static_cast<int>(num_checksum_words(size)),
       size, checksum);
 }
 

@@ -206,7 +206,7 @@ inline void launch_decode_indices(IndexCodec codec, const Encoded& in, uint64_t*
     launch(per_segment, codec == IndexCodec::kBitmap ? count_bits_kernel : count_gaps_kernel, in, places);
   }
   launch_scan_counts(places, 1, parts, total, stream);
-  launch({dim3(1), dim3(1), 0, stream}, check_total_kernel, in, total);
+  launch({Dim3(1), Dim3(1), 0, stream}, check_total_kernel, in, total);
   if (codec == IndexCodec::kBitmap) {
     launch(per_segment, decode_bitmap_kernel, in, places);
   } else if (codec == IndexCodec::kU16) {

@@ -200,7 +200,7 @@ void launch_masked_mm(const MaskedProduct<T>& p, int64_t* counts, cudaStream_t s
 }
 
 inline Launch over_tiles(int64_t numel, cudaStream_t stream) {
-  return {persistent_grid(num_tiles(numel), kThreads, device_properties()), dim3(kThreads), 0, stream};
+  return {persistent_grid(num_tiles(numel), kThreads, device_properties()), Dim3(kThreads), 0, stream};
 }
 
 template <typename Bits>

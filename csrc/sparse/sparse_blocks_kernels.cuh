@@ -19,12 +19,12 @@ constexpr int kWarps = kThreads / kWarpSize;
 constexpr int64_t kSliceBytes = 8192;
 
 inline Launch over_warps(int64_t warps, cudaStream_t stream) {
-  return {persistent_grid(ceil_div(warps, int64_t{kWarps}), kThreads, device_properties()), dim3(kThreads), 0, stream};
+  return {persistent_grid(ceil_div(warps, int64_t{kWarps}), kThreads, device_properties()), Dim3(kThreads), 0, stream};
 }
 
 inline Launch over_threads(int64_t threads, cudaStream_t stream) {
   return {
-      persistent_grid(ceil_div(threads, int64_t{kThreads}), kThreads, device_properties()), dim3(kThreads), 0, stream};
+      persistent_grid(ceil_div(threads, int64_t{kThreads}), kThreads, device_properties()), Dim3(kThreads), 0, stream};
 }
 
 __device__ __forceinline__ int64_t global_thread() {

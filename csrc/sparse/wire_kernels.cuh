@@ -75,7 +75,7 @@ __global__ void store_kernel(T value, T* __restrict__ out) {
 
 template <typename T>
 void launch_store(T value, void* out, cudaStream_t stream) {
-  launch({dim3(1), dim3(1), 0, stream}, store_kernel<T>, value, static_cast<T*>(out));
+  launch({Dim3(1), Dim3(1), 0, stream}, store_kernel<T>, value, static_cast<T*>(out));
 }
 
 // Traps what the CPU's encoder refuses; only where MOE_EXT_CUDA_CHECKS asks for it.

@@ -28,7 +28,7 @@ std::string error_of(F&& run) {
 
 template <typename... Params, typename... Args>
 std::string error_of_launch(void (*kernel)(Params...), int num_blocks, Args... args) {
-  return error_of([&] { launch({dim3(num_blocks), dim3(kThreads), 64, nullptr}, kernel, args...); });
+  return error_of([&] { launch({Dim3(num_blocks), Dim3(kThreads), 64, nullptr}, kernel, args...); });
 }
 
 // Runs `kernel(out)` under each schedule; how many of the schedules give `expected`.
@@ -37,7 +37,7 @@ int num_right(void (*kernel)(int*), int num_blocks, const std::vector<int>& expe
   for (const simt::Schedule& schedule : simt::all_schedules()) {
     const simt::Scoped scoped(simt::schedule, schedule);
     std::vector<int> out(expected.size(), 0);
-    launch({dim3(num_blocks), dim3(kThreads), 0, nullptr}, kernel, out.data());
+    launch({Dim3(num_blocks), Dim3(kThreads), 0, nullptr}, kernel, out.data());
     right += out == expected;
   }
   return right;
@@ -178,7 +178,7 @@ __global__ void partial_warp_kernel() {
 
 TEST(SeededBug, MaskNamesLanesOutsideTheBlock) {
   EXPECT_HAS(
-      error_of([] { launch({dim3(1), dim3(20), 0, nullptr}, partial_warp_kernel); }), "which is outside the block");
+      error_of([] { launch({Dim3(1), Dim3(20), 0, nullptr}, partial_warp_kernel); }), "which is outside the block");
 }
 
 __global__ void barrier_and_shuffle_kernel() {
@@ -322,18 +322,18 @@ TEST(Launch, RefusesWhatADeviceRefuses) {
     }
     return false;
   };
-  EXPECT_TRUE(refuses({dim3(1), dim3(1025)}, "expected the block to have 1 to 1024 threads, got 1025"));
-  EXPECT_TRUE(refuses({dim3(0), dim3(32)}, "expected grid.x to be in [1, 2^31 - 1], got 0"));
-  EXPECT_TRUE(refuses({dim3(1, 65536), dim3(32)}, "expected grid.y and grid.z to be in [1, 65535], got 65536"));
-  EXPECT_TRUE(refuses({dim3(1), dim3(32), 1 << 20}, "bytes of dynamic shared memory, got 1048576"));
-  EXPECT_FALSE(refuses({dim3(1), dim3(32)}, ""));
+  EXPECT_TRUE(refuses({Dim3(1), Dim3(1025)}, "expected the block to have 1 to 1024 threads, got 1025"));
+  EXPECT_TRUE(refuses({Dim3(0), Dim3(32)}, "expected grid.x to be in [1, 2^31 - 1], got 0"));
+  EXPECT_TRUE(refuses({Dim3(1, 65536), Dim3(32)}, "expected grid.y and grid.z to be in [1, 65535], got 65536"));
+  EXPECT_TRUE(refuses({Dim3(1), Dim3(32), 1 << 20}, "bytes of dynamic shared memory, got 1048576"));
+  EXPECT_FALSE(refuses({Dim3(1), Dim3(32)}, ""));
 }
 
 TEST(Launch, CountsTheKernelsOwnSharedMemory) {
   const size_t most = device_properties().shared_bytes_per_block_opt_in;
   std::vector<int> out(kThreads);
   const auto run = [&](size_t dynamic) {
-    launch({dim3(1), dim3(kThreads), dynamic, nullptr}, reverse_block_kernel<false>, out.data());
+    launch({Dim3(1), Dim3(kThreads), dynamic, nullptr}, reverse_block_kernel<false>, out.data());
   };
   run(most - kThreads * sizeof(int));
   EXPECT_THROW(run(most - kThreads * sizeof(int) + 1), std::runtime_error);
@@ -427,7 +427,7 @@ TEST(TensorCores, FragmentsLieWhereTheManualSays) {
          {manual_fragments_kernel<c10::BFloat16>, manual_fragments_kernel<c10::Half>, loaded_fragments_kernel<false>,
           loaded_fragments_kernel<true>}) {
       std::vector<float> out(16 * 8, -1);
-      launch({dim3(1), dim3(kWarpSize), 0, nullptr}, kernel, out.data());
+      launch({Dim3(1), Dim3(kWarpSize), 0, nullptr}, kernel, out.data());
       EXPECT_EQ(out, expected);
     }
   }
@@ -467,7 +467,7 @@ TEST(SeededBug, CopiesThatAreStillUnderway) {
     for (const simt::Schedule& schedule : simt::all_schedules()) {
       const simt::Scoped scoped(simt::schedule, schedule);
       std::vector<int> out(kThreads, 0);
-      launch({dim3(1), dim3(kThreads), 0, nullptr}, kernel, out.data(), from.data());
+      launch({Dim3(1), Dim3(kThreads), 0, nullptr}, kernel, out.data(), from.data());
       right += out == reversed_ids();
     }
     return right;

@@ -21,7 +21,9 @@ int64_t resident_blocks(void (*)(Params...), int threads, size_t) {
 template <typename... Params, typename... Args>
 void launch(const Launch& launch, void (*kernel)(Params...), Args... args) {
   check_launch(launch, device_properties());
-  simt::run_grid(launch.grid, launch.block, launch.shared_bytes, [=] { kernel(static_cast<Params>(args)...); });
+  simt::run_grid(launch.grid.checked(), launch.block.checked(), launch.shared_bytes, [=] {
+    kernel(static_cast<Params>(args)...);
+  });
   check_shared_memory(launch, simt::own_shared_bytes, device_properties());
 }
 
