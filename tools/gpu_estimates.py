@@ -108,7 +108,7 @@ ESTIMATES = (
     Estimate("unpermute_tokens", PERMUTED, 0.82, _TOKENS + _ROWS, 0, 63),
     Estimate("permute_tokens backward", PERMUTED, 0.82, _TOKENS + _ROWS, 0, 63),
     Estimate("unpermute_tokens backward", PERMUTED, 0.78, _TOKENS + 2 * _ROWS, 0, 47),
-    Estimate("attention_block", ATTENDED, EXACT[HEAD_DIM] / PRODUCTS, 0, _ATTENTION, 192, 128, 2),
+    Estimate("attention_block", ATTENDED, EXACT[HEAD_DIM] / PRODUCTS, 0, _ATTENTION, 185, 128, 2),
     Estimate(
         "attention_block backward",
         ATTENDED,

@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm<acc_t<T>, kCols, kBi
   Sums<Acc, kCols> out;
   load_state<SquareLayout>(state, row0, own.count, first_col, max, sum, out);
   const auto may = [&](int t) { return may_see(own.extent, keys[t].extent, params.window); };
-  for_each_visible<kNumThreads>(params.keys.num_tiles, scratch->visible, may, [&](int t) {
+  for_each_visible<kNumThreads>(params.keys.num_tiles, scratch->visible, may, [&](int t, int) {
     copy_tokens(keys[t], tokens.k_positions, tokens.k_documents);
     if (kBias && threadIdx.x == 0) {
       scratch->bias = tile_bias(params, nullptr, b, task.head, row, int64_t{t} * kTile);

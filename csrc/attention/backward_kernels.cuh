@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   Sums<Acc, kCols> grad_q;
   grad_q.clear();
   const auto may = [&](int t) { return may_see(own.extent, keys[t].extent, params.window); };
-  for_each_visible<kNumThreads>(params.keys.num_tiles, scratch->visible, may, [&](int t) {
+  for_each_visible<kNumThreads>(params.keys.num_tiles, scratch->visible, may, [&](int t, int) {
     copy_tokens(keys[t], tokens.k_positions, tokens.k_documents);
     if (kBias && threadIdx.x == 0) {
       // The first chunk of columns writes the gradient.
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       scratch->head = head_score(params, b, h);
     }
     const int64_t row0 = (b * params.heads + h) * params.q.num_rows;
-    for_each_visible<kNumThreads>(params.queries.num_tiles, scratch->visible, may, [&](int t) {
+    for_each_visible<kNumThreads>(params.queries.num_tiles, scratch->visible, may, [&](int t, int) {
       copy_tokens(queries[t], tokens.q_positions, tokens.q_documents);
       copy_statistics(arrays, row0 + int64_t{t} * kTile, queries[t].count, tokens);
       if (kBias && threadIdx.x == 0) {

@@ -30,12 +30,16 @@ size_t tensor_bytes(int64_t elements_of_tiles) {
   return ceil_div(sizeof(TileContext<T>), size_t{16}) * 16 + static_cast<size_t>(elements_of_tiles) * sizeof(T);
 }
 
-// Starts copies of tile t of the keys and values; the keys have come when it returns, the values are waited for later.
+// Starts copies of tile t of the values and, unless they are underway, of the keys; the keys have come when it returns,
+// the values are waited for later.
 template <typename T>
 __device__ __forceinline__ void fetch_keys(
-    TileContext<T>& context, const TokenTile& tile, int t, const SharedTile<T>& k, const SharedTile<T>& v) {
-  k.fetch(context.k, int64_t{t} * kTile);
-  commit_copies();
+    TileContext<T>& context, const TokenTile& tile, int t, bool underway, const SharedTile<T>& k,
+    const SharedTile<T>& v) {
+  if (!underway) {
+    k.fetch(context.k, int64_t{t} * kTile);
+    commit_copies();
+  }
   v.fetch(context.v, int64_t{t} * kTile);
   commit_copies();
   copy_tokens(tile, context.tokens.k_positions, context.tokens.k_documents);
@@ -70,8 +74,9 @@ __global__ void __launch_bounds__(kTensorThreads, 1)
   TensorSums<kCols> out;
   load_state<TensorLayout<>>(state, row0, own.count, first_col, max, sum, out);
   const auto may = [&](int t) { return may_see(own.extent, keys[t].extent, params.window); };
-  for_each_visible<kTensorThreads>(params.keys.num_tiles, context->visible, may, [&](int t) {
-    fetch_keys(*context, keys[t], t, k, v);
+  int underway = -1; // tile of the keys: they come while the values of the one before are multiplied
+  for_each_visible<kTensorThreads>(params.keys.num_tiles, context->visible, may, [&](int t, int next) {
+    fetch_keys(*context, keys[t], t, underway == t, k, v);
     TensorScores<> s = {};
     add_products<kTile>(s, q, k, 0);
     const bool masked = is_masked(own.extent, keys[t], params.window);
@@ -84,6 +89,11 @@ __global__ void __launch_bounds__(kTensorThreads, 1)
     }
     wait_copies<0>();
     __syncthreads();
+    if (next >= 0) {
+      k.fetch(context->k, int64_t{next} * kTile);
+      commit_copies();
+      underway = next;
+    }
     out.template add<true, kTile>(s, v, 0);
     __syncthreads();
   });
@@ -118,8 +128,8 @@ __global__ void __launch_bounds__(kTensorThreads, 1)
   TensorSums<kMostTensorGradCols> grad_q;
   grad_q.clear();
   const auto may = [&](int t) { return may_see(own.extent, keys[t].extent, params.window); };
-  for_each_visible<kTensorThreads>(params.keys.num_tiles, context->visible, may, [&](int t) {
-    fetch_keys(*context, keys[t], t, k, v);
+  for_each_visible<kTensorThreads>(params.keys.num_tiles, context->visible, may, [&](int t, int) {
+    fetch_keys(*context, keys[t], t, false, k, v);
     TensorScores<> s = {}, g = {};
     add_products<kTile>(s, q, k, 0);
     wait_copies<0>();
@@ -163,7 +173,7 @@ __global__ void __launch_bounds__(kTensorThreads, 1)
       context->head = head_score(params, b, h);
     }
     // Its first barrier shows what the first thread wrote, its last ends the reading of it.
-    for_each_visible<kTensorThreads>(params.queries.num_tiles, context->visible, may, [&](int t) {
+    for_each_visible<kTensorThreads>(params.queries.num_tiles, context->visible, may, [&](int t, int) {
       q.fetch(context->q, int64_t{t} * kTile);
       commit_copies();
       split_rows(grad, grad_low, context->grad_out, int64_t{t} * kTile);

@@ -116,8 +116,9 @@ void launch_describe_tokens(
   }
 }
 
-// Calls f(tile) in order for each tile that `may` accepts: the threads look at as many tiles at a time as they are, so
-// that the hidden ones cost next to nothing. `visible`, a word a warp, is shared memory of its own.
+// Calls f(tile, next) in order for each tile that `may` accepts, with the one that f gets then, or -1 where it is the
+// last or not known yet. The threads look at as many tiles at a time as they are, so that the hidden ones cost next to
+// nothing. `visible`, a word a warp, is shared memory of its own.
 template <int kThreads, typename Visible, typename F>
 __device__ __forceinline__ void for_each_visible(int num_tiles, unsigned* visible, const Visible& may, const F& f) {
   for (int base = 0; base < num_tiles; base += kThreads) {
@@ -127,10 +128,20 @@ __device__ __forceinline__ void for_each_visible(int num_tiles, unsigned* visibl
       visible[warp_id()] = word;
     }
     __syncthreads();
-    for (int warp = 0; warp < kThreads / kWarpSize; ++warp) {
-      for (unsigned left = visible[warp]; left != 0; left &= left - 1) {
-        f(base + warp * kWarpSize + __ffs(static_cast<int>(left)) - 1);
+    int warp = 0;
+    unsigned left = visible[0];
+    const auto take = [&] {
+      while (left == 0 && ++warp < kThreads / kWarpSize) {
+        left = visible[warp];
       }
+      const int tile = left == 0 ? -1 : base + warp * kWarpSize + __ffs(static_cast<int>(left)) - 1;
+      left &= left - 1;
+      return tile;
+    };
+    for (int tile = take(); tile >= 0;) {
+      const int next = take();
+      f(tile, next);
+      tile = next;
     }
     __syncthreads();
   }

@@ -352,7 +352,12 @@ TEST_P(WideTensorBlock, Attends) {
 
 INSTANTIATE_TEST_SUITE_P(
     Schedules, WideTensorBlock,
-    simt::under_all_schedules(std::vector<Case>{{"wide", 33, 70, 256, 72}, {"chunks", 20, 70, 24, 200, true}}),
+    simt::under_all_schedules(
+        std::vector<Case>{
+            {"wide", 33, 70, 256, 72},
+            {"chunks", 20, 70, 24, 200, true},
+            // The last tiles of one look at the keys, and the first of the next.
+            {"looks_twice", 1, 2 * kTile * kTensorThreads, 8, 8, false, 100, 100}}),
     [](const auto& info) { return simt::to_string(std::get<0>(info.param)) + "_" + std::get<1>(info.param).name; });
 
 TEST(TensorBlock, TakesWhatItsKernelsDo) {
