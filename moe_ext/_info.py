@@ -20,6 +20,7 @@ _OPTIONAL = {
     "tensorboard": "metrics of the examples: pip install tensorboard",
     "tqdm": "progress of the examples: pip install tqdm",
 }
+_NO_CUDA = "the CUDA operators are not built"
 _BRIEF = {"CUDA": "cuda", "runtime": "runtime"}
 
 
@@ -78,12 +79,11 @@ def _backends() -> dict[str, str]:
     backends = {"cpu": "available, all operators"}
     if not torch.backends.cuda.is_built():
         backends["cuda"] = "absent: this torch is built without CUDA"
-    elif not torch.cuda.is_available():
-        backends["cuda"] = "absent: torch finds no GPU"
-    elif not _library.has_cuda():
-        backends["cuda"] = f"{torch.cuda.get_device_name()}: the CUDA operators are not built"
     else:
-        backends["cuda"] = f"{torch.cuda.get_device_name()}: {_num_cuda_operators()} operators"
+        has_gpu = torch.cuda.is_available()
+        found = torch.cuda.get_device_name() if has_gpu else "absent, torch finds no GPU"
+        built = f"{_num_cuda_operators()} operators" if _library.has_cuda() else _NO_CUDA
+        backends["cuda"] = f"{found}: {built}"
     backends["grouped_mm"] = grouped_providers.state()
     backends["attention"] = libraries.state()
     backends["recurrence"] = providers.state()

@@ -5,17 +5,30 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from moe_ext import _library
+from moe_ext import _info, _library
 
 pytestmark = pytest.mark.skipif(
     not _library.has_cuda(), reason="no CUDA operators: build with MOE_EXT_CUDA=1, torch with CUDA"
 )
 
 
-def test_every_operator_has_a_cuda_kernel(monkeypatch):
+# Their results are numbers, of bytes that a fake tensor has not.
+WITHOUT_A_FAKE = {"delta_hash", "delta_hash_change"}
+# Their results are for the host.
+READ_BACK = {"_payload_header"}
+
+
+@pytest.fixture
+def gpu_operators(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).resolve().parent.parent / "tools")
-    names = importlib.import_module("gpu_operators").registered()
+    return importlib.import_module("gpu_operators")
+
+
+def test_every_operator_has_a_cuda_kernel(gpu_operators):
+    names = gpu_operators.registered()
     # The control of the CPU's instruction set has no tensors.
     missing = [
         name
@@ -24,3 +37,32 @@ def test_every_operator_has_a_cuda_kernel(monkeypatch):
         and not torch._C._dispatch_has_kernel_for_dispatch_key(f"moe_ext::{name}", "CUDA")
     ]
     assert len(names) >= 4 and not missing
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_every_operator_tells_its_results_on_cuda(gpu_operators, dynamic):
+    """Of sizes that are known, and of ones that torch.compile leaves open."""
+    failed = {}
+    for name in sorted({*gpu_operators.CALLS} - WITHOUT_A_FAKE):
+        for arguments in gpu_operators.calls(name, gpu_operators.Inputs(torch.bfloat16)):
+            mode = FakeTensorMode(shape_env=ShapeEnv())
+            try:
+                with mode:
+                    fake = [
+                        mode.from_tensor(x, static_shapes=not dynamic).to("cuda")
+                        if isinstance(x, torch.Tensor)
+                        else x
+                        for x in arguments
+                    ]
+                    results = gpu_operators.result(name, tuple(fake))
+                elsewhere = {x.device.type for x in results} - {"cuda"}
+                if elsewhere and name not in READ_BACK:
+                    failed[name] = f"results on {elsewhere}"
+            except Exception as error:
+                failed[name] = f"{type(error).__name__}: {error}"
+    assert not failed
+
+
+def test_the_report_counts_the_operators_of_cuda():
+    told = _info.info()["backends"]["cuda"]
+    assert told.endswith(f": {_info._num_cuda_operators()} operators")

@@ -19,8 +19,9 @@ def most_exponent_bytes(numel: int, dtype: torch.dtype) -> int:
         numel: N, elements of the tensor.
         dtype: bfloat16, float16 or float32.
     """
-    blocks, last = divmod(numel, _BLOCK)
-    table = _HEADER + _aligned(4 * (blocks + (last > 0)))
+    # torch.compile has no divmod of a size that it does not know.
+    blocks, last = numel // _BLOCK, numel % _BLOCK
+    table = _HEADER + _aligned(4 * (blocks + (1 if last else 0)))
     tail = _BLOCK_HEADER + _aligned(last * dtype.itemsize) if last else 0
     return table + blocks * (_BLOCK_HEADER + _BLOCK * dtype.itemsize) + tail
 
