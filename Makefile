@@ -14,8 +14,9 @@
 # make wheel-check    install that wheel beside the oldest, this and the newest torch, and train there on two ranks
 # make gpu-check PYTHON=python    on a machine with a GPU: build, test, sanitize and measure with that Python as it is;
 #               OUT names the folder of the JSON, for this and for gpu-report
-# make gpu-report                 docs/gpu.md from what gpu-check found
-# Everything but gpu-check installs into .venv, which is reused. Neither nvcc nor a GPU is needed for the rest; nvcc for
+# make gpu-tune PYTHON=python     there, times alternatives beside each other and writes which won
+# make gpu-report                 docs/gpu.md from what gpu-check and gpu-tune found
+# Everything but gpu-check and gpu-tune installs into .venv, which is reused. Neither nvcc nor a GPU is needed for the rest; nvcc for
 # make cuda.
 
 PYTHON ?= python3
@@ -41,7 +42,7 @@ export PYTHONDONTWRITEBYTECODE =
 export MOE_EXT_WERROR = 1
 CPP_FILES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
-.PHONY: demo test test-built test-fast test-full docs docs-check lint style types bench build compat compat-newest oldest newest cuda kernels wheel wheel-check gpu-check gpu-report clean
+.PHONY: demo test test-built test-fast test-full docs docs-check lint style types bench build compat compat-newest oldest newest cuda kernels wheel wheel-check gpu-check gpu-tune gpu-report clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -143,6 +144,9 @@ wheel-check:
 
 gpu-check:
 	$(PYTHON) tools/gpu_check.py $(if $(OUT),--out $(OUT)/gpu.json)
+
+gpu-tune:
+	$(PYTHON) tools/gpu_check.py --tune $(if $(OUT),--out $(OUT)/gpu.json)
 
 gpu-report:
 	$(PYTHON) tools/gpu_check.py $(if $(OUT),--out $(OUT)/gpu.json) --report docs/gpu.md

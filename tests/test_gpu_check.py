@@ -144,6 +144,8 @@ def test_every_figure_of_the_parts_is_shown(gpu_check, monkeypatch, capsys):
         rows += gpu_check.rows_in(capsys.readouterr().out)
         scripts = (*gpu_check.FIRST_FIGURES, *gpu_check.FIGURES)
         assert {family for script, family in scripts if script == name} == set(module.FAMILIES)
+    tune = imported(monkeypatch, "benchmarks", "gpu_tune")
+    assert {("gpu_tune", family) for family in tune.FAMILIES} == {*gpu_check.TUNED}
     sections = gpu_check.sections(rows)
     for expected in gpu_check.gpu_estimates.EXPECTED:
         assert any(
@@ -474,6 +476,29 @@ def test_pretends_from_the_command_line(tmp_path):
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     (step,) = (s for s in json.loads(out.read_text())["steps"] if s["name"] == "operators")
     assert step["state"] == "passed" and step["tail"].startswith("{'passed': ")
+
+
+def test_alternatives_are_timed_and_the_winners_told(gpu_check, monkeypatch, capsys, tmp_path):
+    tune = imported(monkeypatch, "benchmarks", "gpu_tune")
+    assert tune.measure(torch.device("cpu"), list(tune.FAMILIES), small=True) == 0
+    rows = gpu_check.rows_in(capsys.readouterr().out)
+    won = gpu_check.winners(rows)
+    contests = [(row.get("T"), row.get("D"), row["dtype"], row.get("routing")) for row in won]
+    assert len(set(contests)) == len(won) == 5 + 6 and {"next", "times"} <= won[0].keys()
+    assert {row["choice"] for row in rows if "T" in row} == set(tune.grouped_providers.CHOICES)
+    # A choice that was slower, and one that was not timed, win nothing.
+    first = next(row for row in rows if "choice" in row and "us" in row)
+    slower, lost = {**first, "choice": "slow", "us": 1e9}, {**first, "choice": "lost"}
+    del lost["us"]
+    assert gpu_check.winners([slower, lost, first])[0]["won"] == first["choice"]
+    assert gpu_check.winners([slower, first])[0]["times"] == pytest.approx(1e9 / first["us"])
+
+    command = [sys.executable, "tools/gpu_check.py", "--tune", "--out", str(tmp_path / "gpu.json")]
+    subprocess.run([*command, "--pretend"], cwd=ROOT, check=True, capture_output=True)
+    report = tmp_path / "gpu.md"
+    subprocess.run([*command, "--report", str(report)], cwd=ROOT, check=True)
+    assert "| gpu_tune products | fast | 2 | slow | 1.5 |" in report.read_text()
+    assert "Not run: `make gpu-tune`" in gpu_check.page(None)
 
 
 def test_figures_go_on_behind_a_family_that_ends_its_process(gpu_check, monkeypatch):

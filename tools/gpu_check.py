@@ -1,6 +1,6 @@
 """Checks and measures the CUDA operators on the GPU at hand; writes one JSON file.
 
-    python tools/gpu_check.py [--out gpu.json] [--report docs/gpu.md] [--pretend]
+    python tools/gpu_check.py [--out gpu.json] [--report docs/gpu.md] [--tune] [--pretend]
 
 Needs no network: it takes the Python it runs in with what that has (torch 2.11 or later with CUDA,
 pytest, ninja, cmake) and nvcc. It builds for this card alone and goes through `plan`, the riskiest
@@ -9,6 +9,8 @@ operators and tests go on in a new one behind what ended theirs, figures come li
 JSON is written after each step. What the time did not reach is listed and is no failure; exits
 with 1 if a step failed. With --report alone it turns the JSON into a page. With --pretend it goes
 through the plan without a device: operators on the emulated one, all else by `PRETENDED` times.
+With --tune it builds, times each alternative of benchmarks/gpu_tune.py and writes which won to
+`gpu-tune.json` beside --out.
 """
 
 import argparse
@@ -63,6 +65,7 @@ FIGURES = (
         for name in ("attention", "permutation", "activation", "router", "gating", "compression")
     ),
 )
+TUNED = (("gpu_tune", "products"), ("gpu_tune", "attention"))
 # Seconds of each step at most, and of all together: a step gets no more than what is left.
 LIMIT = {"build": 240, "operators": 70, "layer": 40, "tests": 150, "sanitizer": 60, "figures": 60}
 TOTAL = 570
@@ -73,7 +76,9 @@ RESERVED = 100
 PRETENDED = {
     **{"build": 130, "operators": 40, "layer": 25, "expert": 20, "tests": 13},
     **{"compute-sanitizer": 45, "gpu_kernels": 9, "gpu_layer_parts": 12, "gpu_attention": 11},
+    "gpu_tune": 60,
 }
+PRETENDED_CHOICES = (("slow", 3.0), ("fast", 2.0))
 
 
 @dataclass(frozen=True)
@@ -169,6 +174,8 @@ def pretend(name: str, command: list[str], limit: int, env: dict[str, str] | Non
     for family in families if kind.startswith("gpu_") else ():
         row = {"section": f"{kind} {family}", "us": 1.0, "SM MHz": "1980", "W": "650.0"}
         rows += [{"family": family}, row]
+        if kind == "gpu_tune":
+            rows[-1:] = [{**row, "choice": name, "us": us} for name, us in PRETENDED_CHOICES]
     return Step(name, state, min(seconds, left), "", "\n".join(map(json.dumps, rows)))
 
 
@@ -391,7 +398,34 @@ def plan(capability: str, folder: Path) -> Iterator[tuple[str, Callable[[], Iter
     yield sanitizer("synccheck")
 
 
-def check(out: Path, facts: dict[str, object]) -> int:
+def tune_plan(capability: str, folder: Path) -> Iterator[tuple[str, Callable[[], Iterable[Found]]]]:
+    """As `plan`, of --tune."""
+    yield "build", lambda: [(build_step(capability), [])]
+    yield "alternatives", lambda: figure_steps(TUNED)
+
+
+# The columns that name one contest in the rows of benchmarks/gpu_tune.py.
+CONTEST = ("section", "T", "routing", "dtype", "D", "S")
+
+
+def winners(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The fastest choice of each contest, and how many times as long the next one took."""
+    contests: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        if "choice" in row and "us" in row:
+            contests.setdefault(tuple(row.get(name) for name in CONTEST), []).append(row)
+    found = []
+    for names, entries in contests.items():
+        first, *others = sorted(entries, key=lambda row: row["us"])
+        labels = {name: value for name, value in zip(CONTEST, names, strict=True) if value}
+        won = {"what": labels.pop("section"), **labels, "won": first["choice"], "us": first["us"]}
+        if others:
+            won |= {"next": others[0]["choice"], "times": others[0]["us"] / first["us"]}
+        found.append(won)
+    return found
+
+
+def check(out: Path, facts: dict[str, object], planned: Callable[..., Any] = plan) -> int:
     """Runs every step, even after one that failed, unless nothing was built."""
     result: dict[str, Any] = {"device": facts, "steps": [], "not_reached": [], "rows": []}
     # Many files, that need not come back from a machine that is lent.
@@ -405,9 +439,11 @@ def check(out: Path, facts: dict[str, object]) -> int:
         result["rows"] += rows
         if step.state.startswith(IS_OVER):
             result["not_reached"].append(step.name)
+        if planned is tune_plan:
+            result["won"] = winners(result["rows"])
         out.write_text(json.dumps(result, indent=1) + "\n")
 
-    for name, steps in plan(str(facts["compute_capability"]), folder):
+    for name, steps in planned(str(facts["compute_capability"]), folder):
         # A fault of this program costs its own steps alone.
         try:
             for step, rows in steps():
@@ -421,13 +457,13 @@ def check(out: Path, facts: dict[str, object]) -> int:
     return int(any(step["state"].startswith("failed") for step in result["steps"]))
 
 
-def page(result: dict[str, Any] | None) -> str:
+def page(result: dict[str, Any] | None, tuned: dict[str, Any] | None = None) -> str:
     """docs/gpu.md; without a result it says that nothing was measured."""
     written = "Written by `make gpu-report` from what `make gpu-check` found."
     lines = ["# Figures from a GPU", "", written, ""]
     if result is None:
         lines += ["Not measured: no GPU has run this version.", ""]
-        return "\n".join([*lines, *estimate_lines(), ""])
+        return "\n".join([*lines, *tune_lines(tuned), *estimate_lines(), ""])
     device = result["device"]
     lines += [
         f"{device['name']}, compute capability {device['compute_capability']}, "
@@ -454,7 +490,17 @@ def page(result: dict[str, Any] | None) -> str:
     kernels = [row["kernel"] for row in result["rows"] if "kernel" in row]
     layer = next((row["layer"] for row in result["rows"] if "layer" in row), {})
     lines += [*layer_lines(layer), "", *kernel_lines(kernels, result["rows"]), ""]
-    return "\n".join([*lines, *estimate_lines(result["rows"]), ""])
+    return "\n".join([*lines, *tune_lines(tuned), *estimate_lines(result["rows"]), ""])
+
+
+def tune_lines(tuned: dict[str, Any] | None) -> list[str]:
+    """The winners among alternatives, or that none was tried."""
+    lines = ["## Alternatives", ""]
+    if tuned is None:
+        return [*lines, "Not run: `make gpu-tune` times each one and writes which won.", ""]
+    device = tuned["device"]
+    lines += [f"{device['name']}, revision {device['commit']}; {len(tuned['won'])} contests.", ""]
+    return [*lines, *(table(tuned["won"]) if tuned["won"] else ["None was timed."]), ""]
 
 
 def sections(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -555,30 +601,33 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu.json")
     parser.add_argument("--report", type=Path, help="write the page from --out, and check nothing")
+    parser.add_argument("--tune", action="store_true", help="time alternatives, and check nothing")
     parser.add_argument("--pretend", action="store_true", help="the plan without a device")
     args = parser.parse_args()
+    tuned = args.out.with_name("gpu-tune.json")
     if args.report and not args.pretend:
-        result = json.loads(args.out.read_text()) if args.out.exists() else None
-        args.report.write_text(page(result))
+        found = [json.loads(p.read_text()) if p.exists() else None for p in (args.out, tuned)]
+        args.report.write_text(page(*found))
         return 0
     args.out.parent.mkdir(parents=True, exist_ok=True)
+    out, planned = (tuned, tune_plan) if args.tune else (args.out, plan)
     if args.pretend:
-        return check_pretended(args.out)
+        return check_pretended(out, planned)
     import torch
 
     if not torch.cuda.is_available():
         print("gpu_check: expected a CUDA device, got none", file=sys.stderr)
         return 1
-    return check(args.out, device_facts())
+    return check(out, device_facts(), planned)
 
 
-def check_pretended(out: Path) -> int:
+def check_pretended(out: Path, planned: Callable[..., Any] = plan) -> int:
     """The plan with the emulated device and pretended times."""
     global run, find_tool
     run, find_tool = pretend, str
     names = ("num_sms", "memory_gib", "driver", "torch", "cuda", "python", "commit")
     facts: dict[str, object] = {"name": "pretended", "compute_capability": "9.0"}
-    return check(out, {**facts, **dict.fromkeys(names, "?")})
+    return check(out, {**facts, **dict.fromkeys(names, "?")}, planned)
 
 
 if __name__ == "__main__":
