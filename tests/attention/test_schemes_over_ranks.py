@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from helpers import bytes_sent, expect_equal, make_inputs, sharded, whole
 from pairwise import FULL, pairs
-from rank_checks import ask_briefly, assert_passed, run_checks
+from rank_checks import ask_briefly, assert_passed, at_once, run_checks
 from test_ring_attention import ATTN_MASKS, CASES
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -522,19 +522,21 @@ def attend_until_a_rank_dies(rank, scheme, moment):
     return "no error", (), 0.0
 
 
-@pytest.mark.parametrize(
-    ("scheme", "moment"),
-    [
-        ("all_gather", "backward"),
-        ("ulysses", "backward"),
-        ("hybrid", "forward"),
-        ("hybrid", "backward"),
-        ("double_ring", "forward"),
-        ("double_ring", "backward"),
-    ],
-)
-def test_survivors_name_the_rank_that_died(scheme, moment):
-    found = spawn_ranks(attend_until_a_rank_dies, 4, scheme, moment, may_die=[1])
+DEATHS = [
+    ("all_gather", "backward"),
+    ("ulysses", "backward"),
+    *itertools.product(("hybrid", "double_ring"), ("forward", "backward")),
+]
+
+
+@pytest.fixture(scope="module")
+def deaths():
+    return at_once(functools.partial(spawn_ranks, attend_until_a_rank_dies, 4, may_die=[1]), DEATHS)
+
+
+@pytest.mark.parametrize(("scheme", "moment"), DEATHS)
+def test_survivors_name_the_rank_that_died(deaths, scheme, moment):
+    found = deaths[scheme, moment].result()
     for rank in (0, 2, 3):
         message, named, seconds = found[rank]
         assert named == (1,), message
