@@ -304,6 +304,12 @@ def riddles(text):
     return [line.strip() for line in text.splitlines() if _RIDDLE.match(line)]
 
 
+def test_no_class_has_more_than_25_methods():
+    classes = (n for t in sources().values() for n in ast.walk(t) if isinstance(n, ast.ClassDef))
+    sizes = {c.name: sum(isinstance(n, ast.FunctionDef) for n in c.body) for c in classes}
+    assert {name: size for name, size in sizes.items() if size > 25} == {}
+
+
 def test_comments_and_docstrings_name_their_subject():
     found = {}
     for folder, ends in (("moe_ext", ("*.py",)), ("csrc", ("*.h", "*.cpp", "*.cu", "*.cuh"))):

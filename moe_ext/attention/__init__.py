@@ -34,41 +34,26 @@ if TYPE_CHECKING:
     )
     from moe_ext.attention.varlen import ring_attention_varlen
 
-# The module that has each name: loaded when the name is asked for.
-_HOMES = {
-    "Candidate": "auto",
-    "causal_conv1d": "recurrent.functional",
-    "choose_scheme": "auto",
-    "document_ids": "sharding",
-    "explain_scheme": "functional",
-    "gated_delta_rule": "recurrent.functional",
-    "gather_from_sequence": "sharding",
-    "group_sampler": "huggingface.packing",
-    "latent_ring_attention": "latent",
-    "Layout": "layouts",
-    "LAYOUTS": "layouts",
-    "make_layout": "layouts",
-    "Mask": "masks",
-    "pack_documents": "packing",
-    "PackedDocuments": "packing",
-    "position_ids": "sharding",
-    "prepare_model": "huggingface.prepare",
-    "reduce_scatter_to_sequence": "sharding",
-    "ring_attention": "functional",
-    "ring_attention_varlen": "varlen",
-    "ring_self_attention": "rsa",
-    "RingAttention": "module",
-    "RingSelfAttention": "rsa",
-    "scatter_to_sequence": "sharding",
-    "SchemeChoice": "auto",
-    "selective_scan": "recurrent.functional",
-    "sequence_parallel": "context",
-    "SequenceParallelMLP": "sequence_parallel_mlp",
-    "shard_sequence": "sharding",
-    "shift_labels": "sharding",
-    "token_mean_loss": "sharding",
-    "unshard_sequence": "sharding",
+# The names of each module, which is loaded when one of them is asked for.
+_NAMES = {
+    "auto": "Candidate choose_scheme SchemeChoice",
+    "context": "sequence_parallel",
+    "functional": "explain_scheme ring_attention",
+    "huggingface.packing": "group_sampler",
+    "huggingface.prepare": "prepare_model",
+    "latent": "latent_ring_attention",
+    "layouts": "Layout LAYOUTS make_layout",
+    "masks": "Mask",
+    "module": "RingAttention",
+    "packing": "pack_documents PackedDocuments",
+    "recurrent.functional": "causal_conv1d gated_delta_rule selective_scan",
+    "rsa": "ring_self_attention RingSelfAttention",
+    "sequence_parallel_mlp": "SequenceParallelMLP",
+    "sharding": "document_ids gather_from_sequence position_ids reduce_scatter_to_sequence "
+    "scatter_to_sequence shard_sequence shift_labels token_mean_loss unshard_sequence",
+    "varlen": "ring_attention_varlen",
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 __all__ = [
     "LAYOUTS",
     "Candidate",

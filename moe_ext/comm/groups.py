@@ -8,24 +8,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from moe_ext.comm.c10d import flat_group, group_of_name, small_message_device
-
-__all__ = [
-    "GroupHandle",
-    "backends",
-    "check_group",
-    "flat_group",
-    "global_rank",
-    "group_of_name",
-    "group_rank",
-    "group_ranks",
-    "group_size",
-    "is_initialized",
-    "resolve_group",
-    "shares_communicator",
-    "small_message_device",
-    "world_size",
-]
+from moe_ext.comm.c10d import flat_group as flat_group
+from moe_ext.comm.c10d import group_of_name as group_of_name
+from moe_ext.comm.c10d import small_message_device as small_message_device
 
 
 class GroupHandle:

@@ -73,7 +73,40 @@ class Packing:
         return whole
 
 
-class CodecMemory:
+class _KeptTensors:
+    """Tensors of a memory between steps, by kind."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+        # Tensors that nobody reads any more, to be written next.
+        self._spare: dict[str, Tensor] = {}
+
+    def kinds(self) -> list[str]:
+        """Kinds of tensors that are kept."""
+        return sorted(self._kept)
+
+    def kept(self, kind: str) -> Tensor | None:
+        """The tensor of a kind as the last step that was committed has left it."""
+        return self._kept.get(kind)
+
+    def kept_tensor(self, kind: str) -> Tensor:
+        """As `kept`, of a kind that there is."""
+        return self._kept[kind]
+
+    def copy_of(self, kind: str) -> Tensor:
+        """A copy of what is kept."""
+        return self._kept[kind].clone()
+
+    def put(self, kind: str, value: Tensor | None) -> None:
+        """Replace what is kept; None forgets it."""
+        self._spare.pop(kind, None)
+        if value is None:
+            self._kept.pop(kind, None)
+        else:
+            self._kept[kind] = value
+
+
+class CodecMemory(_KeptTensors):
     """Memory of a codec for parameters that are reduced together.
 
     Tensors are kept by kind: "residual" is what this rank owes, "server" what it owes for the shard
@@ -104,6 +137,7 @@ class CodecMemory:
         packing: Packing | None = None,
     ) -> None:
         check_numbers("CodecMemory", CodecMemory.__init__.__annotations__, locals())
+        super().__init__()
         self.packing = packing or Packing(shapes)
         self.shapes, self.sizes = self.packing.shapes, self.packing.sizes
         self.numel, self.pieces = self.packing.numel, self.packing.pieces
@@ -113,7 +147,6 @@ class CodecMemory:
         self.server_start = 0
         self.units: dict[str, float] = {}
         self.saved_objects: dict[str, Any] = {}
-        self._kept: dict[str, Tensor] = {}
         self._objects: dict[str, Any] = {}
         # The open step: tensors that it has written, kinds that it forgets otherwise, its units.
         self._open: dict[str, Tensor] = {}
@@ -122,8 +155,6 @@ class CodecMemory:
         self._taken: set[str] = set()
         self._scales: dict[str, float] = {}
         self._open_units: dict[str, float] = {}
-        # Tensors that nobody reads any more, to be written next.
-        self._spare: dict[str, Tensor] = {}
         # Tensors that the last `commit` has replaced.
         self._before: tuple[dict[str, Any], dict[str, float], dict[str, Any], int] | None = None
 
@@ -154,7 +185,8 @@ class CodecMemory:
             return self.write(
                 kind, torch.zeros(self.numel if numel is None else numel, device=self.device)
             )
-        working = self._room_for(kind, kept)
+        spare = self._spare.pop(kind, None)
+        working = torch.empty_like(kept) if spare is None else spare
         torch.mul(kept, scale, out=working) if scale != 1.0 else working.copy_(kept)
         return self.write(kind, working)
 
@@ -162,12 +194,12 @@ class CodecMemory:
         """Have this step leave a tensor, which is the memory's from now on."""
         # The tensor that `undo` would bring back may be the one that is written to.
         self._before = None
+        self._spare.pop(kind, None)
         self._open[kind] = working
         return working
 
     def fresh(self, kind: str, numel: int) -> Tensor:
         """Zeros in the place of what was kept, from this step on; for what has another size now."""
-        self._spare.pop(kind, None)
         return self.write(kind, torch.zeros(numel, device=self.device))
 
     def read_write(self, *kinds: str) -> dict[str, Tensor] | None:
@@ -182,13 +214,10 @@ class CodecMemory:
             return None
         for kind in kinds:
             kept = self._kept[kind]
-            found[kind] = self.write(kind, self._room_for(kind, kept))
+            spare = self._spare.pop(kind, None)
+            found[kind] = self.write(kind, torch.empty_like(kept) if spare is None else spare)
             found[f"{kind}_in"] = kept
         return found
-
-    def _room_for(self, kind: str, kept: Tensor) -> Tensor:
-        spare = self._spare.pop(kind, None)
-        return torch.empty_like(kept) if spare is None else spare
 
     def whole_residual(self) -> Tensor:
         """The copy of this step of the residual, with what the owner of a shard owes in it.
@@ -266,9 +295,13 @@ class CodecMemory:
         Args:
             continues: it is the rest of the last step, so that `undo` takes both back.
             finite: bool, 0-d: where it is False the step is rolled back instead. On CUDA nobody
-                waits for it.
+                waits for it, and the old tensors are kept.
         """
-        if finite is not None and not self._choose(finite):
+        if finite is not None and finite.is_cuda:
+            for kind, working in self._open.items():
+                old = self._kept.get(kind, working.new_zeros(()))
+                self._open[kind] = torch.where(finite, working, old)
+        elif finite is not None and not finite:
             return self.rollback()
         if not (self._open or self._taken or self._open_units or self._open_objects):
             if not continues:
@@ -292,16 +325,8 @@ class CodecMemory:
             self._kept[kind] = working
         self.units = {**self.units, **self._open_units}
         self._objects.update(self._open_objects)
-        return self._close()
-
-    def _choose(self, finite: Tensor) -> bool:
-        """True if the step is to be kept; on CUDA one that is not finite keeps the old tensors."""
-        if not finite.is_cuda:
-            return bool(finite)
-        for kind, working in self._open.items():
-            before = self._kept.get(kind, working.new_zeros(()))
-            self._open[kind] = torch.where(finite, working, before)
-        return True
+        self._open = {}
+        return self.rollback()
 
     def undo(self) -> None:
         """Take the last `commit` back; nothing where another step has begun since."""
@@ -322,41 +347,14 @@ class CodecMemory:
         for kind, working in self._open.items():
             if kind in self._kept and self._kept[kind].shape == working.shape:
                 self._spare[kind] = working
-        self._close()
-
-    def _close(self) -> None:
         self._open, self._open_objects, self._open_units = {}, {}, {}
         self._taken, self._scales, self._open_start = set(), {}, None
 
     # -- between steps -----------------------------------------------------------------------
 
-    def kinds(self) -> list[str]:
-        """Kinds of tensors that are kept."""
-        return sorted(self._kept)
-
     def has(self, kind: str) -> bool:
         """True if there is a tensor of this kind, kept or written in this step."""
         return kind in self._kept or kind in self._open
-
-    def kept(self, kind: str) -> Tensor | None:
-        """The tensor of a kind as the last step that was committed has left it."""
-        return self._kept.get(kind)
-
-    def kept_tensor(self, kind: str) -> Tensor:
-        """As `kept`, of a kind that there is."""
-        return self._kept[kind]
-
-    def copy_of(self, kind: str) -> Tensor:
-        """A copy of what is kept."""
-        return self._kept[kind].clone()
-
-    def put(self, kind: str, value: Tensor | None) -> None:
-        """Replace what is kept; None forgets it."""
-        self._spare.pop(kind, None)
-        if value is None:
-            self._kept.pop(kind, None)
-        else:
-            self._kept[kind] = value
 
     def whole(self, kind: str) -> Tensor | None:
         """A copy of what is kept, N elements; in the residual, what the shard of the sum owes."""

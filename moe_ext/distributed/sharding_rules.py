@@ -53,18 +53,10 @@ _RULES: dict[str, Sequence[str]] = {
     # These look at all tokens at once, or at numbers that only the whole gives.
     **dict.fromkeys(
         (
-            "router_z_loss",
-            "_router_z_loss_backward",
-            "load_balance_loss",
-            "_load_balance_loss_backward",
-            "expert_choice_gate",
-            "_expert_choice_gate_backward",
-            "_sinkhorn_scale",
-            "balanced_assignment",
-            "sequence_load",
-            "_sequence_load_backward",
-            "limit_capacity",
-            "routing_uniform",
+            *("router_z_loss", "_router_z_loss_backward", "sequence_load"),
+            *("load_balance_loss", "_load_balance_loss_backward", "_sequence_load_backward"),
+            *("expert_choice_gate", "_expert_choice_gate_backward", "_sinkhorn_scale"),
+            *("balanced_assignment", "limit_capacity", "routing_uniform"),
         ),
         (),
     ),

@@ -95,10 +95,8 @@ _ABSENT = {
     **dict.fromkeys(("alltoall", "alltoall_async"), "torch.distributed.all_to_all_single"),
     **dict.fromkeys(
         (
-            "reducescatter",
-            "reducescatter_async",
-            "grouped_reducescatter",
-            "grouped_reducescatter_async",
+            *("reducescatter", "reducescatter_async"),
+            *("grouped_reducescatter", "grouped_reducescatter_async"),
         ),
         "torch.distributed.reduce_scatter_tensor",
     ),
@@ -113,16 +111,8 @@ _ABSENT = {
     **dict.fromkeys(("start_timeline", "stop_timeline"), "torch.profiler"),
     **dict.fromkeys(
         (
-            "mpi_threads_supported",
-            "mpi_enabled",
-            "mpi_built",
-            "gloo_enabled",
-            "gloo_built",
-            "nccl_built",
-            "ddl_built",
-            "ccl_built",
-            "cuda_built",
-            "rocm_built",
+            *("mpi_threads_supported", "mpi_enabled", "mpi_built", "gloo_enabled", "gloo_built"),
+            *("nccl_built", "ddl_built", "ccl_built", "cuda_built", "rocm_built"),
         ),
         "torch.distributed.get_backend",
     ),

@@ -451,13 +451,13 @@ class MoELayer(CountingModule, SpreadsExperts):
         watched = self._watched
         self._num_passes += 1
         # NOTE: device-to-host sync, in passes 1, 2, 4, 8, ....
-        looks = not self._num_passes & (self._num_passes - 1) and self._looks_at_router()
+        looks = not self._num_passes & (self._num_passes - 1) and _looks_at_router(self)
         if watched is not None:
             changed = watched(self) != self._compared
             if not changed and not looks:
                 return
             if changed:
-                self._check_way_of_exchange(x)
+                _check_way_of_exchange(self, x)
         dispatcher = self.dispatcher
         if watched is None:
             self._made_with = _made_with(self)
@@ -474,37 +474,6 @@ class MoELayer(CountingModule, SpreadsExperts):
         assert self._watched is not None
         self._compared = self._watched(self)
         dispatcher.declare(options)
-
-    def _looks_at_router(self) -> bool:
-        """True if ranks compare the bits of the router's parameters with this pass.
-
-        With passes 1, 2, 4, 8, ...: a step before which gradients were not averaged is found soon,
-        and looking costs nothing in a long run. With a static budget, which a CUDA graph may hold
-        from the third pass on, with 1 and 2 alone.
-        """
-        router = self.router
-        # A caller's own may have a reason to differ between ranks.
-        if not isinstance(router, Router) or is_transformed():
-            return False
-        if self._num_passes > 2 and self._cut().is_static:
-            return False
-        # Shards differ between ranks; what holds them keeps them in step.
-        return not any(is_dtensor(p) or may_differ(p) for p in router.parameters())
-
-    def _check_way_of_exchange(self, x: Tensor) -> None:
-        """ValueError on every rank if one has set what other messages than before follow from."""
-        first, now = self._first_cut, self._cut()
-        assert first is not None
-        for name, old, new in (
-            ("overlap", first.num_parts, now.num_parts),
-            ("row_budget.static", first.is_static, now.is_static),
-        ):
-            if new != old:
-                with self.dispatcher.routing(x, first):
-                    raise ValueError(
-                        f"MoELayer: expected {name} to be {old} as in the first forward pass, "
-                        f"got {new}; make the layer anew"
-                    )
 
     def explain_dispatch(self) -> DispatchChoice:
         """Dispatcher that the layer uses and why, with bytes and times where it was chosen.
@@ -543,7 +512,14 @@ class MoELayer(CountingModule, SpreadsExperts):
                 )
             documents = None
             if self.balance.scope == "sequence" and self._wants_balance_loss():
-                documents = self._find_documents(x, per_token, packed)
+                # Ranks that share sequences learn what is wrong with the inputs of one.
+                problem: Exception | None = None
+                try:
+                    self._check_inputs(x, per_token)
+                except (TypeError, ValueError) as error:
+                    problem = error
+                mask = per_token["token_mask"]
+                documents = find_documents(self.balance, x, *packed, mask, problem)
             else:
                 self._check_inputs(x, per_token)
             x_TD = x.reshape(-1, self.model_dim)
@@ -609,7 +585,10 @@ class MoELayer(CountingModule, SpreadsExperts):
                 y_TD, num_dropped = summed
                 return y_TD if beside is None else y_TD + beside(), num_dropped
         if self._shards > 1:
-            choice = self._to_shards(choice)
+            group: ProcessGroup | None = experts.ep_group  # type: ignore[assignment]
+            slots = choice.topk_idx, choice.topk_weights, self.num_experts, group
+            idx, weights = slots_of_shards(*slots)
+            choice = choice._replace(topk_idx=idx, topk_weights=weights)
         place = None
         if self._rebalancer is not None:
             counts = self.training and not self.counting and not in_backward()
@@ -628,14 +607,6 @@ class MoELayer(CountingModule, SpreadsExperts):
             )
         num_dropped = plan.num_dropped // self._shards if self._shards > 1 else plan.num_dropped
         return y_TD, num_dropped if limited is None else num_dropped + limited
-
-    def _to_shards(self, choice: Choice) -> Choice:
-        """Slots `[T, K * etp]`: every shard of each chosen expert, with its weight."""
-        group: ProcessGroup | None = self.experts.ep_group  # type: ignore[assignment]
-        idx, weights = slots_of_shards(
-            choice.topk_idx, choice.topk_weights, self.num_experts, group
-        )
-        return choice._replace(topk_idx=idx, topk_weights=weights)
 
     def _run_shared_expert(self, x_TD: Tensor) -> Tensor:
         assert self.shared_expert is not None
@@ -707,17 +678,6 @@ class MoELayer(CountingModule, SpreadsExperts):
         }
         return y_TD
 
-    def _find_documents(
-        self, x: Tensor, per_token: dict[str, Tensor | None], packed: _Packed
-    ) -> Documents | None:
-        """Check the inputs, and tell ranks that share sequences what is wrong with them."""
-        problem: Exception | None = None
-        try:
-            self._check_inputs(x, per_token)
-        except (TypeError, ValueError) as error:
-            problem = error
-        return find_documents(self.balance, x, *packed, per_token["token_mask"], problem)
-
     def _check_inputs(self, x: Tensor, per_token: dict[str, Tensor | None]) -> None:
         if not x.is_floating_point():
             raise TypeError(f"MoELayer: expected x to be floating point, got {x.dtype}")
@@ -752,6 +712,39 @@ class MoELayer(CountingModule, SpreadsExperts):
     def __getstate__(self) -> dict[str, Any]:
         # Tensors in the graph can be neither copied nor stored.
         return {**self.__dict__, "_record": {}}
+
+
+def _looks_at_router(layer: MoELayer) -> bool:
+    """True if ranks compare the bits of the router's parameters with this pass.
+
+    With passes 1, 2, 4, 8, ...: a step before which gradients were not averaged is found soon,
+    and looking costs nothing in a long run. With a static budget, which a CUDA graph may hold
+    from the third pass on, with 1 and 2 alone.
+    """
+    router = layer.router
+    # A caller's own may have a reason to differ between ranks.
+    if not isinstance(router, Router) or is_transformed():
+        return False
+    if layer._num_passes > 2 and layer._cut().is_static:
+        return False
+    # Shards differ between ranks; what holds them keeps them in step.
+    return not any(is_dtensor(p) or may_differ(p) for p in router.parameters())
+
+
+def _check_way_of_exchange(layer: MoELayer, x: Tensor) -> None:
+    """ValueError on every rank if one has set what other messages than before follow from."""
+    first, now = layer._first_cut, layer._cut()
+    assert first is not None
+    for name, old, new in (
+        ("overlap", first.num_parts, now.num_parts),
+        ("row_budget.static", first.is_static, now.is_static),
+    ):
+        if new != old:
+            with layer.dispatcher.routing(x, first):
+                raise ValueError(
+                    f"MoELayer: expected {name} to be {old} as in the first forward pass, "
+                    f"got {new}; make the layer anew"
+                )
 
 
 def _made_with(layer: MoELayer) -> dict[str, object]:

@@ -18,7 +18,6 @@ from moe_ext._compile import outside_graphs
 from moe_ext.comm.agreement import Agreement, is_nonfinite
 from moe_ext.comm.collectives import all_reduce_
 from moe_ext.comm.groups import check_group, group_rank, group_ranks, group_size, resolve_group
-from moe_ext.compression.feedback import committing
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.distributed.gradients import fingerprint
 from moe_ext.distributed.state_dict import show_states, take_states
@@ -213,7 +212,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
                     sum(1 << bit for bit, flag in enumerate(has[start : start + _BITS]) if flag)
                     for start in range(0, len(has), _BITS)
                 ]
-                options = self._all_options()
+                options = _all_options(self)
                 checksum = zlib.crc32(str(options).encode())
                 facts = self._facts(entries, first)
                 rows = agreement.compare(facts, values=[*words, self._halvings, checksum])
@@ -297,21 +296,6 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
                     halvings = math.frexp(largest)[1] - math.frexp(limit)[1] + 1
                     self._halvings = max(self._halvings, halvings)
 
-    def _all_options(self) -> dict[str, object]:
-        """Options that must be equal on all ranks, by name; a list of one for each group."""
-        found: dict[str, object] = {
-            name: [group[name] for group in self.param_groups] for name in self._options
-        }
-        found["lr"] = [float(group["lr"]) for group in self.param_groups]
-        found["betas"] = [tuple(group["betas"]) for group in self.param_groups]
-        found["non_freeze"] = [bool(g.get("non_freeze", False)) for g in self.param_groups]
-        return {
-            **found,
-            "block": self._block,
-            "communication_data_type": self._wire_dtype,
-            **{name.lstrip("_"): getattr(self, name) for name in self._settings},
-        }
-
     # -- compressed means
 
     def _flat_means(self) -> list[CompressedMean]:
@@ -320,12 +304,6 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
             compressed = [entry for entry in self._entries() if entry.is_compressed]
             self._means = [CompressedMean(m, self._block) for m in alike(compressed, "device")]
         return self._means
-
-    def _reduce(self, means: Sequence[CompressedMean]) -> None:
-        """Reduce what is in the views, all or none."""
-        with committing(*(mean.memory for mean in means)):
-            for mean in means:
-                mean.reduce(self._op)
 
     def flush(self) -> None:
         """Bring what all ranks owe into the moments, by one dense all-reduce of it, on all ranks.
@@ -427,7 +405,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
             return
         states, saved = state_dict["state"], state_dict["compression"]
         servers = saved["servers"]
-        with self._unchanged_if_it_fails():
+        with _unchanged_if_it_fails(self):
             self._load_shared(state_dict)
             if owes(state_dict) or is_between(state_dict):
                 means = self._flat_means()
@@ -468,7 +446,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
         members_of = [_places(self._process_group, ranks) for ranks in self._ranks]
         held_by = holders(self._op, states, members_of, group_size(self._process_group))
         merged, servers = shared_state(states, held_by), states[0]["compression"]["servers"]
-        with self._unchanged_if_it_fails():
+        with _unchanged_if_it_fails(self):
             self._load_shared(merged)
             for mean in self._flat_means() if servers else ():
                 held = held_by[mean.entries[0].group_index]
@@ -571,7 +549,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
             for number, state in saved["state"].items()
         }
         groups = [{k: v for k, v in g.items() if k != _OWED} for g in saved["param_groups"]]
-        with self._unchanged_if_it_fails():
+        with _unchanged_if_it_fails(self):
             self._load_shared({**saved, "state": plain, "param_groups": groups}, copy=copy)
             self._means = list(means or ())
             by_number = {entry.number: entry for entry in self._entries()}
@@ -579,16 +557,6 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
                 mean.entries = [by_number[entry.number] for entry in mean.entries]
             for mean in self._flat_means() if compressed else ():
                 mean.load_mean(saved["state"])
-
-    @contextlib.contextmanager
-    def _unchanged_if_it_fails(self) -> Iterator[None]:
-        names = ("state", "param_groups", "_made", "_frozen", "_means")
-        kept = {name: getattr(self, name) for name in names}
-        try:
-            yield
-        except BaseException:
-            self.__dict__.update(kept)
-            raise
 
     def _load_shared(self, state_dict: dict[str, Any], *, copy: bool = True) -> None:
         """All but the errors."""
@@ -623,6 +591,29 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
         self._entries()
         # A rank that alone has loaded would send another message than those that have not.
         self._compared = False
+
+
+def _all_options(optimizer: CompressedOptimizer) -> dict[str, object]:
+    """Options that must be equal on all ranks, by name; a list of one for each group."""
+    groups = optimizer.param_groups
+    found: dict[str, object] = {name: [g[name] for g in groups] for name in optimizer._options}
+    found["lr"] = [float(group["lr"]) for group in groups]
+    found["betas"] = [tuple(group["betas"]) for group in groups]
+    found["non_freeze"] = [bool(group.get("non_freeze", False)) for group in groups]
+    found["block"] = optimizer._block
+    found["communication_data_type"] = optimizer._wire_dtype
+    return found | {name.lstrip("_"): getattr(optimizer, name) for name in optimizer._settings}
+
+
+@contextlib.contextmanager
+def _unchanged_if_it_fails(optimizer: CompressedOptimizer) -> Iterator[None]:
+    names = ("state", "param_groups", "_made", "_frozen", "_means")
+    kept = {name: getattr(optimizer, name) for name in names}
+    try:
+        yield
+    except BaseException:
+        vars(optimizer).update(kept)
+        raise
 
 
 def _places(common: ProcessGroup | None, ranks: ProcessGroup | None) -> list[int]:

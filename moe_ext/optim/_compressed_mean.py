@@ -18,7 +18,7 @@ from moe_ext.compression import CodecMemory, shard_numel
 from moe_ext.compression.collectives.coding import QuantizedCoding
 from moe_ext.compression.collectives.padding import PartialBlocks, padded_all_reduce_
 from moe_ext.compression.collectives.quantized import States, start_all_reduce
-from moe_ext.compression.feedback import Packing
+from moe_ext.compression.feedback import Packing, committing
 from moe_ext.distributed.dtensor import local_part, sharding_groups
 from moe_ext.optim._entries import Entry
 
@@ -300,6 +300,13 @@ class CompressedMean:
         # A parameter may be new: frozen until now.
         self.note_rows("exp_avg_sq", "exp_avg")
         self._note_rows(self.parts_of(self.worker_N))
+
+
+def reduce_all(means: Sequence[CompressedMean], operation: str) -> None:
+    """Reduce what is in the views, all or none."""
+    with committing(*(mean.memory for mean in means)):
+        for mean in means:
+            mean.reduce(operation)
 
 
 def _nonzero_rows(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 from moe_ext._checks import check_numbers
 from moe_ext.optim._arguments import check_count, check_deepspeed
 from moe_ext.optim._compressed import CompressedOptimizer
+from moe_ext.optim._compressed_mean import reduce_all
 from moe_ext.optim._entries import (
     Entry,
     alike,
@@ -214,7 +215,7 @@ class OneBitAdam(CompressedOptimizer):
             for entry, view in mean.by_entry():
                 entry.move_momentum(view)
         try:
-            self._reduce(means)
+            reduce_all(means, self._op)
         except BaseException:
             if is_first:
                 self._means = []

@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from moe_ext._checks import check_numbers
 from moe_ext.optim._arguments import check_count, check_deepspeed
 from moe_ext.optim._compressed import CompressedOptimizer
-from moe_ext.optim._compressed_mean import CompressedMean
+from moe_ext.optim._compressed_mean import CompressedMean, reduce_all
 from moe_ext.optim._entries import Entry, average_gradients, clip
 from moe_ext.optim._variance import fillings, roots
 
@@ -256,7 +256,7 @@ class ZeroOneAdam(CompressedOptimizer):
                     view.mul_(self._rate(entry.group)).add_(state["momentum_accumulator"])
                 else:
                     view.copy_(state["momentum_accumulator"])
-        self._reduce(means)
+        reduce_all(means, self._op)
         for mean in means:
             moved = [(entry, view) for entry, view in mean.by_entry() if not entry.is_idle]
             for entry in mean.entries:

@@ -16,30 +16,3 @@ from moe_ext.compression.codecs.registry import (
     rehearsal_of,
 )
 from moe_ext.compression.codecs.sparse import Threshold, TopK
-
-__all__ = [
-    "BlockSparse",
-    "ChunkedTopK",
-    "Codec",
-    "Dense",
-    "Lossless",
-    "Masked",
-    "MemoryFactory",
-    "OnNonfinite",
-    "OneBit",
-    "Outliers",
-    "PayloadCodec",
-    "Quantize",
-    "Rounded",
-    "Threshold",
-    "TopK",
-    "TwoOfFour",
-    "Unsent",
-    "check_choice",
-    "codec_names",
-    "codec_of",
-    "dense_reduction",
-    "rate_name",
-    "register_codec",
-    "rehearsal_of",
-]

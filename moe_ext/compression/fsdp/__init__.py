@@ -5,13 +5,3 @@ from moe_ext.compression.fsdp.layout import keep_small_dense
 from moe_ext.compression.fsdp.messages import CompressedAllGather, CompressedReduceScatter
 from moe_ext.compression.fsdp.packed import pack_fsdp_messages
 from moe_ext.compression.fsdp.zero_plus_plus import FSDPCompression, zero_plus_plus
-
-__all__ = [
-    "CompressedAllGather",
-    "CompressedAllReduce",
-    "CompressedReduceScatter",
-    "FSDPCompression",
-    "keep_small_dense",
-    "pack_fsdp_messages",
-    "zero_plus_plus",
-]
