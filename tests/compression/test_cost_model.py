@@ -357,8 +357,10 @@ def test_arguments_are_checked():
         CostModel(num_ranks=4)
     with pytest.raises(ValueError, match="expected reduce_bandwidth to be above 0"):
         Link(1e-3, 1.0, 0.0)
-    with pytest.raises(ValueError, match="expected latency to be at least 0"):
+    with pytest.raises(ValueError, match="expected latency to be a number, got nan"):
         Link(float("nan"), 1.0, 1.0)
+    with pytest.raises(ValueError, match="expected latency to be at least 0"):
+        Link(-1.0, 1.0, 1.0)
 
 
 def test_rates_are_measured_once_and_lie_on_lines(monkeypatch):

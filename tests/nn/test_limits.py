@@ -351,7 +351,7 @@ def test_a_router_sets_the_capacity():
     ("make", "error", "message"),
     [
         (lambda: Capacity(0.0), ValueError, r"Capacity: expected factor to be positive, got 0.0"),
-        (lambda: Capacity(math.nan), ValueError, r"expected factor to be positive, got nan"),
+        (lambda: Capacity(math.nan), ValueError, r"expected factor to be a number, got nan"),
         (lambda: Capacity(1.0, eval_factor=-1.0), ValueError, r"eval_factor to be positive, got"),
         (lambda: Capacity(1.0, minimum=0), ValueError, r"minimum to be at least 1, got 0"),
         (lambda: Capacity(1.0, groups=0), ValueError, r"groups to be at least 1, got 0"),

@@ -414,7 +414,7 @@ def test_a_reduction_that_fails_leaves_what_is_not_compressed_as_it_was(monkeypa
     groups = [{"params": [p]}, {"params": [q], "non_freeze": True}]
     optimizer = optim.ZeroOneAdam(groups, 0.05, var_freeze_step=2)
     run(optimizer, [p, q], range(4))
-    monkeypatch.setattr(optimizer, "_reduce", lambda means: 1 / 0)
+    monkeypatch.setattr("moe_ext.optim.zero_one_adam.reduce_all", lambda *_: 1 / 0)
     before = [p.detach().clone(), q.detach().clone(), copy.deepcopy(optimizer.rank_state_dict())]
     with pytest.raises(ZeroDivisionError):
         run(optimizer, [p, q], [4])
@@ -427,9 +427,9 @@ def test_a_reduction_that_fails_leaves_what_is_not_compressed_as_it_was(monkeypa
 W = nn.Parameter(torch.zeros(3))
 BAD = [
     ("OneBitAdam", {"amsgrad": True}, "OneBitAdam: expected amsgrad to be False, got True"),
-    ("OneBitAdam", {"freeze_step": -1}, "expected freeze_step to be an integer of at least 0"),
-    ("OneBitAdam", {"freeze_step": 1.5}, "freeze_step to be an integer of at least 0, got 1.5"),
-    ("OneBitAdam", {"variance_interval": -1}, "variance_interval to be an integer of at least 0"),
+    ("OneBitAdam", {"freeze_step": -1}, "expected freeze_step to be at least 0, got -1"),
+    ("OneBitAdam", {"freeze_step": 1.5}, "freeze_step to be an integer, got 1.5"),
+    ("OneBitAdam", {"variance_interval": -1}, "variance_interval to be at least 0, got -1"),
     ("OneBitAdam", {"block": 100}, "block to be a power of two from 64 to 1024, got 100"),
     ("OneBitAdam", {"lr": -1.0}, "OneBitAdam: expected lr to be at least 0 and finite, got -1.0"),
     ("OneBitAdam", {"betas": (0.9,)}, "expected betas to be two numbers"),
@@ -454,7 +454,7 @@ BAD = [
 
 @pytest.mark.parametrize(("name", "options", "message"), BAD)
 def test_options_out_of_range(name, options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         getattr(optim, name)([W], **options)
 
 
