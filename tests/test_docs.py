@@ -122,14 +122,28 @@ def sections(page):
         yield re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-"), section
 
 
-def test_links_lead_somewhere():
-    root = DOCS.parent
+def own_pages():
     globs = "docs/**/*.md", "*.md", "csrc/**/*.md", "examples/**/*.md"
-    for page in [page for pattern in globs for page in root.glob(pattern)]:
+    return [page for pattern in globs for page in DOCS.parent.glob(pattern)]
+
+
+def test_links_lead_somewhere():
+    for page in own_pages():
         for target, anchor in re.findall(r"\]\(([^):#\s]*)(?:#([^)]*))?\)", page.read_text()):
             found = page.parent / target if target else page
             assert found.exists(), f"{page.name}: {target}"
             assert not anchor or anchor in dict(sections(found)), f"{page.name}: {target}#{anchor}"
+
+
+def test_files_that_pages_name_are_there():
+    folders = "tests|tools|benchmarks|moe_ext|docs|csrc|examples|cmake"
+    named = 0
+    for page in own_pages():
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        for path in re.findall(rf"`((?:{folders})/[\w./-]+)`", text):
+            named += 1
+            assert (DOCS.parent / path).exists(), f"{page.name}: {path}"
+    assert named > 30
 
 
 def test_the_readme_leads_to_short_answers():
