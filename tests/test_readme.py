@@ -87,8 +87,8 @@ COMPARED = {
     "8 wide experts, top 2, float32": "| A (few wide experts) | 1024 | float32 | even |",
     "the same, bfloat16": " experts) | 1024 | bfloat16 | even |",
     "64 narrow experts, top 8, float32": "| B (many narrow experts) | 1024 | float32 | even |",
-    "Qwen3-MoE's proportions, a model forward and backward": "| Qwen3-MoE |",
-    "two nodes, 1 Gbit/s, 64 narrow experts": "| 2 x 2 | T=512 D=512 F=192 E=64 K=8 | 1 Gbit/s |",
+    "a model like Qwen3-MoE, times as fast": "| Qwen3-MoE |",
+    'two nodes, 1 Gbit/s, narrow experts, `"reduced"`': "| 2 x 2 | T=512 D=512 F=192 E=64 K=8 | 1 Gbit/s |",
     "ring attention, float32, relative CPU time": "| float32 | ours |",
     "gradients of 25 MB, 1 Gbit/s": "| 2 | 1 Gbit/s |",
 }
