@@ -179,14 +179,20 @@ def load_patches(path: str | os.PathLike[str]) -> tuple[list[WeightPatch], int]:
     _safetensors("load_patches")
     from safetensors import SafetensorError, safe_open
 
-    try:
-        with safe_open(os.fspath(path), "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(
-            f"load_patches: expected {os.fspath(path)} to be whole, got {error}"
-        ) from None
+    metadata: dict[str, str] = {}
+    tensors: dict[str, Tensor] = {}
+    read = None
+    # The package opens a file twice by its name: a writer may put the next version there between.
+    while read is None or read != _identity(path):
+        read, problem = _identity(path), None
+        try:
+            with safe_open(os.fspath(path), "pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            problem = error
+    if problem is not None:
+        raise ValueError(f"load_patches: expected {os.fspath(path)} to be whole, got {problem}")
     if metadata.get("format") != _FORMAT:
         raise ValueError(
             f"load_patches: expected {os.fspath(path)} to be of the format {_FORMAT}, got "
@@ -210,6 +216,12 @@ def load_patches(path: str | os.PathLike[str]) -> tuple[list[WeightPatch], int]:
         for number, (name, shape, dtype) in enumerate(table["patches"])
     ]
     return patches, table["version"]
+
+
+def _identity(path: str | os.PathLike[str]) -> tuple[int, int]:
+    """Tells a file from another that has taken its name."""
+    found = os.stat(path)
+    return found.st_ino, found.st_mtime_ns
 
 
 def _checksum(text: str, tensors: Mapping[str, Tensor]) -> int:

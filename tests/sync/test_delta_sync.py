@@ -1,5 +1,6 @@
 """Weights by deltas in one process: chains, refusals, shards, formats."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -10,6 +11,7 @@ import struct
 import subprocess
 import sys
 import zlib
+from unittest import mock
 
 import pytest
 import torch
@@ -661,6 +663,30 @@ while True:
         print("written", flush=True)
     version += 1
 """
+
+
+def test_a_version_that_comes_while_one_is_read_is_read_whole(tmp_path, monkeypatch):
+    """safetensors opens a file twice by its name, for the header and then for the tensors."""
+    safetensors = pytest.importorskip("safetensors")
+    path, opened = str(tmp_path / "patches"), safetensors.safe_open
+    opens = []
+
+    @contextlib.contextmanager
+    def replaced(name, framework):
+        opens.append(name)
+        with opened(name, framework) as first:
+            metadata = first.metadata()
+            if len(opens) == 1:
+                sync.save_patches(path, patches_of(2), 2)
+            with opened(name, framework) as second:
+                yield mock.Mock(
+                    metadata=lambda: metadata, keys=second.keys, get_tensor=second.get_tensor
+                )
+
+    monkeypatch.setattr(safetensors, "safe_open", replaced)
+    sync.save_patches(path, patches_of(1), 1)
+    assert_loaded(path, 2)
+    assert len(opens) == 2
 
 
 def test_readers_beside_a_writer_that_is_killed(tmp_path):
