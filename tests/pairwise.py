@@ -22,7 +22,7 @@ def pairs(*parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def pairs_on(num_ranks: int, counts: Iterable[int], *parameters: Iterable[Any]) -> list[Any]:
-    """Those of so many ranks, one of `counts`, which is the first of the parameters of `pairs`."""
+    """Cases of so many ranks, one of `counts`: the first of the parameters of `pairs`."""
     return [row for count, *row in pairs(counts, *parameters) if count == num_ranks]
 
 

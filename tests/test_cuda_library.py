@@ -41,7 +41,7 @@ def test_every_operator_has_a_cuda_kernel(gpu_operators):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_every_operator_tells_its_results_on_cuda(gpu_operators, dynamic):
-    """Of sizes that are known, and of ones that torch.compile leaves open."""
+    """Fakes of sizes that are known, and of sizes that torch.compile leaves open."""
     failed = {}
     for name in sorted({*gpu_operators.CALLS} - WITHOUT_A_FAKE):
         for arguments in gpu_operators.calls(name, gpu_operators.Inputs(torch.bfloat16)):

@@ -36,7 +36,7 @@ ELSEWHERE = {
 }
 
 
-# Of a guide before its first program; of the README and of the answers to which it leads.
+# Words of a guide before its first program; of the README and the answers to which it leads.
 OPENING_WORDS, ANSWER_WORDS = 100, 3_000
 
 

@@ -198,7 +198,7 @@ def check_attention(size, group, scheme, layout, batch, is_causal, dim, refused)
 
 
 def pipelines(refused):
-    # Whether it is planned, and of which size, together: each schedule meets all of both. Fewer
+    # Planned or not, and the size, together: each schedule meets all of both. Fewer
     # micro-batches than ranks hung in torchtitan #775.
     sizes = [("one rank", 1), ("all ranks", 1), ("all ranks", 2)]
     ways = itertools.product(SCHEDULES, (False, True))

@@ -269,7 +269,7 @@ SEEN = {
 
 
 def outcome_of_program(when):
-    """What rank 0 wrote to stderr, and rank 1 to stdout."""
+    """Text that rank 0 wrote to stderr, and rank 1 to stdout."""
     common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     common |= {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     processes = [

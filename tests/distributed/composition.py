@@ -137,7 +137,7 @@ def run(cells):
 
 
 def table():
-    """What the page shows: a row for each tool, a column for each placement."""
+    """Table of the page: a row for each tool, a column for each placement."""
     lines = [f"| trainer | {' | '.join(PLACEMENTS)} |", "|---|" + "---|" * len(PLACEMENTS)]
     for trainer in TRAINERS:
         cells = []

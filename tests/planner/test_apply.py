@@ -178,7 +178,7 @@ def trains_as_one_process(ep, zero, dispatcher, tp=1, cp=1, family="Mixtral"):
 
 @CHECKS()
 def columns_of_one_input_send_one_gradient():
-    """Of tp: the embedding's rows, each attention's results and input, and the output's input."""
+    """Messages of tp: the embedding's rows, attention's results and input, the output's input."""
     pytest.importorskip("transformers")
     model = made_model()
     applied_to(model, ep=4, zero=0, dispatcher="alltoall", tp=2)
