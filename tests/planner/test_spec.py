@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import importlib.util
-import inspect
 import json
 import math
 import os
@@ -213,14 +212,28 @@ def test_heads_fit():
             dataclasses.replace(SMALL, **change)
 
 
-def test_a_plan_can_say_all_that_a_job_can():
-    names = {each.name for each in dataclasses.fields(Job)}
-    assert names <= set(inspect.signature(plan).parameters)
-    parser = argparse.ArgumentParser()
+def test_a_plan_can_say_all_that_a_job_can(tmp_path, monkeypatch):
+    """Also by the command, and nothing is lost on the way."""
+    job = Job(*(4, 256, 16, "float32", 0.5, 2.0, True, True, True, True, 2, "float8", 2, "int8"))
+    options = dataclasses.asdict(job)
+    assert all(options[each.name] != each.default for each in dataclasses.fields(job))
+    cluster = dataclasses.replace(CLUSTER, flops={"float32": 1e11, "float8": 2e11})
+    made = plan(SMALL, cluster, **options, fixed={"pp": 1, "micro_batch": 1})
+    assert made.job == job
+    parser, given = argparse.ArgumentParser(), {}
     cli.add_arguments(parser)
-    given = {"num_ranks": "gpus"}
-    told = {action.dest for action in parser._actions}
-    assert {given.get(name, name) for name in names} <= told
+    words = ["--model", "llama-3-8b", "--cluster", "h100", "--out", str(tmp_path / "plan.json")]
+    for name, value in options.items():
+        words.append("--gpus" if name == "num_ranks" else f"--{name.replace('_', '-')}")
+        words += [] if value is True else [str(value)]
+
+    def taken(*_, **more):
+        given.update(more)
+        return made
+
+    monkeypatch.setattr(cli, "plan", taken)
+    assert cli.run(parser.parse_args(words)) == 0
+    assert options.items() <= given.items()
 
 
 @pytest.fixture(scope="module")
