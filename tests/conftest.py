@@ -2,6 +2,7 @@
 
 import contextlib
 import fnmatch
+import functools
 import gc
 import importlib.util
 import os
@@ -89,6 +90,28 @@ def pytest_collection_modifyitems(config, items):
     # Who names a case on the command line wants it.
     elif not any("[" in argument for argument in config.args):
         keep_pairs(config, items)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session):
+    """Lets workers of xdist send what a summary shows of a test, not six messages."""
+    for plugin in session.config.pluginmanager.get_plugins():
+        if type(plugin).__name__ == "WorkerInteractor":
+            plugin.sendevent = functools.partial(tell_less, plugin.sendevent)
+
+
+def tell_less(send, name, **content):
+    """Send an event, but for starts and ends of tests, and passed set-ups and tear-downs.
+
+    Those that `--durations` shows are sent, too.
+    """
+    report = content.get("data", {}) if name == "testreport" else {}
+    is_dull = report.get("when") in ("setup", "teardown") and report["duration"] < 0.005
+    if name in ("logstart", "logfinish") or (is_dull and report["outcome"] == "passed"):
+        return
+    if report.get("outcome") == "passed":
+        report["keywords"] = {}
+    send(name, **content)
 
 
 @pytest.fixture(scope="module", autouse=True)
