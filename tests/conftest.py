@@ -51,20 +51,28 @@ testing.PRELOADED += [
     ),
     *(f"moe_ext.attention.{name}" for name in ("context", "huggingface.prepare", "module", "rsa")),
     "moe_ext.nn.transformer_block",
-    "torch._dynamo",
     "torch._functorch.aot_autograd",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "hypothesis",
+    "pytest",
+]
+TOOLS = [
+    "torch._dynamo",
     "lightning.pytorch",
     "matplotlib.backends.backend_agg",
     "matplotlib.pyplot",
-    "pytest",
     "sklearn.datasets",
     "tests.quick_guards",
     "transformers.trainer",
 ]
+
+
+def pytest_configure(config):
+    """Has ranks forked from the tools, too, but for tests that run alone, which use none."""
+    if config.option.markexpr != "serial":
+        testing.PRELOADED += TOOLS
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -81,15 +89,24 @@ def pytest_collection_modifyitems(config, items):
     places = {name: place for place, name in enumerate(marks.DEAREST)}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
     for item in items:
-        for mark, patterns in marks.MARKS.items():
-            if any(fnmatch.fnmatchcase(item.nodeid, pattern) for pattern in patterns):
-                item.add_marker(mark)
+        for mark in marks_of(item.nodeid.partition("[")[0]):
+            item.add_marker(mark)
     if pairwise.FULL:
         for item in items:
             fuzz_longer(item)
     # Who names a case on the command line wants it.
     elif not any("[" in argument for argument in config.args):
         keep_pairs(config, items)
+
+
+@functools.cache
+def marks_of(function):
+    """Marks of all cases of a test."""
+    return [
+        mark
+        for mark, patterns in marks.MARKS.items()
+        if any(fnmatch.fnmatchcase(function, pattern) for pattern in patterns)
+    ]
 
 
 @pytest.hookimpl(trylast=True)

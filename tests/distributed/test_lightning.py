@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-import importlib
+import importlib.util
 import inspect
 import itertools
 import tempfile
@@ -20,7 +20,9 @@ from moe_ext import distributed as md
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.integrations.lightning import ExpertParallel, FabricExpertParallel
 
-pytest.importorskip("lightning")
+# Ranks import it, where this process need not.
+if importlib.util.find_spec("lightning") is None:
+    pytest.skip("lightning is not installed", allow_module_level=True)
 
 STEPS, VALUE = 4, 1e-3
 REFUSED = r"save_checkpoint: torch.save: expected whole tensors, .* on rank 0"
