@@ -148,7 +148,7 @@ def dtensor_of(
         placements,
         run_check=False,
         shape=shape,
-        stride=contiguous_stride(shape),
+        stride=torch.empty(shape, device="meta").stride(),
     )
 
 
@@ -262,29 +262,19 @@ def map_gathered(
     """
     if not is_dtensor(like):
         return function(local)
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import Replicate
 
     mesh, first = like.device_mesh, like.dim() - num_dims
     gathered = [Replicate() if getattr(p, "dim", -1) >= first else p for p in like.placements]
     if gathered == list(like.placements):
         return function(local)
-
-    def placed(part: Tensor, placements: Sequence[Placement]) -> DTensor:
-        shape, stride = like.shape, contiguous_stride(like.shape)
-        return DTensor.from_local(
-            part, mesh, placements, run_check=False, shape=shape, stride=stride
-        )
-
     cut = [group for dim in range(first, like.dim()) for group in sharding_groups(like, [dim])]
+    parts = dtensor_of(local, mesh, like.placements, like.shape)
     with naming_failed_ranks(cut[0] if cut else None, "optimizer step"):
-        whole = placed(local, like.placements).redistribute(placements=gathered).to_local()
+        whole = parts.redistribute(placements=gathered).to_local()
     # Cutting sends nothing.
-    return placed(function(whole), gathered).redistribute(placements=like.placements).to_local()
-
-
-def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
-    return torch.empty(shape, device="meta").stride()
+    result = dtensor_of(function(whole), mesh, gathered, like.shape)
+    return result.redistribute(placements=like.placements).to_local()
 
 
 def local_part(tensor: Tensor) -> Tensor:
