@@ -326,8 +326,8 @@ def _left_whole(
     """Parameters that FSDP2 was told to ignore, held by all ranks, with these."""
     from moe_ext.distributed import fsdp_state
 
-    managed = {name: shards for name, shards, _ in fsdp_state.wrapped_parameters(model)}
-    dense = [shards.device_mesh for name, shards in managed.items() if name not in experts]
+    managed = dict(fsdp_state.wrapped_parameters(model))
+    dense = [p.shards.device_mesh for name, p in managed.items() if name not in experts]
     named = model.named_parameters()
     whole = [p for n, p in named if n not in managed and n not in experts and not is_dtensor(p)]
     if not dense or not whole:

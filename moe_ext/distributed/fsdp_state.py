@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -144,32 +145,51 @@ def wrapped_roots() -> list[nn.Module]:
     return [m for m, s in zip(modules, states, strict=True) if getattr(s, "_is_root", False)]
 
 
-def wrapped_parameters(root: nn.Module) -> Iterator[tuple[str, DTensor, bool]]:
-    """Name and shards of every parameter that wrapped modules manage, gathered now or not.
+@dataclass(frozen=True)
+class WrappedParameter:
+    """A parameter that wrapped modules manage, gathered now or not.
 
-    And whether a hook reduces its gradient over more ranks than those of the mesh.
+    Attributes:
+        shards: the parameter.
+        is_hooked: whether a hook reduces its gradient over more ranks than those of the mesh.
+        scale: its gradient, as a multiple of the mean over the mesh.
     """
+
+    shards: DTensor
+    is_hooked: bool
+    scale: float
+
+
+def wrapped_parameters(root: nn.Module) -> Iterator[tuple[str, WrappedParameter]]:
+    """Every parameter that wrapped modules manage, by its name."""
     path_of = {module: f"{path}." if path else "" for path, module in root.named_modules()}
     for module in path_of:
         for group in _param_groups(module):
             is_hooked = getattr(group, "_all_reduce_hook", None) is not None
+            size = group.mesh_info.mesh.size()
+            scale = size / (group.gradient_divide_factor or size)
             for entry in group.fsdp_params:
                 name = path_of[entry._module_info.module] + entry._module_info.param_name
-                yield name, entry.sharded_param, is_hooked
+                yield name, WrappedParameter(entry.sharded_param, is_hooked, scale)
 
 
-def check_wrapping(
-    experts: nn.Module, ranks_of: Callable[[nn.Module], Callable[[str], list[set[int]]]]
-) -> None:
+# The parameters of a model that ranks hold between them, and the function of the name of any of its
+# parameters: sets of ranks, each of which its mesh has to hold, since gradients are averaged over
+# them.
+Divided = tuple[Collection[str], Callable[[str], list[set[int]]]]
+
+
+def check_wrapping(experts: nn.Module, divided_of: Callable[[nn.Module], Divided]) -> None:
     """Refuse meshes of `fully_shard` that mix experts, or that let copies drift apart.
+
+    And divisors of gradients that make those of experts other multiples of a mean than the rest.
 
     Called before every forward pass of a module with experts: what was wrapped over which ranks is
     known only then. It looks when something was wrapped since the last time.
 
     Args:
         experts: the module with experts.
-        ranks_of: for a model, a function of a parameter's name: sets of ranks, each of which its
-            mesh has to hold, since gradients are averaged over them.
+        divided_of: tells of a model.
 
     Raises:
         ValueError: on every rank, before the first step.
@@ -179,18 +199,32 @@ def check_wrapping(
         return
     for root in wrapped_roots():
         if _checked.get(root) != count and any(module is experts for module in root.modules()):
-            _check_meshes(root, ranks_of(root))
+            _check_meshes(root, *divided_of(root))
             _checked[root] = count
     _checked[experts] = count
 
 
-def _check_meshes(root: nn.Module, needed_by: Callable[[str], list[set[int]]]) -> None:
+def _check_meshes(
+    root: nn.Module, divided: Collection[str], needed_by: Callable[[str], list[set[int]]]
+) -> None:
     """Refuse a parameter whose gradient is not averaged over all ranks that have one."""
-    for name, parameter, is_hooked in wrapped_parameters(root):
-        ranks = parameter.device_mesh.mesh.flatten().tolist()
-        for needed in () if is_hooked else needed_by(name):
+    wrapped = dict(wrapped_parameters(root))
+    for name, found in wrapped.items():
+        ranks = found.shards.device_mesh.mesh.flatten().tolist()
+        for needed in () if found.is_hooked else needed_by(name):
             if not needed <= set(ranks):
                 raise ValueError(
                     f"fully_shard: expected the mesh of {name} to have the ranks {sorted(needed)}, "
                     f"over which its gradients are averaged, got ranks {ranks}. {_RECIPE}"
                 )
+    scales = {found.scale: name for name, found in wrapped.items() if name not in divided}
+    for name in divided:
+        # Gradients of parameters that no wrapped module manages become means.
+        scale = wrapped[name].scale if name in wrapped else 1.0
+        if scales and not any(math.isclose(scale, other) for other in scales):
+            other, rest = scales.popitem()
+            raise ValueError(
+                "fully_shard: expected set_gradient_divide_factor to make gradients of experts the "
+                f"multiple of a mean that the others are, got {scale:g} times it for {name} and "
+                f"{other:g} times for {rest}; the layer has divided by its number of ranks already"
+            )

@@ -94,7 +94,7 @@ class MoEMesh:
             or with cp beside ep "dp", "cp" and "ep", of this stage; None without torch.distributed.
         data_mesh: DeviceMesh with dimensions "data" and "cp", with tp "data", "cp" and "tp", over
             the same ranks; None with cp beside ep, without either, or without torch.distributed.
-        world_mesh: DeviceMesh of one dimension with all ranks of this stage; None without
+        world_mesh: DeviceMesh of one dimension, "fsdp", with all ranks of this stage; None without
             torch.distributed.
         replica_mesh: DeviceMesh of one dimension with the ranks that hold the experts of this one,
             itself included; None without torch.distributed.
@@ -246,7 +246,10 @@ class MoEMesh:
         self.cp_group = group("cp") if self.cp_size > 1 else None
         self.tp_group = group("tp") if self.tp_size > 1 else None
         self.pp_group = group("pp") if self.pp_size > 1 else None
-        self.world_mesh = DeviceMesh.from_group(self.stage_group, device_type)
+        # Tools tell meshes apart by their names.
+        self.world_mesh = DeviceMesh.from_group(
+            self.stage_group, device_type, mesh_dim_names=("fsdp",)
+        )
         experts, attention = self._experts[self.pp_rank], self._attention[self.pp_rank]
         alone = self.edp_size == 1
         declare_replicas(self.ep_group, None if alone else replicas, experts.flatten(1).tolist())

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -47,6 +47,8 @@ from moe_ext.distributed.dtensor import (
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement as TensorPlacement
+
+    from moe_ext.distributed.fsdp_state import Divided
 
 # Attribute of a module: parameter name, or "" for all, to placement.
 _DECLARED = "_moe_ext_placements"
@@ -543,11 +545,11 @@ def _check_wrapping(module: nn.Module, _inputs: object) -> None:
         # Not at the top: FSDP takes a second to import.
         from moe_ext.distributed.fsdp_state import check_wrapping
 
-        check_wrapping(module, _ranks_to_average_over)
+        check_wrapping(module, _divided)
 
 
-def _ranks_to_average_over(model: nn.Module) -> Callable[[str], list[set[int]]]:
-    """A function of a parameter's name: the sets of ranks whose gradients of it are averaged."""
+def _divided(model: nn.Module) -> Divided:
+    """Parameters that ranks hold between them, and the ranks whose gradients are averaged."""
     divided = {name: place for name, place in placements(model).items() if place.num_parts > 1}
     groups = {place.group for place in divided.values() if place.group is not None}
     sharers = [set(group_ranks(group)) for group in groups]
@@ -556,7 +558,7 @@ def _ranks_to_average_over(model: nn.Module) -> Callable[[str], list[set[int]]]:
         # Experts are DTensors, whose mesh has the ranks of their group already.
         return [known_ranks(divided[name]) or set()] if name in divided else sharers
 
-    return ranks
+    return divided, ranks
 
 
 def declare_experts(module: nn.Module, num_experts: int, group: ProcessGroup | None) -> None:

@@ -249,6 +249,45 @@ def wrong_meshes_are_refused(name):
             experts_in_part(Model(own_groups()), diagonal)
 
 
+@FOUR(("sharded",), ("left whole",), ("averaged",))
+def divisors_of_gradients(name):
+    """torchtitan has FSDP2 divide by 1; our layers have divided by the ranks that share experts."""
+    mesh, rank = mesh_of(2), dist.get_rank()
+    wrap = {"sharded": by_library, "left whole": experts_whole, "averaged": experts_averaged}[name]
+    model = wrap(Model(mesh.ep_group), mesh)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    found = "2 times" if name == "sharded" else "1 times"
+    text = f"set_gradient_divide_factor .*, got {found} it for .*experts.* and 4 times for .*"
+    raised(ValueError, text, loss_of, model, rank)
+    if name == "sharded":
+        model, want = wrap(Model(mesh.ep_group), mesh), one_process()
+        experts = {m for block in model.blocks for m in block.moe.experts.modules()}
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(0.5 if module in experts else 1.0)
+        loss_of(model, rank).backward()
+        for parameter in want.parameters():
+            parameter.grad *= 4
+        assert_gradients(model, want)
+
+
+@FOUR()
+def norms_by_names_of_meshes():
+    """As torchtitan clips: parameters whose mesh names "ep" are apart; each mesh has names."""
+    mesh, want = mesh_of(2), one_process()
+    model = by_library(Model(mesh.ep_group), mesh)
+    loss_of(model, dist.get_rank()).backward()
+    grads = {True: [], False: []}
+    for parameter in model.parameters():
+        grads["ep" in parameter.device_mesh.mesh_dim_names].append(parameter.grad)
+    assert all(grads.values())
+    squares = [nn.utils.get_total_norm(found).full_tensor() ** 2 for found in grads.values()]
+    found = nn.utils.get_total_norm([p.grad for p in want.parameters()])
+    torch.testing.assert_close(sum(squares).sqrt(), found, **TIGHT)
+
+
 def optimizer_of(model):
     # A large eps: what a gradient of 1e-17 becomes must not depend on its sign.
     return torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-3)

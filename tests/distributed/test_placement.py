@@ -221,7 +221,7 @@ def rows_of_page():
         for name, p in module.named_parameters():
             cells, local = ["none", "plain tensor"], local_part(p.detach())
             if isinstance(p, DTensor):
-                names = p.device_mesh.mesh_dim_names or ("all ranks",)
+                names = p.device_mesh.mesh_dim_names
                 cells = [", ".join(names), ", ".join(map(str, p.placements))]
             shapes = [str(list(p.shape)), str(list(local.shape))]
             rows.append(f"| {' | '.join([title, f'`{name}`', *cells, *shapes])} |")
