@@ -272,3 +272,11 @@ def cpu_model() -> str:
         return platform.processor()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
+
+
+def processor() -> str:
+    """The processor of this machine, for a table that stands on the page of a like one."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    known = dict(tuple(map(str.strip, line.split(":", 1))) for line in lines if ":" in line)
+    numbers = f"family {known.get('cpu family')} model {known.get('model')}"
+    return f"{cpu_model()}, {numbers}, {torch.backends.cpu.get_cpu_capability()}"

@@ -1,38 +1,35 @@
 """Costs of experts over ranks as DTensors: of a layer, an optimizer step, and an import.
 
-Each contender takes turns with the one that it is compared with; a ratio is the median of those of
-the pairs, since other jobs share the machine.
+Each contender takes turns with the one that it is compared with. Other jobs may share the machine:
+figures are the least of many runs, CPU time and calls stand beside the time.
 """
 
 import json
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness import Table
+from _harness import Table, processor
+from import_cost_rank import Contender, Cost, calls_of, cost_of
 from torch import Tensor, nn
 
 NUM_RANKS = (2, 4)
 NUM_TOKENS = (64, 4096)
 DIM, FFN_DIM, NUM_EXPERTS, TOP_K = 256, 256, 8, 2
-PAIRS = {64: 150, 4096: 15}
+PAIRS = {64: 150, 4096: 20}
 # Parameters of the optimizer, plain ones and those of experts, and their side.
 NUM_PLAIN, NUM_EXPERT, SIDE = 60, 20, 64
 STEP_PAIRS = 100
 # Program that measures a model without experts.
 SCRIPT = Path(__file__).resolve().parent / "import_cost_rank.py"
 # A module that nothing of torch knows shows how far figures are from each other by chance.
-PROCESSES, CONTROL = 7, "html"
+ROUNDS, CONTROL = 100, "html"
 
-Contender = Callable[[], object]
-# Median milliseconds of the second, of the first, and the median of their ratio.
-Pair = tuple[float, float, float]
+# Costs of the second, and of the first: milliseconds, those of the CPU, functions entered.
+Pair = tuple[Cost, Cost]
 
 
 def in_turn(first: Contender, second: Contender, pairs: int, together: bool = False) -> Pair:
@@ -45,20 +42,17 @@ def in_turn(first: Contender, second: Contender, pairs: int, together: bool = Fa
         together: ranks begin each turn together.
     """
     warmup = pairs // 10 + 1
-    times: list[tuple[float, float]] = []
+    spent: dict[Contender, list[Cost]] = {first: [], second: []}
     for number in range(warmup + pairs):
-        order = (first, second) if number % 2 else (second, first)
-        spent = {}
-        for run in order:
+        for run in (first, second) if number % 2 else (second, first):
             if together:
                 dist.barrier()
-            start = time.perf_counter()
-            run()
-            spent[run] = 1e3 * (time.perf_counter() - start)
-        times.append((spent[first], spent[second]))
-    kept = times[warmup:]
-    medians = [statistics.median(column) for column in zip(*kept, strict=True)]
-    return medians[1], medians[0], statistics.median(a / b for a, b in kept)
+            spent[run].append(cost_of(run))
+    found = [
+        (*(min(column) for column in zip(*spent[run][warmup:], strict=True)), calls_of(run))
+        for run in (second, first)
+    ]
+    return found[0], found[1]
 
 
 def with_plain_parameters(layer: nn.Module) -> nn.Module:
@@ -93,7 +87,8 @@ def layer_on_rank(rank: int) -> dict[tuple[int, str], Pair]:
             groups = moe_ext.distributed.expert_param_groups(layer)
             if len(groups) == 1:  # nothing says that they are experts
                 groups = [{"params": list(layer.parameters())}]
-            optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True)
+            # Ranks whose routers a step has moved apart would be refused.
+            optimizer = torch.optim.AdamW(groups, lr=0.0, fused=True)
             outputs.append(layer(x).detach())
 
             def forward(layer: nn.Module = layer, x: Tensor = x) -> Tensor:
@@ -161,34 +156,49 @@ def steps_on_rank(rank: int) -> dict[tuple[str, str], Pair | None]:
 
 
 def without_experts() -> dict[tuple[str, str], Pair]:
-    """(Imported, what runs) to its times before and after, each the median of several processes."""
-    pairs: dict[tuple[str, str], list[list[float]]] = {}
-    for _ in range(PROCESSES):
-        for imported in ("moe_ext", CONTROL):
-            command = [sys.executable, str(SCRIPT), imported]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            for name, pair in json.loads(done.stdout).items():
-                pairs.setdefault((name, imported), []).append(pair)
-    found = {}
-    for key, kept in pairs.items():
-        before, after = (statistics.median(column) for column in zip(*kept, strict=True))
-        found[key] = before, after, statistics.median(b / a for a, b in kept)
-    return found
+    """(Imported, what runs) to its costs beside those in a process that imports neither."""
+    names = ("", "moe_ext", CONTROL)
+    ranks = {
+        name: subprocess.Popen(
+            [sys.executable, str(SCRIPT), name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name in names
+    }
+    spent: dict[tuple[str, str], list[Cost]] = {}
+    for number in range(ROUNDS):
+        for name in names[:: 1 if number % 2 else -1]:
+            talk = ranks[name]
+            assert talk.stdin is not None and talk.stdout is not None
+            print(file=talk.stdin, flush=True)
+            for what, cost in json.loads(talk.stdout.readline()).items():
+                spent.setdefault((what, name), []).append(cost)
+    for rank in ranks.values():
+        rank.communicate()
+    least = {key: tuple(map(min, *costs[1:])) for key, costs in spent.items()}
+    return {(what, name): (least[what, ""], cost) for (what, name), cost in least.items() if name}
 
 
-def slowest(found: list[dict[Any, Pair]]) -> dict[Any, Pair]:
-    """Each measurement as the rank has it whose ratio is the median one."""
+def median(found: list[dict[Any, Pair]]) -> dict[Any, Pair]:
+    """Each measurement as the rank has it whose ratio of CPU time is the median one."""
     return {
-        key: sorted((one[key] for one in found), key=lambda p: p[2])[len(found) // 2]
+        key: sorted((one[key] for one in found), key=lambda p: p[1][1] / p[0][1])[len(found) // 2]
         for key in found[0]
     }
 
 
+TIMES = ("plain ms", "ms", "ratio", "plain CPU ms", "CPU ms", "plain calls", "calls")
+
+
 def cells(pair: Pair | None) -> tuple[str, ...]:
-    """Plain ms, ms and ratio, for a table."""
+    """Cells of `TIMES`."""
     if pair is None:
-        return "", "refused", ""
-    return f"{pair[0]:.3f}", f"{pair[1]:.3f}", f"{pair[2]:.3f}"
+        return ("", "refused", *("",) * 5)
+    (ms, cpu, calls), (our_ms, our_cpu, our_calls) = pair
+    times = f"{ms:.3f}", f"{our_ms:.3f}", f"{our_ms / ms:.3f}", f"{cpu:.3f}", f"{our_cpu:.3f}"
+    return (*times, f"{calls:.0f}", f"{our_calls:.0f}")
 
 
 def tables() -> list[Table]:
@@ -196,38 +206,38 @@ def tables() -> list[Table]:
     from moe_ext.testing import spawn_ranks
 
     note = (
-        "Times of the plain ones and of the others, taken in turn, and the median of the ratios of "
-        "pairs: other jobs share the machine, and swing single times by half."
+        "Taken in turn: the least time, CPU time of the process and number of functions entered, "
+        f"of Python and C. Measured on {processor()}."
     )
     sizes = f"float32, D={DIM}, F={FFN_DIM}, E={NUM_EXPERTS}, K={TOP_K}, Gloo, one thread a rank"
     layer_rows, step_rows = [], []
     for ranks in NUM_RANKS:
-        layer = slowest(spawn_ranks(layer_on_rank, ranks, timeout=900.0))
+        layer = median(spawn_ranks(layer_on_rank, ranks, timeout=900.0))
         layer_rows += [(f"{ranks}", f"{t}", name, *cells(p)) for (t, name), p in layer.items()]
     steps = spawn_ranks(steps_on_rank, 2, timeout=900.0)[0]
     step_rows = [(*key, *cells(pair)) for key, pair in steps.items()]
     plain = [(*key, *cells(pair)) for key, pair in without_experts().items()]
-    times = ("plain ms", "ms", "ratio")
     return [
         Table(
             "Experts as DTensors: a layer",
             f"A `MoELayer` ({sizes}) whose experts are DTensors, beside one that has the same "
             f"local tensors as plain parameters. The step is AdamW's, fused. {note}",
-            ("ranks", "T", "runs", *times),
+            ("ranks", "T", "runs", *TIMES),
             layer_rows,
         ),
         Table(
             "Experts as DTensors: an optimizer step",
             f"AdamW over {NUM_PLAIN} plain [{SIDE}, {SIDE}] and {NUM_EXPERT} expert parameters "
             f"[{NUM_EXPERTS // 2}, {SIDE}, {SIDE}] of a rank, beside plain tensors alone. {note}",
-            ("AdamW", "parameters", *times),
+            ("AdamW", "parameters", *TIMES),
             step_rows,
         ),
         Table(
             "A model without experts",
-            "CPU time for 2000 tensors of 16 elements before and after `import moe_ext`, and, as a "
-            "control, after that of a module of Python's library: medians of as many processes.",
-            ("runs", "imported", "before ms", "ms", "ratio"),
+            "2000 tensors of 16 elements in a process that has imported `moe_ext`, and in one that "
+            "has imported a module of Python's library (a control), beside one with neither. "
+            f"{note}",
+            ("runs", "imported", *TIMES),
             plain,
         ),
     ]

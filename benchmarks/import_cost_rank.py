@@ -1,45 +1,64 @@
-"""Effect of an import on 2,000 tensors without experts, in this process.
+"""Costs of 2,000 tensors without experts in a process that has imported a module.
 
-``import_cost_rank.py MODULE``: prints JSON, what runs to its milliseconds of CPU before and after.
+``import_cost_rank.py MODULE``, '' for none, prints JSON for each line that comes: what runs to its
+costs.
 """
 
 import importlib
 import json
-import statistics
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
-NUM_TENSORS, RUNS = 2000, 50
+NUM_TENSORS = 2000
+
+Contender = Callable[[], object]
+Cost = tuple[float, ...]
 
 
-def measured() -> dict[str, float]:
-    """Median CPU milliseconds of what runs, on new tensors."""
+def cost_of(run: Contender) -> Cost:
+    """Milliseconds of a run, and those of the CPU in all threads of the process."""
+    start, used = time.perf_counter(), time.process_time()
+    run()
+    return 1e3 * (time.perf_counter() - start), 1e3 * (time.process_time() - used)
+
+
+def calls_of(run: Contender) -> float:
+    """Functions of Python and C that this thread enters in a run."""
+    number = 0
+
+    def count(_frame: object, event: str, _given: object) -> None:
+        nonlocal number
+        number += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return number - 1  # that which ends the count
+
+
+def contenders() -> dict[str, Contender]:
+    """Steps that a loop of training takes."""
     parameters = [nn.Parameter(torch.randn(16)) for _ in range(NUM_TENSORS)]
     for parameter in parameters:
         parameter.grad = torch.randn(16)
     optimizer = torch.optim.AdamW(parameters, fused=True)
-    runs = {
+    return {
         "`clip_grad_norm_`": lambda: nn.utils.clip_grad_norm_(parameters, 1.0),
         "fused AdamW": optimizer.step,
     }
-    found = {}
-    for name, run in runs.items():
-        times = []
-        for _ in range(RUNS):
-            start = time.thread_time()
-            run()
-            times.append(1e3 * (time.thread_time() - start))
-        found[name] = statistics.median(times[RUNS // 10 :])
-    return found
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    measured()
-    before = measured()
-    importlib.import_module(sys.argv[1])
-    after = measured()
-    print(json.dumps({name: (before[name], after[name]) for name in before}))
+    if sys.argv[1]:
+        importlib.import_module(sys.argv[1])
+    runs = contenders()
+    for _ in sys.stdin:
+        found = {name: [*cost_of(run), calls_of(run)] for name, run in runs.items()}
+        print(json.dumps(found), flush=True)
