@@ -67,6 +67,14 @@ def test_counts_widths_and_slow_accesses(sass):
     assert sass.widths(kernel.loads) == "16x1 8x1 4x1"
 
 
+@pytest.mark.parametrize("product", ["HMMA.16816.F32.BF16 R4, R8, R12, R4", "HGMMA.64x8x16 R4"])
+def test_a_kernel_on_tensor_cores_names_the_memory_that_it_accesses(sass, product):
+    generic = "LD.E.128 R8, desc[UR4][R2.64]"
+    kernels = {"good": [product, *COPY], "bad": [product, *COPY, generic], "other": [generic]}
+    found = sass.parse(text(**kernels))
+    assert [k.kernel for k in found if k.multiplies_what_it_looks_for] == ["bad"]
+
+
 def test_make_cuda_fails_for_such_a_kernel(sass, monkeypatch, tmp_path, capsys):
     monkeypatch.syspath_prepend(TOOLS)
     spec = importlib.util.spec_from_file_location("kernel_resources", TOOLS / "kernel_resources.py")
@@ -84,8 +92,14 @@ def test_make_cuda_fails_for_such_a_kernel(sass, monkeypatch, tmp_path, capsys):
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(sass.importlib.util, "find_spec", lambda name: None)
-    for code, status in ((STORE_ASTRAY, 1), ([*STORE_ASTRAY, WRITERS[0]], 0)):
+    unwritten = "k loads shared memory, and has no store or atomic to it"
+    slow = "k uses tensor cores, and has generic accesses"
+    for code, refused in (
+        (STORE_ASTRAY, {unwritten}),
+        ([*STORE_ASTRAY, WRITERS[0]], set()),
+        (["HMMA.16816.F32 R4, R8, R12, R4", WRITERS[-1]], {slow}),
+    ):
         (tmp_path / "code").write_text(text(k=code))
-        assert resources.main(str(tmp_path)) == status
-        refused = "k loads shared memory, and has no store or atomic to it"
-        assert (refused in capsys.readouterr().out) == bool(status)
+        assert resources.main(str(tmp_path)) == len(refused)
+        said = capsys.readouterr().out
+        assert {why for why in (unwritten, slow) if why in said} == refused

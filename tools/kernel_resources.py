@@ -2,9 +2,10 @@
 
     python tools/kernel_resources.py BUILD_DIR
 
-Exits with 1 if a kernel spills registers, if one loads shared memory that nothing in it writes, or
-if the build has no kernels at all. Accesses are those of one architecture, 9.0 where it was
-compiled; they need cuobjdump and nvdisasm (`pip install moe_ext[cuda]`).
+Exits with 1 if a kernel spills registers, if one loads shared memory that nothing in it writes, if
+one on tensor cores has generic accesses, or if the build has no kernels at all. Accesses are those
+of one architecture, 9.0 where it was compiled; they need cuobjdump and nvdisasm
+(`pip install moe_ext[cuda]`).
 """
 
 import re
@@ -82,18 +83,21 @@ def print_accesses(build_dir: str, archs: set[str]) -> int:
         moved = f"{kernel_sass.widths(k.loads)} | {kernel_sass.widths(k.stores)}"
         counts = f"{k.count(kernel_sass.GENERIC):>9} {k.count(kernel_sass.LOCAL):>7}"
         print(f"{counts}  {moved:<24} {names[k.kernel]}")
-    refused = [names[k.kernel] for k in kernels if k.reads_what_nobody_wrote]
-    for name in refused:
+    unwritten = [names[k.kernel] for k in kernels if k.reads_what_nobody_wrote]
+    for name in unwritten:
         print(f"kernel_resources: {name} loads shared memory, and has no store or atomic to it")
+    slow = [names[k.kernel] for k in kernels if k.multiplies_what_it_looks_for]
+    for name in slow:
+        print(f"kernel_resources: {name} uses tensor cores, and has generic accesses")
     generic, local = (
         sum(k.count(operations) > 0 for k in kernels)
         for operations in (kernel_sass.GENERIC, kernel_sass.LOCAL)
     )
     print(
         f"{len(kernels)} kernels of {arch}: {generic} with generic accesses, {local} with local "
-        f"memory, {len(refused)} that load shared memory which they do not write"
+        f"memory, {len(unwritten)} that load shared memory which they do not write"
     )
-    return len(refused)
+    return len(unwritten) + len(slow)
 
 
 def main(build_dir: str) -> int:

@@ -1,7 +1,8 @@
 """Reads how a kernel accesses memory from its machine code, as `cuobjdump -sass` prints it.
 
 A kernel that loads shared memory without writing any is refused: its stores went elsewhere, such as
-through an instruction that names global memory.
+through an instruction that names global memory. So is one on tensor cores with generic accesses,
+each of which finds out first which memory it is of.
 """
 
 import collections
@@ -27,6 +28,8 @@ SHARED_WRITES = {"STS", "STSM", "ATOMS", "LDGSTS", "UBLKCP", "UTMALDG", "STAS", 
 GENERIC = {"LD", "ST", "ATOM"}
 GENERIC_WRITES = GENERIC - {"LD"}
 LOCAL = {"LDL", "STL"}
+# Of tensor cores: of a warp, and of four.
+PRODUCTS = {"HMMA", "HGMMA"}
 # Bytes of an access by what it is qualified with; 4 without.
 WIDTHS = {"256": 32, "128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 
@@ -55,6 +58,11 @@ class Accesses:
     def reads_what_nobody_wrote(self) -> bool:
         """Whether it loads shared memory, and has nothing that could have written it."""
         return self.count(SHARED_LOADS) > 0 and self.count(SHARED_WRITES | GENERIC_WRITES) == 0
+
+    @property
+    def multiplies_what_it_looks_for(self) -> bool:
+        """Whether it uses tensor cores, and has generic accesses."""
+        return self.count(PRODUCTS) > 0 and self.count(GENERIC) > 0
 
 
 def parse(sass: str) -> list[Accesses]:

@@ -196,8 +196,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_block_backward_cuda(
         data<Acc>(grad_k),
         data<Acc>(grad_v),
         wanted_bias ? data<Acc>(grad_bias) : nullptr};
-    if constexpr (kHasTensorCores<T>) {
-      if (block.tensor_cores && tensor_backward_takes(block.params)) {
+    if constexpr (kHasTensorGradients<T>) {
+      if (block.tensor_cores && arrays.grad_out.aligned && tensor_backward_takes(block.params)) {
         return launch_tensor_backward(block.params, arrays, device.stream());
       }
     }

@@ -18,6 +18,9 @@ constexpr int kMostTensorGradCols = 128; // head dims in the backward pass, whos
 
 template <typename T>
 constexpr bool kHasTensorCores = std::is_same_v<T, c10::BFloat16> || std::is_same_v<T, c10::Half>;
+// float16 gradients of scores would underflow in 16 bits.
+template <typename T>
+constexpr bool kHasTensorGradients = std::is_same_v<T, c10::BFloat16>;
 
 template <typename T>
 __device__ __forceinline__ T* tiles_behind(TileContext<T>* context) {
@@ -30,21 +33,34 @@ size_t tensor_bytes(int64_t elements_of_tiles) {
   return ceil_div(sizeof(TileContext<T>), size_t{16}) * 16 + static_cast<size_t>(elements_of_tiles) * sizeof(T);
 }
 
-// Starts copies of tile t of the values and, unless they are underway, of the keys; the keys have come when it returns,
-// the values are waited for later.
+// Starts copies of tile t of the matrix that is multiplied second and, unless they are underway, of the first; the
+// first has come when it returns, the second is waited for later.
 template <typename T>
-__device__ __forceinline__ void fetch_keys(
-    TileContext<T>& context, const TokenTile& tile, int t, bool underway, const SharedTile<T>& k,
-    const SharedTile<T>& v) {
+__device__ __forceinline__ void fetch_tiles(
+    TileContext<T>& context, const TokenTile& tile, int t, bool underway, const Rows<T>& from_first,
+    const SharedTile<T>& first, const Rows<T>& from_second, const SharedTile<T>& second) {
   if (!underway) {
-    k.fetch(context.k, int64_t{t} * kTile);
+    first.fetch(from_first, int64_t{t} * kTile);
     commit_copies();
   }
-  v.fetch(context.v, int64_t{t} * kTile);
+  second.fetch(from_second, int64_t{t} * kTile);
   commit_copies();
   copy_tokens(tile, context.tokens.k_positions, context.tokens.k_documents);
   wait_copies<1>();
   __syncthreads();
+}
+
+// Waits for the second matrix of a tile, and starts copies of the first one of the next tile, which no warp reads the
+// present one of any more. Returns that tile, or -1.
+template <typename T>
+__device__ __forceinline__ int fetch_next(int next, const Rows<T>& from, const SharedTile<T>& first) {
+  wait_copies<0>();
+  __syncthreads();
+  if (next >= 0) {
+    first.fetch(from, int64_t{next} * kTile);
+    commit_copies();
+  }
+  return next;
 }
 
 template <int kCols, typename T>
@@ -76,7 +92,7 @@ __global__ void __launch_bounds__(kTensorThreads, 1)
   const auto may = [&](int t) { return may_see(own.extent, keys[t].extent, params.window); };
   int underway = -1; // tile of the keys: they come while the values of the one before are multiplied
   for_each_visible<kTensorThreads>(params.keys.num_tiles, context->visible, may, [&](int t, int next) {
-    fetch_keys(*context, keys[t], t, underway == t, k, v);
+    fetch_tiles(*context, keys[t], t, underway == t, context->k, k, context->v, v);
     TensorScores<> s = {};
     add_products<kTile>(s, q, k, 0);
     const bool masked = is_masked(own.extent, keys[t], params.window);
@@ -87,13 +103,7 @@ __global__ void __launch_bounds__(kTensorThreads, 1)
     if (params.threshold > 0) {
       drop<TensorLayout<>>(s, kept_scores<TensorLayout<>, true>(tokens, context->head), params.inv_keep);
     }
-    wait_copies<0>();
-    __syncthreads();
-    if (next >= 0) {
-      k.fetch(context->k, int64_t{next} * kTile);
-      commit_copies();
-      underway = next;
-    }
+    underway = fetch_next(next, context->k, k);
     out.template add<true, kTile>(s, v, 0);
     __syncthreads();
   });
@@ -128,14 +138,14 @@ __global__ void __launch_bounds__(kTensorThreads, 1)
   TensorSums<kMostTensorGradCols> grad_q;
   grad_q.clear();
   const auto may = [&](int t) { return may_see(own.extent, keys[t].extent, params.window); };
-  for_each_visible<kTensorThreads>(params.keys.num_tiles, context->visible, may, [&](int t, int) {
-    fetch_keys(*context, keys[t], t, false, k, v);
+  int underway = -1; // tile of the values: they come while the keys of the one before are multiplied
+  for_each_visible<kTensorThreads>(params.keys.num_tiles, context->visible, may, [&](int t, int next) {
+    fetch_tiles(*context, keys[t], t, underway == t, context->v, v, context->k, k);
     TensorScores<> s = {}, g = {};
-    add_products<kTile>(s, q, k, 0);
-    wait_copies<0>();
-    __syncthreads();
     add_products<kTile>(g, grad, v, 0);
     add_products<kTile>(g, grad_low, v, 0);
+    underway = fetch_next(next, context->v, v);
+    add_products<kTile>(s, q, k, 0);
     gradient_of_tile<TensorLayout<>, true, false>(s, g, *context, is_masked(own.extent, keys[t], params.window));
     grad_q.template add<true, kTile>(g, k, 0);
     __syncthreads();
@@ -212,10 +222,9 @@ bool tensor_forward_takes(const BlockParams<T>& params) {
          params.q.cols <= kMostTensorCols;
 }
 
-// float16 gradients of scores would underflow in 16 bits.
 template <typename T>
 bool tensor_backward_takes(const BlockParams<T>& params) {
-  return std::is_same_v<T, c10::BFloat16> && tensor_forward_takes(params) &&
+  return kHasTensorGradients<T> && tensor_forward_takes(params) &&
          std::max(params.q.cols, params.v.cols) <= kMostTensorGradCols;
 }
 

@@ -54,23 +54,15 @@ struct SharedTile {
     return data + kTile * (cols + 8);
   }
 
-  // f(row, col) for each eight columns, over the threads of the block.
-  template <typename F>
-  __device__ __forceinline__ void for_each_eight(const F& f) const {
-    const int thread = static_cast<int>(threadIdx.x);
-    for (int row = thread / 8; row < kTile; row += kTensorThreads / 8) {
-      for (int col = thread % 8 * 8; col < cols; col += 64) {
-        f(row, col);
-      }
-    }
-  }
-
   // Starts copies of m[row, row + 64), whose rows are multiples of 16 bytes.
   __device__ __forceinline__ void fetch(const Rows<T>& m, int64_t row) const {
-    for_each_eight([&](int r, int col) {
-      const bool real = row + r < m.num_rows && col < m.cols;
-      copy_async(at(r, col), real ? m.data + (row + r) * m.stride + col : m.data, real);
-    });
+    const int thread = static_cast<int>(threadIdx.x);
+    for (int r = thread / 8; r < kTile; r += kTensorThreads / 8) {
+      for (int col = thread % 8 * 8; col < cols; col += 64) {
+        const bool real = row + r < m.num_rows && col < m.cols;
+        copy_async(at(r, col), real ? m.data + (row + r) * m.stride + col : m.data, real);
+      }
+    }
   }
 };
 
@@ -95,19 +87,38 @@ struct SplitPair {
   }
 };
 
-// float32 rows m[row, row + 64) as high and low parts.
+// float32 rows m[row, row + 64), multiples of 16 bytes, as high and low parts. A thread asks for two rows before it
+// uses the first: registers have no room for more.
 template <typename T>
 __device__ __forceinline__ void split_rows(
     const SharedTile<T>& high, const SharedTile<T>& low, const Rows<float>& m, int64_t row) {
-  high.for_each_eight([&](int r, int col) {
+  constexpr int kRows = kTensorThreads / 8;
+  const int thread = static_cast<int>(threadIdx.x);
+#pragma unroll 1
+  for (int place = thread / 8; place < kTile; place += 2 * kRows) {
+#pragma unroll 1
+    for (int col = thread % 8 * 8; col < high.cols; col += 64) {
+      Vec<float, 4> quads[2][2];
 #pragma unroll
-    for (int part = 0; part < 8; part += 4) {
-      const Quad<float> x = read_quad(m, row + r, col + part);
-      const SplitPair<T> first(x.v[0], x.v[1]), second(x.v[2], x.v[3]);
-      *reinterpret_cast<uint2*>(high.at(r, col + part)) = {first.high, second.high};
-      *reinterpret_cast<uint2*>(low.at(r, col + part)) = {first.low, second.low};
+      for (int i = 0; i < 2; ++i) {
+        const int64_t r = row + place + i * kRows;
+        const bool real = r < m.num_rows && col < m.cols;
+        const float* const from = m.data + r * m.stride + col;
+        quads[i][0] = real ? load_global<4>(from) : Vec<float, 4>{};
+        quads[i][1] = real ? load_global<4>(from + 4) : Vec<float, 4>{};
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+          const auto& x = quads[i][part].v;
+          const SplitPair<T> first(x[0], x[1]), second(x[2], x[3]);
+          *reinterpret_cast<uint2*>(high.at(place + i * kRows, col + 4 * part)) = {first.high, second.high};
+          *reinterpret_cast<uint2*>(low.at(place + i * kRows, col + 4 * part)) = {first.low, second.low};
+        }
+      }
     }
-  });
+  }
 }
 
 // scores += a[i] . b[first + j]

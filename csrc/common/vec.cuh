@@ -51,6 +51,16 @@ __device__ __forceinline__ Vec<T, kSize> load(const T* from) {
   return value;
 }
 
+// From global memory alone, that nothing writes meanwhile: where a pointer has come through shared memory, the compiler
+// does not know where it leads.
+template <int kSize, typename T>
+__device__ __forceinline__ Vec<T, kSize> load_global(const T* from) {
+  const auto raw = __ldg(reinterpret_cast<const access_t<sizeof(T) * kSize>*>(from));
+  Vec<T, kSize> value;
+  memcpy(&value, &raw, sizeof(value));
+  return value;
+}
+
 // To global memory alone. __stwb is one store whatever the compiler makes of the value: for two-byte elements it would
 // store four bytes at a time.
 template <typename T, int kSize>
