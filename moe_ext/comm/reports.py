@@ -7,7 +7,8 @@ rank then says in which collective it waits; those that do not wait in it take p
 that the group stays usable; and all of them raise. An error that ends the process of a rank is
 reported to all ranks of the job as it exits; their group is unusable then.
 
-Waits of CPU tensors alone can look: on CUDA the host does not wait.
+Waits of CPU tensors alone can look: on CUDA the host does not wait. There a rank keeps its error
+for those who come to miss it, and who exchanges step by step may look in between (`look`).
 """
 
 from __future__ import annotations
@@ -193,12 +194,26 @@ def wait_for_message(ended: threading.Event, group: ProcessGroup) -> None:
     Raises:
         RankFailureError: code of another rank has raised; the messages of the group are lost.
     """
+    job = _joined(group)
+    while not ended.wait(_LOOK_EVERY.total_seconds()):
+        _heed(job, group, is_lost=True)
+
+
+def look(group: ProcessGroup) -> None:
+    """Raise as `wait_for_message` does, for a host that waits for no message; asks the store once.
+
+    Raises:
+        RankFailureError: code of another rank has raised; the messages of the group are lost.
+    """
+    _heed(_joined(group), group, is_lost=True)
+
+
+def _joined(group: ProcessGroup) -> _Job:
     job = _job()
     job.groups.add(group)
     if job.open:
         _take_back(job)
-    while not ended.wait(_LOOK_EVERY.total_seconds()):
-        _heed(job, group, is_lost=True)
+    return job
 
 
 @dataclass(frozen=True)
@@ -219,11 +234,13 @@ class telling:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, Exception) or self.group is None or self.device.type == "cuda":
+        if not isinstance(error, Exception) or self.group is None or _is_known(error):
             return
-        if not _is_known(error):
-            _job().groups.add(self.group)
-            _tell(error, with_layer(self.operation))
+        if self.device.type == "cuda":
+            tell_own_error(with_layer(self.operation), error)
+            return
+        _job().groups.add(self.group)
+        _tell(error, with_layer(self.operation))
 
 
 class _BackwardPass:

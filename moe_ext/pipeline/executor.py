@@ -17,7 +17,7 @@ from moe_ext.comm import point_to_point
 from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import backends, check_group, group_rank, group_size
 from moe_ext.comm.interleaving import run_in_turns
-from moe_ext.comm.reports import telling
+from moe_ext.comm.reports import look, telling
 from moe_ext.distributed.clipping import is_scaled_alike, note_stage
 from moe_ext.nn.model_layers import set_loss_scale
 from moe_ext.pipeline.check import check_table, kept_versions, messages_of_pairs, updates_of
@@ -43,8 +43,9 @@ class Pipeline:
 
     For stages on CUDA tensors go over NCCL (`comm.point_to_point.OrderedMessages`), and streams
     wait for them. The host waits once for the shape and dtype of what comes into a stage, which
-    its rank is told over Gloo. Actions run on the current stream, W too: autograd has each backward
-    operation on the stream of its forward one.
+    its rank is told over Gloo. An error of another rank is raised at the beginning of a step, since
+    no host waits in it. Actions run on the current stream, W too: autograd runs a node on the
+    stream of its forward pass, and I and W of a linear layer are two runs of one node.
 
     A stage that lies on several ranks, one for each chain of the table, ends a step with the sum of
     their gradients. Where the table has slices, a stage is called as `stage(x, past)` and gives
@@ -241,6 +242,10 @@ class Pipeline:
         setup, micro = self._setup, self.table.num_micro_batches
         # Until it has ended: messages of a step that failed may still come.
         self._failed = self._messages.travels
+        if self._failed and self._in_order:
+            # Streams wait for messages, and no host would hear of an error.
+            assert self._group is not None
+            look(self._group)
         with telling(self._group, _HOST, f"Pipeline.step on {self._messages.place}"):
             for stage, name, given in ((0, "inputs", inputs), (setup.last, "targets", targets)):
                 if stage in self.stages and len(given) != micro:

@@ -317,6 +317,23 @@ def test_an_error_is_told_once():
     assert reports.is_told(error) and not reports.is_told(RankFailureError("", ()))
 
 
+def keeps_an_error_on_a_device(rank):
+    """What a rank that misses another one finds of it: there no host waits, and nobody is told."""
+    with (
+        contextlib.suppress(KeyError),
+        reports.telling(dist.group.WORLD, torch.device("cuda"), "f"),
+    ):
+        if rank == 1:
+            raise KeyError("no such weight")
+    dist.barrier()
+    store = c10d.default_store()
+    return store.add("moe_ext/raised/count", 0), store.get("moe_ext/error/1").decode()
+
+
+def test_an_error_on_a_device_is_kept():
+    assert spawn_ranks(keeps_an_error_on_a_device, 2) == [(0, "f: 'no such weight'")] * 2
+
+
 def function_with(forward, backward):
     """A function that changes nothing, and calls something in each pass."""
 

@@ -16,7 +16,7 @@ from rank_checks import Checks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_ext.comm import point_to_point
+from moe_ext.comm import c10d, point_to_point
 from moe_ext.comm.point_to_point import PeerMessage
 from moe_ext.pipeline import (
     SCHEDULES,
@@ -160,6 +160,49 @@ def test_another_order_would_end_in_a_deadlock():
     found = spawn_ranks(runs_crossed, 2)
     assert all(seconds < 15 for _, seconds in found), found
     assert "is sent where" in found[1][0] and "nothing was sent" in found[0][0]
+
+
+class RaisesLater(Stage):
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+
+    def forward(self, x):
+        self.calls -= 1
+        if self.calls < 0:
+            raise KeyError("no such weight")
+        return super().forward(x)
+
+
+def fails_in_the_second_step(rank):
+    """Errors of a step whose first rank raises, and of the one behind it."""
+    x, start, nccl = [torch.ones(2, 3)] * 2, time.monotonic(), FakeNccl()
+    with nccl.in_place():
+        stage = RaisesLater(2) if rank == 0 else Stage()
+        pipeline = Pipeline(
+            make_table("gpipe", 2, 2), {rank: stage}, loss_of, group=dist.group.WORLD
+        )
+        run = functools.partial(pipeline.step, *((x, ()) if rank == 0 else ((), x)))
+        run()
+        while rank == 1 and not c10d.default_store().add("moe_ext/raised/count", 0):
+            time.sleep(0.05)
+        found = []
+        for _ in range(2):
+            with pytest.raises((KeyError, RuntimeError)) as error:
+                run()
+            found.append(f"{type(error.value).__name__} {error.value}")
+    return found, time.monotonic() - start
+
+
+def test_an_error_is_raised_by_the_next_step_of_the_others():
+    """No host waits after the first step, which is over by then."""
+    (own, _), (others, seconds) = spawn_ranks(fails_in_the_second_step, 2)
+    assert own[0] == "KeyError 'no such weight'" and seconds < 15
+    assert others[0].startswith("RankFailureError Pipeline.step, 0F0 ")
+    assert "but rank 0 raised KeyError: 'no such weight'; the group is unusable now" in others[0]
+    assert all(
+        "expected no step before this one to have failed" in each[1] for each in (own, others)
+    )
 
 
 def refusals(rank):
