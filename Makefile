@@ -8,8 +8,9 @@
 # make bench    time the operators beside their peers and rewrite docs/benchmarks.md
 # make build    build the operators in place
 # make compat   test that build under the oldest torch;  make compat-newest: under the newest
-# make cuda     build the CUDA operators too, print what each kernel uses; fails if one spills registers, or loads
-#               shared memory that it does not write
+# make cuda     install the package with CUDA operators beside the oldest torch, whose build has CUDA, into build/installed,
+#               test it there, and print what each kernel uses; fails if one spills registers, loads shared memory that
+#               it does not write, or uses tensor cores with generic accesses
 # make wheel    sdist and wheel of HEAD in dist/, the wheel from the sdist; MOE_EXT_CUDA=1 for one with the CUDA operators
 # make wheel-check    install that wheel beside the oldest, this and the newest torch, and train there on two ranks
 # make gpu-check PYTHON=python    on a machine with a GPU: build, test, sanitize and measure with that Python as it is;
@@ -22,6 +23,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
+OLDEST = $(abspath $(VENV))-oldest
+INSTALLED = $(CURDIR)/build/installed
 OLDEST_TORCH = 2.11.0
 NEWEST_TORCH = 2.15.0
 # One worker a core; tests of one file share ranks, and so a worker. Files in the order of tests/marks.py, dearest first.
@@ -42,7 +45,7 @@ export PYTHONDONTWRITEBYTECODE =
 export MOE_EXT_WERROR = 1
 CPP_FILES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
-.PHONY: demo test test-built test-fast test-full docs docs-check lint style types bench build compat compat-newest oldest newest cuda kernels wheel wheel-check gpu-check gpu-tune gpu-report clean
+.PHONY: demo test test-built test-fast test-full docs docs-check lint style types bench build compat compat-newest oldest newest cuda wheel wheel-check gpu-check gpu-tune gpu-report clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -97,7 +100,7 @@ oldest newest:
 
 define test_under
 PYTHONPATH=. $(VENV)-$(1)/bin/python -m moe_ext info --brief
-$(VENV)-$(1)/bin/python -m pytest $(WORKERS) -m compat tests/ops tests/comm tests/distributed tests/dispatch tests/nn tests/compression tests/optim tests/test_cuda_library.py tests/test_runtime_library.py
+$(VENV)-$(1)/bin/python -m pytest $(WORKERS) -m compat tests/ops tests/comm tests/distributed tests/dispatch tests/nn tests/compression tests/optim tests/test_runtime_library.py
 endef
 
 docs: build
@@ -125,14 +128,15 @@ bench: build
 	$(BIN)/python tools/install.py --extra bench || echo "make bench: not every peer could be installed"
 	$(BIN)/python benchmarks/run.py
 
-cuda: $(VENV)/.installed
-	MOE_EXT_CUDA=1 $(MAKE) build
-	$(MAKE) kernels
-
-# Of a build with MOE_EXT_CUDA=1.
-kernels:
+# As a user installs it; the objects of _C are those of `make build`.
+cuda: build oldest
+	rm -rf $(INSTALLED)
+	REUSED_BUILD=$(CURDIR)/$(BUILD_DIR) CMAKE_CXX_COMPILER_LAUNCHER=$(CURDIR)/tools/reuse_objects.sh \
+		MOE_EXT_CUDA=1 MOE_EXT_TESTS=0 $(OLDEST)/bin/pip install --quiet --no-deps --target $(INSTALLED) .
+	cd $(INSTALLED) && $(OLDEST)/bin/python -m moe_ext info
+	cd $(INSTALLED) && MOE_EXT_CUDA=1 $(OLDEST)/bin/python -m pytest --quiet -m compat $(addprefix $(CURDIR)/tests/test_,cuda_library.py runtime_library.py)
 	$(BIN)/python tools/install.py --extra cuda || echo "make cuda: cuobjdump and nvdisasm could not be installed"
-	$(BIN)/python tools/kernel_resources.py $(BUILD_DIR)
+	$(BIN)/python tools/kernel_resources.py build/cmake-$$($(OLDEST)/bin/python -c 'import torch; print(torch.__version__)')
 
 wheel: $(VENV)/.installed
 	$(BIN)/python tools/install.py --extra release

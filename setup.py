@@ -77,10 +77,10 @@ class CMakeBuild(build_ext):
         """Builds everything in one go, and drops what only a former build had."""
         build()
         wanted = [file_name(name) for name in libraries()]
-        for folder in (ROOT / "moe_ext", Path(self.build_lib) / "moe_ext"):
-            for former in [*folder.glob("_C_cuda.so"), *folder.glob("_runtime.*")]:
-                if former.name not in wanted:
-                    former.unlink()
+        folder = (ROOT if self.inplace else Path(self.build_lib)) / "moe_ext"
+        for former in [*folder.glob("_C_cuda.so"), *folder.glob("_runtime.*")]:
+            if former.name not in wanted:
+                former.unlink()
         super().build_extensions()
 
     def build_extension(self, ext):

@@ -20,12 +20,6 @@ from moe_ext.testing import spawn_ranks
 ROOT = Path(__file__).resolve().parent.parent
 OBJECTS = ROOT / "build" / f"cmake-{torch.__version__}"
 FULL = os.environ.get("MOE_EXT_FULL") == "1"
-# Called by CMake as a compiler launcher: takes the object that the tree under test was built into
-# for the same source, and compiles where there is none.
-REUSE = f"""#!/bin/bash
-for word; do [ "$last" = -o ] && object=$word; last=$word; done
-[ -f "{OBJECTS}/$object" ] && cp "{OBJECTS}/$object" "$object" || exec "$@"
-"""
 TRAIN = """
 import moe_ext, torch
 layer = moe_ext.MoELayer(8, 8, 4)
@@ -102,9 +96,9 @@ def environment(tmp_path_factory):
     shell = bare_environment(MOE_EXT_CUDA="0")
     shell["PATH"] = f"{folder / 'venv' / 'bin'}{os.pathsep}{shell['PATH']}"
     if not FULL:
-        (folder / "reuse").write_text(REUSE)
-        (folder / "reuse").chmod(0o755)
-        shell["CMAKE_CXX_COMPILER_LAUNCHER"] = str(folder / "reuse")
+        # Objects of the tree under test, for the same sources.
+        shell["CMAKE_CXX_COMPILER_LAUNCHER"] = str(ROOT / "tools" / "reuse_objects.sh")
+        shell["REUSED_BUILD"] = str(OBJECTS)
     return folder / "venv", shell
 
 

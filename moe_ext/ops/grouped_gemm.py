@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_ext.ops import grouped_providers
 from moe_ext.ops.autograd import register_autograd, register_derivatives
+from moe_ext.ops.fakes import register_fake_like
 
 
 def grouped_mm(
@@ -136,6 +137,9 @@ register_derivatives(
         "x": "grouped_mm(grad, transpose(grad_result), expert_offsets)",
     },
 )
+
+
+register_fake_like("moe_ext::_grouped_mm_backward_weight_add_")
 
 
 @torch.library.register_fake("moe_ext::_grouped_mm_backward_bias")
