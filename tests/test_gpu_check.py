@@ -68,10 +68,11 @@ def test_benchmarks_run_and_the_page_shows_them(gpu_check, monkeypatch, capsys):
     assert "| topk_gate | T=16384 E=64 K=8 | bfloat16 | 0.004 | 0.00 | 64 | 50 % | 20 % | " in page
     estimates = page.partition("## Estimates")[2].partition("Of the other figures")[0]
     assert estimates.count("| 27 |") == 1
-    assert estimates.count("|  |\n") == len(gpu_check.gpu_estimates.ESTIMATES) - 1
-    assert "| operators | failed | 2 |" in page
-    assert "| tests of test_b | failed: 1 failed | 4 |" in page
-    assert "| 1 of 2 processes of tests | passed | 3 |" in page and "test_a" not in page
+    assert estimates.count("| never run |\n") == len(gpu_check.gpu_estimates.ESTIMATES) - 1
+    assert "| gpu-check | operators | 40 | 2 | failed |" in page
+    assert "| gpu-check | tests of test_a |  | 3 | passed |" in page
+    assert "| gpu-check | tests of test_b |  | 4 | failed: 1 failed |" in page
+    assert "| gpu-check | build | 130 | never run |  |" in page
     for name in ("topk_gate", "permute_tokens backward", "MoELayer forward and backward"):
         assert f"| {name} | T=64 " in page
     for name in ("attention_block backward", "merge_attention"):
@@ -118,6 +119,7 @@ def test_gradients_of_the_timed_layer_are_new(monkeypatch):
 
 def test_page_says_when_nothing_was_measured(gpu_check):
     assert "Not measured" in gpu_check.page(None)
+    assert (ROOT / "tools" / "gpu_notes.md").read_text() in gpu_check.page(None)
     page = gpu_check.page({"device": DEVICE, "steps": [], "rows": []})
     assert "Kernels: not measured." in page and "Layer: not measured." in page
 
@@ -436,7 +438,7 @@ def test_the_plan_goes_from_the_most_telling_to_the_least(gpu_check, pretended):
     assert set(result["not_reached"]) <= set(ORDER[-2:])
     assert gpu_check.CLOCK.now() <= gpu_check.TOTAL + 5
     page = gpu_check.page(result)
-    assert "| 6 of 6 processes of tests | passed |" in page
+    assert len(re.findall(r"\| gpu-check \| tests of .* \| 13 \| \d+ \| passed \|", page)) == 6
     for script, family in (*gpu_check.FIRST_FIGURES, *gpu_check.FIGURES):
         assert f"## {script} {family}\n\n| us | SM MHz | W |" in page
 
@@ -499,6 +501,13 @@ def test_alternatives_are_timed_and_the_winners_told(gpu_check, monkeypatch, cap
     subprocess.run([*command, "--report", str(report)], cwd=ROOT, check=True)
     assert "| gpu_tune products | fast | 2 | slow | 1.5 |" in report.read_text()
     assert "Not run: `make gpu-tune`" in gpu_check.page(None)
+    # No step of it is cut short by its own limit.
+    steps = gpu_check.expected_steps(gpu_check.tune_plan)
+    assert {step.state for step in steps} == {"passed"} and sum(s.seconds for s in steps) == 250
+
+
+def test_the_page_is_of_the_plan_at_hand(gpu_check):
+    assert (ROOT / "docs" / "gpu.md").read_text() == gpu_check.page(None)
 
 
 def test_figures_go_on_behind_a_family_that_ends_its_process(gpu_check, monkeypatch):

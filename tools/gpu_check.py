@@ -16,6 +16,7 @@ With --tune it builds, times each alternative of benchmarks/gpu_tune.py and writ
 import argparse
 import collections
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -25,6 +26,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -38,6 +40,8 @@ import gpu_estimates
 import surviving_tests
 
 ROOT = Path(__file__).resolve().parent.parent
+# What was found by reading and by the compiler, for the page.
+NOTES = Path(__file__).with_name("gpu_notes.md")
 NO_SANITIZER = "not run: compute-sanitizer is not installed"
 # Small inputs of every kernel: the sanitizer makes a launch some hundred times slower.
 SANITIZED_TESTS = [
@@ -67,7 +71,10 @@ FIGURES = (
 )
 TUNED = (("gpu_tune", "products"), ("gpu_tune", "attention"))
 # Seconds of each step at most, and of all together: a step gets no more than what is left.
-LIMIT = {"build": 240, "operators": 70, "layer": 40, "tests": 150, "sanitizer": 60, "figures": 60}
+LIMIT = {
+    **{"build": 240, "operators": 70, "layer": 40, "tests": 150, "sanitizer": 60, "figures": 60},
+    "tune": 300,
+}
 TOTAL = 570
 # Seconds that the tests leave for what comes behind them.
 RESERVED = 100
@@ -114,6 +121,14 @@ class Clock:
             self.pretended += seconds
 
 
+class PretendedClock(Clock):
+    """Pretended seconds alone, the same on every machine."""
+
+    def now(self) -> float:
+        """Seconds."""
+        return self.pretended
+
+
 CLOCK = Clock()
 
 
@@ -152,7 +167,14 @@ def run(name: str, command: list[str], limit: int, env: dict[str, str] | None = 
     return Step(name, state, CLOCK.now() - start, tail, output)
 
 
-def pretend(name: str, command: list[str], limit: int, env: dict[str, str] | None = None) -> Step:
+def pretend(
+    name: str,
+    command: list[str],
+    limit: int,
+    env: dict[str, str] | None = None,
+    *,
+    emulates: bool = True,
+) -> Step:
     """In place of `run`: passes after its `PRETENDED` seconds, where as many are left."""
     left = min(limit, int(TOTAL - CLOCK.now()))
     if left < 5:
@@ -161,7 +183,7 @@ def pretend(name: str, command: list[str], limit: int, env: dict[str, str] | Non
     seconds = PRETENDED[kind] * (len(families) if kind.startswith("gpu_") else 1)
     CLOCK.pretend(min(seconds, left))
     state = "passed" if seconds <= left else f"{IS_OVER} after {left} s (of all)"
-    if kind == "operators":
+    if kind == "operators" and emulates:
         emulated = [*command[:2], "simt", *command[3:]]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(emulated, cwd=ROOT, env=environment, check=False)
@@ -357,7 +379,7 @@ def figure_steps(wanted: Iterable[tuple[str, str]]) -> Iterator[Found]:
     while left:
         script, families = left.popleft()
         command = [sys.executable, f"benchmarks/{script}.py", "cuda", *families]
-        limit = LIMIT["figures"] + 15 * len(families)
+        limit = LIMIT["tune" if script == "gpu_tune" else "figures"] + 15 * len(families)
         step = run(f"{script} {' '.join(families)}", command, limit)
         rows = rows_in(step.output)
         begun = [str(row["family"]) for row in rows if "family" in row]
@@ -402,6 +424,52 @@ def tune_plan(capability: str, folder: Path) -> Iterator[tuple[str, Callable[[],
     """As `plan`, of --tune."""
     yield "build", lambda: [(build_step(capability), [])]
     yield "alternatives", lambda: figure_steps(TUNED)
+
+
+def expected_steps(planned: Callable[..., Any]) -> list[Step]:
+    """Steps of a plan with the seconds that they should take; nothing runs."""
+    global run, find_tool, CLOCK
+    before = run, find_tool, CLOCK
+    run, find_tool, CLOCK = functools.partial(pretend, emulates=False), str, PretendedClock()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            found = [step for _, steps in planned("9.0", Path(folder)) for step, _ in steps()]
+        # Processes of tests pass time side by side, and end in any order.
+        tests = sorted((s.name for s in found if s.name.startswith("tests of ")), reverse=True)
+        return [
+            replace(step, name=tests.pop(), seconds=PRETENDED["tests"])
+            if step.name.startswith("tests of ")
+            else step
+            for step in found
+        ]
+    finally:
+        run, find_tool, CLOCK = before
+
+
+def step_lines(measured: dict[str, Any] | None, tuned: dict[str, Any] | None) -> list[str]:
+    """Each step of both commands: what it should take, and what it took where it ran."""
+    lines = ["## Steps", "", "| command | step | expected s | measured s | result |"]
+    lines.append("|---|---|---|---|---|")
+    for command, planned, result in (
+        ("gpu-check", plan, measured),
+        ("gpu-tune", tune_plan, tuned),
+    ):
+        steps = expected_steps(planned)
+        expected = {
+            step.name: f"{step.seconds:.0f}{', time over' * step.state.startswith(IS_OVER)}"
+            for step in steps
+        }
+        ran = {step["name"]: step for step in (result or {}).get("steps", ())}
+        for name in {**expected, **ran}:
+            found = (
+                f"{ran[name]['seconds']:.0f} | {ran[name]['state']}"
+                if name in ran
+                else "never run | "
+            )
+            lines.append(f"| {command} | {name} | {expected.get(name, '')} | {found} |")
+        total = sum(step.seconds for step in steps)
+        lines.append(f"| {command} | all | {total:.0f} of {TOTAL} | | |")
+    return [*lines, ""]
 
 
 # The columns that name one contest in the rows of benchmarks/gpu_tune.py.
@@ -461,8 +529,14 @@ def page(result: dict[str, Any] | None, tuned: dict[str, Any] | None = None) -> 
     """docs/gpu.md; without a result it says that nothing was measured."""
     written = "Written by `make gpu-report` from what `make gpu-check` found."
     lines = ["# Figures from a GPU", "", written, ""]
+    notes = [NOTES.read_text()]
     if result is None:
-        lines += ["Not measured: no GPU has run this version.", ""]
+        lines += [
+            "Not measured: no GPU has run this version.",
+            "",
+            *notes,
+            *step_lines(None, tuned),
+        ]
         return "\n".join([*lines, *tune_lines(tuned), *estimate_lines(), ""])
     device = result["device"]
     lines += [
@@ -470,21 +544,9 @@ def page(result: dict[str, Any] | None, tuned: dict[str, Any] | None = None) -> 
         f"{device['num_sms']} SMs, {device['memory_gib']} GiB; driver {device['driver']}, "
         f"torch {device['torch']} (CUDA {device['cuda']}), revision {device['commit']}.",
         "",
-        "| step | result | seconds |",
-        "|---|---|---|",
+        *notes,
+        *step_lines(result, tuned),
     ]
-    # One row for all processes of tests that passed, one for each other.
-    files = [s for s in result["steps"] if s["name"].startswith("tests of ")]
-    good = [s for s in files if s["state"] == "passed"]
-    lines += [
-        f"| {s['name']} | {s['state']} | {s['seconds']:.0f} |"
-        for s in result["steps"]
-        if s not in good
-    ]
-    if good:
-        seconds = max(s["seconds"] for s in good)
-        lines.append(f"| {len(good)} of {len(files)} processes of tests | passed | {seconds:.0f} |")
-    lines += [""]
     for title, rows in sections(result["rows"]).items():
         lines += [f"## {title}", "", *table(rows), ""]
     kernels = [row["kernel"] for row in result["rows"] if "kernel" in row]

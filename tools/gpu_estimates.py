@@ -206,6 +206,7 @@ def _expected() -> Iterable[Expected]:
 
 
 EXPECTED = tuple(_expected())
+NEVER = "never run"
 
 
 def other_table(rows: Iterable[Mapping[str, Any]] = ()) -> list[str]:
@@ -220,7 +221,7 @@ def other_table(rows: Iterable[Mapping[str, Any]] = ()) -> list[str]:
             (r for r in rows if r["section"] == e.section and e.labels.items() <= r.items()), {}
         )
         cells = (e.section, ", ".join(map(str, e.labels.values())), e.column)
-        values = (*e.values, found.get(e.column))
+        values = (*e.values, found.get(e.column, NEVER))
         lines.append("| " + " | ".join((*cells, *map(figure, values))) + " |")
     return lines
 
@@ -247,6 +248,6 @@ def table(kernels: Iterable[Mapping[str, Any]] = ()) -> list[str]:
         lines.append(
             f"| {e.name} | {e.shape} | {e.dtype} | {e.bytes / 1e9:.3f} | {e.flop / 1e12:.2f} | "
             f"{used} | {100 * e.share:.0f} % | {times} | "
-            f"{'' if found is None else f'{found:.0f}'} |"
+            f"{NEVER if found is None else f'{found:.0f}'} |"
         )
     return lines
