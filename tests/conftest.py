@@ -65,6 +65,9 @@ TOOLS = [
     "matplotlib.pyplot",
     "sklearn.datasets",
     "tests.quick_guards",
+    # The first compiles optimizers as it is imported.
+    "torch.distributed.optim",
+    "torch.distributed.pipelining",
     "transformers.trainer",
 ]
 
