@@ -9,6 +9,7 @@ import functools
 import math
 import operator
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -154,7 +155,7 @@ class MoELayer(CountingModule, SpreadsExperts):
     """
 
     # Told by names of their own, since they stand for what ranks may have in several ways.
-    FREE_TO_DIFFER = ("dispatcher",)
+    FREE_TO_DIFFER = ("dispatcher", "top_k")
 
     @takes_earlier_names
     def __init__(
@@ -186,9 +187,9 @@ class MoELayer(CountingModule, SpreadsExperts):
         num_ranks, self._dispatch = group_size(ep_group), Dispatch.of(dispatcher)
         self.model_dim = model_dim
         self.num_experts = num_experts
-        self.capacity = of_number("capacity", capacity, Capacity)
-        self.row_budget = of_number("row_budget", row_budget, RowBudget)
-        self.balance = Balance.of("MoELayer", balance)
+        self.capacity: Capacity | None = capacity  # type: ignore[assignment]
+        self.row_budget: RowBudget | None = row_budget  # type: ignore[assignment]
+        self.balance: Balance = balance  # type: ignore[assignment]
         self.debug = self._dispatch.debug
         self.loss_scale: float | Tensor = 1.0
         self._record: Record = {}
@@ -203,7 +204,8 @@ class MoELayer(CountingModule, SpreadsExperts):
             sizes = {"num_experts": num_experts, "model_dim": model_dim, "top_k": top_k}
             _check_sizes_of("router", router, **sizes)
         self.router = router
-        self.top_k = router.top_k if isinstance(router, Router) else 2 if top_k is None else top_k
+        # Routers of this package hold it themselves.
+        self._top_k = None if isinstance(router, Router) else 2 if top_k is None else top_k
         made.update(activation=activation, bias=bias)
         if experts is None:
             experts = GroupedExperts(num_experts, model_dim, ffn_dim, ep_group=ep_group, **made)
@@ -230,10 +232,7 @@ class MoELayer(CountingModule, SpreadsExperts):
         if getattr(router, "bias_update", None) == "quantile":
             bins = (num_experts, NUM_BINS)
             self.required_bias = torch.zeros(bins, dtype=torch.int32, device=device)
-        if self.capacity is not None and self.capacity.drop == "random":
-            assert isinstance(router, Router)
-            if router.rng_state is None:
-                router.add_rng_state(self.capacity.seed, device=device)
+        _add_draws(self.capacity, router, device)
 
     def _take_group(self, ep_group: ProcessGroup | None, dispatcher: TokenDispatcher) -> None:
         """Set what follows from the ranks that share the experts."""
@@ -322,6 +321,10 @@ class MoELayer(CountingModule, SpreadsExperts):
         self.experts._lie_over(ep_group)
         self._take_group(ep_group, dispatcher)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        take = _TAKES.get(name)
+        super().__setattr__(name, value if take is None else take(self, value))
+
     # Fields of `balance` that may be set between steps.
     balance_loss_coef = _field_of_balance("coef")
     z_loss_coef = _field_of_balance("z_coef")
@@ -351,6 +354,11 @@ class MoELayer(CountingModule, SpreadsExperts):
         if self.balance.scope != "micro_batch":
             text += f", balance={self.balance.scope!r}"
         return text if self.loss_mode == "inject" else f"{text}, loss_mode={self.loss_mode!r}"
+
+    @property
+    def top_k(self) -> int:
+        """K, experts per token, as the router has it now."""
+        return self._top_k or self.router.top_k  # type: ignore[return-value]
 
     @property
     def metrics(self) -> LayerMetrics:
@@ -403,7 +411,7 @@ class MoELayer(CountingModule, SpreadsExperts):
         packed = document_ids, cu_seqlens
         if self.dispatcher.in_graph:
             if is_transformed():
-                self._check_transforms()
+                _check_transforms(self)
             return self._forward(x, per_token, packed)
         return self._forward_outside_of_graphs(x, per_token, packed)
 
@@ -415,7 +423,7 @@ class MoELayer(CountingModule, SpreadsExperts):
         self, x: Tensor, per_token: dict[str, Tensor | None], packed: _Packed
     ) -> Tensor:
         if is_transformed():
-            self._check_transforms()
+            _check_transforms(self)
         # As `in_layer`, without the calls of a context.
         token = running.set(weakref.ref(self))
         try:
@@ -423,22 +431,6 @@ class MoELayer(CountingModule, SpreadsExperts):
             return self._forward(x, per_token, packed)
         finally:
             running.reset(token)
-
-    def _check_transforms(self) -> None:
-        """RuntimeError for what `torch.func` cannot make of this layer."""
-        found = transforms()
-        if found.count("grad") > 1:
-            raise RuntimeError(
-                f"MoELayer: expected the layer to be differentiated once by torch.func, got {found}"
-            )
-        counts = self.global_counts is not None
-        counts |= getattr(self.router, "selection_bias", None) is not None
-        self._check_combination(
-            transforms=found,
-            experts=self.experts,
-            num_ranks=group_size(self.dispatcher.group),
-            counts=counts and self.training,
-        )
 
     def _check_combination(self, **more: Any) -> None:
         """Refuse options that do not go together, as they are now; see `check_combination`."""
@@ -449,7 +441,7 @@ class MoELayer(CountingModule, SpreadsExperts):
     def _compare_options(self, x: Tensor) -> None:
         """Compare the options over the ranks, with the first pass and where one has changed."""
         watched = self._watched
-        self._num_passes += 1
+        self.__dict__["_num_passes"] += 1
         # NOTE: device-to-host sync, in passes 1, 2, 4, 8, ....
         looks = not self._num_passes & (self._num_passes - 1) and _looks_at_router(self)
         if watched is not None:
@@ -515,13 +507,13 @@ class MoELayer(CountingModule, SpreadsExperts):
                 # Ranks that share sequences learn what is wrong with the inputs of one.
                 problem: Exception | None = None
                 try:
-                    self._check_inputs(x, per_token)
+                    _check_inputs(self, x, per_token)
                 except (TypeError, ValueError) as error:
                     problem = error
                 mask = per_token["token_mask"]
                 documents = find_documents(self.balance, x, *packed, mask, problem)
             else:
-                self._check_inputs(x, per_token)
+                _check_inputs(self, x, per_token)
             x_TD = x.reshape(-1, self.model_dim)
             flat: dict[str, Tensor] = {}
             for name, value in per_token.items():
@@ -534,13 +526,14 @@ class MoELayer(CountingModule, SpreadsExperts):
             if routed.score_fn is None and self._wants_balance_loss():
                 check_combination("MoELayer", balance=self.balance, unknown_scores=router)
             own = routed
+            top_k: int = self._top_k or router.top_k  # type: ignore[assignment]
             if sessions:
                 routed = apply_sessions(self, routed, mask_T)
             choice = limit_choice(
                 self.capacity,
                 router,
                 routed,
-                self.top_k,
+                top_k,
                 flat.get("token_idx"),
                 training=self.training,
                 filled=mask_T is None and routed is own and getattr(router, "fills_slots", False),
@@ -550,7 +543,7 @@ class MoELayer(CountingModule, SpreadsExperts):
         # Under autocast the experts would cast anyway; here it halves what is permuted and sent.
         y_TD, num_dropped = self._run_experts(as_autocast(x_TD), choice, cut)
         sequences = math.prod(x.shape[:-2]), documents
-        y_TD = self._account(y_TD, routed, mask_T, sequences, num_dropped)
+        y_TD = self._account(y_TD, routed, top_k, mask_T, sequences, num_dropped)
         return y_TD.reshape(x.shape)
 
     def _trains(self) -> bool:
@@ -623,21 +616,20 @@ class MoELayer(CountingModule, SpreadsExperts):
         self,
         y_TD: Tensor,
         routed: RouterOutput,
+        top_k: int,
         mask_T: Tensor | None,
         sequences: tuple[int, Documents | None],
         num_dropped: Tensor,
     ) -> Tensor:
         """Count the tokens, attach the losses to y, and keep the record of the pass."""
         chosen_E = routed.gate.num_tokens_per_expert
-        counted = routed.balance or BalanceTerms(routed.gate.score_sum, chosen_E, self.top_k)
+        counted = routed.balance or BalanceTerms(routed.gate.score_sum, chosen_E, top_k)
         step = self.global_counts if self.training else None
         bias_E = getattr(self.router, "selection_bias", None)
         if bias_E is not None and self.training and not self.counting:
             add_once(self.choices, chosen_E, 0)
             if self.required_bias is not None:
-                add_required_bias(
-                    self.required_bias, routed.logits.detach(), bias_E, mask_T, self.top_k
-                )
+                add_required_bias(self.required_bias, routed.logits.detach(), bias_E, mask_T, top_k)
         if step is not None:
             step.add(counted.num_tokens_per_expert)
         balance_coef = (self.balance.coef or 0.0) if self._wants_balance_loss() else 0.0
@@ -664,7 +656,7 @@ class MoELayer(CountingModule, SpreadsExperts):
         if self.balance.mode == "inject":
             for name, (coef, term) in terms.items():
                 terms[name] = coef, term.detach()
-        self._record = {
+        record: Record = {
             "num_tokens_per_expert": chosen_E,
             "num_dropped": num_dropped,
             "logits": routed.logits.detach(),
@@ -676,42 +668,117 @@ class MoELayer(CountingModule, SpreadsExperts):
             "unread": {} if self.counting else unread,
             "moved": {} if self._rebalancer is None else self._rebalancer.metrics(chosen_E.device),
         }
+        # Not an option: past the look at these.
+        object.__setattr__(self, "_record", record)
         return y_TD
-
-    def _check_inputs(self, x: Tensor, per_token: dict[str, Tensor | None]) -> None:
-        if not x.is_floating_point():
-            raise TypeError(f"MoELayer: expected x to be floating point, got {x.dtype}")
-        if x.dim() < 1 or x.shape[-1] != self.model_dim:
-            raise ValueError(
-                f"MoELayer: expected x to be of shape [..., {self.model_dim}], got {tuple(x.shape)}"
-            )
-        experts = self.experts
-        if isinstance(experts, GroupedExperts):
-            weight = experts.down_proj
-            # FSDP2 gathers those that it wrapped by themselves, and casts them, when they run.
-            wrong = x.dtype != weight.dtype and not is_fsdp(experts)
-            if wrong and autocast_dtype(x.device) is None:
-                raise TypeError(
-                    f"MoELayer: expected x to be of dtype {weight.dtype}, that of the experts, got "
-                    f"{x.dtype}; cast one of them (layer.to({x.dtype}), x.to({weight.dtype})), or "
-                    "call the layer under torch.autocast; with a MixedPrecisionPolicy of FSDP2, "
-                    "wrap the experts too, by moe_ext.distributed.fully_shard"
-                )
-        for name, value in per_token.items():
-            if value is None:
-                continue
-            wanted, word = (torch.bool, "bool") if name == "token_mask" else (torch.int64, "int64")
-            if value.dtype != wanted:
-                raise TypeError(f"MoELayer: expected {name} to be {word}, got {value.dtype}")
-            if value.shape != x.shape[:-1]:
-                raise ValueError(
-                    f"MoELayer: expected {name} to be of shape {tuple(x.shape[:-1])}, got "
-                    f"{tuple(value.shape)}"
-                )
 
     def __getstate__(self) -> dict[str, Any]:
         # Tensors in the graph can be neither copied nor stored.
         return {**self.__dict__, "_record": {}}
+
+
+def _take_capacity(layer: MoELayer, value: Capacity | float | None) -> Capacity | None:
+    """The capacity that is meant, where the layer's router goes with it."""
+    capacity = of_number("capacity", value, Capacity)
+    router = layer._modules.get("router")
+    if router is not None:
+        check_combination("MoELayer", capacity=capacity, router=router)
+        _add_draws(capacity, router, next(layer.parameters()).device)
+    return capacity
+
+
+def _add_draws(
+    capacity: Capacity | None, router: nn.Module, device: torch.device | str | None
+) -> None:
+    """Give the router the random state that a capacity draws from."""
+    if capacity is not None and capacity.drop == "random":
+        assert isinstance(router, Router)
+        if router.rng_state is None:
+            router.add_rng_state(capacity.seed, device=device)
+
+
+def _take_dispatcher(layer: MoELayer, value: object) -> object:
+    """A dispatcher; a name would have to be given on every rank at once."""
+    if not hasattr(value, "plan"):
+        raise TypeError(
+            f"MoELayer: expected dispatcher to be a TokenDispatcher once the layer is made, got "
+            f"{value!r}; make the layer anew"
+        )
+    return value
+
+
+def _fixed(name: str) -> Callable[[MoELayer, object], object]:
+    """A size that the layer's parts were made for."""
+
+    def take(layer: MoELayer, value: object) -> object:
+        held = layer.__dict__.get(name, value)
+        if held != value:
+            raise ValueError(
+                f"MoELayer: expected {name} to be {held}, for which the layer was made, got {value}"
+            )
+        return value
+
+    return take
+
+
+# Attributes by name, and functions that give their values from those that a user sets.
+_TAKES: dict[str, Callable[[MoELayer, Any], Any]] = {
+    "balance": lambda _, value: Balance.of("MoELayer", value),
+    "capacity": _take_capacity,
+    "row_budget": lambda _, value: of_number("row_budget", value, RowBudget),
+    "dispatcher": _take_dispatcher,
+    **{name: _fixed(name) for name in ("model_dim", "num_experts")},
+}
+
+
+def _check_transforms(layer: MoELayer) -> None:
+    """RuntimeError for what `torch.func` cannot make of this layer."""
+    found = transforms()
+    if found.count("grad") > 1:
+        raise RuntimeError(
+            f"MoELayer: expected the layer to be differentiated once by torch.func, got {found}"
+        )
+    counts = layer.global_counts is not None
+    counts |= getattr(layer.router, "selection_bias", None) is not None
+    layer._check_combination(
+        transforms=found,
+        experts=layer.experts,
+        num_ranks=group_size(layer.dispatcher.group),
+        counts=counts and layer.training,
+    )
+
+
+def _check_inputs(layer: MoELayer, x: Tensor, per_token: dict[str, Tensor | None]) -> None:
+    """Refuse tokens and what is told of each; see `forward`."""
+    if not x.is_floating_point():
+        raise TypeError(f"MoELayer: expected x to be floating point, got {x.dtype}")
+    if x.dim() < 1 or x.shape[-1] != layer.model_dim:
+        raise ValueError(
+            f"MoELayer: expected x to be of shape [..., {layer.model_dim}], got {tuple(x.shape)}"
+        )
+    experts = layer.experts
+    if isinstance(experts, GroupedExperts):
+        weight = experts.down_proj
+        # FSDP2 gathers those that it wrapped by themselves, and casts them, when they run.
+        wrong = x.dtype != weight.dtype and not is_fsdp(experts)
+        if wrong and autocast_dtype(x.device) is None:
+            raise TypeError(
+                f"MoELayer: expected x to be of dtype {weight.dtype}, that of the experts, got "
+                f"{x.dtype}; cast one of them (layer.to({x.dtype}), x.to({weight.dtype})), or "
+                "call the layer under torch.autocast; with a MixedPrecisionPolicy of FSDP2, "
+                "wrap the experts too, by moe_ext.distributed.fully_shard"
+            )
+    for name, value in per_token.items():
+        if value is None:
+            continue
+        wanted, word = (torch.bool, "bool") if name == "token_mask" else (torch.int64, "int64")
+        if value.dtype != wanted:
+            raise TypeError(f"MoELayer: expected {name} to be {word}, got {value.dtype}")
+        if value.shape != x.shape[:-1]:
+            raise ValueError(
+                f"MoELayer: expected {name} to be of shape {tuple(x.shape[:-1])}, got "
+                f"{tuple(value.shape)}"
+            )
 
 
 def _looks_at_router(layer: MoELayer) -> bool:
@@ -751,7 +818,7 @@ def _made_with(layer: MoELayer) -> dict[str, object]:
     """Options that must be equal on every rank and do not change, by name."""
     dispatcher, rebalancer = layer.dispatcher, layer._rebalancer
     found = told_option("rebalance", None if rebalancer is None else rebalancer.options)
-    found["dispatcher"] = type(dispatcher).__name__
+    found["dispatcher"], found["top_k"] = type(dispatcher).__name__, layer.top_k
     found.update(told_option("wire", dispatcher.wire))
     for name, fact in dispatcher._calls.facts.items():
         found["num_experts of the dispatcher" if name == "num_experts" else name] = fact

@@ -488,8 +488,6 @@ def test_wrong_inputs():
         layer([1.0])
     with pytest.raises(TypeError, match=r"cast one of them \(layer.to\(torch.float32\)"):
         layer(x.float())
-    short = moe_ext.MoELayer(8, 6, 5, balance="sequence", capacity=1.25)
-    assert (short.balance.scope, short.capacity) == ("sequence", Capacity(1.25))
     with pytest.raises(TypeError, match=r"expected token_mask to be bool, got torch.float64"):
         layer(x, token_mask=torch.ones(3, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"expected token_mask to be of shape \(3,\), got \(2,\)"):
@@ -506,6 +504,62 @@ def test_wrong_inputs():
     x[1] = math.nan
     with pytest.raises(RuntimeError, match=r"(?i)nan"):
         layer(x)
+
+
+def test_attributes_take_what_the_constructor_takes():
+    made = moe_ext.MoELayer(8, 6, 5, balance="sequence", capacity=1.25, row_budget=None)
+    later = moe_ext.MoELayer(8, 6, 5)
+    later.balance, later.capacity = "sequence", 1.25
+    assert (made.balance, made.capacity) == (later.balance, later.capacity)
+    assert (later.balance.scope, later.capacity) == ("sequence", Capacity(1.25))
+    later.balance, later.capacity, later.row_budget = 0.5, None, 30
+    assert (later.balance.coef, later.capacity) == (0.5, None)
+    assert later.row_budget == RowBudget(30)
+    later.z_loss_coef = 0.25
+    assert (later.balance.coef, later.balance.z_coef) == (0.5, 0.25)
+
+
+def test_a_capacity_that_draws_may_be_set_later():
+    x, found = torch.randn(40, 8), []
+    for at_once in (True, False):
+        torch.manual_seed(0)
+        drops = Capacity(0.5, drop="random", seed=3)
+        layer = moe_ext.MoELayer(8, 6, 4, capacity=drops if at_once else None)
+        layer.capacity = drops
+        found.append(layer(x))
+        assert int(layer.metrics["num_dropped"]) > 0
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("num_experts", 3, ValueError, r"to be 4, for which the layer was made, got 3"),
+        ("model_dim", 16, ValueError, r"to be 8, for which the layer was made, got 16"),
+        ("top_k", 3, AttributeError, "top_k"),
+        ("balance", "batch", ValueError, "expected balance to be one of"),
+        ("capacity", "1.25", TypeError, "to be of type Real or Capacity, got '1.25'"),
+        ("row_budget", True, TypeError, "to be of type Real or RowBudget, got True"),
+        ("dispatcher", "dedup", TypeError, "to be a TokenDispatcher once the layer is made"),
+    ],
+)
+def test_wrong_attributes_change_nothing(name, value, error, message):
+    layer = moe_ext.MoELayer(8, 6, 4)
+    before = getattr(layer, name)
+    with pytest.raises(error, match=message):
+        setattr(layer, name, value)
+    assert getattr(layer, name) is before or getattr(layer, name) == before
+
+
+def test_top_k_is_that_of_the_router():
+    layer = moe_ext.MoELayer(8, 6, 4, capacity=Capacity(1.0, pad=True))
+    layer.router.top_k = 1
+    layer(torch.randn(40, 8))
+    assert layer.top_k == 1
+    # 10 rows an expert have room for its share of one choice a token, not of two.
+    assert int(layer.metrics["num_dropped"]) == int(
+        (layer.metrics["num_tokens_per_expert"] - 10).clamp(min=0).sum()
+    )
 
 
 def test_router_options_reach_the_gate():

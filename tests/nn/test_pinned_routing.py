@@ -83,7 +83,7 @@ def test_gradients_are_those_of_the_forward_pass_where_weights_change_before_the
     x = tokens()
     moe = model.blocks[0].moe
     moe.balance_loss_coef = 0.0
-    moe.router.top_k = moe.top_k = 1  # renormalised: the weight is one, whatever the logits
+    moe.router.top_k = 1  # renormalised: the weight is one, whatever the logits
     want = gradients(model, x.requires_grad_(), model)
     names = [name for name, _ in model.named_parameters()]
     for pin in (True, False):
