@@ -204,8 +204,8 @@ class MoELayer(CountingModule, SpreadsExperts):
             sizes = {"num_experts": num_experts, "model_dim": model_dim, "top_k": top_k}
             _check_sizes_of("router", router, **sizes)
         self.router = router
-        # Routers of this package hold it themselves.
-        self._top_k = None if isinstance(router, Router) else 2 if top_k is None else top_k
+        # For routers that do not say it.
+        self._top_k = 2 if top_k is None else top_k
         made.update(activation=activation, bias=bias)
         if experts is None:
             experts = GroupedExperts(num_experts, model_dim, ffn_dim, ep_group=ep_group, **made)
@@ -358,7 +358,7 @@ class MoELayer(CountingModule, SpreadsExperts):
     @property
     def top_k(self) -> int:
         """K, experts per token, as the router has it now."""
-        return self._top_k or self.router.top_k  # type: ignore[return-value]
+        return self.router.top_k if isinstance(self.router, Router) else self._top_k
 
     @property
     def metrics(self) -> LayerMetrics:
@@ -526,7 +526,7 @@ class MoELayer(CountingModule, SpreadsExperts):
             if routed.score_fn is None and self._wants_balance_loss():
                 check_combination("MoELayer", balance=self.balance, unknown_scores=router)
             own = routed
-            top_k: int = self._top_k or router.top_k  # type: ignore[assignment]
+            top_k = router.top_k if isinstance(router, Router) else self._top_k
             if sessions:
                 routed = apply_sessions(self, routed, mask_T)
             choice = limit_choice(
