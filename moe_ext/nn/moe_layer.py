@@ -818,7 +818,7 @@ def _made_with(layer: MoELayer) -> dict[str, object]:
     """Options that must be equal on every rank and do not change, by name."""
     dispatcher, rebalancer = layer.dispatcher, layer._rebalancer
     found = told_option("rebalance", None if rebalancer is None else rebalancer.options)
-    found["dispatcher"], found["top_k"] = type(dispatcher).__name__, layer.top_k
+    found["dispatcher"] = type(dispatcher).__name__
     found.update(told_option("wire", dispatcher.wire))
     for name, fact in dispatcher._calls.facts.items():
         found["num_experts of the dispatcher" if name == "num_experts" else name] = fact
@@ -834,7 +834,7 @@ def _made_with(layer: MoELayer) -> dict[str, object]:
 
 def _options_now(layer: MoELayer) -> dict[str, object]:
     """Options that must be equal on every rank, as the attributes are now, by name."""
-    found = {**options_of(layer), "overlap": layer.overlap}
+    found = {"top_k": layer.top_k, **options_of(layer), "overlap": layer.overlap}
     for name, module in _parts(layer):
         found.update(options_of(module, name))
     if _is_periodic(layer):
