@@ -40,7 +40,7 @@ import gpu_estimates
 import surviving_tests
 
 ROOT = Path(__file__).resolve().parent.parent
-# What was found by reading and by the compiler, for the page.
+# Findings by reading and by the compiler, for the page.
 NOTES = Path(__file__).with_name("gpu_notes.md")
 NO_SANITIZER = "not run: compute-sanitizer is not installed"
 # Small inputs of every kernel: the sanitizer makes a launch some hundred times slower.

@@ -28,7 +28,7 @@ SHARED_WRITES = {"STS", "STSM", "ATOMS", "LDGSTS", "UBLKCP", "UTMALDG", "STAS", 
 GENERIC = {"LD", "ST", "ATOM"}
 GENERIC_WRITES = GENERIC - {"LD"}
 LOCAL = {"LDL", "STL"}
-# Of tensor cores: of a warp, and of four.
+# Instructions of tensor cores: of a warp, and of four.
 PRODUCTS = {"HMMA", "HGMMA"}
 # Bytes of an access by what it is qualified with; 4 without.
 WIDTHS = {"256": 32, "128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
@@ -61,7 +61,7 @@ class Accesses:
 
     @property
     def multiplies_what_it_looks_for(self) -> bool:
-        """Whether it uses tensor cores, and has generic accesses."""
+        """True if it uses tensor cores, and has generic accesses."""
         return self.count(PRODUCTS) > 0 and self.count(GENERIC) > 0
 
 

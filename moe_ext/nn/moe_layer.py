@@ -683,7 +683,8 @@ def _take_capacity(layer: MoELayer, value: Capacity | float | None) -> Capacity 
     router = layer._modules.get("router")
     if router is not None:
         check_combination("MoELayer", capacity=capacity, router=router)
-        _add_draws(capacity, router, next(layer.parameters()).device)
+        device = next((p.device for p in layer.parameters()), None)
+        _add_draws(capacity, router, device)
     return capacity
 
 

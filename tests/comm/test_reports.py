@@ -318,7 +318,7 @@ def test_an_error_is_told_once():
 
 
 def keeps_an_error_on_a_device(rank):
-    """What a rank that misses another one finds of it: there no host waits, and nobody is told."""
+    """A rank that misses another finds its error: no host waits on CUDA, and nobody is told."""
     with (
         contextlib.suppress(KeyError),
         reports.telling(dist.group.WORLD, torch.device("cuda"), "f"),

@@ -160,7 +160,7 @@ def trains_as_one_process(ep, zero, dispatcher, tp=1, cp=1, family="Mixtral"):
     applied = applied_to(model, recompute=1, **fixed)
     optimizers = applied.optimizers(torch.optim.SGD, **SGD)
     own = batches()[applied.mesh.data_rank * tp * cp :][: tp * cp]
-    # Of four micro-batches two are one: sums of two show what sums of more do.
+    # Two micro-batches in the place of four: their sum shows what sums of more do.
     own = [torch.cat(own[i : i + 2]) for i in (0, 2)] if len(own) > 2 else own
     # Shards are looked at behind a backward pass.
     found = train(model, own, applied.sync_gradients, optimizers, STEPS if zero > 1 else SEEN)
