@@ -835,7 +835,8 @@ def _made_with(layer: MoELayer) -> dict[str, object]:
 
 def _options_now(layer: MoELayer) -> dict[str, object]:
     """Options that must be equal on every rank, as the attributes are now, by name."""
-    found = {"top_k": layer.top_k, **options_of(layer), "overlap": layer.overlap}
+    found = {"num_experts": layer.num_experts, "top_k": layer.top_k, **options_of(layer)}
+    found["overlap"] = layer.overlap
     for name, module in _parts(layer):
         found.update(options_of(module, name))
     if _is_periodic(layer):
