@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from moe_ext._checks import check_fields
-from moe_ext.comm.link import Link, quickest
+from moe_ext.comm.link import Link, quickest, seconds_of
 
 SCHEMA = 1
 # Elements at which a codec is measured: in the second-level cache, and past all caches.
@@ -22,6 +22,8 @@ _DTYPES = (torch.float32, torch.bfloat16)
 # Bytes of a copy that no cache holds, and rows of the square products.
 _COPY_BYTES, _PRODUCT_DIM = 2**26, 1024
 _REPEATS, _QUICK_REPEATS = 5, 2
+# Calls that take longer are timed once: a product in bfloat16 takes seconds where the CPU has none.
+_LONG_SECONDS = 0.2
 
 # Bytes of some elements, bytes of their payload, calls that encode and decode; by their number.
 Rehearsed = tuple[int, int, Callable[[], object], Callable[[], object]]
@@ -54,9 +56,10 @@ class CodecRate:
 def least_seconds(
     call: Callable[[], object], repeats: int = _REPEATS, *, device: torch.device | str = "cpu"
 ) -> float:
-    """Least seconds of a few calls after one that is not timed."""
+    """Least seconds of a few calls after one that is not timed; of one call that takes long."""
     on = torch.empty(0, device=device)
-    return max(quickest(lambda _: call(), on, repeats + 1, warm_ups=1), 1e-9)
+    is_long = seconds_of(call, on.device) > _LONG_SECONDS
+    return max(quickest(lambda _: call(), on, 1 if is_long else repeats), 1e-9)
 
 
 def measure_codec(
@@ -153,7 +156,7 @@ class CostTable:
             sizes: numbers of elements at which codecs are measured, ascending.
 
         Returns:
-            CostTable: each time the least of five.
+            CostTable: each time the least of five, or the second one of a call over 0.2 s.
         """
         device = torch.device(device)
         source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)

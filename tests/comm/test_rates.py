@@ -1,9 +1,11 @@
 import dataclasses
 import json
+import time
 
 import pytest
 import torch
 
+from moe_ext.comm import rates
 from moe_ext.compression import Link
 from moe_ext.planner import CodecRate, CostTable
 
@@ -54,6 +56,16 @@ def test_measures_what_it_is_given(monkeypatch):
         (128, 512, 256),
     ]
     assert found.copy_bandwidth > 0 and set(found.product_rates) == {"float32", "bfloat16"}
+
+
+@pytest.mark.parametrize(("seconds", "calls"), [(0.0, 6), (0.21, 2)])
+def test_calls_that_take_long_are_timed_once(seconds, calls):
+    made = []
+
+    def call():
+        made.append(time.sleep(seconds))
+
+    assert rates.least_seconds(call) >= seconds and len(made) == calls
 
 
 @pytest.mark.parametrize(
