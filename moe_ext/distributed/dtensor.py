@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import sys
 import weakref
@@ -280,6 +281,45 @@ def map_gathered(
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's shard, which shares memory with the tensor."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def part_in_graph(parameter: DTensor) -> Tensor:
+    """This rank's shard, with gradients: `to_local()`, whose backward pass takes 100 us more."""
+    if not torch.is_grad_enabled():
+        return parameter.to_local()
+    part: Tensor = _PartInGraph.apply(parameter)  # type: ignore[no-untyped-call]
+    return part
+
+
+class _PartInGraph(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        local = parameter.to_local()
+        ctx.spec, ctx.stride = parameter._spec, local.stride()
+        ctx.set_materialize_grads(False)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> DTensor | None:
+        from torch.distributed.tensor import DTensor
+
+        if grad is None:
+            return None
+        if grad.stride() != ctx.stride:
+            # `.grad` would be made so from it anyway.
+            grad = torch.empty_strided(
+                grad.shape, ctx.stride, dtype=grad.dtype, device=grad.device
+            ).copy_(grad)
+        spec = ctx.spec
+        if torch.is_grad_enabled():  # create_graph=True
+            return DTensor.from_local(
+                *(grad, spec.mesh, spec.placements),
+                run_check=False,
+                shape=spec.shape,
+                stride=spec.stride,
+            )
+        # Operators may note what they found in a layout: as torch does, each has its own.
+        return DTensor(grad, copy.copy(spec), requires_grad=False)
 
 
 def placed_as(tensor: Tensor, like: Tensor) -> Tensor:

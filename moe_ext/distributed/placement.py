@@ -37,6 +37,7 @@ from moe_ext.distributed.dtensor import (
     local_part,
     mesh_of,
     own_part,
+    part_in_graph,
     placed_as,
     refusing_files,
     shard_of,
@@ -509,11 +510,13 @@ def _shown_tensors(module: nn.Module) -> dict[str, tuple[Tensor, Placement]]:
 
 
 def own_part_of(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
-    """This rank's part of a module's parameter, for a forward pass.
+    """This rank's part of a module's parameter, for a forward pass; ValueError as `_check_part`."""
+    _check_part(module, name, parameter)
+    return part_in_graph(parameter) if is_dtensor(parameter) else parameter
 
-    Raises:
-        ValueError: a tool has put a tensor in the place of a DTensor, or assigned its `data`.
-    """
+
+def _check_part(module: nn.Module, name: str, parameter: Tensor) -> None:
+    """ValueError where a tool has replaced a DTensor by a tensor, or assigned its `data`."""
     if is_dtensor(parameter):
         # An assigned tensor lies beside the part, where no operator looks.
         if _was_assigned(parameter):
@@ -522,15 +525,13 @@ def own_part_of(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
                 "tensor assigned to its `data` (as torch.nn.utils.vector_to_parameters does), "
                 "which changes nothing; take load_state_dict, or copy_ of a DTensor"
             )
-        return parameter.to_local()
     # Not what `functional_call`, or a module around this one, has given it for this pass.
-    if type(parameter) is nn.Parameter and name in vars(module).get(_DIVIDED, ()):
+    elif type(parameter) is nn.Parameter and name in vars(module).get(_DIVIDED, ()):
         raise ValueError(
             f"forward: expected {name} to be a DTensor, since ranks hold experts between them, "
             "got a plain tensor, which a tool has put in its place; for torch's replicate call "
             "moe_ext.parallelize(model) and give it ignored_modules=[layer.experts, ...]"
         )
-    return parameter
 
 
 @outside_graphs
@@ -540,7 +541,7 @@ def _check_wrapping(module: nn.Module, _inputs: object) -> None:
         for name, parameter in owner._parameters.items():
             # Plain tensors have been given for this pass.
             if parameter is not None and type(parameter) is not Tensor:
-                own_part_of(owner, name, parameter)
+                _check_part(owner, name, parameter)
     if "torch.distributed.fsdp" in sys.modules:
         # Not at the top: FSDP takes a second to import.
         from moe_ext.distributed.fsdp_state import check_wrapping

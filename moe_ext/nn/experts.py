@@ -285,40 +285,52 @@ def take_weights(
     return ((), metadata) if weights is None else ((weights,), replace(metadata, topk_weights=None))
 
 
-def late_weights(experts: nn.Module) -> dict[str, Tensor]:
-    """Weights for `run_experts`, by name, to be taken while the rows are underway.
+# Parameters of a module, a name among them, and the tensor that takes its place for a pass.
+Weights = list[tuple[dict[str, Tensor | None], str, Tensor]]
+
+
+def late_weights(experts: nn.Module) -> Weights:
+    """Weights for `run_experts`, to be taken while the rows are underway.
 
     Their gradients are then computed while those of the rows are.
     """
-    found: dict[str, Tensor] = {}
+    found: Weights = []
     if not torch.is_grad_enabled():
         return found
-    for prefix, module in experts.named_modules():
+    for module in experts.modules():
         # Shards are gathered by the experts' own hooks, which come later.
         if not runs_own_forward(module) or module.transposed or is_fsdp(module):
             continue
+        parameters = module._parameters
         for name in (module._up_name, "down_proj"):
-            weight = module._parameters.get(name)
+            weight = parameters.get(name)
             if isinstance(weight, nn.Parameter) and weight.requires_grad:
                 local = own_part_of(module, name, weight)
-                found[f"{prefix}.{name}".lstrip(".")] = late_gradient(as_autocast(local))
+                found.append((parameters, name, late_gradient(as_autocast(local))))
     return found
 
 
-def moved_weights(experts: GroupedExperts, moves: ExpertMoves) -> dict[str, Tensor]:
+def moved_weights(experts: GroupedExperts, moves: ExpertMoves) -> Weights:
     """Weights with those that came behind them, for `run_experts`, to be sent beside the rows."""
     # Shards are gathered by the experts' own hooks, and sent behind the rows.
     if is_fsdp(experts):
-        return {}
+        return []
+    held = experts._parameters
     weights = experts.named_parameters(recurse=False)
-    return {name: moves.extend(own_part_of(experts, name, weight)) for name, weight in weights}
+    return [(held, n, moves.extend(own_part_of(experts, n, weight))) for n, weight in weights]
 
 
-def run_experts(experts: nn.Module, late: dict[str, Tensor], *args: Any) -> Tensor:
+def run_experts(experts: nn.Module, late: Weights, *args: Any) -> Tensor:
     """Results of experts, with the weights that `late_weights` gave."""
-    if not late:
+    # As torch.func.functional_call, which takes 50 us to look for the names.
+    held = [(parameters, name, parameters[name]) for parameters, name, _ in late]
+    try:
+        for parameters, name, weight in late:
+            parameters[name] = weight
         return experts(*args)
-    return torch.func.functional_call(experts, late, args, tie_weights=False)
+    finally:
+        for parameters, name, weight in held:
+            parameters[name] = weight
 
 
 def bounds_of_all_rows(experts: nn.Module, rows: Tensor, expert_offsets: Tensor) -> Tensor:

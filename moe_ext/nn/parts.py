@@ -28,6 +28,7 @@ from moe_ext.dispatch import (
 )
 from moe_ext.nn.capacity import run_padded
 from moe_ext.nn.experts import (
+    Weights,
     bounds_of_all_rows,
     check_results,
     late_weights,
@@ -106,10 +107,10 @@ def _run_parts(
     sums: list[Any] = [None] * len(here)
 
     def send(i: int, beside: Callable[[], None] | None) -> None:
-        late: dict[str, Tensor] = {}
+        late: Weights = []
 
         def begin() -> None:
-            late.update(take_late())
+            late.extend(take_late())
             if beside is not None:
                 beside()
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 import moe_ext
 from moe_ext import distributed as md
 from moe_ext.attention import SequenceParallelMLP
-from moe_ext.distributed.dtensor import local_part
+from moe_ext.distributed.dtensor import local_part, part_in_graph
 from moe_ext.distributed.placement import replica_group
 from moe_ext.nn import GroupedExperts, ModuleExperts
 from moe_ext.testing import spawn_ranks
@@ -199,6 +199,34 @@ def a_mesh_knows_the_replicas():
     for grid in (mesh, md.MoEMesh(ep=2, cp=2)):
         assert grid.replica_mesh.mesh.tolist() == [grid.ep_rank, grid.ep_rank + 2]
         assert grid.world_mesh.mesh.tolist() == [0, 1, 2, 3]
+
+
+@CHECKS()
+def gradients_of_parts_are_laid_out_as_those_of_torch():
+    mesh = md.MoEMesh(ep=2, etp=2)
+    layer = moe_ext.MoELayer(4, 8, 4, ep_group=mesh.ep_group, dtype=torch.float64)
+    for parameter in (layer.experts.gate_up_proj, layer.experts.down_proj):
+        local = parameter.detach().to_local()
+        laid_out = torch.randn_like(local)
+        for grad in (laid_out, laid_out.mT.contiguous().mT, local.new_ones(()).expand_as(local)):
+            found = []
+            for part in (parameter.to_local(), part_in_graph(parameter)):
+                parameter.grad = None
+                part.backward(grad)
+                found.append(parameter.grad)
+            theirs, ours = found
+            assert type(ours) is DTensor
+            assert (ours.placements, ours.device_mesh) == (theirs.placements, theirs.device_mesh)
+            assert (ours.shape, ours.stride()) == (parameter.shape, parameter.stride())
+            assert ours.to_local().stride() == local.stride()
+            assert torch.equal(ours.to_local(), theirs.to_local())
+        parameter.grad = None
+        loss = part_in_graph(parameter).pow(3).sum()
+        (first,) = torch.autograd.grad(loss, parameter, create_graph=True)
+        (second,) = torch.autograd.grad(first.to_local().sum(), parameter)
+        torch.testing.assert_close(second.to_local(), 6 * local)
+        with torch.no_grad():
+            assert part_in_graph(parameter).data_ptr() == local.data_ptr()
 
 
 def rows_of_page():
