@@ -52,8 +52,8 @@ MUTANTS = [
     Mutant(
         "replicate without ignored_modules gives all ranks the experts of rank 0",
         "moe_ext/distributed/placement.py",
-        "    if type(parameter) is nn.Parameter and name in vars(module).get(_DIVIDED, ()):",
-        "    if False:",
+        "    elif type(parameter) is nn.Parameter and name in vars(module).get(_DIVIDED, ()):",
+        "    elif False:",
         "tests/distributed/test_clipping_matrix.py -k 'functions and without'",
     ),
     Mutant(

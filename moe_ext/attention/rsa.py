@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from moe_ext._bytes import as_bytes
 from moe_ext._checks import check_numbers as check_arguments
 from moe_ext.attention.block import accumulation_dtype
+from moe_ext.attention.call import AttentionOptions
 from moe_ext.attention.checks import (
     check_attn_mask,
     check_columns,
@@ -123,16 +124,18 @@ def ring_self_attention(
         q,
         k,
         v,
+        AttentionOptions(
+            group,
+            layout=layout,
+            is_causal=is_causal,
+            scale=scale,
+            window=window,
+            dropout_p=dropout_p,
+        ),
         {},
-        group=group,
-        is_causal=is_causal,
-        scale=scale,
-        layout=layout,
-        window=window,
         cu_seqlens=cu_seqlens,
         key_mask=key_mask,
         attn_mask=attn_mask,
-        dropout_p=dropout_p,
         seed=seed,
     )
 
@@ -141,35 +144,34 @@ def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    options: AttentionOptions,
     told: Mapping[str, object],
     *,
-    group: ProcessGroup | None,
-    is_causal: bool,
-    scale: float | None,
-    layout: str | Layout,
-    window: tuple[int, int] | None,
     cu_seqlens: Tensor | Sequence[int] | None,
     key_mask: Tensor | None,
     attn_mask: Tensor | None,
-    dropout_p: float,
     seed: int | None,
 ) -> Tensor:
     """`ring_self_attention`; `told` are options of the caller, which the ranks compare too."""
+    group, layout, dropout_p = options.group, options.layout, options.dropout_p
     check_group(group, OPERATION)
     with Agreement(OPERATION, group, message_device(q, k, v)) as agreement:
         check_tensors(q, k, v, key_mask, _require)
         check_layout(layout, _require)
-        check_numbers(scale, None, dropout_p, seed, _require)
+        check_numbers(options.scale, None, dropout_p, seed, _require)
         check_attn_mask(attn_mask, q, _require)
         learns = attn_mask is not None and attn_mask.requires_grad
         _require(not learns, "attn_mask", "without gradient", "requires_grad=True")
-        sides, offsets = check_window(window, OPERATION), check_cu_seqlens(cu_seqlens, OPERATION)
-        mask = Mask(is_causal, *sides, offsets)
+        sides, offsets = (
+            check_window(options.window, OPERATION),
+            check_cu_seqlens(cu_seqlens, OPERATION),
+        )
+        mask = Mask(options.is_causal, *sides, offsets)
         facts = {
             **told,
             **tensor_facts(q, k, v),
             **mask_facts(layout, mask),
-            "scale": scale_of(scale, q.shape[3]),
+            "scale": scale_of(options.scale, q.shape[3]),
             "dropout_p": dropout_p,
             "giving seed": int(seed is not None),
             "giving key_mask": int(key_mask is not None),
@@ -185,7 +187,7 @@ def _attend(
     check_columns(attn_mask, seq_len, _require)
     made = make_layout(layout, seq_len, len(lengths), cu_seqlens=mask.cu_seqlens)
     check_lengths(made, lengths, OPERATION, group)
-    call = _RsaCall(group, made, mask, scale_of(scale, q.shape[3]), dropout_p, common)
+    call = _RsaCall(group, made, mask, scale_of(options.scale, q.shape[3]), dropout_p, common)
     out: Tensor = _RingSelfAttention.apply(q, k, v, key_mask, attn_mask, call)
     return out
 
@@ -617,16 +619,16 @@ class RingSelfAttention(nn.Module):
             q,
             k,
             v,
+            AttentionOptions(
+                self.group,
+                layout=made,
+                is_causal=self.is_causal,
+                dropout_p=self.dropout if self.training else 0.0,
+            ),
             told,
-            group=self.group,
-            is_causal=self.is_causal,
-            scale=None,
-            layout=made,
-            window=None,
             cu_seqlens=cu_seqlens,
             key_mask=key_mask,
             attn_mask=attn_mask,
-            dropout_p=self.dropout if self.training else 0.0,
             seed=seed,
         )
         projected: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))

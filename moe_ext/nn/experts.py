@@ -286,7 +286,7 @@ def take_weights(
 
 
 # Parameters of a module, a name among them, and the tensor that takes its place for a pass.
-Weights = list[tuple[dict[str, Tensor | None], str, Tensor]]
+Weights = list[tuple[dict[str, Any], str, Tensor]]
 
 
 def late_weights(experts: nn.Module) -> Weights:
@@ -329,8 +329,8 @@ def run_experts(experts: nn.Module, late: Weights, *args: Any) -> Tensor:
             parameters[name] = weight
         return experts(*args)
     finally:
-        for parameters, name, weight in held:
-            parameters[name] = weight
+        for parameters, name, parameter in held:
+            parameters[name] = parameter
 
 
 def bounds_of_all_rows(experts: nn.Module, rows: Tensor, expert_offsets: Tensor) -> Tensor:

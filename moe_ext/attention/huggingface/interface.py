@@ -115,7 +115,6 @@ def _parse(name: str, function: Callable[..., Any]) -> tuple[bool, int | None, i
 
 
 def _ring_mask(
-    name: str,
     documents: PassDocuments,
     *,
     q_length: int,
@@ -126,6 +125,7 @@ def _ring_mask(
     **_: Any,
 ) -> RingMask:
     """The mask of a layer, with the signature of transformers' `AttentionMaskInterface`."""
+    name = documents.name
     if kv_length != q_length or int(q_offset) != 0:
         rule = (
             "empty: a cache of keys holds no shards; call the model with use_cache=False, or "
@@ -183,14 +183,14 @@ class PassDocuments:
     ) -> None:
         self.batch = batch
         self.group = options.group
-        self._name = name
+        self.name = name
         self._options = options
         self._known: _Known | None = None
         self._offsets: FoundOffsets | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         GroupHandle(self.group).__reduce__()
-        return _installed, (self._name, self._options)
+        return _installed, (self.name, self._options)
 
     # Values decide, which no graph can hold.
     @outside_graphs
@@ -201,11 +201,11 @@ class PassDocuments:
         """
         if position_ids is None:
             rule = "handed on to it by the model (prepare_model serves models that do not)"
-            _refuse(self._name, "position_ids of the attention", rule, "None")
+            _refuse(self.name, "position_ids of the attention", rule, "None")
         if position_ids.dim() != 2:
             found = list(position_ids.shape)
-            _refuse(self._name, "position_ids of the attention", "[B, L] or [1, L]", found)
-        if self._known is not None and self._known.is_of(self._name, position_ids, given):
+            _refuse(self.name, "position_ids of the attention", "[B, L] or [1, L]", found)
+        if self._known is not None and self._known.is_of(self.name, position_ids, given):
             return self._offsets
         self._known = None
         self._offsets = self._find(position_ids, given)
@@ -213,7 +213,7 @@ class PassDocuments:
         return self._offsets
 
     def _find(self, position_ids: Tensor, given: Tensor | None) -> FoundOffsets | None:
-        group, name = self.group, self._name
+        group, name = self.group, self.name
         facts = {
             "the number of rows of position_ids": position_ids.shape[0],
             "giving cu_seq_lens_q": int(given is not None),
@@ -239,7 +239,7 @@ class PassDocuments:
         if bool((whole[:, edges] == 0).all()) and int((whole == 0).sum(1).max()) == num_ranks:
             rule = "those of this rank's shard in the whole sequence (see shard_batch)"
             rank = group_rank(self.group)
-            _refuse(self._name, "position_ids", rule, f"a count from 0 on every rank (rank {rank})")
+            _refuse(self.name, "position_ids", rule, f"a count from 0 on every rank (rank {rank})")
 
 
 # The documents of each name that `install` was given.
@@ -326,7 +326,6 @@ def _check_model(name: str, module: nn.Module) -> None:
 
 
 def _ring_forward(
-    name: str,
     ring: Callable[..., Any],
     documents: PassDocuments,
     module: nn.Module,
@@ -336,11 +335,6 @@ def _ring_forward(
     attention_mask: RingMask | Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_ids: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of a layer, with the signature of transformers' `AttentionInterface`.
@@ -348,6 +342,7 @@ def _ring_forward(
     Returns:
         `[B, L, H, Dv]`, and None for the weights.
     """
+    name, sliding_window = documents.name, kwargs.get("sliding_window")
     for refused in _REFUSED:
         if kwargs.get(refused) is not None and kwargs[refused] is not False:
             _refuse(name, refused, "None", type(kwargs[refused]).__name__)
@@ -359,11 +354,13 @@ def _ring_forward(
         # As in transformers, such a mask is all there is.
         attn_mask, mask = attention_mask, RingMask(False, None, None, batch=BatchFacts())
     else:
-        mask = _mask_of(name, module, attention_mask, is_causal, sliding_window)
+        mask = _mask_of(name, module, attention_mask, kwargs.get("is_causal"), sliding_window)
     batch = mask.batch or documents.batch
     if batch is None:
         _check_model(name, module)
-        batch = BatchFacts(documents.offsets(position_ids, given_offsets(name, kwargs)))
+        batch = BatchFacts(
+            documents.offsets(kwargs.get("position_ids"), given_offsets(name, kwargs))
+        )
     out: Tensor = ring(
         query,
         key,
@@ -374,8 +371,8 @@ def _ring_forward(
         cu_seqlens=batch.cut(mask.chunk, name),
         key_mask=mask.key_mask,
         attn_mask=attn_mask,
-        softcap=softcap,
-        sinks=s_aux,
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
         dropout_p=dropout,
     )
     return out.transpose(1, 2).contiguous(), None
@@ -436,8 +433,8 @@ def register_ring_attention(
     install(name, functools.partial(ring_attention, group=group, layout=layout, **names), documents)
 
 
-def install(name: str, ring: Callable[..., Any], documents: PassDocuments, *, op: str = "") -> None:
-    """Give `ring` to transformers under a name; messages are those of `op`, or of the name.
+def install(name: str, ring: Callable[..., Any], documents: PassDocuments) -> None:
+    """Give `ring` to transformers under a name; error messages have the name of the documents.
 
     Raises:
         ImportError: transformers 5 is not installed.
@@ -447,9 +444,9 @@ def install(name: str, ring: Callable[..., Any], documents: PassDocuments, *, op
         masks = importlib.import_module("transformers.masking_utils").AttentionMaskInterface
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"{op or name}: expected transformers 5 or later to be installed, "
+            f"{documents.name}: expected transformers 5 or later to be installed, "
             f"try `pip install 'transformers>=5'` ({error})"
         ) from error
-    attention.register(name, functools.partial(_ring_forward, op or name, ring, documents))
-    masks.register(name, functools.partial(_ring_mask, op or name, documents))
+    attention.register(name, functools.partial(_ring_forward, ring, documents))
+    masks.register(name, functools.partial(_ring_mask, documents))
     _INSTALLED[name] = documents

@@ -97,7 +97,7 @@ class _Probe:
         device = self._embedding.weight.device
         was, training = config._attn_implementation, [(m, m.training) for m in model.modules()]
         documents = PassDocuments(OP, AttentionOptions(None), BatchFacts(None, self._length))
-        install(_NAME, self._own_values, documents, op=OP)
+        install(_NAME, self._own_values, documents)
         mixers = SharedMixers(_NAME, documents, "contiguous", apart=True)
         self._num_mixers, take_back = share_mixers(model, mixers)
         with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
