@@ -19,8 +19,12 @@ def check_choice(owner: str, name: str, value: object, allowed: Collection[objec
 
 
 def check_kind(owner: str, name: str, value: object, *kinds: type, required: bool = False) -> None:
-    """TypeError unless the value is of one of the classes, or None where it is not required."""
-    if (value is not None or required) and not isinstance(value, kinds):
+    """TypeError unless the value is of one of the classes, or None where it is not required.
+
+    True and False are numbers to Python; here they are not.
+    """
+    truth = isinstance(value, bool) and bool not in kinds
+    if (value is not None or required) and (truth or not isinstance(value, kinds)):
         words = " or ".join(kind.__name__ for kind in kinds)
         raise TypeError(f"{owner}: expected {name} to be of type {words}, got {value!r:.200}")
 

@@ -52,8 +52,8 @@ MUTANTS = [
     Mutant(
         "replicate without ignored_modules gives all ranks the experts of rank 0",
         "moe_ext/distributed/placement.py",
-        "    elif type(parameter) is nn.Parameter and name in vars(module).get(_DIVIDED, ()):",
-        "    elif False:",
+        "    if type(parameter) is nn.Parameter and name in vars(module).get(_DIVIDED, ()):",
+        "    if False:",
         "tests/distributed/test_clipping_matrix.py -k 'functions and without'",
     ),
     Mutant(
@@ -184,7 +184,7 @@ MUTANTS = [
     ),
     Mutant(
         "one rank sends in another way than the others since its options changed",
-        "moe_ext/nn/moe_layer.py",
+        "moe_ext/nn/layer_options.py",
         "if new != old:\n            with layer.dispatcher.routing",
         "if False:\n            with layer.dispatcher.routing",
         "tests/test_options_over_ranks.py -k other_messages",

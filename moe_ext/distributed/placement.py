@@ -511,12 +511,11 @@ def _shown_tensors(module: nn.Module) -> dict[str, tuple[Tensor, Placement]]:
 
 def own_part_of(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
     """This rank's part of a module's parameter, for a forward pass; ValueError as `_check_part`."""
-    _check_part(module, name, parameter)
-    return part_in_graph(parameter) if is_dtensor(parameter) else parameter
+    return part_in_graph(parameter) if _check_part(module, name, parameter) else parameter
 
 
-def _check_part(module: nn.Module, name: str, parameter: Tensor) -> None:
-    """ValueError where a tool has replaced a DTensor by a tensor, or assigned its `data`."""
+def _check_part(module: nn.Module, name: str, parameter: Tensor) -> bool:
+    """True for a DTensor; ValueError where a tool has replaced one, or assigned its `data`."""
     if is_dtensor(parameter):
         # An assigned tensor lies beside the part, where no operator looks.
         if _was_assigned(parameter):
@@ -525,13 +524,15 @@ def _check_part(module: nn.Module, name: str, parameter: Tensor) -> None:
                 "tensor assigned to its `data` (as torch.nn.utils.vector_to_parameters does), "
                 "which changes nothing; take load_state_dict, or copy_ of a DTensor"
             )
+        return True
     # Not what `functional_call`, or a module around this one, has given it for this pass.
-    elif type(parameter) is nn.Parameter and name in vars(module).get(_DIVIDED, ()):
+    if type(parameter) is nn.Parameter and name in vars(module).get(_DIVIDED, ()):
         raise ValueError(
             f"forward: expected {name} to be a DTensor, since ranks hold experts between them, "
             "got a plain tensor, which a tool has put in its place; for torch's replicate call "
             "moe_ext.parallelize(model) and give it ignored_modules=[layer.experts, ...]"
         )
+    return False
 
 
 @outside_graphs

@@ -35,7 +35,7 @@ from moe_ext.nn.expert_activation import (
     run_activation,
 )
 from moe_ext.nn.torch_state import as_autocast
-from moe_ext.ops.autograd import late_gradient
+from moe_ext.ops.autograd import late_gradients
 from moe_ext.ops.grouped_gemm import wants_ends
 
 # 2**64 / golden ratio, odd: neighbouring experts get seeds that differ in about half of their bits.
@@ -294,9 +294,11 @@ def late_weights(experts: nn.Module) -> Weights:
 
     Their gradients are then computed while those of the rows are.
     """
-    found: Weights = []
+    owners: list[dict[str, Any]] = []
+    names: list[str] = []
+    weights: list[Tensor] = []
     if not torch.is_grad_enabled():
-        return found
+        return []
     for module in experts.modules():
         # Shards are gathered by the experts' own hooks, which come later.
         if not runs_own_forward(module) or module.transposed or is_fsdp(module):
@@ -305,9 +307,10 @@ def late_weights(experts: nn.Module) -> Weights:
         for name in (module._up_name, "down_proj"):
             weight = parameters.get(name)
             if isinstance(weight, nn.Parameter) and weight.requires_grad:
-                local = own_part_of(module, name, weight)
-                found.append((parameters, name, late_gradient(as_autocast(local))))
-    return found
+                owners.append(parameters)
+                names.append(name)
+                weights.append(as_autocast(own_part_of(module, name, weight)))
+    return list(zip(owners, names, late_gradients(weights), strict=True))
 
 
 def moved_weights(experts: GroupedExperts, moves: ExpertMoves) -> Weights:
@@ -323,9 +326,10 @@ def moved_weights(experts: GroupedExperts, moves: ExpertMoves) -> Weights:
 def run_experts(experts: nn.Module, late: Weights, *args: Any) -> Tensor:
     """Results of experts, with the weights that `late_weights` gave."""
     # As torch.func.functional_call, which takes 50 us to look for the names.
-    held = [(parameters, name, parameters[name]) for parameters, name, _ in late]
+    held: Weights = []
     try:
         for parameters, name, weight in late:
+            held.append((parameters, name, parameters[name]))
             parameters[name] = weight
         return experts(*args)
     finally:

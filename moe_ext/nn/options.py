@@ -23,9 +23,7 @@ def of_number(name: str, value: _T | float | None, kind: Callable[[Any], _T]) ->
     """The object that an argument of a layer means; a number is that of its first field."""
     if isinstance(value, Real) and not isinstance(value, bool):
         value = kind(value)
-    # A truth value is a number to Python.
-    shown = str(value) if isinstance(value, bool) else value
-    check_kind("MoELayer", name, shown, Real, kind)  # type: ignore[arg-type]
+    check_kind("MoELayer", name, value, Real, kind)  # type: ignore[arg-type]
     return value  # type: ignore[return-value]
 
 

@@ -224,7 +224,7 @@ def check_late_weight_gradients_have_the_same_bits():
 
     for overlap, options in [(3, {}), *((1, way) for way in ways())]:
         found = list(steps(overlap=overlap, **options))
-        with mock.patch.object(experts, "late_gradient", lambda weight: weight):
+        with mock.patch.object(experts, "late_gradients", lambda weights: weights):
             want = list(steps(overlap=overlap, **options))
         for one, other in zip(found, want, strict=True):
             for a, b in zip(one, other, strict=True):
