@@ -51,6 +51,126 @@ void zero_rows(const Tensor& t, int64_t begin, int64_t end) {
   }
 }
 
+// Memory for tiles, of one size: as many pieces as are in use at once.
+class Scratch {
+ public:
+  explicit Scratch(int64_t bytes) : bytes_(bytes) {
+  }
+  std::unique_ptr<char[]> take() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (free_.empty()) {
+      return std::unique_ptr<char[]>(new char[bytes_]);
+    }
+    auto piece = std::move(free_.back());
+    free_.pop_back();
+    return piece;
+  }
+  void put_back(std::unique_ptr<char[]> piece) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    free_.push_back(std::move(piece));
+  }
+
+ private:
+  int64_t bytes_;
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<char[]>> free_;
+};
+
+// Terms and columns of a block of a widened product: its copies stay in the caches.
+constexpr int64_t kWideTerms = 512;
+constexpr int64_t kWideColumns = 512;
+
+// True for 16-bit numbers on processors without AVX-512, where the library multiplies them in a loop: 1 to 16 GFLOP/s
+// on a core that does 74 in float32. Products are then float32 ones of copies.
+bool is_widened(const Tensor& x) {
+#if defined(MOE_EXT_X86)
+  return x.element_size() == 2 && cpu_isa() != CpuIsa::kAvx512;
+#else
+  (void)x;
+  return false;
+#endif
+}
+
+// Bytes that a widened product [rows, cols] of sums of so many terms takes: a block of the sums, of a, b and the bias.
+int64_t wide_bytes(int64_t rows, int64_t cols, int64_t terms) {
+  const int64_t width = std::min(cols, kWideColumns);
+  const int64_t depth = std::min(terms, kWideTerms);
+  return static_cast<int64_t>(sizeof(float)) * (rows * (width + depth) + (depth + 1) * width);
+}
+
+// m[row, row + num_rows) of columns [col, col + num_cols) in float32, laid out as m is.
+template <typename T>
+Tensor widened(const Tensor& m, int64_t row, int64_t num_rows, int64_t col, int64_t num_cols, float* memory) {
+  const bool by_columns = m.stride(0) == 1 && m.stride(1) != 1;
+  const int64_t outer = by_columns ? num_cols : num_rows;
+  const int64_t inner = by_columns ? num_rows : num_cols;
+  const int64_t outer_stride = m.stride(by_columns ? 1 : 0);
+  const int64_t inner_stride = m.stride(by_columns ? 0 : 1);
+  const T* const from = data<T>(m) + row * m.stride(0) + col * m.stride(1);
+  for (int64_t i = 0; i < outer; ++i) {
+    if (inner_stride == 1) {
+      kernels().of<T>().widen(memory + i * inner, from + i * outer_stride, inner);
+      continue;
+    }
+    for (int64_t j = 0; j < inner; ++j) {
+      memory[i * inner + j] = to_acc(from[i * outer_stride + j * inner_stride]);
+    }
+  }
+  const std::array<int64_t, 2> sizes = {num_rows, num_cols};
+  const std::array<int64_t, 2> strides = {by_columns ? 1 : inner, by_columns ? inner : 1};
+  return torch::stable::from_blob(memory, sizes, strides, m.device(), torch::headeronly::ScalarType::Float);
+}
+
+// out = a b + bias, where `bias` is [1, M] or null, summed in float32 and rounded once; rows of out are adjacent.
+template <typename T>
+void wide_product_of(const Tensor& out, const Tensor& a, const Tensor& b, const Tensor* bias, float* memory) {
+  const int64_t rows = out.size(0);
+  const int64_t terms = a.size(1);
+  const int64_t depth = std::min(terms, kWideTerms);
+  for (int64_t col = 0; col < out.size(1); col += kWideColumns) {
+    const int64_t width = std::min(out.size(1) - col, kWideColumns);
+    float* const a_part = memory + rows * width;
+    float* const b_part = a_part + rows * depth;
+    const Tensor sum =
+        torch::stable::from_blob(memory, {rows, width}, {width, 1}, out.device(), torch::headeronly::ScalarType::Float);
+    int64_t term = 0;
+    do {
+      const int64_t part = std::min(terms - term, kWideTerms);
+      const Tensor a_wide = widened<T>(a, 0, rows, term, part, a_part);
+      const Tensor b_wide = widened<T>(b, term, part, col, width, b_part);
+      if (term > 0) {
+        addmm_out(sum, sum, a_wide, b_wide);
+      } else if (bias != nullptr) {
+        addmm_out(sum, widened<T>(*bias, 0, 1, col, width, b_part + depth * width), a_wide, b_wide);
+      } else {
+        mm_out(sum, a_wide, b_wide);
+      }
+      term += part;
+    } while (term < terms);
+    for (int64_t row = 0; row < rows; ++row) {
+      kernels().of<T>().narrow(data<T>(out) + row * out.stride(0) + col, memory + row * width, width);
+    }
+  }
+}
+
+void wide_product(const Tensor& out, const Tensor& a, const Tensor& b, const Tensor* bias, Scratch& scratch) {
+  auto piece = scratch.take();
+  dispatch_floating(out.scalar_type(), [&]<typename T>() {
+    if constexpr (sizeof(T) == 2) {
+      wide_product_of<T>(out, a, b, bias, reinterpret_cast<float*>(piece.get()));
+    }
+  });
+  scratch.put_back(std::move(piece));
+}
+
+int64_t largest(const std::vector<Tile>& tiles) {
+  int64_t found = 0;
+  for (const Tile& tile : tiles) {
+    found = std::max(found, tile.end - tile.begin);
+  }
+  return found;
+}
+
 Tensor grouped_mm_cpu(
     Tensor x,                     // [N, K]
     Tensor weight,                // [E, M, K]
@@ -71,12 +191,20 @@ Tensor grouped_mm_cpu(
     cut(tiles, e, offsets[e], offsets[e + 1], tile_rows);
   }
   sort_by_cost(tiles, [](const Tile& tile) { return tile.end - tile.begin; });
+  const bool wide = is_widened(x);
+  Scratch scratch(wide ? wide_bytes(largest(tiles), dim, x.size(1)) : 0);
   for_each_tile(tiles, [&](const Tile& tile) {
     const Tensor out_e = rows_of(out, tile.begin, tile.end);
     const Tensor x_e = rows_of(x, tile.begin, tile.end);
     const Tensor weight_e = matrix_transposed(weight, tile.expert);
+    std::optional<Tensor> bias_e;
     if (bias) {
-      addmm_out(out_e, rows_of(*bias, tile.expert, tile.expert + 1), x_e, weight_e);
+      bias_e = rows_of(*bias, tile.expert, tile.expert + 1);
+    }
+    if (wide) {
+      wide_product(out_e, x_e, weight_e, bias_e ? &*bias_e : nullptr, scratch);
+    } else if (bias_e) {
+      addmm_out(out_e, *bias_e, x_e, weight_e);
     } else {
       mm_out(out_e, x_e, weight_e);
     }
@@ -109,8 +237,14 @@ Padded padded(const Tensor& m, int64_t num_rows) {
 // out = grad^T x; calls `read` when grad and x are not read any more. Ragged 16-bit operands are padded, which also
 // spares the library a new plan for each number of rows.
 template <typename Read>
-void sum_of_outer_products(const Tensor& out, const Tensor& grad, const Tensor& x, const Read& read) {
+void sum_of_outer_products(
+    const Tensor& out, const Tensor& grad, const Tensor& x, Scratch& wide_memory, const Read& read) {
   const int64_t num_rows = grad.size(0);
+  if (is_widened(x)) {
+    wide_product(out, rows_transposed(grad, 0, num_rows), x, nullptr, wide_memory);
+    read();
+    return;
+  }
   const bool ragged = num_rows > kRowsPerSum && num_rows % kRowsPerSum != 0;
   if (!ragged || grad.element_size() != 2 || grad.stride(1) != 1 || x.stride(1) != 1) {
     mm_out(out, rows_transposed(grad, 0, num_rows), x);
@@ -123,31 +257,6 @@ void sum_of_outer_products(const Tensor& out, const Tensor& grad, const Tensor& 
   read();
   mm_out(out, rows_transposed(grad_whole.matrix, 0, whole), x_whole.matrix);
 }
-
-// Memory for tiles, of one size: as many pieces as are in use at once.
-class Scratch {
- public:
-  explicit Scratch(int64_t bytes) : bytes_(bytes) {
-  }
-  std::unique_ptr<char[]> take() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (free_.empty()) {
-      return std::unique_ptr<char[]>(new char[bytes_]);
-    }
-    auto piece = std::move(free_.back());
-    free_.pop_back();
-    return piece;
-  }
-  void put_back(std::unique_ptr<char[]> piece) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    free_.push_back(std::move(piece));
-  }
-
- private:
-  int64_t bytes_;
-  std::mutex mutex_;
-  std::vector<std::unique_ptr<char[]>> free_;
-};
 
 // grad_weight[e] = grad_e^T x_e, or with `add` += it; an expert without rows gets zeros.
 void products_of_rows(
@@ -197,6 +306,7 @@ void products_of_rows(
   const RowsGivenBack x_rows(x, offsets, tiles, x_owned && !add && (!is_grad_larger || !one_is_enough));
   const int64_t row_bytes = x.size(1) * static_cast<int64_t>(x.element_size());
   Scratch scratch(add ? 2 * tile_columns * row_bytes : 0);
+  Scratch wide_memory(is_widened(x) ? wide_bytes(largest(tiles), x.size(1), grad.size(0)) : 0);
   for_each_tile(tiles, [&](const Tile& tile) {
     const int64_t begin = offsets[tile.expert];
     const int64_t end = offsets[tile.expert + 1];
@@ -215,13 +325,13 @@ void products_of_rows(
       x_rows.done(tile);
     };
     if (!add) {
-      sum_of_outer_products(out_e, grad_e, rows_of(x, begin, end), read);
+      sum_of_outer_products(out_e, grad_e, rows_of(x, begin, end), wide_memory, read);
     } else {
       // In a cache between product and sum: memory sees the sum alone.
       auto piece = scratch.take();
       const Tensor product = torch::stable::from_blob(
           piece.get(), {tile.end - tile.begin, x.size(1)}, {x.size(1), 1}, x.device(), x.scalar_type());
-      sum_of_outer_products(product, grad_e, rows_of(x, begin, end), read);
+      sum_of_outer_products(product, grad_e, rows_of(x, begin, end), wide_memory, read);
       dispatch_floating(x.scalar_type(), [&]<typename T>() {
         kernels().of<T>().add(data<T>(out_e), data<T>(product), product.numel());
       });

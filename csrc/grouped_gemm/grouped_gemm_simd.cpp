@@ -1,4 +1,4 @@
-// A plain loop for the vectoriser, compiled once per instruction set.
+// Plain loops for the vectoriser, compiled once per instruction set.
 #include "grouped_gemm/grouped_gemm_tables.h"
 
 namespace moe_ext::grouped_gemm::MOE_ISA {
@@ -11,9 +11,26 @@ void add(T* __restrict__ sum, const T* __restrict__ x, int64_t n) {
   }
 }
 
+template <typename T>
+void widen(acc_t<T>* __restrict__ out, const T* __restrict__ x, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    out[i] = to_acc(x[i]);
+  }
+}
+
+template <typename T>
+void narrow(T* __restrict__ out, const acc_t<T>* __restrict__ x, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    out[i] = from_acc<T>(x[i]);
+  }
+}
+
+template <typename T>
+constexpr Loops<T> kLoops = {add<T>, widen<T>, narrow<T>};
+
 } // namespace
 
 extern const Kernels kernel_table;
-const Kernels kernel_table = {{add<float>}, {add<double>}, {add<BFloat16>}, {add<Half>}};
+const Kernels kernel_table = {kLoops<float>, kLoops<double>, kLoops<BFloat16>, kLoops<Half>};
 
 } // namespace moe_ext::grouped_gemm::MOE_ISA

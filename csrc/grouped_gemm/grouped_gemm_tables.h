@@ -1,4 +1,4 @@
-// The loop that grouped_gemm_simd.cpp provides for each instruction set. Torch-free.
+// The loops that grouped_gemm_simd.cpp provides for each instruction set. Torch-free.
 #pragma once
 
 #include <cstdint>
@@ -7,10 +7,11 @@
 
 namespace moe_ext::grouped_gemm {
 
-// sum[i] += x[i], rounded as torch rounds it.
 template <typename T>
 struct Loops {
-  void (*add)(T* sum, const T* x, int64_t n);
+  void (*add)(T* sum, const T* x, int64_t n); // sum[i] += x[i], rounded as torch rounds it
+  void (*widen)(acc_t<T>* out, const T* x, int64_t n);
+  void (*narrow)(T* out, const acc_t<T>* x, int64_t n); // rounded likewise
 };
 
 using Kernels = PerDtype<Loops>;

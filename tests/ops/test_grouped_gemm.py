@@ -85,14 +85,24 @@ def test_equals_the_reference(device, dtype, num_rows, with_bias):
     check_against_reference(x, weight, bias if with_bias else None, offsets)
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize(
     "num_experts, k, m",
     [(1, 8, 8), (1, 1, 1), (4, 0, 3), (4, 3, 0), (40, 5, 3), (3, 256, 129)],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_awkward_sizes(device, dtype, num_experts, k, m):
+def test_awkward_sizes(backend, dtype, num_experts, k, m):
     x, weight, bias, offsets = make(31, num_experts=num_experts, k=k, m=m, dtype=dtype)
     check_against_reference(x, weight, bias, offsets)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_products_in_several_blocks(isa, dtype):
+    """Sums of more terms, and more columns, than copies in float32 have: forward and backward."""
+    x, weight, bias, offsets = make(1300, num_experts=2, k=1050, m=530, dtype=dtype)
+    check_against_reference(x, weight, bias, torch.tensor([0, 40, 1300]))
+    apart = weight.detach().mT.contiguous().mT.requires_grad_()
+    check_against_reference(x, apart, None, offsets, lambda y: y[:1].detach().expand(y.shape))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -103,8 +113,9 @@ def test_no_experts(device, dtype):
     assert y.shape == (7, 5) and (y == 0).all() and (grad == 0).all()
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_strided_arguments(device, dtype):
+def test_strided_arguments(backend, dtype):
     x, weight, bias, offsets = make(63, dtype=dtype)
     variants = {
         "column major": (
@@ -149,8 +160,9 @@ def test_more_experts_than_the_library_takes(device):
     check_against_reference(x, weight, bias, offsets)
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_expanded_and_strided_gradients(device, dtype):
+def test_expanded_and_strided_gradients(backend, dtype):
     x, weight, bias, offsets = make(63, dtype=dtype)
     check_against_reference(x, weight, bias, offsets, lambda y: y.new_ones(()).expand(y.shape))
     check_against_reference(
