@@ -138,7 +138,7 @@ class _RowsUnderway:
         try:
             if debugging.enabled():
                 debugging.compare("all_to_all", sent, self.group, self.operation, send, receive)
-            if self.exchange is not None or sent.is_cuda:
+            if self.exchange is not None or streams.has_streams(sent.device):
                 exchange = functools.partial(
                     self.exchange or dist.all_to_all_single,
                     out,

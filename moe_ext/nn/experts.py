@@ -258,11 +258,15 @@ class GroupedExperts(nn.Module):
         bias_EM = getattr(self, f"{name}_bias")
         if bias_EM is not None:
             bias_EM = local_part(bias_EM) if moves is None else moves.extend(local_part(bias_EM))
-        return ops.grouped_mm(x, self._weight(name, moves), expert_offsets, bias_EM=bias_EM)
+        weight: Tensor = getattr(self, name)
+        # A plain weight does not pay for the call.
+        if moves is not None or self.transposed or type(weight) not in (nn.Parameter, Tensor):
+            weight = self._weight(name, moves)
+        return ops.grouped_mm(x, weight, expert_offsets, bias_EM=bias_EM)
 
     def _weight(self, name: str, moves: ExpertMoves | None = None) -> Tensor:
         weight: Tensor = getattr(self, name)
-        if type(weight) not in (nn.Parameter, Tensor):  # these do not pay for the call
+        if type(weight) not in (nn.Parameter, Tensor):
             weight = local_part(weight)
         if moves is not None:
             weight = moves.extend(weight)
