@@ -80,8 +80,8 @@ class Scratch {
 constexpr int64_t kWideTerms = 512;
 constexpr int64_t kWideColumns = 512;
 
-// True for 16-bit numbers on processors without AVX-512, where the library multiplies them in a loop: 1 to 16 GFLOP/s
-// on a core that does 74 in float32. Products are then float32 ones of copies.
+// True for 16-bit numbers on processors without AVX-512, where the library multiplies them in a loop. Products are then
+// float32 ones of copies.
 bool is_widened(const Tensor& x) {
 #if defined(MOE_EXT_X86)
   return x.element_size() == 2 && cpu_isa() != CpuIsa::kAvx512;
