@@ -314,7 +314,7 @@ class _PartInGraph(torch.autograd.Function):
         return DTensor(grad, copy.copy(spec), requires_grad=False)
 
 
-# This rank's shard, with gradients: `to_local()`, whose backward pass makes a layout and a node more.
+# This rank's shard, with gradients: `to_local()` without the second node of its backward pass.
 part_in_graph: Callable[[Tensor], Tensor] = _PartInGraph.apply
 
 
