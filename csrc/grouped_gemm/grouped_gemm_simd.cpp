@@ -1,4 +1,5 @@
 // Plain loops for the vectoriser, compiled once per instruction set.
+#include "common/convert.h"
 #include "grouped_gemm/grouped_gemm_tables.h"
 
 namespace moe_ext::grouped_gemm::MOE_ISA {
@@ -8,20 +9,6 @@ template <typename T>
 void add(T* __restrict__ sum, const T* __restrict__ x, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     sum[i] = from_acc<T>(to_acc(sum[i]) + to_acc(x[i]));
-  }
-}
-
-template <typename T>
-void widen(acc_t<T>* __restrict__ out, const T* __restrict__ x, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    out[i] = to_acc(x[i]);
-  }
-}
-
-template <typename T>
-void narrow(T* __restrict__ out, const acc_t<T>* __restrict__ x, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    out[i] = from_acc<T>(x[i]);
   }
 }
 

@@ -1,0 +1,26 @@
+// Loops over contiguous elements for the vectoriser, to the type that sums have and back. Torch-free.
+#pragma once
+
+#include <cstdint>
+
+#include "common/simd.h"
+
+namespace moe_ext {
+namespace { // a copy for each instruction set: the linker must not pick one
+
+template <typename T>
+void widen(acc_t<T>* __restrict__ out, const T* __restrict__ in, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    out[i] = to_acc(in[i]);
+  }
+}
+
+template <typename T>
+void narrow(T* __restrict__ out, const acc_t<T>* __restrict__ in, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    out[i] = from_acc<T>(in[i]);
+  }
+}
+
+} // namespace
+} // namespace moe_ext
