@@ -44,6 +44,8 @@ def test_the_layer_of_each_library_runs_as_written(library):
     code = next(b for b in BLOCKS if f"# after\nfrom moe_ext.integrations.{library} import" in b)
     code = after(code).replace("nn.ModuleList(...)", "nn.ModuleList(local_experts)")
     names = {
+        "torch": torch,
+        "moe_ext": moe_ext,
         "nn": nn,
         "group": None,
         "x": torch.randn(2, 5, 8),
