@@ -30,7 +30,6 @@ C10D_TYPES = {"ProcessGroup", "DeviceMesh", "DTensor", "GradBucket", "Work"}
 # Modules beside moe_ext.comm, and the names of torch.distributed that each takes.
 BESIDE_COMM = {
     "moe_ext._runtime_library": {"is_available"},  # asks whether torch has c10d at all
-    "moe_ext.dispatch.rows": {"torch.distributed"},  # posts rows that autograd waits for elsewhere
     "moe_ext.dispatch.symmetric_memory": {"torch.distributed._symmetric_memory"},
     "moe_ext.distributed.fsdp": {"fsdp"},
     "moe_ext.distributed.fsdp_state": {"_composable_state"},
@@ -65,7 +64,7 @@ BESIDE_AGREEMENT = {
     "moe_ext.compression.codecs.powersgd": {"naming_failed_ranks"},
     "moe_ext.compression.reducer": {"naming_failed_ranks"},
     "moe_ext.dispatch.gpu_libraries": {"naming_failed_ranks"},
-    "moe_ext.dispatch.rows": {"name_failed_ranks", "share"},
+    "moe_ext.dispatch.rows": {"name_failed_ranks"},
     "moe_ext.distributed": {"naming_failed_ranks"},
     "moe_ext.distributed.checkpoint": {"naming_failed_ranks"},
     "moe_ext.distributed.dtensor": {"naming_failed_ranks"},

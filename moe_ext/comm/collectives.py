@@ -8,6 +8,7 @@ Shapes: P ranks of the group.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -17,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_ext.comm import c10d, debugging
-from moe_ext.comm.failures import name_failed_ranks, naming_failed_ranks
-from moe_ext.comm.groups import group_ranks, group_size, small_message_device
+from moe_ext.comm import c10d, debugging, streams
+from moe_ext.comm.agreement import share
+from moe_ext.comm.failures import name_failed_ranks, naming_failed_ranks, network_identity
+from moe_ext.comm.groups import group_rank, group_ranks, group_size, small_message_device
 from moe_ext.comm.pending import Pending, Release, start_gather_into
 from moe_ext.comm.reports import Collective, Underway
 from moe_ext.comm.traffic import record_traffic
@@ -27,7 +29,11 @@ from moe_ext.comm.traffic import record_traffic
 T = TypeVar("T")
 U = TypeVar("U")
 
-
+# Shorter rows, such as weights, travel in one call whatever joins the ranks.
+_LEAST_BYTES = 256
+# Groups that rows for higher ranks and for lower ones travel over, of a group on CPUs.
+_ways: weakref.WeakKeyDictionary[ProcessGroup, tuple[ProcessGroup, ProcessGroup]]
+_ways = weakref.WeakKeyDictionary()
 # By default group.
 _host_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -273,6 +279,73 @@ def all_to_all(
         name_failed_ranks(group, operation, error)
         raise
     return out
+
+
+def _both_ways(group: ProcessGroup, device: torch.device) -> tuple[ProcessGroup, ProcessGroup]:
+    """The two groups, found out by all ranks together; the same one twice on one host.
+
+    Gloo asks for data behind the data that it sends: over one connection, a rank that comes late
+    gets nothing before all that it sends has left. Over two, a network carries both at once.
+    Between ranks of one host data takes no time but that of the processors, which more threads
+    would lengthen.
+    """
+    networks = share([network_identity()], group, device, operation="dispatch")
+    between = len({network for (network,) in networks}) > 1
+    _ways[group] = group, twin_group(group, device) if between else group
+    return _ways[group]
+
+
+def post_rows(
+    out: Tensor,
+    x: Tensor,
+    group: ProcessGroup,
+    send: Sequence[int],
+    receive: Sequence[int],
+    *,
+    exchange: Callable[..., None] | None = None,
+) -> list[Underway] | streams.Beside:
+    """Begin to exchange rows; on a device with streams on that of tokens.
+
+    Args:
+        out: `[sum(receive), ...]`, which is filled once what is returned was waited for.
+        x: as in `all_to_all`, or messages `[bytes]`.
+        group: the P ranks.
+        send: P numbers of rows.
+        receive: P numbers of rows.
+        exchange: what sends them, called as `all_to_all_single` is, which is the default.
+    """
+    if exchange is not None or streams.has_streams(x.device):
+        function = exchange or dist.all_to_all_single
+        call = functools.partial(function, out, x, list(receive), list(send), group=group)
+        return streams.run_beside(call, x, out, purpose="tokens")
+    up, down = _ways.get(group) or _both_ways(group, x.device)
+    messages = [(out, x, group, list(send), list(receive))]
+    short = x.dim() > 1 and x.shape[1:].numel() * x.element_size() < _LEAST_BYTES
+    if up is not down and not short:
+        me, rank = group_rank(group), range(len(send))
+        # Rows for lower ranks come first, as do those from lower ranks.
+        lower, from_lower = sum(send[:me]), sum(receive[: me + 1])
+        messages = [
+            (
+                out[:from_lower],
+                x[lower:],
+                up,
+                [send[p] * (p >= me) for p in rank],
+                [receive[p] * (p <= me) for p in rank],
+            ),
+            (
+                out[from_lower:],
+                x[:lower],
+                down,
+                [send[p] * (p < me) for p in rank],
+                [receive[p] * (p > me) for p in rank],
+            ),
+        ]
+    works = []
+    for into, rows, way, sizes, due in messages:
+        work = dist.all_to_all_single(into, rows, due, sizes, group=way, async_op=True)
+        works.append(Underway(work, Collective("all_to_all", way, rows, sizes, due)))
+    return works
 
 
 def broadcast_(x: Tensor, group: ProcessGroup | None, source: int, *, operation: str) -> Tensor:

@@ -5,24 +5,21 @@ Shapes: N rows sent, R rows received, D model, P ranks of the group.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from moe_ext.comm import collectives, debugging, streams
-from moe_ext.comm.agreement import share
 from moe_ext.comm.c10d import backward_number
-from moe_ext.comm.failures import in_layer, name_failed_ranks, network_identity, running
+from moe_ext.comm.failures import in_layer, name_failed_ranks, running
 from moe_ext.comm.groups import group_rank
-from moe_ext.comm.reports import Collective, Underway, exchanged_rows
+from moe_ext.comm.reports import Underway, exchanged_rows
 from moe_ext.comm.traffic import open_counts, record_traffic
 from moe_ext.dispatch.wire import (
     LOSSLESS,
@@ -33,60 +30,6 @@ from moe_ext.dispatch.wire import (
     encode_messages,
     join_messages,
 )
-
-# Shorter rows, such as weights, travel in one call whatever joins the ranks.
-_LEAST_BYTES = 256
-# Groups that rows for higher ranks and for lower ones travel over, of a group on CPUs.
-_ways: weakref.WeakKeyDictionary[ProcessGroup, tuple[ProcessGroup, ProcessGroup]]
-_ways = weakref.WeakKeyDictionary()
-
-
-def _both_ways(group: ProcessGroup, device: torch.device) -> tuple[ProcessGroup, ProcessGroup]:
-    """The two groups, found out by all ranks together; the same one twice on one host.
-
-    Gloo asks for data behind the data that it sends: over one connection, a rank that comes late
-    gets nothing before all that it sends has left. Over two, a network carries both at once.
-    Between ranks of one host data takes no time but that of the processors, which more threads
-    would lengthen.
-    """
-    networks = share([network_identity()], group, device, operation="dispatch")
-    between = len({network for (network,) in networks}) > 1
-    _ways[group] = group, collectives.twin_group(group, device) if between else group
-    return _ways[group]
-
-
-def _post(
-    out: Tensor, x: Tensor, group: ProcessGroup, send: Sequence[int], receive: Sequence[int]
-) -> list[Underway]:
-    """Begin an exchange of rows on CPUs, or of messages `[bytes]`."""
-    up, down = _ways.get(group) or _both_ways(group, x.device)
-    messages = [(out, x, group, list(send), list(receive))]
-    short = x.dim() > 1 and x.shape[1:].numel() * x.element_size() < _LEAST_BYTES
-    if up is not down and not short:
-        me, rank = group_rank(group), range(len(send))
-        # Rows for lower ranks come first, as do those from lower ranks.
-        lower, from_lower = sum(send[:me]), sum(receive[: me + 1])
-        messages = [
-            (
-                out[:from_lower],
-                x[lower:],
-                up,
-                [send[p] * (p >= me) for p in rank],
-                [receive[p] * (p <= me) for p in rank],
-            ),
-            (
-                out[from_lower:],
-                x[:lower],
-                down,
-                [send[p] * (p < me) for p in rank],
-                [receive[p] * (p > me) for p in rank],
-            ),
-        ]
-    works = []
-    for into, rows, way, sizes, due in messages:
-        work = dist.all_to_all_single(into, rows, due, sizes, group=way, async_op=True)
-        works.append(Underway(work, Collective("all_to_all", way, rows, sizes, due)))
-    return works
 
 
 @dataclass
@@ -138,18 +81,9 @@ class _RowsUnderway:
         try:
             if debugging.enabled():
                 debugging.compare("all_to_all", sent, self.group, self.operation, send, receive)
-            if self.exchange is not None or streams.has_streams(sent.device):
-                exchange = functools.partial(
-                    self.exchange or dist.all_to_all_single,
-                    out,
-                    sent,
-                    list(receive),
-                    list(send),
-                    group=self.group,
-                )
-                self.works = streams.run_beside(exchange, sent, out, purpose="tokens")
-                return
-            self.works = _post(out, sent, self.group, send, receive)
+            self.works = collectives.post_rows(
+                out, sent, self.group, send, receive, exchange=self.exchange
+            )
         except RuntimeError as error:
             self._name_failed_ranks(error, backward)
             raise

@@ -106,7 +106,7 @@ def check_an_exchange_passes_the_turn_once():
     twin = collectives.twin_group(group, torch.device("cpu"))
     x = torch.ones(2, 64)  # rows that travel over two groups between hosts
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(rows._ways, group, (group, twin))
+        patch.setitem(collectives._ways, group, (group, twin))
         patch.setattr(reports.lane, "turns", object())
         patch.setattr(reports, "pass_turn", lambda: passed.append(1))
         assert rows.all_to_all_rows(x, group, [1, 1], [1, 1]).equal(x)

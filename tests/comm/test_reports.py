@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_ext import MoELayer
 from moe_ext.comm import c10d, collectives, reports
-from moe_ext.dispatch import rows as exchanges
 from moe_ext.distributed import HierarchicalDispatcher, RankFailureError, sync_gradients
 from moe_ext.nn import Dispatch, ModuleExperts, RowBudget
 from moe_ext.testing import spawn_ranks
@@ -160,7 +159,7 @@ FAULTS_OF_PARTS = (
 
 def run_faults_between_networks(rank, faults):
     """The same where rows for higher ranks and for lower ones travel over a group each."""
-    exchanges.network_identity, exchanges._LEAST_BYTES = lambda: rank, 1
+    collectives.network_identity, collectives._LEAST_BYTES = lambda: rank, 1
     return run_faults(rank, faults)
 
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import moe_ext
+from moe_ext.comm import collectives
 from moe_ext.dispatch import rows as exchanges
 from moe_ext.distributed import HierarchicalDispatcher
 from moe_ext.nn import experts
@@ -102,9 +103,9 @@ def check_bits_between_networks_are_those_on_one_host():
     layer, x = make(1), tokens((7, 40, 0, 2)[dist.get_rank()], torch.float32)
     want = outcome(layer, x)
     with (
-        mock.patch.object(exchanges, "network_identity", dist.get_rank),
-        mock.patch.object(exchanges, "_LEAST_BYTES", 1),
-        mock.patch.object(exchanges, "_ways", {}),
+        mock.patch.object(collectives, "network_identity", dist.get_rank),
+        mock.patch.object(collectives, "_LEAST_BYTES", 1),
+        mock.patch.object(collectives, "_ways", {}),
         mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as sent,
     ):
         found = outcome(layer, x)
