@@ -9,6 +9,7 @@ import contextlib
 import copy
 import math
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from moe_ext.comm.failures import naming_failed_ranks
 from moe_ext.comm.groups import global_rank, small_message_device
@@ -79,6 +81,23 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """True if a value is a DTensor; there is none before someone has imported its module."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
+
+
+def warn_of_mixed_groups(caller: str, optimizer: Optimizer) -> None:
+    """Warn if an optimizer has DTensors beside tensors in one group on a GPU.
+
+    torch steps through such a group tensor by tensor, on the CPU through all groups by default.
+    """
+    for group in optimizer.param_groups:
+        on_gpu = [p for p in group["params"] if p.device.type != "cpu"]
+        if len({is_dtensor(p) for p in on_gpu}) > 1:
+            warnings.warn(
+                f"{caller}: expected groups of {type(optimizer).__name__} to hold experts over "
+                "ranks or other parameters, got both in one, which torch steps through tensor by "
+                "tensor; moe_ext.distributed.expert_param_groups(model) has a group for each",
+                stacklevel=3,
+            )
+            return
 
 
 def is_fsdp(module: nn.Module) -> bool:

@@ -29,6 +29,7 @@ from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import resolve_group
 from moe_ext.distributed import GradScaler, clip_grad_norm_, parallelize, whole_state_dicts
 from moe_ext.distributed.data_parallel import expect_backward
+from moe_ext.distributed.dtensor import warn_of_mixed_groups
 from moe_ext.distributed.placement import sharded_parameters
 
 __all__ = ["ExpertParallel", "FabricExpertParallel"]
@@ -46,6 +47,7 @@ class ExpertParallel:
       goes on with any number of ranks. An error of the rank that writes is raised on all.
     - "16-mixed" gets a `moe_ext.distributed.GradScaler`: all ranks skip a step, or none.
     - `manual_backward` averages the gradients of experts, too.
+    - An optimizer that has experts beside other parameters in one group on a GPU is warned of.
 
     Tensors that a callback or `on_save_checkpoint` adds to a checkpoint have to be whole: let it
     call a model's `state_dict()` inside `moe_ext.distributed.whole_state_dicts()`, an optimizer's
@@ -66,6 +68,12 @@ class ExpertParallel:
         super().model_to_device()  # type: ignore[misc]
         # Rank 0's states go to all ranks next, in fitting and in validation alone.
         parallelize(self.model)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Make optimizers; a warning for one that is slower than it need be."""
+        super().setup_optimizers(trainer)  # type: ignore[misc]
+        for optimizer in self.optimizers:
+            warn_of_mixed_groups("ExpertParallel", optimizer)
 
     def setup_precision_plugin(self) -> None:
         """Have this job's plugin clip over all ranks."""
@@ -113,6 +121,7 @@ class FabricExpertParallel:
     - `fabric.save` writes the file of one process, which `fabric.load` reads on any number of
       ranks. An error of the rank that writes is raised on all.
     - "16-mixed" gets a `moe_ext.distributed.GradScaler`: all ranks skip a step, or none.
+    - An optimizer that has experts beside other parameters in one group on a GPU is warned of.
 
     Tensors that are in the state by themselves have to be whole: take those of
     `moe_ext.distributed.full_state_dict(model)`.
@@ -130,6 +139,12 @@ class FabricExpertParallel:
         _set_scaler(self.precision, module)
         wrapped: nn.Module = super().setup_module(module)  # type: ignore[misc]
         return wrapped
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Take an optimizer; a warning for one that is slower than it need be."""
+        warn_of_mixed_groups("FabricExpertParallel", optimizer)
+        taken: Optimizer = super().setup_optimizer(optimizer)  # type: ignore[misc]
+        return taken
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **options: Any) -> None:
         """Write the whole on rank 0; all ranks raise what it raises."""

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import itertools
 import tempfile
+import warnings
 
 import pytest
 import torch
@@ -298,6 +299,35 @@ def check_fabric_clips_by_value():
     model = spread()
     train(fabric_of(FabricExpertParallel), model, clip_val=VALUE)
     assert_equal(model, one_process(whole(), by_value))
+
+
+def check_optimizers_are_warned_of():
+    """Once, with experts beside other parameters on a device with foreach kernels."""
+    on_gpu = spread().to("meta")  # nothing is computed
+
+    class Strategies:
+        optimizers = [torch.optim.AdamW(on_gpu.parameters())]
+
+        def setup_optimizers(self, trainer):
+            assert trainer == "trainer"
+
+        def setup_optimizer(self, optimizer):
+            return optimizer
+
+    apart = torch.optim.AdamW(md.expert_param_groups(on_gpu))
+    (mixed,) = Strategies.optimizers
+    fabric = type("Fabric", (FabricExpertParallel, Strategies), {})()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for quiet in (apart, torch.optim.AdamW(spread().parameters())):
+            assert fabric.setup_optimizer(quiet) is quiet
+    words = "expected groups of AdamW to hold experts over ranks or other parameters, got both"
+    with pytest.warns(UserWarning, match=f"^FabricExpertParallel: {words}") as seen:
+        assert fabric.setup_optimizer(mixed) is mixed
+    assert len(seen) == 1
+    with pytest.warns(UserWarning, match=f"^ExpertParallel: {words}") as seen:
+        type("Trainer", (ExpertParallel, Strategies), {})().setup_optimizers("trainer")
+    assert len(seen) == 1
 
 
 def check_fabric_accumulates():
