@@ -1,6 +1,6 @@
-"""Alternatives beside each other on one GPU: products of a layer, and kernels of attention.
+"""Alternatives beside each other on one GPU: products, kernels of attention, streams of a pipeline.
 
-    python benchmarks/gpu_tune.py cuda [products attention]
+    python benchmarks/gpu_tune.py cuda [products attention pipelines]
 
 Prints JSON line by line, a row for each choice; tools/gpu_check.py --tune writes which won.
 """
@@ -15,9 +15,11 @@ import gpu_layer_parts
 import torch
 from gpu_harness import Absent, Card, Section, measure_families, run_script
 from shapes import ZIPF, Case
+from torch.nn import functional
 
 from moe_ext.attention.libraries import KernelLibrary
 from moe_ext.ops import grouped_providers
+from moe_ext.pipeline import Pipeline, make_table
 
 
 class Bench:
@@ -68,7 +70,31 @@ def block_by(
     return {"choice": kernel.name, "us": sum(map(float, passes)), **found}
 
 
-FAMILIES: dict[str, Callable[[Bench], None]] = {"products": products, "attention": attention}
+def pipelines(bench: Bench) -> None:
+    """A step of two stages on one rank, without a message to wait for, by the stream of W."""
+    section = Section("W of a pipeline on one rank, ZB-V")
+    case = bench.layer.case(bench.layer.sizes.tokens[1], gpu_layer_parts.BF16)
+    for choice in ("main stream", "stream of its own"):
+        labels = {"T": case.num_tokens, "choice": choice}
+        section.add(labels, partial(step_on, bench.layer, case, choice))
+
+
+def step_on(bench: gpu_layer_parts.Bench, case: Case, choice: str) -> dict[str, object]:
+    """A row."""
+    table = make_table("zbv", 1, 4)
+    stages = {i: bench.layer(case)[0] for i in range(table.num_stages)}
+    batches = [bench.layer(case)[1].detach()] * table.num_micro_batches
+    pipeline = Pipeline(
+        table, stages, functional.mse_loss, weight_stream=choice == "stream of its own"
+    )
+    return {"us": bench.time(partial(pipeline.step, batches, batches))}
+
+
+FAMILIES: dict[str, Callable[[Bench], None]] = {
+    "products": products,
+    "attention": attention,
+    "pipelines": pipelines,
+}
 
 
 def measure(device: torch.device, names: list[str], *, small: bool) -> int:

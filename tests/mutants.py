@@ -50,6 +50,27 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "memory that W reads on its stream goes to the next tensors of the main one",
+        "moe_ext/pipeline/step.py",
+        "purpose=_WEIGHTS, held=tuple(nodes))",
+        "purpose=_WEIGHTS)",
+        "tests/pipeline/test_weight_stream.py",
+    ),
+    Mutant(
+        "a backward pass adds to gradients that W on its stream is adding to",
+        "moe_ext/pipeline/step.py",
+        "        self.join()  # it adds to the same gradients\n",
+        "",
+        "tests/pipeline/test_weight_stream.py",
+    ),
+    Mutant(
+        "nodes of weights stay on the main stream",
+        "moe_ext/pipeline/step.py",
+        "                    self.weight_stream.take(out)",
+        "                    pass",
+        "tests/pipeline/test_weight_stream.py",
+    ),
+    Mutant(
         "replicate without ignored_modules gives all ranks the experts of rank 0",
         "moe_ext/distributed/placement.py",
         "    if type(parameter) is nn.Parameter and name in vars(module).get(_DIVIDED, ()):",

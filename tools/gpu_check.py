@@ -69,7 +69,7 @@ FIGURES = (
         for name in ("attention", "permutation", "activation", "router", "gating", "compression")
     ),
 )
-TUNED = (("gpu_tune", "products"), ("gpu_tune", "attention"))
+TUNED = tuple(("gpu_tune", family) for family in ("products", "attention", "pipelines"))
 # Seconds of each step at most, and of all together: a step gets no more than what is left.
 LIMIT = {
     **{"build": 240, "operators": 70, "layer": 40, "tests": 150, "sanitizer": 60, "figures": 60},

@@ -26,6 +26,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <unordered_set>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -653,6 +654,64 @@ void register_derivatives(
   library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunctor<Kernel>(std::move(kernel)));
 }
 
+// Let every node that a tensor's gradient goes through run on the stream that is current on its device now, but for
+// those of leaves; that of a leaf where the tensor is one. The engine runs a node on the stream of its forward pass,
+// which stands in what the node keeps of each input; that is made anew here, since it cannot be set. A node with
+// nested tensors keeps its stream.
+void move_to_current_stream(const Tensor& tensor) {
+  using torch::autograd::Node;
+  struct Input {
+    at::TensorOptions options;
+    std::vector<c10::SymInt> shape;
+    bool is_subclass;
+    std::optional<at::ScalarType> grad_dtype;
+  };
+  std::unordered_set<Node*> found;
+  std::vector<Node*> next;
+  const auto visit = [&](Node* node) {
+    if (node != nullptr && found.insert(node).second) {
+      next.push_back(node);
+    }
+  };
+  visit(torch::autograd::impl::gradient_edge(tensor).function.get());
+  while (!next.empty()) {
+    Node& node = *next.back();
+    next.pop_back();
+    for (const auto& edge : node.next_edges()) {
+      if (dynamic_cast<AccumulateGrad*>(edge.function.get()) == nullptr) {
+        visit(edge.function.get());
+      }
+    }
+    std::vector<std::optional<Input>> inputs; // none for one that nothing is known of
+    bool is_nested = false;
+    for (uint32_t i = 0; i < node.num_inputs(); ++i) {
+      const auto& input = node.input_metadata(i);
+      if (input.was_default_constructed()) {
+        inputs.emplace_back();
+        continue;
+      }
+      is_nested |= input.is_nested_tensor() || input.is_cpp_nested_tensor();
+      if (is_nested) {
+        break;
+      }
+      inputs.push_back(
+          Input{input.options(), input.shape_as_dim_vector().vec(), input.is_tensor_subclass(), input.grad_dtype()});
+    }
+    if (is_nested) {
+      continue;
+    }
+    node.clear_input_metadata();
+    for (const auto& input : inputs) {
+      if (input) {
+        node.add_input_metadata(
+            input->options, input->shape, input->is_subclass, /*is_nested=*/false, input->grad_dtype);
+      } else {
+        node.add_input_metadata(Node::undefined_input());
+      }
+    }
+  }
+}
+
 // The tensor, in a graph in which the products of its gradient wait.
 Tensor late_gradient(const Tensor& tensor) {
   Tensor alias = tensor.detach();
@@ -695,6 +754,7 @@ Tensor inject_losses(
 void bind_autograd(pybind11::module_& module) {
   module.def("inject_losses", &inject_losses);
   module.def("late_gradient", &late_gradient);
+  module.def("move_to_current_stream", &move_to_current_stream);
   module.def("register_derivatives", &register_derivatives);
 }
 

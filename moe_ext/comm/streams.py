@@ -58,12 +58,12 @@ class HostCopy:
 
 
 class Beside:
-    """Work on a side stream, and the tensors of it, which live until others wait for it.
+    """Work on a side stream, and what it reads and writes, which lives until others wait for it.
 
     Args:
         side: the stream; None for work that has ended.
-        main: that of the caller, which the tensors' memory goes back to.
-        tensors: all that the work reads or writes.
+        main: that of the caller, which the memory goes back to.
+        held: what has the memory that the work reads or writes.
     """
 
     # NOTE: A reference in the place of `record_stream`, which would keep freed memory from the next
@@ -73,33 +73,37 @@ class Beside:
         self,
         side: torch.cuda.Stream | None = None,
         main: torch.cuda.Stream | None = None,
-        tensors: tuple[Tensor, ...] = (),
+        held: tuple[object, ...] = (),
     ) -> None:
-        self._main, self._tensors = main, tensors
+        self._main, self._held = main, held
         self._event = None if side is None else side.record_event()
 
     def join(self) -> None:
         """Let the current stream wait for this work alone; the host goes on."""
-        event, tensors = self._event, self._tensors
-        self._event, self._tensors = None, ()
+        event, held = self._event, self._held
+        self._event, self._held = None, ()
         if event is not None:
             assert self._main is not None
-            for stream in {self._main, torch.cuda.current_stream(tensors[0].device)}:
+            for stream in {self._main, torch.cuda.current_stream(self._main.device)}:
                 stream.wait_event(event)
+        del held  # behind the waits
 
     def __del__(self) -> None:
         """Wait for what nobody asked for, after an error: its memory goes to the next tensors."""
         self.join()
 
 
-def run_beside(work: Callable[[], None], *tensors: Tensor, purpose: str) -> Beside:
+def run_beside(
+    work: Callable[[], None], *tensors: Tensor, purpose: str, held: tuple[object, ...] = ()
+) -> Beside:
     """Queue work on a side stream, behind all that the current stream holds by now.
 
     Args:
         work: what to queue.
-        tensors: all that it reads or writes, on one device. Nothing else may touch what it writes
+        tensors: what it reads or writes, on one device. Nothing else may touch what it writes
             before `join`.
         purpose: work of one purpose runs in order, and beside that of others.
+        held: what has other memory that the work reads, such as nodes of autograd.
 
     Returns:
         Work to join before the result is used.
@@ -115,6 +119,6 @@ def run_beside(work: Callable[[], None], *tensors: Tensor, purpose: str) -> Besi
             work()
     except BaseException:
         # Its queued kernels go on with the tensors.
-        Beside(side, main, tensors).join()
+        Beside(side, main, (*tensors, *held)).join()
         raise
-    return Beside(side, main, tensors)
+    return Beside(side, main, (*tensors, *held))

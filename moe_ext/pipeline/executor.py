@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_ext import _runtime_library
 from moe_ext._checks import check_kind
 from moe_ext.comm import point_to_point
 from moe_ext.comm.agreement import Agreement
@@ -44,8 +45,7 @@ class Pipeline:
     For stages on CUDA tensors go over NCCL (`comm.point_to_point.OrderedMessages`), and streams
     wait for them. The host waits once for the shape and dtype of what comes into a stage, which
     its rank is told over Gloo. An error of another rank is raised at the beginning of a step, since
-    no host waits in it. Actions run on the current stream, W too: autograd runs a node on the
-    stream of its forward pass, and I and W of a linear layer are two runs of one node.
+    no host waits in it. Actions run on the current stream, W too unless `weight_stream`.
 
     A stage that lies on several ranks, one for each chain of the table, ends a step with the sum of
     their gradients. Where the table has slices, a stage is called as `stage(x, past)` and gives
@@ -78,13 +78,17 @@ class Pipeline:
         tied: weights that several stages have, such as an embedding in the first and the last one:
             for each, (stage, name of the parameter) of all of them. They begin alike, and have the
             sum of their gradients after a step; `clip_grad_norm_` counts it once.
+        weight_stream: for stages on CUDA, run W on a stream of its own, beside later actions and
+            waits for messages. The next W, a whole backward pass and the end of a step wait for it.
+            Until then its inputs live. No card has run it. Without effect on the CPU.
 
     Raises:
         ValueError: on every rank: the tables differ, or are refused by `check_table`; the group has
             another number of ranks; stages are not those of the table, or on several devices;
             `slice_lengths` or `update` are missing or not needed; there are updates in several
             chains, or I and W of slices. For stages on CUDA: the group has no NCCL or no Gloo, the
-            table is a plan, or its messages have another order on the rank that receives them.
+            table is a plan, or its messages have another order on the rank that receives them;
+            `weight_stream` is True without the compiled module `_runtime`.
         TypeError: an argument is of another type.
     """
 
@@ -100,6 +104,7 @@ class Pipeline:
         slice_lengths: Sequence[int] | None = None,
         update: Callable[[int], None] | None = None,
         tied: Tied = (),
+        weight_stream: bool = False,
     ) -> None:
         check_kind("Pipeline", "table", table, ActionTable, TurnPlan, required=True)
         self._plan = table if isinstance(table, TurnPlan) else None
@@ -117,6 +122,8 @@ class Pipeline:
                 self._refuse_order(group)
             _refuse_options(table, slice_lengths, update)
             _refuse_tied(table, stages, tied, update)
+            if weight_stream and self._in_order:
+                _refuse_weight_stream()
             facts = {
                 "table": "; ".join(" ".join(map(str, row)) for row in table.rows),
                 "turns": self._plan and "; ".join(map(str, self._plan.starts)),
@@ -141,6 +148,7 @@ class Pipeline:
             update,
             kept_versions(table),
             [sizes[updates[i]] if updates else micro for i in range(micro)],
+            weight_stream,
         )
         self._shared = self._shared_parameters(tied)
         pairs = None
@@ -269,6 +277,7 @@ class Pipeline:
             else:
                 for act in acts:
                     act()
+        run.join()
         name = f"Pipeline.step, sum of the gradients of copies on {self._messages.place}"
         with telling(self._group, _HOST, name):
             for (number, ranks, p), earlier in zip(self._shared, before, strict=True):
@@ -294,6 +303,14 @@ class Pipeline:
 
 def _trained(stage: nn.Module) -> list[nn.Parameter]:
     return [p for p in stage.parameters() if p.requires_grad]
+
+
+def _refuse_weight_stream() -> None:
+    if _runtime_library.load() is None:
+        raise ValueError(
+            "Pipeline: expected weight_stream to be False without moe_ext._runtime, which moves "
+            f"nodes of autograd to another stream, got True; {_runtime_library.state()}"
+        )
 
 
 def _refuse_options(table: ActionTable, lengths: Sequence[int] | None, update: Any) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_ext import _runtime_library
 from moe_ext.comm import streams
 from moe_ext.comm.groups import group_ranks, group_size
 from moe_ext.comm.interleaving import pass_turn, run_in_turns
@@ -31,6 +32,8 @@ _MOST_DIMS = 14
 # Tags of the messages that say shape and dtype; those of tensors are even.
 _FORMAT = 1
 _CPU = torch.device("cpu")
+# Purpose of the stream of weight gradients.
+_WEIGHTS = "gradients of weights"
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class StageSetup:
         update: makes a new version of a stage's weights; None without versions.
         versions: versions of the weights that are used beyond an update, by chain, stage, version.
         divisors: for each micro-batch, the number of them that its gradient is averaged with.
+        weight_stream: W runs on a stream of its own, where the device has streams.
     """
 
     table: ActionTable
@@ -58,6 +62,7 @@ class StageSetup:
     update: Callable[[int], None] | None
     versions: Mapping[tuple[int, int, int], Any]
     divisors: Sequence[int]
+    weight_stream: bool
 
     @property
     def last(self) -> int:
@@ -266,6 +271,62 @@ class StageMessages:
         return 4 * place + 2 * (receive.kind == "RECV_B")
 
 
+class _WeightStream:
+    """Gradients of weights on a stream of their own, those of one unit at a time.
+
+    What the graph of a unit has kept lives until the main stream has waited for them, since its
+    memory goes back to that stream. It waits before the next ones begin, so that no more than one
+    unit lives longer than without this stream.
+
+    Args:
+        device: of the stages, with streams.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        module = _runtime_library.load()
+        assert module is not None
+        self._move, self._device = module.move_to_current_stream, device
+        self._work: streams.Beside | None = None
+
+    def take(self, out: Tensor) -> None:
+        """Let what is left of a graph run on this stream: autograd would take the forward pass's.
+
+        Nodes of leaves stay, which other units have too.
+        """
+        with torch.cuda.stream(streams.side_stream(self._device, _WEIGHTS)):
+            self._move(out)
+
+    def run(self, weights: Sequence[Any], groups: list[dict[str, Any]]) -> None:
+        """Queue the gradients of weights, by the result of `stage_backward_input`."""
+        from moe_ext.pipeline._torch import stage_backward_weight
+
+        self.join()
+        nodes = [node for group in groups for node in group["intermediates"]]
+        all_grads = [grad for group in groups for grads in group["grads"] for grad in grads]
+        grads = [grad for grad in all_grads if grad is not None]
+
+        def work() -> None:
+            # Or the main stream would wait for each gradient.
+            for weight in weights:
+                self._move(weight)
+            for group in groups:
+                stage_backward_weight(iter(weights), [group], retain_graph=True)
+
+        if not grads:
+            return
+        try:
+            self._work = streams.run_beside(work, *grads, purpose=_WEIGHTS, held=tuple(nodes))
+        finally:
+            for weight in weights:
+                self._move(weight)
+
+    def join(self) -> None:
+        """Let the main stream wait for all that was queued."""
+        if self._work is not None:
+            self._work.join()
+            self._work = None
+
+
 class StepRun:
     """A step on this rank: its tensors by (stage, micro-batch, slice), and its actions.
 
@@ -303,6 +364,8 @@ class StepRun:
         if setup.update is not None:
             for stage in setup.stages:
                 self.weights[stage, 0] = self._leaves(stage, 0)
+        beside = setup.weight_stream and streams.has_streams(messages.device)
+        self.weight_stream = _WeightStream(messages.device) if beside else None
 
     def run_plan(self, plan: TurnPlan) -> None:
         """Run the actions of a plan, in as many lanes as it has."""
@@ -345,6 +408,11 @@ class StepRun:
 
         run_in_turns([run_lane] * plan.lanes)
         torch.set_rng_state(state)
+
+    def join(self) -> None:
+        """Let the current stream wait for all gradients of weights so far."""
+        if self.weight_stream is not None:
+            self.weight_stream.join()
 
     def act(self, action: Action) -> None:
         """Run an action; an error says in which one it was."""
@@ -446,6 +514,7 @@ class StepRun:
     def _make_version(self, action: Action) -> None:
         """Give the parameters the gradients of all versions, update them, and keep what is used."""
         assert self.setup.update is not None
+        self.join()
         stage, version = action.stage, action.version
         module, kept = self.setup.stages[stage], self.setup.versions[action.chain, stage, version]
         parameters = dict(module.named_parameters())
@@ -473,6 +542,7 @@ class StepRun:
         state, outs = self._computed(unit)
         grads = self._output_grads(unit, outs)
         graded = [i for i, out in enumerate(outs) if out.requires_grad]
+        self.join()  # it adds to the same gradients
         if graded:
             torch.autograd.backward([outs[i] for i in graded], [grads[i] for i in graded])
         self._give_back(unit, state.x)
@@ -493,6 +563,8 @@ class StepRun:
                 # It finds weights on the way to the input alone: W computes all.
                 state.groups, self.given["B", unit.key] = None, grads[0]
             else:
+                if self.weight_stream is not None:
+                    self.weight_stream.take(out)
                 state.outs = ()  # what W does not need is freed
         self._give_back(unit, state.x)
 
@@ -503,9 +575,12 @@ class StepRun:
             return
         from moe_ext.pipeline._torch import stage_backward_weight
 
-        for group in groups:
-            stage_backward_weight(self._weights(unit), [group])
-            pass_turn()
+        if self.weight_stream is not None:
+            self.weight_stream.run(list(self._weights(unit)), groups)
+        else:
+            for group in groups:
+                stage_backward_weight(self._weights(unit), [group])
+                pass_turn()
         del self.passes[unit.key]
 
     def _computed(self, unit: Unit) -> tuple[_Pass, tuple[Tensor, ...]]:

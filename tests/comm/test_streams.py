@@ -32,8 +32,7 @@ class FakeFuture:
 
 class FakeStream:
     def __init__(self, name, log):
-        self.name, self.log = name, log
-
+        self.name, self.log, self.device = name, log, torch.device("cpu")
         self.num_events = 0
 
     def wait_stream(self, other):
