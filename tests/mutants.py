@@ -1279,7 +1279,7 @@ def copy_tree(target):
     names = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    libraries = [*(ROOT / "moe_ext").glob("*.so"), ROOT / "build" / "_C_simt.so"]
+    libraries = [*(ROOT / "moe_ext").glob("*.so"), *(ROOT / "build").glob("_C_*.so")]
     found = [ROOT / name for name in names.stdout.split("\n") if name] + libraries
     for path in found:
         if path.is_file():
