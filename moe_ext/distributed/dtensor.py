@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import sys
 import warnings
@@ -305,7 +304,7 @@ def local_part(tensor: Tensor) -> Tensor:
 class _PartInGraph(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
-        local = parameter.to_local()
+        local: Tensor = parameter._local_tensor
         ctx.spec, ctx.stride = parameter._spec, local.stride()
         ctx.set_materialize_grads(False)
         return local.view_as(local)
@@ -330,11 +329,15 @@ class _PartInGraph(torch.autograd.Function):
                 stride=spec.stride,
             )
         # Operators may note what they found in a layout: as torch does, each has its own.
-        return DTensor(grad, copy.copy(spec), requires_grad=False)
+        own = object.__new__(type(spec))
+        vars(own).update(vars(spec))
+        # The constructor is this behind a switch of torch.compile.
+        return DTensor.__new__(DTensor, grad, own, requires_grad=False)
 
 
-# This rank's shard, with gradients: `to_local()` without the second node of its backward pass.
-part_in_graph: Callable[[Tensor], Tensor] = _PartInGraph.apply
+# This rank's shard, with gradients: `to_local()` without the second node of its backward pass, and
+# without what `Function.apply` asks of torch.func, whose transforms refuse it by themselves.
+part_in_graph: Callable[[Tensor], Tensor] = super(torch.autograd.Function, _PartInGraph).apply
 
 
 def placed_as(tensor: Tensor, like: Tensor) -> Tensor:
