@@ -274,9 +274,9 @@ class StageMessages:
 class _WeightStream:
     """Gradients of weights on a stream of their own, those of one unit at a time.
 
-    What the graph of a unit has kept lives until the main stream has waited for them, since its
-    memory goes back to that stream. It waits before the next ones begin, so that no more than one
-    unit lives longer than without this stream.
+    The graph of a unit lives until the main stream has waited for them, since the graph's memory
+    goes back to that stream. The main stream waits before the next ones begin, so that one graph
+    at most lives longer than without this stream.
 
     Args:
         device: of the stages, with streams.
@@ -289,9 +289,9 @@ class _WeightStream:
         self._work: streams.Beside | None = None
 
     def take(self, out: Tensor) -> None:
-        """Let what is left of a graph run on this stream: autograd would take the forward pass's.
+        """Let the backward nodes behind an output run on this stream, not on its forward pass's.
 
-        Nodes of leaves stay, which other units have too.
+        Nodes of weights stay, since other units have the same.
         """
         with torch.cuda.stream(streams.side_stream(self._device, _WEIGHTS)):
             self._move(out)
