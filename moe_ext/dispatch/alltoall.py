@@ -30,6 +30,9 @@ class AllToAllDispatcher(TokenDispatcher):
         ValueError: the size of the group does not divide E.
     """
 
+    # Sends rows, called as `all_to_all_single` is; None for that.
+    _exchange: Callable[..., None] | None = None
+
     def __init__(
         self,
         num_experts: int,
@@ -68,4 +71,5 @@ class AllToAllDispatcher(TokenDispatcher):
             meanwhile=meanwhile,
             counted=True,
             formats=formats,
+            exchange=self._exchange,
         )

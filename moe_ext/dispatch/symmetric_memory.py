@@ -6,7 +6,7 @@ Shapes: N rows sent, R rows received, D model, P ranks, B bytes of a row.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,7 @@ from moe_ext.comm.groups import check_group, group_ranks, group_size
 from moe_ext.dispatch import gpu_libraries
 from moe_ext.dispatch.alltoall import AllToAllDispatcher
 from moe_ext.dispatch.parts import Choice, Round, RowBudget, RowCounts
-from moe_ext.dispatch.rows import all_to_all_rows
-from moe_ext.dispatch.wire import Formats, Wire
+from moe_ext.dispatch.wire import Wire
 
 _SCHEMA = (
     "symm_mem::all_to_all_vdev(Tensor input, Tensor(a!) out, Tensor in_splits, "
@@ -132,31 +131,6 @@ class SymmetricMemoryDispatcher(AllToAllDispatcher):
         symmetric_memory.set_backend("NVSHMEM")
         self.max_rows = max_rows
         self._calls.facts["max_rows"] = max_rows
-
-    def exchange_rows(
-        self,
-        rows_ND: Tensor,
-        send: Sequence[int],
-        receive: Sequence[int],
-        *,
-        grad_scale: float,
-        operation: str,
-        meanwhile: Callable[[], None] | None = None,
-        formats: Formats = (None, None),
-    ) -> Tensor:
-        """See `TokenDispatcher`."""
-        return all_to_all_rows(
-            rows_ND,
-            self.group,
-            send,
-            receive,
-            grad_scale=grad_scale,
-            operation=operation,
-            meanwhile=meanwhile,
-            counted=True,
-            formats=formats,
-            exchange=self._exchange,
-        )
 
     def _exchange(
         self,
