@@ -1131,7 +1131,10 @@ CASES += [
             ),
             "tied": [((0, "weight"), (1, "weight"))],
         },
-        free={"max_in_flight": "see `check_table`"},
+        free={
+            "max_in_flight": "see `check_table`",
+            "weight_stream": "ranks may differ in it",
+        },
     ),
     Case(
         grace.grace_from_params,

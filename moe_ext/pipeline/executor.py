@@ -80,7 +80,8 @@ class Pipeline:
             sum of their gradients after a step; `clip_grad_norm_` counts it once.
         weight_stream: for stages on CUDA, run W on a stream of its own, beside later actions and
             waits for messages. The next W, a whole backward pass and the end of a step wait for it.
-            Until then its inputs live. No card has run it. Without effect on the CPU.
+            Until then its inputs live. No card has run it. Without effect on the CPU; ranks may
+            differ in it.
 
     Raises:
         ValueError: on every rank: the tables differ, or are refused by `check_table`; the group has
