@@ -221,6 +221,12 @@ def gathered(whole: DTensor) -> Tensor:
     """The whole tensor, with the dimension of `unflattened`; a collective."""
     from torch.distributed.tensor import Replicate
 
+    *others, last = whole.placements
+    dim, pieces = getattr(last, "dim", -1), getattr(last, "split_factor", 1)
+    if pieces > 1 and all(getattr(place, "dim", -1) != dim for place in others):
+        # torch 2.11 gathers no pieces that are divided each by itself.
+        apart = unflattened(whole, dim, pieces, stacked=False)
+        return gathered(apart).flatten(dim, dim + 1)
     along = [Replicate()] * whole.device_mesh.ndim
     return type(whole).redistribute(whole, placements=along).to_local()
 
