@@ -22,7 +22,7 @@ MIXED = "0F0 1F0 2F0 2I0 2W0 1I0 0B0 0F1 1F1 2F1 1W0 2B1 1B1 0B1"
 
 
 class DeviceModule(types.ModuleType):
-    """What torch asks of the module of a device."""
+    """The module of a device, as torch asks for it."""
 
     def is_available(self):
         return True

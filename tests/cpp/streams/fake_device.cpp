@@ -7,8 +7,6 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
-#include <ATen/native/TensorFactories.h>
-#include <ATen/ops/_copy_from_and_resize_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/from_blob.h>
@@ -313,7 +311,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 PYBIND11_MODULE(_C_streams, module) {
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   c10::SetAllocator(kType, &allocator);
-  // What was seen since the last call: kernels and waits for other streams, each with its stream, and races.
+  // Kernels and waits for other streams since the last call, each with its stream, and races.
   module.def("seen", [] {
     const std::lock_guard<std::mutex> lock(fake().mutex);
     return std::make_tuple(std::exchange(fake().events, {}), std::exchange(fake().races, {}));
