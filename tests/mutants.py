@@ -73,8 +73,8 @@ MUTANTS = [
     Mutant(
         "replicate without ignored_modules gives all ranks the experts of rank 0",
         "moe_ext/distributed/placement.py",
-        "    if type(parameter) is nn.Parameter and name in vars(module).get(_DIVIDED, ()):",
-        "    if False:",
+        "        if name in module.__dict__.get(_DIVIDED, ()):",
+        "        if False:",
         "tests/distributed/test_clipping_matrix.py -k 'functions and without'",
     ),
     Mutant(
@@ -83,6 +83,13 @@ MUTANTS = [
         "    if noted is not None and noted[0] == own[0]:",
         "    if False:",
         "tests/distributed/test_clipping_matrix.py -k 'functions and EMAs'",
+    ),
+    Mutant(
+        "gradients of experts over ranks are not added to where they lie",
+        "moe_ext/distributed/dtensor.py",
+        "    return grad._local_tensor, parameter._local_tensor",
+        "    return None",
+        "tests/dispatch/test_overlap.py -k added_to_parts",
     ),
     Mutant(
         "every process that imports the library has something to do at its exit",

@@ -6,10 +6,12 @@
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <c10/core/SafePyObject.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -169,28 +171,59 @@ bool is_here(const Tensor& grad, AccumulateGrad& leaf) {
   return grad.is_cuda() && leaf.stream() == c10::impl::VirtualGuardImpl(grad.device().type()).getStream(grad.device());
 }
 
-// The gradient that the engine would add to, where nobody sees what is added by itself; else undefined.
-Tensor grad_to_add_to(AccumulateGrad* leaf) {
+// Two functions of Python for a leaf that is a DTensor, of which a graph has this rank's part. The node of the leaf
+// holds it: another reference would keep torch from giving it other values, as `Module.to` does.
+struct Part {
+  c10::SafePyObject whole;    // (DTensor, gradient of the part) to the gradient of the DTensor
+  c10::SafePyObject gradient; // DTensor to the parts of its gradient and of itself, or None
+
+  static c10::SafePyObject safe(const pybind11::object& object) {
+    return {pybind11::object(object).release().ptr(), getPyInterpreter()};
+  }
+
+  static pybind11::object call(const c10::SafePyObject& function, const auto&... args) {
+    return pybind11::reinterpret_borrow<pybind11::object>(function.ptr(getPyInterpreter()))(args...);
+  }
+};
+
+// A leaf, and where its gradient is that of a DTensor the part that is computed.
+struct Leaf {
+  AccumulateGrad* node = nullptr;
+  const Part* part = nullptr;
+};
+
+// True if the engine would give a leaf what comes now, and nobody would see what comes by itself.
+bool is_unseen(AccumulateGrad* leaf) {
   if (leaf == nullptr || at::GradMode::is_enabled()) {
-    return {};
+    return false;
   }
   // autograd.grad hands the gradient out, and so may a hook of the parameter, of its gradient or of the node.
   const auto* const wanted = torch::autograd::get_current_graph_task_exec_info();
   if (wanted == nullptr) {
-    return {};
+    return false;
   }
   const auto found = wanted->find(leaf);
   if (!wanted->empty() && (found == wanted->end() || found->second.captures_)) {
+    return false;
+  }
+  return leaf->pre_hooks().empty() && leaf->post_hooks().empty() && leaf->tensor_pre_hooks().empty() &&
+         leaf->retains_grad_hooks().empty() && !leaf->tensor_post_acc_grad_hooks();
+}
+
+// The gradient that the engine would add to, where nobody sees what is added by itself; else undefined.
+Tensor grad_to_add_to(const Leaf& leaf) {
+  if (!is_unseen(leaf.node)) {
     return {};
   }
-  if (!leaf->pre_hooks().empty() || !leaf->post_hooks().empty() || !leaf->tensor_pre_hooks().empty() ||
-      !leaf->retains_grad_hooks().empty() || leaf->tensor_post_acc_grad_hooks()) {
-    return {};
+  Tensor grad = leaf.node->variable.mutable_grad(), variable = leaf.node->variable;
+  if (leaf.part != nullptr && grad.defined()) {
+    const pybind11::gil_scoped_acquire gil;
+    const pybind11::object parts = Part::call(leaf.part->gradient, leaf.node->variable);
+    std::tie(grad, variable) =
+        parts.is_none() ? std::tuple<Tensor, Tensor>() : parts.cast<std::tuple<Tensor, Tensor>>();
   }
-  const Tensor& grad = leaf->variable.mutable_grad();
-  const Tensor& variable = leaf->variable;
-  const bool plain = grad.defined() && is_here(grad, *leaf) && grad.layout() == at::kStrided && grad.is_contiguous() &&
-                     variable.is_contiguous() && grad.sizes() == variable.sizes() &&
+  const bool plain = grad.defined() && is_here(grad, *leaf.node) && grad.layout() == at::kStrided &&
+                     grad.is_contiguous() && variable.is_contiguous() && grad.sizes() == variable.sizes() &&
                      grad.scalar_type() == variable.scalar_type() && !grad.requires_grad() && !grad.is_neg() &&
                      !at::isTensorSubclassLike(grad) && !at::isTensorSubclassLike(variable);
   return plain ? grad : Tensor();
@@ -204,12 +237,12 @@ struct Lock : torch::autograd::Node {
 };
 
 // The gradients of the inputs, by edge. `zeros(i)` is what stands for a gradient of result i that is not there;
-// `leaf(edge)` is whose gradient an edge's may be added to at once, and undefined in the result, or null. With
+// `leaf(edge)` is whose gradient an edge's may be added to at once, and undefined in the result, or none. With
 // `may_own` the gradients and tensors are nobody else's.
-template <typename Zeros, typename Leaf>
+template <typename Zeros, typename LeafOf>
 variable_list differentiate(
     const Formula& formula, variable_list grads, variable_list tensors, const std::vector<IValue>& values,
-    const std::vector<bool>& needed, bool may_own, const Zeros& zeros, const Leaf& leaf) {
+    const std::vector<bool>& needed, bool may_own, const Zeros& zeros, const LeafOf& leaf) {
   variable_list found(formula.inputs.size());
   for (size_t d = 0; d < formula.derivatives.size(); ++d) {
     const Derivative& derivative = formula.derivatives[d];
@@ -269,8 +302,8 @@ variable_list differentiate(
     for (size_t i = stack.size(); i < schema.size(); ++i) {
       stack.push_back(*schema[i].default_value());
     }
-    if (AccumulateGrad* const at = derivative.add ? leaf(derivative.inputs.front()) : nullptr) {
-      const std::lock_guard<std::mutex> lock(Lock::of(*at));
+    if (const Leaf at = derivative.add ? leaf(derivative.inputs.front()) : Leaf(); at.node != nullptr) {
+      const std::lock_guard<std::mutex> lock(Lock::of(*at.node));
       if (const Tensor sum = grad_to_add_to(at); sum.defined()) {
         stack.insert(stack.begin(), sum);
         derivative.add->callBoxed(stack);
@@ -303,6 +336,7 @@ struct LateGradient : torch::autograd::Node {
     bool may_own;
   };
   std::vector<Call> calls;
+  std::optional<Part> part;
 
   std::string name() const override {
     return "LateGradient";
@@ -318,7 +352,7 @@ struct LateGradient : torch::autograd::Node {
     // Gradients left by a backward pass that failed do not belong to this one.
     const int graph_task = torch::autograd::get_current_graph_task_id();
     Tensor sum = std::move(grads.front());
-    auto* const leaf = dynamic_cast<AccumulateGrad*>(next_edge(0).function.get());
+    const Leaf leaf{dynamic_cast<AccumulateGrad*>(next_edge(0).function.get()), part ? &*part : nullptr};
     for (Call& call : std::exchange(calls, {})) {
       if (call.graph_task != graph_task) {
         continue;
@@ -332,11 +366,33 @@ struct LateGradient : torch::autograd::Node {
         }
       }
     }
+    if (part && sum.defined()) {
+      // As the engine, which would look at the DTensor alone.
+      const bool is_alone = sum.use_count() == 1 && sum.has_storage() && sum.storage().use_count() == 1;
+      if (!is_alone && !at::GradMode::is_enabled()) {
+        sum = sum.clone();
+      }
+      const bool is_first = is_unseen(leaf.node) && is_here(sum, *leaf.node);
+      {
+        const pybind11::gil_scoped_acquire gil;
+        sum = Part::call(part->whole, leaf.node->variable, sum).cast<Tensor>();
+      }
+      // The engine would detach it, for which DTensors ask their rules of sharding: thirty calls of Python.
+      if (is_first) {
+        const std::lock_guard<std::mutex> of_leaf(Lock::of(*leaf.node));
+        if (Tensor& grad = leaf.node->variable.mutable_grad(); !grad.defined()) {
+          grad = std::exchange(sum, Tensor());
+        }
+      }
+    }
     return {std::move(sum)};
   }
 
   // Compiled autograd computes all gradients where they are.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !part,
+        "compiled autograd: expected experts to be plain tensors, got DTensors; run the backward pass without it");
   }
   variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables&) override {
     return grads;
@@ -436,7 +492,7 @@ struct FormulaNode : torch::autograd::Node {
     return differentiate(
         formula, std::move(grads), std::move(unpacked), values, now, may_own,
         [&](size_t i) { return input_metadata(i).zeros_like(); },
-        [&](size_t i) { return dynamic_cast<AccumulateGrad*>(next_edge(i).function.get()); });
+        [&](size_t i) { return Leaf{dynamic_cast<AccumulateGrad*>(next_edge(i).function.get())}; });
   }
 
   // Compiled autograd sees the call as a function of tensors and values.
@@ -476,7 +532,7 @@ struct FormulaNode : torch::autograd::Node {
       }
       return differentiate(
           formula, inputs, of_tensors, of_values, wanted, false,
-          [&](size_t i) { return at::zeros_symint(shapes[i], options[i]); }, [](size_t) { return nullptr; });
+          [&](size_t i) { return at::zeros_symint(shapes[i], options[i]); }, [](size_t) { return Leaf(); });
     };
     const auto& python = torch::dynamo::autograd::getPyCompilerInterface();
     const std::string bound = python->bind_function(saved.get_py_compiler(), name(), function, types);
@@ -712,13 +768,33 @@ void move_to_current_stream(const Tensor& tensor) {
   }
 }
 
-// The tensor, in a graph in which the products of its gradient wait.
-Tensor late_gradient(const Tensor& tensor) {
+// A tensor, in a graph in which the products of its gradient wait before they go to that of `input`.
+Tensor with_late_gradient(const Tensor& tensor, const Tensor& input, std::optional<Part> part) {
   Tensor alias = tensor.detach();
   const auto node = make_node<LateGradient>();
-  node->set_next_edges({torch::autograd::impl::gradient_edge(tensor)});
+  node->part = std::move(part);
+  node->set_next_edges({torch::autograd::impl::gradient_edge(input)});
   torch::autograd::set_history(alias, node);
   return alias;
+}
+
+// The tensor, in a graph in which the products of its gradient wait.
+Tensor late_gradient(const Tensor& tensor) {
+  const bool waits = dynamic_cast<LateGradient*>(tensor.grad_fn().get()) != nullptr;
+  return waits ? tensor : with_late_gradient(tensor, tensor, {});
+}
+
+// This rank's part of a parameter, a DTensor, in a graph in which the products of its gradient wait. The functions are
+// in moe_ext/distributed/dtensor.py.
+Tensor part_in_graph(
+    const Tensor& local, const Tensor& parameter, const pybind11::object& whole, const pybind11::object& gradient) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !torch::autograd::isFwGradDefined(parameter),
+      "experts: expected reverse-mode gradients alone, got a tangent of forward mode");
+  TORCH_CHECK(
+      parameter.is_leaf() && parameter.requires_grad(),
+      "experts: expected a parameter to be a leaf that requires gradients, got another tensor");
+  return with_late_gradient(local, parameter, Part{Part::safe(whole), Part::safe(gradient)});
 }
 
 // The tensor, in a graph in which each loss has the gradient `coefficient * scale`.
@@ -755,6 +831,7 @@ void bind_autograd(pybind11::module_& module) {
   module.def("inject_losses", &inject_losses);
   module.def("late_gradient", &late_gradient);
   module.def("move_to_current_stream", &move_to_current_stream);
+  module.def("part_in_graph", &part_in_graph);
   module.def("register_derivatives", &register_derivatives);
 }
 

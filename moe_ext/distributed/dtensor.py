@@ -25,6 +25,7 @@ from moe_ext.comm.groups import global_rank, small_message_device
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
     from torch.distributed.tensor.placement_types import Placement
 
 # Group to the meshes on which it divides experts, or layers, by type of device.
@@ -304,46 +305,73 @@ def map_gathered(
 
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's shard, which shares memory with the tensor."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
+    if not is_dtensor(tensor):
+        return tensor
+    # Without a graph `to_local()` would make a view, in four calls more.
+    return tensor.to_local() if torch.is_grad_enabled() else tensor._local_tensor
+
+
+def _whole_gradient(parameter: DTensor, grad: Tensor) -> DTensor:
+    """The gradient of a DTensor, of which a backward pass has found this rank's part."""
+    return _with_layout(grad, parameter._local_tensor.stride(), parameter._spec)
+
+
+def _with_layout(grad: Tensor, strides: tuple[int, ...], spec: DTensorSpec) -> DTensor:
+    """A gradient of the spec, of a part with these strides."""
+    from torch.distributed.tensor import DTensor
+
+    if grad.stride() != strides:
+        # `.grad` would be made so from it anyway.
+        laid = torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device)
+        grad = laid.copy_(grad)
+    if torch.is_grad_enabled():  # create_graph=True
+        return DTensor.from_local(
+            *(grad, spec.mesh, spec.placements),
+            run_check=False,
+            shape=spec.shape,
+            stride=spec.stride,
+        )
+    # The constructor is this behind a switch of torch.compile.
+    return DTensor.__new__(DTensor, grad, spec, requires_grad=False)
+
+
+def _own_gradient(parameter: DTensor) -> tuple[Tensor, Tensor] | None:
+    """This rank's parts of `.grad` and of the parameter; None if they are divided in two ways."""
+    grad = parameter.grad
+    if not is_dtensor(grad) or grad._spec != parameter._spec:
+        return None
+    return grad._local_tensor, parameter._local_tensor
 
 
 class _PartInGraph(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        # The layout as it is now: `Module.to` may give the parameter another part.
         local: Tensor = parameter._local_tensor
-        ctx.spec, ctx.stride = parameter._spec, local.stride()
+        ctx.layout = local.stride(), parameter._spec
         ctx.set_materialize_grads(False)
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> DTensor | None:
-        from torch.distributed.tensor import DTensor
-
-        if grad is None:
-            return None
-        if grad.stride() != ctx.stride:
-            # `.grad` would be made so from it anyway.
-            grad = torch.empty_strided(
-                grad.shape, ctx.stride, dtype=grad.dtype, device=grad.device
-            ).copy_(grad)
-        spec = ctx.spec
-        if torch.is_grad_enabled():  # create_graph=True
-            return DTensor.from_local(
-                *(grad, spec.mesh, spec.placements),
-                run_check=False,
-                shape=spec.shape,
-                stride=spec.stride,
-            )
-        # Operators may note what they found in a layout: as torch does, each has its own.
-        own = object.__new__(type(spec))
-        vars(own).update(vars(spec))
-        # The constructor is this behind a switch of torch.compile.
-        return DTensor.__new__(DTensor, grad, own, requires_grad=False)
+        return None if grad is None else _with_layout(grad, *ctx.layout)
 
 
-# This rank's shard, with gradients: `to_local()` without the second node of its backward pass, and
-# without what `Function.apply` asks of torch.func, whose transforms refuse it by themselves.
-part_in_graph: Callable[[Tensor], Tensor] = super(torch.autograd.Function, _PartInGraph).apply
+def part_in_graph(parameter: DTensor, runtime: Any = None) -> Tensor:
+    """This rank's part, with gradients: `to_local()` without the second node of its backward pass.
+
+    Args:
+        parameter: requires gradients.
+        runtime: `moe_ext._runtime`. Its node, of a leaf, adds products to this rank's part of a
+            `.grad` that is there. The engine runs it after all nodes that were recorded later.
+    """
+    if runtime is not None and parameter.is_leaf:
+        local: Tensor = runtime.part_in_graph(
+            *(parameter._local_tensor, parameter, _whole_gradient, _own_gradient)
+        )
+        return local
+    # Without what `Function.apply` asks of torch.func, whose transforms refuse it by themselves.
+    return super(torch.autograd.Function, _PartInGraph).apply(parameter)
 
 
 def placed_as(tensor: Tensor, like: Tensor) -> Tensor:

@@ -509,36 +509,38 @@ def _shown_tensors(module: nn.Module) -> dict[str, tuple[Tensor, Placement]]:
     return {**sharded_parameters(module), **sharded_buffers(module)}
 
 
-def own_part_of(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
-    """This rank's part of a module's parameter, for a forward pass; ValueError as `_check_part`."""
-    return part_in_graph(parameter) if _check_part(module, name, parameter) else parameter
+def own_part_of(module: nn.Module, name: str, parameter: Tensor, runtime: Any = None) -> Tensor:
+    """This rank's part of a module's parameter, for a forward pass; ValueError as `_check_part`.
+
+    With `runtime` as `part_in_graph`.
+    """
+    _check_part(module, name, parameter)
+    return part_in_graph(parameter, runtime) if is_dtensor(parameter) else parameter
 
 
-def _check_part(module: nn.Module, name: str, parameter: Tensor) -> bool:
-    """True for a DTensor; ValueError where a tool has replaced one, or assigned its `data`."""
-    if is_dtensor(parameter):
-        # An assigned tensor lies beside the part, where no operator looks.
-        if _was_assigned(parameter):
-            raise ValueError(
-                f"forward: expected the values of {name}, a DTensor, to be changed in place, got a "
-                "tensor assigned to its `data` (as torch.nn.utils.vector_to_parameters does), "
-                "which changes nothing; take load_state_dict, or copy_ of a DTensor"
-            )
-        return True
+def _check_part(module: nn.Module, name: str, parameter: Tensor) -> None:
+    """ValueError where a tool has replaced a DTensor, or assigned its `data`."""
     # Not what `functional_call`, or a module around this one, has given it for this pass.
-    if type(parameter) is nn.Parameter and name in vars(module).get(_DIVIDED, ()):
+    if type(parameter) is nn.Parameter:
+        if name in module.__dict__.get(_DIVIDED, ()):
+            raise ValueError(
+                f"forward: expected {name} to be a DTensor, since ranks hold experts between them, "
+                "got a plain tensor, which a tool has put in its place; for torch's replicate call "
+                "moe_ext.parallelize(model) and give it ignored_modules=[layer.experts, ...]"
+            )
+    # An assigned tensor lies beside the part, where no operator looks.
+    elif _was_assigned(parameter):
         raise ValueError(
-            f"forward: expected {name} to be a DTensor, since ranks hold experts between them, "
-            "got a plain tensor, which a tool has put in its place; for torch's replicate call "
-            "moe_ext.parallelize(model) and give it ignored_modules=[layer.experts, ...]"
+            f"forward: expected the values of {name}, a DTensor, to be changed in place, got a "
+            "tensor assigned to its `data` (as torch.nn.utils.vector_to_parameters does), "
+            "which changes nothing; take load_state_dict, or copy_ of a DTensor"
         )
-    return False
 
 
 @outside_graphs
 def _check_wrapping(module: nn.Module, _inputs: object) -> None:
     """Refuse a tool that took parts for wholes, and what FSDP2 was told."""
-    for owner in module.modules():
+    for owner in module.modules() if module._modules else (module,):
         for name, parameter in owner._parameters.items():
             # Plain tensors have been given for this pass.
             if parameter is not None and type(parameter) is not Tensor:
@@ -685,17 +687,18 @@ def sharded_buffers(model: nn.Module) -> dict[str, tuple[Tensor, Placement]]:
 def note_shard(parameter: Tensor, placement: Placement) -> None:
     """Have `known_shard` know a parameter by itself, without its model."""
     setattr(parameter, _PLACED, placement)
-    if is_dtensor(parameter):
-        _was_assigned(parameter)
+    _was_assigned(parameter)
 
 
 def _was_assigned(parameter: Tensor) -> bool:
     """True if the `data` of a DTensor is another tensor's than when it was seen first.
 
-    A DTensor has a storage without memory.
+    A DTensor has a storage without memory. False for other tensors.
     """
-    own = id(parameter), parameter.untyped_storage()._cdata
     noted = getattr(parameter, _OWN_STORAGE, None)
+    if noted is None and not is_dtensor(parameter):
+        return False
+    own = id(parameter), parameter.untyped_storage()._cdata
     if noted == own:
         return False
     if noted is not None and noted[0] == own[0]:

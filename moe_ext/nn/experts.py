@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_ext import ops
+from moe_ext import _runtime_library, ops
 from moe_ext._checks import check_choice, check_numbers, check_sizes
 from moe_ext.comm.groups import GroupHandle, check_group, group_rank, group_size
 from moe_ext.dispatch import DispatchMetadata, RowWeights, TokenDispatcher
@@ -35,7 +35,6 @@ from moe_ext.nn.expert_activation import (
     run_activation,
 )
 from moe_ext.nn.torch_state import as_autocast
-from moe_ext.ops.autograd import late_gradients
 from moe_ext.ops.grouped_gemm import wants_ends
 
 # 2**64 / golden ratio, odd: neighbouring experts get seeds that differ in about half of their bits.
@@ -296,25 +295,27 @@ Weights = list[tuple[dict[str, Any], str, Tensor]]
 def late_weights(experts: nn.Module) -> Weights:
     """Weights for `run_experts`, to be taken while the rows are underway.
 
-    Their gradients are then computed while those of the rows are.
+    Products of their gradients are then left to nodes that are recorded here. The engine takes
+    nodes in the reverse order of their recording: what was recorded after these runs first, such as
+    what starts to send gradients, and what was recorded before them runs behind them, such as what
+    waits for them. The results have the same bits. Without `moe_ext._runtime` nothing waits.
     """
-    owners: list[dict[str, Any]] = []
-    names: list[str] = []
-    weights: list[Tensor] = []
     if not torch.is_grad_enabled():
         return []
+    runtime = _runtime_library.load()
+    found: Weights = []
     for module in experts.modules():
         # Shards are gathered by the experts' own hooks, which come later.
         if not runs_own_forward(module) or module.transposed or is_fsdp(module):
             continue
-        parameters = module._parameters
+        held = module._parameters
         for name in (module._up_name, "down_proj"):
-            weight = parameters.get(name)
-            if isinstance(weight, nn.Parameter) and weight.requires_grad:
-                owners.append(parameters)
-                names.append(name)
-                weights.append(as_autocast(own_part_of(module, name, weight)))
-    return list(zip(owners, names, late_gradients(weights), strict=True))
+            weight = held.get(name)
+            # Another module may have given a plain tensor for this pass.
+            if weight is not None and type(weight) is not Tensor and weight.requires_grad:
+                part = as_autocast(own_part_of(module, name, weight, runtime))
+                found.append((held, name, part if runtime is None else runtime.late_gradient(part)))
+    return found
 
 
 def moved_weights(experts: GroupedExperts, moves: ExpertMoves) -> Weights:

@@ -92,22 +92,6 @@ def register_derivatives(
     register_autograd(f"moe_ext::{operator}", backward, setup_context=setup_context)
 
 
-def late_gradients(tensors: list[Tensor]) -> list[Tensor]:
-    """The same tensors, in a graph in which the products of their gradients wait.
-
-    A derivative of one input (`register_derivatives`) that one is given to as it is leaves its
-    call to the node that is recorded here. The engine takes nodes in the reverse order of their
-    recording: what was recorded after this one runs first, such as what starts to send gradients,
-    and what was recorded before it runs behind it, such as what waits for them. The results have
-    the same bits. Where derivatives run in Python nothing waits.
-
-    Args:
-        tensors: what gradients are wanted of.
-    """
-    module = _runtime_library.load()
-    return tensors if module is None else list(map(module.late_gradient, tensors))
-
-
 class _Derivative(NamedTuple):
     operator: str
     inputs: list[int]  # of `_Positions.inputs`

@@ -1,4 +1,5 @@
 import copy
+import functools
 import pickle
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import moe_ext
+from moe_ext import _runtime_library
 from moe_ext import distributed as md
 from moe_ext.attention import SequenceParallelMLP
 from moe_ext.distributed.dtensor import local_part, part_in_graph
@@ -210,23 +212,84 @@ def gradients_of_parts_are_laid_out_as_those_of_torch():
         laid_out = torch.randn_like(local)
         for grad in (laid_out, laid_out.mT.contiguous().mT, local.new_ones(()).expand_as(local)):
             found = []
-            for part in (parameter.to_local(), part_in_graph(parameter)):
+            for part in (parameter.to_local(), *parts_in_graphs(parameter)):
                 parameter.grad = None
                 part.backward(grad)
                 found.append(parameter.grad)
-            theirs, ours = found
-            assert type(ours) is DTensor
-            assert (ours.placements, ours.device_mesh) == (theirs.placements, theirs.device_mesh)
-            assert (ours.shape, ours.stride()) == (parameter.shape, parameter.stride())
-            assert ours.to_local().stride() == local.stride()
-            assert torch.equal(ours.to_local(), theirs.to_local())
+            theirs = found[0]
+            for ours in found[1:]:
+                assert type(ours) is DTensor
+                assert ours._spec == theirs._spec
+                assert (ours.shape, ours.stride()) == (parameter.shape, parameter.stride())
+                assert ours.to_local().stride() == local.stride()
+                assert torch.equal(ours.to_local(), theirs.to_local())
         parameter.grad = None
-        loss = part_in_graph(parameter).pow(3).sum()
-        (first,) = torch.autograd.grad(loss, parameter, create_graph=True)
-        (second,) = torch.autograd.grad(first.to_local().sum(), parameter)
-        torch.testing.assert_close(second.to_local(), 6 * local)
-        with torch.no_grad():
-            assert part_in_graph(parameter).data_ptr() == local.data_ptr()
+        for part in parts_in_graphs(parameter):
+            (first,) = torch.autograd.grad(part.pow(3).sum(), parameter, create_graph=True)
+            (second,) = torch.autograd.grad(first.to_local().sum(), parameter)
+            torch.testing.assert_close(second.to_local(), 6 * local)
+            assert part.data_ptr() == local.data_ptr()
+        # Two parts in one graph, and a hook that calculates with what it is given.
+        seen = []
+        hook = parameter.register_hook(functools.partial(see_and_double, seen))
+        parts = 2 * parts_in_graphs(parameter)
+        sum((place + 1) * part.sum() for place, part in enumerate(parts)).backward()
+        hook.remove()
+        total = sum(range(1, len(parts) + 1))
+        assert torch.equal(parameter.grad.to_local(), torch.full_like(local, 2 * total))
+        torch.testing.assert_close(seen[0], local.new_tensor(total * parameter.numel() ** 0.5))
+
+
+@CHECKS()
+def parameters_are_converted_while_a_graph_lives():
+    for runtime in dict.fromkeys([None, _runtime_library.load()]):
+        layer = moe_ext.MoELayer(4, 8, 4, ep_group=md.MoEMesh(ep=4).ep_group)
+        part = part_in_graph(layer.experts.gate_up_proj, runtime)
+        part.sum().backward(retain_graph=True)
+        layer.double()  # refuses a parameter that a node holds beside that of its gradient
+        weight = layer.experts.gate_up_proj
+        assert (weight.dtype, weight.grad.dtype) == (torch.float64, torch.float64)
+        assert part.requires_grad
+
+
+@CHECKS()
+def parameters_may_be_results_of_operators():
+    layer = moe_ext.MoELayer(4, 8, 4, ep_group=md.MoEMesh(ep=4).ep_group)
+    weight, x = layer.experts.gate_up_proj, torch.randn(6, 4)
+    layer(x).sum().backward()
+    plain, weight.grad = weight.grad.to_local(), None
+    given = {"experts.gate_up_proj": weight * 1.0}
+    torch.func.functional_call(layer, given, (x,)).sum().backward()
+    assert torch.equal(weight.grad.to_local(), plain)
+
+
+@CHECKS()
+def gradients_of_two_parts_share_no_memory():
+    runtime = _runtime_library.load()
+    if runtime is None:
+        return
+    layer = moe_ext.MoELayer(4, 8, 4, ep_group=md.MoEMesh(ep=4).ep_group)
+    one = layer.experts.gate_up_proj
+    other = torch.nn.Parameter(one.detach().clone())
+    factor = torch.randn_like(one.to_local().detach())
+    for num_before in range(2):
+        parts = [part_in_graph(parameter, runtime) for parameter in (one, other)]
+        ((parts[0] + parts[1]) * factor).sum().backward()  # one tensor is the gradient of both
+        for parameter in (one, other):
+            assert torch.equal(parameter.grad.to_local(), (num_before + 1) * factor)
+    one.grad.mul_(0)
+    assert torch.equal(other.grad.to_local(), 2 * factor)
+
+
+def see_and_double(seen, grad):
+    seen.append(grad.norm().full_tensor())
+    return 2 * grad
+
+
+def parts_in_graphs(parameter):
+    """A rank's part, by each node that gives it."""
+    runtimes = dict.fromkeys([None, _runtime_library.load()])
+    return [part_in_graph(parameter, runtime) for runtime in runtimes]
 
 
 def rows_of_page():
