@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from moe_ext._files import replacing
 from moe_ext.nn.model_layers import moe_layers
 from moe_ext.nn.routing_record import RoutingRecord
 from moe_ext.pipeline import Action, Timeline
@@ -57,9 +57,8 @@ def _figure(operation: str, **kwargs: Any) -> Figure:
 
 def save_figure(figure: Figure, path: str | os.PathLike[str], *, dpi: int = 120) -> None:
     """Write a figure as PNG, in one step: a kill leaves the old picture or the new one."""
-    temporary = Path(f"{os.fspath(path)}.tmp")
-    figure.savefig(temporary, dpi=dpi, format="png")
-    temporary.replace(path)
+    with replacing(path) as file:
+        figure.savefig(file, dpi=dpi, format="png")
 
 
 def expert_load(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from moe_ext._checks import check_fields
+from moe_ext._files import replacing
 from moe_ext.comm.link import Link, quickest, seconds_of
 
 SCHEMA = 1
@@ -230,9 +231,10 @@ class CostTable:
             raise ValueError(f"{owner}: expected the fields of CostTable, got {error}") from error
 
     def save(self, path: str | Path) -> None:
-        """Writes the table as JSON, with the number of its schema."""
+        """Writes the table as JSON, with its schema's number; the file is replaced in one step."""
         text = json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
-        Path(path).write_text(text + "\n")
+        with replacing(path) as file:
+            file.write_text(text + "\n")
 
     def codec_seconds(self, name: str, numel: int) -> tuple[float, float]:
         """Seconds to encode and to decode, on a line between the sizes that were measured.

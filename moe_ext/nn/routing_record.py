@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from moe_ext._files import replacing
 from moe_ext.nn.model_layers import moe_layers
 from moe_ext.nn.replay import can_replay, close_session, open_session
 from moe_ext.nn.routers import RouterOutput
@@ -510,9 +511,8 @@ class RoutingRecord:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `to_bytes` to a file, which is replaced in one step."""
-        temporary = Path(f"{os.fspath(path)}.tmp")
-        temporary.write_bytes(self.to_bytes())
-        temporary.replace(path)
+        with replacing(path) as file:
+            file.write_bytes(self.to_bytes())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RoutingRecord:

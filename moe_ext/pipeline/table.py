@@ -11,6 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moe_ext._files import replacing
+
 COMPUTE = ("F", "B", "I", "W")
 MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 # The weights that the gradients so far make, where a table trains without a flush.
@@ -258,7 +260,7 @@ class ActionTable:
         Chain, slice and version, which torch does not know, stand behind the micro-batch where they
         are not 0: `2F0c1s3v2`.
         """
-        with open(path, "w", newline="") as file:
+        with replacing(path) as partial, partial.open("w", newline="") as file:
             csv.writer(file).writerows(self.rows)
 
     @classmethod

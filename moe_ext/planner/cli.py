@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from moe_ext._files import replacing
 from moe_ext.comm.rates import CostTable
 from moe_ext.planner.apply import choice_problem
 from moe_ext.planner.axes import NAMES
@@ -205,7 +206,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"why not {reason}")
     found.to_json(arguments.out)
     if arguments.report:
-        Path(arguments.report).write_text(html_report(found, why_not=reasons))
+        with replacing(arguments.report) as file:
+            file.write_text(html_report(found, why_not=reasons))
     if problem := choice_problem(found.choice):
         print(f"Nothing builds it yet: {problem}; --fix gives another plan")
         return 0

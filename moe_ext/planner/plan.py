@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from moe_ext._files import replacing
 from moe_ext.planner.apply import Applied, apply_plan
 from moe_ext.planner.axes import DEFAULTS, MESH, YOUNGER, Choice, columns_of
 from moe_ext.planner.cluster import CLUSTERS, ClusterSpec
@@ -222,8 +223,9 @@ class Plan:
         }
 
     def to_json(self, path: str | Path) -> None:
-        """Write the plan to a file that `from_json` reads."""
-        Path(path).write_text(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n")
+        """Write the plan to a file that `from_json` reads, which is replaced in one step."""
+        with replacing(path) as file:
+            file.write_text(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n")
 
     @classmethod
     def from_json(cls, path: str | Path) -> Plan:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import math
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from moe_ext import ops
 from moe_ext._bytes import as_bytes
+from moe_ext._files import replacing
 from moe_ext.sync.update import Update, UpdateEntry
 
 Pieces = Sequence[tuple[str, tuple[int, ...]]]
@@ -138,7 +138,7 @@ def save_patches(path: str | os.PathLike[str], found: Sequence[WeightPatch], ver
     Tensors are `<number>.values` and `<number>.indices` of each patch, in order, so that no names
     meet; a name may have several patches, as of merged sources. The metadata holds names, shapes,
     dtypes, the version, and a CRC-32 of all of it. A process that is killed leaves its unfinished
-    `<path>.<process>.partial` behind, which nothing reads.
+    `<path>.<hex>.partial` behind, which nothing reads.
 
     Raises:
         OSError: the file cannot be written, as on a full disk; an older one is still there.
@@ -156,16 +156,11 @@ def save_patches(path: str | os.PathLike[str], found: Sequence[WeightPatch], ver
         about.append([patch.name, list(patch.shape), str(patch.dtype).removeprefix("torch.")])
     text = json.dumps({"version": version, "patches": about})
     metadata = {"format": _FORMAT, "table": text, "crc32": f"{_checksum(text, tensors):08x}"}
-    partial = f"{os.fspath(path)}.{os.getpid()}.partial"
     try:
-        save_file(tensors, partial, metadata=metadata)
-        os.replace(partial, path)
-    except BaseException as error:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(partial)
-        if isinstance(error, SafetensorError):
-            raise OSError(f"save_patches: {os.fspath(path)}: {error}") from error
-        raise
+        with replacing(path) as file:
+            save_file(tensors, file, metadata=metadata)
+    except SafetensorError as error:
+        raise OSError(f"save_patches: {os.fspath(path)}: {error}") from error
 
 
 def load_patches(path: str | os.PathLike[str]) -> tuple[list[WeightPatch], int]:

@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.utils.parametrize import is_parametrized
 
 from moe_ext._compile import outside_graphs
+from moe_ext._files import replacing
 from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.failures import in_layer
 from moe_ext.comm.groups import GroupHandle, global_rank, group_rank, group_ranks, group_size
@@ -344,7 +345,8 @@ def _join_files(folder: Path, num_ranks: int) -> None:
             file.replace(folder / file.name)
         part.rmdir()
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    with replacing(folder / _INDEX) as file:
+        file.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 _mixed_classes: dict[tuple[type, type], type] = {}
