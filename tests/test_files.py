@@ -11,7 +11,7 @@ import moe_ext
 from moe_ext._files import replacing
 
 PACKAGE = Path(moe_ext.__file__).parent
-# A folder of its own that torch.save writes to, and a copy for Horovod's elastic state.
+# Optimizer files of the Trainer, one of each rank, and bytes in memory that Horovod's facade sends.
 ELSEWHERE = {"integrations/huggingface/trainer.py", "integrations/horovod.py"}
 WRITERS = ("write_text", "write_bytes", "savefig", "save_file", "save")
 
