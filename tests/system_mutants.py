@@ -607,10 +607,10 @@ BY_SYSTEM = {
     "GSPMD, DTensor": [
         (
             "first choices of GShard's gate are counted as whole",
-            "moe_ext/distributed/sharding_rules.py",
+            "moe_ext/ops/sharding_rules.py",
             '"gshard_gate": ["0 0 + + + <-',
             '"gshard_gate": ["0 0 + + - <-',
-            "tests/distributed/test_sharding_rules.py",
+            "tests/ops/test_sharding_rules.py",
         ),
     ],
     "GPipe": [

@@ -20,8 +20,8 @@ from moe_ext.distributed.placement import (
     expert_parameters,
     placements,
 )
-from moe_ext.distributed.sharding_rules import register_sharding_rules
 from moe_ext.distributed.state_dict import full_state_dict, whole_state_dicts
+from moe_ext.ops.sharding_rules import register_sharding_rules
 
 if TYPE_CHECKING:
     from moe_ext.dispatch import (

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -35,24 +36,6 @@ _meshes = weakref.WeakKeyDictionary()
 
 # True if state dicts hold whole tensors in the place of DTensors, and this rank keeps them.
 _keeps_wholes: ContextVar[bool | None] = ContextVar("_keeps_wholes", default=None)
-
-
-class _MeshOfParts(DeviceMesh):
-    """Mesh whose DTensors no rank pickles: its file would hold its own part and be read by all."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _MeshOfParts:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        raise TypeError(
-            "torch.save: expected whole tensors, got this rank's part of one that ranks "
-            f"{self.mesh.flatten().tolist()} hold between them; save by "
-            "moe_ext.distributed.checkpoint.save or torch.distributed.checkpoint.save on all "
-            "ranks, or what moe_ext.distributed.full_state_dict returns on one; run tools that "
-            "save by themselves (Accelerate) inside `with "
-            "moe_ext.distributed.whole_state_dicts(optimizer):`, and mix "
-            "moe_ext.integrations.huggingface.SavesExperts into a Trainer of transformers"
-        )
 
 
 @contextlib.contextmanager
@@ -113,18 +96,32 @@ def declare_mesh(group: ProcessGroup, mesh: DeviceMesh) -> None:
         group: of `Placement`.
         mesh: the group's dimension of a mesh, or its two.
     """
-    mesh.__class__ = _MeshOfParts
+    # `pickle` and `copy` ask an object before its class. The file of one rank would hold its own
+    # part, and be read by all.
+    mesh.__reduce_ex__ = functools.partial(_refuse_file, mesh)  # type: ignore[method-assign]
+    mesh.__deepcopy__ = lambda _memo: mesh  # type: ignore[attr-defined]
     _meshes.setdefault(group, {})[mesh.device_type] = mesh
+
+
+def _refuse_file(mesh: DeviceMesh, *_protocol: object) -> NoReturn:
+    raise TypeError(
+        "torch.save: expected whole tensors, got this rank's part of one that ranks "
+        f"{mesh.mesh.flatten().tolist()} hold between them; save by "
+        "moe_ext.distributed.checkpoint.save or torch.distributed.checkpoint.save on all ranks, or "
+        "what moe_ext.distributed.full_state_dict returns on one; run tools that save by "
+        "themselves (Accelerate) inside `with moe_ext.distributed.whole_state_dicts(optimizer):`, "
+        "and mix moe_ext.integrations.huggingface.SavesExperts into a Trainer of transformers"
+    )
 
 
 def is_part(parameter: Tensor) -> bool:
     """True for a parameter that is divided as `Placement` says, not by FSDP2 or another tool."""
-    return is_dtensor(parameter) and isinstance(parameter.device_mesh, _MeshOfParts)
+    return is_dtensor(parameter) and "__deepcopy__" in vars(parameter.device_mesh)
 
 
 def group_of_mesh(mesh: DeviceMesh) -> ProcessGroup | None:
     """The group whose parts lie on a mesh; None for a mesh that was not declared."""
-    if not isinstance(mesh, _MeshOfParts):
+    if "__deepcopy__" not in vars(mesh):
         return None
     return next((g for g, meshes in _meshes.items() if mesh in meshes.values()), None)
 
@@ -182,7 +179,8 @@ def refusing_files(whole: Tensor, *, has_pieces: bool) -> Tensor:
             whole.redistribute = _refuse_gathering  # type: ignore[method-assign]
         # safetensors and Accelerate ask for the memory of what they write; this is their second
         # try.
-        whole.storage = whole.device_mesh.__reduce__  # type: ignore[method-assign]
+        mesh = whole.device_mesh
+        whole.storage = functools.partial(_refuse_file, mesh)  # type: ignore[method-assign]
     return whole
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import (
 
 from moe_ext import ops
 from moe_ext.distributed import register_sharding_rules
-from moe_ext.distributed.sharding_rules import _RULES, _operators
+from moe_ext.ops.sharding_rules import _RULES, _operators
 from moe_ext.testing import spawn_ranks
 
 WHOLE = Replicate()

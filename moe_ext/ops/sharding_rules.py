@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moe_ext.distributed.dtensor import is_dtensor
-
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
@@ -152,7 +150,7 @@ def _grouped_mm(operator: Any, args: Any, kwargs: Any) -> Tensor:
     names = ("x", "weight", "expert_offsets", "bias")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     tensors = {name: t for name, t in given.items() if t is not None}
-    plain = [name for name, t in tensors.items() if not is_dtensor(t)]
+    plain = [name for name, t in tensors.items() if not isinstance(t, DTensor)]
     if plain:
         raise TypeError(f"grouped_mm: expected {plain[0]} to be a DTensor as the others, got none")
     x, weight = tensors["x"], tensors["weight"]
