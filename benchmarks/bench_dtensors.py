@@ -21,7 +21,7 @@ from torch import Tensor, nn
 NUM_RANKS = (2, 4)
 NUM_TOKENS = (64, 4096)
 DIM, FFN_DIM, NUM_EXPERTS, TOP_K = 256, 256, 8, 2
-PAIRS = {64: 400, 4096: 20}
+PAIRS = {64: 400, 4096: 120}
 # Parameters of the optimizer, plain ones and those of experts, and their side.
 NUM_PLAIN, NUM_EXPERT, SIDE = 60, 20, 64
 STEP_PAIRS = 100
@@ -256,9 +256,9 @@ def tables() -> list[Table]:
     sizes = f"float32, D={DIM}, F={FFN_DIM}, E={NUM_EXPERTS}, K={TOP_K}, Gloo, one thread a rank"
     layer_rows, step_rows = [], []
     for ranks in NUM_RANKS:
-        layer = median(spawn_ranks(layer_on_rank, ranks, timeout=900.0))
+        layer = median(spawn_ranks(layer_on_rank, ranks, timeout=1800.0))
         layer_rows += [(f"{ranks}", f"{t}", name, *cells(p)) for (t, name), p in layer.items()]
-    steps = spawn_ranks(steps_on_rank, 2, timeout=900.0)[0]
+    steps = spawn_ranks(steps_on_rank, 2, timeout=1800.0)[0]
     step_rows = [(*key, *cells(pair)) for key, pair in steps.items()]
     plain = [(*key, *cells(pair)) for key, pair in without_experts().items()]
     return [
