@@ -42,6 +42,7 @@ BENCHMARKS = (
     "planner",
     "planner_memory",
     "planner_runs",
+    "search",
 )
 # Run by name alone, for the time that they take: twenty minutes.
 BY_NAME = ("convergence", "dtensors", "local_steps")

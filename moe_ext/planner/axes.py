@@ -100,6 +100,13 @@ def columns_of(choices: Sequence[Mapping[str, int | str | None]]) -> Columns:
     return {name: torch.tensor([number_of(name, row[name]) for row in rows]) for name in AXES}
 
 
+def masked(c: Columns, mask: Tensor) -> Columns:
+    """The candidates that a mask names."""
+    # A mask as an index is looked through for each column.
+    index = mask.nonzero().view(-1)
+    return {name: column[index] for name, column in c.items()}
+
+
 def runs(c: Columns, schedule: str) -> Tensor:
     """True of candidates with this schedule."""
     return c["schedule"] == SCHEDULES.index(schedule)

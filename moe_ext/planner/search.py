@@ -28,6 +28,7 @@ from moe_ext.planner.axes import (
     Columns,
     choice_of,
     divisors,
+    masked,
     number_of,
     runs,
 )
@@ -227,19 +228,17 @@ def _expand(cost: StepCost, mesh: Tensor, options: Mapping[str, Tensor]) -> Colu
     ranks[""] = own["pp"] + 1
     acts = torch.stack([ranks[axis] > 1 for axis in options], 1)
     for kind in acts.unique(dim=0):
-        here = mesh[(acts == kind).all(1)]
-        found = torch.empty(1, 0, dtype=torch.int64)
+        here = mesh[(acts == kind).all(1)].T
+        # An axis is a row, so that a column of candidates has its numbers side by side.
+        found = torch.empty(0, 1, dtype=torch.int64)
         for (axis, rows), acting in zip(options.items(), kind.tolist(), strict=True):
             if not acting:
                 plain = torch.tensor([number_of(name, DEFAULTS[name]) for name in _GROUPS[axis]])
                 rows = rows[(rows == plain).all(1)]
-            found = torch.cat(
-                [found.repeat_interleave(len(rows), 0), rows.repeat(len(found), 1)], 1
-            )
-        left = here.repeat_interleave(len(found), 0)
-        parts.append(torch.cat([left, found.repeat(len(here), 1)], 1))
+            found = _crossed(found, rows.T)
+        parts.append(_crossed(here, found))
     names = [*MESH, *(name for axis in options for name in _GROUPS[axis])]
-    c = dict(zip(names, torch.cat(parts).unbind(1), strict=True))
+    c = dict(zip(names, torch.cat(parts, 1), strict=True))
     inner = cost.cluster.levels[0].size
     micro = cost.sizes.num_micro_batches(c)
     keep = ~runs(c, "interleaved") | (
@@ -265,13 +264,18 @@ def _expand(cost: StepCost, mesh: Tensor, options: Mapping[str, Tensor]) -> Colu
     keep &= (c["zero"] < 2) | (c["pp"] == 1)
     # `CPUAdamW` takes no shards of tp that are on a device.
     keep &= (c["offload"] == OFFLOADS.index("none")) | (c["tp"] == 1)
-    c = {name: c[name][keep] for name in AXES}
+    c = masked({name: c[name] for name in AXES}, keep)
     balances = options["ep"][:, _GROUPS["ep"].index("balance")]
     if bool((balances == 0).any()):
         # A placement in which moving experts never pays is the same as one without balance.
-        differs = (c["balance"] == 0) | cost.loads.moves(c)
-        c = {name: column[differs] for name, column in c.items()}
+        c = masked(c, (c["balance"] == 0) | cost.loads.moves(c))
     return c
+
+
+def _crossed(above: Tensor, below: Tensor) -> Tensor:
+    """Each column of one matrix above each of another, those of the first one in turn."""
+    more, many = above.repeat_interleave(below.shape[1], 1), above.shape[1]
+    return torch.cat([more, below.repeat(1, many)])
 
 
 def _check_served(cost: StepCost, fixed: Choice) -> None:
@@ -386,7 +390,7 @@ def search(
             least = Found(choice_of(columns, i), float(cost.seconds(one)), float(memory[i]))
         if not bool(fits.any()):
             continue
-        columns = {name: column[fits] for name, column in columns.items()}
+        columns = masked(columns, fits)
         found = _Costed.of(cost, columns, memory[fits], all_again=all_again)
         if not exhaustive:
             best = found.best()
@@ -474,7 +478,7 @@ class _Costed:
         if all_again:
             some &= False
         if bool(some.any()):
-            part = {name: column[some] for name, column in columns.items()}
+            part = masked(columns, some)
             full = cost.memory.fullest({**part, "recompute": torch.zeros_like(part["recompute"])})
             saved = (full - memory[some]).clamp(min=1e-9)
             share[some] = ((full - cost.cluster.memory) / saved).clamp(0.0, 1.0)
@@ -493,9 +497,8 @@ class _Costed:
 
     def at(self, index: Tensor) -> _Costed:
         """The candidates that a mask names."""
-        columns = {name: column[index] for name, column in self.columns.items()}
         rest = (self.seconds, self.memory, self.likely, self.bound)
-        return _Costed(columns, *(column[index] for column in rest))
+        return _Costed(masked(self.columns, index), *(column[index] for column in rest))
 
     def best(self) -> Tensor:
         """A mask of the quickest, and of those that are smaller than all quicker ones."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from moe_ext.pipeline import ActionTable, Costs, TurnPlan, make_table
 from moe_ext.pipeline.simulate import makespan
 from moe_ext.pipeline.turn_plan import plan_turns_within
-from moe_ext.planner.axes import CHUNKS, SCHEDULES, STAGE, Columns, runs
+from moe_ext.planner.axes import AGAIN, CHUNKS, SCHEDULES, STAGE, Columns, runs
 from moe_ext.planner.cost import StepCost
 from moe_ext.planner.presets import LayerParts
 
@@ -54,13 +54,11 @@ def split_evenly(num_layers: int, num_stages: int) -> list[tuple[int, int]]:
 
 def stage_columns(cost: StepCost, c: Columns, stages: Sequence[StageLayers]) -> Columns:
     """One candidate as a candidate for each of its stages, with what the stage has."""
-    parts, (first, last) = cost.model.parts, (0, len(stages) - 1)
-    rows = []
-    for s, stage in enumerate(stages):
-        rows.append(
-            (*_sum(parts[stage.start : stage.end]), *_sum(parts[i] for i in stage.again))
-            + (_ends(cost, s == first, s == last), *_held(cost, c, s), float(s == last))
-        )
+    parts = cost.model.parts
+    rows = [
+        (*_sum(parts[stage.start : stage.end]), *_sum(parts[i] for i in stage.again), *rest)
+        for stage, rest in zip(stages, _rest(cost, c, len(stages)), strict=True)
+    ]
     return _with(c, torch.tensor(rows, dtype=torch.float64))
 
 
@@ -260,17 +258,24 @@ def _with(c: Columns, rows: Tensor) -> Columns:
     return {**whole, **dict(zip(STAGE, rows.unbind(1), strict=True))}
 
 
-def _ends(cost: StepCost, is_first: bool, is_last: bool) -> float:
-    # Tied weights are on both ends of a pipeline.
-    return 1.0 if is_first and is_last and cost.model.tied else float(is_first) + float(is_last)
-
-
-def _held(cost: StepCost, c: Columns, stage: int) -> tuple[float, float]:
-    """Micro-batches that a stage holds, and those whose gradients of weights alone are left."""
+def _rest(cost: StepCost, c: Columns, num_stages: int) -> list[tuple[float, ...]]:
+    """Ends, micro-batches (see `_held`) and the loss of each stage, in the order of `STAGE`."""
     micro, pp = float(cost.sizes.num_micro_batches(c)), int(c["pp"])
-    schedule, rank = SCHEDULES[int(c["schedule"])], stage % pp
+    schedule = SCHEDULES[int(c["schedule"])]
     # In turn a rank holds one more.
     more = int(c["turns"]) if "turns" in c and pp > 1 else 0
+    # Tied weights are on both ends of a pipeline.
+    both = 1.0 if cost.model.tied else 2.0
+    rest = list[tuple[float, ...]]()
+    for s in range(num_stages):
+        is_first, is_last = s == 0, s == num_stages - 1
+        ends = both if is_first and is_last else float(is_first) + float(is_last)
+        rest.append((ends, *_held(schedule, micro, pp, s % pp, more), float(is_last)))
+    return rest
+
+
+def _held(schedule: str, micro: float, pp: int, rank: int, more: int) -> tuple[float, float]:
+    """Micro-batches that a stage holds, and those whose gradients of weights alone are left."""
     if schedule == "gpipe":
         return micro, 0.0
     if schedule == "interleaved" and pp > 1:
@@ -308,27 +313,28 @@ def _counts(cost: StepCost, layers: Iterable[int]) -> tuple[int, ...]:
 
 def _even(cost: StepCost, c: Columns, all_again: bool) -> tuple[StageLayers, ...] | None:
     """Stages of even lengths; each rank computes as few of its layers again as fit."""
-    pp = int(c["pp"])
+    pp, found = int(c["pp"]), list[StageLayers]()
     cuts = split_evenly(cost.model.num_layers, pp * CHUNKS)
-    found: list[StageLayers] = [StageLayers(*cut) for cut in cuts]
-    for rank in range(pp):
-        own = range(rank, pp * CHUNKS, pp)
-        layers = [i for s in own for i in range(*cuts[s])]
-        counts, tried = _counts(cost, layers), []
-        for again in _choices(c, all_again, counts):
-            chosen = {*_first(cost, layers, again)}
-            tried.append(
-                [StageLayers(*cut, tuple(i for i in range(*cut) if i in chosen)) for cut in cuts]
-            )
-        each = [rank_columns(cost, c, stages) for stages in tried]
-        columns = {name: torch.stack([one[name][rank] for one in each]) for name in each[0]}
-        seconds = sum(cost.passes.terms(columns).values()) + torch.zeros(len(tried))
-        seconds = seconds.masked_fill(~cost.memory.fits(columns), torch.inf)
-        best = int(seconds.argmin())
-        if not seconds[best] < torch.inf:
+    layers = [[i for cut in cuts[rank::pp] for i in range(*cut)] for rank in range(pp)]
+    tried = [_choices(c, all_again, _counts(cost, own)) for own in layers]
+    ranks = torch.tensor([rank for rank, each in enumerate(tried) for _ in each])
+    plain = rank_columns(cost, c, [StageLayers(*cut) for cut in cuts])
+    columns = {name: column[ranks] for name, column in plain.items()}
+    again = torch.tensor([one for each in tried for one in each], dtype=torch.float64)
+    parts = again @ torch.tensor(cost.model.kinds, dtype=torch.float64)
+    columns |= dict(zip(AGAIN, parts.unbind(1), strict=True))
+    seconds = sum(cost.passes.terms(columns).values()) + torch.zeros(len(ranks))
+    seconds = seconds.masked_fill(~cost.memory.fits(columns), torch.inf)
+    chosen = set[int]()
+    for own, each, times in zip(
+        layers, tried, seconds.split([len(each) for each in tried]), strict=True
+    ):
+        best = int(times.argmin())
+        if not times[best] < torch.inf:
             return None
-        for s in own:
-            found[s] = tried[best][s]
+        chosen.update(_first(cost, own, each[best]))
+    for cut in cuts:
+        found.append(StageLayers(*cut, tuple(i for i in range(*cut) if i in chosen)))
     return tuple(found)
 
 
@@ -362,11 +368,7 @@ class _Chain:
         self._kinds = cost.model.kinds
         self._micro = float(cost.sizes.num_micro_batches(c))
         self._spans = _spans(cost.model.parts, self._kinds, self._stages)
-        last = self._stages - 1
-        self._rest = [
-            (_ends(cost, s == 0, s == last), *_held(cost, c, s), float(s == last))
-            for s in range(self._stages)
-        ]
+        self._rest = _rest(cost, c, self._stages)
 
     def divided(self) -> tuple[StageLayers, ...] | None:
         """Layers of each stage, of the least time."""
