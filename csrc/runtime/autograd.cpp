@@ -2,19 +2,13 @@
 //
 // moe_ext/ops/autograd.py parses the derivatives and says what they mean; it has the same kernel in Python. Arguments
 // stay on the dispatcher's stack from call to call: operators of the stable ABI take them from one.
-#include <ATen/Context.h>
-#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
-#include <c10/core/SafePyObject.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -33,371 +27,12 @@
 #include <variant>
 #include <vector>
 
+#include "runtime/derivatives.h"
+#include "runtime/late_gradient.h"
 #include "runtime/runtime.h"
 
 namespace moe_ext::runtime {
 namespace {
-
-using at::IValue;
-using at::Tensor;
-using torch::autograd::variable_list;
-
-// torch 2.11 and 2.12 hold nodes by std::shared_ptr, later ones count references inside the node.
-#if __has_include(<torch/csrc/autograd/node.h>)
-template <typename T>
-using NodePtr = c10::intrusive_ptr<T>;
-template <typename T, typename... Args>
-NodePtr<T> make_node(Args&&... args) {
-  return c10::make_intrusive<T>(std::forward<Args>(args)...);
-}
-#else
-template <typename T>
-using NodePtr = std::shared_ptr<T>;
-template <typename T, typename... Args>
-NodePtr<T> make_node(Args&&... args) {
-  return NodePtr<T>(new T(std::forward<Args>(args)...), torch::autograd::deleteNode);
-}
-#endif
-
-enum class Source { kGrad, kTensor, kValue };
-
-// Arguments of an operator of the backward pass: the gradient of a result, a saved tensor or a saved value.
-struct Argument {
-  Source source;
-  size_t index;
-  std::string function; // on tensors in the backward pass: "", "contiguous" or "transpose"; "owned" is a bool
-};
-
-// A call that gives the gradients of some inputs.
-struct Derivative {
-  c10::OperatorHandle op;
-  std::vector<size_t> inputs; // by the node's edges
-  std::vector<Argument> arguments;
-  std::optional<c10::OperatorHandle> add; // "<op>_add_": adds the result to its first argument
-
-  bool reads(Source source, size_t index) const {
-    return std::any_of(arguments.begin(), arguments.end(), [&](const Argument& argument) {
-      return argument.source == source && argument.index == index;
-    });
-  }
-};
-
-// Values to keep of the arguments or, from `num_arguments` on, of the results.
-struct Kept {
-  size_t position;
-  std::string function; // of values: "", "columns", "dtype" or "is_transposed"
-};
-
-struct Formula {
-  std::string name;
-  size_t num_arguments;
-  size_t num_results;
-  std::vector<size_t> inputs; // positions of the arguments that have a derivative, an edge each
-  std::vector<Kept> tensors;
-  std::vector<Kept> values;
-  std::vector<bool> differentiable; // results
-  std::vector<Derivative> derivatives;
-};
-
-bool is_any_needed(const Derivative& derivative, const std::vector<bool>& needed) {
-  return std::any_of(derivative.inputs.begin(), derivative.inputs.end(), [&](size_t i) { return needed[i]; });
-}
-
-// An error is all there is to the gradient of a derivative that has no derivative itself.
-struct SecondDerivative : torch::autograd::Node {
-  std::string forward_name;
-
-  variable_list apply(variable_list&&) override {
-    TORCH_CHECK(false, forward_name, ": expected the result to be differentiated once, got a second derivative");
-  }
-  std::string name() const override {
-    return "SecondDerivative";
-  }
-};
-
-void call(const Formula& formula, const Derivative& derivative, torch::jit::Stack& stack) {
-  const bool once = at::GradMode::is_enabled() && !derivative.op.hasKernelForDispatchKey(c10::DispatchKey::Autograd);
-  if (!once) {
-    derivative.op.callBoxed(stack);
-    return;
-  }
-  torch::autograd::edge_list edges;
-  for (const IValue& value : stack) {
-    if (value.isTensor() && value.toTensor().requires_grad()) {
-      edges.push_back(torch::autograd::impl::gradient_edge(value.toTensor()));
-    }
-  }
-  {
-    const at::AutoGradMode off(false);
-    derivative.op.callBoxed(stack);
-  }
-  if (!edges.empty()) {
-    const auto node = make_node<SecondDerivative>();
-    node->forward_name = formula.name;
-    node->set_next_edges(std::move(edges));
-    for (IValue& value : stack) {
-      torch::autograd::set_history(value.toTensor(), node);
-    }
-  }
-}
-
-// True if the tensor's object in Python holds a reference, and nobody holds the object.
-template <typename Slot>
-bool is_held_by_python_alone(const Slot* slot) {
-  if constexpr (requires { slot->has_unique_reference(); }) {
-    return slot->has_unique_reference();
-  }
-  return false; // older versions have no such reference
-}
-
-// True if nobody else can see the memory of a tensor: torch's allocator gave it, and no other tensor holds it.
-bool is_owned(const Tensor& tensor) {
-  if (!tensor.defined() || !tensor.is_cpu() || !tensor.has_storage()) {
-    return false;
-  }
-  const bool of_python = is_held_by_python_alone(tensor.unsafeGetTensorImpl()->pyobj_slot());
-  return tensor.use_count() == 1 + static_cast<size_t>(of_python) && tensor.storage().use_count() == 1 &&
-         tensor.storage().data_ptr().get_deleter() == at::getCPUAllocator()->raw_deleter();
-}
-
-using torch::autograd::AccumulateGrad;
-
-// True if additions to the gradient come in the order of the engine's additions: on a device with streams, those
-// of the node's stream alone do.
-bool is_here(const Tensor& grad, AccumulateGrad& leaf) {
-  if (grad.is_cpu()) {
-    return true;
-  }
-  return grad.is_cuda() && leaf.stream() == c10::impl::VirtualGuardImpl(grad.device().type()).getStream(grad.device());
-}
-
-// Two functions of Python for a leaf that is a DTensor, of which a graph has this rank's part. The node of the leaf
-// holds it: another reference would keep torch from giving it other values, as `Module.to` does.
-struct Part {
-  c10::SafePyObject whole;    // (DTensor, gradient of the part) to the gradient of the DTensor
-  c10::SafePyObject gradient; // DTensor to the parts of its gradient and of itself, or None
-
-  static c10::SafePyObject safe(const pybind11::object& object) {
-    return {pybind11::object(object).release().ptr(), getPyInterpreter()};
-  }
-
-  static pybind11::object call(const c10::SafePyObject& function, const auto&... args) {
-    return pybind11::reinterpret_borrow<pybind11::object>(function.ptr(getPyInterpreter()))(args...);
-  }
-};
-
-// A leaf, and where its gradient is that of a DTensor the part that is computed.
-struct Leaf {
-  AccumulateGrad* node = nullptr;
-  const Part* part = nullptr;
-};
-
-// True if the engine would give a leaf what comes now, and nobody would see what comes by itself.
-bool is_unseen(AccumulateGrad* leaf) {
-  if (leaf == nullptr || at::GradMode::is_enabled()) {
-    return false;
-  }
-  // autograd.grad hands the gradient out, and so may a hook of the parameter, of its gradient or of the node.
-  const auto* const wanted = torch::autograd::get_current_graph_task_exec_info();
-  if (wanted == nullptr) {
-    return false;
-  }
-  const auto found = wanted->find(leaf);
-  if (!wanted->empty() && (found == wanted->end() || found->second.captures_)) {
-    return false;
-  }
-  return leaf->pre_hooks().empty() && leaf->post_hooks().empty() && leaf->tensor_pre_hooks().empty() &&
-         leaf->retains_grad_hooks().empty() && !leaf->tensor_post_acc_grad_hooks();
-}
-
-// The gradient that the engine would add to, where nobody sees what is added by itself; else undefined.
-Tensor grad_to_add_to(const Leaf& leaf) {
-  if (!is_unseen(leaf.node)) {
-    return {};
-  }
-  Tensor grad = leaf.node->variable.mutable_grad(), variable = leaf.node->variable;
-  if (leaf.part != nullptr && grad.defined()) {
-    const pybind11::gil_scoped_acquire gil;
-    const pybind11::object parts = Part::call(leaf.part->gradient, leaf.node->variable);
-    std::tie(grad, variable) =
-        parts.is_none() ? std::tuple<Tensor, Tensor>() : parts.cast<std::tuple<Tensor, Tensor>>();
-  }
-  const bool plain = grad.defined() && is_here(grad, *leaf.node) && grad.layout() == at::kStrided &&
-                     grad.is_contiguous() && variable.is_contiguous() && grad.sizes() == variable.sizes() &&
-                     grad.scalar_type() == variable.scalar_type() && !grad.requires_grad() && !grad.is_neg() &&
-                     !at::isTensorSubclassLike(grad) && !at::isTensorSubclassLike(variable);
-  return plain ? grad : Tensor();
-}
-
-// Lock that the engine holds while it adds to a leaf's gradient: other threads may run backward passes to the same one.
-struct Lock : torch::autograd::Node {
-  static std::mutex& of(torch::autograd::Node& node) {
-    return node.*(&Lock::mutex_);
-  }
-};
-
-// The gradients of the inputs, by edge. `zeros(i)` is what stands for a gradient of result i that is not there;
-// `leaf(edge)` is whose gradient an edge's may be added to at once, and undefined in the result, or none. With
-// `may_own` the gradients and tensors are nobody else's.
-template <typename Zeros, typename LeafOf>
-variable_list differentiate(
-    const Formula& formula, variable_list grads, variable_list tensors, const std::vector<IValue>& values,
-    const std::vector<bool>& needed, bool may_own, const Zeros& zeros, const LeafOf& leaf) {
-  variable_list found(formula.inputs.size());
-  for (size_t d = 0; d < formula.derivatives.size(); ++d) {
-    const Derivative& derivative = formula.derivatives[d];
-    if (!is_any_needed(derivative, needed)) {
-      continue;
-    }
-    // The last to read a tensor has it for its own.
-    const auto is_read_later = [&](const Argument& argument) {
-      return std::any_of(
-          formula.derivatives.begin() + static_cast<int64_t>(d) + 1, formula.derivatives.end(),
-          [&](const Derivative& later) {
-            return is_any_needed(later, needed) && later.reads(argument.source, argument.index);
-          });
-    };
-    const auto& schema = derivative.op.schema().arguments();
-    torch::jit::Stack stack;
-    bool has_grad = false;
-    for (size_t i = 0; i < derivative.arguments.size(); ++i) {
-      const Argument& argument = derivative.arguments[i];
-      if (argument.source == Source::kValue) {
-        stack.push_back(values[argument.index]);
-        continue;
-      }
-      if (argument.function == "owned") {
-        // The argument before it, which it asks about.
-        const auto of = std::find_if(derivative.arguments.begin(), derivative.arguments.end(), [&](const Argument& a) {
-          return a.source == argument.source && a.index == argument.index;
-        });
-        const IValue& value = stack[of - derivative.arguments.begin()];
-        stack.push_back(may_own && value.isTensor() && is_owned(value.toTensor()));
-        continue;
-      }
-      Tensor& kept = argument.source == Source::kGrad ? grads[argument.index] : tensors[argument.index];
-      Tensor tensor = kept;
-      if (argument.source == Source::kGrad) {
-        // An operator that can do without a gradient has it as an optional argument.
-        const bool optional = schema[i].type()->kind() == c10::TypeKind::OptionalType;
-        if (!tensor.defined() && !optional) {
-          tensor = zeros(argument.index);
-        }
-        has_grad |= tensor.defined();
-        if (argument.function == "contiguous") {
-          kept = tensor = tensor.contiguous();
-        }
-      }
-      if (!is_read_later(argument)) {
-        kept.reset();
-      }
-      if (argument.function == "transpose") {
-        tensor = tensor.transpose(1, 2);
-      }
-      stack.push_back(tensor.defined() ? IValue(std::move(tensor)) : IValue());
-    }
-    if (!has_grad) {
-      continue;
-    }
-    for (size_t i = stack.size(); i < schema.size(); ++i) {
-      stack.push_back(*schema[i].default_value());
-    }
-    if (const Leaf at = derivative.add ? leaf(derivative.inputs.front()) : Leaf(); at.node != nullptr) {
-      const std::lock_guard<std::mutex> lock(Lock::of(*at.node));
-      if (const Tensor sum = grad_to_add_to(at); sum.defined()) {
-        stack.insert(stack.begin(), sum);
-        derivative.add->callBoxed(stack);
-        torch::autograd::impl::bump_version(sum);
-        continue;
-      }
-    }
-    call(formula, derivative, stack);
-    for (size_t i = 0; i < derivative.inputs.size(); ++i) {
-      if (needed[derivative.inputs[i]]) {
-        found[derivative.inputs[i]] = std::move(stack[i]).toTensor();
-      }
-    }
-  }
-  return found;
-}
-
-// Gradients of a tensor that products of the backward pass wait here with, until nothing else is left to do: the
-// engine takes the node that was recorded last first, so that this one comes when all has run that was recorded after
-// it, and before what was recorded before it.
-struct LateGradient : torch::autograd::Node {
-  // The call of a derivative with one input, and the backward pass that it belongs to.
-  struct Call {
-    int graph_task;
-    const Formula& formula;
-    std::vector<bool> needed;
-    variable_list grads;
-    variable_list tensors;
-    std::vector<IValue> values;
-    bool may_own;
-  };
-  std::vector<Call> calls;
-  std::optional<Part> part;
-
-  std::string name() const override {
-    return "LateGradient";
-  }
-
-  void put(Call call) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    calls.push_back(std::move(call));
-  }
-
-  variable_list apply(variable_list&& grads) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    // Gradients left by a backward pass that failed do not belong to this one.
-    const int graph_task = torch::autograd::get_current_graph_task_id();
-    Tensor sum = std::move(grads.front());
-    const Leaf leaf{dynamic_cast<AccumulateGrad*>(next_edge(0).function.get()), part ? &*part : nullptr};
-    for (Call& call : std::exchange(calls, {})) {
-      if (call.graph_task != graph_task) {
-        continue;
-      }
-      const variable_list found = differentiate(
-          call.formula, std::move(call.grads), std::move(call.tensors), call.values, call.needed, call.may_own,
-          [](size_t) { return Tensor(); }, [&](size_t) { return leaf; });
-      for (const Tensor& gradient : found) {
-        if (gradient.defined()) {
-          sum = sum.defined() ? sum + gradient : gradient;
-        }
-      }
-    }
-    if (part && sum.defined()) {
-      // As the engine, which would look at the DTensor alone.
-      const bool is_alone = sum.use_count() == 1 && sum.has_storage() && sum.storage().use_count() == 1;
-      if (!is_alone && !at::GradMode::is_enabled()) {
-        sum = sum.clone();
-      }
-      const bool is_first = is_unseen(leaf.node) && is_here(sum, *leaf.node);
-      {
-        const pybind11::gil_scoped_acquire gil;
-        sum = Part::call(part->whole, leaf.node->variable, sum).cast<Tensor>();
-      }
-      // The engine would detach it, for which DTensors ask their rules of sharding: thirty calls of Python.
-      if (is_first) {
-        const std::lock_guard<std::mutex> of_leaf(Lock::of(*leaf.node));
-        if (Tensor& grad = leaf.node->variable.mutable_grad(); !grad.defined()) {
-          grad = std::exchange(sum, Tensor());
-        }
-      }
-    }
-    return {std::move(sum)};
-  }
-
-  // Compiled autograd computes all gradients where they are.
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !part,
-        "compiled autograd: expected experts to be plain tensors, got DTensors; run the backward pass without it");
-  }
-  variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables&) override {
-    return grads;
-  }
-};
 
 // Passes the gradient of its first input on, and gives the others the gradients that it holds.
 struct InjectLosses : torch::autograd::Node {
@@ -647,7 +282,7 @@ struct Kernel : c10::OperatorKernel {
     for (size_t i = 0; i < formula.tensors.size(); ++i) {
       const bool is_read =
           std::any_of(formula.derivatives.begin(), formula.derivatives.end(), [&](const Derivative& derivative) {
-            return is_any_needed(derivative, needed) &&
+            return derivative.is_any_needed(needed) &&
                    std::any_of(derivative.arguments.begin(), derivative.arguments.end(), [&](const Argument& read) {
                      return read.source == Source::kTensor && read.index == i;
                    });
@@ -768,35 +403,6 @@ void move_to_current_stream(const Tensor& tensor) {
   }
 }
 
-// A tensor, in a graph in which the products of its gradient wait before they go to that of `input`.
-Tensor with_late_gradient(const Tensor& tensor, const Tensor& input, std::optional<Part> part) {
-  Tensor alias = tensor.detach();
-  const auto node = make_node<LateGradient>();
-  node->part = std::move(part);
-  node->set_next_edges({torch::autograd::impl::gradient_edge(input)});
-  torch::autograd::set_history(alias, node);
-  return alias;
-}
-
-// The tensor, in a graph in which the products of its gradient wait.
-Tensor late_gradient(const Tensor& tensor) {
-  const bool waits = dynamic_cast<LateGradient*>(tensor.grad_fn().get()) != nullptr;
-  return waits ? tensor : with_late_gradient(tensor, tensor, {});
-}
-
-// This rank's part of a parameter, a DTensor, in a graph in which the products of its gradient wait. The functions are
-// in moe_ext/distributed/dtensor.py.
-Tensor part_in_graph(
-    const Tensor& local, const Tensor& parameter, const pybind11::object& whole, const pybind11::object& gradient) {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      !torch::autograd::isFwGradDefined(parameter),
-      "experts: expected reverse-mode gradients alone, got a tangent of forward mode");
-  TORCH_CHECK(
-      parameter.is_leaf() && parameter.requires_grad(),
-      "experts: expected a parameter to be a leaf that requires gradients, got another tensor");
-  return with_late_gradient(local, parameter, Part{Part::safe(whole), Part::safe(gradient)});
-}
-
 // The tensor, in a graph in which each loss has the gradient `coefficient * scale`.
 Tensor inject_losses(
     const Tensor& tensor, const variable_list& losses, const std::vector<double>& coefs,
@@ -829,10 +435,9 @@ Tensor inject_losses(
 
 void bind_autograd(pybind11::module_& module) {
   module.def("inject_losses", &inject_losses);
-  module.def("late_gradient", &late_gradient);
   module.def("move_to_current_stream", &move_to_current_stream);
-  module.def("part_in_graph", &part_in_graph);
   module.def("register_derivatives", &register_derivatives);
+  bind_late_gradients(module);
 }
 
 } // namespace moe_ext::runtime
