@@ -39,6 +39,8 @@ PLACEMENTS = {
     "EP x DP": {"dp": 2, "ep": 2},
     "etp": {"dp": 4, "ep": 2, "etp": 2},
 }
+# Seconds of all cells.
+TIMEOUT = 1800.0
 OPTIMIZERS = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 SCALERS = {
     "no scaler": None,
@@ -291,7 +293,7 @@ def run_rank(rank, cells):
 
 def outcomes(cells):
     """Cell to outcome of all ranks."""
-    found = testing.spawn_ranks(run_rank, RANKS, cells, timeout=1800.0)
+    found = testing.spawn_ranks(run_rank, RANKS, cells, timeout=TIMEOUT)
     joined = {}
     for cell in cells:
         texts = [one[cell] for one in found]

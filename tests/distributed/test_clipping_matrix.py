@@ -8,6 +8,8 @@ import pytest
 
 FULL = os.environ.get("MOE_EXT_FULL") == "1"
 CELLS = clipping_matrix.CELLS if FULL else clipping_matrix.FEW
+# The first test of all cells waits for them, as long as the ranks may take.
+pytestmark = [pytest.mark.timeout(clipping_matrix.TIMEOUT)] if FULL else []
 
 
 @pytest.fixture(scope="module")
