@@ -8,6 +8,7 @@
 # make bench    time the operators beside their peers and rewrite docs/benchmarks.md
 # make build    build the operators in place
 # make compat   test that build under the oldest torch;  make compat-newest: under the newest
+# make frameworks    test trainers with the oldest Accelerate, transformers, Lightning and PEFT that are served, and the newest
 # make cuda     install the package with CUDA operators beside the oldest torch, whose build has CUDA, into build/installed,
 #               test it there, and print what each kernel uses; fails if one spills registers, loads shared memory that
 #               it does not write, or uses tensor cores with generic accesses
@@ -27,6 +28,11 @@ OLDEST = $(abspath $(VENV))-oldest
 INSTALLED = $(CURDIR)/build/installed
 OLDEST_TORCH = 2.11.0
 NEWEST_TORCH = 2.15.0
+# setuptools: with the module pkg_resources, which the oldest Lightning imports.
+OLDEST_FRAMEWORKS = accelerate==1.15.0 transformers==5.19.0 lightning==2.5.0 peft==0.21.0 setuptools==75.8.0
+NEWEST_FRAMEWORKS = accelerate transformers lightning peft
+FRAMEWORK_TESTS = $(addprefix tests/distributed/test_,clipping_matrix.py composition.py lightning.py nothing_replaced.py) \
+	$(addprefix tests/integrations/huggingface/test_,adapters.py saving.py trainer.py)
 # One worker a core; tests of one file share ranks, and so a worker. Files in the order of tests/marks.py, dearest first.
 PYTEST = $(BIN)/python -m pytest
 WORKERS = --numprocesses=auto --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
@@ -45,7 +51,7 @@ export PYTHONDONTWRITEBYTECODE =
 export MOE_EXT_WERROR = 1
 CPP_FILES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
-.PHONY: demo test test-built test-fast test-full docs docs-check lint style types bench build compat compat-newest oldest newest cuda wheel wheel-check gpu-check gpu-tune gpu-report clean
+.PHONY: demo test test-built test-fast test-full docs docs-check lint style types bench build compat compat-newest frameworks oldest newest cuda wheel wheel-check gpu-check gpu-tune gpu-report clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -91,6 +97,17 @@ compat: build oldest
 
 compat-newest: build newest
 	$(call test_under,newest)
+
+frameworks: build
+	$(call test_with,$(OLDEST_FRAMEWORKS))
+	$(call test_with,$(NEWEST_FRAMEWORKS))
+
+# The folder comes before what .venv has.
+define test_with
+rm -rf build/frameworks
+$(BIN)/python -m pip install --quiet --no-deps --target build/frameworks $(1)
+PYTHONPATH=$(CURDIR):$(CURDIR)/build/frameworks $(PYTEST) $(WORKERS) $(FRAMEWORK_TESTS)
+endef
 
 oldest: TORCH = $(OLDEST_TORCH)
 newest: TORCH = $(NEWEST_TORCH)

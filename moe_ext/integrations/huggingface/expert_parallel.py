@@ -53,6 +53,7 @@ from moe_ext.integrations.huggingface.experts import (
     after_experts,
     as_weight,
     expert_rows,
+    has_norm,
     known_experts,
     run_rows,
     weight_names,
@@ -89,7 +90,6 @@ class ShardedExperts(_Spread):
 
     num_experts: int
     down_proj: nn.Parameter
-    has_post_expert_norm: bool
     _dispatcher: TokenDispatcher
     _rebalancer: Rebalancer | None
 
@@ -132,7 +132,7 @@ class ShardedExperts(_Spread):
             offsets, moves = plan.placed.offsets(offsets), plan.placed.moves
         with dispatcher.computing(x_TD):
             out_RD = run_rows(self, rows, offsets, moves)
-            if self.has_post_expert_norm:
+            if has_norm(self):
                 # The norm on the rank of the token: its weights are then as dense as those outside.
                 back_ND = after_experts(self, dispatcher.bring_back(out_RD, metadata))
                 y_TD = dispatcher.weighted_sum(back_ND, metadata)
@@ -462,7 +462,7 @@ def _check_shards(path: str, module: Any, found: ReplacedParts, shards: int) -> 
     names = weight_names(module)
     ffn_dim = module.down_proj.shape[1 if module.is_transposed else 2]
     problem = next((f"{path} with {name}" for name in names if name.endswith("_bias")), None)
-    if module.has_post_expert_norm:
+    if has_norm(module):
         problem = f"{path} with a norm behind the experts"
     elif wrappers_of(found.model, path) or is_parametrized(module):
         problem = f"{path} with adapters"
@@ -485,7 +485,7 @@ def dispatchers_of(
     """
     made = {}
     for path, module in found.experts.items():
-        if module.has_post_expert_norm and options.dispatcher != "alltoall":
+        if has_norm(module) and options.dispatcher != "alltoall":
             raise ValueError(
                 "replace: expected dispatcher to be 'alltoall' for experts with a norm behind "
                 "them, which takes every row on the rank of its token, got "

@@ -31,6 +31,11 @@ KNOWN_FLAGS = frozenset(
 )
 
 
+def has_norm(experts: Any) -> bool:
+    """True for experts with a norm behind each; transformers before 5.20 have none."""
+    return getattr(experts, "has_post_expert_norm", False)
+
+
 def weight_names(experts: Any) -> dict[str, int]:
     """Stacked parameters of an experts module, with their numbers of dimensions."""
     up = "gate_up_proj" if experts.has_gate else "up_proj"
@@ -85,7 +90,7 @@ def run_rows(
 
 def after_experts(experts: Any, rows_ND: Tensor) -> Tensor:
     """The norm that some families put between the experts and the weighted sum."""
-    out_ND: Tensor = experts.post_expert_norm(rows_ND) if experts.has_post_expert_norm else rows_ND
+    out_ND: Tensor = experts.post_expert_norm(rows_ND) if has_norm(experts) else rows_ND
     return out_ND
 
 

@@ -85,6 +85,16 @@ def test_every_combination_of_flags(values):
     assert_like_batched_mm(make_experts(**flags))
 
 
+def test_experts_without_the_flag_of_a_norm():
+    """Experts of transformers before 5.20."""
+    register()
+    experts = make_experts()
+    experts.config._experts_implementation = "moe_ext"
+    want = experts(*make_tokens())
+    del experts.has_post_expert_norm
+    assert torch.equal(experts(*make_tokens()), want)
+
+
 @pytest.mark.parametrize("hidden_act", ["gelu", "gelu_pytorch_tanh", "relu", "relu2", "mish"])
 @pytest.mark.parametrize("has_gate", [False, True])
 def test_activations(hidden_act, has_gate):
