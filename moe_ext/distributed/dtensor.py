@@ -114,14 +114,18 @@ def _refuse_file(mesh: DeviceMesh, *_protocol: object) -> NoReturn:
     )
 
 
+def _is_declared(mesh: DeviceMesh) -> bool:
+    return "__deepcopy__" in vars(mesh)
+
+
 def is_part(parameter: Tensor) -> bool:
     """True for a parameter that is divided as `Placement` says, not by FSDP2 or another tool."""
-    return is_dtensor(parameter) and "__deepcopy__" in vars(parameter.device_mesh)
+    return is_dtensor(parameter) and _is_declared(parameter.device_mesh)
 
 
 def group_of_mesh(mesh: DeviceMesh) -> ProcessGroup | None:
     """The group whose parts lie on a mesh; None for a mesh that was not declared."""
-    if "__deepcopy__" not in vars(mesh):
+    if not _is_declared(mesh):
         return None
     return next((g for g, meshes in _meshes.items() if mesh in meshes.values()), None)
 

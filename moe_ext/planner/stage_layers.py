@@ -313,7 +313,7 @@ def _counts(cost: StepCost, layers: Iterable[int]) -> tuple[int, ...]:
 
 def _even(cost: StepCost, c: Columns, all_again: bool) -> tuple[StageLayers, ...] | None:
     """Stages of even lengths; each rank computes as few of its layers again as fit."""
-    pp, found = int(c["pp"]), list[StageLayers]()
+    pp = int(c["pp"])
     cuts = split_evenly(cost.model.num_layers, pp * CHUNKS)
     layers = [[i for cut in cuts[rank::pp] for i in range(*cut)] for rank in range(pp)]
     tried = [_choices(c, all_again, _counts(cost, own)) for own in layers]
@@ -333,9 +333,7 @@ def _even(cost: StepCost, c: Columns, all_again: bool) -> tuple[StageLayers, ...
         if not times[best] < torch.inf:
             return None
         chosen.update(_first(cost, own, each[best]))
-    for cut in cuts:
-        found.append(StageLayers(*cut, tuple(i for i in range(*cut) if i in chosen)))
-    return tuple(found)
+    return tuple(StageLayers(*cut, tuple(i for i in range(*cut) if i in chosen)) for cut in cuts)
 
 
 @functools.lru_cache(maxsize=16)
