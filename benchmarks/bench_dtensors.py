@@ -249,7 +249,7 @@ def tables() -> list[Table]:
 
     note = (
         "Taken in turn: the least time, CPU time of the process and number of functions entered, "
-        "of Python and C; beyond plain is the median, over all turns, of the difference in the CPU "
+        "of Python and C. Beyond plain: the median over all turns of the difference in the CPU "
         "time of the thread that trains, with the interval that holds it in 95 of 100 cases. "
         f"Measured on {processor()}."
     )
