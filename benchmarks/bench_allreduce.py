@@ -19,8 +19,8 @@ SCRIPT = Path(__file__).resolve().parent / "allreduce_rank.py"
 NUM_RANKS = (2, 4)
 # Bits a second, and how often each contender takes its turn; the first turn warms up.
 LINKS: dict[str, tuple[float | None, int]] = {
-    "200 Mbit/s": (200e6, 6),
-    "1 Gbit/s": (1e9, 8),
+    "200 Mbit/s": (200e6, 8),
+    "1 Gbit/s": (1e9, 16),
     "10 Gbit/s": (10e9, 21),
     "unthrottled": (None, 41),
 }

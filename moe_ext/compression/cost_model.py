@@ -41,11 +41,13 @@ ALLOWED_BEHIND = 0.03
 # Share of the time that rounding, once in use, must save: less may be noise, and costs accuracy.
 LEAST_SAVING = 0.03
 # Below these shares of what plain all-reduce is taken to need, nobody asks what it really needs: in
-# the first place, and again.
-CLEAR_SHARE, CLEAR_SHARE_AGAIN = 0.2, 0.5
-# Turns that a comparison with plain all-reduce takes: the first of them warms up, and of five two
-# may be disturbed.
+# the first place, and again. The link was measured by all-reduces, if smaller ones.
+CLEAR_SHARE, CLEAR_SHARE_AGAIN = 1 / 3, 0.5
+# Turns that a comparison with plain all-reduce takes, and before which no other codec is taken to
+# be slower than predicted: the first of them warms up, and of five two may be disturbed.
 TRIAL_TURNS = 6
+# Turns after which it ends where plain all-reduce takes twice the time, by the formula too.
+CLEAR_TURNS = 2
 REMEMBERED = 5
 # A codec that has been compared is measured for one turn again after at least so many turns: as
 # many as make the time lost in that turn this share of the whole.
@@ -63,6 +65,7 @@ class _Measured:
     """Measured times of one codec for one bucket, on the slowest rank."""
 
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    least: float = math.inf
     count: int = 0
     turn: int = 0
 
@@ -71,6 +74,7 @@ class _Measured:
         if self.count == 1:
             self.seconds.clear()
         self.seconds.append(seconds)
+        self.least = min(self.least, seconds)
         self.count += 1
         self.turn = turn
 
@@ -275,9 +279,9 @@ class CostModel:
         P = 1 and buckets below 64 KiB stay dense, and so does what would send more bytes than the
         dense bucket. Otherwise the least estimate wins, where it is 10 % below that of the codec in
         use, which at first is the exact one. Where the choice is not clear, plain all-reduce is
-        measured for six turns, and now and then again. A codec that is measured more than 3 %
-        behind it is given up at once. A codec that rounds, and saves less than 3 % of the time, is
-        given up too.
+        measured for six turns, or for two that make it clear, and now and then again. A codec that
+        is measured more than 3 % behind it is given up at once. A codec that rounds, and saves less
+        than 3 % of the time, is given up too.
 
         Args:
             numel: elements of the bucket.
@@ -337,11 +341,16 @@ class CostModel:
     ) -> dict[Codec, float]:
         """Seconds of what sends no more than the dense bucket."""
         dense = max(codec.sent_bytes(state.numel, self.num_ranks) for codec in plain)
-        return {
+        found = {
             codec: self.estimate(codec, bucket)
             for codec in state.codecs
             if codec.plain or codec.sent_bytes(state.numel, self.num_ranks) < dense
         }
+        # Nobody measures again what was given up: that takes as many turns as a trial.
+        for codec, known in state.measured.items():
+            if codec in found and not codec.plain and known.count < TRIAL_TURNS:
+                found[codec] = min(known.least, self.predict(codec, state.numel))
+        return found
 
     def _least(
         self, state: BucketState, plain: list[Codec], seconds: dict[Codec, float]
@@ -388,6 +397,11 @@ class CostModel:
             clear = CLEAR_SHARE_AGAIN if known else CLEAR_SHARE
             if codec == chosen or (not begun and share <= clear):
                 continue
+            # A disturbed turn is longer: the least of two is not far off.
+            if known and known.count >= CLEAR_TURNS:
+                predicted = self.predict(chosen, state.numel) / self.predict(codec, state.numel)
+                if max(seconds[chosen] / known.least, predicted) <= CLEAR_SHARE_AGAIN:
+                    continue
             if known and known.count >= TRIAL_TURNS and state.turn - known.turn < interval:
                 continue
             if since >= interval:

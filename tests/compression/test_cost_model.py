@@ -13,6 +13,9 @@ from moe_ext.comm.link import Link
 from moe_ext.comm.rates import SIZES, CodecRate, CostTable
 from moe_ext.compression import Quantize, codec_of, cost_model
 from moe_ext.compression.cost_model import (
+    CLEAR_SHARE,
+    CLEAR_SHARE_AGAIN,
+    CLEAR_TURNS,
     HYSTERESIS,
     TIMED_EVERY,
     TRIAL_TURNS,
@@ -172,6 +175,25 @@ def test_no_turn_is_lost_where_the_choice_is_clear(known_rates):
     assert set(run(model_on(SLOW), {TOPK: 5e-3}, 512)) == {TOPK}
 
 
+def test_two_turns_end_a_trial_that_is_clear(known_rates):
+    """Where the formula and both turns say so; one that was disturbed does not."""
+    link = Link.of_rate(3e9)
+    predicted = {codec: model_on(link) for codec in ALL}
+    for model in predicted.values():
+        model.prepare(ALL)
+    truth = {codec: model.predict(codec, NUMEL) for codec, model in predicted.items()}
+    codecs = (DENSE, INT8)
+    assert CLEAR_SHARE < truth[INT8] / truth[DENSE] < CLEAR_SHARE_AGAIN
+    used = run(model_on(link), truth, 64, codecs)
+    assert used[:CLEAR_TURNS] == [DENSE] * CLEAR_TURNS and set(used[CLEAR_TURNS:]) == {INT8}
+    # As quick as what was chosen: the trial goes on, and finds it.
+    used = run(model_on(link), {**truth, DENSE: truth[INT8]}, 64, codecs)
+    assert used.count(DENSE) > TRIAL_TURNS
+    # Slower than the formula has it, which is found behind the trial: it goes on.
+    used = run(model_on(link), {**truth, INT8: 1.5 * truth[DENSE]}, 64, codecs)
+    assert used.count(INT8) <= TRIAL_TURNS and used[-1] == DENSE
+
+
 def test_hysteresis_does_not_keep_a_codec_that_is_behind(known_rates):
     """Between 3 and 10 % behind: the bound is stronger than the wish to stay."""
     model = model_on(Link.of_rate(1e9))
@@ -210,6 +232,24 @@ def test_trials_are_repeated_as_often_as_they_are_cheap(known_rates):
     assert 0.0 < lost < 0.006
     # A trial interrupts, and no more.
     assert all(used[turn + 1] == INT8 for turn in trials if turn + 1 < len(used))
+
+
+@pytest.mark.parametrize("disturbed", [(0,), (0, 1), (0, 1, 2), (0, 2, 5), (4, 5)])
+def test_disturbed_turns_do_not_decide_against_a_codec(known_rates, disturbed):
+    """Its first turn warms up, and two more may take longer: nobody would measure it again."""
+    model = model_on(Link.of_rate(1e9))
+    model.prepare(ALL)
+    truth = {codec: model.predict(codec, NUMEL) for codec in ALL}
+    used = []
+    for _ in range(64):
+        used.append(model.choose(NUMEL, ALL, bucket=0))
+        longer = 4 if used[-1] == TOPK and used.count(TOPK) - 1 in disturbed else 1
+        model.record(0, used[-1], longer * truth[used[-1]])
+    assert used[-1] == TOPK and used.count(INT8) == 0
+    # One that is always slower than predicted is given up.
+    model = model_on(Link.of_rate(1e9))
+    used = run(model, {**truth, TOPK: 10 * truth[TOPK]}, 64)
+    assert used[-1] == INT8 and used.count(TOPK) == TRIAL_TURNS
 
 
 def test_what_became_faster_is_found(known_rates):
