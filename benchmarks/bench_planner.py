@@ -1,11 +1,12 @@
 """Published step times of training beside those that the planner predicts for the same plans."""
 
+import collections
 import csv
 import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from _harness import Table
 
 from moe_ext.planner import ClusterSpec, Job, Level, ModelSpec, StepCost, preset
 from moe_ext.planner.axes import columns_of
+from moe_ext.planner.cluster import LINK_SHARE, MEMORY_SHARE, REACHED
 from moe_ext.planner.stage_layers import simulated
 
 DATA = Path(__file__).resolve().parent / "data" / "published_runs.csv"
@@ -128,34 +130,6 @@ class Run:
         )
 
 
-@dataclass(frozen=True)
-class Group:
-    """Runs that share their constants: a machine with its software.
-
-    Attributes:
-        sources: of its runs.
-        single: those on one node, or those on many, alone; None for both.
-    """
-
-    sources: tuple[str, ...]
-    single: bool | None = None
-
-    def __contains__(self, run: Run) -> bool:
-        return run.source in self.sources and self.single in (None, run.single)
-
-    def __str__(self) -> str:
-        level = "" if self.single is None else f", {level_name(self.single)}"
-        return ", ".join(self.sources) + level
-
-
-GROUPS = (
-    Group(("vtrain",), True),
-    Group(("vtrain", "megatron-2021"), False),
-    Group(("megatron-bridge", "deepseek-v3")),
-    Group(("torchtitan",)),
-)
-
-
 @functools.cache
 def model_of(name: str) -> ModelSpec:
     """Sizes of a model: a preset, one with multi-token prediction, or GPT's by its numbers."""
@@ -224,90 +198,64 @@ def read_runs() -> list[Run]:
     return found
 
 
-def fitted_rows(runs: Sequence[Run]) -> set[int]:
-    """Rows that constants are fitted on: at most every 20th plan of one node and every 4th of many.
-
-    Plans of a source are taken in the order of the file, with all releases that measured them: none
-    is among both the fitted and the others.
-    """
-    chosen: set[int] = set()
-    for source in SOURCES:
-        for single, every in ((True, 20), (False, 4)):
-            rows = [i for i, run in enumerate(runs) if run.source == source]
-            rows = [i for i in rows if runs[i].single == single]
-            plans: dict[tuple[object, ...], list[int]] = {}
-            for i in rows:
-                run = runs[i]
-                key = (run.model, run.system, run.gpus, run.precision, run.global_batch)
-                plans.setdefault((*key, run.seq_len, run.plan), []).append(i)
-            for same in list(plans.values())[every - 1 :: every]:
-                chosen.update(same)
-    return chosen
-
-
 @dataclass(frozen=True)
-class Constants:
-    """The fitted constants: shares, seconds of a layer's launches, and factors.
+class Rates:
+    """What is reached of nominal rates, see `ClusterSpec`.
 
     Attributes:
-        products: share of the peak of products, in each format.
-        scores: share of the peak in 16 bits that attention reaches.
+        efficiency: share of the peak of products, in each format.
+        score_efficiency: share of the peak in 16 bits.
         memory: share of the memory's nominal rate.
         links: share of the nominal rates of links.
-        alltoall: share of these that NCCL's all-to-all reaches in the node.
-        layer_seconds: see `ClusterSpec`.
-        node_launches: see `ClusterSpec`.
-        gradients: what means of gradients that travel behind work take over their formula.
+        layer_seconds: seconds of a layer's launches.
+        node_launches: share by which they take longer with tensor parallelism over a node.
     """
 
-    products: float = 0.6
-    scores: float = 0.3
-    memory: float = 0.6
-    links: float = 0.6
-    alltoall: float = 0.5
-    layer_seconds: float = 8e-4
-    node_launches: float = 0.2
-    gradients: float = 1.0
+    efficiency: float
+    score_efficiency: float
+    memory: float
+    links: float
+    layer_seconds: float
+    node_launches: float
 
     def cluster(self, run: Run) -> ClusterSpec:
         """The run's system at these rates."""
         system = SYSTEMS[run.system]
         factor = FORMATS[run.precision] * (system.nvfp4 if run.precision == "NVFP4" else 1.0)
-        node = system.link * self.links * (self.alltoall if run.dispatcher == "alltoall" else 1.0)
         levels = (
-            Level("node", system.node, 3e-6 / self.links, node),
-            Level("network", system.node * 2**17, 10e-6 / self.links, system.network * self.links),
+            Level("node", system.node, 3e-6, system.link * self.links),
+            Level("network", system.node * 2**17, 10e-6, system.network * self.links),
         )
-        measured = {"update": UPDATES.get(run.source, 1.0)}
-        if run.source in HIDDEN:
-            measured["all_reduce"] = self.gradients
         return ClusterSpec(
             levels,
             {"bfloat16": system.flops, LAYERS: system.flops * factor},
             1e18,  # programs that ran had enough
             system.memory * self.memory,
-            self.products,
-            min(1.0, self.scores * system.scores),
+            self.efficiency,
+            min(1.0, self.score_efficiency * system.scores),
             self.layer_seconds,
-            measured=measured,
+            measured={"update": UPDATES.get(run.source, 1.0)},
             node_launches=self.node_launches,
             multiprocessors=system.multiprocessors,
         )
 
-    def vector(self) -> torch.Tensor:
-        """Logits of the five shares, and the logarithms of the others."""
-        both = torch.tensor(dataclasses.astuple(self), dtype=torch.float64)
-        return torch.cat([both[:5].logit(), both[5:].log()])
 
-    @staticmethod
-    def of(vector: torch.Tensor) -> "Constants":
-        """The inverse of `vector`."""
-        return Constants(*vector[:5].sigmoid().tolist(), *vector[5:].exp().tolist())
+PRESETS = Rates(**REACHED, memory=MEMORY_SHARE, links=LINK_SHARE)
+# Round numbers to choose from, and where the choice begins.
+ROUND = {
+    "efficiency": (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9),
+    "score_efficiency": (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5),
+    "memory": (0.6, 0.7, 0.8, 0.9),
+    "links": (0.5, 0.6, 0.7, 0.8, 0.9),
+    "layer_seconds": (2e-4, 4e-4, 6e-4, 7e-4, 8e-4, 1e-3),
+    "node_launches": (0.0, 0.2, 0.3, 0.4, 0.6),
+}
+START = Rates(0.6, 0.3, 0.7, 0.7, 6e-4, 0.2)
 
 
-def cost_of(run: Run, constants: Constants) -> tuple[StepCost, dict[str, torch.Tensor]]:
+def cost_of(run: Run, rates: Rates) -> tuple[StepCost, dict[str, torch.Tensor]]:
     """The planner's cost model of a run, and its plan as columns."""
-    cluster = constants.cluster(run)
+    cluster = rates.cluster(run)
     node, ep = SYSTEMS[run.system].node, run.ep
     away = ep > node and ep % node == 0
     plain = ep == 1 or run.dispatcher == "alltoall"
@@ -334,9 +282,9 @@ def cost_of(run: Run, constants: Constants) -> tuple[StepCost, dict[str, torch.T
     return StepCost(model_of(run.model), cluster, job), columns_of([choice])
 
 
-def predict(run: Run, constants: Constants, *, closed: bool = False) -> float:
+def predict(run: Run, rates: Rates, *, closed: bool = False) -> float:
     """Seconds of a step by the planner; closed forms where it has no schedule of so many chunks."""
-    cost, columns = cost_of(run, constants)
+    cost, columns = cost_of(run, rates)
     if run.vp in (1, 2) and not closed:
         return simulated(cost, columns)
     each = sum(cost.passes.terms(columns).values())
@@ -350,83 +298,91 @@ def predict(run: Run, constants: Constants, *, closed: bool = False) -> float:
     )
 
 
-def fit(runs: Sequence[Run], rounds: int = 30) -> Constants:
-    """Constants by least absolute logarithms of predicted over published, from round numbers.
+def kind_of(run: Run) -> tuple[str, str]:
+    """Source, and what of it counts as much as any other kind of runs."""
+    what = "experts" if model_of(run.model).num_experts else "dense"
+    return run.source, f"{what}, {'one node' if run.single else 'many nodes'}"
 
-    Levenberg and Marquardt's steps with weights, and a weak pull to the start for constants that no
-    row tells.
+
+def nearest(runs: Sequence[Run]) -> Rates:
+    """The round numbers by which runs are foretold best, one number after the other, twice.
+
+    Least is the mean over the kinds of runs of their mean absolute logarithm of predicted over
+    published.
     """
-    start = Constants().vector()
 
-    def residuals(vector: torch.Tensor) -> torch.Tensor:
-        constants = Constants.of(vector)
-        logs = [math.log(predict(run, constants, closed=True) / run.seconds) for run in runs]
-        return torch.tensor(logs, dtype=torch.float64)
+    def loss(rates: Rates) -> float:
+        found: dict[tuple[str, str], list[float]] = {}
+        for run in runs:
+            log = math.log(predict(run, rates, closed=True) / run.seconds)
+            found.setdefault(kind_of(run), []).append(abs(log))
+        return statistics.mean(map(statistics.mean, found.values()))
 
-    def loss(vector: torch.Tensor, r: torch.Tensor) -> float:
-        return float(r.abs().sum() + 0.02 * (vector - start).square().sum())
+    best, least = START, loss(START)
+    for name, numbers in 2 * tuple(ROUND.items()):
+        for number in numbers:
+            other = dataclasses.replace(best, **{name: number})
+            if other != best and (found := loss(other)) < least:
+                best, least = other, found
+    return best
 
-    x, damping, gain = start, 1.0, 0.0
-    r = residuals(x)
-    for _ in range(rounds):
-        moved = [x + 0.02 * unit for unit in torch.eye(len(x), dtype=x.dtype)]
-        jacobian = torch.stack([(residuals(one) - r) / 0.02 for one in moved], 1)
-        w = 1 / r.abs().clamp(min=0.01)
-        left = jacobian.T @ (w[:, None] * jacobian) + 0.04 * torch.eye(len(x), dtype=x.dtype)
-        right = jacobian.T @ (w * r) + 0.04 * (x - start)
-        while damping < 1e4:
-            step = torch.linalg.solve(left + damping * left.diag().diag(), right)
-            new = x - step.clamp(-1, 1)
-            found = residuals(new)
-            gain = loss(x, r) - loss(new, found)
-            if gain > 0:
-                x, r, damping = new, found, damping / 4
-                break
-            damping *= 3
-        if gain < 1e-3 * len(runs) / 100:
-            break
-    return Constants.of(x)
+
+def thinned(runs: Sequence[Run]) -> list[Run]:
+    """All runs, but of vTrain's every 19th on one node and every 4th on many."""
+    few, seen = [], collections.Counter[bool]()
+    for run in runs:
+        if run.source == "vtrain":
+            seen[run.single] += 1
+            if seen[run.single] % (19 if run.single else 4):
+                continue
+        few.append(run)
+    return few
 
 
 @dataclass(frozen=True)
 class Validation:
-    """Published runs, those that constants were fitted on, and what the planner predicts."""
+    """Published runs, and what the planner predicts.
+
+    Attributes:
+        runs: all of them.
+        predicted: seconds by the presets.
+        chosen: the round numbers without each source.
+        left_out: seconds by the numbers without the run's source.
+    """
 
     runs: list[Run]
-    fitted: set[int]
-    constants: list[Constants]
     predicted: list[float]
+    chosen: dict[str, Rates]
+    left_out: list[float]
 
 
 def validate() -> Validation:
-    """Fit the constants of each group on its rows, and predict all runs."""
+    """Predict all runs by the presets, and by numbers that are chosen without their source."""
     runs = read_runs()
-    fitted = fitted_rows(runs)
-    constants = []
-    predicted = [0.0] * len(runs)
-    for group in GROUPS:
-        rows = [i for i, run in enumerate(runs) if run in group]
-        constants.append(fit([runs[i] for i in rows if i in fitted]))
-        for i in rows:
-            predicted[i] = predict(runs[i], constants[-1])
-    return Validation(runs, fitted, constants, predicted)
+    chosen = {
+        source: nearest(thinned([run for run in runs if run.source != source]))
+        for source in SOURCES
+    }
+    chosen["none"] = nearest(thinned(runs))
+    left_out = [predict(run, chosen[run.source]) for run in runs]
+    return Validation(runs, [predict(run, PRESETS) for run in runs], chosen, left_out)
 
 
-def regrets(found: Validation) -> list[tuple[Run, int, float]]:
+def regrets(runs: Sequence[Run], predicted: Sequence[float]) -> list[tuple[Run, int, float]]:
     """A run, the number of plans and the regret, for each job with several published plans.
 
     The regret: by how much the plan with the least predicted time is slower than the quickest.
     """
     jobs: dict[tuple[object, ...], list[int]] = {}
-    for i, run in enumerate(found.runs):
+    for i, run in enumerate(runs):
         jobs.setdefault(run.job, []).append(i)
     regret = []
     for rows in jobs.values():
-        if len({found.runs[i].plan for i in rows}) > 1:
-            chosen = min(rows, key=lambda i: found.predicted[i])
-            best = min(found.runs[i].seconds for i in rows)
-            loss = found.runs[chosen].seconds / best - 1
-            regret.append((found.runs[chosen], len(rows), 100 * loss))
+        if len({runs[i].plan for i in rows}) > 1:
+            chosen = min(rows, key=lambda i: predicted[i])
+            best = min(runs[i].seconds for i in rows)
+            loss = runs[chosen].seconds / best - 1
+            regret.append((runs[chosen], len(rows), 100 * loss))
     return regret
 
 
@@ -445,58 +401,38 @@ def release_spread(runs: Sequence[Run]) -> float:
     return 100 * statistics.mean(found)
 
 
-def error(runs: Sequence[Run], predicted: Sequence[float]) -> float:
-    """Mean absolute difference to the published seconds, in percent of those."""
-    found = [abs(p / run.seconds - 1) for run, p in zip(runs, predicted, strict=True)]
-    return 100 * statistics.mean(found) if found else math.nan
-
-
-def level_name(single: bool) -> str:
-    """Name of a run's level in tables."""
-    return "one node" if single else "many nodes"
+def errors_of(runs: Sequence[Run], predicted: Sequence[float]) -> list[float]:
+    """Differences to the published seconds, in percent of those."""
+    return [100 * (p / run.seconds - 1) for run, p in zip(runs, predicted, strict=True)]
 
 
 def error_table(found: Validation) -> Table:
-    """Errors by source and level."""
+    """Errors by source and kind of runs."""
     rows = []
-
-    def row(name: str, level: str, inside: Callable[[Run], bool]) -> None:
-        every = [i for i, run in enumerate(found.runs) if inside(run)]
-        parts = [[i for i in every if (i in found.fitted) == seen] for seen in (True, False)]
-        if not every:
-            return
-        ratios = [100 * (found.predicted[i] / found.runs[i].seconds - 1) for i in parts[1]]
-        errors = [
-            error([found.runs[i] for i in part], [found.predicted[i] for i in part])
-            for part in parts
-        ]
-        cells = [f"{value:.1f}" if value == value else "-" for value in errors]
-        within = statistics.median(abs(ratio) for ratio in ratios)
-        rows.append(
-            (
-                *(name, level, str(len(parts[0])), str(len(parts[1])), *cells),
-                *(f"{within:.1f}", f"{statistics.mean(ratios):+.1f}"),
-            )
-        )
-
+    by_preset, by_others = (errors_of(found.runs, p) for p in (found.predicted, found.left_out))
+    places: dict[tuple[str, str], list[int]] = {}
+    for i, run in enumerate(found.runs):
+        places.setdefault(kind_of(run), []).append(i)
     for source in SOURCES:
-        for single in (True, False):
-            row(
-                *(source, level_name(single)),
-                lambda run, s=source, o=single: run.source == s and run.single == o,
-            )
-    row("all", "one node", lambda run: run.single)
-    row("all", "many nodes", lambda run: not run.single)
-    header = ("source", "level", "fitted rows", "unseen rows", "error of fitted %")
-    header = (*header, "error of unseen %", "median %", "bias %")
+        for kind in sorted(kind for kind in places if kind[0] == source):
+            cells = []
+            for each in (by_preset, by_others):
+                errors = [each[i] for i in places[kind]]
+                cells += [
+                    f"{statistics.mean(map(abs, errors)):.1f}",
+                    f"{statistics.median(errors):+.1f}",
+                ]
+            rows.append((*kind, str(len(places[kind])), *cells))
+    header = ("source", "runs", "rows", "error %", "bias %")
+    header = (*header, "error without the source %", "bias without the source %")
     note = (
         "Seconds of a step of published runs, beside those that `moe_ext.planner` predicts for the "
         "same model, system and plan. *error*: mean absolute difference in percent of the "
-        "published seconds; *median* and *bias*, predicted over published, are of unseen rows. "
-        "Constants (next table) are fitted on every 20th plan of one node and every 4th of many; a "
-        "plan that several releases measured is on one side as a whole. A node is what the "
-        "planner's first level joins: 72 ranks of GB200 and GB300, else 8. Seconds that several "
-        "releases of megatron-bridge have for one plan differ from their median by "
+        "published seconds, by what the presets of `ClusterSpec` reach of the nominal rates of "
+        "the system; *bias*: the median difference. *without the source*: by round numbers that "
+        "are chosen without any row of it (next table). A node is what the planner's first level "
+        "joins: 72 ranks of GB200 and GB300, else 8. Seconds that several releases of "
+        "megatron-bridge have for one plan differ from their median by "
         f"{release_spread(found.runs):.1f} % on the mean. Sources: "
         + ", ".join(f"[{name}]({url})" for name, url in SOURCES.items())
         + "."
@@ -504,47 +440,46 @@ def error_table(found: Validation) -> Table:
     return Table("Planner: published step times", note, header, rows)
 
 
-def constants_table(found: Validation) -> Table:
-    """The table of fitted constants."""
+def rates_table(found: Validation) -> Table:
+    """The table of round numbers."""
     rows = []
-    for group, made in zip(GROUPS, found.constants, strict=True):
-        shares = dataclasses.astuple(made)[:5]
-        cells = [f"{share:.2f}" for share in shares]
-        cells += [f"{1e6 * made.layer_seconds:.0f}", f"{made.node_launches:.2f}"]
-        rows.append((str(group), *cells, f"{made.gradients:.2f}"))
-    header = ("runs", "products", "scores", "memory", "links", "alltoall")
-    header = (*header, "launches", "node launches", "gradients")
+    for source, rates in found.chosen.items():
+        shares = (rates.efficiency, rates.score_efficiency, rates.memory, rates.links)
+        cells = [*(f"{share:g}" for share in shares), f"{1e6 * rates.layer_seconds:.0f}"]
+        rows.append((source, *cells, f"{rates.node_launches:g}"))
+    header = ("left out", "products", "scores", "memory", "links", "launches", "node launches")
     note = (
-        "Shares of nominal rates: products in their format, scores of attention of the peak in 16 "
-        "bits, memory, links, and NCCL's all-to-all in a node of those. *launches*: microseconds "
-        "of a layer's forward pass, which show where its kernels are shorter; *node launches*: by "
-        "what share they are longer where tensor parallelism has all ranks of a node. *gradients*: "
-        "what their messages take behind work, over the formula. Constants that no row of a group "
-        "tells stay where the fit begins."
+        "Round numbers by which the other sources are foretold best; the presets have those of all "
+        "sources. Shares of nominal rates: products in their format, scores of attention of the "
+        "peak in 16 bits, memory, links. *launches*: microseconds of a layer's forward pass, which "
+        "show where its kernels are shorter; *node launches*: by what share they are longer where "
+        "tensor parallelism has all ranks of a node."
     )
-    return Table("Planner: fitted constants", note, header, rows)
+    return Table("Planner: round numbers", note, header, rows)
 
 
 def regret_table(found: Validation) -> Table:
     """Regret by source and level."""
-    every, rows = regrets(found), []
+    rows = []
+    by_preset, by_others = (regrets(found.runs, p) for p in (found.predicted, found.left_out))
     for source in SOURCES:
         for single in (True, False):
-            part = [r for r in every if r[0].source == source and r[0].single == single]
-            if part:
-                losses = [loss for _, _, loss in part]
-                best = sum(loss == 0 for loss in losses)
-                rows.append(
-                    (
-                        *(source, level_name(single), str(len(part))),
-                        *(
-                            str(sum(count for _, count, _ in part)),
-                            f"{statistics.mean(losses):.1f}",
-                        ),
-                        *(f"{statistics.median(losses):.1f}", f"{max(losses):.1f}", str(best)),
-                    )
+            jobs = [i for i, (run, _, _) in enumerate(by_preset) if run.source == source]
+            jobs = [i for i in jobs if by_preset[i][0].single == single]
+            if not jobs:
+                continue
+            losses = [by_preset[i][2] for i in jobs]
+            cells = [f"{f(losses):.1f}" for f in (statistics.mean, statistics.median, max)]
+            others = statistics.mean(by_others[i][2] for i in jobs)
+            rows.append(
+                (
+                    *(source, "one node" if single else "many nodes", str(len(jobs))),
+                    *(str(sum(by_preset[i][1] for i in jobs)), *cells),
+                    *(str(sum(loss == 0 for loss in losses)), f"{others:.1f}"),
                 )
+            )
     header = ("source", "level", "jobs", "plans", "mean %", "median %", "worst %", "best found")
+    header = (*header, "mean without the source %")
     note = (
         "Jobs (model, system, ranks, format, batch and release) of which several plans were "
         "published. *regret*: by how much the published time of the plan with the least predicted "
@@ -554,13 +489,12 @@ def regret_table(found: Validation) -> Table:
 
 
 def residual_table(found: Validation, largest: int = 4) -> Table:
-    """Unseen rows with the largest errors."""
+    """Rows with the largest errors."""
     rows = []
     for source in SOURCES:
         part = [i for i, run in enumerate(found.runs) if run.source == source]
         ratio = {i: found.predicted[i] / found.runs[i].seconds for i in part}
-        part = sorted(set(part) - found.fitted, key=lambda i: -abs(math.log(ratio[i])))
-        for i in part[:largest]:
+        for i in sorted(part, key=lambda i: -abs(math.log(ratio[i])))[:largest]:
             run = found.runs[i]
             named = ("micro-batch", "tp", "cp", "pp", "vp", "ep", "zero", "recompute")
             plan = ", ".join(f"{n} {v}" for n, v in zip(named, run.plan, strict=True) if v != 1)
@@ -570,12 +504,12 @@ def residual_table(found: Validation, largest: int = 4) -> Table:
             times = (f"{run.seconds:.3g}", f"{found.predicted[i]:.3g}")
             rows.append((f"{source} {run.release}".strip(), what, plan, *times))
     header = ("source", "job", "plan, but for ones", "published s", "predicted s")
-    note = "The unseen rows with the largest errors, four of each source."
+    note = "The rows with the largest errors by the presets, four of each source."
     return Table("Planner: largest errors", note, header, rows)
 
 
 def tables() -> list[Table]:
     """The tables of docs/benchmarks.md."""
     found = validate()
-    makers = (error_table, regret_table, constants_table, residual_table)
+    makers = (error_table, rates_table, regret_table, residual_table)
     return [maker(found) for maker in makers]

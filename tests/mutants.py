@@ -568,6 +568,27 @@ MUTANTS = [
         "tests/planner/test_spec.py -k files_of_clusters",
     ),
     Mutant(
+        "a codec is given up for the first time that it takes",
+        "moe_ext/compression/cost_model.py",
+        "not codec.plain and known.count < TRIAL_TURNS",
+        "not codec.plain and known.count < 1",
+        "tests/compression/test_cost_model.py -k disturbed_turns",
+    ),
+    Mutant(
+        "a plain all-reduce is tried on where it is clear that it is slower",
+        "moe_ext/compression/cost_model.py",
+        "<= CLEAR_SHARE_AGAIN:",
+        "<= 0.0:",
+        "tests/compression/test_cost_model.py -k two_turns_end",
+    ),
+    Mutant(
+        "presets of clusters have nominal links",
+        "moe_ext/planner/cluster.py",
+        "bandwidth=LINK_SHARE * level.bandwidth",
+        "bandwidth=level.bandwidth",
+        "tests/test_planner_benchmark.py -k what_the_presets_have",
+    ),
+    Mutant(
         "a file of a plan without an axis has its default",
         "moe_ext/planner/plan.py",
         "    if missing:\n",

@@ -1,4 +1,4 @@
-"""Published runs: that the file says what the sources say, and what constants are fitted on."""
+"""Published runs: that the file says what the sources say, and how round numbers are chosen."""
 
 import collections
 import dataclasses
@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from moe_ext.planner import CLUSTERS
 
 BENCHMARKS = str(Path(__file__).resolve().parent.parent / "benchmarks")
 
@@ -37,16 +39,14 @@ def test_runs_are_plans_of_their_ranks():
         assert run.dispatcher in (("alltoall", "flex") if spec.num_experts else ("",)), run
 
 
-def test_every_run_is_in_one_group_and_has_its_rates():
-    from bench_planner import GROUPS, LAYERS, SYSTEMS, Constants, cost_of, read_runs
+def test_every_run_has_its_rates():
+    from bench_planner import LAYERS, PRESETS, SYSTEMS, cost_of, read_runs
 
-    runs, made = read_runs(), Constants(links=0.5, alltoall=0.4, gradients=3.0)
-    assert all(sum(run in group for group in GROUPS) == 1 for run in runs)
+    runs, made = read_runs(), dataclasses.replace(PRESETS, links=0.5)
     for run in runs[::7] + [run for run in runs if run.precision == "NVFP4"]:
         cost, columns = cost_of(run, made)
         system, cluster = SYSTEMS[run.system], cost.cluster
-        share = 0.5 * (0.4 if run.dispatcher == "alltoall" else 1)
-        assert cluster.levels[0].bandwidth == pytest.approx(share * system.link)
+        assert cluster.levels[0].bandwidth == 0.5 * system.link
         assert cluster.levels[1].bandwidth == 0.5 * system.network
         narrow = run.precision in ("FP8", "MXFP8", "NVFP4")
         assert cost.job.layer_dtype == (LAYERS if narrow else None)
@@ -55,10 +55,23 @@ def test_every_run_is_in_one_group_and_has_its_rates():
         assert cluster.flops[LAYERS] == pytest.approx(peak)
         old = run.source in ("vtrain", "megatron-2021")
         assert cost.job.hidden_gradients is not old
-        assert cluster.measured.get("all_reduce", 1.0) == (1 if old else 3)
         assert cost.job.eager_attention is old
         assert int(columns["dispatcher"]) == 0 or run.dispatcher == "flex"
         assert (int(columns["wire"]) > 0) is (run.source == "deepseek-v3")
+
+
+@pytest.mark.parametrize(("name", "system"), [("a100", "A100"), ("h100", "H100"), ("h200", "H200")])
+def test_runs_are_foretold_by_what_the_presets_have(name, system):
+    from bench_planner import PRESETS, SYSTEMS
+
+    found, nominal = CLUSTERS[name], SYSTEMS[system]
+    for field in ("efficiency", "score_efficiency", "layer_seconds", "node_launches"):
+        assert getattr(found, field) == getattr(PRESETS, field)
+    assert found.multiprocessors == nominal.multiprocessors
+    assert found.memory_bandwidth == pytest.approx(PRESETS.memory * nominal.memory)
+    links = [level.bandwidth for level in found.levels]
+    assert links == pytest.approx([PRESETS.links * r for r in (nominal.link, nominal.network)])
+    assert found.flops == {"bfloat16": nominal.flops}
 
 
 def test_operations_are_those_that_are_published():
@@ -84,48 +97,56 @@ def test_operations_are_those_that_are_published():
     assert len(checked) == 9 and min(checked.values()) >= 4
 
 
-def test_constants_are_fitted_on_few_rows_that_no_error_counts():
-    from bench_planner import SOURCES, Constants, Validation, error_table, fitted_rows, read_runs
+def test_errors_are_of_the_presets_and_without_the_source():
+    from bench_planner import SOURCES, Validation, error_table, kind_of, read_runs
 
     runs = read_runs()
-    chosen = fitted_rows(runs)
-    for source in SOURCES:
-        for single, share in ((True, 0.05), (False, 0.25)):
-            rows = {i for i, r in enumerate(runs) if r.source == source and r.single == single}
-            assert len(rows & chosen) <= share * len(rows)
-    plans = [(run.job[:1] + run.job[2:], run.plan) for run in runs]
-    assert not {plans[i] for i in chosen} & {plans[i] for i in range(len(runs)) if i not in chosen}
-    # Twice the seconds of a fitted row, and the seconds of all others.
-    wrong = [run.seconds * (2 if i in chosen else 1) for i, run in enumerate(runs)]
-    made = error_table(Validation(runs, chosen, [], wrong))
+    twice, right = [2 * run.seconds for run in runs], [run.seconds for run in runs]
+    made = error_table(Validation(runs, twice, {}, right))
+    assert {row[0] for row in made.rows} == set(SOURCES)
+    assert len(made.rows) == len({kind_of(run) for run in runs})
     for row in made.rows:
         named = dict(zip(made.header, row, strict=True))
-        assert named["error of unseen %"] == "0.0"
-        assert named["error of fitted %"] in ("100.0", "-")
-    assert dataclasses.astuple(Constants.of(Constants().vector())) == pytest.approx(
-        dataclasses.astuple(Constants())
-    )
+        assert (named["error %"], named["bias %"]) == ("100.0", "+100.0")
+        assert named["error without the source %"] == "0.0"
 
 
-def test_a_fit_finds_the_constants_of_runs():
-    from bench_planner import Constants, fit, predict, read_runs
+def test_numbers_of_a_source_are_chosen_without_it(monkeypatch):
+    import bench_planner
 
-    truth = Constants(0.7, 0.4, 0.8, 0.5, 0.6, 4e-4)
+    seen = []
+
+    def nearest(runs):
+        seen.append({run.source for run in runs})
+        return bench_planner.PRESETS
+
+    monkeypatch.setattr(bench_planner, "nearest", nearest)
+    monkeypatch.setattr(bench_planner, "predict", lambda run, rates, closed=False: 1.0)
+    found = bench_planner.validate()
+    every = set(bench_planner.SOURCES)
+    assert seen == [*(every - {source} for source in bench_planner.SOURCES), every]
+    assert set(found.chosen) == {*every, "none"}
+
+
+def test_the_nearest_round_numbers_of_runs_are_found():
+    from bench_planner import PRESETS, nearest, predict, read_runs
+
+    truth = dataclasses.replace(PRESETS, efficiency=0.8, layer_seconds=4e-4)
     runs = [run for run in read_runs() if run.source == "vtrain"][::80]
     runs = [dataclasses.replace(run, seconds=predict(run, truth, closed=True)) for run in runs]
-    found = fit(runs, rounds=15)
+    found = nearest(runs)
+    assert (found.efficiency, found.layer_seconds) == (0.8, 4e-4)
     errors = [math.log(predict(run, found, closed=True) / run.seconds) for run in runs]
     assert max(map(abs, errors)) < 0.05
-    assert found.layer_seconds == pytest.approx(4e-4, rel=0.1)
 
 
 def test_regret_is_of_the_chosen_plan():
-    from bench_planner import Validation, read_runs, regrets
+    from bench_planner import read_runs, regrets
 
     runs = [run for run in read_runs() if run.source == "vtrain"]
-    right = regrets(Validation(runs, set(), [], [run.seconds for run in runs]))
+    right = regrets(runs, [run.seconds for run in runs])
     assert len(right) == 148 and all(loss == 0 for _, _, loss in right)
-    worst = regrets(Validation(runs, set(), [], [-run.seconds for run in runs]))
+    worst = regrets(runs, [-run.seconds for run in runs])
     assert all(loss > 0 for _, _, loss in worst)
     first = worst[0][0]
     same = [run.seconds for run in runs if run.job == first.job]
