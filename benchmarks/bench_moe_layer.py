@@ -39,13 +39,12 @@ def time_row(case: Case) -> tuple[str, ...]:
         name: (lambda layer=layer: train(layer, x, grad))  # type: ignore[misc]
         for name, layer in layers.items()
     }
-    times = interleaved(
-        {**runs, "floor": plain_products(case, x)}, seconds=1.2 * len(runs), warmup=1, least=3
-    )
-    fresh = interleaved_fresh({"ours": runs["ours"]}, seconds=1.2, warmup=2, least=3)
-    cells = [milliseconds(times["ours"]), milliseconds(times["floor"])]
-    cells.append(ratio(times["ours"], times["floor"]))
-    cells += [milliseconds(fresh["ours"]), ratio(fresh["ours"], times["ours"])]
+    floors = {"floor": plain_products(case, x), "order": plain_products(case, x, in_order=True)}
+    times = interleaved({**runs, **floors}, seconds=1.2 * len(runs) + 2.4, warmup=1, least=5)
+    fresh = interleaved_fresh({"ours": runs["ours"], **floors}, seconds=6.0, warmup=2, least=9)
+    cells = [milliseconds(times[name]) for name in ("ours", "floor", "order")]
+    cells += [ratio(times["ours"], times[name]) for name in floors]
+    cells += [milliseconds(fresh["ours"]), *(ratio(fresh["ours"], fresh[n]) for n in floors)]
     for name in list(MAKERS)[1:]:
         known = name in times
         cells.append(milliseconds(times[name]) if known else "-")
@@ -55,16 +54,20 @@ def time_row(case: Case) -> tuple[str, ...]:
 
 def time_table() -> Table:
     """Forward and backward of every case."""
-    header = ["shape", "T", "dtype", "routing", "ms", "products ms", "ours / products"]
-    header += ["fresh ms", "fresh / ours"]
+    header = ["shape", "T", "dtype", "routing", "ms", "products ms", "in order ms"]
+    header += ["ours / products", "ours / in order"]
+    header += ["fresh ms", "fresh / products", "fresh / in order"]
     for name in list(MAKERS)[1:]:
         header += [f"{name} ms", f"{name} / ours"]
     cases = [Case(s, t, d, EVEN) for s in LAYERS for t in (64, 1024, 4096) for d in DTYPES]
     cases += [Case(s, 1024, d, r) for s in LAYERS for d in DTYPES for r in (ZIPF, ONE)]
     note = (
         "Forward and backward, dropless. *products* are the six `mm(out=)` of each expert on the "
-        "same number of rows, into memory that is there already, and nothing else. *fresh* is ours "
-        "in a process that did not call `moe_ext.reuse_memory()`. `grouped_mm` "
+        "same number of rows, into memory that is there already, and nothing else: all six of an "
+        "expert, whose weights are then in a cache, before those of the next. *in order* are the "
+        "same products in the order of a step, which goes forward through all experts before it "
+        "goes back. *fresh* is ours in a process that did not call `moe_ext.reuse_memory()`, over "
+        "products that took turns with it. `grouped_mm` "
         "and `eager` are the block of transformers (Mixtral's for A, Qwen3's for B) under its two "
         "implementations. `deepspeed` is its `MoE` with `drop_tokens=False`, which pads an expert "
         "to the rows of the fullest. `fairscale` is its `MOELayer` under a gate with the block's "
@@ -78,10 +81,8 @@ def time_table() -> Table:
         "others: for B in bfloat16, 33 of 38 MB, and by the profiler a tenth of the step on one "
         "thread, where products take 63 %, the activation 9, the permutation 7 and the router 7. "
         "What A in bfloat16 takes beyond products at T = 1024, on an AMD EPYC, best of runs by "
-        "turns: products 41.9 ms, all six of an expert at once; the same in op order, one product "
-        "of all experts after the other, 44.2, by `grouped_mm` 44.4, with the activation 45.6, the "
-        "layer 47.7. Caches are cold between products: a layer of 64 x 64 takes 1.3 ms there and "
-        "0.55 by itself."
+        "turns: products 41.9 ms; in order 44.2, by `grouped_mm` 44.4, with the activation 45.6, "
+        "the layer 47.7."
     )
     rows = [time_row(case) for case in cases]
     return Table("Mixture-of-experts layer", note, (*header, "difference"), rows)

@@ -117,6 +117,14 @@ class Rank:
                 found[name] = str(layer.explain_dispatch())
         return found
 
+    def chosen(self) -> dict[str, str]:
+        """What each "auto" uses now."""
+        return {
+            name: layer.explain_dispatch().name
+            for name, layer in self.layers.items()
+            if name.startswith("auto")
+        }
+
     def time(self, names: list[str], step: int) -> dict[str, list[float]]:
         """One turn of each, forward and backward: wall and CPU seconds, bytes out of the node."""
         if self.router is not None:
@@ -148,13 +156,23 @@ class Rank:
         self.layers = {str(overlap): layer for overlap, layer in made.items()}
         layer = make(ALLTOALL, sizes, None)
         layer.experts = _Nothing(layer.experts)
-        offsets = torch.arange(made[1].experts.num_local_experts + 1)
-        offsets *= self.x_TD.shape[0] * sizes["top_k"] // offsets[-1]
-        rows = torch.randn(int(offsets[-1]), sizes["model_dim"])
-        self.layers |= {
-            "transfer": layer,
-            "experts": lambda x_TD: made[1].experts(rows.requires_grad_(), offsets) + x_TD[:1] * 0,
-        }
+        experts = made[1].experts
+        num_rows = self.x_TD.shape[0] * sizes["top_k"]
+
+        def alone(parts: int) -> Layer:
+            """The experts on as many rows in all, some of them in each call."""
+            offsets = torch.arange(experts.num_local_experts + 1)
+            offsets *= num_rows // parts // offsets[-1]
+            rows = [torch.randn(int(offsets[-1]), sizes["model_dim"]) for _ in range(parts)]
+
+            def run(x_TD: Tensor) -> Tensor:
+                outs = [experts(part.requires_grad_(), offsets).sum() for part in rows]
+                return torch.stack(outs) + x_TD[0, 0] * 0
+
+            return run
+
+        self.layers["transfer"] = layer
+        self.layers |= {f"experts in {n}": alone(n) for n in (1, *parts)}
 
 
 class _Nothing(nn.Module):

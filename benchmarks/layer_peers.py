@@ -6,6 +6,7 @@ Shape suffixes: T tokens, D model, F ffn, E experts, K top-k, C capacity, N rows
 import contextlib
 import importlib.util
 import io
+import itertools
 import os
 import tempfile
 from collections.abc import Callable
@@ -212,16 +213,20 @@ def train(layer: nn.Module, x: Tensor, grad: Tensor) -> None:
     layer(x.detach().requires_grad_()).backward(grad)
 
 
-def plain_products(case: Case, x: Tensor) -> Callable[[], object]:
+def plain_products(case: Case, x: Tensor, *, in_order: bool = False) -> Callable[[], object]:
     """The floor of a case: `expert_products` on its routing."""
     counts = chosen(case, x).flatten().bincount(minlength=case.shape.num_experts).tolist()
-    return expert_products(case.shape, case.dtype, counts)
+    return expert_products(case.shape, case.dtype, counts, in_order=in_order)
 
 
 def expert_products(
-    shape: LayerShape, dtype: torch.dtype, counts: list[int]
+    shape: LayerShape, dtype: torch.dtype, counts: list[int], *, in_order: bool = False
 ) -> Callable[[], object]:
-    """The six products of each expert on its rows, into memory that is there already."""
+    """The six products of each expert on its rows, into memory that is there already.
+
+    All six of an expert, then those of the next one; with `in_order` in the order of a step: one of
+    every expert, then the next one of every expert.
+    """
     num_rows, two_f = sum(counts), 2 * shape.ffn_dim
     rows_ND, out_ND, grad_x_ND, grad_ND = (
         torch.randn(num_rows, shape.model_dim).to(dtype) for _ in range(4)
@@ -235,18 +240,22 @@ def expert_products(
         torch.randn(shape.num_experts, shape.model_dim, shape.ffn_dim).to(dtype) for _ in range(2)
     )
 
+    ends = list(itertools.accumulate(counts))
+    places = [(e, slice(end - counts[e], end)) for e, end in enumerate(ends) if counts[e]]
+    products: tuple[Callable[[int, slice], object], ...] = (
+        lambda e, rows: torch.mm(rows_ND[rows], up_EFD[e].t(), out=up_NF[rows]),
+        lambda e, rows: torch.mm(h_NF[rows], down_EDF[e].t(), out=out_ND[rows]),
+        lambda e, rows: torch.mm(grad_ND[rows], down_EDF[e], out=grad_h_NF[rows]),
+        lambda e, rows: torch.mm(grad_ND[rows].t(), h_NF[rows], out=grad_down_EDF[e]),
+        lambda e, rows: torch.mm(grad_up_NF[rows], up_EFD[e], out=grad_x_ND[rows]),
+        lambda e, rows: torch.mm(grad_up_NF[rows].t(), rows_ND[rows], out=grad_up_EFD[e]),
+    )
+    calls = [(product, *place) for place in places for product in products]
+    if in_order:
+        calls = [(product, *place) for product in products for place in places]
+
     def run() -> None:
-        start = 0
-        for e, count in enumerate(counts):
-            if count == 0:
-                continue
-            rows = slice(start, start + count)
-            start += count
-            torch.mm(rows_ND[rows], up_EFD[e].t(), out=up_NF[rows])
-            torch.mm(h_NF[rows], down_EDF[e].t(), out=out_ND[rows])
-            torch.mm(grad_ND[rows], down_EDF[e], out=grad_h_NF[rows])
-            torch.mm(grad_ND[rows].t(), h_NF[rows], out=grad_down_EDF[e])
-            torch.mm(grad_up_NF[rows], up_EFD[e], out=grad_x_ND[rows])
-            torch.mm(grad_up_NF[rows].t(), rows_ND[rows], out=grad_up_EFD[e])
+        for product, e, rows in calls:
+            product(e, rows)
 
     return run

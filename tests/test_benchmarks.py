@@ -71,6 +71,59 @@ def test_figures_are_compared_by_row_and_column():
     assert compare("Layer", figures, {}) == "Layer: nothing to compare with"
 
 
+def test_aims_stand_first_and_are_those_of_the_tables(tmp_path):
+    import aims
+    from _harness import Table
+    from run import merged
+
+    header = ("parts", "ms", "hidden")
+    hidden = Table("Transfer behind experts", "", header, [("2", "9", "70 %"), ("6", "8", "79 %")])
+    page = merged("# Benchmarks\n", [hidden])
+    assert page.index("## Aims") < page.index("## Transfer")
+    what = "exchanges of a layer that are hidden"
+    line = next(line for line in page.splitlines() if what in line)
+    assert "| 80 % | 79.0 % | no | " in line and "(#transfer-behind-experts)" in line
+    met = Table(hidden.title, "", header, [("6", "8", "80 %")])
+    page = merged(page, [met])
+    assert page.count("## Aims") == 1 and "| 80 % | 80.0 % | yes |  |" in page
+    # Of a table that lacks the column there is no line.
+    assert not aims.table(merged("", [Table(hidden.title, "", ("parts", "ms"), [("6", "8")])])).rows
+    # Each aim is of a table that a benchmark writes.
+    text = "".join(path.read_text() for path in Path(BENCHMARKS).glob("bench_*.py"))
+    assert all(f'"{aim.table}"' in text for aim in aims.AIMS)
+
+
+def test_auto_is_behind_the_best_codec_of_the_link_where_it_is_most():
+    from aims import BEST, behind_best
+
+    def rows(link, auto, *others):
+        cells = {"ours, auto": auto, **dict(zip(BEST, others, strict=True))}
+        return [{"link": link, "contender": n, "ms": f"{ms}"} for n, ms in cells.items()]
+
+    found = behind_best("ms")(rows("slow", 10, 40, 20, 9, 8) + rows("fast", 11, 10, 12, 14, 16))
+    assert found == pytest.approx(25.0)
+
+
+def test_looks_are_apart_from_the_steps_of_auto():
+    from bench_auto_dispatch import HEADER, LOOKS, Turns, row
+    from expert_parallel_rank import EXACT, REDUCED
+
+    turns = max(LOOKS) + 2
+    seconds = {name: [0.2] * turns for name in (*EXACT, *REDUCED)}
+    seconds |= {"dedup, exact": [0.1] * turns, "auto, exact": [0.11] * turns}
+    for number in LOOKS:
+        seconds["auto, exact"][number - 2] = 0.33
+    found = row(
+        Turns(seconds, {"auto, exact": "alltoall"}, {"auto, exact": "dedup"}), "auto, exact"
+    )
+    cells = dict(zip(HEADER[2:], found, strict=True))
+    assert cells["combine"] == "exact" and cells["best"] == "dedup"
+    assert (cells["auto ms"], cells["best ms"], cells["over the best"]) == ("110", "100", "+10.0 %")
+    assert (
+        cells["error"] == "0.0 %" and cells["over alltoall"] == "-45 %" and cells["looks"] == "4.0"
+    )
+
+
 def test_each_processor_has_a_report_of_its_own(tmp_path):
     from run import report_of
 
