@@ -115,11 +115,11 @@ def tables() -> list[Table]:
         "of one thread each over Gloo, under the loads of the table of uneven loads. All "
         f"dispatchers take turns in an order of their own, {TURNS} times, and {MOVING_TURNS} where "
         "the load moves. *chosen*: at the first forward pass, and what is used *in the end*: with "
-        '"exact" the layer looks at its choice again before training passes '
-        f"{LOOKS[0]} and {LOOKS[1]}. *best*: the fixed dispatcher with the least time in all "
-        "turns. *over the best* is how much longer a step with auto takes, on the mean of the "
-        "turns in which it does not look; *error* the standard error of that mean. *looks*: what "
-        "all looks took beyond those steps, in steps. "
+        f'"exact" the layer looks at its choice again before training pass {LOOKS[0]}, and before '
+        f"pass {LOOKS[1]} where there are as many. Turns with a look are left out of the times. "
+        "*best*: the fixed dispatcher with the least time. *over the best* is how much longer a "
+        "step with auto takes on the mean; *error* the standard error of that mean. *looks*: what "
+        "all looks took, in steps. "
         f"Measured on {processor()}."
     )
     return [Table("Dispatchers chosen by auto", note, HEADER, rows)]

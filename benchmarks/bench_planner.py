@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -292,7 +293,7 @@ def predict(run: Run, rates: Rates, *, closed: bool = False) -> float:
     fill = (run.pp - 1) / run.vp
     ends = cost.end.gradients(columns) + cost.end.update(columns)
     micro = cost.sizes.num_micro_batches(columns)
-    each, last = each, 3 * cost.compute.output(columns)
+    last = 3 * cost.compute.output(columns)
     return float(
         micro * (each + last) + fill * each + 2 * (run.pp - 1) * cost.exchange.hop(columns) + ends
     )
@@ -364,6 +365,9 @@ def validate() -> Validation:
         for source in SOURCES
     }
     chosen["none"] = nearest(thinned(runs))
+    if chosen["none"] != PRESETS:
+        text = f"benchmark planner: the presets have {PRESETS}, not {chosen['none']}"
+        print(text, file=sys.stderr)
     left_out = [predict(run, chosen[run.source]) for run in runs]
     return Validation(runs, [predict(run, PRESETS) for run in runs], chosen, left_out)
 

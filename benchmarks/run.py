@@ -70,12 +70,10 @@ def merged(report: str, tables: list[Table]) -> str:
     by_title = {section.splitlines()[0].removeprefix("## "): section for section in sections}
     by_title = {title: section.rstrip("\n") + "\n" for title, section in by_title.items()}
     by_title |= {table.title: table.markdown() for table in tables}
-    page = "\n".join([head.rstrip("\n") + "\n", *by_title.values()])
-    found = aims.table(page)
-    if not found.rows:
-        return page
-    by_title = {found.title: found.markdown()} | by_title | {found.title: found.markdown()}
-    return "\n".join([head.rstrip("\n") + "\n", *by_title.values()])
+    by_title.pop(aims.TITLE, None)
+    found = aims.table("\n" + "\n".join(by_title.values()))
+    first = [found.markdown()] if found.rows else []
+    return "\n".join([head.rstrip("\n") + "\n", *first, *by_title.values()])
 
 
 def report_of(processor: str, first: Path = REPORT) -> Path:

@@ -100,7 +100,9 @@ def test_auto_is_behind_the_best_codec_of_the_link_where_it_is_most():
         cells = {"ours, auto": auto, **dict(zip(BEST, others, strict=True))}
         return [{"link": link, "contender": n, "ms": f"{ms}"} for n, ms in cells.items()]
 
-    found = behind_best("ms")(rows("slow", 10, 40, 20, 9, 8) + rows("fast", 11, 10, 12, 14, 16))
+    found = behind_best("ms")(
+        rows("slow", 10, 40, 20, 20, 9, 8) + rows("fast", 11, 10, 12, 12, 14, 16)
+    )
     assert found == pytest.approx(25.0)
 
 

@@ -60,7 +60,9 @@ def test_every_run_has_its_rates():
         assert (int(columns["wire"]) > 0) is (run.source == "deepseek-v3")
 
 
-@pytest.mark.parametrize(("name", "system"), [("a100", "A100"), ("h100", "H100"), ("h200", "H200")])
+@pytest.mark.parametrize(
+    ("name", "system"), [("a100", "A100"), ("h100", "H100"), ("h200", "H200"), ("gb200", "GB200")]
+)
 def test_runs_are_foretold_by_what_the_presets_have(name, system):
     from bench_planner import PRESETS, SYSTEMS
 

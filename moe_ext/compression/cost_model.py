@@ -40,8 +40,8 @@ HYSTERESIS = 0.10
 ALLOWED_BEHIND = 0.03
 # Share of the time that rounding, once in use, must save: less may be noise, and costs accuracy.
 LEAST_SAVING = 0.03
-# Below these shares of what plain all-reduce is taken to need, nobody asks what it really needs: in
-# the first place, and again. The link was measured by all-reduces, if smaller ones.
+# Plain all-reduce is not measured where the chosen codec takes less than these shares of what it is
+# taken to need: the first time, and again. The link was measured by all-reduces, if smaller ones.
 CLEAR_SHARE, CLEAR_SHARE_AGAIN = 1 / 3, 0.5
 # Turns that a comparison with plain all-reduce takes, and before which no other codec is taken to
 # be slower than predicted: the first of them warms up, and of five two may be disturbed.
@@ -280,7 +280,7 @@ class CostModel:
         dense bucket. Otherwise the least estimate wins, where it is 10 % below that of the codec in
         use, which at first is the exact one. Where the choice is not clear, plain all-reduce is
         measured for six turns, or for two that make it clear, and now and then again. A codec that
-        is measured more than 3 % behind it is given up at once. A codec that rounds, and saves less
+        is more than 3 % behind it in six turns is given up. A codec that rounds, and saves less
         than 3 % of the time, is given up too.
 
         Args:
@@ -346,7 +346,8 @@ class CostModel:
             for codec in state.codecs
             if codec.plain or codec.sent_bytes(state.numel, self.num_ranks) < dense
         }
-        # Nobody measures again what was given up: that takes as many turns as a trial.
+        # A codec that was given up is not measured again: before, it is measured as often as in a
+        # trial. By the formula alone, since the same turns were disturbed in other buckets.
         for codec, known in state.measured.items():
             if codec in found and not codec.plain and known.count < TRIAL_TURNS:
                 found[codec] = min(known.least, self.predict(codec, state.numel))
