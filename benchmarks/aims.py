@@ -89,14 +89,12 @@ class Aim:
 
 _LAYER, _GRADIENTS = "Mixture-of-experts layer", "All-reduce of gradients over slow links"
 _AUTO, _TURNS = "Dispatchers chosen by auto", "Exchanges behind other micro-batches"
-_PRODUCTS = (
-    "products run six in a row on an expert whose weights a cache holds; a step goes through all "
-    "experts before it goes back (column *in order*)"
-)
 AIMS = (
     Aim(
         *("layer over its products, T=4096, memory kept", _LAYER, {"T": "4096"}),
-        *(most("ours / products"), 1.03, _PRODUCTS),
+        *(most("ours / products"), 1.03),
+        "products run six in a row on an expert whose weights a cache holds; a step goes through "
+        "all experts before it goes back (column *in order*)",
     ),
     Aim(
         *("layer over its products, T=4096, default process", _LAYER, {"T": "4096"}),
@@ -185,21 +183,16 @@ AIMS = (
 )
 
 
-def tables_of(page: str) -> dict[str, list[Row]]:
-    """The rows of every table of a page, by title."""
-    found = {}
-    for section in page.split("\n## ")[1:]:
-        lines = [line for line in section.splitlines() if line.startswith("|")]
-        cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-        if cells:
-            rows = [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
-            found[section.splitlines()[0]] = rows
-    return found
+def rows_of(section: str) -> list[Row]:
+    """The rows of a section's table."""
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    return [dict(zip(header, row, strict=True)) for row in rows]
 
 
-def table(page: str) -> Table:
-    """The aims that the page has figures for."""
-    known = tables_of(page)
+def table(sections: dict[str, str]) -> Table:
+    """The aims that a page's sections, by title, have figures for."""
+    known = {title: rows_of(text) for title, text in sections.items()}
     lines = [line for aim in AIMS if (line := aim.line(known)) is not None]
     note = (
         "What was aimed at, beside the figures of the tables below: of all shapes, links and loads "

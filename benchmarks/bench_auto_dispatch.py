@@ -10,14 +10,13 @@ from dataclasses import dataclass
 
 import namespaces
 from _harness import Table, processor
-from bench_expert_parallel import LOADED, NUM_NODES, SCRIPT, layer_of
+from bench_expert_parallel import LINKS, LOADED, NUM_NODES, SCRIPT, layer_of
 from expert_parallel_rank import ALLTOALL, AUTO, EXACT, REDUCED
 from namespaces import Network, Ranks
 
 from moe_ext.planner.expert_load import LOADS
 
 NODE_SIZE = 2
-LINKS = {"1 Gbit/s": 1e9, "unthrottled": None}
 # The layer looks at its choice before training passes 16 and 64; the first is that of `choose`.
 TURNS, MOVING_TURNS = 40, 80
 LOOKS = (16, 64)
@@ -50,7 +49,7 @@ def measure(wires: Network, ranks: Ranks, load: str) -> dict[str, Turns]:
     ranks.ask(
         {"do": "prepare", "sizes": LOADED, "names": names, "node_size": NODE_SIZE, "load": load}
     )
-    for link, rate in LINKS.items():
+    for link, (rate, _) in LINKS.items():
         wires.limit(rate)
         first = ranks.ask({"do": "choose"})[0]
         seconds: dict[str, list[float]] = {name: [] for name in names}

@@ -63,12 +63,12 @@ def time_table() -> Table:
     cases += [Case(s, 1024, d, r) for s in LAYERS for d in DTYPES for r in (ZIPF, ONE)]
     note = (
         "Forward and backward, dropless. *products* are the six `mm(out=)` of each expert on the "
-        "same number of rows, into memory that is there already, and nothing else: all six of an "
-        "expert, whose weights are then in a cache, before those of the next. *in order* are the "
-        "same products in the order of a step, which goes forward through all experts before it "
-        "goes back. *fresh* is ours in a process that did not call `moe_ext.reuse_memory()`, over "
-        "products that took turns with it. `grouped_mm` "
-        "and `eager` are the block of transformers (Mixtral's for A, Qwen3's for B) under its two "
+        "same number of rows, into memory that is there already, and nothing else. All six of an "
+        "expert, whose weights are then in a cache, come before those of the next. *in order* are "
+        "the same products in the order of a step, which goes forward through all experts before "
+        "it goes back. *fresh* is ours in a process that did not call `moe_ext.reuse_memory()`, "
+        "over products that took turns with it. `grouped_mm` and `eager` are the block of "
+        "transformers (Mixtral's for A, Qwen3's for B) under its two "
         "implementations. `deepspeed` is its `MoE` with `drop_tokens=False`, which pads an expert "
         "to the rows of the fullest. `fairscale` is its `MOELayer` under a gate with the block's "
         "routing (its own draws the second expert at random); it dispatches by a dense [T, E, C] "
@@ -80,9 +80,8 @@ def time_table() -> Table:
         "has no more than K experts to run, while ours also writes zeros as the gradients of all "
         "others: for B in bfloat16, 33 of 38 MB, and by the profiler a tenth of the step on one "
         "thread, where products take 63 %, the activation 9, the permutation 7 and the router 7. "
-        "What A in bfloat16 takes beyond products at T = 1024, on an AMD EPYC, best of runs by "
-        "turns: products 41.9 ms; in order 44.2, by `grouped_mm` 44.4, with the activation 45.6, "
-        "the layer 47.7."
+        "A in bfloat16 at T = 1024, on an AMD EPYC, best of runs by turns: products 41.9 ms, in "
+        "order 44.2, by `grouped_mm` 44.4, with the activation 45.6, the layer 47.7."
     )
     rows = [time_row(case) for case in cases]
     return Table("Mixture-of-experts layer", note, (*header, "difference"), rows)

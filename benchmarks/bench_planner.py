@@ -115,6 +115,11 @@ class Run:
         return self.gpus <= SYSTEMS[self.system].node
 
     @property
+    def level(self) -> str:
+        """Name of the level that joins all ranks."""
+        return "one node" if self.single else "many nodes"
+
+    @property
     def job(self) -> tuple[object, ...]:
         """Runs of one job differ in their plans alone."""
         return (
@@ -201,7 +206,7 @@ def read_runs() -> list[Run]:
 
 @dataclass(frozen=True)
 class Rates:
-    """What is reached of nominal rates, see `ClusterSpec`.
+    """Shares of nominal rates that are reached, and launches; see `ClusterSpec`.
 
     Attributes:
         efficiency: share of the peak of products, in each format.
@@ -302,11 +307,13 @@ def predict(run: Run, rates: Rates, *, closed: bool = False) -> float:
 def kind_of(run: Run) -> tuple[str, str]:
     """Source, and what of it counts as much as any other kind of runs."""
     what = "experts" if model_of(run.model).num_experts else "dense"
-    return run.source, f"{what}, {'one node' if run.single else 'many nodes'}"
+    return run.source, f"{what}, {run.level}"
 
 
 def nearest(runs: Sequence[Run]) -> Rates:
     """The round numbers by which runs are foretold best, one number after the other, twice.
+
+    Schedules are in closed forms.
 
     Least is the mean over the kinds of runs of their mean absolute logarithm of predicted over
     published.
@@ -467,9 +474,12 @@ def regret_table(found: Validation) -> Table:
     rows = []
     by_preset, by_others = (regrets(found.runs, p) for p in (found.predicted, found.left_out))
     for source in SOURCES:
-        for single in (True, False):
-            jobs = [i for i, (run, _, _) in enumerate(by_preset) if run.source == source]
-            jobs = [i for i in jobs if by_preset[i][0].single == single]
+        for level in ("one node", "many nodes"):
+            jobs = [
+                i
+                for i, (run, _, _) in enumerate(by_preset)
+                if (run.source, run.level) == (source, level)
+            ]
             if not jobs:
                 continue
             losses = [by_preset[i][2] for i in jobs]
@@ -477,7 +487,7 @@ def regret_table(found: Validation) -> Table:
             others = statistics.mean(by_others[i][2] for i in jobs)
             rows.append(
                 (
-                    *(source, "one node" if single else "many nodes", str(len(jobs))),
+                    *(source, level, str(len(jobs))),
                     *(str(sum(by_preset[i][1] for i in jobs)), *cells),
                     *(str(sum(loss == 0 for loss in losses)), f"{others:.1f}"),
                 )

@@ -118,7 +118,7 @@ class Rank:
         return found
 
     def chosen(self) -> dict[str, str]:
-        """What each "auto" uses now."""
+        """The dispatcher that each "auto" uses now."""
         return {
             name: layer.explain_dispatch().name
             for name, layer in self.layers.items()

@@ -45,7 +45,7 @@ BENCHMARKS = (
     "planner_runs",
     "search",
 )
-# Run by name alone, for the time that they take: twenty minutes.
+# Run by name alone, for the time that they take: twenty minutes and more.
 BY_NAME = ("auto_dispatch", "convergence", "dtensors", "local_steps")
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 
@@ -71,7 +71,7 @@ def merged(report: str, tables: list[Table]) -> str:
     by_title = {title: section.rstrip("\n") + "\n" for title, section in by_title.items()}
     by_title |= {table.title: table.markdown() for table in tables}
     by_title.pop(aims.TITLE, None)
-    found = aims.table("\n" + "\n".join(by_title.values()))
+    found = aims.table(by_title)
     first = [found.markdown()] if found.rows else []
     return "\n".join([head.rstrip("\n") + "\n", *first, *by_title.values()])
 

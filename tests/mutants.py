@@ -577,8 +577,8 @@ MUTANTS = [
     Mutant(
         "a plain all-reduce is tried on where it is clear that it is slower",
         "moe_ext/compression/cost_model.py",
-        "<= CLEAR_SHARE_AGAIN:",
-        "<= 0.0:",
+        "predicted) > CLEAR_SHARE_AGAIN",
+        "predicted) > 0.0",
         "tests/compression/test_cost_model.py -k two_turns_end",
     ),
     Mutant(

@@ -394,15 +394,14 @@ class CostModel:
             since = state.turn - state.trial_turn.get(codec, -math.inf)
             # The result of a turn or two may be a disturbance. By turns too, not by measurements
             # alone: where nobody measures, a trial must end.
-            begun = known and known.count < TRIAL_TURNS and since < 4 * TRIAL_TURNS
+            begun = known is not None and known.count < TRIAL_TURNS and since < 4 * TRIAL_TURNS
+            if known is not None and begun and known.count >= CLEAR_TURNS:
+                # A disturbed turn is longer: the least of two is not far off.
+                predicted = self.predict(chosen, state.numel) / self.predict(codec, state.numel)
+                begun = max(seconds[chosen] / known.least, predicted) > CLEAR_SHARE_AGAIN
             clear = CLEAR_SHARE_AGAIN if known else CLEAR_SHARE
             if codec == chosen or (not begun and share <= clear):
                 continue
-            # A disturbed turn is longer: the least of two is not far off.
-            if known and known.count >= CLEAR_TURNS:
-                predicted = self.predict(chosen, state.numel) / self.predict(codec, state.numel)
-                if max(seconds[chosen] / known.least, predicted) <= CLEAR_SHARE_AGAIN:
-                    continue
             if known and known.count >= TRIAL_TURNS and state.turn - known.turn < interval:
                 continue
             if since >= interval:

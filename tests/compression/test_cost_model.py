@@ -176,7 +176,7 @@ def test_no_turn_is_lost_where_the_choice_is_clear(known_rates):
 
 
 def test_two_turns_end_a_trial_that_is_clear(known_rates):
-    """Where the formula says so too, and the quicker of the two turns."""
+    """The formula has to say so too, and the quicker of the two turns."""
     link, codecs = Link.of_rate(3e9), (DENSE, INT8)
     model = model_on(link)
     model.prepare(ALL)
