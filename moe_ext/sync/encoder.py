@@ -6,6 +6,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -121,8 +122,8 @@ class DeltaEncoder:
             sent = self._sent[entry.name]
             ops.delta_apply_(sent.flat, entry.payload, xored=self._xored)
             sent.hash = entry.after
-        update = self._update("delta", self.version, self.version + 1, entries)
-        self.version += 1
+        base, self.version = self.version, self.version + 1
+        update = Update("delta", self.chain, base, self.version, self._xored, tuple(entries))
         self._history.append(update)
         return update
 
@@ -144,7 +145,7 @@ class DeltaEncoder:
             return list(self._history)[len(self._history) - missing :]
         return [self.full()]
 
-    def _whole(self, kind: str) -> Update:
+    def _whole(self, kind: Literal["full", "base"]) -> Update:
         entries = []
         for name, sent in self._sent.items():
             payload = torch.empty(0, dtype=torch.uint8)
@@ -153,8 +154,4 @@ class DeltaEncoder:
             entries.append(
                 UpdateEntry(name, sent.dtype, sent.region, payload, sent.hash, sent.hash)
             )
-        return self._update(kind, -1, self.version, entries)
-
-    def _update(self, kind: str, base: int, version: int, entries: list[UpdateEntry]) -> Update:
-        assert kind in ("full", "delta", "base")
-        return Update(kind, self.chain, base, version, self._xored, tuple(entries))  # type: ignore[arg-type]
+        return Update(kind, self.chain, -1, self.version, self._xored, tuple(entries))

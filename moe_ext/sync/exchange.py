@@ -48,9 +48,8 @@ def sync_weights(
     device, rank = small_message_device(group), group.rank()
     encodes = rank in sources
     with Agreement(_OP, group) as agreement:
-        if not sources or sorted(set(sources)) != sorted(
-            source for source in sources if 0 <= source < group_size(group)
-        ):
+        members = [source for source in sources if 0 <= source < group_size(group)]
+        if not sources or sorted(set(sources)) != sorted(members):
             raise ValueError(
                 f"{_OP}: expected sources to be ranks of {group_size(group)}, each once, got "
                 f"{list(sources)}"
@@ -66,9 +65,7 @@ def sync_weights(
     chains = collectives.gather_objects(end.chain, group, operation=_OP)
     chain = "+".join(chains[source] for source in sources)
     receivers = [r for r in range(group_size(group)) if r not in sources]
-    oldest = min((versions[r] for r in receivers if chains[r] == chain), default=-1)
-    if any(chains[r] != chain for r in receivers):
-        oldest = -1
+    oldest = min((versions[r] if chains[r] == chain else -1 for r in receivers), default=-1)
     sent = 0
     packets: list[list[Tensor]] = []
     for source in sources:

@@ -105,10 +105,8 @@ def patches(
         ends = sizes.cumsum(0)
         cuts = torch.searchsorted(places, ends[:-1]).tolist()
         starts = (ends - sizes).tolist()
-        split = zip(
-            pieces, starts, places.tensor_split(cuts), values.tensor_split(cuts), strict=True
-        )
-        for (name, shape), start, own, kept in split:
+        parts = places.tensor_split(cuts), values.tensor_split(cuts)
+        for (name, shape), start, own, kept in zip(pieces, starts, *parts, strict=True):
             if own.numel() == math.prod(shape) and own.numel():
                 yield WeightPatch(name, shape, dtype, None, kept)
             elif own.numel():

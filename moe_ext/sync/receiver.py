@@ -14,7 +14,7 @@ from moe_ext import ops
 from moe_ext._bytes import as_bytes
 from moe_ext.ops.delta import as_signed
 from moe_ext.sync.region import Region
-from moe_ext.sync.state import State, bits, hash_change, hash_of, seed_of, tensors_of
+from moe_ext.sync.state import State, bits, hash_at, hash_change, hash_of, tensors_of
 from moe_ext.sync.update import Update, UpdateEntry
 
 _OP = "DeltaReceiver.apply"
@@ -76,10 +76,8 @@ class DeltaReceiver:
         """
         if not isinstance(update, Update):
             update = Update.from_bytes(update)
-        if update.kind == "delta" and (update.chain, update.base_version) != (
-            self.chain,
-            self.version,
-        ):
+        here = self.chain, self.version
+        if update.kind == "delta" and (update.chain, update.base_version) != here:
             raise ValueError(
                 f"{_OP}: expected an update of version {self.version} of {self.chain or 'none'}, "
                 f"got one of version {update.base_version} of {update.chain}; ask the encoder for "
@@ -223,10 +221,13 @@ class DeltaReceiver:
     ) -> tuple[int, Callable[[], object]]:
         """Hash of an entry's elements here, or the change of it, and the write."""
         live = self._target(entry)
-        target = live if staged is None else staged
-        if entry.region == self._regions[entry.name]:
-            return self._direct(update, entry, target)
-        return self._moved(update, entry, target)
+        is_direct = entry.region == self._regions[entry.name]
+        change = self._direct if is_direct else self._moved
+        try:
+            return change(update, entry, live if staged is None else staged)
+        except RuntimeError as error:
+            # A damaged payload.
+            raise ValueError(f"{_OP}: {entry.name}: {error}") from None
 
     def _target(self, entry: UpdateEntry) -> Tensor:
         tensor = self._tensors.get(entry.name)
@@ -244,10 +245,7 @@ class DeltaReceiver:
     ) -> tuple[int, Callable[[], object]]:
         """Hash of a part that is the same here, or the change of the hash, and the write."""
         if update.kind == "delta":
-            try:
-                change = hash_change(entry.name, target, entry.payload, entry.region, update.xored)
-            except RuntimeError as error:
-                raise ValueError(f"{_OP}: {entry.name}: {error}") from None
+            change = hash_change(entry.name, target, entry.payload, entry.region, update.xored)
             apply = partial(ops.delta_apply_, target, entry.payload, xored=update.xored)
             return change, apply
         if update.kind == "base":
@@ -261,10 +259,7 @@ class DeltaReceiver:
         """Hash of a part that is cut otherwise here, or the change of the hash, and the write."""
         if update.kind == "delta":
             like = target.new_empty(0, device="cpu")
-            try:
-                places, values = ops.delta_unpack(entry.payload, like, entry.region.numel)
-            except RuntimeError as error:
-                raise ValueError(f"{_OP}: {entry.name}: {error}") from None
+            places, values = ops.delta_unpack(entry.payload, like, entry.region.numel)
         else:
             places = torch.arange(entry.region.numel)
         whole = entry.region.to_whole(places)
@@ -273,13 +268,13 @@ class DeltaReceiver:
         whole, here = whole[kept], here[kept].to(target.device)
         old = target[here].cpu()
         if update.kind == "base":
-            return _hash_at(entry.name, old, whole), lambda: None
+            return hash_at(entry.name, old, whole), lambda: None
         values = (values if update.kind == "delta" else _elements(entry, target))[kept]
         if update.xored and update.kind == "delta":
             values = old ^ values
-        change = _hash_at(entry.name, values, whole)
+        change = hash_at(entry.name, values, whole)
         if update.kind == "delta":
-            change = as_signed(change - _hash_at(entry.name, old, whole))
+            change = as_signed(change - hash_at(entry.name, old, whole))
         return change, partial(target.index_copy_, 0, here, values.to(target.device))
 
 
@@ -314,10 +309,6 @@ def _changes_alike(one: Sequence[UpdateEntry], other: Sequence[UpdateEntry]) -> 
         a.region == b.region and torch.equal(a.payload, b.payload)
         for a, b in zip(one, other, strict=True)
     )
-
-
-def _hash_at(name: str, values: Tensor, places: Tensor) -> int:
-    return ops.delta_hash(values.contiguous(), seed_of(name), places.contiguous())
 
 
 def _elements(entry: UpdateEntry, target: Tensor) -> Tensor:

@@ -88,7 +88,6 @@ class Region:
         """Place of the first element in the flat whole; None where the part is not in one piece."""
         if any(len(dim) > 1 for dim in self.runs):
             return None
-        inner = 1
         for outer in range(len(self.whole) - 1, -1, -1):
             if self.shape[outer] != self.whole[outer]:
                 # Everything outside the cut dimension must be one index.
@@ -96,9 +95,8 @@ class Region:
                     return None
                 break
         place = 0
-        for size, dim in zip(reversed(self.whole), reversed(self.runs), strict=True):
-            place += inner * (dim[0][0] if dim else 0)
-            inner *= size
+        for size, dim in zip(self.whole, self.runs, strict=True):
+            place = place * size + (dim[0][0] if dim else 0)
         return place
 
     def overlap(self, other: Region) -> int:
@@ -114,9 +112,8 @@ class Region:
         if start is not None:
             return places + start
         found, inner = torch.zeros_like(places), 1
-        for size, length, dim in reversed(
-            list(zip(self.whole, self.shape, self.runs, strict=True))
-        ):
+        dims = list(zip(self.whole, self.shape, self.runs, strict=True))
+        for size, length, dim in reversed(dims):
             table = torch.cat([torch.arange(a, a + n) for a, n in dim])
             found += inner * table[places % length]
             places, inner = places // length, inner * size
@@ -126,9 +123,8 @@ class Region:
         """Places in the flat part of places in the flat whole; -1 where the part has none."""
         found, inner = torch.zeros_like(places), 1
         outside = torch.zeros_like(places, dtype=torch.bool)
-        for size, length, dim in reversed(
-            list(zip(self.whole, self.shape, self.runs, strict=True))
-        ):
+        dims = list(zip(self.whole, self.shape, self.runs, strict=True))
+        for size, length, dim in reversed(dims):
             table = torch.full((size,), -1)
             at = 0
             for a, n in dim:

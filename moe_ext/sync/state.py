@@ -40,7 +40,7 @@ def bits(tensor: Tensor) -> Tensor:
     return local.view(_SIZED[local.itemsize]) if local.itemsize in _SIZED else local
 
 
-def seed_of(name: str) -> int:
+def _seed_of(name: str) -> int:
     """The seed under which elements of a tensor are hashed."""
     return as_signed(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big"))
 
@@ -49,19 +49,23 @@ def hash_of(name: str, flat: Tensor, region: Region) -> int:
     """Hash of a part of a tensor, by places in the whole: those of all parts add up to its own."""
     start = region.start
     if start is not None:
-        return ops.delta_hash(flat, as_signed(seed_of(name) + start * _STRIDE))
-    return ops.delta_hash(flat, seed_of(name), region.to_whole(torch.arange(flat.numel())))
+        return ops.delta_hash(flat, as_signed(_seed_of(name) + start * _STRIDE))
+    return hash_at(name, flat, region.to_whole(torch.arange(flat.numel())))
+
+
+def hash_at(name: str, values: Tensor, places: Tensor) -> int:
+    """Hash of elements at places in the whole."""
+    return ops.delta_hash(values.contiguous(), _seed_of(name), places.contiguous())
 
 
 def hash_change(name: str, flat: Tensor, payload: Tensor, region: Region, xored: bool) -> int:
     """The number that a payload would add to `hash_of`."""
     start = region.start
     if start is not None:
-        seed = as_signed(seed_of(name) + start * _STRIDE)
+        seed = as_signed(_seed_of(name) + start * _STRIDE)
         return ops.delta_hash_change(flat, payload, seed, xored=xored)
     like = flat.new_empty(0, device="cpu")
     places, values = ops.delta_unpack(payload, like, flat.numel())
     old = flat.reshape(-1)[places.to(flat.device)].cpu()
     values, places = old ^ values if xored else values, region.to_whole(places)
-    seed = seed_of(name)
-    return as_signed(ops.delta_hash(values, seed, places) - ops.delta_hash(old, seed, places))
+    return as_signed(hash_at(name, values, places) - hash_at(name, old, places))
