@@ -21,6 +21,8 @@ from moe_ext.distributed.placement import known_shard
 from moe_ext.distributed.state_dict import take_states
 
 _KNOWN_BACKENDS = ("nccl", "gloo", "mpi", "hccl", "compressed")
+# Arguments of DeepSpeed's optimizers that are options of parameter groups.
+_OF_GROUPS = ("lr", "bias_correction", "betas", "eps", "weight_decay", "max_grad_norm")
 # Options that say how a step is computed and a state kept, and not which step is taken.
 _HOW = {"foreach", "fused", "capturable", "per_expert", "float32_state"}
 # Behaviour of optimizers that lack such an option; they have nothing of the others.
@@ -56,6 +58,10 @@ class CheckedOptimizer(Optimizer):
             if problem is not None:
                 self.param_groups.pop()
                 raise ValueError(f"{self._op}: {problem}")
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """The parameters of all groups, in the order of their numbers in a state."""
+        return [p for group in self.param_groups for p in group["params"]]
 
     def _problem_of(self, parameter: Tensor, group: dict[str, Any], name: str) -> str | None:
         """The problem of a parameter of a group, by its name in messages; None without any."""
@@ -235,19 +241,22 @@ def check_count(op: str, name: str, value: int, *, least: int = 0) -> None:
         raise ValueError(f"{op}: expected {name} to be an integer of at least {least}, got {value}")
 
 
-def check_deepspeed(
-    op: str, amsgrad: bool, cuda_aware: bool, backend: str, deepspeed: object
-) -> None:
-    """Warn of DeepSpeed's arguments that are ignored; the process group tells it all here.
+def deepspeed_options(op: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of groups among the arguments of an optimizer that has those of DeepSpeed's.
+
+    Warns of arguments that are ignored; the process group tells all that they do.
 
     Raises:
         ValueError: amsgrad, which has no compressed form.
     """
-    if amsgrad:
-        raise ValueError(f"{op}: expected amsgrad to be False, got {amsgrad}")
-    if deepspeed is not None:
-        warnings.warn(f"{op}: deepspeed is ignored", stacklevel=3)
-    if cuda_aware:
-        warnings.warn(f"{op}: cuda_aware is ignored: the group moves the data", stacklevel=3)
-    if backend not in _KNOWN_BACKENDS:
-        warnings.warn(f"{op}: comm_backend_name={backend!r} is ignored", stacklevel=3)
+    if given["amsgrad"]:
+        raise ValueError(f"{op}: expected amsgrad to be False, got {given['amsgrad']}")
+    backend = given["comm_backend_name"]
+    for is_given, text in (
+        (given["deepspeed"] is not None, "deepspeed is ignored"),
+        (given["cuda_aware"], "cuda_aware is ignored: the group moves the data"),
+        (backend not in _KNOWN_BACKENDS, f"comm_backend_name={backend!r} is ignored"),
+    ):
+        if is_given:
+            warnings.warn(f"{op}: {text}", stacklevel=3)
+    return {name: given[name] for name in _OF_GROUPS} | {"per_expert": False}

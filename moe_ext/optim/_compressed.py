@@ -308,8 +308,8 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
     def flush(self) -> None:
         """Bring what all ranks owe into the moments, by one dense all-reduce of it, on all ranks.
 
-        Afterwards nothing is owed, and the state is that of any rank: save it, and go on with any
-        number of ranks.
+        Afterwards ranks are synchronised and nothing is owed: the state is that of any rank. Save
+        it, and go on with any number of ranks.
 
         Raises:
             RankFailureError: a rank died or did not answer.
@@ -466,9 +466,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
         """
         remedy = ", or save rank_state_dict() on every rank"
         check_synchronised(self._op, super().state_dict(), remedy)
-        found: dict[nn.Parameter, dict[str, Any]] = {
-            p: dict(self.state.get(p, {})) for group in self.param_groups for p in group["params"]
-        }
+        found = {p: dict(self.state.get(p, {})) for p in self._parameters()}
         for state in found.values():
             for name in _OF_THIS_RANK:
                 state.pop(name, None)
@@ -495,8 +493,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
             The state of each parameter; and what `load_checkpoint_state` takes beside it. Nothing
             here has changed until then.
         """
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        found = {p: dict(self.state.get(p, {})) for p in parameters}
+        found = {p: dict(self.state.get(p, {})) for p in self._parameters()}
         if not owing:
             return found, []
         made, frozen, means = self._made, self._frozen, self._means
@@ -524,7 +521,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
             counters: see `checkpoint_state`.
             holders: of some of the tensors, see `tensors_to_load`.
         """
-        numbers = {p: i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
+        numbers = {p: i for i, p in enumerate(self._parameters())}
         saved = {**super().state_dict(), "state": {numbers[p]: s for p, s in states.items()}}
         for index, group in enumerate(saved["param_groups"]):
             for name in _COUNTERS & group.keys():
@@ -544,13 +541,9 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
                 "torch's get_optimizer_state_dict has nothing to load into before the first step "
                 "while parameters have gradients: call zero_grad first"
             )
-        plain = {
-            number: {k: v for k, v in state.items() if k != "owed"}
-            for number, state in saved["state"].items()
-        }
         groups = [{k: v for k, v in g.items() if k != _OWED} for g in saved["param_groups"]]
         with _unchanged_if_it_fails(self):
-            self._load_shared({**saved, "state": plain, "param_groups": groups}, copy=copy)
+            self._load_shared({**saved, "param_groups": groups}, copy=copy)
             self._means = list(means or ())
             by_number = {entry.number: entry for entry in self._entries()}
             for mean in self._means:
@@ -561,7 +554,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
     def _load_shared(self, state_dict: dict[str, Any], *, copy: bool = True) -> None:
         """All but the errors."""
         masks = [group.get("exp_avg_mask") for group in self.param_groups]
-        private = ["worker_error", "touched_rows"]
+        private = ["worker_error", "touched_rows", "owed"]
         if state_dict.get("compression", {}).get("block", self._block) != self._block:
             # Means of other blocks: how far gradients grow is measured anew.
             private += ["block_sq", "looks"]

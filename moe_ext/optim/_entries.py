@@ -160,8 +160,7 @@ def average_gradients(entries: Sequence[Entry], operation: str, halvings: int) -
                 torch.zeros_like(e.part, dtype=torch.float32) if e.grad is None else e.grad
                 for e in run
             ]
-            how: dict[str, Any] = {"dtype": run[0].sent_dtype, "halvings": halvings}
-            for entry, mean in zip(
-                run, mean_over_ranks(parts, run[0].ranks, operation, **how), strict=True
-            ):
+            ranks, dtype = run[0].ranks, run[0].sent_dtype
+            means = mean_over_ranks(parts, ranks, operation, dtype=dtype, halvings=halvings)
+            for entry, mean in zip(run, means, strict=True):
                 entry.grad = mean

@@ -132,7 +132,7 @@ class DeMo(CheckedOptimizer):
         """One message before the first step, since the length of all others depends on options."""
         values = 0
         if group_size(self._group) > 1:
-            values = fingerprint([("", local_part(p)) for p in self._trained()])
+            values = fingerprint([("", local_part(p)) for p in self._parameters()])
         name = "the values of the parameters at the first step (seed every rank alike)"
         Agreement("DeMo", self._group, device).compare({"options": options, name: values})
         self._compared = True
@@ -150,24 +150,20 @@ class DeMo(CheckedOptimizer):
             if not group[name] >= 0.0:
                 raise ValueError(f"DeMo: expected {name} to be 0 or more, got {group[name]}")
 
-    def _trained(self) -> list[nn.Parameter]:
-        return [p for group in self.param_groups for p in group["params"]]
-
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step on all ranks (collective)."""
         loss = loss_of(closure)
-        trained = [local_part(p) for p in self._trained()]
         memory = self._new_memory() if self._memory is None else self._memory
-        if memory.numel != sum(p.numel() for p in trained):
+        if memory.numel != sum(local_part(p).numel() for p in self._parameters()):
             raise ValueError(
                 f"DeMo.step: expected the {memory.numel} elements of the first step, got others"
             )
-        options, device = self._options(), trained[0].device
+        options, device = self._options(), memory.device
         if not self._compared:
             self._compare_first(options, device)
         self._codec.mark(checksum(options), device)
-        flat_N = torch.cat([_flat(p, p.grad) for p in self._trained()])
+        flat_N = torch.cat([_flat(p, p.grad) for p in self._parameters()])
         with committing(memory):
             mean_N = self._codec.start(flat_N, memory, group=self._group, step=self._round).wait()
             # NOTE: device-to-host sync, as that below.
@@ -177,11 +173,11 @@ class DeMo(CheckedOptimizer):
             if is_nonfinite(mean_N):
                 self._refuse()
         self._round += 1
-        pieces = iter(mean_N.sign_().split([p.numel() for p in trained]))
+        signs = iter(memory.pieces(mean_N.sign_()))
         for group in self.param_groups:
             for p in map(local_part, group["params"]):
                 p.mul_(1.0 - group["lr"] * group["weight_decay"])
-                p.add_(next(pieces).view(p.shape).to(p.dtype), alpha=-group["lr"])
+                p.add_(next(signs).to(p.dtype), alpha=-group["lr"])
         return loss
 
     def _refuse(self) -> None:
@@ -225,23 +221,22 @@ class DeMo(CheckedOptimizer):
             memory.put(kind, tensor.clone())
 
     def _new_memory(self) -> CodecMemory:
-        trained = [local_part(p) for p in self._trained()]
+        trained = [local_part(p) for p in self._parameters()]
         self._memory = CodecMemory([p.shape for p in trained], trained[0].device)
         return self._memory
 
     def checkpoint_state(self) -> tuple[dict[nn.Parameter, dict[str, Any]], dict[str, int]]:
         """The momentums of all ranks and their mean, by parameter, and the round; collective."""
-        found: dict[nn.Parameter, dict[str, Any]] = {p: {} for p in self._trained()}
-        owed_N = None if self._memory is None else self._memory.whole("residual")
-        if owed_N is not None:
+        found: dict[nn.Parameter, dict[str, Any]] = {p: {} for p in self._parameters()}
+        memory = self._memory
+        owed_N = None if memory is None else memory.whole("residual")
+        if memory is not None and owed_N is not None:
             mean_N = all_reduce_(owed_N.clone(), self._group, operation="DeMo")
             mean_N.div_(group_size(self._group))
-            sizes = [local_part(p).numel() for p in found]
-            pieces = zip(mean_N.split(sizes), owed_N.split(sizes), strict=True)
+            pieces = zip(memory.pieces(mean_N), memory.pieces(owed_N), strict=True)
             for (p, state), (mean, own) in zip(found.items(), pieces, strict=True):
-                shape = local_part(p).shape
-                state["momentum"] = mean.view(shape)
-                state.update(self._of_ranks(p, own.view(shape)))
+                state["momentum"] = mean
+                state.update(self._of_ranks(p, own))
         return found, {"round": self._round}
 
     def _of_ranks(self, parameter: Tensor, own: Tensor) -> dict[str, Tensor]:
@@ -259,7 +254,9 @@ class DeMo(CheckedOptimizer):
 
     def tensors_to_load(self, owing: bool) -> tuple[dict[nn.Parameter, dict[str, Any]], object]:
         """Zeros to read this rank's own momentum into, from a checkpoint of as many ranks."""
-        zeros = {p: torch.zeros_like(local_part(p), dtype=torch.float32) for p in self._trained()}
+        zeros = {
+            p: torch.zeros_like(local_part(p), dtype=torch.float32) for p in self._parameters()
+        }
         return {p: self._of_ranks(p, own) for p, own in zeros.items()}, None
 
     def load_checkpoint_state(
@@ -275,7 +272,7 @@ class DeMo(CheckedOptimizer):
         self._round, memory = counters.get("round", 0), self._new_memory()
         if any("momentum" in state for state in states.values()):
             owed = []
-            for p in self._trained():
+            for p in self._parameters():
                 state = states.get(p, {})
                 own = state.get(f"momentum{OF_RANKS}", state.get("momentum"))
                 owed.append(_flat(p, own))

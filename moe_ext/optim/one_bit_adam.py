@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
 from moe_ext._checks import check_numbers
-from moe_ext.optim._arguments import check_count, check_deepspeed
+from moe_ext.optim._arguments import deepspeed_options
 from moe_ext.optim._compressed import CompressedOptimizer
 from moe_ext.optim._compressed_mean import reduce_all
 from moe_ext.optim._entries import (
@@ -96,7 +96,6 @@ class OneBitAdam(CompressedOptimizer):
 
     _op = "OneBitAdam"
     _settings: tuple[str, ...] = ("freeze_step", "variance_interval", "_eps_inside_sqrt")
-    _more_defaults: dict[str, Any] = {}
 
     def __init__(
         self,
@@ -120,24 +119,11 @@ class OneBitAdam(CompressedOptimizer):
         communication_data_type: torch.dtype | None = None,
     ) -> None:
         check_numbers(self._op, OneBitAdam.__init__.__annotations__, locals())
-        check_deepspeed(self._op, amsgrad, cuda_aware, comm_backend_name, deepspeed)
-        check_count(self._op, "freeze_step", freeze_step)
-        check_count(self._op, "variance_interval", variance_interval)
         self.freeze_step, self.variance_interval = freeze_step, variance_interval
         self._eps_inside_sqrt = eps_inside_sqrt
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "max_grad_norm": max_grad_norm,
-            "per_expert": False,
-            **self._more_defaults,
-        }
         super().__init__(
             params,
-            defaults,
+            deepspeed_options(self._op, locals()),
             group=group,
             block=block,
             communication_data_type=communication_data_type,
@@ -151,33 +137,34 @@ class OneBitAdam(CompressedOptimizer):
             entry.make(("exp_avg", "exp_avg_sq"))
             state = entry.state
             state["var_steps"] = state.get("var_steps", state.setdefault("step", 0))
-        compressed: list[Entry] = []
-        if not self._is_dense():
-            compressed = [entry for entry in entries if entry.is_compressed]
-        chosen = {id(entry) for entry in compressed}
-        dense = [entry for entry in entries if id(entry) not in chosen]
+        is_dense = self._is_dense()
+        compressed = [entry for entry in entries if entry.is_compressed and not is_dense]
+        dense = [entry for entry in entries if is_dense or not entry.is_compressed]
         # All messages that may fail come before the first change.
         squares = self._mean_squares(entries)
         average_gradients(dense, self._op, self._halvings)
-        if self._is_dense():
+        if is_dense:
             clip(dense, self.defaults["max_grad_norm"])
         is_first = not self._means
-        momenta = self._mean_momenta(compressed) if compressed else {}
+        momenta = self._mean_momenta() if compressed else {}
         late = [e for e in compressed if is_first or not e.state["var_steps"]]
         if late:
             fill_zeros([entry.state["exp_avg_sq"] for entry in compressed])
-            self._freeze_variance(late)
-        self._follow_squares(squares, chosen)
+        for entry in late:
+            self._freeze_variance(entry)
+        for entry, mean_S in squares:
+            beta2 = entry.group["betas"][1] ** self.variance_interval
+            growth_S = follow_squares(entry.state, mean_S, beta2)
+            if growth_S is not None and not is_dense:
+                scale_blocks(entry.state["exp_avg_sq"], growth_S, self._block)
         for group_index, group in enumerate(self.param_groups):
             members = [e for e in entries if e.group_index == group_index and e.active]
             self._update_moments(group, members, momenta)
             self._apply(group, members)
 
-    def _freeze_variance(self, entries: list[Entry]) -> None:
-        """Called at the first compressed step of parameters."""
-        for entry in entries:
-            state = entry.state
-            state["var_steps"] = state["var_steps"] or max(1, self.steps_taken)
+    def _freeze_variance(self, entry: Entry) -> None:
+        """Called at the first compressed step of a parameter."""
+        entry.state["var_steps"] = entry.state["var_steps"] or max(1, self.steps_taken)
 
     def _mean_squares(self, entries: list[Entry]) -> list[tuple[Entry, Tensor]]:
         """Sums of squares of this step's gradients in each block, mean over ranks, at a look."""
@@ -196,16 +183,7 @@ class OneBitAdam(CompressedOptimizer):
             found += zip(members, means, strict=True)
         return found
 
-    def _follow_squares(self, squares: list[tuple[Entry, Tensor]], frozen: set[int]) -> None:
-        """Scale frozen variances by how far the squares of gradients have grown."""
-        for entry, mean_S in squares:
-            state = entry.state
-            beta2 = entry.group["betas"][1] ** self.variance_interval
-            growth_S = follow_squares(state, mean_S, beta2)
-            if id(entry) in frozen and growth_S is not None:
-                scale_blocks(state["exp_avg_sq"], growth_S, self._block)
-
-    def _mean_momenta(self, entries: list[Entry]) -> dict[int, Tensor]:
+    def _mean_momenta(self) -> dict[int, Tensor]:
         """The new momentum of compressed entries, by id of the entry."""
         is_first, means = not self._means, self._flat_means()
         for mean in means:

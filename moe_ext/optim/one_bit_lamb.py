@@ -14,7 +14,8 @@ from torch.optim.optimizer import ParamsT
 
 from moe_ext._checks import check_numbers
 from moe_ext.distributed.dtensor import local_part
-from moe_ext.optim._arguments import check_positive, is_own_part
+from moe_ext.optim._arguments import check_positive, deepspeed_options, is_own_part
+from moe_ext.optim._compressed import CompressedOptimizer
 from moe_ext.optim._entries import Entry
 from moe_ext.optim._sliced import SliceNorms, groups_of_slices
 from moe_ext.optim._variance import roots
@@ -111,25 +112,17 @@ class OneBitLamb(OneBitAdam):
         _check_range("min_coeff", min_coeff, "max_coeff", max_coeff)
         _check_range("factor_min", factor_min, "factor_max", factor_max)
         check_positive(self._op, "factor_threshold", factor_threshold)
+        self.freeze_step, self.variance_interval = freeze_step, 0
         self._coeff_beta, self._factor_threshold = coeff_beta, factor_threshold
         self._factor_min, self._factor_max = factor_min, factor_max
-        self._more_defaults = {"max_coeff": max_coeff, "min_coeff": min_coeff, "adapt": True}
         self._coefficients: list[Tensor] = []
-        super().__init__(
+        self._eps_inside_sqrt = eps_inside_sqrt
+        options = {"max_coeff": max_coeff, "min_coeff": min_coeff, "adapt": True}
+        # `OneBitAdam` has other arguments.
+        CompressedOptimizer.__init__(
+            self,
             params,
-            lr,
-            freeze_step,
-            bias_correction,
-            betas,
-            eps,
-            eps_inside_sqrt,
-            weight_decay,
-            max_grad_norm,
-            amsgrad,
-            cuda_aware,
-            comm_backend_name,
-            variance_interval=0,
-            deepspeed=deepspeed,
+            deepspeed_options(self._op, locals()) | options,
             group=group,
             block=block,
             communication_data_type=communication_data_type,
@@ -149,11 +142,9 @@ class OneBitLamb(OneBitAdam):
         """Factors on the learning rate in the last step, a list for stacked experts."""
         return [c.item() if len(c) == 1 else c.tolist() for c in self._coefficients]
 
-    def _freeze_variance(self, entries: list[Entry]) -> None:
-        super()._freeze_variance(entries)
-        for entry in entries:
-            state = entry.state
-            state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
+    def _freeze_variance(self, entry: Entry) -> None:
+        super()._freeze_variance(entry)
+        entry.state["exp_avg_sq_fresh"] = entry.state["exp_avg_sq"].clone()
 
     def _take_step(self, entries: list[Entry]) -> None:
         self._coefficients = []

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
 from moe_ext._checks import check_numbers
-from moe_ext.optim._arguments import check_count, check_deepspeed
+from moe_ext.optim._arguments import check_count, deepspeed_options
 from moe_ext.optim._compressed import CompressedOptimizer
 from moe_ext.optim._compressed_mean import CompressedMean, reduce_all
 from moe_ext.optim._entries import Entry, average_gradients, clip
@@ -102,34 +102,20 @@ class ZeroOneAdam(CompressedOptimizer):
         communication_data_type: torch.dtype | None = None,
     ) -> None:
         check_numbers(self._op, ZeroOneAdam.__init__.__annotations__, locals())
-        check_deepspeed(self._op, amsgrad, cuda_aware, comm_backend_name, deepspeed)
-        check_count(self._op, "var_freeze_step", var_freeze_step, least=1)
-        check_count(self._op, "var_update_scaler", var_update_scaler, least=1)
-        check_count(self._op, "local_step_scaler", local_step_scaler, least=1)
-        check_count(self._op, "local_step_clipper", local_step_clipper, least=1)
         self.var_freeze_step, self.var_update_scaler = var_freeze_step, var_update_scaler
         self.local_step_scaler = local_step_scaler
         self.local_step_clipper = local_step_clipper
+        for name in self._settings[:-1]:
+            check_count(self._op, name, getattr(self, name), least=1)
         self._eps_inside_sqrt = eps_inside_sqrt
         # Version counters that the last local step left, of parameters that differ over ranks.
         self._versions: dict[Tensor, int] = {}
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "max_grad_norm": max_grad_norm,
-            "per_expert": False,
-            # The schedule, in the group so that it is saved with the options.
-            "var_interval": 1,
-            "var_counter": 0,
-            "local_step_interval": 1,
-            "local_step_counter": 0,
-        }
+        # The schedule, in the group so that it is saved with the options.
+        schedule = {"var_interval": 1, "var_counter": 0}
+        schedule |= {"local_step_interval": 1, "local_step_counter": 0}
         super().__init__(
             params,
-            defaults,
+            deepspeed_options(self._op, locals()) | schedule,
             group=group,
             block=block,
             communication_data_type=communication_data_type,
@@ -139,14 +125,6 @@ class ZeroOneAdam(CompressedOptimizer):
     def synchronised(self) -> bool:
         """True if parameters are equal on all ranks now."""
         return not any(entry.is_apart for entry in self._made)
-
-    def flush(self) -> None:
-        """Synchronise, and bring in what all ranks owe, by one dense all-reduce, on all ranks.
-
-        Raises:
-            RankFailureError: a rank died or did not answer.
-        """
-        super().flush()
 
     def _is_dense(self) -> bool:
         step = self.steps_taken + 1
