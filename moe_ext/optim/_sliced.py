@@ -163,19 +163,18 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
         entries: Sequence[Trained],
         betas: tuple[float, float],
         eps: float,
-        *,
-        maximize: bool,
-        bias_correction: bool = True,
     ) -> list[Tensor]:
-        """Adam's quotient of the moments of each parameter, which are moved on."""
+        """Adam's quotient of the moments of each parameter of a group, which are moved on."""
         steps = [self._advance(e, _ADAM_BUFFERS) for e in entries]
         if not entries:
             return []
+        group = entries[0].group
+        bias_correction = group.get("bias_correction", True)
         exp_avgs, exp_avg_sqs = (
             [local_part(self.state[e.parameter][name]) for e in entries] for name in _ADAM_BUFFERS
         )
         grads = [local_grad(e) for e in entries]
-        if maximize:
+        if group["maximize"]:
             grads = list(torch._foreach_neg(grads))
         move_moments(exp_avgs, exp_avg_sqs, grads, betas)
         beta1, beta2 = betas
@@ -397,6 +396,16 @@ class SliceNorms:
             for i in range(len(families))
         ]
 
+    def rates(
+        self,
+        rate_of: Sequence[Callable[[Tensor, Tensor], Tensor]],
+        weights: Sequence[Tensor],
+        updates: Sequence[Tensor],
+    ) -> list[Tensor]:
+        """Factors on updates: of each parameter a function of both norms of its slices."""
+        norms = zip(rate_of, *self.norms(weights, updates), strict=True)
+        return self.factors([of(weight_G, update_G) for of, weight_G, update_G in norms])
+
     def factors(self, values: Sequence[Tensor]) -> list[Tensor]:
         """A value for each slice, shaped to multiply with the local parts."""
         return [
@@ -433,28 +442,3 @@ def _no_squares(entry: Trained) -> Tensor:
     """The squares of a parameter without a gradient."""
     local = local_part(entry.parameter)
     return local.new_zeros(len(local) if entry.group["per_expert"] else 1, dtype=torch.float64)
-
-
-def like_placed(parameter: Tensor, local: Tensor, summed_dim: int) -> Tensor:
-    """A DTensor of local parts of a sharded parameter with one dimension summed to length 1."""
-    if not is_dtensor(parameter):
-        return local
-    # Not at the top: the module takes a second to import, and is there where this is a DTensor.
-    from torch.distributed.tensor import DTensor, Replicate
-
-    summed_dim %= parameter.dim()
-    shape = [1 if dim == summed_dim else n for dim, n in enumerate(parameter.shape)]
-    placements = [
-        Replicate() if getattr(placement, "dim", None) == summed_dim else placement
-        for placement in parameter.placements
-    ]
-    # Strides of contiguous memory, those of dimensions without elements as of one.
-    stride = [math.prod(max(1, n) for n in shape[dim + 1 :]) for dim in range(len(shape))]
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=tuple(stride),
-    )

@@ -13,12 +13,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
-from moe_ext.distributed.dtensor import local_part, sharding_groups
+from moe_ext.distributed.dtensor import dtensor_of, is_dtensor, local_part, sharding_groups
 from moe_ext.optim._arguments import Trained, check_positive, options_in
 from moe_ext.optim._sliced import (
     SlicedOptimizer,
     SliceNorms,
-    like_placed,
     local_grad,
     logical,
     state_dtype,
@@ -109,14 +108,8 @@ class Adafactor(SlicedOptimizer):
             absent = [_NoMoment.of(entry) for _, entry in slices.absent]
             _update_factors([m for m in slices.in_order(moments, absent) if m.factored])
             updates = [moment.update() for moment in moments]
-            weight_norms, update_norms = slices.norms(weights, updates)
-        scales = [
-            moment.step_size(weight_G, update_G)
-            for moment, weight_G, update_G in zip(moments, weight_norms, update_norms, strict=True)
-        ]
-        for weight, update, moment, scale in zip(
-            weights, updates, moments, slices.factors(scales), strict=True
-        ):
+            scales = slices.rates([moment.step_size for moment in moments], weights, updates)
+        for weight, update, moment, scale in zip(weights, updates, moments, scales, strict=True):
             group = moment.entry.group
             if group["weight_decay"] != 0:
                 weight.mul_(1 - float(group["lr"]) * group["weight_decay"])
@@ -131,8 +124,8 @@ class Adafactor(SlicedOptimizer):
         if factored and "row_var" not in state:
             shape = list(grad.shape)
             rows, columns = [*shape[:-1], 1], [*shape[:-2], 1, shape[-1]]
-            state["row_var"] = like_placed(parameter, grad.new_zeros(rows), -1)
-            state["col_var"] = like_placed(parameter, grad.new_zeros(columns), -2)
+            state["row_var"] = _like_placed(parameter, grad.new_zeros(rows), -1)
+            state["col_var"] = _like_placed(parameter, grad.new_zeros(columns), -2)
         if entry.group["maximize"]:
             grad = grad.neg()
         return _Moment(entry, parameter, state, grad, step, factored)
@@ -215,6 +208,22 @@ class _NoMoment(_Moment):
     def sum_of_rows(self) -> Tensor:
         """As of zeros."""
         return self.grad.new_zeros((*self.grad.shape[:-2], 1, 1))
+
+
+def _like_placed(parameter: Tensor, local: Tensor, summed_dim: int) -> Tensor:
+    """A DTensor of local parts of a sharded parameter with one dimension summed to length 1."""
+    if not is_dtensor(parameter):
+        return local
+    # Not at the top: the module takes a second to import, and is there where this is a DTensor.
+    from torch.distributed.tensor import Replicate
+
+    summed_dim %= parameter.dim()
+    shape = [1 if dim == summed_dim else n for dim, n in enumerate(parameter.shape)]
+    placements = [
+        Replicate() if getattr(placement, "dim", None) == summed_dim else placement
+        for placement in parameter.placements
+    ]
+    return dtensor_of(local, parameter.device_mesh, placements, torch.Size(shape))
 
 
 def _is_factored(parameter: Tensor, entry: Trained) -> bool:

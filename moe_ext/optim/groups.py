@@ -6,25 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from moe_ext.distributed.dtensor import is_dtensor
-from moe_ext.distributed.placement import Placement, placements, replica_group, sharded_parameters
-
-
-def stacked_experts(model: nn.Module) -> set[str]:
-    """Names of the parameters whose first dimension counts experts."""
-    places = placements(model)
-    return {
-        name
-        for name, parameter in model.named_parameters()
-        if name in places and _is_stacked(parameter, places[name])
-    }
-
-
-def _is_stacked(parameter: nn.Parameter, placement: Placement) -> bool:
-    whole = placement.axis == "ep" and placement.dim == 0
-    return whole and parameter.dim() > 0 and parameter.shape[0] == placement.size
+from moe_ext.distributed.placement import placements, replica_group, sharded_parameters
 
 
 def param_groups(
@@ -57,7 +41,12 @@ def param_groups(
     """
     sharded_parameters(model)  # optimizers ask for parameters alone
     experts = {name: p for name, p in placements(model).items() if p.axis == "ep"}
-    stacked = stacked_experts(model)
+    # Parameters whose first dimension counts experts.
+    stacked = {
+        name
+        for name, p in model.named_parameters()
+        if name in experts and experts[name].dim == 0 and p.shape[:1] == (experts[name].size,)
+    }
     options = _muon_options(model, stacked, adamw) if muon else {}
     groups: dict[tuple[object, ...], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
@@ -78,7 +67,8 @@ def param_groups(
             if vector:
                 group |= {"weight_decay": 0.0, "adapt": False}
             if process_groups and ep_group is not None and experts[name].num_parts > 1:
-                group["process_group"] = _replicas(ep_group, parameter)
+                replicas = replica_group(ep_group, parameter.device)
+                group["process_group"] = "self" if replicas is None else replicas
             groups[key] = group
         groups[key]["params"].append((name, parameter))
     return list(groups.values())
@@ -113,8 +103,3 @@ def _muon_options(
                 if name in stacked and in_turn:
                     found[name]["interleaved"] = True
     return found
-
-
-def _replicas(ep_group: ProcessGroup, parameter: nn.Parameter) -> ProcessGroup | str:
-    replicas = replica_group(ep_group, parameter.device)
-    return "self" if replicas is None else replicas

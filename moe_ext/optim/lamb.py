@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,41 +90,22 @@ class LAMB(SlicedOptimizer):
     def _take_step(self, trained: list[Trained], weights: list[Tensor], slices: SliceNorms) -> None:
         with self._unchanged_if_it_fails(trained, slices):
             updates = self._directions(trained, weights)
-            weight_norms, update_norms = slices.norms(weights, updates)
-        ratios = [
-            trust_ratio(entry.group, weight_G, update_G)
-            for entry, weight_G, update_G in zip(trained, weight_norms, update_norms, strict=True)
-        ]
-        for weight, update, entry, ratio in zip(
-            weights, updates, trained, slices.factors(ratios), strict=True
-        ):
+            ratio_of = [partial(trust_ratio, entry.group) for entry in trained]
+            ratios = slices.rates(ratio_of, weights, updates)
+        for weight, update, entry, ratio in zip(weights, updates, trained, ratios, strict=True):
             weight.sub_(update.mul_((ratio * entry.group["lr"]).to(update.dtype)))
 
     def _directions(self, trained: list[Trained], weights: list[Tensor]) -> list[Tensor]:
         """Every parameter's r, and the moments moved on."""
-        updates: dict[int, Tensor] = {}
+        updates: list[Tensor] = []
         for group in self.param_groups:
-            members = [i for i, entry in enumerate(trained) if entry.group is group]
-            if not members:
-                continue
-            found = self._group_directions(
-                group, [trained[i] for i in members], [weights[i] for i in members]
-            )
-            updates |= dict(zip(members, found, strict=True))
-        return [updates[index] for index in range(len(trained))]
-
-    def _group_directions(
-        self, group: dict[str, Any], entries: list[Trained], weights: list[Tensor]
-    ) -> list[Tensor]:
-        updates = self._adam_directions(
-            entries,
-            group["betas"],
-            group["eps"],
-            maximize=group["maximize"],
-            bias_correction=group["bias_correction"],
-        )
-        if group["weight_decay"] != 0:
-            torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
+            members = [entry for entry in trained if entry.group is group]
+            found = self._adam_directions(members, group["betas"], group["eps"])
+            if found and group["weight_decay"] != 0:
+                # The trained parameters of a group follow each other.
+                own = weights[len(updates) : len(updates) + len(found)]
+                torch._foreach_add_(found, own, alpha=group["weight_decay"])
+            updates += found
         return updates
 
 

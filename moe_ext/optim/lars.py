@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,29 +83,21 @@ class LARS(SlicedOptimizer):
 
     def _take_step(self, trained: list[Trained], weights: list[Tensor], slices: SliceNorms) -> None:
         grads = [local_grad(entry) for entry in trained]
-        weight_norms, grad_norms = slices.norms(weights, grads)
-        rates = [
-            _rate(entry.group, weight_G, grad_G)
-            for entry, weight_G, grad_G in zip(trained, weight_norms, grad_norms, strict=True)
-        ]
-        for weight, grad, entry, rate in zip(
-            weights, grads, trained, slices.factors(rates), strict=True
-        ):
-            self._apply(entry, weight, grad, rate)
-
-    def _apply(self, entry: Trained, weight: Tensor, grad: Tensor, rate: Tensor) -> None:
-        group = entry.group
-        update = grad.neg() if group["maximize"] else grad
-        if group["weight_decay"] != 0:
-            update = update.add(weight, alpha=group["weight_decay"])
-        update = update * rate.to(update.dtype)
-        if group["momentum"] != 0:
-            state = self.state[entry.parameter]
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = zeros_of_state(entry)
-            buffer = local_part(state["momentum_buffer"]).mul_(group["momentum"]).add_(update)
-            update = update.add_(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer
-        weight.sub_(update)
+        rates = slices.rates([partial(_rate, entry.group) for entry in trained], weights, grads)
+        for weight, grad, entry, rate in zip(weights, grads, trained, rates, strict=True):
+            group = entry.group
+            update = grad.neg() if group["maximize"] else grad
+            if group["weight_decay"] != 0:
+                update = update.add(weight, alpha=group["weight_decay"])
+            update = update * rate.to(update.dtype)
+            momentum = group["momentum"]
+            if momentum != 0:
+                state = self.state[entry.parameter]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = zeros_of_state(entry)
+                buffer = local_part(state["momentum_buffer"]).mul_(momentum).add_(update)
+                update = update.add_(buffer, alpha=momentum) if group["nesterov"] else buffer
+            weight.sub_(update)
 
 
 def _rate(group: dict[str, Any], weight_G: Tensor, grad_G: Tensor) -> Tensor:

@@ -20,7 +20,13 @@ from torch.optim.optimizer import Optimizer
 
 from moe_ext._checks import check_kind, check_numbers
 from moe_ext.comm.agreement import Agreement, checksum, is_nonfinite
-from moe_ext.comm.groups import group_ranks, group_size, resolve_group, small_message_device
+from moe_ext.comm.groups import (
+    group_rank,
+    group_ranks,
+    group_size,
+    resolve_group,
+    small_message_device,
+)
 from moe_ext.comm.pending import Pending
 from moe_ext.compression.codecs import Codec, PayloadCodec, codec_of
 from moe_ext.compression.codecs.chunked import ChunkedTopK
@@ -59,15 +65,13 @@ class _Part:
         self.memory = CodecMemory(shapes, self.original[0].device, key=key)
         self.pending: Pending[Tensor] | None = None
 
+    def pairs(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Each parameter with its weights at the last round."""
+        return list(zip(self.parameters, self.original, strict=True))
+
     def delta(self) -> Tensor:
         """Weights at the last round less weights now, flat."""
-        pairs = zip(self.original, self.parameters, strict=True)
-        return torch.cat([(x.float() - local_part(p.detach()).float()).flatten() for x, p in pairs])
-
-    def restore(self) -> None:
-        """Go back to the weights of the last round."""
-        for x, p in zip(self.original, self.parameters, strict=True):
-            local_part(p.detach()).copy_(x)
+        return torch.cat([(x.float() - local_part(p).float()).flatten() for p, x in self.pairs()])
 
 
 class _Fragment:
@@ -170,30 +174,16 @@ class DiLoCo:
         for optimizer in outers:
             check_kind(owner, "outer_optimizer", optimizer, Optimizer, required=True)
         check_kind(owner, "inner_optimizer", inner_optimizer, Optimizer, required=True)
-        if backup_device is not None:
-            check_kind(owner, "backup_device", backup_device, torch.device)
-        steps = sync_every // max(len(fragments), 1)
+        check_kind(owner, "backup_device", backup_device, torch.device)
+        count, delay, alpha = len(fragments), fragment_sync_delay, fragment_update_alpha
+        steps, rest = divmod(sync_every, max(count, 1))
+        multiple = f"a positive multiple of the {count} fragments"
         for name, value, fits, rule in (
-            ("model_fragments", len(fragments), len(fragments) > 0, "one or more modules"),
-            ("outer_optimizer", len(outers), len(outers) == len(fragments), "one a fragment"),
-            (
-                "sync_every",
-                sync_every,
-                steps > 0 and sync_every % len(fragments) == 0,
-                f"a positive multiple of the {len(fragments)} fragments",
-            ),
-            (
-                "fragment_sync_delay",
-                fragment_sync_delay,
-                0 <= fragment_sync_delay < max(steps, 1),
-                f"in [0, {steps})",
-            ),
-            (
-                "fragment_update_alpha",
-                fragment_update_alpha,
-                0.0 <= fragment_update_alpha <= 1.0,
-                "in [0, 1]",
-            ),
+            ("model_fragments", count, count > 0, "one or more modules"),
+            ("outer_optimizer", len(outers), len(outers) == count, "one a fragment"),
+            ("sync_every", sync_every, steps > 0 and rest == 0, multiple),
+            ("fragment_sync_delay", delay, 0 <= delay < max(steps, 1), f"in [0, {steps})"),
+            ("fragment_update_alpha", alpha, 0.0 <= alpha <= 1.0, "in [0, 1]"),
         ):
             if not fits:
                 raise ValueError(f"{owner}: expected {name} to be {rule}, got {value}")
@@ -209,8 +199,8 @@ class DiLoCo:
                 f"{owner}: expected manager to be a process group, a torchft.Manager or None, got "
                 f"{type(manager).__name__}"
             )
-        self._steps, self._delay = steps, fragment_sync_delay
-        self._alpha, self._inner = fragment_update_alpha, inner_optimizer
+        self._steps, self._delay = steps, delay
+        self._alpha, self._inner = alpha, inner_optimizer
         self.round, self._local_step = 0, 0
         self._fragments = []
         # Parameters that are not averaged, since they were frozen at first.
@@ -383,8 +373,8 @@ class DiLoCo:
         for part, delta_N in zip(fragment.parts, deltas, strict=True):
             if not is_nonfinite(delta_N):
                 continue
-            pieces = delta_N.split([x.numel() for x in part.original])
-            bad = [n for n, x in zip(part.names, pieces, strict=True) if is_nonfinite(x)]
+            named = zip(part.names, part.memory.pieces(delta_N), strict=True)
+            bad = [name for name, piece in named if is_nonfinite(piece)]
             return f"expected weights to be finite, got NaN or infinity in {bad[0]}"
         return None
 
@@ -435,7 +425,7 @@ class DiLoCo:
             means = [part.pending.wait() for part in fragment.parts if part.pending is not None]
             marks_N = torch.empty(0)
             if manager is not None and means:
-                length = sum(x.numel() for x in fragment.parts[0].original)
+                length = fragment.parts[0].memory.numel
                 means[0], marks_N = means[0][:length], means[0][length:]
             found = self._find_nonfinite(fragment, means)
             if found is None and len(marks_N):
@@ -447,12 +437,10 @@ class DiLoCo:
             fragment.drop_round()
             raise
         fragment.underway = False
-        local = [
-            [local_part(p.detach()).clone() for p in part.parameters] for part in fragment.parts
-        ]
-        grads = [[p.grad for p in part.parameters] for part in fragment.parts]
-        for part in fragment.parts:
-            part.restore()
+        averaged = [each for part in fragment.parts for each in part.pairs()]
+        local = [local_part(p).clone() for p, _ in averaged]
+        for p, x in averaged:
+            local_part(p).copy_(x)
         if manager is not None:
             if error is not None and hasattr(manager, "report_error"):
                 manager.report_error(error)
@@ -461,36 +449,31 @@ class DiLoCo:
                 if error is not None:
                     raise error
                 return
-        for part, mean_N in zip(fragment.parts, means, strict=True):
-            sizes = [x.numel() for x in part.original]
-            pieces = mean_N.split(sizes)
-            for p, x, piece in zip(part.parameters, part.original, pieces, strict=True):
-                grad = piece.view(x.shape).to(local_part(p.detach()))
-                p.grad = with_local(p, grad) if is_dtensor(p) else grad
         # The outer optimizer may hold parameters without a round, too, such as experts that no
         # other rank has: their gradients are those of inner steps.
-        averaged = {id(p) for part in fragment.parts for p in part.parameters}
-        held = (p for group in fragment.outer.param_groups for p in group["params"])
-        others = [(p, p.grad) for p in held if id(p) not in averaged]
-        for p, _ in others:
+        held = [p for group in fragment.outer.param_groups for p in group["params"]]
+        grads = [p.grad for p in held]
+        for p in held:
             p.grad = None
+        for part, mean_N in zip(fragment.parts, means, strict=True):
+            for p, mean in zip(part.parameters, part.memory.pieces(mean_N), strict=True):
+                p.grad = with_local(p, mean.to(local_part(p)))
         stepped = False
         try:
             fragment.outer.step()
             stepped = True
         finally:
-            for p, grad in others:
+            for p, grad in zip(held, grads, strict=True):
                 p.grad = grad
-            for part, mine, before in zip(fragment.parts, local, grads, strict=True):
-                rows = zip(part.parameters, part.original, mine, before, strict=True)
-                for p, x, own, grad in rows:
-                    p.grad = grad
-                    if not stepped:
-                        local_part(p.detach()).copy_(own)
-                        continue
-                    x.copy_(local_part(p.detach()))
-                    if self._alpha:
-                        local_part(p.detach()).lerp_(own, self._alpha)
+            for (p, x), own in zip(averaged, local, strict=True):
+                weights = local_part(p)
+                if not stepped:
+                    weights.copy_(own)
+                    continue
+                x.copy_(weights)
+                if self._alpha:
+                    weights.lerp_(own, self._alpha)
+            for part in fragment.parts:
                 part.memory.commit() if stepped else part.memory.rollback()
         self.round += 1
 
@@ -511,20 +494,25 @@ class DiLoCo:
                 f"{type(self).__name__}.state_dict: expected no message to be underway, got a "
                 "fragment between its beginning and its end; save after the round"
             )
-        rank = 0 if self._group is None else self._group.rank()
         return {
             "round": self.round,
             "local_step": self._local_step,
             "outer": [fragment.outer.state_dict() for fragment in self._fragments],
-            f"rank{rank}": {
-                f"{i}.{j}": {
+            f"rank{group_rank(self._group)}": {
+                key: {
                     "original": [x.clone() for x in part.original],
                     "owed": {kind: part.memory.copy_of(kind) for kind in part.memory.kinds()},
                     "server_start": part.memory.server_start,
                 }
-                for i, fragment in enumerate(self._fragments)
-                for j, part in enumerate(fragment.parts)
+                for key, part in self._parts_by_key().items()
             },
+        }
+
+    def _parts_by_key(self) -> dict[str, _Part]:
+        return {
+            f"{i}.{j}": part
+            for i, fragment in enumerate(self._fragments)
+            for j, part in enumerate(fragment.parts)
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -534,13 +522,8 @@ class DiLoCo:
             ValueError: the state is of other fragments, or of another rank. Nothing has changed
                 then.
         """
-        rank = 0 if self._group is None else self._group.rank()
+        rank, parts = group_rank(self._group), self._parts_by_key()
         own = state.get(f"rank{rank}", {})
-        parts = {
-            f"{i}.{j}": part
-            for i, fragment in enumerate(self._fragments)
-            for j, part in enumerate(fragment.parts)
-        }
         for key, part in parts.items():
             found = [tuple(x.shape) for x in own[key]["original"]] if key in own else None
             wanted = [tuple(x.shape) for x in part.original]

@@ -169,12 +169,8 @@ class Muon(SlicedOptimizer):
             members = [i for i, entry in enumerate(trained) if entry.group is group]
             rate, decay = float(group["lr"]), 1 - float(group["lr"]) * group["weight_decay"]
             if not group["use_muon"]:
-                directions = self._adam_directions(
-                    [trained[i] for i in members],
-                    group["adamw_betas"],
-                    group["adamw_eps"],
-                    maximize=group["maximize"],
-                )
+                own = [trained[i] for i in members]
+                directions = self._adam_directions(own, group["adamw_betas"], group["adamw_eps"])
                 for i, direction in zip(members, directions, strict=True):
                     weights[i].mul_(decay).sub_(direction, alpha=rate)
                 continue
@@ -196,8 +192,10 @@ class Muon(SlicedOptimizer):
         before = torch.zeros_like(grad) if kept is None else local_part(kept)
         momentum = before.lerp(grad, 1 - group["momentum"])
         update = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-        return momentum, _orthogonal(
-            group, entry.parameter, update.to(getattr(torch, group["ns_dtype"]))
+        update = update.to(getattr(torch, group["ns_dtype"]))
+        # Parts of one matrix are gathered.
+        return momentum, map_gathered(
+            lambda x: _of_each(group, x), update, like=logical(entry.parameter), num_dims=2
         )
 
 
@@ -222,12 +220,6 @@ def _scale(group: dict[str, Any], shape: torch.Size) -> float:
     if group["adjust_lr_fn"] == "match_rms_adamw":
         return 0.2 * math.sqrt(max(num_out, num_in))
     return math.sqrt(max(1, num_out / max(1, num_in)))
-
-
-def _orthogonal(group: dict[str, Any], parameter: Tensor, update: Tensor) -> Tensor:
-    """This rank's part of the matrices next to those of which it holds a part in `update`."""
-    matrices = logical(parameter)
-    return map_gathered(lambda x: _of_each(group, x), update, like=matrices, num_dims=2)
 
 
 def _of_each(group: dict[str, Any], x: Tensor) -> Tensor:
