@@ -5,10 +5,8 @@ Shapes: T tokens, D model, K top-k, R rows of a part.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +34,7 @@ from moe_ext.nn.experts import (
     run_experts,
     take_weights,
 )
-from moe_ext.nn.torch_state import autocast_dtype
+from moe_ext.nn.torch_state import TorchState
 
 
 def run_plan(
@@ -189,49 +187,6 @@ def _run_rounds(
 
 
 @dataclass(frozen=True)
-class _Setting:
-    """State that a recomputation needs beyond tensors: that of autocast and of the generators."""
-
-    device: torch.device
-    autocast: torch.dtype | None
-    cpu_state: Tensor | None
-    device_state: Tensor | None
-
-    @staticmethod
-    def now(device: torch.device, experts: nn.Module) -> _Setting:
-        # Only dropout and its like draw numbers; reading the state of a device synchronises.
-        draws = any(type(module).__name__.endswith("Dropout") for module in experts.modules())
-        on_cuda = device.type == "cuda"
-        return _Setting(
-            device,
-            autocast_dtype(device),
-            torch.get_rng_state() if draws else None,
-            torch.cuda.get_rng_state(device) if draws and on_cuda else None,
-        )
-
-    @contextlib.contextmanager
-    def restored(self) -> Any:
-        """The state of the forward pass."""
-        devices = [self.device] if self.device_state is not None else []
-        forked: AbstractContextManager[object] = contextlib.nullcontext()
-        if self.cpu_state is not None:
-            forked = torch.random.fork_rng(devices)
-        with forked:
-            if self.cpu_state is not None:
-                torch.set_rng_state(self.cpu_state)
-            if self.device_state is not None:
-                torch.cuda.set_rng_state(self.device_state, self.device)
-            with torch.enable_grad(), _autocast(self.device, self.autocast):
-                yield
-
-
-def _autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[object]:
-    if device.type == "meta":
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
-
-
-@dataclass(frozen=True)
 class _Work:
     """The rounds, and the modules that run them."""
 
@@ -264,7 +219,9 @@ class _RunRounds(torch.autograd.Function):
     def forward(
         ctx: Any, work: _Work, x_TD: Tensor, weights_TK: Tensor, *parameters: Tensor
     ) -> Tensor:
-        ctx.work, ctx.setting = work, _Setting.now(x_TD.device, work.experts)
+        # Only dropout and its like draw numbers.
+        draws = any(type(m).__name__.endswith("Dropout") for m in work.experts.modules())
+        ctx.work, ctx.setting = work, TorchState.now(x_TD.device, draws=draws)
         ctx.save_for_backward(x_TD, weights_TK, *parameters)
         y_TD: Tensor | None = None
         for one in work.rounds:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from moe_ext.comm import streams
 
 _AS_IT_IS = contextlib.nullcontext()
 
@@ -34,6 +37,50 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return _AS_IT_IS
     return torch.autocast(device.type, enabled=False)
+
+
+@dataclass(frozen=True)
+class TorchState:
+    """State that a second forward pass needs: that of autocast and of the generators.
+
+    Attributes:
+        device: of the pass.
+        autocast: see `autocast_dtype`.
+        generator: state of the CPU's; None where nothing is drawn.
+        device_generator: state of the device's, if it has one and anything is drawn.
+    """
+
+    device: torch.device
+    autocast: torch.dtype | None
+    generator: Tensor | None
+    device_generator: Tensor | None
+
+    @staticmethod
+    def now(device: torch.device, *, draws: bool = True) -> TorchState:
+        """The state before the first pass; reading that of a device's generator synchronises."""
+        of_device = draws and streams.has_streams(device)
+        return TorchState(
+            device,
+            autocast_dtype(device),
+            torch.get_rng_state() if draws else None,
+            torch.cuda.get_rng_state(device) if of_device else None,
+        )
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """The state for the second pass, with gradients."""
+        with contextlib.ExitStack() as stack:
+            if self.generator is not None:
+                devices = [] if self.device_generator is None else [self.device]
+                stack.enter_context(torch.random.fork_rng(devices))
+                torch.set_rng_state(self.generator)
+            if self.device_generator is not None:
+                torch.cuda.set_rng_state(self.device_generator, self.device)
+            stack.enter_context(torch.enable_grad())
+            kind, dtype = self.device.type, self.autocast
+            if kind != "meta":
+                stack.enter_context(torch.autocast(kind, dtype, enabled=dtype is not None))
+            yield
 
 
 def in_backward() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from moe_ext.comm.point_to_point import OrderedMessages, PeerMessage, PointToPoi
 from moe_ext.comm.reports import telling
 from moe_ext.comm.traffic import not_counted
 from moe_ext.nn.model_layers import set_loss_scale
-from moe_ext.nn.torch_state import autocast_dtype
+from moe_ext.nn.torch_state import TorchState
 from moe_ext.pipeline.table import MESSAGES, OF_STAGE, UPDATE, Action, ActionTable
 from moe_ext.pipeline.turn_plan import TurnPlan
 
@@ -75,32 +74,6 @@ class StageSetup:
         return not (self.lengths or self.update)
 
 
-@dataclass(frozen=True)
-class _TorchState:
-    """State of torch that a second forward pass needs: that of autocast and of the generators."""
-
-    device: torch.device
-    autocast: torch.dtype | None
-    generator: Tensor
-    # None on the CPU.
-    device_generator: Tensor | None
-
-    @staticmethod
-    def now(device: torch.device) -> _TorchState:
-        own = torch.cuda.get_rng_state(device) if streams.has_streams(device) else None
-        return _TorchState(device, autocast_dtype(device), torch.get_rng_state(), own)
-
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        kind, dtype = self.device.type, self.autocast
-        with torch.random.fork_rng([] if self.device_generator is None else [self.device]):
-            torch.set_rng_state(self.generator)
-            if self.device_generator is not None:
-                torch.cuda.set_rng_state(self.device_generator, self.device)
-            with torch.enable_grad(), torch.autocast(kind, dtype, enabled=dtype is not None):
-                yield
-
-
 class _InBackward(torch.autograd.Function):
     """Calls a function in a backward pass: layers take a forward pass there for a second one."""
 
@@ -141,7 +114,7 @@ class _Pass:
     x: Tensor
     # The output, or the loss, and what is kept for later slices; None: to be computed again.
     outs: tuple[Tensor, ...] | None
-    setting: _TorchState | None = None
+    setting: TorchState | None = None
     # Result of `stage_backward_input`, for the gradients of the weights.
     groups: list[dict[str, Any]] | None = None
 
@@ -459,7 +432,7 @@ class StepRun:
             x = self._part(self.inputs, unit)
         else:
             x = self._take("F", unit).requires_grad_()
-        setting = _TorchState.now(self.messages.device) if self.setup.recompute else None
+        setting = TorchState.now(self.messages.device) if self.setup.recompute else None
         outs = self._compute(unit, x)
         if unit.stage == self.setup.last:
             loss = outs[0].detach() * self._share(unit)

@@ -16,8 +16,9 @@ from rank_checks import Checks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_ext.comm import c10d, point_to_point
+from moe_ext.comm import c10d, point_to_point, streams
 from moe_ext.comm.point_to_point import PeerMessage
+from moe_ext.nn.torch_state import TorchState
 from moe_ext.pipeline import (
     SCHEDULES,
     Action,
@@ -27,7 +28,6 @@ from moe_ext.pipeline import (
     executor,
     make_table,
     plan_turns,
-    step,
 )
 from moe_ext.pipeline.check import messages_of_pairs
 from moe_ext.testing import spawn_ranks
@@ -250,12 +250,12 @@ def test_a_second_forward_pass_draws_from_the_state_of_its_device():
     generator, forked = torch.Generator().manual_seed(3), []
     cpu = torch.device("cpu")
     with (
-        mock.patch.object(step.streams, "has_streams", lambda device: True),
+        mock.patch.object(streams, "has_streams", lambda device: True),
         mock.patch.object(torch.cuda, "get_rng_state", lambda device: generator.get_state()),
         mock.patch.object(torch.cuda, "set_rng_state", lambda s, device: generator.set_state(s)),
         mock.patch.object(torch.random, "fork_rng", lambda d: forked.append(d) or nullcontext()),
     ):
-        state = step._TorchState.now(cpu)
+        state = TorchState.now(cpu)
         drawn = torch.rand(3, generator=generator)
         with state.restored():
             assert torch.equal(torch.rand(3, generator=generator), drawn)
