@@ -140,8 +140,6 @@ class Pipeline:
         updates, micro = updates_of(table).get((0, 0), {}), table.num_micro_batches
         sizes = Counter(updates.values())
         self._setup = StageSetup(
-            self.table,
-            self.rank,
             self.stages,
             loss_fn,
             recompute,
@@ -256,7 +254,8 @@ class Pipeline:
             assert self._group is not None
             look(self._group)
         with telling(self._group, _HOST, f"Pipeline.step on {self._messages.place}"):
-            for stage, name, given in ((0, "inputs", inputs), (setup.last, "targets", targets)):
+            last = self.table.num_stages - 1
+            for stage, name, given in ((0, "inputs", inputs), (last, "targets", targets)):
                 if stage in self.stages and len(given) != micro:
                     raise ValueError(
                         f"Pipeline.step: expected {name} to be {micro}, one for each micro-batch, "

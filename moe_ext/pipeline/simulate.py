@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from moe_ext._checks import check_numbers_of_fields
 from moe_ext.pipeline.table import MESSAGES, UPDATE, Action, ActionTable
 
 PerStage = float | Sequence[float]
+T = TypeVar("T")
 
 
 @dataclass
@@ -83,8 +84,7 @@ class Costs:
 
     def lead(self, action: Action) -> float:
         """Time from the beginning of an action to its wait for another stage, if it has one."""
-        of_kind, clock = self.ahead.get(action.kind, 0.0), Clock()
-        share = self.ahead.get(f"{action.stage}{action.kind}", of_kind)
+        share, clock = _of_stage(self.ahead, action, 0.0), Clock()
         if share == 1.0:
             return math.inf
         if share == 0.0:
@@ -97,7 +97,9 @@ class Costs:
     def course(self, action: Action, clock: Clock, *, until: float = 1.0) -> Iterator[float]:
         """Runs an action by a clock; yields, where it passes the turn on, when it can go on."""
         marks, rest = self._marks(action, until)
-        arrivals, transfer = dict[int, float](), self._transfer(action)
+        arrivals, transfer = dict[int, float](), self.transfer
+        if isinstance(transfer, Mapping):
+            transfer = _of_stage(transfer, action, 0.0)
         for work, is_end, i in marks:
             clock.now += work
             if is_end:
@@ -116,7 +118,7 @@ class Costs:
         if key not in self._known_marks:
             shares = sorted(
                 (share, is_end, i)
-                for i, exchange in enumerate(self._exchanges(action))
+                for i, exchange in enumerate(_of_stage(self.exchanges, action, ()))
                 for is_end, share in enumerate(exchange)
                 if share <= until
             )
@@ -126,16 +128,6 @@ class Costs:
                 done = share
             self._known_marks[key] = marks, own * (until - done)
         return self._known_marks[key]
-
-    def _transfer(self, action: Action) -> float:
-        if not isinstance(self.transfer, Mapping):
-            return self.transfer
-        of_kind = self.transfer.get(action.kind, 0.0)
-        return self.transfer.get(f"{action.stage}{action.kind}", of_kind)
-
-    def _exchanges(self, action: Action) -> Sequence[tuple[float, float]]:
-        of_kind = self.exchanges.get(action.kind, ())
-        return self.exchanges.get(f"{action.stage}{action.kind}", of_kind)
 
     def _in_turns(self, actions: Sequence[Action]) -> float:
         """Time of actions that pass the turn on at each wait, as `run_in_turns` does."""
@@ -152,6 +144,12 @@ class Costs:
             except StopIteration:
                 del left[turn]
         return clock.now
+
+
+def _of_stage(values: Mapping[str, T], action: Action, default: T) -> T:
+    """The value for an action's kind in its stage, or in any."""
+    of_kind = values.get(action.kind, default)
+    return values.get(f"{action.stage}{action.kind}", of_kind)
 
 
 class Span(NamedTuple):
@@ -299,9 +297,10 @@ def simulate(table: ActionTable, costs: Costs | None = None) -> Timeline:
     """
     replay = Replay(table, costs or Costs())
     if replay.stuck():
+        stuck = ", ".join(f"{action} (rank {rank})" for rank, action in replay.stuck().items())
         raise ValueError(
             "simulate: expected table to come to its end, got ranks that wait for each other in "
-            f"{_listed(replay.stuck())}; check_table says why"
+            f"{stuck}; check_table says why"
         )
     spans: list[list[Span]] = [[] for _ in table.rows]
     for rank, span in replay.order:
@@ -333,7 +332,3 @@ def makespan(table: ActionTable, costs: Costs) -> float:
             start = max(start, ready)
         free[rank] = ended[i] = start + seconds[like]
     return max(free, default=0.0)
-
-
-def _listed(stuck: dict[int, Action]) -> str:
-    return ", ".join(f"{action} (rank {rank})" for rank, action in stuck.items())

@@ -55,20 +55,14 @@ def plan_slices(
 
 def _smallest_sum(costs: list[list[float]], largest: float) -> tuple[float, list[int]]:
     """The smallest sum of costs of slices that cost `largest` at most, and their lengths."""
-    sums, starts = [0.0], [0]
+    # The smallest sum, and the slices that have it, up to each end.
+    best: list[tuple[float, list[int]]] = [(0.0, [])]
     for end in range(1, len(costs)):
-        found = min(
-            (
-                (sums[start] + each, start)
-                for start, each in enumerate(costs[end])
-                if each <= largest
-            ),
-            default=(math.inf, 0),
-        )
-        sums.append(found[0])
-        starts.append(found[1])
-    end, parts = len(costs) - 1, []
-    while end:
-        parts.append(end - starts[end])
-        end = starts[end]
-    return sums[-1], parts[::-1]
+        ways = [
+            (best[start][0] + each, start)
+            for start, each in enumerate(costs[end])
+            if each <= largest
+        ]
+        total, start = min(ways, default=(math.inf, 0))
+        best.append((total, [*best[start][1], end - start]))
+    return best[-1]

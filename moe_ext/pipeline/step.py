@@ -40,8 +40,6 @@ class StageSetup:
     """The stages of a rank, and how a step runs them; see `Pipeline`.
 
     Attributes:
-        table: with its messages.
-        rank: of this process in the pipeline.
         stages: modules of this rank by number.
         loss_fn: gives the loss of the last stage's output and a target.
         recompute: run forward passes again before backward passes.
@@ -52,8 +50,6 @@ class StageSetup:
         weight_stream: W runs on a stream of its own, where the device has streams.
     """
 
-    table: ActionTable
-    rank: int
     stages: Mapping[int, nn.Module]
     loss_fn: LossFunction
     recompute: bool
@@ -62,11 +58,6 @@ class StageSetup:
     versions: Mapping[tuple[int, int, int], Any]
     divisors: Sequence[int]
     weight_stream: bool
-
-    @property
-    def last(self) -> int:
-        """Number of the last stage."""
-        return self.table.num_stages - 1
 
     @property
     def in_turns(self) -> bool:
@@ -325,6 +316,7 @@ class StepRun:
     ) -> None:
         self.setup, self.messages = setup, messages
         self.inputs, self.targets, self.scale = inputs, targets, scale
+        self.table, self.last = messages.table, messages.table.num_stages - 1
         self.losses: dict[int, Tensor] = {}
         self.sent: list[Message] = []
         self.passes: dict[tuple[int, int, int], _Pass] = {}
@@ -342,10 +334,10 @@ class StepRun:
 
     def run_plan(self, plan: TurnPlan) -> None:
         """Run the actions of a plan, in as many lanes as it has."""
-        starts = list(plan.starts[self.setup.rank])
+        starts = list(plan.starts[self.messages.rank])
         seeds = torch.randint(2**62, (len(starts),)).tolist()
         state, underway = torch.get_rng_state(), set[Action]()
-        receives = [self.setup.table.receive(start.action) for start in starts]
+        receives = [self.table.receive(start.action) for start in starts]
         next_start = 0
 
         def post(until: int, *, ahead: bool) -> None:
@@ -374,7 +366,7 @@ class StepRun:
                 if action.kind == "F":
                     torch.default_generator.manual_seed(seeds[own - 1])
                 self.act(action)
-                send = self.setup.table.send(action)
+                send = self.table.send(action)
                 if send is not None:
                     self.act(send)
                 underway.discard(action)
@@ -407,7 +399,7 @@ class StepRun:
         assert action.micro_batch is not None
         way = action.kind[-1]
         if action.kind.startswith("SEND"):
-            x = self.given.pop((way, _unit(self.setup.table.peer(action)).key))
+            x = self.given.pop((way, _unit(self.table.peer(action)).key))
             assert isinstance(x, Tensor)
             # Memory of those that have gone goes to the next tensors.
             self.sent = [message for message in self.sent if not message.is_completed()]
@@ -434,7 +426,7 @@ class StepRun:
             x = self._take("F", unit).requires_grad_()
         setting = TorchState.now(self.messages.device) if self.setup.recompute else None
         outs = self._compute(unit, x)
-        if unit.stage == self.setup.last:
+        if unit.stage == self.last:
             loss = outs[0].detach() * self._share(unit)
             self.losses[unit.number] = self.losses.get(unit.number, 0) + loss
         else:
@@ -472,7 +464,7 @@ class StepRun:
             out = module(*given)
         if self.setup.lengths:
             out, kept = out
-        if unit.stage == self.setup.last:
+        if unit.stage == self.last:
             out = self.setup.loss_fn(out, self._part(self.targets, unit))
         else:
             self.messages.check_output(unit, out)
@@ -571,7 +563,7 @@ class StepRun:
         return state, state.outs
 
     def _output_grads(self, unit: Unit, outs: tuple[Tensor, ...]) -> list[Tensor]:
-        if unit.stage == self.setup.last:
+        if unit.stage == self.last:
             # A tensor made of a number would wait for the device.
             grads = [torch.ones_like(outs[0]).mul_(self._scale(unit))]
         else:

@@ -183,7 +183,7 @@ def _quickest(
 def _works(table: ActionTable, costs: Costs) -> tuple[list[list[int]], list[_ActionFacts]]:
     """The numbers of the actions of each rank, and what is known of each."""
     every = [action for row in table.rows for action in row]
-    number = {_as_whole(action): i for i, action in enumerate(every)}
+    number = {a._replace(kind=a.kind.replace("I", "B")): i for i, a in enumerate(every)}
     plain = replace(costs, exchanges={})
     times: dict[tuple[str, int], tuple[float, float]] = {}
     work, waiting = list[_ActionFacts](), [set[int]() for _ in every]
@@ -320,7 +320,3 @@ class _ClockRun:
         lane = _Lane(number, self._costs.course(action, rank.clock), rank.clock.now, given)
         rank.lanes[place] = lane
         return lane
-
-
-def _as_whole(action: Action) -> Action:
-    return action._replace(kind="B") if action.kind == "I" else action
