@@ -150,6 +150,7 @@ def optimizer_of(name, model):
     return muon(model) if name == "Muon" else MAKERS[name](optim.param_groups(model))
 
 
+@functools.cache
 def trained_alone(name="Muon", **options):
     whole = Model(**options)
     train(whole, optimizer_of(name, whole), range(3))

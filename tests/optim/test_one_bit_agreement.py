@@ -1,21 +1,22 @@
 """What ranks of the optimizers that communicate themselves tell each other before a step."""
 
 import copy
-import functools
 
 import pytest
 import torch
 import torch.distributed as dist
 from one_bit_ranks import MAKERS, assert_equal_on_ranks, assert_same, give, parameters, run
-from rank_checks import assert_passed, run_checks
+from rank_checks import Checks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from moe_ext import optim
-from moe_ext.testing import spawn_ranks
+
+checks = Checks()
 
 
+@checks()
 def check_messages_on_every_rank():
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     for name, make in MAKERS.items():
@@ -52,6 +53,7 @@ def check_messages_on_every_rank():
             make([d]).step()
 
 
+@checks(*((name,) for name in MAKERS))
 def check_a_state_loaded_on_one_rank_is_told(name):
     params, rank = parameters(), dist.get_rank()
     optimizer = MAKERS[name](params, lr=0.05)
@@ -65,6 +67,7 @@ def check_a_state_loaded_on_one_rank_is_told(name):
         optimizer.step()
 
 
+@checks(*((name,) for name in MAKERS))
 def check_a_state_loaded_on_one_rank_in_mid_training_is_told(name):
     params, rank = parameters(), dist.get_rank()
     optimizer = MAKERS[name](params, lr=0.05)
@@ -84,6 +87,7 @@ def check_a_state_loaded_on_one_rank_in_mid_training_is_told(name):
     run(optimizer, params, range(4, 6))
 
 
+@checks()
 def check_options_of_one_rank_are_told():
     p, rank = nn.Parameter(torch.zeros(4)), dist.get_rank()
     p.grad = torch.ones(4)
@@ -102,6 +106,7 @@ def check_options_of_one_rank_are_told():
         optim.OneBitLamb([p], coeff_beta=0.8 if rank else 0.9).step()
 
 
+@checks(*((name,) for name in MAKERS))
 def check_options_changed_on_one_rank_are_told(name):
     params, last = parameters(), dist.get_rank() == dist.get_world_size() - 1
     optimizer = MAKERS[name](params, lr=0.05)
@@ -124,6 +129,7 @@ def check_options_changed_on_one_rank_are_told(name):
     run(optimizer, params, range(9, 10))
 
 
+@checks(*((name,) for name in MAKERS))
 def check_gradients_too_large_for_the_type_they_travel_as(name):
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     # The second one travels as it is after the freeze, too; float16 ends at 65504.
@@ -146,6 +152,7 @@ def check_gradients_too_large_for_the_type_they_travel_as(name):
         assert moments[0].abs().max() > 1e13 and (moments[0] - moments[1]).abs().max() <= bound
 
 
+@checks()
 def check_many_parameters():
     params = [nn.Parameter(torch.zeros(1)) for _ in range(520)]
     optimizer = optim.OneBitAdam(params, 0.1)
@@ -157,32 +164,6 @@ def check_many_parameters():
     assert_equal_on_ranks(params[300:301] + params[510:511])
 
 
-CHECKS = {
-    **{
-        f"{check.__name__}-{name}": functools.partial(check, name)
-        for check in (
-            check_a_state_loaded_on_one_rank_is_told,
-            check_a_state_loaded_on_one_rank_in_mid_training_is_told,
-            check_gradients_too_large_for_the_type_they_travel_as,
-            check_options_changed_on_one_rank_are_told,
-        )
-        for name in MAKERS
-    },
-    "check_messages_on_every_rank": check_messages_on_every_rank,
-    "check_options_of_one_rank_are_told": check_options_of_one_rank_are_told,
-    "check_many_parameters": check_many_parameters,
-}
-
-
-def run_on_rank(rank):
-    return run_checks(CHECKS)
-
-
-@functools.cache
-def outcomes():
-    return spawn_ranks(run_on_rank, 3)
-
-
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", checks)
 def test_over_three_ranks(name):
-    assert_passed(outcomes(), name)
+    checks.assert_passed(3, name)

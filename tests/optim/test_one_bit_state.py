@@ -3,6 +3,7 @@
 import copy
 import functools
 import io
+import itertools
 import os
 
 import pytest
@@ -19,12 +20,14 @@ from one_bit_ranks import (
     run,
     total,
 )
-from rank_checks import assert_passed, run_checks
+from rank_checks import Checks
 from torch import nn
 
 from moe_ext import distributed as md
 from moe_ext import optim
 from moe_ext.testing import spawn_ranks
+
+over_3, over_4 = Checks(), Checks()
 
 
 @functools.cache
@@ -32,6 +35,7 @@ def first_ranks(count):
     return dist.new_group(list(range(count)))
 
 
+@over_3(*itertools.product(MAKERS, (2, 5, 9)))
 def check_resume_has_the_same_bits(name, steps):
     params = parameters()
     optimizer = MAKERS[name](params, lr=0.05, weight_decay=0.1)
@@ -48,6 +52,7 @@ def check_resume_has_the_same_bits(name, steps):
     assert_same(optimizer.rank_state_dict(), resumed.rank_state_dict())
 
 
+@over_3()
 def check_flush_brings_in_what_is_owed():
     params, ranks = parameters(), dist.get_world_size()
     optimizer = MAKERS["OneBitAdam"](params, lr=0.05)
@@ -80,11 +85,12 @@ def all_states(optimizer, group):
     return states
 
 
-def check_elastic(name, sizes):
+@over_4(*((name,) for name in MAKERS))
+def check_elastic(name):
     """What the mean is owed stays the same from one number of ranks to the next."""
     params = parameters()
     optimizer, size, done, states = None, None, 0, None
-    for size in sizes:
+    for size in (4, 2, 3):
         group = first_ranks(size)
         carried = [states, [p.detach() for p in params]]
         dist.broadcast_object_list(carried, src=0)
@@ -119,6 +125,7 @@ def want_of(states):
     return sums / len(states)
 
 
+@over_3()
 def check_states_of_other_ranks_are_refused():
     params = parameters()
     optimizer = MAKERS["OneBitAdam"](params, lr=0.05)
@@ -144,6 +151,7 @@ def check_states_of_other_ranks_are_refused():
     dist.barrier()
 
 
+@over_3(("OneBitAdam",), ("OneBitLamb",))
 def check_a_state_goes_by_names(name):
     params = parameters()
     names = [f"layer.{i}" for i in range(len(params))]
@@ -171,6 +179,7 @@ def check_a_state_goes_by_names(name):
         strange.load_state_dict(optimizer.rank_state_dict())
 
 
+@over_3()
 def check_a_state_that_has_lost_what_is_owed_is_refused():
     params = parameters()
     optimizer = MAKERS["OneBitAdam"](params, lr=0.05)
@@ -202,44 +211,14 @@ def lose_a_rank(rank):
     return True
 
 
-OF_THREE = {
-    **{
-        f"check_resume-{name}-{steps}": functools.partial(
-            check_resume_has_the_same_bits, name, steps
-        )
-        for name in MAKERS
-        for steps in (2, 5, 9)
-    },
-    **{
-        f"check_names-{name}": functools.partial(check_a_state_goes_by_names, name)
-        for name in ("OneBitAdam", "OneBitLamb")
-    },
-    "check_flush": check_flush_brings_in_what_is_owed,
-    "check_lost": check_a_state_that_has_lost_what_is_owed_is_refused,
-    "check_states_of_other_ranks_are_refused": check_states_of_other_ranks_are_refused,
-}
-OF_FOUR = {
-    f"check_elastic-{name}": functools.partial(check_elastic, name, (4, 2, 3)) for name in MAKERS
-}
-
-
-def run_on_rank(rank):
-    return run_checks(OF_FOUR if dist.get_world_size() == 4 else OF_THREE)
-
-
-@functools.cache
-def outcomes(world_size):
-    return spawn_ranks(run_on_rank, world_size)
-
-
-@pytest.mark.parametrize("name", OF_THREE)
+@pytest.mark.parametrize("name", over_3)
 def test_state_over_three_ranks(name):
-    assert_passed(outcomes(3), name)
+    over_3.assert_passed(3, name)
 
 
-@pytest.mark.parametrize("name", OF_FOUR)
+@pytest.mark.parametrize("name", over_4)
 def test_other_numbers_of_ranks(name):
-    assert_passed(outcomes(4), name)
+    over_4.assert_passed(4, name)
 
 
 def test_a_rank_that_dies_is_named_and_nothing_changes():

@@ -1,17 +1,16 @@
 """Optimizers that communicate themselves go on with another number of replicas of each expert."""
 
-import functools
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 from one_bit_ranks import MAKERS, assert_equal_on_ranks, rank_gradient, total
-from rank_checks import assert_passed, run_checks
+from rank_checks import Checks
 from torch import nn
 
-from moe_ext.testing import spawn_ranks
-
 EP = 2
+checks = Checks()
 
 
 def shared_by(size, neighbours):
@@ -40,6 +39,7 @@ def run(optimizer, params, part, steps):
         optimizer.step()
 
 
+@checks(*itertools.product(MAKERS, (False, True)))
 def check_experts(name, neighbours):
     """What each expert is owed, and its moments, come from the ranks that held it."""
     generator = torch.Generator().manual_seed(1)
@@ -83,6 +83,7 @@ def check_experts(name, neighbours):
         done += 8
 
 
+@checks()
 def check_another_division_is_refused():
     group, replicas, part = shared_by(4, False)
     weights = [torch.zeros(9, 20), torch.zeros(2, 3, 64)]
@@ -99,25 +100,6 @@ def check_another_division_is_refused():
     dist.barrier()
 
 
-CHECKS = {
-    **{
-        f"{name}-{neighbours}": functools.partial(check_experts, name, neighbours)
-        for name in MAKERS
-        for neighbours in (False, True)
-    },
-    "refused": check_another_division_is_refused,
-}
-
-
-def rank_all(rank):
-    return run_checks(CHECKS)
-
-
-@pytest.fixture(scope="module")
-def outcomes():
-    return spawn_ranks(rank_all, 4, timeout=90, group_timeout=20)
-
-
-@pytest.mark.parametrize("name", list(CHECKS))
-def test_replicas(outcomes, name):
-    assert_passed(outcomes, name)
+@pytest.mark.parametrize("name", checks)
+def test_replicas(name):
+    checks.assert_passed(4, name, timeout=90, group_timeout=20)

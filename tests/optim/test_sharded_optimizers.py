@@ -1,11 +1,12 @@
 import copy
 import functools
+import itertools
 import os
 
 import pytest
 import torch
 import torch.distributed as dist
-from rank_checks import ask_briefly, assert_passed, run_checks
+from rank_checks import Checks, ask_briefly
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,6 +24,7 @@ MAKERS = {
     "LARS": functools.partial(optim.LARS, lr=0.05, weight_decay=0.1, trust_coefficient=0.1),
     "Adafactor": functools.partial(optim.Adafactor, lr=0.05, weight_decay=0.1),
 }
+checks = Checks()
 
 
 @functools.cache
@@ -66,13 +68,14 @@ def gradients(step):
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
 
 
-def take_steps(optimizer, params, spread=lambda grad, p: grad, steps=3):
+def take_steps(optimizer, params, spread=lambda grad, p: grad, steps=2):
     for step in range(steps):
         for p, grad in zip(params, gradients(step), strict=False):
             p.grad = spread(grad, p)
         optimizer.step()
 
 
+@checks(*itertools.product(MAKERS, (False, True)))
 def check_any_placement(name, per_expert):
     for kind, (where, place) in placements().items():
         whole = whole_parameters()
@@ -94,6 +97,7 @@ def check_any_placement(name, per_expert):
                     assert value.placements == p.placements or key in ("row_var", "col_var")
 
 
+@checks()
 def check_factors_are_those_of_the_whole():
     where, place = mesh(dist.get_world_size()), [Shard(0)]
     whole = whole_parameters()
@@ -108,6 +112,7 @@ def check_factors_are_those_of_the_whole():
                 torch.testing.assert_close(found, value, **TIGHT)
 
 
+@checks()
 def check_one_all_reduce_for_all_norms():
     ranks, where = dist.get_world_size(), mesh(dist.get_world_size())
     for name in MAKERS:
@@ -156,10 +161,11 @@ def train(model, optimizer, steps):
         optimizer.zero_grad()
 
 
+@checks(*((name,) for name in MAKERS))
 def check_fully_shard(name):
     whole, model = Model(), Model()
     want = MAKERS[name](optim.param_groups(whole))
-    train(whole, want, range(4))
+    train(whole, want, range(3))
     for block in (model.moe, model):
         fully_shard(block, mesh=mesh(dist.get_world_size()))
     optimizer = MAKERS[name](optim.param_groups(model))
@@ -167,12 +173,13 @@ def check_fully_shard(name):
     train(model, optimizer, range(2))
     resumed = MAKERS[name](optim.param_groups(model))
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(model, resumed, range(2, 4))
+    train(model, resumed, range(2, 3))
     wanted = dict(whole.named_parameters())
     for key, p in model.named_parameters():
         torch.testing.assert_close(p.full_tensor(), wanted[key], **TIGHT)
 
 
+@checks()
 def check_messages():
     where = mesh(dist.get_world_size())
     for make in MAKERS.values():
@@ -220,32 +227,10 @@ def lose_a_rank(rank, name):
     return True
 
 
-CHECKS = {
-    **{
-        f"check_any_placement-{name}-{each}": functools.partial(check_any_placement, name, each)
-        for name in MAKERS
-        for each in (False, True)
-    },
-    **{f"check_fully_shard-{n}": functools.partial(check_fully_shard, n) for n in MAKERS},
-    "check_factors_are_those_of_the_whole": check_factors_are_those_of_the_whole,
-    "check_one_all_reduce_for_all_norms": check_one_all_reduce_for_all_norms,
-    "check_messages": check_messages,
-}
-
-
-def run(rank):
-    return run_checks(CHECKS)
-
-
-@functools.cache
-def outcomes(world_size):
-    return spawn_ranks(run, world_size)
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("name", checks)
 def test_sharded(name, world_size):
-    assert_passed(outcomes(world_size), name)
+    checks.assert_passed(world_size, name)
 
 
 @pytest.mark.parametrize("name", MAKERS)
