@@ -101,7 +101,7 @@ def seeded(fake):
     return found
 
 
-def main(path, name):
+def main(path):
     spec = importlib.util.spec_from_file_location("_C_streams", path)
     fake = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fake)
@@ -122,13 +122,15 @@ def main(path, name):
         (Pipeline, "_refuse", lambda *_: None),
     ]:
         mock.patch.object(target, attribute, new).start()
-    table = table_of(name)
-    found = {"seeded": seeded(fake), "cpu": grads_of(table, torch.device("cpu"), True)}
-    for way in ("main", "side"):
-        fake.seen()
-        grads = grads_of(table, DEVICE, way == "side")
-        events, races = fake.seen()
-        found[way] = {"grads": grads, "events": events, "races": races}
+    found = {"seeded": seeded(fake)}
+    for name in ("zbv", "mixed"):
+        table = table_of(name)
+        found[name] = {"cpu": grads_of(table, torch.device("cpu"), True)}
+        for way in ("main", "side"):
+            fake.seen()
+            grads = grads_of(table, DEVICE, way == "side")
+            events, races = fake.seen()
+            found[name][way] = {"grads": grads, "events": events, "races": races}
     json.dump(found, sys.stdout)
 
 

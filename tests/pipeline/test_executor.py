@@ -1,6 +1,7 @@
 """The executor: gradients of one process, from any schedule, with experts over ranks."""
 
 import functools
+import itertools
 import os
 import re
 import sys
@@ -208,7 +209,7 @@ def mesh():
 @over_4(
     *((name, "none") for name in SCHEDULES),
     *(("zero-bubble", how) for how in ("full", "selective")),
-    *((name, how, True) for name in SCHEDULES for how in ("full", "selective")),
+    *zip(SCHEDULES, itertools.cycle(("full", "selective")), itertools.repeat(True)),
     *((name, "none", True) for name in ("1f1b", "zbv", "dual-pipe-v")),
 )
 def experts_over_ranks(name, recompute, in_turns=False):
