@@ -5,311 +5,333 @@ Shapes: D model, F ffn, E experts.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_ext.integrations._state_parts import (
-    ExpertNames,
-    Parts,
-    Reader,
-    deinterleave,
-    flip,
-    halves,
-    interleave,
-)
-
 __all__ = ["LAYOUTS", "ExpertNames", "convert"]
 
-Write = Callable[[Parts], dict[str, Tensor]]
-
-
-@dataclass(frozen=True)
-class _List:
-    """One module an expert: `router.weight`, `experts.0.up.weight`, ...
-
-    `leading` stands for dimensions of size one before those of a weight or a bias; `flipped` says
-    that a linear layer has its weight as [in, out].
-    """
-
-    name: str
-    router: str
-    experts: str
-    names: ExpertNames | None = None
-    flipped: bool = False
-    leading: bool = False
-
-    def read(self, reader: Reader) -> Parts:
-        """Stack the experts."""
-        router = self._weight(reader, self.router, "E", "D")
-        bias = reader.take_if_there(f"{self.router}.bias", "E")
-        self._check_indices(reader)
-        names = self._names()
-        found = {"up": (names.up, "F", "D")}
-        if names.gate is not None:
-            found["gate"] = (names.gate, "F", "D")
-        found["down"] = (names.down, "D", "F")
-        stacked: dict[str, Tensor] = {}
-        for part, (layer, out_dim, in_dim) in found.items():
-            paths = [f"{self.experts}{e}.{layer}" for e in range(reader.sizes["E"])]
-            lead = ("1",) if self.leading else ()
-            weights = [self._weight(reader, path, *lead, out_dim, in_dim) for path in paths]
-            stacked[part] = torch.cat(weights) if self.leading else torch.stack(weights)
-            if f"{paths[0]}.bias" in reader:
-                biases = [reader.take(f"{path}.bias", *lead, out_dim) for path in paths]
-                stacked[f"{part}_bias"] = torch.cat(biases) if self.leading else torch.stack(biases)
-        return Parts(router=router, router_bias=bias, **stacked)
-
-    def write(self, parts: Parts) -> dict[str, Tensor]:
-        """Give every expert its own entries."""
-        names = self._names()
-        if names.gate is None:
-            parts.refuse(self.name, "gate")
-        else:
-            parts.need_gate(self.name)
-        state = {f"{self.router}.weight": flip(parts.router) if self.flipped else parts.router}
-        if parts.router_bias is not None:
-            state[f"{self.router}.bias"] = parts.router_bias
-        for e in range(parts.router.shape[0]):
-            for part, layer in (("gate", names.gate), ("up", names.up), ("down", names.down)):
-                if layer is None:
-                    continue
-                path = f"{self.experts}{e}.{layer}"
-                rows = slice(e, e + 1) if self.leading else e
-                weight = getattr(parts, part)[rows]
-                state[f"{path}.weight"] = flip(weight) if self.flipped else weight.clone()
-                if getattr(parts, f"{part}_bias") is not None:
-                    state[f"{path}.bias"] = getattr(parts, f"{part}_bias")[rows].clone()
-        return state
-
-    def _names(self) -> ExpertNames:
-        assert self.names is not None
-        return self.names
-
-    def _weight(self, reader: Reader, path: str, *dims: str) -> Tensor:
-        if not self.flipped:
-            return reader.take(f"{path}.weight", *dims)
-        return flip(reader.take(f"{path}.weight", *dims[::-1]))
-
-    def _check_indices(self, reader: Reader) -> None:
-        pattern = re.compile(re.escape(self.experts) + r"(\d+)\.")
-        matches = (pattern.match(name) for name in reader.names())
-        found = sorted({int(match[1]) for match in matches if match})
-        wanted = list(range(reader.sizes["E"]))
-        if found != wanted:
-            raise ValueError(
-                f"convert: expected the experts under {self.experts!r} to be 0..{len(wanted) - 1}, "
-                f"as the router has {len(wanted)}, got {found}"
-            )
-
-
-@dataclass(frozen=True)
-class _Fused:
-    """Stacked weights with gate and up in one: `gate_up_proj [E, 2F, D]`, `down_proj [E, D, F]`.
-
-    `interleaved` says that gate and up features come in turn, `flipped` that weights are [in, out].
-    """
-
-    name: str
-    router: str
-    experts: str
-    interleaved: bool = False
-    flipped: bool = False
-    plain: bool = True
-
-    def read(self, reader: Reader) -> Parts:
-        """Split gate and up."""
-        router = reader.take(f"{self.router}.weight", "E", "D")
-        router_bias = reader.take_if_there(f"{self.router}.bias", "E")
-        path = f"{self.experts}gate_up_proj"
-        if self.plain and path not in reader:
-            up = self._take(reader, f"{self.experts}up_proj", "F", "D")
-            up_bias = reader.take_if_there(f"{self.experts}up_proj_bias", "E", "F")
-            gate = gate_bias = None
-        else:
-            split = deinterleave if self.interleaved else halves
-            gate, up = split(self._take(reader, path, "2F", "D"))
-            both = reader.take_if_there(f"{path}_bias", "E", "2F")
-            gate_bias, up_bias = (None, None) if both is None else split(both)
-        down = self._take(reader, f"{self.experts}down_proj", "D", "F")
-        down_bias = reader.take_if_there(f"{self.experts}down_proj_bias", "E", "D")
-        return Parts(router, up, down, gate, router_bias, up_bias, down_bias, gate_bias)
-
-    def write(self, parts: Parts) -> dict[str, Tensor]:
-        """Join gate and up."""
-        state = {f"{self.router}.weight": parts.router}
-        if parts.router_bias is not None:
-            state[f"{self.router}.bias"] = parts.router_bias
-        if parts.gate is None and self.plain:
-            found = {"up_proj": parts.up, "up_proj_bias": parts.up_bias}
-        else:
-            join = interleave if self.interleaved else lambda *pair: torch.cat(pair, dim=1)
-            found = {"gate_up_proj": join(parts.need_gate(self.name), parts.up)}
-            if parts.gate_bias is not None and parts.up_bias is not None:
-                found["gate_up_proj_bias"] = join(parts.gate_bias, parts.up_bias)
-        found |= {"down_proj": parts.down, "down_proj_bias": parts.down_bias}
-        for name, tensor in found.items():
-            if tensor is not None:
-                flipped = self.flipped and not name.endswith("_bias")
-                state[f"{self.experts}{name}"] = flip(tensor) if flipped else tensor
-        return state
-
-    def _take(self, reader: Reader, name: str, out_dim: str, in_dim: str) -> Tensor:
-        if self.flipped:
-            return flip(reader.take(name, "E", in_dim, out_dim))
-        return reader.take(name, "E", out_dim, in_dim)
-
-
-@dataclass(frozen=True)
-class _MegaBlocks:
-    """`experts.mlp.w1` (the gate where there is a `v1`), `v1`, `w2`, each `[E*F, D]`."""
-
-    name: str = "megablocks"
-
-    def read(self, reader: Reader) -> Parts:
-        """Unfold the experts."""
-        router = reader.take("router.layer.weight", "E", "D")
-        rows = [reader.take("experts.mlp.w1", "EF", "D")]
-        if "experts.mlp.v1" in reader:
-            rows.append(reader.take("experts.mlp.v1", "EF", "D"))
-        down = reader.take("experts.mlp.w2", "EF", "D")
-        shape = (reader.sizes["E"], reader.sizes["F"], reader.sizes["D"])
-        *gate, up = (weight.view(shape) for weight in rows)
-        return Parts(router, up, flip(down.view(shape)), *gate)
-
-    def write(self, parts: Parts) -> dict[str, Tensor]:
-        """Fold the experts."""
-        parts.refuse(self.name, "router_bias", "up_bias", "down_bias", "gate_bias")
-        state = {"router.layer.weight": parts.router}
-        first, second = (parts.up, None) if parts.gate is None else (parts.gate, parts.up)
-        state["experts.mlp.w1"] = first.flatten(0, 1)
-        state["experts.mlp.w2"] = flip(parts.down).flatten(0, 1)
-        if second is not None:
-            state["experts.mlp.v1"] = second.flatten(0, 1)
-        return state
-
-
-@dataclass(frozen=True)
-class _Tutel:
-    """Experts "ffn": `batched_fc1_w`, `batched_fc2_w` `[E, F, D]`; "llama_ffn": flat `W_fc1..3`."""
-
-    name: str = "tutel"
-
-    def read(self, reader: Reader) -> Parts:
-        """Either kind of experts."""
-        router = reader.take("gates.0.wg.weight", "E", "D")
-        count = reader.take_if_there("_num_global_experts")
-        if count is not None and int(count) != reader.sizes["E"]:
-            raise ValueError(
-                f"convert: expected '_num_global_experts' to be {reader.sizes['E']}, the rows of "
-                f"the router, got {int(count)}"
-            )
-        if "experts.W_fc1" not in reader:
-            up = reader.take("experts.batched_fc1_w", "E", "F", "D")
-            down = flip(reader.take("experts.batched_fc2_w", "E", "F", "D"))
-            up_bias = reader.take_if_there("experts.batched_fc1_bias", "E", "F")
-            down_bias = reader.take_if_there("experts.batched_fc2_bias", "E", "D")
-            return Parts(router, up, down, up_bias=up_bias, down_bias=down_bias)
-        gate, up, down = (reader.take(f"experts.W_fc{i}", "EDF") for i in (1, 2, 3))
-        e, d, f = (reader.sizes[letter] for letter in "EDF")
-        return Parts(
-            router, flip(up.view(e, d, f)), flip(down.view(e, f, d)), flip(gate.view(e, d, f))
-        )
-
-    def write(self, parts: Parts) -> dict[str, Tensor]:
-        """Gated experts are "llama_ffn", the others "ffn"."""
-        parts.refuse(self.name, "router_bias")
-        state = {
-            "_num_global_experts": torch.tensor(parts.router.shape[0]),
-            "gates.0.wg.weight": parts.router,
-        }
-        if parts.gate is None:
-            state["experts.batched_fc1_w"] = parts.up
-            state["experts.batched_fc2_w"] = flip(parts.down)
-            if parts.up_bias is not None:
-                state["experts.batched_fc1_bias"] = parts.up_bias
-            if parts.down_bias is not None:
-                state["experts.batched_fc2_bias"] = parts.down_bias
-            return state
-        parts.refuse(self.name, "up_bias", "down_bias", "gate_bias")
-        for index, weight in enumerate((parts.gate, parts.up, parts.down), start=1):
-            state[f"experts.W_fc{index}"] = flip(weight).flatten()
-        return state
-
-
-@dataclass(frozen=True)
-class _TorchTitan:
-    """`w1_EFD` (gate), `w3_EFD` (up), `w2_EDF` (down)."""
-
-    name: str = "torchtitan"
-
-    def read(self, reader: Reader) -> Parts:
-        """The tensors, unchanged."""
-        router = reader.take("router.gate.weight", "E", "D")
-        path = "routed_experts.inner_experts."
-        gate = reader.take(f"{path}w1_EFD", "E", "F", "D")
-        up = reader.take(f"{path}w3_EFD", "E", "F", "D")
-        return Parts(router, up, reader.take(f"{path}w2_EDF", "E", "D", "F"), gate)
-
-    def write(self, parts: Parts) -> dict[str, Tensor]:
-        """The tensors, unchanged."""
-        parts.refuse(self.name, "router_bias", "up_bias", "down_bias", "gate_bias")
-        path = "routed_experts.inner_experts."
-        return {
-            "router.gate.weight": parts.router,
-            f"{path}w1_EFD": parts.need_gate(self.name),
-            f"{path}w2_EDF": parts.down,
-            f"{path}w3_EFD": parts.up,
-        }
-
-
-_TWO_LINEAR = ExpertNames(up="htoh4", down="h4toh")
-_Layout = _List | _Fused | _MegaBlocks | _Tutel | _TorchTitan
-_LAYOUTS: dict[str, _Layout] = {
-    layout.name: layout
-    for layout in (
-        _Fused("moe_ext", "router", "experts."),
-        _Fused("huggingface", "gate", "experts.", plain=False),
-        _Fused("gpt_oss", "router", "experts.", interleaved=True, flipped=True, plain=False),
-        _List("mixtral", "gate", "experts.", ExpertNames(gate="w1", up="w3", down="w2")),
-        _List("qwen_moe", "gate", "experts.", ExpertNames("up_proj", "down_proj", "gate_proj")),
-        _List("deepspeed", "deepspeed_moe.gate.wg", "deepspeed_moe.experts.deepspeed_experts."),
-        _List("fairscale", "gate.wg", "experts."),
-        _List("fastmoe", "gate.gate", "experts.", _TWO_LINEAR, leading=True),
-        _List("paddle", "gate.gate", "experts.", _TWO_LINEAR, flipped=True),
-        _List("paddle_torch", "gate.gate", "experts.", _TWO_LINEAR),
-        _MegaBlocks(),
-        _Tutel(),
-        _TorchTitan(),
-    )
+# Dimensions of the parts of a layer in a conversion. "2F" is gate and up in one.
+_DIMS = {
+    "router": "E D",
+    "router_bias": "E",
+    "gate": "E F D",
+    "gate_bias": "E F",
+    "up": "E F D",
+    "up_bias": "E F",
+    "down": "E D F",
+    "down_bias": "E D",
+    "gate_up": "E 2F D",
+    "gate_up_bias": "E 2F",
+    "count": "",
 }
 
-LAYOUTS = tuple(sorted(_LAYOUTS))
+# Part to key and dimensions in a library's file: "EF" is one dimension for two, and a key with
+# "{e}" is that of each expert, which has the other dimensions.
+Entries = dict[str, tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Names of the linear layers inside an expert module.
+
+    Attributes:
+        up: of the first layer, D to F.
+        down: of the last layer, F to D.
+        gate: of the gate layer, D to F; None for experts without a gate.
+    """
+
+    up: str
+    down: str
+    gate: str | None = None
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Entries of a layer whose experts have no gate, and of one whose experts have.
+
+    `pair_dim` is 1 where gates come before ups in "2F", 2 where they come in turn.
+    """
+
+    plain: Entries | None = None
+    gated: Entries | None = None
+    pair_dim: int = 1
+
+
+def _linear(part: str, path: str, dims: str, *, flipped: bool = False, lead: str = "") -> Entries:
+    """Entries of a linear layer; its weight has dimensions `dims`, or the reverse."""
+    weight = dims[::-1] if flipped else dims
+    return {
+        part: (f"{path}.weight", lead + weight),
+        f"{part}_bias": (f"{path}.bias", lead + dims[0]),
+    }
+
+
+def _modules(router: str, experts: str, names: ExpertNames, **options: Any) -> _Layout:
+    """Layout with one module an expert; `options` are those of `_linear`."""
+    flipped = options.get("flipped", False)
+    entries = _linear("router", router, "E D", flipped=flipped)
+    for part, layer in (("up", names.up), ("gate", names.gate), ("down", names.down)):
+        if layer is not None:
+            dims = "D F" if part == "down" else "F D"
+            entries |= _linear(part, f"{experts}{{e}}.{layer}", dims, **options)
+    return _Layout(plain=entries) if names.gate is None else _Layout(gated=entries)
+
+
+def _fused(router: str, up: str, dims: str, down: str, *, part: str = "gate_up") -> Entries:
+    """Entries of stacked weights, with gate and up in one or with no gate."""
+    return {
+        **_linear("router", router, "E D"),
+        part: (f"experts.{up}", dims),
+        f"{part}_bias": (f"experts.{up}_bias", _DIMS[f"{part}_bias"]),
+        "down": ("experts.down_proj", down),
+        "down_bias": ("experts.down_proj_bias", "E D"),
+    }
+
+
+_TUTEL = {"router": ("gates.0.wg.weight", "E D"), "count": ("_num_global_experts", "")}
+_STACKED = {
+    "moe_ext": _Layout(
+        plain=_fused("router", "up_proj", "E F D", "E D F", part="up"),
+        gated=_fused("router", "gate_up_proj", "E 2F D", "E D F"),
+    ),
+    "huggingface": _Layout(gated=_fused("gate", "gate_up_proj", "E 2F D", "E D F")),
+    "gpt_oss": _Layout(gated=_fused("router", "gate_up_proj", "E D 2F", "E F D"), pair_dim=2),
+    "megablocks": _Layout(
+        plain={
+            "router": ("router.layer.weight", "E D"),
+            "up": ("experts.mlp.w1", "EF D"),
+            "down": ("experts.mlp.w2", "EF D"),
+        },
+        gated={
+            "router": ("router.layer.weight", "E D"),
+            "gate": ("experts.mlp.w1", "EF D"),
+            "up": ("experts.mlp.v1", "EF D"),
+            "down": ("experts.mlp.w2", "EF D"),
+        },
+    ),
+    "tutel": _Layout(
+        plain={
+            **_TUTEL,
+            "up": ("experts.batched_fc1_w", "E F D"),
+            "down": ("experts.batched_fc2_w", "E F D"),
+            "up_bias": ("experts.batched_fc1_bias", "E F"),
+            "down_bias": ("experts.batched_fc2_bias", "E D"),
+        },
+        gated={
+            **_TUTEL,
+            "gate": ("experts.W_fc1", "EDF"),
+            "up": ("experts.W_fc2", "EDF"),
+            "down": ("experts.W_fc3", "EFD"),
+        },
+    ),
+    "torchtitan": _Layout(
+        gated={
+            "router": ("router.gate.weight", "E D"),
+            "gate": ("routed_experts.inner_experts.w1_EFD", "E F D"),
+            "up": ("routed_experts.inner_experts.w3_EFD", "E F D"),
+            "down": ("routed_experts.inner_experts.w2_EDF", "E D F"),
+        }
+    ),
+}
+_TWO_LINEAR = ExpertNames(up="htoh4", down="h4toh")
+# Router, experts and the names inside them, which are the user's where there is None.
+_OF_MODULES: dict[str, tuple[str, str, ExpertNames | None]] = {
+    "mixtral": ("gate", "experts.", ExpertNames(gate="w1", up="w3", down="w2")),
+    "qwen_moe": ("gate", "experts.", ExpertNames("up_proj", "down_proj", "gate_proj")),
+    "deepspeed": ("deepspeed_moe.gate.wg", "deepspeed_moe.experts.deepspeed_experts.", None),
+    "fairscale": ("gate.wg", "experts.", None),
+    "fastmoe": ("gate.gate", "experts.", _TWO_LINEAR),
+    "paddle": ("gate.gate", "experts.", _TWO_LINEAR),
+    "paddle_torch": ("gate.gate", "experts.", _TWO_LINEAR),
+}
+_OPTIONS: dict[str, dict[str, Any]] = {"fastmoe": {"lead": "1 "}, "paddle": {"flipped": True}}
+
+LAYOUTS = tuple(sorted([*_STACKED, *_OF_MODULES]))
 
 
 def _find(name: str, names: ExpertNames | None) -> _Layout:
-    if name not in _LAYOUTS:
+    if name not in LAYOUTS:
         raise ValueError(
             f"convert: expected source and target to be among {', '.join(LAYOUTS)}, got {name!r}"
         )
-    layout = _LAYOUTS[name]
-    if names is None:
-        if isinstance(layout, _List) and layout.names is None:
+    if name in _STACKED:
+        if names is not None:
             raise ValueError(
-                f"convert: expected ExpertNames for layout {name!r}, whose experts are modules of "
-                "the user's, got None"
+                f"convert: expected no ExpertNames for layout {name!r}, whose experts are stacked, "
+                f"got {names}"
             )
-        return layout
-    if not isinstance(layout, _List):
+        return _STACKED[name]
+    router, experts, usual = _OF_MODULES[name]
+    names = names or usual
+    if names is None:
         raise ValueError(
-            f"convert: expected no ExpertNames for layout {name!r}, whose experts are stacked, got "
-            f"{names}"
+            f"convert: expected ExpertNames for layout {name!r}, whose experts are modules of the "
+            "user's, got None"
         )
-    return replace(layout, names=names)
+    return _modules(router, experts, names, **_OPTIONS.get(name, {}))
+
+
+def _length(dim: str, sizes: Mapping[str, int]) -> int:
+    """Length of a dimension such as "F", "2F" or "EF"."""
+    factors = re.findall(r"\d+|[A-Z]", dim)
+    return math.prod(int(f) if f.isdigit() else sizes[f] for f in factors)
+
+
+def _in_order(value: Tensor, dims: str, wanted: str, sizes: Mapping[str, int]) -> Tensor:
+    """A tensor of dimensions `dims` as one of dimensions `wanted`, in which the letters are."""
+    letters, order = (re.findall(r"2?[A-Z]", text) for text in (dims, wanted))
+    apart = value.reshape([_length(letter, sizes) for letter in letters])
+    moved = apart.permute([letters.index(letter) for letter in order]).contiguous()
+    return moved.reshape([_length(dim, sizes) for dim in wanted.split()])
+
+
+class _LayerReader:
+    """Takes the entries of one layer, and checks their shapes against each other.
+
+    Args:
+        state: state dict of the model.
+        prefix: of the names of the layer.
+        layout: for messages.
+    """
+
+    def __init__(self, state: Mapping[str, Any], prefix: str, layout: str) -> None:
+        self._own = {n[len(prefix) :]: v for n, v in state.items() if n.startswith(prefix)}
+        self._prefix = prefix
+        self._layout = layout
+        self.sizes: dict[str, int] = {}
+
+    def read(self, layout: _Layout) -> dict[str, Tensor]:
+        """All parts of the layer.
+
+        Raises:
+            ValueError: an entry is missing, does not fit, or is left.
+        """
+        plain, gated = layout.plain or {}, layout.gated or {}
+        known = {key for key, _ in plain.values()}
+        has_gate = any(key in self._own for key, _ in gated.values() if key not in known)
+        entries = gated if has_gate or not plain else plain
+        parts = {}
+        for part, (key, dims) in entries.items():
+            optional = part.endswith("_bias") or part == "count"
+            if optional and key.replace("{e}", "0") not in self._own:
+                continue
+            if "{e}" in key:
+                if part == "up":  # the first of the experts
+                    self._check_indices(key.partition("{e}")[0])
+                keys = [key.replace("{e}", str(e)) for e in range(self.sizes["E"])]
+                value, dims = torch.stack([self._take(key, dims) for key in keys]), f"E {dims}"
+            else:
+                value = self._take(key, dims)
+            parts[part] = _in_order(value, dims, _DIMS[part], self.sizes)
+        self._finish()
+        count = parts.pop("count", None)
+        if count is not None and int(count) != self.sizes["E"]:
+            raise ValueError(
+                f"convert: expected {entries['count'][0]!r} to be {self.sizes['E']}, the rows of "
+                f"the router, got {int(count)}"
+            )
+        for end in ("", "_bias"):
+            if f"gate_up{end}" in parts:
+                both = parts.pop(f"gate_up{end}")
+                apart = both.unflatten(1, (2, -1) if layout.pair_dim == 1 else (-1, 2))
+                gate, up = apart.unbind(layout.pair_dim)
+                parts |= {f"gate{end}": gate.contiguous(), f"up{end}": up.contiguous()}
+        return parts
+
+    def _take(self, name: str, dims: str) -> Tensor:
+        """An entry of a shape such as "E 2F D"; letters get their sizes as they come."""
+        if name not in self._own:
+            raise ValueError(
+                f"convert: expected key {self._prefix + name!r} in a layer of layout "
+                f"{self._layout!r}, got none"
+            )
+        value, each = torch.as_tensor(self._own.pop(name)), dims.split()
+        if value.dim() != len(each) or not all(map(self._fits, each, value.shape)):
+            wanted = ", ".join(
+                dim + "".join(f" ({c}={self.sizes[c]})" for c in dim if c in self.sizes)
+                for dim in each
+            )
+            raise ValueError(
+                f"convert: expected {self._prefix + name!r} to be of shape [{wanted}], got "
+                f"{tuple(value.shape)}"
+            )
+        return value
+
+    def _fits(self, dim: str, size: int) -> bool:
+        """True if a size is the product that `dim` names; learns a letter of unknown size."""
+        unknown = [c for c in dim if c.isalpha() and c not in self.sizes]
+        known = _length(dim, {**self.sizes, **dict.fromkeys(unknown, 1)})
+        if not unknown:
+            return size == known
+        if len(unknown) > 1 or known == 0 or size % known != 0 or size == 0:
+            return False
+        self.sizes[unknown[0]] = size // known
+        return True
+
+    def _check_indices(self, experts: str) -> None:
+        pattern = re.compile(re.escape(experts) + r"(\d+)\.")
+        matches = map(pattern.match, self._own)
+        found = sorted({int(match[1]) for match in matches if match})
+        count = self.sizes["E"]
+        if found != list(range(count)):
+            raise ValueError(
+                f"convert: expected the experts under {experts!r} to be 0..{count - 1}, as the "
+                f"router has {count}, got {found}"
+            )
+
+    def _finish(self) -> None:
+        """ValueError for an entry of the layer that nobody took."""
+        if self._own:
+            raise ValueError(
+                f"convert: expected the keys of a layer of layout {self._layout!r} under prefix "
+                f"{self._prefix!r}, got {self._prefix + next(iter(self._own))!r}, which has no "
+                "counterpart"
+            )
+
+
+def _write(
+    name: str, layout: _Layout, parts: dict[str, Tensor], sizes: Mapping[str, int]
+) -> dict[str, Tensor]:
+    """Entries of a layer in a layout.
+
+    Raises:
+        ValueError: the layout has no place for a part, or needs another one.
+    """
+    entries = layout.gated if "gate" in parts else layout.plain
+    if entries is None and "gate" not in parts:
+        raise ValueError(
+            f"convert: expected a layer with gated experts for layout {name!r}, got one without"
+        )
+    parts = {"gate": parts["gate"]} if entries is None else dict(parts)
+    entries = entries or {}
+    if "gate_up" in entries:
+        for end in ("", "_bias"):
+            if {f"gate{end}", f"up{end}"} <= parts.keys():
+                pair = parts.pop(f"gate{end}"), parts.pop(f"up{end}")
+                parts[f"gate_up{end}"] = torch.stack(pair, layout.pair_dim).flatten(1, 2)
+    state: dict[str, Tensor] = {}
+    if "count" in entries:
+        state[entries["count"][0]] = torch.tensor(sizes["E"])
+    for part, value in parts.items():
+        if part not in entries:
+            raise ValueError(
+                f"convert: expected a layer without {part.replace('_', ' ')}, for which layout "
+                f"{name!r} has no place, got one of shape {tuple(value.shape)}"
+            )
+        key, dims = entries[part]
+        if "{e}" not in key:
+            state[key] = _in_order(value, _DIMS[part], dims, sizes)
+            continue
+        stacked = _in_order(value, _DIMS[part], f"E {dims}", sizes)
+        for e, own in enumerate(stacked):
+            state[key.replace("{e}", str(e))] = own.clone()
+    return state
 
 
 def convert(
@@ -348,8 +370,8 @@ def convert(
             shape that does not fit the others; the message names it.
     """
     reading, writing = _find(source, source_names), _find(target, target_names)
-    reader = Reader(state, prefix, source)
-    parts = reading.read(reader)
-    reader.finish()
+    reader = _LayerReader(state, prefix, source)
+    parts = reader.read(reading)
     others = {name: value for name, value in state.items() if not name.startswith(prefix)}
-    return {**others, **{prefix + name: value for name, value in writing.write(parts).items()}}
+    written = _write(target, writing, parts, reader.sizes)
+    return {**others, **{prefix + name: value for name, value in written.items()}}
