@@ -122,7 +122,7 @@ class RenamedLayer(MoELayer):
             router=gate,
             experts=experts,
             balance=0.0,
-            ep_group=ep_group if group_size(ep_group) > 1 else None,
+            ep_group=ep_group,
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -177,7 +177,7 @@ def expert_group(ep_size: int, owner: str) -> ProcessGroup | None:
         )
     if ep_size == 1:
         return None
-    world = world_group()
+    world = resolve_group(None, owner)
     assert world is not None
     known = _groups.setdefault(world, {})
     if ep_size not in known:
@@ -185,11 +185,6 @@ def expert_group(ep_size: int, owner: str) -> ProcessGroup | None:
         assert mesh.ep_group is not None
         known[ep_size] = mesh.ep_group
     return known[ep_size]
-
-
-def world_group() -> ProcessGroup | None:
-    """The default group; None where torch.distributed is not initialised."""
-    return resolve_group(None, "world_group")
 
 
 def float32_logits(x_TD: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -269,6 +264,13 @@ def uniform_noise(like: Tensor, low: float, high: float) -> Tensor:
 def refuse_option(owner: str, name: str, value: object, rule: str) -> None:
     """Raise the ValueError for an option that has no meaning here."""
     raise ValueError(f"{owner}: expected {name} to be {rule}, got {value!r}")
+
+
+def check_option(owner: str, name: str, value: object, *allowed: object) -> None:
+    """Raise the ValueError for a value that is none of those that have a meaning here."""
+    if value not in allowed:
+        *others, last = map(repr, allowed)
+        refuse_option(owner, name, value, f"{', '.join(others)} or {last}" if others else last)
 
 
 def check_known_keys(owner: str, config: dict[str, Any], known: tuple[str, ...], what: str) -> None:

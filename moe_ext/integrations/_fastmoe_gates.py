@@ -98,27 +98,27 @@ class LinearGate(Gate, abc.ABC):
         return decided
 
 
-def first_choice_loss(score_sum: Tensor, idx_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """GShard's loss over first choices, 1 when they are even, and their counts `[E]`."""
-    first_E = counts_of(idx_TK[:, 0], score_sum.shape[0])
-    return ops.load_balance_loss(score_sum, first_E, 1), first_E
-
-
 def gshard_output(
-    gate: LinearGate, logits_TE: Tensor, weights_TK: Tensor, chosen: ops.GateOutput, kept: Tensor
+    gate: LinearGate,
+    logits_TE: Tensor,
+    chosen: ops.GateOutput,
+    kept: Tensor,
+    *,
+    random_routing: bool,
 ) -> RouterOutput:
     """GShard: drop for lack of room, then drop second experts at random (kept iff u <= 2 * w2).
 
     Args:
         gate: whose loss is set.
         logits_TE: `[T, E]`.
-        weights_TK: weights that the outputs are combined with; `u` is compared with the second.
-        chosen: the two best experts.
+        chosen: the two best experts; `u` is compared with the weight of the second.
         kept: slots that their expert has room for, `[T, K]` bool.
+        random_routing: False drops none at random.
     """
-    idx = chosen.topk_idx
-    gate.loss, first_E = first_choice_loss(chosen.score_sum, idx)
-    if getattr(gate, "random_routing", False):
+    weights_TK, idx = chosen.topk_weights, chosen.topk_idx
+    first_E = counts_of(idx[:, 0], gate.num_experts)
+    gate.loss = ops.load_balance_loss(chosen.score_sum, first_E, 1)
+    if random_routing:
         drawn_T = torch.rand(idx.shape[0], device=idx.device)
         second_T = 2 * weights_TK[:, 1].detach() >= drawn_T
         stays = torch.stack([torch.ones_like(second_T), second_T], dim=1)

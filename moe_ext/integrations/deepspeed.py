@@ -17,6 +17,7 @@ from moe_ext import ops
 from moe_ext.integrations._base import (
     Gate,
     RenamedLayer,
+    check_option,
     counts_of,
     expert_group,
     first_and_drawn,
@@ -70,11 +71,10 @@ class TopKGate(Gate):
         top2_2nd_expert_sampling: bool = True,
     ) -> None:
         super().__init__(model_dim, num_experts, k)
-        if ep_group is not None:
-            refuse_option("deepspeed.TopKGate", "ep_group", ep_group, "None")
-        if noisy_gate_policy not in (None, "None", "Jitter", "RSample"):
-            rule = "None, 'Jitter' or 'RSample'"
-            refuse_option("deepspeed.MoE", "noisy_gate_policy", noisy_gate_policy, rule)
+        noisy_gate_policy = None if noisy_gate_policy == "None" else noisy_gate_policy
+        check_option("deepspeed.TopKGate", "ep_group", ep_group, None)
+        policies = (None, "Jitter", "RSample")
+        check_option("deepspeed.MoE", "noisy_gate_policy", noisy_gate_policy, *policies)
         if noisy_gate_policy == "RSample" and k != 1:
             refuse_option("deepspeed.MoE", "noisy_gate_policy", "RSample", f"None for k={k}")
         factors = {"capacity_factor": capacity_factor, "eval_capacity_factor": eval_capacity_factor}
@@ -88,7 +88,7 @@ class TopKGate(Gate):
         self.capacity_factor = capacity_factor
         self.eval_capacity_factor = eval_capacity_factor
         self.min_capacity = min_capacity
-        self.noisy_gate_policy = None if noisy_gate_policy == "None" else noisy_gate_policy
+        self.noisy_gate_policy = noisy_gate_policy
         self.drop_tokens = drop_tokens
         self.use_rts = use_rts
         self.top2_2nd_expert_sampling = top2_2nd_expert_sampling
@@ -216,8 +216,8 @@ class MoE(RenamedLayer):
         owner = "deepspeed.MoE"
         if use_tutel:
             refuse_option(owner, "use_tutel", use_tutel, "False, as there is one implementation")
-        if enable_expert_tensor_parallelism:
-            refuse_option(owner, "enable_expert_tensor_parallelism", True, "False")
+        name = "enable_expert_tensor_parallelism"
+        check_option(owner, name, enable_expert_tensor_parallelism, False)
         if ep_size < 1 or num_experts % ep_size != 0:
             refuse_option(owner, "num_experts", num_experts, f"a multiple of ep_size={ep_size}")
         gate = TopKGate(
@@ -251,8 +251,8 @@ class MoE(RenamedLayer):
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
         """Nothing to do: the groups exist since construction, of consecutive ranks."""
-        if use_data_before_expert_parallel_:
-            refuse_option("deepspeed.MoE", "use_data_before_expert_parallel_", True, "False")
+        name = "use_data_before_expert_parallel_"
+        check_option("deepspeed.MoE", name, use_data_before_expert_parallel_, False)
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, used_token: Tensor | None = None

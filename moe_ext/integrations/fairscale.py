@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
-from moe_ext.comm.groups import check_group, group_size
+from moe_ext.comm.groups import group_size, resolve_group
 from moe_ext.integrations._base import (
     Gate,
     RenamedLayer,
@@ -22,7 +22,6 @@ from moe_ext.integrations._base import (
     float32_logits,
     gumbel_noise,
     slots_with_room,
-    world_group,
 )
 from moe_ext.nn.module_experts import ModuleExperts
 from moe_ext.nn.routers import RouterOutput, Tokens
@@ -101,8 +100,7 @@ class MOELayer(RenamedLayer):
                 "fairscale.MOELayer: expected gate to be a moe_ext.integrations.fairscale.Top2Gate,"
                 f" got {type(gate).__name__}"
             )
-        group = world_group() if group is None else group
-        check_group(group, "fairscale.MOELayer")
+        group = resolve_group(group, "fairscale.MOELayer")
         local = [experts] if type(experts) is not nn.ModuleList else list(experts)
         total = len(local) * group_size(group)
         if total != gate.num_experts:

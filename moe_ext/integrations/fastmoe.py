@@ -15,13 +15,13 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext._checks import check_numbers
-from moe_ext.comm.groups import check_group, group_size
+from moe_ext.comm.groups import check_group, group_size, resolve_group
 from moe_ext.integrations._base import (
     RenamedLayer,
     activate,
+    check_option,
     refuse_option,
     slots_with_room,
-    world_group,
 )
 from moe_ext.integrations._fastmoe_gates import (
     GateHook,
@@ -31,7 +31,7 @@ from moe_ext.integrations._fastmoe_gates import (
     switch_output,
 )
 from moe_ext.nn.module_experts import ModuleExperts
-from moe_ext.nn.routers import BalanceTerms, RouterOutput
+from moe_ext.nn.routers import RouterOutput
 
 
 class NaiveGate(LinearGate):
@@ -57,12 +57,11 @@ class NaiveGate(LinearGate):
 
     def decide(self, logits_TE: Tensor) -> RouterOutput:
         """Choose experts from logits."""
-        gate = ops.topk_gate(logits_TE, self.top_k, score_fn="topk_softmax")
-        self.num_dropped = gate.topk_idx.new_zeros(())
         # FastMoE sums the losses of all gates, those without one included.
         self.loss = logits_TE.new_zeros(1, requires_grad=True)
-        terms = BalanceTerms(gate.score_sum.detach(), gate.num_tokens_per_expert, self.top_k)
-        return RouterOutput(logits_TE, gate, balance=terms)
+        chosen = ops.topk_gate(logits_TE, self.top_k, score_fn="topk_softmax")
+        weights, idx, counts_E, score_sum = chosen
+        return self.output(logits_TE, weights, idx, None, (counts_E, counts_E), score_sum)
 
 
 class GShardGate(NaiveGate):
@@ -89,8 +88,7 @@ class GShardGate(NaiveGate):
         random_routing: bool = True,
         gate_bias: bool = True,
     ) -> None:
-        if topk != 2:
-            refuse_option("fastmoe.GShardGate", "topk", topk, "2")
+        check_option("fastmoe.GShardGate", "topk", topk, 2)
         super().__init__(d_model, num_expert, world_size, 2, gate_bias)
         self.capacity = check_capacity("fastmoe.GShardGate", capacity)
         self.random_routing = random_routing
@@ -101,7 +99,7 @@ class GShardGate(NaiveGate):
         rows = math.ceil(self.capacity[0 if self.training else 1] * logits_TE.shape[0])
         room = rows * 2 // self.tot_expert
         kept = slots_with_room(chosen.topk_idx, self.tot_expert, room)
-        return gshard_output(self, logits_TE, chosen.topk_weights, chosen, kept)
+        return gshard_output(self, logits_TE, chosen, kept, random_routing=self.random_routing)
 
 
 class SwitchGate(NaiveGate):
@@ -128,8 +126,7 @@ class SwitchGate(NaiveGate):
         capacity: tuple[float, float] = (1.2, 2.4),
         gate_bias: bool = True,
     ) -> None:
-        if topk != 1:
-            refuse_option("fastmoe.SwitchGate", "topk", topk, "1")
+        check_option("fastmoe.SwitchGate", "topk", topk, 1)
         super().__init__(d_model, num_expert, world_size, 1, gate_bias)
         self.switch_eps = switch_eps
         self.capacity = check_capacity("fastmoe.SwitchGate", capacity)
@@ -158,8 +155,7 @@ class FMoELinear(nn.Module):
         self, num_expert: int, in_feat: int, out_feat: int, bias: bool = True, rank: int = 0
     ) -> None:
         super().__init__()
-        if rank != 0:
-            refuse_option("fastmoe.FMoELinear", "rank", rank, "0")
+        check_option("fastmoe.FMoELinear", "rank", rank, 0)
         self.num_expert = num_expert
         self.in_feat = in_feat
         self.out_feat = out_feat
@@ -229,8 +225,7 @@ class FMoE(RenamedLayer):
         check_numbers(owner, FMoE.__init__.__annotations__, locals())
         slices = {"mp_group": mp_group, "slice_group": slice_group}
         for name, value in {**slices, "mask": mask, "mask_dict": mask_dict}.items():
-            if value is not None:
-                refuse_option(owner, name, value, "None")
+            check_option(owner, name, value, None)
         if not (isinstance(gate, type) and issubclass(gate, NaiveGate)):
             raise TypeError(
                 f"{owner}: expected gate to be NaiveGate, GShardGate, SwitchGate of "
@@ -302,10 +297,8 @@ class FMoETransformerMLP(FMoE):
         **kwargs: Any,
     ) -> None:
         owner = "fastmoe.FMoETransformerMLP"
-        if expert_dp_comm not in ("none", "dp"):
-            refuse_option(owner, "expert_dp_comm", expert_dp_comm, "'none' or 'dp'")
-        if expert_rank != 0:
-            refuse_option(owner, "expert_rank", expert_rank, "0")
+        check_option(owner, "expert_dp_comm", expert_dp_comm, "none", "dp")
+        check_option(owner, "expert_rank", expert_rank, 0)
         if "expert" in kwargs:
             refuse_option(owner, "expert", kwargs["expert"], "left out")
         act = nn.GELU() if activation is None else activation
@@ -318,7 +311,7 @@ class FMoETransformerMLP(FMoE):
 def _group_of(owner: str, world_size: int, group: ProcessGroup | None) -> ProcessGroup | None:
     """The expert-parallel group; ValueError unless it has `world_size` ranks."""
     if group is None and world_size > 1:
-        group = world_group()
+        group = resolve_group(None, owner)
     check_group(group, owner)
     if group_size(group) != world_size:
         rule = f"the size of moe_group, {group_size(group)}"

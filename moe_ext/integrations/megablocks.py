@@ -26,6 +26,7 @@ from moe_ext.integrations._base import (
     Gate,
     RenamedLayer,
     activate,
+    check_option,
     counts_of,
     float32_logits,
     refuse_option,
@@ -82,11 +83,8 @@ class Arguments:
 
     def __post_init__(self) -> None:
         check_numbers_of_fields(self)
-        if self.mlp_type not in ("mlp", "glu"):
-            refuse_option("megablocks.Arguments", "mlp_type", self.mlp_type, "'mlp' or 'glu'")
-        if self.mlp_impl not in ("grouped", "sparse"):
-            rule = "'grouped' or 'sparse'"
-            refuse_option("megablocks.Arguments", "mlp_impl", self.mlp_impl, rule)
+        check_option("megablocks.Arguments", "mlp_type", self.mlp_type, "mlp", "glu")
+        check_option("megablocks.Arguments", "mlp_impl", self.mlp_impl, "grouped", "sparse")
         if self.shared_expert_hidden_size is None:
             self.shared_expert_hidden_size = self.ffn_hidden_size
 

@@ -18,6 +18,7 @@ from moe_ext.comm.groups import check_group, group_size
 from moe_ext.integrations._base import (
     RenamedLayer,
     check_known_keys,
+    check_option,
     refuse_option,
     slots_with_room_on_all_ranks,
 )
@@ -46,10 +47,8 @@ class NaiveGate(LinearGate):
 
     def decide(self, logits_TE: Tensor) -> RouterOutput:
         """Choose experts from logits."""
-        chosen = ops.topk_gate(logits_TE, self.top_k)
-        counts = (chosen.num_tokens_per_expert, chosen.num_tokens_per_expert)
-        weights = logits_TE.gather(1, chosen.topk_idx)
-        return self.output(logits_TE, weights, chosen.topk_idx, None, counts, chosen.score_sum)
+        weights, idx, counts_E, score_sum = _weighed_by_logits(logits_TE, self.top_k)
+        return self.output(logits_TE, weights, idx, None, (counts_E, counts_E), score_sum)
 
 
 class GShardGate(NaiveGate):
@@ -76,8 +75,7 @@ class GShardGate(NaiveGate):
         random_routing: bool = True,
         group: ProcessGroup | None = None,
     ) -> None:
-        if topk != 2:
-            refuse_option("paddle.GShardGate", "topk", topk, "2")
+        check_option("paddle.GShardGate", "topk", topk, 2)
         super().__init__(d_model, num_expert, world_size, 2)
         self.capacity = check_capacity("paddle.GShardGate", capacity)
         self.random_routing = random_routing
@@ -85,11 +83,10 @@ class GShardGate(NaiveGate):
 
     def decide(self, logits_TE: Tensor) -> RouterOutput:
         """Choose experts from logits."""
-        chosen = ops.topk_gate(logits_TE, 2)
+        chosen = _weighed_by_logits(logits_TE, 2)
         rows = math.ceil(self.capacity[0 if self.training else 1] * logits_TE.shape[0])
         kept = slots_with_room_on_all_ranks(chosen.topk_idx, self.tot_expert, rows, self.group)
-        weights = logits_TE.gather(1, chosen.topk_idx)
-        return gshard_output(self, logits_TE, weights, chosen, kept)
+        return gshard_output(self, logits_TE, chosen, kept, random_routing=self.random_routing)
 
 
 class SwitchGate(NaiveGate):
@@ -115,8 +112,7 @@ class SwitchGate(NaiveGate):
         capacity: tuple[float, float] = (1.2, 2.4),
         group: ProcessGroup | None = None,
     ) -> None:
-        if topk != 1:
-            refuse_option("paddle.SwitchGate", "topk", topk, "1")
+        check_option("paddle.SwitchGate", "topk", topk, 1)
         super().__init__(d_model, num_expert, world_size, 1)
         self.switch_eps = switch_eps
         self.capacity = check_capacity("paddle.SwitchGate", capacity)
@@ -128,11 +124,16 @@ class SwitchGate(NaiveGate):
         return switch_output(self, logits_TE, self.switch_eps, rows)
 
 
+def _weighed_by_logits(logits_TE: Tensor, top_k: int) -> ops.GateOutput:
+    chosen = ops.topk_gate(logits_TE, top_k)
+    return chosen._replace(topk_weights=logits_TE.gather(1, chosen.topk_idx))
+
+
 _GATES: dict[str | None, type[LinearGate]] = {
     "naive": NaiveGate,
-    None: NaiveGate,
     "gshard": GShardGate,
     "switch": SwitchGate,
+    None: NaiveGate,
 }
 
 
@@ -227,8 +228,7 @@ def _make_gate(
     if isinstance(gate, dict):
         check_known_keys(owner, gate, ("type", "top_k"), "gate")
         kind = gate.get("type", "gshard")
-        if kind not in _GATES:
-            refuse_option(owner, "gate['type']", kind, "'naive', 'gshard', 'switch' or None")
+        check_option(owner, "gate['type']", kind, *_GATES)
         if num_expert < 1:
             refuse_option(owner, "experts", [], "at least one module")
         return _GATES[kind](d_model, num_expert, ranks, gate.get("top_k", 2))  # type: ignore[call-arg]

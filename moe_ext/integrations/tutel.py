@@ -1,31 +1,232 @@
 """Tutel's `moe_layer` on moe_ext.
 
-Shapes: T tokens, D model, E experts, K top-k.
+Shapes: T tokens, D model, F ffn, E experts, L local experts, K top-k, N rows, P projected.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext.comm import collectives
-from moe_ext.comm.groups import GroupHandle, check_group, group_size
+from moe_ext.comm.groups import GroupHandle, group_size, resolve_group
+from moe_ext.distributed.dtensor import local_part
 from moe_ext.integrations._base import (
+    FacadeExperts,
     Gate,
     RenamedLayer,
+    activate,
+    check_known_keys,
+    check_option,
     counts_of,
+    float32_logits,
     refuse_option,
     slots_with_room,
-    world_group,
 )
-from moe_ext.integrations._tutel_parts import local_count, make_experts, make_gate
 from moe_ext.nn.routers import RouterOutput, Tokens
+from moe_ext.nn.torch_state import without_autocast
+
+_Activation = Callable[[Tensor], Tensor]
+
+_GATE_KEYS = ("type", "k", "capacity_factor", "gate_noise", "fp32_gate")
+_COSINE_KEYS = (*_GATE_KEYS, "proj_dim", "init_t")
+_EXPERT_KEYS = {
+    "ffn": ("activation_fn", "output_dim", "has_fc1_bias", "has_fc2_bias"),
+    "llama_ffn": ("activation_fn",),
+}
+_OWNER = "tutel.moe_layer"
+_MAX_TEMPERATURE = math.log(1.0 / 0.01)
+
+
+class _LinearTopKGate(nn.Module):
+    """`logits = x @ wg.T`, in float32."""
+
+    def __init__(self, model_dim: int, num_global_experts: int, k: int, fp32_gate: bool) -> None:
+        super().__init__()
+        dtype = torch.float32 if fp32_gate else None
+        self.wg = nn.Linear(model_dim, num_global_experts, bias=False, dtype=dtype)
+        self.top_k = min(num_global_experts, k)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """`[T, D] -> [T, E]`."""
+        return float32_logits(x_TD, self.wg.weight)
+
+
+class _CosineTopKGate(nn.Module):
+    """Cosine of the projected token and each expert's embedding, over a learned temperature."""
+
+    def __init__(
+        self, model_dim: int, num_global_experts: int, k: int, proj_dim: int, init_t: float
+    ) -> None:
+        super().__init__()
+        self.top_k = min(num_global_experts, k)
+        self.temperature = nn.Parameter(torch.log(torch.full([1], 1.0 / init_t)))
+        self.cosine_projector = nn.Linear(model_dim, proj_dim)
+        self.sim_matrix = nn.Parameter(torch.empty(proj_dim, num_global_experts))
+        nn.init.normal_(self.sim_matrix, 0, 0.01)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """`[T, D] -> [T, E]`."""
+        projector = self.cosine_projector
+        x_TP = float32_logits(x_TD, projector.weight, projector.bias)
+        with without_autocast(x_TD.device):
+            experts_PE = F.normalize(self.sim_matrix.to(x_TP.dtype), dim=0)
+            scale = self.temperature.to(x_TP.dtype).clamp(max=_MAX_TEMPERATURE).exp()
+            return F.normalize(x_TP, dim=1) @ experts_PE * scale
+
+
+def _make_gate(config: dict[str, Any], model_dim: int, num_experts: int) -> nn.Module:
+    """A gate from Tutel's configuration, which is left as it is."""
+    kind = config.get("type")
+    k = int(config.get("k", 1))
+    if k < 1:
+        refuse_option(_OWNER, "gate_type['k']", config["k"], "at least 1")
+    if kind == "top":
+        check_known_keys(_OWNER, config, _GATE_KEYS, "a gate of type 'top'")
+        gate: nn.Module = _LinearTopKGate(
+            model_dim, num_experts, k, bool(config.get("fp32_gate", False))
+        )
+    elif kind == "cosine_top":
+        check_known_keys(_OWNER, config, _COSINE_KEYS, "a gate of type 'cosine_top'")
+        proj_dim, init_t = config.get("proj_dim", 256), config.get("init_t", 0.5)
+        gate = _CosineTopKGate(model_dim, num_experts, k, proj_dim, init_t)
+    elif kind == "custom":
+        rest = {name: value for name, value in config.items() if name not in ("type", "module")}
+        gate = config["module"](model_dim=model_dim, num_global_experts=num_experts, **rest)
+    else:
+        refuse_option(_OWNER, "gate_type['type']", kind, "'top', 'cosine_top' or 'custom'")
+    for name, default in (("gate_noise", 0.0), ("capacity_factor", 1.0)):
+        if not hasattr(gate, name):
+            setattr(gate, name, float(config.get(name, default)))
+    return gate
+
+
+class _FFNExperts(FacadeExperts):
+    """`act(x @ fc1[e].T + b1[e]) @ fc2[e] + b2[e]`; fc1 and fc2 are `[L, F, D]`."""
+
+    batched_fc1_bias: nn.Parameter | None
+    batched_fc2_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        model_dim: int,
+        ffn_dim: int,
+        num_local: int,
+        activation_fn: _Activation | None,
+        biases: tuple[bool, bool],
+        group: ProcessGroup | None,
+    ) -> None:
+        super().__init__(num_local, group)
+        self.activation_fn = F.relu if activation_fn is None else activation_fn
+        self.batched_fc1_w = nn.Parameter(torch.empty(num_local, ffn_dim, model_dim))
+        self.batched_fc2_w = nn.Parameter(torch.empty(num_local, ffn_dim, model_dim))
+        for name, dim, wanted in (
+            ("batched_fc1_bias", ffn_dim, biases[0]),
+            ("batched_fc2_bias", model_dim, biases[1]),
+        ):
+            zeros = nn.Parameter(torch.zeros(num_local, dim))
+            self.register_parameter(name, zeros if wanted else None)
+        self._spread()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw weights uniformly in +-1/sqrt(fan_in); biases zero."""
+        for weight, fan_in in (
+            (self.batched_fc1_w, self.batched_fc1_w.shape[2]),
+            (self.batched_fc2_w, self.batched_fc2_w.shape[1]),
+        ):
+            bound = 1.0 / math.sqrt(fan_in)
+            nn.init.uniform_(local_part(weight), -bound, bound)
+        for bias in (self.batched_fc1_bias, self.batched_fc2_bias):
+            if bias is not None:
+                nn.init.zeros_(local_part(bias))
+
+    def forward(self, rows_ND: Tensor, expert_offsets: Tensor) -> Tensor:
+        """`[N, D] -> [N, D]`."""
+        up = ops.grouped_mm(
+            rows_ND, self.batched_fc1_w, expert_offsets, bias_EM=self.batched_fc1_bias
+        )
+        down_EDF = self.batched_fc2_w.transpose(1, 2)
+        hidden = activate(up, self.activation_fn)
+        return ops.grouped_mm(hidden, down_EDF, expert_offsets, bias_EM=self.batched_fc2_bias)
+
+
+class _LlamaExperts(FacadeExperts):
+    """`(act(x @ fc1[e]) * (x @ fc2[e])) @ fc3[e]`; each parameter is flat, as in Tutel."""
+
+    W_fc1: nn.Parameter
+    W_fc2: nn.Parameter
+    W_fc3: nn.Parameter
+
+    def __init__(
+        self,
+        model_dim: int,
+        ffn_dim: int,
+        num_local: int,
+        activation_fn: _Activation | None,
+        group: ProcessGroup | None,
+    ) -> None:
+        super().__init__(num_local, group)
+        self.activation_fn = F.silu if activation_fn is None else activation_fn
+        self.shape = (num_local, model_dim, ffn_dim)
+        for name in ("W_fc1", "W_fc2", "W_fc3"):
+            self.register_parameter(name, nn.Parameter(torch.empty(math.prod(self.shape))))
+        self._spread()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw weights from a normal distribution of width 0.01."""
+        for parameter in self.parameters():
+            nn.init.normal_(local_part(parameter), 0, 0.01)
+
+    def forward(self, rows_ND: Tensor, expert_offsets: Tensor) -> Tensor:
+        """`[N, D] -> [N, D]`."""
+        num_local, model_dim, ffn_dim = self.shape
+        first, second = (
+            ops.grouped_mm(rows_ND, weight.view(self.shape).transpose(1, 2), expert_offsets)
+            for weight in (self.W_fc1, self.W_fc2)
+        )
+        down_EDF = self.W_fc3.view(num_local, ffn_dim, model_dim).transpose(1, 2)
+        return ops.grouped_mm(
+            activate(first, self.activation_fn) * second, down_EDF, expert_offsets
+        )
+
+
+def _make_experts(
+    config: dict[str, Any], model_dim: int, num_local: int, group: ProcessGroup | None
+) -> nn.Module:
+    """Experts from Tutel's configuration, which is left as it is."""
+    kind = str(config.get("type"))
+    check_option(_OWNER, "experts['type']", kind, *_EXPERT_KEYS)
+    sizes = ("type", "num_experts_per_device", "count_per_node", "hidden_size_per_expert")
+    check_known_keys(_OWNER, config, sizes + _EXPERT_KEYS[kind], f"experts of type {kind!r}")
+    ffn_dim = config.get("hidden_size_per_expert")
+    if not isinstance(ffn_dim, int) or ffn_dim < 1:
+        refuse_option(_OWNER, "experts['hidden_size_per_expert']", ffn_dim, "at least 1")
+    check_option(_OWNER, "experts['output_dim']", config.get("output_dim"), model_dim, None)
+    activation_fn = config.get("activation_fn")
+    assert ffn_dim is not None
+    if kind == "llama_ffn":
+        return _LlamaExperts(model_dim, ffn_dim, num_local, activation_fn, group)
+    biases = (bool(config.get("has_fc1_bias", True)), bool(config.get("has_fc2_bias", True)))
+    return _FFNExperts(model_dim, ffn_dim, num_local, activation_fn, biases, group)
+
+
+def _local_count(config: dict[str, Any]) -> int:
+    """Experts of each rank."""
+    count = config.get("num_experts_per_device", config.get("count_per_node", 1))
+    if not isinstance(count, int) or count < 1:
+        rule = "at least 1, since an expert is not split over ranks"
+        refuse_option(_OWNER, "experts['num_experts_per_device']", count, rule)
+    return count
 
 
 @dataclass
@@ -168,23 +369,24 @@ class MOELayer(RenamedLayer):
         parallel_type: str = "adaptive:1",
         use_2dh: bool = False,
     ) -> None:
-        owner = "tutel.moe_layer"
-        _check_overlap(owner, a2a_ffn_overlap_degree)
-        _check_ways(owner, is_postscore, parallel_type, use_2dh)
-        group = world_group() if group is None else group
-        check_group(group, owner)
+        check_option(_OWNER, "a2a_ffn_overlap_degree", a2a_ffn_overlap_degree, 1)
+        check_option(_OWNER, "is_postscore", is_postscore, True)
+        check_option(_OWNER, "use_2dh", use_2dh, False)
+        ways = ("adaptive:1", "data", "model", "auto")
+        check_option(_OWNER, "parallel_type", parallel_type, *ways)
+        group = resolve_group(group, _OWNER)
         group = group if group_size(group) > 1 else None
-        num_local = local_count(experts)
+        num_local = _local_count(experts)
         num_experts = num_local * group_size(group)
         _seed(seeds, 1)
-        modules = make_experts(experts, model_dim, num_local, group)
+        modules = _make_experts(experts, model_dim, num_local, group)
         configs = [gate_type] if isinstance(gate_type, dict) else list(gate_type)
         if not configs or not all(isinstance(config, dict) for config in configs):
-            refuse_option(owner, "gate_type", gate_type, "a dict or a list of dicts")
+            refuse_option(_OWNER, "gate_type", gate_type, "a dict or a list of dicts")
         gates = []
         for index, config in enumerate(configs):
             _seed(seeds, 0, index)
-            gates.append(make_gate(config, model_dim, num_experts))
+            gates.append(_make_gate(config, model_dim, num_experts))
         router = _Gates(
             gates,
             model_dim,
@@ -212,9 +414,7 @@ class MOELayer(RenamedLayer):
     def get_parameter_iterator(self, param_type: str) -> Any:
         """Named parameters of the gates ("gate") or of this rank's experts ("local_experts")."""
         modules = {"gate": self.router, "local_experts": self.experts}
-        if param_type not in modules:
-            rule = "'gate' or 'local_experts'"
-            refuse_option("tutel.moe_layer", "param_type", param_type, rule)
+        check_option(_OWNER, "param_type", param_type, *modules)
         return modules[param_type].named_parameters()
 
     def forward(  # type: ignore[override]
@@ -246,20 +446,17 @@ class MOELayer(RenamedLayer):
             `[..., D]` with the balance loss as attribute `l_aux`; or what `result_func` makes of
             it.
         """
-        owner = "tutel.moe_layer"
-        _check_overlap(owner, 1 if a2a_ffn_overlap_degree is None else a2a_ffn_overlap_degree)
-        if reserve_dims != 1:
-            refuse_option(owner, "reserve_dims", reserve_dims, "1")
-        if adaptive_r not in (None, 1):
-            refuse_option(owner, "adaptive_r", adaptive_r, "None or 1")
-        if megablocks_size != 0:
-            refuse_option(owner, "megablocks_size", megablocks_size, "0")
+        degree = 1 if a2a_ffn_overlap_degree is None else a2a_ffn_overlap_degree
+        check_option(_OWNER, "a2a_ffn_overlap_degree", degree, 1)
+        check_option(_OWNER, "reserve_dims", reserve_dims, 1)
+        check_option(_OWNER, "adaptive_r", adaptive_r, None, 1)
+        check_option(_OWNER, "megablocks_size", megablocks_size, 0)
         if top_k is not None and top_k < 1:
-            refuse_option(owner, "top_k", top_k, "at least 1")
+            refuse_option(_OWNER, "top_k", top_k, "at least 1")
         gates: Any = self.router
         if str(gate_index) not in dict(gates.named_children()):
             rule = f"in 0..{len(list(gates.children())) - 1}"
-            refuse_option(owner, "gate_index", gate_index, rule)
+            refuse_option(_OWNER, "gate_index", gate_index, rule)
         gates.call = _Call(gate_index, capacity_factor, top_k, inequivalent_tokens)
         y = self.run(input)
         self.l_aux, gates.loss = gates.loss, None
@@ -268,21 +465,6 @@ class MOELayer(RenamedLayer):
 
 
 moe_layer = MOELayer
-
-
-def _check_overlap(owner: str, degree: int) -> None:
-    if degree != 1:
-        refuse_option(owner, "a2a_ffn_overlap_degree", degree, "1")
-
-
-def _check_ways(owner: str, is_postscore: bool, parallel_type: str, use_2dh: bool) -> None:
-    if not is_postscore:
-        refuse_option(owner, "is_postscore", is_postscore, "True")
-    if use_2dh:
-        refuse_option(owner, "use_2dh", use_2dh, "False")
-    if parallel_type not in ("adaptive:1", "data", "model", "auto"):
-        rule = "'adaptive:1', 'data', 'model' or 'auto'"
-        refuse_option(owner, "parallel_type", parallel_type, rule)
 
 
 def _seed(seeds: Sequence[int | None] | None, place: int, offset: int = 0) -> None:
@@ -297,7 +479,7 @@ def _largest(value: int, group: ProcessGroup | None, device: torch.device) -> in
     if group is None:
         return value
     largest = torch.tensor(value, device=device)
-    return int(collectives.all_reduce_(largest, group, operation="tutel.moe_layer", op="max"))
+    return int(collectives.all_reduce_(largest, group, operation=_OWNER, op="max"))
 
 
 def _cv_squared(x_E: Tensor) -> Tensor:
@@ -314,7 +496,7 @@ def _load_importance_loss(
     """
     if not gate_noise > 0:
         rule = "positive for is_gshard_loss=False"
-        refuse_option("tutel.moe_layer", "gate_noise", gate_noise, rule)
+        refuse_option(_OWNER, "gate_noise", gate_noise, rule)
     threshold_T1 = noisy_TE.gather(1, idx_TK[:, -1:])
     width = gate_noise / logits_TE.shape[1]
     load_E = torch.special.ndtr((logits_TE - threshold_T1) / width).sum(0)

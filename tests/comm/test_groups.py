@@ -111,7 +111,6 @@ EXEMPT = {
     "MOELayer": "is fairscale.MOELayer",
     "MuLoCo": "is a DiLoCo",
     "zero_plus_plus": "takes a module that FSDP has wrapped",
-    "world_group": "is called by tutel, fairscale and fastmoe",
 }
 
 
