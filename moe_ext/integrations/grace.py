@@ -38,7 +38,7 @@ from moe_ext.comm.collectives import all_gather, all_reduce_
 from moe_ext.comm.failures import naming_failed_ranks
 from moe_ext.comm.groups import global_rank, group_size, resolve_group
 from moe_ext.compression.codecs.powersgd import PowerSGD
-from moe_ext.compression.feedback import CodecMemory, FeedbackStore
+from moe_ext.compression.feedback import CodecMemory
 from moe_ext.ops.quantize import dequantize_blockwise, quantize_blockwise
 from moe_ext.ops.topk import threshold_compress_, topk_compress_
 
@@ -316,9 +316,7 @@ class Allgather(Communicator):
         """See `Communicator`."""
         if self.world_size == 1 or not tensors:
             return self.compressor.aggregate([self.compressor.decompress(list(tensors), ctx)])
-        # Wider types first, so that every part is aligned where it starts.
-        order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
-        parts = [as_bytes(tensors[i]) for i in order]
+        parts = [as_bytes(tensor) for tensor in tensors]
         sizes = [[part.numel() for part in parts]] * self.world_size
         if not self.compressor.tensors_size_are_same:
             mine = torch.tensor(sizes[:1], device=parts[0].device)
@@ -331,12 +329,35 @@ class Allgather(Communicator):
             all_gather(row[None], self.group, operation=_OP), sizes, strict=True
         ):
             pieces = sent[: sum(lengths)].split(lengths)
-            found = {
-                i: x.clone().view(tensors[i].dtype) for i, x in zip(order, pieces, strict=True)
-            }
-            decoded.append(self.compressor.decompress([found[i] for i in range(len(found))], ctx))
+            # A copy is aligned, wherever the piece begins.
+            pairs = zip(pieces, tensors, strict=True)
+            codes = [piece.clone().view(own.dtype) for piece, own in pairs]
+            decoded.append(self.compressor.decompress(codes, ctx))
         total = self.compressor.aggregate(decoded)
         return total / self.world_size if self.compressor.average else total
+
+
+class _Memories(dict[str, CodecMemory]):
+    """A memory for each name, of one tensor."""
+
+    def make(self, name: str, like: Tensor) -> CodecMemory:
+        """A new memory for a tensor of this name."""
+        self[name] = CodecMemory([like.shape], like.device)
+        return self[name]
+
+    def kept(self, kind: str) -> dict[str, Tensor]:
+        """Name to the tensor of a kind, in the shape of the name's tensor."""
+        return {
+            name: memory.kept_tensor(kind).view(memory.shapes[0])
+            for name, memory in sorted(self.items())
+            if kind in memory.kinds()
+        }
+
+    def load(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
+        """Keep copies of what `kept` returned."""
+        for name, tensor in tensors.items():
+            memory = self.get(name) or self.make(name, tensor)
+            memory.put(kind, tensor.detach().clone().reshape(-1))
 
 
 # -- compressors -------------------------------------------------------------------------------
@@ -361,6 +382,12 @@ class Context:
 
 def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).float()
+
+
+def _check_momentum(owner: str, momentum: float) -> float:
+    if not 0.0 <= momentum < 1.0:
+        raise ValueError(f"{owner}: expected momentum to be in [0, 1), got {momentum!r}")
+    return momentum
 
 
 def _check_ratio(owner: str, ratio: float) -> float:
@@ -481,7 +508,7 @@ class _StatefulCompressor(Compressor):
     def __init__(self) -> None:
         super().__init__()
         self._steps: dict[str, int] = {}
-        self._memories: dict[str, CodecMemory] = {}
+        self._memories = _Memories()
 
     def _next_step(self, name: str) -> int:
         step = self._steps.get(name, 0)
@@ -490,10 +517,11 @@ class _StatefulCompressor(Compressor):
 
     def _memory(self, name: str, tensor: Tensor) -> CodecMemory:
         """Memory of a name, with a step begun."""
-        if name not in self._memories or self._memories[name].shapes[0] != tensor.shape:
-            self._memories[name] = CodecMemory([tensor.shape], tensor.device)
-        self._memories[name].begin()
-        return self._memories[name]
+        memory = self._memories.get(name)
+        if memory is None or memory.shapes[0] != tensor.shape:
+            memory = self._memories.make(name, tensor)
+        memory.begin()
+        return memory
 
     def undo(self, name: str) -> None:
         """See `Compressor`."""
@@ -628,11 +656,7 @@ class BlockQuantizer(_BlockCompressor):
 
     def __init__(self, format: str = "int8", bucket_size: int = 256) -> None:
         """Check the format."""
-        if format not in ("int8", "int4", "fp8"):
-            raise ValueError(
-                "BlockQuantizer: expected format to be one of ('int8', 'int4', 'fp8'), got "
-                f"{format!r}"
-            )
+        check_choice("BlockQuantizer", "format", format, ("int8", "int4", "fp8"))
         super().__init__(format, bucket_size)
 
 
@@ -688,11 +712,7 @@ class SignumCompressor(SignSGDCompressor):
         """Check the momentum."""
         check_numbers("SignumCompressor", SignumCompressor.__init__.__annotations__, locals())
         super().__init__(bucket_size)
-        if not 0.0 <= momentum < 1.0:
-            raise ValueError(
-                f"SignumCompressor: expected momentum to be in [0, 1), got {momentum!r}"
-            )
-        self.momentum = momentum
+        self.momentum = _check_momentum("SignumCompressor", momentum)
 
     def compress(self, tensor: Tensor, name: str) -> tuple[list[Tensor], Context]:
         """See `Compressor`."""
@@ -707,19 +727,14 @@ class SignumCompressor(SignSGDCompressor):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Compressor`."""
-        momenta = {
-            name: memory.copy_of("velocity").view(memory.shapes[0])
-            for name, memory in self._memories.items()
-            if memory.has("velocity")
-        }
+        momenta = {name: u.clone() for name, u in self._memories.kept("velocity").items()}
         return {**super().state_dict(), "momenta": momenta}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Compressor`."""
         super().load_state_dict(state)
-        self._memories = {}
-        for name, tensor in state["momenta"].items():
-            self._memory(name, tensor).put("velocity", tensor.detach().clone().reshape(-1))
+        self._memories = _Memories()
+        self._memories.load("velocity", state["momenta"])
 
 
 class PowerSGDCompressor(_StatefulCompressor):
@@ -762,7 +777,7 @@ class PowerSGDCompressor(_StatefulCompressor):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Compressor`."""
         super().load_state_dict(state)
-        self._memories = {}
+        self._memories = _Memories()
         for name, kinds in state["factors"].items():
             device = next((t.device for t in kinds.values()), torch.device("cpu"))
             memory = CodecMemory([torch.Size(state["shapes"][name])], device)
@@ -783,20 +798,20 @@ class NoneMemory(Memory):
 
 
 class _StoredMemory(Memory):
-    """Tensors by kind and name in a `FeedbackStore`, each name a group of its own.
+    """Tensors by kind and name.
 
     Args:
-        kinds: kinds of tensors in a `state_dict`, and in the store.
+        kinds: kinds of tensors in a `state_dict`, and in a `CodecMemory`.
     """
 
     def __init__(self, **kinds: str) -> None:
         self._kinds = kinds
-        self._store = FeedbackStore()
+        self._memories = _Memories()
         self._begun: list[CodecMemory] = []
 
     def _begin(self, name: str, like: Tensor) -> tuple[CodecMemory, list[Tensor | None]]:
         """The memory of a name, and what it keeps of each kind in the shape of the tensor."""
-        memory = self._store.group((name,), [like.shape], like.device)
+        memory = self._memories.get(name) or self._memories.make(name, like)
         if memory.shapes[0] != like.shape:
             raise ValueError(
                 f"{type(self).__name__}: expected {name} to be of shape {tuple(memory.shapes[0])} "
@@ -807,27 +822,24 @@ class _StoredMemory(Memory):
         kept = [memory.kept(kind) for kind in self._kinds.values()]
         return memory, [None if tensor is None else tensor.view(like.shape) for tensor in kept]
 
-    def _memory(self, name: str) -> CodecMemory:
-        return self._store.memories[(name,)]
-
     def commit(self) -> None:
         """See `Memory`."""
-        for memory in self._begun:
-            memory.commit()
-            memory.keep_no_spare()
-        self._begun.clear()
+        self._end(CodecMemory.commit)
 
     def rollback(self) -> None:
         """See `Memory`."""
+        self._end(CodecMemory.rollback)
+
+    def _end(self, how: Callable[[CodecMemory], None]) -> None:
         for memory in self._begun:
-            memory.rollback()
+            how(memory)
             memory.keep_no_spare()
         self._begun.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """See `Memory`."""
         return {
-            kind: {name: tensor.clone() for name, tensor in self._store.named(stored).items()}
+            kind: {name: tensor.clone() for name, tensor in self._memories.kept(stored).items()}
             for kind, stored in self._kinds.items()
         }
 
@@ -838,11 +850,9 @@ class _StoredMemory(Memory):
                 f"{type(self).__name__}: expected a state of {sorted(self._kinds)}, got "
                 f"{sorted(state)}"
             )
-        self._store = FeedbackStore()
+        self._memories = _Memories()
         for kind, tensors in state.items():
-            for name, tensor in tensors.items():
-                memory = self._store.group((name,), [tensor.shape], tensor.device)
-                memory.put(self._kinds[kind], tensor.detach().clone().reshape(-1))
+            self._memories.load(self._kinds[kind], tensors)
 
 
 class ResidualMemory(_StoredMemory):
@@ -865,7 +875,7 @@ class ResidualMemory(_StoredMemory):
     @property
     def residuals(self) -> Mapping[str, Tensor]:
         """Name to what is owed, after the last step."""
-        return self._store.named("residual")
+        return self._memories.kept("residual")
 
     def compensate(self, tensor: Tensor, name: str) -> Tensor:
         """See `Memory`."""
@@ -880,7 +890,7 @@ class ResidualMemory(_StoredMemory):
         left_N = ctx.left_N if isinstance(ctx, Context) else None
         if left_N is None:
             left_N = tensor - compressor.decompress(list(tensor_compressed), ctx)
-        self._memory(name).write("residual", left_N.reshape(-1))
+        self._memories[name].write("residual", left_N.reshape(-1))
 
 
 class DgcMemory(_StoredMemory):
@@ -909,9 +919,7 @@ class DgcMemory(_StoredMemory):
         """Check the momentum."""
         check_numbers("DgcMemory", DgcMemory.__init__.__annotations__, locals())
         super().__init__(momenta="velocity", residuals="residual")
-        if not 0.0 <= momentum < 1.0:
-            raise ValueError(f"DgcMemory: expected momentum to be in [0, 1), got {momentum!r}")
-        self.momentum = momentum
+        self.momentum = _check_momentum("DgcMemory", momentum)
         self.gradient_clipping = gradient_clipping
         self.group = group
 
@@ -942,7 +950,7 @@ class DgcMemory(_StoredMemory):
                 f"randomk), got {type(compressor).__name__}"
             )
         for kind in self._kinds.values():
-            self._memory(name).tensor(kind)[indices_K] = 0.0
+            self._memories[name].tensor(kind)[indices_K] = 0.0
 
     def _clipped(self, gradient: Tensor) -> Tensor:
         group = resolve_group(self.group, "DgcMemory")
