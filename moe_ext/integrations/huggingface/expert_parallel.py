@@ -349,15 +349,10 @@ def _join_files(folder: Path, num_ranks: int) -> None:
         file.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-_mixed_classes: dict[tuple[type, type], type] = {}
-
-
+@functools.cache
 def _mixed(mixin: type, cls: type, prefix: str = "") -> type:
     """A class of the two; transformers writes the name of a model's class into its files."""
-    if (mixin, cls) not in _mixed_classes:
-        names = {"__module__": __name__}
-        _mixed_classes[mixin, cls] = type(f"{prefix}{cls.__name__}", (mixin, cls), names)
-    return _mixed_classes[mixin, cls]
+    return type(f"{prefix}{cls.__name__}", (mixin, cls), {"__module__": __name__})
 
 
 @dataclass(frozen=True)

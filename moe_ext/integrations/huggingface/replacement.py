@@ -137,7 +137,6 @@ def replace(
         return _replace_over_ranks(model, ep_group, options)
     check_choice("replace", "dispatcher", dispatcher, DISPATCHERS)
     check_choice("replace", "combine", combine, COMBINES)
-    Wire.of("replace", wire)
     options.check(None)
     found = find(model, "replace")
     _run_by_us(found)
