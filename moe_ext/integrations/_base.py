@@ -284,14 +284,12 @@ def check_known_keys(owner: str, config: dict[str, Any], known: tuple[str, ...],
 
 def fused_name(activation: Callable[[Tensor], Tensor]) -> str | None:
     """Name of the fused kernel that computes the same function; None if there is none."""
-    function: Any = activation
-    options = getattr(function, "keywords", {})
-    function = getattr(function, "func", function)
+    function: Any = getattr(activation, "func", activation)
+    options = getattr(activation, "keywords", {})
     if isinstance(function, nn.GELU):
         function, options = nn.functional.gelu, {"approximate": function.approximate}
-    gelu = "gelu_tanh" if options.get("approximate", "none") == "tanh" else "gelu"
-    if function in (nn.functional.gelu, torch.nn.functional.gelu):
-        return gelu
+    if function is nn.functional.gelu:
+        return "gelu_tanh" if options.get("approximate") == "tanh" else "gelu"
     if isinstance(function, nn.ReLU) or function in (nn.functional.relu, torch.relu):
         return "relu"
     if isinstance(function, nn.SiLU) or function is nn.functional.silu:

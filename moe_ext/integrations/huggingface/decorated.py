@@ -21,7 +21,7 @@ class ReplacedParts:
     """The parts of a model that a replacement touches."""
 
     model: Any
-    experts: dict[str, nn.Module]
+    experts: dict[str, Any]
 
     def implementations(self) -> list[tuple[Any, str | None]]:
         """Configs that name an implementation, outer ones first, with that name."""
@@ -33,7 +33,7 @@ class ReplacedParts:
         self.model.set_experts_implementation(name)
         for module in self.experts.values():
             # A layer with a config of its own, which the model's method does not reach.
-            module.config._experts_implementation = name  # type: ignore[union-attr]
+            module.config._experts_implementation = name
 
 
 def restore(implementations: list[tuple[Any, str | None]]) -> None:

@@ -402,10 +402,10 @@ def place_of(module: Any, name: str, group: ProcessGroup | None) -> Placement:
     )
 
 
-def declare_placements(module: nn.Module, num_experts: int, group: ProcessGroup | None) -> None:
+def declare_placements(module: Any, group: ProcessGroup | None) -> None:
     """Say what this rank holds of the parameters of experts."""
     # First, or the next line would make this rank's part of the whole ones.
-    whole = Placement.of_experts(num_experts, None, dim=None)
+    whole = Placement.of_experts(module.num_experts, None, dim=None)
     declare_placement(module, whole, [n for n, _ in module.named_parameters() if not _stacked(n)])
     declare_placement(module, place_of(module, "down_proj", group))
     if shards_of_experts(group) > 1:
@@ -428,7 +428,7 @@ def wholes(found: ReplacedParts, ep_group: ProcessGroup) -> list[Whole]:
     num_ranks = group_size(ep_group) // shards
     made: list[Whole] = []
     for path, module in found.experts.items():
-        num_experts: int = module.num_experts  # type: ignore[assignment]
+        num_experts: int = module.num_experts
         if num_experts % num_ranks != 0:
             raise ValueError(
                 f"replace: expected {path}.num_experts to be a multiple of the group size "
@@ -486,7 +486,7 @@ def dispatchers_of(
                 "them, which takes every row on the rank of its token, got "
                 f"{options.dispatcher!r} and {path}"
             )
-        num_experts: int = module.num_experts  # type: ignore[assignment]
+        num_experts: int = module.num_experts
         # To a dispatcher shards, and slots for experts that move, are experts.
         spread = num_experts * shards_of_experts(ep_group) * (1 + (options.moves is not None))
         own = named_dispatcher(
@@ -517,25 +517,22 @@ def shard(
         options: of the rows.
     """
     for path, module in found.experts.items():
-        num_experts: int = module.num_experts  # type: ignore[assignment]
-        module._ep_group = GroupHandle(ep_group)  # type: ignore[assignment]
-        module._dispatcher = dispatchers[path]  # type: ignore[assignment]
-        module.__class__ = _mixed(ShardedExperts, type(module), "Sharded")
-        declare_placements(module, num_experts, ep_group)
-        moves = options.moves
-        spread: Any = module
-        spread._capacity = options.capacity
-        spread._rebalancer = None if moves is None else Rebalancer(moves, spread)
+        module._ep_group = GroupHandle(ep_group)
+        module._dispatcher = dispatchers[path]
+        module.__class__ = _mixed(ShardedExperts, module.__class__, "Sharded")
+        declare_placements(module, ep_group)
+        module._capacity, moves = options.capacity, options.moves
+        module._rebalancer = None if moves is None else Rebalancer(moves, module)
         if shards_of_experts(ep_group) > 1:
             continue  # there are no adapters
-        place = Placement.of_experts(num_experts, ep_group)
+        place = Placement.of_experts(module.num_experts, ep_group)
         for wrapper in wrappers_of(found.model, path):
             wrapper.takes_dtensors = True
             for name, _, own in placed(wrapper, place):
                 declare_placement(wrapper, own, [name])
     for outer in {found.model, model}:
         outer._ep_group = GroupHandle(ep_group)
-        outer.__class__ = _mixed(WritesWhole, type(outer))
+        outer.__class__ = _mixed(WritesWhole, outer.__class__)
 
 
 def ep_implementation(base: type) -> type:

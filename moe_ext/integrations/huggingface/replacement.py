@@ -141,9 +141,9 @@ def replace(
     found = find(model, "replace")
     _run_by_us(found)
     for experts in found.experts.values():
-        vars(experts)["_capacity"] = options.capacity
+        experts._capacity = options.capacity
         if not isinstance(experts, ShardedExperts):
-            declare_placements(experts, experts.num_experts, None)  # type: ignore[arg-type]
+            declare_placements(experts, None)
     _protect_inputs(found.model)
     return len(found.experts)
 
@@ -211,7 +211,12 @@ def _replace_over_ranks(model: nn.Module, ep_group: ProcessGroup, options: RowOp
         nonlocal found
         options.check(ep_group)
         found = find(model, "replace")
-        _check_whole(found.experts)
+        for path, module in found.experts.items():
+            if isinstance(module, ShardedExperts):
+                raise ValueError(
+                    f"replace: expected all experts of {path} on this rank, got experts that an "
+                    "earlier call has spread over ranks"
+                )
         return wholes(found, ep_group), {
             "the number of expert blocks": len(found.experts),
             "num_experts": sorted({str(m.num_experts) for m in found.experts.values()}),
@@ -232,13 +237,3 @@ def _replace_over_ranks(model: nn.Module, ep_group: ProcessGroup, options: RowOp
     parallelize(model)
     _protect_inputs(found.model)
     return len(found.experts)
-
-
-def _check_whole(experts: dict[str, nn.Module]) -> None:
-    """ValueError if an earlier call has spread them."""
-    sharded = [path for path, module in experts.items() if isinstance(module, ShardedExperts)]
-    if sharded:
-        raise ValueError(
-            f"replace: expected all experts of {sharded[0]} on this rank, got experts that an "
-            "earlier call has spread over ranks"
-        )

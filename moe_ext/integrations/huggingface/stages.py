@@ -162,15 +162,10 @@ class Stage(nn.Module):
         whole = self.model if self._is_last else self.model.get_submodule(self._decoder)
         positions = None
         if self._sequences is not None:
-            is_first = self._given == "input_ids"
-            x, positions = (
-                self._sequences.tokens(x)
-                if is_first
-                else (
-                    x,
-                    self._sequences.positions(x),
-                )
-            )
+            if self._given == "input_ids":
+                x, positions = self._sequences.tokens(x)
+            else:
+                positions = self._sequences.positions(x)
         out = whole(**{self._given: x}, position_ids=positions, use_cache=False)
         found: Tensor = out.logits if self._is_last else out.last_hidden_state
         return found

@@ -55,7 +55,7 @@ def _run(
     with torch.random.fork_rng(), torch.enable_grad():
         torch.manual_seed(seed)
         output = model(**batch)
-        loss = output.loss if getattr(output, "loss", None) is not None else None
+        loss = getattr(output, "loss", None)
         if loss is None:
             logits = _logits(output).float()
             # Weighted, since the norm at the end of a model without a head keeps the plain mean.
