@@ -1,5 +1,7 @@
 """Fixtures that start jobs: in this process, or one process a rank."""
 
+import functools
+import importlib
 import signal
 import sys
 from pathlib import Path
@@ -39,21 +41,25 @@ def text_file(tmp_path):
 
 
 @pytest.fixture
-def train(capsys):
-    """Runs the example in this process and returns (exit code, stdout, stderr)."""
-    import train_moe_lm
+def run_here(capsys):
+    """Runs an example in this process and returns (exit code, stdout, stderr)."""
 
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-
-    def run(*args):
-        code = train_moe_lm.main(list(map(str, args)))
+    def run(name, *args):
+        code = importlib.import_module(name).main(list(map(str, args)))
         assert not dist.is_initialized()
         return (code, *capsys.readouterr())
 
     yield run
-    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == before
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def train(run_here):
+    """Runs `train_moe_lm`, which leaves the handlers of signals as they were."""
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    yield functools.partial(run_here, "train_moe_lm")
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == before
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
+import functools
 import os
 import re
 import time
 
 import pytest
-import torch.distributed as dist
 from example_jobs import EXAMPLES, lose_a_node
 
 pytest.importorskip("sklearn")
@@ -14,30 +14,19 @@ ACCURACY = re.compile(r"held-out accuracy ([0-9.]+) after (\d+) steps")
 
 
 @pytest.fixture(params=["paddle_sample", "deepspeed_sample"])
-def sample(request, capsys):
-    """Runs an example in this process and returns (exit code, stdout, stderr)."""
-    module = pytest.importorskip(request.param)
-
-    def run(*args):
-        code = module.main(list(args))
-        assert not dist.is_initialized()
-        return (code, *capsys.readouterr())
-
-    run.name = request.param
-    return run
+def sample(request, run_here):
+    return functools.partial(run_here, request.param, *FEW)
 
 
 @pytest.fixture
-def deepspeed_sample(capsys):
-    import deepspeed_sample as module
-
-    return lambda *args: (module.main([*FEW, *args]), *capsys.readouterr())
+def deepspeed_sample(run_here):
+    return functools.partial(run_here, "deepspeed_sample", *FEW)
 
 
 def test_a_few_steps_and_the_same_again(sample):
     results = []
     for _ in range(2):
-        code, stdout, stderr = sample(*FEW)
+        code, stdout, stderr = sample()
         assert code == 0, stderr
         results.append(ACCURACY.search(stdout).groups())
         assert "loss" in stdout
@@ -105,7 +94,7 @@ def test_loss_scale_skips_steps_that_overflow():
 
 
 def test_mistakes_are_named(sample, deepspeed_sample):
-    code, _, stderr = sample(*FEW, "--batch=0")
+    code, _, stderr = sample("--batch=0")
     assert code == 2
     assert "expected --batch to be at least 1, got 0" in stderr
     code, _, stderr = deepspeed_sample("--num-experts=3", "--top-k=4")

@@ -1,9 +1,9 @@
+import functools
 import json
 import math
 import sys
 
 import pytest
-import torch.distributed as dist
 from compressed_ddp.settings import NAMES
 
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
@@ -26,19 +26,9 @@ TINY = [f"--{name}={value}" for name, value in TINY_OPTIONS.items()]
 
 
 @pytest.fixture
-def compressed_ddp(capsys, text_file, tmp_path):
-    """Runs the example in this process and returns (exit code, stdout, stderr)."""
-    import train_compressed_ddp
-
-    def run(*args):
-        options = ["--data", str(text_file), "--out", str(tmp_path / "out")]
-        code = train_compressed_ddp.main([*TINY, *options, *map(str, args)])
-        assert not dist.is_initialized()
-        return (code, *capsys.readouterr())
-
-    yield run
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def compressed_ddp(run_here, text_file, tmp_path):
+    options = [*TINY, "--data", text_file, "--out", tmp_path / "out"]
+    return functools.partial(run_here, "train_compressed_ddp", *options)
 
 
 def result(tmp_path):

@@ -8,8 +8,8 @@ from moe_ext.testing import spawn_ranks
 SIZE = 2
 
 
-def run(rank):
-    data = train_diloco.load_text(None, train_diloco.SIZES.seq_len)
+def run(rank, path):
+    data = train_diloco.load_text(path, train_diloco.SIZES.seq_len)
     start = train_diloco.pretrain(data, steps=2)
     options = {"first": 2, "steps": 4, "sync_every": 2, "every": 2}
     return {
@@ -18,8 +18,8 @@ def run(rank):
     }
 
 
-def test_bytes_and_losses():
-    found, other = spawn_ranks(run, SIZE, timeout=240)
+def test_bytes_and_losses(text_file):
+    found, other = spawn_ranks(run, SIZE, str(text_file), timeout=240)
     synchronous = found["synchronous"]["bytes"]
     assert found["DiLoCo"]["bytes"] == synchronous / 2
     assert found["SparseLoCo"]["bytes"] < synchronous / 2 / 50

@@ -1,3 +1,4 @@
+import functools
 import json
 import math
 import re
@@ -5,7 +6,6 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 from long_context import sequence
 from moe_lm.data import load_text, packed_documents
 
@@ -38,16 +38,9 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def long_context(capsys, folder, tmp_path):
-    import train_long_context
-
-    def run(*args):
-        options = ["--data", str(folder), "--out", str(tmp_path / "out")]
-        code = train_long_context.main([*TINY, *options, *map(str, args)])
-        assert not dist.is_initialized()
-        return (code, *capsys.readouterr())
-
-    return run
+def long_context(run_here, folder, tmp_path):
+    options = [*TINY, "--data", folder, "--out", tmp_path / "out"]
+    return functools.partial(run_here, "train_long_context", *options)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -1,7 +1,7 @@
+import functools
 import re
 
 import pytest
-import torch.distributed as dist
 
 pytest.importorskip("transformers", minversion="5.0")
 
@@ -10,15 +10,8 @@ CHANGE = re.compile(r"(\d) of 4 networks.* held-out loss ([0-9.]+) before, ([0-9
 
 
 @pytest.fixture
-def upcycle(capsys):
-    import upcycle
-
-    def run(*args):
-        code = upcycle.main([*TINY, *map(str, args)])
-        assert not dist.is_initialized()
-        return (code, *capsys.readouterr())
-
-    return run
+def upcycle(run_here):
+    return functools.partial(run_here, "upcycle", *TINY)
 
 
 @pytest.mark.parametrize(

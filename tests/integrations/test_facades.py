@@ -454,15 +454,3 @@ def test_an_argument_counts_or_is_refused_by_its_name(name, argument):
         assert not differ(base, found)
     else:
         assert differ(base, found)
-
-
-def test_what_grace_has_and_this_has_not_is_refused():
-    from moe_ext.integrations.grace import grace_from_params
-
-    for key, value in (("compressor", "natural"), ("compressor", "terngrad"), ("memory", "other")):
-        with pytest.raises(ValueError, match=f"expected {key} to be one of .*, got '{value}'"):
-            grace_from_params({key: value})
-    with pytest.raises(ValueError, match="expected keys of .*, got"):
-        grace_from_params({"ratio": 0.1})
-    with pytest.raises(ValueError, match="expected quantum_num to be in"):
-        grace_from_params({"compressor": "qsgd", "communicator": "allgather", "quantum_num": 256})
