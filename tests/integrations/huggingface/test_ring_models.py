@@ -2,12 +2,12 @@
 
 import functools
 import itertools
-import traceback
 
 import pytest
 import torch
 import torch.distributed as dist
 from hf_models import VOCABULARY, assert_near, build, transformers
+from rank_checks import Checks
 from torch.distributed.device_mesh import init_device_mesh
 
 import moe_ext
@@ -18,7 +18,6 @@ from moe_ext.integrations.huggingface import (
     register_ring_attention,
     shard_batch,
 )
-from moe_ext.testing import spawn_ranks
 
 DENSE = {
     "vocab_size": VOCABULARY,
@@ -44,17 +43,7 @@ MODELS = {
 }
 DOCUMENTS = (9, 1, 20, 7)
 POSITIONS = torch.cat([torch.arange(n) for n in DOCUMENTS])[None]
-CHECKS = {}
-
-
-def check(*cases):
-    def register(function):
-        for case in cases or [()]:
-            name = "-".join([function.__name__, *map(str, case)])
-            CHECKS[name] = functools.partial(function, *case)
-        return function
-
-    return register
+check = Checks()
 
 
 def make(name, **kwargs):
@@ -97,8 +86,9 @@ def make_batch(kind):
     return batch
 
 
+@functools.cache
 def one_process(name, kind):
-    """The model with transformers' own attention, after a backward pass, and its loss.
+    """The model with transformers' own attention, after a backward pass, and its loss; only read.
 
     Documents go through it one by one: some families forget to keep packed ones apart.
     """
@@ -327,24 +317,10 @@ def a_cache_is_refused():
         model.generate(inputs["input_ids"], max_new_tokens=2)
 
 
+@pytest.mark.parametrize("name", check)
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_ranks(num_ranks):
-    results = spawn_ranks(run_checks, num_ranks, timeout=300)
-    failures = {name: text for result in results for name, text in result.items()}
-    assert not failures, "\n".join(f"{name}: {text}" for name, text in failures.items())
-
-
-def run_checks(rank):
-    """Every check on one group of processes; name to traceback of those that failed."""
-    failures = {}
-    for name, function in CHECKS.items():
-        try:
-            function()
-        except Exception:
-            failures[name] = traceback.format_exc()
-            # The ranks may be at different collectives now.
-            break
-    return failures
+def test_ranks(num_ranks, name):
+    check.assert_passed(num_ranks, name, timeout=300)
 
 
 def refused(message, model, **kwargs):
