@@ -101,7 +101,7 @@ BY_SYSTEM = {
         ),
         (
             "FastMoE's second expert stays too seldom",
-            "moe_ext/integrations/_fastmoe_gates.py",
+            "moe_ext/integrations/_base.py",
             "2 * weights_TK[:, 1].detach() >= drawn_T",
             "weights_TK[:, 1].detach() >= drawn_T",
             "tests/integrations/test_fastmoe.py",

@@ -17,17 +17,15 @@ from moe_ext import ops
 from moe_ext._checks import check_numbers
 from moe_ext.comm.groups import check_group, group_size, resolve_group
 from moe_ext.integrations._base import (
-    RenamedLayer,
-    activate,
-    check_option,
-    refuse_option,
-    slots_with_room,
-)
-from moe_ext.integrations._fastmoe_gates import (
     GateHook,
     LinearGate,
+    RenamedLayer,
+    activate,
     check_capacity,
+    check_option,
     gshard_output,
+    refuse_option,
+    slots_with_room,
     switch_output,
 )
 from moe_ext.nn.module_experts import ModuleExperts

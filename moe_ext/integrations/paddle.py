@@ -16,16 +16,14 @@ from torch.utils.checkpoint import checkpoint
 from moe_ext import ops
 from moe_ext.comm.groups import check_group, group_size
 from moe_ext.integrations._base import (
+    LinearGate,
     RenamedLayer,
+    check_capacity,
     check_known_keys,
     check_option,
+    gshard_output,
     refuse_option,
     slots_with_room_on_all_ranks,
-)
-from moe_ext.integrations._fastmoe_gates import (
-    LinearGate,
-    check_capacity,
-    gshard_output,
     switch_output,
 )
 from moe_ext.nn.module_experts import ModuleExperts
