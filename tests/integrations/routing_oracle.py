@@ -5,6 +5,9 @@ Shapes: T tokens, D model, E experts, K top-k.
 
 import torch
 
+# Sums of float64 in another order.
+TIGHT = {"rtol": 1e-9, "atol": 1e-11}
+
 
 def serve(idx, num_experts, room, order):
     """Which slots find room: experts serve the slots (t, k) of `order` until they are full."""
@@ -62,3 +65,14 @@ def assert_same_gradients(found, expected, **tolerance):
     assert found.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], msg=name, **tolerance)
+
+
+def assert_trains_as(layer, x, found, expected):
+    """Outputs, losses, and the gradients of both are those of the formula; pairs of the two."""
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, **TIGHT)
+    upstream = torch.randn_like(found[0])
+    assert_same_gradients(
+        *(gradients((y * upstream).sum() + loss, layer, x) for y, loss in (found, expected)),
+        **TIGHT,
+    )
