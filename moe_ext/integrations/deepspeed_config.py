@@ -147,21 +147,20 @@ class DSConfig:
         Raises:
             ValueError: the configuration has no optimizer.
         """
-        if self.optimizer_class is None:
+        cls, options = self.optimizer_class, self.optimizer_options
+        if cls is None:
             raise ValueError(f"{_OP}: expected the configuration to have 'optimizer', got none")
         groups = expert_param_groups(model)
         if self.zero_stage != 1:
-            return [self.optimizer_class(groups, **self.optimizer_options)]
+            return [cls(groups, **options)]
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        found: list[Optimizer] = []
-        for group in groups:
-            if group["name"] == "dense":
-                cls, options = self.optimizer_class, self.optimizer_options
-                found.append(ZeroRedundancyOptimizer(group["params"], cls, **options))
-            else:
-                found.append(self.optimizer_class([group], **self.optimizer_options))
-        return found
+        return [
+            ZeroRedundancyOptimizer(group["params"], cls, **options)
+            if group["name"] == "dense"
+            else cls([group], **options)
+            for group in groups
+        ]
 
 
 def from_ds_config(config: Mapping[str, Any]) -> DSConfig:
