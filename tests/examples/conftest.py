@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from example_jobs import Ranks  # noqa: E402 - lies beside this file
+from example_jobs import Ranks, write_text  # noqa: E402 - lies beside this file
 
 
 @pytest.fixture
@@ -35,9 +35,7 @@ def launch(tmp_path):
 @pytest.fixture
 def text_file(tmp_path):
     """A file that a tiny model can learn from."""
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(400)))
-    return path
+    return write_text(tmp_path)
 
 
 @pytest.fixture

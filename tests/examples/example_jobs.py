@@ -42,6 +42,13 @@ TINY_OPTIONS = {
 TINY = [f"--{name}={value}" for name, value in TINY_OPTIONS.items()] + ["--no-tensorboard"]
 
 
+def write_text(folder):
+    """A file that a tiny model can learn from."""
+    path = folder / "text.txt"
+    path.write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(400)))
+    return path
+
+
 def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -11,7 +11,17 @@ import time
 
 import pytest
 import torch
-from example_jobs import DRIVER, EXAMPLES, TINY, job_environment, lose_a_node, losses, snapshot
+import train_moe_lm
+from example_jobs import (
+    DRIVER,
+    EXAMPLES,
+    TINY,
+    job_environment,
+    lose_a_node,
+    losses,
+    snapshot,
+    write_text,
+)
 from moe_lm import data as data_module
 from moe_lm.options import check_args, learning_rate, parse_args
 from moe_lm.report import MetricsLog, read_metrics
@@ -26,13 +36,13 @@ def job(out, text_file, *extra):
     return [*TINY, "--out", out, "--data", text_file, *extra]
 
 
-@pytest.fixture
-def undisturbed(train, text_file, tmp_path):
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
     """The losses of 12 steps on one rank."""
-    out = tmp_path / "undisturbed"
-    code, _, _ = train(*job(out, text_file, "--steps", 12))
-    assert code == 0
-    return losses(out)
+    folder = tmp_path_factory.mktemp("undisturbed")
+    args = job(folder / "out", write_text(folder), "--steps", 12)
+    assert train_moe_lm.main(list(map(str, args))) == 0
+    return losses(folder / "out")
 
 
 def test_run_writes_everything_and_repeats_nothing(train, text_file, tmp_path):
@@ -377,8 +387,6 @@ def test_out_in_use_by_another_job(train, text_file, tmp_path, monkeypatch):
 def test_a_loss_that_is_not_finite_stops_the_job(train, text_file, tmp_path):
     out = tmp_path / "out"
     with pytest.MonkeyPatch.context() as patch:
-        import train_moe_lm
-
         patch.setattr(
             train_moe_lm.moe_ext.distributed, "clip_grad_norm_", lambda *_, **__: float("nan")
         )
@@ -389,8 +397,6 @@ def test_a_loss_that_is_not_finite_stops_the_job(train, text_file, tmp_path):
 
 
 def test_a_resumed_run_goes_on_with_the_next_batch(train, text_file, tmp_path, monkeypatch):
-    import train_moe_lm
-
     seen, stops = [], [4]
 
     def batch_of(data, *, step, **options):
