@@ -955,8 +955,8 @@ MUTANTS = [
     Mutant(
         "both ways between two ranks go over one communicator of NCCL",
         "moe_ext/comm/point_to_point.py",
-        "self._of_pair[pair] = collectives",
-        "self._of_pair[pair] = self._of_pair.get(pair[::-1]) or collectives",
+        "self._of_pair[pair] = c10d",
+        "self._of_pair[pair] = self._of_pair.get(pair[::-1]) or c10d",
         "tests/pipeline/test_ordered_messages.py",
     ),
     Mutant(

@@ -367,9 +367,7 @@ class SummedOptions:
             raise problem
 
 
-def meet(
-    operation: str, group: ProcessGroup | None, *, seconds: float | None = None, hint: str = ""
-) -> None:
+def meet(operation: str, group: ProcessGroup | None, *, hint: str) -> None:
     """Wait until every rank of a group makes this call, for calls that one rank makes by mistake.
 
     Nothing is sent over the group, so that it stays usable where a rank does not come.
@@ -377,22 +375,21 @@ def meet(
     Args:
         operation: name for messages; ranks meet under it, as often as each of them calls.
         group: the ranks; None is this process alone.
-        seconds: to wait at most; None for a minute.
         hint: what to do, behind the message.
 
     Raises:
-        RuntimeError: a rank did not come.
+        RuntimeError: a rank did not come for a minute.
     """
     if group_size(group) == 1:
         return
     assert group is not None
-    ranks, patience = group_ranks(group), MEETING_SECONDS if seconds is None else seconds
+    ranks = group_ranks(group)
     where = f"moe_ext/meet/{operation}/{'_'.join(map(str, ranks))}"
     keys = {rank: f"{where}/{_meetings[where]}/{rank}" for rank in ranks}
     store, me = c10d.default_store(), global_rank()
     store.set(keys[me], "1")
     try:
-        store.wait(list(keys.values()), timedelta(seconds=patience))
+        store.wait(list(keys.values()), timedelta(seconds=MEETING_SECONDS))
     except RuntimeError as error:
         missing = [rank for rank, key in keys.items() if not store.check([key])]
         if missing:
@@ -400,7 +397,7 @@ def meet(
             store.delete_key(keys[me])
             raise RuntimeError(
                 f"{operation}: expected every rank of {list(ranks)} to call it, since each holds "
-                f"another part, got no call of rank {missing[0]} within {patience:g} s{hint}"
+                f"another part, got no call of rank {missing[0]} within {MEETING_SECONDS:g} s{hint}"
             ) from error
     _meetings[where] += 1
 

@@ -129,16 +129,14 @@ def flat_group(mesh: DeviceMesh) -> ProcessGroup:
     return mesh.get_group() if mesh.ndim == 1 else flat_mesh(mesh).get_group()
 
 
-# Number of groups of these ranks that `new_local_group` has made: the same on each of them.
+# Number of groups of these ranks that `local_group` has made: the same on each of them.
 _num_made: Counter[tuple[int, ...]] = Counter()
 
 
-def new_local_group(
-    ranks: Sequence[int], timeout: timedelta | None, like: ProcessGroup | None = None
-) -> ProcessGroup:
-    """A group that only its members make, and no other rank of the job takes part in.
+def local_group(ranks: Sequence[int], like: ProcessGroup, device: torch.device) -> ProcessGroup:
+    """A new group of some global ranks, with the backends and the timeout of another group.
 
-    It has the backends of the group `like`, those of the default group without it.
+    Only its members take part, each as often as the others.
 
     torch names such a group by its ranks and by the number of groups that the process belongs to.
     Members that belong to unequal numbers of groups would wait for each other under different
@@ -157,5 +155,13 @@ def new_local_group(
         mock.patch.object(c10d, "_get_split_source", lambda _: None, create=True),
     ):
         return c10d.new_group(
-            list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True
+            list(ranks),
+            timeout=group_timeout(like, device),
+            backend=backend,
+            use_local_synchronization=True,
         )
+
+
+def twin_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:
+    """A new group of the same ranks; for messages that may come in another order than its own."""
+    return local_group(dist.get_process_group_ranks(group), group, device)

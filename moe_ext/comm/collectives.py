@@ -21,13 +21,12 @@ from torch.distributed import ProcessGroup
 from moe_ext.comm import c10d, debugging, streams
 from moe_ext.comm.agreement import share
 from moe_ext.comm.failures import name_failed_ranks, naming_failed_ranks, network_identity
-from moe_ext.comm.groups import group_rank, group_ranks, group_size, small_message_device
+from moe_ext.comm.groups import group_rank, group_size, small_message_device
 from moe_ext.comm.pending import Pending, Release, start_gather_into
 from moe_ext.comm.reports import Collective, Underway
 from moe_ext.comm.traffic import record_traffic
 
 T = TypeVar("T")
-U = TypeVar("U")
 
 # Shorter rows, such as weights, travel in one call whatever joins the ranks.
 _LEAST_BYTES = 256
@@ -44,38 +43,38 @@ def all_reduce_bytes(num_bytes: int, num_ranks: int) -> int:
     return 2 * (num_ranks - 1) * num_bytes // num_ranks
 
 
+def _note(kind: str, x: Tensor, group: ProcessGroup | None, operation: str, num_bytes: int) -> None:
+    """Compare a call over the ranks where they are asked to, and count what it sends."""
+    if debugging.enabled():
+        debugging.compare(kind, x, group, operation)
+    record_traffic(kind, num_bytes)
+
+
 def start_all_reduce_(
     x: Tensor,
     group: ProcessGroup | None,
     *,
     operation: str,
-    op: str = "sum",
-    counted: bool = True,
     finish: Callable[[Tensor], Tensor] | None = None,
 ) -> Pending[Tensor]:
-    """Begin to reduce a contiguous tensor over the ranks, in place.
+    """Begin to sum a contiguous tensor over the ranks, in place.
 
     Args:
         x: of the same shape and dtype on every rank; it is the result, too.
         group: the P ranks.
         operation: name for error messages.
-        op: "sum", "max" or "min".
-        counted: False for messages of fixed size by which ranks compare their arguments.
-        finish: makes the result of the reduced tensor, when it is waited for.
+        finish: makes the result of the sums, when it is waited for.
 
     Raises:
         RankFailureError: a rank died or did not answer; the message names it.
     """
-    made = finish or (lambda reduced: reduced)
+    made = finish or (lambda sums: sums)
     size = group_size(group)
-    if counted and debugging.enabled():
-        debugging.compare("all_reduce", x, group, operation)
+    _note("all_reduce", x, group, operation, all_reduce_bytes(x.nbytes, size))
     if size == 1 or x.numel() == 0:
         return Pending.done(made(x))
-    if counted:
-        record_traffic("all_reduce", all_reduce_bytes(x.nbytes, size))
     with naming_failed_ranks(group, operation):
-        work = dist.all_reduce(x, _REDUCE_OPS[op], group=group, async_op=True)
+        work = dist.all_reduce(x, group=group, async_op=True)
     assert work is not None
     return Pending(work.get_future(), lambda _: made(x), group, operation)
 
@@ -88,13 +87,22 @@ def all_reduce_(
     op: str = "sum",
     counted: bool = True,
 ) -> Tensor:
-    """Reduce a contiguous tensor over the ranks, in place; see `start_all_reduce_`."""
+    """Reduce a contiguous tensor over the ranks, in place, and give it back.
+
+    Args:
+        x: of the same shape and dtype on every rank.
+        group: the P ranks.
+        operation: name for error messages.
+        op: "sum", "max" or "min".
+        counted: False for messages of fixed size by which ranks compare their arguments.
+
+    Raises:
+        RankFailureError: a rank died or did not answer; the message names it.
+    """
     size = group_size(group)
-    if counted and debugging.enabled():
-        debugging.compare("all_reduce", x, group, operation)
+    if counted:
+        _note("all_reduce", x, group, operation, all_reduce_bytes(x.nbytes, size))
     if size > 1 and x.numel():
-        if counted:
-            record_traffic("all_reduce", all_reduce_bytes(x.nbytes, size))
         with naming_failed_ranks(group, operation):
             work = dist.all_reduce(x, _REDUCE_OPS[op], group=group, async_op=True)
             Underway(work, Collective("all_reduce", group, x)).wait()
@@ -116,7 +124,7 @@ def start_all_gather(
         group: the P ranks.
         operation: name for error messages.
         out: where to put the result, a contiguous tensor; None makes one.
-        counted: see `start_all_reduce_`.
+        counted: see `all_reduce_`.
 
     Returns:
         `[P * n, ...]`, in group order.
@@ -128,13 +136,11 @@ def start_all_gather(
     if size == 1:
         return Pending.done(x if out is None else out.copy_(x))
     sent = x.contiguous()
-    if counted and debugging.enabled():
-        debugging.compare("all_gather", x, group, operation)
+    if counted:
+        _note("all_gather", x, group, operation, (size - 1) * sent.nbytes)
     found = sent.new_empty((size * sent.shape[0], *sent.shape[1:])) if out is None else out
     if sent.numel() == 0:
         return Pending.done(found)
-    if counted:
-        record_traffic("all_gather", (size - 1) * sent.nbytes)
     assert group is not None
     return start_gather_into(found, sent, group, operation)
 
@@ -144,11 +150,10 @@ def all_gather(
     group: ProcessGroup | None,
     *,
     operation: str,
-    out: Tensor | None = None,
     counted: bool = True,
 ) -> Tensor:
     """Gather a tensor of every rank; see `start_all_gather`."""
-    return start_all_gather(x, group, operation=operation, out=out, counted=counted).wait()
+    return start_all_gather(x, group, operation=operation, counted=counted).wait()
 
 
 def reduce_scale(op: Any, num_ranks: int, operation: str) -> float:
@@ -177,7 +182,6 @@ def start_reduce_scatter(
     operation: str,
     op: Any = dist.ReduceOp.SUM,
     out: Tensor | None = None,
-    counted: bool = True,
 ) -> Pending[Tensor]:
     """Begin to sum over the ranks, of which each keeps its part.
 
@@ -187,7 +191,6 @@ def start_reduce_scatter(
         operation: name for error messages.
         op: SUM, AVG or PREMUL_SUM of c10d, as FSDP2 asks for it.
         out: where to put the result, a contiguous tensor; None makes one.
-        counted: see `start_all_reduce_`.
 
     Returns:
         `[n, ...]`, the part of this rank.
@@ -202,13 +205,10 @@ def start_reduce_scatter(
     if size == 1 and out is None:
         return Pending.done(x)
     sent = x.contiguous()
-    if counted and debugging.enabled():
-        debugging.compare("reduce_scatter", x, group, operation)
     found = sent.new_empty((sent.shape[0] // size, *sent.shape[1:])) if out is None else out
+    _note("reduce_scatter", x, group, operation, (size - 1) * found.nbytes)
     if sent.numel() == 0:
         return Pending.done(found)
-    if counted:
-        record_traffic("reduce_scatter", (size - 1) * found.nbytes)
     with naming_failed_ranks(group, operation):
         work = getattr(dist, c10d.REDUCE_SCATTER)(
             found, sent, op=op if is_known else dist.ReduceOp.SUM, group=group, async_op=True
@@ -227,11 +227,9 @@ def reduce_scatter(
     operation: str,
     op: Any = dist.ReduceOp.SUM,
     out: Tensor | None = None,
-    counted: bool = True,
 ) -> Tensor:
     """Sum over the ranks, of which each keeps its part; see `start_reduce_scatter`."""
-    pending = start_reduce_scatter(x, group, operation=operation, op=op, out=out, counted=counted)
-    return pending.wait()
+    return start_reduce_scatter(x, group, operation=operation, op=op, out=out).wait()
 
 
 def all_to_all(
@@ -251,7 +249,7 @@ def all_to_all(
         operation: name for error messages.
         send: P numbers of rows that sum to N; None for equal parts.
         receive: P numbers of rows, of what each rank sends here; None for equal parts.
-        counted: see `start_all_reduce_`.
+        counted: see `all_reduce_`.
 
     Returns:
         `[sum(receive), ...]`, in group order.
@@ -291,7 +289,7 @@ def _both_ways(group: ProcessGroup, device: torch.device) -> tuple[ProcessGroup,
     """
     networks = share([network_identity()], group, device, operation="dispatch")
     between = len({network for (network,) in networks}) > 1
-    _ways[group] = group, twin_group(group, device) if between else group
+    _ways[group] = group, c10d.twin_group(group, device) if between else group
     return _ways[group]
 
 
@@ -301,8 +299,7 @@ def post_rows(
     group: ProcessGroup,
     send: Sequence[int],
     receive: Sequence[int],
-    *,
-    exchange: Callable[..., None] | None = None,
+    exchange: Callable[..., None] | None,
 ) -> list[Underway] | streams.Beside:
     """Begin to exchange rows; on a device with streams on that of tokens.
 
@@ -312,7 +309,7 @@ def post_rows(
         group: the P ranks.
         send: P numbers of rows.
         receive: P numbers of rows.
-        exchange: what sends them, called as `all_to_all_single` is, which is the default.
+        exchange: what sends them, called as `all_to_all_single` is; None for that.
     """
     if exchange is not None or streams.has_streams(x.device):
         function = exchange or dist.all_to_all_single
@@ -398,19 +395,6 @@ def subgroups(ranks_of: Sequence[Sequence[int]]) -> ProcessGroup | None:
         if dist.get_rank() in ranks:
             own = group
     return own
-
-
-def local_group(ranks: Sequence[int], like: ProcessGroup, device: torch.device) -> ProcessGroup:
-    """A new group of some global ranks, with the backends and the timeout of another group.
-
-    Only its members take part, each as often as the others.
-    """
-    return c10d.new_local_group(ranks, c10d.group_timeout(like, device), like)
-
-
-def twin_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:
-    """A new group of the same ranks; for messages that may come in another order than its own."""
-    return local_group(group_ranks(group), group, device)
 
 
 def host_group() -> ProcessGroup:

@@ -201,6 +201,12 @@ def _roll_call(group: ProcessGroup, operation: str, grace: float) -> _RollCall:
     return call
 
 
+def _write(prefix: str, text: str) -> None:
+    """Write a text of this rank under a prefix, if the store is there."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        c10d.default_store().set(f"{prefix}/{dist.get_rank()}", text)
+
+
 def _texts(prefix: str, ranks: set[int]) -> dict[int, str]:
     """Texts that ranks have written under a prefix, by rank."""
     with contextlib.suppress(RuntimeError, ValueError):
@@ -227,9 +233,7 @@ def is_told(error: Exception) -> bool:
 
 def tell_own_error(operation: str, error: Exception) -> None:
     """Keep an error of this rank alone, for those who come to miss it."""
-    with contextlib.suppress(RuntimeError, ValueError):
-        reason = f"{operation}: {first_line(error)}"
-        c10d.default_store().set(f"{_ERROR_KEY}/{dist.get_rank()}", reason)
+    _write(_ERROR_KEY, f"{operation}: {first_line(error)}")
 
 
 def first_line(error: BaseException) -> str:
@@ -262,13 +266,6 @@ def _describe(call: _RollCall, grace: float) -> tuple[str, set[int]]:
     return "every rank of the group is alive" + f": {where}" * (len(places) > 1), set()
 
 
-def _tell_blamed(ranks: set[int]) -> None:
-    """Keep the ranks that this one misses, for those who come to miss this one."""
-    with contextlib.suppress(RuntimeError, ValueError):
-        text = " ".join(str(rank) for rank in sorted(ranks))
-        c10d.default_store().set(f"{_BLAME_KEY}/{dist.get_rank()}", text)
-
-
 def _blamed_by_others(group: ProcessGroup) -> tuple[int, set[int]]:
     """A rank that failed and the ranks that it misses, where all ranks of this group answered."""
     deadline = time.monotonic() + _BLAME_SECONDS
@@ -299,7 +296,8 @@ def diagnose(
         by, blamed = _blamed_by_others(group)
         if blamed:
             finding = f"{_named({by})} misses {_named(blamed)} in another group"
-    _tell_blamed(blamed)
+    # For those who come to miss this one.
+    _write(_BLAME_KEY, " ".join(map(str, sorted(blamed))))
     reason = first_line(error)
     for rank, text in call.errors.items():
         finding += f"; the last error of rank {rank} was {text!r}"

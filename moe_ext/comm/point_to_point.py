@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_ext.comm import collectives, streams
+from moe_ext.comm import c10d, streams
 from moe_ext.comm.failures import RankFailureError, naming_failed_ranks
 from moe_ext.comm.groups import group_rank, group_ranks
 from moe_ext.comm.pending import Pending
@@ -40,7 +40,7 @@ class PointToPoint:
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        self._group = collectives.twin_group(group, device)
+        self._group = c10d.twin_group(group, device)
         # By peer, sends and receives apart: none is waited for behind one of another rank.
         self._threads: dict[tuple[int, bool], Tasks] = {}
 
@@ -98,7 +98,7 @@ class OrderedMessages:
         for pair in sorted(set(pairs)):
             if self._rank in pair:
                 members = sorted(self._ranks[rank] for rank in pair)
-                self._of_pair[pair] = collectives.local_group(members, group, device)
+                self._of_pair[pair] = c10d.local_group(members, group, device)
                 # The host waits for the other rank while NCCL connects, and not in a step.
                 self._post(pair, first, 0, "OrderedMessages").wait()
 

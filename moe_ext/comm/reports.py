@@ -217,7 +217,7 @@ def _joined(group: ProcessGroup) -> _Job:
 
 
 @dataclass(frozen=True)
-class telling:
+class telling(contextlib.AbstractContextManager[object]):
     """Context that tells the other ranks when the code inside raises.
 
     Args:
@@ -229,9 +229,6 @@ class telling:
     group: ProcessGroup | None
     device: torch.device
     operation: str
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, Exception) or self.group is None or _is_known(error):

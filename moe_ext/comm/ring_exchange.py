@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,30 +20,6 @@ from moe_ext import _runtime_library
 from moe_ext.comm.failures import naming_failed_ranks
 from moe_ext.comm.pending import Pending
 from moe_ext.comm.traffic import record_traffic
-
-
-class RingHop(Protocol):
-    """Messages underway."""
-
-    def wait(self) -> Tensor | None:
-        """The filled buffer, or None where there was none, once all that was posted is done."""
-
-
-class RingExchange(Protocol):
-    """Posts the messages of one pass around a ring; for one thread at a time."""
-
-    def post(
-        self, sends: Sequence[tuple[Tensor, int]], buffer: Tensor | None, source: int, tag: int
-    ) -> RingHop:
-        """Start to send (message, rank) pairs and to fill `buffer` from rank `source`.
-
-        Ranks are those of the group. Empty messages are left out on both sides. The hop keeps its
-        tensors alive; what one underway uses cannot be filled by another.
-
-        Raises:
-            ValueError: something is not a row of bytes or is in use, or a rank is not of the group.
-            RuntimeError: the backend failed.
-        """
 
 
 class Exchange:
@@ -64,7 +40,7 @@ class Exchange:
     def post(
         self, sends: Sequence[tuple[Tensor, int]], buffer: Tensor | None, source: int, tag: int
     ) -> Pending[Tensor | None]:
-        """Start to send (message, rank) pairs and to fill `buffer`; see `RingExchange.post`."""
+        """As `PythonRingExchange.post`."""
         if self._ring is None:
             assert not sends and buffer is None, "one process has nobody to talk to"
             return Pending.done(None)
@@ -92,10 +68,11 @@ class Buffers:
         return found[:num_bytes]
 
 
-def ring_exchange(group: ProcessGroup) -> RingExchange:
+def ring_exchange(group: ProcessGroup) -> PythonRingExchange:
     """The compiled exchange where this installation has it for this torch, else that in Python."""
     module = _runtime_library.load()
-    return PythonRingExchange(group) if module is None else module.RingExchange(group)
+    found: Any = PythonRingExchange if module is None else module.RingExchange
+    return found(group)  # type: ignore[no-any-return]
 
 
 def _require(condition: bool, argument: str, rule: str, value: object) -> None:
@@ -117,7 +94,7 @@ class PythonHop:
         self.works: list[dist.Work] = []
 
     def wait(self) -> Tensor | None:
-        """As `RingHop.wait`."""
+        """The filled buffer, or None where there was none, once all that was posted is done."""
         for work in self.works:
             work.wait()
         self.works, self.sent = [], []
@@ -133,7 +110,10 @@ class PythonHop:
 
 
 class PythonRingExchange:
-    """`csrc/runtime/ring_exchange.cpp` in Python."""
+    """Posts the messages of one pass around a ring; for one thread at a time.
+
+    `csrc/runtime/ring_exchange.cpp` in Python.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -143,7 +123,15 @@ class PythonRingExchange:
     def post(
         self, sends: Sequence[tuple[Tensor, int]], buffer: Tensor | None, source: int, tag: int
     ) -> PythonHop:
-        """As `RingExchange.post`."""
+        """Start to send (message, rank) pairs and to fill `buffer` from rank `source`.
+
+        Ranks are those of the group. Empty messages are left out on both sides. The hop keeps its
+        tensors alive; what one underway uses cannot be filled by another.
+
+        Raises:
+            ValueError: something is not a row of bytes or is in use, or a rank is not of the group.
+            RuntimeError: the backend failed.
+        """
         for message, rank in sends:
             self._check(message, "a message", rank, "a destination")
         if buffer is not None:

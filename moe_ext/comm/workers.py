@@ -194,19 +194,14 @@ def start(
             work = streams.run_beside(
                 lambda: future.set_result(run_here()), *tensors, purpose="gradients"
             )
-            return Pending(future, _joined(work, finish), group, operation)
+
+            def join_and_finish(found: list[Tensor]) -> T:
+                work.join()
+                return finish(found)
+
+            return Pending(future, join_and_finish, group, operation)
         future = run_in(_worker(group, module, device))
     return Pending(future, finish, group, operation)
-
-
-def _joined(work: streams.Beside, finish: Callable[[list[Tensor]], T]) -> Callable[..., T]:
-    """`finish` behind work on a side stream, whose tensors it keeps until then."""
-
-    def join_and_finish(found: list[Tensor]) -> T:
-        work.join()
-        return finish(found)
-
-    return join_and_finish
 
 
 def _run(twin: Twin, group: ProcessGroup | None, on_sent: OnSent | None) -> list[Tensor]:
@@ -301,7 +296,7 @@ def _worker(group: ProcessGroup, module: Any, device: torch.device) -> Any:
     compiled = module is not None
     if compiled not in found:
         # Messages of the caller and of the worker must not meet.
-        own = collectives.twin_group(group, device)
+        own = c10d.twin_group(group, device)
         found[compiled] = module.CollectiveWorker(own, True) if compiled else _PythonWorker(own)
     return found[compiled]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_ext.comm import collectives
+from moe_ext.comm import c10d
 from moe_ext.comm.groups import global_rank, group_rank, group_ranks, group_size
 from moe_ext.compression.codecs import Codec
 from moe_ext.compression.collectives.hierarchical import share_in_node, sum_in_node
@@ -192,8 +192,8 @@ class Nodes:
         local = next(ranks for ranks in nodes.values() if me in ranks)
         place = local.index(me)
         beside = [ranks[place] for ranks in nodes.values()]
-        local_group = collectives.local_group(local, group, device)
-        node_group = collectives.local_group(beside, group, device) if len(beside) > 1 else None
+        local_group = c10d.local_group(local, group, device)
+        node_group = c10d.local_group(beside, group, device) if len(beside) > 1 else None
         return Levels(local_group, node_group)
 
 

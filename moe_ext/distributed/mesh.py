@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_ext.comm import collectives
+from moe_ext.comm import c10d
 from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import (
     global_rank,
@@ -232,7 +232,7 @@ class MoEMesh:
             ranks = self._own(axis)
             if axis in ("stage", "edp", "dense") and len(ranks) == world.size():
                 return world
-            return groups[axis] if axis in groups else collectives.local_group(ranks, world, device)
+            return groups[axis] if axis in groups else c10d.local_group(ranks, world, device)
 
         def mesh(grid: Tensor, **axes: ProcessGroup) -> DeviceMesh:
             names, shape = tuple(axes), [found.size() for found in axes.values()]
@@ -256,14 +256,14 @@ class MoEMesh:
         if beside:
             assert self.cp_group is not None
             outer = experts.view(-1, self.cp_size, self.ep_size)[:, self.cp_rank, self.ep_rank]
-            outermost = collectives.local_group(outer.tolist(), world, device)
+            outermost = c10d.local_group(outer.tolist(), world, device)
             self.device_mesh = mesh(experts, dp=outermost, cp=self.cp_group, ep=self.ep_group)
             self._declare_experts(mesh(experts, edp=replicas, ep=self.ep_group))
             return
         if self.etp_size > 1:
             self.etp_group = group("etp")
             same = experts[self.edp_rank, :, self.etp_rank].tolist()
-            parts = collectives.local_group(same, world, device)
+            parts = c10d.local_group(same, world, device)
             declare_expert_shards(self.ep_group, parts, self.etp_group)
             self.device_mesh = mesh(experts, edp=replicas, ep=parts, etp=self.etp_group)
         else:

@@ -9,6 +9,7 @@ from rank_checks import Checks
 
 from moe_ext.comm import agreement
 from moe_ext.comm.agreement import Agreement, share
+from moe_ext.comm.c10d import twin_group
 from moe_ext.comm.collectives import (
     Pending,
     all_gather,
@@ -20,7 +21,6 @@ from moe_ext.comm.collectives import (
     start_all_gather,
     start_all_reduce_,
     subgroups,
-    twin_group,
 )
 from moe_ext.comm.failures import RankFailureError
 from moe_ext.distributed import count_traffic

@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 import moe_ext
-from moe_ext.comm import collectives, reports
+from moe_ext.comm import c10d, collectives, reports
 from moe_ext.comm.interleaving import pass_turn
 from moe_ext.dispatch import rows
 from moe_ext.distributed import count_traffic, run_in_turns
@@ -103,7 +103,7 @@ def check_one_computes_while_the_other_waits():
 
 def check_an_exchange_passes_the_turn_once():
     group, passed = dist.group.WORLD, []
-    twin = collectives.twin_group(group, torch.device("cpu"))
+    twin = c10d.twin_group(group, torch.device("cpu"))
     x = torch.ones(2, 64)  # rows that travel over two groups between hosts
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(collectives._ways, group, (group, twin))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moe_ext.comm.c10d import new_local_group
+from moe_ext.comm.c10d import local_group
 from moe_ext.distributed import MoEMesh
 from moe_ext.distributed.placement import replica_group
 from moe_ext.testing import spawn_ranks
@@ -249,6 +249,6 @@ def test_a_rank_that_makes_its_own_group_splits_no_other(fake_job, monkeypatch):
     monkeypatch.setattr(
         c10d, "new_group", lambda *_, **__: sources.append(c10d._get_split_source(None))
     )
-    new_local_group([0, 1], None)
+    local_group([0, 1], dist.group.WORLD, torch.device("cpu"))
     assert sources == [None]
     assert c10d._get_split_source(None) is not None

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from moe_ext.comm import collectives, point_to_point
+from moe_ext.comm import c10d, point_to_point
 from moe_ext.pipeline import executor
 
 # A rank that waits longer for what the other one sends waits for ever.
@@ -119,10 +119,10 @@ class FakeNccl:
         self.is_fast, self.log, self.works = is_fast, [], []
 
     def local_group(self, ranks, like, device):
-        return Communicator(self, collectives.local_group(ranks, like, device), str(ranks))
+        return Communicator(self, c10d.local_group(ranks, like, device), str(ranks))
 
     def twin_group(self, group, device):
-        return collectives.twin_group(group, device)
+        return c10d.twin_group(group, device)
 
     def __getattr__(self, name):
         return getattr(dist, name)
@@ -143,7 +143,7 @@ class FakeNccl:
         with (
             mock.patch.object(point_to_point, "goes_in_order", lambda device: True),
             mock.patch.object(executor, "backends", lambda group: known),
-            mock.patch.object(point_to_point, "collectives", self),
+            mock.patch.object(point_to_point, "c10d", self),
             mock.patch.object(point_to_point, "dist", self),
         ):
             yield
