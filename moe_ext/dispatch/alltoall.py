@@ -69,7 +69,6 @@ class AllToAllDispatcher(TokenDispatcher):
             grad_scale=grad_scale,
             operation=operation,
             meanwhile=meanwhile,
-            counted=True,
             formats=formats,
             exchange=self._exchange,
         )

@@ -31,7 +31,7 @@ from moe_ext.comm.groups import (
     shares_communicator,
 )
 from moe_ext.comm.reports import telling
-from moe_ext.dispatch.counts import DTYPES, CallComparison, ExchangedCounts
+from moe_ext.dispatch.counts import DTYPES, CallComparison
 from moe_ext.dispatch.parts import (
     WHOLE,
     BatchPlan,
@@ -357,7 +357,9 @@ class TokenDispatcher:
                 none_TD = x_TD.detach()[:, :0]
                 _, tables = ops.permute_tokens(none_TD, choice.topk_idx, cut.num_shared)
             own_PE = tables.num_tokens_per_expert.expand(self.num_ranks, -1)
-            told = self._tell(x_TD, choice, own_PE)
+            in_graph = x_TD.requires_grad or choice.topk_weights.requires_grad
+            top_k, limit = choice.topk_idx.shape[1], choice.capacity
+            told = self._calls.exchange(self, x_TD, own_PE, top_k, limit, in_graph)
             counts_PE = torch.tensor(told.received).T
             with self.computing(x_TD):
                 placed = place(SharedCounts(tables, counts_PE, told.has_backward))
@@ -722,30 +724,13 @@ class TokenDispatcher:
                 grouped.append(self._group_by_expert(tokens, idx, weights, capacity))
                 own.append(grouped[-1][1].expert_offsets.diff().view(size))
         own_PM = own[0] if num_parts == 1 else torch.cat(own, 1)
-        told = self._tell(x_TD, choice, own_PM, num_parts)
+        in_graph, top_k = x_TD.requires_grad or weights_TK.requires_grad, idx_TK.shape[1]
+        told = self._calls.exchange(self, x_TD, own_PM, top_k, capacity, in_graph, num_parts)
         received = told.received_PM.view(size[0], num_parts, -1).unbind(1)
         counts = list[RowCounts]()
         for sizes in zip(told.sent, told.received, received, strict=True):
             counts.append(RowCounts(*sizes, told.expert_capacity, told.has_backward))
         return grouped, counts
-
-    def _tell(
-        self,
-        x: Tensor,
-        choice: Choice | None,
-        own_PM: Tensor,
-        num_parts: int | None = None,
-        problem: Exception | None = None,
-    ) -> ExchangedCounts:
-        """Exchange counts over the group, or that there is a problem in the place of a choice."""
-        calls, in_graph, top_k = self._calls, x.requires_grad, 0
-        capacity: int | None = 0
-        if choice is not None:
-            in_graph = in_graph or choice.topk_weights.requires_grad
-            top_k, capacity = choice.topk_idx.shape[1], choice.capacity
-        header = calls.header(x, top_k, capacity, in_graph, self.wire, failed=choice is None)
-        send, group = self.exchange_counts, self._group.group
-        return calls.exchange(own_PM, header, num_parts, send, group, self.operation, problem)
 
     def _check_dtype(self, x_TD: Tensor) -> None:
         if x_TD.dtype not in DTYPES:
@@ -760,15 +745,12 @@ class TokenDispatcher:
 
 
 @dataclass(frozen=True)
-class _Telling:
+class _Telling(AbstractContextManager[object]):
     """Context that tells the other ranks when the code inside fails, in the place of the counts."""
 
     dispatcher: TokenDispatcher
     x: Tensor
     cut: Cut
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, Exception) or is_told(error):
@@ -782,7 +764,7 @@ class _Telling:
         )
         # The error of this rank says more than that of the exchange.
         with contextlib.suppress(ValueError, TypeError, RuntimeError):
-            dispatcher._tell(self.x, None, nothing_PL, problem=error)
+            dispatcher._calls.exchange(dispatcher, self.x, nothing_PL, problem=error)
 
 
 def _weight_of_rows(tables: ops.Permutation, weights_TK: Tensor, num_rows: int) -> Tensor:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,7 +20,11 @@ from moe_ext.comm.agreement import Agreement, check_equal_over_ranks, checksum
 from moe_ext.comm.groups import group_ranks
 from moe_ext.dispatch.wire import Wire
 
-# State of the backward pass: not recorded, recorded, or recorded with this rank's rows in it.
+if TYPE_CHECKING:
+    from moe_ext.dispatch.base import TokenDispatcher
+
+# State of the backward pass: not recorded, recorded, or recorded with this rank's rows in it, which
+# is the largest number.
 _NOT_RECORDED, _RECORDED, _IN_GRAPH = range(3)
 _GRAPH_CODES = 3
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -37,9 +42,8 @@ _numbers = itertools.count()
 # comes to the same verdict on the next one.
 _met: weakref.WeakKeyDictionary[ProcessGroup, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
-# model_dim, dtype and wire, top_k, layer and failure, capacity, options and state of the backward
-# pass.
-Header = tuple[int, int, int, int, int, int]
+# Numbers of a header: model_dim, dtype and wire, top_k, layer and failure, capacity, options and
+# state of the backward pass.
 _HEAD = 6
 
 
@@ -95,45 +99,15 @@ class CallComparison:
         self.options, self._checksum = options, checksum(options)
         self._agreed = True
 
-    def header(
-        self,
-        x: Tensor,
-        top_k: int,
-        capacity: int | None,
-        in_graph: bool,
-        wire: Wire,
-        *,
-        failed: bool = False,
-    ) -> Header:
-        """The head of a message of counts, as `exchange` reads it.
-
-        Args:
-            x: the rows.
-            top_k: columns of the choice.
-            capacity: rows that an expert takes from this rank, None for all.
-            in_graph: whether gradients reach this rank's rows, where they are recorded.
-            wire: formats of the rows.
-            failed: whether the sender has an error to tell.
-        """
-        dim = x.shape[-1] if x.dim() else 0
-        code = DTYPES.index(x.dtype) if x.dtype in DTYPES else len(DTYPES)
-        limit = -1 if capacity is None else capacity
-        code += _DTYPE_CODES * wire.number
-        recorded = _IN_GRAPH if in_graph else _RECORDED
-        graph = recorded if torch.is_grad_enabled() else _NOT_RECORDED
-        graph += _GRAPH_CODES * self._checksum
-        if self.layer is None:
-            self.layer = next(_numbers)
-        return (dim, code, top_k, 2 * self.layer + failed, limit, graph)
-
     def exchange(
         self,
+        dispatcher: TokenDispatcher,
+        x: Tensor,
         own_PM: Tensor,
-        header: Header,
-        num_parts: int | None,
-        send: Callable[..., Tensor],
-        group: ProcessGroup,
-        operation: str,
+        top_k: int = 0,
+        capacity: int | None = 0,
+        in_graph: bool = False,
+        num_parts: int | None = None,
         problem: Exception | None = None,
     ) -> ExchangedCounts:
         """Tell rank p row p of some numbers, and check that the ranks make the same call.
@@ -142,23 +116,40 @@ class CallComparison:
         pass on some ranks alone, would hang or mix up bytes.
 
         Args:
+            dispatcher: that sends it.
+            x: the rows.
             own_PM: the numbers, int64.
-            header: of `header`.
+            top_k: columns of the choice.
+            capacity: rows that an expert takes from this rank, None for all.
+            in_graph: whether gradients reach this rank's rows, where they are recorded.
             num_parts: equal runs of the numbers, whose sums the host reads; None for each number.
-            send: `TokenDispatcher.exchange_counts`.
-            group: the P ranks.
-            operation: name for error messages.
-            problem: error of this rank, where the header says that it failed.
+            problem: error of this rank, to tell the others.
         """
+        group, operation = dispatcher._group.group, dispatcher.operation
+        if self.layer is None:
+            self.layer = next(_numbers)
         if not self._agreed:
             # The length of the message depends on num_experts.
             Agreement(operation, group, own_PM.device).compare(self.first_facts())
             self._agreed = True
-        head = self._heads.get((*header, own_PM.device))
-        if head is None:
-            head = self._on_device(header, own_PM)
-        message = torch.cat([head, own_PM], dim=1)
-        received = send(message, operation=f"{operation} counts")
+        dim, code = x.shape[-1] if x.dim() else 0, len(DTYPES)
+        if x.dtype in DTYPES:
+            code = DTYPES.index(x.dtype)
+        code += _DTYPE_CODES * dispatcher.wire.number
+        graph = _NOT_RECORDED
+        if torch.is_grad_enabled():
+            graph = _IN_GRAPH if in_graph else _RECORDED
+        graph += _GRAPH_CODES * self._checksum
+        limit, state = -1 if capacity is None else capacity, 2 * self.layer + (problem is not None)
+        header = (dim, code, top_k, state, limit, graph)
+        key = (*header, own_PM.device)
+        if key not in self._heads:
+            if len(self._heads) == _MOST_HEADERS:
+                self._heads.clear()
+            # A copy to the device, which waits, happens once.
+            self._heads[key] = own_PM.new_tensor(header).expand(len(own_PM), -1)
+        message = torch.cat([self._heads[key], own_PM], dim=1)
+        received = dispatcher.exchange_counts(message, operation=f"{operation} counts")
         received_PM = received[:, _HEAD:]
         # NOTE: device-to-host sync, the only one of the layer: the collective takes its splits, and
         # the allocator its size, on the host; and every rank must reach the same verdict before
@@ -182,7 +173,7 @@ class CallComparison:
             tuple(columns[half:]),
             received_PM,
             None if limits[0] < 0 else sum(limits),
-            _IN_GRAPH in [graph % _GRAPH_CODES for graph in graphs],
+            max(graphs) % _GRAPH_CODES == _IN_GRAPH,
         )
 
     def _compare(
@@ -219,14 +210,6 @@ class CallComparison:
     def first_facts(self) -> dict[str, object]:
         """Facts that the ranks compare at the first call: every later message depends on them."""
         return {**self.facts, debugging.OPTION: debugging.enabled()}
-
-    def _on_device(self, header: tuple[int, ...], like: Tensor) -> Tensor:
-        """The header for every rank `[P, 6]`; a copy to the device, which waits, happens once."""
-        if len(self._heads) == _MOST_HEADERS:
-            self._heads.clear()
-        key = (*header, like.device)
-        self._heads[key] = like.new_tensor(header).expand(len(like), -1)
-        return self._heads[key]
 
     def _check_layers(self, layers: tuple[int, ...], group: ProcessGroup, operation: str) -> None:
         """ValueError if a rank runs another layer than the others, where that can be known."""

@@ -22,9 +22,8 @@ from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext._checks import check_choice
-from moe_ext.comm import collectives
 from moe_ext.comm.agreement import Agreement
-from moe_ext.comm.c10d import small_message_device
+from moe_ext.comm.c10d import local_group, small_message_device
 from moe_ext.comm.groups import check_group, group_rank, group_ranks, group_size
 from moe_ext.dispatch.alltoall import AllToAllDispatcher
 from moe_ext.dispatch.base import (
@@ -67,21 +66,6 @@ class DedupMetadata(DispatchMetadata):
 
     journey: Any = None
     weights_UK: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Journeys of the parts of a rank's tokens.
-
-    Attributes:
-        journeys: of the parts.
-        weights: of the parts, those of the tokens that arrive; None where they are not in a graph.
-        tables: of all slots, where some may be dropped.
-    """
-
-    journeys: list[Journey]
-    weights: Sequence[Tensor | None]
-    tables: ops.Permutation | None
 
 
 @dataclass(frozen=True)
@@ -345,24 +329,29 @@ class DedupDispatcher(AllToAllDispatcher):
         Rows travel in a dtype that need not be that of the tokens.
         """
         dtype = x_TD.dtype if dtype is None else dtype
-        found = self._journeys(x_TD, choice, dtype, num_parts, weighed)
+        journeys, arrived, all_slots = self._journeys(x_TD, choice, dtype, num_parts, weighed)
         tokens, weights = [x_TD], [choice.topk_weights]
         if num_parts > 1:
             tokens, weights = ([*t.tensor_split(num_parts)] for t in (x_TD, choice.topk_weights))
-        slots = [journey.routes[0].slots for journey in found.journeys]
-        if found.tables is not None:
-            slots = [_with_dropped(slots[0], found.tables)]
+        slots = [journey.routes[0].slots for journey in journeys]
+        if all_slots is not None:
+            slots = [_with_dropped(slots[0], all_slots)]
         parts: list[Part] = [
             functools.partial(self._send_part, *part, dtype)
-            for part in zip(tokens, weights, found.journeys, found.weights, slots, strict=True)
+            for part in zip(tokens, weights, journeys, arrived, slots, strict=True)
         ]
         dropped = [tables.num_dropped for tables in slots]
         return BatchPlan(parts, dropped[0] if num_parts == 1 else torch.stack(dropped).sum())
 
     def _journeys(
         self, x_TD: Tensor, choice: Choice, dtype: torch.dtype, num_parts: int, weighed: bool
-    ) -> _Plan:
-        """Plan the way of each part's tokens over all hops."""
+    ) -> tuple[list[Journey], Sequence[Tensor | None], ops.Permutation | None]:
+        """Plan the way of each part's tokens over all hops.
+
+        Returns:
+            The journeys of the parts; the weights of the tokens that arrive, None where they are
+            not in a graph; tables of all slots, where some may be dropped.
+        """
         topk_idx_TK, topk_weights_TK, capacity, _, _ = choice
         in_graph = x_TD.requires_grad or topk_weights_TK.requires_grad
         tables: ops.Permutation | None = None
@@ -397,7 +386,7 @@ class DedupDispatcher(AllToAllDispatcher):
             if in_graph:
                 weights_TK = take_part(weights_TK)
             weights = _BringWeights.apply(weights_TK, journeys)
-        return _Plan(journeys, weights, tables)
+        return journeys, weights, tables
 
     def _send_part(
         self,
@@ -545,26 +534,16 @@ class DedupDispatcher(AllToAllDispatcher):
         journey: Journey = metadata.journey
         dtype = rows.dtype if dtype is None else dtype
         if self.combine_by == "exact":
-            return self._sum_slots(rows, metadata, dtype, meanwhile)
+            weights_TK, slots = metadata.topk_weights, metadata.permutation
+            trip = _Trip(journey, weighted=weights_TK is not None)
+            empty = _StartCombine.apply(rows, trip)
+            if meanwhile is not None:
+                meanwhile()
+            y_TD: Tensor = _FinishCombine.apply(empty, weights_TK, trip, slots, dtype)
+            return y_TD
         weights_UK = None if metadata.topk_weights is None else metadata.weights_UK
         y_UD = ops.unpermute_tokens(rows, journey.expand, weights_UK)
         return journey.return_sums(y_UD, "combine", journey.wire.back, meanwhile).to(dtype)
-
-    def _sum_slots(
-        self,
-        rows: Tensor,
-        metadata: DedupMetadata,
-        dtype: torch.dtype,
-        meanwhile: Callable[[], None] | None,
-    ) -> Tensor:
-        journey: Journey = metadata.journey
-        weights_TK, slots = metadata.topk_weights, metadata.permutation
-        trip = _Trip(journey, weighted=weights_TK is not None)
-        empty = _StartCombine.apply(rows, trip)
-        if meanwhile is not None:
-            meanwhile()
-        y_TD: Tensor = _FinishCombine.apply(empty, weights_TK, trip, slots, dtype)
-        return y_TD
 
 
 class HierarchicalDispatcher(DedupDispatcher):
@@ -631,8 +610,8 @@ class HierarchicalDispatcher(DedupDispatcher):
         if size not in known:
             ranks, (node, place) = group_ranks(group), divmod(group_rank(group), size)
             device = small_message_device(group)
-            between = collectives.local_group(ranks[place::size], group, device)
-            inside = collectives.local_group(ranks[node * size : (node + 1) * size], group, device)
+            between = local_group(ranks[place::size], group, device)
+            inside = local_group(ranks[node * size : (node + 1) * size], group, device)
             known[size] = between, inside
         between, inside = known[size]
         options = (self.combine_by, self.average, self.wire)

@@ -49,9 +49,9 @@ class _RowsUnderway:
     receive: Sequence[int]
     grad_scale: float
     operation: str
-    counted: bool
     formats: Formats
     exchange: Callable[..., None] | None = None
+    counted: bool = True
     underway: Tensor | None = None
     works: list[Underway] | streams.Beside | None = None
     layer: weakref.ref[nn.Module] | None = field(default_factory=running.get)
@@ -81,9 +81,7 @@ class _RowsUnderway:
         try:
             if debugging.enabled():
                 debugging.compare("all_to_all", sent, self.group, self.operation, send, receive)
-            self.works = collectives.post_rows(
-                out, sent, self.group, send, receive, exchange=self.exchange
-            )
+            self.works = collectives.post_rows(out, sent, self.group, send, receive, self.exchange)
         except RuntimeError as error:
             self._name_failed_ranks(error, backward)
             raise
@@ -180,9 +178,9 @@ def all_to_all_rows(
     grad_scale: float = 1.0,
     operation: str = "all_to_all_rows",
     meanwhile: Callable[[], None] | None = None,
-    counted: bool = False,
     formats: Formats = (None, None),
     exchange: Callable[..., None] | None = None,
+    counted: bool = True,
 ) -> Tensor:
     """Exchange rows with every rank of a group; differentiable.
 
@@ -198,9 +196,9 @@ def all_to_all_rows(
         operation: name for error messages.
         meanwhile: called once the rows are underway; it runs beside the exchange, and its backward
             beside that of the gradients.
-        counted: count what is sent, forward and backward; for callers that do not do so themselves.
         formats: in which the rows travel, and their gradients; see `Wire`.
         exchange: what sends them, called as `all_to_all_single` is, which is the default.
+        counted: count what is sent, forward and backward; False where `exchange` does so itself.
 
     Returns:
         `[R, D]`, ordered by source rank. Ranks with no row take part like any other.
@@ -208,7 +206,7 @@ def all_to_all_rows(
     Raises:
         RankFailureError: a rank died or did not answer; the message names it. Forward and backward.
     """
-    rows = _RowsUnderway(group, send, receive, grad_scale, operation, counted, formats, exchange)
+    rows = _RowsUnderway(group, send, receive, grad_scale, operation, formats, exchange, counted)
     out_RD: Tensor
     if meanwhile is None:
         out_RD = _Exchange.apply(x_ND, rows)
@@ -241,7 +239,7 @@ def start_rows(
     Returns:
         A handle that waits for the rows and gives them.
     """
-    underway = _RowsUnderway(group, send, receive, 1.0, operation, True, (format, None))
+    underway = _RowsUnderway(group, send, receive, 1.0, operation, (format, None))
     underway.start(rows, backward=False)
     like, dim = rows.new_empty(0), rows.shape[1:].numel()
 

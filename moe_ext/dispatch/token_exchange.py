@@ -173,9 +173,8 @@ class Hop(AllToAllDispatcher):
                     tables.append(ops.permute_tokens(none_TD, target, self.num_ranks)[1])
                     own.append(tables[-1].num_tokens_per_expert)
                 own.append(torch.full_like(own[-1], idx_TK.shape[0]))
-        header = self._calls.header(x_TD, idx[0].shape[1], capacity, in_graph, self.wire)
-        own_PM, send = torch.stack(own, 1), self.exchange_counts
-        told = self._calls.exchange(own_PM, header, None, send, self.group, self.operation)
+        top_k, own_PM = idx[0].shape[1], torch.stack(own, 1)
+        told = self._calls.exchange(self, x_TD, own_PM, top_k, capacity, in_graph)
         return once, slots, told
 
     def start_out(

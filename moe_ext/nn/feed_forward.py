@@ -91,9 +91,7 @@ class FeedForward(nn.Module):
         group = weight.device_mesh.get_group()
         order, send, receive = _pairs(num_ups, group.size(), group_rank(group))
         columns = up.view(-1, up.shape[-1]).t()[torch.tensor(order, device=up.device)]
-        pairs = all_to_all_rows(
-            columns, group, send, receive, operation="FeedForward", counted=True
-        )
+        pairs = all_to_all_rows(columns, group, send, receive, operation="FeedForward")
         return pairs.t().reshape(up.shape)
 
 

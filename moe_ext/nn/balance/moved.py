@@ -150,9 +150,7 @@ class ExpertMoves:
         """
         sent = self.sent.to(weight.device, non_blocking=True)
         flat = weight.flatten(1).index_select(0, sent)
-        came = all_to_all_rows(
-            flat, self.group, self.send, self.receive, operation=_OPERATION, counted=True
-        )
+        came = all_to_all_rows(flat, self.group, self.send, self.receive, operation=_OPERATION)
         return torch.cat([weight, came.view(-1, *weight.shape[1:])])
 
 
