@@ -30,9 +30,8 @@ from moe_ext.distributed.gradients import average_gradients, reduction_problem
 from moe_ext.distributed.mesh import MoEMesh
 from moe_ext.distributed.placement import (
     Placement,
-    known_ranks,
+    grid_of,
     replica_group,
-    replica_ranks,
     replicated_groups,
     sharded_parameters,
     sharded_tensors,
@@ -326,8 +325,8 @@ def _left_whole(
     """Parameters that FSDP2 was told to ignore, held by all ranks, with these."""
     from moe_ext.distributed import fsdp_state
 
-    managed = dict(fsdp_state.wrapped_parameters(model))
-    dense = [p.shards.device_mesh for name, p in managed.items() if name not in experts]
+    managed = {name: shards for name, shards, _ in fsdp_state.wrapped_parameters(model)}
+    dense = [shards.device_mesh for name, shards in managed.items() if name not in experts]
     named = model.named_parameters()
     whole = [p for n, p in named if n not in managed and n not in experts and not is_dtensor(p)]
     if not dense or not whole:
@@ -401,11 +400,12 @@ def expect_backward(model: nn.Module, wrapper: nn.Module, output: object) -> Non
 def _check_ranks(sharded: dict[str, tuple[nn.Parameter, Placement]], world: ProcessGroup) -> None:
     """ValueError where the ranks of a wrapper are not those of its parameters."""
     members = set(group_ranks(world))
-    places = [placement for _, placement in sharded.values()]
-    # The ranks of its stage, or those that hold the parts of this one.
-    whole = all(
-        members in (known_ranks(place), set(replica_ranks(place) or ())) for place in places
-    )
+    whole = True
+    for _, place in sharded.values():
+        grid = grid_of(place)
+        # The ranks of its stage, or those that hold the parts of this one.
+        stage, replicas = {r for row in grid for r in row}, {row[place.part] for row in grid}
+        whole = whole and members in (stage, replicas)
     if len(members) != world_size() and not whole:
         raise ValueError(
             f"{_OPERATION}: expected process_group to be None or all ranks of the job (or of its "

@@ -48,11 +48,8 @@ def keeping_wholes(keep: bool | None) -> Iterator[None]:
         _keeps_wholes.reset(token)
 
 
-@contextlib.contextmanager
-def state_dicts_of_parts() -> Iterator[None]:
-    """Undo `whole_state_dicts` inside."""
-    with keeping_wholes(None):
-        yield
+# Undoes `whole_state_dicts` inside.
+state_dicts_of_parts = functools.partial(keeping_wholes, None)
 
 
 def keeps_wholes() -> bool | None:
@@ -161,16 +158,20 @@ def dtensor_of(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size
 ) -> DTensor:
     """The DTensor of which this rank holds `local`, and shares memory with it; nothing is sent."""
+    strides = torch.empty(shape, device="meta").stride()
+    return _from_local(local.contiguous(), mesh, placements, shape, strides)
+
+
+def _from_local(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: torch.Size,
+    strides: tuple[int, ...],
+) -> DTensor:
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(
-        local.contiguous(),
-        mesh,
-        placements,
-        run_check=False,
-        shape=shape,
-        stride=torch.empty(shape, device="meta").stride(),
-    )
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=strides)
 
 
 def refusing_files(whole: Tensor, *, has_pieces: bool) -> Tensor:
@@ -320,19 +321,14 @@ def _whole_gradient(parameter: DTensor, grad: Tensor) -> DTensor:
 
 def _with_layout(grad: Tensor, strides: tuple[int, ...], spec: DTensorSpec) -> DTensor:
     """A gradient of the spec, of a part with these strides."""
-    from torch.distributed.tensor import DTensor
-
     if grad.stride() != strides:
         # `.grad` would be made so from it anyway.
         laid = torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device)
         grad = laid.copy_(grad)
     if torch.is_grad_enabled():  # create_graph=True
-        return DTensor.from_local(
-            *(grad, spec.mesh, spec.placements),
-            run_check=False,
-            shape=spec.shape,
-            stride=spec.stride,
-        )
+        return _from_local(grad, spec.mesh, spec.placements, spec.shape, spec.stride)
+    from torch.distributed.tensor import DTensor
+
     # The constructor is this behind a switch of torch.compile.
     return DTensor.__new__(DTensor, grad, spec, requires_grad=False)
 
@@ -391,16 +387,7 @@ def with_local(like: Tensor, local: Tensor) -> Tensor:
     """A DTensor as another one, of other shards; `local` itself if that is a plain tensor."""
     if not is_dtensor(like):
         return local
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+    return _from_local(local, like.device_mesh, like.placements, like.shape, like.stride())
 
 
 def num_shards(tensor: Tensor) -> int:

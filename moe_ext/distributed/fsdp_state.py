@@ -22,6 +22,8 @@ _RECIPE = (
     "torch's fully_shard(layer.experts, mesh=mesh.replica_mesh) first, and then the rest with "
     "mesh=mesh.world_mesh"
 )
+# Modules of this process that `fully_shard`, or another function like it, has wrapped.
+_wrapped = _composable_state._module_state_mapping
 # Modules with experts, and the number of wrapped modules in the process when they were checked.
 _checked: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
@@ -114,7 +116,7 @@ def resharded_over(module: FSDPModule) -> int:
 
 def holds_wrapped(model: nn.Module) -> bool:
     """True if a model holds modules that `fully_shard` has wrapped."""
-    return num_wrapped() > 0 and any(_param_groups(module) for module in model.modules())
+    return len(_wrapped) > 0 and any(_param_groups(module) for module in model.modules())
 
 
 def reduces_gradients(root: nn.Module) -> bool:
@@ -133,44 +135,24 @@ def messages_of(module: FSDPModule) -> dict[str, Any]:
     }
 
 
-def num_wrapped() -> int:
-    """Modules of this process that `fully_shard`, or another function like it, has wrapped."""
-    return len(_composable_state._module_state_mapping)
-
-
 def wrapped_roots() -> list[nn.Module]:
     """The outermost wrapped modules, of those that have begun a forward pass."""
-    modules = list(_composable_state._module_state_mapping)
+    modules = list(_wrapped)
     states = [_composable_state._get_module_state(module) for module in modules]
     return [m for m, s in zip(modules, states, strict=True) if getattr(s, "_is_root", False)]
 
 
-@dataclass(frozen=True)
-class WrappedParameter:
-    """A parameter that wrapped modules manage, gathered now or not.
+def wrapped_parameters(root: nn.Module) -> Iterator[tuple[str, DTensor, Any]]:
+    """Every parameter that wrapped modules manage: its name, its shards, and FSDP2's group of it.
 
-    Attributes:
-        shards: the parameter.
-        is_hooked: whether a hook reduces its gradient over more ranks than those of the mesh.
-        scale: its gradient, as a multiple of the mean over the mesh.
+    Gathered now or not.
     """
-
-    shards: DTensor
-    is_hooked: bool
-    scale: float
-
-
-def wrapped_parameters(root: nn.Module) -> Iterator[tuple[str, WrappedParameter]]:
-    """Every parameter that wrapped modules manage, by its name."""
     path_of = {module: f"{path}." if path else "" for path, module in root.named_modules()}
     for module in path_of:
         for group in _param_groups(module):
-            is_hooked = getattr(group, "_all_reduce_hook", None) is not None
-            size = group.mesh_info.mesh.size()
-            scale = size / (group.gradient_divide_factor or size)
             for entry in group.fsdp_params:
                 name = path_of[entry._module_info.module] + entry._module_info.param_name
-                yield name, WrappedParameter(entry.sharded_param, is_hooked, scale)
+                yield name, entry.sharded_param, group
 
 
 # The parameters of a model that ranks hold between them, and the function of the name of any of its
@@ -194,7 +176,7 @@ def check_wrapping(experts: nn.Module, divided_of: Callable[[nn.Module], Divided
     Raises:
         ValueError: on every rank, before the first step.
     """
-    count = num_wrapped()
+    count = len(_wrapped)
     if count == 0 or _checked.get(experts) == count:
         return
     for root in wrapped_roots():
@@ -208,19 +190,23 @@ def _check_meshes(
     root: nn.Module, divided: Collection[str], needed_by: Callable[[str], list[set[int]]]
 ) -> None:
     """Refuse a parameter whose gradient is not averaged over all ranks that have one."""
-    wrapped = dict(wrapped_parameters(root))
-    for name, found in wrapped.items():
-        ranks = found.shards.device_mesh.mesh.flatten().tolist()
-        for needed in () if found.is_hooked else needed_by(name):
+    # Gradients as multiples of the mean over the mesh.
+    scale_of = dict[str, float]()
+    for name, shards, group in wrapped_parameters(root):
+        size, ranks = group.mesh_info.mesh.size(), shards.device_mesh.mesh.flatten().tolist()
+        scale_of[name] = size / (group.gradient_divide_factor or size)
+        # A hook reduces over more ranks than those of the mesh.
+        is_hooked = getattr(group, "_all_reduce_hook", None) is not None
+        for needed in () if is_hooked else needed_by(name):
             if not needed <= set(ranks):
                 raise ValueError(
                     f"fully_shard: expected the mesh of {name} to have the ranks {sorted(needed)}, "
                     f"over which its gradients are averaged, got ranks {ranks}. {_RECIPE}"
                 )
-    scales = {found.scale: name for name, found in wrapped.items() if name not in divided}
+    scales = {scale: name for name, scale in scale_of.items() if name not in divided}
     for name in divided:
         # Gradients of parameters that no wrapped module manages become means.
-        scale = wrapped[name].scale if name in wrapped else 1.0
+        scale = scale_of.get(name, 1.0)
         if scales and not any(math.isclose(scale, other) for other in scales):
             other, rest = scales.popitem()
             raise ValueError(

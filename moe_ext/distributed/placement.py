@@ -560,7 +560,9 @@ def _divided(model: nn.Module) -> Divided:
 
     def ranks(name: str) -> list[set[int]]:
         # Experts are DTensors, whose mesh has the ranks of their group already.
-        return [known_ranks(divided[name]) or set()] if name in divided else sharers
+        if name in divided:
+            return [{rank for row in grid_of(divided[name]) for rank in row}]
+        return sharers
 
     return divided, ranks
 
@@ -658,7 +660,9 @@ def sharded_parameters(model: nn.Module) -> dict[str, tuple[nn.Parameter, Placem
         if placement.num_parts > 1
     }
     for parameter, placement in found.values():
-        note_shard(parameter, placement)
+        # It is known by itself then, see `known_shard`.
+        setattr(parameter, _PLACED, placement)
+        _was_assigned(parameter)
     return found
 
 
@@ -682,12 +686,6 @@ def sharded_buffers(model: nn.Module) -> dict[str, tuple[Tensor, Placement]]:
                 placement = dataclasses.replace(placement, dim=None)
             found[name] = (buffer, placement)
     return found
-
-
-def note_shard(parameter: Tensor, placement: Placement) -> None:
-    """Have `known_shard` know a parameter by itself, without its model."""
-    setattr(parameter, _PLACED, placement)
-    _was_assigned(parameter)
 
 
 def _was_assigned(parameter: Tensor) -> bool:
@@ -864,21 +862,10 @@ def replica_group(group: ProcessGroup, device: torch.device) -> ProcessGroup | N
     return _replica_groups[group]
 
 
-def replica_ranks(placement: Placement) -> list[int] | None:
-    """Global ranks that hold the part of this rank, itself included; None if that is not known.
+def grid_of(placement: Placement) -> list[list[int]]:
+    """Global ranks, a row for each group that divides a parameter so; empty if they are not known.
 
-    It is known of groups of a `MoEMesh`, and of others once `replica_group` has found them.
+    They are known of groups of a `MoEMesh`, and of others once `replica_group` has found them.
     """
     assert placement.group is not None
-    grid = _grids.get(placement.group)
-    return None if grid is None else [row[placement.part] for row in grid]
-
-
-def known_ranks(placement: Placement) -> set[int] | None:
-    """Global ranks that hold any part, of all copies; None if that is not known.
-
-    See `replica_ranks`.
-    """
-    assert placement.group is not None
-    grid = _grids.get(placement.group)
-    return None if grid is None else {rank for row in grid for rank in row}
+    return _grids.get(placement.group, [])
