@@ -239,15 +239,29 @@ def test_which_errors_are_of_connections(text, is_of_connections):
     assert bool(failures._OF_CONNECTIONS.search(text)) == is_of_connections
 
 
-# Rank 0, which hosts the store, fails before it sends a message.
+# Forks the ranks of each case, since imports take seconds. Rank 0, which hosts the store, fails
+# before it sends a message.
 PROGRAM = """
+import os
 import sys
 import time
-from datetime import timedelta
 import torch, torch.distributed as dist
 from moe_ext import MoELayer
+folder, *cases = sys.argv[1:]
+processes = [(case, rank) for case in cases for rank in "01"]
+for case, rank in processes:
+    if os.fork() == 0:
+        break
+else:
+    for _ in processes:
+        os.wait()
+    os._exit(0)
+when, os.environ["MASTER_PORT"] = case.split(":")
+os.environ["RANK"] = rank
+for number, name in ((1, "out"), (2, "err")):
+    os.dup2(os.open(f"{folder}/{when}.{rank}.{name}", os.O_CREAT | os.O_WRONLY), number)
 dist.init_process_group("gloo")
-if sys.argv[1] == "after":
+if when == "after":
     MoELayer(8, 6, 4, 2, ep_group=dist.group.WORLD)
 if dist.get_rank() == 0:
     raise KeyError("no such file")
@@ -268,32 +282,21 @@ SEEN = {
 }
 
 
-def outcome_of_program(when):
-    """Text that rank 0 wrote to stderr, and rank 1 to stdout."""
-    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    common |= {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, when],
-            env={**common, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    (_, words), (out, _) = (process.communicate(timeout=120) for process in processes)
-    return words, out
-
-
 @pytest.fixture(scope="module")
-def programs():
-    return at_once(outcome_of_program, [(when,) for when in SEEN])
+def programs(tmp_path_factory):
+    """Texts that rank 0 wrote to stderr, and rank 1 to stdout, by case."""
+    folder, cases = tmp_path_factory.mktemp("programs"), [f"{when}:{_free_port()}" for when in SEEN]
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [sys.executable, "-c", PROGRAM, folder, *cases], env=env, check=True, timeout=120
+    )
+    files = ("0.err", "1.out")
+    return {when: [(folder / f"{when}.{name}").read_text() for name in files] for when in SEEN}
 
 
 @pytest.mark.parametrize("when", SEEN)
 def test_an_error_that_ends_a_process_is_told_at_once(programs, when):
-    words, out = programs[(when,)].result()
+    words, out = programs[when]
     assert "KeyError: 'no such file'" in words
     kind, ranks, seconds, text = out.strip().split("|")
     assert (kind, ranks) == ("RankFailureError", "(0,)")

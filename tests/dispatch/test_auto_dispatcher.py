@@ -59,6 +59,11 @@ def outcome(one, x, run=None):
     return [y.detach(), x.grad, *[p.grad.clone() for p in one.parameters()]]
 
 
+def skip_to(one, number):
+    """Have the layer count the training passes before this one as made."""
+    one._chooser._num_passes = number - 1
+
+
 def assert_same_bits(found, want):
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
@@ -83,7 +88,7 @@ def check_the_choice_is_that_of_all_ranks_and_changes_no_bit():
         one = layer(combine=combine, row_budget=budget)
         assert "chosen at the first" in str(one.explain_dispatch())
         assert isinstance(copy.deepcopy(one).dispatcher, AutoDispatcher)
-        with count_traffic() as first:
+        with count_traffic() as first, mock.patch.object(auto, "ROUNDS", 2):
             found = outcome(one, x)
         with count_traffic() as second:
             assert_same_bits(outcome(one, x), found)
@@ -159,16 +164,19 @@ def check_the_choice_is_looked_at_again_while_it_trains():
     want, one = outcome(layer("alltoall"), x), layer()
     names = []
     with mock.patch.object(auto, "_rehearse", rehearsed):
-        for number in range(1, 70):
+        for number in (*range(1, 19), *range(61, 67)):
+            if number == 61:
+                skip_to(one, number)
             assert_same_bits(outcome(one, x), want)
-            with torch.no_grad():
-                one(x)  # counts as no training pass
-            one.eval()
-            one(x.requires_grad_(False))
-            one.train()
+            if number in (1, 2, 15, 63):
+                with torch.no_grad():
+                    one(x)  # counts as no training pass
+                one.eval()
+                one(x.requires_grad_(False))
+                one.train()
             names.append(one.explain_dispatch().name)
             assert len(routed) == 1 + (number >= 16) + (number >= 64)
-    assert names == ["dedup"] * 63 + ["alltoall"] * 6
+    assert names == ["dedup"] * 21 + ["alltoall"] * 3
     assert "routing of training pass 63" in one.explain_dispatch().reason
     assert routed[0] is None and all(r.shape == (len(x), K) for r in routed[1:])
     # The ranks still compare the options with each exchange.
@@ -193,14 +201,18 @@ def check_a_change_that_would_show_is_not_made():
 
         one = layer(**options)
         with mock.patch.object(auto, "_rehearse", rehearsed):
-            for _ in range(17):
+            for number in (1, 2, 14, 15, 16, 17):
+                if number == 14:
+                    skip_to(one, number)
                 outcome(one, x.to(one.router.weight.dtype), run)
         assert len(looks) == 1, options
 
 
 def check_a_dispatcher_set_by_hand_stays():
     x, one = tokens(MANY + 22), layer()
-    for number in range(1, 18):
+    for number in (1, 2, 14, 15, 16, 17):
+        if number == 14:
+            skip_to(one, number)
         outcome(one, x)
         if number == 15:
             one.dispatcher = layer("dedup").dispatcher

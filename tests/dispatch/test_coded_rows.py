@@ -197,7 +197,7 @@ def check_lossless_keeps_every_bit():
         a, b = (step(layer("dedup", w, torch.bfloat16, **options), x) for w in (None, "lossless"))
         assert all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
     if emulation.is_built():
-        launches = emulation.num_launches()
+        launches, x = emulation.num_launches(), x[:30]
         with emulation.emulated_cuda():
             a, b = (step(layer("dedup", w, torch.bfloat16), x) for w in (None, "lossless"))
         assert all(torch.equal(one, other) for one, other in zip(a, b, strict=True))

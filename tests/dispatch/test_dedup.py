@@ -111,18 +111,20 @@ def check_exact_gives_the_bits_of_a_row_for_each_expert_and_reduced_the_sums():
 
 def budgeted_cases():
     rank = dist.get_rank()
-    yield {"row_budget": RowBudget(7)}
+    yield {"row_budget": RowBudget(13)}
     yield {"row_budget": RowBudget(500), "shared_expert": 4}
-    yield {"row_budget": RowBudget(9), "dtype": torch.bfloat16, "bias": True}
+    yield {"row_budget": RowBudget(17), "dtype": torch.bfloat16, "bias": True}
     yield {"row_budget": RowBudget(11, overflow="drop"), "dtype": torch.bfloat16}
     yield {"row_budget": RowBudget(5), "size": 4 * (rank == 0), "capacity": 0.7}
-    yield {"row_budget": RowBudget(6), "x_grad": rank > 0, "mask": torch.arange(9) > 3}
+    yield {"row_budget": RowBudget(8), "x_grad": rank > 0, "mask": torch.arange(9) > 3}
 
 
 def check_a_row_budget_runs_the_rounds_of_a_row_for_each_expert():
+    # On fewer ranks, whose nodes are one rank each, both ways have the same hops.
+    ways = WAYS[: 2 if dist.get_world_size() == 4 else 1]
     for options in budgeted_cases():
         want, plain = step("alltoall", **options)
-        for way in WAYS[:2]:
+        for way in ways:
             with largest_exchange() as largest:
                 found, other = step(way, **options)
             assert_same_bits(found, want)
@@ -160,7 +162,8 @@ def assert_close(found, want, options):
 
 
 def check_checkpointing_and_autocast():
-    for way, combine in itertools.product(WAYS, ("exact", "reduced")):
+    ways = WAYS if dist.get_world_size() == 4 else (WAYS[0], WAYS[2])
+    for way, combine in itertools.product(ways, ("exact", "reduced")):
         one = layer(way, combine, dtype=torch.float32)
         x = tokens(dtype=torch.float32).requires_grad_()
         one(x).square().sum().backward()

@@ -36,7 +36,8 @@ from moe_ext.optim import (
 )
 from moe_ext.testing import spawn_ranks
 
-E, D = 12, 6
+# Two of three ranks have experts of one rank of the two that saved, one has those of both.
+E, D = 6, 8
 ONE_BIT = {
     "OneBitAdam": functools.partial(OneBitAdam, freeze_step=2),
     "OneBitLamb": functools.partial(OneBitLamb, freeze_step=2),
@@ -50,7 +51,7 @@ class Expert(nn.Linear):
 
     def __init__(self, index):
         super().__init__(D, D)
-        self.register_buffer("mean", torch.randn(3))
+        self.register_buffer("mean", torch.randn(5))
         self.register_buffer("index", torch.tensor(index))
 
 
@@ -430,7 +431,7 @@ def merged(ranks):
     return found
 
 
-@pytest.mark.parametrize("ep", [1, 3, 4])
+@pytest.mark.parametrize("ep", [1, 3])
 def test_experts_and_moments_are_those_that_were_saved(saved, ep):
     folder, want = saved
     ranks = [load_all(0, folder, 1)] if ep == 1 else spawn_ranks(load_all, ep, folder, ep)
