@@ -68,7 +68,8 @@ BESIDE_AGREEMENT = {
     "moe_ext.distributed": {"naming_failed_ranks"},
     "moe_ext.distributed.checkpoint": {"naming_failed_ranks"},
     "moe_ext.distributed.dtensor": {"naming_failed_ranks"},
-    "moe_ext.distributed.placement": {"naming_failed_ranks", "share"},
+    "moe_ext.distributed.placement": {"naming_failed_ranks"},
+    "moe_ext.distributed.replicas": {"share"},
     "moe_ext.integrations.grace": {"naming_failed_ranks"},
     # Code of the user runs between two exchanges.
     "moe_ext.dispatch.base": {"check_equal_over_ranks", "is_told", "share", "telling"},

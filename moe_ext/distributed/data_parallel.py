@@ -30,12 +30,11 @@ from moe_ext.distributed.gradients import average_gradients, reduction_problem
 from moe_ext.distributed.mesh import MoEMesh
 from moe_ext.distributed.placement import (
     Placement,
-    grid_of,
-    replica_group,
     replicated_groups,
     sharded_parameters,
     sharded_tensors,
 )
+from moe_ext.distributed.replicas import grid_of, replica_group
 from moe_ext.distributed.spread import spread_layers
 
 _OPERATION = "DistributedDataParallel"
@@ -402,7 +401,8 @@ def _check_ranks(sharded: dict[str, tuple[nn.Parameter, Placement]], world: Proc
     members = set(group_ranks(world))
     whole = True
     for _, place in sharded.values():
-        grid = grid_of(place)
+        assert place.group is not None
+        grid = grid_of(place.group)
         # The ranks of its stage, or those that hold the parts of this one.
         stage, replicas = {r for row in grid for r in row}, {row[place.part] for row in grid}
         whole = whole and members in (stage, replicas)

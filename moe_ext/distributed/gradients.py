@@ -27,10 +27,10 @@ from moe_ext.distributed.dtensor import is_dtensor, local_part, placed_as, with_
 from moe_ext.distributed.placement import (
     Placement,
     placements,
-    replica_group,
     replicated_groups,
     sharded_parameters,
 )
+from moe_ext.distributed.replicas import replica_group
 
 if TYPE_CHECKING:
     from moe_ext.distributed.mesh import MoEMesh

@@ -20,7 +20,7 @@ from moe_ext.comm.groups import (
     small_message_device,
 )
 from moe_ext.distributed.dtensor import declare_mesh
-from moe_ext.distributed.placement import declare_expert_shards, declare_replicas
+from moe_ext.distributed.replicas import declare_expert_shards, declare_replicas
 
 _ORDER = "tp-cp-ep-dp-pp"
 # Dimensions of a DeviceMesh that hold other batches, or other copies, by the names in use.

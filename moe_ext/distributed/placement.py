@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,10 +20,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext._compile import outside_graphs
-from moe_ext.comm import collectives
-from moe_ext.comm.agreement import share
 from moe_ext.comm.failures import naming_failed_ranks
-from moe_ext.comm.groups import GroupHandle, group_rank, group_ranks, group_size, resolve_group
+from moe_ext.comm.groups import GroupHandle, group_rank, group_ranks, group_size
 from moe_ext.distributed.dtensor import (
     divided_as,
     dtensor_of,
@@ -44,6 +41,9 @@ from moe_ext.distributed.dtensor import (
     unflattened,
     with_local,
 )
+from moe_ext.distributed.replicas import grid_of, groups_of_shards
+from moe_ext.distributed.replicas import replica_group as replica_group
+from moe_ext.distributed.replicas import shards_of_experts as shards_of_experts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -63,15 +63,6 @@ _PLACED = "_moe_ext_placement"
 _OWN_STORAGE = "_moe_ext_own_storage"
 # Attribute of a module: names of its own parameters that became DTensors.
 _DIVIDED = "_moe_ext_divided"
-
-# Ranks with the same coordinate in a group; None where this rank has no such peer.
-_replica_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup | None]
-_replica_groups = weakref.WeakKeyDictionary()
-# Ranks with the same shards, and neighbours, of a group whose neighbours share each expert.
-_expert_shards: weakref.WeakKeyDictionary[ProcessGroup, tuple[ProcessGroup, ProcessGroup]]
-_expert_shards = weakref.WeakKeyDictionary()
-# The groups that divide the ranks as this one does: a row each, with the ranks of its parts.
-_grids: weakref.WeakKeyDictionary[ProcessGroup, list[list[int]]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -325,7 +316,7 @@ class ExpertShards(Placement):
     @property
     def _groups(self) -> tuple[ProcessGroup, ProcessGroup]:
         assert self.group is not None
-        return _expert_shards[self.group]
+        return groups_of_shards(self.group)
 
     def logical_shape(self, local: Iterable[int]) -> torch.Size:
         """See `Placement`."""
@@ -560,9 +551,8 @@ def _divided(model: nn.Module) -> Divided:
 
     def ranks(name: str) -> list[set[int]]:
         # Experts are DTensors, whose mesh has the ranks of their group already.
-        if name in divided:
-            return [{rank for row in grid_of(divided[name]) for rank in row}]
-        return sharers
+        group = divided[name].group if name in divided else None
+        return sharers if group is None else [{rank for row in grid_of(group) for rank in row}]
 
     return divided, ranks
 
@@ -794,78 +784,3 @@ def expert_param_groups(model: nn.Module) -> list[dict[str, Any]]:
         {"params": [p for p in trained if id(p) in experts], "name": "experts"},
     ]
     return [group for group in groups if group["params"]]
-
-
-def declare_replicas(
-    group: ProcessGroup, replicas: ProcessGroup | None, grid: list[list[int]]
-) -> None:
-    """Note which ranks hold the same parts, for parameters divided over `group`.
-
-    Args:
-        group: that of this rank.
-        replicas: ranks with the part of this rank; None where there are no others.
-        grid: global ranks, a row for each group that divides as this one does, in order of parts.
-    """
-    _replica_groups[group], _grids[group] = replicas, grid
-
-
-def declare_expert_shards(group: ProcessGroup, same: ProcessGroup, shards: ProcessGroup) -> None:
-    """Note that neighbours in a group of experts hold shards of each expert.
-
-    Args:
-        group: ranks that share a set of experts.
-        same: those of them that hold the same shard of different experts.
-        shards: those that hold shards of the same experts.
-    """
-    _expert_shards[group] = same, shards
-
-
-def shards_of_experts(group: ProcessGroup | None) -> int:
-    """Ranks that each expert of a group is divided over; 1 for a group without etp."""
-    return 1 if group is None or group not in _expert_shards else _expert_shards[group][1].size()
-
-
-def replica_group(group: ProcessGroup, device: torch.device) -> ProcessGroup | None:
-    """Ranks that hold the same parts as this one of what `group` divides; None if there is none.
-
-    A `MoEMesh` knows them. For a group made otherwise, the first call finds them out and makes the
-    process groups: all ranks of the default group must then call it, in the same order, with their
-    own group.
-
-    Raises:
-        ValueError: on every rank, when the groups do not partition the ranks into groups of one
-            size.
-    """
-    if group in _replica_groups:
-        return _replica_groups[group]
-    world = resolve_group(None, "sync_gradients")
-    assert world is not None
-    own = [group_size(group), group_rank(group), min(group_ranks(group))]
-    rows = share(own, world, device, operation="sync_gradients")
-    members_of: dict[int, list[tuple[int, int]]] = {}
-    for rank, (_, part, leader) in enumerate(rows):
-        members_of.setdefault(leader, []).append((part, rank))
-    size = group_size(group)
-    members = [sorted(members_of[leader]) for leader in sorted(members_of)]
-    partition = all(row[0] == size for row in rows) and all(
-        [part for part, _ in row] == list(range(size)) for row in members
-    )
-    if not partition:
-        found = ", ".join(f"{row[0]} on rank {rank}" for rank, row in enumerate(rows))
-        raise ValueError(
-            "sync_gradients: expected the expert-parallel groups to split the ranks into groups of "
-            f"one size, got groups of {found}"
-        )
-    grid = [[rank for _, rank in row] for row in members]
-    columns = [list(column) for column in zip(*grid, strict=True)] if len(grid) > 1 else []
-    declare_replicas(group, collectives.subgroups(columns), grid)
-    return _replica_groups[group]
-
-
-def grid_of(placement: Placement) -> list[list[int]]:
-    """Global ranks, a row for each group that divides a parameter so; empty if they are not known.
-
-    They are known of groups of a `MoEMesh`, and of others once `replica_group` has found them.
-    """
-    assert placement.group is not None
-    return _grids.get(placement.group, [])
