@@ -3,16 +3,13 @@
 from moe_ext.dispatch.allgather import AllGatherDispatcher
 from moe_ext.dispatch.alltoall import AllToAllDispatcher
 from moe_ext.dispatch.auto import AutoDispatcher, DispatchCandidate, DispatchChoice
-from moe_ext.dispatch.base import (
-    CAPABILITIES,
-    DispatchMetadata,
-    RowWeights,
-    TokenDispatcher,
+from moe_ext.dispatch.base import CAPABILITIES, TokenDispatcher, take_part
+from moe_ext.dispatch.by_name import (
+    DISPATCHERS,
     WrappedDispatcher,
-    sum_dtype,
-    take_part,
+    check_served,
+    named_dispatcher,
 )
-from moe_ext.dispatch.by_name import DISPATCHERS, check_served, named_dispatcher
 from moe_ext.dispatch.dedup import COMBINES, DedupDispatcher, HierarchicalDispatcher
 from moe_ext.dispatch.deep_ep import DeepEpDispatcher
 from moe_ext.dispatch.local import LocalDispatcher
@@ -22,12 +19,15 @@ from moe_ext.dispatch.parts import (
     BatchPlan,
     Choice,
     Cut,
+    DispatchMetadata,
     Part,
     PlacedRows,
     Round,
     RowBudget,
     RowCounts,
+    RowWeights,
     SharedCounts,
+    sum_dtype,
 )
 from moe_ext.dispatch.symmetric_memory import SymmetricMemoryDispatcher
 from moe_ext.dispatch.wire import Wire

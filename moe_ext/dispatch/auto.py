@@ -25,9 +25,10 @@ from moe_ext.comm.link import max_over_ranks, seconds_of
 from moe_ext.comm.traffic import not_counted
 from moe_ext.dispatch.allgather import AllGatherDispatcher
 from moe_ext.dispatch.alltoall import AllToAllDispatcher
-from moe_ext.dispatch.base import CAPABILITIES, TokenDispatcher, sum_dtype
+from moe_ext.dispatch.base import CAPABILITIES, TokenDispatcher
 from moe_ext.dispatch.counts import DTYPES
 from moe_ext.dispatch.dedup import DedupDispatcher, HierarchicalDispatcher
+from moe_ext.dispatch.parts import sum_dtype
 from moe_ext.dispatch.wire import LOSSLESS, Wire, sent_row_bytes
 
 _OPERATION = "MoELayer(dispatcher='auto')"

@@ -37,11 +37,13 @@ from moe_ext.dispatch.parts import (
     BatchPlan,
     Choice,
     Cut,
+    DispatchMetadata,
     Part,
     PlacedRows,
     Round,
     RowBudget,
     RowCounts,
+    RowWeights,
     SharedCounts,
     count_dropped,
     cut_exchange,
@@ -49,6 +51,7 @@ from moe_ext.dispatch.parts import (
     fair_share,
     keep_first,
     schedule,
+    sum_dtype,
 )
 from moe_ext.dispatch.rows import join_parts, split_parts, total
 from moe_ext.dispatch.static_sizes import static_rounds, telling_in_agreement
@@ -67,54 +70,6 @@ CAPABILITIES = (
     "wire.dispatch='lossless'",
 )
 _SILENT = contextlib.nullcontext()
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums of rows are taken in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-class RowWeights:
-    """Weights of the rows that `dispatch` brought, for experts that multiply by them.
-
-    Neither a tuple nor a dataclass: FSDP2 would cast the tensors in these.
-
-    Attributes:
-        slot_weights: a weight a slot, in the graph, in the dtype of sums.
-        slot_of_row: `[R]` slots, -1 for a padding row.
-    """
-
-    def __init__(self, slot_weights: Tensor, slot_of_row: Tensor) -> None:
-        self.slot_weights = slot_weights
-        self.slot_of_row = slot_of_row
-
-
-@dataclass(frozen=True)
-class DispatchMetadata:
-    """Tables that `combine` undoes `dispatch` by.
-
-    Attributes:
-        permutation: of this rank's tokens, over all E experts.
-        topk_weights: `[T, K]`, in the graph; None where the experts have multiplied by them.
-        sent: rows sent to each rank of the group, None when nothing was sent.
-        received: rows received from each rank.
-        received_permutation: groups the received rows by local expert.
-        expert_capacity: rows that a local expert gets at most, from all ranks; None without limit.
-        weights_R1: weights of the received rows, where they have come already.
-    """
-
-    permutation: ops.Permutation
-    topk_weights: Tensor | None
-    sent: tuple[int, ...] | None = None
-    received: tuple[int, ...] | None = None
-    received_permutation: ops.Permutation | None = None
-    expert_capacity: int | None = None
-    weights_R1: Tensor | None = None
-
-    @property
-    def num_dropped(self) -> Tensor:
-        """Slots of this rank dropped for lack of capacity, 0-d int64."""
-        return self.permutation.num_dropped
 
 
 @functools.cache
@@ -779,38 +734,3 @@ def _weight_of_rows(tables: ops.Permutation, weights_TK: Tensor, num_rows: int) 
 def take_part(rows: Tensor) -> Tensor:
     """Rows in a graph, for an exchange through which gradients of another rank come back."""
     return rows if rows.requires_grad else rows.detach().requires_grad_()
-
-
-class WrappedDispatcher(TokenDispatcher):
-    """Gives an object that has `dispatch` and `combine` alone what a layer uses beyond these.
-
-    Args:
-        inner: the object; its `combine` takes rows and metadata.
-    """
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    @property
-    def name(self) -> str:
-        """Name of the class of the wrapped object."""
-        return type(self.inner).__name__
-
-    def dispatch(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor, DispatchMetadata]:
-        """Dispatch of the wrapped object."""
-        result: tuple[Tensor, Tensor, DispatchMetadata] = self.inner.dispatch(*args, **options)
-        return result
-
-    def combine(
-        self,
-        rows: Tensor,
-        metadata: DispatchMetadata,
-        *,
-        meanwhile: Callable[[], None] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """Combine of the wrapped object, and then `meanwhile`."""
-        y_TD: Tensor = self.inner.combine(rows, metadata)
-        if meanwhile is not None:
-            meanwhile()
-        return y_TD

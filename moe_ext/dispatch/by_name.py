@@ -1,10 +1,12 @@
-"""The dispatchers that have a name."""
+"""The dispatchers that have a name, and objects in the place of one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext._checks import check_choice
@@ -12,11 +14,12 @@ from moe_ext.comm.groups import group_size
 from moe_ext.dispatch.allgather import AllGatherDispatcher
 from moe_ext.dispatch.alltoall import AllToAllDispatcher
 from moe_ext.dispatch.auto import AutoDispatcher
-from moe_ext.dispatch.base import TokenDispatcher, WrappedDispatcher
+from moe_ext.dispatch.base import TokenDispatcher
 from moe_ext.dispatch.dedup import COMBINES, DedupDispatcher, HierarchicalDispatcher
 from moe_ext.dispatch.deep_ep import DeepEpDispatcher
 from moe_ext.dispatch.local import LocalDispatcher
 from moe_ext.dispatch.nccl_ep import NcclEpDispatcher
+from moe_ext.dispatch.parts import DispatchMetadata
 from moe_ext.dispatch.symmetric_memory import SymmetricMemoryDispatcher
 from moe_ext.dispatch.wire import LOSSLESS, Wire
 
@@ -32,6 +35,41 @@ _CLASSES: dict[str, type[TokenDispatcher]] = {
     "symm_mem": SymmetricMemoryDispatcher,
 }
 DISPATCHERS = tuple(_CLASSES)
+
+
+class WrappedDispatcher(TokenDispatcher):
+    """Gives an object that has `dispatch` and `combine` alone what a layer uses beyond these.
+
+    Args:
+        inner: the object; its `combine` takes rows and metadata.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    @property
+    def name(self) -> str:
+        """Name of the class of the wrapped object."""
+        return type(self.inner).__name__
+
+    def dispatch(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor, DispatchMetadata]:
+        """Dispatch of the wrapped object."""
+        result: tuple[Tensor, Tensor, DispatchMetadata] = self.inner.dispatch(*args, **options)
+        return result
+
+    def combine(
+        self,
+        rows: Tensor,
+        metadata: DispatchMetadata,
+        *,
+        meanwhile: Callable[[], None] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Combine of the wrapped object, and then `meanwhile`."""
+        y_TD: Tensor = self.inner.combine(rows, metadata)
+        if meanwhile is not None:
+            meanwhile()
+        return y_TD
 
 
 def check_served(owner: str, dispatcher: object, wanted: Mapping[str, str]) -> None:

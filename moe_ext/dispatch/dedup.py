@@ -26,22 +26,19 @@ from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.c10d import local_group, small_message_device
 from moe_ext.comm.groups import check_group, group_rank, group_ranks, group_size
 from moe_ext.dispatch.alltoall import AllToAllDispatcher
-from moe_ext.dispatch.base import (
-    CAPABILITIES,
-    DispatchMetadata,
-    RowWeights,
-    sum_dtype,
-    take_part,
-)
+from moe_ext.dispatch.base import CAPABILITIES, take_part
 from moe_ext.dispatch.parts import (
     WHOLE,
     BatchPlan,
     Choice,
     Cut,
+    DispatchMetadata,
     Part,
     Round,
     RowBudget,
     RowCounts,
+    RowWeights,
+    sum_dtype,
 )
 from moe_ext.dispatch.token_exchange import Hop, Journey, Route, return_weights
 from moe_ext.dispatch.wire import Wire

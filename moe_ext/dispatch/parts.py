@@ -1,4 +1,4 @@
-"""Parts of a batch: the rows that travel together, and how a batch is cut into them.
+"""Parts of a batch: the rows that travel together, how they are cut, and what is kept of them.
 
 Shapes: T tokens, D model, E experts, K top-k, N = T*K rows, R rows of a part, P ranks, L = E/P
     local experts.
@@ -219,6 +219,54 @@ class Round:
             row_of_slot=row_of_slot[:-1],
             expert_offsets=self.expert_offsets,
         )
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums of rows are taken in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class RowWeights:
+    """Weights of the rows that `dispatch` brought, for experts that multiply by them.
+
+    Neither a tuple nor a dataclass: FSDP2 would cast the tensors in these.
+
+    Attributes:
+        slot_weights: a weight a slot, in the graph, in the dtype of sums.
+        slot_of_row: `[R]` slots, -1 for a padding row.
+    """
+
+    def __init__(self, slot_weights: Tensor, slot_of_row: Tensor) -> None:
+        self.slot_weights = slot_weights
+        self.slot_of_row = slot_of_row
+
+
+@dataclass(frozen=True)
+class DispatchMetadata:
+    """Tables that `combine` undoes `dispatch` by.
+
+    Attributes:
+        permutation: of this rank's tokens, over all E experts.
+        topk_weights: `[T, K]`, in the graph; None where the experts have multiplied by them.
+        sent: rows sent to each rank of the group, None when nothing was sent.
+        received: rows received from each rank.
+        received_permutation: groups the received rows by local expert.
+        expert_capacity: rows that a local expert gets at most, from all ranks; None without limit.
+        weights_R1: weights of the received rows, where they have come already.
+    """
+
+    permutation: ops.Permutation
+    topk_weights: Tensor | None
+    sent: tuple[int, ...] | None = None
+    received: tuple[int, ...] | None = None
+    received_permutation: ops.Permutation | None = None
+    expert_capacity: int | None = None
+    weights_R1: Tensor | None = None
+
+    @property
+    def num_dropped(self) -> Tensor:
+        """Slots of this rank dropped for lack of capacity, 0-d int64."""
+        return self.permutation.num_dropped
 
 
 # Brings the rows of a part to their experts, with something to do while they are underway, if they

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.comm.collectives import all_reduce_bytes
-from moe_ext.dispatch.base import sum_dtype
+from moe_ext.dispatch.parts import sum_dtype
 from moe_ext.dispatch.wire import LOSSLESS, Wire, sent_row_bytes
 
 
