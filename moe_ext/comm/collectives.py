@@ -22,7 +22,7 @@ from moe_ext.comm import c10d, debugging, streams
 from moe_ext.comm.agreement import share
 from moe_ext.comm.failures import name_failed_ranks, naming_failed_ranks, network_identity
 from moe_ext.comm.groups import group_rank, group_size, small_message_device
-from moe_ext.comm.pending import Pending, Release, start_gather_into
+from moe_ext.comm.pending import Pending, start_gather_into
 from moe_ext.comm.reports import Collective, Underway
 from moe_ext.comm.traffic import record_traffic
 
@@ -213,10 +213,10 @@ def start_reduce_scatter(
         work = getattr(dist, c10d.REDUCE_SCATTER)(
             found, sent, op=op if is_known else dist.ReduceOp.SUM, group=group, async_op=True
         )
-    release = Release(found, sent)
+    # It keeps what is sent alive.
     works = [Underway(work, Collective("reduce_scatter", group, sent))]
     return Pending.of_works(
-        works, lambda: release() if scale == 1.0 else release().mul_(scale), group, operation
+        works, lambda: found if scale == 1.0 else found.mul_(scale), group, operation
     )
 
 

@@ -72,7 +72,7 @@ class Pending(Generic[T]):
         group: ProcessGroup | None,
         operation: str,
     ) -> Pending[T]:
-        """The calls of c10d that were posted as one message; `finish` keeps their memory alive."""
+        """The calls of c10d that were posted as one message; it, or `finish`, has their memory."""
         return cls(_Works(works), lambda _: finish(), group, operation)
 
     def wait(self) -> T:
@@ -157,17 +157,6 @@ def start_gather_into(
     """
     with naming_failed_ranks(group, operation):
         work = getattr(dist, c10d.ALL_GATHER)(found, sent, group=group, async_op=True)
+    # It keeps what is sent alive.
     works = [Underway(work, Collective("all_gather", group, sent))]
-    return Pending.of_works(works, Release(found, sent), group, operation)
-
-
-class Release:
-    """Gives the result, and lets go of what was sent: only then may its memory be used again."""
-
-    def __init__(self, found: Tensor, sent: Tensor) -> None:
-        self._found, self._sent = found, sent
-
-    def __call__(self) -> Tensor:
-        """The result."""
-        del self._sent
-        return self._found
+    return Pending.of_works(works, lambda: found, group, operation)
