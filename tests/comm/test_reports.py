@@ -1,7 +1,6 @@
 """Code of one rank raises between two exchanges: every rank raises, with its words, at once."""
 
 import contextlib
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -479,23 +478,3 @@ def train_and_look_at_the_engine(rank):
 
 def test_the_engine_of_torch_is_not_replaced():
     assert spawn_ranks(train_and_look_at_the_engine, 2) == [True, True]
-
-
-ALONE = """
-import atexit
-found, register = [], atexit.register
-def registered(function, *args, **options):
-    found.append(str(getattr(function, "__module__", "")))
-    return register(function, *args, **options)
-atexit.register = registered
-import torch, moe_ext, moe_ext.compression, moe_ext.distributed, moe_ext.optim
-moe_ext.MoELayer(8, 6, 4, 2)(torch.randn(3, 8)).sum().backward()
-print([name for name in found if name.startswith("moe_ext")])
-"""
-
-
-def test_a_process_alone_does_nothing_at_exit():
-    found = subprocess.run(
-        [sys.executable, "-c", ALONE], capture_output=True, text=True, check=True
-    )
-    assert found.stdout.strip() == "[]"
