@@ -418,14 +418,7 @@ class DedupDispatcher(AllToAllDispatcher):
     def _plan_rounds(self, x_TD: Tensor, choice: Choice, budget: RowBudget) -> list[Round]:
         """See `TokenDispatcher`; the slots of a round are those that `AllToAllDispatcher` sends."""
         return [
-            _TokenRound(
-                one.whole,
-                one.slot_of_row,
-                one.expert_offsets,
-                one.counts,
-                choice.topk_idx,
-                x_TD.dtype,
-            )
+            _TokenRound(**vars(one), topk_idx_TK=choice.topk_idx, dtype=x_TD.dtype)
             for one in super()._plan_rounds(x_TD, choice, budget)
         ]
 
