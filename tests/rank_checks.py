@@ -4,6 +4,8 @@ import functools
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import pytest
+
 from moe_ext.comm import failures
 from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.testing import spawn_ranks
@@ -68,6 +70,13 @@ def at_once(call, cases):
 def ask_briefly():
     """Give a silent rank one second to answer after a failure on this rank, not five."""
     failures.diagnose = functools.partial(failures.diagnose, grace=1.0)
+
+
+def raised(error, match, function, *args):
+    """Check that a call raises; for use inside a rank."""
+    with pytest.raises(error, match=match) as caught:
+        function(*args)
+    return caught.value
 
 
 def assert_passed(outcomes, name):

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from checks import assert_passed, outcomes
+from rank_checks import Checks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
@@ -128,17 +128,12 @@ def check_an_error_ends_all():
         run_in_turns(others[::-1])
 
 
-CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+CHECKS = Checks.of(globals())
 
 
-@pytest.fixture(scope="module")
-def found():
-    return outcomes(2, CHECKS)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__[6:])
-def test_over_ranks(found, check):
-    assert_passed(found, check)
+@pytest.mark.parametrize("name", CHECKS)
+def test_over_ranks(name):
+    CHECKS.assert_passed(2, name)
 
 
 def test_random_numbers_and_settings_are_those_of_each_alone():

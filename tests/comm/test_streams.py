@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from checks import assert_passed, outcomes
+from rank_checks import Checks
 
 from moe_ext import MoELayer
 from moe_ext.comm import streams, workers
@@ -184,14 +184,9 @@ def check_a_device_without_streams_calls_in_line():
         step(layer())
 
 
-CHECKS = [value for name, value in sorted(globals().items()) if name.startswith("check_")]
+CHECKS = Checks.of(globals())
 
 
-@pytest.fixture(scope="module")
-def found():
-    return outcomes(2, CHECKS)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_streams(found, check):
-    assert_passed(found, check)
+@pytest.mark.parametrize("name", CHECKS)
+def test_streams(name):
+    CHECKS.assert_passed(2, name)

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from checks import assert_passed, outcomes, raised
+from rank_checks import Checks, raised
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import MoELayer
@@ -323,17 +323,13 @@ def check_names():
     assert "all experts are on this rank" in str(alone.explain_dispatch())
 
 
-CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+CHECKS = Checks.of(globals())
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
-def found(request):
-    return outcomes(request.param, CHECKS)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__[6:])
-def test_over_ranks(found, check):
-    assert_passed(found, check)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", CHECKS)
+def test_over_ranks(num_ranks, name):
+    CHECKS.assert_passed(num_ranks, name)
 
 
 @pytest.mark.parametrize(

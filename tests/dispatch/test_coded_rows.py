@@ -7,9 +7,8 @@ import emulation
 import pytest
 import torch
 import torch.distributed as dist
-from checks import assert_passed, outcomes, raised
 from pairwise import FULL, pairs_on
-from rank_checks import full
+from rank_checks import Checks, full, raised
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import MoELayer, ops
@@ -351,17 +350,13 @@ def check_what_cannot_be_served():
     assert "wire=Wire(dispatch='mx', combine=None, backward_dispatch='mx'" in repr(by_name)
 
 
-CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+CHECKS = Checks.of(globals())
 
 
-@pytest.fixture(scope="module", params=COUNTS, ids="{} ranks".format)
-def found(request):
-    return outcomes(request.param, CHECKS)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__[6:])
-def test_over_ranks(found, check):
-    assert_passed(found, check)
+@pytest.mark.parametrize("num_ranks", COUNTS)
+@pytest.mark.parametrize("name", CHECKS)
+def test_over_ranks(num_ranks, name):
+    CHECKS.assert_passed(num_ranks, name)
 
 
 def test_messages_keep_every_bit_of_every_number(device):

@@ -8,8 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from checks import assert_passed, outcomes, raised
-from rank_checks import full
+from rank_checks import Checks, full, raised
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import MoELayer, ops
@@ -504,17 +503,13 @@ def check_a_dispatch_of_ones_own():
     raised(ValueError, r"to be one of .* with row_budget, got OwnDispatch", layer, x)
 
 
-CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+CHECKS = Checks.of(globals())
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
-def found(request):
-    return outcomes(request.param, CHECKS)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__[6:])
-def test_expert_parallel(found, check):
-    assert_passed(found, check)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("name", CHECKS)
+def test_expert_parallel(num_ranks, name):
+    CHECKS.assert_passed(num_ranks, name)
 
 
 def test_local_dispatch_and_combine():

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
-from checks import assert_passed, outcomes, raised
+from rank_checks import Checks, raised
 
 import moe_ext
 from moe_ext import MoELayer
@@ -264,17 +264,12 @@ def check_rows_beyond_the_memory_are_refused_everywhere():
     raised(ValueError, "expected max_rows to be equal", uneven, x)
 
 
-CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+CHECKS = Checks.of(globals())
 
 
-@pytest.fixture(scope="module")
-def found():
-    return outcomes(2, CHECKS)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__[6:])
-def test_over_two_ranks(found, check):
-    assert_passed(found, check)
+@pytest.mark.parametrize("name", CHECKS)
+def test_over_two_ranks(name):
+    CHECKS.assert_passed(2, name)
 
 
 @pytest.mark.parametrize("library", [nccl_ep.LIBRARY, deep_ep.LIBRARY], ids=lambda lib: lib.module)

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from checks import assert_passed, outcomes, raised
+from rank_checks import Checks, raised
 from torch.overrides import TorchFunctionMode
 
 from moe_ext import MoELayer
@@ -171,17 +171,12 @@ def say(problem=None, **facts):
     return call.compare(facts, problem=problem)
 
 
-CHECKS = [value for name, value in sorted(globals().items()) if name.startswith("check_")]
+CHECKS = Checks.of(globals())
 
 
-@pytest.fixture(scope="module")
-def found():
-    return outcomes(2, CHECKS)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_host_reads(found, check):
-    assert_passed(found, check)
+@pytest.mark.parametrize("name", CHECKS)
+def test_host_reads(name):
+    CHECKS.assert_passed(2, name)
 
 
 def test_offsets_are_copied_to_a_device_once():

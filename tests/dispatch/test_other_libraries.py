@@ -2,10 +2,10 @@
 
 import re
 
+import pytest
 import torch
 import torch.distributed as dist
-from checks import assert_passed, outcomes, raised
-from rank_checks import full
+from rank_checks import Checks, full, raised
 from torch import nn
 
 import moe_ext
@@ -265,10 +265,9 @@ def check_groups_that_do_not_fit():
         raised(ValueError, text, build)
 
 
-CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+CHECKS = Checks.of(globals())
 
 
-def test_two_ranks_give_what_one_process_gives():
-    found = outcomes(2, CHECKS)
-    for check in CHECKS:
-        assert_passed(found, check)
+@pytest.mark.parametrize("name", CHECKS)
+def test_two_ranks_give_what_one_process_gives(name):
+    CHECKS.assert_passed(2, name)

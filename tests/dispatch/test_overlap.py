@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from checks import assert_passed, outcomes
+from rank_checks import Checks
 from torch._dynamo import compiled_autograd
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor, Replicate
@@ -328,17 +328,13 @@ def check_what_does_not_go_together_is_refused():
         make(0)
 
 
-CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+CHECKS = Checks.of(globals())
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
-def found(request):
-    return outcomes(request.param, CHECKS)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__[6:])
-def test_over_ranks(found, check):
-    assert_passed(found, check)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", CHECKS)
+def test_over_ranks(num_ranks, name):
+    CHECKS.assert_passed(num_ranks, name)
 
 
 def test_one_rank_sends_nothing():

@@ -3,9 +3,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from checks import assert_passed, outcomes, raised
 from pairwise import pairs
-from rank_checks import full
+from rank_checks import Checks, full, raised
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -303,14 +302,10 @@ def check_wrong_documents_are_refused_on_every_rank():
     layer(x, document_ids=ids)
 
 
-CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+CHECKS = Checks.of(globals())
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def found(request):
-    return outcomes(request.param, CHECKS)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_on_ranks(found, check):
-    assert_passed(found, check)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_ranks(num_ranks, name):
+    CHECKS.assert_passed(num_ranks, name)

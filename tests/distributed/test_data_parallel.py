@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from checks import assert_passed, outcomes, raised
 from parallel_models import (
     TIGHT,
     E,
@@ -23,7 +22,7 @@ from parallel_models import (
     run_steps,
     sizes,
 )
-from rank_checks import full
+from rank_checks import Checks, full, raised
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -596,17 +595,12 @@ def check_wrapping_before_the_library_knows():
     )
 
 
-CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+CHECKS = Checks.of(globals())
 
 
-@pytest.fixture(scope="module")
-def found():
-    return outcomes(4, CHECKS, timeout=1800.0 if FULL else 120.0)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__[6:])
-def test_four_ranks(found, check):
-    assert_passed(found, check)
+@pytest.mark.parametrize("name", CHECKS)
+def test_four_ranks(name):
+    CHECKS.assert_passed(4, name, timeout=1800.0 if FULL else 120.0)
 
 
 def test_without_process_group():

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checks import raised
-from rank_checks import Checks
+from rank_checks import Checks, raised
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,

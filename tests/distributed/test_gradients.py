@@ -5,7 +5,6 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from checks import assert_passed, outcomes, raised
 from parallel_models import (
     TIGHT,
     E,
@@ -17,7 +16,7 @@ from parallel_models import (
     run_steps,
     sizes,
 )
-from rank_checks import full
+from rank_checks import Checks, full, raised
 from torch import nn
 
 import moe_ext
@@ -275,17 +274,12 @@ def check_routers_that_start_apart_are_found_by_the_first_pass():
     raised(ValueError, "expected the checksum of the router's parameters", layer, torch.randn(6, 8))
 
 
-CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+CHECKS = Checks.of(globals())
 
 
-@pytest.fixture(scope="module")
-def found():
-    return outcomes(4, CHECKS)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__[6:])
-def test_four_ranks(found, check):
-    assert_passed(found, check)
+@pytest.mark.parametrize("name", CHECKS)
+def test_four_ranks(name):
+    CHECKS.assert_passed(4, name)
 
 
 def test_without_process_group():

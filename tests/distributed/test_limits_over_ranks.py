@@ -1,8 +1,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from checks import assert_passed, outcomes
-from rank_checks import full
+from rank_checks import Checks, full
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -126,14 +125,10 @@ def check_noise_does_not_depend_on_the_number_of_ranks_under_ddp():
     assert layer.router.rng_state.tolist() == [0, 0, 3, 4 * rank]
 
 
-CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+CHECKS = Checks.of(globals())
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def found(request):
-    return outcomes(request.param, CHECKS)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_on_ranks(found, check):
-    assert_passed(found, check)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_ranks(num_ranks, name):
+    CHECKS.assert_passed(num_ranks, name)

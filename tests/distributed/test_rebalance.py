@@ -7,8 +7,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from checks import raised
-from rank_checks import Checks, full
+from rank_checks import Checks, full, raised
 from torch.utils.checkpoint import checkpoint
 
 import moe_ext

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from checks import assert_passed, outcomes, raised
+from rank_checks import Checks, raised
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import MoELayer
@@ -91,19 +91,9 @@ def check_reduced_metrics_are_those_of_all_tokens():
         torch.testing.assert_close(metrics[name], mean / dist.get_world_size())
 
 
-CHECKS = [
-    check_replay_across_ranks_equals_replay_on_one,
-    check_pinned_layers_run_their_collectives_again,
-    check_reduced_metrics_are_those_of_all_tokens,
-    check_a_record_that_one_rank_lacks_fails_on_every_rank,
-]
+CHECKS = Checks.of(globals())
 
 
-@pytest.fixture(scope="module")
-def found():
-    return outcomes(2, CHECKS)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_two_ranks(found, check):
-    assert_passed(found, check)
+@pytest.mark.parametrize("name", CHECKS)
+def test_two_ranks(name):
+    CHECKS.assert_passed(2, name)

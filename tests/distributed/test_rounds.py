@@ -3,7 +3,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from checks import assert_passed, outcomes, raised
+from rank_checks import Checks, raised
 from torch.utils.checkpoint import checkpoint
 
 import moe_ext
@@ -273,14 +273,10 @@ def check_static_budgets_are_compared_and_failures_are_told():
             outcome(make(RowBudget(6, static=True, overflow="drop")), x)
 
 
-CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+CHECKS = Checks.of(globals())
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def found(request):
-    return outcomes(request.param, CHECKS)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_on_ranks(found, check):
-    assert_passed(found, check)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_ranks(num_ranks, name):
+    CHECKS.assert_passed(num_ranks, name)
