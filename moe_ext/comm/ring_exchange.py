@@ -71,8 +71,7 @@ class Buffers:
 def ring_exchange(group: ProcessGroup) -> PythonRingExchange:
     """The compiled exchange where this installation has it for this torch, else that in Python."""
     module = _runtime_library.load()
-    found: Any = PythonRingExchange if module is None else module.RingExchange
-    return found(group)  # type: ignore[no-any-return]
+    return PythonRingExchange(group) if module is None else module.RingExchange(group)
 
 
 def _require(condition: bool, argument: str, rule: str, value: object) -> None:
