@@ -773,8 +773,8 @@ MUTANTS = [
     Mutant(
         "a window is one key too narrow where keys are left out",
         "moe_ext/attention/**/*.py",
-        "first = max(first, position - self.left)",
-        "first = max(first, position - self.left + 1)",
+        "first_L = torch.maximum(first_L, positions_L - mask.left)",
+        "first_L = torch.maximum(first_L, positions_L - mask.left + 1)",
         "tests/attention/test_layouts.py tests/attention/test_ring_attention.py",
     ),
     Mutant(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,24 +16,13 @@ from torch import Tensor
 from moe_ext._checks import check_choice
 from moe_ext.attention.block import KeysForm, accumulation_dtype
 from moe_ext.attention.layouts import Grid, Layout, even_grid, make_layout
-from moe_ext.attention.masks import (
-    Mask,
-    PrefixLen,
-    check_cu_seqlens,
-    check_end,
-    check_prefix_len,
-    check_window,
-)
+from moe_ext.attention.masks import PrefixLen, check_cu_seqlens, check_end, make_mask
 from moe_ext.attention.schemes import SCHEMES
 from moe_ext.attention.schemes.base import Scheme, Workload
 from moe_ext.comm.rates import CostTable
 from moe_ext.dispatch.wire import ROW_WIRES
 
 _OP = "choose_scheme"
-# As much as a link of 12 GB/s carries in the 5 us that a message takes to start.
-ROUND_BYTES = 1 << 16
-# Products that an accelerator does while a link inside a host carries a byte.
-FLOPS_PER_BYTE = 2000
 
 
 @dataclass(frozen=True)
@@ -118,8 +107,10 @@ class Prices:
         flops_per_byte: products that are done while a link carries a byte.
     """
 
-    round_bytes: int = ROUND_BYTES
-    flops_per_byte: int = FLOPS_PER_BYTE
+    # As much as a link of 12 GB/s carries in the 5 us that a message takes to start.
+    round_bytes: int = 1 << 16
+    # Products that an accelerator does while a link inside a host carries a byte.
+    flops_per_byte: int = 2000
 
     @classmethod
     def of(cls, costs: CostTable | None, dtype: torch.dtype) -> Prices:
@@ -292,8 +283,7 @@ def choose_scheme(
     v_dim = dim if v_dim is None else v_dim
     form = KeysForm(batch, kv_heads, dim, v_dim, dtype, has_key_mask, wire)
     grads = torch.bfloat16 if kv_grad_dtype == torch.bfloat16 else accumulation_dtype(dtype)
-    mask = Mask(is_causal, *check_window(window, _OP), offsets)
-    mask = replace(mask, prefix_lens=check_prefix_len(prefix_len, mask, batch, _OP))
+    mask = make_mask(_OP, is_causal, window, offsets, prefix_len, batch)
     grid = None if mesh_shape is None else even_grid(num_ranks, mesh_shape[1])
     on_hosts = hosts_of(num_ranks, hosts, grid)
     work = Workload(heads, form, grads, made, mask, on_hosts, has_attn_mask)

@@ -190,8 +190,8 @@ def _graph_options(options: AttentionOptions) -> tuple[Any, ...]:
 
 def _options_of_graph(values: Sequence[Any]) -> AttentionOptions:
     """The options of `_graph_options`."""
-    is_causal, scale, left, right, softcap, dropout_p, *names, group_name = values[:12]
-    scheme, precision, kv_grad_dtype, wire, told = names
+    # All in the order of the fields.
+    is_causal, scale, left, right, *between, told, group_name = values[:12]
     layout, ranges, mesh, columns = values[12:]
     made: str | Layout = layout
     if ranges:
@@ -200,21 +200,9 @@ def _options_of_graph(values: Sequence[Any]) -> AttentionOptions:
             shards[ranges[i]].append(range(*ranges[i + 1 : i + 4]))
         made = Layout(layout, ranges[0], tuple(map(tuple, shards)))
     rows = tuple(tuple(mesh[i : i + columns]) for i in range(0, len(mesh), columns or 1))
-    return AttentionOptions(
-        group_of_name(group_name),
-        Grid(rows) if rows else None,
-        made,
-        is_causal,
-        scale,
-        (left, right),
-        softcap,
-        dropout_p,
-        scheme,
-        precision,
-        kv_grad_dtype,
-        wire,
-        tuple(told),
-    )
+    fields: list[Any] = [group_of_name(group_name), Grid(rows) if rows else None, made]
+    fields += [is_causal, scale, (left, right), *between, tuple(told)]
+    return AttentionOptions(*fields)
 
 
 @torch.library.custom_op(
@@ -345,7 +333,7 @@ def attend_in_graph(
     The ranks agree inside the operator, so what they refuse is raised when the graph runs.
     """
     # The operator could not tell: it sees tensors without autograd.
-    inputs.check_slopes()
+    inputs.check_slopes(options.require)
     drawn = seed is None and options.dropout_p > 0
     seed_1 = None
     if drawn:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,19 +22,16 @@ from moe_ext._checks import check_choice
 from moe_ext.attention.auto import choose, hosts_of
 from moe_ext.attention.block import BlockOptions, Keys, accumulation_dtype
 from moe_ext.attention.checks import (
+    Require,
     check_attn_mask,
-    check_columns,
     check_latents,
     check_layout,
-    check_numbers,
     check_per_head,
     check_tensors,
     draw_seed,
-    mask_facts,
     message_device,
     requires,
     scale_of,
-    tensor_facts,
     wants_grad,
 )
 from moe_ext.attention.layouts import Grid, Layout, make_layout, split_group
@@ -42,8 +41,8 @@ from moe_ext.attention.masks import (
     PrefixLen,
     check_cu_seqlens,
     check_end,
-    check_prefix_len,
     check_window,
+    make_mask,
     on_device,
     prefixes_of_rows,
     rows_of_offsets,
@@ -58,8 +57,13 @@ from moe_ext.comm.streams import has_streams
 from moe_ext.dispatch.wire import ROW_WIRES
 
 OPERATION = "ring_attention"
-PRECISIONS = ("exact", "fast")
-_require = requires(OPERATION)
+# Options by name, to the values that they may have.
+_CHOICES: dict[str, Collection[object]] = {
+    "scheme": SCHEME_NAMES,
+    "precision": ("exact", "fast"),
+    "kv_grad_dtype": (None, torch.float32, torch.bfloat16),
+    "wire": ROW_WIRES,
+}
 
 
 class Inputs(NamedTuple):
@@ -80,27 +84,27 @@ class Inputs(NamedTuple):
     up_k: Tensor | None = None
     up_v: Tensor | None = None
 
-    def check(self) -> None:
+    def check(self, require: Require) -> None:
         """ValueError unless dtypes, devices and shapes go together."""
         if self.up is None:
-            check_tensors(self.q, self.k, self.v, self.key_mask, _require)
+            check_tensors(self.q, self.k, self.v, self.key_mask, require)
         else:
-            check_latents(self.q, self.k, self.v, *self.up, self.key_mask, _require)
-        check_per_head("alibi_slopes", self.alibi_slopes, self.q, _require)
-        check_per_head("sinks", self.sinks, self.q, _require)
-        check_attn_mask(self.attn_mask, self.q, _require)
-        self.check_slopes()
+            check_latents(self.q, self.k, self.v, *self.up, self.key_mask, require)
+        check_per_head("alibi_slopes", self.alibi_slopes, self.q, require)
+        check_per_head("sinks", self.sinks, self.q, require)
+        check_attn_mask(self.attn_mask, self.q, require)
+        self.check_slopes(require)
 
     @property
     def up(self) -> tuple[Tensor, Tensor] | None:
         """The up-projections of latents."""
         return None if self.up_k is None or self.up_v is None else (self.up_k, self.up_v)
 
-    def check_slopes(self) -> None:
+    def check_slopes(self, require: Require) -> None:
         """ValueError for slopes that would wait for their gradient in vain."""
         slopes = self.alibi_slopes
         wants = slopes is not None and slopes.requires_grad and torch.is_grad_enabled()
-        _require(not wants, "alibi_slopes", "without gradient", "a tensor that requires one")
+        require(not wants, "alibi_slopes", "without gradient", "a tensor that requires one")
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,8 @@ class AttentionOptions:
     """Options of one or several calls, as the user gave them; see `ring_attention`.
 
     `group` is that of all ranks, `mesh` the rows that a 2-D mesh puts them in. `told` are options
-    of a module that calls it, "name=value", which the ranks compare too.
+    of a module that calls it, "name=value", which the ranks compare too. Error messages have the
+    name `operation`.
     """
 
     group: ProcessGroup | None
@@ -124,6 +129,7 @@ class AttentionOptions:
     kv_grad_dtype: torch.dtype | None = None
     wire: str | None = None
     told: tuple[str, ...] = ()
+    operation: str = OPERATION
 
     @staticmethod
     def of(
@@ -135,26 +141,34 @@ class AttentionOptions:
         """
         return AttentionOptions(*split_group(group, operation), **options)
 
+    @property
+    def require(self) -> Require:
+        """The function that raises a ValueError of the operation, see `requires`."""
+        return requires(self.operation)
+
     def check(self, seed: int | None = None) -> None:
         """ValueError for options that no tensors could go with."""
-        check_layout(self.layout, _require)
-        known = self.scheme in SCHEME_NAMES
-        _require(known, "scheme", f"one of {SCHEME_NAMES}", repr(self.scheme))
-        known = self.precision in PRECISIONS
-        _require(known, "precision", f"one of {PRECISIONS}", repr(self.precision))
-        allowed, dtype = (None, torch.float32, torch.bfloat16), self.kv_grad_dtype
-        _require(dtype in allowed, "kv_grad_dtype", f"one of {allowed}", dtype)
-        check_choice(OPERATION, "wire", self.wire, ROW_WIRES)
+        require = self.require
+        check_layout(self.layout, require)
+        for name, allowed in _CHOICES.items():
+            check_choice(self.operation, name, getattr(self, name), allowed)
         if self.wire is not None and self.scheme != "auto":
             refused = SCHEMES[self.scheme].in_place_refusal(["wire"], group_size(self.group))
-            _require_served(refused)
-        check_numbers(self.scale, self.softcap, self.dropout_p, seed, _require)
-        check_window(self.window, OPERATION)
+            self._require_served(refused)
+        if self.scale is not None:
+            require(math.isfinite(self.scale), "scale", "finite", self.scale)
+        if self.softcap is not None:
+            fits = 0 <= self.softcap < math.inf
+            require(fits, "softcap", "0 (none) or more", self.softcap)
+        require(0 <= self.dropout_p < 1, "dropout_p", "in [0, 1)", self.dropout_p)
+        if seed is not None:
+            require(-(1 << 63) <= seed < 1 << 63, "seed", "a 64-bit integer", seed)
+        check_window(self.window, self.operation)
 
     def check_scheme(self, inputs: Inputs) -> None:
         """ValueError for a scheme or wire that no such group, tensors or mask can go with."""
         rounds = self.wire is None or inputs.q.dtype != torch.float64
-        _require(rounds, "wire", "None for float64", repr(self.wire))
+        self.require(rounds, "wire", "None for float64", repr(self.wire))
         if self.scheme != "auto":
             scheme, num_ranks = SCHEMES[self.scheme], group_size(self.group)
             heads, kv_heads = inputs.q.shape[1], inputs.k.shape[1]
@@ -163,20 +177,17 @@ class AttentionOptions:
                 given = {"attn_mask": inputs.attn_mask, "latent": inputs.up}
                 names = [name for name, value in given.items() if value is not None]
                 refused = scheme.in_place_refusal(names, num_ranks)
-            _require_served(refused)
+            self._require_served(refused)
 
     def mask(self, inputs: Inputs) -> Mask:
         """The part of the mask that follows from positions."""
-        offsets = check_cu_seqlens(inputs.cu_seqlens, OPERATION)
-        mask = Mask(self.is_causal, *check_window(self.window, OPERATION), offsets)
-        batch = inputs.q.shape[0]
-        lens = check_prefix_len(inputs.prefix_len, mask, batch, OPERATION)
-        return replace(mask, prefix_lens=lens)
+        op, batch = self.operation, inputs.q.shape[0]
+        offsets = check_cu_seqlens(inputs.cu_seqlens, op)
+        return make_mask(op, self.is_causal, self.window, offsets, inputs.prefix_len, batch)
 
-
-def _require_served(refused: str | None) -> None:
-    if refused is not None:
-        raise ValueError(f"{OPERATION}: expected {refused}")
+    def _require_served(self, refused: str | None) -> None:
+        if refused is not None:
+            raise ValueError(f"{self.operation}: expected {refused}")
 
 
 def rows_in_line(inputs: Inputs, options: AttentionOptions) -> tuple[Inputs, AttentionOptions]:
@@ -184,17 +195,18 @@ def rows_in_line(inputs: Inputs, options: AttentionOptions) -> tuple[Inputs, Att
 
     ValueError for rows of `cu_seqlens` that are not those of the batch.
     """
-    rows = rows_of_offsets(inputs.cu_seqlens, OPERATION)
+    rows = rows_of_offsets(inputs.cu_seqlens, options.operation)
     if rows is None:
         return inputs, options
-    inputs.check()
+    require = options.require
+    inputs.check(require)
     batch, heads = inputs.q.shape[:2]
-    _require(len(rows) == batch, "cu_seqlens", f"a row of offsets, or {batch} as q has", len(rows))
-    lens = prefixes_of_rows(inputs.prefix_len, rows, OPERATION)
+    require(len(rows) == batch, "cu_seqlens", f"a row of offsets, or {batch} as q has", len(rows))
+    lens = prefixes_of_rows(inputs.prefix_len, rows, options.operation)
     if len(set(rows)) == 1:
         return inputs._replace(cu_seqlens=rows[0], prefix_len=lens), options
     rule = "None with other documents in each row (it can hold them itself)"
-    _require(inputs.attn_mask is None, "attn_mask", rule, "a tensor")
+    require(inputs.attn_mask is None, "attn_mask", rule, "a tensor")
     seq_len = rows[0][-1]
     made = make_layout(options.layout, seq_len, group_size(options.group), cu_seqlens=rows)
     q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in inputs[:3])
@@ -238,9 +250,9 @@ def agree_on_call(
         RankFailureError: a rank died or did not answer.
     """
     device, repeats = message_device(*inputs), inputs.attn_mask is not None
-    with Agreement(OPERATION, options.group, device, repeats=repeats) as agreement:
+    with Agreement(options.operation, options.group, device, repeats=repeats) as agreement:
         options.check(seed)
-        inputs.check()
+        inputs.check(options.require)
         options.check_scheme(inputs)
         mask = options.mask(inputs)
         # Their length tells those of all ranks.
@@ -257,9 +269,22 @@ def _facts(
 ) -> dict[str, object]:
     """Facts that have to be equal on every rank."""
     q, k, v, key_mask, alibi_slopes, sinks, _, _, attn_mask, *up = inputs
-    facts = {
-        **tensor_facts(q, k, v),
-        **mask_facts(options.layout, mask),
+    facts: dict[str, object] = {}
+    if options.told:
+        facts["options of the module"] = dict(option.split("=", 1) for option in options.told)
+    facts |= {
+        "the dtype of q": q.dtype,
+        "B of q": q.shape[0],
+        "H of q": q.shape[1],
+        "D of q": q.shape[3],
+        "Hkv of k": k.shape[1],
+        "Dv of v": v.shape[3],
+        "layout": options.layout,
+        "is_causal": mask.is_causal,
+        "window[0]": mask.left,
+        "window[1]": mask.right,
+        "cu_seqlens": mask.cu_seqlens,
+        "prefix_len": mask.prefix_lens,
         "scheme": options.scheme,
         "precision": options.precision,
         "wire": options.wire,
@@ -276,8 +301,6 @@ def _facts(
         "shapes of the up-projections": str([None if x is None else list(x.shape) for x in up]),
         "requiring a gradient": wants_grad(q, k, v, sinks, attn_mask, *up),
     }
-    if options.told:
-        facts["options of the module"] = dict(option.split("=", 1) for option in options.told)
     return facts if seed is None else {**facts, "seed": seed}
 
 
@@ -292,11 +315,13 @@ def call_of(
     inputs: Inputs, options: AttentionOptions, mask: Mask, lengths: list[int], seed: int
 ) -> Call:
     """The call that follows from the lengths of all shards and the seed of all ranks."""
-    q, group = inputs.q, options.group
-    check_end(mask.cu_seqlens, sum(lengths), OPERATION)
-    check_columns(inputs.attn_mask, sum(lengths), _require)
-    layout = make_layout(options.layout, sum(lengths), len(lengths), cu_seqlens=mask.cu_seqlens)
-    check_lengths(layout, lengths, OPERATION, group)
+    q, group, seq_len = inputs.q, options.group, sum(lengths)
+    check_end(mask.cu_seqlens, seq_len, options.operation)
+    if inputs.attn_mask is not None:
+        columns, rule = inputs.attn_mask.shape[3], f"the {seq_len} keys of all ranks"
+        options.require(columns == seq_len, "S of attn_mask", rule, columns)
+    layout = make_layout(options.layout, seq_len, len(lengths), cu_seqlens=mask.cu_seqlens)
+    check_lengths(layout, lengths, options.operation, group)
     half = options.kv_grad_dtype == torch.bfloat16
     known = None if group is None else known_hosts(group_ranks(group))
     work = Workload(

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from moe_ext.attention.layouts import LAYOUTS, Layout
-from moe_ext.attention.masks import Mask
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Require = Callable[[bool, str, str, object], None]
@@ -33,23 +32,6 @@ def check_layout(layout: str | Layout, require: Require) -> None:
     """ValueError for a layout that is none."""
     known = isinstance(layout, Layout) or layout in LAYOUTS
     require(known, "layout", f"a Layout or one of {LAYOUTS}", repr(layout))
-
-
-def check_numbers(
-    scale: float | None,
-    softcap: float | None,
-    dropout_p: float,
-    seed: int | None,
-    require: Require,
-) -> None:
-    """ValueError for a number out of its range."""
-    if scale is not None:
-        require(math.isfinite(scale), "scale", "finite", scale)
-    if softcap is not None:
-        require(0 <= softcap < math.inf, "softcap", "0 (none) or more", softcap)
-    require(0 <= dropout_p < 1, "dropout_p", "in [0, 1)", dropout_p)
-    if seed is not None:
-        require(-(1 << 63) <= seed < 1 << 63, "seed", "a 64-bit integer", seed)
 
 
 def check_tensors(
@@ -126,37 +108,6 @@ def check_attn_mask(attn_mask: Tensor | None, q: Tensor, require: Require) -> No
     require(fits and shape[2] == length, "attn_mask", rule, list(shape))
     known = attn_mask.dtype == torch.bool or attn_mask.dtype in DTYPES
     require(known, "attn_mask", "bool or floating", attn_mask.dtype)
-
-
-def check_columns(attn_mask: Tensor | None, seq_len: int, require: Require) -> None:
-    """ValueError unless there is a column for each key of all ranks."""
-    if attn_mask is not None:
-        columns, rule = attn_mask.shape[3], f"the {seq_len} keys of all ranks"
-        require(columns == seq_len, "S of attn_mask", rule, columns)
-
-
-def tensor_facts(q: Tensor, k: Tensor, v: Tensor) -> dict[str, object]:
-    """The dtype and all sizes but the number of positions, for the ranks to compare."""
-    return {
-        "the dtype of q": q.dtype,
-        "B of q": q.shape[0],
-        "H of q": q.shape[1],
-        "D of q": q.shape[3],
-        "Hkv of k": k.shape[1],
-        "Dv of v": v.shape[3],
-    }
-
-
-def mask_facts(layout: str | Layout, mask: Mask) -> dict[str, object]:
-    """Layout and mask as facts, for the ranks to compare."""
-    return {
-        "layout": layout,
-        "is_causal": mask.is_causal,
-        "window[0]": mask.left,
-        "window[1]": mask.right,
-        "cu_seqlens": mask.cu_seqlens,
-        "prefix_len": mask.prefix_lens,
-    }
 
 
 def message_device(*tensors: object) -> torch.device:

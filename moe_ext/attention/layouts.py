@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ from moe_ext.attention.masks import (
     PrefixLen,
     check_cu_seqlens,
     check_end,
-    check_prefix_len,
-    check_window,
+    make_mask,
     rows_of_offsets,
 )
 from moe_ext.comm.groups import flat_group, group_ranks
@@ -106,6 +105,11 @@ class Layout:
         return torch.tensor(sums), torch.tensor(documents, dtype=torch.int64)
 
 
+def order_of(layout: Layout, device: torch.device) -> Tensor:
+    """`[S]`, the global positions of all shards, one shard after the other."""
+    return torch.cat([layout.positions(rank, device) for rank in range(layout.num_ranks)])
+
+
 def make_layout(
     layout: str | Layout,
     seq_len: int,
@@ -166,8 +170,7 @@ def make_layout(
     # The others do not depend on the mask; equal keys spare the cache.
     mask = Mask(cu_seqlens=offsets if follows else None)
     if layout == "cost_balanced":
-        mask = Mask(is_causal, *check_window(window, op), offsets)
-        mask = replace(mask, prefix_lens=check_prefix_len(prefix_len, mask, 1, op))
+        mask = make_mask(op, is_causal, window, offsets, prefix_len)
     return _make(layout, seq_len, num_ranks, mask)
 
 
@@ -254,20 +257,15 @@ def _ranges(positions: list[int]) -> list[range]:
 
 def _per_document(offsets: tuple[int, ...], num_ranks: int) -> list[list[range]]:
     """Each rank gets one pair of stretches of each document, the largest goes to the emptiest."""
-    shards: list[list[range]] = [[] for _ in range(num_ranks)]
-    loads = [(0, rank) for rank in range(num_ranks)]
+    rounds = []
     for start, stop in itertools.pairwise(offsets):
         dealt = []
         for pair in _pairs(range(start, stop), num_ranks):
             area = sum(_causal_area(range(p.start - start, p.stop - start)) for p in pair)
             dealt.append((area, sum(map(len, pair)), pair))
         dealt.sort(key=lambda item: item[:2], reverse=True)
-        loads.sort()
-        for i, (area, _, pair) in enumerate(dealt):
-            load, rank = loads[i]
-            shards[rank] += pair
-            loads[i] = (load + area, rank)
-    return shards
+        rounds.append([(area, pair) for area, _, pair in dealt])
+    return _dealt(rounds, num_ranks)
 
 
 def _by_cost(seq_len: int, num_ranks: int, mask: Mask) -> list[list[range]]:
@@ -277,15 +275,26 @@ def _by_cost(seq_len: int, num_ranks: int, mask: Mask) -> list[list[range]]:
     edges = torch.tensor([part.start for part in parts] + [seq_len])
     costs = (sums[edges[1:]] - sums[edges[:-1]]).tolist()
     order = sorted(range(len(parts)), key=lambda i: (-costs[i], i))
-    loads = [(0, rank) for rank in range(num_ranks)]
-    shards: list[list[range]] = [[] for _ in range(num_ranks)]
-    for first in range(0, len(parts), num_ranks):
-        loads.sort()
-        for i, part in enumerate(order[first : first + num_ranks]):
-            load, rank = loads[i]
-            shards[rank].append(parts[part])
-            loads[i] = (load + costs[part], rank)
+    items = [(costs[i], [parts[i]]) for i in order]
+    rounds = [items[first : first + num_ranks] for first in range(0, len(items), num_ranks)]
+    shards = _dealt(rounds, num_ranks)
     return [_joined(sorted(shard, key=lambda part: part.start)) for shard in shards]
+
+
+def _dealt(rounds: list[list[tuple[int, list[range]]]], num_ranks: int) -> list[list[range]]:
+    """Ranges of each rank, which in each round gets one item (cost, ranges) at most.
+
+    The first of a round goes to the rank with least cost so far.
+    """
+    shards: list[list[range]] = [[] for _ in range(num_ranks)]
+    loads = [(0, rank) for rank in range(num_ranks)]
+    for items in rounds:
+        loads.sort()
+        for i, (cost, parts) in enumerate(items):
+            load, rank = loads[i]
+            shards[rank] += parts
+            loads[i] = (load + cost, rank)
+    return shards
 
 
 def _joined(parts: list[range]) -> list[range]:

@@ -1,6 +1,6 @@
-"""Masks: the keys that a query may see, by global positions alone, and their way round a ring.
+"""Masks: the keys that a query may see, by global positions alone.
 
-Shapes: S sequence, P ranks of the group.
+Shapes: S sequence, L some positions of it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import operator
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -63,34 +63,12 @@ class Mask:
 
         Both bounds grow with the position, and the position itself is inside.
         """
-        first, stop, document = 0, seq_len, 0
-        if self.cu_seqlens is not None:
-            document = bisect.bisect_right(self.cu_seqlens, position) - 1
-            first, stop = self.cu_seqlens[document : document + 2]
-        if self.left >= 0:
-            first = max(first, position - self.left)
-        right = 0 if self.is_causal else self.right
-        if right >= 0:
-            prefix = self.prefixes[document][1] if self.prefixes else 0
-            stop = min(stop, max(position + right + 1, prefix))
-        return first, stop
+        first_1, stop_1 = bounds(self, _row([position]), seq_len)
+        return int(first_1), int(stop_1)
 
     def areas(self, seq_len: int) -> Tensor:
         """`[S]` int64, the number of keys that each query sees."""
-        positions_S = torch.arange(seq_len)
-        first_S, stop_S = torch.zeros_like(positions_S), torch.full_like(positions_S, seq_len)
-        documents_S = torch.zeros_like(positions_S)
-        if self.cu_seqlens is not None:
-            offsets = torch.tensor(self.cu_seqlens)
-            documents_S = torch.bucketize(positions_S, offsets, right=True) - 1
-            first_S, stop_S = offsets[documents_S], offsets[documents_S + 1]
-        if self.left >= 0:
-            first_S = torch.maximum(first_S, positions_S - self.left)
-        right = 0 if self.is_causal else self.right
-        if right >= 0:
-            ends = torch.tensor([stop for _, stop in self.prefixes] or [0])
-            prefix_S = ends[documents_S] if self.prefixes else ends
-            stop_S = torch.minimum(stop_S, torch.maximum(positions_S + right + 1, prefix_S))
+        first_S, stop_S = bounds(self, torch.arange(seq_len), seq_len)
         return stop_S - first_S
 
     def seen_keys(self, queries: Iterable[range], seq_len: int) -> list[tuple[int, int]]:
@@ -98,18 +76,40 @@ class Mask:
 
         Exact for ranges of step 1; for others the keys between may be more than are seen.
         """
-        bounds = sorted(
-            (self.visible(part[0], seq_len)[0], self.visible(part[-1], seq_len)[1])
-            for part in queries
-            if part
-        )
+        parts = [part for part in queries if part]
+        firsts, _ = bounds(self, _row(part[0] for part in parts), seq_len)
+        _, stops = bounds(self, _row(part[-1] for part in parts), seq_len)
         merged: list[tuple[int, int]] = []
-        for first, stop in bounds:
+        for first, stop in sorted(zip(firsts.tolist(), stops.tolist(), strict=True)):
             if merged and first <= merged[-1][1]:
                 merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
             else:
                 merged.append((first, stop))
         return merged
+
+
+def _row(numbers: Iterable[Any]) -> Tensor:
+    return torch.tensor([*numbers], dtype=torch.int64, device="cpu")
+
+
+def bounds(mask: Mask, positions_L: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
+    """`Mask.visible` of each of some positions, on their device."""
+    first_L, stop_L = torch.zeros_like(positions_L), torch.full_like(positions_L, seq_len)
+    documents_L = first_L
+    if mask.cu_seqlens is not None:
+        offsets = on_device(mask.cu_seqlens, positions_L.device)
+        documents_L = torch.bucketize(positions_L, offsets, right=True) - 1
+        first_L, stop_L = offsets[documents_L], offsets[documents_L + 1]
+    if mask.left >= 0:
+        first_L = torch.maximum(first_L, positions_L - mask.left)
+    right = 0 if mask.is_causal else mask.right
+    if right >= 0:
+        last_L = positions_L + right + 1
+        if mask.prefixes:
+            ends = on_device(tuple(stop for _, stop in mask.prefixes), positions_L.device)
+            last_L = torch.maximum(last_L, ends[documents_L])
+        stop_L = torch.minimum(stop_L, last_L)
+    return first_L, stop_L
 
 
 def _any_inside(keys: range, intervals: Sequence[tuple[int, int]]) -> bool:
@@ -152,7 +152,7 @@ def check_window(window: object, operation: str) -> tuple[int, int]:
 
 def on_device(numbers: tuple[Any, ...], device: torch.device) -> Tensor:
     """A tensor of integers that nobody writes to; they are copied to an accelerator once."""
-    return torch.tensor(numbers) if device.type == "cpu" else _copied(numbers, device)
+    return _row(numbers) if device.type == "cpu" else _copied(numbers, device)
 
 
 @functools.lru_cache(maxsize=64)
@@ -262,6 +262,22 @@ def check_prefix_len(
     return (found[0],) if len(set(found)) == 1 else found
 
 
+def make_mask(
+    operation: str,
+    is_causal: bool,
+    window: object,
+    offsets: tuple[int, ...] | None,
+    prefix_len: PrefixLen | None,
+    batch: int = 1,
+) -> Mask:
+    """The mask of a call's arguments, offsets as `check_cu_seqlens` gives them.
+
+    ValueError for a window or prefix that is none.
+    """
+    mask = Mask(is_causal, *check_window(window, operation), offsets)
+    return replace(mask, prefix_lens=check_prefix_len(prefix_len, mask, batch, operation))
+
+
 def prefixes_of_rows(
     prefix_len: PrefixLen | None, rows: Sequence[tuple[int, ...]], operation: str
 ) -> tuple[tuple[int, ...], ...] | None:
@@ -275,42 +291,18 @@ def prefixes_of_rows(
             f"{operation}: expected prefix_len to be an integer, or {len(rows)} or as many rows, "
             f"one for each row of q, got {prefix_len}"
         )
-    masks = (Mask(is_causal=True, cu_seqlens=row) for row in rows)
-    found = (check_prefix_len(n, mask, 1, operation) for n, mask in zip(each, masks, strict=True))
+    pairs = zip(each, rows, strict=True)
+    found = (make_mask(operation, True, None, row, n).prefix_lens for n, row in pairs)
     return tuple(lens[0] for lens in found if lens is not None)
 
 
-@dataclass(frozen=True)
-class KeyRoute:
-    """Ranks that keys have to go to, which every rank computes by itself.
-
-    In step s of the forward pass rank r holds the keys of rank (r - s) mod P; in step s = 1 .. P of
-    the backward pass, those of rank (r + s) mod P.
-
-    Attributes:
-        needs: `needs[r][c]`: some query of rank r sees some key of rank c.
-        reach: `reach[c]`: hops that the keys of rank c travel to the last rank that needs them.
-    """
-
-    needs: tuple[tuple[bool, ...], ...]
-    reach: tuple[int, ...]
-
-    @property
-    def is_full(self) -> bool:
-        """True if the keys of every rank visit all of the ring."""
-        return len(self.reach) > 1 and min(self.reach) == len(self.reach) - 1
-
-
 @functools.lru_cache(maxsize=256)
-def plan_route(shards: tuple[tuple[range, ...], ...], mask: Mask, seq_len: int) -> KeyRoute:
-    """The route of the keys of every rank, for shards given as ranges of global positions."""
-    num_ranks = len(shards)
+def needed_keys(
+    shards: tuple[tuple[range, ...], ...], mask: Mask, seq_len: int
+) -> tuple[tuple[bool, ...], ...]:
+    """`[r][c]`: some query of rank r sees some key of rank c, by their ranges of positions."""
     needs = []
     for queries in shards:
         seen = mask.seen_keys(queries, seq_len)
         needs.append(tuple(any(_any_inside(part, seen) for part in keys) for keys in shards))
-    reach = tuple(
-        max((s for s in range(num_ranks) if needs[(c + s) % num_ranks][c]), default=0)
-        for c in range(num_ranks)
-    )
-    return KeyRoute(tuple(needs), reach)
+    return tuple(needs)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moe_ext.attention.checks import requires
-from moe_ext.attention.masks import Mask, check_prefix_len, check_window, integers
+from moe_ext.attention.masks import integers, make_mask
 
 OPERATION = "pack_documents"
 _require = requires(OPERATION)
@@ -83,11 +83,11 @@ def pack_documents(
     for i, size in enumerate(sizes):
         _require(0 <= size <= seq_len, f"lengths[{i}]", f"from 0 to seq_len, {seq_len}", size)
     _require(num_ranks >= 1, "num_ranks", "at least 1", num_ranks)
-    left, right = check_window(window, OPERATION)
-    mask = Mask(is_causal, left, right, tuple(itertools.accumulate(sizes, initial=0)))
-    (lens,) = check_prefix_len(prefix_len, mask, 1, OPERATION) or ((0,) * len(sizes),)
+    offsets = tuple(itertools.accumulate(sizes, initial=0))
+    mask = make_mask(OPERATION, is_causal, window, offsets, prefix_len)
+    (lens,) = mask.prefix_lens or ((0,) * len(sizes),)
     costs = [
-        _area(size, left, 0 if is_causal else right) + math.comb(min(size, prefix), 2)
+        _area(size, mask.left, 0 if is_causal else mask.right) + math.comb(min(size, prefix), 2)
         for size, prefix in zip(sizes, lens, strict=True)
     ]
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))

@@ -16,39 +16,19 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext._bytes import as_bytes
-from moe_ext._checks import check_numbers as check_arguments
+from moe_ext._checks import check_numbers
 from moe_ext.attention.block import accumulation_dtype
-from moe_ext.attention.call import AttentionOptions
-from moe_ext.attention.checks import (
-    check_attn_mask,
-    check_columns,
-    check_layout,
-    check_numbers,
-    check_tensors,
-    draw_seed,
-    mask_facts,
-    message_device,
-    requires,
-    scale_of,
-    tensor_facts,
-    wants_grad,
-)
-from moe_ext.attention.layouts import Layout, make_layout
-from moe_ext.attention.masks import (
-    Mask,
-    check_cu_seqlens,
-    check_end,
-    check_window,
-    on_device,
-)
-from moe_ext.attention.sharding import Shards, check_lengths, sum_shards
+from moe_ext.attention.call import AttentionOptions, Inputs, agree_on_call
+from moe_ext.attention.checks import check_layout, message_device, requires
+from moe_ext.attention.layouts import Layout, make_layout, order_of
+from moe_ext.attention.masks import Mask, bounds, check_cu_seqlens
+from moe_ext.attention.sharding import Shards, check_lengths, rotate, sum_shards
 from moe_ext.attention.sharding import position_ids as position_ids_of
 from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import GroupHandle, check_group, group_rank
 from moe_ext.comm.ring_exchange import Buffers, Exchange
 from moe_ext.nn.torch_state import autocast_dtype, without_autocast
 from moe_ext.ops import routing_uniform
-from moe_ext.ops.attention import document_ids
 from moe_ext.ops.autograd import refuse_second_derivative
 
 OPERATION = "ring_self_attention"
@@ -56,8 +36,7 @@ _MODULE = "RingSelfAttention"
 _DROPOUT_STREAM = 4
 _NUM_PASSES = 4
 _KEYS, _VALUES, _KEYS_BACKWARD, _VALUES_BACKWARD = range(_NUM_PASSES)
-_require = requires(OPERATION)
-_require_of_module = requires(_MODULE)
+_require = requires(_MODULE)
 
 
 def ring_self_attention(
@@ -120,75 +99,30 @@ def ring_self_attention(
         Perspective (2021, arXiv 2105.13120), section 3.2. The authors' code divides the scores by
         the root of the model dim and gradients by P; here they are those of one process.
     """
-    return _attend(
-        q,
-        k,
-        v,
-        AttentionOptions(
-            group,
-            layout=layout,
-            is_causal=is_causal,
-            scale=scale,
-            window=window,
-            dropout_p=dropout_p,
-        ),
-        {},
-        cu_seqlens=cu_seqlens,
-        key_mask=key_mask,
-        attn_mask=attn_mask,
-        seed=seed,
+    options = AttentionOptions(
+        group,
+        layout=layout,
+        is_causal=is_causal,
+        scale=scale,
+        window=window,
+        dropout_p=dropout_p,
+        operation=OPERATION,
     )
+    inputs = Inputs(q, k, v, key_mask, cu_seqlens=cu_seqlens, attn_mask=attn_mask)
+    return _attend(inputs, options, seed)
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: AttentionOptions,
-    told: Mapping[str, object],
-    *,
-    cu_seqlens: Tensor | Sequence[int] | None,
-    key_mask: Tensor | None,
-    attn_mask: Tensor | None,
-    seed: int | None,
-) -> Tensor:
-    """`ring_self_attention`; `told` are options of the caller, which the ranks compare too."""
-    group, layout, dropout_p = options.group, options.layout, options.dropout_p
-    check_group(group, OPERATION)
-    with Agreement(OPERATION, group, message_device(q, k, v)) as agreement:
-        check_tensors(q, k, v, key_mask, _require)
-        check_layout(layout, _require)
-        check_numbers(options.scale, None, dropout_p, seed, _require)
-        check_attn_mask(attn_mask, q, _require)
-        learns = attn_mask is not None and attn_mask.requires_grad
-        _require(not learns, "attn_mask", "without gradient", "requires_grad=True")
-        sides, offsets = (
-            check_window(options.window, OPERATION),
-            check_cu_seqlens(cu_seqlens, OPERATION),
-        )
-        mask = Mask(options.is_causal, *sides, offsets)
-        facts = {
-            **told,
-            **tensor_facts(q, k, v),
-            **mask_facts(layout, mask),
-            "scale": scale_of(options.scale, q.shape[3]),
-            "dropout_p": dropout_p,
-            "giving seed": int(seed is not None),
-            "giving key_mask": int(key_mask is not None),
-            "S of attn_mask (0: none)": 0 if attn_mask is None else attn_mask.shape[3],
-            "requiring a gradient": wants_grad(q, k, v),
-            **({} if seed is None else {"seed": seed}),
-        }
-        values = (q.shape[2], draw_seed(dropout_p) if seed is None else seed)
-        rows = agreement.compare(facts, values=values)
-    lengths, common = [row[0] for row in rows], rows[0][1]
-    seq_len = sum(lengths)
-    check_end(mask.cu_seqlens, seq_len, OPERATION)
-    check_columns(attn_mask, seq_len, _require)
-    made = make_layout(layout, seq_len, len(lengths), cu_seqlens=mask.cu_seqlens)
-    check_lengths(made, lengths, OPERATION, group)
-    call = _RsaCall(group, made, mask, scale_of(options.scale, q.shape[3]), dropout_p, common)
-    out: Tensor = _RingSelfAttention.apply(q, k, v, key_mask, attn_mask, call)
+def _attend(inputs: Inputs, options: AttentionOptions, seed: int | None) -> Tensor:
+    attn_mask = inputs.attn_mask
+    check_group(options.group, OPERATION)
+    # Without an error the next message compares.
+    with Agreement(OPERATION, options.group, message_device(*inputs)):
+        learns = isinstance(attn_mask, Tensor) and attn_mask.requires_grad
+        options.require(not learns, "attn_mask", "without gradient", "requires_grad=True")
+    agreed = agree_on_call(inputs, options, seed)
+    work, block = agreed.work, agreed.options
+    call = _RsaCall(options.group, work.layout, work.mask, block.scale, block.dropout_p, block.seed)
+    out: Tensor = _RingSelfAttention.apply(*inputs[:3], inputs.key_mask, attn_mask, call)
     return out
 
 
@@ -211,11 +145,6 @@ class _RsaCall:
         """Columns of the shard of a rank."""
         start = sum(self.layout.sizes[:source])
         return slice(start, start + self.layout.sizes[source])
-
-    def positions(self, device: torch.device) -> Tensor:
-        """`[S]`, global position of each column."""
-        ranks = range(self.layout.num_ranks)
-        return torch.cat([self.layout.positions(rank, device) for rank in ranks])
 
     def shards(
         self, own: Tensor, bytes_of_position: int, kind: int, operation: str
@@ -249,7 +178,7 @@ class _RsaCall:
             return None
         device, seq_len = weights_BGRS.device, self.layout.seq_len
         queries_L = self.layout.positions(self.rank, device)
-        order_S = self.positions(device)
+        order_S = order_of(self.layout, device)
         # In units of 2^-24, the distance between the numbers that are drawn.
         threshold = int(self.dropout_p * 2**24 + 0.5) / 2**24
         kept = []
@@ -354,27 +283,17 @@ def _scores(q: Tensor, k: Tensor, key_mask: Tensor | None, call: _RsaCall) -> Te
 
 def _hidden(call: _RsaCall, source: int, device: torch.device) -> Tensor | None:
     """`[L, M]` bool, True for keys that a query may not see by their positions."""
-    mask = call.mask
-    if mask == Mask():
+    if call.mask == Mask():
         return None
-    queries_L = call.layout.positions(call.rank, device)[:, None]
+    queries_L = call.layout.positions(call.rank, device)
     keys_M = call.layout.positions(source, device)
-    right = 0 if mask.is_causal else mask.right
-    hidden_LM = torch.zeros((len(queries_L), len(keys_M)), dtype=torch.bool, device=device)
-    if mask.left >= 0:
-        hidden_LM |= keys_M < queries_L - mask.left
-    if right >= 0:
-        hidden_LM |= keys_M > queries_L + right
-    if mask.cu_seqlens is not None:
-        offsets = on_device(mask.cu_seqlens, device)
-        documents_L = document_ids(queries_L[:, 0], offsets)
-        hidden_LM |= documents_L[:, None] != document_ids(keys_M, offsets)
-    return hidden_LM
+    first_L, stop_L = bounds(call.mask, queries_L, call.layout.seq_len)
+    return (keys_M < first_L[:, None]) | (keys_M >= stop_L[:, None])
 
 
 def _add_mask_(scores_BGRS: Tensor, attn_mask: Tensor, heads: int, call: _RsaCall) -> None:
     """The caller's own mask, in place."""
-    mask = attn_mask.index_select(3, call.positions(scores_BGRS.device))
+    mask = attn_mask.index_select(3, order_of(call.layout, scores_BGRS.device))
     by_head = scores_BGRS.view(scores_BGRS.shape[0], heads, *mask.shape[2:])
     if mask.dtype == torch.bool:
         by_head.masked_fill_(~mask, -torch.inf)
@@ -485,22 +404,20 @@ class RingSelfAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_arguments("RingSelfAttention", RingSelfAttention.__init__.__annotations__, locals())
+        check_numbers("RingSelfAttention", RingSelfAttention.__init__.__annotations__, locals())
         check_group(group, _MODULE)
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _require_of_module(num_heads >= 1, "num_heads", "at least 1", num_heads)
+        _require(num_heads >= 1, "num_heads", "at least 1", num_heads)
         divides = model_dim >= 1 and model_dim % num_heads == 0
-        _require_of_module(divides, "model_dim", f"a multiple of the {num_heads} heads", model_dim)
+        _require(divides, "model_dim", f"a multiple of the {num_heads} heads", model_dim)
         divides = kv_heads >= 1 and num_heads % kv_heads == 0
-        _require_of_module(divides, "num_kv_heads", f"a divisor of the {num_heads} heads", kv_heads)
-        _require_of_module(0 <= dropout < 1, "dropout", "in [0, 1)", dropout)
-        check_layout(layout, _require_of_module)
+        _require(divides, "num_kv_heads", f"a divisor of the {num_heads} heads", kv_heads)
+        _require(0 <= dropout < 1, "dropout", "in [0, 1)", dropout)
+        check_layout(layout, _require)
         self.head_dim = model_dim // num_heads
         if rotary_base is not None:
-            _require_of_module(rotary_base > 0, "rotary_base", "more than 0", rotary_base)
-            _require_of_module(
-                self.head_dim % 2 == 0, "head dim", "even for rotary_base", self.head_dim
-            )
+            _require(rotary_base > 0, "rotary_base", "more than 0", rotary_base)
+            _require(self.head_dim % 2 == 0, "head dim", "even for rotary_base", self.head_dim)
         self.model_dim, self.num_heads, self.num_kv_heads = model_dim, num_heads, kv_heads
         self.dropout, self.is_causal, self.layout = dropout, is_causal, layout
         self.rotary_base = rotary_base
@@ -532,12 +449,10 @@ class RingSelfAttention(nn.Module):
                 keys, or a sequence in front of the batch.
         """
         own_dims = module.in_proj_weight is not None
-        _require_of_module(own_dims, "kdim and vdim", "embed_dim", (module.kdim, module.vdim))
+        _require(own_dims, "kdim and vdim", "embed_dim", (module.kdim, module.vdim))
         added = module.bias_k is not None or module.add_zero_attn
-        _require_of_module(
-            not added, "module", "without add_bias_kv and add_zero_attn", "one of them"
-        )
-        _require_of_module(module.batch_first, "module", "batch_first=True", False)
+        _require(not added, "module", "without add_bias_kv and add_zero_attn", "one of them")
+        _require(module.batch_first, "module", "batch_first=True", False)
         weight, bias = module.in_proj_weight, module.in_proj_bias
         made = cls(
             module.embed_dim,
@@ -601,7 +516,7 @@ class RingSelfAttention(nn.Module):
         )
         # Options of this module alone, which the ranks compare in their first message.
         rotated = self.rotary_base is not None
-        options = {
+        own = {
             "model_dim": self.model_dim,
             "num_heads": self.num_heads,
             "num_kv_heads": self.num_kv_heads,
@@ -610,27 +525,20 @@ class RingSelfAttention(nn.Module):
             "rotary_base": self.rotary_base,
             "position_ids": "given" if rotated and position_ids is not None else None,
         }
-        told = {"options of RingSelfAttention": options}
         if self.rotary_base is not None:
             if position_ids is None:
-                position_ids = self._positions(x, made, cu_seqlens, told)
-            q, k = (self._rotated(y, position_ids) for y in (q, k))
-        out = _attend(
-            q,
-            k,
-            v,
-            AttentionOptions(
-                self.group,
-                layout=made,
-                is_causal=self.is_causal,
-                dropout_p=self.dropout if self.training else 0.0,
-            ),
-            told,
-            cu_seqlens=cu_seqlens,
-            key_mask=key_mask,
-            attn_mask=attn_mask,
-            seed=seed,
+                position_ids = self._positions(x, made, cu_seqlens, own)
+            q, k = (rotate(y, position_ids, self.rotary_base) for y in (q, k))
+        options = AttentionOptions(
+            self.group,
+            layout=made,
+            is_causal=self.is_causal,
+            dropout_p=self.dropout if self.training else 0.0,
+            told=tuple(f"{name}={value}" for name, value in own.items()),
+            operation=OPERATION,
         )
+        inputs = Inputs(q, k, v, key_mask, cu_seqlens=cu_seqlens, attn_mask=attn_mask)
+        out = _attend(inputs, options, seed)
         projected: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))
         return projected
 
@@ -644,33 +552,33 @@ class RingSelfAttention(nn.Module):
         layout: str | Layout,
         cu_seqlens: Tensor | Sequence[int] | None,
     ) -> None:
-        _require_of_module(isinstance(x, Tensor), "x", "a tensor", type(x).__name__)
+        _require(isinstance(x, Tensor), "x", "a tensor", type(x).__name__)
         fits = x.dim() == 3 and x.shape[2] == self.model_dim
-        _require_of_module(fits, "x", f"of shape [B, L, {self.model_dim}]", list(x.shape))
+        _require(fits, "x", f"of shape [B, L, {self.model_dim}]", list(x.shape))
         weight = self.out_proj.weight
-        _require_of_module(x.device == weight.device, "x", f"on {weight.device}", x.device)
+        _require(x.device == weight.device, "x", f"on {weight.device}", x.device)
         if autocast_dtype(x.device) is None:
             rule = f"{weight.dtype} like the weights"
-            _require_of_module(x.dtype == weight.dtype, "x", rule, x.dtype)
-        check_layout(layout, _require_of_module)
+            _require(x.dtype == weight.dtype, "x", rule, x.dtype)
+        check_layout(layout, _require)
         check_cu_seqlens(cu_seqlens, _MODULE)
         if self.rotary_base is not None and position_ids is not None:
             shape, length = position_ids.shape, x.shape[1]
             rule = f"[{length}] or [B, {length}], this rank's"
             fits = shape[-1:] == (length,) and len(shape) in (1, 2)
-            _require_of_module(fits, "position_ids", rule, list(shape))
+            _require(fits, "position_ids", rule, list(shape))
 
     def _positions(
         self,
         x: Tensor,
         layout: str | Layout,
         cu_seqlens: Tensor | Sequence[int] | None,
-        told: Mapping[str, object],
+        own: Mapping[str, object],
     ) -> Tensor:
         # The others hear from it of a rank that has refused its arguments. What is raised below
         # follows from what is equal on all.
         offsets = check_cu_seqlens(cu_seqlens, _MODULE)
-        facts = {**told, "layout": layout, "cu_seqlens": offsets}
+        facts = {"options of the module": own, "layout": layout, "cu_seqlens": offsets}
         # The name of the other message, which a rank without rotation or with positions sends here.
         agreement = Agreement(OPERATION, self.group, x.device)
         rows = agreement.compare(facts, values=(x.shape[1],))
@@ -680,19 +588,6 @@ class RingSelfAttention(nn.Module):
         return position_ids_of(
             made.seq_len, group=self.group, layout=made, cu_seqlens=cu_seqlens, device=x.device
         )
-
-    def _rotated(self, x_BHLD: Tensor, position_ids: Tensor) -> Tensor:
-        """Halves (a, b) of each head to (a cos - b sin, b cos + a sin)."""
-        half = self.head_dim // 2
-        assert self.rotary_base is not None
-        # float64: a float32 angle of position 10^6 is off by a twentieth.
-        steps = torch.arange(half, dtype=torch.float64, device=x_BHLD.device) / half
-        angles = position_ids[..., None].double() * self.rotary_base**-steps
-        if angles.dim() == 3:
-            angles = angles[:, None]
-        cos, sin = angles.cos().to(x_BHLD.dtype), angles.sin().to(x_BHLD.dtype)
-        a, b = x_BHLD.split(half, 3)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], 3)
 
     def extra_repr(self) -> str:
         """Options, for `repr`."""

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_ext.attention.layouts import Layout, make_layout, ranks_of
+from moe_ext.attention.layouts import Layout, make_layout, order_of, ranks_of
 from moe_ext.attention.masks import Offsets, check_cu_seqlens, check_end, rows_of_offsets
 from moe_ext.comm import collectives
 from moe_ext.comm.agreement import Agreement, SummedOptions
@@ -129,25 +129,6 @@ def shard_sequence(
     return x.index_select(dim, made.positions(group_rank(group), x.device))
 
 
-class _Unshard(torch.autograd.Function):
-    """All-gather into the order of the sequence; the gradient is summed over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x_L: Tensor, layout: Layout, group: ProcessGroup | None) -> Tensor:
-        ctx.layout, ctx.group = layout, group
-        order_S = torch.cat([layout.positions(r, x_L.device) for r in range(layout.num_ranks)])
-        found_S = start_all_gather(x_L, Shards(group, layout.sizes, "unshard_sequence")).wait()
-        return torch.empty_like(found_S).index_copy_(0, order_S, found_S)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_S: Tensor) -> tuple[Tensor, None, None]:
-        layout: Layout = ctx.layout
-        order_S = torch.cat([layout.positions(r, grad_S.device) for r in range(layout.num_ranks)])
-        shards = Shards(ctx.group, layout.sizes, "unshard_sequence backward")
-        return sum_shards(grad_S.index_select(0, order_S), shards), None, None
-
-
 def unshard_sequence(
     x: Tensor,
     *,
@@ -187,8 +168,16 @@ def unshard_sequence(
     lengths = [row[0] for row in told]
     made = make_layout(layout, sum(lengths), len(lengths), cu_seqlens=cu_seqlens)
     check_lengths(made, lengths, op, group)
-    whole: Tensor = _Unshard.apply(x.movedim(dim, 0), made, group)
-    return whole.movedim(0, dim)
+
+    def there(x_L: Tensor) -> Tensor:
+        found_S = start_all_gather(x_L, Shards(group, made.sizes, op)).wait()
+        return torch.empty_like(found_S).index_copy_(0, order_of(made, x_L.device), found_S)
+
+    def back(grad_S: Tensor) -> Tensor:
+        shards = Shards(group, made.sizes, f"{op} backward")
+        return sum_shards(grad_S.index_select(0, order_of(made, grad_S.device)), shards)
+
+    return _along(x, dim, there, back)
 
 
 def check_lengths(
@@ -243,6 +232,24 @@ def position_ids(
     assert offsets is not None
     edges = torch.tensor(offsets, device=device)
     return ids_L - edges[torch.bucketize(ids_L, edges, right=True) - 1]
+
+
+def rotate(x_BHLC: Tensor, position_ids: Tensor, base: float) -> Tensor:
+    """Rotary embedding: channel c turns with channel c + C / 2, by the positions given.
+
+    Args:
+        x_BHLC: queries or keys, C even.
+        position_ids: `[L]` or `[B, L]`.
+        base: of the frequencies.
+    """
+    half = x_BHLC.shape[-1] // 2
+    # float64: a float32 angle of position 10^6 is off by a twentieth.
+    exponent = torch.arange(half, dtype=torch.float64, device=x_BHLC.device) / half
+    angle = position_ids[..., None].double() * base**-exponent
+    angle = angle if position_ids.dim() == 1 else angle[:, None]
+    cos, sin = angle.cos().to(x_BHLC.dtype), angle.sin().to(x_BHLC.dtype)
+    real, imag = x_BHLC.chunk(2, dim=-1)
+    return torch.cat([real * cos - imag * sin, real * sin + imag * cos], dim=-1)
 
 
 def document_ids(
@@ -383,36 +390,45 @@ def _padded(x_L: Tensor, length: int) -> Tensor:
     return padded
 
 
-Move = Callable[[Tensor, Shards], Tensor]
+Map = Callable[[Tensor], Tensor]
 
 
-class _Moved(torch.autograd.Function):
-    """A way between a whole and its shards forward, and another one backward."""
-
+class _LinearMap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shards: Shards, there: Move, back: Move) -> Tensor:
-        ctx.shards, ctx.back = shards, back
-        found = there(x, shards)
+    def forward(ctx: Any, x: Tensor, there: Map, back: Map) -> Tensor:
+        ctx.back = back
+        found = there(x)
         # An input that is handed on unchanged needs a tensor of its own in the graph.
         return found.view_as(found)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.back(grad, ctx.shards), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad), None, None
 
 
-def _gathered(x_L: Tensor, shards: Shards) -> Tensor:
+def linear_map(x: Tensor, there: Map, back: Map) -> Tensor:
+    """`there(x)`, whose gradient goes back by `back`; nothing is saved in between."""
+    found: Tensor = _LinearMap.apply(x, there, back)
+    return found
+
+
+def _gathered(shards: Shards, x_L: Tensor) -> Tensor:
     return start_all_gather(x_L, shards).wait()
 
 
-def _reduced(x_S: Tensor, shards: Shards) -> Tensor:
+def _reduced(shards: Shards, x_S: Tensor) -> Tensor:
     return start_reduce_scatter(x_S, shards).wait()
 
 
-def _own(x_S: Tensor, shards: Shards) -> Tensor:
+def _own(shards: Shards, x_S: Tensor) -> Tensor:
     # A copy: a view would keep the whole alive.
     return x_S[shards.own].clone()
+
+
+def _along(x: Tensor, dim: int, there: Map, back: Map) -> Tensor:
+    """`linear_map` of a tensor whose sequence is in dimension `dim`, for maps of the first one."""
+    return linear_map(x.movedim(dim, 0), there, back).movedim(0, dim)
 
 
 def gather_from_sequence(
@@ -448,10 +464,8 @@ def gather_from_sequence(
     """
     op = "gather_from_sequence"
     shards = _shards(x, group, dim, sizes, op, whole=False)
-    gathered: Tensor = _Moved.apply(
-        x.movedim(dim, 0), shards, _gathered, _own if whole_grad else _reduced
-    )
-    return gathered.movedim(0, dim)
+    back = functools.partial(_own if whole_grad else _reduced, shards)
+    return _along(x, dim, functools.partial(_gathered, shards), back)
 
 
 def reduce_scatter_to_sequence(
@@ -478,8 +492,8 @@ def reduce_scatter_to_sequence(
     """
     op = "reduce_scatter_to_sequence"
     shards = _shards(x, group, dim, sizes, op, whole=True)
-    reduced: Tensor = _Moved.apply(x.movedim(dim, 0), shards, _reduced, _gathered)
-    return reduced.movedim(0, dim)
+    maps = (functools.partial(_reduced, shards), functools.partial(_gathered, shards))
+    return _along(x, dim, *maps)
 
 
 def scatter_to_sequence(
@@ -504,8 +518,8 @@ def scatter_to_sequence(
         RankFailureError: a rank died or did not answer; the message names it.
     """
     shards = _shards(x, group, dim, sizes, "scatter_to_sequence", whole=True)
-    shard: Tensor = _Moved.apply(x.movedim(dim, 0), shards, _own, _gathered)
-    return shard.movedim(0, dim)
+    maps = (functools.partial(_own, shards), functools.partial(_gathered, shards))
+    return _along(x, dim, *maps)
 
 
 def _shards(

@@ -16,27 +16,9 @@ from torch.distributed import ProcessGroup
 
 from moe_ext._checks import check_numbers
 from moe_ext.attention import Layout, RingAttention
-from moe_ext.attention.sharding import document_ids
+from moe_ext.attention.sharding import document_ids, rotate
 from moe_ext.comm.groups import group_size
 from moe_ext.nn.moe_layer import MoELayer
-
-
-def rotate(x_BHLC: Tensor, position_ids: Tensor, base: float) -> Tensor:
-    """Rotary embedding: channel c turns with channel c + C / 2, by the positions given.
-
-    Args:
-        x_BHLC: queries or keys, C even.
-        position_ids: `[L]` or `[B, L]`.
-        base: of the frequencies.
-    """
-    half = x_BHLC.shape[-1] // 2
-    # float64: a float32 angle of position 10^6 is off by a twentieth.
-    exponent = torch.arange(half, dtype=torch.float64, device=x_BHLC.device) / half
-    angle = position_ids[..., None].double() * base**-exponent
-    angle = angle if position_ids.dim() == 1 else angle[:, None]
-    cos, sin = angle.cos().to(x_BHLC.dtype), angle.sin().to(x_BHLC.dtype)
-    real, imag = x_BHLC.chunk(2, dim=-1)
-    return torch.cat([real * cos - imag * sin, real * sin + imag * cos], dim=-1)
 
 
 def _takes(ffn: nn.Module, name: str) -> bool:

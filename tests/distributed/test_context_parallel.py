@@ -13,9 +13,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import moe_ext
 from moe_ext.attention import position_ids, shard_sequence, shift_labels, token_mean_loss
+from moe_ext.attention.sharding import rotate
 from moe_ext.distributed import MoEMesh
 from moe_ext.nn import Balance, TransformerBlock
-from moe_ext.nn.transformer_block import rotate
 from moe_ext.testing import spawn_ranks
 
 VOCABULARY, DIM, SEQ_LEN, EXPERTS = 23, 16, 29, 4

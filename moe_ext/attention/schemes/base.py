@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext.attention.block import Block, BlockOptions, Keys, KeysForm, accumulation_dtype
 from moe_ext.attention.layouts import Grid, Layout, even_grid
-from moe_ext.attention.masks import KeyRoute, Mask, plan_route
+from moe_ext.attention.masks import Mask, needed_keys
 from moe_ext.comm.groups import group_rank
 from moe_ext.ops.attention import document_ids
 
@@ -72,9 +72,9 @@ class Workload:
         return self.up[1] + self.form.v_dim, self.up[2]
 
     @property
-    def route(self) -> KeyRoute:
-        """Ranks that the keys of each rank have to go to."""
-        return plan_route(self.layout.shards, self.mask, self.layout.seq_len)
+    def needs(self) -> tuple[tuple[bool, ...], ...]:
+        """`[r][c]`: some query of rank r sees some key of rank c."""
+        return needed_keys(self.layout.shards, self.mask, self.layout.seq_len)
 
     def grad_bytes(self, length: int) -> int:
         """Bytes of the gradients of the keys of `length` positions, underway."""

@@ -50,7 +50,7 @@ class AllGather(Scheme):
         """(out, lse, None)."""
         out, lse = empty_sums(q, call.work.dims[1])
         for source, keys in enumerate(_gathered(own, call, "ring_attention")):
-            if call.work.route.needs[call.rank][source]:
+            if call.work.needs[call.rank][source]:
                 attend_(out, lse, call.block(q, source, keys), call.options)
         return out, lse, None
 
@@ -63,7 +63,7 @@ class AllGather(Scheme):
         row = grad_q.new_zeros(sum(sizes), dtype=call.work.grad_dtype)
         parts = row.split(sizes)
         for source, keys in enumerate(_gathered(saved.own, call, op)):
-            if call.work.route.needs[call.rank][source]:
+            if call.work.needs[call.rank][source]:
                 block = call.block(q, source, keys)
                 partial, *pair = block_backward(grad_out, lse, delta, block, call.options)
                 grads = call.contracted(keys, *pair)

@@ -19,7 +19,7 @@ Shapes: B batch, H heads, Hkv heads of keys and values, L positions of this rank
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -169,12 +169,12 @@ class Tour:
     @cached_property
     def paths(self) -> Paths:
         """Paths of the keys of every place."""
-        return plan_paths(self.circuit, self.call.work.route.needs)
+        return plan_paths(self.circuit, self.call.work.needs)
 
     @cached_property
     def needs(self) -> tuple[bool, ...]:
         """For each place, True if a query of this rank sees a key of it."""
-        return self.call.work.route.needs[self.place]
+        return self.call.work.needs[self.place]
 
     def holder(self, source: int, stage: int) -> int:
         """Rank in the group that has the keys of a source."""
@@ -392,14 +392,19 @@ def add_ring_traffic(
     circuit: Circuit,
     layout: Layout,
     passes: tuple[Pass, Pass],
-    add: Callable[[Pass, int, int, int], None],
+    ranks: Sequence[int],
 ) -> int:
-    """Count what the places of a circuit send by `add(pass, sender, receiver, bytes)`.
+    """Count what the ranks at the places of a circuit send in (forward, backward) passes.
 
+    Circuits of one shape may share passes: they run side by side, so that the rounds of one count.
     Returns the bytes that a place holds beside its own keys.
     """
     forward, backward = passes
-    paths = plan_paths(circuit, replace(work, layout=layout).route.needs)
+
+    def add(one: Pass, sender: int, receiver: int, num_bytes: int) -> None:
+        one.add(ranks[sender], ranks[receiver], num_bytes, hop=True)
+
+    paths = plan_paths(circuit, replace(work, layout=layout).needs)
     returning = paths.kept if paths.is_full else paths.home
     for source, length in enumerate(layout.sizes):
         keys, grads = work.form.num_bytes(length), work.grad_bytes(length)
@@ -412,8 +417,7 @@ def add_ring_traffic(
             begin = source if at_home else circuit.holder(source, origin)
             add(backward, begin, circuit.holder(source, stage), keys)
     rounds = len({stage for edges in paths.forward for stage in edges})
-    forward.rounds += rounds
-    backward.rounds += rounds + (rounds > 0)
+    forward.rounds, backward.rounds = rounds, rounds + (rounds > 0)
     spare = sum(min(2, n - 1) for n in (circuit.rings, circuit.inner)) if rounds else 0
     longest = max(layout.sizes)
     return spare * (work.form.num_bytes(longest) + work.grad_bytes(longest))
@@ -426,13 +430,9 @@ class Ring(Scheme):
 
     def traffic(self, work: Workload, grid: Grid) -> SchemeTraffic:
         """Keys of each rank go as far as they are needed, and back with their gradients."""
-        passes, ranks = (Pass(work.hosts), Pass(work.hosts)), grid.order
-
-        def add(one: Pass, sender: int, receiver: int, num_bytes: int) -> None:
-            one.add(ranks[sender], ranks[receiver], num_bytes, hop=True)
-
-        layout = merged_layout(work.layout, tuple((rank,) for rank in ranks))
-        held = add_ring_traffic(work, Circuit(*grid.shape), layout, passes, add)
+        passes = Pass(work.hosts), Pass(work.hosts)
+        layout = merged_layout(work.layout, tuple((rank,) for rank in grid.order))
+        held = add_ring_traffic(work, Circuit(*grid.shape), layout, passes, grid.order)
         return SchemeTraffic(*passes, held)
 
     def forward(self, q: Tensor, own: Keys, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:

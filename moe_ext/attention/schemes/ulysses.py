@@ -97,12 +97,10 @@ class Ulysses(Scheme):
         layout, held = merged_layout(work.layout, grid.rows), 0
         for index, share in enumerate(shares):
             column = replace(work, form=replace(form, heads=len(share.keys)))
-            # Columns run side by side: the rounds of one count.
-            counted = (Pass(work.hosts), Pass(work.hosts)) if index else passes
-            add = functools.partial(_add_hop, grid, index, counted, passes)
-            held = max(held, add_ring_traffic(column, Circuit(1, rings), layout, counted, add))
+            ranks = grid.column(index)
+            held = max(held, add_ring_traffic(column, Circuit(1, rings), layout, passes, ranks))
         if inner > 1:
-            needs = replace(work, layout=layout).route.needs
+            needs = replace(work, layout=layout).needs
             full = rings > 1 and plan_paths(Circuit(1, rings), needs).is_full
             kept = full or (rings == 1 and inner <= form.heads)
             _add_all_to_all(work, grid, passes, kept)
@@ -315,21 +313,6 @@ def _taken(x: Tensor, heads: tuple[int, ...]) -> Tensor:
     if heads == tuple(range(first, first + len(heads))):
         return x[:, first : first + len(heads)]
     return x.index_select(1, torch.tensor(heads, device=x.device))
-
-
-def _add_hop(
-    grid: Grid,
-    index: int,
-    counted: tuple[Pass, Pass],
-    passes: tuple[Pass, Pass],
-    one: Pass,
-    sender: int,
-    receiver: int,
-    num_bytes: int,
-) -> None:
-    """A hop in a column of a grid, of the pass that `one` of `counted` stands for."""
-    ranks = grid.rows[sender][index], grid.rows[receiver][index]
-    passes[one is counted[1]].add(*ranks, num_bytes, hop=True)
 
 
 def _add_all_to_all(work: Workload, grid: Grid, passes: tuple[Pass, Pass], kept: bool) -> None:
