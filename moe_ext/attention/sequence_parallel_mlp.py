@@ -6,6 +6,7 @@ Shapes: S whole sequence, L positions of this rank, n rows of this rank, D model
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,10 +23,11 @@ from moe_ext.attention.layouts import Layout, make_layout
 from moe_ext.attention.sharding import (
     Shards,
     check_lengths,
+    linear_map,
     start_all_gather,
     start_reduce_scatter,
 )
-from moe_ext.comm.agreement import Agreement
+from moe_ext.comm.agreement import Agreement, told_option
 from moe_ext.comm.collectives import all_reduce_
 from moe_ext.comm.groups import GroupHandle, check_group, group_rank, group_size
 from moe_ext.distributed.dtensor import local_part
@@ -33,7 +35,6 @@ from moe_ext.distributed.placement import Placement, declare_placement, placemen
 from moe_ext.distributed.state_dict import full_state_dict
 from moe_ext.nn.expert_activation import (
     Activation,
-    ClampedSwiGLU,
     resolve_activation,
     run_activation,
 )
@@ -295,10 +296,6 @@ class SequenceParallelMLP(nn.Module):
 
     def _facts(self, x: Tensor, layout: str | Layout, seq_len: int) -> dict[str, object]:
         """Facts that have to be equal on every rank."""
-        kind = self.activation
-        if not isinstance(kind, str | ClampedSwiGLU):
-            # Not as it prints: that may hold an address, another on every rank.
-            kind = getattr(kind, "__qualname__", type(kind).__qualname__)
         return {
             "seq_len (by default P times the shard)": seq_len,
             "the rows of x beside the sequence": math.prod(x.shape[:-2]),
@@ -309,7 +306,7 @@ class SequenceParallelMLP(nn.Module):
             "options": {
                 "model_dim": self.model_dim,
                 "ffn_dim": self.ffn_dim,
-                "activation": kind,
+                **told_option("activation", self.activation),
                 "gated": self.gated,
                 "norm": type(self.norm).__name__,
                 "norm_eps": getattr(self.norm, "eps", None),
@@ -343,8 +340,9 @@ class SequenceParallelMLP(nn.Module):
         positions_L = layout.positions(group_rank(self.tp_group), y_nD.device)
         starts_B = torch.arange(batch, device=y_nD.device) * layout.seq_len
         rows_n = (starts_B[:, None] + positions_L).flatten()
-        dropped_nD: Tensor = _Dropout.apply(y_nD, self.dropout, seed, rows_n)
-        return dropped_nD
+        # By seed, row and column alone: nothing but the rows' numbers is kept.
+        drop = functools.partial(_dropped, p=self.dropout, seed=seed, token_idx_n=rows_n)
+        return linear_map(y_nD, drop, drop)
 
     def extra_repr(self) -> str:
         """Options, for `repr`."""
@@ -433,32 +431,6 @@ class _SummedGrads(torch.autograd.Function):
         return None, *(p.view_as(g).to(g.dtype) for p, g in zip(parts, grads, strict=True))
 
 
-class _ScaledGrad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.factor, None
-
-
-class _Dropout(torch.autograd.Function):
-    """Drops by seed, row and column alone; nothing but the rows' numbers is kept."""
-
-    @staticmethod
-    def forward(ctx: Any, x_nD: Tensor, p: float, seed: int, token_idx_n: Tensor) -> Tensor:
-        ctx.p, ctx.seed, ctx.token_idx = p, seed, token_idx_n
-        return _dropped(x_nD, p, seed, token_idx_n)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_nD: Tensor) -> tuple[Tensor, None, None, None]:
-        return _dropped(grad_nD, ctx.p, ctx.seed, ctx.token_idx), None, None, None
-
-
 def _dropped(x_nD: Tensor, p: float, seed: int, token_idx_n: Tensor) -> Tensor:
     state = torch.tensor([seed, 0, 0, 0], device=x_nD.device)
     drawn_nD = routing_uniform(state, *x_nD.shape, stream=_DROPOUT_STREAM, token_idx=token_idx_n)
@@ -482,5 +454,4 @@ def _with_scaled_grad(x: Tensor | None, factor: float) -> Tensor | None:
     """The tensor; its gradient times `factor`."""
     if x is None or factor == 1.0:
         return x
-    scaled: Tensor = _ScaledGrad.apply(x, factor)
-    return scaled
+    return linear_map(x, lambda same: same, lambda grad: grad * factor)

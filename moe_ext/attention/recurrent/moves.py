@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from moe_ext._bytes import as_bytes
 from moe_ext.attention.layouts import Layout
+from moe_ext.attention.sharding import linear_map
 from moe_ext.comm.collectives import all_to_all
 from moe_ext.comm.groups import group_rank
 from moe_ext.comm.ring_exchange import Exchange
@@ -110,8 +111,7 @@ class Move:
         """Rows `[B, H, L, F]` of the target; differentiable."""
         if self.source == self.target:
             return x
-        moved: Tensor = _MovedRows.apply(x, self)
-        return moved
+        return linear_map(x, self.run, self.back.run)
 
     def run(self, x: Tensor) -> Tensor:
         """The same outside of a graph."""
@@ -176,34 +176,18 @@ def _num_common(a: range, b: range) -> int:
     return len(_common(a, b)) if a.step == b.step == 1 else sum(i in b for i in a)
 
 
-class _MovedRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, move: Move) -> Tensor:
-        ctx.move = move
-        return move.run(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.move.back.run(grad), None
-
-
-# Rank, start there, length.
-_Piece = tuple[int, int, int]
-
-
 @functools.lru_cache(maxsize=128)
-def _halo_pieces(sizes: tuple[int, ...], width: int) -> tuple[tuple[_Piece, ...], ...]:
-    """For each rank the pieces (rank, start there, length) that lie before it, in their order."""
+def _halo_pieces(sizes: tuple[int, ...], width: int) -> tuple[dict[int, range], ...]:
+    """For each rank the pieces of its halo, by the rank that holds them: positions there."""
     starts = [0, *itertools.accumulate(sizes)]
     found = []
     for rank, start in enumerate(starts[:-1]):
-        first, pieces = max(0, start - width), []
+        halo, pieces = range(max(0, start - width), start), {}
         for other in range(rank):
-            a, b = max(first, starts[other]), min(start, starts[other + 1])
-            if a < b:
-                pieces.append((other, a - starts[other], b - a))
-        found.append(tuple(pieces))
+            part = _common(halo, range(starts[other], starts[other + 1]))
+            if part:
+                pieces[other] = range(part.start - starts[other], part.stop - starts[other])
+        found.append(pieces)
     return tuple(found)
 
 
@@ -225,70 +209,59 @@ class Halo:
 
     def elements(self, rank: int, backward: bool = False) -> int:
         """Positions that a rank sends to others, or gradients of those that it got."""
-        found = _halo_pieces(self.sizes, self.width)
+        pieces = _halo_pieces(self.sizes, self.width)
         if backward:
-            return sum(length for _, _, length in found[rank])
-        pieces = itertools.chain(*found)
-        return sum(length for other, _, length in pieces if other == rank)
+            return sum(map(len, pieces[rank].values()))
+        return sum(len(before.get(rank, ())) for before in pieces)
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[..., width]` of `[..., L]`; differentiable."""
-        found: Tensor = _Haloed.apply(x, self)
-        return found
+        return linear_map(x, self.bring, functools.partial(self.give_back, x.shape[-1]))
 
     def bring(self, x: Tensor) -> Tensor:
         """The halo of this rank."""
-        me, pieces = group_rank(self.group), _halo_pieces(self.sizes, self.width)
-        exchange, parts = Exchange(self.group, self.operation), list[Tensor]()
-        for shift in range(1, len(self.sizes)):
-            sends, buffer, source = [], None, me - shift
-            for other, start, length in pieces[me + shift] if me + shift < len(pieces) else ():
-                if other == me:
-                    sends = [(as_bytes(x[..., start : start + length].contiguous()), me + shift)]
-            for other, _, length in pieces[me]:
-                if other == source:
-                    buffer = x.new_empty(*x.shape[:-1], length)
-            if sends or buffer is not None:
-                room = None if buffer is None else as_bytes(buffer)
-                exchange.post(sends, room, max(source, 0), shift).wait()
-            if buffer is not None:
-                parts.insert(0, buffer)
-        found = torch.cat(parts, -1) if parts else x[..., :0]
+        mine, theirs = self._pieces()
+        sent = {rank: x[..., part.start : part.stop] for rank, part in theirs.items()}
+        came = self._exchanged(sent, mine, x, step=1)
+        found = torch.cat([came[other] for other in mine], -1) if mine else x[..., :0]
         return torch.nn.functional.pad(found, (self.width - found.shape[-1], 0))
 
-    def give_back(self, grad: Tensor, like: Tensor) -> Tensor:
-        """`[..., L]`: the sum of the gradients of this rank's positions in the halos of others."""
-        me, pieces = group_rank(self.group), _halo_pieces(self.sizes, self.width)
-        exchange = Exchange(self.group, f"{self.operation} backward")
-        total, end = torch.zeros_like(like), grad.shape[-1]
-        for shift in range(1, len(self.sizes)):
-            sends, buffer, place, target = [], None, slice(0), me + shift
-            for other, _, length in pieces[me]:
-                if other == me - shift:
-                    part = grad[..., end - length : end].contiguous()
-                    end -= length
-                    sends = [(as_bytes(part), other)]
-            for other, start, length in pieces[target] if target < len(pieces) else ():
-                if other == me:
-                    buffer = like.new_empty(*like.shape[:-1], length)
-                    place = slice(start, start + length)
-            if sends or buffer is not None:
-                room = None if buffer is None else as_bytes(buffer)
-                exchange.post(sends, room, min(target, len(pieces) - 1), shift).wait()
-            if buffer is not None:
-                total[..., place] += buffer
+    def give_back(self, length: int, grad: Tensor) -> Tensor:
+        """`[..., length]`: the sum of the gradients of this rank's positions in other halos."""
+        mine, theirs = self._pieces()
+        lengths = [len(part) for part in mine.values()]
+        parts = grad[..., self.width - sum(lengths) :].split(lengths, -1)
+        total = grad.new_zeros(*grad.shape[:-1], length)
+        came = self._exchanged(dict(zip(mine, parts, strict=True)), theirs, grad, step=-1)
+        for rank, part in came.items():
+            total[..., theirs[rank].start : theirs[rank].stop] += part
         return total
 
+    def _pieces(self) -> tuple[dict[int, range], dict[int, range]]:
+        """Pieces of this rank's halo, and those that it holds of others, by the other rank."""
+        me, pieces = group_rank(self.group), _halo_pieces(self.sizes, self.width)
+        theirs = {rank: before[me] for rank, before in enumerate(pieces) if me in before}
+        return pieces[me], theirs
 
-class _Haloed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, halo: Halo) -> Tensor:
-        ctx.halo = halo
-        ctx.save_for_backward(x)
-        return halo.bring(x)
+    def _exchanged(
+        self, sent: Mapping[int, Tensor], due: Mapping[int, range], like: Tensor, *, step: int
+    ) -> dict[int, Tensor]:
+        """Positions from each rank that has some for this one, the nearest first.
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        return ctx.halo.give_back(grad, x), None
+        Args:
+            sent: to each rank.
+            due: from each rank.
+            like: of their dtype, and of their shape but for the last dimension.
+            step: 1 to send to the ranks behind this one, -1 to those before it.
+        """
+        exchange = Exchange(self.group, self.operation + " backward" * (step < 0))
+        me, came = group_rank(self.group), dict[int, Tensor]()
+        for shift in range(1, len(self.sizes)):
+            target, source, buffer = me + step * shift, me - step * shift, None
+            sends = [(as_bytes(sent[target].contiguous()), target)] if target in sent else []
+            if source in due:
+                came[source] = like.new_empty(*like.shape[:-1], len(due[source]))
+                buffer = as_bytes(came[source])
+            if sends or buffer is not None:
+                exchange.post(sends, buffer, source % len(self.sizes), shift).wait()
+        return came
