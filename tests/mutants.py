@@ -499,8 +499,8 @@ MUTANTS = [
     ),
     Mutant(
         "a library gives wrong numbers and is taken",
-        "moe_ext/attention/recurrent/providers.py",
-        "if not off <= _MOST_ERROR:",
+        "moe_ext/_trial.py",
+        "if not off <= most:",
         "if not off <= 9:",
         "tests/attention/test_recurrent_providers.py -k wrong_numbers",
     ),

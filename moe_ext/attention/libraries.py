@@ -21,6 +21,7 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
+from moe_ext._trial import first_mistake
 from moe_ext.attention.masks import Mask
 from moe_ext.ops import attention_block, attention_block_backward, attention_delta
 
@@ -94,14 +95,10 @@ class _FlashCuda:
     name = "flash (CUDA)"
 
     def serves(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        dim, capability = q.shape[3], _capability(q.device)
-        majors = _MAJORS.get(active_flash() or "")
+        capability, majors = _capability(q.device), _MAJORS.get(active_flash() or "")
         return (
-            q.device.type in ("cuda", "meta")
-            and q.dtype in _HALVES
-            and v.shape[3] == dim
-            and dim % 8 == 0
-            and dim <= 256
+            _are_halves(q, v, most=256)
+            and v.shape[3] == q.shape[3]
             and (capability >= (8, 0) if majors is None else capability[0] in majors)
         )
 
@@ -131,11 +128,8 @@ class _FlashFour:
 
     def serves(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         return (
-            q.device.type in ("cuda", "meta")
-            and q.dtype in _HALVES
+            _are_halves(q, v, most=128)
             and v.shape[3] == q.shape[3]
-            and q.shape[3] % 8 == 0
-            and q.shape[3] <= 128
             and _capability(q.device)[0] in _MAJORS["FA4"]
             and _has_flash_four()
         )
@@ -225,11 +219,7 @@ class _CudnnCuda:
 
     def serves(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         return (
-            q.device.type in ("cuda", "meta")
-            and q.dtype in _HALVES
-            and q.shape[3] % 8 == 0
-            and v.shape[3] % 8 == 0
-            and max(q.shape[3], v.shape[3]) <= 128
+            _are_halves(q, v, most=128)
             and not torch.are_deterministic_algorithms_enabled()
             and _capability(q.device) >= ((8, 0) if v.shape[3] == q.shape[3] else (9, 0))
         )
@@ -258,6 +248,13 @@ class _CudnnCuda:
             scale=scale,
         )
         return dq, dk, dv
+
+
+def _are_halves(q: Tensor, v: Tensor, *, most: int) -> bool:
+    """True on CUDA for 16 bits and widths that are multiples of 8, up to `most`."""
+    widths = (q.shape[3], v.shape[3])
+    on_cuda = q.device.type in ("cuda", "meta")
+    return on_cuda and q.dtype in _HALVES and max(widths) <= most and not any(w % 8 for w in widths)
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
@@ -348,18 +345,15 @@ def _try(library: KernelLibrary, device: torch.device, dtype: torch.dtype, *size
         exact, lse = attention_block(*given, **options)
         delta = attention_delta(grad_out.to(exact.dtype), exact)
         grads = attention_block_backward(grad_out.to(exact.dtype), lse, delta, *given, **options)
-        try:
+
+        def run(qkv: Qkv = qkv, is_causal: bool = is_causal) -> list[Tensor]:
             out_lse = library.forward(qkv, is_causal, scale)
-            found = (*out_lse, *library.backward(grad_out, *out_lse, qkv, is_causal, scale))
-        except Exception as error:
-            lines = str(error).splitlines() or [""]
-            return f"{type(error).__name__}: {lines[0]}"
+            return [*out_lse, *library.backward(grad_out, *out_lse, qkv, is_causal, scale)]
+
         names = ("output", "log-sum-exp", "gradient of q", "gradient of k", "gradient of v")
-        for name, a, b in zip(names, found, (exact, lse, *grads[:3]), strict=True):
-            off = float((a.to(b.dtype) - b).norm() / b.norm())
-            if not off <= _MOST_ERROR:
-                kind = "causal" if is_causal else "whole"
-                return f"the {name} of a {kind} block is off by {100 * off:.0f} %"
+        of = f" of a {'causal' if is_causal else 'whole'} block"
+        if mistake := first_mistake(run, (exact, lse, *grads[:3]), names, _MOST_ERROR, of=of):
+            return mistake
     return ""
 
 

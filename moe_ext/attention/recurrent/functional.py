@@ -17,19 +17,20 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext._checks import check_choice
-from moe_ext.attention.checks import message_device, wants_grad
+from moe_ext.attention.checks import message_device, requires, wants_grad
 from moe_ext.attention.context import shared_sequences
 from moe_ext.attention.layouts import Layout, make_layout, ranks_of
 from moe_ext.attention.masks import Offsets, check_cu_seqlens, check_end, rows_of_offsets
 from moe_ext.attention.recurrent import local
 from moe_ext.attention.recurrent.moves import Halo, Move, Spread
-from moe_ext.attention.recurrent.providers import Stretch, by_head
+from moe_ext.attention.recurrent.providers import Stretch, by_head, serve
 from moe_ext.attention.recurrent.scan import StateScan
 from moe_ext.attention.sharding import check_lengths
 from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import group_rank
 
 SCHEMES = ("state", "heads")
+_Where = tuple[ProcessGroup | DeviceMesh | None, str | Layout | None, Offsets | None]
 
 
 @dataclass(frozen=True)
@@ -88,22 +89,11 @@ class _Sequences:
         return Stretch(self.documents(at), edges, dtype, **more)
 
 
-def _in_context(
-    group: Any, layout: str | Layout | None, cu_seqlens: Offsets | None
-) -> tuple[Any, str | Layout, Offsets | None]:
-    """Group, layout and documents, those of `sequence_parallel` where none are given."""
-    shared = shared_sequences()
-    if shared is not None and group is None:
-        group, layout = shared.group, shared.layout if layout is None else layout
-        cu_seqlens = shared.cu_seqlens if cu_seqlens is None else cu_seqlens
-    return group, "zigzag" if layout is None else layout, cu_seqlens
-
-
 def _sequences(
     operation: str,
     check: Callable[[], tuple[int, dict[str, object]]],
     tensors: Sequence[Any],
-    context: tuple[Any, str | Layout, Offsets | None],
+    given: _Where,
 ) -> _Sequences:
     """Check a call on this rank, and compare it with those of the others.
 
@@ -111,12 +101,16 @@ def _sequences(
         operation: name for error messages.
         check: gives L and what must be equal on all ranks.
         tensors: of the call.
-        context: group, layout and documents.
+        given: group, layout and documents, those of `sequence_parallel` where there are none.
     """
-    group, layout, cu_seqlens = context
+    group, layout, cu_seqlens = given
+    shared = shared_sequences()
+    if shared is not None and group is None:
+        group, layout = shared.group, shared.layout if layout is None else layout
+        cu_seqlens = shared.cu_seqlens if cu_seqlens is None else cu_seqlens
+    layout = "zigzag" if layout is None else layout
     ranks = ranks_of(group, operation)
-    device = message_device(*(x for x in tensors if isinstance(x, Tensor)))
-    with Agreement(operation, ranks, device, repeats=True) as agreement:
+    with Agreement(operation, ranks, message_device(*tensors), repeats=True) as agreement:
         rows = rows_of_offsets(cu_seqlens, operation)
         if cu_seqlens is not None and rows is None:
             offsets = check_cu_seqlens(cu_seqlens, operation)
@@ -131,7 +125,7 @@ def _sequences(
     one = rows[0] if rows is not None and len(rows) == 1 else None
     made = make_layout(layout, sum(lengths), len(lengths), cu_seqlens=one)
     check_lengths(made, lengths, operation, ranks)
-    return _Sequences(ranks, made, None if rows is None else tuple(map(tuple, rows)), operation)
+    return _Sequences(ranks, made, rows, operation)
 
 
 def _agree(
@@ -139,7 +133,7 @@ def _agree(
     names: Mapping[str, Tensor | None],
     facts: Mapping[str, object],
     scheme: str,
-    context: tuple[Any, str | Layout, Offsets | None],
+    given: _Where,
     decays: tuple[int, ...] = (3,),
     more: Mapping[str, tuple[Tensor, tuple[str, ...]]] | None = None,
 ) -> _Sequences:
@@ -150,11 +144,11 @@ def _agree(
         names: q, k, v, g, beta and the state, by their names in the call.
         facts: further options.
         scheme: that was asked for.
-        context: group, layout and documents.
+        given: see `_sequences`.
         decays: numbers of dimensions that g may have.
         more: further arguments by name, with the sizes of their dimensions, "H" or "K".
     """
-    tensors = [*names.values()]
+    tensors, require = [*names.values()], requires(op)
 
     def check() -> tuple[int, dict[str, object]]:
         check_choice(op, "scheme", scheme, (*SCHEMES, "auto"))
@@ -164,13 +158,13 @@ def _agree(
                 continue
             is_tensor = isinstance(x, Tensor) and x.dim() in wanted
             rule = f"a tensor of {' or '.join(map(str, wanted))} dimensions"
-            _require(op, is_tensor, name, rule, tuple(getattr(x, "shape", ())) or x)
+            require(is_tensor, name, rule, tuple(getattr(x, "shape", ())) or x)
         q, k, v, g, beta, state = tensors
         assert q is not None and k is not None and v is not None and g is not None
         batch, heads, length, v_dim = v.shape
         fits = q.shape[0] == batch and q.shape[2] == length and heads % max(1, q.shape[1]) == 0
         rule = f"of shape [{batch}, a divisor of {heads}, {length}, K], as {labels[2]} has it"
-        _require(op, fits, labels[0], rule, tuple(q.shape))
+        require(fits, labels[0], rule, tuple(q.shape))
         by_element = q.shape[3:] if g.dim() == 4 else ()
         shapes = {labels[1]: (k, q.shape), labels[3]: (g, torch.Size((*v.shape[:3], *by_element)))}
         if beta is not None:
@@ -180,10 +174,10 @@ def _agree(
         sizes = {"H": heads, "K": q.shape[3]}
         for name, (x, letters) in (more or {}).items():
             is_tensor = isinstance(x, Tensor)
-            _require(op, is_tensor, name, "a tensor", type(x).__name__)
+            require(is_tensor, name, "a tensor", type(x).__name__)
             shapes[name] = x, torch.Size(sizes[letter] for letter in letters)
         for name, (x, shape) in shapes.items():
-            _require(op, x.shape == shape, name, f"of shape {tuple(shape)}", tuple(x.shape))
+            require(x.shape == shape, name, f"of shape {tuple(shape)}", tuple(x.shape))
         return length, {
             "sizes": (batch, heads, q.shape[1], q.shape[3], v_dim),
             "a decay by element": bool(by_element),
@@ -194,12 +188,7 @@ def _agree(
             **facts,
         }
 
-    return _sequences(op, check, tensors, context)
-
-
-def _require(operation: str, holds: bool, argument: str, rule: str, value: object) -> None:
-    if not holds:
-        raise ValueError(f"{operation}: expected {argument} to be {rule}, got {value}")
+    return _sequences(op, check, tensors, given)
 
 
 def gated_delta_rule(
@@ -261,8 +250,8 @@ def gated_delta_rule(
     """
     names = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}
     facts: dict[str, object] = {"scale": scale, "giving beta": beta is not None}
-    context = _in_context(group, layout, cu_seqlens)
-    sequences = _agree("gated_delta_rule", names, facts, scheme, context, (3, 4))
+    given = (group, layout, cu_seqlens)
+    sequences = _agree("gated_delta_rule", names, facts, scheme, given, (3, 4))
     q = q * (q.shape[3] ** -0.5 if scale is None else scale)
     g = g if g.dim() == 4 else g.unsqueeze(-1)
     rows = [q, k, v, g, *([] if beta is None else [beta.unsqueeze(-1)])]
@@ -318,8 +307,8 @@ def selective_scan(
     names = {"C": C, "B": B, "x": x, "dt": dt, "beta": None, "initial_state": initial_state}
     facts: dict[str, object] = {"giving D": D is not None, "a decay by element": by_element}
     more = {"A": (A, ("H", "K")[: 1 + by_element])} | ({} if D is None else {"D": (D, ("H",))})
-    context = _in_context(group, layout, cu_seqlens)
-    sequences = _agree(op, names, facts, scheme, context, more=more)
+    given = (group, layout, cu_seqlens)
+    sequences = _agree(op, names, facts, scheme, given, more=more)
     rows, rates = [C, B, x, dt.unsqueeze(-1)], A if by_element else A.unsqueeze(-1)
     out, state = _recur(rows, rates, initial_state, scheme, sequences)
     return (out if D is None else out + x * D[:, None, None]).to(x.dtype), state
@@ -364,13 +353,17 @@ def _run(
     rows: list[Tensor], rates: Tensor | None, state: Tensor | None, stretch: Stretch
 ) -> local.Scanned:
     q, k, v, g, *beta = rows
-    if rates is not None:
-        return local.selective_scan(v, g.squeeze(-1), rates, k, q, state, stretch)
-    if _is_diagonal(rows, None):
-        return local.diagonal_scan(q, k, v, g, state, stretch.documents)
     # Decays by element of keys that have one are those of heads.
     g = g.squeeze(-1) if g.shape[-1] == 1 else g
-    return local.delta_rule(q, k, v, g, beta[0].squeeze(-1) if beta else None, state, stretch)
+    if rates is not None:
+        operator = "selective_scan" if rates.shape[1] == 1 else "selective_scan by element"
+        given = {"x": v, "dt": g, "A": rates, "B": k, "C": q, "state": state}
+        return local.Scanned(*serve(operator, local.selective_scan, given, stretch))
+    if _is_diagonal(rows, None):
+        return local.diagonal_scan(q, k, v, g, state, stretch.documents)
+    steps = beta[0].squeeze(-1) if beta else None
+    given = {"q": q, "k": k, "v": v, "g": g, "beta": steps, "state": state}
+    return local.Scanned(*serve("gated_delta_rule", local.delta_rule, given, stretch))
 
 
 def sent_bytes(
@@ -631,15 +624,16 @@ def causal_conv1d(
         RankFailureError: a rank died or did not answer; the message names it.
     """
     op = "causal_conv1d"
+    require = requires(op)
 
     def check() -> tuple[int, dict[str, object]]:
         is_tensor = isinstance(x, Tensor) and x.dim() == 3
-        _require(op, is_tensor, "x", "of shape [B, D, L]", getattr(x, "shape", x))
+        require(is_tensor, "x", "of shape [B, D, L]", getattr(x, "shape", x))
         fits = weight.dim() == 2 and len(weight) == x.shape[1]
-        _require(op, fits, "weight", f"of shape [{x.shape[1]}, W]", tuple(weight.shape))
+        require(fits, "weight", f"of shape [{x.shape[1]}, W]", tuple(weight.shape))
         if bias is not None:
             fits = bias.shape == (x.shape[1],)
-            _require(op, fits, "bias", f"of shape [{x.shape[1]}]", tuple(bias.shape))
+            require(fits, "bias", f"of shape [{x.shape[1]}]", tuple(bias.shape))
         check_choice(op, "activation", activation, (None, "silu", "swish"))
         return x.shape[2], {
             "sizes": (*x.shape[:2], weight.shape[1]),
@@ -649,8 +643,7 @@ def causal_conv1d(
             "requiring a gradient": wants_grad(x, weight, bias),
         }
 
-    context = _in_context(group, layout, cu_seqlens)
-    sequences = _sequences(op, check, (x, weight, bias), context)
+    sequences = _sequences(op, check, (x, weight, bias), (group, layout, cu_seqlens))
     line, width = sequences.line, weight.shape[1]
     moved = x
     if not sequences.is_line:
@@ -660,7 +653,8 @@ def causal_conv1d(
         halo = Halo(sequences.group, line.sizes, width - 1, op)(moved)
     own = sequences.own
     stretch = sequences.stretch(range(own.start - width + 1, own.stop), x, x.dtype)
-    out = local.causal_conv(moved, weight, bias, halo, stretch, silu=activation is not None)
+    given = {"x": moved, "weight": weight, "bias": bias, "halo": halo}
+    out: Tensor = serve(op, local.causal_conv, given, stretch, silu=activation is not None)
     out = out.to(x.dtype)
     if not sequences.is_line:
         out = sequences.move("state", 1, 1, back=True)(out.mT.unsqueeze(1)).squeeze(1).mT

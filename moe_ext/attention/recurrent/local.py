@@ -1,4 +1,4 @@
-"""Recurrences over the positions of one process: by libraries, our operators, or by chunks.
+"""Recurrences over the positions of one process: by our operators, or by chunks.
 
 They compute in float32, or in float64 if a tensor has it.
 
@@ -27,7 +27,6 @@ from torch.nn import functional as F
 
 from moe_ext import ops
 from moe_ext._library import has_cuda
-from moe_ext.attention.recurrent import providers
 from moe_ext.attention.recurrent.providers import Stretch, as_columns, by_head, of_columns
 from moe_ext.ops.autograd import is_transformed
 
@@ -80,19 +79,6 @@ def delta_rule(
         equations 10 to 12; Dao, Gu: Transformers are SSMs, 2024 (arXiv 2405.21060), section 6;
         Kimi Linear, 2025 (arXiv 2510.26692), section 3, for decays by element.
     """
-    given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "state": state}
-    return Scanned(*providers.serve("gated_delta_rule", _own_delta_rule, given, stretch))
-
-
-def _own_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    state: Tensor | None,
-    stretch: Stretch,
-) -> Scanned:
     q, k, v, g, beta, state = _wide(q, k, v, g, beta, state)
     state = begin(state, v, q.shape[3])
     documents = stretch.documents
@@ -264,25 +250,10 @@ def selective_scan(
 
     Reference: Gu, Dao: Mamba, 2023 (arXiv 2312.00752), equation 2.
     """
-    operator = "selective_scan" if A.shape[1] == 1 else "selective_scan by element"
-    given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "state": state}
-    return Scanned(*providers.serve(operator, own_selective_scan, given, stretch))
-
-
-def own_selective_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    state: Tensor | None,
-    stretch: Stretch,
-) -> Scanned:
-    """The same without other libraries."""
     x, dt, A, B, C, state = _wide(x, dt, A, B, C, state)
     step, heads = dt.unsqueeze(-1), x.shape[1]
     if A.shape[1] == 1:
-        return _own_delta_rule(C, B, x * step, dt * A, None, state, stretch)
+        return delta_rule(C, B, x * step, dt * A, None, state, stretch)
     state = begin(state, x, A.shape[1])
     if _has_operators(x, A.shape[1], 128):
         found = state.mT.flatten(1, 2)
@@ -342,8 +313,7 @@ def causal_conv(
     bias: Tensor | None,
     halo: Tensor | None,
     stretch: Stretch,
-    *,
-    silu: bool = False,
+    silu: bool,
 ) -> Tensor:
     """Depthwise convolution of each position with those before it.
 
@@ -357,19 +327,6 @@ def causal_conv(
         stretch: of the halo and of x, whose documents are `[B or 1, W - 1 + L]`.
         silu: with that activation.
     """
-    given = {"x": x, "weight": weight, "bias": bias, "halo": halo}
-    out: Tensor = providers.serve("causal_conv1d", _own_causal_conv, given, stretch, silu=silu)
-    return out
-
-
-def _own_causal_conv(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    halo: Tensor | None,
-    stretch: Stretch,
-    silu: bool,
-) -> Tensor:
     x, weight, bias, halo = _wide(x, weight, bias, halo)
     if halo is None:
         halo = x.new_zeros(*x.shape[:2], weight.shape[1] - 1)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_ext._trial import first_mistake
 from moe_ext.ops.autograd import is_transformed
 
 CHOICES = {
@@ -351,32 +352,22 @@ def _try(
         documents = torch.bucketize(at, torch.tensor(_EDGES, device=device), right=True)[None]
         stretch = Stretch(documents, (_EDGES,), call.dtype, call.stretch.is_shared)
     leaves = [x for x in given.values() if x is not None]
-    results = []
+
+    def results(function: Callable[[], Any]) -> list[Tensor]:
+        outs = function()
+        outs = [outs] if isinstance(outs, Tensor) else [*outs]
+        weights = [torch.arange(x.numel(), device=device).cos().view(x.shape) for x in outs]
+        loss = sum((x * w).sum() for x, w in zip(outs, weights, strict=True))
+        assert isinstance(loss, Tensor)
+        found = (*outs, *torch.autograd.grad(loss, leaves))
+        return [x.detach().float() for x in found]
+
+    theirs = functools.partial(_call, operator, own, given, stretch, options)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        for is_ours in (True, False):
-            try:
-                if is_ours:
-                    outs = own(**given, stretch=stretch, **options)
-                else:
-                    outs = _call(operator, own, given, stretch, options)
-                outs = [outs] if isinstance(outs, Tensor) else [*outs]
-                weights = [torch.arange(x.numel(), device=device).cos().view(x.shape) for x in outs]
-                loss = sum((x * w).sum() for x, w in zip(outs, weights, strict=True))
-                assert isinstance(loss, Tensor)
-                found = (*outs, *torch.autograd.grad(loss, leaves))
-                results.append([x.detach().float() for x in found])
-            except Exception as error:
-                if is_ours:
-                    raise
-                lines = str(error).splitlines() or [""]
-                return f"{type(error).__name__}: {lines[0]}"
-    names = [f"gradient of {name}" for name, x in given.items() if x is not None]
-    names = [*("output", "state")[: len(results[0]) - len(names)], *names]
-    for name, exact, theirs in zip(names, *results, strict=True):
-        off = float((theirs - exact).norm() / exact.norm())
-        if not off <= _MOST_ERROR:
-            return f"the {name} is off by {100 * off:.0f} %"
-    return ""
+        exact = results(functools.partial(own, **given, stretch=stretch, **options))
+        names = [f"gradient of {name}" for name, x in given.items() if x is not None]
+        names = [*("output", "state")[: len(exact) - len(names)], *names]
+        return first_mistake(lambda: results(theirs), exact, names, _MOST_ERROR)
 
 
 def by_head(x: Tensor, heads: int) -> Tensor:
