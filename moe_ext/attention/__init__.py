@@ -6,10 +6,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from moe_ext.attention.auto import Candidate, SchemeChoice, choose_scheme
     from moe_ext.attention.context import sequence_parallel
-    from moe_ext.attention.functional import explain_scheme, ring_attention
+    from moe_ext.attention.functional import (
+        explain_scheme,
+        latent_ring_attention,
+        ring_attention,
+        ring_attention_varlen,
+    )
     from moe_ext.attention.huggingface.packing import group_sampler
     from moe_ext.attention.huggingface.prepare import prepare_model
-    from moe_ext.attention.latent import latent_ring_attention
     from moe_ext.attention.layouts import LAYOUTS, Layout, make_layout
     from moe_ext.attention.masks import Mask
     from moe_ext.attention.module import RingAttention
@@ -32,16 +36,14 @@ if TYPE_CHECKING:
         token_mean_loss,
         unshard_sequence,
     )
-    from moe_ext.attention.varlen import ring_attention_varlen
 
 # The names of each module, which is loaded when one of them is asked for.
 _NAMES = {
     "auto": "Candidate choose_scheme SchemeChoice",
     "context": "sequence_parallel",
-    "functional": "explain_scheme ring_attention",
+    "functional": "explain_scheme latent_ring_attention ring_attention ring_attention_varlen",
     "huggingface.packing": "group_sampler",
     "huggingface.prepare": "prepare_model",
-    "latent": "latent_ring_attention",
     "layouts": "Layout LAYOUTS make_layout",
     "masks": "Mask",
     "module": "RingAttention",
@@ -51,7 +53,6 @@ _NAMES = {
     "sequence_parallel_mlp": "SequenceParallelMLP",
     "sharding": "document_ids gather_from_sequence position_ids reduce_scatter_to_sequence "
     "scatter_to_sequence shard_sequence shift_labels token_mean_loss unshard_sequence",
-    "varlen": "ring_attention_varlen",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 __all__ = [

@@ -1,7 +1,8 @@
 """Attention over a sequence that the ranks of a group hold in parts: the public functions.
 
-Shapes: B batch, H heads, Hkv heads of keys and values, S whole sequence, L positions of this rank,
-    D and Dv head dims, P ranks of the group.
+Shapes: B batch, H heads, Hkv heads of keys and values, S whole sequence, L positions (T tokens) of
+    this rank, D and Dv head dims, C of a latent, N of a key without rotation, R of the rotated key
+    that all heads share, P ranks of the group.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_ext._compile import outside_graphs
 from moe_ext.attention.auto import SchemeChoice, choose
 from moe_ext.attention.autograd import attend, attend_in_graph
 from moe_ext.attention.call import (
@@ -23,8 +25,8 @@ from moe_ext.attention.call import (
     agree_on_call,
     rows_in_line,
 )
-from moe_ext.attention.checks import message_device
-from moe_ext.attention.layouts import Layout
+from moe_ext.attention.checks import message_device, requires
+from moe_ext.attention.layouts import Layout, ranks_of
 from moe_ext.attention.masks import Offsets, PrefixLen
 from moe_ext.comm.agreement import Agreement
 from moe_ext.ops.autograd import is_transformed, transforms
@@ -225,6 +227,187 @@ def as_autocast(x: Tensor) -> Tensor:
     # torch raises on the meta device, which has no autocast.
     on = kind != "meta" and torch.is_autocast_enabled(kind)
     return x.to(torch.get_autocast_dtype(kind)) if on else x
+
+
+def ring_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    *,
+    group: ProcessGroup | DeviceMesh | None,
+    layout: str | Layout = "zigzag",
+    scheme: str = "ring",
+    precision: str = "exact",
+    prefix_len: PrefixLen | None = None,
+    attn_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    seed: int | None = None,
+    wire: str | None = None,
+) -> Tensor:
+    """`ring_attention` of one row of packed documents, called as flash_attn_varlen_func is.
+
+    Tokens are those that `layout` gives this rank; the offsets are of the whole sequence.
+
+    Args:
+        q: `[T, H, D]`, this rank's queries.
+        k: `[T, Hkv, D]`; H is a multiple of Hkv.
+        v: `[T, Hkv, Dv]`.
+        cu_seqlens_q: `[documents + 1]`, offsets in the sequence of all ranks.
+        cu_seqlens_k: the same: queries and keys are those of the same tokens. Give the same tensor
+            under `torch.compile`, which cannot compare two.
+        max_seqlen_q: not needed, and not read.
+        max_seqlen_k: likewise.
+        dropout_p: share of the softmax dropped; 0 in evaluation.
+        softmax_scale: factor on q k^T; None for 1 / sqrt(D).
+        causal: a query sees no key after it.
+        window_size: (left, right), -1 for no limit.
+        softcap: scores become softcap * tanh(score / softcap); 0 for none.
+        alibi_slopes: `[H]`.
+        group: see `ring_attention`, as for all that follows.
+        layout: see `make_layout`; `cu_seqlens` of its functions is `cu_seqlens_q`.
+        scheme: see `ring_attention`.
+        precision: see `ring_attention`.
+        prefix_len: positions at the start of each document that all of it sees.
+        attn_mask: `[H or 1, T, S]`, this rank's queries by all tokens of all ranks: bool, or a bias
+            with its gradient, beside all other masks.
+        sinks: `[H]`.
+        seed: of the dropout.
+        wire: format that `k` and `v` are rounded to and travel in.
+
+    Returns:
+        `[T, H, Dv]`.
+
+    Raises:
+        ValueError: on every rank: tensors of another number of dims, offsets of keys that are not
+            those of queries, or what `ring_attention` refuses.
+        RankFailureError: a rank died or did not answer; the message names it.
+    """
+    op = "ring_attention_varlen"
+    require = requires(op)
+    # Without an error `ring_attention` compares.
+    with Agreement(op, ranks_of(group, op), message_device(q, k, v)):
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            fits = isinstance(x, Tensor) and x.dim() == 3
+            found = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            require(fits, name, "packed tokens [T, heads, dim] of this rank", found)
+        one_row = isinstance(cu_seqlens_q, Tensor) and cu_seqlens_q.dim() == 1
+        require(one_row, "cu_seqlens_q", "a tensor of integers [documents + 1]", cu_seqlens_q)
+        if attn_mask is not None:
+            fits = isinstance(attn_mask, Tensor) and attn_mask.dim() == 3
+            found = list(attn_mask.shape) if isinstance(attn_mask, Tensor) else attn_mask
+            require(fits, "attn_mask", "a tensor [H or 1, T, S]", found)
+        same = cu_seqlens_k is cu_seqlens_q or torch.equal(cu_seqlens_k, cu_seqlens_q)
+        require(same, "cu_seqlens_k", "equal to cu_seqlens_q", cu_seqlens_k)
+    out = ring_attention(
+        *(x.transpose(0, 1)[None] for x in (q, k, v)),
+        group=group,
+        is_causal=causal,
+        scale=softmax_scale,
+        layout=layout,
+        window=window_size,
+        cu_seqlens=cu_seqlens_q,
+        attn_mask=None if attn_mask is None else attn_mask[None],
+        alibi_slopes=alibi_slopes,
+        softcap=softcap,
+        prefix_len=prefix_len,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        seed=seed,
+        scheme=scheme,
+        precision=precision,
+        wire=wire,
+    )
+    return out[0].transpose(0, 1)
+
+
+@outside_graphs
+def latent_ring_attention(
+    q: Tensor,
+    latent: Tensor,
+    rope_key: Tensor,
+    up_k: Tensor,
+    up_v: Tensor,
+    *,
+    group: ProcessGroup | DeviceMesh | None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    layout: str | Layout = "zigzag",
+    window: tuple[int, int] | None = None,
+    cu_seqlens: Offsets | None = None,
+    prefix_len: PrefixLen | None = None,
+    key_mask: Tensor | None = None,
+    scheme: str = "ring",
+    precision: str = "exact",
+    kv_grad_dtype: torch.dtype | None = None,
+    wire: str | None = None,
+) -> Tensor:
+    """`ring_attention` of multi-head latent attention, with C + R numbers a position on the wire.
+
+    The keys of head h are ``[latent @ up_k[h]^T, rope_key]``, its values ``latent @ up_v[h]^T``:
+    H (N + R + Dv) numbers a position, which each rank makes of what arrives, a shard at a time.
+    Gradients of `latent` and `rope_key` are summed over all heads before they travel home. The
+    gradients of `up_k` and `up_v` are of this rank's queries, as for any parameter that every rank
+    holds: sum them over the group.
+
+    A compiled graph breaks here.
+
+    Args:
+        q: `[B, H, L, N + R]`, the rotated part last.
+        latent: `[B, L, C]`, as the up-projection takes it: normalised.
+        rope_key: `[B, L, R]`, rotated.
+        up_k: `[H, N, C]`.
+        up_v: `[H, Dv, C]`.
+        group: see `ring_attention`, as all that follow.
+        is_causal: a query sees no key after it.
+        scale: factor on q k^T; None for 1 / sqrt(N + R).
+        layout: see `make_layout`.
+        window: (left, right), -1 for no limit.
+        cu_seqlens: offsets of packed documents.
+        prefix_len: positions that all of a document sees.
+        key_mask: `[B, L]` bool.
+        scheme: "ring", "double_ring", "all_gather", or "auto" for the cheapest of these: a latent
+            has no heads to exchange.
+        precision: "exact" or "fast".
+        kv_grad_dtype: of the gradients of `latent` and `rope_key` underway.
+        wire: format that `latent` and `rope_key` are rounded to.
+
+    Returns:
+        `[B, H, L, Dv]` in the dtype of q.
+
+    Raises:
+        ValueError: see `ring_attention`.
+        RankFailureError: a rank died or did not answer; the message names it.
+
+    Reference: DeepSeek-V2, 2024 (arXiv 2405.04434), section 2.1.
+    """
+    options = AttentionOptions.of(
+        group,
+        OPERATION,
+        layout=layout,
+        is_causal=is_causal,
+        scale=scale,
+        window=window,
+        scheme=scheme,
+        precision=precision,
+        kv_grad_dtype=kv_grad_dtype,
+        wire=wire,
+    )
+    q, latent, rope_key, up_k, up_v = map(as_autocast, (q, latent, rope_key, up_k, up_v))
+    keys = (latent.unsqueeze(1), rope_key.unsqueeze(1))
+    inputs = Inputs(q, *keys, key_mask, None, None, cu_seqlens, prefix_len, None, up_k, up_v)
+    out = run(inputs, options, None, return_lse=False)
+    assert isinstance(out, Tensor)
+    return out
 
 
 def explain_scheme(

@@ -62,20 +62,6 @@ class RingAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_numbers("RingAttention", RingAttention.__init__.__annotations__, locals())
-        AttentionOptions.of(
-            group,
-            "RingAttention",
-            layout=layout,
-            is_causal=is_causal,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            dropout_p=dropout_p,
-            scheme=scheme,
-            precision=precision,
-            kv_grad_dtype=kv_grad_dtype,
-            wire=wire,
-        ).check()
         self._handle = GroupHandle(group)
         self.layout = layout
         self.is_causal = is_causal
@@ -89,6 +75,7 @@ class RingAttention(nn.Module):
         self.wire = wire
         # Options of the module around this one, see `AttentionOptions`.
         self._told: tuple[str, ...] = ()
+        self._options("RingAttention").check()
 
     @property
     def group(self) -> ProcessGroup | DeviceMesh | None:
@@ -139,9 +126,19 @@ class RingAttention(nn.Module):
             ValueError: see `ring_attention`.
             RankFailureError: a rank died or did not answer; the message names it.
         """
-        options = AttentionOptions.of(
+        inputs = Inputs(q, k, v, key_mask, alibi_slopes, sinks, cu_seqlens, prefix_len, attn_mask)
+        out = run(inputs, self._options(OPERATION), seed, return_lse=False)
+        assert isinstance(out, Tensor)
+        return out
+
+    if TYPE_CHECKING:
+        __call__ = forward
+
+    def _options(self, operation: str) -> AttentionOptions:
+        """The options as they are now; TypeError in the name of `operation` for another group."""
+        return AttentionOptions.of(
             self.group,
-            OPERATION,
+            operation,
             layout=self.layout,
             is_causal=self.is_causal,
             scale=self.scale,
@@ -154,10 +151,3 @@ class RingAttention(nn.Module):
             wire=self.wire,
             told=self._told,
         )
-        inputs = Inputs(q, k, v, key_mask, alibi_slopes, sinks, cu_seqlens, prefix_len, attn_mask)
-        out = run(inputs, options, seed, return_lse=False)
-        assert isinstance(out, Tensor)
-        return out
-
-    if TYPE_CHECKING:
-        __call__ = forward
