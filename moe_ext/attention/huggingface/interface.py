@@ -30,9 +30,9 @@ from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import GroupHandle, group_rank, group_size
 
 ATTENTION = "moe_ext_ring"
-# Arguments of attention functions that change the result and that no ring serves.
 # Types of layers that mix tokens elsewhere, in configurations.
 _MIXING = frozenset({"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding"})
+# Arguments of attention functions that change the result and that no ring serves.
 _REFUSED = ("position_bias", "head_mask", "cache", "block_table", "output_attentions")
 
 

@@ -130,24 +130,12 @@ def shard_batch(
     ranks = ranks_of(group, op)
     with Agreement(op, ranks) as agreement:
         facts = {"the keys of the batch": sorted(batch), **batch_facts(batch)}
-        parts = _sharded(batch, op, group, layout, ignore_index)
+        tokens, whole = check_batch(batch, op), dict(batch)
+        if "position_ids" not in whole:
+            whole["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        offsets = document_offsets(whole["position_ids"], None, op)
+        parts = cut_batch(whole, offsets, group=group, layout=layout, ignore_index=ignore_index)
         agreement.compare(facts)
-    return parts
-
-
-def _sharded(
-    batch: Mapping[str, Tensor],
-    op: str,
-    group: ProcessGroup | DeviceMesh | None,
-    layout: str | Layout,
-    ignore_index: int,
-) -> dict[str, Tensor | int]:
-    tokens = check_batch(batch, op)
-    whole = dict(batch)
-    if "position_ids" not in whole:
-        whole["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
-    offsets = document_offsets(whole["position_ids"], None, op)
-    parts = cut_batch(whole, offsets, group=group, layout=layout, ignore_index=ignore_index)
     if offsets is None or isinstance(offsets[0], tuple):
         return parts
     return {**parts, **_cu_seqlens(offsets, tokens.device)}

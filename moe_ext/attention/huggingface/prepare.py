@@ -9,6 +9,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -121,10 +122,8 @@ def prepare_model(
     documents = PassDocuments(name, options, BatchFacts())
     install(name, functools.partial(ring_attention, group=group, layout=layout, **names), documents)
     num_mixers, _ = share_mixers(model, SharedMixers(name, documents, layout))
-    for key, hook in list(model._forward_pre_hooks.items()):
-        if isinstance(hook, _WholeBatches):
-            del model._forward_pre_hooks[key], model._forward_pre_hooks_with_kwargs[key]
-    hook = _WholeBatches(name, documents, traits, group, layout, tells_documents=num_mixers > 0)
+    _take_hook(model)
+    hook = _WholeBatches(name, documents, traits, GroupHandle(group), layout, num_mixers > 0)
     model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
     getattr(model, "set_attn_implementation")(name)  # noqa: B009 (no method of nn.Module)
 
@@ -136,6 +135,16 @@ def _check_balance_loss(model: Any, given: Mapping[str, Any], parts: Mapping[str
     if wanted and mask is not None:
         rule = "False where a rank has padding alone, whose balance loss is 0/0 in transformers"
         _require(bool(mask.any()), "output_router_logits", rule, "True")
+
+
+def _take_hook(model: nn.Module) -> _WholeBatches | None:
+    """The hook that cuts the batches of a prepared model, which has none any more."""
+    found = None
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if isinstance(hook, _WholeBatches):
+            del model._forward_pre_hooks[key], model._forward_pre_hooks_with_kwargs[key]
+            found = hook
+    return found
 
 
 class BatchCutter:
@@ -152,13 +161,11 @@ class BatchCutter:
     """
 
     def __init__(self, model: nn.Module, operation: str) -> None:
-        self._model = model
-        for key, hook in list(model._forward_pre_hooks.items()):
-            if isinstance(hook, _WholeBatches):
-                del model._forward_pre_hooks[key], model._forward_pre_hooks_with_kwargs[key]
-                self._hook = hook
-        self._size = self._hook.num_ranks
-        if self._hook.loss is None:
+        hook = _take_hook(model)
+        assert hook is not None
+        self._model, self._hook = model, hook
+        self._size = group_size(hook.documents.group)
+        if hook.traits.loss is None:
             raise ValueError(
                 f"{operation}: expected the loss of a model in stages whose sequences ranks share "
                 f"to take num_items_in_batch, got that of {type(model).__name__}"
@@ -195,35 +202,25 @@ class BatchCutter:
         return found[1]
 
 
+@dataclass(frozen=True, eq=False)
 class _WholeBatches:
-    """Pre-hook of a model's forward pass that cuts out this rank's part of a whole batch."""
+    """Pre-hook of a model's forward pass that cuts out this rank's part of a whole batch.
 
-    def __init__(
-        self,
-        name: str,
-        documents: PassDocuments,
-        traits: Traits,
-        group: ProcessGroup | DeviceMesh | None,
-        layout: str | Layout,
-        *,
-        tells_documents: bool,
-    ) -> None:
-        self._tells_documents = tells_documents
-        self._name = name
-        self._documents = documents
-        self._traits = traits
-        self._handle = GroupHandle(group)
-        self._layout = layout
+    Attributes:
+        name: of the attention, by which the model is a prepared one.
+        documents: of its forward passes.
+        traits: of the model.
+        handle: of the group or mesh, as it was given.
+        layout: see `ring_attention`.
+        tells_documents: the model has mixers, which are told the documents.
+    """
 
-    @property
-    def loss(self) -> str | None:
-        """Form of the model's loss, see `Traits`."""
-        return self._traits.loss
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks that share a sequence."""
-        return group_size(self._handle.group)
+    name: str
+    documents: PassDocuments
+    traits: Traits
+    handle: GroupHandle
+    layout: str | Layout
+    tells_documents: bool
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _WholeBatches:
         # A copy of the model calls the attention of the same name.
@@ -234,7 +231,7 @@ class _WholeBatches:
     def __call__(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if model.config._attn_implementation != self._name:
+        if model.config._attn_implementation != self.name:
             return None
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         accepted = inspect.signature(base.forward).parameters
@@ -243,15 +240,15 @@ class _WholeBatches:
         if {"use_cache", "past_key_values"} & {*accepted}:
             given.setdefault("use_cache", False)
         device = message_device(*given.values())
-        with Agreement(OP, self._documents.group, device) as agreement:
+        with Agreement(OP, self.documents.group, device) as agreement:
             for key, value in given.items():
                 whole = isinstance(value, Tensor) or key not in (*KEYS, *_OFFSETS)
                 _require(whole, key, "a tensor", type(value).__name__)
             facts = batch_facts(given, (*KEYS, *_OFFSETS))
             parts = self.cut(given)
-            offsets = self._documents.batch and self._documents.batch.offsets
+            offsets = self.documents.batch and self.documents.batch.offsets
             kinds = {argument.kind for argument in accepted.values()}
-            if self._tells_documents and offsets and inspect.Parameter.VAR_KEYWORD in kinds:
+            if self.tells_documents and offsets and inspect.Parameter.VAR_KEYWORD in kinds:
                 parts["cu_seq_lens_q"] = torch.tensor(offsets)
             _check_balance_loss(model, given, parts)
             agreement.compare({"the arguments of the model": sorted(given), **facts})
@@ -283,14 +280,14 @@ class _WholeBatches:
             falsy = isinstance(rest.get(key, 0), Tensor) or not rest.get(key)
             rule = "none (set_attn_implementation('sdpa') before generate)"
             _require(falsy, key, rule, rest.get(key))
-        loss = self._traits.loss
+        loss = self.traits.loss
         rule = "none: its loss is not told the number of labels; compute it from the logits"
         _require("labels" not in batch or loss is not None, "labels", rule, "labels")
         parts = cut_batch(
             {**batch, "position_ids": positions},
             offsets,
-            group=self._handle.group,
-            layout=self._layout,
+            group=self.handle.group,
+            layout=self.layout,
             shifts=loss != "plain",
             num_items=rest.pop("num_items_in_batch", None),
         )
@@ -298,10 +295,10 @@ class _WholeBatches:
             rule = f"[B, S], or [B, H or 1, S, S] of {seq_len} positions"
             fits = pairs.shape[2:] == (seq_len, seq_len)
             _require(fits, "attention_mask", rule, list(pairs.shape))
-            where = {"group": self._handle.group, "layout": self._layout, "cu_seqlens": offsets}
+            where = {"group": self.handle.group, "layout": self.layout, "cu_seqlens": offsets}
             parts["attention_mask"] = shard_sequence(pairs, dim=2, **where)
         padded = mask is not None and not bool(mask[:, :1].all())
-        self._documents.batch = BatchFacts(offsets, seq_len, padded)
+        self.documents.batch = BatchFacts(offsets, seq_len, padded)
         return {**rest, **parts}
 
     def _positions(
@@ -309,7 +306,7 @@ class _WholeBatches:
     ) -> tuple[FoundOffsets | None, Tensor]:
         """Offsets of the documents and positions `[B, S]` or `[1, S]`."""
         first, ids, mask = (
-            self._traits.first_position,
+            self.traits.first_position,
             *map(batch.get, ("input_ids", "attention_mask")),
         )
         tokens = batch["inputs_embeds"] if ids is None else ids
@@ -322,7 +319,7 @@ class _WholeBatches:
             # As RoBERTa counts: padding stays at padding_idx.
             real = ids.ne(first - 1).int()
             return offsets, (real.cumsum(1) * real + first - 1).long()
-        if self._traits.positions_follow_mask and mask is not None:
+        if self.traits.positions_follow_mask and mask is not None:
             ends = bool((mask.bool().int().diff(dim=1) <= 0).all())
             rule = "given where padding is not on the right: the model counts without it"
             _require(ends, "position_ids", rule, "none")
