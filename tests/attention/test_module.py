@@ -8,8 +8,8 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import make_inputs
-from rank_checks import Checks, assert_passed, run_checks
+from helpers import ChecksOn, make_inputs
+from rank_checks import assert_passed, run_checks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +20,10 @@ from moe_ext.attention.layouts import even_grid
 from moe_ext.testing import spawn_ranks
 
 FULL = os.environ.get("MOE_EXT_FULL") == "1"
-check = Checks()
+# By the number of ranks. A graph knows it by the length of what they agreed on: two see all graphs,
+# and three one of them.
+check = ChecksOn(2, 3)
+GRAPHS = {"on": (2, 3) if FULL else (2,)}
 
 
 class Model(nn.Module):
@@ -60,19 +63,21 @@ def make_shards(layout="zigzag", cu_seqlens=None, dtype=torch.float64, **kwargs)
 PACKED = (0, 9, 9, 30, 37)
 CASES = {
     "plain": ({}, {}),
-    "causal": ({"is_causal": True, "layout": "contiguous"}, {}),
-    "options": ({"window": (5, 2), "scale": 0.3, "softcap": 1.5, "layout": "striped"}, {}),
+    "options": (
+        {"window": (5, 2), "scale": 0.3, "softcap": 1.5, "layout": "striped"}
+        | {"scheme": "auto", "kv_grad_dtype": torch.float32},
+        {},
+    ),
     "packed": ({"layout": "per_document", "is_causal": True}, {"cu_seqlens": PACKED}),
     "dropout": ({"dropout_p": 0.4, "is_causal": True}, {"seed": 7}),
-    "all_gather": ({"scheme": "all_gather", "kv_grad_dtype": torch.float32}, {}),
-    "auto": ({"scheme": "auto", "is_causal": True}, {}),
     "fast": ({"precision": "fast", "is_causal": True, "layout": "contiguous"}, {}),
 }
 
 
 @check(
-    *((case, "float64") for case in CASES),
+    *((case, "float64") for case in ("plain", "options", "packed")),
     *((case, "bfloat16") for case in ("plain", "dropout", "fast")),
+    **GRAPHS,
 )
 def compiled_like_eager(case, dtype):
     options, kwargs = CASES[case]
@@ -87,7 +92,7 @@ def compiled_like_eager(case, dtype):
     assert_same_bits(results(model, shards, graph, key_mask=mask, **kwargs), expected)
 
 
-@check(("ring",), ("ulysses",), ("all_gather",), ("double_ring",))
+@check(("ring",), ("ulysses",), ("all_gather",), **GRAPHS)
 def a_graph_for_any_length(scheme):
     heads = dist.get_world_size()
 
@@ -115,7 +120,7 @@ def a_layout_of_ones_own_in_a_graph():
     assert_same_bits(results(model, shards, graph), results(model, shards))
 
 
-@check()
+@check(**GRAPHS)
 def compiled_dropout_draws_as_torch_does():
     model = Model(dist.group.WORLD, dropout_p=0.4)
     shards = make_shards()
@@ -129,7 +134,7 @@ def compiled_dropout_draws_as_torch_does():
     assert not torch.equal(runs[2][0], runs[0][0])
 
 
-@check()
+@check(**GRAPHS)
 def what_the_ranks_refuse_reaches_the_caller_of_a_graph():
     model = Model(dist.group.WORLD)
     shards = make_shards()
@@ -139,7 +144,8 @@ def what_the_ranks_refuse_reaches_the_caller_of_a_graph():
         graph(*shards)
 
 
-@check(("reentrant",), ("not",), ("compiled",))
+@check(("reentrant",), ("not",))
+@check(("compiled",), **GRAPHS)
 def recomputation_has_the_same_bits(kind):
     model = Model(dist.group.WORLD, dropout_p=0.4, is_causal=True)
     shards = make_shards()
@@ -170,7 +176,7 @@ def without_gradients():
             assert torch.equal(model(*make_shards()), expected)
 
 
-@check()
+@check(**GRAPHS)
 def any_strides_and_unequal_head_dims():
     model = RingAttention(dist.group.WORLD, is_causal=True)
     shards = make_shards(dim=8, v_dim=5)
@@ -215,25 +221,16 @@ def copies_share_the_group():
     assert torch.equal(again(*shards), module(*shards))
 
 
-# A graph does not know how many ranks there are: two see all of them.
-GRAPHS = ("compiled_like_eager", "a_graph_for_any_length")
-ON_TWO = list(check)
-ON_THREE = [name for name in check if FULL or not name.startswith(GRAPHS)]
-
-
-def run_all(rank):
-    names = ON_TWO if dist.get_world_size() == 2 else ON_THREE
-    return run_checks({name: check[name] for name in names}, before=torch.compiler.reset)
+def run_all(_, num_ranks):
+    return run_checks(check[num_ranks], before=torch.compiler.reset)
 
 
 @functools.lru_cache
 def outcomes(num_ranks):
-    return spawn_ranks(run_all, num_ranks, timeout=300)
+    return spawn_ranks(run_all, num_ranks, num_ranks, timeout=300)
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "name"), [*((2, name) for name in ON_TWO), *((3, name) for name in ON_THREE)]
-)
+@pytest.mark.parametrize(("num_ranks", "name"), check.names())
 def test_ranks(num_ranks, name):
     assert_passed(outcomes(num_ranks), name)
 

@@ -1,6 +1,5 @@
 """Ranks against one process; one group of processes runs the whole list of cases."""
 
-import functools
 import itertools
 import os
 import signal
@@ -9,9 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import bytes_sent, expect_equal, make_inputs, sharded, whole
-from pairwise import pairs
-from rank_checks import Checks, assert_passed, run_checks
+from helpers import ChecksOn, bytes_sent, expect_equal, make_inputs, sharded, whole
 from test_ring_attention import ATTN_MASKS, CASES
 from torch.utils.checkpoint import checkpoint
 
@@ -33,14 +30,24 @@ from moe_ext.testing import spawn_ranks
 
 PER_HEAD = ("alibi_slopes", "sinks")
 TIGHT = {"rtol": 1e-10, "atol": 1e-11}
-check = Checks()
+# The number of ranks, and "0" for the exchange in Python in the place of the compiled one.
+SETTINGS = ((2, ""), (3, ""), (3, "0"), (4, ""))
+# Calls that exchange nothing in a ring are the same with both.
+COMPILED = [setting for setting in SETTINGS if not setting[1]]
+check = ChecksOn(*SETTINGS)
 
 
 def group():
     return dist.group.WORLD
 
 
-@check(*itertools.product(LAYOUTS, CASES))
+@check(on=[(3, "0")])
+def messages_are_exchanged_in_python():
+    os.environ["MOE_EXT_RUNTIME"] = "0"
+    assert _runtime_library.load() is None
+
+
+@check.pairs(LAYOUTS, CASES)
 def equals_one_process(layout, case):
     kwargs = {"cu_seqlens": (0, 20, 37), **CASES[case]}
     if case in ("full", "causal") and layout in ("contiguous", "zigzag", "striped"):
@@ -51,9 +58,11 @@ def equals_one_process(layout, case):
     expect_equal(found, whole(*inputs, **kwargs), group=group(), **where, **TIGHT)
 
 
-@check(*pairs(("all_gather", "ulysses"), ("contiguous", "striped"), CASES, ("1/1", "2/0", "2/1")))
+@check.pairs(("all_gather", "ulysses"), LAYOUTS, CASES, ("1/1", "2/0", "2/1"), on=COMPILED)
 def other_schemes_equal_one_process(scheme, layout, case, per_rank):
     kwargs = CASES[case]
+    if layout in ("per_document", "cost_balanced"):
+        kwargs = {"cu_seqlens": (0, 20, 20, 37), **kwargs}
     # Heads of q and of k for each rank; 0 for one in all.
     heads, kv_heads = (max(1, int(n) * dist.get_world_size()) for n in per_rank.split("/"))
     inputs = make_inputs(heads=heads, kv_heads=kv_heads)
@@ -61,10 +70,11 @@ def other_schemes_equal_one_process(scheme, layout, case, per_rank):
     case_kwargs = {**kwargs, **per_head}
     found = sharded(*inputs, group=group(), layout=layout, scheme=scheme, **case_kwargs)
     expected = whole(*inputs, **case_kwargs)
-    expect_equal(found, expected, group=group(), layout=layout, **TIGHT)
+    where = {"layout": layout, "cu_seqlens": kwargs.get("cu_seqlens")}
+    expect_equal(found, expected, group=group(), **where, **TIGHT)
 
 
-@check(("all_gather", 1), ("ulysses", 1), ("ulysses", 4), ("all_gather", 4))
+@check(("all_gather", 1), ("ulysses", 1), ("ulysses", 4), ("all_gather", 4), on=COMPILED)
 def other_schemes_in_bfloat16(scheme, kv_heads):
     num_ranks = dist.get_world_size()
     shapes = {"heads": 4 * num_ranks, "kv_heads": 1 if kv_heads == 1 else num_ranks}
@@ -76,19 +86,17 @@ def other_schemes_in_bfloat16(scheme, kv_heads):
     assert_rounded_once(found, expected)
 
 
-@check()
+@check(on=COMPILED)
 def fewer_heads_than_ranks_are_refused():
     q, k, v, _ = make_inputs(heads=1, kv_heads=1)
     refused("heads of q to be at least as many as the . ranks, got 1", q, k, v, scheme="ulysses")
 
 
-@check(
-    *pairs(
-        ("contiguous", "zigzag", "striped"),
-        (0, 1, 2, 5, 7, 8, 13),
-        ("ring", "all_gather", "ulysses"),
-        ("causal", "window"),
-    )
+@check.pairs(
+    ("contiguous", "zigzag", "striped"),
+    (0, 1, 2, 5, 7, 8, 13),
+    ("ring", "all_gather", "ulysses"),
+    ("causal", "window"),
 )
 def any_length(layout, seq_len, scheme, mask):
     inputs = make_inputs(seq_len=seq_len, heads=dist.get_world_size(), kv_heads=1)
@@ -107,7 +115,7 @@ def assert_rounded_once(found, expected):
         assert error <= 1.03 * floor + 2e-6 * full.norm(), (i, error / full.norm())
 
 
-@check(("float32",), ("bfloat16",), ("float16",))
+@check(("float32",), ("bfloat16",), ("float16",), on=COMPILED)
 def error_is_that_of_one_rounding(dtype):
     inputs = make_inputs(batch=1, seq_len=384, dim=32, v_dim=32, dtype=getattr(torch, dtype))
     found = sharded(*inputs, group=group(), is_causal=True)
@@ -151,7 +159,7 @@ def keys_go_no_farther_than_the_window():
     expect_equal(found, expected, group=group(), layout="contiguous", **tolerances)
 
 
-@check(*itertools.product(("zigzag", "striped"), ("ring", "all_gather", "ulysses")))
+@check(*itertools.product(("zigzag", "striped"), ("ring", "all_gather", "ulysses")), on=COMPILED)
 def dropout_is_that_of_one_process(layout, scheme):
     inputs = make_inputs(heads=dist.get_world_size() * 2, kv_heads=dist.get_world_size())
     kwargs = {"is_causal": True, "dropout_p": 0.4, "seed": 11}
@@ -216,7 +224,7 @@ def two_attentions_and_inference():
         assert torch.equal(attend(leaves, masks[0]), once)
 
 
-@check(*itertools.product(LAYOUTS))
+@check(*itertools.product(LAYOUTS), on=COMPILED)
 def helpers_of_sequences(layout):
     rank, offsets = dist.get_rank(), [0, 11, 11, 30, 37]
     where = {"group": group(), "layout": layout, "cu_seqlens": offsets}
@@ -235,7 +243,7 @@ def helpers_of_sequences(layout):
     assert torch.equal(x[:, plain], part)
 
 
-@check()
+@check(on=COMPILED)
 def the_loss_is_that_of_one_process():
     tokens = torch.randint(0, 9, (2, 37), generator=torch.Generator().manual_seed(2))
     logits = torch.randn(2, 37, 9, generator=torch.Generator().manual_seed(3)).double()
@@ -259,7 +267,7 @@ def refused(match, *tensors, **kwargs):
         ring_attention(*tensors, group=group(), **kwargs)
 
 
-@check(("ring", "zigzag"), ("all_gather", "striped"), ("ulysses", "contiguous"))
+@check(("ring", "zigzag"), ("all_gather", "striped"), ("ulysses", "contiguous"), on=COMPILED)
 def rows_with_documents_of_their_own(scheme, layout):
     rows = ((0, 5, 5, 14, 30, 37), (0, 21, 37))
     inputs = make_inputs(heads=12, kv_heads=12)
@@ -287,7 +295,7 @@ def rows_with_documents_of_their_own(scheme, layout):
     assert all(map(torch.equal, same, one))
 
 
-@check(("ring", "zigzag"), ("all_gather", "striped"), ("ulysses", "contiguous"))
+@check(("ring", "zigzag"), ("all_gather", "striped"), ("ulysses", "contiguous"), on=COMPILED)
 def prefixes_of_rows(scheme, layout):
     inputs = make_inputs(heads=12, kv_heads=12)
     where = {"group": group(), "layout": layout}
@@ -310,7 +318,7 @@ def prefixes_of_rows(scheme, layout):
         expect_equal(found, expected, **where, **TIGHT)
 
 
-@check(*itertools.product(("ring zigzag", "auto contiguous", "all_gather striped"), ATTN_MASKS))
+@check.pairs(("ring zigzag", "auto contiguous", "all_gather striped"), ATTN_MASKS, on=COMPILED)
 def masks_of_all_pairs_equal_one_process(way, case):
     scheme, layout = way.split()
     options, where = ATTN_MASKS[case], {"group": group(), "layout": layout}
@@ -319,7 +327,7 @@ def masks_of_all_pairs_equal_one_process(way, case):
     expect_equal(found, whole(*make_inputs(), **options), **where, **TIGHT, last="dmask")
 
 
-@check()
+@check(on=COMPILED)
 def masks_of_all_pairs_are_refused():
     rank, odd = dist.get_rank(), dist.get_rank() == 1
     q, k, v, _ = (shard_sequence(x, group=group(), dim=2) for x in make_inputs(heads=4))
@@ -338,7 +346,7 @@ def masks_of_all_pairs_are_refused():
     refused("requiring a gradient to be equal", q, k, v, attn_mask=learns)
 
 
-@check(("ring", "per_document"), ("all_gather", "striped"))
+@check(("ring", "per_document"), ("all_gather", "striped"), on=COMPILED)
 def packed_tokens_as_the_kernels_take_them(scheme, layout):
     offsets = torch.tensor([0, 5, 5, 14, 30, 37], dtype=torch.int32)
     where = {"group": group(), "layout": layout}
@@ -387,7 +395,7 @@ def packed_tokens_as_the_kernels_take_them(scheme, layout):
     assert again.shape == found.shape
 
 
-@check()
+@check(on=COMPILED)
 def what_differs_between_ranks_is_refused_on_all():
     rank = dist.get_rank()
     q, k, v, _ = (shard_sequence(x, group=group(), dim=2) for x in make_inputs())
@@ -442,7 +450,7 @@ def what_differs_between_ranks_is_refused_on_all():
     refused("requiring a gradient to be equal .* 0 on rank 0, 1 on rank 1", *needs)
 
 
-@check()
+@check(on=COMPILED)
 def what_is_wrong_on_one_rank_is_refused_on_all():
     odd = dist.get_rank() == 1
     q, k, v, _ = (shard_sequence(x, group=group(), dim=2) for x in make_inputs())
@@ -488,20 +496,9 @@ def what_is_wrong_on_one_rank_is_refused_on_all():
     assert torch.equal(ring_attention(q, k, v, group=group()), expected)
 
 
-def run_all(rank, path):
-    os.environ["MOE_EXT_RUNTIME"] = path
-    return run_checks(check)
-
-
-@functools.lru_cache
-def outcomes(num_ranks, path):
-    return spawn_ranks(run_all, num_ranks, path)
-
-
-@pytest.mark.parametrize("name", check)
-@pytest.mark.parametrize(("num_ranks", "path"), [(2, "auto"), (3, "auto"), (3, "0"), (4, "auto")])
-def test_ranks(num_ranks, path, name):
-    assert_passed(outcomes(num_ranks, path.removeprefix("auto")), name)
+@pytest.mark.parametrize(("setting", "name"), check.names(), ids=str)
+def test_ranks(setting, name):
+    check[setting].assert_passed(setting[0], name)
 
 
 def attend_until_a_rank_dies(rank, moment, path):

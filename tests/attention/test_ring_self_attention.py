@@ -1,15 +1,13 @@
 """Published ring self-attention on ranks against one process; all cases share a spawn of ranks."""
 
 import functools
-import itertools
 import os
 import signal
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import make_inputs, reference, visible
-from rank_checks import Checks, assert_passed, run_checks
+from helpers import ChecksOn, make_inputs, reference, visible
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -35,7 +33,8 @@ CASES = {
     "documents": {"is_causal": True, "cu_seqlens": OFFSETS},
     "key_mask": {"is_causal": True, "key_mask": KEY_MASK},
 }
-check = Checks()
+# By the number of ranks.
+check = ChecksOn(1, 2, 3, 4)
 
 
 def group():
@@ -75,7 +74,7 @@ def assert_same(found, expected, layout="contiguous", cu_seqlens=None, **toleran
         )
 
 
-@check(*itertools.product(LAYOUTS, CASES))
+@check.pairs(LAYOUTS, CASES)
 def equals_one_process(layout, case):
     kwargs = {"cu_seqlens": (0, 20, 37), **CASES[case]}
     if layout in ("contiguous", "zigzag", "striped") and case != "documents":
@@ -85,7 +84,7 @@ def equals_one_process(layout, case):
     assert_same(found, expected_of(inputs, **kwargs), layout, kwargs.get("cu_seqlens"))
 
 
-@check(*itertools.product(("contiguous", "zigzag", "striped"), (0, 1, 2, 3, 5, 8)))
+@check.pairs(("contiguous", "zigzag", "striped"), (0, 1, 2, 3, 5, 8))
 def any_length(layout, seq_len):
     inputs = make_inputs(seq_len=seq_len)
     for kwargs in ({"is_causal": True}, {"window": (1, 0)}):
@@ -309,19 +308,9 @@ def what_differs_between_ranks_is_refused_on_all():
     assert module(x).shape == x.shape
 
 
-def run_all(_=0):
-    return run_checks(check)
-
-
-@functools.lru_cache
-def outcomes(num_ranks):
-    return [run_all()] if num_ranks == 1 else spawn_ranks(run_all, num_ranks, group_timeout=30)
-
-
-@pytest.mark.parametrize("name", check)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("num_ranks", "name"), check.names())
 def test_ranks(num_ranks, name):
-    assert_passed(outcomes(num_ranks), name)
+    check.assert_passed(num_ranks, name, group_timeout=30)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": (2, 1), "dropout_p": 0.3, "seed": 3}])

@@ -11,9 +11,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import bytes_sent, expect_equal, make_inputs, sharded, whole
+from helpers import ChecksOn, bytes_sent, expect_equal, make_inputs, sharded, whole
 from pairwise import FULL, pairs
-from rank_checks import ask_briefly, assert_passed, at_once, run_checks
+from rank_checks import ask_briefly, at_once
 from test_ring_attention import ATTN_MASKS, CASES
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -46,18 +46,8 @@ SHAPES = {
     8: [(2, 4), (4, 2)],
 }
 FLAT = ("ring", "all_gather", "ulysses", "auto")
-CHECKS = {}
-
-
-def check(*num_ranks):
-    """Register a function for groups of so many ranks."""
-
-    def register(function):
-        for count in num_ranks:
-            CHECKS.setdefault(count, {})[function.__name__] = function
-        return function
-
-    return register
+# By the number of ranks.
+check = ChecksOn(1, 2, 3, 4, 6, 8)
 
 
 @functools.cache
@@ -72,6 +62,12 @@ def ways():
     return [*found, *((scheme, dist.group.WORLD) for scheme in FLAT), ("auto", mesh(shapes[-1]))]
 
 
+def halved(cases):
+    """Every other case; those that two and four ranks leave out are run by three and by six."""
+    found = [*cases]
+    return found if FULL else found[dist.get_world_size() in (3, 6) :: 2]
+
+
 def compare(inputs, scheme, group, layout, tolerances=TIGHT, reference=None, **kwargs):
     found = sharded(*inputs, group=group, layout=layout, scheme=scheme, **kwargs)
     expected = whole(*(reference or inputs), **kwargs)
@@ -83,17 +79,15 @@ def row_size(group):
     return dist.get_world_size() if group is dist.group.WORLD else group.size(1)
 
 
-@check(2, 3, 4, 6)
+@check(on=(2, 3, 4, 6))
 def schemes_equal_one_process():
     num_ranks = dist.get_world_size()
     heads = 2 * num_ranks
     groups_of_heads = itertools.cycle((heads, num_ranks, 1, 2))
     layouts = itertools.cycle(LAYOUTS)
-    found = [*itertools.product(ways(), CASES)]
-    if num_ranks > 3 and not FULL:
-        # The cases that a scheme leaves out on four ranks it has on six.
-        found = found[num_ranks // 2 % 2 :: 2]
-    for (scheme, group), case in found:
+    # test_ring_over_ranks.py has the schemes of groups without rows.
+    schemes = [(scheme, group) for scheme, group in ways() if FULL or scheme not in FLAT[:3]]
+    for (scheme, group), case in halved(itertools.product(schemes, CASES)):
         layout, kv_heads = next(layouts), next(groups_of_heads)
         kwargs = {"cu_seqlens": (0, 20, 20, 37), **CASES[case]}
         if layout not in ("per_document", "cost_balanced") and "documents" not in case:
@@ -108,7 +102,7 @@ def schemes_equal_one_process():
             raise AssertionError(f"{scheme} {group} {layout} {case} {kv_heads}") from error
 
 
-@check(2, 4, 6)
+@check(on=(2, 4, 6))
 def a_bias_in_a_double_ring_equals_one_process():
     num_ranks = dist.get_world_size()
     for shape, layout in zip(SHAPES[num_ranks], ("zigzag", "striped", "contiguous"), strict=False):
@@ -120,7 +114,7 @@ def a_bias_in_a_double_ring_equals_one_process():
         expect_equal(found, whole(*make_inputs(), **options), **where, **TIGHT, last="dmask")
 
 
-@check(2, 3, 4)
+@check(on=(2, 3, 4))
 def heads_that_the_ranks_do_not_divide():
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     layouts = itertools.cycle(("zigzag", "contiguous", "striped"))
@@ -151,7 +145,7 @@ def heads_that_the_ranks_do_not_divide():
         assert sum(counted) == due, (scheme, str(group), layout, heads, kv_heads)
 
 
-@check(2, 3, 4)
+@check(on=(2, 3, 4))
 def lengths_down_to_none():
     cases = [{"is_causal": True}, {"window": (1, 0)}, {"is_causal": True, "cu_seqlens": True}]
     rows = pairs(ways(), (0, 1, 3, 6), cases, ("contiguous", "zigzag"))
@@ -162,7 +156,7 @@ def lengths_down_to_none():
         compare(inputs, scheme, group, layout, **kwargs)
 
 
-@check(3, 4)
+@check(on=(3, 4))
 def kept_keys_jump_where_none_of_the_next_ranks_sees_them():
     # All keys go all round, and some are needed by the last ranks of the way and by the first.
     for (scheme, group), seq_len, window in pairs(ways(), range(7, 11), ((1, 2), (1, 1), (0, 2))):
@@ -170,7 +164,7 @@ def kept_keys_jump_where_none_of_the_next_ranks_sees_them():
         compare(inputs, scheme, group, "zigzag", window=window)
 
 
-@check(2, 4)
+@check(on=(2, 4))
 def dtypes_are_rounded_once():
     num_ranks = dist.get_world_size()
     kwargs = {"is_causal": True, "key_mask": (torch.arange(131) % 7 != 2)[None]}
@@ -189,7 +183,7 @@ def dtypes_are_rounded_once():
             assert error <= 1.03 * floor + 2e-6 * full.norm(), (scheme, i, error / full.norm())
 
 
-@check(4)
+@check(on=(4,))
 def library_blocks_in_every_scheme():
     inputs = make_inputs(1, 8, 4, seq_len=260, dim=16, v_dim=16, dtype=torch.bfloat16)
     expected = whole(*(x.double() for x in inputs), is_causal=True)
@@ -204,7 +198,7 @@ def library_blocks_in_every_scheme():
         assert error <= 6e-3, (scheme, error)
 
 
-@check(2, 4)
+@check(on=(2, 4))
 def dropout_is_that_of_one_process():
     inputs = make_inputs(heads=2 * dist.get_world_size(), kv_heads=dist.get_world_size())
     kwargs = {"is_causal": True, "dropout_p": 0.4, "seed": 11}
@@ -234,15 +228,14 @@ MASKS = [
 ]
 
 
-@check(2, 3, 4, 6)
+@check(on=(2, 3, 4, 6))
 def bytes_sent_are_those_of_the_formula():
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     wires = itertools.cycle((torch.float32, torch.float32, torch.bfloat16, torch.bfloat16))
     masked = itertools.cycle((False, True, True))
     counts = itertools.cycle((2 * num_ranks, 1))
-    for (scheme, group), (layout, kwargs) in itertools.product(ways(), MASKS):
-        if scheme == "auto":
-            continue
+    schemes = [(scheme, group) for scheme, group in ways() if scheme != "auto"]
+    for (scheme, group), (layout, kwargs) in halved(itertools.product(schemes, MASKS)):
         wire, has_mask = next(wires), next(masked)
         inputs = make_inputs(
             heads=2 * num_ranks, kv_heads=next(counts), seq_len=43, dtype=torch.bfloat16
@@ -264,12 +257,12 @@ def bytes_sent_are_those_of_the_formula():
         assert found == expected, (scheme, str(group), layout, kwargs, found, expected)
 
 
-@check(2, 3, 4)
+@check(on=(2, 3, 4))
 def rounded_keys_are_those_of_one_process_and_of_the_formula():
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     formats = itertools.cycle(("int8", "fp8", "mx"))
     key_mask = torch.arange(43).repeat(2, 1) % 5 != 1
-    for (scheme, group), (layout, kwargs) in itertools.product(ways(), MASKS):
+    for (scheme, group), (layout, kwargs) in halved(itertools.product(ways(), MASKS)):
         wire = next(formats)
         shape = {"heads": 2 * num_ranks, "kv_heads": num_ranks, "seq_len": 43}
         inputs = make_inputs(**shape, dtype=torch.float32)
@@ -291,7 +284,7 @@ def rounded_keys_are_those_of_one_process_and_of_the_formula():
             assert sum(counted) == due, (scheme, str(group), layout, wire)
 
 
-@check(2, 4, 8)
+@check(on=(2, 4, 8))
 def a_ring_sends_as_few_bytes_as_it_says():
     num_ranks = dist.get_world_size()
     inputs = make_inputs(1, 2, 2, seq_len=4 * num_ranks, dtype=torch.bfloat16)
@@ -305,7 +298,7 @@ def a_ring_sends_as_few_bytes_as_it_says():
             assert sum(counted) == shard * (num_ranks - 1) * per_hop
 
 
-@check(4)
+@check(on=(4,))
 def the_choice_is_the_same_on_every_rank_and_says_why():
     num_ranks = dist.get_world_size()
     for group, (layout, kwargs) in itertools.product((dist.group.WORLD, mesh((2, 2))), MASKS):
@@ -328,7 +321,7 @@ def the_choice_is_the_same_on_every_rank_and_says_why():
         assert most.tolist() == [best.forward_bytes, best.backward_bytes], str(choice)
 
 
-@check(6)
+@check(on=(6,))
 def hops_between_rings_are_few_and_posted_early():
     inputs = make_inputs(seq_len=36, dtype=torch.bfloat16)
     for rings, inner in SHAPES[6]:
@@ -372,7 +365,7 @@ def hops_between_rings_are_few_and_posted_early():
             assert events[start:stop].count("block") == inner, events
 
 
-@check(4)
+@check(on=(4,))
 def helpers_take_meshes():
     group = mesh((2, 2))
     x = torch.arange(37.0)[:, None]
@@ -393,7 +386,7 @@ def refused(match, *tensors, error=ValueError, **kwargs):
         ring_attention(*tensors, **kwargs)
 
 
-@check(2, 4)
+@check(on=(2, 4))
 def what_differs_between_ranks_is_refused_on_all():
     odd, num_ranks = dist.get_rank() == 1, dist.get_world_size()
     for scheme, group in ways():
@@ -411,7 +404,7 @@ def what_differs_between_ranks_is_refused_on_all():
     refused(match, q, k, v, group=dist.group.WORLD, scheme=other)
 
 
-@check(4)
+@check(on=(4,))
 def groups_that_no_scheme_can_use_are_refused():
     q, k, v, _ = make_inputs(heads=6, kv_heads=6)
     match = "group to be a 2-D DeviceMesh .'ring', 'ulysses'. for scheme 'hybrid', got a group of 4"
@@ -428,7 +421,7 @@ def groups_that_no_scheme_can_use_are_refused():
     refused("to be None or a ProcessGroup or DeviceMesh", q, k, v, group=7, error=TypeError)
 
 
-@check(4)
+@check(on=(4,))
 def slices_of_a_mesh_are_groups():
     inputs = make_inputs(kv_heads=2)
     cube = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "ring", "ulysses"))
@@ -453,7 +446,7 @@ def host(number):
         agreement.process_identity = real
 
 
-@check(4)
+@check(on=(4,))
 def rows_of_a_double_ring_are_the_hosts():
     group, rank, inputs = dist.group.WORLD, dist.get_rank(), make_inputs()
     parts = [shard_sequence(x, group=group, dim=2) for x in inputs[:3]]
@@ -470,7 +463,7 @@ def rows_of_a_double_ring_are_the_hosts():
     explain_scheme(*parts, group=group)
 
 
-@check(1)
+@check(on=(1,))
 def groups_of_one():
     group = init_device_mesh("cpu", (1, 1), mesh_dim_names=("ring", "ulysses"))
     inputs = make_inputs()
@@ -480,20 +473,9 @@ def groups_of_one():
     assert explain_scheme(*inputs[:3], group=None).scheme == "ring"
 
 
-def run_all(rank):
-    return run_checks(CHECKS[dist.get_world_size()])
-
-
-@functools.lru_cache
-def outcomes(num_ranks):
-    return spawn_ranks(run_all, num_ranks)
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "name"), [(n, name) for n, checks in sorted(CHECKS.items()) for name in checks]
-)
+@pytest.mark.parametrize(("num_ranks", "name"), check.names())
 def test_ranks(num_ranks, name):
-    assert_passed(outcomes(num_ranks), name)
+    check[num_ranks].assert_passed(num_ranks, name)
 
 
 def attend_until_a_rank_dies(rank, scheme, moment):

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rank_checks import Checks, assert_passed, full, run_checks
+from helpers import ChecksOn
+from rank_checks import full
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -31,7 +32,6 @@ from moe_ext.distributed import (
 )
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.nn.feed_forward import FeedForward
-from moe_ext.testing import spawn_ranks
 
 D, FFN = 6, 24  # a multiple of 1, 2, 3 and 4 ranks
 COLLECTIVES = f"""
@@ -39,7 +39,8 @@ all_gather {ALL_GATHER} reduce_scatter {REDUCE_SCATTER} all_reduce broadcast
 all_to_all all_to_all_single isend irecv batch_isend_irecv
 """
 DTYPES, SPIRAL = (torch.float64, torch.float32), ("contiguous", "spiral")
-check = Checks()
+# By the number of ranks.
+check = ChecksOn(1, 2, 3, 4)
 
 
 def group():
@@ -90,10 +91,7 @@ def train(module, x, grad, rate=0.3, **kwargs):
     return outputs, {n: p.grad.clone() for n, p in module.named_parameters()}
 
 
-@check(
-    *itertools.product(("gelu", "swiglu"), ("layer_norm", "rms_norm", None), (12, 13)),
-    *[("gelu", "layer_norm", n) for n in (0, 1, 2)],
-)
+@check.pairs(("gelu", "swiglu"), ("layer_norm", "rms_norm", None), (0, 1, 2, 12, 13))
 def equals_one_process(activation, norm, seq_len):
     options = {"activation": activation, "norm": norm, "bias": norm != "rms_norm"}
     x, grad = data(seq_len)
@@ -447,19 +445,9 @@ def make_of(ffn_dim):
     return SequenceParallelMLP(D, ffn_dim, group=group(), dtype=torch.float64)
 
 
-def run_all(_=0):
-    return run_checks(check)
-
-
-@functools.lru_cache
-def outcomes(num_ranks):
-    return [run_all()] if num_ranks == 1 else spawn_ranks(run_all, num_ranks, group_timeout=30)
-
-
-@pytest.mark.parametrize("name", check)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("num_ranks", "name"), check.names())
 def test_ranks(num_ranks, name):
-    assert_passed(outcomes(num_ranks), name)
+    check.assert_passed(num_ranks, name, group_timeout=30)
 
 
 def test_gradients_of_one_process():
