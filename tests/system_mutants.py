@@ -565,7 +565,7 @@ BY_SYSTEM = {
         (
             "ring self-attention forgets the scale in the gradient of queries",
             "moe_ext/attention/rsa.py",
-            "grad_q.mul_(call.scale).view(q.shape)",
+            "grad_q.mul_(call.options.scale).view(q.shape)",
             "grad_q.view(q.shape)",
             "tests/attention/test_ring_self_attention.py",
         ),

@@ -8,7 +8,6 @@ Shapes: B batch, H heads, G heads of keys and values (Hkv), S whole sequence, L 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,10 +21,11 @@ from moe_ext.attention.call import AttentionOptions, Inputs, agree_on_call
 from moe_ext.attention.checks import check_layout, message_device, requires
 from moe_ext.attention.layouts import Layout, make_layout, order_of
 from moe_ext.attention.masks import Mask, bounds, check_cu_seqlens
+from moe_ext.attention.schemes.base import Call
 from moe_ext.attention.sharding import Shards, check_lengths, rotate, sum_shards
 from moe_ext.attention.sharding import position_ids as position_ids_of
 from moe_ext.comm.agreement import Agreement
-from moe_ext.comm.groups import GroupHandle, check_group, group_rank
+from moe_ext.comm.groups import GroupHandle, check_group
 from moe_ext.comm.ring_exchange import Buffers, Exchange
 from moe_ext.nn.torch_state import autocast_dtype, without_autocast
 from moe_ext.ops import routing_uniform
@@ -119,83 +119,69 @@ def _attend(inputs: Inputs, options: AttentionOptions, seed: int | None) -> Tens
     with Agreement(OPERATION, options.group, message_device(*inputs)):
         learns = isinstance(attn_mask, Tensor) and attn_mask.requires_grad
         options.require(not learns, "attn_mask", "without gradient", "requires_grad=True")
-    agreed = agree_on_call(inputs, options, seed)
-    work, block = agreed.work, agreed.options
-    call = _RsaCall(options.group, work.layout, work.mask, block.scale, block.dropout_p, block.seed)
+    call = agree_on_call(inputs, options, seed)
     out: Tensor = _RingSelfAttention.apply(*inputs[:3], inputs.key_mask, attn_mask, call)
     return out
 
 
-@dataclass(frozen=True)
-class _RsaCall:
-    """All of a call that is not a tensor of its graph."""
+def _columns(call: Call, source: int) -> slice:
+    """Columns of the shard of a rank."""
+    start = sum(call.work.layout.sizes[:source])
+    return slice(start, start + call.work.layout.sizes[source])
 
-    group: ProcessGroup | None
-    layout: Layout
-    mask: Mask
-    scale: float
-    dropout_p: float
-    seed: int
 
-    @property
-    def rank(self) -> int:
-        return group_rank(self.group)
+def _shards(
+    call: Call, own: Tensor, bytes_of_position: int, kind: int, operation: str
+) -> Iterator[tuple[int, Tensor]]:
+    """(rank, its message) of every rank in the order of the ring, while the next is underway.
 
-    def columns(self, source: int) -> slice:
-        """Columns of the shard of a rank."""
-        start = sum(self.layout.sizes[:source])
-        return slice(start, start + self.layout.sizes[source])
+    A message is valid until the next one is asked for.
+    """
+    num_ranks, rank = call.work.layout.num_ranks, call.rank
+    sizes = [bytes_of_position * length for length in call.work.layout.sizes]
+    exchange = Exchange(call.group, operation)
+    buffers = Buffers(max(sizes), own.device)
+    left, right = (rank - 1) % num_ranks, (rank + 1) % num_ranks
+    held = own
+    for step in range(num_ranks):
+        sends, buffer = [], None
+        if step < num_ranks - 1:
+            sends = [(held, right)]
+            buffer = buffers.take(step, sizes[(rank - step - 1) % num_ranks])
+        hop = exchange.post(sends, buffer, left, _NUM_PASSES * step + kind)
+        yield (rank - step) % num_ranks, held
+        hop.wait()
+        held = held if buffer is None else buffer
 
-    def shards(
-        self, own: Tensor, bytes_of_position: int, kind: int, operation: str
-    ) -> Iterator[tuple[int, Tensor]]:
-        """(rank, its message) of every rank in the order of the ring, while the next is underway.
 
-        A message is valid until the next one is asked for.
-        """
-        num_ranks, rank = self.layout.num_ranks, self.rank
-        sizes = [bytes_of_position * length for length in self.layout.sizes]
-        exchange = Exchange(self.group, operation)
-        buffers = Buffers(max(sizes), own.device)
-        left, right = (rank - 1) % num_ranks, (rank + 1) % num_ranks
-        held = own
-        for step in range(num_ranks):
-            sends, buffer = [], None
-            if step < num_ranks - 1:
-                sends = [(held, right)]
-                buffer = buffers.take(step, sizes[(rank - step - 1) % num_ranks])
-            hop = exchange.post(sends, buffer, left, _NUM_PASSES * step + kind)
-            yield (rank - step) % num_ranks, held
-            hop.wait()
-            held = held if buffer is None else buffer
+def _kept(call: Call, weights_BGRS: Tensor) -> Tensor | None:
+    """Mask of the weights that dropout keeps, bool of their shape; None where it keeps all.
 
-    def kept(self, weights_BGRS: Tensor, heads: int) -> Tensor | None:
-        """Mask of the weights that dropout keeps, bool of their shape; None where it keeps all.
+    Drawn as the attention operators draw: by seed, head, batch, query and key.
+    """
+    if call.options.dropout_p == 0:
+        return None
+    device, seq_len = weights_BGRS.device, call.work.layout.seq_len
+    queries_L = call.work.layout.positions(call.rank, device)
+    order_S = order_of(call.work.layout, device)
+    # In units of 2^-24, the distance between the numbers that are drawn.
+    threshold = int(call.options.dropout_p * 2**24 + 0.5) / 2**24
+    kept = []
+    for batch in range(weights_BGRS.shape[0]):
+        for head in range(call.work.heads):
+            state = torch.tensor([call.options.seed, head, batch, 0], device=device)
+            drawn_LS = routing_uniform(
+                state, len(queries_L), seq_len, stream=_DROPOUT_STREAM, token_idx=queries_L
+            )
+            kept.append(drawn_LS.index_select(1, order_S) >= threshold)
+    return torch.stack(kept).view(weights_BGRS.shape)
 
-        Drawn as the attention operators draw: by seed, head, batch, query and key.
-        """
-        if self.dropout_p == 0:
-            return None
-        device, seq_len = weights_BGRS.device, self.layout.seq_len
-        queries_L = self.layout.positions(self.rank, device)
-        order_S = order_of(self.layout, device)
-        # In units of 2^-24, the distance between the numbers that are drawn.
-        threshold = int(self.dropout_p * 2**24 + 0.5) / 2**24
-        kept = []
-        for batch in range(weights_BGRS.shape[0]):
-            for head in range(heads):
-                state = torch.tensor([self.seed, head, batch, 0], device=device)
-                drawn_LS = routing_uniform(
-                    state, len(queries_L), seq_len, stream=_DROPOUT_STREAM, token_idx=queries_L
-                )
-                kept.append(drawn_LS.index_select(1, order_S) >= threshold)
-        return torch.stack(kept).view(weights_BGRS.shape)
 
-    def drop(self, x: Tensor, kept: Tensor | None, columns: slice) -> Tensor:
-        """Weights (or their gradients) of some columns after dropout."""
-        if kept is None:
-            return x
-        return x * kept[..., columns] / (1 - self.dropout_p)
+def _drop(call: Call, x: Tensor, kept: Tensor | None, columns: slice) -> Tensor:
+    """Weights (or their gradients) of some columns after dropout."""
+    if kept is None:
+        return x
+    return x * kept[..., columns] / (1 - call.options.dropout_p)
 
 
 class _RingSelfAttention(torch.autograd.Function):
@@ -207,21 +193,21 @@ class _RingSelfAttention(torch.autograd.Function):
         v: Tensor,
         key_mask: Tensor | None,
         attn_mask: Tensor | None,
-        call: _RsaCall,
+        call: Call,
     ) -> Tensor:
         """The output of this rank's queries."""
-        ctx.call, ctx.num_heads = call, q.shape[1]
+        ctx.call = call
         with without_autocast(q.device):
-            if call.layout.seq_len == 0 or q.shape[0] * q.shape[1] == 0:
-                shape = (*k.shape[:2], 0, call.layout.seq_len)
+            if call.work.layout.seq_len == 0 or q.shape[0] * q.shape[1] == 0:
+                shape = (*k.shape[:2], 0, call.work.layout.seq_len)
                 weights_BGRS = q.new_zeros(shape, dtype=accumulation_dtype(q.dtype))
                 out = q.new_zeros((*q.shape[:3], v.shape[3]))
             else:
                 weights_BGRS = _scores(q, k, key_mask, call)
                 if attn_mask is not None:
-                    _add_mask_(weights_BGRS, attn_mask, q.shape[1], call)
+                    _add_mask_(weights_BGRS, attn_mask, call)
                 _softmax_(weights_BGRS)
-                out = _output(weights_BGRS, v, q.shape[1], call)
+                out = _output(weights_BGRS, v, call)
         ctx.save_for_backward(q, k, v, weights_BGRS)
         return out
 
@@ -230,10 +216,10 @@ class _RingSelfAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of q, k and v."""
         q, k, v, weights_BGRS = ctx.saved_tensors
-        if ctx.call.layout.seq_len * q.shape[0] * q.shape[1] == 0:
+        if ctx.call.work.layout.seq_len * q.shape[0] * q.shape[1] == 0:
             return *(torch.zeros_like(x) for x in (q, k, v)), None, None, None
         with without_autocast(q.device):
-            grad_scores, grad_v = _values_backward(weights_BGRS, v, grad_out, ctx)
+            grad_scores, grad_v = _values_backward(weights_BGRS, v, grad_out, ctx.call)
             # In place: rows of S numbers are what memory goes to.
             sums_BGR = torch.einsum("bgrs,bgrs->bgr", grad_scores, weights_BGRS)
             grad_scores.sub_(sums_BGR[..., None]).mul_(weights_BGRS)
@@ -259,17 +245,17 @@ def _bytes_of_position(x_BGLD: Tensor) -> int:
     return x_BGLD.shape[0] * x_BGLD.shape[1] * x_BGLD.shape[3] * x_BGLD.element_size()
 
 
-def _scores(q: Tensor, k: Tensor, key_mask: Tensor | None, call: _RsaCall) -> Tensor:
+def _scores(q: Tensor, k: Tensor, key_mask: Tensor | None, call: Call) -> Tensor:
     """`[B, G, R, S]`, -inf where a key is not seen; one pass of the ring."""
     batch, kv_heads, length, _ = k.shape
-    q_BGRD = _rows(q, kv_heads) * call.scale
-    scores_BGRS = q_BGRD.new_empty((*q_BGRD.shape[:3], call.layout.seq_len))
+    q_BGRD = _rows(q, kv_heads) * call.options.scale
+    scores_BGRS = q_BGRD.new_empty((*q_BGRD.shape[:3], call.work.layout.seq_len))
     unit, masked = _bytes_of_position(k), key_mask is not None
     own = as_bytes(k) if key_mask is None else torch.cat([as_bytes(k), as_bytes(key_mask)])
-    for source, message in call.shards(own, unit + batch * masked, _KEYS, OPERATION):
-        count = call.layout.sizes[source]
+    for source, message in _shards(call, own, unit + batch * masked, _KEYS, OPERATION):
+        count = call.work.layout.sizes[source]
         k_BGMD = _shard(message[: unit * count], k, count)
-        columns_BGRM = scores_BGRS[..., call.columns(source)]
+        columns_BGRM = scores_BGRS[..., _columns(call, source)]
         columns_BGRM.copy_(q_BGRD @ k_BGMD.mT)
         by_query = columns_BGRM.unflatten(2, (-1, length)) if length else columns_BGRM
         hidden_LM = _hidden(call, source, q.device)
@@ -281,20 +267,20 @@ def _scores(q: Tensor, k: Tensor, key_mask: Tensor | None, call: _RsaCall) -> Te
     return scores_BGRS
 
 
-def _hidden(call: _RsaCall, source: int, device: torch.device) -> Tensor | None:
+def _hidden(call: Call, source: int, device: torch.device) -> Tensor | None:
     """`[L, M]` bool, True for keys that a query may not see by their positions."""
-    if call.mask == Mask():
+    if call.work.mask == Mask():
         return None
-    queries_L = call.layout.positions(call.rank, device)
-    keys_M = call.layout.positions(source, device)
-    first_L, stop_L = bounds(call.mask, queries_L, call.layout.seq_len)
+    queries_L = call.work.layout.positions(call.rank, device)
+    keys_M = call.work.layout.positions(source, device)
+    first_L, stop_L = bounds(call.work.mask, queries_L, call.work.layout.seq_len)
     return (keys_M < first_L[:, None]) | (keys_M >= stop_L[:, None])
 
 
-def _add_mask_(scores_BGRS: Tensor, attn_mask: Tensor, heads: int, call: _RsaCall) -> None:
+def _add_mask_(scores_BGRS: Tensor, attn_mask: Tensor, call: Call) -> None:
     """The caller's own mask, in place."""
-    mask = attn_mask.index_select(3, order_of(call.layout, scores_BGRS.device))
-    by_head = scores_BGRS.view(scores_BGRS.shape[0], heads, *mask.shape[2:])
+    mask = attn_mask.index_select(3, order_of(call.work.layout, scores_BGRS.device))
+    by_head = scores_BGRS.view(scores_BGRS.shape[0], call.work.heads, *mask.shape[2:])
     if mask.dtype == torch.bool:
         by_head.masked_fill_(~mask, -torch.inf)
     else:
@@ -309,18 +295,18 @@ def _softmax_(scores: Tensor) -> None:
     scores.div_(total.masked_fill(total == 0, 1))
 
 
-def _output(weights_BGRS: Tensor, v: Tensor, heads: int, call: _RsaCall) -> Tensor:
+def _output(weights_BGRS: Tensor, v: Tensor, call: Call) -> Tensor:
     """`[B, H, L, Dv]`; one pass of the ring."""
     out = weights_BGRS.new_zeros((*weights_BGRS.shape[:3], v.shape[3]))
-    kept = call.kept(weights_BGRS, heads)
-    for source, message in call.shards(as_bytes(v), _bytes_of_position(v), _VALUES, OPERATION):
-        columns = call.columns(source)
-        v_BGMD = _shard(message, v, call.layout.sizes[source])
-        out += call.drop(weights_BGRS[..., columns], kept, columns) @ v_BGMD
-    return out.view(v.shape[0], heads, v.shape[2], v.shape[3]).to(v.dtype)
+    kept = _kept(call, weights_BGRS)
+    for source, message in _shards(call, as_bytes(v), _bytes_of_position(v), _VALUES, OPERATION):
+        columns = _columns(call, source)
+        v_BGMD = _shard(message, v, call.work.layout.sizes[source])
+        out += _drop(call, weights_BGRS[..., columns], kept, columns) @ v_BGMD
+    return out.view(v.shape[0], call.work.heads, v.shape[2], v.shape[3]).to(v.dtype)
 
 
-def _scattered(parts: list[Tensor], call: _RsaCall, like: Tensor) -> Tensor:
+def _scattered(parts: list[Tensor], call: Call, like: Tensor) -> Tensor:
     """This rank's shard of the sum over ranks of gradients of all keys or values."""
     sizes = tuple(part.numel() for part in parts)
     row = torch.cat([part.reshape(-1) for part in parts])
@@ -328,34 +314,33 @@ def _scattered(parts: list[Tensor], call: _RsaCall, like: Tensor) -> Tensor:
 
 
 def _values_backward(
-    weights_BGRS: Tensor, v: Tensor, grad_out: Tensor, ctx: Any
+    weights_BGRS: Tensor, v: Tensor, grad_out: Tensor, call: Call
 ) -> tuple[Tensor, Tensor]:
     """(gradient of the weights, that of v); one pass of the ring and a reduce-scatter."""
-    call: _RsaCall = ctx.call
     grad_BGRD = _rows(grad_out, v.shape[1]).to(weights_BGRS.dtype)
-    grad_weights, kept = torch.empty_like(weights_BGRS), call.kept(weights_BGRS, ctx.num_heads)
-    parts = [v] * call.layout.num_ranks
+    grad_weights, kept = torch.empty_like(weights_BGRS), _kept(call, weights_BGRS)
+    parts = [v] * call.work.layout.num_ranks
     unit, operation = _bytes_of_position(v), f"{OPERATION} backward"
-    for source, message in call.shards(as_bytes(v), unit, _VALUES_BACKWARD, operation):
-        columns = call.columns(source)
-        v_BGMD = _shard(message, v, call.layout.sizes[source])
-        grad_weights[..., columns] = call.drop(grad_BGRD @ v_BGMD.mT, kept, columns)
-        parts[source] = call.drop(weights_BGRS[..., columns], kept, columns).mT @ grad_BGRD
+    for source, message in _shards(call, as_bytes(v), unit, _VALUES_BACKWARD, operation):
+        columns = _columns(call, source)
+        v_BGMD = _shard(message, v, call.work.layout.sizes[source])
+        grad_weights[..., columns] = _drop(call, grad_BGRD @ v_BGMD.mT, kept, columns)
+        parts[source] = _drop(call, weights_BGRS[..., columns], kept, columns).mT @ grad_BGRD
     return grad_weights, _scattered(parts, call, v)
 
 
 def _keys_backward(
-    grad_scores_BGRS: Tensor, q: Tensor, k: Tensor, call: _RsaCall
+    grad_scores_BGRS: Tensor, q: Tensor, k: Tensor, call: Call
 ) -> tuple[Tensor, Tensor]:
     """(gradient of q, that of k); one pass of the ring and a reduce-scatter."""
-    q_BGRD = _rows(q, k.shape[1]) * call.scale
-    grad_q, parts = torch.zeros_like(q_BGRD), [k] * call.layout.num_ranks
+    q_BGRD = _rows(q, k.shape[1]) * call.options.scale
+    grad_q, parts = torch.zeros_like(q_BGRD), [k] * call.work.layout.num_ranks
     unit, operation = _bytes_of_position(k), f"{OPERATION} backward"
-    for source, message in call.shards(as_bytes(k), unit, _KEYS_BACKWARD, operation):
-        columns_BGRM = grad_scores_BGRS[..., call.columns(source)]
-        grad_q += columns_BGRM @ _shard(message, k, call.layout.sizes[source])
+    for source, message in _shards(call, as_bytes(k), unit, _KEYS_BACKWARD, operation):
+        columns_BGRM = grad_scores_BGRS[..., _columns(call, source)]
+        grad_q += columns_BGRM @ _shard(message, k, call.work.layout.sizes[source])
         parts[source] = columns_BGRM.mT @ q_BGRD
-    return grad_q.mul_(call.scale).view(q.shape), _scattered(parts, call, k)
+    return grad_q.mul_(call.options.scale).view(q.shape), _scattered(parts, call, k)
 
 
 class RingSelfAttention(nn.Module):
