@@ -50,7 +50,8 @@ def brute_mask(mask, seq_len):
 
 def test_zigzag_has_even_causal_work_for_every_length():
     for num_ranks in range(2, 9):
-        for seq_len in range(2 * num_ranks, 421):
+        # Some of the longer ones, with every remainder by the number of stretches.
+        for seq_len in (*range(2 * num_ranks, 160), *range(160, 421, 11)):
             layout = make_layout("zigzag", seq_len, num_ranks)
             areas = [
                 sum((r.start + 1 + r.stop) * len(r) // 2 for r in shard) for shard in layout.shards
