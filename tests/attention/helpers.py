@@ -82,6 +82,13 @@ def visible(seq_len, is_causal=False, window=None, cu_seqlens=None, prefix_len=N
     return seen
 
 
+def seen_by(mask, seq_len):
+    """The same of a `Mask` that is that of every row."""
+    lens = mask.prefix_lens and mask.prefix_lens[0]
+    seen = visible(seq_len, mask.is_causal, (mask.left, mask.right), mask.cu_seqlens, lens)
+    return seen.view(seq_len, seq_len)
+
+
 def reference(
     q,
     k,

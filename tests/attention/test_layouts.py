@@ -2,6 +2,7 @@ import itertools
 
 import pytest
 import torch
+from helpers import seen_by
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,34 +19,11 @@ from moe_ext.attention import (
 )
 from moe_ext.attention.masks import needed_keys
 
-CAUSAL = Mask(is_causal=True)
-
 
 def documents(seq_len, num_documents):
     """Offsets of uneven documents, some of them empty."""
     inner = torch.randint(0, seq_len + 1, (num_documents - 1,)).sort().values
     return [0, *inner.tolist(), seq_len]
-
-
-def brute_mask(mask, seq_len):
-    i, j = torch.arange(seq_len)[:, None], torch.arange(seq_len)[None, :]
-    seen = torch.ones(seq_len, seq_len, dtype=torch.bool)
-    if mask.is_causal:
-        seen &= j <= i
-    if mask.prefix_lens is not None:
-        starts = torch.tensor(mask.cu_seqlens or (0, seq_len))
-        lengths = starts.diff()
-        start = torch.repeat_interleave(starts[:-1], lengths)
-        seen |= j < start + torch.repeat_interleave(torch.tensor(mask.prefix_lens[0]), lengths)
-    if mask.left >= 0:
-        seen &= j >= i - mask.left
-    if mask.right >= 0:
-        seen &= j <= i + mask.right
-    if mask.cu_seqlens is not None:
-        edges = torch.tensor(mask.cu_seqlens)
-        document = torch.bucketize(torch.arange(seq_len), edges, right=True)
-        seen &= document[:, None] == document[None, :]
-    return seen
 
 
 def test_zigzag_has_even_causal_work_for_every_length():
@@ -101,7 +79,7 @@ def test_keys_are_needed_by_every_rank_that_sees_them(
         mask = Mask(is_causal=True, cu_seqlens=offsets, prefix_lens=(lens,))
     cu_seqlens = offsets or (0, seq_len)
     layout = make_layout(name, seq_len, num_ranks, cu_seqlens=cu_seqlens, is_causal=is_causal)
-    seen = brute_mask(mask, seq_len)
+    seen = seen_by(mask, seq_len)
     assert mask.areas(seq_len).tolist() == seen.sum(1).tolist()
     needs = needed_keys(layout.shards, mask, seq_len)
     exact = all(part.step == 1 for shard in layout.shards for part in shard)
