@@ -10,7 +10,7 @@ from moe_ext.attention import make_layout
 from moe_ext.ops import attention_block
 from moe_ext.ops.attention import document_ids
 
-SEQ_LEN, ROWS, COLS = 4096, 128, 512
+SEQ_LEN, ROWS, COLS = 2048, 128, 512
 
 
 def packed(mean, seed):
