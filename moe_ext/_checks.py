@@ -18,6 +18,12 @@ def check_choice(owner: str, name: str, value: object, allowed: Collection[objec
         raise ValueError(f"{owner}: expected {name} to be one of {tuple(allowed)}, got {value!r}")
 
 
+def check_rule(owner: str, name: str, value: object, rule: str, fits: bool) -> None:
+    """ValueError unless the value fits a rule, such as "at least 1"."""
+    if not fits:
+        raise ValueError(f"{owner}: expected {name} to be {rule}, got {value!r}")
+
+
 def check_kind(owner: str, name: str, value: object, *kinds: type, required: bool = False) -> None:
     """TypeError unless the value is of one of the classes, or None where it is not required.
 

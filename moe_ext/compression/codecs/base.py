@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,15 @@ from moe_ext.compression.feedback import CodecMemory, committing
 OnNonfinite = Callable[[Tensor], None]
 # Encodes, and decodes what was encoded.
 Calls = tuple[Callable[[], object], Callable[[], object]]
+
+
+class StartOptions(NamedTuple):
+    """The arguments of `Codec.start` beside the gradient, with the default group found."""
+
+    group: ProcessGroup | None
+    average: bool
+    step: int
+    on_nonfinite: OnNonfinite | None
 
 
 class Codec(ABC):
@@ -117,7 +126,6 @@ class Codec(ABC):
 
     # -- what it does ----------------------------------------------------------------------------
 
-    @abstractmethod
     def start(
         self,
         grad_N: Tensor,
@@ -139,6 +147,12 @@ class Codec(ABC):
             step: its number, equal on all ranks, for random numbers.
             on_nonfinite: only for codecs that say `finds_nonfinite`; None does not look.
         """
+        ranks = resolve_group(group, type(self).__name__)
+        return self._start(grad_N, memory, StartOptions(ranks, average, step, on_nonfinite))
+
+    def _start(self, grad_N: Tensor, memory: CodecMemory, how: StartOptions) -> Pending[Tensor]:
+        """See `start`, which a codec may also have of its own."""
+        raise NotImplementedError(type(self).__name__)
 
     def find_zeros(
         self, grad_N: Tensor, memory: CodecMemory, reached: Callable[[], Tensor | None]
@@ -201,16 +215,7 @@ class Unsent(Codec):
         """See `Codec`."""
         return 0
 
-    def start(
-        self,
-        grad_N: Tensor,
-        memory: CodecMemory,
-        *,
-        group: ProcessGroup | None = None,
-        average: bool = True,
-        step: int = 0,
-        on_nonfinite: OnNonfinite | None = None,
-    ) -> Pending[Tensor]:
+    def _start(self, grad_N: Tensor, memory: CodecMemory, how: StartOptions) -> Pending[Tensor]:
         """See `Codec`."""
         x_N = with_velocity(grad_N, memory, self.momentum)
         memory.take_owed(x_N)
@@ -282,8 +287,8 @@ class PayloadCodec(Codec):
         """Add what a payload stands for to float32 numbers."""
 
     def coding(self) -> Coding:
-        """The codec as collectives take it."""
-        return _PayloadCoding(self)
+        """The codec as collectives take it: as it is, where it is a `Coding` itself."""
+        return self if isinstance(self, Coding) else _PayloadCoding(self)
 
     def sent_bytes(self, numel: int, world_size: int) -> int:
         """See `Codec`."""
@@ -296,19 +301,9 @@ class PayloadCodec(Codec):
         """See `Codec`."""
         return 0 if world_size == 1 else 1 + self.shardable
 
-    def start(
-        self,
-        grad_N: Tensor,
-        memory: CodecMemory,
-        *,
-        group: ProcessGroup | None = None,
-        average: bool = True,
-        step: int = 0,
-        on_nonfinite: OnNonfinite | None = None,
-    ) -> Pending[Tensor]:
+    def _start(self, grad_N: Tensor, memory: CodecMemory, how: StartOptions) -> Pending[Tensor]:
         """See `Codec`."""
-        operation = type(self).__name__
-        group = resolve_group(group, operation)
+        operation, (group, average, step, on_nonfinite) = type(self).__name__, how
         size, rank = group_size(group), group_rank(group)
         rng_state = memory.rng_state(step, rank) if self.stochastic else None
         if not self.feeds_back:
@@ -363,7 +358,7 @@ class PayloadCodec(Codec):
 
 
 @dataclass(frozen=True)
-class _PayloadCoding:
+class _PayloadCoding(Coding):
     """A `PayloadCodec` as `Coding`, with payloads that begin where any number may lie."""
 
     codec: PayloadCodec
@@ -373,16 +368,6 @@ class _PayloadCoding:
         """See `Coding`."""
         return self.codec.align
 
-    @property
-    def native(self) -> tuple[str, int] | None:
-        """See `Coding`: no compiled collective does the same."""
-        return None
-
-    @property
-    def means_of_blocks(self) -> bool:
-        """See `Coding`."""
-        return False
-
     def payload_bytes(self, numel: int) -> int:
         """See `Coding`."""
         return aligned(self.codec.payload_bytes(numel))
@@ -390,19 +375,19 @@ class _PayloadCoding:
     def encode(
         self,
         x_N: Tensor,
-        residual: Tensor | None = None,
+        residual_N: Tensor | None = None,
         residual_in: Tensor | None = None,
         *,
         rng_state: Tensor | None = None,
         first: int = 0,
     ) -> Tensor:
         """See `Coding`."""
-        if residual is not None and residual_in is not None:
-            residual.copy_(residual_in)
+        if residual_N is not None and residual_in is not None:
+            residual_N.copy_(residual_in)
         if rng_state is not None:
             # Pieces of one tensor round differently.
             rng_state = rng_state + torch.tensor([0, first, 0, 0], device=rng_state.device)
-        payload = self.codec.encode(x_N, residual, rng_state=rng_state)
+        payload = self.codec.encode(x_N, residual_N, rng_state=rng_state)
         return nn.functional.pad(payload, (0, -payload.numel() % 16))
 
     def decode_add_(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_ext._bytes import as_bytes
-from moe_ext._checks import check_numbers_of_fields
+from moe_ext._checks import check_numbers_of_fields, check_rule
 from moe_ext.compression.codecs.base import PayloadCodec
 
 _MOST_TRANSFORMED = 1024
@@ -56,14 +56,11 @@ class ChunkedTopK(PayloadCodec):
     def __post_init__(self) -> None:
         check_numbers_of_fields(self)
         most = _MOST_TRANSFORMED if self.dct else 65536
-        for name, value, fits, rule in (
-            ("chunk", self.chunk, 2 <= self.chunk <= most, f"in [2, {most}]"),
-            ("k", self.k, 1 <= self.k <= self.chunk, f"in [1, {self.chunk}]"),
-            ("bits", self.bits, self.bits in (2, 32), "2 or 32"),
-            ("decay", self.decay, 0.0 <= self.decay <= 1.0, "in [0, 1]"),
-        ):
-            if not fits:
-                raise ValueError(f"ChunkedTopK: expected {name} to be {rule}, got {value}")
+        k, chunk, owner = self.k, self.chunk, "ChunkedTopK"
+        check_rule(owner, "chunk", chunk, f"in [2, {most}]", 2 <= chunk <= most)
+        check_rule(owner, "k", k, f"in [1, {chunk}]", 1 <= k <= chunk)
+        check_rule(owner, "bits", self.bits, "2 or 32", self.bits in (2, 32))
+        check_rule(owner, "decay", self.decay, "in [0, 1]", 0.0 <= self.decay <= 1.0)
 
     def _sizes(self, numel: int) -> tuple[int, int, int]:
         """Bytes of the places, codes or values, and magnitudes of a payload."""

@@ -11,13 +11,12 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from moe_ext import ops
 from moe_ext._bytes import as_bytes
 from moe_ext._checks import check_choice
 from moe_ext.comm.pending import Pending
-from moe_ext.compression.codecs.base import Calls, Codec, OnNonfinite, PayloadCodec
+from moe_ext.compression.codecs.base import Calls, Codec, PayloadCodec, StartOptions
 from moe_ext.compression.codecs.dense import Dense, dense_reduction
 from moe_ext.compression.feedback import CodecMemory
 from moe_ext.compression.masks import ElementMask
@@ -56,16 +55,7 @@ class Masked(Codec):
         """See `Codec`."""
         return 2 * (world_size - 1)
 
-    def start(
-        self,
-        grad_N: Tensor,
-        memory: CodecMemory,
-        *,
-        group: ProcessGroup | None = None,
-        average: bool = True,
-        step: int = 0,
-        on_nonfinite: OnNonfinite | None = None,
-    ) -> Pending[Tensor]:
+    def _start(self, grad_N: Tensor, memory: CodecMemory, how: StartOptions) -> Pending[Tensor]:
         """See `Codec`."""
         memory.take_owed(grad_N)
         bitmap = self.mask.bitmap
@@ -74,7 +64,8 @@ class Masked(Codec):
             ops.unpack_masked_(grad_N, packed_n, bitmap)
             return grad_N
 
-        return dense_reduction(self.mask.pack(grad_N), group, average).then(back)
+        packed_n = self.mask.pack(grad_N)
+        return dense_reduction(packed_n, how.group, how.average).then(back)
 
     def rehearsal(self, grad_N: Tensor, memory: CodecMemory) -> Calls:
         """See `Codec`."""

@@ -6,8 +6,9 @@ Shape suffixes: N elements of a flat gradient, B matrices of one shape, n by m, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -15,12 +16,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from moe_ext._checks import check_numbers_of_fields
+from moe_ext._checks import check_numbers_of_fields, check_rule
 from moe_ext.comm.failures import naming_failed_ranks
-from moe_ext.comm.groups import group_size, resolve_group
+from moe_ext.comm.groups import group_size
 from moe_ext.comm.pending import Pending
 from moe_ext.comm.traffic import record_traffic
-from moe_ext.compression.codecs.base import Calls, Codec, OnNonfinite
+from moe_ext.compression.codecs.base import Calls, Codec, StartOptions
 from moe_ext.compression.feedback import CodecMemory
 
 _FACTORS = "powersgd"
@@ -84,17 +85,11 @@ class PowerSGD(Codec):
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
         check_numbers_of_fields(self)
-        if self.rank < 1:
-            raise ValueError(f"PowerSGD: expected rank to be at least 1, got {self.rank!r}")
-        if not self.min_compression_rate >= 1.0:
-            raise ValueError(
-                "PowerSGD: expected min_compression_rate to be at least 1, got "
-                f"{self.min_compression_rate!r}"
-            )
-        if not (self.epsilon > 0.0 and math.isfinite(self.epsilon)):
-            raise ValueError(
-                f"PowerSGD: expected epsilon to be above 0 and finite, got {self.epsilon!r}"
-            )
+        rate, epsilon = self.min_compression_rate, self.epsilon
+        check_rule("PowerSGD", "rank", self.rank, "at least 1", self.rank >= 1)
+        check_rule("PowerSGD", "min_compression_rate", rate, "at least 1", rate >= 1.0)
+        fits = epsilon > 0.0 and math.isfinite(epsilon)
+        check_rule("PowerSGD", "epsilon", epsilon, "above 0 and finite", fits)
 
     @property
     def feeds_back(self) -> bool:
@@ -119,19 +114,9 @@ class PowerSGD(Codec):
             found += [self._matrix(part) for part in self._parts(shape)]
         return found
 
-    def start(
-        self,
-        grad_N: Tensor,
-        memory: CodecMemory,
-        *,
-        group: ProcessGroup | None = None,
-        average: bool = True,
-        step: int = 0,
-        on_nonfinite: OnNonfinite | None = None,
-    ) -> Pending[Tensor]:
+    def _start(self, grad_N: Tensor, memory: CodecMemory, how: StartOptions) -> Pending[Tensor]:
         """See `Codec`; the result has the dtype of the gradient."""
-        group = resolve_group(group, "PowerSGD")
-        size = group_size(group)
+        group, size = how.group, group_size(how.group)
         x_N = grad_N.reshape(-1).float()
         residual_N = memory.whole_residual() if self.feedback else None
         if not self.feedback and memory.has("residual"):
@@ -142,11 +127,15 @@ class PowerSGD(Codec):
         if size == 1:
             return Pending.done(_alone(x_N, residual_N).to(grad_N.dtype))
         plan = self._plan(memory.shapes)
-        state, warm = self._state(plan, memory, group, step)
+        state, warm = self._state(plan, memory, group, how.step)
         if residual_N is not None:
             state.error_dict[0] = residual_N
         self._record(plan, x_N, size)
-        bucket: Any = _Bucket(x_N, self._views(memory.pieces(x_N)))
+        views = self._views(memory.pieces(x_N))
+        # The part of a bucket of DDP that torch's hook uses: the last one only for its statistics.
+        bucket: Any = SimpleNamespace(
+            buffer=lambda: x_N, gradients=lambda: views, index=lambda: 0, is_last=lambda: False
+        )
 
         def finish(found: Any) -> Tensor:
             reduced_N: Tensor = found
@@ -158,7 +147,7 @@ class PowerSGD(Codec):
                         view.zero_()
             if warm is not None:
                 warm.copy_(state.q_memory_dict[0])
-            if not average:
+            if not how.average:
                 reduced_N = reduced_N * size
             return reduced_N.to(grad_N.dtype)
 
@@ -307,14 +296,3 @@ class _State(PowerSGDState):
         self.total_numel_after_compression = 0
         self.compression_stats_logging_frequency = 1
         self.next_stats_report = 0
-
-
-class _Bucket:
-    """The part of a bucket of DDP that torch's hook uses."""
-
-    def __init__(self, flat: Tensor, views: list[Tensor]) -> None:
-        self.buffer: Callable[[], Tensor] = lambda: flat
-        self.gradients: Callable[[], list[Tensor]] = lambda: views
-        self.index: Callable[[], int] = lambda: 0
-        # Only used to count iterations and to write statistics into the log.
-        self.is_last: Callable[[], bool] = lambda: False

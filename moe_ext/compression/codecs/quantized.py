@@ -6,7 +6,6 @@ Shape suffixes: N elements of a flat gradient.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -15,51 +14,20 @@ from torch import Tensor
 
 from moe_ext import ops
 from moe_ext._bytes import as_bytes
-from moe_ext._checks import check_choice, check_numbers_of_fields
+from moe_ext._checks import check_choice, check_numbers_of_fields, check_rule
 from moe_ext.compression.codecs.base import PayloadCodec
 from moe_ext.compression.collectives.coding import (
     FORMATS,
     Coding,
     QuantizedCoding,
-    RoundedCoding,
     aligned,
+    joined,
 )
 from moe_ext.compression.collectives.quantized import BLOCKS
 
 
-class _Coded(PayloadCodec):
-    """Base of codecs whose payload is that of a coding of the collectives."""
-
-    @abstractmethod
-    def coding(self) -> Coding:
-        """See `PayloadCodec`."""
-
-    @property
-    def align(self) -> int:
-        """See `PayloadCodec`."""
-        return self.coding().align
-
-    def payload_bytes(self, numel: int) -> int:
-        """See `PayloadCodec`."""
-        return self.coding().payload_bytes(numel)
-
-    def encode(
-        self,
-        x_N: Tensor,
-        residual_N: Tensor | None = None,
-        *,
-        rng_state: Tensor | None = None,
-    ) -> Tensor:
-        """See `PayloadCodec`."""
-        return self.coding().encode(x_N, residual_N, rng_state=rng_state)
-
-    def decode_add_(self, out_N: Tensor, payload: Tensor) -> None:
-        """See `PayloadCodec`."""
-        self.coding().decode_add_(out_N, payload)
-
-
 @dataclass(frozen=True)
-class Rounded(_Coded):
+class Rounded(Coding, PayloadCodec):
     """Numbers of bfloat16 that are summed in float32, with error feedback.
 
     Unlike `Dense` in bfloat16, which sums as it sends.
@@ -77,13 +45,37 @@ class Rounded(_Coded):
         """See `Codec`."""
         return self.feedback
 
-    def coding(self) -> RoundedCoding:
-        """See `PayloadCodec`."""
-        return RoundedCoding(torch.bfloat16)
+    def payload_bytes(self, numel: int) -> int:
+        """See `Coding`."""
+        return aligned(2 * numel)
+
+    def encode(
+        self,
+        x_N: Tensor,
+        residual_N: Tensor | None = None,
+        residual_in: Tensor | None = None,
+        *,
+        rng_state: Tensor | None = None,
+        first: int = 0,
+    ) -> Tensor:
+        """See `Coding`."""
+        owed_N = residual_N if residual_in is None else residual_in
+        whole_N = x_N if owed_N is None else x_N + owed_N
+        sent_N = whole_N.bfloat16()
+        if residual_N is not None:
+            torch.sub(whole_N, sent_N, out=residual_N)
+        return joined(sent_N)
+
+    def decode_add_(
+        self, out_N: Tensor, payload: Tensor, *, divisor: int = 1, overwrite: bool = False
+    ) -> None:
+        """See `Coding`."""
+        found_N = payload[: 2 * out_N.numel()].view(torch.bfloat16).float() / divisor
+        out_N.copy_(found_N) if overwrite else out_N.add_(found_N)
 
 
 @dataclass(frozen=True)
-class Quantize(_Coded):
+class Quantize(QuantizedCoding, PayloadCodec):
     """Blocks of few bits with a scale each, summed in float32 by the owner of a shard.
 
     Args:
@@ -132,10 +124,6 @@ class Quantize(_Coded):
         """See `PayloadCodec`."""
         return self.format == "sign"
 
-    def coding(self) -> QuantizedCoding:
-        """See `PayloadCodec`."""
-        return QuantizedCoding(self.format, self.block)
-
 
 @dataclass(frozen=True)
 class Outliers(PayloadCodec):
@@ -163,8 +151,7 @@ class Outliers(PayloadCodec):
         formats = tuple(format for format in FORMATS if format != "sign")
         check_choice("Outliers", "format", self.format, formats)
         check_choice("Outliers", "block", self.block, BLOCKS)
-        if not 0 < self.fraction < 1:
-            raise ValueError(f"Outliers: expected fraction to be in (0, 1), got {self.fraction!r}")
+        check_rule("Outliers", "fraction", self.fraction, "in (0, 1)", 0 < self.fraction < 1)
 
     @property
     def name(self) -> str:

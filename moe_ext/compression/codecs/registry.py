@@ -5,7 +5,6 @@ Shape suffixes: N elements of a flat gradient.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from functools import partial
 
@@ -15,8 +14,7 @@ from torch import Tensor
 from moe_ext._checks import check_choice
 from moe_ext.comm.rates import Rehearsal
 from moe_ext.compression.codecs.base import Codec
-from moe_ext.compression.codecs.dense import BlockSparse, Dense
-from moe_ext.compression.codecs.lossless import Lossless
+from moe_ext.compression.codecs.dense import BlockSparse, Dense, Lossless
 from moe_ext.compression.codecs.quantized import OneBit, Quantize
 from moe_ext.compression.codecs.sparse import Threshold, TopK
 from moe_ext.compression.collectives.coding import FORMATS
@@ -105,8 +103,9 @@ def _quantize(format: str, density: float) -> Codec:
 
 def _powersgd(density: float) -> Codec:
     # Imports torch's hook, which needs numpy.
-    made: Codec = importlib.import_module("moe_ext.compression.codecs.powersgd").PowerSGD()
-    return made
+    from moe_ext.compression.codecs.powersgd import PowerSGD
+
+    return PowerSGD()
 
 
 register_codec("none", lambda density: Dense())

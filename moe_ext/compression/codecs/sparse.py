@@ -13,17 +13,17 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from moe_ext import ops
-from moe_ext._checks import check_choice, check_numbers_of_fields
-from moe_ext.comm.groups import group_size, resolve_group
+from moe_ext._checks import check_choice, check_numbers_of_fields, check_rule
+from moe_ext.comm.groups import group_size
 from moe_ext.comm.pending import Pending
 from moe_ext.compression.codecs.base import (
     Calls,
     Codec,
     OnNonfinite,
     PayloadCodec,
+    StartOptions,
     Unsent,
     nothing_to_do,
     with_velocity,
@@ -64,12 +64,9 @@ class _Sparse(PayloadCodec):
     def __post_init__(self) -> None:
         check_numbers_of_fields(self)
         owner, density, momentum = type(self).__name__, self.density, self.momentum
-        if not 0.0 <= density <= 1.0:
-            raise ValueError(f"{owner}: expected density to be in [0, 1], got {density!r}")
-        if momentum is not None and not 0.0 <= momentum < 1.0:
-            raise ValueError(
-                f"{owner}: expected momentum to be None or in [0, 1), got {momentum!r}"
-            )
+        check_rule(owner, "density", density, "in [0, 1]", 0.0 <= density <= 1.0)
+        fits = momentum is None or 0.0 <= momentum < 1.0
+        check_rule(owner, "momentum", momentum, "None or in [0, 1)", fits)
         check_choice(owner, "algorithm", self.algorithm, ALGORITHMS)
         check_choice(owner, "value_codec", self.value_codec, PAIR_CODECS)
 
@@ -82,6 +79,11 @@ class _Sparse(PayloadCodec):
     def _capacity(self, numel: int) -> int:
         """Number of elements that are sent of so many."""
         return num_selected(numel, self.density)
+
+    def with_density(self, density: float) -> Codec:
+        """See `Codec`."""
+        # Its subclasses are dataclasses.
+        return replace(self, density=density)  # type: ignore[type-var]
 
     def coding(self) -> Coding:
         """See `PayloadCodec`; ValueError for what payloads alone do not hold."""
@@ -146,23 +148,14 @@ class _Sparse(PayloadCodec):
         """See `Codec`."""
         return Unsent(self.momentum)
 
-    def start(
-        self,
-        grad_N: Tensor,
-        memory: CodecMemory,
-        *,
-        group: ProcessGroup | None = None,
-        average: bool = True,
-        step: int = 0,
-        on_nonfinite: OnNonfinite | None = None,
-    ) -> Pending[Tensor]:
+    def _start(self, grad_N: Tensor, memory: CodecMemory, how: StartOptions) -> Pending[Tensor]:
         """See `Codec`."""
         if self._is_dense:
             x_N = with_velocity(grad_N, memory, self.momentum)
             memory.take_owed(x_N)
-            return dense_reduction(x_N, group, average, on_nonfinite=on_nonfinite)
-        values_K, indices_K = self._select_finite(grad_N, memory, on_nonfinite)
-        size = group_size(resolve_group(group, self.name))
+            return dense_reduction(x_N, how.group, how.average, on_nonfinite=how.on_nonfinite)
+        values_K, indices_K = self._select_finite(grad_N, memory, how.on_nonfinite)
+        size = group_size(how.group)
         # The gradient has gone into the selection and the residual.
         out_N = grad_N if grad_N.dtype == torch.float32 and grad_N.is_contiguous() else None
         regions = None
@@ -177,8 +170,8 @@ class _Sparse(PayloadCodec):
             residual=memory.tensor("residual"),
             regions=regions,
             out=out_N,
-            group=group,
-            average=average,
+            group=how.group,
+            average=how.average,
             validate=False,
             async_op=True,
         )
@@ -280,17 +273,13 @@ class TopK(_Sparse):
         super().__post_init__()
         if isinstance(self.scope, bool) or not isinstance(self.scope, int):
             check_choice("TopK", "scope", self.scope, ("bucket", "parameter", "row", "expert"))
-        elif self.scope < 1:
-            raise ValueError(f"TopK: expected scope to be at least 1, got {self.scope}")
+        else:
+            check_rule("TopK", "scope", self.scope, "at least 1", self.scope >= 1)
 
     @property
     def shardable(self) -> bool:
         """See `Codec`."""
         return self.scope not in ("row", "expert")
-
-    def with_density(self, density: float) -> Codec:
-        """See `Codec`."""
-        return replace(self, density=density)
 
     def select(
         self, grad_N: Tensor, memory: CodecMemory, *, check_finite: bool = False
@@ -333,10 +322,6 @@ class Threshold(_Sparse):
     algorithm: str = "auto"
     value_codec: str = "fp32"
     momentum: float | None = None
-
-    def with_density(self, density: float) -> Codec:
-        """See `Codec`."""
-        return replace(self, density=density)
 
     def _capacity(self, numel: int) -> int:
         return min(numel, math.ceil(_CAPACITY_FACTOR * num_selected(numel, self.density)))

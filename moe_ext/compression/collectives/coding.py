@@ -5,8 +5,8 @@ Shape suffixes: N elements of a tensor, K pairs of a value and an index.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ LEAST_BLOCK = 64
 _PAIR_BLOCK = 128
 
 
-class Coding(Protocol):
+class Coding(ABC):
     """Turns the elements of a flat tensor into one row of bytes, and back.
 
     A value that is equal on all ranks; what collectives ask of a codec.
@@ -34,22 +34,27 @@ class Coding(Protocol):
     @property
     def align(self) -> int:
         """A shard of a tensor is a whole number of so many elements; 1 for any."""
+        return 1
 
     @property
     def native(self) -> tuple[str, int] | None:
         """Format and block of `QuantizedCoding`, where the compiled collectives do the same."""
+        return None
 
     @property
     def means_of_blocks(self) -> bool:
         """True if codes are signs and scales mean magnitudes, in which padding counts."""
+        return False
 
+    @abstractmethod
     def payload_bytes(self, numel: int) -> int:
         """Length of the payload of so many elements: it depends on nothing else."""
 
+    @abstractmethod
     def encode(
         self,
         x_N: Tensor,
-        residual: Tensor | None = None,
+        residual_N: Tensor | None = None,
         residual_in: Tensor | None = None,
         *,
         rng_state: Tensor | None = None,
@@ -59,14 +64,15 @@ class Coding(Protocol):
 
         Args:
             x_N: float32, bfloat16 or float16; not changed.
-            residual: float32 [N], overwritten with what the payload leaves out, exactly; it is
+            residual_N: float32 [N], overwritten with what the payload leaves out, exactly; it is
                 added to x before. None: what is left out is lost.
-            residual_in: float32 [N], added to x in the place of ``residual``, which is only written
-                then.
+            residual_in: float32 [N], added to x in the place of ``residual_N``, which is only
+                written then.
             rng_state: int64 [4], a stream of random numbers; given to codecs that round at random.
             first: the number of the first element in that stream; given with it.
         """
 
+    @abstractmethod
     def decode_add_(
         self, out_N: Tensor, payload: Tensor, *, divisor: int = 1, overwrite: bool = False
     ) -> None:
@@ -78,7 +84,7 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // 16) * 16
 
 
-def _joined(*parts: Tensor) -> Tensor:
+def joined(*parts: Tensor) -> Tensor:
     """One row of bytes of some parts, each padded to 16."""
     rows = [as_bytes(part) for part in parts]
     row = rows[0].new_zeros(sum(aligned(part.numel()) for part in rows))
@@ -90,7 +96,7 @@ def _joined(*parts: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class QuantizedCoding:
+class QuantizedCoding(Coding):
     """Blocks of elements that share a scale: the codes of `quantize_blockwise`, then the scales.
 
     Args:
@@ -124,7 +130,7 @@ class QuantizedCoding:
     def encode(
         self,
         x_N: Tensor,
-        residual: Tensor | None = None,
+        residual_N: Tensor | None = None,
         residual_in: Tensor | None = None,
         *,
         rng_state: Tensor | None = None,
@@ -135,13 +141,13 @@ class QuantizedCoding:
             x_N,
             self.format,
             self.block or 0,
-            residual,
+            residual_N,
             rng_state,
             False,
             residual_in=residual_in,
             element_offset=first,
         )
-        return _joined(codes, scales)
+        return joined(codes, scales)
 
     def decode_add_(
         self, out_N: Tensor, payload: Tensor, *, divisor: int = 1, overwrite: bool = False
@@ -157,50 +163,6 @@ class QuantizedCoding:
         torch.ops.moe_ext.dequantize_add_(
             out_N, codes, scales, self.format, self.block or 0, not overwrite
         )
-
-
-@dataclass(frozen=True)
-class RoundedCoding:
-    """Elements as numbers of another type.
-
-    Args:
-        dtype: bfloat16, or another one with the range of float32.
-    """
-
-    dtype: torch.dtype
-
-    align: ClassVar[int] = 1
-    native: ClassVar[tuple[str, int] | None] = None
-    means_of_blocks: ClassVar[bool] = False
-
-    def payload_bytes(self, numel: int) -> int:
-        """See `Coding`."""
-        return aligned(numel * self.dtype.itemsize)
-
-    def encode(
-        self,
-        x_N: Tensor,
-        residual: Tensor | None = None,
-        residual_in: Tensor | None = None,
-        *,
-        rng_state: Tensor | None = None,
-        first: int = 0,
-    ) -> Tensor:
-        """See `Coding`."""
-        owed = residual if residual_in is None else residual_in
-        whole_N = x_N if owed is None else x_N + owed
-        sent_N = whole_N.to(self.dtype)
-        if residual is not None:
-            torch.sub(whole_N, sent_N, out=residual)
-        return _joined(sent_N)
-
-    def decode_add_(
-        self, out_N: Tensor, payload: Tensor, *, divisor: int = 1, overwrite: bool = False
-    ) -> None:
-        """See `Coding`."""
-        found_N = payload[: out_N.numel() * self.dtype.itemsize].view(self.dtype).float()
-        found_N = found_N / divisor
-        out_N.copy_(found_N) if overwrite else out_N.add_(found_N)
 
 
 @dataclass(frozen=True)
@@ -241,8 +203,8 @@ class PairCoding:
         """The payload of pairs."""
         packed = torch.ops.moe_ext.pack_indices(indices_K, self.numel)
         if self.value_codec in _PLAIN:
-            return _joined(values_K.to(_PLAIN[self.value_codec]), packed)
-        return _joined(self._values.encode(values_K), packed)
+            return joined(values_K.to(_PLAIN[self.value_codec]), packed)
+        return joined(self._values.encode(values_K), packed)
 
     def _packed(self, payload: Tensor) -> Tensor:
         return payload[self.value_bytes : self.num_bytes]
