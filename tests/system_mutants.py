@@ -418,8 +418,8 @@ BY_SYSTEM = {
         (
             "random rounding is the same in all steps",
             "moe_ext/compression/fsdp/messages.py",
-            "tensor_id, self.step,",
-            "tensor_id, 0,",
+            "self._key, self.step,",
+            "self._key, 0,",
             "tests/compression/test_fsdp_compression.py -k unbiased",
         ),
         (

@@ -80,20 +80,19 @@ class ShardLayout:
         """The segments that are compressed."""
         return (segment for segment in self.segments if segment.compressed)
 
-    def pack(self, flat: Tensor, num_shards: int, *, spare: int = 0) -> tuple[Tensor, Tensor]:
+    def pack(self, flat: Tensor, num_shards: int) -> tuple[Tensor, Tensor]:
         """Copies the two parts out of shards that follow each other.
 
         Args:
             flat (Tensor[P * S]): contiguous.
             num_shards (int): P.
-            spare (int): elements to leave, zero, behind each shard of the dense part.
 
         Returns:
             Packed part ``[P, Q]`` (a view of ``flat`` where it is all of it; read only), and dense
-            part ``[P, D + spare]``.
+            part ``[P, D + 1]``, where a zero behind each shard is for the sender's status.
         """
         flat_PS = flat.view(num_shards, self.shard_numel)
-        dense_PD = flat.new_zeros((num_shards, self.dense_numel + spare))
+        dense_PD = flat.new_zeros((num_shards, self.dense_numel + 1))
         if self._is_whole:
             return flat_PS, dense_PD
         packed_PQ = flat.new_zeros((num_shards, self.packed_numel))
@@ -137,12 +136,6 @@ class ShardLayout:
                     is_padding_PQ[row, segment.packed_start : stop] = False
             self._partial[key] = PartialBlocks.of(is_padding_PQ.to(device), self.block)
         return self._partial[key]
-
-
-def whole_layout(shard_numel: int, block: int) -> ShardLayout:
-    """The layout of messages whose parameters are not known: all compressed, as one."""
-    segment = Segment("", 0, shard_numel, 0, True, None)
-    return ShardLayout([segment] if shard_numel else [], block)
 
 
 class LayoutFinder:
@@ -217,7 +210,9 @@ class LayoutFinder:
             parameter took no part in the backward pass; a warning tells so once.
         """
         if self.module is None:
-            return whole_layout(shard_numel, self._block)
+            # All compressed, as one.
+            whole = Segment("", 0, shard_numel, 0, True, None)
+            return ShardLayout([whole] if shard_numel else [], self._block)
         entries = self.parameters()
         mask = tuple(entry.param.requires_grad for _, entry in entries)
         key = (mask, shard_numel, trainable_only, frozen_only)

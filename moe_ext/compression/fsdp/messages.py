@@ -1,4 +1,4 @@
-"""Compressed messages for FSDP2: `CompressedAllGather` and `CompressedReduceScatter`.
+"""Compressed messages for FSDP2: for weights, for gradients, and for these between nodes.
 
 Shape suffixes: P ranks of the group, S elements of a rank's shard, Q of its packed part that is
 compressed, D of the part that is sent as it is.
@@ -16,19 +16,30 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.fsdp import FSDPModule
 
-from moe_ext._checks import check_kind, check_numbers
+from moe_ext._checks import check_kind, check_numbers, check_rule
 from moe_ext.comm import collectives
 from moe_ext.comm.agreement import Agreement
-from moe_ext.comm.groups import group_rank
-from moe_ext.comm.pending import PendingWork
-from moe_ext.compression.codecs import PayloadCodec, Quantize, Rounded, codec_names, codec_of
+from moe_ext.comm.groups import group_rank, resolve_group
+from moe_ext.comm.pending import Pending, PendingWork
+from moe_ext.compression.codecs import (
+    Codec,
+    PayloadCodec,
+    Quantize,
+    Rounded,
+    codec_names,
+    codec_of,
+)
 from moe_ext.compression.collectives.coding import FORMATS as QUANTIZED
 from moe_ext.compression.collectives.lossless import start_all_gather as start_lossless
+from moe_ext.compression.collectives.padding import padded_all_reduce_
 from moe_ext.compression.collectives.quantized import (
+    BLOCKS,
     States,
+    shard_numel,
     start_all_gather,
     start_reduce_scatter,
 )
+from moe_ext.compression.feedback import CodecMemory, committing
 from moe_ext.compression.fsdp.layout import (
     KeepDense,
     LayoutFinder,
@@ -56,10 +67,7 @@ class _Message:
         **where: Any,
     ) -> None:
         """The arguments in `where` are those of `LayoutFinder`."""
-        if not 64 <= block <= 1024 or block & (block - 1):
-            raise ValueError(
-                f"{op}: expected block to be a power of two in [64, 1024], got {block}"
-            )
+        check_rule(op, "block", block, "a power of two in [64, 1024]", block in BLOCKS)
         self.op, self.name = op, where["name"]
         # Groups whose ranks have compared their options.
         self._compared: set[ProcessGroup] = set()
@@ -137,7 +145,8 @@ class GradientMessage(_Message):
         check_kind(op, "ledger", ledger, StepLedger)
         self.ledger = ledger if ledger is not None else StepLedger()
         self.residual = self.ledger.new_residual() if keeps else None
-        self.step = 0  # of the random numbers
+        # Random numbers: equal elements of two modules must not be rounded alike.
+        self.step, self._key = 0, zlib.crc32(self.name.encode()) & 0xFFFF
 
     def _reduce(self, out: Tensor, flat: Tensor, num_shards: int) -> None:
         """Reduce shards that follow each other, ``[P * S]``, to one, ``[S]``."""
@@ -156,7 +165,7 @@ class GradientMessage(_Message):
             raise
 
     def _send_parts(self, out: Tensor, flat: Tensor, num_shards: int, layout: ShardLayout) -> None:
-        packed_PQ, dense_PD = layout.pack(flat, num_shards, spare=1)
+        packed_PQ, dense_PD = layout.pack(flat, num_shards)
         packed_PQ = self.ledger.guard(layout, flat, packed_PQ, dense_PD)
         dense_D = self._reduce_dense(dense_PD)
         owed_PQ = None
@@ -269,30 +278,28 @@ class CompressedAllGather(_Message, AllGather):
         layout = None
         module = self.finder.module
         inside = module is not None and group.size() != shard_group(module).size()
-        if self.coding is not None and input_tensor.dtype in _CODED and not inside:
+        coded = input_tensor.dtype in _CODED and not inside
+        if coded and self.coding is not None:
             layout = self.finder.find(
                 input_tensor.numel(), trainable_only=False, frozen_only=self.frozen_only
             )
-        codes_all = self.lossless and input_tensor.dtype in _CODED and not inside
-        if codes_all:
+        if coded and self.lossless:
             found = start_lossless(output_tensor, input_tensor, group, operation=self.op)
-            work: Work = PendingWork(found.wait)
         elif layout is None or layout.packed_numel == 0:
-            whole = collectives.start_all_gather(
+            found = collectives.start_all_gather(
                 input_tensor, group, operation=self.op, out=output_tensor
             )
-            work = PendingWork(whole.wait)
         else:
-            work = self._start(output_tensor, input_tensor, group, layout, async_op)
+            found = self._start(output_tensor, input_tensor, group, layout, async_op)
         if async_op:
-            return work
-        work.wait()
+            return PendingWork(found.wait)
+        found.wait()
         return None
 
     def _start(
         self, out: Tensor, shard: Tensor, group: ProcessGroup, layout: ShardLayout, async_op: bool
-    ) -> Work:
-        packed_1Q, dense_1D = layout.pack(shard, 1, spare=1)
+    ) -> Pending[Tensor]:
+        packed_1Q, dense_1D = layout.pack(shard, 1)
         if not shard.is_cuda and not bool(is_finite(shard)):
             # The coder would refuse it on this rank alone, and the others would wait.
             packed_1Q, dense_1D[:, -1] = torch.zeros_like(packed_1Q), float("nan")
@@ -309,15 +316,15 @@ class CompressedAllGather(_Message, AllGather):
             async_op=async_op,
         )
 
-        def finish() -> None:
-            coded.wait()
+        def finish(_: Tensor) -> Tensor:
             dense_PD = beside.wait()
             finite_P1 = dense_PD[:, -1:].isfinite()
             if not shard.is_cuda and not bool(finite_P1.all()):
                 packed_PQ.masked_fill_(~finite_P1, float("nan"))
             layout.unpack_(out, packed_PQ, dense_PD)
+            return out
 
-        return PendingWork(finish)
+        return coded.then(finish)
 
 
 class CompressedReduceScatter(GradientMessage, ReduceScatter):
@@ -432,9 +439,7 @@ class CompressedReduceScatter(GradientMessage, ReduceScatter):
             partial.fill_(owed_PQ, packed_PQ)
         rng_state = None
         if self.stochastic:
-            # Equal elements of two modules must not be rounded alike.
-            tensor_id = zlib.crc32(self.name.encode()) & 0xFFFF
-            numbers = [self.seed, tensor_id, self.step, group_rank(self._group)]
+            numbers = [self.seed, self._key, self.step, group_rank(self._group)]
             rng_state = torch.tensor(numbers, device=packed_PQ.device)
         self.step += 1
         packed_Q = torch.empty(packed_PQ.shape[1], device=packed_PQ.device)
@@ -450,3 +455,142 @@ class CompressedReduceScatter(GradientMessage, ReduceScatter):
             async_op=False,
         ).wait()
         return packed_Q.mul_(self._scale)
+
+
+class CompressedAllReduce(GradientMessage):
+    """Averages the gradients of an FSDP module over nodes, compressed; a hook for FSDP2.
+
+    FSDP shards and reduces inside a node, over its fast links; each rank then holds a shard of the
+    node's gradient, and this hook reduces it with the ranks of the same place in the other nodes::
+
+        mesh = init_device_mesh("cpu", (nodes, 8), mesh_dim_names=("node", "local"))
+        fully_shard(block, mesh=mesh["local"])
+        hook = CompressedAllReduce("topk", mesh["node"].get_group(), density=0.01, module=block)
+        block.set_all_reduce_hook(hook)
+
+    The mesh that is given to FSDP has one dimension: with two, FSDP reduces between the nodes
+    itself, densely, before it calls a hook. Every node must start from the same weights.
+
+    Residuals are kept by parameter and sharded as it is (4 bytes for an element of the shard, and
+    as much again during a backward pass). The loss of the second rounding of a quantised all-reduce
+    is added to the residual of the rank that did it. Nothing is lost: the sum over steps of what
+    was applied, plus the mean over nodes of the residuals, is the sum of the dense means.
+
+    Gradients that are not finite: as `CompressedReduceScatter`.
+
+    Args:
+        codec: "int8", "int6", "int4", "int3", "int2", "fp8", "sign", "bf16", "topk", "none", or a
+            `PayloadCodec`, also by the name that it was registered with.
+        node_group (ProcessGroup): the ranks that hold the same shard, one in each node.
+        density (float): share of the shard's elements that top-k sends, in (0, 1].
+        block (int): elements that share a scale.
+        error_feedback (bool): keep residuals; signs and top-k cannot do without.
+        average (bool): mean over nodes, else sum.
+        ledger (StepLedger): as `CompressedReduceScatter`.
+        module (FSDPModule): what it is set on; None takes a shard as one tensor, and cannot keep
+            residuals.
+        name (str): as `CompressedAllGather`.
+        model (nn.Module): as `CompressedAllGather`.
+        keep_dense (callable): as `CompressedAllGather`.
+        min_numel (int): as `CompressedAllGather`.
+
+    Raises:
+        ValueError: an unknown codec, block or density; no error feedback where it is needed.
+    """
+
+    def __init__(
+        self,
+        codec: str | PayloadCodec = "int8",
+        node_group: ProcessGroup | None = None,
+        *,
+        density: float = 0.01,
+        block: int = 256,
+        error_feedback: bool = True,
+        average: bool = True,
+        ledger: StepLedger | None = None,
+        module: FSDPModule | None = None,
+        name: str = "",
+        model: nn.Module | None = None,
+        keep_dense: KeepDense = keep_small_dense,
+        min_numel: int = 1024,
+    ) -> None:
+        op = "CompressedAllReduce"
+        check_numbers(op, CompressedAllReduce.__init__.__annotations__, locals())
+        check_rule(op, "density", density, "in (0, 1]", 0.0 < density <= 1.0)
+        super().__init__(
+            op,
+            codec,
+            error_feedback,
+            ledger,
+            block=block,
+            module=module,
+            name=name,
+            model=model,
+            keep_dense=keep_dense,
+            min_numel=min_numel,
+            density=density,
+        )
+        group = resolve_group(node_group, op)
+        assert group is not None
+        self.group: ProcessGroup = group
+        self.average = average
+        del self._options["format"]
+        self._options.update(codec=codec, average=average)
+
+    @torch.no_grad()
+    def __call__(self, reduce_output: Tensor) -> None:
+        """Reduces a shard ``[S]`` over the nodes, in place."""
+        self._compare_options(self.group)
+        self._reduce(reduce_output, reduce_output, 1)
+
+    def _send_whole(self, out: Tensor, flat: Tensor, layout: ShardLayout | None) -> None:
+        self._reduce_dense(out)
+        self.ledger.watch_whole(self.name, layout, out, 1)
+
+    def _reduce_dense(self, part: Tensor) -> Tensor:
+        collectives.all_reduce_(part, self.group, operation=self.op)
+        return (part.div_(self.group.size()) if self.average else part).view(-1)
+
+    def _reduce_packed(
+        self, packed_PQ: Tensor, owed_PQ: Tensor | None, layout: ShardLayout
+    ) -> Tensor:
+        whole_Q = packed_PQ.reshape(-1).float().clone()
+        owed_Q = None if owed_PQ is None else owed_PQ.view(-1)
+        if self.fills_padding:
+            assert owed_Q is not None
+            return self._reduce_signs(whole_Q, owed_Q, layout)
+        assert self.codec is not None
+        codec: Codec = self.codec
+        numel = whole_Q.numel()
+        if codec.density is not None:
+            # The nearest number of elements, at least one.
+            codec = codec.with_density((max(1, round(codec.density * numel)) - 0.5) / numel)
+        memory = CodecMemory([whole_Q.shape], whole_Q.device, key=self._key)
+        memory.put("residual", owed_Q)
+        how: dict[str, Any] = {"group": self.group, "average": self.average, "step": self.step}
+        with committing(memory):
+            found_Q = codec.start(whole_Q, memory, **how).wait()
+        self.step += 1
+        owed_now_Q = memory.whole("residual")
+        if owed_Q is not None and owed_now_Q is not None:
+            owed_Q.copy_(owed_now_Q)
+        return found_Q
+
+    def _reduce_signs(self, whole_Q: Tensor, owed_Q: Tensor, layout: ShardLayout) -> Tensor:
+        module = self.finder.module
+        assert module is not None and self.coding is not None
+        second = whole_Q.new_zeros(shard_numel(whole_Q.numel(), self.group.size(), self.block))
+        partial = layout.partial_blocks(group_rank(shard_group(module)), 1, whole_Q.device)
+        padded_all_reduce_(
+            whole_Q,
+            self.coding,
+            States(owed_Q, second),
+            partial,
+            self.group,
+            self.average,
+            operation=self.op,
+        )
+        start = group_rank(self.group) * second.numel()
+        mine = owed_Q[start : start + second.numel()]
+        mine.add_(second[: mine.numel()])
+        return whole_Q

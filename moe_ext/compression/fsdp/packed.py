@@ -81,86 +81,45 @@ class _Segment:
                 part.view(-1, width).index_copy_(0, self.rows, packed.view(-1, width))
 
 
-@dataclass(frozen=True)
-class _KeptSegments:
-    """The segments of one rank's shard that travel."""
-
-    segments: tuple[_Segment, ...]
-
-    @functools.cached_property
-    def count(self) -> int:
-        return sum(segment.count for segment in self.segments)
-
-    def pack(self, shard_S: Tensor, packed: Tensor) -> None:
-        place = 0
-        for segment in self.segments:
-            segment.pack(shard_S, packed.narrow(0, place, segment.count))
-            place += segment.count
-
-    def unpack(self, shard_S: Tensor, packed: Tensor) -> None:
-        place = 0
-        for segment in self.segments:
-            segment.unpack(shard_S, packed.narrow(0, place, segment.count))
-            place += segment.count
+def _count(segments: Sequence[_Segment]) -> int:
+    return sum(segment.count for segment in segments)
 
 
-class _PackedShards:
-    """The parts of one FSDP module's messages that travel.
-
-    Args:
-        module: that FSDP has wrapped.
-        chosen: the experts that passes need; None where that is not asked for.
-    """
-
-    def __init__(self, module: FSDPModule, chosen: _ChosenExperts | None) -> None:
-        self.module, self.chosen = module, chosen
-
-    def of_ranks(
-        self, shard_numel: int, group: ProcessGroup, gradients: bool
-    ) -> list[_KeptSegments] | None:
-        """For each rank; None where the message does not hold what it should, and goes whole."""
-        entries = [
-            e for e in managed_parameters(self.module) if e.param.requires_grad or not gradients
-        ]
-        size = group.size()
-        if sum(e.shard_numel for e in entries) != shard_numel:
-            return None
-        if size != shard_group(self.module).size():
-            return None
-        experts_E = None
-        if self.chosen is not None:
-            experts_E = self.chosen.agreed(group, gradients)
-        found: list[list[_Segment]] = [[] for _ in range(size)]
-        start = 0
-        for entry in entries:
-            for rank, kept in enumerate(_segments(entry, start, size, experts_E)):
-                found[rank].append(kept)
-            start += entry.shard_numel
-        return [_KeptSegments(tuple(segments)) for segments in found]
+def _copy(segments: Sequence[_Segment], shard_S: Tensor, packed: Tensor, *, back: bool) -> None:
+    """Copy what travels of one rank's shard, or copy it back."""
+    place = 0
+    for segment in segments:
+        part = packed.narrow(0, place, segment.count)
+        if back:
+            segment.unpack(shard_S, part)
+        else:
+            segment.pack(shard_S, part)
+        place += segment.count
 
 
-def _segments(
+def _segments_of(
     entry: ManagedParameter, start: int, size: int, experts_E: Tensor | None
 ) -> list[_Segment]:
     """The segments of one parameter, for each rank."""
     numel, dim, shape = entry.shard_numel, entry.dim, entry.shape
     mask = mask_of(entry.owner, entry.name)
     row_numel = shape[1:].numel() if dim == 0 else numel // max(shape[0], 1)
-    if mask is None:
-        if experts_E is None:
-            return [_Segment(start, numel, None, None, numel)] * size
+    chosen = None
+    if experts_E is not None:
         chosen = _rows_of(experts_E, size, dim, numel // row_numel)
+    if mask is None:
+        if chosen is None:
+            return [_Segment(start, numel, None, None, numel)] * size
         found = [rows_R.nonzero().view(-1).to(entry.param.device) for rows_R in chosen]
         return [_Segment(start, numel, None, rows, len(rows) * row_numel) for rows in found]
     known = mask.once(
         ("shards", size, dim, numel),
         lambda: _bitmaps_of(mask.marks, size, dim, numel, row_numel),
     )
-    if experts_E is None:
+    if chosen is None:
         return [
             _Segment(start, numel, bitmap, None, int(counts_R.sum())) for bitmap, counts_R in known
         ]
-    chosen = _rows_of(experts_E, size, dim, numel // row_numel)
     return [
         _Segment(start, numel, _only(bitmap, rows_R, numel), None, int(counts_R[rows_R].sum()))
         for (bitmap, counts_R), rows_R in zip(known, chosen, strict=True)
@@ -274,10 +233,36 @@ class _ChosenExperts:
 
 
 class _PackedMessage:
-    """Base of both messages."""
+    """Base of both messages.
 
-    def __init__(self, shards: _PackedShards) -> None:
-        self.shards = shards
+    Args:
+        module: that FSDP has wrapped.
+        chosen: the experts that passes need; None where that is not asked for.
+    """
+
+    def __init__(self, module: FSDPModule, chosen: _ChosenExperts | None) -> None:
+        self.module, self.chosen = module, chosen
+
+    def _segments(
+        self, shard_numel: int, group: ProcessGroup, gradients: bool
+    ) -> list[list[_Segment]] | None:
+        """For each rank; None where the message does not hold what it should, and goes whole."""
+        entries = [
+            e for e in managed_parameters(self.module) if e.param.requires_grad or not gradients
+        ]
+        size = group.size()
+        if sum(e.shard_numel for e in entries) != shard_numel:
+            return None
+        if size != shard_group(self.module).size():
+            return None
+        experts_E = None if self.chosen is None else self.chosen.agreed(group, gradients)
+        found: list[list[_Segment]] = [[] for _ in range(size)]
+        start = 0
+        for entry in entries:
+            for rank, segment in enumerate(_segments_of(entry, start, size, experts_E)):
+                found[rank].append(segment)
+            start += entry.shard_numel
+        return found
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -297,7 +282,7 @@ class _PackedAllGather(_PackedMessage, AllGather):
         async_op: bool = False,
     ) -> Work | None:
         """Gathers `[S]` of every rank into `[P * S]`, of which the former may be a part."""
-        kept = self.shards.of_ranks(input_tensor.numel(), group, gradients=False)
+        kept = self._segments(input_tensor.numel(), group, gradients=False)
         pending = self._start(output_tensor, input_tensor, group, kept)
         if async_op:
             return PendingWork(pending.wait)
@@ -305,18 +290,17 @@ class _PackedAllGather(_PackedMessage, AllGather):
         return None
 
     def _start(
-        self, out: Tensor, shard_S: Tensor, group: ProcessGroup, kept: list[_KeptSegments] | None
+        self, out: Tensor, shard_S: Tensor, group: ProcessGroup, kept: list[list[_Segment]] | None
     ) -> Pending[Tensor]:
         if kept is None:
             return collectives.start_all_gather(shard_S, group, operation=_OP, out=out)
-        own = kept[group_rank(group)]
-        packed = shard_S.new_zeros(max(k.count for k in kept))
-        own.pack(shard_S, packed)
+        packed = shard_S.new_zeros(max(map(_count, kept)))
+        _copy(kept[group_rank(group)], shard_S, packed, back=False)
 
         def finish(found: Tensor) -> Tensor:
             pairs = zip(kept, found.view(group.size(), -1), out.view(group.size(), -1), strict=True)
             for of_rank, row, shard in pairs:
-                of_rank.unpack(shard, row)
+                _copy(of_rank, shard, row, back=True)
             return out
 
         return collectives.start_all_gather(packed, group, operation=_OP).then(finish)
@@ -334,17 +318,17 @@ class _PackedReduceScatter(_PackedMessage, ReduceScatter):
         async_op: bool = False,
     ) -> Work | None:
         """Reduces `[P * S]` of every rank to its `[S]`."""
-        kept = self.shards.of_ranks(output_tensor.numel(), group, gradients=True)
+        kept = self._segments(output_tensor.numel(), group, gradients=True)
         if kept is None:
             collectives.reduce_scatter(input_tensor, group, operation=_OP, op=op, out=output_tensor)
         else:
-            packed = input_tensor.new_zeros((group.size(), max(k.count for k in kept)))
+            packed = input_tensor.new_zeros((group.size(), max(map(_count, kept))))
             for of_rank, row, shard in zip(
                 kept, packed, input_tensor.view(group.size(), -1), strict=True
             ):
-                of_rank.pack(shard, row)
+                _copy(of_rank, shard, row, back=False)
             found = collectives.reduce_scatter(packed.view(-1), group, operation=_OP, op=op)
-            kept[group_rank(group)].unpack(output_tensor, found)
+            _copy(kept[group_rank(group)], output_tensor, found, back=True)
         return PendingWork(lambda: None) if async_op else None
 
 
@@ -394,9 +378,8 @@ def pack_fsdp_messages(model: nn.Module, *, chosen_experts: bool = False) -> lis
         if is_experts:
             assert isinstance(module, GroupedExperts)
             chosen = _ChosenExperts(module)
-        shards = _PackedShards(module, chosen)
-        module.set_custom_all_gather(_PackedAllGather(shards))
-        module.set_custom_reduce_scatter(_PackedReduceScatter(shards))
+        module.set_custom_all_gather(_PackedAllGather(module, chosen))
+        module.set_custom_reduce_scatter(_PackedReduceScatter(module, chosen))
     return [name for name, *_ in found]
 
 

@@ -22,11 +22,11 @@ from moe_ext.comm.groups import (
     global_rank,
     group_rank,
     group_ranks,
+    group_size,
     resolve_group,
     world_size,
 )
 from moe_ext.compression.codecs import PayloadCodec
-from moe_ext.compression.fsdp.all_reduce import CompressedAllReduce
 from moe_ext.compression.fsdp.layout import (
     KeepDense,
     LayoutFinder,
@@ -37,6 +37,7 @@ from moe_ext.compression.fsdp.layout import (
 from moe_ext.compression.fsdp.ledger import Residual, StepLedger
 from moe_ext.compression.fsdp.messages import (
     CompressedAllGather,
+    CompressedAllReduce,
     CompressedReduceScatter,
     GradientMessage,
 )
@@ -117,6 +118,11 @@ class FSDPCompression:
         self.ledger.settle()
         self.ledger.flushing = True
 
+    def _counted(self) -> dict[str, GradientMessage]:
+        """The messages of gradients, by the names under which their steps are saved."""
+        between = {f"all_reduce.{name}": message for name, message in self.all_reduces.items()}
+        return {**self.reduce_scatters, **between}
+
     def _residuals(self) -> Iterator[tuple[str, NamedResiduals]]:
         for name, scatter in self.reduce_scatters.items():
             if scatter.residual is not None:
@@ -149,16 +155,13 @@ class FSDPCompression:
             dict: for `load_state_dict`.
         """
         self.ledger.settle()
-        residuals: dict[str, dict[str, Tensor]] = {}
-        for name, named in self._residuals():
-            residuals[name] = named.mean() if sharded else named.local()
+        residuals = {
+            name: named.mean() if sharded else named.local() for name, named in self._residuals()
+        }
         state: dict[str, Any] = {
             "version": 1,
             "sharded": sharded,
-            "steps": {
-                **{name: message.step for name, message in self.reduce_scatters.items()},
-                **{f"all_reduce.{name}": m.step for name, m in self.all_reduces.items()},
-            },
+            "steps": {name: message.step for name, message in self._counted().items()},
             "residuals": residuals,
         }
         if not sharded:
@@ -200,13 +203,8 @@ class FSDPCompression:
         }
         for name, named in mine.items():
             named.put(packed[name])
-        counted: dict[str, GradientMessage] = {
-            **self.reduce_scatters,
-            **{f"all_reduce.{name}": message for name, message in self.all_reduces.items()},
-        }
-        for name, step in state["steps"].items():
-            if name in counted:
-                counted[name].step = int(step)
+        for name, message in self._counted().items():
+            message.step = int(state["steps"].get(name, message.step))
 
 
 def zero_plus_plus(
@@ -354,26 +352,20 @@ def _wrapped_modules(model: nn.Module, hpz_size: int) -> list[tuple[str, FSDPMod
         raise ValueError(
             f"{_OP}: expected model to be wrapped with fully_shard, got {type(model).__name__}"
         )
-    _check_hpz(modules, hpz_size)
-    return modules
-
-
-def _check_hpz(modules: list[tuple[str, FSDPModule]], size: int) -> None:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+    if isinstance(hpz_size, bool) or not isinstance(hpz_size, int) or hpz_size < 1:
         raise ValueError(
-            f"{_OP}: expected zero_hpz_partition_size to be a number of ranks, got {size!r}"
+            f"{_OP}: expected zero_hpz_partition_size to be a number of ranks, got {hpz_size!r}"
         )
-    if size == 1:
-        return
+    ranks_of = {name or "the model": resharded_over(module) for name, module in modules}
     # The outermost module keeps its parameters where it was told nothing.
-    wrong = {name or "the model": resharded_over(m) for name, m in modules}
-    wrong = {name: ranks for name, ranks in wrong.items() if ranks not in (1, size)}
-    if wrong or all(resharded_over(m) == 1 for _, m in modules):
+    wrong = {name: ranks for name, ranks in ranks_of.items() if ranks not in (1, hpz_size)}
+    if hpz_size > 1 and (wrong or set(ranks_of.values()) == {1}):
         raise ValueError(
             f"{_OP}: expected modules to be wrapped with fully_shard(..., "
-            f"reshard_after_forward={size}) for zero_hpz_partition_size={size}, got "
+            f"reshard_after_forward={hpz_size}) for zero_hpz_partition_size={hpz_size}, got "
             f"{wrong or 'parameters that stay with each rank'}"
         )
+    return modules
 
 
 def _check_free(modules: list[tuple[str, FSDPModule]], kinds: list[str]) -> None:
@@ -428,10 +420,6 @@ class NamedResiduals:
     shards: ProcessGroup | None
     copies: ProcessGroup | None
 
-    @property
-    def _num_shards(self) -> int:
-        return 1 if self.shards is None else self.shards.size()
-
     def _layout(self) -> ShardLayout:
         entries = self.finder.parameters()
         numel = sum(entry.shard_numel for _, entry in entries if entry.param.requires_grad)
@@ -483,7 +471,7 @@ class NamedResiduals:
             raise ValueError(
                 f"{_STATE}: expected residuals of parameters {sorted(sources)}, got {sorted(saved)}"
             )
-        ranks = self._num_shards
+        ranks = group_size(self.shards)
         _, first = next(iter(sources.values()))
         # Not that of the shard, which may be offloaded.
         packed_PQ = torch.zeros((ranks, layout.packed_numel), device=first.device_mesh.device_type)
