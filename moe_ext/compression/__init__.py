@@ -44,10 +44,10 @@ from moe_ext.compression.cost_model import CostModel
 from moe_ext.compression.ddp import compress_hook
 from moe_ext.compression.feedback import CodecMemory
 from moe_ext.compression.gradients import compress_gradients, flush
+from moe_ext.compression.options import ResidualMonitor, Warmup
 from moe_ext.compression.packed_experts import PackedExperts
 from moe_ext.compression.policy import Policy, parameter_roles
 from moe_ext.compression.pruning import Pruning, prune
-from moe_ext.compression.schedules import ResidualMonitor, Warmup
 from moe_ext.compression.state import CompressionState
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from moe_ext.comm.agreement import Agreement
 from moe_ext.compression.codecs import Codec, Dense
 from moe_ext.compression.feedback import CodecMemory, FeedbackStore
-from moe_ext.compression.nodes import Levels, Nodes, packing_on
+from moe_ext.compression.nodes import Levels, Nodes, NodeShard
 from moe_ext.compression.options import Options
 from moe_ext.compression.parameters import NamedParameters
 from moe_ext.distributed.dtensor import local_part
@@ -217,7 +217,8 @@ class Buckets:
         for (codec, rate, alone), indices in found.items():
             names = tuple(bucket.names[i] for i in indices)
             shapes = [bucket.shapes[i] for i in indices]
-            packing = packing_on(bucket.levels, alone >= 0, shapes)
+            levels = bucket.levels
+            packing = None if levels is None else NodeShard(levels, alone >= 0, shapes)
             # Tells the random streams of parts apart, the same in every process.
             key = zlib.crc32("\n".join(names).encode()) & 0x7FFFFFFF
             part = Part(

@@ -298,12 +298,7 @@ class CostModel:
             ValueError: no plain codec in ``codecs``, or an unknown name.
             RankFailureError: a rank died or did not answer.
         """
-        made = tuple(
-            dict.fromkeys(
-                codec_of(codec, owner="CostModel.choose") if isinstance(codec, str) else codec
-                for codec in codecs
-            )
-        )
+        made = tuple(dict.fromkeys(codec_of(c, owner="CostModel.choose") for c in codecs))
         plain = [codec for codec in made if codec.plain]
         if not plain:
             raise ValueError(
@@ -484,7 +479,22 @@ class CostModel:
             str: a line about the link, a table with the milliseconds of every codec (predicted, or
             with a star as measured), and the bandwidth up to which each codec pays.
         """
-        return _cost_table(self)
+        codecs = list(dict.fromkeys(c for state in self.buckets.values() for c in state.codecs))
+        # Codecs of one kind with other options would share a name.
+        names = [codec.name for codec in codecs]
+        heads = [n if names.count(n) == 1 else repr(c) for n, c in zip(names, codecs, strict=True)]
+        rows = [["bucket", "elements", *(f"{head} ms" for head in heads), "choice", "why"]]
+        for bucket, state in self.buckets.items():
+            row = [str(bucket), str(state.numel)]
+            for codec in codecs:
+                known = codec in state.measured
+                if codec not in state.codecs or not (known or self.knows([codec])):
+                    row.append("-")
+                    continue
+                row.append(f"{1e3 * self.estimate(codec, bucket):.3f}{'*' if known else ''}")
+            chosen = "-" if state.chosen is None else heads[codecs.index(state.chosen)]
+            rows.append([*row, chosen, state.reason])
+        return "\n".join([_about(self), *aligned_table(rows), *_break_even(self)])
 
 
 def _gigabits(bytes_per_second: float) -> str:
@@ -519,26 +529,6 @@ def _break_even(model: CostModel) -> list[str]:
         text = pays.get(limit, f"below {_gigabits(limit)}")
         lines.append(f"{codec.name} pays {text} ({largest.numel} elements, beside {least.name})")
     return lines
-
-
-def _cost_table(model: CostModel) -> str:
-    """The choices of a cost model as text."""
-    codecs = list(dict.fromkeys(c for state in model.buckets.values() for c in state.codecs))
-    # Codecs of one kind with other options would share a name.
-    names = [codec.name for codec in codecs]
-    heads = [n if names.count(n) == 1 else repr(c) for n, c in zip(names, codecs, strict=True)]
-    rows = [["bucket", "elements", *(f"{head} ms" for head in heads), "choice", "why"]]
-    for bucket, state in model.buckets.items():
-        row = [str(bucket), str(state.numel)]
-        for codec in codecs:
-            known = codec in state.measured
-            if codec not in state.codecs or not (known or model.knows([codec])):
-                row.append("-")
-                continue
-            row.append(f"{1e3 * model.estimate(codec, bucket):.3f}{'*' if known else ''}")
-        chosen = "-" if state.chosen is None else heads[codecs.index(state.chosen)]
-        rows.append([*row, chosen, state.reason])
-    return "\n".join([_about(model), *aligned_table(rows), *_break_even(model)])
 
 
 class CostModels:

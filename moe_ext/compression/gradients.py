@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -34,16 +33,10 @@ from moe_ext.distributed.placement import (
 )
 
 _OPERATION = "compress_gradients"
+# Ranks, None for this process alone, and parameters that they hold copies of.
+_Copies = tuple[ProcessGroup | None, list[nn.Parameter]]
 # Kinds of gradient that a rank has for a parameter.
 _NOTHING, _DENSE, _SPARSE = 0, 1, 2
-
-
-@dataclass(frozen=True)
-class _Copies:
-    """Parameters that the ranks of one group hold copies of; None is this process alone."""
-
-    group: ProcessGroup | None
-    parameters: list[nn.Parameter]
 
 
 def compress_gradients(model: nn.Module, state: CompressionState) -> bool:
@@ -113,12 +106,12 @@ def _begin(
     step: Reducer, found: Sequence[_Copies], device: torch.device
 ) -> list[tuple[list[nn.Parameter], BucketInStep]]:
     placed: list[tuple[list[nn.Parameter], BucketInStep]] = []
-    for copies in found[1:]:
-        step.expect(copies.parameters, copies.group)
+    for group, parameters in found[1:]:
+        step.expect(parameters, group)
     try:
-        for copies in found:
-            for bucket, flat_N in _filled_buckets(copies, device):
-                placed.append((bucket, step.add(bucket, flat_N, copies.group)))
+        for group, parameters in found:
+            for bucket, flat_N in _filled_buckets(parameters, group, device):
+                placed.append((bucket, step.add(bucket, flat_N, group)))
     except Exception as error:
         # Nothing may write to what is owed any more.
         step.abandon(error)
@@ -181,18 +174,16 @@ def _copies(
     """The dense parameters that DDP does not reduce, and the experts by their groups."""
     elsewhere = reduced_by_ddp(model) | {id(parameter) for parameter, _ in experts.values()}
     dense = [p for p in model.parameters() if p.requires_grad and id(p) not in elsewhere]
-    found = [_Copies(state.group, dense)]
     trained = [(p, placement) for p, placement in experts.values() if p.requires_grad]
-    found += [_Copies(*copies) for copies in replicated_groups(trained, device)]
-    return found
+    return [(state.group, dense), *replicated_groups(trained, device)]
 
 
 def _filled_buckets(
-    copies: _Copies, device: torch.device
+    parameters: list[nn.Parameter], group: ProcessGroup | None, device: torch.device
 ) -> list[tuple[list[nn.Parameter], Tensor]]:
     """Parameters that some rank has a gradient for, with those of this rank side by side."""
-    kinds = _agreed_kinds(copies, device)
-    pairs = list(zip(copies.parameters, kinds, strict=True))
+    kinds = _agreed_kinds(parameters, group, device)
+    pairs = list(zip(parameters, kinds, strict=True))
     found = [
         (bucket, torch.cat([flat_gradient(p) for p in bucket]))
         for bucket in gradient_buckets([p for p, kind in pairs if kind == _DENSE])
@@ -203,14 +194,16 @@ def _filled_buckets(
     return found
 
 
-def _agreed_kinds(copies: _Copies, device: torch.device) -> list[int]:
+def _agreed_kinds(
+    parameters: list[nn.Parameter], group: ProcessGroup | None, device: torch.device
+) -> list[int]:
     """Kind of the gradient of each parameter, on the ranks that have one."""
-    kinds = [_kind(parameter) for parameter in copies.parameters]
-    if copies.group is None or not kinds or group_size(copies.group) == 1:
+    kinds = [_kind(parameter) for parameter in parameters]
+    if group is None or not kinds or group_size(group) == 1:
         return kinds
-    rows = share(kinds, copies.group, device, operation=_OPERATION)
+    rows = share(kinds, group, device, operation=_OPERATION)
     agreed = []
-    for parameter, column in zip(copies.parameters, zip(*rows, strict=True), strict=True):
+    for parameter, column in zip(parameters, zip(*rows, strict=True), strict=True):
         present = {kind for kind in column if kind != _NOTHING}
         if len(present) > 1:
             raise ValueError(

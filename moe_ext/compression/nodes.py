@@ -195,10 +195,3 @@ class Nodes:
         local_group = c10d.local_group(local, group, device)
         node_group = c10d.local_group(beside, group, device) if len(beside) > 1 else None
         return Levels(local_group, node_group)
-
-
-def packing_on(
-    levels: Levels | None, exact: bool, shapes: Sequence[torch.Size]
-) -> NodeShard | None:
-    """The packing of a part; None where it is one parameter after the other."""
-    return None if levels is None else NodeShard(levels, exact, shapes)

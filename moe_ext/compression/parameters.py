@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_ext import ops
 from moe_ext._compile import outside_graphs
 from moe_ext.compression.codecs import Codec
 from moe_ext.compression.policy import Policy, Role, parameter_roles
@@ -137,16 +138,11 @@ class ReachedExperts:
         return note
 
     def bitmap(self, name: str) -> Tensor | None:
-        """The experts of a parameter as `nonzero_blocks` makes it, None where they are not known.
-
-        Eight experts a byte, the first in the lowest bit.
-        """
-        reached_E = self._reached.get(self._layer_of.get(name, ""))
-        if reached_E is None or name not in self._layer_of:
+        """The experts of a parameter as `nonzero_blocks` marks them; None if they are not known."""
+        if name not in self._layer_of:
             return None
-        padded = nn.functional.pad(reached_E.to(torch.uint8), (0, -reached_E.shape[0] % 8))
-        weights = 2 ** torch.arange(8, device=reached_E.device)
-        return (padded.view(-1, 8) * weights).sum(dim=1).to(torch.uint8)
+        reached_E = self._reached.get(self._layer_of[name])
+        return None if reached_E is None else ops.pack_bits(reached_E)
 
     def clear(self) -> None:
         """Begin anew, after a reduction."""

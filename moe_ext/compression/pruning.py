@@ -5,9 +5,10 @@ Shape suffixes: E experts of this rank, F ffn, D model.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -82,9 +83,7 @@ class Pruning:
             ValueError: on every rank: a density out of range, or masks that differ between ranks
                 with the same parameters.
         """
-        if not 0 < density <= 1 or (self.pattern == "2:4" and density != 0.5):
-            wanted = "0.5 for 2:4" if self.pattern == "2:4" else "in (0, 1]"
-            raise ValueError(f"{_OP}: expected density to be {wanted}, got {density}")
+        _check_density(self.pattern, density)
         if self.pattern in ("experts", "neurons"):
             found = self._structured(density)
         else:
@@ -261,9 +260,7 @@ def prune(
     problem = _problem(model, pattern, found)
     if problem is not None:
         raise ValueError(f"{_OP}: expected {problem}")
-    if not 0 < density <= 1 or (pattern == "2:4" and density != 0.5):
-        wanted = "0.5 for 2:4" if pattern == "2:4" else "in (0, 1]"
-        raise ValueError(f"{_OP}: expected density to be {wanted}, got {density}")
+    _check_density(pattern, density)
     masks = {full: add_mask(module, name) for full, (module, name) in found.items()}
     handle = Pruning(model, pattern, masks)
     try:
@@ -279,6 +276,12 @@ def prune(
         module.register_forward_pre_hook(_watch)
     _install()
     return handle
+
+
+def _check_density(pattern: str, density: float) -> None:
+    if not 0 < density <= 1 or (pattern == "2:4" and density != 0.5):
+        wanted = "0.5 for 2:4" if pattern == "2:4" else "in (0, 1]"
+        raise ValueError(f"{_OP}: expected density to be {wanted}, got {density}")
 
 
 def _named(model: nn.Module, parameters: Collection[str] | None) -> dict[str, Any]:
@@ -408,11 +411,7 @@ def _mask_weights(optimizer: Optimizer, *_args: object) -> None:
                 mask.clear_(mask.parameter)
 
 
-_installed: list[Callable[..., Any]] = []
-
-
+@functools.cache
 def _install() -> None:
     """Have the steps of all optimizers end with `_mask_weights`; once in a process."""
-    if not _installed:
-        _installed.append(_mask_weights)
-        register_optimizer_step_post_hook(_mask_weights)
+    register_optimizer_step_post_hook(_mask_weights)

@@ -55,6 +55,7 @@ class PartInStep:
         filled: share of the blocks that are not zero here.
         square: square of the norm of what went in, where that is the shard of a node's sum.
         sent: what came out, of which the mean or sum over all ranks is `scale` times.
+        result: of the part, made of it.
     """
 
     part: Part
@@ -68,6 +69,7 @@ class PartInStep:
     scale: float = 1.0
     reduction: Pending[Tensor] | None = None
     sent: Tensor | None = None
+    result: Tensor | None = None
     began: float = 0.0
     ended: float = 0.0
     seconds: float = 0.0
@@ -236,7 +238,7 @@ class Reducer:
         """End a step that will get no more buckets, for an error of the caller's."""
         self.error = self.error or error or RuntimeError("abandoned")
         with contextlib.suppress(Exception):
-            self._results()
+            self._wait()
         self._rollback()
 
     # -- beginning ---------------------------------------------------------------------------
@@ -401,7 +403,7 @@ class Reducer:
         """
         progress = self._progress
         try:
-            results = self._results()
+            self._wait()
             outcome = self._agree()
             progress.was_finite = not outcome.bad
             if outcome.bad and self._options.nonfinite == "raise":
@@ -416,10 +418,11 @@ class Reducer:
             raise
         if outcome.bad:
             self._rollback()
-            self._poison(results)
+            self._give()
+            self._poison()
             return False
-        self._keep_unused(results, outcome.unused)
-        self._give(results)
+        self._keep_unused(outcome.unused)
+        self._give()
         self._buckets.feedback.commit(continues=self._continues)
         self._clip()
         self._learn(outcome)
@@ -438,21 +441,19 @@ class Reducer:
         self._buckets.rollback()
         self._progress.can_undo = self._progress.can_undo and self._continues
 
-    def _results(self) -> list[list[Tensor]]:
-        """Results of the parts of each bucket; of those begun none runs any more afterwards.
+    def _wait(self) -> None:
+        """Wait for the results of all parts; of those begun none runs any more afterwards.
 
         An error reaches the ranks that hold other experts, which have met none.
         """
-        results: list[list[Tensor]] = []
         for running in self.running:
-            found: list[Tensor] = []
-            results.append(found)
             try:
                 if self.error is None:
                     with naming_failed_ranks(running.bucket.group, self.operation):
                         if running.rows is not None:
                             running.flat_N = running.rows.wait()
-                        found.extend(self._whole(running, part) for part in running.parts)
+                        for part in running.parts:
+                            part.result = self._whole(running, part)
                     continue
             except Exception as error:
                 self.error = error
@@ -460,7 +461,7 @@ class Reducer:
                 with contextlib.suppress(Exception):
                     part.end()
         if self.error is None:
-            return results
+            return
         if isinstance(self.error, ValueError) and self._held_by:
             with contextlib.suppress(ValueError):
                 self._report(failed=True)
@@ -537,34 +538,35 @@ class Reducer:
                 given += float(norms.square().sum() if started.square is None else started.square)
         return owed, given
 
-    def _keep_unused(self, results: list[list[Tensor]], unused: set[str]) -> None:
+    def _keep_unused(self, unused: set[str]) -> None:
         """Owe again what was sent for parameters that no rank has a gradient for.
 
         DistributedDataParallel drops the result of a parameter that nobody used.
         """
-        for running, tensors in zip(self.running, results, strict=True):
+        for running in self.running:
             bucket = running.bucket
             # Every rank that has sent it keeps the mean, or its share of the sum.
-            for started, result in zip(running.parts, tensors, strict=True):
+            for started in running.parts:
                 part, memory, sent = started.part, started.part.memory, started.sent
                 if not memory.has("residual") or unused.isdisjoint(part.names):
                     continue
-                assert sent is not None
+                assert sent is not None and started.result is not None
                 share_of = started.scale / group_size(bucket.exchange_group)
                 if self._options.average:
                     share_of = started.scale * bucket.node_size
                 residual = memory.tensor("residual")
-                pieces = result.split([stop - start for start, stop in part.spans])
+                pieces = started.result.split([stop - start for start, stop in part.spans])
                 spans = memory.packing.spans()
                 for name, (low, high), piece in zip(part.names, spans, pieces, strict=True):
                     if name in unused:
                         residual[low:high].add_(sent[low:high].float(), alpha=share_of)
                         piece.zero_()
 
-    def _give(self, results: list[list[Tensor]]) -> None:
-        for running, tensors in zip(self.running, results, strict=True):
-            for started, result in zip(running.parts, tensors, strict=True):
-                started.part.give(running.flat_N, result)
+    def _give(self) -> None:
+        for running in self.running:
+            for started in running.parts:
+                assert started.result is not None
+                started.part.give(running.flat_N, started.result)
 
     def _clear(self) -> None:
         """Leave gradients that move no parameter, alike on all ranks."""
@@ -579,12 +581,11 @@ class Reducer:
             else:
                 flat_N.zero_()
 
-    def _poison(self, results: list[list[Tensor]]) -> None:
+    def _poison(self) -> None:
         """Let the NaN of one rank reach the gradients of every rank.
 
         Of all that was compressed: what they owe is put back, so that no optimizer may take them.
         """
-        self._give(results)
         for running in self.running:
             for started in running.parts:
                 if started.prepared:

@@ -19,6 +19,7 @@ from collective_checks import (
 
 from moe_ext.comm import workers
 from moe_ext.compression import (
+    Quantize,
     quantized_all_gather,
     quantized_all_reduce_,
     quantized_reduce_scatter,
@@ -105,7 +106,7 @@ def pieces_are_the_whole(rank, size):
             assert torch.equal(new[0], wanted[1][rank])
             assert torch.equal(new[1], wanted[2][rank])
             assert old[0] is None or not (old[0].any() or old[1].any())
-            sent = quantized.quantized_all_reduce_bytes(numel, size, format, block)
+            sent = Quantize(format, block).sent_bytes(numel, size)
             assert traffic.total_bytes == sent
 
 

@@ -22,8 +22,8 @@ from moe_ext.compression import (
     compress_gradients,
     flush,
 )
-from moe_ext.compression.elastic import merged_for
 from moe_ext.compression.feedback import FeedbackStore, by_name
+from moe_ext.compression.state import merged_for
 
 CODECS = [
     Dense(),

@@ -13,7 +13,7 @@ from moe_ext.compression.cost_model import CostModel
 from moe_ext.compression.feedback import CodecMemory
 from moe_ext.compression.gradients import compress_gradients
 from moe_ext.compression.norms import presence_of
-from moe_ext.compression.schedules import ResidualMonitor
+from moe_ext.compression.options import ResidualMonitor
 from moe_ext.compression.state import CompressionState
 
 

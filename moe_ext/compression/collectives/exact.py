@@ -20,6 +20,7 @@ from moe_ext.compression.collectives.arguments import (
     range_problem,
     tensor_problem,
 )
+from moe_ext.ops import block_indices
 
 
 def bitmap_bytes(numel: int, block: int = 256) -> int:
@@ -256,8 +257,7 @@ def _union(bitmap: Tensor, messages: Messages) -> Tensor:
     joined = found[0].clone()
     for theirs in found[1:]:
         joined |= theirs
-    places = torch.arange(8, dtype=torch.uint8, device=bitmap.device)
-    return ((joined[:, None] >> places) & 1).view(-1).nonzero().view(-1)
+    return block_indices(joined)
 
 
 def _average_(x: Tensor, divisor: int, messages: Messages) -> None:

@@ -72,14 +72,6 @@ def shard_numel(numel: int, world_size: int, block: int | None = 256) -> int:
     return -(-numel // (world_size * block)) * block
 
 
-def quantized_all_reduce_bytes(
-    numel: int, world_size: int, format: str, block: int | None = 256
-) -> int:
-    """Bytes that leave a rank in one `quantized_all_reduce_`: a payload for each other, twice."""
-    shard = shard_numel(numel, world_size, block)
-    return 2 * (world_size - 1) * QuantizedCoding(format, block).payload_bytes(shard)
-
-
 def _option_problem(format: str, block: int | None, rng_state: Tensor | None) -> str | None:
     problem = choice_problem(format, "format", FORMATS)
     if problem is None and block not in (None, *BLOCKS):
@@ -470,19 +462,8 @@ def _compiled(method: str, coding: Coding) -> tuple[Any, ...]:
     return () if coding.native is None else (method, coding.native)
 
 
-@dataclass
-class _Owed:
-    """Residual: a coding adds it to a tensor, and overwrites it with what it leaves out."""
-
-    new: Tensor | None
-    old: Tensor | None
-
-    def at(self, messages: Messages, start: int, length: int, *, restores: bool) -> list[Any]:
-        """Tensors of some elements; kept if an error must restore them, and no other is read."""
-        found = [None if x is None else x[start : start + length] for x in (self.new, self.old)]
-        if restores and found[0] is not None and found[1] is None:
-            messages.keep(found[0])
-        return found
+# Residual that a coding overwrites, and the one that it adds to a tensor in the place of it.
+_Owed = tuple[Tensor | None, Tensor | None]
 
 
 @dataclass
@@ -498,6 +479,7 @@ class _Shards:
     shard: int
     piece: int
     looks: bool = False
+    restores: bool = True
     # Sums of the residuals of the pieces, where anyone looks: NaN where one was not finite.
     sums: list[Tensor] = field(default_factory=list)
 
@@ -513,6 +495,13 @@ class _Shards:
         """Ask for a payload of each piece from every rank."""
         payload_bytes = self.coding.payload_bytes
         return [self.messages.ask(payload_bytes(room), like) for _, room in self.pieces()]
+
+    def owed_at(self, owed: _Owed, start: int, length: int) -> list[Any]:
+        """The owed of some elements; kept if an error must restore it, and no other is read."""
+        found = [None if x is None else x[start : start + length] for x in owed]
+        if self.restores and found[0] is not None and found[1] is None:
+            self.messages.keep(found[0])
+        return found
 
     def encode(
         self, x: Tensor, room: int, owed: Sequence[Any], rng_state: Tensor | None, first: int
@@ -530,20 +519,14 @@ class _Shards:
         return row
 
     def scatter(
-        self,
-        arriving: list[Message],
-        x: Tensor,
-        owed: _Owed,
-        rng_state: Tensor | None,
-        *,
-        restores: bool,
+        self, arriving: list[Message], x: Tensor, owed: _Owed, rng_state: Tensor | None
     ) -> None:
         """Send every piece to the owner of its shard."""
         for message, (first, room) in zip(arriving, self.pieces(), strict=True):
             payloads = []
             for rank in range(self.messages.size):
                 start, length = rank * self.shard + first, self.length(rank, first, room)
-                found = owed.at(self.messages, start, length, restores=restores)
+                found = self.owed_at(owed, start, length)
                 stream = _stream(rng_state, rank)
                 payloads.append(self.encode(x[start : start + length], room, found, stream, first))
             self.messages.all_to_all(message, torch.cat(payloads))
@@ -600,22 +583,21 @@ def _all_reduce(
     looks: bool,
     messages: Messages,
 ) -> list[Tensor]:
-    shards = _Shards(messages, coding, x_N.numel(), shard, piece, looks)
+    residual, server, rng_state, residual_in, server_in = states
+    shards = _Shards(messages, coding, x_N.numel(), shard, piece, looks, restores)
     arriving, gathered = shards.ask(x_N), shards.ask(x_N)
-    owed = _Owed(states.residual, states.residual_in)
-    shards.scatter(arriving, x_N, owed, states.rng_state, restores=restores)
-    server = _Owed(states.server_residual, states.server_residual_in)
-    stream = _second_stream(states.rng_state)
+    shards.scatter(arriving, x_N, (residual, residual_in), rng_state)
+    stream = _second_stream(rng_state)
     for i, (first, room) in enumerate(shards.pieces()):
         length = shards.length(messages.rank, first, room)
         total = torch.empty(length, device=x_N.device)
         shards.add_up(total, arriving[i], room)
-        owed_of_sum = server.at(messages, first, length, restores=restores)
+        owed_of_sum = shards.owed_at((server, server_in), first, length)
         messages.all_gather(gathered[i], shards.encode(total, room, owed_of_sum, stream, first))
-    if server.new is not None and server.old is not None:
+    if server is not None and server_in is not None:
         # Elements behind the end stay as they were.
         length = shards.length(messages.rank, 0, shard)
-        server.new[length:] = server.old[length:]
+        server[length:] = server_in[length:]
     if restores:
         # None of them can fail any more when x is touched.
         for message in gathered:
@@ -636,8 +618,7 @@ def _reduce_scatter(
 ) -> list[Tensor]:
     shards = _Shards(messages, coding, x_N.numel(), out_M.numel(), piece)
     arriving = shards.ask(x_N)
-    owed = _Owed(states.residual, states.residual_in)
-    shards.scatter(arriving, x_N, owed, states.rng_state, restores=True)
+    shards.scatter(arriving, x_N, (states.residual, states.residual_in), states.rng_state)
     total = torch.empty(out_M.numel(), device=x_N.device)
     for message, (first, room) in zip(arriving, shards.pieces(), strict=True):
         shards.add_up(total[first : first + room], message, room)
