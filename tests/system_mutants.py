@@ -254,7 +254,7 @@ BY_SYSTEM = {
         (
             "sparse gradients become sums where means are wanted",
             "moe_ext/compression/reducer.py",
-            "            average=self._options.average,\n            validate=False,",
+            "            average=self.options.average,\n            validate=False,",
             "            average=False,\n            validate=False,",
             "tests/compression/test_ddp_hook.py",
         ),

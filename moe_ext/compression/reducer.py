@@ -148,6 +148,7 @@ class BucketInStep:
             self.norms[part.indices[i] if len(pieces) > 1 else list(part.indices)] = math.inf
 
 
+@dataclass(eq=False)
 class Reducer:
     """Takes the buckets of one step, in the same order on every rank.
 
@@ -167,33 +168,26 @@ class Reducer:
         whole_norm: norm of all gradients of this rank, where the caller has them at once.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        buckets: Buckets,
-        costs: CostModels,
-        progress: Progress,
-        *,
-        group: ProcessGroup | None,
-        operation: str,
-        continues: bool,
-    ) -> None:
-        self._options, self._buckets, self._costs = options, buckets, costs
-        self._progress, self._group = progress, group
-        self.operation, self._continues = operation, continues
-        self.running: list[BucketInStep] = []
-        self.taken: set[int] = set()
-        self.error: Exception | None = None
-        self.whole_norm: float | None = None
-        # Parameters that other ranks of the state do not hold, to the ranks that do.
-        self._held_by: dict[str, ProcessGroup | None] = {}
+    options: Options
+    buckets: Buckets
+    costs: CostModels
+    progress: Progress
+    group: ProcessGroup | None
+    operation: str
+    continues: bool
+    running: list[BucketInStep] = field(default_factory=list)
+    taken: set[int] = field(default_factory=set)
+    error: Exception | None = None
+    whole_norm: float | None = None
+    # Parameters that other ranks of the state do not hold, to the ranks that do.
+    _held_by: dict[str, ProcessGroup | None] = field(default_factory=dict)
 
     def expect(self, parameters: Sequence[nn.Parameter], group: ProcessGroup | None) -> None:
         """Keep places in the report for parameters that not all ranks hold.
 
         Ranks that hold others add other buckets, and none where no replica has a gradient.
         """
-        names, _ = self._buckets.parameters.names_of(parameters, may_be_new=not self._progress.step)
+        names, _ = self.buckets.parameters.names_of(parameters, may_be_new=not self.progress.step)
         self._held_by.update(dict.fromkeys(names, group))
 
     def add(
@@ -210,19 +204,19 @@ class Reducer:
         if self.error is not None:
             return running
         try:
-            bucket = running.bucket = self._buckets.find(
+            bucket = running.bucket = self.buckets.find(
                 parameters,
                 flat_N,
                 group,
-                common=self._group,
+                common=self.group,
                 operation=self.operation,
-                step=self._progress.step,
+                step=self.progress.step,
                 problem=problem,
             )
             if flat_N.layout == torch.sparse_coo:
                 self._start_rows(running)
                 return running
-            if self._buckets.watches(bucket):
+            if self.buckets.watches(bucket):
                 running.only_presence = bucket.levels is None and self._needs_no_norms(flat_N)
                 if running.only_presence:
                     running.norms = presence_of(flat_N, bucket.sizes)
@@ -246,14 +240,14 @@ class Reducer:
     def _start_rows(self, running: BucketInStep) -> None:
         """Reduce a sparse gradient."""
         running.norms = norms_of([running.flat_N._values()])
-        if running.bucket.group is None and self._group is not None:
+        if running.bucket.group is None and self.group is not None:
             # No other rank has it; to collectives, None means the default group.
             running.rows = Pending.done(running.flat_N.coalesce())
             return
         found = row_sparse_all_reduce(
             running.flat_N,
             group=running.bucket.group,
-            average=self._options.average,
+            average=self.options.average,
             validate=False,
             async_op=True,
         )
@@ -261,18 +255,18 @@ class Reducer:
         running.rows = found
 
     def _needs_no_norms(self, flat_N: Tensor) -> bool:
-        looked = self._options.monitor.due(self._progress.step)
+        looked = self.options.monitor.due(self.progress.step)
         on_cpu = flat_N.device.type == "cpu"
-        return on_cpu and self._options.local_clip_norm is None and not looked
+        return on_cpu and self.options.local_clip_norm is None and not looked
 
     def _start(self, running: BucketInStep, part: Part) -> PartInStep:
         """Begin to reduce a part of a bucket."""
-        options, bucket, memory = self._options, running.bucket, part.memory
+        options, bucket, memory = self.options, running.bucket, part.memory
         group = bucket.exchange_group
-        is_alone = group is None and self._group is not None
+        is_alone = group is None and self.group is not None
         chooser = None
         if part.codec is None and not is_alone:
-            chooser = self._costs.of(bucket, self._group, memory.device)
+            chooser = self.costs.of(bucket, self.group, memory.device)
         codec = part.used = self._codec_in_step(part, chooser)
         if is_alone:
             codec = codec.alone()
@@ -307,7 +301,7 @@ class Reducer:
             memory,
             group=group,
             average=options.average,
-            step=self._progress.step,
+            step=self.progress.step,
             on_nonfinite=functools.partial(running.note_nonfinite, part) if finds else None,
         )
         if started.is_timed:
@@ -316,12 +310,12 @@ class Reducer:
 
     def _codec_in_step(self, part: Part, chooser: CostModel | None) -> Codec:
         """The codec of a part in this step; of a cost model's choice where there is one."""
-        options, step = self._options, self._progress.step
+        options, step = self.options, self.progress.step
         codec = part.codec
         if codec is None and chooser is not None:
             codec = chooser.choose(part.memory.numel, options.candidates, bucket=part.label)
         codec = options.warmup.codec(codec or Dense(), step)
-        codec = options.monitor.codec(codec, self._progress.density_factor)
+        codec = options.monitor.codec(codec, self.progress.density_factor)
         if part.exact:
             codec = codec.keeping_zeros() if step < part.dense_until else codec.skipping_zeros()
         return codec
@@ -354,7 +348,7 @@ class Reducer:
             grad = torch.where(finite, grad, 0.0)
         elif not bool(finite):
             return torch.zeros_like(grad)
-        limit = self._options.local_clip_norm
+        limit = self.options.local_clip_norm
         if limit is None:
             return grad
         bound = limit / math.sqrt(group_size(running.bucket.group))
@@ -366,7 +360,7 @@ class Reducer:
     def _sum_in_node(self, running: BucketInStep, started: PartInStep, grad: Tensor) -> Tensor:
         """This rank's shard of the sum over its node; of the mean where no codec owes anything."""
         levels, memory, codec = running.bucket.levels, started.part.memory, started.codec
-        average = self._options.average
+        average = self.options.average
         assert levels is not None
         shard_S = levels.shard_of(grad, memory.numel)
         unit = 1.0 / levels.node_size if average else 1.0
@@ -401,12 +395,12 @@ class Reducer:
                 let it pass), or the ranks disagree.
             RankFailureError: a rank died or did not answer.
         """
-        progress = self._progress
+        progress = self.progress
         try:
             self._wait()
             outcome = self._agree()
             progress.was_finite = not outcome.bad
-            if outcome.bad and self._options.nonfinite == "raise":
+            if outcome.bad and self.options.nonfinite == "raise":
                 bad = ", ".join(f"{name} on rank {rank}" for rank, name in outcome.bad)
                 raise ValueError(
                     f"{self.operation}: expected gradients to be finite, got NaN or infinity in "
@@ -423,23 +417,23 @@ class Reducer:
             return False
         self._keep_unused(outcome.unused)
         self._give()
-        self._buckets.feedback.commit(continues=self._continues)
+        self.buckets.feedback.commit(continues=self.continues)
         self._clip()
         self._learn(outcome)
-        if not self._continues:
+        if not self.continues:
             progress.can_undo = True
             progress.step += 1
-        self._buckets.parameters.reached.clear()
+        self.buckets.parameters.reached.clear()
         if outcome.ratio is not None:
             progress.residual_ratio = outcome.ratio
-            monitor = self._options.monitor
+            monitor = self.options.monitor
             progress.density_factor = monitor.factor(outcome.ratio, progress.density_factor)
         return True
 
     def _rollback(self) -> None:
         """Forget what the step has changed."""
-        self._buckets.rollback()
-        self._progress.can_undo = self._progress.can_undo and self._continues
+        self.buckets.rollback()
+        self.progress.can_undo = self.progress.can_undo and self.continues
 
     def _wait(self) -> None:
         """Wait for the results of all parts; of those begun none runs any more afterwards.
@@ -495,7 +489,7 @@ class Reducer:
             for running in self.running
             if not running.bucket.names or running.bucket.names[0] not in self._held_by
         ]
-        looked = self._options.monitor.due(self._progress.step) and not failed
+        looked = self.options.monitor.due(self.progress.step) and not failed
         numbered = {p.part.names[0]: p for p in self._parts() if p.part.is_numbered}
         places = [p.part.names[0] for r in common for p in r.parts if p.part.is_numbered]
         norms: dict[str, float] = {}
@@ -505,8 +499,8 @@ class Reducer:
             found = [1.0] * len(names) if running.norms is None else running.norms.tolist()
             norms.update(zip(names, found, strict=True))
         report = StepReport(
-            step=self._progress.step,
-            options=self._options.facts(),
+            step=self.progress.step,
+            options=self.options.facts(),
             failed=failed,
             names=[*(name for running in common for name in running.bucket.names), *self._held_by],
             norms=norms,
@@ -518,8 +512,8 @@ class Reducer:
         if self.running:
             device = self.running[0].flat_N.device
         else:
-            device = self._buckets.parameters.by_name[next(iter(self._held_by))].device
-        return exchange_reports(report, self._group, self._held_by, device, self.operation)
+            device = self.buckets.parameters.by_name[next(iter(self._held_by))].device
+        return exchange_reports(report, self.group, self._held_by, device, self.operation)
 
     def _parts(self) -> list[PartInStep]:
         return [part for running in self.running for part in running.parts]
@@ -552,7 +546,7 @@ class Reducer:
                     continue
                 assert sent is not None and started.result is not None
                 share_of = started.scale / group_size(bucket.exchange_group)
-                if self._options.average:
+                if self.options.average:
                     share_of = started.scale * bucket.node_size
                 residual = memory.tensor("residual")
                 pieces = started.result.split([stop - start for start, stop in part.spans])
@@ -593,9 +587,9 @@ class Reducer:
                         running.flat_N[start:stop] = math.nan
 
     def _clip(self) -> None:
-        limit = self._options.clip_norm
+        limit = self.options.clip_norm
         # With experts elsewhere these count, too: that is left to the caller.
-        if limit is None or self._buckets.parameters.sharded or not self.running:
+        if limit is None or self.buckets.parameters.sharded or not self.running:
             return
         flats = [r.flat_N._values() if r.rows is not None else r.flat_N for r in self.running]
         total = torch.linalg.vector_norm(torch.cat([norms_of([flat]) for flat in flats]))
@@ -610,7 +604,7 @@ class Reducer:
             part, codec, chooser = started.part, started.codec, started.chooser
             if codec.skips_zeros:
                 if part.exact and outcome.filled[part.names[0]] > _MOSTLY_FULL:
-                    part.dense_until = self._progress.step + _DENSE_STEPS
+                    part.dense_until = self.progress.step + _DENSE_STEPS
                 codec = codec.keeping_zeros()
             if started.is_timed and chooser is not None:
                 chooser.observe(part.label, codec, started.seconds)

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_ext.compression import (
     CompressionState,
     OneBit,
+    Policy,
     Quantize,
     Threshold,
     TopK,
@@ -162,3 +163,38 @@ def gradients_of(parallel, step, **kwargs):
     parallel.zero_grad()
     loss_of(parallel, batch(step), **kwargs).backward()
     return {n: p.grad for n, p in parallel.module.named_parameters()}
+
+
+def conserving_steps(name, **options):
+    """Five steps by a codec, while buckets are rebuilt and a branch may not be used.
+
+    Yields DDP and the state after each one, of which the applied and the owed were checked.
+    """
+    kind = KINDS[list(KINDS)[len(name) % len(KINDS)]]
+    parallel, state = wrapped(codec=CODECS[name], ddp=kind, **options)
+    ledger = Ledger(state, list(parallel.module.named_parameters()))
+    for step in range(5):
+        branch = "find_unused_parameters" not in kind or step not in (1, 2)
+        local = local_gradients(parallel.module, step, branch=branch)
+        gradients_of(parallel, step, branch=branch)
+        ledger.add(local, parallel.module.named_parameters())
+        ledger.check()
+        yield parallel, state
+    assert state.residuals(), name
+
+
+def momentum_is_that_of_sgd(**options):
+    """Check top-k with momentum where everything is sent, as by SGD without momentum."""
+    policy = Policy(TopK(1.0, momentum=0.9), norm=None, bias=None, dense_below=0)
+    ours, _ = wrapped(policy=policy, **options)
+    theirs = reference()
+    optimizers = [
+        torch.optim.SGD(ours.parameters(), 0.1),
+        torch.optim.SGD(theirs.parameters(), 0.1, momentum=0.9),
+    ]
+    for step in range(4):
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            gradients_of(model, step)
+            optimizer.step()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)

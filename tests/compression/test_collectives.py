@@ -20,6 +20,7 @@ from collective_checks import (
 
 from moe_ext.comm.traffic import count_traffic
 from moe_ext.compression import (
+    Quantize,
     Reduction,
     SplitRegions,
     block_sparse_all_reduce_,
@@ -35,7 +36,6 @@ from moe_ext.compression import (
 from moe_ext.compression.collectives.coding import QuantizedCoding
 from moe_ext.compression.collectives.quantized import (
     States,
-    quantized_all_reduce_bytes,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
@@ -72,16 +72,17 @@ def sizes_for(size, format):
     return SIZES if size < 4 or format == "int8" else (3, SIZES[-1])
 
 
-def sizes_and_counts():
-    for numel in SIZES:
+def sizes_and_counts(size):
+    """Eight ranks, of which "auto" may split, meet regions that are too small and large ones."""
+    for numel in SIZES if size < 8 else (3, SIZES[-1]):
         for k in sorted({0, 1, numel // 100, numel // 7, numel}):
             if k <= numel:
                 yield numel, k
 
 
-@check(1, 2, 3, 4, 8)
+@check(1, 2, 3, 4)
 def all_gather_adds_in_rank_order(rank, size):
-    for numel, k in sizes_and_counts():
+    for numel, k in sizes_and_counts(size):
         for average in (True, False):
             expected = torch.zeros(numel)
             for other in range(size):
@@ -97,7 +98,7 @@ def all_gather_adds_in_rank_order(rank, size):
 @check(1, 2, 3, 4, 8)
 def nothing_is_lost_by_any_algorithm_and_value_codec(rank, size):
     codecs = ("fp32", "bf16", "int8") if size < 4 else ("fp32",)
-    for (numel, k), codec in itertools.product(sizes_and_counts(), codecs):
+    for (numel, k), codec in itertools.product(sizes_and_counts(size), codecs):
         gradient, magnitudes = sums_of_ranks(size, numel)
         bound = (2 * size * EPS * magnitudes).clamp(min=1e-30)
         for algorithm in ("all_gather", "split", "dense", "auto"):
@@ -171,7 +172,7 @@ def result_goes_where_it_is_wanted(rank, size):
     assert torch.equal(out, sparse_all_reduce(values, indices, 1000))
 
 
-@check(2, 3, 4, 8)
+@check(2, 3, 4)
 def quantized_all_reduce_is_that_of_one_process(rank, size):
     for numel, format in itertools.product((1, 77, 1000, 20_001), FORMATS):
         for block, average in ((64, True), (None if format == "int3" else 256, False)):
@@ -191,7 +192,7 @@ def quantized_all_reduce_is_that_of_one_process(rank, size):
             assert torch.equal(x, wanted[0]), (numel, format, block)
             assert torch.equal(residual, wanted[1][rank])
             assert torch.equal(server, wanted[2][rank])
-            sent = quantized_all_reduce_bytes(numel, size, format, block)
+            sent = Quantize(format, block).sent_bytes(numel, size)
             assert traffic.total_bytes == sent
             if block is None:
                 bits = CODE_BITS[format]
@@ -199,7 +200,7 @@ def quantized_all_reduce_is_that_of_one_process(rank, size):
                 assert sent == 2 * (size - 1) * (shard_bytes + 16)
 
 
-@check(1, 2, 3, 4, 8)
+@check(1, 2, 3, 4)
 def quantized_all_reduce_conserves(rank, size):
     formats = [*((format, 64) for format in FORMATS), ("int8", None)]
     cases = [(numel, *of) for of in formats for numel in sizes_for(size, of[0])]
@@ -244,7 +245,7 @@ def low_precision_tensors(rank, size):
         assert (x.double() - mean).abs().max() < 0.05
 
 
-@check(1, 2, 3, 4, 8)
+@check(1, 2, 3, 4)
 def reduce_scatter_and_all_gather_of_codes(rank, size):
     for shard, format in itertools.product((0, 1, 77, 3000), FORMATS):
         x, residual = of_rank(rank, size * shard), torch.zeros(size * shard)
@@ -318,7 +319,7 @@ def any_coding_goes_by_either_pattern(rank, size):
         )
 
 
-@check(1, 2, 3, 4, 8)
+@check(1, 2, 3, 4)
 def block_sparse_is_exact(rank, size):
     for numel, dtype in itertools.product((0, 1, 1000, 5001), (torch.float32, torch.bfloat16)):
         x = whole_numbers(rank, numel, dtype=dtype)
@@ -361,7 +362,7 @@ def zeros_keep_their_sign_in_blocks_that_are_left_out(rank, size):
     assert x[10] == 0.0 and x[10].signbit() == (rank == 1) and x[700] == 1.0
 
 
-@check(1, 2, 3, 4, 8)
+@check(1, 2, 3, 4)
 def masked_is_exact_and_leaves_the_others(rank, size):
     for numel in (1, 1000):
         mask = torch.arange(numel) % 3 == 0
@@ -378,7 +379,7 @@ def masked_is_exact_and_leaves_the_others(rank, size):
             assert traffic.total_bytes == 2 * (size - 1) * 4 * count // size
 
 
-@check(1, 2, 3, 4, 8)
+@check(1, 2, 3, 4)
 def rows_of_an_embedding(rank, size):
     # Rank 1 has an empty batch; rows repeat, and on rank 0 they cancel.
     rows = {0: [3, 7, 3, 3], 1: []}.get(rank, [rank, 3, 49])

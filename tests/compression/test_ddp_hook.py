@@ -10,9 +10,11 @@ from hook_models import (
     Ledger,
     Net,
     batch,
+    conserving_steps,
     gradients_of,
     local_gradients,
     loss_of,
+    momentum_is_that_of_sgd,
     reference,
     same_on_all_ranks,
     summed,
@@ -56,32 +58,15 @@ def none_is_plain_ddp(kind):
     assert state.step == 4
 
 
-def rank_none(rank):
+def rank_of_any_number(rank):
     for kind in KINDS:
         none_is_plain_ddp(kind)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_none_is_plain_ddp(world):
-    spawn_ranks(rank_none, world)
-
-
-def rank_conserves(rank):
-    for name, codec in CODECS.items():
-        kind = KINDS[list(KINDS)[len(name) % len(KINDS)]]
-        parallel, state = wrapped(codec=codec, ddp=kind)
-        ledger = Ledger(state, list(parallel.module.named_parameters()))
-        for step in range(5):
-            branch = "find_unused_parameters" not in kind or step not in (1, 2)
-            local = local_gradients(parallel.module, step, branch=branch)
-            gradients_of(parallel, step, branch=branch)
-            ledger.add(local, parallel.module.named_parameters())
-            ledger.check()
+    for name in CODECS:
+        for parallel, _ in conserving_steps(name):
             with torch.no_grad():
                 for p in parallel.parameters():
                     if p.grad is not None:
                         p.add_(p.grad, alpha=-0.05)
-        assert state.residuals(), name
     static_graph_of_several_buckets()
 
 
@@ -148,8 +133,8 @@ def hook_of_another_state(
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_applied_and_owed_are_the_sum_of_the_gradients(world):
-    spawn_ranks(rank_conserves, world)
+def test_none_is_plain_ddp_and_codecs_conserve(world):
+    spawn_ranks(rank_of_any_number, world)
 
 
 def check_fp16_is_that_of_torch():
@@ -227,18 +212,7 @@ def check_no_sync_accumulates_outside():
 
 def check_momentum_is_that_of_sgd_where_everything_is_sent():
     """A dense step of Deep Gradient Compression, without momentum in the optimizer."""
-    ours, _ = wrapped(policy=Policy(TopK(1.0, momentum=0.9), norm=None, bias=None, dense_below=0))
-    theirs = reference()
-    optimizers = [
-        torch.optim.SGD(ours.parameters(), 0.1),
-        torch.optim.SGD(theirs.parameters(), 0.1, momentum=0.9),
-    ]
-    for step in range(4):
-        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-            gradients_of(model, step)
-            optimizer.step()
-    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+    momentum_is_that_of_sgd()
 
 
 def check_learning_rates_scale_what_is_owed():

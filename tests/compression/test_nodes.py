@@ -9,13 +9,14 @@ import torch.distributed as dist
 from hook_models import (
     CAP_MB,
     CODECS,
-    KINDS,
     Ledger,
     Net,
     batch,
+    conserving_steps,
     gradients_of,
     local_gradients,
     loss_of,
+    momentum_is_that_of_sgd,
     reference,
     same_on_all_ranks,
     summed,
@@ -60,16 +61,8 @@ def loop_step(model, state, step):
 
 @CHECKS(*[(name,) for name in SPLITTABLE])
 def applied_and_owed_are_the_sum_of_the_gradients(name):
-    """While buckets are rebuilt, so that shards come to other ranks, and a branch is not used."""
-    kind = KINDS[list(KINDS)[len(name) % len(KINDS)]]
-    parallel, state = wrapped(codec=CODECS[name], ddp=kind, node_size=2)
-    ledger = Ledger(state, list(parallel.module.named_parameters()))
-    for step in range(5):
-        branch = "find_unused_parameters" not in kind or step not in (1, 2)
-        local = local_gradients(parallel.module, step, branch=branch)
-        gradients_of(parallel, step, branch=branch)
-        ledger.add(local, parallel.module.named_parameters())
-        ledger.check()
+    """While buckets are rebuilt, so that shards come to other ranks."""
+    *_, (_, state) = conserving_steps(name, node_size=2)
     # One rank of a node owes for an element.
     for residual in state.residuals().values():
         alone = (residual != 0).int()
@@ -196,19 +189,7 @@ def what_is_owed_counts_in_half_precision():
 @CHECKS()
 def momentum_follows_shards_to_other_ranks():
     """Everything is sent by one node after the other: the momentum is that of the optimizer."""
-    policy = Policy(TopK(1.0, momentum=0.9), norm=None, bias=None, dense_below=0)
-    ours, _ = wrapped(policy=policy, node_size=2)
-    theirs = reference()
-    optimizers = [
-        torch.optim.SGD(ours.parameters(), 0.1),
-        torch.optim.SGD(theirs.parameters(), 0.1, momentum=0.9),
-    ]
-    for step in range(4):
-        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-            gradients_of(model, step)
-            optimizer.step()
-    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+    momentum_is_that_of_sgd(node_size=2)
 
 
 @CHECKS(("int8",), (TopK(0.05),), (TopK(0.1, algorithm="split"),))

@@ -138,36 +138,31 @@ class ShardLayout:
         return self._partial[key]
 
 
+@dataclass(kw_only=True, eq=False)
 class LayoutFinder:
-    """The layouts of one FSDP module's messages."""
+    """The layouts of one FSDP module's messages.
 
-    def __init__(
-        self,
-        *,
-        op: str,
-        block: int,
-        module: FSDPModule | None,
-        name: str,
-        model: nn.Module | None,
-        keep_dense: KeepDense,
-        min_numel: int,
-    ) -> None:
-        """Name the parameters of ``module`` as ``model`` does, else as the module itself does."""
-        check_kind(op, "module", module, nn.Module)
-        check_kind(op, "model", model, nn.Module)
-        check_kind(op, "name", name, str, required=True)
-        check_callable(op, "keep_dense", keep_dense)
-        self.module = module
-        self.name = name
-        self._op = op
+    It names the parameters of ``module`` as ``model`` does, else as the module itself does.
+    """
+
+    op: str
+    block: int
+    module: FSDPModule | None
+    name: str
+    model: nn.Module | None
+    keep_dense: KeepDense
+    min_numel: int
+
+    def __post_init__(self) -> None:
+        check_kind(self.op, "module", self.module, nn.Module)
+        check_kind(self.op, "model", self.model, nn.Module)
+        check_kind(self.op, "name", self.name, str, required=True)
+        check_callable(self.op, "keep_dense", self.keep_dense)
         self._warned = False
-        self._block = block
-        self._keep_dense = keep_dense
-        self._min_numel = min_numel
         self._names: dict[nn.Module, str] = {}
         self._root: nn.Module | None = None
-        if module is not None:
-            root = model if model is not None else module
+        if self.module is not None:
+            root = self.module if self.model is None else self.model
             assert isinstance(root, nn.Module)
             self._root = root
             self._names = {owner: prefix for prefix, owner in root.named_modules()}
@@ -176,9 +171,9 @@ class LayoutFinder:
     @property
     def options(self) -> dict[str, object]:
         """Options that must be equal on all ranks."""
-        rule = self._keep_dense
+        rule = self.keep_dense
         name = getattr(rule, "__qualname__", type(rule).__qualname__)
-        return {"keep_dense": name, "min_numel": self._min_numel}
+        return {"keep_dense": name, "min_numel": self.min_numel}
 
     def parameters(self) -> list[tuple[str, ManagedParameter]]:
         """Names and parameters, in the order of the messages."""
@@ -212,7 +207,7 @@ class LayoutFinder:
         if self.module is None:
             # All compressed, as one.
             whole = Segment("", 0, shard_numel, 0, True, None)
-            return ShardLayout([whole] if shard_numel else [], self._block)
+            return ShardLayout([whole] if shard_numel else [], self.block)
         entries = self.parameters()
         mask = tuple(entry.param.requires_grad for _, entry in entries)
         key = (mask, shard_numel, trainable_only, frozen_only)
@@ -226,7 +221,7 @@ class LayoutFinder:
             self._warned = True
             why = "had no gradient" if trainable_only else "are not what its messages hold"
             warnings.warn(
-                f"{self._op}: parameters of module {self.name!r} {why}, its messages are not "
+                f"{self.op}: parameters of module {self.name!r} {why}, its messages are not "
                 "compressed then; set_reduce_scatter_unused_params(True) gives every parameter a "
                 "gradient (torch 2.13 and later)",
                 stacklevel=3,
@@ -238,11 +233,11 @@ class LayoutFinder:
         start, ends = 0, {True: 0, False: 0}
         for name, entry in entries:
             numel = entry.shard_numel
-            compressed = entry.param.numel() >= self._min_numel and not self._keep_dense(
+            compressed = entry.param.numel() >= self.min_numel and not self.keep_dense(
                 name, entry.owner, entry.param
             )
             compressed &= not (frozen_only and entry.param.requires_grad)
             segments.append(Segment(name, start, numel, ends[compressed], compressed, entry))
             start += numel
-            ends[compressed] += -(-numel // self._block) * self._block if compressed else numel
-        return ShardLayout(segments, self._block)
+            ends[compressed] += -(-numel // self.block) * self.block if compressed else numel
+        return ShardLayout(segments, self.block)
