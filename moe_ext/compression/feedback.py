@@ -571,11 +571,7 @@ class FeedbackStore:
         """Replace everything."""
         self._before = self._grouped = None
         units = {name: dict(numbers) for name, numbers in state["marks"].items()}
-        self._table = _Table({}, {}, units, {})
-        for kind in ELEMENTWISE:
-            for name, tensor in state[kind].items():
-                kinds = self._table.loose.setdefault(name, {})
-                kinds[kind] = tensor.detach().clone().float()
+        self._table = _Table({}, _loose_tensors(state), units, {})
         for layout in state["layouts"]:
             extras = {key: value for key, value in layout.items() if key != "names"}
             self._table.loaded[tuple(layout["names"])] = extras
@@ -591,12 +587,18 @@ def unit_factors(before: Mapping[str, float], units: Mapping[str, float]) -> dic
     return {"residual": residual, "server": residual, "velocity": velocity}
 
 
-def by_name(state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """Name to tensors by kind of a saved store, with the residuals of shards of the sum in them."""
+def _loose_tensors(state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """Copies of the tensors of a saved store that are by element: name to tensor by kind."""
     loose: dict[str, dict[str, Tensor]] = {}
     for kind in ELEMENTWISE:
         for name, tensor in state[kind].items():
-            loose.setdefault(name, {})[kind] = tensor.clone()
+            loose.setdefault(name, {})[kind] = tensor.detach().clone().float()
+    return loose
+
+
+def by_name(state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """Name to tensors by kind of a saved store, with the residuals of shards of the sum in them."""
+    loose = _loose_tensors(state)
     for layout in state["layouts"]:
         add_loaded_shard(loose, layout["names"], layout)
     return loose
