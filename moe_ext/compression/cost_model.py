@@ -298,7 +298,12 @@ class CostModel:
             ValueError: no plain codec in ``codecs``, or an unknown name.
             RankFailureError: a rank died or did not answer.
         """
-        made = tuple(dict.fromkeys(codec_of(c, owner="CostModel.choose") for c in codecs))
+        made = tuple(
+            dict.fromkeys(
+                codec_of(codec, owner="CostModel.choose") if isinstance(codec, str) else codec
+                for codec in codecs
+            )
+        )
         plain = [codec for codec in made if codec.plain]
         if not plain:
             raise ValueError(

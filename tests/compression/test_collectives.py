@@ -68,8 +68,8 @@ def selected(rank, numel, k):
 
 
 def sizes_for(size, format):
-    """From four ranks on a format other than int8 meets empty shards and whole ones."""
-    return SIZES if size < 4 or format == "int8" else (3, SIZES[-1])
+    """From three ranks on a format other than int8 meets empty shards and whole ones."""
+    return SIZES if size < 3 or format == "int8" else (3, SIZES[-1])
 
 
 def sizes_and_counts(size):
@@ -97,7 +97,7 @@ def all_gather_adds_in_rank_order(rank, size):
 
 @check(1, 2, 3, 4, 8)
 def nothing_is_lost_by_any_algorithm_and_value_codec(rank, size):
-    codecs = ("fp32", "bf16", "int8") if size < 4 else ("fp32",)
+    codecs = ("fp32", "bf16", "int8") if size < 3 else ("fp32",)
     for (numel, k), codec in itertools.product(sizes_and_counts(size), codecs):
         gradient, magnitudes = sums_of_ranks(size, numel)
         bound = (2 * size * EPS * magnitudes).clamp(min=1e-30)

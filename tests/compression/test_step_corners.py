@@ -409,7 +409,7 @@ def test_what_has_begun_ends_where_a_later_bucket_fails(monkeypatch):
     compress_gradients(model, state)
     before = state.residuals()["a"].clone()
 
-    def buckets(copies, device):
+    def buckets(parameters, group, device):
         yield [model.a], model.a.grad.reshape(-1).clone()
         raise ValueError("later")
 
