@@ -6,11 +6,12 @@ So a formula is written once and serves one of them and a million. Shapes: C can
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from moe_ext._checks import check_choice
 from moe_ext.dispatch.wire import LOSSLESS
 from moe_ext.planner.presets import LayerParts
 
@@ -23,8 +24,7 @@ COMBINES = ("exact", "reduced")
 BALANCES = ("none", "exact")
 SCHEMES = ("ring", "ulysses")
 OFFLOADS = ("none", "host")
-# Codecs of the messages of gradients.
-# Codecs of gradients that round.
+# Codecs of gradients that round, and of the messages of gradients.
 ROUNDED = ("bf16", "fp8", "int8", "int4")
 GRADIENTS = ("none", LOSSLESS, *ROUNDED)
 # Stages of a rank with "interleaved".
@@ -107,6 +107,11 @@ def masked(c: Columns, mask: Tensor) -> Columns:
     return {name: column[index] for name, column in c.items()}
 
 
+def one_of(c: Columns, i: int) -> Columns:
+    """One candidate alone."""
+    return {name: column[i : i + 1] for name, column in c.items()}
+
+
 def runs(c: Columns, schedule: str) -> Tensor:
     """True of candidates with this schedule."""
     return c["schedule"] == SCHEDULES.index(schedule)
@@ -121,8 +126,7 @@ def number_of(name: str, value: int | str | None) -> int:
     """The value as columns have it."""
     _check_axis(name)
     if name in NAMES:
-        if value not in NAMES[name]:
-            raise ValueError(f"plan: expected {name} to be one of {NAMES[name]}, got {value!r}")
+        check_choice("plan", name, value, NAMES[name])
         return NAMES[name].index(value)
     least = 1 if name in MESH else 0
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -135,6 +139,38 @@ def number_of(name: str, value: int | str | None) -> int:
 def present(column: Tensor) -> list[int]:
     """Values of a column of small numbers, ascending."""
     found: list[int] = torch.bincount(column).nonzero().view(-1).tolist()
+    return found
+
+
+def by_values(
+    columns: Sequence[Tensor],
+    row: Callable[..., Sequence[float]],
+    *,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """Numbers `[C, N]` of each candidate, by a function of its values in some columns.
+
+    Args:
+        columns: of small numbers.
+        row: called once for all candidates that have the same values.
+        dtype: that numbers are rounded to.
+    """
+    sizes = [int(column.max()) + 1 for column in columns]
+    key = torch.zeros_like(columns[0])
+    for column, size in zip(columns, sizes, strict=True):
+        key = key * size + column
+    found = present(key)
+    values = [each.tolist() for each in torch.unravel_index(torch.tensor(found), sizes)]
+    rows = torch.tensor([row(*each) for each in zip(*values, strict=True)], dtype=dtype)
+    table = torch.zeros(found[-1] + 1, rows.shape[1], dtype=torch.float64)
+    table[found] = rows.double()
+    return table[key]
+
+
+def total(terms: Columns) -> Tensor:
+    """The sum of all columns, in their order."""
+    found = sum(terms.values())
+    assert isinstance(found, Tensor)
     return found
 
 

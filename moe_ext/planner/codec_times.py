@@ -7,9 +7,10 @@ import functools
 import torch
 from torch import Tensor
 
+from moe_ext.comm.rates import CostTable
 from moe_ext.compression import codec_of
 from moe_ext.dispatch.wire import LOSSLESS, rows_rate, sent_row_bytes
-from moe_ext.planner.axes import GRADIENTS, WIRES, present
+from moe_ext.planner.axes import GRADIENTS, WIRES, by_values, present
 from moe_ext.planner.rounds import RoundCodec
 from moe_ext.planner.sizes import BUCKET, CostPart
 
@@ -23,15 +24,17 @@ class CodecTimes(CostPart):
         found: torch.dtype = getattr(torch, self.job.dtype)
         return found
 
-    def has_rate(self, name: str) -> bool:
-        """True if the rate of a codec was measured."""
-        return self.cluster.costs is not None and name in self.cluster.costs.codecs
+    def measured(self, name: str) -> CostTable | None:
+        """The table with the rate of a codec, if it was measured."""
+        costs = self.cluster.costs
+        return costs if costs is not None and name in costs.codecs else None
 
     @functools.cached_property
     def lossless_share(self) -> float | None:
         """Share of their bytes that rows take with "lossless", as measured; None for no rate."""
-        name, costs = rows_rate(LOSSLESS, self.dtype), self.cluster.costs
-        if costs is None or not self.has_rate(name):
+        name = rows_rate(LOSSLESS, self.dtype)
+        costs = self.measured(name)
+        if costs is None:
             return None
         numel = costs.codecs[name][-1].numel
         return costs.payload_bytes(name, numel) / (numel * self.dtype.itemsize)
@@ -48,13 +51,14 @@ class CodecTimes(CostPart):
             messages: parts of the elements that are encoded one by one.
             decodes: how many times as many elements are decoded.
         """
-        found, costs, dtype = torch.zeros_like(numel), self.cluster.costs, self.dtype
+        found, dtype = torch.zeros_like(numel), self.dtype
         for i in present(wires):
             wire = WIRES[i]
             if wire is None:
                 continue
             here, name = wires == i, rows_rate(wire, dtype)
-            if costs is None or not self.has_rate(name):
+            costs = self.measured(name)
+            if costs is None:
                 # Read and written, both times.
                 each = dtype.itemsize + sent_row_bytes(wire, dim, dtype) / dim
                 moved = numel[here] * each * (1.0 + decodes[here])
@@ -78,19 +82,19 @@ class CodecTimes(CostPart):
         stages of what they take is that of the mean stage: `least` is a bound.
         """
         rows = [(float(self.job.itemsize), 0.0, 0.0)]
-        costs, bucket = self.cluster.costs, BUCKET // self.job.itemsize
+        bucket = BUCKET // self.job.itemsize
         for name in GRADIENTS[1:]:
             codec, rate = codec_of(name), name
             if name == LOSSLESS:
-                rate = rows_rate(name, self.dtype)
-                share = self.lossless_share
-                plain = bucket * self.job.itemsize
+                rate, share = rows_rate(name, self.dtype), self.lossless_share
                 if share is None:
+                    plain = bucket * self.job.itemsize
                     share = sent_row_bytes(LOSSLESS, bucket, self.dtype) / plain
                 num_bytes = share * self.job.itemsize
             else:
                 num_bytes = codec.sent_bytes(bucket, 2) / bucket
-            if costs is not None and self.has_rate(rate):
+            costs = self.measured(rate)
+            if costs is not None:
                 encode, decode = (each / bucket for each in costs.codec_seconds(rate, bucket))
             else:
                 # Gradients and codes, and of what is owed the old and the new.
@@ -102,14 +106,14 @@ class CodecTimes(CostPart):
 
     def round(self, codec: RoundCodec, numel: Tensor, ranks: Tensor) -> Tensor:
         """Seconds to encode and to decode so many elements of a pseudo-gradient."""
-        found, costs = torch.zeros_like(numel), self.cluster.costs
-        for count in present(ranks.long()):
+        costs = self.measured(codec.name)
+
+        def seconds(count: int) -> list[float]:
             passes = codec.passes(count) if count > 1 else (0.0, 0.0)
-            if costs is None or codec.name not in costs.codecs:
+            if costs is None:
                 # Each pass reads one and writes the other.
-                each = sum(passes) * (4.0 + codec.sent) / self.cluster.memory_bandwidth
-            else:
-                many = costs.codec_seconds(codec.name, 2**24)
-                each = sum(p * s for p, s in zip(passes, many, strict=True)) / 2**24
-            found = torch.where(ranks == count, each * numel, found)
-        return found
+                return [sum(passes) * (4.0 + codec.sent) / self.cluster.memory_bandwidth]
+            many = costs.codec_seconds(codec.name, 2**24)
+            return [sum(p * s for p, s in zip(passes, many, strict=True)) / 2**24]
+
+        return by_values([ranks.long()], seconds)[:, 0] * numel

@@ -135,8 +135,7 @@ class Compute(CostPart):
         numbers = torch.full_like(tokens, alone)
         # Bounds are those of all schemes.
         if "scheme" in c:
-            by_state = self.sizes.of_states(c, lambda found: float(found.scheme == "state"))
-            numbers = numbers + (shared - alone) * by_state
+            numbers = numbers + (shared - alone) * self.sizes.of_states(c)[0]
         return tokens * numbers / self._score_rate()
 
     def elementwise(self, c: Columns) -> Tensor:

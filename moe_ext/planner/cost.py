@@ -57,9 +57,8 @@ class StepCost(CostPart):
         gap = torch.where(runs(c, "interleaved"), each / CHUNKS, each)
         late = (forward + inputs - weights).clamp(min=0.0)
         gap = torch.where(runs(c, "zb-h1"), late, gap)
-        if "turns" in c:
-            gap = gap + torch.where(c["turns"] > 0, self.passes.apart(c)[1], 0.0)
-            each = torch.where(c["turns"] > 0, self._each(c), each)
+        gap = gap + torch.where(c["turns"] > 0, self.passes.apart(c)[1], 0.0)
+        each = torch.where(c["turns"] > 0, self._each(c), each)
         passes = self.sizes.num_micro_batches(c) * (each + 3.0 * self.compute.output(c))
         return passes + fill * gap + self.end.seconds(c)
 
@@ -101,7 +100,7 @@ class StepCost(CostPart):
         chunked = runs(c, "interleaved")
         idle = torch.where(chunked & ~uneven, chunks, idle)
         found = self.sizes.num_micro_batches(c) * each + idle
-        if "turns" in c and bool(c["turns"].any()):
+        if bool(c["turns"].any()):
             found = torch.where(c["turns"] > 0, self._least_in_turn(c, alike), found)
         return found + self.end.seconds(alike)
 
@@ -164,8 +163,6 @@ class StepCost(CostPart):
         stage holds S + 1 micro-batches: each takes S stages what they compute and exchange.
         """
         found = self.passes.seconds(c)
-        if "turns" not in c:
-            return found
         work, exchanges = self.passes.apart(c)
         in_order = runs(c, "1f1b") | runs(c, "zb-h1")
         there = (work + exchanges) * c["pp"] / (c["pp"] + 1)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from moe_ext.dispatch.auto import DispatchShape, expected_ranks
 from moe_ext.dispatch.wire import LOSSLESS, Wire
 from moe_ext.ops.quantize import row_bytes
-from moe_ext.planner.axes import COMBINES, DISPATCHERS, KV_WIRES, WIRES, Columns, present
+from moe_ext.planner.axes import (
+    COMBINES,
+    DISPATCHERS,
+    KV_WIRES,
+    SCHEMES,
+    WIRES,
+    Columns,
+    by_values,
+)
 from moe_ext.planner.codec_times import CodecTimes
 from moe_ext.planner.compute import Compute
 from moe_ext.planner.rank_loads import RankLoads
@@ -25,39 +35,41 @@ class LayerExchange(CostPart):
     ) -> None:
         super().__init__(sizes)
         self.loads, self.compute, self.codecs = loads, compute, codecs
-        self._known: dict[tuple[int, ...], tuple[float, ...]] = {}
+        self._known = functools.cache(self._sent_and_coded)
 
-    def dispatch_bytes(
-        self, ep: int, dispatcher: str, wire: str | None, combine: str, *, etp: int = 1
-    ) -> float:
-        """Bytes that a token sends through a layer, to the experts and back, for even routing."""
-        return sum(self._dispatch(ep, etp, dispatcher, wire, combine))
-
-    def _dispatch(
-        self, ep: int, etp: int, dispatcher: str, wire: str | None, combine: str
-    ) -> tuple[float, float]:
-        """Bytes that stay in the node, and that leave it."""
-        if ep * etp == 1:
-            return 0.0, 0.0
-        share = self.codecs.lossless_share if wire == LOSSLESS else None
-        return self._sent(ep, etp, dispatcher, combine, wire, share)
-
-    def _sent(
+    def sent(
         self,
         ep: int,
         etp: int,
         dispatcher: str,
-        combine: str,
         wire: str | None,
-        share: float | None,
+        combine: str,
+        *,
+        share: float | None = None,
     ) -> tuple[float, float]:
-        """Bytes as `_dispatch`; `share`: of their bytes that rows take with "lossless"."""
+        """Bytes that a token sends through a layer, to experts and back, for even routing.
+
+        Args:
+            ep: ranks that the experts lie over.
+            etp: shards of each.
+            dispatcher: as of the axis.
+            wire: as of the axis.
+            combine: as of the axis.
+            share: of their bytes that rows take with "lossless"; None for the measured one.
+
+        Returns:
+            Bytes that stay in the node, and bytes that leave it.
+        """
+        if ep * etp == 1:
+            return 0.0, 0.0
         m, inner, ranks = self.model, self.cluster.levels[0].size, ep * etp
+        if share is None and wire == LOSSLESS:
+            share = self.codecs.lossless_share
         node = min(ranks, inner) if ranks % min(ranks, inner) == 0 else 1
         sizes = m.num_experts, m.top_k, ranks, node, m.model_dim, self.codecs.dtype
         shape = DispatchShape(*sizes, Wire.of("plan", wire), etp, share)
-        sent, off = shape.sent_bytes(dispatcher, combine, 1)
-        near, limit = sent - off, self.job.node_limit
+        whole, off = shape.sent_bytes(dispatcher, combine, 1)
+        near, limit = whole - off, self.job.node_limit
         if limit and dispatcher == "hierarchical":
             # Even routing would reach more nodes than the limit to which the router keeps.
             off *= min(1.0, limit / expected_ranks(m.num_experts, ranks // node, m.top_k))
@@ -76,32 +88,25 @@ class LayerExchange(CostPart):
         if wire == LOSSLESS:
             # All that leaves a rank, there and back, but indices and weights.
             whole, beside = (
-                sum(self._sent(ep, 1, dispatcher, combine, wire, each)) for each in (1.0, 0.0)
+                sum(self.sent(ep, 1, dispatcher, wire, combine, share=share))
+                for share in (1.0, 0.0)
             )
             return (whole - beside) / self.job.itemsize, 2.0 * (ep - 1)
         once = 1.0 if dispatcher == "allgather" else expected_ranks(m.num_experts, ep, m.top_k)
         return m.model_dim * (m.top_k if dispatcher == "alltoall" else once), 1.0
 
+    def _sent_and_coded(
+        self, ep: int, etp: int, dispatcher: int, wire: int, combine: int
+    ) -> tuple[float, ...]:
+        """Numbers of `sent` and `_coded`, by values as columns have them."""
+        names = DISPATCHERS[dispatcher], WIRES[wire], COMBINES[combine]
+        return *self.sent(ep, etp, *names), *self._coded(ep, *names)
+
     def rows(self, c: Columns) -> Tensor:
         """Seconds of a layer's pass in which rows go to experts and back."""
         m, tokens = self.model, self.sizes.tokens(c)
-        most = (int(c[name].max()) + 1 for name in _AXES[:2])
-        shape = (*most, len(DISPATCHERS), len(WIRES), len(COMBINES))
-        table = torch.zeros(*shape, 4, dtype=torch.float64)
-        key = torch.zeros_like(c["ep"])
-        for name, size_of in zip(_AXES, shape, strict=True):
-            key = key * size_of + c[name]
-        for place in present(key):
-            rest, index = place, list[int]()
-            for size_of in reversed(shape):
-                rest, i = divmod(rest, size_of)
-                index.insert(0, i)
-            at = ep, etp, way, wire, back = tuple(index)
-            if at not in self._known:
-                names = DISPATCHERS[way], WIRES[wire], COMBINES[back]
-                self._known[at] = (*self._dispatch(ep, etp, *names), *self._coded(ep, *names))
-            table[at] = torch.tensor(self._known[at])
-        near, far, coded, messages = table.view(-1, 4)[key].unbind(1)
+        found = by_values([c[name] for name in _AXES], self._known, dtype=torch.float32)
+        near, far, coded, messages = found.unbind(1)
         fast, width = self.cluster.levels[0].bandwidth, self.sizes.width(c)
         latency, bandwidth = self.sizes.link(width)
         seconds = tokens * self.loads.of(c, "rows") * (near / fast + far / bandwidth)
@@ -135,7 +140,7 @@ class LayerExchange(CostPart):
 
     def swaps_heads(self, c: Columns) -> Tensor:
         """True where ranks of a cp group exchange heads: each has whole sequences of some heads."""
-        return (c["cp"] > 1) & (c.get("scheme", torch.zeros_like(c["cp"])) == 1)
+        return (c["cp"] > 1) & (c["scheme"] == SCHEMES.index("ulysses"))
 
     def heads(self, c: Columns) -> tuple[Tensor, Tensor]:
         """Seconds of a layer's exchanges of heads, forward and backward."""
@@ -153,8 +158,7 @@ class LayerExchange(CostPart):
         """Seconds of a recurrent layer's messages in a pass."""
         sizes = self.sizes
         latency, bandwidth = sizes.link(c["cp"] * c["tp"])
-        sent = sizes.of_states(c, lambda found: found.num_bytes)
-        messages = sizes.of_states(c, lambda found: found.messages)
+        _, sent, messages = sizes.of_states(c)
         return messages * latency + c["micro_batch"] * sent / bandwidth
 
     def hop(self, c: Columns) -> Tensor:

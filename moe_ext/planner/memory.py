@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.compression import codec_of
-from moe_ext.planner.axes import CHUNKS, COMBINES, GRADIENTS, Columns, present, runs
+from moe_ext.planner.axes import CHUNKS, COMBINES, GRADIENTS, Columns, by_values, runs, total
 from moe_ext.planner.presets import LayerParts
 from moe_ext.planner.rank_loads import RankLoads
 from moe_ext.planner.rounds import round_codec
@@ -28,9 +28,7 @@ class StepMemory(CostPart):
 
     def fullest(self, c: Columns) -> Tensor:
         """Bytes of the fullest rank, with the margin."""
-        total = sum(self.terms(c).values())
-        assert isinstance(total, Tensor)
-        return MARGIN * total
+        return MARGIN * total(self.terms(c))
 
     def fits(self, c: Columns, memory: Tensor | None = None) -> Tensor:
         """True for candidates that fit into the memory of processor and host.
@@ -50,22 +48,18 @@ class StepMemory(CostPart):
 
     def host(self, c: Columns) -> Tensor:
         """Bytes on the host of the fullest rank, with the margin."""
-        return (
-            MARGIN
-            * HOST_STATE
-            * torch.where(self.sizes.is_offloaded(c), self.sizes.stepped(c)[0], 0.0)
-        )
+        held = torch.where(self.sizes.is_offloaded(c), self.sizes.stepped(c)[0], 0.0)
+        return MARGIN * HOST_STATE * held
 
-    def in_flight(self, c: Columns) -> Tensor:
-        """Micro-batches whose activations the first rank holds, in stages of a rank."""
-        if "in_flight" in c:
-            return c["in_flight"]
+    def in_flight(self, c: Columns, rank: Tensor | int = 0) -> Tensor:
+        """Micro-batches whose activations a rank holds, in stages of a rank."""
         pp, micro = c["pp"].double(), self.sizes.num_micro_batches(c)
-        more = c.get("turns", torch.zeros_like(c["pp"]))
-        found = torch.minimum(pp + more, micro)
-        found = torch.where(runs(c, "gpipe"), micro, found)
-        chunks = torch.minimum(micro, (2 * (pp - 1) + (CHUNKS - 1) * pp + 1 + more) / CHUNKS)
-        return torch.where(runs(c, "interleaved"), chunks, found)
+        # In turn it holds one more.
+        more = c["turns"] * (pp > 1)
+        chunks = (2 * (pp - 1 - rank) + (CHUNKS - 1) * pp + 1 + more) / CHUNKS
+        found = torch.where(runs(c, "interleaved"), chunks, pp - rank + more)
+        found = torch.where(runs(c, "zb-h1"), pp + more, found)
+        return torch.where(runs(c, "gpipe"), micro, found.minimum(micro))
 
     def terms(self, c: Columns) -> Columns:
         """Bytes of the fullest rank when it is fullest, by what they are for.
@@ -110,9 +104,7 @@ class StepMemory(CostPart):
         if self.job.local_steps == 1:
             return torch.zeros_like(numel), torch.zeros_like(numel)
         codec, ranks = round_codec(self.job.local_codec), self.sizes.data_ranks(c)
-        owed = torch.zeros_like(numel)
-        for count in present(ranks.long()):
-            owed = torch.where(ranks == count, codec.owed(count) * numel, owed)
+        owed = by_values([ranks.long()], lambda count: [codec.owed(count)])[:, 0] * numel
         # Weights of the last round, and the outer momentum.
         kept = (1 + codec.has_momentum) * size * numel + owed
         # Beside the mean there are the worker's own weights, and the mean in 16 bits.
@@ -151,10 +143,10 @@ class StepMemory(CostPart):
                 has = has & (there > 0) if part else has
             one = torch.where(has, one.maximum(_sum(kind, numbers)), one)
         # In turn two passes may be underway, each with a layer that it computes again.
-        run = torch.where(as_one, kept, one) * (again > 0) * (1 + c.get("turns", 0))
+        run = torch.where(as_one, kept, one) * (again > 0) * (1 + c["turns"])
         # Between the two parts of a backward pass all activations are there, and the gradients of
         # what products gave.
-        in_flight = self.in_flight(c)
+        in_flight = c["in_flight"] if "in_flight" in c else self.in_flight(c)
         most = in_flight.minimum(c["pp"].double())
         late = c.get("late", torch.where(in_two & (c["pp"] > 1), most, 0.0))
         due = kept + self._due(here, c)

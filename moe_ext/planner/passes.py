@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ext.planner.axes import AGAIN, PARTS, Columns
+from moe_ext.planner.axes import AGAIN, PARTS, Columns, total
 from moe_ext.planner.compute import Compute
 from moe_ext.planner.exchange import LayerExchange
 from moe_ext.planner.sizes import CostPart, Sizes
@@ -36,10 +36,9 @@ class Passes(CostPart):
         if self.job.hidden_exchanges:
             work = found["compute"] + found["elementwise"]
             found["experts"] = (experts - work).clamp(min=0.0)
-        if "turns" in c:
-            work = sum(found.values()) - experts
-            shown = (experts - work).clamp(min=0.0)
-            found["experts"] = torch.where(c["turns"] > 0, shown, found["experts"])
+        work = sum(found.values()) - experts
+        shown = (experts - work).clamp(min=0.0)
+        found["experts"] = torch.where(c["turns"] > 0, shown, found["experts"])
         return {**found, "launches": (launches - sum(found.values())).clamp(min=0.0)}
 
     def apart(self, c: Columns) -> tuple[Tensor, Tensor]:
@@ -52,8 +51,7 @@ class Passes(CostPart):
     @staticmethod
     def _apart(found: Columns, launches: Tensor) -> tuple[Tensor, Tensor]:
         """Work and exchanges of `apart`, by the terms of `_parts`."""
-        work = sum(value for name, value in found.items() if name != "experts")
-        assert isinstance(work, Tensor)
+        work = total({name: value for name, value in found.items() if name != "experts"})
         return launches.maximum(work), found["experts"]
 
     def _parts(self, c: Columns) -> tuple[Columns, Tensor]:
@@ -123,9 +121,7 @@ class Passes(CostPart):
 
     def seconds(self, c: Columns) -> Tensor:
         """Seconds of a micro-batch's forward and backward pass on a stage, without the output."""
-        found = sum(self.terms(c).values())
-        assert isinstance(found, Tensor)
-        return found
+        return total(self.terms(c))
 
     def split(self, c: Columns) -> tuple[Tensor, Tensor, Tensor]:
         """Seconds of a stage's forward pass, gradients of inputs, and gradients of weights.
@@ -134,9 +130,8 @@ class Passes(CostPart):
         where none is in these numbers.
         """
         parts = self._parts(c)
-        total = sum(self._shown(c, *parts).values())
-        assert isinstance(total, Tensor)
-        if "turns" in c and bool(c["turns"].any()):
-            total = torch.where(c["turns"] > 0, self._apart(*parts)[0], total)
-        forward = total / (3.0 + self.sizes.again(c).layers / self.sizes.layers(c).layers)
-        return forward, total - 2.0 * forward, forward
+        whole = total(self._shown(c, *parts))
+        if bool(c["turns"].any()):
+            whole = torch.where(c["turns"] > 0, self._apart(*parts)[0], whole)
+        forward = whole / (3.0 + self.sizes.again(c).layers / self.sizes.layers(c).layers)
+        return forward, whole - 2.0 * forward, forward

@@ -30,6 +30,7 @@ from moe_ext.planner.axes import (
     divisors,
     masked,
     number_of,
+    one_of,
     runs,
 )
 from moe_ext.planner.cost import StepCost
@@ -188,21 +189,8 @@ def _options(cost: StepCost, fixed: Choice) -> dict[str, Tensor]:
 
 def _is_free(cost: StepCost, codec: str) -> bool:
     """True if a codec changes no result, and its rate was measured."""
-    return codec == LOSSLESS and cost.codecs.has_rate(
-        rows_rate(codec, getattr(torch, cost.job.dtype))
-    )
-
-
-def _check_fixed(fixed: Choice) -> None:
-    """ValueError for values that no placement has together."""
-    if (fixed.get("wire"), fixed.get("dispatcher")) == (LOSSLESS, "allgather"):
-        raise ValueError(
-            "plan: expected dispatcher to be 'alltoall', 'dedup' or 'hierarchical' with "
-            f"wire={LOSSLESS!r}, got 'allgather', which gathers rows of one length"
-        )
-    problem = gradients_problem(fixed)
-    if problem is not None:
-        raise ValueError(f"plan: {problem}")
+    rate = rows_rate(LOSSLESS, cost.codecs.dtype)
+    return codec == LOSSLESS and cost.codecs.measured(rate) is not None
 
 
 def gradients_problem(choice: Mapping[str, int | str | None]) -> str | None:
@@ -278,8 +266,8 @@ def _crossed(above: Tensor, below: Tensor) -> Tensor:
     return torch.cat([more, below.repeat(1, many)])
 
 
-def _check_served(cost: StepCost, fixed: Choice) -> None:
-    """ValueError for values that a job with local steps or a recurrent model has not."""
+def _check_fixed(cost: StepCost, fixed: Choice) -> None:
+    """ValueError for values that no placement of the job has, or none has together."""
     steps = cost.job.local_steps
     if cost.model.recurrent is not None and fixed.get("tp", 1) != 1:
         raise ValueError(
@@ -293,19 +281,22 @@ def _check_served(cost: StepCost, fixed: Choice) -> None:
                 f"plan: expected {name} to be {DEFAULTS[name]} with local_steps={steps}, got "
                 f"{fixed[name]}"
             )
-
-
-def _check_offload(cost: StepCost, fixed: Choice) -> None:
-    """ValueError for values that are not served beside an optimizer on the host."""
-    if fixed.get("offload") != "host":
-        return
-    if cost.cluster.host is None:
+    on_host = fixed.get("offload") == "host"
+    if on_host and cost.cluster.host is None:
         raise ValueError("plan: expected offload to be 'none' without cluster.host, got 'host'")
     for name, served in (("tp", (1,)), ("zero", (0, 1))):
-        if name in fixed and fixed[name] not in served:
+        if on_host and name in fixed and fixed[name] not in served:
             raise ValueError(
                 f"plan: expected {name} to be in {served} with offload='host', got {fixed[name]}"
             )
+    if (fixed.get("wire"), fixed.get("dispatcher")) == (LOSSLESS, "allgather"):
+        raise ValueError(
+            "plan: expected dispatcher to be 'alltoall', 'dedup' or 'hierarchical' with "
+            f"wire={LOSSLESS!r}, got 'allgather', which gathers rows of one length"
+        )
+    problem = gradients_problem(fixed)
+    if problem is not None:
+        raise ValueError(f"plan: {problem}")
 
 
 def _fixed(rows: Tensor, names: Sequence[str], fixed: Choice) -> Tensor:
@@ -346,9 +337,7 @@ def search(
     fixed = dict(fixed or {})
     for name, value in fixed.items():
         number_of(name, value)
-    _check_served(cost, fixed)
-    _check_offload(cost, fixed)
-    _check_fixed(fixed)
+    _check_fixed(cost, fixed)
     mesh = _fixed(meshes(cost, all_shards="etp" in fixed), MESH, fixed)
     options = _options(cost, fixed)
     num_options = math.prod(map(len, options.values()))
@@ -364,7 +353,7 @@ def search(
     mesh, bounds = mesh[order], bounds[order]
     all_again = fixed.get("recompute") == 1
     at_once = max(1, _AT_ONCE // num_options)
-    kept: list[_Costed] = []
+    kept: list[Columns] = []
     points = too_large = 0
     # The least time that a placement which is not simulated can take.
     limit, left, nearest = float("inf"), float("inf"), float("inf")
@@ -386,38 +375,37 @@ def search(
         i = int(over.argmin())
         if float(over[i]) < nearest:
             nearest = float(over[i])
-            one = {name: column[i : i + 1] for name, column in columns.items()}
-            least = Found(choice_of(columns, i), float(cost.seconds(one)), float(memory[i]))
+            seconds = float(cost.seconds(one_of(columns, i)))
+            least = Found(choice_of(columns, i), seconds, float(memory[i]))
         if not bool(fits.any()):
             continue
-        columns = masked(columns, fits)
-        found = _Costed.of(cost, columns, memory[fits], all_again=all_again)
+        costed = _costed(cost, masked(columns, fits), memory[fits], all_again=all_again)
         if not exhaustive:
-            best = found.best()
-            left = min([left, *found.bound[~best].tolist()])
-            found = found.at(best)
-        kept.append(found)
-        plain = [each.likely[each.columns["turns"] == 0] for each in kept]
+            best = _best(costed)
+            left = min([left, *costed["bound"][~best].tolist()])
+            costed = masked(costed, best)
+        kept.append(costed)
+        plain = [each["likely"][each["turns"] == 0] for each in kept]
         times = torch.cat(plain).sort().values
         if len(times) >= SIMULATED:
             limit = float(times[SIMULATED - 1])
     if points == 0:
         raise ValueError(none)
-    if not sum(len(each.seconds) for each in kept):
+    if not kept:
         return SearchResult(None, (), least, points, too_large, True)
-    every = _Costed.joined(kept)
+    every = {name: torch.cat([each[name] for each in kept]) for name in kept[0]}
     num_simulated = passes = turn_passes = 0
     # The best ones, ascending.
     ranked: list[Found] = []
-    order = torch.argsort(every.likely, stable=True)
-    order = order[torch.argsort(every.columns["turns"][order], stable=True)]
+    order = torch.argsort(every["likely"], stable=True)
+    order = order[torch.argsort(every["turns"][order], stable=True)]
     for i in order.tolist():
-        bound, most = float(every.bound[i]), math.inf
+        bound, most = float(every["bound"][i]), math.inf
         if len(ranked) == _RANKED and not exhaustive:
             most = ranked[-1].seconds
             if bound >= most:
                 continue
-        one = {name: column[i : i + 1] for name, column in every.columns.items()}
+        one = one_of(every, i)
         here, in_turn = int(one["pp"] * cost.sizes.num_micro_batches(one)), bool(one["turns"])
         enough = num_simulated >= SIMULATED and passes >= _PASSES
         if (turn_passes + here > _TURN_PASSES if in_turn else enough) and not exhaustive:
@@ -436,82 +424,58 @@ def search(
         if len(ranked) == _RANKED and seconds >= ranked[-1].seconds:
             continue
         fullest = float(cost.memory.fullest(rank_columns(cost, one, stages)).max())
-        ranked.append(Found(choice_of(every.columns, i), seconds, fullest, stages))
+        ranked.append(Found(choice_of(every, i), seconds, fullest, stages))
         ranked = sorted(ranked, key=lambda each: each.seconds)[:_RANKED]
     found_best = ranked[0] if ranked else None
     front, smallest = [], float("inf")
-    for i in torch.argsort(every.seconds, stable=True).tolist():
-        if float(every.memory[i]) < smallest:
-            smallest = float(every.memory[i])
-            front.append(Found(choice_of(every.columns, i), float(every.seconds[i]), smallest))
+    for i in torch.argsort(every["seconds"], stable=True).tolist():
+        if float(every["memory"][i]) < smallest:
+            smallest = float(every["memory"][i])
+            front.append(Found(choice_of(every, i), float(every["seconds"][i]), smallest))
     proven = found_best is not None and left >= found_best.seconds
     return SearchResult(
         *(found_best, tuple(front), least, points, too_large, proven), tuple(ranked[1:])
     )
 
 
-@dataclass(frozen=True)
-class _Costed:
-    """Candidates by closed forms of even stages whose layers are all computed again, or none.
+def _costed(cost: StepCost, c: Columns, memory: Tensor, *, all_again: bool) -> Columns:
+    """Candidates that fit with columns of closed forms, whose stages are even and all alike.
 
-    Attributes:
-        columns: of them.
-        seconds: of a step.
-        memory: bytes of the fullest rank.
-        likely: seconds with as few layers computed again as fit, by a line between none and all.
-        bound: seconds that a step takes at least, whatever layers its stages have.
+    Beside "memory" these are "seconds" of a step with all layers computed again, or none; "likely",
+    with as few layers computed again as fit, by a line between none and all; and "bound", seconds
+    that a step takes at least, whatever layers its stages have.
+
+    Args:
+        cost: of placements.
+        c: the candidates.
+        memory: bytes of the fullest rank of each.
+        all_again: with recompute all layers are computed again.
     """
+    seconds, bound = cost.seconds(c), cost.least(c)
+    share = c["recompute"].double()
+    # With zb-h1 a stage runs again whole.
+    some = (share == 1) & ~runs(c, "zb-h1") & (not all_again)
+    if bool(some.any()):
+        part = masked(c, some)
+        full = cost.memory.fullest({**part, "recompute": torch.zeros_like(part["recompute"])})
+        saved = (full - memory[some]).clamp(min=1e-9)
+        share[some] = ((full - cost.cluster.memory) / saved).clamp(0.0, 1.0)
+    likely = torch.where(runs(c, "interleaved"), seconds, cost.likely(c, share))
+    # A placement that fits without recompute is among the candidates already.
+    likely[some & (share == 0)] = bound[some & (share == 0)] = torch.inf
+    return {**c, "seconds": seconds, "memory": memory, "likely": likely, "bound": bound}
 
-    columns: Columns
-    seconds: Tensor
-    memory: Tensor
-    likely: Tensor
-    bound: Tensor
 
-    @classmethod
-    def of(cls, cost: StepCost, columns: Columns, memory: Tensor, *, all_again: bool) -> _Costed:
-        """Cost candidates that fit; `all_again`: with recompute all layers are computed again."""
-        seconds, bound = cost.seconds(columns), cost.least(columns)
-        share = columns["recompute"].double()
-        # With zb-h1 a stage runs again whole.
-        some = (share == 1) & ~runs(columns, "zb-h1")
-        if all_again:
-            some &= False
-        if bool(some.any()):
-            part = masked(columns, some)
-            full = cost.memory.fullest({**part, "recompute": torch.zeros_like(part["recompute"])})
-            saved = (full - memory[some]).clamp(min=1e-9)
-            share[some] = ((full - cost.cluster.memory) / saved).clamp(0.0, 1.0)
-        likely = cost.likely(columns, share)
-        uneven = ~runs(columns, "interleaved")
-        likely = torch.where(uneven, likely, seconds)
-        # A placement that fits without recompute is among the candidates already.
-        likely[some & (share == 0)] = bound[some & (share == 0)] = torch.inf
-        return cls(columns, seconds, memory, likely, bound)
-
-    @classmethod
-    def joined(cls, parts: Sequence[_Costed]) -> _Costed:
-        columns = {name: torch.cat([part.columns[name] for part in parts]) for name in AXES}
-        names = ("seconds", "memory", "likely", "bound")
-        return cls(columns, *(torch.cat([getattr(part, name) for part in parts]) for name in names))
-
-    def at(self, index: Tensor) -> _Costed:
-        """The candidates that a mask names."""
-        rest = (self.seconds, self.memory, self.likely, self.bound)
-        return _Costed(masked(self.columns, index), *(column[index] for column in rest))
-
-    def best(self) -> Tensor:
-        """A mask of the quickest, and of those that are smaller than all quicker ones."""
-        found = torch.zeros(len(self.seconds), dtype=torch.bool)
-        if not len(found):
-            return found
-        order = torch.argsort(self.seconds, stable=True)
-        falls = self.memory[order].cummin(0).values
-        found[order[0]] = True
-        found[order[1:]] = falls[1:] < falls[:-1]
-        for in_turn in (0, 1):
-            others = self.columns["turns"] != in_turn
-            likely = self.likely.masked_fill(others, torch.inf)
-            quick = torch.argsort(likely, stable=True)[: 10 * SIMULATED]
-            found[quick[~others[quick]]] = True
-        return found
+def _best(c: Columns) -> Tensor:
+    """A mask of the quickest, and of those that are smaller than all quicker ones."""
+    found = torch.zeros(len(c["seconds"]), dtype=torch.bool)
+    order = torch.argsort(c["seconds"], stable=True)
+    falls = c["memory"][order].cummin(0).values
+    found[order[0]] = True
+    found[order[1:]] = falls[1:] < falls[:-1]
+    for in_turn in (0, 1):
+        others = c["turns"] != in_turn
+        quick = torch.argsort(c["likely"].masked_fill(others, torch.inf), stable=True)
+        quick = quick[: 10 * SIMULATED]
+        found[quick[~others[quick]]] = True
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from moe_ext.attention.layouts import make_layout
 from moe_ext.attention.recurrent.functional import conv_sent_bytes, most_sent_bytes
-from moe_ext.planner.axes import AGAIN, OFFLOADS, PARTS, SCHEMES, Columns, present
+from moe_ext.planner.axes import AGAIN, OFFLOADS, PARTS, SCHEMES, Columns, by_values
 from moe_ext.planner.cluster import ClusterSpec
 from moe_ext.planner.job import Job
 from moe_ext.planner.presets import LayerParts, ModelSpec
@@ -120,7 +119,7 @@ class Sizes:
     @staticmethod
     def width(c: Columns) -> Tensor:
         """Ranks of an expert-parallel group."""
-        return c["ep"] * c["etp"] if "etp" in c else c["ep"]
+        return c["ep"] * c["etp"]
 
     def copies(self, c: Columns) -> tuple[Tensor, Tensor]:
         """Ranks that hold the same dense parameters, and those that hold the same experts."""
@@ -188,15 +187,14 @@ class Sizes:
             self._states[cp, name] = found
         return self._states[cp, name]
 
-    def of_states(self, c: Columns, number: Callable[[SharedStates], float]) -> Tensor:
-        """A number of each candidate by how its recurrent layers share sequences."""
-        ranks = c["cp"].long()
-        key = len(SCHEMES) * ranks + c.get("scheme", torch.zeros_like(ranks))
-        table = torch.zeros(int(key.max()) + 1, dtype=torch.float64)
-        for one in present(key):
-            cp, scheme = divmod(one, len(SCHEMES))
-            table[one] = number(self.states(cp, SCHEMES[scheme]))
-        return table[key]
+    def of_states(self, c: Columns) -> tuple[Tensor, ...]:
+        """Ways in which recurrent layers share sequences: 1 for "state", bytes, and messages."""
+
+        def row(cp: int, scheme: int) -> tuple[float, float, float]:
+            found = self.states(cp, SCHEMES[scheme])
+            return float(found.scheme == "state"), found.num_bytes, found.messages
+
+        return by_values([c["cp"], c["scheme"]], row).unbind(1)
 
     def parameters(self, c: Columns) -> tuple[Tensor, Tensor]:
         """Parameters of a rank before ZeRO: dense ones and those of experts."""

@@ -13,8 +13,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,10 +57,11 @@ def stage_columns(cost: StepCost, c: Columns, stages: Sequence[StageLayers]) -> 
     """One candidate as a candidate for each of its stages, with what the stage has."""
     parts = cost.model.parts
     rows = [
-        (*_sum(parts[stage.start : stage.end]), *_sum(parts[i] for i in stage.again), *rest)
-        for stage, rest in zip(stages, _rest(cost, c, len(stages)), strict=True)
+        (*_sum(parts[stage.start : stage.end]), *_sum(parts[i] for i in stage.again))
+        for stage in stages
     ]
-    return _with(c, torch.tensor(rows, dtype=torch.float64))
+    counts = torch.tensor(rows, dtype=torch.float64)
+    return _with(c, torch.cat([counts, _rest(cost, c, len(stages))], 1))
 
 
 def _sum(parts: Iterable[LayerParts]) -> LayerParts:
@@ -116,7 +118,7 @@ def simulated(
         most: seconds beyond which it may be infinite, too, for a plan in turn.
     """
     ranks, micro = int(c["pp"]), int(cost.sizes.num_micro_batches(c))
-    if ranks > 1 and "turns" in c and bool(c["turns"]):
+    if ranks > 1 and bool(c["turns"]):
         stages = stages or even_stages(cost.model.num_layers, c)
         own = rank_columns(cost, c, stages)
         ends = float(cost.end.seconds(own).max())
@@ -124,23 +126,29 @@ def simulated(
         is_counted = found is not None and _counted(found, own["late"].tolist())
         return found.makespan + ends if found is not None and is_counted else math.inf
     if stages is None:
-        count = ranks * (CHUNKS if bool(runs(c, "interleaved")) else 1)
-        each = {name: column.expand(count) for name, column in c.items()}
+        count = ranks * (CHUNKS if ranks > 1 and bool(runs(c, "interleaved")) else 1)
+        own, each = c, {name: column.expand(count) for name, column in c.items()}
         parts = [part * ranks / count for part in cost.passes.split(each)]
-        ends = float(cost.end.seconds(c))
     else:
-        each = stage_columns(cost, c, stages)
-        parts = list(cost.passes.split(each))
         own = rank_columns(cost, c, stages)
-        ends = float(cost.end.seconds(own).max())
-    loss = torch.zeros_like(parts[0])
-    loss[-1] = float(cost.compute.output(c))
+        parts = list(cost.passes.split(stage_columns(cost, c, stages)))
+    ends = float(cost.end.seconds(own).max())
+    forward, inputs, weights = _with_output(cost, c, parts)
     if ranks == 1:
-        return micro * float(sum(part.sum() + loss.sum() for part in parts)) + ends
-    table = _table(SCHEDULES[int(c["schedule"])], ranks, micro)
-    forward, inputs, weights = ((part + loss).tolist() for part in parts)
+        return micro * (forward[0] + inputs[0] + weights[0]) + ends
     costs = Costs(forward, inputs, weights, hop=float(cost.exchange.hop(c)))
-    return makespan(table, costs) + ends
+    return makespan(_table(SCHEDULES[int(c["schedule"])], ranks, micro), costs) + ends
+
+
+def _with_output(
+    cost: StepCost, c: Columns, parts: Iterable[Tensor]
+) -> Iterator[tuple[float, ...]]:
+    """Seconds of parts of a pass on each stage, of which the last one has the output as well."""
+    output = float(cost.compute.output(c))
+    for part in parts:
+        loss = torch.zeros_like(part)
+        loss[-1] = output
+        yield tuple((part + loss).tolist())
 
 
 def _counted(plan: TurnPlan, late: Sequence[float]) -> bool:
@@ -178,38 +186,29 @@ def turn_plan(cost: StepCost, c: Columns, stages: Sequence[StageLayers]) -> Turn
 def _passes_in_turn(cost: StepCost, c: Columns, stages: Sequence[StageLayers]) -> _PassesInTurn:
     schedule, micro = SCHEDULES[int(c["schedule"])], int(cost.sizes.num_micro_batches(c))
     costs = turn_costs(cost, c, stages)
-    facts = [tuple(each) for each in (costs.forward, costs.input_gradient, costs.weight_gradient)]  # type: ignore[arg-type]
+    facts = (costs.forward, costs.input_gradient, costs.weight_gradient, costs.hop)
     travel = (tuple(costs.transfer.items()), tuple(costs.exchanges.items()))  # type: ignore[union-attr]
-    return _PassesInTurn.of(schedule, int(c["pp"]), micro, *facts, costs.hop, *travel)
+    return _known_passes(schedule, int(c["pp"]), micro, (*facts, *travel))
+
+
+@functools.lru_cache(maxsize=256)
+def _known_passes(schedule: str, ranks: int, micro: int, facts: tuple[Any, ...]) -> _PassesInTurn:
+    """Passes that placements whose optimizers differ, say, have in common."""
+    forward, inputs, weights, hop, transfer, exchanges = facts
+    costs = Costs(
+        *(forward, inputs, weights), hop=hop, transfer=dict(transfer), exchanges=dict(exchanges)
+    )
+    return _PassesInTurn(_table(schedule, ranks, micro), costs)
 
 
 class _PassesInTurn:
-    """Passes in turn, which placements whose optimizers differ, say, have in common."""
+    """Passes that go beside each other, and what is known of the time that they take."""
 
     def __init__(self, table: ActionTable, costs: Costs) -> None:
         self._table, self._costs = table, costs
         self._plan: TurnPlan | None = None
         # It takes longer than this.
         self._more_than = 0.0
-
-    @classmethod
-    @functools.lru_cache(maxsize=256)
-    def of(
-        cls,
-        schedule: str,
-        ranks: int,
-        micro: int,
-        forward: tuple[float, ...],
-        inputs: tuple[float, ...],
-        weights: tuple[float, ...],
-        hop: float,
-        transfer: tuple[tuple[str, float], ...],
-        exchanges: tuple[tuple[str, tuple[tuple[float, float], ...]], ...],
-    ) -> _PassesInTurn:
-        costs = Costs(
-            *(forward, inputs, weights), hop=hop, transfer=dict(transfer), exchanges=dict(exchanges)
-        )
-        return cls(_table(schedule, ranks, micro), costs)
 
     def within(self, most: float) -> TurnPlan | None:
         """The plan; None where it is not known yet and takes longer than `most`."""
@@ -222,9 +221,6 @@ class _PassesInTurn:
 def turn_costs(cost: StepCost, c: Columns, stages: Sequence[StageLayers]) -> Costs:
     """Costs of the passes of one candidate, with its exchanges apart."""
     each = stage_columns(cost, c, stages)
-    forward, inputs, weights = cost.passes.split(each)
-    loss = torch.zeros_like(forward)
-    loss[-1] = float(cost.compute.output(c))
     _, seconds = cost.passes.apart(each)
     exchanges: dict[str, tuple[tuple[float, float], ...]] = {}
     transfer: dict[str, float] = {}
@@ -238,14 +234,9 @@ def turn_costs(cost: StepCost, c: Columns, stages: Sequence[StageLayers]) -> Cos
             at = [(k + (kind == "F")) / count for k in range(count)]
             exchanges[f"{s}{kind}"] = tuple((share, share) for share in at)
             transfer[f"{s}{kind}"] = travel * layers / (2 * moe + again) / count
-    return Costs(
-        forward=(forward + loss).tolist(),
-        input_gradient=(inputs + loss).tolist(),
-        weight_gradient=(weights + loss).tolist(),
-        hop=float(cost.exchange.hop(c)),
-        transfer=transfer,
-        exchanges=exchanges,
-    )
+    forward, inputs, weights = _with_output(cost, c, cost.passes.split(each))
+    hop = float(cost.exchange.hop(c))
+    return Costs(forward, inputs, weights, hop=hop, transfer=transfer, exchanges=exchanges)
 
 
 @functools.lru_cache(maxsize=64)
@@ -258,39 +249,26 @@ def _with(c: Columns, rows: Tensor) -> Columns:
     return {**whole, **dict(zip(STAGE, rows.unbind(1), strict=True))}
 
 
-def _rest(cost: StepCost, c: Columns, num_stages: int) -> list[tuple[float, ...]]:
-    """Ends, micro-batches (see `_held`) and the loss of each stage, in the order of `STAGE`."""
-    micro, pp = float(cost.sizes.num_micro_batches(c)), int(c["pp"])
-    schedule = SCHEDULES[int(c["schedule"])]
-    # In turn a rank holds one more.
-    more = int(c["turns"]) if "turns" in c and pp > 1 else 0
+def _rest(cost: StepCost, c: Columns, num_stages: int) -> Tensor:
+    """The last columns of `STAGE`, `[S, 4]`: ends, micro-batches, late ones, and the loss."""
+    micro, pp = cost.sizes.num_micro_batches(c).double(), int(c["pp"])
+    stage = torch.arange(num_stages)
+    rank, is_last = stage % pp, (stage == num_stages - 1).double()
+    ends = (stage == 0) + is_last
     # Tied weights are on both ends of a pipeline.
-    both = 1.0 if cost.model.tied else 2.0
-    rest = list[tuple[float, ...]]()
-    for s in range(num_stages):
-        is_first, is_last = s == 0, s == num_stages - 1
-        ends = both if is_first and is_last else float(is_first) + float(is_last)
-        rest.append((ends, *_held(schedule, micro, pp, s % pp, more), float(is_last)))
-    return rest
-
-
-def _held(schedule: str, micro: float, pp: int, rank: int, more: int) -> tuple[float, float]:
-    """Micro-batches that a stage holds, and those whose gradients of weights alone are left."""
-    if schedule == "gpipe":
-        return micro, 0.0
-    if schedule == "interleaved" and pp > 1:
-        return min(micro, (2 * (pp - 1 - rank) + (CHUNKS - 1) * pp + 1 + more) / CHUNKS), 0.0
-    if schedule == "zb-h1" and pp > 1:
-        # A first stage has no gradient of its input to compute before.
-        return min(micro, float(pp + more)), min(micro, rank + 1.0) if rank else 0.0
-    return min(micro, float(pp - rank + more)), 0.0
+    if num_stages == 1 and cost.model.tied:
+        ends = is_last
+    # A first stage has no gradient of its input to compute before.
+    in_two = runs(c, "zb-h1") & (rank > 0)
+    late = torch.where(in_two, micro.minimum(rank + 1), 0.0)
+    return torch.stack([ends, cost.memory.in_flight(c, rank), late, is_last], 1)
 
 
 def _choices(c: Columns, all_again: bool, counts: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Numbers of layers of each kind that a stage may compute again, of as many as it has."""
     if not int(c["recompute"]):
         return [(0,) * len(counts)]
-    if all_again or bool(runs(c, "zb-h1")):
+    if all_again:
         return [counts]
     return list(itertools.product(*(range(count + 1) for count in counts)))
 
@@ -323,8 +301,7 @@ def _even(cost: StepCost, c: Columns, all_again: bool) -> tuple[StageLayers, ...
     again = torch.tensor([one for each in tried for one in each], dtype=torch.float64)
     parts = again @ torch.tensor(cost.model.kinds, dtype=torch.float64)
     columns |= dict(zip(AGAIN, parts.unbind(1), strict=True))
-    seconds = sum(cost.passes.terms(columns).values()) + torch.zeros(len(ranks))
-    seconds = seconds.masked_fill(~cost.memory.fits(columns), torch.inf)
+    seconds = cost.passes.seconds(columns).masked_fill(~cost.memory.fits(columns), torch.inf)
     chosen = set[int]()
     for own, each, times in zip(
         layers, tried, seconds.split([len(each) for each in tried]), strict=True
@@ -455,11 +432,8 @@ class _Chain:
         return float((seconds.sum() + (self._micro - 1) * seconds.max()) / self._micro)
 
     def _seconds(self, columns: Columns) -> Tensor:
-        parts = self._cost.passes.terms(columns).values()
-        found = 3.0 * self._cost.compute.output(columns) * columns["loss"]
-        for part in parts:
-            found = found + part
-        return found
+        output = 3.0 * self._cost.compute.output(columns) * columns["loss"]
+        return sum(self._cost.passes.terms(columns).values(), output)
 
     def _costed(self, options: list[_Option]) -> tuple[Tensor, Tensor, Tensor]:
         """Seconds of a micro-batch, bytes, and whether they fit, by kind and layers run again."""
@@ -474,7 +448,7 @@ class _Chain:
         # Parts of layers of each kind.
         parts = torch.tensor(self._kinds, dtype=torch.float64)
         counts = torch.tensor([each[1:] for each in options], dtype=torch.float64) @ parts
-        rest = torch.tensor([self._rest[s] for s, _, _ in options], dtype=torch.float64)
+        rest = self._rest[[s for s, _, _ in options]]
         return _with(self._c, torch.cat([counts.flatten(1), rest], 1))
 
     def _cuts(self, times: Tensor) -> list[int] | None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor
 
 from moe_ext.compression import codec_of
 from moe_ext.dispatch.wire import LOSSLESS
-from moe_ext.planner.axes import GRADIENTS, Columns, present
+from moe_ext.planner.axes import GRADIENTS, Columns, by_values
 from moe_ext.planner.codec_times import CodecTimes
 from moe_ext.planner.passes import Passes
 from moe_ext.planner.rounds import round_codec
@@ -67,10 +65,12 @@ class StepEnd(CostPart):
         lengths = sizes.ring(ranks, stride, torch.zeros_like(numel))
         rings = rings + torch.where(codecs == GRADIENTS.index(LOSSLESS), lengths, 0.0)
         counts = ranks.round().long()
-        passes = torch.zeros(len(GRADIENTS), int(counts.max()) + 1, 2, dtype=torch.float64)
-        for i, size in itertools.product(present(codecs), present(counts)):
-            passes[i, size] = torch.tensor(codec_of(GRADIENTS[i]).passes(max(size, 1)))
-        encodes, decodes = passes[codecs, counts].unbind(1)
+        passes = by_values(
+            [codecs, counts],
+            lambda i, size: codec_of(GRADIENTS[i]).passes(max(size, 1)),
+            dtype=torch.float32,
+        )
+        encodes, decodes = passes.unbind(1)
         coding = numel * (encodes * encode + decodes * decode)
         return 2.0 * sizes.measured("all_reduce") * rings + torch.where(counts > 1, coding, 0.0)
 
