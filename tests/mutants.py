@@ -619,8 +619,8 @@ MUTANTS = [
     Mutant(
         "the command cannot say the format of layers",
         "moe_ext/planner/cli.py",
-        "        layer_dtype=arguments.layer_dtype,\n",
-        "",
+        "for each in fields(Job)}",
+        'for each in fields(Job) if each.name != "layer_dtype"}',
         "tests/planner/test_spec.py -k say_all",
     ),
     Mutant(

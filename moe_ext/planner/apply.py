@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,9 @@ from moe_ext.distributed import MoEMesh, fully_shard, sync_gradients
 from moe_ext.distributed.dtensor import is_dtensor, local_part
 from moe_ext.distributed.gradients import gradient_buckets
 from moe_ext.distributed.placement import sharded_parameters
+from moe_ext.integrations.huggingface import replace
+from moe_ext.integrations.huggingface.stages import Stages, decoder_of
+from moe_ext.integrations.huggingface.tensor_parallel import parallelize, tensor_parallel_styles
 from moe_ext.nn.experts import slots_of_shards
 from moe_ext.optim import CPUAdamW, DiLoCo, SparseLoCo
 from moe_ext.pipeline import ActionTable, Pipeline, TurnPlan, make_table
@@ -34,11 +38,7 @@ from moe_ext.planner.spec import model_spec
 from moe_ext.planner.stage_layers import StageLayers, even_stages, turn_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from moe_ext.integrations.huggingface.stages import Stages
     from moe_ext.planner.plan import Plan
-
 
 # Sizes of a model that all of its specifications say alike.
 _SIZES = (
@@ -111,8 +111,9 @@ class Applied:
                     f"Applied.sent_bytes: expected a plan whose {axis} has messages of known "
                     f"lengths, got {LOSSLESS!r}: how long they are depends on the numbers in them"
                 )
+        experts, group = self.plan.model.num_experts, self.mesh.ep_group
         options: dict[str, Any] = {
-            "num_experts": self.plan.model.num_experts * etp,
+            "num_experts": experts * etp,
             "model_dim": self.plan.model.model_dim,
             "dispatcher": choice["dispatcher"],
             "wire": choice["wire"],
@@ -125,7 +126,7 @@ class Applied:
         rows, again = 0, _again(self.plan)
         layers = itertools.cycle(i for i in self._layers() if self.plan.model.has_experts[i])
         for chosen, layer in zip(routing, layers, strict=False) if ep * etp > 1 else ():
-            each = [self._slots(idx) for idx in chosen]
+            each = [slots_of_shards(idx, idx, experts, group)[0] for idx in chosen]
             rows += exchange_bytes(each, here, **options) * (2 if layer in again else 1)
             rows += exchange_bytes(each, here, backward=True, **options)
         return {
@@ -216,11 +217,6 @@ class Applied:
             ZeroRedundancyOptimizer(dense, cls, process_group=group, **options)
         ]
         return [*found, cls(experts, **options)] if experts else found
-
-    def _slots(self, topk_idx_TK: Tensor) -> Tensor:
-        """Every shard of each chosen expert."""
-        experts, group = self.plan.model.num_experts, self.mesh.ep_group
-        return slots_of_shards(topk_idx_TK, topk_idx_TK, experts, group)[0]
 
     @property
     def _averages(self) -> bool:
@@ -365,13 +361,6 @@ def choice_problem(choice: Choice) -> str | None:
 
 def apply_plan(plan: Plan, model: nn.Module) -> Applied:
     """See `Plan.apply`."""
-    from moe_ext.integrations.huggingface import replace
-    from moe_ext.integrations.huggingface.stages import decoder_of
-    from moe_ext.integrations.huggingface.tensor_parallel import (
-        parallelize,
-        tensor_parallel_styles,
-    )
-
     _check_model(plan, model)
     choice = plan.choice
     pp, tp, cp, ep, etp = (int(choice[name] or 1) for name in ("pp", "tp", "cp", "ep", "etp"))
@@ -519,8 +508,6 @@ def _again(plan: Plan) -> set[int]:
 
 
 def _stages(model: nn.Module, plan: Plan) -> Stages:
-    from moe_ext.integrations.huggingface.stages import Stages
-
     for name, parameter in model.named_parameters():
         if parameter.device.type != "cpu":
             raise ValueError(

@@ -6,7 +6,7 @@ import argparse
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from moe_ext.comm.rates import CostTable
 from moe_ext.planner.apply import choice_problem
 from moe_ext.planner.axes import NAMES
 from moe_ext.planner.cluster import ClusterSpec
+from moe_ext.planner.job import Job
 from moe_ext.planner.plan import Plan, plan
 from moe_ext.planner.profile import measure_cluster
 from moe_ext.planner.report import html_report
@@ -32,13 +33,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     parser.add_argument("--model", required=True, help="config.json or name of a preset")
     parser.add_argument("--cluster", required=True, help="YAML or JSON file, or name of a preset")
-    parser.add_argument("--gpus", type=int, required=True, help="processors of the job")
+    parser.add_argument(
+        "--gpus",
+        dest="num_ranks",
+        metavar="GPUS",
+        type=int,
+        required=True,
+        help="processors of the job",
+    )
     parser.add_argument("--seq-len", type=int, default=4096, help="tokens of a sequence")
     parser.add_argument("--global-batch", type=int, default=1024, help="sequences of a step")
     parser.add_argument("--dtype", default="bfloat16", help="of products and messages")
     parser.add_argument(
         "--load",
-        default="0",
+        type=_number,
+        default=0.0,
         help="of experts: s of Zipf's law, W0 to W7, or a JSON file of tokens",
     )
     parser.add_argument(
@@ -164,26 +173,8 @@ def _found(arguments: argparse.Namespace, progress: _Progress) -> tuple[Plan, di
         print(f"{cluster.source}: {_rates(cluster)}")
     if arguments.costs is not None:
         cluster = replace(cluster, costs=CostTable.load(arguments.costs))
-    found = plan(
-        model,
-        cluster,
-        num_ranks=arguments.gpus,
-        seq_len=arguments.seq_len,
-        global_batch=arguments.global_batch,
-        dtype=arguments.dtype,
-        load=_number(arguments.load),
-        capacity_factor=arguments.capacity_factor,
-        local_steps=arguments.local_steps,
-        local_codec=arguments.local_codec,
-        layer_dtype=arguments.layer_dtype,
-        node_limit=arguments.node_limit,
-        eager_attention=arguments.eager_attention,
-        hidden_exchanges=arguments.hidden_exchanges,
-        hidden_gradients=arguments.hidden_gradients,
-        hidden_tensor=arguments.hidden_tensor,
-        fixed=fixed,
-        progress=progress,
-    )
+    job = {each.name: getattr(arguments, each.name) for each in fields(Job)}
+    found = plan(model, cluster, **job, fixed=fixed, progress=progress)
     reasons = {}
     for text in arguments.why_not:
         progress.stage = f"looking at {text}"

@@ -243,7 +243,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 # Round numbers, the same for all systems, with which published step times are foretold best: shares
 # of the nominal rates of memory and links, and fields of the spec.
 MEMORY_SHARE, LINK_SHARE = 0.8, 0.7
-REACHED = {
+REACHED: Mapping[str, Any] = {
     "efficiency": 0.75,
     "score_efficiency": 0.2,
     "layer_seconds": 8e-4,
@@ -267,11 +267,8 @@ def _preset(
         {"bfloat16": flops},
         memory,
         MEMORY_SHARE * rate,
-        efficiency=REACHED["efficiency"],
-        score_efficiency=REACHED["score_efficiency"],
-        layer_seconds=REACHED["layer_seconds"],
+        **REACHED,
         source=source,
-        node_launches=REACHED["node_launches"],
         multiprocessors=multiprocessors,
         host=host,
     )

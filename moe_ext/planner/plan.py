@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import math
 import shlex
+import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
 
 from moe_ext._files import replacing
-from moe_ext.planner.apply import Applied, apply_plan
-from moe_ext.planner.axes import DEFAULTS, MESH, YOUNGER, Choice, columns_of
+from moe_ext.comm.groups import group_size
+from moe_ext.comm.link import max_over_ranks
+from moe_ext.planner.apply import Applied, apply_plan, rounds_of
+from moe_ext.planner.axes import DEFAULTS, MESH, YOUNGER, Choice, Columns, columns_of
 from moe_ext.planner.cluster import CLUSTERS, ClusterSpec
 from moe_ext.planner.cost import StepCost
 from moe_ext.planner.expert_load import load_of
 from moe_ext.planner.job import Job
 from moe_ext.planner.presets import PRESETS, ModelSpec, RecurrentSpec
-from moe_ext.planner.rerank import rerank, time_plan
+from moe_ext.planner.profile import timed
 from moe_ext.planner.search import Found, search
 from moe_ext.planner.sizes import SharedStates
 from moe_ext.planner.spec import model_spec
@@ -46,6 +52,7 @@ _REMEDIES = {
     "update": "ZeRO 1, or processors with a quicker memory",
     "tensor": "less tp, or a quicker link inside the node",
     "context": "less cp, the other scheme, kv_wire int8, or a quicker link",
+    "states": "less cp, the other scheme, or a quicker link",
     "experts": "ep inside the node, dispatcher dedup, wire int8, or a quicker link",
     "moved experts": "balance none, larger micro-batches, or a quicker link",
     "last round": "more pp, or processors with more memory",
@@ -93,18 +100,18 @@ class Plan:
     stages: tuple[StageLayers, ...] = ()
     runners_up: tuple[Found, ...] = ()
 
+    @property
+    def _cost(self) -> StepCost:
+        return StepCost(self.model, self.cluster, self.job)
+
     def time_terms(self) -> dict[str, float]:
         """Seconds of the step on the slowest rank by what they are for; the rest it is idle."""
-        cost = StepCost(self.model, self.cluster, self.job)
-        return _time_terms(cost, Found(self.choice, self.seconds, self.memory, self.stages))
+        return _time_terms(self._cost, self)
 
     def memory_terms(self) -> dict[str, float]:
         """Bytes of the fullest rank by what they are for, without the margin."""
-        cost = StepCost(self.model, self.cluster, self.job)
-        columns = columns_of([self.choice])
-        if self.stages:
-            columns = rank_columns(cost, columns, self.stages)
-        terms = cost.memory.terms(columns)
+        cost = self._cost
+        terms = cost.memory.terms(_columns(cost, self))
         fullest = int(torch.stack(list(terms.values())).sum(0).argmax())
         return {name: float(value[fullest]) for name, value in terms.items()}
 
@@ -130,16 +137,13 @@ class Plan:
     @property
     def host_memory(self) -> float:
         """Bytes on the host of the fullest rank, with the margin; 0 without offload."""
-        cost = StepCost(self.model, self.cluster, self.job)
-        columns = columns_of([self.choice])
-        if self.stages:
-            columns = rank_columns(cost, columns, self.stages)
-        return float(cost.memory.host(columns).max())
+        cost = self._cost
+        return float(cost.memory.host(_columns(cost, self)).max())
 
     @property
     def states(self) -> SharedStates:
         """The way in which recurrent layers share sequences over cp, by their scheme "auto"."""
-        sizes = StepCost(self.model, self.cluster, self.job).sizes
+        sizes = self._cost.sizes
         return sizes.states(int(self.choice["cp"] or 1), str(self.choice["scheme"]))
 
     def why_not(self, **fixed: int | str | None) -> str:
@@ -151,7 +155,7 @@ class Plan:
         Raises:
             ValueError: an axis has no such value, or no mesh has them.
         """
-        cost = StepCost(self.model, self.cluster, self.job)
+        cost = self._cost
         found = search(cost, fixed=fixed)
         named = ", ".join(f"{name}={value}" for name, value in fixed.items())
         if found.best is None:
@@ -251,37 +255,17 @@ class Plan:
 
     @classmethod
     def _of(cls, found: dict[str, Any]) -> Plan:
-        model, job = {**found.pop("model")}, {**found.pop("job")}
-        if isinstance(job["load"], list):
-            steps = job["load"]
-            job["load"] = tuple(tuple(s) if isinstance(s, list) else s for s in steps)
-        model |= {name: tuple(model[name]) for name in ("latent", "moe_layers")}
-        model["mixers"] = tuple(model.get("mixers", ()))
+        found = _with_tuples(found)
+        model = {**found.pop("model")}
         if model.get("recurrent") is not None:
             model["recurrent"] = RecurrentSpec(**model["recurrent"])
-        choice, stages = _read_choice(found.pop("choice")), _read_stages(found.pop("stages"))
-        pareto, runners_up = (
-            tuple(
-                Found(
-                    **{
-                        **each,
-                        "choice": _read_choice(each["choice"]),
-                        "stages": _read_stages(each["stages"]),
-                    }
-                )
-                for each in found.pop(name)
-            )
-            for name in ("pareto", "runners_up")
-        )
+        for name in ("pareto", "runners_up"):
+            found[name] = tuple(Found(**_read_placement(each)) for each in found[name])
         return cls(
             ModelSpec(**model),
             ClusterSpec.of(found.pop("cluster")),
-            Job(**job),
-            choice=choice,
-            stages=stages,
-            pareto=pareto,
-            runners_up=runners_up,
-            **found,
+            Job(**found.pop("job")),
+            **_read_placement(found),
         )
 
     def apply(self, model: nn.Module) -> Applied:
@@ -332,7 +316,29 @@ class Plan:
         Raises:
             ValueError: the group has not as many ranks as the plan, or `apply` refuses the model.
         """
-        return time_plan(self, make_model, group=group, steps=steps)
+        if group_size(group) != self.job.num_ranks:
+            raise ValueError(
+                f"Plan.time: expected group to have the {self.job.num_ranks} ranks of the plan, "
+                f"got {group_size(group)}"
+            )
+        applied = self.apply(make_model())
+        optimizers = applied.optimizers(torch.optim.AdamW, lr=1e-4)
+        device, local_steps = next(applied.model.parameters()).device, self.job.local_steps
+        step = functools.partial(_step, applied, _batches(applied, device), optimizers)
+
+        def median() -> float:
+            times = timed(step, steps, group=group, device=device)
+            if group is not None:
+                times = max_over_ranks(times, group, device)
+            return statistics.median(times)
+
+        if local_steps == 1:
+            return median()
+        # First, since rounds begin from weights that are equal on all ranks.
+        with rounds_of(applied, optimizers[0], 1, torch.optim.SGD, lr=1.0):
+            with_round = median()
+        found = median()
+        return found + (with_round - found) / local_steps
 
     def rerank(
         self,
@@ -357,7 +363,18 @@ class Plan:
         Raises:
             ValueError: no plan can be applied.
         """
-        return rerank(self, make_model, group=group, steps=steps)
+        plans, seconds, problem = [self], list[float](), None
+        plans += [replace(self, **vars(each)) for each in self.runners_up]
+        for each in plans:
+            try:
+                seconds.append(each.time(make_model, group=group, steps=steps))
+            except ValueError as error:
+                # `apply` changes nothing where it refuses a model, on all ranks.
+                seconds.append(math.inf)
+                problem = error
+        if problem is not None and min(seconds) == math.inf:
+            raise problem
+        return plans[min(range(len(plans)), key=seconds.__getitem__)], tuple(seconds)
 
     def __str__(self) -> str:
         # Axes beside the mesh only where they do something.
@@ -386,19 +403,24 @@ class Plan:
         return "\n".join(lines)
 
 
-def _read_choice(choice: Mapping[str, int | str | None]) -> Choice:
-    """The choice of a file; axes that are younger than the first plans have their default."""
+def _with_tuples(value: Any) -> Any:
+    """A value of JSON with tuples for its lists."""
+    if isinstance(value, dict):
+        return {name: _with_tuples(each) for name, each in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
+
+
+def _read_placement(held: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a file; axes that are younger than the first plans have their default."""
+    choice = held["choice"]
     missing = sorted(set(DEFAULTS) - set(YOUNGER) - set(choice))
     if missing:
         raise ValueError(f"Plan.from_json: expected choice to have {missing}, got {sorted(choice)}")
-    found = {**DEFAULTS, **choice}
+    choice = {**DEFAULTS, **choice}
     # Raises for values that axes have not.
-    columns_of([found])
-    return found
-
-
-def _read_stages(stages: Sequence[Mapping[str, Any]]) -> tuple[StageLayers, ...]:
-    return tuple(StageLayers(**{**each, "again": tuple(each["again"])}) for each in stages)
+    columns_of([choice])
+    stages = tuple(StageLayers(**each) for each in held["stages"])
+    return {**held, "choice": choice, "stages": stages}
 
 
 def stage_lines(stages: Sequence[StageLayers]) -> list[str]:
@@ -415,12 +437,40 @@ def stage_lines(stages: Sequence[StageLayers]) -> list[str]:
     return found
 
 
-def _time_terms(cost: StepCost, found: Found) -> dict[str, float]:
-    columns = columns_of([found.choice])
-    if found.stages:
-        columns = rank_columns(cost, columns, found.stages)
+def _batches(applied: Applied, device: torch.device) -> list[Tensor]:
+    """Micro-batches of this rank's data, which ranks of a tp or cp group share."""
+    plan, mesh = applied.plan, applied.mesh
+    micro = int(plan.choice["micro_batch"] or 1)
+    count = plan.job.global_batch // (mesh.data_size * micro)
+    generator = torch.Generator().manual_seed(mesh.data_rank)
+    size = count * micro, plan.job.seq_len
+    tokens = torch.randint(plan.model.vocab_size, size, generator=generator)
+    return list(tokens.to(device).split(micro))
+
+
+def _step(applied: Applied, batches: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> None:
+    if applied.pipeline is None:
+        for batch in batches:
+            loss = applied.model(input_ids=batch, labels=batch).loss
+            (loss / len(batches)).backward()
     else:
-        columns["loss"] = torch.ones(1)
+        stages, last = applied.pipeline.stages, applied.pipeline.table.num_stages - 1
+        ends = (batches if end in stages else () for end in (0, last))
+        applied.pipeline.step(*ends)
+    applied.sync_gradients()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _columns(cost: StepCost, found: Found | Plan) -> Columns:
+    """The placement, of each rank of the pipeline where its stages are known."""
+    columns = columns_of([found.choice])
+    return rank_columns(cost, columns, found.stages) if found.stages else columns
+
+
+def _time_terms(cost: StepCost, found: Found | Plan) -> dict[str, float]:
+    columns = {"loss": torch.ones(1), **_columns(cost, found)}
     micro = float(cost.sizes.num_micro_batches(columns)[0])
     each = {
         **cost.passes.terms(columns),
@@ -433,8 +483,8 @@ def _time_terms(cost: StepCost, found: Found) -> dict[str, float]:
         "gradient messages": cost.end.gradients,
         "rounds": cost.end.rounds,
         "update": cost.end.update,
+        "offload": cost.end.offload,
     }
-    ends["offload"] = cost.end.offload
     terms |= {name: float(part(columns)[last]) for name, part in ends.items()}
     terms["idle pipeline"] = max(0.0, found.seconds - sum(terms.values()))
     return terms
@@ -540,13 +590,10 @@ def plan(
         )
     return Plan(
         *(spec, found_cluster, job),
-        found.best.choice,
-        found.best.seconds,
-        found.best.memory,
-        found.pareto,
-        found.num_points,
-        found.num_too_large,
-        found.proven,
-        found.best.stages,
-        found.runners_up,
+        **vars(found.best),
+        pareto=found.pareto,
+        num_points=found.num_points,
+        num_too_large=found.num_too_large,
+        proven=found.proven,
+        runners_up=found.runners_up,
     )

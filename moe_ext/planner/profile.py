@@ -145,16 +145,12 @@ def measure_cluster(
         seconds(lambda: _pass(layer, x)),
         seconds(lambda: _attend(*attended)),
     ]
-    size = group_size(group)
+    size, levels = group_size(group), cluster.levels
     if group is not None and size > 1:
         found = max_over_ranks(found, group, on)
         table = _slowest(table, group, on)
         link = link_of(group, on)
-        levels: tuple[Level, ...] = (
-            Level("measured", size, link.latency, link.exchange_bandwidth),
-        )
-    else:
-        levels = cluster.levels
+        levels = (Level("measured", size, link.latency, link.exchange_bandwidth),)
     a_byte, launches, whole, scores = found
     made = replace(
         cluster,
@@ -280,22 +276,16 @@ def _factors(
     # It needs numpy, and warns where torch has functions that are deprecated.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    alone_seconds = math.inf
+    once, alone_seconds = functools.partial(_pass, layer, x), math.inf
     for turn in range(size):
         max_over_ranks([0.0], group, device)
         if turn == group_rank(group):
-            alone_seconds = statistics.median(
-                seconds_of(lambda: _pass(layer, x), device) for _ in range(_REPEATS)
-            )
+            alone_seconds = statistics.median(seconds_of(once, device) for _ in range(_REPEATS))
     found["sharing"] = min(max(whole / alone_seconds, 1.0), float(size))
     level = cost.cluster.levels[0]
     ring = (size - 1) * level.latency + (size - 1) / size * num_bytes / level.bandwidth
-
-    def again() -> None:
-        """Gradients are averaged once."""
-        _pass(layer, x)
-
-    found["all_reduce"] = seconds(lambda: sync_gradients(layer), before=again) / (2 * ring)
+    # Gradients are averaged once.
+    found["all_reduce"] = seconds(lambda: sync_gradients(layer), before=once) / (2 * ring)
     shared = ZeroRedundancyOptimizer(
         layer.parameters(), torch.optim.AdamW, process_group=group, lr=1e-3
     )
@@ -340,11 +330,32 @@ def _seconds(
     device: torch.device,
     before: Callable[[], object] = lambda: None,
 ) -> float:
-    """Median of a few calls after one that is not timed; the ranks of a group begin together."""
+    """Median of `timed`."""
+    times = timed(call, repeats, group=group, device=device, before=before)
+    return max(statistics.median(times), 1e-9)
+
+
+def timed(
+    call: Callable[[], object],
+    repeats: int,
+    *,
+    group: ProcessGroup | None,
+    device: torch.device,
+    before: Callable[[], object] = lambda: None,
+) -> list[float]:
+    """Seconds of a few calls after one that is not timed; the ranks of a group begin together.
+
+    Args:
+        call: that is timed.
+        repeats: calls.
+        group: of all ranks that call it; None for one process.
+        device: that is waited for.
+        before: each call, outside of its time.
+    """
     times = []
     for _ in range(1 + repeats):
         before()
         if group is not None:
             max_over_ranks([0.0], group, device)
         times.append(seconds_of(call, device))
-    return max(statistics.median(times[1:]), 1e-9)
+    return times[1:]

@@ -22,7 +22,8 @@ from moe_ext.planner import (
     model_spec,
     plan,
 )
-from moe_ext.planner.axes import columns_of
+from moe_ext.planner.axes import DEFAULTS, columns_of
+from moe_ext.planner.plan import _REMEDIES
 from moe_ext.planner.stage_layers import divide
 from moe_ext.testing import spawn_ranks
 
@@ -283,6 +284,8 @@ def test_a_recurrent_plan_is_written_and_read(tmp_path, transformers):
     found = plan(model, "h100", **options, fixed={"cp": 2, "scheme": "ulysses", "turns": 0})
     assert f"recurrent layers share sequences by {found.states.scheme!r}" in str(found)
     assert found.states.scheme == "state" and found.time_terms()["states"] > 0
+    # Whichever of them binds, there is something to do about it.
+    assert {*found.time_terms(), *found.memory_terms()} <= _REMEDIES.keys()
     found.to_json(tmp_path / "plan.json")
     assert Plan.from_json(tmp_path / "plan.json") == found
     # A ring alone pays for changes of places, where launches do not hide them.
@@ -338,7 +341,14 @@ def test_recurrences_take_time_and_memory_of_their_own():
     assert ends == [[4, 8], [6, 8]]
 
 
-def applied_here(rank, fixed):
+PLACED = {
+    "heads": {"cp": 2, "scheme": "ulysses"},
+    "ring": {"cp": 2, "scheme": "ring"},
+    "stages": {"pp": 2, "schedule": "1f1b"},
+}
+
+
+def applied_here(fixed):
     """Loss of one process and of a plan over ranks, and the largest difference of gradients."""
     import transformers
 
@@ -348,7 +358,7 @@ def applied_here(rank, fixed):
         models.append(made(transformers, "qwen3_5", "cpu").float())
     whole, model = models
     cluster = ClusterSpec((Level("node", 4, 1e-6, 1e10),), {"float32": 1e11}, 4e9, 1e10, 0.5, 0.4)
-    fixed = {"micro_batch": 2, "zero": 0, "recompute": 0, "turns": 0, "gradients": "none", **fixed}
+    fixed = {**DEFAULTS, "micro_batch": 2, **fixed}
     options = {"num_ranks": 2, "seq_len": 16, "global_batch": 4, "dtype": "float32"}
     applied = plan(model, cluster, **options, fixed=fixed).apply(model)
     ids = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(1))
@@ -374,15 +384,17 @@ def applied_here(rank, fixed):
     return float(loss), found, float(torch.stack(off).max())
 
 
-@pytest.mark.parametrize(
-    "fixed",
-    [
-        {"pp": 1, "cp": 2, "scheme": "ulysses"},
-        {"pp": 1, "cp": 2, "scheme": "ring"},
-        {"pp": 2, "cp": 1, "schedule": "1f1b"},
-    ],
-)
-def test_plans_are_applied_over_ranks(transformers, fixed):
-    found = spawn_ranks(applied_here, 2, fixed)
+def all_applied_here(rank):
+    return {name: applied_here(fixed) for name, fixed in PLACED.items()}
+
+
+@pytest.fixture(scope="module")
+def applied(transformers):
+    return spawn_ranks(all_applied_here, 2)
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_plans_are_applied_over_ranks(applied, name):
+    found = [rank[name] for rank in applied]
     assert sum(loss for _, loss, _ in found) == pytest.approx(found[0][0], rel=1e-6)
     assert max(off for *_, off in found) < 1e-6

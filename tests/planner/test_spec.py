@@ -446,6 +446,10 @@ def test_a_plan_is_told_with_its_model_and_batch():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
+        ({"num_hidden_layers": 3}, "num_layers=2, for which the plan was made, got 3"),
+        ({"vocab_size": 65}, "vocab_size=64, .*, got 65"),
+        ({"num_local_experts": 4}, "num_experts=8, .*, got 4"),
+        ({"intermediate_size": 40}, "ffn_dim=48, .*, got 40"),
         ({"num_key_value_heads": 4}, "kv_dim=16, .*, got 32"),
         ({"tie_word_embeddings": True}, "tied=False, .*, got True"),
         ({"head_dim": 16}, "heads_dim=32, .*, got 64"),
@@ -455,8 +459,11 @@ def test_apply_compares_all_sizes(options, text):
     pytest.importorskip("transformers")
     options_of = {"num_ranks": 1, "seq_len": 16, "global_batch": 8, "dtype": "float32"}
     made = plan(small_mixtral(num_hidden_layers=2), CLUSTER, **options_of)
+    model = small_mixtral(**{"num_hidden_layers": 2, **options})
+    before = [type(module) for module in model.modules()]
     with pytest.raises(ValueError, match=f"Plan.apply: expected model to have {text}"):
-        made.apply(small_mixtral(num_hidden_layers=2, **options))
+        made.apply(model)
+    assert before == [type(module) for module in model.modules()]
     hidden = dataclasses.replace(made, job=dataclasses.replace(made.job, hidden_gradients=True))
     with pytest.raises(ValueError, match="expected a plan without hidden_gradients"):
         hidden.apply(small_mixtral(num_hidden_layers=2))
