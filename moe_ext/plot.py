@@ -6,16 +6,17 @@ Shapes: L layers, N steps, T tokens, E experts, K top-k.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from moe_ext._files import replacing
 from moe_ext.nn.model_layers import moe_layers
 from moe_ext.nn.routing_record import RoutingRecord
-from moe_ext.pipeline import Action, Timeline
+from moe_ext.pipeline import Action, Span, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -146,10 +147,8 @@ _STYLE: dict[str, Any] = {
 
 def _draw_layers(load: dict[str, Tensor], title: str) -> Figure:
     """Layers by experts in one panel; experts that a layer does not have stay grey."""
-    num_experts = max(value.shape[0] for value in load.values())
-    rows = torch.full((len(load), num_experts), float("nan"), dtype=torch.float64)
-    for row, value in zip(rows, load.values(), strict=True):
-        row[: value.shape[0]] = value
+    rows = pad_sequence(list(load.values()), batch_first=True, padding_value=float("nan"))
+    num_experts = rows.shape[1]
     size = (min(14.0, 3.5 + 0.28 * num_experts), 1.6 + 0.34 * len(load))
     figure = _figure("expert_load", figsize=size)
     axes = figure.add_subplot()
@@ -421,11 +420,7 @@ def _name_colors(figure: Figure, timelines: Sequence[Timeline]) -> None:
     """A legend of what is drawn, above all panels."""
     from matplotlib.patches import Patch
 
-    rows = [
-        [p for s in spans for p in s.action.parts or (s.action,)]
-        for timeline in timelines
-        for spans in timeline.spans
-    ]
+    rows = [_parts(spans) for timeline in timelines for spans in timeline.spans]
     kinds = {part.kind for row in rows for part in row}
     found = [Patch(color=_COLORS[k], label=_MEANINGS[k]) for k in _COLORS if k in kinds]
     if any(len({part.stage for part in row}) > 1 for row in rows):
@@ -436,9 +431,14 @@ def _name_colors(figure: Figure, timelines: Sequence[Timeline]) -> None:
     figure.legend(handles=found, loc="outside upper center", ncols=len(found), fontsize=7)
 
 
+def _parts(spans: Iterable[Span]) -> list[Action]:
+    """Actions of some spans, each part of an overlap by itself."""
+    return [part for span in spans for part in span.action.parts or (span.action,)]
+
+
 def _draw_timeline(axes: Any, timeline: Timeline) -> None:
     for rank, spans in enumerate(timeline.spans):
-        stages = sorted({p.stage for s in spans for p in s.action.parts or (s.action,)})
+        stages = sorted({part.stage for part in _parts(spans)})
         for start, end, action in spans:
             parts = action.parts or (action,)
             for place, part in enumerate(parts):
