@@ -10,6 +10,7 @@ from rank_checks import Checks
 
 from moe_ext.distributed import count_traffic
 from moe_ext.planner import ClusterSpec, Level, plan
+from moe_ext.planner.axes import DEFAULTS
 
 CHECKS = Checks()
 CLUSTER = ClusterSpec((Level("node", 64, 1e-6, 1e10),), {"float32": 1e11}, 4e9, 1e10)
@@ -22,7 +23,7 @@ SHARDS = [(17, 2, 2), (18, 1, 4)]
 def _random_plan(seed):
     """Values of axes, and sizes of a model, for a plan that `apply` builds."""
     draw = random.Random(seed)
-    fixed = {"pp": 1, "tp": 1, "cp": 1, "ep": draw.choice((2, 4)), "zero": draw.choice((0, 1, 3))}
+    fixed = {**DEFAULTS, "ep": draw.choice((2, 4)), "zero": draw.choice((0, 1, 3))}
     fixed["dispatcher"] = draw.choice(("alltoall", "dedup", "allgather"))
     fixed["combine"] = draw.choice(("exact", "reduced"))
     if fixed["dispatcher"] == "alltoall":
