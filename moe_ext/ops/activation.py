@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.ops.autograd import register_derivatives
+from moe_ext.ops.fakes import register_fake_like
 
 
 def gated_activation(
@@ -94,32 +95,16 @@ def _(
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
-@torch.library.register_fake("moe_ext::activation")
-def _(x: Tensor, kind: str) -> Tensor:
-    return x.new_empty(x.shape)
+register_fake_like("moe_ext::activation", 0)
 
 
-@torch.library.register_fake("moe_ext::_gated_activation_backward")
-def _(grad: Tensor, x: Tensor, kind: str, layout: str) -> Tensor:
-    return x.new_empty(x.shape)
+register_fake_like("moe_ext::_gated_activation_backward", 1)
 
 
-@torch.library.register_fake("moe_ext::_gated_activation_backward_weighted")
-def _(
-    grad: Tensor,
-    x: Tensor,
-    kind: str,
-    layout: str,
-    slot_weights: Tensor,
-    slot_of_row: Tensor,
-    x_owned: bool = False,
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), slot_weights.new_empty(slot_weights.shape)
+register_fake_like("moe_ext::_gated_activation_backward_weighted", 1, 4)
 
 
-@torch.library.register_fake("moe_ext::_activation_backward")
-def _(grad: Tensor, x: Tensor, kind: str) -> Tensor:
-    return x.new_empty(x.shape)
+register_fake_like("moe_ext::_activation_backward", 1)
 
 
 register_derivatives(

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from moe_ext.ops.fakes import register_fake_like
+
 
 def adam_step_(
     param: Tensor,
@@ -66,6 +68,4 @@ def adam_step_(
     )
 
 
-@torch.library.register_fake("moe_ext::adam_step_")
-def _(*args: object) -> None:
-    return None
+register_fake_like("moe_ext::adam_step_")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.ops.autograd import once_differentiable, register_autograd
-from moe_ext.ops.fakes import register_fake_like
+from moe_ext.ops.fakes import acc_dtype, register_fake_like
 from moe_ext.ops.gating import GateOutput, gate_weights, topk_gate
 
 
@@ -51,13 +51,9 @@ def expert_choice_gate(
     return GateOutput(*torch.ops.moe_ext.expert_choice_gate(logits_TE, capacity, token_mask))
 
 
-def _acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 @torch.library.register_fake("moe_ext::expert_choice_gate")
 def _(logits: Tensor, *_rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    acc = _acc_dtype(logits.dtype)
+    acc = acc_dtype(logits.dtype)
     return (
         logits.new_empty(logits.shape, dtype=acc),
         logits.new_empty(logits.shape, dtype=torch.int64),
@@ -154,7 +150,7 @@ def sinkhorn_gate(
 
 @torch.library.register_fake("moe_ext::_sinkhorn_scale")
 def _(logits: Tensor, *_rest: Any) -> Tensor:
-    return logits.new_empty((logits.shape[1],), dtype=_acc_dtype(logits.dtype))
+    return logits.new_empty((logits.shape[1],), dtype=acc_dtype(logits.dtype))
 
 
 def balanced_assignment(scores_TE: Tensor, *, token_mask: Tensor | None = None) -> Tensor:
@@ -250,7 +246,7 @@ def sequence_load(
 def _(logits: Tensor, topk_idx: Tensor, num_sequences: int, *_rest: Any) -> tuple[Tensor, Tensor]:
     shape = (num_sequences, logits.shape[1])
     return (
-        logits.new_empty(shape, dtype=_acc_dtype(logits.dtype)),
+        logits.new_empty(shape, dtype=acc_dtype(logits.dtype)),
         logits.new_empty(shape, dtype=torch.int64),
     )
 

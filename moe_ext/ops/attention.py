@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.ops.autograd import once_differentiable, register_autograd
+from moe_ext.ops.fakes import acc_dtype, register_fake_like
 
 
 def attention_block(
@@ -439,28 +440,22 @@ def _like(grad: Tensor, bias: Tensor) -> Tensor:
     return grad.sum(shared, keepdim=True) if shared else grad
 
 
-def _acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 @torch.library.register_fake("moe_ext::attention_block")
 def _(q: Tensor, k: Tensor, v: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
-    dtype = _acc_dtype(q.dtype)
+    dtype = acc_dtype(q.dtype)
     return q.new_empty((*q.shape[:3], v.shape[3]), dtype=dtype), q.new_empty(
         q.shape[:3], dtype=dtype
     )
 
 
-@torch.library.register_fake("moe_ext::attention_block_")
-def _(out: Tensor, lse: Tensor, *_rest: Any) -> None:
-    return None
+register_fake_like("moe_ext::attention_block_")
 
 
 @torch.library.register_fake("moe_ext::attention_block_backward")
 def _(
     grad_out: Tensor, lse: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dtype = _acc_dtype(q.dtype)
+    dtype = acc_dtype(q.dtype)
     grad_q, grad_k, grad_v = (t.new_empty(t.shape, dtype=dtype) for t in (q, k, v))
     wanted = rest[_BIAS - 3] is not None and rest[-1]
     shape = (*q.shape[:3], k.shape[2]) if wanted else (0,)
@@ -510,9 +505,7 @@ def _(out_a: Tensor, lse_a: Tensor, out_b: Tensor | None, lse_b: Tensor) -> tupl
     return out_a.new_empty(out_a.shape, dtype=lse_a.dtype), lse_a.new_empty(lse_a.shape)
 
 
-@torch.library.register_fake("moe_ext::merge_attention_")
-def _(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
-    return None
+register_fake_like("moe_ext::merge_attention_")
 
 
 @torch.library.register_fake("moe_ext::_merge_attention_backward")

@@ -5,6 +5,11 @@ from typing import Any
 import torch
 
 
+def acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which operators on tensors of a dtype compute, and in which sums come."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def register_fake_like(name: str, *places: int) -> None:
     """Registers a fake kernel: one result for each place, like the argument that stands there.
 

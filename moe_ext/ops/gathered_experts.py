@@ -5,7 +5,6 @@ Neither the rows of the tokens nor the results of the experts are kept or read a
 Shape suffixes: D model, E experts, F ffn, K top-k, N rows, T tokens, U = 2F.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,34 +13,16 @@ from torch import Tensor
 from moe_ext.ops import grouped_providers
 from moe_ext.ops.activation import gated_activation
 from moe_ext.ops.autograd import refuse_second_derivative
-from moe_ext.ops.permutation import permute_tokens
+from moe_ext.ops.permutation import Permutation, permute_tokens
 
 # Our names of gates, to quack's.
 _GATES = {"swiglu": "swiglu", "reglu": "reglu", "geglu_tanh": "geglu"}
 
 
-@dataclass(frozen=True)
-class Gather:
-    """Tokens that are the rows, and places of the results.
-
-    Attributes:
-        slot_of_row: `[N]`, -1 for a row of no expert.
-        row_of_slot: `[T * K]`, -1 for a slot that is not routed.
-        expert_offsets: `[E + 1]`.
-        num_dropped: 0-d.
-    """
-
-    slot_of_row: Tensor
-    row_of_slot: Tensor
-    expert_offsets: Tensor
-    num_dropped: Tensor
-
-
-def gather_of(x_TD: Tensor, topk_idx_TK: Tensor, num_experts: int) -> Gather:
+def gather_of(x_TD: Tensor, topk_idx_TK: Tensor, num_experts: int) -> Permutation:
     """The tables of a permutation, without its rows."""
     # The operator copies what it is given: 16 bytes of each token.
-    _, p = permute_tokens(x_TD.detach()[:, :8], topk_idx_TK, num_experts)
-    return Gather(p.slot_of_row, p.row_of_slot, p.expert_offsets, p.num_dropped)
+    return permute_tokens(x_TD.detach()[:, :8], topk_idx_TK, num_experts)[1]
 
 
 def gathers(x_TD: Tensor, gate_up_EUD: Tensor, down_EDF: Tensor, kind: str) -> bool:
@@ -73,7 +54,7 @@ def gathered_experts(
     gate_up_EUD: Tensor,
     down_EDF: Tensor,
     weights_TK: Tensor,
-    gather: Gather,
+    gather: Permutation,
     *,
     kind: str = "swiglu",
     layout: str = "concatenated",
@@ -108,7 +89,7 @@ class _Gathered(torch.autograd.Function):
         gate_up_EUD: Tensor,
         down_EDF: Tensor,
         weights_TK: Tensor,
-        gather: Gather,
+        gather: Permutation,
         gate: str,
         layout: str,
     ) -> Tensor:

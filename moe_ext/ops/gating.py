@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.ops.autograd import register_derivatives
+from moe_ext.ops.fakes import acc_dtype, register_fake_like
 
 
 class GateOutput(NamedTuple):
@@ -125,10 +126,6 @@ def topk_gate(
     )
 
 
-def _acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 @torch.library.register_fake("moe_ext::topk_gate")
 def _(
     logits: Tensor,
@@ -147,7 +144,7 @@ def _(
         lambda: f"topk_gate: expected logits to be a 2-D tensor [T, E], got {logits.dim()}-D",
     )
     num_tokens, num_experts = logits.shape
-    acc = _acc_dtype(logits.dtype)
+    acc = acc_dtype(logits.dtype)
     return (
         logits.new_empty((num_tokens, top_k), dtype=acc),
         logits.new_empty((num_tokens, top_k), dtype=torch.int64),
@@ -163,17 +160,7 @@ _GATE_DERIVATIVES = {
 register_derivatives("topk_gate", _GATE_DERIVATIVES)
 
 
-@torch.library.register_fake("moe_ext::_topk_gate_backward")
-def _(
-    grad_weights: Tensor | None,
-    grad_score_sum: Tensor | None,
-    logits: Tensor,
-    topk_idx: Tensor,
-    score_fn: str,
-    renormalize: bool,
-    scale: float,
-) -> Tensor:
-    return logits.new_empty(logits.shape)
+register_fake_like("moe_ext::_topk_gate_backward", 2)
 
 
 def gate_weights(
@@ -228,7 +215,7 @@ def _(
         logits.dim() == 2,
         lambda: f"gate_weights: expected logits to be a 2-D tensor [T, E], got {logits.dim()}-D",
     )
-    acc = _acc_dtype(logits.dtype)
+    acc = acc_dtype(logits.dtype)
     return (
         logits.new_empty(topk_idx.shape, dtype=acc),
         logits.new_empty((logits.shape[1],), dtype=torch.int64),
@@ -266,7 +253,7 @@ def router_z_loss(logits_TE: Tensor, *, token_mask: Tensor | None = None) -> Ten
 
 @torch.library.register_fake("moe_ext::router_z_loss")
 def _(logits: Tensor, token_mask: Tensor | None = None) -> Tensor:
-    return logits.new_empty((), dtype=_acc_dtype(logits.dtype))
+    return logits.new_empty((), dtype=acc_dtype(logits.dtype))
 
 
 register_derivatives(
@@ -274,9 +261,7 @@ register_derivatives(
 )
 
 
-@torch.library.register_fake("moe_ext::_router_z_loss_backward")
-def _(grad: Tensor, logits: Tensor, token_mask: Tensor | None) -> Tensor:
-    return logits.new_empty(logits.shape)
+register_fake_like("moe_ext::_router_z_loss_backward", 1)
 
 
 def load_balance_loss(score_sum_E: Tensor, num_tokens_per_expert_E: Tensor, top_k: int) -> Tensor:
@@ -320,6 +305,4 @@ register_derivatives(
 )
 
 
-@torch.library.register_fake("moe_ext::_load_balance_loss_backward")
-def _(grad: Tensor, score_sum: Tensor, num_tokens_per_expert: Tensor, top_k: int) -> Tensor:
-    return score_sum.new_empty(score_sum.shape)
+register_fake_like("moe_ext::_load_balance_loss_backward", 1)

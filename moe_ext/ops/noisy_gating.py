@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.ops.autograd import once_differentiable, register_autograd
-from moe_ext.ops.fakes import register_fake_like
+from moe_ext.ops.fakes import acc_dtype, register_fake_like
 
 
 class GShardGateOutput(NamedTuple):
@@ -184,14 +184,10 @@ def gshard_gate(
     )
 
 
-def _acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 @torch.library.register_fake("moe_ext::gshard_gate")
 def _(logits: Tensor, *_rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     num_tokens, num_experts = logits.shape
-    acc = _acc_dtype(logits.dtype)
+    acc = acc_dtype(logits.dtype)
     return (
         logits.new_empty((num_tokens, 2), dtype=acc),
         logits.new_empty((num_tokens, 2), dtype=torch.int64),
@@ -306,7 +302,7 @@ def _(
     *_rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     num_tokens, num_experts = clean_logits.shape
-    acc = _acc_dtype(clean_logits.dtype)
+    acc = acc_dtype(clean_logits.dtype)
     return (
         clean_logits.new_empty((num_tokens, top_k), dtype=acc),
         clean_logits.new_empty((num_tokens, top_k), dtype=torch.int64),

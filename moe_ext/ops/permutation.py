@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.ops.autograd import register_autograd, register_derivatives
+from moe_ext.ops.fakes import register_fake_like
 
 
 @dataclass(frozen=True)
@@ -173,13 +174,7 @@ register_derivatives(
 )
 
 
-@torch.library.register_fake("moe_ext::_unpermute_tokens_backward")
-def _(
-    grad: Tensor, rows: Tensor, slot_of_row: Tensor, row_of_slot: Tensor, topk_weights: Tensor
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(rows, memory_format=torch.contiguous_format), torch.empty_like(
-        topk_weights, memory_format=torch.contiguous_format
-    )
+register_fake_like("moe_ext::_unpermute_tokens_backward", 1, 4)
 
 
 @torch.library.register_fake("moe_ext::_gather_tokens")

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_ext.ops.fakes import register_fake_like
+
 # Formats and the bits of a code.
 CODE_BITS = {"int8": 8, "int6": 6, "int4": 4, "int3": 3, "int2": 2, "sign": 1, "fp8": 8}
 # Elements of a row that share a scale, and bytes of a scale.
@@ -226,16 +228,7 @@ def dequantize_add_(
     torch.ops.moe_ext.dequantize_add_(out, codes, scales, name, block or 0, accumulate)
 
 
-@torch.library.register_fake("moe_ext::dequantize_add_")
-def _(
-    out: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    format: str,
-    block: int,
-    accumulate: bool = True,
-) -> None:
-    return None
+register_fake_like("moe_ext::dequantize_add_")
 
 
 def quantize_rows(x: Tensor, format: str) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.ops.autograd import register_derivatives
+from moe_ext.ops.fakes import acc_dtype
 
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
@@ -36,13 +37,9 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     return logits_TE
 
 
-def _acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 @torch.library.register_fake("moe_ext::router_logits")
 def _(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=_acc_dtype(x.dtype))
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=acc_dtype(x.dtype))
 
 
 register_derivatives(

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_ext.reference.gating import widened
+
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -17,10 +19,6 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu_squared": lambda x: F.relu(x).square(),
 }
 _GATES = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
-
-
-def _widen(x: Tensor) -> Tensor:
-    return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 
 def gated_activation(
@@ -33,7 +31,7 @@ def gated_activation(
 ) -> Tensor:
     """As `moe_ext.ops.gated_activation`: split the columns, activate the gate, multiply."""
     gate, up = x.chunk(2, dim=-1) if layout == "concatenated" else (x[..., ::2], x[..., 1::2])
-    y = _FUNCTIONS[_GATES[kind]](_widen(gate)) * _widen(up)
+    y = _FUNCTIONS[_GATES[kind]](widened(gate)) * widened(up)
     if slot_weights is not None and slot_of_row is not None:
         has_slot = slot_of_row >= 0
         weights = torch.zeros(x.shape[0], dtype=y.dtype)
@@ -44,4 +42,4 @@ def gated_activation(
 
 def activation(x: Tensor, *, kind: str) -> Tensor:
     """As `moe_ext.ops.activation`."""
-    return _FUNCTIONS[kind](_widen(x)).to(x.dtype)
+    return _FUNCTIONS[kind](widened(x)).to(x.dtype)

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from moe_ext.ops.assignment import SequenceLoad
 from moe_ext.ops.gating import GateOutput
-from moe_ext.reference.gating import scores
+from moe_ext.reference.gating import real_tokens, scores, widened
 
 
 def expert_choice_gate(
     logits_TE: Tensor, capacity: int, *, token_mask: Tensor | None = None
 ) -> GateOutput:
     """As `moe_ext.ops.expert_choice_gate`."""
-    real_T = _real(logits_TE, token_mask)
-    p_RE = _acc(logits_TE[real_T]).softmax(dim=1)
+    real_T = real_tokens(logits_TE, token_mask)
+    p_RE = widened(logits_TE[real_T]).softmax(dim=1)
     p_TE = p_RE.new_zeros(logits_TE.shape).index_put((real_T,), p_RE)
     key_TE = p_TE.detach().masked_fill(~real_T[:, None], -1)
     taken = min(capacity, p_RE.shape[0])
@@ -43,8 +43,8 @@ def sinkhorn_gate(
     token_mask: Tensor | None = None,
 ) -> GateOutput:
     """As `moe_ext.ops.sinkhorn_gate`."""
-    real_T = _real(logits_TE, token_mask)
-    x_RE = _acc(logits_TE[real_T])
+    real_T = real_tokens(logits_TE, token_mask)
+    x_RE = widened(logits_TE[real_T])
     scale_E = sinkhorn_scale(x_RE.detach(), num_iters, tolerance)
     key_RE = x_RE.detach() + scale_E.log()
     idx_RK = key_RE.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
@@ -78,7 +78,7 @@ def sinkhorn_scale(x_RE: Tensor, num_iters: int, tolerance: float) -> Tensor:
 
 def balanced_assignment(scores_TE: Tensor, *, token_mask: Tensor | None = None) -> Tensor:
     """As `moe_ext.ops.balanced_assignment`, exact, in time cubic in the number of tokens."""
-    real_T = _real(scores_TE, token_mask)
+    real_T = real_tokens(scores_TE, token_mask)
     scores = scores_TE[real_T].double().tolist()
     num_tokens, num_experts = len(scores), scores_TE.shape[1]
     even, rest = divmod(num_tokens, num_experts)
@@ -138,8 +138,8 @@ def sequence_load(
     token_mask: Tensor | None = None,
 ) -> SequenceLoad:
     """As `moe_ext.ops.sequence_load`."""
-    real_T = _real(logits_TE, token_mask)
-    x_TE = _acc(logits_TE).masked_fill(~real_T[:, None], 0)
+    real_T = real_tokens(logits_TE, token_mask)
+    x_TE = widened(logits_TE).masked_fill(~real_T[:, None], 0)
     share_TE = scores(x_TE, score_fn)
     share_TE = share_TE / share_TE.sum(dim=1, keepdim=True)
     chosen_TE = (topk_idx_TK[:, :, None] == torch.arange(x_TE.shape[1], device=x_TE.device)).sum(1)
@@ -161,13 +161,3 @@ def sequence_balance_loss(
             share_E = counts_E / (num_tokens * top_k)
             losses.append(score_sum_BE.shape[1] * (share_E * score_sum_E / num_tokens).sum())
     return torch.stack(losses).mean() if losses else score_sum_BE.sum() * 0
-
-
-def _acc(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def _real(x_TE: Tensor, token_mask: Tensor | None) -> Tensor:
-    if token_mask is not None:
-        return token_mask
-    return torch.ones(x_TE.shape[0], dtype=torch.bool, device=x_TE.device)

@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from moe_ext.reference.gating import widened
 from moe_ext.reference.noisy_gating import routing_uniform
 
 _DROPOUT_STREAM = 4
@@ -36,7 +37,7 @@ def attention_block(
     head_offset: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """As `moe_ext.ops.attention_block`."""
-    q, k, v = _acc(q_BHQD), _acc(k_BGKD), _acc(v_BGKD)
+    q, k, v = widened(q_BHQD), widened(k_BGKD), widened(v_BGKD)
     if k.shape[1]:
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
@@ -85,7 +86,7 @@ def merge_attention(
     lses = lses.masked_fill(lses == math.inf, -math.inf)
     lse = lses.logsumexp(dim=0)
     weights = (lses - lse.masked_fill(lse == -math.inf, 0)).exp()[..., None]
-    outs = torch.stack([_acc(out_a), _acc(out_b)])
+    outs = torch.stack([widened(out_a), widened(out_b)])
     return (weights * outs.masked_fill(weights == 0, 0)).sum(dim=0), lse
 
 
@@ -93,10 +94,6 @@ def merge_attention_sinks(out: Tensor, lse: Tensor, sinks_H: Tensor) -> tuple[Te
     """As `moe_ext.ops.merge_attention_sinks`: a key with its head's logit and value 0."""
     sinks_BHQ = sinks_H.to(lse.dtype)[:, None].expand(lse.shape)
     return merge_attention(out, lse, torch.zeros_like(out), sinks_BHQ)
-
-
-def _acc(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def _visible(distance_QK: Tensor, causal: bool, window_left: int, window_right: int) -> Tensor:

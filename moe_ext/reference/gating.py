@@ -26,10 +26,8 @@ def topk_gate(
 ) -> GateOutput:
     """As `moe_ext.ops.topk_gate`: the formulas one after another, on the real tokens."""
     num_tokens, num_experts = logits_TE.shape
-    real_T = token_mask
-    if real_T is None:
-        real_T = torch.ones(num_tokens, dtype=torch.bool, device=logits_TE.device)
-    x_RE = _acc(logits_TE[real_T])
+    real_T = real_tokens(logits_TE, token_mask)
+    x_RE = widened(logits_TE[real_T])
     score_RE = scores(x_RE, score_fn)
     share_RE = score_RE / _denominator(score_RE)
     default = "max" if selection_bias is None else "top2"
@@ -40,7 +38,7 @@ def topk_gate(
         bias_E = 0.0 if selection_bias is None else selection_bias.to(x_RE.dtype)
         key_RE = (score_RE + bias_E).masked_fill(x_RE == -math.inf, -math.inf)
     key_RE = _limit_groups(key_RE.detach(), num_groups, top_groups, terms)
-    idx_RK = _top(key_RE, top_k)
+    idx_RK = best(key_RE, top_k)
     if score_fn == "topk_softmax" or (score_fn == "softmax" and renormalize):
         weights_RK = x_RE.gather(1, idx_RK).softmax(dim=1)
     else:
@@ -64,7 +62,7 @@ def gate_weights(
     """As `moe_ext.ops.gate_weights`."""
     num_experts = logits_TE.shape[1]
     real_T = (topk_idx_TK >= 0).any(dim=1)
-    x_RE = _acc(logits_TE[real_T])
+    x_RE = widened(logits_TE[real_T])
     idx_RK = topk_idx_TK[real_T].clamp(min=0)
     absent_RK = topk_idx_TK[real_T] < 0
     score_RE = scores(x_RE, score_fn)
@@ -84,7 +82,7 @@ def gate_weights(
 
 def router_z_loss(logits_TE: Tensor, *, token_mask: Tensor | None = None) -> Tensor:
     """As `moe_ext.ops.router_z_loss`."""
-    x_RE = _acc(logits_TE if token_mask is None else logits_TE[token_mask])
+    x_RE = widened(logits_TE if token_mask is None else logits_TE[token_mask])
     return x_RE.logsumexp(dim=1).square().sum() / max(1, x_RE.shape[0])
 
 
@@ -105,15 +103,23 @@ def scores(x_TE: Tensor, score_fn: str) -> Tensor:
     return x_TE.softmax(dim=1)
 
 
-def _acc(x: Tensor) -> Tensor:
+def widened(x: Tensor) -> Tensor:
+    """Numbers in the dtype that operators compute in: float32, or float64 as they are."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def real_tokens(x_TE: Tensor, token_mask: Tensor | None) -> Tensor:
+    """The mask, all True where there is none."""
+    if token_mask is not None:
+        return token_mask
+    return torch.ones(x_TE.shape[0], dtype=torch.bool, device=x_TE.device)
 
 
 def _denominator(scores: Tensor) -> Tensor:
     return scores.sum(dim=1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
 
 
-def _top(keys: Tensor, k: int) -> Tensor:
+def best(keys: Tensor, k: int) -> Tensor:
     """Columns of the k largest, best first; a stable sort leaves the lower index first in a tie."""
     return keys.sort(dim=1, descending=True, stable=True).indices[:, :k]
 
@@ -128,5 +134,5 @@ def _limit_groups(key_RE: Tensor, num_groups: int, top_groups: int, terms: int) 
     for other_RG in others_RG:
         group_RG = group_RG + other_RG.masked_fill(other_RG == -math.inf, 0)
     keep_RG = torch.zeros_like(group_RG, dtype=torch.bool)
-    keep_RG.scatter_(1, _top(group_RG, top_groups), True)
+    keep_RG.scatter_(1, best(group_RG, top_groups), True)
     return key_RGS.masked_fill(~keep_RG[:, :, None], -math.inf).reshape(num_tokens, num_experts)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.ops.noisy_gating import GShardGateOutput, NoisyGateOutput
+from moe_ext.reference.gating import best, real_tokens, widened
 
 _MASK32 = 0xFFFFFFFF
 
@@ -48,8 +49,8 @@ def routing_jitter(
 ) -> Tensor:
     """As `moe_ext.ops.routing_jitter`."""
     uniform_TD = routing_uniform(rng_state, *x_TD.shape, stream=0, token_idx=token_idx)
-    factor_TD = (1 - eps) + 2 * eps * uniform_TD.to(_acc(x_TD).dtype)
-    return (_acc(x_TD) * factor_TD).to(x_TD.dtype)
+    factor_TD = (1 - eps) + 2 * eps * uniform_TD.to(widened(x_TD).dtype)
+    return (widened(x_TD) * factor_TD).to(x_TD.dtype)
 
 
 def gshard_gate(
@@ -62,9 +63,9 @@ def gshard_gate(
 ) -> GShardGateOutput:
     """As `moe_ext.ops.gshard_gate`: algorithm 1 of the paper, without its capacity."""
     num_tokens, num_experts = logits_TE.shape
-    real_T = _real(logits_TE, token_mask)
-    p_RE = _acc(logits_TE[real_T]).softmax(dim=1)
-    idx_R2 = _top(_acc(logits_TE[real_T]), 2)
+    real_T = real_tokens(logits_TE, token_mask)
+    p_RE = widened(logits_TE[real_T]).softmax(dim=1)
+    idx_R2 = best(widened(logits_TE[real_T]), 2)
     g_R2 = p_RE.gather(1, idx_R2)
     g_R2 = g_R2 / g_R2.sum(dim=1, keepdim=True)
     kept_R2 = torch.ones_like(g_R2, dtype=torch.bool)
@@ -95,17 +96,19 @@ def noisy_topk_gate(
 ) -> NoisyGateOutput:
     """As `moe_ext.ops.noisy_topk_gate`: eq. 3 to 10 of the paper, one after another."""
     num_tokens, num_experts = clean_logits_TE.shape
-    real_T = _real(clean_logits_TE, token_mask)
-    clean_RE = h_RE = _acc(clean_logits_TE[real_T])
+    real_T = real_tokens(clean_logits_TE, token_mask)
+    clean_RE = h_RE = widened(clean_logits_TE[real_T])
     if noise_logits_TE is not None:
         assert rng_state is not None
         normal_TE = routing_normal(
             rng_state, num_tokens, num_experts, stream=2, token_idx=token_idx
         )
-        deviation_RE = torch.nn.functional.softplus(_acc(noise_logits_TE[real_T])) + noise_epsilon
+        deviation_RE = (
+            torch.nn.functional.softplus(widened(noise_logits_TE[real_T])) + noise_epsilon
+        )
         # The operator draws in float32, whatever the logits.
         h_RE = clean_RE + normal_TE[real_T].float().to(clean_RE.dtype) * deviation_RE
-    idx_RK = _top(h_RE.detach(), top_k)
+    idx_RK = best(h_RE.detach(), top_k)
     gates_RK = h_RE.gather(1, idx_RK).softmax(dim=1)
     gates_RE = torch.zeros_like(h_RE).scatter(1, idx_RK, gates_RK)
     counts_E = torch.bincount(idx_RK.flatten(), minlength=num_experts)
@@ -124,24 +127,9 @@ def squared_variation(x_E: Tensor) -> Tensor:
     return x_E.var(correction=0) / mean.square().clamp(min=torch.finfo(x_E.dtype).tiny)
 
 
-def _acc(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def _real(logits_TE: Tensor, token_mask: Tensor | None) -> Tensor:
-    if token_mask is not None:
-        return token_mask
-    return torch.ones(logits_TE.shape[0], dtype=torch.bool, device=logits_TE.device)
-
-
-def _top(keys: Tensor, k: int) -> Tensor:
-    """Columns of the k largest, best first; a stable sort leaves the lower index first in a tie."""
-    return keys.sort(dim=1, descending=True, stable=True).indices[:, :k]
-
-
 def _kth_excluding(h_RE: Tensor, k: int) -> Tensor:
     """[R, E]: the k-th largest of a row without the column itself, for k < E."""
-    order_RE = _top(h_RE.detach(), h_RE.shape[1])
+    order_RE = best(h_RE.detach(), h_RE.shape[1])
     sorted_RE = h_RE.gather(1, order_RE)
     chosen_RE = torch.zeros_like(h_RE, dtype=torch.bool).scatter(1, order_RE[:, :k], True)
     return torch.where(chosen_RE, sorted_RE[:, k : k + 1], sorted_RE[:, k - 1 : k])
