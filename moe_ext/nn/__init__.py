@@ -15,9 +15,13 @@ from moe_ext.nn.checkpointing import checkpoint_chain
 from moe_ext.nn.expert_activation import ClampedSwiGLU
 from moe_ext.nn.experts import GroupedExperts
 from moe_ext.nn.feed_forward import FeedForward
-from moe_ext.nn.layer_metrics import LayerMetrics
-from moe_ext.nn.metrics import log_metrics, reduce_metrics
-from moe_ext.nn.model_layers import collect_losses, set_loss_scale, update_placement
+from moe_ext.nn.layer_metrics import LayerMetrics, reduce_metrics
+from moe_ext.nn.model_layers import (
+    collect_losses,
+    log_metrics,
+    set_loss_scale,
+    update_placement,
+)
 from moe_ext.nn.module_experts import ModuleExperts
 from moe_ext.nn.moe_layer import MoELayer
 from moe_ext.nn.options import Dispatch, SharedExpert

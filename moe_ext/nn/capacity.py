@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moe_ext import ops
-from moe_ext._checks import check_choice, check_numbers
+from moe_ext._checks import check_choice, check_numbers, check_sizes
 from moe_ext.dispatch import Choice
 from moe_ext.nn.combinations import SETS_ROWS, refusal
 from moe_ext.nn.routers import Router, RouterOutput
@@ -70,15 +70,11 @@ class Capacity:
             value = getattr(self, name)
             if not (name == "eval_factor" and value is None) and not 0 < value < math.inf:
                 raise ValueError(f"Capacity: expected {name} to be positive, got {value}")
-        for name in ("minimum", "groups"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"Capacity: expected {name} to be at least 1, got {getattr(self, name)}"
-                )
         if self.groups > _MOST_GROUPS:
             raise ValueError(
                 f"Capacity: expected groups to be at most {_MOST_GROUPS}, got {self.groups}"
             )
+        check_sizes("Capacity", minimum=self.minimum, groups=self.groups)
         for name, known in (("drop", DROP_POLICIES), ("overflow", OVERFLOWS)):
             check_choice("Capacity", name, getattr(self, name), known)
 
@@ -131,9 +127,18 @@ def limit_choice(
     policy = "position" if policy == "random" and not training else policy
     keys = None if policy in ("position", "choice") else topk_weights.detach()
     if policy == "batch_prioritized" and routed.score_fn is not None:
-        keys = _chosen_scores(routed)
+        # The scores of the chosen experts, neither renormalised nor scaled. Before the choice,
+        # those of "topk_softmax" are a softmax over all experts too.
+        score_fn = routed.score_fn.removeprefix("topk_")
+        keys = ops.gate_weights(
+            routed.logits.detach(), topk_idx, score_fn=score_fn, renormalize=False
+        ).topk_weights
     if policy == "random":
-        keys = _random_priority(router, topk_idx, token_idx_T)
+        # Draws of every slot that depend on seed, layer, step and token alone.
+        assert isinstance(router, Router) and router.rng_state is not None
+        keys = ops.routing_uniform(
+            router.rng_state, *topk_idx.shape, stream=_DROP_STREAM, token_idx=token_idx_T
+        )
     ranked = _ranked_experts(router, routed) if capacity.overflow == "reroute" else None
     if capacity.groups > 1:
         # Groups are of one size: the last one is filled up with tokens that go nowhere.
@@ -158,27 +163,6 @@ def limit_choice(
         assert isinstance(router, Router)
         topk_weights = router.with_choice(routed, topk_idx).gate.topk_weights
     return Choice(topk_idx, topk_weights, rows * capacity.groups, num_dropped)
-
-
-def _random_priority(router: nn.Module, topk_idx_TK: Tensor, token_idx_T: Tensor | None) -> Tensor:
-    """Draws of every slot that depend on seed, layer, step and token alone, `[T, K]`."""
-    assert isinstance(router, Router)
-    assert router.rng_state is not None
-    num_tokens, num_columns = topk_idx_TK.shape
-    return ops.routing_uniform(
-        router.rng_state, num_tokens, num_columns, stream=_DROP_STREAM, token_idx=token_idx_T
-    )
-
-
-def _chosen_scores(routed: RouterOutput) -> Tensor:
-    """The scores of the chosen experts, neither renormalised nor scaled, `[T, K]`."""
-    assert routed.score_fn is not None
-    # Before the choice, the scores of "topk_softmax" are a softmax over all experts too.
-    score_fn = routed.score_fn.removeprefix("topk_")
-    gate = ops.gate_weights(
-        routed.logits.detach(), routed.gate.topk_idx, score_fn=score_fn, renormalize=False
-    )
-    return gate.topk_weights
 
 
 def _ranked_experts(router: nn.Module, routed: RouterOutput) -> Tensor:

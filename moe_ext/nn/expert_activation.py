@@ -27,23 +27,10 @@ LAYOUTS = ("concatenated", "interleaved")
 GATED_KIND_OF = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
 
 # Without a kernel of their own: run as torch functions.
-_TORCH_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "celu": F.celu,
-    "elu": F.elu,
-    "hardsigmoid": F.hardsigmoid,
-    "hardswish": F.hardswish,
-    "hardtanh": F.hardtanh,
-    "identity": lambda x: x,
-    "leaky_relu": F.leaky_relu,
-    "logsigmoid": F.logsigmoid,
-    "mish": F.mish,
-    "relu6": F.relu6,
-    "selu": F.selu,
-    "sigmoid": torch.sigmoid,
-    "softplus": F.softplus,
-    "softsign": F.softsign,
-    "tanh": torch.tanh,
-}
+_TORCH_ACTIVATIONS = (
+    *("celu", "elu", "hardsigmoid", "hardswish", "hardtanh", "identity", "leaky_relu"),
+    *("logsigmoid", "mish", "relu6", "selu", "sigmoid", "softplus", "softsign", "tanh"),
+)
 
 
 @dataclass(frozen=True)
@@ -147,7 +134,7 @@ def resolve_activation(
             return GATED_KIND_OF[activation], True
         if activation in PLAIN_ACTIVATIONS or activation in _TORCH_ACTIVATIONS:
             return activation, bool(gated)
-        names = GATED_ACTIVATIONS + PLAIN_ACTIVATIONS + tuple(_TORCH_ACTIVATIONS)
+        names = GATED_ACTIVATIONS + PLAIN_ACTIVATIONS + _TORCH_ACTIVATIONS
         raise ValueError(
             f"{owner}: expected activation to be one of {', '.join(names)}, or callable, got "
             f"{activation!r}"
@@ -191,7 +178,10 @@ def run_activation(
     A fused gated kind multiplies each row by its weight, where there are weights.
     """
     if isinstance(activation, str) and activation in GATED_ACTIVATIONS:
-        return weighted_activation(x, activation, layout, weights)
+        slots = (None, None) if weights is None else (weights.slot_weights, weights.slot_of_row)
+        return ops.gated_activation(
+            x, kind=activation, layout=layout, slot_weights=slots[0], slot_of_row=slots[1]
+        )
     assert weights is None
     if isinstance(activation, ClampedSwiGLU):
         return activation(x, layout)
@@ -201,23 +191,12 @@ def run_activation(
     return _run_plain(gate, activation) * up
 
 
-def weighted_activation(x: Tensor, kind: str, layout: str, weights: RowWeights | None) -> Tensor:
-    """`ops.gated_activation`, each row times its weight where there are weights."""
-    if weights is None:
-        return ops.gated_activation(x, kind=kind, layout=layout)
-    return ops.gated_activation(
-        x,
-        kind=kind,
-        layout=layout,
-        slot_weights=weights.slot_weights,
-        slot_of_row=weights.slot_of_row,
-    )
-
-
 def _run_plain(x: Tensor, activation: Any) -> Tensor:
     if isinstance(activation, str):
         if activation in PLAIN_ACTIVATIONS:
             return ops.activation(x, kind=activation)
-        activation = _TORCH_ACTIVATIONS[activation]
+        if activation == "identity":
+            return x
+        activation = getattr(F, activation)
     y: Tensor = activation(x)
     return y

@@ -35,7 +35,6 @@ from moe_ext.nn.expert_activation import (
     run_activation,
 )
 from moe_ext.nn.torch_state import as_autocast
-from moe_ext.ops.grouped_gemm import wants_ends
 
 # 2**64 / golden ratio, odd: neighbouring experts get seeds that differ in about half of their bits.
 _SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -141,7 +140,14 @@ class GroupedExperts(nn.Module):
                 f" of etp={shards} in an ep_group with etp, got bias={bias}, post_norm={post_norm} "
                 f"and ffn_dim={self.ffn_dim}"
             )
-        _check_shareable(self.activation, post_norm, ep_group)
+        # Over ranks, parameters that all experts share would be taken for experts.
+        for name, module in (("activation", self.activation), ("post_norm", post_norm)):
+            shared = isinstance(module, nn.Module) and any(True for _ in module.parameters())
+            if shared and group_size(ep_group) > 1:
+                raise ValueError(
+                    f"GroupedExperts: expected {name} to have no parameters in an ep_group of "
+                    f"{group_size(ep_group)} ranks, got {module}"
+                )
         local_experts(self.num_experts, ep_group, "GroupedExperts")
 
     def _placements_over(self, ep_group: ProcessGroup) -> dict[str, Placement]:
@@ -189,18 +195,35 @@ class GroupedExperts(nn.Module):
         return place * self.num_local_experts
 
     def reset_parameters(self) -> None:
-        """Draw all parameters uniformly in +-1/sqrt(fan_in), alike for any group size."""
-        stacked: list[Tensor] = []
-        fan_in: list[int] = []
-        places: list[Placement | None] = []
+        """Draw all parameters uniformly in +-1/sqrt(fan_in), alike for any group size.
+
+        Each expert has a generator of its own, seeded by a draw from torch's default CPU generator
+        and by the expert's number. So values depend on `torch.manual_seed` and that number alone,
+        and no rank draws the experts of another. Whole ones are drawn where a rank holds shards.
+        """
+        drawn: list[tuple[Tensor, float, Placement | None]] = []
         sharded = {name: place for name, (_, place) in sharded_parameters(self).items()}
         for name, inputs in ((self._up_name, self.model_dim), ("down_proj", self.ffn_dim)):
             for full_name in (name, f"{name}_bias"):
-                if getattr(self, full_name) is not None:
-                    stacked.append(getattr(self, full_name))
-                    fan_in.append(inputs)
-                    places.append(sharded.get(full_name))
-        _init_stacked_experts_(stacked, fan_in, self.first_expert, places)
+                parameter = getattr(self, full_name)
+                if parameter is not None:
+                    drawn.append((parameter, 1.0 / math.sqrt(inputs), sharded.get(full_name)))
+        base = int(torch.randint(0, 2**62, (1,), device="cpu"))
+        device = self.down_proj.device
+        if device.type == "meta":
+            return
+        generator = torch.Generator(device)
+        with torch.no_grad():
+            for local in range(local_part(self.down_proj).shape[0]):
+                generator.manual_seed((base + (self.first_expert + local) * _SEED_STRIDE) % 2**63)
+                for parameter, bound, place in drawn:
+                    tensor = local_part(parameter)
+                    if isinstance(place, ExpertShards):
+                        whole = tensor.new_empty((1, *parameter.shape[1:]))
+                        whole.uniform_(-bound, bound, generator=generator)
+                        tensor[local] = place.shard(whole)[0]
+                    else:
+                        tensor[local].uniform_(-bound, bound, generator=generator)
 
     def extra_repr(self) -> str:
         """Sizes and options for `repr`."""
@@ -221,8 +244,10 @@ class GroupedExperts(nn.Module):
     @property
     def weighs_rows(self) -> bool:
         """True if `forward` takes weights: a fused gate, and nothing but a product behind it."""
+        # A class with a `forward` of its own may know nothing of weights.
+        own = type(self).forward is GroupedExperts.forward
         fused = isinstance(self.activation, str) and self.activation in GATED_ACTIVATIONS
-        return fused and self.down_proj_bias is None and self.post_expert_norm is None
+        return own and fused and self.down_proj_bias is None and self.post_expert_norm is None
 
     def forward(
         self,
@@ -270,14 +295,6 @@ class GroupedExperts(nn.Module):
         if moves is not None:
             weight = moves.extend(weight)
         return weight.transpose(1, 2) if self.transposed else weight
-
-
-def weighs_rows(experts: nn.Module) -> TypeGuard[GroupedExperts]:
-    """True if experts multiply their results by weights that they take."""
-    # A class with a `forward` of its own may know nothing of weights.
-    if not isinstance(experts, GroupedExperts):
-        return False
-    return type(experts).forward is GroupedExperts.forward and experts.weighs_rows
 
 
 def take_weights(
@@ -342,14 +359,6 @@ def run_experts(experts: nn.Module, late: Weights, *args: Any) -> Tensor:
             parameters[name] = parameter
 
 
-def bounds_of_all_rows(experts: nn.Module, rows: Tensor, expert_offsets: Tensor) -> Tensor:
-    """Offsets in the form that experts take where every row has an expert."""
-    # First what costs nothing where there is no such device.
-    if wants_ends(rows) and runs_own_forward(experts):
-        return expert_offsets[1:].int()
-    return expert_offsets
-
-
 def runs_own_forward(experts: nn.Module) -> TypeGuard[GroupedExperts]:
     """True for `GroupedExperts`, and for classes derived from it without another `forward`."""
     own = GroupedExperts.forward
@@ -394,54 +403,3 @@ def local_experts(num_experts: int, ep_group: ProcessGroup | None, owner: str) -
             f"({ep_size}), got {num_experts}"
         )
     return num_experts // ep_size
-
-
-def _check_shareable(
-    activation: Any, post_norm: nn.Module | None, ep_group: ProcessGroup | None
-) -> None:
-    """Refuse parameters that all experts share: over ranks, they would be taken for experts."""
-    if group_size(ep_group) == 1:
-        return
-    for name, module in (("activation", activation), ("post_norm", post_norm)):
-        if isinstance(module, nn.Module) and any(True for _ in module.parameters()):
-            raise ValueError(
-                f"GroupedExperts: expected {name} to have no parameters in an ep_group of "
-                f"{group_size(ep_group)} ranks, got {module}"
-            )
-
-
-def _init_stacked_experts_(
-    stacked: list[Tensor],
-    fan_in: list[int],
-    first_expert: int,
-    places: list[Placement | None],
-) -> None:
-    """Fill stacked expert tensors `[E_local, ...]` uniformly in +-1/sqrt(fan_in), in place.
-
-    Expert e is drawn from a generator of its own, seeded by one draw from torch's default CPU
-    generator and by e, so that the values depend on `torch.manual_seed` and on the global expert
-    only: every expert-parallel size gives the same experts, and no rank draws the experts of
-    another.
-
-    Args:
-        stacked: tensors whose first dimension is the local expert.
-        fan_in: number of inputs that each tensor's outputs sum over.
-        first_expert: global index of local expert 0.
-        places: of the tensors; of shards of experts the whole ones are drawn.
-    """
-    base = int(torch.randint(0, 2**62, (1,), device="cpu"))
-    device = stacked[0].device
-    if device.type == "meta":
-        return
-    generator = torch.Generator(device)
-    with torch.no_grad():
-        for local in range(local_part(stacked[0]).shape[0]):
-            generator.manual_seed((base + (first_expert + local) * _SEED_STRIDE) % 2**63)
-            for whole_tensor, inputs, place in zip(stacked, fan_in, places, strict=True):
-                bound, tensor = 1.0 / math.sqrt(inputs), local_part(whole_tensor)
-                if isinstance(place, ExpertShards):
-                    whole = tensor.new_empty((1, *whole_tensor.shape[1:]))
-                    whole.uniform_(-bound, bound, generator=generator)
-                    tensor[local] = place.shard(whole)[0]
-                else:
-                    tensor[local].uniform_(-bound, bound, generator=generator)

@@ -1,4 +1,4 @@
-"""Metrics of the last forward pass of a layer.
+"""Metrics of the last forward pass of a layer, of one rank or of the ranks of a group.
 
 Shapes: T tokens, E experts, K top-k.
 """
@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from moe_ext import ops
+from moe_ext.comm import collectives
+from moe_ext.comm.groups import check_group, group_size
 
 Metric = Tensor | Callable[[], Tensor]
 # Record of a forward pass: tensors, in the graph, and numbers. A plain dictionary, which a
@@ -144,4 +147,37 @@ def read_metrics(record: Record) -> LayerMetrics:
     for name in terms:
         if name not in _LOSSES:
             entries[f"{name}_loss"] = terms[name][1].detach()
+    return LayerMetrics(entries)
+
+
+def reduce_metrics(metrics: Mapping[str, Tensor], group: ProcessGroup | None) -> LayerMetrics:
+    """Metrics over the ranks of a group: one all-reduce.
+
+    Counts are added, everything else is averaged over ranks, as the objective averages the local
+    losses; load, entropy and their like then are those of the group's tokens.
+
+    Args:
+        metrics: `layer.metrics`.
+        group: every rank of it calls this for the same layer; None for this rank alone.
+
+    Returns:
+        Metrics of the group, equal on every rank.
+
+    Raises:
+        TypeError: group is no process group.
+        RankFailureError: a rank died or did not answer.
+    """
+    check_group(group, "reduce_metrics")
+    whole = metrics.measured() if isinstance(metrics, LayerMetrics) else dict(metrics)
+    entries: dict[str, Metric] = dict(whole)
+    if group is None or group_size(group) == 1 or not whole:
+        return LayerMetrics(entries)
+    # float64 holds counts exactly, so that one message does.
+    packed = torch.cat([value.reshape(-1).double() for value in whole.values()])
+    collectives.all_reduce_(packed, group, operation="reduce_metrics")
+    parts = packed.split([value.numel() for value in whole.values()])
+    for (name, value), part in zip(whole.items(), parts, strict=True):
+        if value.is_floating_point():
+            part = part / group_size(group)
+        entries[name] = part.to(value.dtype).view(value.shape)
     return LayerMetrics(entries)

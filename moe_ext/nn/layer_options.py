@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from moe_ext._checks import check_kind
 from moe_ext.comm import debugging
-from moe_ext.comm.agreement import option_names, options_of, told_option
+from moe_ext.comm.agreement import option_names, told_option
 from moe_ext.comm.groups import group_size
 from moe_ext.dispatch import RowBudget
 from moe_ext.distributed.dtensor import is_dtensor, is_fsdp
@@ -186,29 +187,20 @@ def made_with(layer: MoELayer) -> dict[str, object]:
     return found
 
 
-def options_now(layer: MoELayer) -> dict[str, object]:
-    """Options that must be equal on every rank, as the attributes are now, by name."""
-    found = {"num_experts": layer.num_experts, "top_k": layer.top_k, **options_of(layer)}
-    found["overlap"] = layer.overlap
-    for name, module in _parts(layer):
-        found.update(options_of(module, name))
-    if _is_periodic(layer):
-        assert layer._rebalancer is not None
-        found["calls of update_placement"] = layer._rebalancer.calls
-        found["training, with rebalance='periodic'"] = layer.training
-    return found
-
-
-def paths_of_options(layer: MoELayer) -> list[str]:
-    """The attributes that `options_now` reads."""
-    found = [*option_names(layer), "overlap"]
-    for name, module in _parts(layer):
-        found += [f"{name}.{option}" for option in option_names(module)]
-    return [*found, "training", "_rebalancer.calls"] if _is_periodic(layer) else found
-
-
-def _is_periodic(layer: MoELayer) -> bool:
-    return layer._rebalancer is not None and layer._rebalancer.options.mode == "periodic"
+def options_now(layer: MoELayer) -> tuple[dict[str, object], operator.attrgetter[Any]]:
+    """Options that must be equal on every rank, by name, and what reads their attributes."""
+    # Paths of attributes to names for messages.
+    names = {name: name for name in (*option_names(layer), "overlap")}
+    for part, module in _parts(layer):
+        names |= {f"{part}.{name}": f"{part}.{name}" for name in option_names(module)}
+    if layer._rebalancer is not None and layer._rebalancer.options.mode == "periodic":
+        names["_rebalancer.calls"] = "calls of update_placement"
+        names["training"] = "training, with rebalance='periodic'"
+    read = operator.attrgetter(*names)
+    found: dict[str, object] = {"num_experts": layer.num_experts, "top_k": layer.top_k}
+    for name, value in zip(names.values(), read(layer), strict=True):
+        found.update(told_option(name, value))
+    return found, read
 
 
 def _parts(layer: MoELayer) -> list[tuple[str, nn.Module]]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from moe_ext.nn.balance.moved import Rebalancer
+from moe_ext.nn.layer_metrics import reduce_metrics
 from moe_ext.nn.moe_layer import MoELayer
 
 # Parts that wrappers put into the names of modules.
@@ -76,3 +80,54 @@ def collect_losses(model: nn.Module) -> Tensor:
         for term in module.losses.values()
     ]
     return torch.stack(terms).sum() if terms else torch.zeros(())
+
+
+class ScalarWriter(Protocol):
+    """Writer that `log_metrics` takes: the method of TensorBoard's `SummaryWriter`."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
+        """Write one number."""
+        ...
+
+
+def log_metrics(
+    writer: ScalarWriter,
+    model: nn.Module,
+    step: int,
+    *,
+    prefix: str = "moe",
+    group: ProcessGroup | None = None,
+) -> None:
+    """Write the metrics of every `MoELayer` of a model to TensorBoard, or what looks like it.
+
+    Tags are `<prefix>/<metric>/<layer>`; `load` and the counts, one number an expert, are left out:
+    `moe_ext.plot.expert_load` draws them. All numbers of all layers are fetched at once.
+
+    Args:
+        writer: `torch.utils.tensorboard.SummaryWriter` (see `moe_ext.plot.summary_writer`), or
+            anything with its `add_scalar`.
+        model: after a forward pass; layers that have not run are left out.
+        step: number of the step.
+        prefix: of the tags.
+        group: reduce over its ranks first (see `reduce_metrics`); then every rank calls this.
+
+    Raises:
+        ValueError: the model has no `MoELayer`.
+    """
+    layers = moe_layers(model)
+    if not layers:
+        raise ValueError(
+            f"log_metrics: expected model to have a MoELayer, got none in {type(model).__name__}"
+        )
+    tags: list[str] = []
+    values: list[Tensor] = []
+    for layer_name, layer in layers.items():
+        metrics = reduce_metrics(layer.metrics, group)
+        for name, value in metrics.items():
+            if value.dim() == 0:
+                tags.append(f"{prefix}/{name}/{layer_name}")
+                values.append(value.double())
+    if not values:
+        return
+    for tag, number in zip(tags, torch.stack(values).tolist(), strict=True):
+        writer.add_scalar(tag, number, step)

@@ -58,7 +58,6 @@ from moe_ext.nn.experts import (
     GroupedExperts,
     runs_own_forward,
     slots_of_shards,
-    weighs_rows,
 )
 from moe_ext.nn.feed_forward import FeedForward, without_bad_padding
 from moe_ext.nn.layer_metrics import LayerMetrics, Record, read_losses, read_metrics
@@ -73,7 +72,6 @@ from moe_ext.nn.layer_options import (
     looks_at_router,
     made_with,
     options_now,
-    paths_of_options,
     router_of,
 )
 from moe_ext.nn.options import Dispatch, SharedExpert, of_number, takes_earlier_names
@@ -419,9 +417,9 @@ class MoELayer(CountingModule, SpreadsExperts):
         """
         per_token = {"token_mask": token_mask, "token_ids": token_ids, "token_idx": token_idx}
         packed = document_ids, cu_seqlens
+        if is_transformed():
+            check_transforms(self)
         if self.dispatcher.in_graph:
-            if is_transformed():
-                check_transforms(self)
             return self._forward(x, per_token, packed)
         return self._forward_outside_of_graphs(x, per_token, packed)
 
@@ -432,8 +430,6 @@ class MoELayer(CountingModule, SpreadsExperts):
     def _forward_outside_of_graphs(
         self, x: Tensor, per_token: dict[str, Tensor | None], packed: _Packed
     ) -> Tensor:
-        if is_transformed():
-            check_transforms(self)
         # As `in_layer`, without the calls of a context.
         token = running.set(weakref.ref(self))
         try:
@@ -466,15 +462,12 @@ class MoELayer(CountingModule, SpreadsExperts):
             self._first_cut = self._cut()
         if looks:
             self._made_with[_ROUTER_BITS] = fingerprint([*self.router.named_parameters()])
-        now = options_now(self)
+        now, read = options_now(self)
         options = {**now, **self._made_with}
-        if watched is None:
-            # The first message of one layer must not meet a later one of another.
-            if not dispatcher._calls.layers:
-                Agreement("MoELayer", dispatcher.group).compare({"options": options})
-            self._watched = operator.attrgetter(*paths_of_options(self))
-        assert self._watched is not None
-        self._compared = self._watched(self)
+        # The first message of one layer must not meet a later one of another.
+        if watched is None and not dispatcher._calls.layers:
+            Agreement("MoELayer", dispatcher.group).compare({"options": options})
+        self._watched, self._compared = read, read(self)
         dispatcher.declare(options)
 
     def explain_dispatch(self) -> DispatchChoice:
@@ -492,7 +485,8 @@ class MoELayer(CountingModule, SpreadsExperts):
     def _forward(self, x: Tensor, per_token: dict[str, Tensor | None], packed: _Packed) -> Tensor:
         if not isinstance(x, Tensor):
             raise TypeError(f"MoELayer: expected x to be a tensor, got {type(x).__name__}")
-        dispatcher, cut = self.dispatcher, self._cut()
+        dispatcher, cut, experts = self.dispatcher, self._cut(), self.experts
+        weighed = isinstance(experts, GroupedExperts) and experts.weighs_rows
         if dispatcher.choose is not None:
             # It looks at its choice again.
             self._chooser = cast(AutoDispatcher, dispatcher)
@@ -502,16 +496,14 @@ class MoELayer(CountingModule, SpreadsExperts):
                 x,
                 self.top_k,
                 in_rounds=cut.budget is not None or cut.num_parts > 1,
-                weighed=weighs_rows(self.experts) and not (self.capacity and self.capacity.pad),
+                weighed=weighed and not (self.capacity and self.capacity.pad),
             )
             dispatcher = self.dispatcher
         with dispatcher.routing(x, cut):
             if cut is not WHOLE and not torch.compiler.is_compiling():
                 # Options may have been set since the layer was made.
                 moved = self._rebalancer and self._rebalancer.options
-                self._check_combination(
-                    dispatcher=dispatcher, experts=self.experts, rebalance=moved
-                )
+                self._check_combination(dispatcher=dispatcher, experts=experts, rebalance=moved)
             documents = None
             if self.balance.scope == "sequence" and self._wants_balance_loss():
                 # Ranks that share sequences learn what is wrong with the inputs of one.
@@ -551,7 +543,7 @@ class MoELayer(CountingModule, SpreadsExperts):
         if self.shared_expert is not None:
             x_TD = without_bad_padding(x_TD, mask_T)
         # Under autocast the experts would cast anyway; here it halves what is permuted and sent.
-        y_TD, num_dropped = self._run_experts(as_autocast(x_TD), choice, cut)
+        y_TD, num_dropped = self._run_experts(as_autocast(x_TD), choice, cut, weighed)
         sequences = math.prod(x.shape[:-2]), documents
         y_TD = self._account(y_TD, routed, top_k, mask_T, sequences, num_dropped)
         return y_TD.reshape(x.shape)
@@ -567,13 +559,15 @@ class MoELayer(CountingModule, SpreadsExperts):
             return WHOLE
         return Cut(self.overlap, self.row_budget, self.num_experts if moves else None)
 
-    def _run_experts(self, x_TD: Tensor, choice: Choice, cut: Cut) -> tuple[Tensor, Tensor]:
+    def _run_experts(
+        self, x_TD: Tensor, choice: Choice, cut: Cut, weighed: bool
+    ) -> tuple[Tensor, Tensor]:
         """All experts: `y [T, D]`, and the number of slots that were dropped."""
         dispatcher, experts, limited = self.dispatcher, self.experts, choice.num_dropped
         beside = None
         if self.shared_expert is not None:
             beside = functools.partial(self._run_shared_expert, x_TD)
-        weighed, run = weighs_rows(experts), dispatcher.routed_experts
+        run = dispatcher.routed_experts
         # In one call where nobody sends or sees the rows.
         if run and weighed and cut is WHOLE and choice.capacity is None and not has_hooks(experts):
             assert isinstance(experts, GroupedExperts)

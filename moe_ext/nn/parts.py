@@ -27,14 +27,15 @@ from moe_ext.dispatch import (
 from moe_ext.nn.capacity import run_padded
 from moe_ext.nn.experts import (
     Weights,
-    bounds_of_all_rows,
     check_results,
     late_weights,
     moved_weights,
     run_experts,
+    runs_own_forward,
     take_weights,
 )
 from moe_ext.nn.torch_state import TorchState
+from moe_ext.ops.grouped_gemm import wants_ends
 
 
 def run_plan(
@@ -116,8 +117,8 @@ def _run_parts(
         rows, offsets, metadata = part(begin)
         if placed is not None:
             offsets = placed.offsets(offsets)
-        if plan.filled:
-            offsets = bounds_of_all_rows(experts, rows, offsets)
+        if plan.filled and wants_ends(rows) and runs_own_forward(experts):
+            offsets = offsets[1:].int()
         here[i] = late, rows, offsets, metadata
 
     def compute(i: int) -> None:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,57 +72,6 @@ def index_dtype(num_experts: int) -> torch.dtype:
 def where(key: RecordKey) -> str:
     """The key in an error message."""
     return f"{key.layer} at step {key.step}, micro-batch {key.micro_batch}"
-
-
-def encode(entries: Mapping[RecordKey, RecordEntry]) -> bytes:
-    """The bytes of `RoutingRecord.to_bytes`; little-endian, as every machine that runs torch."""
-    header, payload = [], []
-    for key, entry in entries.items():
-        idx = entry.topk_idx.cpu().contiguous()
-        header.append(
-            {
-                **key._asdict(),
-                "shape": list(idx.shape),
-                "dtype": str(idx.dtype).removeprefix("torch."),
-                "num_experts": entry.num_experts,
-            }
-        )
-        payload.append(ctypes.string_at(idx.data_ptr(), idx.nbytes) if idx.numel() else b"")
-    head = json.dumps(header, separators=(",", ":")).encode()
-    body = _SIZE.pack(len(head)) + head + b"".join(payload)
-    return _MAGIC + _PREFIX.pack(_VERSION, hashlib.sha256(body).digest()) + body
-
-
-def decode(data: bytes) -> dict[RecordKey, RecordEntry]:
-    """The inverse of `encode`; ValueError where data is not what it wrote."""
-    operation = "RoutingRecord.from_bytes"
-    start = len(_MAGIC) + _PREFIX.size
-    if not data.startswith(_MAGIC) or len(data) < start:
-        raise ValueError(
-            f"{operation}: expected data to be of a RoutingRecord, got {len(data)} bytes that "
-            f"begin with {data[: len(_MAGIC)]!r}"
-        )
-    version, digest = _PREFIX.unpack_from(data, len(_MAGIC))
-    if version != _VERSION:
-        raise ValueError(f"{operation}: expected version to be {_VERSION}, got {version}")
-    if hashlib.sha256(memoryview(data)[start:]).digest() != digest:
-        raise ValueError(
-            f"{operation}: expected data to have the checksum that was written with it, got "
-            f"{len(data)} bytes that are cut short or changed"
-        )
-    entries = {}
-    header = start + _SIZE.size
-    offset = header + _SIZE.unpack_from(data, start)[0]
-    for fields in json.loads(data[header:offset]):
-        dtype, shape = _DTYPES[fields["dtype"]], fields["shape"]
-        size = shape[0] * shape[1] * dtype.itemsize
-        # Through bytes of its own: the offset need not be a multiple of the dtype's size.
-        raw = bytearray(data[offset : offset + size])
-        idx = torch.frombuffer(raw, dtype=dtype) if size else torch.empty(0, dtype=dtype)
-        key = RecordKey(fields["step"], fields["micro_batch"], fields["layer"])
-        entries[key] = RecordEntry(idx.view(*shape), fields["num_experts"])
-        offset += size
-    return entries
 
 
 class RoutingRecord:
@@ -496,7 +445,22 @@ class RoutingRecord:
 
     def to_bytes(self) -> bytes:
         """Serialise: version, checksum, a header in JSON, and the indices as they are."""
-        return encode(self._entries)
+        # Little-endian, as every machine that runs torch.
+        header, payload = [], []
+        for key, entry in self._entries.items():
+            idx = entry.topk_idx.cpu().contiguous()
+            header.append(
+                {
+                    **key._asdict(),
+                    "shape": list(idx.shape),
+                    "dtype": str(idx.dtype).removeprefix("torch."),
+                    "num_experts": entry.num_experts,
+                }
+            )
+            payload.append(ctypes.string_at(idx.data_ptr(), idx.nbytes) if idx.numel() else b"")
+        head = json.dumps(header, separators=(",", ":")).encode()
+        body = _SIZE.pack(len(head)) + head + b"".join(payload)
+        return _MAGIC + _PREFIX.pack(_VERSION, hashlib.sha256(body).digest()) + body
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> RoutingRecord:
@@ -506,7 +470,33 @@ class RoutingRecord:
             ValueError: data is of something else, of another version, cut short or changed.
         """
         record = cls()
-        record._entries = decode(bytes(data))
+        data = bytes(data)
+        operation = "RoutingRecord.from_bytes"
+        start = len(_MAGIC) + _PREFIX.size
+        if not data.startswith(_MAGIC) or len(data) < start:
+            raise ValueError(
+                f"{operation}: expected data to be of a RoutingRecord, got {len(data)} bytes that "
+                f"begin with {data[: len(_MAGIC)]!r}"
+            )
+        version, digest = _PREFIX.unpack_from(data, len(_MAGIC))
+        if version != _VERSION:
+            raise ValueError(f"{operation}: expected version to be {_VERSION}, got {version}")
+        if hashlib.sha256(memoryview(data)[start:]).digest() != digest:
+            raise ValueError(
+                f"{operation}: expected data to have the checksum that was written with it, got "
+                f"{len(data)} bytes that are cut short or changed"
+            )
+        header = start + _SIZE.size
+        offset = header + _SIZE.unpack_from(data, start)[0]
+        for fields in json.loads(data[header:offset]):
+            dtype, shape = _DTYPES[fields["dtype"]], fields["shape"]
+            size = shape[0] * shape[1] * dtype.itemsize
+            # Through bytes of its own: the offset need not be a multiple of the dtype's size.
+            raw = bytearray(data[offset : offset + size])
+            idx = torch.frombuffer(raw, dtype=dtype) if size else torch.empty(0, dtype=dtype)
+            key = RecordKey(fields["step"], fields["micro_batch"], fields["layer"])
+            record._entries[key] = RecordEntry(idx.view(*shape), fields["num_experts"])
+            offset += size
         return record
 
     def save(self, path: str | os.PathLike[str]) -> None:

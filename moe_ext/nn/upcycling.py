@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_ext._checks import check_choice
+from moe_ext._checks import check_choice, check_sizes
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.nn.balance.losses import Balance
 from moe_ext.nn.expert_activation import GATED_KIND_OF, plain_kind, run_activation
@@ -247,8 +247,7 @@ def replace_ffn(
         ValueError: fewer networks than `every`, a network that looks known but is not plain, or
             options that do not fit. The model is unchanged.
     """
-    if every < 1:
-        raise ValueError(f"replace_ffn: expected every to be at least 1, got {every}")
+    check_sizes("replace_ffn", every=every)
     _check_options(num_experts, top_k, method, granularity)
     found = [(n, m) for n, m in _find_ffns(model) if select is None or select(n, m)]
     chosen = found[every - 1 :: every]

@@ -121,7 +121,7 @@ def check_received_rows_have_an_expert_each():
     sizes = [5, 9, 1][: dist.get_world_size()]
     masks = [torch.arange(n) % 3 != 1 for n in sizes]
     with (
-        mock.patch("moe_ext.nn.experts.wants_ends", lambda rows: True),
+        mock.patch("moe_ext.nn.parts.wants_ends", lambda rows: True),
         mock.patch.object(GroupedExperts, "_product", recorded),
     ):
         compare(sizes, masks)

@@ -107,22 +107,6 @@ def test_a_recomputation_has_the_same_bits(name):
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-def test_layer_compiles_as_one_graph_for_any_number_of_tokens(name):
-    layer = make_layer(name, torch.float32)
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
-    for num_tokens in (40, 41, 66):
-        x, mask, ids = inputs(num_tokens, torch.float32)
-        parameters = [x, *layer.parameters()]
-        results = []
-        stance = "default" if num_tokens == 40 else "fail_on_recompile"
-        for call in (compiled, layer):
-            with torch.compiler.set_stance(stance):
-                y = call(x, token_mask=mask, token_ids=ids)
-            results.append((y, *torch.autograd.grad(y.square().sum(), parameters)))
-        for actual, expected in zip(*results, strict=True):
-            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
-
-
 def test_state_dict_round_trip(name):
     layer, other = make_layer(name), make_layer(name)
     with torch.no_grad():

@@ -66,10 +66,10 @@ def check(layer, sizes=(16, 23, 40), ids=lambda n: {}):
 def test_every_router_in_one_graph(name):
     router = make_router(name)
     layer = moe_ext.MoELayer(8, 6, E, router=router, balance=Balance(z_coef=0.1), shared_expert=4)
-    needs_ids = "Hash" in name
 
     def ids(num_tokens):
-        return {"token_ids": torch.arange(num_tokens)} if needs_ids else {}
+        given = {"token_mask": torch.arange(num_tokens) % 3 > 0}
+        return given | ({"token_ids": torch.arange(num_tokens)} if "Hash" in name else {})
 
     check(layer, ids=ids)
 
@@ -79,7 +79,7 @@ def test_every_router_in_one_graph(name):
     [
         {},
         {"router": "sigmoid", "balance": Balance(mode="return")},
-        {"capacity": 1.25},
+        {"capacity": 1.0, "shared_expert": 4, "bias": True},
         {"capacity": Capacity(0.7, groups=3, drop="choice")},
         {"capacity": Capacity(0.7, drop="batch_prioritized", overflow="reroute")},
         {"capacity": Capacity(0.7, pad=True)},
@@ -94,11 +94,6 @@ def test_every_option_in_one_graph(options):
     balance = replace(options.get("balance", Balance()), z_coef=0.1)
     layer = moe_ext.MoELayer(8, 6, E, K, **options | {"balance": balance})
     check(layer)
-
-
-def test_a_mask_in_one_graph():
-    layer = moe_ext.MoELayer(8, 6, E, K, balance=Balance(z_coef=0.1))
-    check(layer, ids=lambda n: {"token_mask": torch.arange(n) % 3 > 0})
 
 
 def test_without_marks_the_second_size_is_the_last_to_compile():

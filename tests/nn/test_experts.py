@@ -114,7 +114,7 @@ def test_known_kinds_run_fused(monkeypatch):
     monkeypatch.setattr(
         moe_ext.ops,
         "gated_activation",
-        lambda x, *, kind, layout: kinds.append((kind, layout)) or x,
+        lambda x, *, kind, layout, **slots: kinds.append((kind, layout)) or x,
     )
     for name, layout in (("silu", "concatenated"), ("gelu", "interleaved")):
         experts = GroupedExperts(E, D, FFN, activation=name, gated=True, layout=layout)
@@ -177,7 +177,7 @@ def test_own_experts_get_ends_where_every_row_has_an_expert(monkeypatch):
 
     def told(on_gpu=True, **kwargs):
         """The result, and what the experts were told of their rows."""
-        monkeypatch.setattr("moe_ext.nn.experts.wants_ends", lambda rows: on_gpu)
+        monkeypatch.setattr("moe_ext.nn.parts.wants_ends", lambda rows: on_gpu)
         mask = kwargs.pop("token_mask", None)
         torch.manual_seed(0)
         layer, seen = moe_ext.MoELayer(D, FFN, E, 2, **kwargs), []

@@ -260,24 +260,6 @@ def test_low_precision_parameters(dtype):
     assert all(gradient.dtype == dtype for gradient in gradients(low).values())
 
 
-@pytest.mark.parametrize("options", [{}, {"capacity": 1.0, "shared_expert": 4, "bias": True}])
-def test_compile_fullgraph(options):
-    layer = make_layer(torch.float32, balance=moe_ext.nn.Balance(z_coef=0.1), **options)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
-    for tokens in (16, 23):
-        x = torch.randn(tokens, 8, requires_grad=True)
-        layer.zero_grad()
-        layer(x).square().sum().backward()
-        want = gradients(layer)
-        want_metrics = layer.metrics
-        layer.zero_grad()
-        compiled(x).square().sum().backward()
-        for name, gradient in gradients(layer).items():
-            torch.testing.assert_close(gradient, want[name])
-        for name, value in want_metrics.items():
-            torch.testing.assert_close(layer.metrics[name], value)
-
-
 def test_deepcopy_state_dict_and_repr():
     layer = make_layer(shared_expert=4, bias=True)
     x = torch.randn(5, 8, dtype=torch.float64)

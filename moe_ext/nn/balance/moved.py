@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
-from moe_ext._checks import check_choice, check_numbers
+from moe_ext._checks import check_choice, check_numbers, check_sizes
 from moe_ext.comm.agreement import share
 from moe_ext.comm.groups import GroupHandle, group_rank, group_size, small_message_device
 from moe_ext.comm.link import Link, link_of, max_over_ranks, quickest, seconds_of
@@ -73,8 +73,7 @@ class Rebalance:
                 raise ValueError(
                     f"Rebalance: expected {name} to be at least 0, got {getattr(self, name)}"
                 )
-        if self.every < 1:
-            raise ValueError(f"Rebalance: expected every to be at least 1, got {self.every}")
+        check_sizes("Rebalance", every=self.every)
         if self.flops is not None and math.isnan(self.flops):
             raise ValueError(f"Rebalance: expected flops to be a number, got {self.flops}")
         if self.flops_alone is not None and not self.flops_alone >= (self.flops or math.inf):
@@ -154,19 +153,6 @@ class ExpertMoves:
         return torch.cat([weight, came.view(-1, *weight.shape[1:])])
 
 
-@dataclass
-class Moved:
-    """Experts moved in the last pass of a rank: `metrics` shows them.
-
-    Attributes:
-        num_experts: weights that came to this rank.
-        num_bytes: bytes of the weights that left this rank.
-    """
-
-    num_experts: int = 0
-    num_bytes: int = 0
-
-
 class StackedExperts(Protocol):
     """Experts over ranks whose parameters are stacked, `down_proj` one of them."""
 
@@ -194,7 +180,8 @@ class Rebalancer:
         self._group = GroupHandle(experts.ep_group)
         self.num_ranks = group_size(experts.ep_group)
         self.num_experts = experts.num_experts
-        self.last = Moved()
+        # Experts that came to this rank in the last pass, and bytes of those that left it.
+        self.num_moved = self.moved_bytes = 0
         stacked = list(experts.parameters())
         self.expert_bytes = sum(p.element_size() * math.prod(p.shape[1:]) for p in stacked)
         # A row meets each number of a matrix once.
@@ -208,7 +195,7 @@ class Rebalancer:
 
     def metrics(self, device: torch.device) -> dict[str, Tensor]:
         """Metrics of the last pass, as `LayerMetrics` names them."""
-        found = {"num_moved_experts": self.last.num_experts, "moved_bytes": self.last.num_bytes}
+        found = {"num_moved_experts": self.num_moved, "moved_bytes": self.moved_bytes}
         return {name: torch.full((), value, device=device) for name, value in found.items()}
 
     def place(
@@ -231,7 +218,7 @@ class Rebalancer:
         rows_PS = None if plan is None else ops.split_rows(counts_PE, plan)
         moves = None
         if plan is None or rows_PS is None or not self._pays(counts_PE, rows_PS, plan, x_TD):
-            self.last = Moved()
+            self.num_moved = self.moved_bytes = 0
             at_home = counts_PE.reshape(self.num_ranks, -1, local)
             rows_PS = nn.functional.pad(at_home, (0, local)).flatten(1)
             slot_idx = torch.where(topk_idx < 0, -1, topk_idx + topk_idx // local * local)
@@ -252,7 +239,7 @@ class Rebalancer:
         send = mine_PL.sum(1).tolist()
         came = to_PL[rank][to_PL[rank] >= 0]
         receive = torch.bincount(came // local, minlength=self.num_ranks).tolist()
-        self.last = Moved(len(came), sum(send) * self.expert_bytes)
+        self.num_moved, self.moved_bytes = len(came), sum(send) * self.expert_bytes
         group = self._group.group
         assert group is not None
         return ExpertMoves(group, to_PL[mine_PL] % local, send, receive)

@@ -118,7 +118,8 @@ def _check(model: nn.Module, rate: float, operation: str) -> list[MoELayer]:
     layers = [
         module
         for module in model.modules()
-        if isinstance(module, MoELayer) and _bias(module) is not None
+        if isinstance(module, MoELayer)
+        and isinstance(getattr(module.router, "selection_bias", None), Tensor)
     ]
     if not layers:
         raise ValueError(
@@ -128,9 +129,10 @@ def _check(model: nn.Module, rate: float, operation: str) -> list[MoELayer]:
     return layers
 
 
-def _bias(layer: MoELayer) -> Tensor | None:
-    bias = getattr(layer.router, "selection_bias", None)
-    return bias if isinstance(bias, Tensor) else None
+def _bias(layer: MoELayer) -> Tensor:
+    bias = layer.router.selection_bias
+    assert isinstance(bias, Tensor)
+    return bias
 
 
 @torch.no_grad()
@@ -150,16 +152,13 @@ def _update(
         options.now = {"rate": rate, "center": center}
     for layer, total_E in _summed(by_sign, "choices", group, options):
         bias = _bias(layer)
-        assert bias is not None
         # Whole numbers: an expert with exactly the mean load is left alone.
         step_E = torch.sign(total_E.sum() - total_E * total_E.shape[0]).to(bias.dtype) * rate
         if center:
             step_E = step_E - (bias + step_E).mean()
         _set(layer, bias + step_E, skipped)
     for layer, total_EB in _summed(by_quantile, "required_bias", group):
-        bias = _bias(layer)
-        assert bias is not None
-        _set(layer, balanced_bias(total_EB, bias, layer.top_k), skipped)
+        _set(layer, balanced_bias(total_EB, _bias(layer), layer.top_k), skipped)
 
 
 def _summed(
@@ -189,7 +188,6 @@ def _summed(
 def _set(layer: MoELayer, new_E: Tensor, skipped: Tensor | None) -> None:
     """Set the bias and begin to count anew, unless the step was skipped."""
     bias = _bias(layer)
-    assert bias is not None
     for counts in (layer.choices, layer.required_bias):
         if counts is None:
             continue

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext._checks import check_numbers
+from moe_ext._checks import check_numbers, check_sizes
 from moe_ext.nn.routers.base import ScoreRouter, Tokens, renormalizes
 
 
@@ -64,8 +64,7 @@ class CosineRouter(ScoreRouter):
         check_numbers("CosineRouter", CosineRouter.__init__.__annotations__, locals())
         renormalize = renormalizes("CosineRouter", renormalize, top_k)
         super().__init__(model_dim, num_experts, top_k, renormalize=renormalize, scale=scale)
-        if proj_dim < 1:
-            raise ValueError(f"CosineRouter: expected proj_dim to be at least 1, got {proj_dim}")
+        check_sizes("CosineRouter", proj_dim=proj_dim)
         if not 0 < min_temperature < math.inf:
             raise ValueError(
                 f"CosineRouter: expected min_temperature to be positive, got {min_temperature}"

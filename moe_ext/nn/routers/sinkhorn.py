@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_ext import ops
-from moe_ext._checks import check_numbers
+from moe_ext._checks import check_numbers, check_sizes
 from moe_ext.nn.routers.base import LinearRouter, RouterOutput, Tokens
 
 
@@ -56,10 +56,7 @@ class SinkhornRouter(LinearRouter):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_numbers("SinkhornRouter", SinkhornRouter.__init__.__annotations__, locals())
-        if num_iters < 1:
-            raise ValueError(
-                f"SinkhornRouter: expected num_iters to be at least 1, got {num_iters}"
-            )
+        check_sizes("SinkhornRouter", num_iters=num_iters)
         if not 0 <= tolerance < math.inf:
             raise ValueError(
                 f"SinkhornRouter: expected tolerance to be finite and at least 0, got {tolerance}"
