@@ -91,25 +91,6 @@ def test_what_ends_the_loss_of_gaps_is_told(monkeypatch):
     assert "tcache_count" not in moe_ext.info()["memory"]
 
 
-@needs_glibc
-def test_undoing_gives_the_memory_back():
-    held, given_back = run(
-        """
-def resident():
-    lines = open("/proc/self/status").read().splitlines()
-    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) * 1024
-
-moe_ext.reuse_memory()
-start = resident()
-torch.zeros(2**27, dtype=torch.uint8)
-print(resident() - start)
-moe_ext.reuse_memory(False)
-print(resident() - start)
-"""
-    )
-    assert held > 2**27 * 0.9 and given_back < 2**27 * 0.1
-
-
 def test_other_allocators_are_told_apart(monkeypatch):
     def missing(name):
         raise OSError(name)
@@ -133,11 +114,10 @@ def huge_pages():
         return False
 
 
-@needs_glibc
-@pytest.mark.skipif(not huge_pages(), reason="the system gives no huge pages")
-def test_large_results_come_in_huge_pages():
-    """Fresh memory, as in a process that did not ask for its reuse: 16384 small pages a result."""
-    found = run(
+@pytest.fixture(scope="module")
+def plain_process():
+    """Page faults of large results in memory that is not reused, then bytes held and given back."""
+    *of_results, held, given_back = run(
         """
 x, idx = torch.randn(8192, 1024), torch.rand(8192, 8).topk(2).indices
 weights, up, grad = torch.rand(8192, 2), torch.randn(4096, 8192), torch.randn(4096, 4096)
@@ -152,9 +132,33 @@ for call in (
     lambda: op._grouped_mm_backward_weight(grad[:64], grad[:64], offsets),
 ):
     print(faults(call, times=1, warmup=1))
+
+def resident():
+    lines = open("/proc/self/status").read().splitlines()
+    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) * 1024
+
+moe_ext.reuse_memory()
+start = resident()
+torch.zeros(2**27, dtype=torch.uint8)
+print(resident() - start)
+moe_ext.reuse_memory(False)
+print(resident() - start)
 """
     )
-    assert max(found) < 4096, found
+    return of_results, held, given_back
+
+
+@needs_glibc
+def test_undoing_gives_the_memory_back(plain_process):
+    _, held, given_back = plain_process
+    assert held > 2**27 * 0.9 and given_back < 2**27 * 0.1
+
+
+@needs_glibc
+@pytest.mark.skipif(not huge_pages(), reason="the system gives no huge pages")
+def test_large_results_come_in_huge_pages(plain_process):
+    """Fresh memory, as in a process that did not ask for its reuse: 16384 small pages a result."""
+    assert max(plain_process[0]) < 4096, plain_process[0]
 
 
 def frees_page_tables():

@@ -8,7 +8,7 @@ waited for, so that an error is that of its operator. What is registered and has
 told as "no call"; compression comes last. `simt` is the emulated device of the tests.
 
 Shape suffixes: T tokens, D model, F ffn, E experts, K top-k, N rows; of attention: B batch, H
-heads, S sequence.
+heads, S sequence; of recurrences V values.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ from moe_ext.attention import ring_attention
 SECONDS = 20  # of one operator in a dtype: a kernel that hangs ends its process
 START_SECONDS = 40  # to import torch and start the driver, besides
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-T, D, F, E, K, B, H, S = 257, 64, 32, 8, 2, 2, 4, 96
-# Of attention: two tiles, whose emulation takes long.
-HEADS, LENGTH = 2, 72
+T, D, F, E, K, B, H, V = 257, 64, 32, 8, 2, 2, 4, 16
+# Two tiles of attention, and two chunks of a recurrence: their emulation takes long.
+HEADS, S = 2, 72
 # Of the CPU's result, by the largest number in it: two roundings and a sum in another order.
 TOLERANCE = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 1e-4, torch.float64: 1e-5}
 
@@ -110,7 +110,7 @@ class Inputs:
     @cached_property
     def documents_BS(self) -> Tensor:
         """Three documents."""
-        return (torch.arange(S) // 40).expand(B, S).clone()
+        return (torch.arange(S) // 30).expand(B, S).clone()
 
     @property
     def padded_documents(self) -> Tensor:
@@ -126,8 +126,8 @@ class Inputs:
     @cached_property
     def qkv(self) -> tuple[Tensor, ...]:
         """Of a block of attention, with the positions of queries and keys."""
-        at_S = torch.arange(LENGTH)
-        return (*(self.random(B, heads, LENGTH, D) for heads in (HEADS, 1, 1)), at_S, at_S)
+        at_S = torch.arange(S)
+        return (*(self.random(B, heads, S, D) for heads in (HEADS, 1, 1)), at_S, at_S)
 
     @cached_property
     def attended(self) -> tuple[Tensor, Tensor]:
@@ -144,9 +144,9 @@ class Inputs:
     @cached_property
     def ruled(self) -> tuple[Tensor, ...]:
         """q, k, v, g, beta and state of a gated delta rule."""
-        q_BGSD, k_BGSD = self.wide(B, 2, S, D) / 8, self.wide(B, 2, S, D) / 8
+        q_BGSF, k_BGSF = self.wide(B, 2, S, F) / 8, self.wide(B, 2, S, F) / 8
         decays_BHS, beta_BHS = -self.wide(B, H, S).abs(), self.wide(B, H, S).sigmoid()
-        return q_BGSD, k_BGSD, self.wide(B, H, S, F), decays_BHS, beta_BHS, self.wide(B, H, D, F)
+        return q_BGSF, k_BGSF, self.wide(B, H, S, V), decays_BHS, beta_BHS, self.wide(B, H, F, V)
 
     @cached_property
     def rng_state(self) -> Tensor:
@@ -230,27 +230,27 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
     "attention_block_": lambda i: (*(x.clone() for x in i.attended), *i.qkv, *BLOCK),
     "attention_block_backward": _block_gradient,
     "attention_delta": lambda i: (
-        i.wide(B, HEADS, LENGTH, D),
-        i.wide(B, HEADS, LENGTH, D),
-        i.wide(B, HEADS, LENGTH),
+        i.wide(B, HEADS, S, D),
+        i.wide(B, HEADS, S, D),
+        i.wide(B, HEADS, S),
     ),
     "merge_attention": lambda i: (
         *i.attended,
-        i.wide(B, HEADS, LENGTH, D),
-        i.wide(B, HEADS, LENGTH),
+        i.wide(B, HEADS, S, D),
+        i.wide(B, HEADS, S),
     ),
     "_merge_attention_backward": lambda i: (
         *(
-            i.wide(B, HEADS, LENGTH, D),
-            i.wide(B, HEADS, LENGTH),
+            i.wide(B, HEADS, S, D),
+            i.wide(B, HEADS, S),
             *i.attended,
-            i.wide(B, HEADS, LENGTH, D),
-            i.wide(B, HEADS, LENGTH),
+            i.wide(B, HEADS, S, D),
+            i.wide(B, HEADS, S),
         ),
     ),
     "merge_attention_": lambda i: (
         *(x.clone() for x in i.attended),
-        *(i.random(B, HEADS, LENGTH, D), i.wide(B, HEADS, LENGTH)),
+        *(i.random(B, HEADS, S, D), i.wide(B, HEADS, S)),
     ),
     "limit_capacity": lambda i: (i.idx_TK, E, 40),
     "expert_choice_gate": lambda i: (i.random(T, E), 40),
@@ -308,7 +308,7 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
     ),
     "gated_delta_rule": lambda i: (*i.ruled, None),
     "_gated_delta_rule_backward": lambda i: (
-        *(i.wide(B, H, S, F), i.wide(B, H, D, F), *i.ruled, None),
+        *(i.wide(B, H, S, V), i.wide(B, H, F, V), *i.ruled, None),
         op("gated_delta_rule")(*i.ruled, None)[2],
     ),
     "selective_scan": lambda i: (*i.scanned, i.wide(B, H, 16), None),
@@ -317,10 +317,10 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
         op("selective_scan")(*i.scanned, i.wide(B, H, 16), None)[2],
     ),
     "causal_conv1d": lambda i: (
-        *(i.wide(B, D, S), i.wide(D, 4), i.wide(D), i.wide(B, D, 3), None, True),
+        *(i.wide(B, F, S), i.wide(F, 4), i.wide(F), i.wide(B, F, 3), None, True),
     ),
     "_causal_conv1d_backward": lambda i: (
-        *(i.wide(B, D, S), i.wide(B, D, S), i.wide(D, 4), i.wide(D), i.wide(B, D, 3), None, True),
+        *(i.wide(B, F, S), i.wide(B, F, S), i.wide(F, 4), i.wide(F), i.wide(B, F, 3), None, True),
     ),
     "gather_blocks": lambda i: (i.random(4096), torch.tensor([1, 4, 15]), 256),
     "scatter_blocks_": lambda i: (
@@ -381,11 +381,11 @@ def _velocity(i: Inputs) -> dict[str, Any]:
 
 
 def _in_block(i: Inputs) -> dict[str, Any]:
-    documents = torch.arange(LENGTH) // 30
+    documents = torch.arange(S) // 30
     return {
         **{"q_documents": documents, "k_documents": documents, "alibi_slopes": i.wide(HEADS)},
-        **{"key_mask": documents.expand(B, LENGTH) < 2, "seed": torch.tensor(7)},
-        **{"bias": i.random(B, HEADS, LENGTH, LENGTH), "dropout_p": 0.1},
+        **{"key_mask": documents.expand(B, S) < 2, "seed": torch.tensor(7)},
+        **{"bias": i.random(B, HEADS, S, S), "dropout_p": 0.1},
     }
 
 

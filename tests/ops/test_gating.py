@@ -184,7 +184,8 @@ def test_ties_go_to_the_lower_index(backend, dtype):
     out = ops.topk_gate(torch.zeros(40, 20, dtype=dtype), 5)
     assert torch.equal(out.topk_idx, torch.arange(5).expand(40, 5))
     # Few distinct logits, so that every row has ties at the edge of the choice.
-    logits = torch.randint(0, 3, (257, NUM_EXPERTS)).to(dtype)
+    num_tokens = 33 if emulation.is_active() else 257
+    logits = torch.randint(0, 3, (num_tokens, NUM_EXPERTS)).to(dtype)
     for option in OPTIONS:
         options = make(0, option)[1]
         if "selection_bias" in options:
@@ -309,7 +310,7 @@ def test_gradcheck(backend, option):
 @pytest.mark.parametrize("option", ["softmax", "softmax_plain", "sigmoid"])
 @pytest.mark.parametrize("output", ["topk_weights", "score_sum"])
 def test_gradient_of_one_output_alone(device, option, output):
-    logits, options = make(9, option, dtype=torch.float64)
+    logits, options = make(3 if emulation.is_active() else 9, option, dtype=torch.float64)
 
     def gate(logits):
         return getattr(ops.topk_gate(logits, TOP_K, **options), output)

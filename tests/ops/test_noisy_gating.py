@@ -2,6 +2,7 @@
 
 import math
 
+import emulation
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -203,8 +204,9 @@ def test_gshard_gradcheck(backend, random):
 
 @pytest.mark.parametrize("top_k", [1, 3, 7])
 def test_noisy_gradcheck(backend, top_k):
-    clean, noise = (x.requires_grad_() for x in noisy_logits(9, 7, torch.float64))
-    mask = torch.rand(9) > 0.3
+    num_tokens = 4 if emulation.is_active() else 9
+    clean, noise = (x.requires_grad_() for x in noisy_logits(num_tokens, 7, torch.float64))
+    mask = torch.arange(num_tokens) % 4 != 2
 
     def gate(clean, noise):
         out = ops.noisy_topk_gate(

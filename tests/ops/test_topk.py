@@ -127,7 +127,7 @@ def test_topk_fills_up_with_the_first_zeros(backend, numel):
     ],
 )
 def test_topk_of_inputs_that_defeat_a_sample(backend, make_grad):
-    for numel in (20000, 70000):
+    for numel in (20000, 40000 if emulation.is_active() else 70000):
         for k in (1, numel // 100, numel // 3):
             state = (make_grad(numel), torch.zeros(numel))
             assert_same("topk_compress_", state, k)
@@ -179,12 +179,12 @@ def test_threshold_in_large_scopes(backend):
 
 @pytest.mark.parametrize("make_grad", ["equal", "few", "sorted", "huge"])
 def test_overflow_of_many_times_the_capacity(backend, make_grad):
-    numel = 100000
+    numel = 40000 if emulation.is_active() else 100000
     grad = {
         "equal": torch.full((numel,), -0.5),
         "few": torch.randint(-3, 4, (numel,)) / 4,
         "sorted": torch.arange(1, numel + 1) / 100,
-        "huge": torch.where(torch.arange(numel) == 77777, 1e38, 1.0),
+        "huge": torch.where(torch.arange(numel) == 37777, 1e38, 1.0),
     }[make_grad]
     _, residual, velocity = make(numel, levels=2)
     for start in (torch.zeros(numel), residual):

@@ -64,10 +64,11 @@ def test_equals_the_form_in_place(backend, numel, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equals_the_form_in_place_in_scopes(backend, dtype):
-    grad, residual, velocity = make(3 * 5 * 40, dtype)
-    shaped = [x.view(3, 5, 40) for x in (grad, residual, velocity)]
+    whole = [x.view(3, 5, 40) for x in make(3 * 5 * 40, dtype)]
     for scope, size in (("row", 40), ("expert", 200), (1, 1), (7, 7), (601, 601)):
-        bound = torch.rand(-(-600 // size), dtype=residual.dtype) * 2
+        # A warp for each scope takes the emulation long.
+        shaped = [x[:1] if emulation.is_active() and size < 40 else x for x in whole]
+        bound = torch.rand(-(-shaped[0].numel() // size), dtype=shaped[1].dtype) * 2
         for k in {0, 1, min(3, size)}:
             assert_same("topk_compress_", *shaped, k, scope=scope)
             assert_same("threshold_compress_", *shaped, bound, k, scope=scope, target=3)
