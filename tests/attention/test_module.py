@@ -92,7 +92,7 @@ def compiled_like_eager(case, dtype):
     assert_same_bits(results(model, shards, graph, key_mask=mask, **kwargs), expected)
 
 
-@check(("ring",), ("ulysses",), ("all_gather",), **GRAPHS)
+@check(("ring",), ("ulysses",), ("all_gather",), ("double_ring",), **GRAPHS)
 def a_graph_for_any_length(scheme):
     heads = dist.get_world_size()
 
