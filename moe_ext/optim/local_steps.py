@@ -71,7 +71,8 @@ class _Part:
 
     def delta(self) -> Tensor:
         """Weights at the last round less weights now, flat."""
-        return torch.cat([(x.float() - local_part(p).float()).flatten() for p, x in self.pairs()])
+        pairs = [(local_part(p), x) for p, x in self.pairs()]
+        return torch.cat([(x.to(p.device).float() - p.float()).flatten() for p, x in pairs])
 
 
 class _Fragment:

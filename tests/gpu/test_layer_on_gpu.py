@@ -10,6 +10,7 @@ import moe_ext
 from moe_ext.comm import streams
 from moe_ext.dispatch.rows import all_to_all_rows
 from moe_ext.nn import Capacity, RowBudget
+from moe_ext.optim import DiLoCo
 
 pytestmark = [
     pytest.mark.gpu,
@@ -151,3 +152,18 @@ def check_rows_wait_for_the_caller(group):
             del rows
             assert bool((out == step).all() & (grad == 4 * step).all())
     assert streams.side_stream(torch.device("cuda", torch.cuda.current_device()), "tokens") != main
+
+
+def test_local_steps_may_keep_the_weights_of_the_last_round_on_the_host():
+    found = []
+    for backup_device in (None, torch.device("cpu")):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 4).cuda()
+        inner, outer = (torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.1, 0.7))
+        with DiLoCo(None, [model], inner, outer, sync_every=2, backup_device=backup_device):
+            for _ in range(4):
+                inner.zero_grad()
+                model(torch.ones(2, 8, device="cuda")).square().mean().backward()
+                inner.step()
+        found.append(model.weight.detach())
+    assert torch.equal(*found)
