@@ -50,6 +50,14 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "gradients of gradients by torch.func leave terms out",
+        "csrc/runtime/autograd.cpp",
+        '(transforms.attr("count")("grad").cast<int>() < 2)',
+        '(transforms.attr("count")("grad").cast<int>() < 3)',
+        "tests/ops/test_second_derivatives.py",
+        "_runtime",
+    ),
+    Mutant(
         "memory that W reads on its stream goes to the next tensors of the main one",
         "moe_ext/pipeline/step.py",
         "purpose=_WEIGHTS, held=tuple(nodes))",

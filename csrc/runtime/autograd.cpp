@@ -4,6 +4,7 @@
 // stay on the dispatcher's stack from call to call: operators of the stable ABI take them from one.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -197,6 +198,26 @@ IValue value_of(const IValue& argument, const std::string& function) {
   return tensor.sym_stride(1) == 1 && tensor.sym_stride(2) != 1;
 }
 
+// Refuse gradients of gradients by torch.func where an operator of the backward pass has no derivative. The outer
+// transform sees that operator's calls alone, and would leave out what has no graph.
+void refuse_second_derivative(const Formula& formula, const std::vector<bool>& needed) {
+  if (!c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode)) {
+    return; // no transform is active
+  }
+  {
+    const pybind11::gil_scoped_acquire gil;
+    const auto transforms = pybind11::module_::import("moe_ext.ops.autograd").attr("transforms")();
+    if (transforms.attr("count")("grad").cast<int>() < 2) {
+      return;
+    }
+  }
+  for (const Derivative& derivative : formula.derivatives) {
+    TORCH_CHECK(
+        !derivative.is_any_needed(needed) || derivative.op.hasKernelForDispatchKey(c10::DispatchKey::Autograd),
+        formula.name, ": expected the result to be differentiated once, got a second derivative by torch.func");
+  }
+}
+
 // An operator has one formula, or two: the second for calls that give a certain argument.
 struct Kernel : c10::OperatorKernel {
   Formula formula;
@@ -241,6 +262,7 @@ struct Kernel : c10::OperatorKernel {
       needed.push_back(wants);
       edges.push_back(wants ? torch::autograd::impl::gradient_edge(value.toTensor()) : torch::autograd::Edge());
     }
+    refuse_second_derivative(formula, needed);
     node->set_next_edges(std::move(edges));
     node->values.reserve(formula.values.size());
     for (const Kept& kept : formula.values) {
