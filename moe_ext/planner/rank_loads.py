@@ -108,9 +108,9 @@ class RankLoads(CostPart):
         ep, balance = c["ep"], c["balance"]
         if not self.model.num_experts or not len(ep):
             return torch.full(ep.shape, float(name not in ("moved", "peak_moved")))
-        tokens, place = torch.zeros(1, dtype=torch.int64), torch.zeros_like(ep)
-        if bool(balance.any()):
-            balanced = torch.where((balance > 0) & (ep > 1), self.sizes.tokens(c), 0.0)
-            tokens, place = balanced.long().unique(return_inverse=True)
+        if not bool(balance.any()):
+            return by_values([ep], lambda n: [getattr(self._known(n, 0), name)])[:, 0]
+        balanced = torch.where((balance > 0) & (ep > 1), self.sizes.tokens(c), 0.0)
+        tokens, place = balanced.long().unique(return_inverse=True)
         each = tokens.tolist()
         return by_values([ep, place], lambda n, i: [getattr(self._known(n, each[i]), name)])[:, 0]
