@@ -50,6 +50,14 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "a backward pass leaves tangents of its gradients out",
+        "csrc/runtime/autograd.cpp",
+        "    for (const Tensor& grad : grads) {\n      refuse_tangent(formula, grad);\n    }\n",
+        "",
+        "tests/ops/test_second_derivatives.py",
+        "_runtime",
+    ),
+    Mutant(
         "gradients of gradients by torch.func leave terms out",
         "csrc/runtime/autograd.cpp",
         '(transforms.attr("count")("grad").cast<int>() < 2)',

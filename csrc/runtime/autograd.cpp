@@ -63,6 +63,13 @@ struct InjectLosses : torch::autograd::Node {
 
 using torch::dynamo::autograd::PackedArgs;
 
+// Refuse tangents of forward mode, which would be left out.
+void refuse_tangent(const Formula& formula, const Tensor& tensor) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !torch::autograd::isFwGradDefined(tensor), formula.name,
+      ": expected reverse-mode gradients alone, got a tangent of forward mode");
+}
+
 struct FormulaNode : torch::autograd::Node {
   explicit FormulaNode(const Formula& formula) : formula(formula), tensors(formula.tensors.size()) {
   }
@@ -101,6 +108,9 @@ struct FormulaNode : torch::autograd::Node {
 
   variable_list apply(variable_list&& grads) override {
     const std::lock_guard<std::mutex> lock(mutex_);
+    for (const Tensor& grad : grads) {
+      refuse_tangent(formula, grad);
+    }
     variable_list unpacked = unpack();
     const bool keep = torch::autograd::get_current_graph_task_keep_graph();
     if (!keep) {
@@ -244,9 +254,7 @@ struct Kernel : c10::OperatorKernel {
     for (size_t position : formula.inputs) {
       const IValue& value = argument(position);
       if (value.isTensor()) {
-        TORCH_CHECK_NOT_IMPLEMENTED(
-            !torch::autograd::isFwGradDefined(value.toTensor()), formula.name,
-            ": expected reverse-mode gradients alone, got a tangent of forward mode");
+        refuse_tangent(formula, value.toTensor());
         any |= value.toTensor().requires_grad();
       }
     }

@@ -327,6 +327,8 @@ def _autograd_kernel(operator: Any, backward: Formula, setup_context: Formula) -
         return result
 
     def backward_with_keys(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(operator._opname, grads)
         needs_input_grad = ctx.needs_input_grad
         ctx.needs_input_grad = needs_input_grad[:-1]
         try:

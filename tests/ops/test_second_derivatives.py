@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from torch.func import grad
+from torch.autograd import forward_ad
+from torch.func import grad, jvp, vjp
 
 from moe_ext import ops
 
@@ -103,6 +104,20 @@ def test_gradients_of_gradients_by_torch_func(device, name):
         assert "expected the result to be differentiated once" in str(error)
     else:
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", {**FORMULAS, **TWICE})
+def test_tangents_of_gradients_are_refused(device, name):
+    """They would be left out: no operator has a formula of forward mode."""
+    x = torch.linspace(-1, 1, 16, device=device).sin().view(4, 4).requires_grad_()
+    y = {**FORMULAS, **TWICE}[name](x)
+    text = "expected reverse-mode gradients alone, got a tangent"
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=text):
+        dual = forward_ad.make_dual(torch.ones_like(y), torch.ones_like(y))
+        torch.autograd.grad(y, x, dual, retain_graph=True)
+    y, pull = vjp({**FORMULAS, **TWICE}[name], x.detach())
+    with pytest.raises(NotImplementedError, match=text):
+        jvp(lambda v: pull(v)[0], (torch.ones_like(y),), (torch.ones_like(y),))
 
 
 @pytest.mark.parametrize("name", FORMULAS)
