@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ext.ops.autograd import once_differentiable, register_autograd
+from moe_ext.ops.autograd import register_derivatives
 from moe_ext.ops.fakes import acc_dtype, register_fake_like
 from moe_ext.ops.gating import GateOutput, gate_weights, topk_gate
 
@@ -62,29 +62,12 @@ def _(logits: Tensor, *_rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     )
 
 
-def _choice_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    logits, _, token_mask = inputs
-    _, topk_idx, num_tokens_per_expert, _ = output
-    ctx.mark_non_differentiable(topk_idx, num_tokens_per_expert)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(logits, topk_idx, token_mask)
-
-
-_choice_gradient = once_differentiable("moe_ext::_expert_choice_gate_backward")
-
-
-def _choice_backward(
-    ctx: Any, grad_weights: Tensor | None, _idx: Any, _counts: Any, grad_score_sum: Tensor | None
-) -> tuple[Tensor | None, None, None]:
-    logits, topk_idx, token_mask = ctx.saved_tensors
-    if not ctx.needs_input_grad[0] or (grad_weights is None and grad_score_sum is None):
-        return None, None, None
-    grad_logits = _choice_gradient(grad_weights, grad_score_sum, logits, topk_idx, token_mask)
-    return grad_logits, None, None
-
-
-register_autograd(
-    "moe_ext::expert_choice_gate", _choice_backward, setup_context=_choice_setup_context
+register_derivatives(
+    "expert_choice_gate",
+    {
+        "logits": "_expert_choice_gate_backward(grad_topk_weights, grad_score_sum, logits, "
+        "topk_idx, token_mask)"
+    },
 )
 
 
@@ -251,24 +234,10 @@ def _(logits: Tensor, topk_idx: Tensor, num_sequences: int, *_rest: Any) -> tupl
     )
 
 
-def _load_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    logits, _, _, ctx.score_fn, token_mask = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(logits, token_mask)
-
-
-_load_gradient = once_differentiable("moe_ext::_sequence_load_backward")
-
-
-def _load_backward(ctx: Any, grad_score_sum: Tensor, _counts: Any) -> tuple[Tensor | None, ...]:
-    logits, token_mask = ctx.saved_tensors
-    grad_logits = None
-    if ctx.needs_input_grad[0]:
-        grad_logits = _load_gradient(grad_score_sum, logits, ctx.score_fn, token_mask)
-    return grad_logits, None, None, None, None
-
-
-register_autograd("moe_ext::sequence_load", _load_backward, setup_context=_load_setup_context)
+register_derivatives(
+    "sequence_load",
+    {"logits": "_sequence_load_backward(grad_score_sum, logits, score_fn, token_mask)"},
+)
 
 
 register_fake_like("moe_ext::_sequence_load_backward", 1)

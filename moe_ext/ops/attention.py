@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ext.ops.autograd import once_differentiable, register_autograd
+from moe_ext.ops.autograd import once_differentiable, register_autograd, register_derivatives
 from moe_ext.ops.fakes import acc_dtype, register_fake_like
 
 
@@ -522,18 +522,10 @@ def _(
     return grad_a, lse_a.new_empty(lse_a.shape), grad_b, lse_b.new_empty(lse_b.shape)
 
 
-def _merge_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-_merge_gradient = once_differentiable("moe_ext::_merge_attention_backward")
-
-
-def _merge_backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    inputs = ctx.saved_tensors
-    grads = _merge_gradient(grad_out, grad_lse, *inputs)
-    needed = zip(grads, ctx.needs_input_grad[:4], strict=True)
-    return tuple(grad if needs else None for grad, needs in needed)
-
-
-register_autograd("moe_ext::merge_attention", _merge_backward, setup_context=_merge_setup_context)
+register_derivatives(
+    "merge_attention",
+    {
+        "out_a, lse_a, out_b, lse_b": "_merge_attention_backward(grad_out, grad_lse, out_a, lse_a, "
+        "out_b, lse_b)"
+    },
+)

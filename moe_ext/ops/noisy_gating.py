@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ext.ops.autograd import once_differentiable, register_autograd
+from moe_ext.ops.autograd import once_differentiable, register_autograd, register_derivatives
 from moe_ext.ops.fakes import acc_dtype, register_fake_like
 
 
@@ -197,33 +197,10 @@ def _(logits: Tensor, *_rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tens
     )
 
 
-def _gshard_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    logits, _, ctx.scale, *_ = inputs
-    _, topk_idx, num_tokens_per_expert, _, num_first_choices = output
-    ctx.mark_non_differentiable(topk_idx, num_tokens_per_expert, num_first_choices)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(logits, topk_idx)
-
-
-_gshard_gradient = once_differentiable("moe_ext::_gshard_gate_backward")
-
-
-def _gshard_backward(
-    ctx: Any,
-    grad_weights: Tensor | None,
-    _idx: Any,
-    _counts: Any,
-    grad_score_sum: Tensor | None,
-    _firsts: Any,
-) -> tuple[Tensor | None, ...]:
-    logits, topk_idx = ctx.saved_tensors
-    grad_logits = None
-    if ctx.needs_input_grad[0] and not (grad_weights is None and grad_score_sum is None):
-        grad_logits = _gshard_gradient(grad_weights, grad_score_sum, logits, topk_idx, ctx.scale)
-    return grad_logits, None, None, None, None
-
-
-register_autograd("moe_ext::gshard_gate", _gshard_backward, setup_context=_gshard_setup_context)
+register_derivatives(
+    "gshard_gate",
+    {"logits": "_gshard_gate_backward(grad_topk_weights, grad_score_sum, logits, topk_idx, scale)"},
+)
 
 
 register_fake_like("moe_ext::_gshard_gate_backward", 2)
