@@ -160,11 +160,19 @@ def by_values(
     for column, size in zip(columns, sizes, strict=True):
         key = key * size + column
     found = present(key)
-    values = [each.tolist() for each in torch.unravel_index(torch.tensor(found), sizes)]
-    rows = torch.tensor([row(*each) for each in zip(*values, strict=True)], dtype=dtype)
+    rows = torch.tensor([row(*_digits(each, sizes)) for each in found], dtype=dtype)
     table = torch.zeros(found[-1] + 1, rows.shape[1], dtype=torch.float64)
     table[found] = rows.double()
     return table[key]
+
+
+def _digits(key: int, sizes: Sequence[int]) -> list[int]:
+    """The numbers below each size that `by_values` made a key of."""
+    digits = []
+    for size in reversed(sizes):
+        key, digit = divmod(key, size)
+        digits.append(digit)
+    return digits[::-1]
 
 
 def total(terms: Columns) -> Tensor:
