@@ -25,12 +25,8 @@ from moe_ext.distributed.gradients import (
     put_gradients,
     reduced_by_ddp,
 )
-from moe_ext.distributed.placement import (
-    Placement,
-    replica_group,
-    replicated_groups,
-    sharded_parameters,
-)
+from moe_ext.distributed.placement import Placement, replicated_groups, sharded_parameters
+from moe_ext.distributed.replicas import replica_group
 
 _OPERATION = "compress_gradients"
 # Ranks, None for this process alone, and parameters that they hold copies of.

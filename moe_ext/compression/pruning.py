@@ -35,13 +35,8 @@ from moe_ext.compression.masks import (
     masks_of,
 )
 from moe_ext.distributed.dtensor import is_dtensor, local_part, with_local
-from moe_ext.distributed.placement import (
-    Placement,
-    is_expert_shard,
-    placements,
-    replica_group,
-    sharded_parameters,
-)
+from moe_ext.distributed.placement import Placement, is_expert_shard, placements, sharded_parameters
+from moe_ext.distributed.replicas import replica_group
 from moe_ext.nn import GroupedExperts
 
 PATTERNS = ("magnitude", "2:4", "movement", "experts", "neurons")

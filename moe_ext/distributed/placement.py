@@ -41,9 +41,12 @@ from moe_ext.distributed.dtensor import (
     unflattened,
     with_local,
 )
-from moe_ext.distributed.replicas import grid_of, groups_of_shards
-from moe_ext.distributed.replicas import replica_group as replica_group
-from moe_ext.distributed.replicas import shards_of_experts as shards_of_experts
+from moe_ext.distributed.replicas import (
+    grid_of,
+    groups_of_shards,
+    replica_group,
+    shards_of_experts,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -24,8 +24,8 @@ from moe_ext.distributed.placement import (
     declare_placement,
     own_part_of,
     sharded_parameters,
-    shards_of_experts,
 )
+from moe_ext.distributed.replicas import shards_of_experts
 from moe_ext.nn.balance.moved import ExpertMoves
 from moe_ext.nn.expert_activation import (
     GATED_ACTIVATIONS,

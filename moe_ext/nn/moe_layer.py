@@ -39,7 +39,8 @@ from moe_ext.dispatch import (
     named_dispatcher,
 )
 from moe_ext.distributed.gradients import fingerprint
-from moe_ext.distributed.placement import Placement, declare_experts, shards_of_experts
+from moe_ext.distributed.placement import Placement, declare_experts
+from moe_ext.distributed.replicas import shards_of_experts
 from moe_ext.distributed.spread import SpreadsExperts
 from moe_ext.nn.balance.counts import CountingModule, StepCounts, add_once
 from moe_ext.nn.balance.losses import (

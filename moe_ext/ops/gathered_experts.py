@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ext._trial import first_mistake
 from moe_ext.ops import grouped_providers
 from moe_ext.ops.activation import gated_activation
 from moe_ext.ops.autograd import refuse_second_derivative
@@ -176,21 +177,11 @@ def _try(device: torch.device, dtype: torch.dtype) -> str:
     y = op.grouped_mm(hidden, down, p.expert_offsets, None)
     y = op.unpermute_tokens(y, p.slot_of_row, p.row_of_slot, 2, weights)
     wanted = [y.detach(), *torch.autograd.grad(y, leaves, grad)]
-    try:
+
+    def run() -> list[Tensor]:
         y = gathered_experts(x, up, down, weights, gather_of(x, idx, 3))
-        found = [y.detach(), *torch.autograd.grad(y, leaves, grad)]
-    except Exception as error:
-        lines = str(error).splitlines() or [""]
-        return f"{type(error).__name__}: {lines[0]}"
-    names = [
-        "output",
-        "gradient of x",
-        "gradient of the up projection",
-        "gradient of the down projection",
-        "gradient of the weights",
-    ]
-    for name, a, b in zip(names, found, wanted, strict=True):
-        off = float((a.double() - b.double()).norm() / b.double().norm())
-        if not off <= _MOST_ERROR:
-            return f"the {name} is off by {100 * off:.0f} %"
-    return ""
+        return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+
+    inputs = ("x", "the up projection", "the down projection", "the weights")
+    names = ["output", *(f"gradient of {name}" for name in inputs)]
+    return first_mistake(run, [exact.double() for exact in wanted], names, _MOST_ERROR)

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from moe_ext.distributed.dtensor import is_dtensor
-from moe_ext.distributed.placement import placements, replica_group, sharded_parameters
+from moe_ext.distributed.placement import placements, sharded_parameters
+from moe_ext.distributed.replicas import replica_group
 
 
 def param_groups(

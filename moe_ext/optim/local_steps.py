@@ -33,7 +33,8 @@ from moe_ext.compression.codecs.chunked import ChunkedTopK
 from moe_ext.compression.feedback import CodecMemory
 from moe_ext.distributed.dtensor import is_dtensor, local_part, with_local
 from moe_ext.distributed.gradients import fingerprint, let_differ
-from moe_ext.distributed.placement import Placement, placements, replica_group
+from moe_ext.distributed.placement import Placement, placements
+from moe_ext.distributed.replicas import replica_group
 from moe_ext.optim._arguments import divided_within
 from moe_ext.optim.muon import Muon
 

@@ -12,7 +12,7 @@ from moe_ext.comm.link import _links
 from moe_ext.compression import CompressionState, Link, Policy, compress_gradients
 from moe_ext.compression.cost_model import CostModel
 from moe_ext.distributed.dtensor import local_part
-from moe_ext.distributed.placement import replica_group
+from moe_ext.distributed.replicas import replica_group
 from moe_ext.testing import spawn_ranks
 
 CPU = torch.device("cpu")

@@ -224,7 +224,7 @@ def check_groups_that_do_not_partition():
     pair = dist.new_group([0, 1])
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())]
     group = pair if dist.get_rank() < 2 else alone[dist.get_rank()]
-    from moe_ext.distributed.placement import replica_group
+    from moe_ext.distributed.replicas import replica_group
 
     text = r"expected the expert-parallel groups to split .*, got groups of 2 on rank 0"
     raised(ValueError, text, replica_group, group, torch.device("cpu"))

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe_ext.comm.c10d import local_group
 from moe_ext.distributed import MoEMesh
-from moe_ext.distributed.placement import replica_group
+from moe_ext.distributed.replicas import replica_group
 from moe_ext.testing import spawn_ranks
 
 

@@ -15,7 +15,7 @@ from moe_ext import _runtime_library
 from moe_ext import distributed as md
 from moe_ext.attention import SequenceParallelMLP
 from moe_ext.distributed.dtensor import local_part, part_in_graph
-from moe_ext.distributed.placement import replica_group
+from moe_ext.distributed.replicas import replica_group
 from moe_ext.nn import GroupedExperts, ModuleExperts
 from moe_ext.testing import spawn_ranks
 

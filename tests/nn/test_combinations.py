@@ -24,7 +24,7 @@ from moe_ext import MoELayer
 from moe_ext.dispatch import CAPABILITIES, AllToAllDispatcher, Wire
 from moe_ext.dispatch.by_name import _CLASSES
 from moe_ext.distributed import MoEMesh
-from moe_ext.distributed.placement import shards_of_experts
+from moe_ext.distributed.replicas import shards_of_experts
 from moe_ext.nn import (
     Balance,
     Capacity,

@@ -63,6 +63,7 @@ TWICE = {
     ),
     "routing_jitter": lambda x: ops.routing_jitter(x, STATE.to(x.device), 0.1) ** 2,
 }
+EVERY = {**FORMULAS, **TWICE}
 # These have tests of their own.
 ELSEWHERE = {"ring_attention"}
 
@@ -76,17 +77,17 @@ def test_each_operator_with_a_gradient_is_here():
         and torch._C._dispatch_has_kernel_for_dispatch_key(name, "Autograd")
     }
     public = {name for name in recorded if not name.startswith("_")}
-    here = {name.partition(" ")[0].strip(",") for name in {**FORMULAS, **TWICE}}
+    here = {name.partition(" ")[0].strip(",") for name in EVERY}
     assert public <= here | ELSEWHERE
 
 
-@pytest.mark.parametrize("name", {**FORMULAS, **TWICE})
+@pytest.mark.parametrize("name", EVERY)
 def test_gradients_of_gradients_by_torch_func(device, name):
     """Refused, or right: the outer transform sees the calls of a backward pass alone."""
     x = torch.linspace(-1, 1, 16, device=device, dtype=torch.float32).sin().view(4, 4)
 
     def loss(x):
-        return {**FORMULAS, **TWICE}[name](x).square().sum()
+        return EVERY[name](x).square().sum()
 
     def penalty(x):
         return grad(loss)(x).square().sum()
@@ -106,16 +107,16 @@ def test_gradients_of_gradients_by_torch_func(device, name):
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("name", {**FORMULAS, **TWICE})
+@pytest.mark.parametrize("name", EVERY)
 def test_tangents_of_gradients_are_refused(device, name):
     """They would be left out: no operator has a formula of forward mode."""
     x = torch.linspace(-1, 1, 16, device=device).sin().view(4, 4).requires_grad_()
-    y = {**FORMULAS, **TWICE}[name](x)
+    y = EVERY[name](x)
     text = "expected reverse-mode gradients alone, got a tangent"
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=text):
         dual = forward_ad.make_dual(torch.ones_like(y), torch.ones_like(y))
         torch.autograd.grad(y, x, dual, retain_graph=True)
-    y, pull = vjp({**FORMULAS, **TWICE}[name], x.detach())
+    y, pull = vjp(EVERY[name], x.detach())
     with pytest.raises(NotImplementedError, match=text):
         jvp(lambda v: pull(v)[0], (torch.ones_like(y),), (torch.ones_like(y),))
 

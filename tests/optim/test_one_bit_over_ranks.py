@@ -35,7 +35,7 @@ from moe_ext import distributed as md
 from moe_ext import optim
 from moe_ext.distributed.dtensor import local_part
 
-# What needs four ranks, or an even number of them, is in the second one.
+# Checks that need four ranks, or an even number of them, are in the second one.
 over_3, over_4 = Checks(), Checks()
 
 

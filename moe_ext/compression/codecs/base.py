@@ -152,7 +152,7 @@ class Codec(ABC):
 
     def _start(self, grad_N: Tensor, memory: CodecMemory, how: StartOptions) -> Pending[Tensor]:
         """See `start`, which a codec may also have of its own."""
-        raise NotImplementedError(type(self).__name__)
+        raise NotImplementedError(f"{type(self).__name__} has no start")
 
     def find_zeros(
         self, grad_N: Tensor, memory: CodecMemory, reached: Callable[[], Tensor | None]

@@ -37,13 +37,8 @@ from moe_ext.dispatch import (
     named_dispatcher,
 )
 from moe_ext.distributed.dtensor import is_dtensor, state_dicts_of_parts
-from moe_ext.distributed.placement import (
-    ExpertShards,
-    Placement,
-    declare_placement,
-    placements,
-    shards_of_experts,
-)
+from moe_ext.distributed.placement import ExpertShards, Placement, declare_placement, placements
+from moe_ext.distributed.replicas import shards_of_experts
 from moe_ext.distributed.spread import Whole
 from moe_ext.distributed.state_dict import gathered
 from moe_ext.integrations.huggingface.adapters import placed, wrappers_of

@@ -16,7 +16,8 @@ from moe_ext.comm.groups import check_group, group_size
 from moe_ext.dispatch import COMBINES, DISPATCHERS, Wire
 from moe_ext.distributed import parallelize
 from moe_ext.distributed.dtensor import state_dicts_of_parts
-from moe_ext.distributed.placement import sharded_parameters, shards_of_experts
+from moe_ext.distributed.placement import sharded_parameters
+from moe_ext.distributed.replicas import shards_of_experts
 from moe_ext.distributed.spread import Whole, spreading
 from moe_ext.integrations.huggingface.decorated import (
     ReplacedParts,
