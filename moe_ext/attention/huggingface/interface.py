@@ -34,6 +34,8 @@ ATTENTION = "moe_ext_ring"
 _MIXING = frozenset({"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding"})
 # Arguments of attention functions that change the result and that no ring serves.
 _REFUSED = ("position_bias", "head_mask", "cache", "block_table", "output_attentions")
+# Arguments of models that hold a cache; since transformers 5.24 its name is the last one.
+CACHES = ("past_key_values", "cache_params", "cache")
 
 
 @dataclass(frozen=True)
@@ -128,10 +130,10 @@ def _ring_mask(
     name = documents.name
     if kv_length != q_length or int(q_offset) != 0:
         rule = (
-            "empty: a cache of keys holds no shards; call the model with use_cache=False, or "
+            "empty, since it holds no shards; call the model with use_cache=False, or "
             "set_attn_implementation('sdpa') before generate"
         )
-        _refuse(name, "past_key_values", rule, f"{kv_length} keys for {q_length} queries")
+        _refuse(name, "the cache of keys", rule, f"{kv_length} keys for {q_length} queries")
     causal, window, chunk = _parse(name, mask_function)
     if attention_mask is not None and attention_mask.dim() != 2:
         rule = "[B, L], this rank's part of the padding mask"

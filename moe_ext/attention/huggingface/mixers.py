@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_ext._compile import outside_graphs
-from moe_ext.attention.huggingface.interface import PassDocuments
+from moe_ext.attention.huggingface.interface import CACHES, PassDocuments
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.recurrent.functional import (
     causal_conv1d,
@@ -70,7 +70,8 @@ class SharedMixers:
         """Rows `[B, L, ...]`, or `[B * L, 1, ...]` of tokens apart."""
         return x.flatten(0, 1).unsqueeze(1) if self.apart else x
 
-    def _refuse_states(self, **given: Any) -> None:
+    def refuse_states(self, **given: Any) -> None:
+        """Refuse what is neither None nor False."""
         for name, value in given.items():
             if value is not None and value is not False:
                 raise ValueError(
@@ -113,7 +114,7 @@ class SharedMixers:
         **_: Any,
     ) -> tuple[Tensor, None]:
         """Takes `[B, L, H, K or V]`, as transformers' function of the name."""
-        self._refuse_states(initial_state=initial_state, output_final_state=output_final_state)
+        self.refuse_states(initial_state=initial_state, output_final_state=output_final_state)
         given = (query, key, value, g, beta)
         q, k, v, g, beta = (self._rows(x).transpose(1, 2) for x in given)
         if use_qk_l2norm_in_kernel:
@@ -142,7 +143,7 @@ class SharedMixers:
         **_: Any,
     ) -> Tensor:
         """Takes `[B, L, H, V]`, as transformers' function of the name."""
-        self._refuse_states(initial_state=initial_states, output_final_state=return_final_states)
+        self.refuse_states(initial_state=initial_states, output_final_state=return_final_states)
         dt = _step(dt, dt_bias, dt_softplus).clamp(*dt_limit)
         given = (hidden_states, dt, B, C)
         x, step, b, c = (self._rows(each).transpose(1, 2) for each in given)
@@ -165,7 +166,7 @@ class SharedMixers:
         **_: Any,
     ) -> Tensor:
         """Takes `[B, D, L]`, as transformers' function of the name."""
-        self._refuse_states(output_final_state=return_last_state)
+        self.refuse_states(output_final_state=return_last_state)
         dt = _step(dt, None if delta_bias is None else delta_bias[:, None], delta_softplus)
         x, step, b, c = (self._rows(each.mT).mT for each in (hidden_states, dt, B, C))
         b, c = (each.mT.unsqueeze(1) for each in (b, c))
@@ -179,11 +180,9 @@ class SharedMixers:
         module: Any,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         """The forward pass of MiniMax's layer."""
-        self._refuse_states(past_key_values=past_key_values)
         heads = module.num_attention_heads
         x = module.act_fn(module.qkv_proj(hidden_states))
         if attention_mask is not None:
@@ -206,7 +205,7 @@ class SharedMixers:
         **_: Any,
     ) -> tuple[Tensor, None]:
         """The forward pass of RecurrentGemma's block."""
-        self._refuse_states(use_cache=use_cache)
+        self.refuse_states(use_cache=use_cache)
         conv, x = module.conv_1d, module.linear_x(input_states).mT
         x = self.causal_conv1d_fn(x, conv.weight.squeeze(1), conv.bias)
         x = module.rg_lru(x.mT, position_ids)
@@ -223,7 +222,7 @@ class SharedMixers:
         **_: Any,
     ) -> tuple[Tensor, None]:
         """The recurrence of RecurrentGemma's unit, each of whose channels is a head."""
-        self._refuse_states(recurrent_states=recurrent_states)
+        self.refuse_states(recurrent_states=recurrent_states)
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
         # Documents begin where it resets; a gate of 0 has no logarithm.
         gate = recurrent_gate.to(dtype).masked_fill(reset, 1).clamp_min(torch.finfo(dtype).tiny)
@@ -310,6 +309,7 @@ def _shared(
     kind: Any = type(module)
     if config._attn_implementation != mixers.name:
         return getattr(kind, name)(module, *args, **kwargs)
+    mixers.refuse_states(**{name: kwargs.get(name) for name in CACHES})
     # A method that another one calls has the documents of that.
     _, offsets = _current.get((mixers, None))
     token = _current.set((mixers, kwargs.get("cu_seq_lens_q", offsets)))

@@ -23,6 +23,7 @@ from moe_ext.attention.checks import message_device, requires
 from moe_ext.attention.functional import ring_attention
 from moe_ext.attention.huggingface.interface import (
     ATTENTION,
+    CACHES,
     BatchFacts,
     PassDocuments,
     given_offsets,
@@ -237,7 +238,7 @@ class _WholeBatches:
         accepted = inspect.signature(base.forward).parameters
         given = {**dict(zip(accepted, args, strict=False)), **kwargs}
         given = {key: value for key, value in given.items() if value is not None}
-        if {"use_cache", "past_key_values"} & {*accepted}:
+        if {"use_cache", *CACHES} & {*accepted}:
             given.setdefault("use_cache", False)
         device = message_device(*given.values())
         with Agreement(OP, self.documents.group, device) as agreement:
@@ -276,7 +277,7 @@ class _WholeBatches:
         for key, value in rest.items():
             matrix = isinstance(value, Tensor) and value.dim() > 1
             _require(not matrix, key, f"no tensor (of {KEYS} alone)", "one")
-        for key in ("use_cache", "logits_to_keep", "output_attentions", "past_key_values"):
+        for key in ("use_cache", "logits_to_keep", "output_attentions", *CACHES):
             falsy = isinstance(rest.get(key, 0), Tensor) or not rest.get(key)
             rule = "none (set_attn_implementation('sdpa') before generate)"
             _require(falsy, key, rule, rest.get(key))

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_ext.attention.call import AttentionOptions
-from moe_ext.attention.huggingface.interface import BatchFacts, PassDocuments, install
+from moe_ext.attention.huggingface.interface import CACHES, BatchFacts, PassDocuments, install
 from moe_ext.attention.huggingface.mixers import SharedMixers, share_mixers
 from moe_ext.attention.sharding import shift_labels
 
@@ -72,8 +72,7 @@ class _Probe:
         self._model = model
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         accepted = inspect.signature(base.forward).parameters
-        cached = {"use_cache", "past_key_values"} & {*accepted}
-        self._fixed = {"use_cache": False} if cached else {}
+        self._fixed = {"use_cache": False} if {"use_cache", *CACHES} & {*accepted} else {}
         self._embedding = model.get_input_embeddings()
         sizes = [getattr(model.config, name, None) or _LENGTHS[0] + 2 for name in _POSITIONS]
         # RoBERTa has two positions less.

@@ -97,6 +97,12 @@ SMALL = {
 ONE_SPARSE = {"mlp_layer_types": ["dense", "sparse"]}
 # An indexer beside the attention, which takes heads of one size.
 INDEXED = {**ONE_SPARSE, "num_key_value_heads": 4, "head_dim": 4}
+LOOP = {
+    "loop_layer_index_start": 1,
+    "loop_layer_index_end": 2,
+    "loop_gate_rank": 4,
+    "n_layers_per_attn_res_block": 1,
+}
 LLAMA4 = {"intermediate_size_mlp": 24, "attention_chunk_size": 8, "moe_layers": [0, 1]}
 
 
@@ -154,8 +160,11 @@ FAMILIES = {
     "hunyuan_v1_moe": ("HunYuanMoEV1ForCausalLM", {}),
     "hy_v3": ("HYV3ForCausalLM", {}),
     "hy_v4": ("HYV4ForCausalLM", {}),
+    "hy_v4_vl": ("HYV4VLTextModel", {**INDEXED, **rope(1, 1, 0)}),
     "inkling": ("InklingForCausalLM", {}),
     "inkling2": ("Inkling2ForCausalLM", {}),
+    # The second layer runs three times.
+    "inkling2_loop": ("Inkling2LoopForCausalLM", LOOP),
     "jamba": ("JambaForCausalLM", {}),
     "kimi_linear": (
         "KimiLinearForCausalLM",
@@ -163,6 +172,7 @@ FAMILIES = {
     ),
     "kolibri1": ("Kolibri1ForCausalLM", {}),
     "laguna": ("LagunaForCausalLM", {}),
+    "lara_mini": ("LaraMiniForCausalLM", {}),
     "lfm2_moe": ("Lfm2MoeForCausalLM", {"layer_types": ["full_attention"] * 2}),
     "mellum": ("MellumForCausalLM", {}),
     "mimo_v2_flash": ("MiMoV2FlashForCausalLM", {}),

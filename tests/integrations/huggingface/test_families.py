@@ -44,7 +44,7 @@ RELATIVE_FLOAT32 = 1e-5
 OF_LARGEST = 1e-7
 # Decays of their recurrence are in float32 in any model, as is their sum over a long sequence.
 FLOAT32_DECAYS = {"bailing_hybrid"}
-FLOAT32 = {"inkling2", "nemotron_h", "openai_privacy_filter"}
+FLOAT32 = {"inkling2", "inkling2_loop", "nemotron_h", "openai_privacy_filter"}
 
 
 def batch_of(rank):

@@ -170,3 +170,13 @@ def test_no_hybrid_is_left_out():
     names = (", ".join(HYBRIDS), ", ".join(refused).replace("/mlm", ""))
     text = " ".join(PAGE.read_text().split())
     assert "Served: {}. Refused: {}.".format(*names) in text
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_mixers_refuse_a_cache_of_states(family):
+    """A decoder may be called without the model around it, whose hook refuses caches first."""
+    model = make(family, **SERVED[family])
+    prepare_model(model, group=None)
+    batch = {"input_ids": make_batch("plain")["input_ids"], "use_cache": True}
+    with pytest.raises(ValueError, match="prepare_model: expected .* a recurrence to be none"):
+        model.base_model(**batch)

@@ -24,6 +24,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import moe_ext
 from moe_ext.attention import group_sampler, prepare_model, shard_sequence
+from moe_ext.attention.huggingface.interface import CACHES
 from moe_ext.attention.huggingface.probe import Traits, probe
 from moe_ext.integrations.huggingface import register_ring_attention
 
@@ -74,6 +75,7 @@ SERVED = {
         "topk_group": 1,
     },
     "bamba": {"attn_layer_indices": [1]},
+    "codegen": {"rotary_dim": 4},
     "cohere2": WINDOW,
     "deepseek_v3": {
         "num_key_value_heads": 4,
@@ -99,6 +101,7 @@ SERVED = {
     "gpt_bigcode": {},
     "gpt_neox": {},
     "gpt_oss": WINDOW,
+    "gptj": {"rotary_dim": 4},
     "granite": {},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
@@ -166,11 +169,9 @@ REFUSED = {
         MIXED,
         {
             "bloom": {},
-            "codegen": {},
             "deberta-v2/mlm": {},
             "falcon": {},
             "gpt_neo": {"attention_types": [[["global"], 2]]},
-            "gptj": {},
             "mpt": {},
             "xglm": {},
         },
@@ -673,6 +674,7 @@ def test_other_refusals():
     for given, message in (
         ({"shift_labels": ids}, "shift_labels to be no tensor"),
         ({"use_cache": True}, "use_cache to be none"),
+        *(({name: [1]}, f"{name} to be none") for name in CACHES),
         ({"logits_to_keep": 1}, "logits_to_keep to be none"),
         ({"attention_mask": ids[:, None, None] > 0}, "attention_mask to be"),
         ({"attention_mask": blocks}, "attention_mask to be a tensor, got BlockMask"),

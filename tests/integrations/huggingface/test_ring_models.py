@@ -311,7 +311,7 @@ def a_cache_is_refused():
     inputs = {key: batch[key] for key in ("input_ids", "position_ids")}
     cache = model(**inputs, use_cache=True).past_key_values
     step = {"input_ids": inputs["input_ids"][:, :1], "position_ids": torch.tensor([[37]])}
-    with pytest.raises(ValueError, match="expected past_key_values to be empty"):
+    with pytest.raises(ValueError, match="expected the cache of keys to be empty"):
         model(**step, past_key_values=cache)
     with pytest.raises(ValueError, match="moe_ext_ring: expected"):
         model.generate(inputs["input_ids"], max_new_tokens=2)
@@ -336,7 +336,7 @@ def test_refusals():
     refused("counts? up from 0", model, position_ids=torch.arange(1, 7)[None])
     row = torch.tensor([0, 6])
     refused("given both, and equal", model, cu_seq_lens_q=row)
-    refused("expected cache to be None", model, cache=object())
+    refused("expected head_mask to be None", model, head_mask=object())
     refused("expected output_attentions to be None", model, output_attentions=True)
     refused("expected position_bias to be None", model, position_bias=torch.zeros(1))
     gpt = make("gpt_oss", attn_implementation="moe_ext_ring")
