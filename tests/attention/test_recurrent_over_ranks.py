@@ -144,6 +144,14 @@ def random_sizes_equal_one_process():
         assert equals_one_process(*case) == due_bytes(*case), (sizes, *case[2:])
 
 
+@ALL(*((kind,) for kind in KINDS))
+def fewer_heads_than_ranks_equal_one_process(kind):
+    for heads, scheme in itertools.product((1, 2), ("state", "heads")):
+        given = made(kind, 13, batch=1, groups=heads, heads=heads)
+        case = kind, given, scheme, "contiguous", None
+        assert equals_one_process(*case) == due_bytes(*case)
+
+
 @ALL()
 def a_convolution_equals_one_process():
     group, generator = dist.group.WORLD, torch.Generator().manual_seed(0)

@@ -251,14 +251,14 @@ def selective_scan(
     Reference: Gu, Dao: Mamba, 2023 (arXiv 2312.00752), equation 2.
     """
     x, dt, A, B, C, state = _wide(x, dt, A, B, C, state)
-    step, heads = dt.unsqueeze(-1), x.shape[1]
+    step = dt.unsqueeze(-1)
     if A.shape[1] == 1:
         return delta_rule(C, B, x * step, dt * A, None, state, stretch)
     state = begin(state, x, A.shape[1])
     if _has_operators(x, A.shape[1], 128):
         found = state.mT.flatten(1, 2)
         scanned = ops.selective_scan(*as_columns(x, dt, A), B, C, found, stretch.documents)
-        return Scanned(*(of_columns(t, heads) for t in scanned))
+        return Scanned(*(of_columns(t, x.shape[3]) for t in scanned))
     return diagonal_scan(C, B, x * step, step * A[:, None], state, stretch.documents)
 
 

@@ -381,9 +381,9 @@ def as_columns(x: Tensor, dt: Tensor, A: Tensor) -> tuple[Tensor, Tensor, Tensor
     return x.mT.flatten(1, 2), dt.repeat_interleave(v_dim, 1), A.repeat_interleave(v_dim, 0)
 
 
-def of_columns(x: Tensor, heads: int) -> Tensor:
-    """`[B, H, ..., V]` of a result `[B, H V, ...]` of such a scan."""
-    return x.unflatten(1, (heads, -1)).mT
+def of_columns(x: Tensor, v_dim: int) -> Tensor:
+    """`[B, H, ..., V]` of a result `[B, H V, ...]` of such a scan; H may be 0."""
+    return x.unflatten(1, (-1, v_dim)).mT
 
 
 def _numbers(documents: Tensor, batch: int) -> Tensor:
@@ -474,11 +474,10 @@ def _element_scan(
     stretch: Stretch,
 ) -> tuple[Tensor, Tensor]:
     """`selective_scan_fn` in float32; channels are columns of heads."""
-    heads = x.shape[1]
     x, dt, A, B, C = (t.float() for t in (x, dt, A, B, C))
     u, delta, A = as_columns(x, dt, A)
     out, last = function(u=u, delta=delta, A=A, B=B.mT, C=C.mT, return_last_state=True)
-    return of_columns(out, heads), of_columns(last, heads)
+    return of_columns(out, x.shape[3]), of_columns(last, x.shape[3])
 
 
 class _WithGradient(torch.autograd.Function):
