@@ -15,27 +15,16 @@ T, DIM, FFN, EXPERTS, K = 45, 16, 12, 6, 2
 VOCABULARY = 30
 
 
-def logits(dtype=torch.float32):
-    return numbers("logits", T, EXPERTS, scale=3.0).to(dtype).requires_grad_()
+def logits():
+    return numbers("logits", T, EXPERTS, scale=3.0).requires_grad_()
 
 
-GATES = {
-    "softmax": {},
-    "topk_softmax": {"score_fn": "topk_softmax"},
-    "sigmoid": {"score_fn": "sigmoid", "scale": 2.5},
-    "kept_weights": {"renormalize": False},
-    "groups": {"num_groups": 3, "top_groups": 2, "score_fn": "sigmoid"},
-    "biased": {"selection_bias": numbers("bias", EXPERTS), "score_fn": "sigmoid"},
-    "masked": {"token_mask": integers("mask", 3, T) > 0},
-}
-
-
-@case(*[(name,) for name in GATES])
-def topk_gate(name):
+@case()
+def topk_gate():
     x = logits()
-    gate = ops.topk_gate(x, K, **GATES[name])
+    gate = ops.topk_gate(x, K)
     loss = ops.load_balance_loss(gate.score_sum, gate.num_tokens_per_expert, K)
-    z_loss = ops.router_z_loss(x, token_mask=GATES[name].get("token_mask"))
+    z_loss = ops.router_z_loss(x)
     (gate.topk_weights * numbers("grad", T, K)).sum().add(loss + z_loss).backward()
     return gate, loss, z_loss, x.grad
 
@@ -71,80 +60,6 @@ def drawn_numbers():
         ops.routing_uniform(state, 20, 7, stream=2),
         ops.routing_uniform(state, 20, 3, stream=1, token_idx=rows),
     )
-
-
-@case(("position",), ("choice",), ("score",), ("random",), ("batch_prioritized",), exact=True)
-def limit_capacity(policy):
-    idx = numbers("scores", T, EXPERTS).argsort(dim=1)
-    weights, priority = numbers("weights", T, K).abs(), numbers("priority", T, K)
-    options = {"topk_weights": weights, "policy": policy}
-    if policy == "random":
-        options["priority"] = priority
-    found = {
-        "drop": ops.limit_capacity(idx[:, :K].contiguous(), EXPERTS, 9, **options),
-        "groups": ops.limit_capacity(idx[:, :K].contiguous(), EXPERTS, 3, num_groups=5, **options),
-    }
-    found["reroute"] = ops.limit_capacity(
-        idx[:, :K].contiguous(), EXPERTS, 14, ranked_idx=idx, overflow="reroute", **options
-    )
-    return found
-
-
-@case((1, None), (8, None), (1, 6), (16, 11), exact=True)
-def permute_tokens(align, capacity):
-    x = numbers("x", T, DIM).requires_grad_()
-    idx = numbers("scores", T, EXPERTS).argsort(dim=1)[:, :K].contiguous()
-    rows, permutation = ops.permute_tokens(x, idx, EXPERTS, align=align, capacity=capacity)
-    return (
-        rows,
-        permutation.slot_of_row,
-        permutation.row_of_slot,
-        permutation.expert_offsets,
-        permutation.num_tokens_per_expert,
-        permutation.num_dropped,
-    )
-
-
-@case((1, None), (8, 11))
-def unpermute_tokens(align, capacity):
-    x = numbers("x", T, DIM).requires_grad_()
-    idx = numbers("scores", T, EXPERTS).argsort(dim=1)[:, :K].contiguous()
-    weights = numbers("weights", T, K).requires_grad_()
-    rows, permutation = ops.permute_tokens(x, idx, EXPERTS, align=align, capacity=capacity)
-    y = ops.unpermute_tokens(rows * 1.5, permutation, weights)
-    y.backward(numbers("grad", T, DIM))
-    return y, x.grad, weights.grad
-
-
-@case(("float32",), ("bfloat16",))
-def grouped_mm(dtype):
-    dtype = getattr(torch, dtype)
-    x, weight, bias = (
-        numbers(name, *shape).to(dtype).requires_grad_()
-        for name, shape in (("x", (60, 24)), ("w", (4, 20, 24)), ("b", (4, 20)))
-    )
-    y = ops.grouped_mm(x, weight, torch.tensor([0, 13, 13, 50, 60]), bias_EM=bias)
-    y.backward(numbers("grad", 60, 20).to(dtype))
-    return y, x.grad, weight.grad, bias.grad
-
-
-@case(("swiglu",), ("geglu",), ("geglu_tanh",), ("reglu",))
-def gated_activation(kind):
-    found = []
-    for layout in ("concatenated", "interleaved"):
-        x = numbers("x", 20, 26, scale=3.0).requires_grad_()
-        y = ops.gated_activation(x, kind=kind, layout=layout)
-        y.backward(numbers("grad", 20, 13))
-        found.append((y, x.grad))
-    return found
-
-
-@case()
-def router_logits():
-    x, weight = numbers("x", T, DIM).requires_grad_(), numbers("w", EXPERTS, DIM).requires_grad_()
-    y = ops.router_logits(x, weight)
-    y.backward(numbers("grad", T, EXPERTS))
-    return y, x.grad, weight.grad
 
 
 ROUTERS = {
