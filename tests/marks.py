@@ -67,7 +67,6 @@ DEAREST = (
     "tests/ops/test_compression_large.py",
     "tests/compression/test_collectives.py",
     "tests/examples/test_samples.py",
-    "tests/ops/test_topk_elsewhere.py",
     "tests/ops/test_gating.py",
     "tests/compression/test_nodes.py",
     "tests/pipeline/test_executor.py",

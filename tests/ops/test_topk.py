@@ -1,19 +1,20 @@
-"""Gradient selection against sorting, and what must hold for any gradient."""
+"""Gradient selection against sorting, in place and beside it, and what holds for any gradient."""
 
 import contextlib
+import itertools
 
 import emulation
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from ops_helpers import DTYPES, examples
+from pairwise import pairs
 
 from moe_ext import ops, reference
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 # Around a vector, a block and a segment of the loops, and beyond: there the bound is sampled.
 SIZES = [0, 1, 15, 16, 17, 255, 256, 257, 16383, 16384, 16385, 40000]
-FIXTURES = [HealthCheck.function_scoped_fixture]
 
 
 def state_dtype(dtype):
@@ -27,22 +28,49 @@ def make(numel, dtype=torch.float32, *, levels=None):
     return grad.to(dtype), residual.to(state_dtype(dtype)), velocity.to(state_dtype(dtype))
 
 
-def assert_same(name, state, *args, velocity=None, **options):
-    """The operator and the reference on copies of the state: equal bits."""
-    results = []
-    for module in (ops, reference):
-        grad, residual = state[0], state[1].clone()
-        u = None if velocity is None else velocity.clone()
-        copied = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
-        out = getattr(module, name)(grad, residual, *copied, velocity=u, **options)
-        results.append([*out, residual, *([] if u is None else [u]), *copied])
-    for actual, expected in zip(*results, strict=True):
-        if isinstance(actual, torch.Tensor):
-            assert actual.dtype == expected.dtype
-            assert torch.equal(actual, expected)
-        else:
-            assert actual == expected
-    return results[0]
+def litter(x):
+    """What nobody may read."""
+    return None if x is None else torch.full_like(x, float("nan"))
+
+
+def copied(x):
+    return x.clone() if isinstance(x, torch.Tensor) else x
+
+
+def buffers(residual, velocity, elsewhere):
+    """Where a call leaves the state, and by which arguments it reads the state from elsewhere."""
+    if elsewhere:
+        return (
+            litter(residual),
+            litter(velocity),
+            {"residual_in": residual, "velocity_in": velocity},
+        )
+    return copied(residual), copied(velocity), {}
+
+
+def outcome(module, elsewhere, name, grad, residual, *args, velocity=None, **options):
+    """Results and state of one call, which has changed nothing that it only reads."""
+    before = [copied(x) for x in (grad, residual, velocity)]
+    e, u, sources = buffers(residual, velocity, elsewhere)
+    args = [copied(a) for a in args]
+    out = getattr(module, name)(grad, e, *args, velocity=u, **sources, **options)
+    for now, old in zip((grad, residual, velocity), before, strict=True):
+        assert now is None or torch.equal(now, old)
+    return [*out, e, *([] if u is None else [u]), *args]
+
+
+def assert_same(name, state, *args, others=((reference, False), (ops, True)), **options):
+    """The operator in place, the reference, and the operator that reads elsewhere: equal bits."""
+    results = outcome(ops, False, name, *state[:2], *args, **options)
+    for module, elsewhere in others:
+        found = outcome(module, elsewhere, name, *state[:2], *args, **options)
+        for actual, expected in zip(found, results, strict=True):
+            if isinstance(actual, torch.Tensor):
+                assert actual.dtype == expected.dtype
+                assert torch.equal(actual, expected)
+            else:
+                assert actual == expected
+    return results
 
 
 @pytest.mark.every_isa
@@ -73,16 +101,20 @@ def test_topk_breaks_ties_by_index(backend, numel, levels):
         assert_same("topk_compress_", (grad, residual), k, velocity=velocity, momentum=0.5)
 
 
+def in_scopes(state, size):
+    """State of three experts of five rows; a warp for each small scope takes the emulation long."""
+    shaped = [x.view(3, 5, 40) for x in state]
+    return [x[:1] for x in shaped] if emulation.is_active() and size < 40 else shaped
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_topk_in_scopes(backend, dtype):
-    grad, residual, velocity = make(3 * 5 * 40, dtype)
-    shaped = [x.view(3, 5, 40) for x in (grad, residual)]
+    state = make(3 * 5 * 40, dtype)
     for scope in ("tensor", "row", "expert", 1, 7, 128, 599, 600, 601):
+        *shaped, velocity = in_scopes(state, scope if isinstance(scope, int) else 40)
         for k in (0, 1, 3):
             if scope != 1 or k < 2:
-                assert_same(
-                    "topk_compress_", shaped, k, scope=scope, velocity=velocity.view(3, 5, 40)
-                )
+                assert_same("topk_compress_", shaped, k, scope=scope, velocity=velocity)
 
 
 def test_topk_in_large_scopes(backend):
@@ -127,7 +159,7 @@ def test_topk_fills_up_with_the_first_zeros(backend, numel):
     ],
 )
 def test_topk_of_inputs_that_defeat_a_sample(backend, make_grad):
-    for numel in (20000, 40000 if emulation.is_active() else 70000):
+    for numel in (20000,) if emulation.is_active() else (20000, 70000):
         for k in (1, numel // 100, numel // 3):
             state = (make_grad(numel), torch.zeros(numel))
             assert_same("topk_compress_", state, k)
@@ -148,23 +180,16 @@ def test_threshold_equals_the_reference(backend, numel, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threshold_in_scopes(backend, dtype):
-    grad, residual, velocity = make(3 * 5 * 40, dtype)
-    shaped = [x.view(3, 5, 40) for x in (grad, residual)]
+    state = make(3 * 5 * 40, dtype)
     for scope, size in (("row", 40), ("expert", 200), (1, 1), (7, 7), (128, 128), (601, 601)):
-        bound = torch.rand(-(-600 // size), dtype=residual.dtype) * 2
+        *shaped, velocity = in_scopes(state, size)
+        bound = torch.rand(-(-shaped[0].numel() // size), dtype=shaped[1].dtype) * 2
         for capacity in (0, 1, min(5, size), size):
-            out = assert_same(
-                "threshold_compress_",
-                shaped,
-                bound,
-                capacity,
-                target=3,
-                scope=scope,
-                velocity=velocity.view(3, 5, 40),
-            )
+            options = {"target": 3, "scope": scope, "velocity": velocity}
+            out = assert_same("threshold_compress_", shaped, bound, capacity, **options)
             assert out[2].shape == bound.shape and len(out[0]) == len(bound) * capacity
     assert_same("threshold_compress_", shaped, 1.0, 3, scope="row")
-    empty = torch.zeros(0, dtype=dtype), torch.zeros(0, dtype=residual.dtype)
+    empty = torch.zeros(0, dtype=dtype), torch.zeros(0, dtype=shaped[1].dtype)
     assert_same("threshold_compress_", empty, 1.0, 3, scope=7)
 
 
@@ -187,19 +212,11 @@ def test_overflow_of_many_times_the_capacity(backend, make_grad):
         "huge": torch.where(torch.arange(numel) == 37777, 1e38, 1.0),
     }[make_grad]
     _, residual, velocity = make(numel, levels=2)
-    for start in (torch.zeros(numel), residual):
-        for capacity in (0, 1, 100, 30000):
-            for check_finite in (True, False):
-                assert_same(
-                    "threshold_compress_",
-                    (grad, start),
-                    torch.tensor(1e-9),
-                    capacity,
-                    target=5,
-                    velocity=velocity,
-                    momentum=0.5,
-                    check_finite=check_finite,
-                )
+    starts = (torch.zeros(numel), residual)
+    for start, capacity, check_finite in pairs(starts, (0, 1, 100, 30000), (True, False)):
+        options = {"velocity": velocity, "momentum": 0.5, "check_finite": check_finite}
+        bound = torch.tensor(1e-9)
+        assert_same("threshold_compress_", (grad, start), bound, capacity, target=5, **options)
 
 
 def test_threshold_never_selects_zeros(backend):
@@ -239,7 +256,7 @@ def test_same_bits_for_any_number_of_threads(num_threads, threads):
     assert_same("threshold_compress_", (grad, residual), 6.0, 2000, velocity=velocity, momentum=0.5)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=FIXTURES)
+@examples(60)
 @given(
     numel=st.integers(1, 600),
     steps=st.integers(1, 4),
@@ -267,7 +284,7 @@ def test_nothing_is_lost(backend, numel, steps, share, scope, seed):
         assert torch.equal(sent + residual, grads.sum(dim=0))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=FIXTURES)
+@examples(60)
 @given(
     numel=st.one_of(st.integers(1, 400), st.integers(16000, 70000)),
     dtype=st.sampled_from(DTYPES),
@@ -277,10 +294,11 @@ def test_nothing_is_lost(backend, numel, steps, share, scope, seed):
     scale=st.sampled_from([1.0, 0.9, 1e-3, 0.0]),
     exponent=st.sampled_from([0, -40, -148]),
     check_finite=st.booleans(),
+    elsewhere=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_what_is_sent_and_what_stays_is_what_was_owed(
-    isa, numel, dtype, kept, parts, with_velocity, scale, exponent, check_finite, seed
+    isa, numel, dtype, kept, parts, with_velocity, scale, exponent, check_finite, elsewhere, seed
 ):
     """Of any numbers, bit for bit."""
     torch.manual_seed(seed)
@@ -297,13 +315,13 @@ def test_what_is_sent_and_what_stays_is_what_was_owed(
         moved = velocity * 0.9 + moved
     owed = residual * scale + moved
     for threshold in (False, True):
-        e, u = residual.clone(), velocity.clone() if with_velocity else None
+        e, u, sources = buffers(residual, velocity if with_velocity else None, elsewhere)
         if threshold:
             count = int(kept * size / 2)
             bound = float(owed.abs().median())
-            out = ops.threshold_compress_(grad, e, bound, count, velocity=u, **options)
+            out = ops.threshold_compress_(grad, e, bound, count, velocity=u, **sources, **options)
         else:
-            out = ops.topk_compress_(grad, e, int(kept * size), velocity=u, **options)
+            out = ops.topk_compress_(grad, e, int(kept * size), velocity=u, **sources, **options)
         chosen = out.indices[out.values != 0] if threshold else out.indices
         assert not e[chosen].any()
         sent = torch.zeros_like(e).index_add_(0, out.indices, out.values)
@@ -319,28 +337,35 @@ def test_strided_gradients(backend):
     assert_same("threshold_compress_", (grad, residual), 1.0, 100)
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("numel", [300, 40000])
-def test_refuses_what_is_not_finite_and_changes_nothing(isa, bad, numel):
-    for where in (0, numel - 1):
-        for poisoned in (0, 1, 2):
-            state = make(numel)
-            state[poisoned][where] = bad
-            grad, residual, velocity = (x.clone() for x in state)
-            message = (
-                rf"expected grad plus residual to be finite, got (nan|inf) at element {where} "
+def test_refuses_what_is_not_finite_and_changes_nothing(isa, bad, numel, elsewhere):
+    half = numel // 2 + 1
+    bounds = [torch.tensor(1.0), torch.ones(-(-numel // 64)), torch.ones(2)]
+    for where, poisoned in itertools.product((0, numel - 1), (0, 1, 2)):
+        state = make(numel)
+        state[poisoned][where] = bad
+        grad, residual, velocity = (x.clone() for x in state)
+        e, u, sources = buffers(residual, velocity, elsewhere)
+        options = {"velocity": u, **sources}
+        calls = [
+            lambda g=grad, e=e, o=options: ops.topk_compress_(g, e, 20, **o),
+            lambda g=grad, e=e, o=options: ops.topk_compress_(g, e, 2, scope=64, **o),
+            lambda g=grad, e=e, o=options: ops.topk_compress_(g, e, 2, scope=half, **o),
+        ] + [
+            lambda g=grad, e=e, b=bound, o=options | {"scope": scope}: ops.threshold_compress_(
+                g, e, b, 2, target=1, **o
             )
-            calls = [
-                lambda s: ops.topk_compress_(s[0], s[1], 20, velocity=s[2]),
-                lambda s: ops.topk_compress_(s[0], s[1], 2, scope=64, velocity=s[2]),
-                lambda s: ops.topk_compress_(s[0], s[1], 2, scope=numel // 2 + 1, velocity=s[2]),
-                lambda s: ops.threshold_compress_(s[0], s[1], 1.0, 20, velocity=s[2]),
-            ]
-            for call in calls:
-                with pytest.raises(RuntimeError, match=message):
-                    call((grad, residual, velocity))
-                for after, before in zip((grad, residual, velocity), state, strict=True):
-                    assert torch.equal(after.nan_to_num(7.0), before.nan_to_num(7.0))
+            for bound, scope in zip(bounds, ("tensor", 64, half), strict=True)
+        ]
+        message = rf"expected grad plus residual to be finite, got (nan|inf) at element {where} "
+        for call in calls:
+            with pytest.raises(RuntimeError, match=message):
+                call()
+            kept = (grad, residual, velocity) if elsewhere else (grad, e, u)
+            assert all(same_bits(now, old) for now, old in zip(kept, state, strict=True))
+    assert all((bound == 1).all() for bound in bounds)
 
 
 def same_bits(a, b):
@@ -372,15 +397,22 @@ def test_a_refused_call_is_undone_bit_for_bit(isa, dtype, scale):
             assert u is None or same_bits(options["velocity"], u)
 
 
-def test_the_sum_of_finite_numbers_may_be_infinite():
-    with pytest.raises(
-        RuntimeError, match=r"got inf at element 2 \(grad 3e\+38, residual 3e\+38\)"
-    ):
-        ops.topk_compress_(torch.tensor([0, 0, 3e38]), torch.tensor([0, 0, 3e38]), 1)
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("numel", [9, 40000])
+def test_refuses_a_sum_of_finite_numbers_that_is_infinite(isa, numel, elsewhere):
+    grad, residual = torch.zeros(numel), torch.zeros(numel)
+    grad[-2] = residual[-2] = 3e38
+    message = rf"got inf at element {numel - 2} \(grad 3e\+38, residual 3e\+38\)"
+    for scope in ("tensor", 3, 17000):
+        e, _, sources = buffers(residual, None, elsewhere)
+        with pytest.raises(RuntimeError, match=message):
+            ops.topk_compress_(grad, e, 1, scope=scope, **sources)
+        assert (residual if elsewhere else e)[-2] == torch.tensor(3e38)
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize("numel", [300, 3000, 40000])
-def test_cuda_leaves_the_state_where_something_is_not_finite(device, numel):
+def test_cuda_leaves_the_state_where_something_is_not_finite(device, numel, elsewhere):
     """No error without a synchronisation: it travels, and the emulation traps it."""
     traps = emulation.is_active()
     if device.type == "cpu" and not traps:
@@ -389,15 +421,18 @@ def test_cuda_leaves_the_state_where_something_is_not_finite(device, numel):
         state = make(numel)
         state[0][numel // 2] = bad
         grad, residual, velocity = (x.clone() for x in state)
-        threshold = torch.tensor(1.0)
+        e, u, sources = buffers(residual, velocity, elsewhere)
+        threshold, options = torch.tensor(1.0), {"velocity": u, **sources}
         for call in (
-            lambda s: ops.topk_compress_(s[0], s[1], 20, velocity=s[2]),
-            lambda s, t=threshold: ops.threshold_compress_(*s[:2], t, 20, target=5, velocity=s[2]),
+            lambda g=grad, e=e, o=options: ops.topk_compress_(g, e, 20, **o),
+            lambda g=grad, e=e, t=threshold, o=options: ops.threshold_compress_(
+                g, e, t, 20, target=5, **o
+            ),
         ):
             with pytest.raises(RuntimeError, match="trap") if traps else contextlib.nullcontext():
-                out = call((grad, residual, velocity))
-                assert not out.values.isfinite().all()
-            assert torch.equal(residual, state[1]) and torch.equal(velocity, state[2])
+                assert not call().values.isfinite().all()
+            kept = (residual, velocity) if elsewhere else (e, u)
+            assert all(torch.equal(now, old) for now, old in zip(kept, state[1:], strict=True))
         assert threshold == 1.0
 
 
@@ -420,26 +455,38 @@ def test_unchecked_nan_is_selected():
         assert selected.indices.tolist() == [0, 7] and selected.values[1].isnan()
 
 
-def test_opcheck():
-    grad, residual, velocity = make(300)
-    op = torch.ops.moe_ext
-    torch.library.opcheck(op.topk_compress_.default, (grad, residual.clone(), 7))
-    torch.library.opcheck(
-        op.topk_compress_.default, (grad, residual.clone(), 7, 64, velocity.clone(), 0.5, 0.9)
-    )
-    arguments = (grad, residual.clone(), torch.tensor(1.0), 30, 20, velocity.clone(), 0.5)
-    torch.library.opcheck(op.threshold_compress_.default, arguments)
-    in_scopes = (grad, residual.clone(), torch.ones(5), 30, 20, None, 0.0, 1.0, True, 64)
-    torch.library.opcheck(op.threshold_compress_.default, in_scopes)
-
-
 def test_compiles_without_a_break():
-    def step(grad, residual):
-        return ops.topk_compress_(grad, residual, 9, scope=50)
+    def step(grad, residual, there):
+        out = ops.topk_compress_(grad, there, 9, scope=50, residual_in=residual)
+        return *out, *ops.topk_compress_(grad, residual, 9, scope=50)
 
     grad, residual, _ = make(333)
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    states = [residual.clone(), residual.clone()]
-    for actual, expected in zip(compiled(grad, states[0]), step(grad, states[1]), strict=True):
+    states = [(residual.clone(), torch.zeros(333)) for _ in range(2)]
+    for actual, expected in zip(compiled(grad, *states[0]), step(grad, *states[1]), strict=True):
         assert torch.equal(actual, expected)
-    assert torch.equal(*states)
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+
+
+def test_the_reference_reads_elsewhere(device):
+    for velocity in (None, make(600)[2]):
+        options = {"scope": 70, "velocity": velocity, "others": ((reference, True),)}
+        assert_same("topk_compress_", make(600), 30, **options)
+        assert_same("threshold_compress_", make(600), torch.ones(9), 9, **options)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_results_that_go_past_the_caches(isa, num_threads, first):
+    """From 8 MiB on, and only where lines begin."""
+    num_threads(2)
+    grad, residual, velocity = (x[first:] for x in make(2**21 + 40000))
+    beside = {"others": ((ops, True),)}
+    state = (grad, residual)
+    assert_same("topk_compress_", state, 20000, **beside)
+    assert_same("topk_compress_", state, 20000, velocity=velocity, residual_scale=0.5, **beside)
+    assert_same("topk_compress_", state, 3, scope=300, velocity=velocity, **beside)
+    assert_same("threshold_compress_", state, 3.5, 2**21, velocity=velocity, **beside)
+    for levels in (grad.round(), torch.zeros_like(grad)):
+        state = (levels, torch.zeros_like(residual))
+        assert_same("topk_compress_", state, 9999, **beside)
+        assert_same("threshold_compress_", state, 1.0, 99, **beside)
