@@ -35,6 +35,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 T, D, F, E, K, B, H, V = 257, 64, 32, 8, 2, 2, 4, 16
 # Two tiles of attention, and two chunks of a recurrence: their emulation takes long.
 HEADS, S = 2, 72
+WEIGHTS = 300_000  # of a tensor that an update by deltas changes
 # Of the CPU's result, by the largest number in it: two roundings and a sum in another order.
 TOLERANCE = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 1e-4, torch.float64: 1e-5}
 
@@ -161,7 +162,7 @@ class Inputs:
     @cached_property
     def versions(self) -> tuple[Tensor, Tensor]:
         """A tensor and one of which an element in thirty is another."""
-        x = self.random(300_000)
+        x = self.random(WEIGHTS)
         return x, x.where(torch.rand(x.shape, generator=self.generator) < 29 / 30, -x)
 
     def payload(self) -> Tensor:
@@ -287,7 +288,7 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
     "delta_hash": lambda i: (i.versions[0], 5),
     "delta_hash_change": lambda i: (i.versions[1], op("delta_encode")(*i.versions), 5),
     "delta_pack": lambda i: (i.indices_K, i.random(64), 4096),
-    "delta_unpack": lambda i: (op("delta_encode")(*i.versions), i.versions[0], 300_000),
+    "delta_unpack": lambda i: (op("delta_encode")(*i.versions), i.versions[0], WEIGHTS),
     "encode_exponents": lambda i: (i.coded(20_000),),
     "decode_exponents_": lambda i: (
         *(i.coded(20_000), op("encode_exponents")(i.coded(20_000)).clone()),
@@ -415,7 +416,7 @@ FURTHER: dict[str, Callable[[Inputs], dict[str, Any]]] = {
     "gshard_gate": lambda i: {**_mask(i), **_tokens(i)},
     "noisy_topk_gate": lambda i: {**_mask(i), **_tokens(i)},
     "_noisy_topk_gate_backward": _tokens,
-    "delta_hash": lambda i: {"places": torch.arange(300_000) * 3},
+    "delta_hash": lambda i: {"places": torch.arange(WEIGHTS) * 3},
     "gated_delta_rule": _documents,
     "_gated_delta_rule_backward": _documents,
     "selective_scan": _documents,

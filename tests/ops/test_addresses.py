@@ -5,20 +5,17 @@ kernel divides. The emulation of CUDA refuses an access that is not aligned to i
 """
 
 import functools
-import importlib
 import itertools
 import mmap
 import re
-import sys
-from pathlib import Path
 
+import operator_table
 import pytest
 import torch
 from pairwise import FULL
 
 import moe_ext
 
-ROOT = Path(__file__).resolve().parents[2]
 # Elements that a tensor lies behind the beginning of its storage.
 OFFSETS = (1, 2, 3, 5)
 # Packed bytes are read in whole words; tensors written in place or read as bytes are dense.
@@ -39,12 +36,7 @@ TURNS = range(len(DTYPES)) if FULL else (0,)
 
 @pytest.fixture(scope="module")
 def table():
-    """The table of every operator's arguments."""
-    sys.path.insert(0, str(ROOT / "tools"))
-    try:
-        return importlib.import_module("gpu_operators")
-    finally:
-        sys.path.remove(str(ROOT / "tools"))
+    return operator_table.load()
 
 
 def shifted(x, offset):

@@ -1,0 +1,109 @@
+"""Schema, fake kernel, autograd and compiled graph of every operator fit each other."""
+
+import emulation
+import operator_table
+import pytest
+import torch
+
+TABLE = operator_table.load()
+op = TABLE.op
+# The fake kernel of a hash, a number, is none.
+NAMES = [name for name in TABLE.CALLS if not name.startswith("delta_hash")]
+# Behind a payload is any value, and how long one is depends on the numbers.
+NOT_COMPILED = {"encode_exponent_rows", "delta_encode", "delta_pack"}
+
+
+def ends(i):
+    return {"expert_offsets": i.permuted[3][1:].int()}
+
+
+def quantized(i, format, block=128, numel=300):
+    codes, scales = op("quantize_blockwise")(i.coded(numel), format, block)
+    return {"codes": codes, "scales": scales, "format": format, "block": block}
+
+
+# Changes of the table's first arguments by which results have other shapes, or are left out.
+VARIANTS = {
+    "topk_gate": [lambda i: {"num_groups": 4, "top_groups": 2, "selection_bias": i.wide(TABLE.E)}],
+    "_topk_gate_backward": [lambda i: {"grad_weights": None, "grad_score_sum": None}],
+    "_expert_choice_gate_backward": [lambda i: {"grad_weights": None}],
+    "grouped_mm": [lambda i: {"bias": None}, ends],
+    "_grouped_mm_backward_weight": [ends, lambda i: {"transposed": True}],
+    "_grouped_mm_backward_bias": [ends],
+    "gated_activation": [lambda i: {"slot_weights": None, "slot_of_row": None}],
+    "permute_tokens": [lambda i: {"align": 4}, lambda i: {"align": 4, "capacity": 5}],
+    "unpermute_tokens": [lambda i: {"topk_weights": None}],
+    "noisy_topk_gate": [lambda i: {"noise_logits": None, "rng_state": None}],
+    "_noisy_topk_gate_backward": [lambda i: {"noise_logits": None, "rng_state": None}],
+    "attention_block_backward": [
+        lambda i: {"needs_grad_bias": True},
+        lambda i: {"bias": i.random(1, TABLE.HEADS, TABLE.S, TABLE.S)},
+    ],
+    "merge_attention": [lambda i: {"out_b": None}, lambda i: {"out_b": i.attended[0].half()}],
+    "_merge_attention_backward": [
+        lambda i: {"out_b": None},
+        lambda i: {"out_b": i.attended[0].half()},
+    ],
+    "gated_delta_rule": [lambda i: {"beta": None}],
+    "causal_conv1d": [lambda i: {"bias": None}],
+    "nonzero_blocks": [lambda i: {"block": 300}],
+    "gather_blocks": [lambda i: {"block": 270}],
+    "topk_compress_": [lambda i: {"k": 3, "scope_size": 600}],
+    "threshold_compress_": [
+        lambda i: {"capacity": 30, "scope_size": 600, "threshold": i.wide(7).abs(), "target": 9}
+    ],
+    "_encode_payload": [lambda i: {"index_codec": "bitmap"}, lambda i: {"index_codec": "delta"}],
+    "quantize_blockwise": [
+        lambda i, f=format, b=block: {"x": i.coded(300), "format": f, "block": b, "residual": None}
+        for format, block in (("int3", 128), ("int3", 0), ("sign", 128))
+    ],
+    "dequantize_blockwise": [
+        lambda i, f=format: {"numel": 300, **quantized(i, f)} for format in ("int3", "sign")
+    ],
+    "dequantize_add_": [
+        lambda i: {"out": i.single(300), **quantized(i, "int3")},
+        lambda i: {"out": i.single(300), **quantized(i, "sign"), "accumulate": False},
+    ],
+    "quantize_rows": [lambda i: {"format": "fp8"}, lambda i: {"format": "mx"}],
+    "dequantize_rows": [
+        lambda i, f=format: {"rows": op("quantize_rows")(i.coded(3, 64), f), "format": f}
+        for format in ("fp8", "mx")
+    ],
+}
+
+
+def calls(name, i):
+    """The table's arguments of an operator, and those of its variants."""
+    made = TABLE.calls(name, i)
+    declared = op(name).default._schema.arguments
+    for change in VARIANTS.get(name, ()):
+        changes = change(i)
+        defaults = [a.default_value for a in declared[len(made[0]) :]]
+        given = zip(declared, [*made[0], *defaults], strict=True)
+        made.append(tuple(changes.pop(a.name, x) for a, x in given))
+        assert not changes, f"{name} has no {', '.join(changes)}"
+    return made
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(device, name):
+    operator = op(name).default
+    # Graphs and derivatives do not depend on the device.
+    checks = ["test_schema", "test_faketensor"]
+    if not emulation.is_active():
+        checks.append("test_autograd_registration")
+        if name not in NOT_COMPILED:
+            checks.append("test_aot_dispatch_dynamic")
+    differentiable = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "Autograd")
+    # Leaves of 16 bits, whose sums and gates have 32. torch's product over experts, which takes
+    # these, leaves a gradient of weights behind one of no expert: at an offset that a fake has not.
+    dtype = torch.float32 if name == "_grouped_mm_backward_weight" else torch.bfloat16
+    for arguments in calls(name, TABLE.Inputs(dtype)):
+        given = TABLE.moved(arguments, device)
+        for x in given:
+            if isinstance(x, torch.Tensor):
+                x.requires_grad_(differentiable and x.is_floating_point())
+        declared = operator._schema.arguments[: len(given)]
+        named = {a.name: x for a, x in zip(declared, given, strict=True) if a.kwarg_only}
+        positional = given[: len(given) - len(named)]
+        torch.library.opcheck(operator, positional, named, test_utils=checks)
