@@ -34,6 +34,16 @@ def num_launches() -> int:
     return count()
 
 
+def gradcheck(function, inputs):
+    """torch's, by one random direction where kernels are emulated: each call takes milliseconds."""
+    return torch.autograd.gradcheck(function, inputs, fast_mode=_active)
+
+
+def gradgradcheck(function, inputs):
+    """As `gradcheck`, of the second derivative."""
+    return torch.autograd.gradgradcheck(function, inputs, fast_mode=_active)
+
+
 @functools.cache
 def operators() -> list[str]:
     """Names of the operators of moe_ext that have an emulated kernel."""

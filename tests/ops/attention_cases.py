@@ -4,8 +4,6 @@ import torch
 
 from moe_ext import ops
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-
 # Sums of up to 300 products in float32, and a softmax of scores of up to about 10: a few hundred
 # units of 2^-24 of the largest number. Inputs of 16 bits are exact in float32.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13}
@@ -16,10 +14,6 @@ ROUNDING = {
     torch.bfloat16: 2.0**-8,
     torch.float16: 2.0**-11,
 }
-
-
-def acc_dtype(dtype):
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def qkv(batch, heads, key_heads, num_queries, num_keys, dim, dim_v=None, dtype=torch.float32):

@@ -2,15 +2,7 @@
 
 import torch
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
-# One rounding to the dtype of the logits on each side.
-GRAD_ULP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 NUM_EXPERTS = 24
-
-
-def acc_dtype(dtype):
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def make_state(*, step=3, first_token=0):

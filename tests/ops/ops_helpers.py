@@ -43,3 +43,11 @@ def thread_counts(num_threads, counts=(1, 2, 3)):
     for count in counts:
         num_threads(count)
         yield compare
+
+
+def saved_by(function):
+    """Tensors that autograd saves in a call."""
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        function()
+    return saved

@@ -2,25 +2,21 @@
 
 import itertools
 
+import emulation
 import pytest
+import refusals
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from ops_helpers import DTYPES, examples, saved_by, thread_counts
+from ops_helpers import UNIT as OUT_EPS
 
 from moe_ext import ops, reference
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 KINDS = ["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
 GATES = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
 LAYOUTS = ["concatenated", "interleaved"]
 SIZES = [0, 1, 255, 256, 257]
-
-OUT_EPS = {
-    torch.float32: 2.0**-24,
-    torch.float64: 2.0**-53,
-    torch.bfloat16: 2.0**-8,
-    torch.float16: 2.0**-11,
-}
 
 
 def bound(dtype, kind, x, expected, factor):
@@ -284,18 +280,14 @@ def test_gated_nan_and_infinity_propagate(backend, kind, layout):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_same_bits_for_any_number_of_threads(isa, num_threads, dtype, layout):
     x = make(257, 2 * 331, dtype=dtype)
-    results = []
-    for threads in (1, 2, 3):
-        num_threads(threads)
+    for compare in thread_counts(num_threads):
         bits = []
         for kind in GATES:
             leaf = x.clone().requires_grad_()
             y = ops.gated_activation(leaf, kind=kind, layout=layout)
             z = ops.activation(leaf, kind=GATES[kind])
             bits += [y, z, torch.autograd.grad(y.sum() + z.sum(), leaf)[0]]
-        results.append(bits)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+        compare(*bits)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -303,14 +295,14 @@ def test_gradcheck(backend, kind):
     # Away from the kink of relu at zero.
     x = torch.randn(5, 6, dtype=torch.float64)
     x = (x + x.sign() * 0.01).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: ops.activation(x, kind=kind), x)
+    assert emulation.gradcheck(lambda x: ops.activation(x, kind=kind), x)
     for gate, layout in itertools.product([g for g, k in GATES.items() if k == kind], LAYOUTS):
-        assert torch.autograd.gradcheck(
+        assert emulation.gradcheck(
             lambda x, g=gate, at=layout: ops.gated_activation(x, kind=g, layout=at), x
         )
         weights = torch.rand(2, 3, dtype=torch.float64, requires_grad=True)
         slots = torch.tensor([5, -1, 0, 3, 2])
-        assert torch.autograd.gradcheck(
+        assert emulation.gradcheck(
             lambda x, w, g=gate, at=layout, s=slots: ops.gated_activation(
                 x, kind=g, layout=at, slot_weights=w, slot_of_row=s
             ),
@@ -331,23 +323,6 @@ def test_second_derivative_is_refused(device):
             grad.sum().backward()
 
 
-def test_opcheck(device):
-    x = torch.randn(5, 6, requires_grad=True)
-    torch.library.opcheck(torch.ops.moe_ext.activation.default, (x, "gelu"))
-    torch.library.opcheck(torch.ops.moe_ext.gated_activation.default, (x, "geglu", "interleaved"))
-    weighted = ["geglu", "interleaved", torch.rand(2, 3, requires_grad=True), torch.arange(5)]
-    torch.library.opcheck(torch.ops.moe_ext.gated_activation.default, (x, *weighted))
-    x, weighted[2] = x.detach(), weighted[2].detach()
-    torch.library.opcheck(
-        torch.ops.moe_ext._gated_activation_backward_weighted.default, (x[:, :3], x, *weighted)
-    )
-    torch.library.opcheck(torch.ops.moe_ext._activation_backward.default, (x, x, "gelu"))
-    torch.library.opcheck(
-        torch.ops.moe_ext._gated_activation_backward.default,
-        (x[:, :3], x, "geglu", "interleaved"),
-    )
-
-
 def test_compiles_as_one_graph_for_any_number_of_rows(device):
     @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
     def both(x):
@@ -365,54 +340,65 @@ def test_compiles_as_one_graph_for_any_number_of_rows(device):
 def test_saves_only_its_input(device):
     x = torch.randn(64, 128, requires_grad=True)
     for function in (lambda: ops.gated_activation(x), lambda: ops.activation(x, kind="gelu")):
-        saved = []
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t, saved=saved: (saved.append(t), t)[1], lambda t: t
-        ):
-            function()
-        assert [(t.data_ptr(), t.nbytes) for t in saved] == [(x.data_ptr(), x.nbytes)]
+        assert [(t.data_ptr(), t.nbytes) for t in saved_by(function)] == [(x.data_ptr(), x.nbytes)]
     kept = (x, torch.rand(32, 2, requires_grad=True), torch.arange(64))
-    saved.clear()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
-        ops.gated_activation(x, slot_weights=kept[1], slot_of_row=kept[2])
+    saved = saved_by(lambda: ops.gated_activation(x, slot_weights=kept[1], slot_of_row=kept[2]))
     assert {t.data_ptr() for t in saved} == {t.data_ptr() for t in kept}
 
 
-def test_errors(device):
-    x = torch.randn(3, 4)
-    with pytest.raises(RuntimeError, match=r"^activation: expected x to be float32, .*, got Long"):
-        ops.activation(x.long(), kind="silu")
-    with pytest.raises(RuntimeError, match=r"expected kind to be silu, .* or relu_squared, got "):
-        ops.activation(x, kind="swish")
-    message = r"^gated_activation: expected "
-    with pytest.raises(RuntimeError, match=message + r"x to be float32, .*, got Int"):
-        ops.gated_activation(x.int())
-    with pytest.raises(RuntimeError, match=message + r"kind to be swiglu, .* reglu, got silu"):
-        ops.gated_activation(x, kind="silu")
-    with pytest.raises(RuntimeError, match=message + r"layout to be .* interleaved, got rows"):
-        ops.gated_activation(x, layout="rows")
+X, GRAD, SLOTS, WEIGHTS = torch.ones(3, 4), torch.ones(3, 2), torch.arange(3), torch.ones(3)
+WEIGHTED = {"slot_weights": WEIGHTS, "slot_of_row": SLOTS}
+REFUSED = {
+    "activation": [
+        {"x": X, "kind": "silu"},
+        ({"x": X.long()}, "x to be float32, .*, got Long"),
+        ({"kind": "swish"}, "kind to be silu, .* or relu_squared, got "),
+    ],
+    "gated_activation": [
+        {"x": X},
+        ({"x": X.int()}, "x to be float32, .*, got Int"),
+        ({"kind": "silu"}, "kind to be swiglu, .* reglu, got silu"),
+        ({"layout": "rows"}, "layout to be .* interleaved, got rows"),
+        ({"x": X[:, :3]}, r"x to be of even size in the last dim, got shape \[3, 3\]"),
+        ({"x": X[0, 0]}, r"x to be of even size .*, got shape \[\]"),
+        (
+            {"slot_weights": WEIGHTS},
+            "slot_weights and slot_of_row to be given together, got slot_weights alone",
+        ),
+        ({"slot_of_row": SLOTS}, "slot_weights and .* together, got slot_of_row alone"),
+        (WEIGHTED | {"slot_of_row": SLOTS.int()}, "slot_of_row to be Long, got Int"),
+        (WEIGHTED | {"x": X[0]}, r"x to be a 2-D tensor \[N, 2F\] with slot_weights, got .*\[4\]"),
+        (
+            WEIGHTED | {"slot_of_row": SLOTS[:2]},
+            r"slot_of_row to be of size 3 .*rows of x\), got shape \[2\]",
+        ),
+    ],
+    "_gated_activation_backward": [
+        {"grad": GRAD, "x": X, "kind": "swiglu", "layout": "concatenated"},
+        ({"grad": GRAD.double()}, "grad to be Float, got Double"),
+        *(
+            ({"grad": grad}, r"grad to be shaped as the output for x \[3, 4\]")
+            for grad in (X, GRAD[0], GRAD[:2])
+        ),
+    ],
+    "_activation_backward": [
+        {"grad": X, "x": X, "kind": "silu"},
+        ({"grad": X[0]}, "grad to be shaped"),
+    ],
+}
+
+
+@refusals.parametrize(REFUSED)
+def test_refuses(device, name, given, message):
+    refusals.check(name, given, message)
+
+
+def test_the_operator_refuses_weights_that_are_not_cast(device):
+    operator = torch.ops.moe_ext.gated_activation
     with pytest.raises(
-        RuntimeError, match=message + r"x to be of even size in the last dim, got shape \[3, 3\]"
+        RuntimeError, match="^gated_activation: .* slot_weights to be Float, got Double"
     ):
-        ops.gated_activation(x[:, :3])
-    with pytest.raises(RuntimeError, match=message + r"x to be of even size .*, got shape \[\]"):
-        ops.gated_activation(x[0, 0])
-
-
-def test_errors_of_weights(device):
-    x, slots = torch.randn(3, 4), torch.arange(3)
-
-    def refused(text, x=x, weights=None, slot_of_row=None):
-        with pytest.raises(RuntimeError, match="^gated_activation: expected " + text):
-            torch.ops.moe_ext.gated_activation(x, "swiglu", "concatenated", weights, slot_of_row)
-
-    weights = torch.ones(3)
-    refused("slot_weights and slot_of_row to be given together, got slot_weights alone", x, weights)
-    refused("slot_weights and .* together, got slot_of_row alone", x, None, slots)
-    refused("slot_weights to be Float, got Double", x, weights.double(), slots)
-    refused("slot_of_row to be Long, got Int", x, weights, slots.int())
-    refused(r"x to be a 2-D tensor \[N, 2F\] with slot_weights, got .*\[4\]", x[0], weights, slots)
-    refused(r"slot_of_row to be of size 3 .*rows of x\), got shape \[2\]", x, weights, slots[:2])
+        operator(X, "swiglu", "concatenated", WEIGHTS.double(), SLOTS)
 
 
 def test_slots_out_of_range_are_refused():
@@ -425,23 +411,7 @@ def test_slots_out_of_range_are_refused():
             ops.gated_activation(x, slot_weights=weights, slot_of_row=slots)
 
 
-def test_backward_errors(device):
-    x = torch.randn(3, 4)
-    backward = torch.ops.moe_ext._gated_activation_backward
-    message = r"^_gated_activation_backward: expected grad to be "
-    with pytest.raises(RuntimeError, match=message + r"Float, got Double"):
-        backward(x[:, :2].double(), x, "swiglu", "concatenated")
-    for grad in (x, x[0, :2], x[:2, :2]):
-        with pytest.raises(RuntimeError, match=message + r"shaped as the output for x \[3, 4\]"):
-            backward(grad, x, "swiglu", "concatenated")
-    with pytest.raises(RuntimeError, match=r"^_activation_backward: expected grad to be shaped"):
-        torch.ops.moe_ext._activation_backward(x[0], x, "silu")
-
-
-# The fixture gives every example the same device.
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(40)
 @given(
     kind=st.sampled_from(list(GATES)),
     shape=st.lists(st.integers(0, 5), max_size=3),

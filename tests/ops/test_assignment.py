@@ -6,27 +6,14 @@ import math
 import emulation
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from ops_helpers import DTYPES, GRAD_ULP, acc_dtype, examples, thread_counts, tolerance
 
 from moe_ext import ops, reference
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 NUM_TOKENS = [0, 1, 31, 32, 33, 257]
 NUM_EXPERTS = 12
-UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
-# One rounding to the logits' dtype on each side.
-GRAD_ULP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
-FIXTURES = [HealthCheck.function_scoped_fixture]
-
-
-def acc_dtype(dtype):
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def tolerance(dtype, terms):
-    """Relative: two sums of `terms` positive numbers, and some 32 roundings around them."""
-    return (2 * terms + 32) * UNIT[acc_dtype(dtype)]
 
 
 def make(num_tokens, *, dtype=torch.float32, num_experts=NUM_EXPERTS, masked=False):
@@ -122,7 +109,7 @@ def test_expert_choice_gradcheck(backend):
         out = ops.expert_choice_gate(logits, 2, token_mask=mask)
         return out.topk_weights, out.score_sum
 
-    assert torch.autograd.gradcheck(gate, (logits.requires_grad_(),))
+    assert emulation.gradcheck(gate, (logits.requires_grad_(),))
     # The gradient of one output alone.
     for output, other in ((0, 1), (1, 0)):
         grads = [torch.randn_like(gate(logits)[output]), torch.zeros_like(gate(logits)[other])]
@@ -160,7 +147,7 @@ def test_expert_choice_without_a_real_token(device):
     assert (logits.grad == 0).all()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=FIXTURES)
+@examples(40)
 @given(
     num_tokens=st.integers(0, 60),
     num_experts=st.integers(1, 20),
@@ -255,7 +242,7 @@ def test_sinkhorn_gradcheck(device):
             out = ops.sinkhorn_gate(logits, top_k, token_mask=mask)
             return out.topk_weights, out.score_sum
 
-        assert torch.autograd.gradcheck(gate, (logits.requires_grad_(),))
+        assert emulation.gradcheck(gate, (logits.requires_grad_(),))
 
 
 def total(scores, expert_T):
@@ -334,7 +321,7 @@ def test_balanced_assignment_of_equal_and_extreme_scores(device):
     assert ops.balanced_assignment(scores).tolist() == [0, 1]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=FIXTURES)
+@examples(40)
 @given(
     num_tokens=st.integers(0, 40),
     num_experts=st.integers(1, 7),
@@ -355,18 +342,14 @@ def test_no_swap_of_two_tokens_is_better(device, num_tokens, num_experts, levels
 def test_same_bits_for_any_number_of_threads(isa, num_threads, dtype):
     logits, mask = make(1501, dtype=dtype, masked=True)
     idx = ops.topk_gate(logits, 2, token_mask=mask).topk_idx
-    results = []
-    for threads in (1, 2, 3):
-        num_threads(threads)
+    for compare in thread_counts(num_threads):
         leaf = logits.clone().requires_grad_()
         choice = ops.expert_choice_gate(leaf, 200, token_mask=mask)
         balanced = ops.sinkhorn_gate(leaf, 2, token_mask=mask)
         load = ops.sequence_load(leaf, idx, 19, token_mask=mask)
         loss = choice.topk_weights.square().sum() + balanced.topk_weights.square().sum()
         loss = loss + ops.sequence_balance_loss(*load, 2)
-        results.append((*choice, *balanced, *load, *torch.autograd.grad(loss, leaf)))
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+        compare(*choice, *balanced, *load, *torch.autograd.grad(loss, leaf))
 
 
 def test_strided_inputs(device):
@@ -395,20 +378,6 @@ def test_strided_inputs(device):
         ]
         for actual, expected in pairs:
             assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_opcheck(device, dtype):
-    logits, mask = make(17, dtype=dtype, masked=True)
-    check = torch.library.opcheck
-    check(torch.ops.moe_ext.expert_choice_gate, (logits.clone().requires_grad_(), 3, mask))
-    idx = ops.expert_choice_gate(logits, 3, token_mask=mask).topk_idx
-    grads = torch.randn(17, NUM_EXPERTS), torch.randn(NUM_EXPERTS)
-    backward = torch.ops.moe_ext._expert_choice_gate_backward
-    check(backward, (*grads, logits, idx, mask))
-    check(backward, (None, grads[1], logits, idx, None))
-    check(torch.ops.moe_ext._sinkhorn_scale, (logits, 5, 1e-3, mask))
-    check(torch.ops.moe_ext.balanced_assignment, (logits, mask))
 
 
 LOGITS = torch.zeros(4, 6)

@@ -1,8 +1,8 @@
-"""What the attention operators refuse, and that fake kernels and autograd fit them."""
+"""What the attention operators refuse."""
 
 import pytest
+import refusals
 import torch
-from attention_cases import MASKS, mask_options, positions, qkv
 
 from moe_ext import ops
 
@@ -92,92 +92,70 @@ def test_slopes_have_no_gradient(device):
         block(ops.attention_block, alibi_slopes=torch.ones(4, requires_grad=True))
 
 
-@pytest.mark.parametrize(
-    ("out", "lse", "message"),
-    [
-        (torch.zeros(2, 4, 3, 6).half(), torch.zeros(2, 4, 3), "out to be Float, got Half"),
-        (torch.zeros(2, 4, 3, 6), torch.zeros(2, 4, 3).double(), "lse to be Float, got Double"),
-        (torch.zeros(2, 4, 3, 5), torch.zeros(2, 4, 3), "out to be of size 6 in dim 3"),
-        (torch.zeros(2, 4, 2, 6), torch.zeros(2, 4, 3), "out to be of size 3 in dim 2"),
-        (torch.zeros(2, 4, 3, 6), torch.zeros(2, 4, 2), "lse to have the first 3 sizes of q"),
-        (torch.zeros(2, 4, 6, 3).mT, torch.zeros(2, 4, 3), "out to be contiguous"),
-        (torch.zeros(2, 4, 3, 6), torch.zeros(2, 3, 4).mT, "lse to be contiguous"),
+OUT, LSE = torch.zeros(2, 4, 3, 6), torch.zeros(2, 4, 3)
+REFUSED = {
+    "attention_block_": [
+        {"out": OUT, "lse": LSE},
+        ({"out": OUT.half()}, "out to be Float, got Half"),
+        ({"lse": LSE.double()}, "lse to be Float, got Double"),
+        ({"out": torch.zeros(2, 4, 3, 5)}, "out to be of size 6 in dim 3"),
+        ({"out": torch.zeros(2, 4, 2, 6)}, "out to be of size 3 in dim 2"),
+        ({"lse": torch.zeros(2, 4, 2)}, "lse to have the first 3 sizes of q"),
+        ({"out": torch.zeros(2, 4, 6, 3).mT}, "out to be contiguous"),
+        ({"lse": torch.zeros(2, 3, 4).mT}, "lse to be contiguous"),
     ],
-)
-def test_state_is_refused(moved, out, lse, message):
-    with pytest.raises(RuntimeError, match="attention_block_: expected .*" + message):
-        block(ops.attention_block_, *moved((out, lse)), moved=moved)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"grad_out": torch.zeros(2, 4, 3, 6).half()}, "grad_out to be Float, got Half"),
+    "attention_block_backward": [
+        {"grad_out": OUT, "lse": LSE, "delta": LSE},
+        ({"grad_out": OUT.half()}, "grad_out to be Float, got Half"),
         ({"grad_out": torch.zeros(2, 4, 3, 5)}, "grad_out to be of size 6 in dim 3"),
         ({"grad_out": torch.zeros(2, 4, 4, 6)}, "grad_out to be of size 3 in dim 2"),
         ({"lse": torch.zeros(2, 4)}, "lse to have the first 3 sizes of q"),
-        ({"delta": torch.zeros(2, 4, 3).double()}, "delta to be Float, got Double"),
+        ({"delta": LSE.double()}, "delta to be Float, got Double"),
     ],
-)
-def test_backward_refuses(moved, change, message):
-    given = {"grad_out": torch.zeros(2, 4, 3, 6), "lse": torch.zeros(2, 4, 3)}
-    given["delta"] = given["lse"]
-    with pytest.raises(RuntimeError, match="attention_block_backward: expected .*" + message):
-        block(ops.attention_block_backward, *moved(given | change).values(), moved=moved)
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ((torch.zeros(1, 2, 3, 4).half(),) * 2, "grad_out to be float32 or float64, got Half"),
-        ((torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4).double()), "out to be Float"),
-        ((torch.zeros(2, 3, 4),) * 2, "grad_out to be a 4-D tensor"),
-        ((torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 5)), "out to have the first 4 sizes"),
-        ((torch.zeros(1, 2, 3, 4),) * 2 + (torch.zeros(1, 2),), "grad_lse to have the first 3"),
+    "attention_delta": [
+        {"grad_out": OUT, "out": OUT},
+        (
+            {"grad_out": OUT.half(), "out": OUT.half()},
+            "grad_out to be float32 or float64, got Half",
+        ),
+        ({"out": OUT.double()}, "out to be Float"),
+        ({"grad_out": OUT[0], "out": OUT[0]}, "grad_out to be a 4-D tensor"),
+        ({"out": torch.zeros(2, 4, 3, 5)}, "out to have the first 4 sizes"),
+        ({"grad_lse": torch.zeros(2, 4)}, "grad_lse to have the first 3"),
     ],
-)
-def test_delta_refuses(moved, args, message):
-    with pytest.raises(RuntimeError, match="attention_delta: expected " + message):
-        ops.attention_delta(*moved(args))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({0: torch.zeros(3, 4).long()}, "out_a to be float32"),
-        ({0: torch.zeros(())}, "out_a to have a dim at least"),
-        ({2: torch.zeros(3, 4).long()}, "out_b to be float32"),
-        ({2: torch.zeros(3, 4).double()}, "out_b to be float32, bfloat16 or float16 beside out_a"),
-        ({2: torch.zeros(3, 5)}, r"out_b to have the first 2 sizes of out_a, \[3, 4\], got shape"),
-        ({1: torch.zeros(3).half()}, "lse_a to be Float, got Half"),
-        ({1: torch.zeros(3, 1)}, "lse_a to have the first 1 sizes of out_a"),
-        ({3: torch.zeros(4)}, "lse_b to have the first 1 sizes of out_a"),
+    "merge_attention": [
+        {"out_a": OUT[0, 0], "lse_a": LSE[0, 0], "out_b": OUT[0, 0], "lse_b": LSE[0, 0]},
+        ({"out_a": torch.zeros(3, 6).long()}, "out_a to be float32"),
+        ({"out_a": torch.zeros(())}, "out_a to have a dim at least"),
+        ({"out_b": torch.zeros(3, 6).long()}, "out_b to be float32"),
+        ({"out_b": torch.zeros(3, 6).double()}, "out_b to be float32, .* or float16 beside out_a"),
+        ({"out_b": torch.zeros(3, 5)}, r"out_b to have the first 2 sizes of out_a, \[3, 6\], got"),
+        ({"lse_a": torch.zeros(3).half()}, "lse_a to be Float, got Half"),
+        ({"lse_a": torch.zeros(3, 1)}, "lse_a to have the first 1 sizes of out_a"),
+        ({"lse_b": torch.zeros(4)}, "lse_b to have the first 1 sizes of out_a"),
     ],
-)
-def test_merge_refuses(moved, change, message):
-    args = dict(enumerate((torch.zeros(3, 4), torch.zeros(3), torch.zeros(3, 4), torch.zeros(3))))
-    with pytest.raises(RuntimeError, match="merge_attention: expected " + message):
-        ops.merge_attention(*moved(args | change).values())
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({0: torch.zeros(1, 2, 3, 4).half()}, "out to be Float, got Half"),
-        ({0: torch.zeros(2, 3, 4)}, r"out to be a 4-D tensor \[B, H, S, D\]"),
-        ({0: torch.zeros(1, 2, 1, 4).expand(1, 2, 3, 4)}, "memory for each element, .* in dim 2"),
-        ({1: torch.zeros(1, 2, 1).expand(1, 2, 3)}, "lse to have memory for each element"),
-        ({0: torch.zeros(1, 2, 4, 3).mT}, "columns of out to be adjacent, got stride 3"),
-        ({2: torch.zeros(1, 2, 3, 4).double()}, "out_b to be float32, bfloat16 or float16"),
-        ({2: torch.zeros(1, 2, 3, 5)}, "out_b to have the first 4 sizes"),
-        ({3: torch.zeros(1, 2, 3).half()}, "lse_b to be Float, got Half"),
+    "merge_attention_": [
+        {"out": OUT, "lse": LSE, "out_b": OUT.half(), "lse_b": LSE.clone()},
+        ({"out": OUT.half()}, "out to be Float, got Half"),
+        ({"out": OUT[0]}, r"out to be a 4-D tensor \[B, H, S, D\]"),
+        ({"out": OUT[:, :, :1].expand(2, 4, 3, 6)}, "memory for each element, .* in dim 2"),
+        ({"lse": LSE[:, :, :1].expand(2, 4, 3)}, "lse to have memory for each element"),
+        ({"out": torch.zeros(2, 4, 6, 3).mT}, "columns of out to be adjacent, got stride 3"),
+        ({"out_b": OUT.double()}, "out_b to be float32, bfloat16 or float16"),
+        ({"out_b": torch.zeros(2, 4, 3, 5)}, "out_b to have the first 4 sizes"),
+        ({"lse_b": LSE.half()}, "lse_b to be Float, got Half"),
     ],
-)
-def test_merge_in_place_refuses(moved, change, message):
-    out, lse = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)
-    args = dict(enumerate((out, lse, out.half(), lse.clone())))
-    with pytest.raises(RuntimeError, match="merge_attention_: expected .*" + message):
-        ops.merge_attention_(*moved(args | change).values())
+}
+
+
+@refusals.parametrize(REFUSED)
+def test_refuses(moved, name, given, message):
+    operator, given = getattr(ops, name), moved(given)
+    with pytest.raises(RuntimeError, match=f"^{name}: expected .*{message}"):
+        if name.startswith("attention_block_"):
+            block(operator, *given.values(), moved=moved)
+        else:
+            operator(*given.values())
 
 
 def test_sinks_refuse(device):
@@ -189,66 +167,3 @@ def test_document_ids(device):
     cu_seqlens = torch.tensor([0, 3, 3, 5, 9], dtype=torch.int32)
     positions = torch.tensor([8, 0, 2, 3, 4, 5])
     assert ops.document_ids(positions, cu_seqlens).tolist() == [3, 0, 0, 2, 2, 3]
-
-
-def operator_args(mask, **more):
-    q, k, v = (t.requires_grad_() for t in qkv(1, 2, 1, 6, 9, 4))
-    at = positions(6, 9)
-    options = {
-        "scale": 0.5,
-        "causal": False,
-        "window_left": -1,
-        "window_right": -1,
-        "softcap": 0.0,
-        "dropout_p": 0.0,
-        "batch_offset": 0,
-        "head_offset": 0,
-    } | mask_options(mask, 1, 2, *at)
-    options |= more
-    if isinstance(options.get("seed"), int):
-        options["seed"] = torch.tensor([options["seed"]])
-    optional = ("q_documents", "k_documents", "key_mask", "alibi_slopes", "bias", "seed")
-    tensors = [options.pop(name, None) for name in optional]
-    order = (
-        "scale",
-        "causal",
-        "window_left",
-        "window_right",
-        "softcap",
-        "dropout_p",
-        "batch_offset",
-        "head_offset",
-    )
-    return [q, k, v, *at, *tensors, *(options[name] for name in order)]
-
-
-@pytest.mark.parametrize("mask", [mask for mask in MASKS if mask != "key mask"])
-def test_opcheck_block(device, mask):
-    args = operator_args(mask)
-    torch.library.opcheck(torch.ops.moe_ext.attention_block, args)
-
-
-def test_opcheck_others(device):
-    op, args = torch.ops.moe_ext, operator_args("all")
-    detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in args]
-    out, lse = op.attention_block(*detached)
-    torch.library.opcheck(op.attention_block_, [out.clone(), lse.clone(), *detached])
-    torch.library.opcheck(op.attention_block_backward, [out, lse, lse, *detached, True])
-    biased = operator_args("all", bias=torch.randn(1, 2, 6, 9, requires_grad=True))
-    torch.library.opcheck(op.attention_block, biased)
-    biased = [t.detach() if isinstance(t, torch.Tensor) else t for t in biased]
-    for needs_grad_bias in (True, False):
-        torch.library.opcheck(
-            op.attention_block_backward, [out, lse, lse, *biased, needs_grad_bias]
-        )
-    torch.library.opcheck(op.attention_delta, [out, out, lse])
-    merge = [t.requires_grad_() for t in (torch.randn(5, 4), torch.randn(5))]
-    merge += [t.requires_grad_() for t in (torch.randn(5, 4).half(), torch.randn(5))]
-    torch.library.opcheck(op.merge_attention, merge)
-    torch.library.opcheck(op.merge_attention, [*merge[:2], None, merge[3]])
-    state = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3)
-    torch.library.opcheck(op.merge_attention_, [*state, state[0].bfloat16(), state[1].clone()])
-    detached = [t.detach() for t in merge]
-    for out_b in (detached[2], None):
-        args = [torch.randn(5, 4), torch.randn(5), *detached[:2], out_b, detached[3]]
-        torch.library.opcheck(op._merge_attention_backward, args)

@@ -3,11 +3,13 @@
 import itertools
 import math
 
+import emulation
 import pytest
 import torch
-from attention_cases import DTYPES, acc_dtype, assert_close
-from hypothesis import HealthCheck, given, settings
+from attention_cases import assert_close
+from hypothesis import given
 from hypothesis import strategies as st
+from ops_helpers import DTYPES, acc_dtype, examples, thread_counts
 
 from moe_ext import ops, reference
 
@@ -114,17 +116,13 @@ def test_differences_that_overflow_an_exponential(backend, dtype):
 def test_gradcheck(device):
     args = pair((2, 3), 4, torch.float64, torch.float64)
     args = [t.requires_grad_() for t in args]
-    assert torch.autograd.gradcheck(ops.merge_attention, args)
+    assert emulation.gradcheck(ops.merge_attention, args)
     out, lse, sinks = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 5), torch.randn(3)
     args = [t.double().requires_grad_() for t in (out, lse, sinks)]
-    assert torch.autograd.gradcheck(ops.merge_attention_sinks, args)
+    assert emulation.gradcheck(ops.merge_attention_sinks, args)
 
 
-@settings(
-    max_examples=30,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@examples(30)
 @given(
     values=st.lists(
         st.one_of(st.floats(-60, 60), st.just(-math.inf), st.just(math.inf)),
@@ -172,13 +170,9 @@ def test_sinks_equal_a_key_of_zero_value(device):
 
 def test_same_bits_for_any_number_of_threads(num_threads):
     args = [t.requires_grad_() for t in pair((4, 300), 64, torch.bfloat16, torch.float32)]
-    results = []
-    for threads in (1, 2, 3):
-        num_threads(threads)
+    for compare in thread_counts(num_threads):
         out, lse = ops.merge_attention(*args)
-        results.append((out, lse, *torch.autograd.grad(out.sum() + lse.sum(), args)))
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+        compare(out, lse, *torch.autograd.grad(out.sum() + lse.sum(), args))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from ops_helpers import examples, thread_counts
 
 from moe_ext import ops, reference
 
 POLICIES = ["position", "choice", "score", "random", "batch_prioritized"]
-FIXTURES = [HealthCheck.function_scoped_fixture]
 
 
 def make(num_tokens, top_k, num_experts, *, levels=1000, generator=None):
@@ -104,7 +104,7 @@ def test_permute_tokens_drops_the_same_slots(device, policy):
     assert permutation.num_dropped == num_dropped and limited_permutation.num_dropped == 0
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=FIXTURES)
+@examples(60)
 @given(
     num_tokens=st.integers(0, 50),
     top_k=st.integers(1, 4),
@@ -156,13 +156,9 @@ def test_groups_beyond_the_tokens_are_empty(device, policy):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_same_bits_for_any_number_of_threads(num_threads, policy):
     idx, ranked, numbers = make(4000, 2, 16)
-    results = []
-    for threads in (1, 2, 3):
-        num_threads(threads)
+    for compare in thread_counts(num_threads):
         options = dict(policy=policy, num_groups=7, ranked_idx=ranked, overflow="reroute")
-        results.append(ops.limit_capacity(idx, 16, 60, **options, **numbers))
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+        compare(*ops.limit_capacity(idx, 16, 60, **options, **numbers))
 
 
 def test_strided_inputs(device):
@@ -181,14 +177,6 @@ def test_strided_inputs(device):
         **numbers,
     )
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-
-
-def test_opcheck(device):
-    idx, ranked, _ = make(18, 2, 5)
-    order = torch.arange(36).view(2, 9, 2).transpose(1, 2).reshape(-1)
-    op = torch.ops.moe_ext.limit_capacity
-    torch.library.opcheck(op, (idx, 5, 3, order, 2, ranked))
-    torch.library.opcheck(op, (idx, 5, 3, None, 1, None))
 
 
 def test_compiles_as_one_graph_for_any_number_of_tokens(device):

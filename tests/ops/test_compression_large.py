@@ -143,14 +143,14 @@ FAR = [2**31 - 1, 2**31, HUGE - 2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check_finite", [True, False])
-def test_selection_beyond_32_bits(huge, check_finite):
+def test_selection_beyond_32_bits(huge):
     grad, residual = huge
     values = torch.tensor([1.0, -2.0, 3.0])
     grad[FAR] = values.bfloat16()
-    out = ops.topk_compress_(grad, residual, 3, check_finite=check_finite)
+    # A check writes a log besides, which the next test reads back.
+    out = ops.topk_compress_(grad, residual, 3, check_finite=False)
     assert out.indices.tolist() == FAR and torch.equal(out.values, values)
-    carried = ops.threshold_compress_(grad, residual, 2.0, 3, check_finite=check_finite)
+    carried = ops.threshold_compress_(grad, residual, 2.0, 3, check_finite=False)
     assert carried.indices.tolist() == [*FAR[1:], HUGE - 1] and carried.count == 2
     rest = ops.topk_compress_(torch.zeros_like(grad[-8192:]), residual[-8192:], 1)
     assert rest.indices.tolist() == [8192 - HUGE + FAR[0]] and rest.values == 1.0
@@ -164,7 +164,7 @@ def test_nan_beyond_32_bits_is_named(huge):
     grad[-7] = float("nan")
     try:
         with pytest.raises(RuntimeError, match=f"got nan at element {HUGE - 7} "):
-            ops.topk_compress_(grad, residual, 3)
+            ops.threshold_compress_(grad, residual, 2.0, 3)
         assert not residual[-8192:].any()
     finally:
         grad[-7] = 0

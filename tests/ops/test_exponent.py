@@ -219,17 +219,3 @@ def test_more_escapes_than_bytes_are_refused(device):
 def test_refusals(call, message):
     with pytest.raises(RuntimeError, match=message):
         call()
-
-
-def test_operators_are_registered_in_full():
-    x = torch.randn(100).bfloat16()
-    torch.library.opcheck(torch.ops.moe_ext.encode_exponents, (x,))
-    rows, num_bytes = ops.encode_exponent_rows(x, 1)
-    args = torch.empty_like(x), rows[0], num_bytes
-    torch.library.opcheck(torch.ops.moe_ext.decode_exponent_row_, args)
-    # What is behind a payload is any value.
-    checks = "test_schema", "test_faketensor", "test_autograd_registration"
-    torch.library.opcheck(torch.ops.moe_ext.encode_exponent_rows, (x, 3), test_utils=checks)
-    torch.library.opcheck(
-        torch.ops.moe_ext.decode_exponents_, (torch.empty_like(x), ops.encode_exponents(x))
-    )

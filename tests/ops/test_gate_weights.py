@@ -7,18 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_gating import (
-    DTYPES,
-    GRAD_ULP,
-    NUM_EXPERTS,
-    NUM_TOKENS,
-    OPTIONS,
-    TOP_K,
-    acc_dtype,
-    make,
-    random_grads,
-    tolerance,
-)
+from ops_helpers import DTYPES, NUM_TOKENS, thread_counts
+from test_gating import NUM_EXPERTS, OPTIONS, TOP_K, assert_close_gates, make, random_grads
 
 from moe_ext import ops, reference
 
@@ -52,26 +42,11 @@ def weigh_with_grad(module, logits, idx, options, grads):
 
 def assert_equals_reference(logits, idx, options):
     grads = random_grads(logits, idx.shape[1])
-    out, grad = weigh_with_grad(ops, logits, idx, options, grads)
-    expected, expected_grad = weigh_with_grad(reference, logits, idx, options, grads)
-    assert out.topk_idx is idx
-    assert torch.equal(out.num_tokens_per_expert, expected.num_tokens_per_expert)
-    dtype, num_experts = logits.dtype, logits.shape[1]
-    assert out.topk_weights.dtype == out.score_sum.dtype == acc_dtype(dtype)
-    assert grad.dtype == dtype
-    rtol = tolerance(dtype, num_experts)
-    torch.testing.assert_close(out.topk_weights, expected.topk_weights, rtol=rtol, atol=1e-30)
-    rtol_sum = tolerance(dtype, num_experts + logits.shape[0])
-    torch.testing.assert_close(out.score_sum, expected.score_sum, rtol=rtol_sum, atol=1e-30)
-    magnitude = options.get("scale", 1.0) * sum(
-        g.abs().max().item() if g.numel() else 0 for g in grads
+    found, expected = (
+        weigh_with_grad(module, logits, idx, options, grads) for module in (ops, reference)
     )
-    torch.testing.assert_close(
-        grad,
-        expected_grad,
-        rtol=GRAD_ULP.get(dtype, rtol),
-        atol=4 * idx.shape[1] * magnitude * rtol + 2.0**-24 * (dtype == torch.float16),
-    )
+    assert found[0].topk_idx is idx
+    assert_close_gates(found, expected, logits, grads, options.get("scale", 1.0))
 
 
 @pytest.mark.every_isa
@@ -136,13 +111,9 @@ def test_drifted_logits_cannot_make_zero_over_zero(device):
 def test_same_bits_for_any_number_of_threads(isa, num_threads, dtype):
     logits, _ = make(3001, "sigmoid", dtype=dtype)
     idx, grads = random_choice(3001), random_grads(logits, TOP_K)
-    results = []
-    for threads in (1, 2, 3):
-        num_threads(threads)
+    for compare in thread_counts(num_threads):
         out, grad = weigh_with_grad(ops, logits, idx, FORMULAS["sigmoid"], grads)
-        results.append((*out, grad))
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+        compare(*out, grad)
 
 
 def test_strided_inputs(device):
@@ -164,22 +135,12 @@ def test_gradcheck(backend, option):
         out = ops.gate_weights(logits, idx, **FORMULAS[option])
         return out.topk_weights, out.score_sum
 
-    assert torch.autograd.gradcheck(weigh, (logits.requires_grad_(),))
+    assert emulation.gradcheck(weigh, (logits.requires_grad_(),))
     for output in ("topk_weights", "score_sum"):
-        assert torch.autograd.gradcheck(
+        assert emulation.gradcheck(
             lambda x, name=output: getattr(ops.gate_weights(x, idx, **FORMULAS[option]), name),
             (logits,),
         )
-
-
-@pytest.mark.parametrize("option", FORMULAS)
-def test_opcheck(option):
-    logits, _ = make(13, option)
-    torch.library.opcheck(
-        torch.ops.moe_ext.gate_weights.default,
-        (logits.requires_grad_(), random_choice(13)),
-        FORMULAS[option],
-    )
 
 
 LOGITS = torch.zeros(4, 6)

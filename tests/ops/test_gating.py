@@ -5,13 +5,21 @@ import math
 import emulation
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from ops_helpers import (
+    DTYPES,
+    GRAD_ULP,
+    NUM_TOKENS,
+    UNIT,
+    acc_dtype,
+    examples,
+    thread_counts,
+    tolerance,
+)
 
 from moe_ext import ops, reference
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-NUM_TOKENS = [0, 1, 255, 256, 257]
 NUM_EXPERTS = 24
 TOP_K = 4
 OPTIONS = {
@@ -50,18 +58,6 @@ OPTIONS = {
     },
     "groups_of_one": {"num_groups": 24, "top_groups": 7, "selection_bias": True},
 }
-UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
-# One rounding to the logits' dtype on each side.
-GRAD_ULP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
-
-
-def acc_dtype(dtype):
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def tolerance(dtype, terms):
-    """Relative: two sums of `terms` positive numbers, and some 32 roundings around them."""
-    return (2 * terms + 32) * UNIT[acc_dtype(dtype)]
 
 
 def make(num_tokens, option, *, dtype=torch.float32, num_experts=NUM_EXPERTS):
@@ -86,31 +82,36 @@ def random_grads(logits, top_k):
     )
 
 
-def assert_equals_reference(logits, top_k, options):
-    grads = random_grads(logits, top_k)
-    out, grad = gate_with_grad(ops, logits, top_k, options, grads)
-    expected, expected_grad = gate_with_grad(reference, logits, top_k, options, grads)
-    assert torch.equal(out.topk_idx, expected.topk_idx)
-    assert torch.equal(out.num_tokens_per_expert, expected.num_tokens_per_expert)
-    dtype, num_experts = logits.dtype, logits.shape[1]
+def assert_close_gates(found, expected, logits, grads, scale):
+    """Counts, weights, sums of scores and gradients, within the roundings of the logits' dtype."""
+    (out, grad), (wanted, wanted_grad) = found, expected
+    assert torch.equal(out.num_tokens_per_expert, wanted.num_tokens_per_expert)
+    dtype, (num_tokens, num_experts) = logits.dtype, logits.shape
     assert out.topk_weights.dtype == out.score_sum.dtype == acc_dtype(dtype)
     assert grad.dtype == dtype
     rtol = tolerance(dtype, num_experts)
     # Scores of order 1e-30 are flushed or not: far below any weight that matters.
-    torch.testing.assert_close(out.topk_weights, expected.topk_weights, rtol=rtol, atol=1e-30)
-    rtol_sum = tolerance(dtype, num_experts + logits.shape[0])
-    torch.testing.assert_close(out.score_sum, expected.score_sum, rtol=rtol_sum, atol=1e-30)
+    torch.testing.assert_close(out.topk_weights, wanted.topk_weights, rtol=rtol, atol=1e-30)
+    rtol_sum = tolerance(dtype, num_experts + num_tokens)
+    torch.testing.assert_close(out.score_sum, wanted.score_sum, rtol=rtol_sum, atol=1e-30)
     # A gradient is a score times a difference of numbers up to the largest incoming gradient.
-    magnitude = options.get("scale", 1.0) * sum(
-        g.abs().max().item() if g.numel() else 0 for g in grads
-    )
+    magnitude = scale * sum(g.abs().max().item() if g.numel() else 0 for g in grads)
     torch.testing.assert_close(
         grad,
-        expected_grad,
+        wanted_grad,
         rtol=GRAD_ULP.get(dtype, rtol),
         # Half's smallest step is 2^-24.
-        atol=4 * top_k * magnitude * rtol + 2.0**-24 * (dtype == torch.float16),
+        atol=4 * out.topk_idx.shape[1] * magnitude * rtol + 2.0**-24 * (dtype == torch.float16),
     )
+
+
+def assert_equals_reference(logits, top_k, options):
+    grads = random_grads(logits, top_k)
+    found, expected = (
+        gate_with_grad(module, logits, top_k, options, grads) for module in (ops, reference)
+    )
+    assert torch.equal(found[0].topk_idx, expected[0].topk_idx)
+    assert_close_gates(found, expected, logits, grads, options.get("scale", 1.0))
 
 
 @pytest.mark.every_isa
@@ -170,13 +171,9 @@ def test_same_bits_for_any_number_of_threads(isa, num_threads, dtype):
     # Twelve blocks of tokens.
     logits, options = make(3001, "groups_by_two_largest", dtype=dtype)
     grads = random_grads(logits, TOP_K)
-    results = []
-    for threads in (1, 2, 3):
-        num_threads(threads)
+    for compare in thread_counts(num_threads):
         out, grad = gate_with_grad(ops, logits, TOP_K, options, grads)
-        results.append((*out, grad))
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+        compare(*out, grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -304,7 +301,7 @@ def test_gradcheck(backend, option):
         out = ops.topk_gate(logits, TOP_K, **options)
         return out.topk_weights, out.score_sum
 
-    assert torch.autograd.gradcheck(gate, (logits.requires_grad_(),))
+    assert emulation.gradcheck(gate, (logits.requires_grad_(),))
 
 
 @pytest.mark.parametrize("option", ["softmax", "softmax_plain", "sigmoid"])
@@ -315,7 +312,7 @@ def test_gradient_of_one_output_alone(device, option, output):
     def gate(logits):
         return getattr(ops.topk_gate(logits, TOP_K, **options), output)
 
-    assert torch.autograd.gradcheck(gate, (logits.requires_grad_(),))
+    assert emulation.gradcheck(gate, (logits.requires_grad_(),))
     # The gradient of a sum is expanded from one number.
     gate(logits).sum().backward()
     expected = torch.autograd.grad(gate(logits), logits, torch.ones_like(gate(logits)))[0]
@@ -345,10 +342,7 @@ def test_masked_tokens_are_not_looked_at(device, num_tokens, dtype):
     assert (grad[~mask] == 0).all()
 
 
-# The fixture gives every example the same device.
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(60)
 @given(
     num_tokens=st.integers(0, 60),
     num_groups=st.integers(1, 5),
@@ -394,31 +388,6 @@ def test_invariants(
     moved = ops.topk_gate(logits[order], top_k, scale=3.0, token_mask=mask[order], **options)
     assert torch.equal(moved.topk_idx, out.topk_idx[order])
     assert torch.equal(moved.topk_weights, out.topk_weights[order])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("option", ["softmax", "groups_by_two_largest", "groups_by_topk"])
-def test_opcheck_gate(device, option, dtype):
-    logits, options = make(17, option, dtype=dtype)
-    mask = torch.rand(17) > 0.3
-    args = (
-        options.get("score_fn", "softmax"),
-        True,
-        options.get("scale", 1.0),
-        options.get("selection_bias"),
-        options.get("num_groups", 1),
-        options.get("top_groups", 1),
-        mask,
-        options.get("group_score"),
-    )
-    torch.library.opcheck(
-        torch.ops.moe_ext.topk_gate, (logits.clone().requires_grad_(), TOP_K, *args)
-    )
-    idx = ops.topk_gate(logits, TOP_K, **options, token_mask=mask).topk_idx
-    grads = random_grads(logits, TOP_K)
-    backward = torch.ops.moe_ext._topk_gate_backward
-    torch.library.opcheck(backward, (*grads, logits, idx, *args[:3]))
-    torch.library.opcheck(backward, (None, None, logits, idx, *args[:3]))
 
 
 def test_compiles_as_one_graph_for_any_number_of_tokens(device):

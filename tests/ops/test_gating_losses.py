@@ -2,25 +2,13 @@
 
 import math
 
+import emulation
 import pytest
+import refusals
 import torch
+from ops_helpers import DTYPES, GRAD_ULP, NUM_TOKENS, acc_dtype, thread_counts, tolerance
 
 from moe_ext import ops, reference
-
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-NUM_TOKENS = [0, 1, 255, 256, 257]
-UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
-# One rounding to the logits' dtype on each side.
-GRAD_ULP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
-
-
-def acc_dtype(dtype):
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def tolerance(dtype, terms):
-    """Relative: two sums of `terms` positive numbers, and some 32 roundings around them."""
-    return (2 * terms + 32) * UNIT[acc_dtype(dtype)]
 
 
 @pytest.mark.every_isa
@@ -51,17 +39,13 @@ def test_z_loss_equals_the_reference(backend, num_experts, num_tokens, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_z_loss_has_the_same_bits_for_any_number_of_threads(backend, num_threads, dtype):
+def test_z_loss_has_the_same_bits_for_any_number_of_threads(isa, num_threads, dtype):
     # Twelve blocks of tokens.
     logits = torch.randn(3001, 24).to(dtype)
-    results = []
-    for threads in (1, 2, 3):
-        num_threads(threads)
+    for compare in thread_counts(num_threads):
         leaf = logits.clone().requires_grad_()
         loss = ops.router_z_loss(leaf)
-        results.append((loss.detach(), *torch.autograd.grad(loss, leaf)))
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+        compare(loss.detach(), *torch.autograd.grad(loss, leaf))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -91,10 +75,8 @@ def test_z_loss_of_infinite_and_strided_logits(device):
 def test_z_loss_gradcheck(device):
     logits = torch.randn(7, 9, dtype=torch.float64, requires_grad=True)
     mask = torch.rand(7) > 0.3
-    assert torch.autograd.gradcheck(ops.router_z_loss, (logits,))
-    assert torch.autograd.gradcheck(
-        lambda logits: ops.router_z_loss(logits, token_mask=mask), (logits,)
-    )
+    assert emulation.gradcheck(ops.router_z_loss, (logits,))
+    assert emulation.gradcheck(lambda logits: ops.router_z_loss(logits, token_mask=mask), (logits,))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -131,60 +113,44 @@ def test_balance_loss_is_one_when_balanced_and_zero_without_tokens(device):
 def test_balance_loss_gradcheck(device):
     score_sum = torch.rand(9, dtype=torch.float64, requires_grad=True)
     counts = torch.randint(0, 9, (9,))
-    assert torch.autograd.gradcheck(
+    assert emulation.gradcheck(
         lambda score_sum: ops.load_balance_loss(score_sum, counts, 2), (score_sum,)
     )
-
-
-def test_opcheck_losses(device):
-    logits = torch.randn(17, 8, requires_grad=True)
-    mask = torch.rand(17) > 0.3
-    z_loss = torch.ops.moe_ext.router_z_loss
-    torch.library.opcheck(z_loss, (logits, mask))
-    torch.library.opcheck(z_loss, (logits.detach().bfloat16().requires_grad_(), None))
-    z_backward = torch.ops.moe_ext._router_z_loss_backward
-    torch.library.opcheck(z_backward, (torch.tensor(2.0), logits.detach(), mask))
-    score_sum = torch.rand(8, requires_grad=True)
-    counts = torch.randint(0, 9, (8,))
-    torch.library.opcheck(torch.ops.moe_ext.load_balance_loss, (score_sum, counts, 2))
-    balance_backward = torch.ops.moe_ext._load_balance_loss_backward
-    torch.library.opcheck(balance_backward, (torch.tensor(2.0), score_sum.detach(), counts, 2))
 
 
 LOGITS = torch.zeros(4, 6)
 COUNTS = torch.ones(6, dtype=torch.int64)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: ops.router_z_loss(LOGITS.long()), r"^router_z_loss: .* logits to be float32"),
-        (lambda: ops.router_z_loss(LOGITS[0]), r"logits to be a 2-D tensor \[T, E\]"),
-        (lambda: ops.router_z_loss(LOGITS[:, :0]), r"logits to have at least 1 expert"),
+REFUSED = {
+    "router_z_loss": [
+        {"logits_TE": LOGITS},
+        ({"logits_TE": LOGITS.long()}, "logits to be float32"),
+        ({"logits_TE": LOGITS[0]}, r"logits to be a 2-D tensor \[T, E\]"),
+        ({"logits_TE": LOGITS[:, :0]}, "logits to have at least 1 expert"),
+        ({"token_mask": COUNTS[:4]}, "token_mask to be Bool, got Long"),
+    ],
+    "load_balance_loss": [
+        {"score_sum_E": LOGITS[0], "num_tokens_per_expert_E": COUNTS, "top_k": 1},
+        ({"score_sum_E": LOGITS[0].half()}, "score_sum to be float32 or float64, got Half"),
         (
-            lambda: ops.router_z_loss(LOGITS, token_mask=COUNTS[:4]),
-            r"expected token_mask to be Bool, got Long",
+            {"num_tokens_per_expert_E": COUNTS.float()},
+            "num_tokens_per_expert to be int32 or int64, got Float",
         ),
+        ({"score_sum_E": LOGITS}, r"score_sum to be a 1-D tensor \[E\]"),
         (
-            lambda: ops.load_balance_loss(LOGITS[0].half(), COUNTS, 1),
-            r"^load_balance_loss: expected score_sum to be float32 or float64, got Half",
-        ),
-        (
-            lambda: ops.load_balance_loss(LOGITS[0], COUNTS.float(), 1),
-            r"expected num_tokens_per_expert to be int32 or int64, got Float",
-        ),
-        (lambda: ops.load_balance_loss(LOGITS, COUNTS, 1), r"score_sum to be a 1-D tensor \[E\]"),
-        (
-            lambda: ops.load_balance_loss(LOGITS[0], COUNTS[:5], 1),
+            {"num_tokens_per_expert_E": COUNTS[:5]},
             r"num_tokens_per_expert to be of size 6 in dim 0 \(the experts of score_sum\)",
         ),
-        (lambda: ops.load_balance_loss(LOGITS[0], COUNTS, 0), r"top_k to be at least 1, got 0"),
+        ({"top_k": 0}, "top_k to be at least 1, got 0"),
         (
-            lambda: ops.load_balance_loss(LOGITS[0], -COUNTS, 1),
-            r"num_tokens_per_expert to be at least 0, got -1 at expert 0",
+            {"num_tokens_per_expert_E": -COUNTS},
+            "num_tokens_per_expert to be at least 0, got -1 at expert 0",
         ),
     ],
-)
-def test_losses_refuse(call, message):
-    with pytest.raises(RuntimeError, match=message):
-        call()
+}
+
+
+@refusals.parametrize(REFUSED)
+def test_losses_refuse(name, given, message):
+    refusals.check(name, given, message)

@@ -2,23 +2,18 @@
 
 import emulation
 import pytest
+import refusals
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from ops_helpers import DTYPES, examples, saved_by
+from ops_helpers import UNIT as OUT_EPS
 
 from moe_ext import ops, reference
 from moe_ext.ops.grouped_gemm import row_alignment
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 NUM_ROWS = [0, 1, 255, 256, 257]
 
-# One rounding to the output's dtype, and one of the accumulator's for each product and each sum.
-OUT_EPS = {
-    torch.float32: 2.0**-24,
-    torch.float64: 2.0**-53,
-    torch.bfloat16: 2.0**-8,
-    torch.float16: 2.0**-11,
-}
 HALF_SUBNORMAL = 2.0**-25
 
 
@@ -52,19 +47,23 @@ def make(num_rows, *, num_experts=5, k=33, m=17, dtype=torch.float32, **kwargs):
     return x, weight, bias, make_offsets(num_rows, num_experts, **kwargs)
 
 
-def check_against_reference(x, weight, bias, offsets, grad=None):
+def in_float64(args, offsets, grad):
+    """Result and gradients of the reference, and the same of absolute values."""
+    found = []
+    for transform in (lambda t: t, torch.abs):
+        wide = [transform(t.detach().double()).requires_grad_() for t in args]
+        wide_bias = wide[2] if len(wide) == 3 else None
+        out = reference.grouped_mm(wide[0], wide[1], offsets, bias_EM=wide_bias)
+        found.append((out.detach(), *torch.autograd.grad(out, wide, transform(grad.double()))))
+    return found
+
+
+def check_against_reference(x, weight, bias, offsets, grad=None, exact=in_float64):
     args = [t for t in (x, weight, bias) if t is not None]
     y = ops.grouped_mm(x, weight, offsets, bias_EM=bias)
     grad = torch.randn(y.shape).to(y.dtype) if grad is None else grad(y)
     grads = torch.autograd.grad(y, args, grad)
-
-    def in_float64(transform):
-        wide = [transform(t.detach().double()).requires_grad_() for t in args]
-        wide_bias = wide[2] if bias is not None else None
-        out = reference.grouped_mm(wide[0], wide[1], offsets, bias_EM=wide_bias)
-        return out, *torch.autograd.grad(out, wide, transform(grad.double()))
-
-    expected, magnitude = in_float64(lambda t: t), in_float64(torch.abs)
+    expected, magnitude = exact(args, offsets, grad)
     num_rows, num_terms = x.shape[0], (x.shape[1] + 1, weight.shape[1])
     counts = (num_terms[0], num_terms[1], num_rows, num_rows)
     for actual, wide, bound, terms in zip((y, *grads), expected, magnitude, counts, strict=False):
@@ -96,13 +95,36 @@ def test_awkward_sizes(backend, dtype, num_experts, k, m):
     check_against_reference(x, weight, bias, offsets)
 
 
+EXACT = {}
+
+
+def once(key):
+    """`in_float64` of arguments that are the same for every instruction set."""
+
+    def exact(*args):
+        if key not in EXACT:
+            EXACT[key] = in_float64(*args)
+        return EXACT[key]
+
+    return exact
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_products_in_several_blocks(isa, dtype):
     """Sums of more terms, and more columns, than copies in float32 have: forward and backward."""
     x, weight, bias, offsets = make(1300, num_experts=2, k=1050, m=530, dtype=dtype)
-    check_against_reference(x, weight, bias, torch.tensor([0, 40, 1300]))
+    check_against_reference(
+        x, weight, bias, torch.tensor([0, 40, 1300]), exact=once(("dense", dtype))
+    )
     apart = weight.detach().mT.contiguous().mT.requires_grad_()
-    check_against_reference(x, apart, None, offsets, lambda y: y[:1].detach().expand(y.shape))
+    check_against_reference(
+        x,
+        apart,
+        None,
+        offsets,
+        lambda y: torch.randn_like(y[:1]).expand(y.shape),
+        once(("apart", dtype)),
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -235,14 +257,6 @@ def test_ends_are_offsets_where_every_row_has_an_expert(device, dtype, num_rows,
     assert torch.equal(expected, wide)
 
 
-def test_opcheck_of_ends(device):
-    x, weight, bias, _, ends = with_ends(13)
-    torch.library.opcheck(torch.ops.moe_ext.grouped_mm.default, (x, weight, ends, bias))
-    grad = torch.randn(13, 17, requires_grad=True)
-    torch.library.opcheck(torch.ops.moe_ext._grouped_mm_backward_weight.default, (grad, x, ends))
-    torch.library.opcheck(torch.ops.moe_ext._grouped_mm_backward_bias.default, (grad, ends))
-
-
 def test_no_experts_by_ends(device):
     y = ops.grouped_mm(torch.ones(0, 3), torch.ones(0, 5, 3), torch.empty(0, dtype=torch.int32))
     assert y.shape == (0, 5)
@@ -310,18 +324,8 @@ def test_gradcheck_twice(device):
     def f(x, weight, bias):
         return ops.grouped_mm(x, weight, offsets, bias_EM=bias)
 
-    assert torch.autograd.gradcheck(f, (x, weight, bias))
-    assert torch.autograd.gradgradcheck(f, (x, weight, bias))
-
-
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_opcheck(device, with_bias):
-    x, weight, bias, offsets = make(13)
-    args = (x, weight, offsets, bias if with_bias else None)
-    torch.library.opcheck(torch.ops.moe_ext.grouped_mm.default, args)
-    grad = torch.randn(13, 17, requires_grad=True)
-    torch.library.opcheck(torch.ops.moe_ext._grouped_mm_backward_weight.default, (grad, x, offsets))
-    torch.library.opcheck(torch.ops.moe_ext._grouped_mm_backward_bias.default, (grad, offsets))
+    assert emulation.gradcheck(f, (x, weight, bias))
+    assert emulation.gradgradcheck(f, (x, weight, bias))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -390,129 +394,81 @@ def test_same_bits_for_any_number_of_threads(num_threads, dtype, sizes):
 
 def test_saves_only_its_arguments(device):
     x, weight, bias, offsets = make(20)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
-        ops.grouped_mm(x, weight, offsets, bias_EM=bias)
-        assert {t.data_ptr() for t in saved} == {t.data_ptr() for t in (x, weight, offsets)}
-        saved.clear()
-        ops.grouped_mm(x, weight.detach(), offsets)
-        assert {t.data_ptr() for t in saved} == {t.data_ptr() for t in (weight, offsets)}
+    saved = saved_by(lambda: ops.grouped_mm(x, weight, offsets, bias_EM=bias))
+    assert {t.data_ptr() for t in saved} == {t.data_ptr() for t in (x, weight, offsets)}
+    saved = saved_by(lambda: ops.grouped_mm(x, weight.detach(), offsets))
+    assert {t.data_ptr() for t in saved} == {t.data_ptr() for t in (weight, offsets)}
 
 
-ERRORS = {
-    "x_dtype": (
-        {"x": torch.ones(4, 3, dtype=torch.int64)},
-        "expected x to be float32, .* got Long",
-    ),
-    "weight_dtype": (
-        {"weight": torch.ones(2, 5, 3).double()},
-        "expected weight to be Float as x, got Double",
-    ),
-    "x_dim": (
-        {"x": torch.ones(4, 3, 1)},
-        r"expected x to be a 2-D tensor \[N, K\], got shape \[4, 3, 1\]",
-    ),
-    "weight_dim": (
-        {"weight": torch.ones(5, 3)},
-        r"expected weight to be a 3-D tensor \[E, M, K\], got shape \[5, 3\]",
-    ),
-    "inner": (
-        {"weight": torch.ones(2, 5, 4)},
-        r"expected weight to be of size 3 in dim 2 \(the columns of x\), got shape \[2, 5, 4\]",
-    ),
-    "offsets_dtype": (
-        {"offsets": torch.tensor([0.0, 1.0, 2.0])},
-        "expected expert_offsets to be int32 or int64, got Float",
-    ),
-    "ends": (
-        {"offsets": torch.tensor([0, 1, 2]).int()},
-        r"expected expert_offsets to be of size 2 in dim 0 \(the experts of weight, of which",
-    ),
-    "offsets_dim": (
-        {"offsets": torch.tensor(0)},
-        r"expected expert_offsets to be a 1-D tensor \[E \+ 1\], got shape \[\]",
-    ),
-    "offsets_size": (
-        {"offsets": torch.tensor([0, 1])},
-        r"expected expert_offsets to be of size 3 in dim 0 \(the experts of weight \+ 1\), got",
-    ),
-    "offsets_start": (
-        {"offsets": torch.tensor([-1, 1, 2])},
-        "expected expert_offsets to start at 0 or later, got -1",
-    ),
-    "offsets_decrease": (
-        {"offsets": torch.tensor([0, 3, 2])},
-        "expected expert_offsets to be non-decreasing, got 3 then 2 at expert 1",
-    ),
-    "offsets_end": (
-        {"offsets": torch.tensor([0, 1, 5])},
-        "expected expert_offsets to end within the 4 rows, got 5",
-    ),
-    "bias_dtype": (
-        {"bias": torch.ones(2, 5).bfloat16()},
-        "expected bias to be Float as x, got BFloat16",
-    ),
-    "bias_dim": (
-        {"bias": torch.ones(5)},
-        r"expected bias to be a 2-D tensor \[E, M\], got shape \[5\]",
-    ),
-    "bias_experts": (
-        {"bias": torch.ones(3, 5)},
-        r"expected bias to be of size 2 in dim 0 .*, got shape \[3, 5\]",
-    ),
-    "bias_size": (
-        {"bias": torch.ones(2, 4)},
-        r"expected bias to be of size 5 in dim 1 .*, got shape \[2, 4\]",
-    ),
+REFUSED = {
+    "grouped_mm": [
+        {
+            "x_NK": torch.ones(4, 3),
+            "weight_EMK": torch.ones(2, 5, 3),
+            "expert_offsets": torch.tensor([0, 1, 4]),
+        },
+        ({"x_NK": torch.ones(4, 3).long()}, "x to be float32, .* got Long"),
+        ({"weight_EMK": torch.ones(2, 5, 3).double()}, "weight to be Float as x, got Double"),
+        ({"x_NK": torch.ones(4, 3, 1)}, r"x to be a 2-D tensor \[N, K\], got shape \[4, 3, 1\]"),
+        (
+            {"weight_EMK": torch.ones(5, 3)},
+            r"weight to be a 3-D tensor \[E, M, K\], got shape \[5, 3\]",
+        ),
+        (
+            {"weight_EMK": torch.ones(2, 5, 4)},
+            r"weight to be of size 3 in dim 2 \(the columns of x\), got shape \[2, 5, 4\]",
+        ),
+        (
+            {"expert_offsets": torch.tensor([0.0, 1.0, 2.0])},
+            "expert_offsets to be int32 or int64, got Float",
+        ),
+        (
+            {"expert_offsets": torch.tensor([0, 1, 2]).int()},
+            r"expert_offsets to be of size 2 in dim 0 \(the experts of weight, of which",
+        ),
+        (
+            {"expert_offsets": torch.tensor(0)},
+            r"expert_offsets to be a 1-D tensor \[E \+ 1\], got shape \[\]",
+        ),
+        (
+            {"expert_offsets": torch.tensor([0, 1])},
+            r"expert_offsets to be of size 3 in dim 0 \(the experts of weight \+ 1\), got",
+        ),
+        ({"bias_EM": torch.ones(2, 5).bfloat16()}, "bias to be Float as x, got BFloat16"),
+        ({"bias_EM": torch.ones(5)}, r"bias to be a 2-D tensor \[E, M\], got shape \[5\]"),
+        ({"bias_EM": torch.ones(3, 5)}, r"bias to be of size 2 in dim 0 .*, got shape \[3, 5\]"),
+        ({"bias_EM": torch.ones(2, 4)}, r"bias to be of size 5 in dim 1 .*, got shape \[2, 4\]"),
+    ],
+    "_grouped_mm_backward_weight": [
+        {
+            "grad": torch.ones(4, 5),
+            "x": torch.ones(4, 3),
+            "expert_offsets": torch.tensor([0, 1, 4]),
+        },
+        ({"x": torch.ones(3, 3)}, r"x to be of size 4 in dim 0 \(the rows of grad\)"),
+        ({"x": torch.ones(4, 3).double()}, "x to be Float as grad, got Double"),
+    ],
 }
 
 
-def skip_looks_at_offsets(case, device):
-    looks = ("offsets", "offsets_start", "offsets_decrease", "offsets_end")
-    if case in looks and (device.type == "cuda" or emulation.is_active()):
-        pytest.skip("CUDA operators do not look at values")
+@refusals.parametrize(REFUSED)
+def test_refuses(moved, name, given, message):
+    refusals.check(name, moved(given), message)
 
 
-@pytest.mark.parametrize("case", ERRORS)
-def test_errors(moved, device, case):
-    skip_looks_at_offsets(case, device)
-    change, message = ERRORS[case]
-    args = {
-        "x": torch.ones(4, 3),
-        "weight": torch.ones(2, 5, 3),
-        "offsets": torch.tensor([0, 1, 4]),
-        "bias": None,
-        **change,
-    }
-    args = moved(args)
-    with pytest.raises(RuntimeError, match=f"grouped_mm: {message}"):
-        torch.ops.moe_ext.grouped_mm(args["x"], args["weight"], args["offsets"], args["bias"])
-
-
-BACKWARD_ERRORS = {
-    "rows": (
-        (torch.ones(4, 5), torch.ones(3, 3)),
-        r"expected x to be of size 4 in dim 0 \(the rows of grad\)",
-    ),
-    "dtype": (
-        (torch.ones(4, 5), torch.ones(4, 3).double()),
-        "expected x to be Float as grad, got Double",
-    ),
-    "offsets": (
-        (torch.ones(2, 5), torch.ones(2, 3)),
-        "expected expert_offsets to end within the 2 rows, got 4",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BACKWARD_ERRORS)
-def test_backward_errors(moved, device, case):
-    skip_looks_at_offsets(case, device)
-    tensors, message = BACKWARD_ERRORS[case]
-    grad, x = moved(tensors)
-    offsets = moved(torch.tensor([0, 1, 4]))
-    with pytest.raises(RuntimeError, match=f"_grouped_mm_backward_weight: {message}"):
-        torch.ops.moe_ext._grouped_mm_backward_weight(grad, x, offsets)
+@pytest.mark.parametrize(
+    ("name", "offsets", "message"),
+    [
+        ("grouped_mm", [-1, 1, 2], "start at 0 or later, got -1"),
+        ("grouped_mm", [0, 3, 2], "be non-decreasing, got 3 then 2 at expert 1"),
+        ("grouped_mm", [0, 1, 5], "end within the 4 rows, got 5"),
+        ("_grouped_mm_backward_weight", [0, 1, 5], "end within the 4 rows, got 5"),
+    ],
+)
+def test_refuses_offsets(name, offsets, message):
+    """On CPU alone: CUDA operators do not look at values."""
+    given = REFUSED[name][0] | {"expert_offsets": torch.tensor(offsets)}
+    refusals.check(name, given, "expert_offsets to " + message)
 
 
 def test_only_16_bit_rows_on_cpu_are_aligned_and_only_where_experts_have_many():
@@ -523,10 +479,7 @@ def test_only_16_bit_rows_on_cpu_are_aligned_and_only_where_experts_have_many():
         assert row_alignment(torch.empty(0, dtype=dtype, device="meta"), 64, 4) == 1
 
 
-# The fixture gives every example the same device.
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(40)
 @given(st.data())
 def test_any_offsets_give_each_row_the_product_of_its_expert(device, data):
     num_rows = data.draw(st.integers(0, 40))

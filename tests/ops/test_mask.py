@@ -55,17 +55,6 @@ def test_what_lies_around_stays(backend):
     assert (large[:32] == 7).all() and (large[-32:] == 7).all()
 
 
-def test_operators_are_complete():
-    x, mask = example(100, torch.float32, 0.5)
-    bitmap, packed = ops.pack_bits(mask), torch.empty(int(mask.sum()))
-    for op, args in (
-        (torch.ops.moe_ext.pack_bits, (x,)),
-        (torch.ops.moe_ext.pack_masked_, (packed, x, bitmap)),
-        (torch.ops.moe_ext.unpack_masked_, (x.clone(), packed, bitmap)),
-    ):
-        torch.library.opcheck(op, args)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -1,13 +1,14 @@
 """Packed indices and their sums against plain PyTorch, on damaged bytes, and what is refused."""
 
 import pytest
+import refusals
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from ops_helpers import examples
 
 from moe_ext import ops, reference
 
-FIXTURES = [HealthCheck.function_scoped_fixture]
 # Indices in runs, whole ones, and both beside the border between them.
 CASES = [
     (0, 0),
@@ -124,7 +125,7 @@ def test_repeated_indices_add_in_their_order():
     assert torch.equal(out, want)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=FIXTURES)
+@examples(60)
 @given(
     count=st.integers(1, 400),
     numel=st.sampled_from([1, 300, 65_536, 70_001, 400_000, 2**31 + 5]),
@@ -169,82 +170,43 @@ IDX, OUT, VALUES = torch.tensor([1, 5, 9]), torch.zeros(10), torch.ones(3)
 PACKED = torch.zeros(16, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: ops.pack_indices(IDX.int(), 10), r"^pack_indices: expected indices to be Long"),
-        (lambda: ops.pack_indices(IDX[None], 10), r"indices to be a 1-D tensor \[K\]"),
-        (lambda: ops.pack_indices(IDX, -1), r"numel to be in \[0, 2\^62\], got -1"),
-        (lambda: ops.pack_indices(IDX, 0), r"numel to be at least 1 for 3 pairs, got 0"),
-        (lambda: ops.pack_indices(IDX, 9), r"indices to be in \[0, 9\), got 9 at 2"),
-        (lambda: ops.pack_indices(IDX - 2, 9), r"indices to be in \[0, 9\), got -1 at 0"),
-        (
-            lambda: ops.pack_indices(IDX.flip(0), 10),
-            r"indices to be ascending, got 5 after 9 at 1",
-        ),
-        (
-            lambda: ops.unpack_indices(PACKED.int(), 3, 10),
-            r"^unpack_indices: expected packed to be Byte",
-        ),
-        (
-            lambda: ops.unpack_indices(PACKED, -1, 10),
-            r"number of pairs to be in \[0, 2147483647\], got -1",
-        ),
-        (
-            lambda: ops.unpack_indices(PACKED, 5, 10**6),
-            r"packed to be 32 contiguous bytes, got shape \[16\]",
-        ),
-        (
-            lambda: ops.unpack_indices(PACKED.repeat(2)[::2], 3, 10),
-            r"packed to be 16 contiguous bytes",
-        ),
-        (lambda: ops.unpack_indices(PACKED.repeat(2)[1:17], 3, 10), r"at a multiple of 4 bytes"),
-        (
-            lambda: ops.add_pairs_(OUT.double(), VALUES, PACKED, 10),
-            r"^add_pairs_: expected out to be Float",
-        ),
-        (
-            lambda: ops.add_pairs_(OUT, VALUES.double(), PACKED, 10),
-            r"values to be Float, got Double",
-        ),
-        (lambda: ops.add_pairs_(OUT, VALUES, PACKED.char(), 10), r"packed to be Byte, got Char"),
-        (lambda: ops.add_pairs_(OUT, VALUES[None], PACKED, 10), r"values to be a 1-D tensor \[K\]"),
-        (
-            lambda: ops.add_pairs_(OUT, VALUES.repeat(2), PACKED, 10**6),
-            r"packed to be 32 contiguous bytes",
-        ),
-        (lambda: ops.add_pairs_(OUT[::2], VALUES, PACKED, 10), r"out to be contiguous"),
-        (lambda: ops.add_pairs_(OUT[:0], VALUES, PACKED, 10), r"out to have elements for 3 pairs"),
-        (
-            lambda: ops.add_pairs_(OUT, VALUES, PACKED, 10, start=11),
-            r"start to be in \[0, 10\], got 11",
-        ),
-        (
-            lambda: ops.add_pairs_(OUT, VALUES, PACKED, 10, divisor=0),
-            r"divisor to be finite and other than 0",
-        ),
-        (
-            lambda: ops.add_pairs_(OUT, OUT[3:6], PACKED, 10),
-            r"memory of its own, got a part of values'",
-        ),
-        (
-            lambda: ops.add_pairs_(OUT, VALUES, OUT.view(torch.uint8)[:16], 10),
-            r"memory of its own, got a part of packed's",
-        ),
+REFUSED = {
+    "pack_indices": [
+        {"indices_K": IDX, "numel": 10},
+        ({"indices_K": IDX.int()}, "indices to be Long"),
+        ({"indices_K": IDX[None]}, r"indices to be a 1-D tensor \[K\]"),
+        ({"numel": -1}, r"numel to be in \[0, 2\^62\], got -1"),
+        ({"numel": 0}, "numel to be at least 1 for 3 pairs, got 0"),
+        ({"numel": 9}, r"indices to be in \[0, 9\), got 9 at 2"),
+        ({"indices_K": IDX - 2, "numel": 9}, r"indices to be in \[0, 9\), got -1 at 0"),
+        ({"indices_K": IDX.flip(0)}, "indices to be ascending, got 5 after 9 at 1"),
     ],
-)
-def test_refuses(call, message):
-    with pytest.raises(RuntimeError, match=message):
-        call()
+    "unpack_indices": [
+        {"packed": PACKED, "count": 3, "numel": 10},
+        ({"packed": PACKED.int()}, "packed to be Byte"),
+        ({"count": -1}, r"number of pairs to be in \[0, 2147483647\], got -1"),
+        ({"count": 5, "numel": 10**6}, r"packed to be 32 contiguous bytes, got shape \[16\]"),
+        ({"packed": PACKED.repeat(2)[::2]}, "packed to be 16 contiguous bytes"),
+        ({"packed": PACKED.repeat(2)[1:17]}, "at a multiple of 4 bytes"),
+    ],
+    "add_pairs_": [
+        {"out": OUT, "values_K": VALUES, "packed": PACKED, "numel": 10},
+        ({"out": OUT.double()}, "out to be Float"),
+        ({"values_K": VALUES.double()}, "values to be Float, got Double"),
+        ({"packed": PACKED.char()}, "packed to be Byte, got Char"),
+        ({"values_K": VALUES[None]}, r"values to be a 1-D tensor \[K\]"),
+        ({"values_K": VALUES.repeat(2), "numel": 10**6}, "packed to be 32 contiguous bytes"),
+        ({"out": OUT[::2]}, "out to be contiguous"),
+        ({"out": OUT[:0]}, "out to have elements for 3 pairs"),
+        ({"start": 11}, r"start to be in \[0, 10\], got 11"),
+        ({"divisor": 0}, "divisor to be finite and other than 0"),
+        ({"values_K": OUT[3:6]}, "memory of its own, got a part of values'"),
+        ({"packed": OUT.view(torch.uint8)[:16]}, "memory of its own, got a part of packed's"),
+    ],
+}
+
+
+@refusals.parametrize(REFUSED)
+def test_refuses(name, given, message):
+    refusals.check(name, given, message)
     assert not OUT.any()
-
-
-def test_opcheck():
-    op = torch.ops.moe_ext
-    indices = ascending(50, 70_001)
-    packed = ops.pack_indices(indices, 70_001)
-    torch.library.opcheck(op.pack_indices.default, (indices, 70_001))
-    torch.library.opcheck(op.unpack_indices.default, (packed, 50, 70_001))
-    torch.library.opcheck(
-        op.add_pairs_.default, (torch.zeros(100), torch.randn(50), packed, 70_001, 40, 3.0)
-    )

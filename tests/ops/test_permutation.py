@@ -5,13 +5,12 @@ import dataclasses
 import emulation
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from ops_helpers import DTYPES, NUM_TOKENS, examples, thread_counts
 
 from moe_ext import ops, reference
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-NUM_TOKENS = [0, 1, 255, 256, 257]
 TABLES = ["slot_of_row", "row_of_slot", "expert_offsets", "num_tokens_per_expert", "num_dropped"]
 OPTIONS = {
     "dropless": {},
@@ -104,18 +103,14 @@ def test_same_bits_for_any_number_of_threads(num_threads, dtype):
     # Slots span three blocks of the sort, and the rows several tasks.
     x, idx, weights = make(3001, dim=257, dtype=dtype)
     weights.requires_grad_()
-    results = []
-    for threads in (1, 2, 3):
-        num_threads(threads)
+    for compare in thread_counts(num_threads):
         leaf = x.clone().requires_grad_()
         rows, permutation = ops.permute_tokens(
             leaf, idx, 8, topk_weights=weights, capacity=900, drop_policy="score"
         )
         y = ops.unpermute_tokens(rows, permutation, weights)
         grads = torch.autograd.grad(y, (leaf, weights), torch.ones_like(y))
-        results.append((y, *grads, permutation.slot_of_row))
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+        compare(y, *grads, permutation.slot_of_row)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -130,7 +125,7 @@ def test_gradcheck(backend, option):
         rows, permutation = ops.permute_tokens(x, idx, 8, **options)
         return ops.unpermute_tokens(rows.square(), permutation, weights)
 
-    assert torch.autograd.gradcheck(there_and_back, (x, weights))
+    assert emulation.gradcheck(there_and_back, (x, weights))
 
 
 def test_second_derivative_without_weights(device):
@@ -140,7 +135,7 @@ def test_second_derivative_without_weights(device):
         rows, permutation = ops.permute_tokens(x, idx, 8, capacity=3)
         return ops.unpermute_tokens(rows.square(), permutation)
 
-    assert torch.autograd.gradgradcheck(there_and_back, (x.requires_grad_(),))
+    assert emulation.gradgradcheck(there_and_back, (x.requires_grad_(),))
 
 
 @pytest.mark.parametrize("dim", [32, 33])
@@ -178,25 +173,6 @@ def test_rows_without_weights_are_not_saved():
     assert all(t.dtype == torch.int64 for t in saved)
 
 
-@pytest.mark.parametrize("capacity", [None, 5])
-def test_opcheck(device, capacity):
-    x, idx, weights = make(17, device=device)
-    x.requires_grad_()
-    permute = torch.ops.moe_ext.permute_tokens
-    torch.library.opcheck(permute, (x, idx, 8, weights, capacity, "score", 4))
-    rows, permutation = ops.permute_tokens(x, idx, 8, capacity=capacity)
-    rows = rows.detach().requires_grad_()
-    tables = (permutation.slot_of_row, permutation.row_of_slot)
-    unpermute = torch.ops.moe_ext.unpermute_tokens
-    torch.library.opcheck(unpermute, (rows, *tables, 3, weights.requires_grad_()))
-    torch.library.opcheck(unpermute, (rows, *tables, 3, None))
-    torch.library.opcheck(torch.ops.moe_ext._gather_tokens, (x, permutation.slot_of_row, 3))
-    torch.library.opcheck(
-        torch.ops.moe_ext._unpermute_tokens_backward,
-        (torch.randn(17, 33).to(device), rows.detach(), *tables, weights.detach()),
-    )
-
-
 def test_compiles_as_one_graph_for_any_number_of_tokens(device):
     @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
     def there_and_back(x, idx, weights):
@@ -210,10 +186,7 @@ def test_compiles_as_one_graph_for_any_number_of_tokens(device):
         assert torch.equal(there_and_back(x, idx, weights), expected)
 
 
-# The fixture gives every example the same device.
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(60)
 @given(
     num_tokens=st.integers(0, 70),
     num_experts=st.integers(1, 9),

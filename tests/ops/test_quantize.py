@@ -4,16 +4,17 @@ import contextlib
 
 import emulation
 import pytest
+import refusals
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from ops_helpers import examples
 
 from moe_ext import ops, reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FORMATS = ["int8", "int6", "int4", "int3", "int2", "fp8", "sign"]
 SIZES = [0, 1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1025]
-FIXTURES = [HealthCheck.function_scoped_fixture]
 
 
 def rng_state(step=3):
@@ -178,7 +179,7 @@ def test_random_rounding_is_unbiased(format):
     assert not torch.equal(other.codes, same.codes)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=FIXTURES)
+@examples(40)
 @given(
     numel=st.integers(1, 400),
     format=st.sampled_from(FORMATS),
@@ -326,112 +327,78 @@ X, OWED = torch.zeros(4, 64), torch.zeros(4, 64)
 CODES = torch.zeros(256, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
+REFUSED = {
+    "quantize_blockwise": [
+        {"x": X},
+        ({"x": X.double()}, "x to be float32, bfloat16 or float16, got Double"),
+        ({"format": "int5"}, "format to be int8, int6, int4, int3, int2, fp8 or sign, got int5"),
         (
-            lambda: ops.quantize_blockwise(X.double()),
-            r"^quantize_blockwise: expected x to be float32, bfloat16 or float16, got Double",
-        ),
-        (
-            lambda: ops.quantize_blockwise(X, format="int5"),
-            r"format to be int8, int6, int4, int3, int2, fp8 or sign, got int5",
-        ),
-        (
-            lambda: ops.quantize_blockwise(X, block=96),
+            {"block": 96},
             r"block to be a power of two from 64 to 1024, or None \(0\) for .* of all, got 96",
         ),
         (
-            lambda: ops.quantize_blockwise(X, format="sign", block=None),
-            r"block to be above 0 for signs, whose scale is the mean of a block, got 0",
+            {"format": "sign", "block": None},
+            "block to be above 0 for signs, whose scale is the mean of a block, got 0",
         ),
         (
-            lambda: ops.quantize_blockwise(X, block=None, element_offset=512),
-            r"element_offset to be a multiple of 1024, got 512",
+            {"block": None, "element_offset": 512},
+            "element_offset to be a multiple of 1024, got 512",
         ),
+        ({"block": 32}, "block to be a power of two .*, got 32"),
+        ({"residual": X.bfloat16()}, "residual to be Float, got BFloat16"),
         (
-            lambda: ops.dequantize_blockwise(CODES, torch.ones(2), 256, block=None),
-            r"scales to be of size 1 in dim 0 \(the blocks of that many elements\), got shape",
-        ),
-        (
-            lambda: ops.dequantize_blockwise(CODES, torch.ones(2), 256, bits=3),
-            r"codes to be of size 96 in dim 0 \(the bytes of",
-        ),
-        (lambda: ops.quantize_blockwise(X, block=32), r"block to be a power of two .*, got 32"),
-        (
-            lambda: ops.quantize_blockwise(X, residual=X.bfloat16()),
-            r"residual to be Float, got BFloat16",
-        ),
-        (
-            lambda: ops.quantize_blockwise(X, residual=torch.zeros(256)),
+            {"residual": torch.zeros(256)},
             r"residual to be of shape \[4, 64\], that of x, got shape \[256\]",
         ),
+        ({"residual": torch.zeros(64, 4).t()}, "residual to be contiguous"),
+        ({"residual": X}, "residual to be in memory of its own"),
         (
-            lambda: ops.quantize_blockwise(X, residual=torch.zeros(64, 4).t()),
-            r"residual to be contiguous",
-        ),
-        (lambda: ops.quantize_blockwise(X, residual=X), r"residual to be in memory of its own"),
-        (
-            lambda: ops.quantize_blockwise(X, residual_in=torch.zeros(4, 64)),
-            r"residual to be given with residual_in, which is only read, got none",
+            {"residual_in": torch.zeros(4, 64)},
+            "residual to be given with residual_in, which is only read, got none",
         ),
         (
-            lambda: ops.quantize_blockwise(X, residual=OWED, residual_in=OWED[:2]),
+            {"residual": OWED, "residual_in": OWED[:2]},
             r"residual_in to be of shape \[4, 64\], that of x, got shape \[2, 64\]",
         ),
+        ({"residual": OWED, "residual_in": OWED.half()}, "residual_in to be Float, got Half"),
         (
-            lambda: ops.quantize_blockwise(X, residual=OWED, residual_in=OWED.half()),
-            r"residual_in to be Float, got Half",
+            {"residual": OWED, "residual_in": OWED},
+            "residual_in to be in memory of its own, got a part of residual's",
         ),
+        ({"element_offset": 64}, r"element_offset to be a multiple of block \(128\), got 64"),
         (
-            lambda: ops.quantize_blockwise(X, residual=OWED, residual_in=OWED),
-            r"residual_in to be in memory of its own, got a part of residual's",
-        ),
-        (
-            lambda: ops.quantize_blockwise(X, element_offset=64),
-            r"element_offset to be a multiple of block \(128\), got 64",
-        ),
-        (
-            lambda: ops.quantize_blockwise(X, rng_state=rng_state()[:3]),
+            {"rng_state": rng_state()[:3]},
             r"rng_state to be of size 4 in dim 0 \(seed, tensor, step, rank\), got shape \[3\]",
         ),
+        ({"bits": 1, "rng_state": rng_state()}, "rng_state to be absent for signs"),
+    ],
+    "dequantize_blockwise": [
+        {"codes": CODES, "scales": torch.ones(2), "numel": 256},
         (
-            lambda: ops.quantize_blockwise(X, bits=1, rng_state=rng_state()),
-            r"rng_state to be absent for signs",
+            {"block": None},
+            r"scales to be of size 1 in dim 0 \(the blocks of that many elements\), got shape",
         ),
+        ({"bits": 3}, r"codes to be of size 96 in dim 0 \(the bytes of"),
+        ({"numel": 255}, r"codes to be of size 255 in dim 0 \(the bytes of"),
         (
-            lambda: ops.dequantize_blockwise(CODES, torch.ones(2), 255),
-            r"^dequantize_blockwise: expected codes to be of size 255 in dim 0 \(the bytes of",
-        ),
-        (
-            lambda: ops.dequantize_blockwise(CODES, torch.ones(3), 256),
+            {"scales": torch.ones(3)},
             r"scales to be of size 2 in dim 0 \(the blocks of that many elements\), got shape",
         ),
-        (
-            lambda: ops.dequantize_blockwise(CODES.char(), torch.ones(2), 256),
-            r"expected codes to be Byte, got Char",
-        ),
-        (
-            lambda: ops.dequantize_blockwise(CODES, torch.ones(2), 256, dtype=torch.float64),
-            r"dtype to be float32, bfloat16 or float16, got Double",
-        ),
-        (
-            lambda: ops.dequantize_blockwise(CODES, torch.ones(2), -1),
-            r"numel to be at least 0, got -1",
-        ),
-        (
-            lambda: ops.dequantize_add_(X.t(), CODES, torch.ones(2)),
-            r"^dequantize_add_: expected out to be contiguous",
-        ),
-        (
-            lambda: ops.dequantize_add_(X.clone(), CODES, torch.ones(2), bits=4),
-            r"codes to be of size 128 in dim 0",
-        ),
+        ({"codes": CODES.char()}, "codes to be Byte, got Char"),
+        ({"dtype": torch.float64}, "dtype to be float32, bfloat16 or float16, got Double"),
+        ({"numel": -1}, "numel to be at least 0, got -1"),
     ],
-)
-def test_refuses(call, message):
-    with pytest.raises(RuntimeError, match=message):
-        call()
+    "dequantize_add_": [
+        {"out": X.clone(), "codes": CODES, "scales": torch.ones(2)},
+        ({"out": X.t()}, "out to be contiguous"),
+        ({"bits": 4}, "codes to be of size 128 in dim 0"),
+    ],
+}
+
+
+@refusals.parametrize(REFUSED)
+def test_refuses(name, given, message):
+    refusals.check(name, given, message)
 
 
 def test_refuses_a_number_of_bits():
@@ -439,24 +406,3 @@ def test_refuses_a_number_of_bits():
         ValueError, match=r"quantize_blockwise: expected bits to be one of .* got 5"
     ):
         ops.quantize_blockwise(X, bits=5)
-
-
-def test_opcheck():
-    op = torch.ops.moe_ext
-    x, residual = torch.randn(300), torch.randn(300)
-    for format in ("int8", "int3", "sign"):
-        torch.library.opcheck(op.quantize_blockwise.default, (x, format, 128))
-        codes, scales = op.quantize_blockwise(x, format, 128)
-        torch.library.opcheck(op.dequantize_blockwise.default, (codes, scales, 300, format, 128))
-        torch.library.opcheck(op.dequantize_add_.default, (x.clone(), codes, scales, format, 128))
-    torch.library.opcheck(op.quantize_blockwise.default, (x, "int3", 0))
-    torch.library.opcheck(op.quantize_blockwise.default, (x, "int8", 128, residual, rng_state()))
-    torch.library.opcheck(
-        op.quantize_blockwise.default,
-        (x, "int8", 128, residual),
-        {"residual_in": torch.randn(300), "element_offset": 256},
-    )
-    torch.library.opcheck(
-        op.dequantize_add_.default,
-        (x.clone(), *op.quantize_blockwise(x, "int8", 128), "int8", 128) + (False,),
-    )

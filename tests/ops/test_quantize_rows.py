@@ -144,10 +144,3 @@ X, ROWS = torch.zeros(2, 128), torch.zeros(2, 132, dtype=torch.uint8)
 def test_refuses(call, message):
     with pytest.raises(RuntimeError, match=message):
         call()
-
-
-def test_opcheck():
-    for format in FORMATS:
-        torch.library.opcheck(torch.ops.moe_ext.quantize_rows.default, (torch.randn(3, 70), format))
-        rows = ops.quantize_rows(torch.randn(3, 70), format)
-        torch.library.opcheck(torch.ops.moe_ext.dequantize_rows.default, (rows, 70, format))

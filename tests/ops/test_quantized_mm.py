@@ -127,15 +127,6 @@ def test_tokens_meet_the_weight_of_their_expert(device, kind, dtype, offsets, en
     assert torch.equal(found, want)
 
 
-def test_operators_are_complete():
-    op, x = torch.ops.moe_ext, torch.randn(3, 256)
-    offsets = torch.tensor([0, 3])
-    torch.library.opcheck(op.quantized_mm, (x, *quantized(8, torch.float32), 8, offsets))
-    mask = torch.rand(9, 256) < 0.5
-    packed = torch.randn(int(mask.sum())), ops.pack_bits(mask).view(9, -1)
-    torch.library.opcheck(op.masked_mm, (x, *packed, offsets))
-
-
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [

@@ -2,10 +2,12 @@
 
 import functools
 
+import emulation
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from ops_helpers import examples
 
 from moe_ext import ops, reference
 
@@ -94,9 +96,7 @@ def test_float32_is_near_float64(backend, name):
     assert_equal_numbers(with_grads(ops, name, arguments), with_grads(ops, name, exact), 2e-5)
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(25)
 @given(
     name=st.sampled_from(OPERATORS),
     length=st.integers(1, 140),
@@ -122,20 +122,7 @@ def test_gradcheck(device, name):
         given = iter(tensors)
         return run(ops, name, [x if x is None else next(given) for x in arguments] + [documents])
 
-    assert torch.autograd.gradcheck(function, leaves)
-
-
-@pytest.mark.parametrize("packed", [None, 1])
-@pytest.mark.parametrize("name", OPERATORS)
-def test_opcheck(device, name, packed):
-    arguments = made(name, 70, dtype=torch.float32, packed=packed)
-    names = {"scan": "selective_scan", "delta": "gated_delta_rule", "linear": "gated_delta_rule"}
-    operator = getattr(torch.ops.moe_ext, names.get(name, "causal_conv1d"))
-    options = (True,) if name.startswith("conv") else ()
-    leaves = [
-        x.requires_grad_() if x is not None and x.is_floating_point() else x for x in arguments
-    ]
-    torch.library.opcheck(operator, (*leaves, *options))
+    assert emulation.gradcheck(function, leaves)
 
 
 @pytest.mark.parametrize("name", OPERATORS)

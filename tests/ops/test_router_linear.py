@@ -1,23 +1,14 @@
 """router_logits against float64, and that it keeps nothing but its arguments."""
 
+import emulation
 import pytest
+import refusals
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from ops_helpers import DTYPES, UNIT, acc_dtype, examples, saved_by
 
 from moe_ext import ops, reference
-
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-UNIT = {
-    torch.float32: 2.0**-24,
-    torch.float64: 2.0**-53,
-    torch.bfloat16: 2.0**-8,
-    torch.float16: 2.0**-11,
-}
-
-
-def acc_dtype(dtype):
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def assert_within_bound(actual, a, b, *, dtype, summed_in=None):
@@ -141,14 +132,10 @@ def test_same_bits_for_any_number_of_threads_and_any_batch(isa, num_threads, dty
 def test_saves_its_arguments_as_they_are(device):
     x = torch.randn(640, 64).bfloat16().requires_grad_()
     weight = torch.randn(8, 64).bfloat16().requires_grad_()
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        ops.router_logits(x, weight)
+    saved = saved_by(lambda: ops.router_logits(x, weight))
     assert sum(t.untyped_storage().nbytes() for t in saved) == x.nbytes + weight.nbytes
     assert {t.data_ptr() for t in saved} == {x.data_ptr(), weight.data_ptr()}
-    saved.clear()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        ops.router_logits(x.detach(), weight)
+    saved = saved_by(lambda: ops.router_logits(x.detach(), weight))
     assert [t.data_ptr() for t in saved] == [x.data_ptr()]
 
 
@@ -176,24 +163,11 @@ def test_autocast_does_not_round_the_logits(device):
 def test_gradcheck(backend):
     x = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(ops.router_logits, (x, weight))
-    assert torch.autograd.gradcheck(lambda x: ops.router_logits(x, weight.detach()), (x,))
+    assert emulation.gradcheck(ops.router_logits, (x, weight))
+    assert emulation.gradcheck(lambda x: ops.router_logits(x, weight.detach()), (x,))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_opcheck(device, dtype):
-    x = torch.randn(9, 8).to(dtype).requires_grad_()
-    weight = torch.randn(5, 8).to(dtype).requires_grad_()
-    op, grad = torch.ops.moe_ext, torch.randn(9, 5)
-    torch.library.opcheck(op.router_logits, (x, weight))
-    torch.library.opcheck(op._router_logits_backward_x, (grad, weight.detach(), dtype))
-    torch.library.opcheck(op._router_logits_backward_weight, (grad, x.detach(), dtype))
-
-
-# The fixture gives every example the same device.
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(30)
 @given(
     num_tokens=st.integers(0, 300),
     num_experts=st.integers(1, 40),
@@ -212,39 +186,32 @@ def test_equals_the_product_of_upcast_tokens(device, num_tokens, num_experts, di
 X = torch.zeros(4, 6)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda op: op.router_logits(X.int(), X), r"^router_logits: expected x to be float32, .*"),
-        (lambda op: op.router_logits(X, X.int()), r"expected weight to be float32, .* got Int"),
-        (lambda op: op.router_logits(X[0], X), r"x to be a 2-D tensor \[T, D\], got shape \[6\]"),
-        (lambda op: op.router_logits(X, X[0]), r"weight to be a 2-D tensor \[E, D\]"),
+REFUSED = {
+    "router_logits": [
+        {"x_TD": X, "weight_ED": X},
+        ({"x_TD": X.int()}, "x to be float32, .*"),
+        ({"weight_ED": X.int()}, "weight to be float32, .* got Int"),
+        ({"x_TD": X[0]}, r"x to be a 2-D tensor \[T, D\], got shape \[6\]"),
+        ({"weight_ED": X[0]}, r"weight to be a 2-D tensor \[E, D\]"),
         (
-            lambda op: op.router_logits(X, X[:, :5]),
+            {"weight_ED": X[:, :5]},
             r"weight to be of size 6 in dim 1 \(the features of x\), got shape \[4, 5\]",
         ),
-        (
-            lambda op: op._router_logits_backward_x(X, X, torch.float32),
-            r"^_router_logits_backward_x: .* size 6 in dim 0 \(the experts of grad\)",
-        ),
-        (
-            lambda op: op._router_logits_backward_x(X, X, torch.float64),
-            r"expected grad to be Double, got Float",
-        ),
-        (
-            lambda op: op._router_logits_backward_x(X, X, torch.int32),
-            r"expected dtype to be float32, .* got Int",
-        ),
-        (
-            lambda op: op._router_logits_backward_weight(X, X[:3], torch.float32),
-            r"^_router_logits_backward_weight: .* size 3 in dim 0 \(the tokens of x\)",
-        ),
-        (
-            lambda op: op._router_logits_backward_weight(X.double(), X, torch.float32),
-            r"expected grad to be Float, got Double",
-        ),
     ],
-)
-def test_refuses(device, call, message):
-    with pytest.raises(RuntimeError, match=message):
-        call(torch.ops.moe_ext)
+    "_router_logits_backward_x": [
+        {"grad": X, "weight": X, "dtype": torch.float32},
+        ({}, r"size 6 in dim 0 \(the experts of grad\)"),
+        ({"dtype": torch.float64}, "grad to be Double, got Float"),
+        ({"dtype": torch.int32}, "dtype to be float32, .* got Int"),
+    ],
+    "_router_logits_backward_weight": [
+        {"grad": X, "x": X[:3], "dtype": torch.float32},
+        ({}, r"size 3 in dim 0 \(the tokens of x\)"),
+        ({"grad": X.double(), "x": X}, "grad to be Float, got Double"),
+    ],
+}
+
+
+@refusals.parametrize(REFUSED)
+def test_refuses(device, name, given, message):
+    refusals.check(name, given, message)

@@ -5,15 +5,8 @@ import math
 import emulation
 import pytest
 import torch
-from noisy_cases import (
-    DTYPES,
-    GRAD_ULP,
-    NUM_EXPERTS,
-    UNIT,
-    acc_dtype,
-    make_state,
-    random_logits,
-)
+from noisy_cases import NUM_EXPERTS, make_state, random_logits
+from ops_helpers import DTYPES, GRAD_ULP, UNIT, acc_dtype, thread_counts
 
 from moe_ext import ops, reference
 
@@ -102,8 +95,8 @@ def test_the_next_step_may_be_set_before_the_backward_pass(device):
 def test_jitter_gradcheck(device):
     x = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
     jitter = lambda x: ops.routing_jitter(x, make_state(), 0.4)  # noqa: E731
-    assert torch.autograd.gradcheck(jitter, (x,))
-    assert torch.autograd.gradgradcheck(jitter, (x,))
+    assert emulation.gradcheck(jitter, (x,))
+    assert emulation.gradgradcheck(jitter, (x,))
 
 
 def all_results(x, clean, noise, state, token_idx=None):
@@ -121,12 +114,8 @@ def all_results(x, clean, noise, state, token_idx=None):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_same_bits_for_any_number_of_threads(isa, num_threads, dtype):
     x, clean, noise = (random_logits(3001, NUM_EXPERTS, dtype, 1.0) for _ in range(3))
-    results = []
-    for threads in (1, 2, 3):
-        num_threads(threads)
-        results.append(sum(all_results(x, clean, noise, make_state()), []))
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    for compare in thread_counts(num_threads):
+        compare(*sum(all_results(x, clean, noise, make_state()), []))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

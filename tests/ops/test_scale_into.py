@@ -4,13 +4,14 @@ import itertools
 import math
 
 import pytest
+import refusals
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from ops_helpers import examples
 
 from moe_ext import ops, reference
 
-FIXTURES = [HealthCheck.function_scoped_fixture]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 PAIRS = list(itertools.product(DTYPES, DTYPES))
 NUMELS = [0, 1, 7, 15, 16, 17, 31, 255, 256, 257, 40_003]
@@ -65,7 +66,7 @@ def test_unaligned(device, dtype, offset):
     check(torch.randn(1000, device=device)[offset:], dtype, 0.5, offset=offset)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=FIXTURES)
+@examples(80)
 @given(
     pair=st.sampled_from(PAIRS),
     numel=st.integers(1, 300),
@@ -144,37 +145,24 @@ OUT, X = torch.zeros(10), torch.ones(10)
 BOTH = torch.zeros(15)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
+REFUSED = {
+    "scale_into_": [
+        {"out": OUT, "x": X, "scale": 1.0},
+        ({"x": X.int()}, "x to be float32, float64, bfloat16 or float16, got Int$"),
+        ({"out": OUT.int()}, "out to be float32, .* Int$"),
+        ({"out": OUT[:9]}, r"out to have 10 elements as x, got shape \[9\]$"),
+        ({"out": OUT[:5], "x": X[::2]}, "x to be contiguous, got"),
+        ({"out": OUT[::2], "x": X[:5]}, "out to be contiguous"),
         (
-            lambda: ops.scale_into_(OUT, X.int(), scale=1.0),
-            r"^scale_into_: expected x to be float32, float64, bfloat16 or float16, got Int$",
+            {"out": BOTH[5:], "x": BOTH[:10]},
+            "out to be x or in memory of its own, got a part of x's memory$",
         ),
-        (lambda: ops.scale_into_(OUT.int(), X, scale=1.0), r"expected out to be float32, .* Int$"),
-        (
-            lambda: ops.scale_into_(OUT[:9], X, scale=1.0),
-            r"expected out to have 10 elements as x, got shape \[9\]$",
-        ),
-        (lambda: ops.scale_into_(OUT[:5], X[::2], scale=1.0), r"expected x to be contiguous, got"),
-        (lambda: ops.scale_into_(OUT[::2], X[:5], scale=1.0), r"expected out to be contiguous"),
-        (
-            lambda: ops.scale_into_(BOTH[5:], BOTH[:10], scale=1.0),
-            r"expected out to be x or in memory of its own, got a part of x's memory$",
-        ),
-        (
-            lambda: ops.scale_into_(BOTH.view(torch.bfloat16)[:10], BOTH[:10], scale=1.0),
-            r"got a part of x's memory$",
-        ),
+        ({"out": BOTH.view(torch.bfloat16)[:10], "x": BOTH[:10]}, "got a part of x's memory$"),
     ],
-)
-def test_refuses(call, message):
-    with pytest.raises(RuntimeError, match=message):
-        call()
+}
+
+
+@refusals.parametrize(REFUSED)
+def test_refuses(name, given, message):
+    refusals.check(name, given, message)
     assert not OUT.any() and not BOTH.any()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_opcheck(dtype):
-    op = torch.ops.moe_ext.scale_into_.default
-    torch.library.opcheck(op, (torch.zeros(100, dtype=dtype), torch.randn(100), 0.5))

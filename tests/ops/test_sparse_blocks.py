@@ -1,15 +1,15 @@
 """Block and row sparsity against plain PyTorch, and what it refuses."""
 
 import pytest
+import refusals
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from ops_helpers import DTYPES, examples
 
 from moe_ext import ops, reference
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SIZES = [0, 1, 7, 8, 9, 255, 256, 257, 5000]
-FIXTURES = [HealthCheck.function_scoped_fixture]
 
 
 def sparse(numel, dtype, block):
@@ -53,7 +53,7 @@ def test_smallest_numbers_and_nan_are_not_zero(device, dtype):
     assert ops.nonzero_blocks(subnormal).tolist() == [1]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=FIXTURES)
+@examples(40)
 @given(
     ranks=st.integers(1, 4),
     numel=st.integers(1, 500),
@@ -106,65 +106,41 @@ X, IDX = torch.zeros(4, 100), torch.tensor([0, 2])
 PACKED = torch.zeros(2, 100)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: ops.nonzero_blocks(X.int()), r"^nonzero_blocks: expected x to be float32, .* Int"),
-        (lambda: ops.nonzero_blocks(X, block=0), r"block to be at least 1, got 0"),
-        (
-            lambda: ops.gather_blocks(X, IDX.int()),
-            r"^gather_blocks: expected block_idx to be Long, got Int",
-        ),
-        (
-            lambda: ops.gather_blocks(X, IDX + 2, block=100),
-            r"block_idx to be in \[0, 4\), got 4 at 1",
-        ),
-        (lambda: ops.gather_blocks(X, IDX - 1), r"block_idx to be in \[0, 2\), got -1 at 0"),
-        (
-            lambda: ops.scatter_blocks_(X.t(), PACKED, IDX, block=100),
-            r"^scatter_blocks_: expected out to be contiguous",
-        ),
-        (
-            lambda: ops.scatter_blocks_(X.clone(), PACKED, IDX.flip(0), block=100),
-            r"block_idx to be ascending, got 0 after 2 at 1",
-        ),
-        (
-            lambda: ops.scatter_blocks_(X.clone(), PACKED, IDX * 0, block=100),
-            r"block_idx to be ascending, got 0 after 0 at 1",
-        ),
-        (
-            lambda: ops.scatter_blocks_(X.clone(), PACKED[:1], IDX, block=100),
-            r"packed to be of size 2 in dim 0 \(the blocks of block_idx\)",
-        ),
-        (
-            lambda: ops.scatter_blocks_(X.clone(), PACKED, IDX, block=99),
-            r"packed to be of size 99 in dim 1",
-        ),
-        (
-            lambda: ops.scatter_blocks_(X.clone(), PACKED.double(), IDX, block=100),
-            r"expected packed to be Float, got Double",
-        ),
-        (
-            lambda: ops.scatter_blocks_(X, X[:2], IDX, block=100),
-            r"out to be in memory of its own, got a part of packed's",
-        ),
-        (
-            lambda: ops.sum_rows(X, torch.tensor([0, 1, 2, 5]), 5),
-            r"^sum_rows: expected row_idx to be in \[0, 5\) or -1, got 5 at row 3",
-        ),
-        (lambda: ops.sum_rows(X, IDX, 5), r"row_idx to be of size 4 in dim 0 \(the number of rows"),
-        (lambda: ops.sum_rows(X[0], IDX, 5), r"rows to be a 2-D tensor \[N, D\]"),
-        (lambda: ops.sum_rows(X, IDX[[0, 0, 0, 0]], -1), r"num_rows to be at least 0, got -1"),
+REFUSED = {
+    "nonzero_blocks": [
+        {"x": X},
+        ({"x": X.int()}, "x to be float32, .* Int"),
+        ({"block": 0}, "block to be at least 1, got 0"),
     ],
-)
-def test_refuses(call, message):
-    with pytest.raises(RuntimeError, match=message):
-        call()
+    "gather_blocks": [
+        {"x": X, "block_idx_B": IDX},
+        ({"block_idx_B": IDX.int()}, "block_idx to be Long, got Int"),
+        ({"block_idx_B": IDX + 2, "block": 100}, r"block_idx to be in \[0, 4\), got 4 at 1"),
+        ({"block_idx_B": IDX - 1}, r"block_idx to be in \[0, 2\), got -1 at 0"),
+    ],
+    "scatter_blocks_": [
+        {"out": X.clone(), "packed": PACKED, "block_idx_B": IDX, "block": 100},
+        ({"out": X.t()}, "out to be contiguous"),
+        ({"block_idx_B": IDX.flip(0)}, "block_idx to be ascending, got 0 after 2 at 1"),
+        ({"block_idx_B": IDX * 0}, "block_idx to be ascending, got 0 after 0 at 1"),
+        ({"packed": PACKED[:1]}, r"packed to be of size 2 in dim 0 \(the blocks of block_idx\)"),
+        ({"block": 99}, "packed to be of size 99 in dim 1"),
+        ({"packed": PACKED.double()}, "packed to be Float, got Double"),
+        ({"out": X, "packed": X[:2]}, "out to be in memory of its own, got a part of packed's"),
+    ],
+    "sum_rows": [
+        {"rows_ND": X, "row_idx_N": IDX[[0, 0, 0, 0]], "num_rows": 5},
+        (
+            {"row_idx_N": torch.tensor([0, 1, 2, 5])},
+            r"row_idx to be in \[0, 5\) or -1, got 5 at row 3",
+        ),
+        ({"row_idx_N": IDX}, r"row_idx to be of size 4 in dim 0 \(the number of rows"),
+        ({"rows_ND": X[0], "row_idx_N": IDX}, r"rows to be a 2-D tensor \[N, D\]"),
+        ({"num_rows": -1}, "num_rows to be at least 0, got -1"),
+    ],
+}
 
 
-def test_opcheck():
-    op = torch.ops.moe_ext
-    torch.library.opcheck(op.nonzero_blocks.default, (X, 30))
-    torch.library.opcheck(op.gather_blocks.default, (X, IDX, 100))
-    torch.library.opcheck(op.scatter_blocks_.default, (X.clone(), PACKED, IDX, 100))
-    torch.library.opcheck(op.sum_rows.default, (X, torch.tensor([3, 1, 3, -1]), 5))
+@refusals.parametrize(REFUSED)
+def test_refuses(name, given, message):
+    refusals.check(name, given, message)

@@ -1,18 +1,20 @@
 """The wire format: what comes back, and that no payload whatever makes a decoder misbehave."""
 
+import functools
 import struct
 
 import emulation
 import pytest
+import refusals
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from ops_helpers import examples
 
 from moe_ext import ops
 
 INDEX_CODECS = ["bitmap", "u16", "delta"]
 VALUE_CODECS = ["fp32", "bf16", "fp8", "int8", "int4", "sign"]
-FIXTURES = [HealthCheck.function_scoped_fixture]
 
 
 def make(numel, count):
@@ -125,7 +127,8 @@ def test_crc32c_of_the_standard():
     assert crc32c(b"123456789") == 0xE3069283
 
 
-def sample(index_codec="delta", value_codec="int8", checksum=False):
+@functools.cache
+def encoded(index_codec, value_codec, checksum, device):
     torch.manual_seed(0)
     values, indices = make(70000, 90)
     return ops.encode_gradient(
@@ -137,6 +140,11 @@ def sample(index_codec="delta", value_codec="int8", checksum=False):
         block=64,
         checksum=checksum,
     )
+
+
+def sample(index_codec="delta", value_codec="int8", checksum=False):
+    """A copy of a payload, whose encoding takes the emulation long."""
+    return encoded(index_codec, value_codec, checksum, torch.get_default_device()).clone()
 
 
 @pytest.mark.parametrize("index_codec", INDEX_CODECS)
@@ -173,7 +181,7 @@ def assert_decodes_or_refuses(payload):
         assert (out.indices.diff() > 0).all()
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=FIXTURES)
+@examples(300)
 @given(
     index_codec=st.sampled_from(INDEX_CODECS),
     value_codec=st.sampled_from(VALUE_CODECS),
@@ -189,7 +197,7 @@ def test_a_corrupted_payload_is_decoded_in_range_or_refused(
     assert_decodes_or_refuses(payload)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=FIXTURES)
+@examples(300)
 @given(
     fields=st.tuples(
         st.integers(0, 4), st.integers(0, 6), st.integers(0, 1), st.sampled_from([0, 63, 64, 128])
@@ -208,7 +216,7 @@ def test_a_foreign_header_is_refused(device, fields, sizes, body, honest):
     assert_decodes_or_refuses(torch.tensor(list(header + body), dtype=torch.uint8))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=FIXTURES)
+@examples(100)
 @given(body=st.binary(max_size=300))
 def test_noise_is_refused(device, body):
     with pytest.raises(RuntimeError, match="expected payload to"):
@@ -218,63 +226,70 @@ def test_noise_is_refused(device, body):
 VALUES, INDICES = torch.ones(3), torch.tensor([1, 5, 7])
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
+OF = "^encode_gradient: expected "
+REFUSED = {
+    "encode_gradient": [
+        {"values_K": VALUES, "indices_K": INDICES, "numel": 8},
         (
-            lambda: ops.encode_gradient(VALUES, INDICES.flip(0), 8),
-            r"^encode_gradient: expected indices to be ascending and all different, got 5 after 7",
+            {"indices_K": INDICES.flip(0)},
+            "indices to be ascending and all different, got 5 after 7",
         ),
         (
-            lambda: ops.encode_gradient(VALUES, INDICES * 0 + 4, 8),
-            r"indices to be ascending and all different, got 4 after 4 at 1",
+            {"indices_K": INDICES * 0 + 4},
+            "indices to be ascending and all different, got 4 after 4 at 1",
         ),
-        (lambda: ops.encode_gradient(VALUES, INDICES, 7), r"indices to be in \[0, 7\), got 7 at 2"),
-        (lambda: ops.encode_gradient(VALUES, INDICES - 2, 7), r"indices to be in .* got -1 at 0"),
-        (lambda: ops.encode_gradient(VALUES, INDICES[:2], 8), r"indices to be of size 3 in dim 0"),
-        (lambda: ops.encode_gradient(VALUES, INDICES.int(), 8), r"indices to be Long, got Int"),
+        ({"numel": 7}, r"indices to be in \[0, 7\), got 7 at 2"),
+        ({"indices_K": INDICES - 2, "numel": 7}, "indices to be in .* got -1 at 0"),
+        ({"indices_K": INDICES[:2]}, "indices to be of size 3 in dim 0"),
+        ({"indices_K": INDICES.int()}, "indices to be Long, got Int"),
+        ({"index_codec": "rle"}, "index_codec to be dense, bitmap, u16 or delta, got rle"),
+        ({"index_codec": "dense"}, "count to be numel, 8, for dense, got 3"),
+        ({"numel": 2}, r"count to be in \[0, 2\], got 3"),
+        ({"numel": 2**62 + 1}, r"numel to be in \[0, 2\^62\]"),
         (
-            lambda: ops.encode_gradient(VALUES, INDICES, 8, index_codec="rle"),
-            r"index_codec to be dense, bitmap, u16 or delta, got rle",
-        ),
-        (
-            lambda: ops.encode_gradient(VALUES, INDICES, 8, index_codec="dense"),
-            r"count to be numel, 8, for dense, got 3",
-        ),
-        (lambda: ops.encode_gradient(VALUES, INDICES, 2), r"count to be in \[0, 2\], got 3"),
-        (lambda: ops.encode_gradient(VALUES, INDICES, 2**62 + 1), r"numel to be in \[0, 2\^62\]"),
-        (
-            lambda: torch.ops.moe_ext._encode_payload(
-                INDICES, torch.zeros(6).byte(), VALUES[:0], 8, 3, "u16", "fp16", 0
-            ),
-            r"value_codec to be fp32, bf16, fp8, int8, int4 or sign, got fp16",
-        ),
-        (
-            lambda: torch.ops.moe_ext._encode_payload(
-                INDICES, torch.zeros(11).byte(), VALUES[:0], 8, 3, "u16", "fp32", 0
-            ),
-            r"codes to be of size 12 in dim 0 \(the bytes of the values\), got shape \[11\]",
-        ),
-        (
-            lambda: torch.ops.moe_ext._encode_payload(
-                INDICES, torch.zeros(12).byte(), VALUES[:0], 8, 3, "u16", "fp32", 64
-            ),
-            r"value_block to be 0 for values without scales, got 64",
-        ),
-        (
-            lambda: ops.encode_gradient(VALUES, INDICES, 8, value_codec="int8", block=100),
-            r"block to be a power of two from 64 to 1024, or None .*, got 100",
-        ),
-        (lambda: ops.decode_gradient(VALUES), r"expected payload to be Byte, got Float"),
-        (
-            lambda: ops.decode_gradient(torch.zeros(64, dtype=torch.uint8)),
-            r"payload to begin with MX, got the bytes 0 and 0",
+            {"value_codec": "int8", "block": 100},
+            "^quantize_blockwise: expected "
+            "block to be a power of two from 64 to 1024, or None .*, got 100",
         ),
     ],
-)
-def test_refuses(call, message):
-    with pytest.raises(RuntimeError, match=message):
-        call()
+    "_encode_payload": [
+        {
+            "indices": INDICES,
+            "codes": torch.zeros(12).byte(),
+            "scales": VALUES[:0],
+            "numel": 8,
+            "count": 3,
+            "index_codec": "u16",
+            "value_codec": "fp32",
+            "value_block": 0,
+        },
+        (
+            {"value_codec": "fp16"},
+            OF + "value_codec to be fp32, bf16, fp8, int8, int4 or sign, got fp16",
+        ),
+        (
+            {"codes": torch.zeros(11).byte()},
+            OF + r"codes to be of size 12 in dim 0 \(the bytes of the values\), got shape \[11\]",
+        ),
+        (
+            {"value_block": 64},
+            OF + "value_block to be 0 for values without scales, got 64",
+        ),
+    ],
+    "decode_gradient": [
+        {"payload": VALUES},
+        ({}, "payload to be Byte, got Float"),
+        (
+            {"payload": torch.zeros(64, dtype=torch.uint8)},
+            "payload to begin with MX, got the bytes 0 and 0",
+        ),
+    ],
+}
+
+
+@refusals.parametrize(REFUSED)
+def test_refuses(name, given, message):
+    refusals.check(name, given, message)
 
 
 def test_refuses_missing_indices():
@@ -317,15 +332,3 @@ def test_another_version_is_named(device):
     payload[2] = 9
     with pytest.raises(RuntimeError, match="payload to be of version 1, got 9"):
         ops.decode_gradient(payload)
-
-
-def test_opcheck():
-    op = torch.ops.moe_ext
-    codes = torch.zeros(12, dtype=torch.uint8)
-    scales = torch.zeros(0)
-    for codec in INDEX_CODECS:
-        torch.library.opcheck(
-            op._encode_payload.default, (INDICES, codes, scales, 9, 3, codec, "fp32", 0, True)
-        )
-    torch.library.opcheck(op._payload_header.default, (sample(),))
-    torch.library.opcheck(op._decode_payload.default, (sample(),))
