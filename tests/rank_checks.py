@@ -1,10 +1,13 @@
 """Checks that ranks run together in one spawn, since starting a rank takes seconds."""
 
+import contextlib
 import functools
+import tempfile
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+import torch.distributed as dist
 
 from moe_ext.comm import failures
 from moe_ext.distributed.dtensor import is_dtensor
@@ -83,6 +86,16 @@ def assert_passed(outcomes, name):
     """AssertionError with what each rank that failed found."""
     failed = {rank: found[name] for rank, found in enumerate(outcomes) if found[name]}
     assert not failed, "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
+
+
+@contextlib.contextmanager
+def shared_folder():
+    """A folder of all ranks, gone when all have left the context."""
+    with tempfile.TemporaryDirectory() as folder:
+        names = [folder]
+        dist.broadcast_object_list(names)
+        yield names[0]
+        dist.barrier()
 
 
 def full(tensor):

@@ -1,18 +1,16 @@
 """Lightning and Fabric with experts over ranks: what composition.py does not go through."""
 
-import contextlib
 import functools
 import importlib.util
 import inspect
 import itertools
-import tempfile
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from composition import TOLERANCE, batches
-from rank_checks import Checks, full
+from rank_checks import Checks, full, shared_folder
 from torch.optim.swa_utils import AveragedModel
 from trainers import LEARNING_RATE, MAX_NORM, Model, as_torchrun
 
@@ -78,16 +76,6 @@ def mesh():
 def spread():
     as_torchrun()
     return Model(mesh().ep_group)
-
-
-@contextlib.contextmanager
-def shared_folder():
-    """A folder of all ranks."""
-    with tempfile.TemporaryDirectory() as folder:
-        names = [folder]
-        dist.broadcast_object_list(names)
-        yield names[0]
-        dist.barrier()
 
 
 def assert_equal(model, want):
