@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_models import TIGHT, E, Model, batches, loss_of, mesh, sizes
-from rank_checks import Checks, full
+from parallel_models import TIGHT, E, Model, batches, loss_of, mesh
+from rank_checks import Checks, full, shared_folder
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -43,7 +43,7 @@ def assert_equal(one, other):
         assert torch.equal(value, state[name]), name
 
 
-def assert_trains_as_one_process(make, group, spread, tmp_path=None):
+def assert_trains_as_one_process(make, group, spread):
     """Clipped steps under DDP, one of them after a checkpoint was read into a second model."""
     world, rank = dist.get_world_size(), dist.get_rank()
     alone, model, made = make(None), spread(make(None)), make(group)
@@ -57,19 +57,20 @@ def assert_trains_as_one_process(make, group, spread, tmp_path=None):
     assert_equal(model, made)
     assert repr(model) == repr(made)
     optimizers = [torch.optim.AdamW(m.parameters(), 0.1) for m in (alone, model)]
-    for step in range(3):
-        if step == 2 and tmp_path is not None:
-            md.checkpoint.save(tmp_path, model, optimizers[1])
-            model = spread(make(None))
-            optimizers[1] = torch.optim.AdamW(model.parameters(), 0.1)
-            md.checkpoint.load(tmp_path, model, optimizers[1])
+    for step in range(2):
+        if step == 1:
+            with shared_folder() as folder:
+                md.checkpoint.save(folder, model, optimizers[1])
+                model = spread(make(None))
+                optimizers[1] = torch.optim.AdamW(model.parameters(), 0.1)
+                md.checkpoint.load(folder, model, optimizers[1])
         ddp = DistributedDataParallel(model, find_unused_parameters=True)
         for optimizer in optimizers:
             optimizer.zero_grad()
         moe_ext.nn.set_loss_scale(alone, 1.0 / world)
-        for x in batches(3)[step]:
+        for x in batches(2)[step]:
             (loss_of(alone, x) / world).backward()
-        loss_of(ddp, batches(3)[step][rank]).backward()
+        loss_of(ddp, batches(2)[step][rank]).backward()
         norms = [md.clip_grad_norm_(m, 0.05) for m in (alone, model)]
         torch.testing.assert_close(*norms, **TIGHT)
         for optimizer in optimizers:
@@ -85,26 +86,16 @@ def assert_trains_as_one_process(make, group, spread, tmp_path=None):
 
 @check()
 def layers_are_as_those_made_with_the_group():
-    folder = [None]
-    if dist.get_rank() == 0:
-        import tempfile
-
-        folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    for ep in sizes():
+    for ep in (1, 2, 4):
         grid = mesh(ep)
         assert_trains_as_one_process(
-            lambda group: Model(group),
-            grid.ep_group,
-            lambda model, grid=grid: moe_ext.parallelize(model, grid),
-            f"{folder[0]}/{ep}" if ep > 1 else None,
+            Model, grid.ep_group, lambda model, grid=grid: moe_ext.parallelize(model, grid)
         )
 
 
 @check()
 def a_mesh_of_torch_serves():
-    world = dist.get_world_size()
-    made = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("edp", "ep"))
+    made = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
 
     def spread(model):
         # A second call, for a module around the model, changes nothing.
@@ -115,8 +106,7 @@ def a_mesh_of_torch_serves():
 
 @check()
 def shards_of_experts_and_options_of_the_way():
-    world = dist.get_world_size()
-    grid = md.MoEMesh(dp=world, ep=world // 2, etp=2)
+    grid = md.MoEMesh(dp=4, ep=2, etp=2)
     spread = lambda model: moe_ext.parallelize(model, grid)  # noqa: E731
     assert_trains_as_one_process(Shardable, grid.ep_group, spread)
     way = moe_ext.nn.Dispatch("dedup", overlap=2)
@@ -210,12 +200,11 @@ def refused(model, text, given, error=ValueError):
 
 @check()
 def everything_else_is_refused_on_every_rank_and_nothing_changed():
-    grid, last = mesh(2), dist.get_world_size() - 1
-    is_last = dist.get_rank() == last
+    grid, is_last = mesh(2), dist.get_rank() == 3
     model = Shardable()
     refused(model, "expected mesh to be of type MoEMesh or DeviceMesh", grid.ep_group, TypeError)
     optimizer = torch.optim.SGD(model.parameters() if is_last else model[0].parameters(), 0.1)
-    refused(model, f"that nothing else holds .* on rank {last}", grid)
+    refused(model, "that nothing else holds .* on rank 3", grid)
     del optimizer
     if is_last:
         model[2].experts.down_proj.grad = torch.zeros_like(model[2].experts.down_proj)
@@ -246,25 +235,21 @@ def everything_else_is_refused_on_every_rank_and_nothing_changed():
     # After the ranks have agreed: without LOCAL_WORLD_SIZE there are no nodes.
     nodes = Shardable(dispatcher="hierarchical")
     refused(nodes, "expected node_size, or else LOCAL_WORLD_SIZE, to divide", grid)
-    shards = md.MoEMesh(dp=last + 1, ep=(last + 1) // 2, etp=2)
+    shards = md.MoEMesh(dp=4, ep=2, etp=2)
     refused(
         moe_ext.MoELayer(6, 4, E, 2, bias=True), "expected bias and post_norm to be off", shards
     )
     narrow = moe_ext.MoELayer(6, 3, E, 2)
     refused(narrow, "ffn_dim to be a multiple of etp=2", shards)
-    if last == 3:
-        spread = moe_ext.parallelize(Shardable(), mesh(4))
-        refused(
-            spread, r"of mesh.ep_group, ranks \[\d, \d\], got 1 over ranks \[0, 1, 2, 3\]", grid
-        )
+    spread = moe_ext.parallelize(Shardable(), mesh(4))
+    refused(spread, r"of mesh.ep_group, ranks \[\d, \d\], got 1 over ranks \[0, 1, 2, 3\]", grid)
     # And then it goes on.
     moe_ext.parallelize(nn.ModuleList([moe_ext.MoELayer(6, 4, E, 2)]), grid)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("name", check)
-def test_over_ranks(num_ranks, name):
-    check.assert_passed(num_ranks, name)
+def test_over_ranks(name):
+    check.assert_passed(4, name)
 
 
 def test_one_process():
