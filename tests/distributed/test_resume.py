@@ -93,8 +93,20 @@ ARGUMENTS = {
     "SWALR": {"swa_lr": 5e-2, "anneal_epochs": 7},
 }
 WAYS = ("checkpoint", "DCP", "state_dict")
+
+
+def schedulers_of(number, optimizer):
+    """Those that an optimizer has in one process."""
+    if "tensor" in optimizer:
+        return list(SCHEDULERS)
+    cycles = ["CyclicLR", "OneCycleLR"]
+    others = [name for name in SCHEDULERS if name not in cycles]
+    return [*cycles, others[number % len(others)]]
+
+
 # On two ranks, and from there on one: every optimizer and every scheduler with every way. In one
-# process: every optimizer with every scheduler. In a full run every one with every other.
+# process: every optimizer with the schedulers that change more than rates, and one more; a rate
+# that is a tensor with every scheduler. In a full run every one with every other.
 CASES = (
     pairs(OPTIMIZERS, SCHEDULERS, WAYS)
     if FULL
@@ -109,9 +121,8 @@ ALONE = (
     if FULL
     else [
         (optimizer, scheduler, WAYS[(i + j) % len(WAYS)])
-        for (i, optimizer), (j, scheduler) in itertools.product(
-            enumerate(OPTIMIZERS), enumerate(SCHEDULERS)
-        )
+        for i, optimizer in enumerate(OPTIMIZERS)
+        for j, scheduler in enumerate(schedulers_of(i, optimizer))
     ]
 )
 
@@ -565,6 +576,8 @@ def test_each_pair_is_tried():
     columns = (OPTIMIZERS, SCHEDULERS, WAYS, (1, 2))
     rows = [(*case, ranks) for ranks, cases in ((1, ALONE), (2, CASES)) for case in cases]
     for i, j in itertools.combinations(range(len(columns)), 2):
+        if (i, j) == (0, 1) and not FULL:
+            continue
         wanted = set(itertools.product(columns[i], columns[j]))
         assert {(row[i], row[j]) for row in rows} == wanted
     found = {value for _, _, value in public() if inspect.isclass(value)}
