@@ -10,7 +10,9 @@ import moe_ext
 from moe_ext.dispatch import static_sizes
 from moe_ext.nn import RowBudget
 
-E, K = 12, 2  # a multiple of every group size used
+E, K, RANKS = 12, 2, 3
+SIZES = [9, 4, 13]
+CHECKS = Checks()
 # The same products; a token's rows are summed in the order of the rounds.
 TIGHT = {"rtol": 1e-12, "atol": 1e-13}
 
@@ -71,8 +73,9 @@ class Exchanged:
         dist.all_to_all_single = self.original
 
 
-def compare(sizes, rows, one_expert=False, **options):
-    bounded, free = make(RowBudget(rows), **options), make(**options)
+def compare(sizes, rows, *, static=False, one_expert=False, **options):
+    """That a budget changes nothing but the rows of each exchange; returns how many there were."""
+    bounded, free = make(RowBudget(rows, static=static), **options), make(**options)
     if one_expert:
         for layer in (bounded, free):
             layer.router.weight.data.zero_()
@@ -82,37 +85,41 @@ def compare(sizes, rows, one_expert=False, **options):
         found = outcome(bounded, x)
     for a, b in zip(found, want, strict=True):
         torch.testing.assert_close(a, b, **TIGHT)
+    if static:
+        # Rows and weights there, rows back, and the same backward, of a size that no count changes.
+        assert set(exchanged.rows) == {rows // RANKS * RANKS}
+        with torch.no_grad():
+            torch.testing.assert_close(bounded(x), want[0], **TIGHT)
     assert max(exchanged.rows, default=0) <= rows
     for name in ("num_dropped", "num_tokens_per_expert"):
         assert torch.equal(bounded.metrics[name], free.metrics[name])
     again = outcome(bounded, x)
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), "deterministic"
+    return len(exchanged.rows)
 
 
-def check_rounds_equal_the_layer_without_a_budget():
-    sizes = [9, 4, 13][: dist.get_world_size()]
-    compare([2, 1, 3][: len(sizes)], 1)
-    for rows in (5, 11, 500):
-        compare(sizes, rows)
-    compare(sizes, 7, bias=True, activation="relu_squared", shared_expert=4)
-    compare([40] * len(sizes), 11, capacity=0.5)
+@CHECKS((False,), (True,))
+def rounds_equal_the_layer_without_a_budget(static):
+    whole = compare(SIZES, 500, static=static)
+    for rows in (3, 11):
+        assert compare(SIZES, rows, static=static) > whole
+    compare(SIZES, 7, static=static, bias=True, activation="relu_squared", shared_expert=4)
+    compare([40] * RANKS, 11, static=static, capacity=0.5)
+    compare(SIZES, 6, static=static, one_expert=True, balance=0.0)
+    # Ranks without tokens.
+    compare([6, 0, 6], 5, static=static)
+    compare([0] * RANKS, 5, static=static)
 
 
-def check_all_tokens_on_one_expert():
-    sizes = [9, 4, 13][: dist.get_world_size()]
-    compare(sizes, 6, one_expert=True, balance=0.0)
+@CHECKS()
+def a_budget_of_one_row():
+    compare([2, 1, 3], 1)
 
 
-def check_ranks_without_tokens():
-    for empty in range(dist.get_world_size()):
-        sizes = [0 if rank == empty else 6 for rank in range(dist.get_world_size())]
-        compare(sizes, 5)
-    compare([0] * dist.get_world_size(), 5)
-
-
-def check_checkpointing():
+@CHECKS()
+def checkpointing():
     layer = make(RowBudget(5))
-    x = batch([9] * dist.get_world_size(), dist.get_rank())
+    x = batch([9] * RANKS, dist.get_rank())
     want = outcome(layer, x)
     for use_reentrant in (False, True):
         found = outcome(
@@ -121,27 +128,26 @@ def check_checkpointing():
         assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
-def compare_low_precision(budget):
-    layer, free = make(budget, dtype=torch.bfloat16), make(dtype=torch.bfloat16)
-    x = batch([150] * dist.get_world_size(), dist.get_rank(), torch.bfloat16)
+@CHECKS((200, False), (300, True))
+def low_precision(rows, static):
+    layer = make(RowBudget(rows, static=static), dtype=torch.bfloat16)
+    free = make(dtype=torch.bfloat16)
+    x = batch([150] * RANKS, dist.get_rank(), torch.bfloat16)
     with Exchanged() as exchanged:
         found = outcome(layer, x)
-    assert max(exchanged.rows) <= budget.rows
+    assert max(exchanged.rows) <= rows
     for a, b in zip(found, outcome(free, x), strict=True):
         torch.testing.assert_close(a, b, rtol=3e-2, atol=3e-1)
 
 
-def check_low_precision():
-    compare_low_precision(RowBudget(200))
-
-
-def check_drop_is_counted_and_keeps_the_budget():
-    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+@CHECKS()
+def drop_is_counted_and_keeps_the_budget():
+    rank = dist.get_rank()
     layer = make(RowBudget(8, overflow="drop"), balance=0.0)
     free = make(balance=0.0)
     for one in (layer, free):
         one.router.weight.data.zero_()  # all on experts 0 and 1, which live on rank 0
-    x = batch([9] * num_ranks, rank)
+    x = batch([9] * RANKS, rank)
     with Exchanged() as exchanged:
         found = outcome(layer, x)
     assert max(exchanged.rows) <= 8
@@ -149,7 +155,7 @@ def check_drop_is_counted_and_keeps_the_budget():
     total = torch.tensor(kept)
     dist.all_reduce(total)
     assert int(total) == 8, "the budget of rank 0 is used up"
-    assert abs(kept - 8 / num_ranks) < 1, "every rank gets its share"
+    assert abs(kept - 8 / RANKS) < 1, "every rank gets its share"
     want = outcome(free, x)[0]
     whole = kept // K
     torch.testing.assert_close(found[0][:whole], want[:whole], **TIGHT)
@@ -161,7 +167,8 @@ def check_drop_is_counted_and_keeps_the_budget():
     assert int(layer.metrics["num_dropped"]) == 0
 
 
-def check_peak_with_all_tokens_on_one_expert():
+@CHECKS()
+def peak_with_all_tokens_on_one_expert():
     num_tokens, model_dim, ffn_dim, rows = 256, 32, 256, 64
     torch.manual_seed(3)
     layer = moe_ext.MoELayer(
@@ -179,65 +186,15 @@ def check_peak_with_all_tokens_on_one_expert():
     assert peak <= 4 * (bound + 2 * parameters + tables)
 
 
-def check_different_budgets_are_refused_on_every_rank():
-    layer = make(RowBudget(5 + dist.get_rank()))
-    x = batch([9] * dist.get_world_size(), dist.get_rank())
-    raised(ValueError, r"expected row_budget.rows to be equal on every rank, got 5 on", layer, x)
-
-
-def check_a_rank_that_fails_before_is_named():
-    layer = make(RowBudget(5))
-    x = batch([9] * dist.get_world_size(), dist.get_rank())
-    if dist.get_rank() == 1:
-        raised(ValueError, r"expected x to be of shape", layer, x[:, :7])
-    else:
-        raised(ValueError, r"expected x to be of shape .* on rank 1", layer, x)
-
-
-def compare_static(sizes, rows, one_expert=False, **options):
-    num_ranks, budget = dist.get_world_size(), RowBudget(rows, static=True)
-    bounded, free = make(budget, **options), make(**options)
-    if one_expert:
-        for layer in (bounded, free):
-            layer.router.weight.data.zero_()
-    x = batch(sizes, dist.get_rank())
-    want = outcome(free, x)
-    with Exchanged() as exchanged:
-        found = outcome(bounded, x)
-    for a, b in zip(found, want, strict=True):
-        torch.testing.assert_close(a, b, **TIGHT)
-    # Rows and weights there, rows back, and the same backward, of a size that no count changes.
-    assert set(exchanged.rows) == {rows // num_ranks * num_ranks}
-    for name in ("num_dropped", "num_tokens_per_expert"):
-        assert torch.equal(bounded.metrics[name], free.metrics[name])
-    again = outcome(bounded, x)
-    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), "deterministic"
-    with torch.no_grad():
-        torch.testing.assert_close(bounded(x), want[0], **TIGHT)
-    return len(exchanged.rows)
-
-
-def check_static_rounds_equal_the_layer_without_a_budget():
-    sizes = [9, 4, 13][: dist.get_world_size()]
-    whole = compare_static(sizes, 500)
-    for rows in (3, 11):
-        assert compare_static(sizes, rows) > whole
-    compare_static(sizes, 7, bias=True, activation="relu_squared", shared_expert=4)
-    compare_static([40] * len(sizes), 11, capacity=0.5)
-    compare_static(sizes, 6, one_expert=True, balance=0.0)
-    compare_static([6, 0, 6][: len(sizes)], 5)
-    compare_static([0] * len(sizes), 5)
-
-
-def check_static_drop_keeps_the_first_tokens_of_each_rank():
-    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+@CHECKS()
+def static_drop_keeps_the_first_tokens_of_each_rank():
     layer = make(RowBudget(12, overflow="drop", static=True), balance=0.0)
     free = make(balance=0.0)
     for one in (layer, free):
         one.router.weight.data.zero_()  # all on experts 0 and 1, which live on rank 0
-    x = batch([9] * num_ranks, rank)
+    x = batch([9] * RANKS, dist.get_rank())
     found, want = outcome(layer, x), outcome(free, x)
-    kept = 12 // num_ranks
+    kept = 12 // RANKS
     assert int(layer.metrics["num_dropped"]) == 9 * K - kept
     torch.testing.assert_close(found[0][: kept // K], want[0][: kept // K], **TIGHT)
     assert not found[0][kept // K :].any()
@@ -247,36 +204,34 @@ def check_static_drop_keeps_the_first_tokens_of_each_rank():
     assert int(layer.metrics["num_dropped"]) == 0
 
 
-def check_static_rounds_in_low_precision():
-    compare_low_precision(RowBudget(300, static=True))
-
-
-def check_static_budgets_are_compared_and_failures_are_told():
-    num_ranks, rank = dist.get_world_size(), dist.get_rank()
-    x = batch([9] * num_ranks, rank)
-    layer = make(RowBudget(6 + rank, static=True))
+@CHECKS((False,), (True,))
+def budgets_are_compared_and_failures_are_told(static):
+    rank = dist.get_rank()
+    x = batch([9] * RANKS, rank)
+    layer = make(RowBudget(6 + rank, static=static))
     raised(ValueError, r"row_budget.rows to be equal on every rank, got 6 on rank 0", layer, x)
-    layer = make(RowBudget(1, static=True))
-    raised(ValueError, rf"expected rows to be at least {num_ranks}, one for each rank", layer, x)
-    layer = make(RowBudget(6, static=True))
+    layer = make(RowBudget(6, static=static))
     told = r"expected x to be of shape" + ("" if rank == 1 else " .* on rank 1")
     raised(ValueError, told, layer, x[:, :7] if rank == 1 else x)
     outcome(layer, x)  # the group goes on
+
+
+@CHECKS()
+def what_a_static_budget_cannot_do_is_refused():
+    x = batch([9] * RANKS, dist.get_rank())
+    layer = make(RowBudget(1, static=True))
+    raised(ValueError, rf"expected rows to be at least {RANKS}, one for each rank", layer, x)
     match = (
         r"MoELayer: expected dispatcher to be .*'alltoall'.* with row_budget.static, got 'dedup'"
     )
     raised(ValueError, match, lambda: make(RowBudget(6, static=True), dispatcher="dedup"))
     with mock.patch.object(static_sizes, "is_capturing", lambda device: True):
         match = r"expected overflow to be 'drop' where a CUDA graph is captured, .* got 'rounds'"
-        raised(RuntimeError, match, layer, x)
+        raised(RuntimeError, match, make(RowBudget(6, static=True)), x)
         with mock.patch.object(static_sizes, "Agreement", None):
             outcome(make(RowBudget(6, static=True, overflow="drop")), x)
 
 
-CHECKS = Checks.of(globals())
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("name", CHECKS)
-def test_on_ranks(num_ranks, name):
-    CHECKS.assert_passed(num_ranks, name)
+def test_on_ranks(name):
+    CHECKS.assert_passed(RANKS, name)
