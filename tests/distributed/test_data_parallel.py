@@ -43,6 +43,13 @@ def wrapped(model, **options):
     return DistributedDataParallel(model, find_unused_parameters=True, **options)
 
 
+def without_unused(*models):
+    """Models of which every rank uses all parameters."""
+    for model in models:
+        del model.branch, model.unused
+    return models
+
+
 def flat(model):
     return torch.cat([local_part(p.detach()).flatten() for p in model.parameters()])
 
@@ -66,45 +73,30 @@ def check_experts_become_equal_over_replicas_and_over_no_others():
 
 
 def check_training_with_clipping_is_that_of_one_process():
-    for ep in sizes():
-        for options in ({}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
-            whole, model = Model(None), Model(mesh(ep).ep_group)
-            ddp = wrapped(model, **options)
-            optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (whole, model)]
-            for _ in range(3):
-                for optimizer in optimizers:
-                    optimizer.zero_grad()
-                for x in batches()[0]:
-                    moe_ext.nn.set_loss_scale(whole, 1.0 / dist.get_world_size())
-                    (loss_of(whole, x) / dist.get_world_size()).backward()
-                want = nn.utils.clip_grad_norm_(whole.parameters(), 0.05)
-                run_steps(ddp)
-                norm = md.clip_grad_norm_(model, 0.05)
-                assert want > 0.1
-                torch.testing.assert_close(norm, want, **TIGHT)
-                assert all(torch.equal(norm, other) for other in on_all_ranks(norm))
-                for optimizer in optimizers:
-                    optimizer.step()
-            for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
-                torch.testing.assert_close(full(p), q, msg=name, **TIGHT)
-
-
-def check_norms_of_every_order():
-    want, model = one_process(), Model(mesh(2).ep_group)
-    run_steps(wrapped(model))
-    grads = [p.grad for p in want.parameters() if p.grad is not None]
-    for norm_type in (2.0, 3.0, 1.0, math.inf):
-        norm = md.clip_grad_norm_(model, 1e9, norm_type)
-        wanted = nn.utils.get_total_norm(grads, norm_type)
-        torch.testing.assert_close(norm, wanted, **TIGHT)
-    text = "norm_type to be positive, got 0"
-    raised(ValueError, text, md.clip_grad_norm_, model, 1.0, 0)
-    if mesh(2).ep_rank == 1:
-        local_part(model.first.experts.down_proj.grad)[0, 0, 0] = math.inf
-    before = model.inp.weight.grad.clone()
-    finite = lambda: md.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)  # noqa: E731
-    raised(RuntimeError, "expected the norm of the gradients to be finite, got inf", finite)
-    assert torch.equal(model.inp.weight.grad, before)
+    for ep, options in (
+        (1, {}),
+        (2, {"static_graph": True}),
+        (4, {"gradient_as_bucket_view": True}),
+    ):
+        whole, model = Model(None), Model(mesh(ep).ep_group)
+        ddp = wrapped(model, **options)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (whole, model)]
+        moe_ext.nn.set_loss_scale(whole, 1.0 / dist.get_world_size())
+        for _ in range(2):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            for x in batches()[0]:
+                (loss_of(whole, x) / dist.get_world_size()).backward()
+            want = nn.utils.clip_grad_norm_(whole.parameters(), 0.05)
+            run_steps(ddp)
+            norm = md.clip_grad_norm_(model, 0.05)
+            assert want > 0.1
+            torch.testing.assert_close(norm, want, **TIGHT)
+            assert all(torch.equal(norm, other) for other in on_all_ranks(norm))
+            for optimizer in optimizers:
+                optimizer.step()
+        for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(full(p), q, msg=name, **TIGHT)
 
 
 def check_accumulation():
@@ -144,9 +136,7 @@ def check_accumulation():
 
 def check_a_reduction_that_is_asked_for_after_the_forward_passes():
     """What Accelerate's trigger_sync_in_backward does."""
-    want, model = one_process(steps=2), Model(mesh(2).ep_group)
-    for one in (want, model):
-        del one.branch, one.unused
+    want, model = without_unused(one_process(steps=2), Model(mesh(2).ep_group))
     ddp = DistributedDataParallel(moe_ext.parallelize(model))
     moe_ext.nn.set_loss_scale(model, 0.5)
     with ddp.no_sync():
@@ -159,9 +149,7 @@ def check_a_reduction_that_is_asked_for_after_the_forward_passes():
 
 def check_a_pass_in_no_sync_does_not_take_back_the_one_before():
     """One backward pass through two forward passes, of which the first asks for a reduction."""
-    want, model = one_process(steps=2), Model(mesh(2).ep_group)
-    for one in (want, model):
-        del one.branch, one.unused
+    want, model = without_unused(one_process(steps=2), Model(mesh(2).ep_group))
     ddp = DistributedDataParallel(moe_ext.parallelize(model))
     moe_ext.nn.set_loss_scale(model, 0.5)
     first, second = (step[dist.get_rank()] for step in batches(2))
@@ -185,9 +173,8 @@ def check_recomputation():
     want = one_process()
     for reentrant in (False, True):
         for static in (False, True):
-            model = Checkpointed(mesh(2).ep_group)
+            [model] = without_unused(Checkpointed(mesh(2).ep_group))
             model.reentrant = reentrant
-            del model.branch, model.unused
             ddp = DistributedDataParallel(moe_ext.parallelize(model), static_graph=static)
             for _ in range(2):
                 ddp.zero_grad()
@@ -229,10 +216,7 @@ class Stored(Model):
 
 
 def check_a_loss_beside_the_outputs():
-    model = Stored(mesh(2).ep_group)
-    del model.branch, model.unused
-    want = one_process()
-    del want.branch, want.unused
+    want, model = without_unused(one_process(), Stored(mesh(2).ep_group))
     ddp = DistributedDataParallel(moe_ext.parallelize(model))
     ddp(batches()[0][dist.get_rank()])
     model.loss.backward()
@@ -289,9 +273,7 @@ def check_an_overflow_on_one_rank_is_skipped_on_all():
 
 
 def check_replicate_of_torch():
-    want, model = one_process(steps=2), Model(mesh(2).ep_group)
-    for one in (want, model):
-        del one.branch, one.unused
+    want, model = without_unused(one_process(steps=2), Model(mesh(2).ep_group))
     experts = [model.first.experts, model.second.experts]
     replicate(moe_ext.parallelize(model), ignored_modules=experts)
     moe_ext.nn.set_loss_scale(model, 0.5)
@@ -357,9 +339,7 @@ def wrapped_as_it_is(model):
 
 
 def check_replicate_before_and_after_an_error():
-    want, model = one_process(), Model(mesh(2).ep_group)
-    for one in (want, model):
-        del one.branch, one.unused
+    want, model = without_unused(one_process(), Model(mesh(2).ep_group))
     replicate(model, ignored_modules=[model.first.experts, model.second.experts])
     moe_ext.parallelize(model)
     loss_of(model, batches()[0][dist.get_rank()]).backward()
@@ -454,7 +434,7 @@ class AnyModel(Model):
 def check_random_combinations():
     """Steps of several passes by what DDP, recomputation and optimizers offer, in every mixture."""
     world = dist.get_world_size()
-    for seed in range(150 if FULL else 10):
+    for seed in range(150 if FULL else 7):
         draw = random.Random(seed)
         ep = draw.choice(sizes())
         options = {
@@ -601,8 +581,3 @@ CHECKS = Checks.of(globals())
 @pytest.mark.parametrize("name", CHECKS)
 def test_four_ranks(name):
     CHECKS.assert_passed(4, name, timeout=1800.0 if FULL else 120.0)
-
-
-def test_without_process_group():
-    with pytest.raises(ValueError, match="expected torch.distributed to be initialised"):
-        md.data_parallel(Model(None))

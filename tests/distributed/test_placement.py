@@ -194,6 +194,7 @@ def columns_over_ranks():
 @CHECKS()
 def a_mesh_knows_the_replicas():
     mesh = md.MoEMesh(dp=2, ep=2)
+    assert (mesh.dp_rank, mesh.dp_size) == (dist.get_rank() // 2, 2)
     replicas = replica_group(mesh.ep_group, torch.device("cpu"))
     assert replicas is mesh.device_mesh.get_group("edp")
     assert dist.get_process_group_ranks(replicas) == [mesh.ep_rank, mesh.ep_rank + 2]
