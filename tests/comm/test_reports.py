@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from rank_checks import Checks
 from torch import nn
 from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +22,8 @@ from moe_ext.nn import Dispatch, ModuleExperts, RowBudget
 from moe_ext.testing import spawn_ranks
 
 DIM = 8
+# Over two ranks; the first one looks at a store to which no rank has told anything.
+CHECKS = Checks()
 
 
 class RaisesInBackward(torch.autograd.Function):
@@ -192,28 +195,38 @@ def test_every_rank_raises_the_error_of_one(run, num_ranks, faults, store):
             assert same, case
 
 
-def results_of_two_dtypes(rank, part, rows):
-    """What the first step raises where one rank's experts return another dtype; and equal ones."""
+@CHECKS()
+def an_error_on_a_device_is_kept():
+    """A rank that misses another finds its error: no host waits on CUDA, and nobody is told."""
+    with (
+        contextlib.suppress(KeyError),
+        reports.telling(dist.group.WORLD, torch.device("cuda"), "f"),
+    ):
+        if dist.get_rank() == 1:
+            raise KeyError("no such weight")
+    dist.barrier()
+    store = c10d.default_store()
+    assert store.add("moe_ext/raised/count", 0) == 0
+    assert store.get("moe_ext/error/1").decode() == "f: 'no such weight'"
+
+
+@CHECKS((None,), (4,))
+def results_of_another_dtype_on_one_rank_are_refused_on_all(rows):
     reports._LOOK_EVERY = timedelta(seconds=0.05)
-    layer, faulty = make_layer(rank, "alltoall", part, rows)
+    layer, faulty = make_layer(dist.get_rank(), "alltoall", "experts", rows)
     x = torch.randn(6, DIM, requires_grad=True)
-    faulty.raises = "dtype" if rank == 1 else None
+    faulty.raises = "dtype" if dist.get_rank() == 1 else None
     with pytest.raises(ValueError) as found:
         layer(x)
+    assert str(found.value) == (
+        "AllToAllDispatcher: expected the dtype of the experts' results to be equal on every "
+        "rank, got torch.float32 on rank 0, torch.float64 on rank 1"
+    )
+    # All of them may return another one.
     faulty.raises = "dtype"
     y = layer(x)
     y.sum().backward()
-    return str(found.value), y.dtype
-
-
-@pytest.mark.parametrize(("part", "rows"), [("experts", None), ("experts", 4)])
-def test_results_of_another_dtype_on_one_rank_are_refused_on_all(part, rows):
-    for text, dtype in spawn_ranks(results_of_two_dtypes, 2, part, rows):
-        assert text == (
-            "AllToAllDispatcher: expected the dtype of the experts' results to be equal on every "
-            "rank, got torch.float32 on rank 0, torch.float64 on rank 1"
-        )
-        assert dtype == torch.float64
+    assert y.dtype == torch.float64
 
 
 def several_fail_at_once(rank):
@@ -283,16 +296,17 @@ def _exp_of_exp(x):
         return x.exp().exp()
 
 
-def nobody_is_disturbed(rank):
+@CHECKS()
+def a_backward_pass_without_rows_and_a_recomputation_are_nobodys_business():
     """A rank raises where nobody waits for it; later the others wait long for something else."""
     reports._LOOK_EVERY = timedelta(seconds=0.05)
-    layer, faulty = make_layer(rank, "alltoall", "experts", None)
+    layer, _ = make_layer(dist.get_rank(), "alltoall", "experts", None)
     x = torch.randn(5, DIM, requires_grad=True)
     layer(x).sum().backward()
     # A pass of its own, without rows that travel.
     with pytest.raises(ValueError, match="no gradient"):
         RaisesInBackward.apply(x).sum().backward()
-    if rank == 1:
+    if dist.get_rank() == 1:
         # torch ends a recomputation by an exception, where the backward pass has all it needs.
         # The name of the layer, for a message, takes a look at all objects there are.
         with mock.patch.object(reports, "with_layer", side_effect=AssertionError):
@@ -300,11 +314,6 @@ def nobody_is_disturbed(rank):
         time.sleep(0.4)
     layer(x).sum().backward()
     sync_gradients(layer)
-    return True
-
-
-def test_a_backward_pass_without_rows_and_a_recomputation_are_nobodys_business():
-    assert spawn_ranks(nobody_is_disturbed, 2) == [True, True]
 
 
 def test_an_error_is_told_once():
@@ -313,23 +322,6 @@ def test_an_error_is_told_once():
     with pytest.raises(ValueError, match="x"), reports.telling(None, torch.device("cpu"), "f"):
         raise error
     assert reports.is_told(error) and not reports.is_told(RankFailureError("", ()))
-
-
-def keeps_an_error_on_a_device(rank):
-    """A rank that misses another finds its error: no host waits on CUDA, and nobody is told."""
-    with (
-        contextlib.suppress(KeyError),
-        reports.telling(dist.group.WORLD, torch.device("cuda"), "f"),
-    ):
-        if rank == 1:
-            raise KeyError("no such weight")
-    dist.barrier()
-    store = c10d.default_store()
-    return store.add("moe_ext/raised/count", 0), store.get("moe_ext/error/1").decode()
-
-
-def test_an_error_on_a_device_is_kept():
-    assert spawn_ranks(keeps_an_error_on_a_device, 2) == [(0, "f: 'no such weight'")] * 2
 
 
 def function_with(forward, backward):
@@ -467,14 +459,16 @@ def test_a_pass_that_a_debugger_evaluates_leaves_no_trace_function():
     assert kept is trace and found[1] is not trace
 
 
-def train_and_look_at_the_engine(rank):
+@CHECKS()
+def the_engine_of_torch_is_not_replaced():
     engines = torch.autograd._engine_run_backward, torch.autograd.graph._engine_run_backward
-    layer, _ = make_layer(rank, "alltoall", "experts", None)
+    layer, _ = make_layer(dist.get_rank(), "alltoall", "experts", None)
     layer(torch.randn(5, DIM, requires_grad=True)).sum().backward()
     sync_gradients(layer)
     after = torch.autograd._engine_run_backward, torch.autograd.graph._engine_run_backward
-    return engines == after and after[0] is after[1] and not reports._passes
+    assert engines == after and after[0] is after[1] and not reports._passes
 
 
-def test_the_engine_of_torch_is_not_replaced():
-    assert spawn_ranks(train_and_look_at_the_engine, 2) == [True, True]
+@pytest.mark.parametrize("name", CHECKS)
+def test_over_two_ranks(name):
+    CHECKS.assert_passed(2, name)
