@@ -13,6 +13,7 @@ import functools
 import itertools
 import json
 import os
+import pickle
 import sys
 import tempfile
 import traceback
@@ -159,7 +160,9 @@ def outcomes(*, few):
     """Cell to outcome, and that of the mixtures; expects the tools in PRELOADED."""
     outcome = {" / ".join(cell): text for cell, text in run(FEW if few else CELLS).items()}
     seeds = range(FEW_MIXTURES if few else ALL_MIXTURES)
-    texts = testing.spawn_ranks(mixtures.run_rank, mixtures.RANKS, seeds, timeout=1800.0)
+    # Once for all ranks; as bytes, since a process takes few tensors as arguments.
+    wanted = pickle.dumps({seed: mixtures.one_process(seed) for seed in seeds})
+    texts = testing.spawn_ranks(mixtures.run_rank, mixtures.RANKS, wanted, timeout=1800.0)
     wrong = sorted(filter(None, texts), key=lambda text: "RankFailureError" in text)
     outcome["mixtures"] = next(iter(wrong), "equal")
     return outcome

@@ -8,6 +8,7 @@ import copy
 import functools
 import inspect
 import io
+import pickle
 import re
 import tempfile
 import warnings
@@ -495,7 +496,7 @@ for _name, _kind in _optimizers():
 def compare(found, wanted):
     """What differs, or None; all ranks call it alike."""
     if isinstance(found, nn.Module):
-        found, wanted = md.full_state_dict(found), wanted.state_dict()
+        found = md.full_state_dict(found)
     if set(found) != set(wanted):
         return f"other names: {sorted(set(found) ^ set(wanted))[:3]}"
     for name, tensor in found.items():
@@ -511,16 +512,27 @@ def compare(found, wanted):
     return None
 
 
-def run_rank(rank, given):
-    """Outcome of each (name, mesh) on this rank."""
+def one_process(key):
+    """What a function of a (name, mesh) gives in one process: tensors by name."""
+    name, label = key
+    found = FUNCTIONS[name](Job(None, has_biases(label)))
+    return found.state_dict() if isinstance(found, nn.Module) else found
+
+
+def has_biases(label):
+    """Whether experts of a mesh have biases; the shards of an expert have none."""
+    return label != "etp"
+
+
+def run_rank(rank, wanted):
+    """Outcome of each (name, mesh) on this rank; `wanted`: pickled, what one process gives."""
     warnings.simplefilter("ignore")
     meshes = {label: md.MoEMesh(**sizes) for label, sizes in MESHES.items()}
     found = {}
-    for name, label in given:
-        bias = label != "etp"  # the shards of an expert have none
-        wanted = FUNCTIONS[name](Job(None, bias))
+    for (name, label), right in pickle.loads(wanted).items():
         try:
-            wrong = compare(FUNCTIONS[name](Job(meshes[label], bias)), wanted)
+            job = Job(meshes[label], has_biases(label))
+            wrong = compare(FUNCTIONS[name](job), right)
             text = "equal" if wrong is None else f"wrong: {wrong}"
         except BaseException as error:  # torch's CheckpointException is no Exception
             text = f"refused: {type(error).__name__}: {error}"
@@ -623,7 +635,9 @@ def keys(*, few):
 
 def outcomes(*, few):
     """(Name, mesh) to outcome of all ranks."""
-    found = testing.spawn_ranks(run_rank, RANKS, keys(few=few), timeout=600.0)
+    # Once for all ranks; as bytes, since a process takes few tensors as arguments.
+    wanted = pickle.dumps({key: one_process(key) for key in keys(few=few)})
+    found = testing.spawn_ranks(run_rank, RANKS, wanted, timeout=600.0)
     return {
         key: next((one[key] for one in found if one[key].startswith("wrong")), found[0][key])
         for key in found[0]

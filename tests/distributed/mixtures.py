@@ -5,6 +5,7 @@
 
 import contextlib
 import itertools
+import pickle
 import random
 import warnings
 from dataclasses import dataclass
@@ -113,8 +114,9 @@ class Model(nn.Module):
         return self.out(h)
 
 
-def one_process(mixture):
+def one_process(seed):
     """The weights, and the norms of all steps, and the least distance to another choice."""
+    mixture = Mixture(seed)
     model = mixture.model(None, torch.float64)
     optimizer, norms, gaps = mixture.optimizer(model), [], []
 
@@ -132,7 +134,7 @@ def one_process(mixture):
             (model(x).square().mean() / share).backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, mixture.norm_type))
         optimizer.step()
-    return model, norms, min(gaps)
+    return {name: p.detach() for name, p in model.named_parameters()}, norms, min(gaps)
 
 
 def train(mixture, mesh):
@@ -180,9 +182,9 @@ def train(mixture, mesh):
     return model, norms
 
 
-def compare(mixture, mesh):
-    """AssertionError with what differs."""
-    want, wanted_norms, gap = one_process(mixture)
+def compare(mixture, mesh, wanted):
+    """AssertionError with what differs from one process."""
+    weights, wanted_norms, gap = wanted
     if mixture.dtype == torch.float32 and gap < TIE:
         return
     model, norms = train(mixture, mesh)
@@ -194,22 +196,21 @@ def compare(mixture, mesh):
     for norm, wanted in zip(norms, wanted_norms, strict=True):
         found = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         torch.testing.assert_close(found.double(), wanted, **close)
-    named = dict(want.named_parameters())
     for name, parameter in model.named_parameters():
         whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
         torch.testing.assert_close(
-            whole.double(), named[name], msg=lambda text, name=name: f"{name}: {text}", **close
+            whole.double(), weights[name], msg=lambda text, name=name: f"{name}: {text}", **close
         )
 
 
-def run_rank(rank, seeds):
-    """Text of the first mixture that differs, or None."""
+def run_rank(rank, wanted):
+    """Text of the first mixture that differs, or None; `wanted`: pickled, what one process has."""
     warnings.simplefilter("ignore")
     meshes = {ep: md.MoEMesh(dp=RANKS // ep, ep=ep) for ep in (2, 4)}
-    for seed in seeds:
+    for seed, right in pickle.loads(wanted).items():
         mixture = Mixture(seed)
         try:
-            compare(mixture, meshes[mixture.ep])
+            compare(mixture, meshes[mixture.ep], right)
         except Exception as error:
             return f"{vars(mixture)}: {error}"
     return None
