@@ -8,12 +8,11 @@ import os
 import signal
 import threading
 import time
-import traceback
 
 import pytest
 import torch
 import torch.distributed as dist
-from rank_checks import ask_briefly, at_once
+from rank_checks import Checks, ask_briefly, assert_passed, at_once, run_checks
 
 from moe_ext import _runtime_library
 from moe_ext.comm.agreement import share
@@ -22,12 +21,7 @@ from moe_ext.distributed import RankFailureError
 from moe_ext.testing import spawn_ranks
 
 PATHS = {"python": "0", "compiled": "1"}
-CHECKS = {}
-
-
-def check(function):
-    CHECKS[function.__name__] = function
-    return function
+CHECKS = Checks()
 
 
 @contextlib.contextmanager
@@ -54,7 +48,7 @@ def row(rank, length, salt=0):
     return torch.randint(256, (length,), dtype=torch.uint8, generator=generator)
 
 
-@check
+@CHECKS()
 def messages_of_unlike_and_no_length_go_round(group):
     rank, size = dist.get_rank(), dist.get_world_size()
     left, right = neighbours()
@@ -68,7 +62,7 @@ def messages_of_unlike_and_no_length_go_round(group):
             assert torch.equal(held, row(source, lengths[source]))
 
 
-@check
+@CHECKS()
 def hops_both_ways_are_told_apart_by_their_tags(group):
     # With two ranks both neighbours are the same.
     rank = dist.get_rank()
@@ -83,7 +77,7 @@ def hops_both_ways_are_told_apart_by_their_tags(group):
         assert torch.equal(hops[kind].wait(), row(left if kind % 2 else right, 9, kind))
 
 
-@check
+@CHECKS()
 def several_messages_in_one_hop(group):
     rank, size = dist.get_rank(), dist.get_world_size()
     everyone = [(row(rank, 8, to), to) for to in range(size) if to != rank]
@@ -94,7 +88,7 @@ def several_messages_in_one_hop(group):
         assert torch.equal(ring_exchange(group).post([], buffer, 0, 3).wait(), row(0, 8, rank))
 
 
-@check
+@CHECKS()
 def two_groups_at_a_time(group):
     rank, size = dist.get_rank(), dist.get_world_size()
     left, right = neighbours()
@@ -108,7 +102,7 @@ def two_groups_at_a_time(group):
     dist.destroy_process_group(other)
 
 
-@check
+@CHECKS()
 def memory_of_a_hop_underway_is_refused(group):
     left, right = neighbours()
     exchange = ring_exchange(group)
@@ -128,7 +122,7 @@ def memory_of_a_hop_underway_is_refused(group):
     exchange.post([(filled, right)], sent, left, 2).wait()
 
 
-@check
+@CHECKS()
 def what_is_sent_is_kept(group):
     rank, length = dist.get_rank(), 3_000_000
     left, right = neighbours()
@@ -145,7 +139,7 @@ def what_is_sent_is_kept(group):
     assert not any(other.any() for other in others)
 
 
-@check
+@CHECKS()
 def other_threads_run_while_a_hop_waits(group):
     left, right = neighbours()
     buffer = torch.zeros(4, dtype=torch.uint8)
@@ -175,7 +169,7 @@ def other_threads_run_while_a_hop_waits(group):
         assert sum(moment < started + waited for moment in moments) > 10
 
 
-@check
+@CHECKS()
 def mistakes_are_refused(group):
     exchange, size = ring_exchange(group), dist.get_world_size()
     left, right = neighbours()
@@ -193,7 +187,7 @@ def mistakes_are_refused(group):
         exchange.post([], good, -1, 0)
 
 
-@check
+@CHECKS()
 def a_hop_with_nothing_to_do(group):
     exchange = ring_exchange(group)
     nothing = torch.zeros(0, dtype=torch.uint8)
@@ -205,22 +199,13 @@ def a_hop_with_nothing_to_do(group):
 
 
 def run_all(rank, path):
-    """Outcome of every check on this rank: None, or a traceback."""
-    found = {}
     with taking(path):
         made = isinstance(ring_exchange(dist.group.WORLD), PythonRingExchange)
         assert made == (path == "python")
-        for name, function in CHECKS.items():
-            try:
-                function(dist.group.WORLD)
-                found[name] = None
-            except BaseException:
-                found[name] = traceback.format_exc()
-            dist.barrier()
-    return found
+        return run_checks(CHECKS, dist.group.WORLD, before=dist.barrier)
 
 
-@functools.lru_cache
+@functools.cache
 def outcomes(num_ranks, path):
     return spawn_ranks(run_all, num_ranks, path)
 
@@ -229,8 +214,7 @@ def outcomes(num_ranks, path):
 @pytest.mark.parametrize(("num_ranks", "path"), [*itertools.product((2, 3, 4), PATHS)])
 def test_ranks(num_ranks, path, name):
     skip_unless_built(path)
-    failed = {r: x[name] for r, x in enumerate(outcomes(num_ranks, path)) if x[name]}
-    assert not failed, "\n".join(f"rank {r}: {text}" for r, text in failed.items())
+    assert_passed(outcomes(num_ranks, path), name)
 
 
 def go_round_without_a_rank(rank, path, how):
