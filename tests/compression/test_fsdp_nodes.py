@@ -1,7 +1,9 @@
-"""FSDP2 on four ranks: between nodes, on two meshes, and with another number of ranks."""
+"""FSDP2 on four ranks: between nodes, on two meshes, with other numbers of ranks and codecs."""
 
 import math
 import tempfile
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch.distributed.checkpoint as checkpoint
 from fsdp_checks import (
     Model,
     assert_nearly_all_close,
+    assert_nothing_is_lost,
     assert_same,
     backward,
     gradients,
@@ -20,6 +23,7 @@ from fsdp_checks import (
     mesh,
     mesh_of,
     node_mesh,
+    own_residuals,
     poisoned_backward,
     quantized_gradients,
     signs_of_shards,
@@ -28,10 +32,12 @@ from fsdp_checks import (
     whole,
     wrapped,
 )
+from outside_codecs import Short
 from rank_checks import Checks
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
+from moe_ext.compression import Quantize, Threshold, TopK, register_codec
 from moe_ext.compression.fsdp import (
     CompressedAllGather,
     CompressedAllReduce,
@@ -41,14 +47,32 @@ from moe_ext.compression.fsdp import (
 from moe_ext.distributed import count_traffic
 from moe_ext.distributed.fsdp_state import messages_of
 
+
+@dataclass(frozen=True)
+class Brief(Short):
+    """The same by a name of its own."""
+
+    name: ClassVar[str] = "brief"
+
+
+@dataclass(frozen=True)
+class Whole(Short):
+    """The same, of whole gradients only."""
+
+    name: ClassVar[str] = "whole"
+    shardable: ClassVar[bool] = False
+
+
+register_codec("brief", lambda density: Brief())
 four = Checks()
+GRADIENTS = {"zero_quantized_gradients": True, "error_feedback": True}
 
 
 @four()
 def uneven_shards_of_four_ranks():
     model, _ = quantized_gradients(gradient_format="int8", zero_quantized_weights=True)
-    losses = train(model, range(3), lr=0.01)
-    plain = train(wrapped(mesh()), range(3), lr=0.01)
+    losses = train(model, range(2), lr=0.01)
+    plain = train(wrapped(mesh()), range(2), lr=0.01)
     assert (losses - plain).abs().max() < 1e-3
     assert {tuple(p.to_local().shape) for p in [model.blocks[0].up.weight.data]} <= {
         (13, 64),
@@ -56,40 +80,27 @@ def uneven_shards_of_four_ranks():
     }
 
 
-@four(("none",), ("int8",), ("sign",), ("topk",))
+def over_nodes(**options):
+    """(model, compression) of four ranks that are two nodes of two."""
+    model, nodes = wrapped(node_mesh()["local"]), node_mesh()["node"].get_group()
+    return model, zero_plus_plus(model, node_group=nodes, **options)
+
+
+@four()
+def nodes_of_two_ranks_without_a_codec():
+    plain, (ours, _) = wrapped(node_mesh()), over_nodes(node_codec="none")
+    assert torch.equal(train(plain, range(2)), train(ours, range(2)))
+    assert_same(weights(ours), weights(plain))
+
+
+@four(("int8",), ("sign",), ("topk",))
 def nodes_of_two_ranks(codec):
-    plain = wrapped(node_mesh())
-    ours = wrapped(node_mesh()["local"])
-    compression = zero_plus_plus(
-        ours, node_group=node_mesh()["node"].get_group(), node_codec=codec, density=0.05
-    )
-    if codec == "none":
-        assert torch.equal(train(plain, range(3)), train(ours, range(3)))
-        assert_same(weights(ours), weights(plain))
-        return
-    applied, want = {}, {}
-    for step in range(3):
-        backward(plain, step)
-        backward(ours, step)
-        assert compression.finite()
-        for name, grad in gradients(ours).items():
-            applied[name] = applied.get(name, 0) + grad.double()
-        for name, grad in gradients(plain).items():
-            want[name] = want.get(name, 0) + grad.double()
-    owed = {}
-    for part in compression.state_dict()["residuals"].values():
-        owed.update(whole(part.items()))
-    assert {name for name in want if is_compressed(name)} == set(owed)
-    for name, total in want.items():
-        found = applied[name] + owed.get(name, 0)
-        assert (found - total).abs().max() <= 2e-6 * (1 + total.abs().max()), name
+    assert_nothing_is_lost(*over_nodes(node_codec=codec, density=0.05))
 
 
 @four()
 def top_k_between_nodes_sends_its_share():
-    model = wrapped(node_mesh()["local"])
-    group = node_mesh()["node"].get_group()
-    compression = zero_plus_plus(model, node_group=group, node_codec="topk", density=0.25)
+    model, compression = over_nodes(node_codec="topk", density=0.25)
     backward(model, 0)
     for name, part in compression.state_dict(sharded=False)["residuals"].items():
         owed = sum(int(t.count_nonzero()) for t in part.values())
@@ -111,8 +122,7 @@ def padding_has_no_part_in_the_scale_of_signs():
 
 @four()
 def padding_has_no_part_in_the_scales_between_nodes():
-    model = wrapped(node_mesh()["local"])
-    zero_plus_plus(model, node_group=node_mesh()["node"].get_group(), node_codec="sign")
+    model, _ = over_nodes(node_codec="sign")
     backward(model, 0)
     for name, found in gradients(model).items():
         if is_compressed(name):
@@ -149,26 +159,19 @@ def a_flush_waits_for_what_has_no_gradient(hop):
     with pytest.warns(UserWarning, match="parameters of module '' had no gradient, its messages"):
         model(x, both=False).square().sum().backward()
     assert compression.finite() and compression.ledger.flushing
-    assert any(t.any() for part in residuals_of(compression) for t in part.values())
+    assert any(t.any() for t in own_residuals(compression).values())
     model(x).square().sum().backward()
     assert compression.finite() and not compression.ledger.flushing
-    assert not any(t.any() for part in residuals_of(compression) for t in part.values())
-
-
-def residuals_of(compression):
-    return compression.state_dict(sharded=False)["residuals"].values()
+    assert not any(t.any() for t in own_residuals(compression).values())
 
 
 @four()
 def both_hops_feed_back():
-    model = wrapped(node_mesh()["local"])
-    compression = zero_plus_plus(
-        model,
+    model, compression = over_nodes(
         zero_quantized_weights=True,
         weight_format="none",
         zero_quantized_gradients=True,
         error_feedback=True,
-        node_group=node_mesh()["node"].get_group(),
         node_codec="topk",
         density=0.1,
     )
@@ -178,26 +181,22 @@ def both_hops_feed_back():
         for name, grad in gradients(model).items():
             applied[name] = applied.get(name, 0) + grad.double()
     want, largest = mean_of_gradients(range(2))
+    # Both hops owe for a parameter, by the same name.
     for part in compression.state_dict()["residuals"].values():
-        for name, owed in whole(part.items()).items():
-            applied[name] = applied[name] + owed
+        for name, left in whole(part.items()).items():
+            applied[name] = applied[name] + left
     for name, total in want.items():
         assert (applied[name] - total).abs().max() <= 2e-6 * (1 + max(largest[name])), name
 
 
 @four()
 def a_nan_in_one_node_reaches_all_nodes():
-    model = wrapped(node_mesh()["local"])
-    compression = zero_plus_plus(
-        model, node_group=node_mesh()["node"].get_group(), node_codec="topk", density=0.1
-    )
+    model, compression = over_nodes(node_codec="topk", density=0.1)
     backward(model, 0)
-    before = compression.state_dict(sharded=False)["residuals"]
+    before = own_residuals(compression)
     poisoned_backward(model, 1, 3, math.inf)
     assert not compression.finite()
-    after = compression.state_dict(sharded=False)["residuals"]
-    for name, part in before.items():
-        assert_same(after[name], part)
+    assert_same(own_residuals(compression), before)
 
 
 class NanForWeight(torch.autograd.Function):
@@ -218,7 +217,7 @@ def assert_only_rank_two_is_bad(model, module, parameter, **kwargs):
     compression = zero_plus_plus(model, **kwargs)
     backward(model, 0)
     assert compression.finite()
-    before = compression.state_dict(sharded=False)["residuals"]
+    before = own_residuals(compression)
     if dist.get_rank() == 2:
         module.register_forward_hook(
             lambda m, args, out: NanForWeight.apply(out, getattr(m, parameter))
@@ -227,12 +226,7 @@ def assert_only_rank_two_is_bad(model, module, parameter, **kwargs):
     assert not compression.finite()
     with pytest.raises(ValueError, match=rf"NaN or infinity in .*{parameter}.* on rank 2$"):
         compression.check()
-    after = compression.state_dict(sharded=False)["residuals"]
-    for name, part in before.items():
-        assert_same(after[name], part)
-
-
-GRADIENTS = {"zero_quantized_gradients": True, "error_feedback": True}
+    assert_same(own_residuals(compression), before)
 
 
 @four()
@@ -252,8 +246,7 @@ def messages_that_are_not_compressed_are_looked_at():
 
 @four()
 def messages_that_are_not_compressed_between_nodes_are_looked_at():
-    model, nodes = wrapped(node_mesh()["local"]), node_mesh()["node"].get_group()
-    compression = zero_plus_plus(model, node_group=nodes)
+    model, compression = over_nodes()
     model.out.register_forward_hook(
         lambda m, args, out: NanForWeight.apply(out, m.bias) if dist.get_rank() == 2 else out
     )
@@ -353,14 +346,7 @@ def secondary_partitions_gather_inside_a_node():
 def native_hsdp_with_error_feedback():
     model = wrapped(node_mesh())
     compression = zero_plus_plus(model, zero_quantized_gradients=True, error_feedback=True)
-    backward(model, 0)
-    owed = {}
-    for part in compression.state_dict()["residuals"].values():
-        owed.update(whole(part.items()))
-    want, largest = mean_of_gradients([0])
-    for name, found in gradients(model).items():
-        total = found + owed.get(name, 0)
-        assert (total - want[name]).abs().max() <= 1e-6 * (1 + max(largest[name])), name
+    assert_nothing_is_lost(model, compression, num_steps=1)
     with pytest.raises(ValueError, match="expected fully_shard to have a mesh of one dimension"):
         zero_plus_plus(model, node_group=node_mesh()["node"].get_group())
 
@@ -377,8 +363,8 @@ def on_ranks(members, state, steps):
     for step in steps:
         backward(model, step)
     state = compression.state_dict()
-    owed = {name: whole(part.items()) for name, part in state["residuals"].items()}
-    return {**state, "residuals": owed}, gradients(model) if steps else None
+    left = {name: whole(part.items()) for name, part in state["residuals"].items()}
+    return {**state, "residuals": left}, gradients(model) if steps else None
 
 
 def from_first(value):
@@ -403,8 +389,8 @@ def residuals_survive_another_number_of_ranks():
     after, applied = on_ranks((0, 1, 2), state, [2])
     after, applied = from_first(after), from_first(applied)
     grads = [local_gradients(2, rank) for rank in range(3)]
-    for name, owed in total.items():
-        want = sum(g[name].double() for g in grads) / 3 + owed
+    for name, left in total.items():
+        want = sum(g[name].double() for g in grads) / 3 + left
         part = next(p for p in after["residuals"].values() if name in p)
         assert (applied[name] + part[name] - want).abs().max() <= 2e-6, name
 
@@ -427,6 +413,50 @@ def distributed_checkpoints_hold_residuals():
             torch.testing.assert_close(tensor, want[name][key], rtol=1e-6, atol=1e-9)
 
 
+def compressed(kind, codec):
+    if kind == "scattered":
+        model = wrapped(mesh())
+        return model, zero_plus_plus(model, gradient_format=codec, **GRADIENTS)
+    return over_nodes(node_codec=codec)
+
+
+@four(
+    ("scattered", "brief"),
+    ("scattered", Brief()),
+    ("scattered", Quantize("int6", block=None)),
+    ("scattered", TopK(0.1)),
+    ("nodes", "brief"),
+    ("nodes", Threshold(0.1)),
+    ("nodes", Quantize("int2", stochastic=True)),
+)
+def nothing_is_lost(kind, codec):
+    model, compression = compressed(kind, codec)
+    assert_nothing_is_lost(model, compression)
+
+
+@four()
+def weights_and_gradients_train():
+    plain, model = wrapped(mesh()), wrapped(mesh())
+    zero_plus_plus(
+        model, zero_quantized_weights=True, weight_format=Brief(), gradient_format="brief",
+        **GRADIENTS,
+    )  # fmt: skip
+    with count_traffic() as traffic:
+        found = train(model, range(3))
+    want = train(plain, range(3))
+    torch.testing.assert_close(found, want, rtol=0.02, atol=0)
+    # Half of what float32 numbers take, and what is not compressed.
+    numel = sum(p.numel() for p in plain.parameters())
+    sent = traffic.sent_bytes["all_to_all"]
+    assert 0 < sent < 3 * 0.6 * 4 * numel
+
+
 @pytest.mark.parametrize("name", four)
 def test_four_ranks(name):
     four.assert_passed(4, name)
+
+
+@pytest.mark.parametrize("codec", ["powersgd", "auto", Whole()])
+def test_codecs_that_cannot_be_cut_are_refused(codec):
+    with pytest.raises(ValueError, match="CompressedReduceScatter: expected format to be one of"):
+        CompressedReduceScatter(codec)
