@@ -1,5 +1,6 @@
 """A rank that dies in a compressed collective, or comes late to it."""
 
+import functools
 import os
 import signal
 import threading
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from collective_checks import PATHS, of_rank, skip_unless_built
 
+from moe_ext.comm import workers
 from moe_ext.compression import (
     SplitRegions,
     block_sparse_all_reduce_,
@@ -18,7 +20,8 @@ from moe_ext.compression import (
     shard_numel,
     sparse_all_reduce,
 )
-from moe_ext.distributed import RankFailureError
+from moe_ext.compression.collectives import quantized
+from moe_ext.distributed import RankFailureError, count_traffic
 from moe_ext.ops import topk_compress_
 from moe_ext.testing import spawn_ranks
 
@@ -149,3 +152,45 @@ def test_async_returns_at_once(path):
     at_once, waits = spawn_ranks(beside, 2, path)[0]
     assert waits
     assert at_once < 0.4
+
+
+def dying_between_pieces(rank, path, async_op):
+    os.environ["MOE_EXT_RUNTIME"] = PATHS[path]
+    quantized._LEAST_BYTES = 1024
+    numel, size = 60_000, dist.get_world_size()
+    x, owed = of_rank(rank, numel), of_rank(rank, numel, salt=1)
+    server = of_rank(rank, shard_numel(numel, size), salt=2)
+    call = functools.partial(
+        quantized_all_reduce_, x, residual=owed, server_residual=server, async_op=async_op
+    )
+    done = call()
+    if async_op:
+        done.wait()
+    before = [tensor.clone() for tensor in (x, owed, server)]
+    sent = []
+
+    def killing(kind, num_bytes):
+        sent.append(kind)
+        if sent.count("all_gather") == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 1:
+        workers.record_traffic = killing
+    try:
+        with count_traffic():
+            done = call(validate=False)
+            if async_op:
+                done.wait()
+    except RankFailureError as error:
+        same = [torch.equal(*pair) for pair in zip((x, owed, server), before, strict=True)]
+        return "rank 1 died" in str(error), same
+    return "no error"
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_a_rank_that_dies_between_pieces_changes_nothing(path, async_op):
+    skip_unless_built(path)
+    found = spawn_ranks(dying_between_pieces, 3, path, async_op, may_die=[1], store="tcp")
+    for rank in (0, 2):
+        assert found[rank] == (True, [True, True, True])

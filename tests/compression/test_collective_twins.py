@@ -31,7 +31,7 @@ def split_of(layout, values, indices, residual, bounds, step):
     return partial(_split_sum, *args), out
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     size=st.integers(2, 8),
     numel=st.integers(600, 3000),
