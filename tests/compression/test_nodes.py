@@ -8,25 +8,28 @@ import torch
 import torch.distributed as dist
 from hook_models import (
     CAP_MB,
-    CODECS,
     Ledger,
     Net,
+    Words,
+    assert_same_bits,
     batch,
     conserving_steps,
+    dense,
     gradients_of,
     local_gradients,
     loss_of,
     momentum_is_that_of_sgd,
     reference,
     same_on_all_ranks,
+    state_bits,
     summed,
+    words_backward,
     wrapped,
 )
 from rank_checks import Checks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import moe_ext
 from moe_ext import distributed as md
 from moe_ext.comm.link import Link, _links
 from moe_ext.compression import (
@@ -46,8 +49,8 @@ from moe_ext.distributed import count_traffic
 from moe_ext.testing import spawn_ranks
 
 CHECKS = Checks()
-# Other numbers of bits are those of the codecs, which know of no nodes.
-SPLITTABLE = [name for name in CODECS if name not in ("rows", "int4", "bf16_values")]
+# Other formats and scopes are those of the codecs, which know of no nodes.
+SPLITTABLE = ("fp8", "random", "onebit", "nothing", "topk", "parameter", "split", "threshold")
 
 
 def owed_of(state):
@@ -95,7 +98,7 @@ def the_sum_and_gradients_of_16_bits(codec):
 def plain_all_reduces_are_the_mean(codec):
     ours, state = wrapped(policy=Policy(codec, dense_below=0, bias=None), node_size=2)
     theirs = reference()
-    for step in range(3):
+    for step in range(2):
         got, want = gradients_of(ours, step), gradients_of(theirs, step)
         for name, gradient in want.items():
             assert same_on_all_ranks(got[name])
@@ -126,10 +129,10 @@ def a_nan_on_one_rank(codec):
     """No trace is left of the step on any rank, whichever node the rank is on."""
     for nonfinite in ("raise", "propagate"):
         parallel, state = wrapped(codec=codec, nonfinite=nonfinite, node_size=2)
-        for step in range(3):
+        for step in range(2):
             gradients_of(parallel, step)
-        before, kept = owed_of(state), state.state_dict()
-        loss = loss_of(parallel, batch(3))
+        owed, before = owed_of(state), state_bits(state)
+        loss = loss_of(parallel, batch(2))
         parallel.zero_grad()
         scale = float("nan") if dist.get_rank() == 2 else 1.0
         if nonfinite == "raise":
@@ -138,16 +141,11 @@ def a_nan_on_one_rank(codec):
         else:
             (loss * scale).backward()
             assert all(p.grad.isnan().any() for p in parallel.parameters() if p.numel() > 1024)
-        assert state.step == kept["step"] == 3
-        after = state.state_dict()["memory"]
-        for name, residual in owed_of(state).items():
-            assert torch.equal(residual, before[name]), name
-        for one, other in zip(after["layouts"], kept["memory"]["layouts"], strict=True):
-            for kind, tensor in one["tensors"].items():
-                assert torch.equal(tensor, other["tensors"][kind]), kind
-        gradients_of(parallel, 4)
+        assert state.step == 2
+        assert_same_bits(state_bits(state), before)
+        gradients_of(parallel, 3)
         state.undo()
-        assert all(torch.equal(r, before[name]) for name, r in owed_of(state).items())
+        assert_same_bits(owed_of(state), owed)
 
 
 @CHECKS()
@@ -198,18 +196,18 @@ def flush_and_exact_resumption(codec):
     model = Net()
     state = CompressionState(model=model, codec=codec, node_size=2)
     ledger = Ledger(state, list(model.named_parameters()))
-    for step in range(4):
-        if step == 2:
+    for step in range(3):
+        if step == 1:
             twin = copy.deepcopy(model)
             other = CompressionState(model=twin, codec=codec, node_size=2)
             other.load_state_dict(state.state_dict())
         local = local_gradients(model, step)
         loop_step(model, state, step)
-        if step >= 2:
+        if step >= 1:
             loop_step(twin, other, step)
             for p, q in zip(model.parameters(), twin.parameters(), strict=True):
                 assert torch.equal(p.grad, q.grad)
-        if step == 3:
+        if step == 2:
             assert state.residuals() and flush(model, state) and not state.residuals()
         ledger.add(local, model.named_parameters())
     ledger.check()
@@ -255,7 +253,7 @@ def auto_prices_the_link_between_nodes():
     # As the ranks of the second place have measured it, which are the slower ones.
     _links[levels.node_group] = Link.of_rate(1e7 if place else 1e10)
     ledger = Ledger(state, list(parallel.module.named_parameters()))
-    for step in range(4):
+    for step in range(2):
         local = local_gradients(parallel.module, step)
         gradients_of(parallel, step)
         ledger.add(local, parallel.module.named_parameters())
@@ -278,27 +276,6 @@ def a_link_that_was_given_is_that_between_nodes():
     assert "between nodes of 2 ranks:\n2 ranks on cpu, latency 50 us" in state.explain()
 
 
-class Words(nn.Module):
-    """An embedding of which few rows are touched, and experts of which few are reached."""
-
-    def __init__(self, *, sparse=False, ep_group=None):
-        super().__init__()
-        torch.manual_seed(3)
-        self.embedding = nn.Embedding(300, 16, sparse=sparse)
-        self.moe = moe_ext.MoELayer(16, 24, 8, 1, ep_group=ep_group)
-        self.head = nn.Linear(16, 100)
-
-    def forward(self, ids):
-        h = self.embedding(ids)
-        return self.head(h + self.moe(h))
-
-
-def backward(model, step, count=3):
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    model.zero_grad()
-    model(torch.randint(0, 300, (count,), generator=generator)).square().sum().backward()
-
-
 @CHECKS((False,), (True,))
 def rows_and_experts_that_nobody_reached(sparse):
     ours, theirs = Words(sparse=sparse), Words()
@@ -306,14 +283,13 @@ def rows_and_experts_that_nobody_reached(sparse):
     state = CompressionState(model=ours, codec="none", node_size=2)
     parallel.register_comm_hook(state, compress_hook)
     plain = DistributedDataParallel(theirs, bucket_cap_mb=CAP_MB)
-    for step in range(4):
-        count = 0 if step == 2 and dist.get_rank() == 1 else 3
-        backward(plain, step, count)
+    for step in range(3):
+        count = 0 if step == 1 and dist.get_rank() == 1 else 3
+        words_backward(plain, step, count)
         with count_traffic() as traffic:
-            backward(parallel, step, count)
+            words_backward(parallel, step, count)
         for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-            got = p.grad.to_dense() if p.grad.is_sparse else p.grad
-            torch.testing.assert_close(got, q.grad, rtol=1e-5, atol=1e-7, msg=name)
+            torch.testing.assert_close(dense(p.grad), q.grad, rtol=1e-5, atol=1e-7, msg=name)
     # Twice half of everything inside a node, half of it between nodes, without what is zero there.
     assert traffic.total_bytes < 1.5 * 4 * sum(p.numel() for p in theirs.parameters())
 
@@ -329,10 +305,10 @@ def experts(codec, replicas_on_a_node):
         ep_group = md.MoEMesh(dp=2, ep=2).ep_group
     model, twin = (Words(ep_group=ep_group) for _ in range(2))
     state = CompressionState(model=model, policy=Policy(codec, dense_below=1), node_size=2)
-    for step in range(3):
-        backward(twin, step)
+    for step in range(2):
+        words_backward(twin, step)
         md.sync_gradients(twin)
-        backward(model, step)
+        words_backward(model, step)
         assert compress_gradients(model, state)
         for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
             exact = codec == "none" or (replicas_on_a_node and "experts" in name)
@@ -366,50 +342,50 @@ def test_nodes(name):
     CHECKS.assert_passed(4, name, timeout=150, group_timeout=20)
 
 
-def rank_elastic(rank, states, node_size, codec):
-    model = Net()
-    state = CompressionState(model=model, codec=codec, node_size=node_size)
-    found = {}
-    if states is not None:
-        state.load_state_dict(states)
-        size = dist.get_world_size()
-        found["loaded"] = {n: summed(r) / size for n, r in state.residuals().items()}
-    for step in range(2):
-        loop_step(model, state, step)
-    found["state"] = state.state_dict()
-    state.regroup()
-    found["owed"] = {n: summed(r) / dist.get_world_size() for n, r in state.residuals().items()}
+def rank_elastic(rank, states, node_size):
+    """(state, what was owed when it was loaded, what is owed after two steps) of each codec."""
+    found, size = [], dist.get_world_size()
+    for codec, saved in zip(("int8", TopK(0.05)), states, strict=True):
+        model, loaded = Net(), None
+        state = CompressionState(model=model, codec=codec, node_size=node_size)
+        if saved is not None:
+            state.load_state_dict(saved)
+            loaded = {n: summed(r) / size for n, r in state.residuals().items()}
+        for step in range(2):
+            loop_step(model, state, step)
+        after = state.state_dict()
+        state.regroup()
+        owed = {n: summed(r) / size for n, r in state.residuals().items()}
+        found.append((after, loaded, owed))
     return found
 
 
-@pytest.mark.parametrize("codec", ["int8", TopK(0.05)])
-def test_resuming_on_other_numbers_of_ranks(codec):
-    """Four ranks on two nodes, two on none, two on one, four on two."""
-    found = spawn_ranks(rank_elastic, 4, None, 2, codec)
-    for size, node_size in ((2, None), (4, 2), (3, None), (2, 2)):
-        states, before = [one["state"] for one in found], found[0]["owed"]
-        found = spawn_ranks(rank_elastic, size, states, node_size, codec)
-        assert list(found[0]["loaded"]) == list(before) and before
-        for name, owed in found[0]["loaded"].items():
-            torch.testing.assert_close(owed, before[name], rtol=1e-5, atol=1e-7)
+def test_resuming_on_other_numbers_of_ranks():
+    """Four ranks on two nodes, two on none, four on two, two on one."""
+    found = spawn_ranks(rank_elastic, 4, (None, None), 2)
+    for size, node_size in ((2, None), (4, 2), (2, 2)):
+        states = [[rank[place][0] for rank in found] for place in range(2)]
+        before = [owed for _, _, owed in found[0]]
+        found = spawn_ranks(rank_elastic, size, states, node_size)
+        for (_, loaded, _), want in zip(found[0], before, strict=True):
+            assert list(loaded) == list(want) and want
+            for name, owed in loaded.items():
+                torch.testing.assert_close(owed, want[name], rtol=1e-5, atol=1e-7)
 
 
 def rank_dies(rank):
     """In one node; the others learn of it inside theirs and between nodes."""
     parallel, state = wrapped(codec=TopK(0.1), node_size=2)
-    for step in range(3):
+    for step in range(2):
         gradients_of(parallel, step)
-    before = state.state_dict()
-    loss = loss_of(parallel, batch(3))
+    before = state_bits(state)
+    loss = loss_of(parallel, batch(2))
     if rank == 3:
         os._exit(7)
     with pytest.raises(md.RankFailureError):
         loss.backward()
-    after = state.state_dict()
-    assert after["step"] == before["step"] == 3
-    for kind in ("residual", "velocity"):
-        for name, tensor in before["memory"][kind].items():
-            assert torch.equal(after["memory"][kind][name], tensor), name
+    assert state.step == 2
+    assert_same_bits(state_bits(state), before)
     return True
 
 
