@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_checks import assert_same, gradients, weights
 from rank_checks import Checks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -105,16 +106,6 @@ def interleaved(model, optimizer):
     in_turns(model, optimizer)
 
 
-def gradients(model):
-    return {n: p.grad.full_tensor() for n, p in model.named_parameters()}
-
-
-def assert_same(found, want):
-    assert found.keys() == want.keys()
-    for name, tensor in want.items():
-        assert torch.equal(found[name], tensor), name
-
-
 @CHECKS(
     (in_turns.__name__, 0, ""),
     (in_turns.__name__, 1, "layer"),
@@ -127,8 +118,7 @@ def bits_are_those_of_whole_gathers(loop, dim, recompute):
     for chosen in (False, True):
         model = sharded(chosen, dim, recompute)
         globals()[loop](model, torch.optim.AdamW(model.parameters(), lr=0.05))
-        found = {n: p.detach().full_tensor() for n, p in model.named_parameters()}
-        ends.append((found, gradients(model)))
+        ends.append((weights(model), gradients(model)))
     assert_same(ends[1][0], ends[0][0])
     assert_same(ends[1][1], ends[0][1])
 
@@ -165,7 +155,7 @@ def pruned_and_chosen_together():
             compression.pack_fsdp_messages(model, chosen_experts=True)
         with md.count_traffic() as traffic:
             in_turns(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-        ends.append({n: p.detach().full_tensor() for n, p in model.named_parameters()})
+        ends.append(weights(model))
     assert_same(ends[1], ends[0])
     whole = sum(p.numel() for layer in model.layers for p in layer.experts.parameters())
     assert traffic.sent_bytes["reduce_scatter"] < 3 * 4 * whole // 2 * 0.3

@@ -58,7 +58,7 @@ SHAPES = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     shapes=SHAPES,
     codecs=st.lists(st.sampled_from(CODECS), min_size=2, max_size=4),
@@ -136,7 +136,7 @@ def assert_total(got, want, factor=1.0):
         torch.testing.assert_close(got[name], value * factor, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     shapes=SHAPES,
     before=st.lists(st.integers(0, 9), max_size=3),

@@ -2,10 +2,12 @@
 
 import copy
 import functools
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_checks import assert_same, weights
 from rank_checks import Checks, full
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,6 +22,8 @@ from moe_ext.testing import spawn_ranks
 D, F, E = 16, 24, 4
 CHECKS = Checks()
 PATTERNS = ("magnitude", "2:4", "experts", "neurons")
+# One ranks the elements of an expert, the other one all experts.
+SHARED = ("magnitude", "experts")
 
 
 def layer(ep_group=None, **options):
@@ -284,16 +288,6 @@ def train(model, steps=3):
         optimizer.step()
 
 
-def whole(model):
-    return {n: p.full_tensor() for n, p in model.named_parameters()}
-
-
-def assert_same(found, want):
-    assert found.keys() == want.keys()
-    for name, tensor in want.items():
-        assert torch.equal(found[name], tensor), name
-
-
 def packed_numel(pruning, dim):
     """Elements that a rank sends, by a count of the masks' parts."""
     ranks = dist.get_world_size()
@@ -316,7 +310,7 @@ def fsdp_messages_change_no_bit(pattern, dim):
     sent = traffic.sent_bytes
     assert sent["all_gather"] == 3 * 2 * 4 * longest
     assert sent["reduce_scatter"] == 3 * 4 * longest
-    assert_same(whole(packed), whole(plain))
+    assert_same(weights(packed), weights(plain))
     for name, mask in pruning.masks.items():
         parameter = packed.get_parameter(name)
         assert not parameter.full_tensor()[~mask.marks].any()
@@ -337,7 +331,7 @@ def two_of_four_without_a_known_mask():
     found = traffic.sent_bytes["all_gather"]
     # Beside the codes a number says that they are finite.
     assert found == 3 * 2 * (numel * 4 * 17 // 32 + 4)
-    assert_same(whole(packed), whole(plain))
+    assert_same(weights(packed), weights(plain))
 
 
 @CHECKS()
@@ -360,6 +354,16 @@ def the_ddp_hook_changes_no_bit():
     kept = sum(mask.count for mask in pruning.masks.values())
     dense = model.router.weight.numel()
     assert 3 * 4 * (kept + dense) <= sent < 3 * 4 * (kept + dense) + 1000, sent
+
+
+@CHECKS()
+def replicas_with_other_masks_are_refused():
+    torch.manual_seed(dist.get_rank())
+    model = moe_ext.MoELayer(D, F, E, 2)
+    with pytest.raises(ValueError, match="the mask of experts"):
+        compression.prune(model)
+    assert not any("mask" in name for name, _ in model.named_buffers())
+    assert model.experts.down_proj.all()
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -387,7 +391,12 @@ def steps_of(model, reduce, count=2):
         optimizer.step()
 
 
-def of_ranks(rank, folder, pattern):
+def of_ranks(rank, folder):
+    """For each pattern what a checkpoint holds of experts over ranks."""
+    return [saved_of_ranks(folder / pattern, pattern) for pattern in SHARED]
+
+
+def saved_of_ranks(folder, pattern):
     """Experts over two ranks and two replicas: the loop packed against dense, then a save."""
     ends = []
     for packed in (False, True):
@@ -404,9 +413,8 @@ def of_ranks(rank, folder, pattern):
         # Of the router four ranks are added up, in another order.
         assert "experts" not in name or torch.equal(ends[1][name], parameter), name
         torch.testing.assert_close(ends[1][name], parameter, rtol=1e-5, atol=1e-7)
-    md.checkpoint.save(folder, model)
-    found = md.full_state_dict(model)
-    return found if rank == 0 else None
+    md.checkpoint.save(str(folder), model)
+    return md.full_state_dict(model)
 
 
 def wrapped_of_ranks(rank):
@@ -421,7 +429,7 @@ def wrapped_of_ranks(rank):
                 compression.pack_fsdp_messages(model, chosen_experts=chosen)
             with md.count_traffic() as traffic:
                 train(model)
-            ends.append({n: p.detach().full_tensor() for n, p in model.named_parameters()})
+            ends.append(weights(model))
         assert_same(ends[1], ends[0])
         kept = sum(mask.count for mask in pruning.masks.values()) // 2
         assert traffic.sent_bytes["reduce_scatter"] <= 3 * 4 * kept
@@ -431,40 +439,27 @@ def test_experts_over_ranks_under_fsdp():
     spawn_ranks(wrapped_of_ranks, 4)
 
 
-def on_others(rank, folder, pattern, want, ep):
+def on_others(rank, folder, wanted):
     """Another number of ranks takes weights and masks, and goes on with both."""
-    model, pruning = spread(dist.get_world_size() // ep, ep, pattern, 0.5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(-2)
-    md.checkpoint.load(folder, model)
-    found = md.full_state_dict(model)
-    assert_same(found, want)
-    steps_of(model, md.sync_gradients, 1)
-    assert_masked(model, pruning)
+    for (pattern, want), ep in itertools.product(zip(SHARED, wanted, strict=True), (1, 2)):
+        model, pruning = spread(dist.get_world_size() // ep, ep, pattern, 0.5)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(-2)
+        md.checkpoint.load(str(folder / pattern), model)
+        found = md.full_state_dict(model)
+        assert_same(found, want)
+        steps_of(model, md.sync_gradients, 1)
+        assert_masked(model, pruning)
 
 
-@pytest.mark.parametrize("pattern", ["magnitude", "experts"])
-def test_masks_in_checkpoints_of_other_ranks(tmp_path, pattern):
-    saved = spawn_ranks(of_ranks, 4, str(tmp_path), pattern)[0]
-    model = layer()
-    compression.prune(model, pattern)
-    # One process prunes the same: ranks share what is ranked over all experts.
-    for name, mask in saved.items():
-        if name.endswith("_mask"):
-            assert torch.equal(model.state_dict()[name], mask), name
-    spawn_ranks(on_others, 2, str(tmp_path), pattern, saved, 1)
-    spawn_ranks(on_others, 2, str(tmp_path), pattern, saved, 2)
-
-
-def different_masks(rank):
-    torch.manual_seed(rank)
-    model = moe_ext.MoELayer(D, F, E, 2)
-    with pytest.raises(ValueError, match="the mask of experts"):
-        compression.prune(model)
-    assert not any("mask" in name for name, _ in model.named_buffers())
-    assert model.experts.down_proj.all()
-
-
-def test_replicas_with_other_masks_are_refused():
-    spawn_ranks(different_masks, 2)
+def test_masks_in_checkpoints_of_other_ranks(tmp_path):
+    saved, *_ = spawn_ranks(of_ranks, 4, tmp_path)
+    for pattern, found in zip(SHARED, saved, strict=True):
+        model = layer()
+        compression.prune(model, pattern)
+        # One process prunes the same: ranks share what is ranked over all experts.
+        for name, mask in found.items():
+            if name.endswith("_mask"):
+                assert torch.equal(model.state_dict()[name], mask), name
+    spawn_ranks(on_others, 2, tmp_path, saved)

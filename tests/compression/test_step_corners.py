@@ -47,6 +47,10 @@ def state_of(model, codec, **options):
     )
 
 
+def owed_of(state):
+    return {name: residual.tolist() for name, residual in state.residuals().items()}
+
+
 def hooked_half(state, parameter, grad):
     """What the hook of DistributedDataParallel does with one bucket."""
     state.is_hooked = True
@@ -220,36 +224,22 @@ def test_parameters_without_a_gradient_keep_up_with_the_learning_rate(flushed):
     assert torch.equal(state.residuals()["a"], 2.0 * owed)
 
 
-def test_undo_after_a_flush():
+@pytest.mark.parametrize("flushes", [1, 2])
+def test_undo_after_flushes(flushes):
     model = Two()
     state = state_of(model, TopK(0.1))
     for seed in range(2):
-        before = {n: t.clone() for n, t in state.residuals().items()}
+        before = owed_of(state)
         fill(model, seed)
         compress_gradients(model, state)
-    assert flush(model, state)
-    assert not state.residuals()
+    for _ in range(flushes):
+        assert flush(model, state)
+        assert not state.residuals()
     state.undo()
     assert state.step == 1
-    assert {n: t.tolist() for n, t in state.residuals().items()} == {
-        n: t.tolist() for n, t in before.items()
-    }
+    assert owed_of(state) == before
     fill(model, 2)
     assert compress_gradients(model, state)
-
-
-def test_undo_after_two_flushes():
-    model = Two()
-    state = state_of(model, TopK(0.1))
-    fill(model, 0)
-    compress_gradients(model, state)
-    before = {n: t.tolist() for n, t in state.residuals().items()}
-    fill(model, 1)
-    compress_gradients(model, state)
-    assert flush(model, state) and flush(model, state)
-    state.undo()
-    assert state.step == 1
-    assert {n: t.tolist() for n, t in state.residuals().items()} == before
 
 
 @pytest.mark.parametrize("how", ["failed", "loaded"])
@@ -258,7 +248,7 @@ def test_undo_takes_nothing_back_but_the_last_reduction(how):
     state = state_of(model, TopK(0.1))
     fill(model, 0)
     compress_gradients(model, state)
-    before = {n: t.tolist() for n, t in state.residuals().items()}
+    before = owed_of(state)
     if how == "loaded":
         state.load_state_dict(state.state_dict())
     else:
@@ -268,7 +258,7 @@ def test_undo_takes_nothing_back_but_the_last_reduction(how):
             compress_gradients(model, state)
     state.undo()
     assert state.step == 1
-    assert {n: t.tolist() for n, t in state.residuals().items()} == before
+    assert owed_of(state) == before
 
 
 def test_the_first_half_is_taken_back_where_the_second_cannot_begin(monkeypatch):
@@ -372,7 +362,7 @@ def test_what_is_owed_counts_in_half_precision(nonfinite):
     for p in model.parameters():
         p.grad = torch.full(p.shape, 4e4)
     assert compress_gradients(model, state)
-    before = {n: t.tolist() for n, t in state.residuals().items()}
+    before = owed_of(state)
     state.options.policy = Policy("fp16", dense_below=0)
     state.regroup()
     for p in model.parameters():
@@ -382,7 +372,7 @@ def test_what_is_owed_counts_in_half_precision(nonfinite):
             compress_gradients(model, state)
     else:
         assert not compress_gradients(model, state)
-    assert {n: t.tolist() for n, t in state.residuals().items()} == before
+    assert owed_of(state) == before
     for p in model.parameters():
         p.grad = torch.full(p.shape, 1.0)
     assert compress_gradients(model, state)
