@@ -2,14 +2,14 @@
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import json
 import math
+import multiprocessing
 import os
 import resource
-import signal
 import struct
-import subprocess
-import sys
 import zlib
 from unittest import mock
 
@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moe_ext
-from moe_ext import sync
+from moe_ext import sync, testing
 from moe_ext.sync.region import Region
 from moe_ext.sync.update import KINDS
 
@@ -168,15 +168,24 @@ def test_another_base_is_refused_by_its_hash():
     assert_same(before, here)
 
 
+@functools.cache
+def first_update(compression=None):
+    """(base, bytes of the update that follows it, the weights after it) of `model()`."""
+    state = model()
+    encoder = sync.DeltaEncoder(state)
+    base = encoder.base()
+    change(state, 1)
+    return base, encoder.encode().to_bytes(compression=compression).numpy().tobytes(), state
+
+
 @settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_damaged_bytes_are_refused(data):
-    state = model()
-    encoder, here = sync.DeltaEncoder(state), copies(state)
+    base, raw, _ = first_update()
+    here = model()
     receiver = sync.DeltaReceiver(here)
-    receiver.apply(encoder.base())
-    change(state, 1)
-    raw = bytearray(encoder.encode().to_bytes().numpy().tobytes())
+    receiver.apply(base)
+    raw = bytearray(raw)
     if data.draw(st.booleans()):
         place = data.draw(st.integers(0, len(raw) - 1))
         raw[place] ^= data.draw(st.integers(1, 255))
@@ -184,7 +193,7 @@ def test_damaged_bytes_are_refused(data):
         raw = raw[: data.draw(st.integers(0, len(raw) - 1))]
     with pytest.raises(ValueError, match=r"Update\.from_bytes: "):
         receiver.apply(bytes(raw))
-    assert_same(copies(model()), here)
+    assert_same(model(), here)
 
 
 def leaves(table, path=()):
@@ -200,36 +209,18 @@ def leaves(table, path=()):
 @given(st.data())
 def test_tables_of_an_adversary_are_refused(data):
     """Every value of the table replaced by another, under a CRC that fits."""
-    state = model()
-    encoder, here = sync.DeltaEncoder(state), copies(state)
+    base, raw, state = first_update(data.draw(st.sampled_from([None, "zstd"])))
+    here = model()
     receiver = sync.DeltaReceiver(here)
-    receiver.apply(encoder.base())
-    change(state, 1)
-    raw = encoder.encode().to_bytes(compression=data.draw(st.sampled_from([None, "zstd"])))
-    raw = raw.numpy().tobytes()
+    receiver.apply(base)
     (length,) = struct.unpack_from("<Q", raw, 8)
     table = json.loads(raw[20 : 20 + length])
     *path, last = data.draw(st.sampled_from(list(leaves(table))))
     place = table
     for key in path:
         place = place[key]
-    others = [
-        math.inf,
-        math.nan,
-        -1,
-        0,
-        1,
-        2**31,
-        2**63,
-        2**80,
-        0.5,
-        True,
-        None,
-        "x",
-        "zstd",
-        [],
-        {},
-    ]
+    numbers = [math.inf, math.nan, -1, 0, 1, 2**31, 2**63, 2**80, 0.5]
+    others = [*numbers, True, None, "x", "zstd", [], {}]
     place[last] = data.draw(st.sampled_from(others))
     text = json.dumps(table).encode()
     head = struct.pack("<4sIQ", b"MXWD", 1, len(text))
@@ -238,7 +229,7 @@ def test_tables_of_an_adversary_are_refused(data):
     try:
         receiver.apply(raw)
     except ValueError:
-        assert_same(copies(model()), here)
+        assert_same(model(), here)
     else:
         # Another version or "xored": true in the place of true.
         assert_same(state, here)
@@ -651,18 +642,14 @@ def test_a_full_disk_leaves_the_last_file(tmp_path):
     assert os.listdir(tmp_path) == ["patches"]
 
 
-WRITER = """
-import sys, torch
-from moe_ext import sync
-version = 1
-while True:
-    values = torch.full((1 << 20,), float(version))
-    found = [sync.WeightPatch("w", (1 << 20,), torch.float32, None, values)]
-    sync.save_patches(sys.argv[1], found, version)
-    if version == 1:
-        print("written", flush=True)
-    version += 1
-"""
+def write_versions(path, written):
+    """Save one version after the other, without an end."""
+    for version in itertools.count(1):
+        values = torch.full((1 << 20,), float(version))
+        found = [sync.WeightPatch("w", (1 << 20,), torch.float32, None, values)]
+        sync.save_patches(path, found, version)
+        if version == 1:
+            written.send("written")
 
 
 def test_a_version_that_comes_while_one_is_read_is_read_whole(tmp_path, monkeypatch):
@@ -693,23 +680,26 @@ def test_readers_beside_a_writer_that_is_killed(tmp_path):
     """Each read is a whole version, in order, also after the writer is dead."""
     pytest.importorskip("safetensors")
     path = str(tmp_path / "patches")
-    writer = subprocess.Popen(
-        [sys.executable, "-c", WRITER, path], stdout=subprocess.PIPE, text=True
-    )
+    # Forked from the process that ranks are forked from: it has imported torch.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(testing.PRELOADED)
+    ours, theirs = context.Pipe(duplex=False)
+    writer = context.Process(target=write_versions, args=(path, theirs), daemon=True)
+    writer.start()
     try:
-        assert writer.stdout.readline() == "written\n"
+        assert ours.recv() == "written"
         versions = []
-        while writer.poll() is None:
+        while writer.is_alive():
             (patch,), version = sync.load_patches(path)
             assert (patch.values == version).all()
             versions.append(version)
             if len(set(versions)) == 5:
                 # In the midst of a file, most of the time.
-                writer.send_signal(signal.SIGKILL)
+                writer.kill()
         versions.append(sync.load_patches(path)[1])
     finally:
         writer.kill()
-        writer.wait()
+        writer.join()
     assert versions == sorted(versions) and versions[-1] > 1
     # A new writer goes on, whatever is left of the old one.
     sync.save_patches(path, patches_of(9), 9)
