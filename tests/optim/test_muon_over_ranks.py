@@ -27,6 +27,8 @@ TIGHT = {"rtol": 1e-11, "atol": 1e-12}
 EXACT = {"lr": 0.05, "ns_dtype": torch.float64, "adjust_lr_fn": "match_rms_adamw"}
 SHAPES = [(5, 3), (4, 6), (6, 5, 4), (2, 8, 3), (1, 6)]
 CHECKS = Checks()
+# Every rank has the whole tensor: no message is needed.
+spread = functools.partial(distribute_tensor, src_data_rank=None)
 
 
 def parameters():
@@ -37,20 +39,20 @@ def parameters():
     ]
 
 
-def take_steps(optimizer, params, spread=lambda grad, p: grad, steps=2):
+def take_steps(optimizer, params, placed_as=lambda grad, p: grad, steps=2):
     generator = torch.Generator().manual_seed(50)
     for _ in range(steps):
         for p in params:
-            p.grad = spread(torch.randn(p.shape, generator=generator, dtype=torch.float64), p)
+            p.grad = placed_as(torch.randn(p.shape, generator=generator, dtype=torch.float64), p)
         optimizer.step()
 
 
 def placed(mesh, place, params):
-    return [nn.Parameter(distribute_tensor(p.detach(), mesh, place(p))) for p in params]
+    return [nn.Parameter(spread(p.detach(), mesh, place(p))) for p in params]
 
 
 def as_parameter(grad, p):
-    return distribute_tensor(grad, p.device_mesh, p.placements)
+    return spread(grad, p.device_mesh, p.placements)
 
 
 @CHECKS()
@@ -153,7 +155,7 @@ def optimizer_of(name, model):
 @functools.cache
 def trained_alone(name="Muon", **options):
     whole = Model(**options)
-    train(whole, optimizer_of(name, whole), range(3))
+    train(whole, optimizer_of(name, whole), range(2))
     return whole
 
 
@@ -163,17 +165,18 @@ def fsdp_trains_as_one_process():
     for block in (model.moe, model):
         fully_shard(block, mesh=init_device_mesh("cpu", (4,)))
     optimizer = muon(model)
-    train(model, optimizer, range(2))
+    train(model, optimizer, range(1))
     resumed = muon(model)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(model, resumed, range(2, 3))
+    train(model, resumed, range(1, 2))
     wanted = dict(trained_alone().named_parameters())
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.full_tensor(), wanted[name], **TIGHT)
 
 
 @CHECKS(
-    *((name, *sizes) for name in ("Muon", *MAKERS) for sizes in ((2, 1), (4, 1), (1, 2), (2, 2)))
+    *(("Muon", *sizes) for sizes in ((2, 1), (4, 1), (1, 2), (2, 2))),
+    *((name, *sizes) for name in MAKERS for sizes in ((2, 1), (2, 2))),
 )
 def experts_over_ranks_train_as_in_one_process(name, ep, etp):
     """Experts of a rank, shards of them, and such as are a module each; a state goes on."""
@@ -182,10 +185,10 @@ def experts_over_ranks_train_as_in_one_process(name, ep, etp):
     model = Model(mesh.ep_group, **options)
     model.load_state_dict(Model(**options).state_dict())
     optimizer = optimizer_of(name, model)
-    train(model, optimizer, range(2))
+    train(model, optimizer, range(1))
     resumed = optimizer_of(name, model)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(model, resumed, range(2, 3))
+    train(model, resumed, range(1, 2))
     wanted = trained_alone(name, **options).state_dict()
     for path, value in md.full_state_dict(model).items():
         torch.testing.assert_close(value, wanted[path], msg=lambda m, p=path: f"{p} {m}", **TIGHT)
@@ -278,10 +281,10 @@ def lose_a_rank(rank):
     params += [nn.Parameter(p.detach().clone()) for p in parameters()]
     optimizer = optim.Muon(params, **EXACT)
 
-    def spread(grad, p):
+    def placed_as(grad, p):
         return as_parameter(grad, p) if isinstance(p, DTensor) else grad
 
-    take_steps(optimizer, params, spread)
+    take_steps(optimizer, params, placed_as)
 
     def everything():
         found = [*params, *(s["momentum_buffer"] for s in optimizer.state.values())]
