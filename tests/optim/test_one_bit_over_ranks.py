@@ -65,7 +65,7 @@ def check_equal_bits(name, dtype):
     params = parameters(dtype)
     optimizer = MAKERS[name](params, lr=0.05, weight_decay=0.1)
     before = [p.detach().clone() for p in params]
-    for step in range(14):
+    for step in range(10):
         run(optimizer, params, [step])
         if name != "ZeroOneAdam" or optimizer.synchronised:
             assert_equal_on_ranks(params)
@@ -76,87 +76,55 @@ def check_equal_bits(name, dtype):
     assert not bool(owed(optimizer).any())
 
 
-@over_3()
-def check_what_is_applied_plus_what_is_owed():
-    params, ranks = parameters(), dist.get_world_size()
-    optimizer = MAKERS["OneBitAdam"](params, lr=0.05)
-    run(optimizer, params, range(3))
-    for step in range(3, 10):
-        give(params, step, dist.get_rank())
-        sent = [0.9 * optimizer.state[p]["exp_avg"] + 0.1 * p.grad for p in params]
-        before = total(owed(optimizer)) if step > 3 else torch.zeros(1, dtype=torch.float64)
-        optimizer.step()
-        mean = optimizer._means[0]
-        after = mean.parts_of(total(owed(optimizer)))
-        before = mean.parts_of(before.expand(len(mean.flat_N)).clone())
-        for entry, kept, had in zip(mean.entries, after, before, strict=True):
-            index = next(i for i, p in enumerate(params) if p is entry.parameter)
-            applied = ranks * optimizer.state[entry.parameter]["exp_avg"].double()
-            torch.testing.assert_close(applied + kept, total(sent[index]) + had, rtol=0, atol=2e-5)
+def adam_of_ranks(w, grads, **common):
+    return adam_by_formula(w, grads, freeze=3, corrected=True, inside=False, **common)
+
+
+def lamb_of_ranks(w, grads, **common):
+    options = {"beta3": 0.6, "factors": (0.5, 4.0), "threshold": 0.1}
+    return lamb_by_formula(w, grads, freeze=3, **options, **common)[0]
+
+
+def zero_one_of_ranks(w, grads, **common):
+    return zero_one_by_formula(w, grads, freeze=5, kappa=2, scaler=3, clipper=4, **common)
+
+
+PUBLISHED = {
+    "adam": (
+        functools.partial(optim.OneBitAdam, freeze_step=3, variance_interval=0),
+        adam_of_ranks,
+    ),
+    "lamb": (
+        functools.partial(optim.OneBitLamb, freeze_step=3, coeff_beta=0.6, bias_correction=False),
+        lamb_of_ranks,
+    ),
+    "zero_one": (MAKERS["ZeroOneAdam"], zero_one_of_ranks),
+}
 
 
 @over_3()
 @over_4()
 def check_it_is_the_published_algorithm():
-    """Blocks that end in padding: 40 and 44 of 64 elements, and 40 alone."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    for shape in ((40,), (300,), (3, 50), (4, 64)):
-        betas, eps, mean = (0.8, 0.95), 1e-3, functools.partial(SignMean, BLOCK)
-        start = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-        grads = [[rank_gradient(shape, t, r, 0).double() for r in range(ranks)] for t in range(16)]
-        options = {"lr": 0.05, "betas": betas, "eps": eps, "weight_decay": 0.1, "block": BLOCK}
-        common = {"lr": 0.05, "betas": betas, "eps": eps, "decay": 0.1}
-
-        def trained(make, start=start, grads=grads, **options):
-            p = nn.Parameter(start.clone())
-            optimizer = make([p], **options)
-            for ranks in grads:
-                p.grad = ranks[rank].float()
-                optimizer.step()
-            return p.detach().double()
-
-        want = {
-            "adam": adam_by_formula(
-                start.double(),
-                grads,
-                freeze=3,
-                corrected=True,
-                inside=False,
-                mean=mean(),
-                **common,
-            ),
-            "lamb": lamb_by_formula(
-                start.double(),
-                grads,
-                freeze=3,
-                beta3=0.6,
-                factors=(0.5, 4.0),
-                threshold=0.1,
-                mean=mean(),
-                **common,
-            )[0],
-            "zero_one": zero_one_by_formula(
-                start.double(),
-                grads,
-                freeze=5,
-                kappa=2,
-                scaler=3,
-                clipper=4,
-                mean=mean(),
-                **common,
-            ),
-        }
-        got = {
-            "adam": trained(optim.OneBitAdam, freeze_step=3, variance_interval=0, **options),
-            "lamb": trained(
-                optim.OneBitLamb, freeze_step=3, coeff_beta=0.6, bias_correction=False, **options
-            ),
-            "zero_one": trained(MAKERS["ZeroOneAdam"], **options),
-        }
-        for name in want:
-            error = (got[name] - want[name]).abs().max()
-            # Float32: 16 steps of some ten roundings each, of weights of up to about 4.
-            assert error <= 160 * 2.0**-24 * 4, (shape, name, error)
+    """Blocks that end in padding: 40 and 44 of 64 elements, and 40 in the place of all."""
+    rank, ranks, betas, eps = dist.get_rank(), dist.get_world_size(), (0.8, 0.95), 1e-3
+    options = {"lr": 0.05, "betas": betas, "eps": eps, "weight_decay": 0.1, "block": BLOCK}
+    common = {"lr": 0.05, "betas": betas, "eps": eps, "decay": 0.1}
+    for shapes in (((40,),), ((300,), (3, 50), (4, 64))):
+        generator = torch.Generator().manual_seed(1)
+        starts = [torch.randn(shape, generator=generator) for shape in shapes]
+        for name, (make, by_formula) in PUBLISHED.items():
+            params = [nn.Parameter(start.clone()) for start in starts]
+            optimizer = make(params, **options)
+            run(optimizer, params, range(16), rank)
+            for index, (p, start) in enumerate(zip(params, starts, strict=True)):
+                grads = [
+                    [rank_gradient(p.shape, step, r, index).double() for r in range(ranks)]
+                    for step in range(16)
+                ]
+                want = by_formula(start.double(), grads, mean=SignMean(BLOCK), **common)
+                error = (p.detach() - want).abs().max()
+                # Float32: 16 steps of some ten roundings each, of weights of up to about 4.
+                assert error <= 160 * 2.0**-24 * 4, (p.shape, name, error)
 
 
 @over_3()
@@ -222,13 +190,11 @@ def check_nan_on_one_rank(name):
         with pytest.raises(ValueError, match=message + str(bad_rank)):
             optimizer.step()
         assert all(torch.equal(p, w) for p, w in zip(params, weights, strict=True))
-        assert str(optimizer.rank_state_dict()) == str(before)
         assert_same(optimizer.rank_state_dict(), before)
     run(optimizer, params, range(9, 11))
 
 
 @over_3(*((name,) for name in MAKERS))
-@over_4(("OneBitAdam",))
 def check_zeros_stay_zero(name):
     torch.manual_seed(0)
     table = nn.Parameter(torch.randn(12, 20))  # rows share blocks
@@ -329,11 +295,11 @@ def check_expert_parallel():
         ):
             optim.OneBitAdam(optim.param_groups(ours))
         groups = optim.param_groups(ours, process_groups=True)
-        optimizer = optim.OneBitAdam(groups, 0.01, freeze_step=4, block=BLOCK)
+        optimizer = optim.OneBitAdam(groups, 0.01, freeze_step=2, block=BLOCK)
         apart = optim.param_groups(want)
         adam = torch.optim.AdamW(apart, 0.01, weight_decay=0.0, foreach=True)
         generator = torch.Generator().manual_seed(dist.get_rank())
-        for step in range(10):
+        for step in range(4):
             x = torch.randn(12, 6, generator=generator)
             for model in (ours, want):
                 model.zero_grad()
@@ -341,7 +307,7 @@ def check_expert_parallel():
             optimizer.step()
             md.sync_gradients(want)
             adam.step()
-            if step < 4:
+            if step < 2:
                 for p, q in zip(ours.parameters(), want.parameters(), strict=True):
                     torch.testing.assert_close(local_part(p), local_part(q), rtol=1e-4, atol=1e-5)
         experts = {name for name, *_ in md.expert_parameters(ours)}
