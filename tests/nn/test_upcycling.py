@@ -1,4 +1,5 @@
 import copy
+import importlib
 
 import pytest
 import torch
@@ -17,35 +18,20 @@ D, FFN = 8, 12
 EXACT = {"rtol": 0, "atol": 1e-13}
 
 
-def llama_mlp(**kwargs):
-    config = transformers.LlamaConfig(
-        hidden_size=D, intermediate_size=FFN, num_attention_heads=2, **kwargs
-    )
-    return transformers.models.llama.modeling_llama.LlamaMLP(config)
+def mlp_of(family, name, config, *sizes, **options):
+    """A feed-forward network of transformers; the sizes stand before its configuration."""
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    if not sizes:
+        options |= {"hidden_size": D, "intermediate_size": FFN, "num_attention_heads": 2}
+    return getattr(module, name)(*sizes, getattr(transformers, config)(**options))
 
 
-def gpt2_mlp(**kwargs):
-    config = transformers.GPT2Config(n_embd=D, **kwargs)
-    return transformers.models.gpt2.modeling_gpt2.GPT2MLP(FFN, config)
+def llama_mlp(**options):
+    return mlp_of("llama", "LlamaMLP", "LlamaConfig", **options)
 
 
-def phi3_mlp():
-    config = transformers.Phi3Config(
-        hidden_size=D, intermediate_size=FFN, num_attention_heads=2, pad_token_id=0
-    )
-    return transformers.models.phi3.modeling_phi3.Phi3MLP(config)
-
-
-def neox_mlp():
-    config = transformers.GPTNeoXConfig(hidden_size=D, intermediate_size=FFN, num_attention_heads=2)
-    return transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXMLP(config)
-
-
-def clip_mlp():
-    config = transformers.CLIPTextConfig(
-        hidden_size=D, intermediate_size=FFN, num_attention_heads=2
-    )
-    return transformers.models.clip.modeling_clip.CLIPMLP(config)
+def gpt2_mlp(**options):
+    return mlp_of("gpt2", "GPT2MLP", "GPT2Config", FFN, n_embd=D, **options)
 
 
 NETWORKS = {
@@ -55,9 +41,9 @@ NETWORKS = {
     "llama mish": lambda: llama_mlp(hidden_act="mish"),
     "gpt2": lambda: gpt2_mlp(resid_pdrop=0.0),
     "gpt2 dropout": lambda: gpt2_mlp(resid_pdrop=0.5).eval(),
-    "phi3": phi3_mlp,
-    "gpt_neox": neox_mlp,
-    "clip": clip_mlp,
+    "phi3": lambda: mlp_of("phi3", "Phi3MLP", "Phi3Config", pad_token_id=0),
+    "gpt_neox": lambda: mlp_of("gpt_neox", "GPTNeoXMLP", "GPTNeoXConfig"),
+    "clip": lambda: mlp_of("clip", "CLIPMLP", "CLIPTextConfig"),
     "sequential": lambda: nn.Sequential(nn.Linear(D, FFN), nn.GELU(), nn.Linear(FFN, D)),
     "sequential without bias": lambda: nn.Sequential(
         nn.Linear(D, FFN, bias=False), nn.Tanh(), nn.Linear(FFN, D), nn.Dropout(0.5)
