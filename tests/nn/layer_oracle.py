@@ -16,6 +16,23 @@ ACTIVATIONS = {
 }
 
 
+def outcome(layer, x, run=None, **given):
+    """Output of a step, and the gradients of the tokens and of all parameters."""
+    x = x.detach().clone().requires_grad_()
+    layer.zero_grad()
+    y = (run or layer)(x, **given)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *[p.grad for p in layer.parameters()]]
+
+
+def assert_all_close(found, wanted, **tolerance):
+    """As `torch.testing.assert_close`, but a gradient of one that the other lacks is an error."""
+    for a, b in zip(found, wanted, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, **tolerance)
+
+
 def expert_output(experts, index, x_D):
     """One token through one expert of a GroupedExperts."""
     act = ACTIVATIONS[experts.activation]

@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+from layer_oracle import assert_all_close, outcome
 from torch import nn
 
 import moe_ext
@@ -70,7 +71,7 @@ def run_choices(layer, x, idx_TK, weights_TK):
 @pytest.mark.parametrize("groups", [1, 3, 4])
 @pytest.mark.parametrize("drop", ["position", "choice", "score", "batch_prioritized"])
 @pytest.mark.parametrize("overflow", ["drop", "reroute"])
-def test_policies_equal_a_loop_over_slots(drop, groups, overflow):
+def test_policies_equal_a_loop_over_slots(device, drop, groups, overflow):
     capacity = Capacity(0.6, groups=groups, drop=drop, overflow=overflow)
     layer = make_layer(capacity)
     x = tokens()
@@ -104,12 +105,6 @@ def test_batch_prioritized_is_by_the_score_before_it_is_divided(score_fn):
     capacity = Capacity(0.5, drop="batch_prioritized")
     y = moe_ext.MoELayer(3, 4, 3, router=router, capacity=capacity)(x)
     assert y[0].count_nonzero() == 0 and y[1].count_nonzero() == 3
-
-
-@pytest.mark.parametrize("overflow", ["drop", "reroute"])
-@pytest.mark.parametrize("drop", ["position", "choice", "score", "batch_prioritized"])
-def test_policies_on_every_device(device, drop, overflow):
-    test_policies_equal_a_loop_over_slots(drop, 3, overflow)
 
 
 def test_rerouting_loses_fewer_slots_and_weighs_the_new_experts():
@@ -292,14 +287,7 @@ def test_padding_changes_shapes_and_nothing_else(drop):
     padded = make_layer(Capacity(0.6, drop=drop, pad=True))
     padded.experts = EvenShapes(padded.experts)
     x = tokens()
-    found = []
-    for layer in (plain, padded):
-        one = x.clone().requires_grad_()
-        y = layer(one)
-        y.square().sum().backward()
-        found.append([y, one.grad, *[p.grad for p in layer.parameters()]])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, **TIGHT)
+    assert_all_close(outcome(padded, x), outcome(plain, x), **TIGHT)
     rows = math.ceil(T * K * 0.6 / E)
     assert padded.experts.shapes == [(rows * E, rows)]
     assert padded(x[:0]).shape == (0, 8)
@@ -350,11 +338,15 @@ def test_a_router_sets_the_capacity():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: Capacity(0.0), ValueError, r"Capacity: expected factor to be positive, got 0.0"),
         (lambda: Capacity(math.nan), ValueError, r"expected factor to be a number, got nan"),
         (lambda: Capacity(1.0, eval_factor=-1.0), ValueError, r"eval_factor to be positive, got"),
         (lambda: Capacity(1.0, minimum=0), ValueError, r"minimum to be at least 1, got 0"),
         (lambda: Capacity(1.0, groups=0), ValueError, r"groups to be at least 1, got 0"),
+        (
+            lambda: Capacity(1.0, groups=2**62),
+            ValueError,
+            "Capacity: .* groups to be at most",
+        ),
         (lambda: Capacity(1.0, drop="last"), ValueError, r"drop to be one of .*, got 'last'"),
         (lambda: Capacity(1.0, overflow="x"), ValueError, r"overflow to be one of .*, got 'x'"),
         (
@@ -366,23 +358,6 @@ def test_a_router_sets_the_capacity():
             lambda: make_layer("1.5"),
             TypeError,
             r"MoELayer: expected capacity to be of type Real or Capacity, got .1.5",
-        ),
-        (
-            lambda: make_layer(Capacity(1.0, drop="random"), router=OwnCapacity(nn.Identity(), 3)),
-            ValueError,
-            r"expected router to be a moe_ext.nn.Router with capacity.drop='random', got OwnCap",
-        ),
-        (
-            lambda: make_layer(
-                Capacity(1.0, overflow="reroute"), router=OwnCapacity(nn.Identity(), 3)
-            ),
-            ValueError,
-            r"expected router to be a moe_ext.nn.Router with capacity.overflow='reroute'",
-        ),
-        (
-            lambda: make_layer(router=TopKRouter(8, E + 1, K)),
-            ValueError,
-            r"MoELayer: expected router to have num_experts=5, got 6",
         ),
     ],
 )

@@ -1,8 +1,11 @@
 import copy
+import functools
 import gc
 
 import pytest
 import torch
+from layer_oracle import assert_all_close, outcome
+from test_saved_bytes import saved_bytes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -26,29 +29,22 @@ def layers(budget, dtype=torch.float64, **options):
     return bounded, free
 
 
-def outcome(layer, x, mask=None):
-    x = x.detach().requires_grad_()
-    layer.zero_grad()
-    y = layer(x, token_mask=mask)
-    y.square().sum().backward()
-    return [y.detach(), x.grad, *[p.grad for p in layer.parameters()]]
-
-
 def assert_same(bounded, free, x, mask=None, **tolerance):
-    for a, b in zip(outcome(bounded, x, mask), outcome(free, x, mask), strict=True):
-        torch.testing.assert_close(a, b, **{**TIGHT, **tolerance})
+    found, wanted = (outcome(layer, x, token_mask=mask) for layer in (bounded, free))
+    assert_all_close(found, wanted, **{**TIGHT, **tolerance})
     for name, value in free.metrics.items():
         torch.testing.assert_close(bounded.metrics[name], value)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 7, 21, 41, 42, 1000])
 @pytest.mark.parametrize(
-    "options",
+    ("rows", "options"),
     [
-        {},
-        {"bias": True, "activation": "relu_squared"},
-        {"shared_expert": 4, "balance": Balance(z_coef=0.1)},
-        {"capacity": 0.6},
+        *((rows, {}) for rows in (1, 7, 21, 41, 42, 1000)),
+        (3, {"bias": True, "activation": "relu_squared"}),
+        (42, {"bias": True, "activation": "relu_squared"}),
+        (7, {"shared_expert": 4, "balance": Balance(z_coef=0.1)}),
+        (3, {"capacity": 0.6}),
+        (21, {"capacity": 0.6}),
     ],
     ids=str,
 )
@@ -79,18 +75,6 @@ def test_all_tokens_on_one_expert(rows):
     assert_same(bounded, free, torch.randn(21, 8, dtype=torch.float64))
 
 
-def test_gradcheck():
-    bounded, _ = layers(RowBudget(3), balance=0.0)
-    x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
-    names = [name for name, _ in bounded.named_parameters()]
-
-    def run(x, *parameters):
-        return torch.func.functional_call(bounded, dict(zip(names, parameters, strict=True)), (x,))
-
-    parameters = [p.detach().clone().requires_grad_() for p in bounded.parameters()]
-    assert torch.autograd.gradcheck(run, (x, *parameters))
-
-
 @pytest.mark.parametrize("frozen", ["router", "experts", "x", "everything"])
 def test_frozen_parts(frozen):
     bounded, free = layers(RowBudget(5), balance=0.0)
@@ -106,22 +90,15 @@ def test_frozen_parts(frozen):
         if y.requires_grad:
             y.square().sum().backward()
         found.append([y.detach(), x.grad, *[p.grad for p in layer.parameters()]])
-    for a, b in zip(*found, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            torch.testing.assert_close(a, b, **TIGHT)
+    assert_all_close(*found, **TIGHT)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing(use_reentrant):
     bounded, _ = layers(RowBudget(5))
-    x = torch.randn(9, 8, dtype=torch.float64, requires_grad=True)
-    want = outcome(bounded, x)
-    bounded.zero_grad()
-    y = checkpoint(bounded, x, use_reentrant=use_reentrant)
-    y.square().sum().backward()
-    found = [y.detach(), x.grad, *[p.grad for p in bounded.parameters()]]
-    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    x = torch.randn(9, 8, dtype=torch.float64)
+    run = functools.partial(checkpoint, bounded, use_reentrant=use_reentrant)
+    assert_all_close(outcome(bounded, x, run), outcome(bounded, x), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -141,8 +118,7 @@ def test_autocast():
         assert y.dtype == torch.bfloat16
         y.float().sum().backward()
         found.append([y.float(), *[p.grad for p in layer.parameters()]])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=3e-2, atol=3e-1)
+    assert_all_close(*found, rtol=3e-2, atol=3e-1)
 
 
 class Dropped(nn.Module):
@@ -205,7 +181,7 @@ def test_same_bits_for_any_number_of_threads(num_threads):
     for threads in (1, 3):
         num_threads(threads)
         found.append(outcome(bounded, x))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert_all_close(*found, rtol=0, atol=0)
 
 
 def peak_bytes(function):
@@ -241,7 +217,7 @@ def bounded_layer(rows):
     return layer
 
 
-@pytest.mark.parametrize("rows", [16, 64, 256])
+@pytest.mark.parametrize("rows", [16, 256])
 def test_peak_is_within_the_documented_function_of_the_budget(rows):
     layer = bounded_layer(rows)
     x = torch.randn(T, D, requires_grad=True)
@@ -258,21 +234,6 @@ def test_peak_without_a_budget_is_beyond_it():
     x = torch.randn(T, D, requires_grad=True)
     peak = peak_bytes(lambda: layer(x).sum().backward())
     assert peak > 2 * documented_peak(16)
-
-
-def saved_bytes(layer, x):
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = (storage.nbytes(), tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = layer(x)
-    parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-    del y
-    return sum(size for pointer, (size, _) in kept.items() if pointer not in parameters)
 
 
 def test_rounds_keep_no_rows_for_the_backward_pass():
