@@ -5,6 +5,7 @@ the slots that the router chose and the capacity left. Shapes: T tokens of a ran
 experts, K top-k.
 """
 
+import functools
 import itertools
 import os
 import re
@@ -210,23 +211,48 @@ OVER_RANKS = RANKED | DISPATCHER.keys() - {"dispatcher='local'"}
 ON_RANKS = {pair for pair in PAIRS if OVER_RANKS & {*pair}}
 
 
+@functools.cache
+def shards():
+    return MoEMesh(ep=1, etp=2).ep_group
+
+
 def group_of(names):
     if "etp" in names:
-        return MoEMesh(ep=1, etp=2).ep_group
+        return shards()
     return None if "experts in shards of FSDP2" in names else dist.group.WORLD
 
 
 def make(names, group):
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)
     layer = MoELayer(D, F, E, **value(merged(names), group), ep_group=group)
     if "experts in shards of FSDP2" in names:
         fully_shard(layer.experts, mesh=init_device_mesh("cpu", (2,)))
     return layer
 
 
-def formula(layer, x_BSD, like):
-    """A loop over slots, and the losses of the layer, which are those of one that returns them."""
-    x_TD = x_BSD.flatten(0, -2)
+# The arguments of a layer that say how it computes, or where a loss goes; the others say what.
+HOW = {"row_budget", "overlap", "rebalance", "combine", "wire", "dispatcher", "mode"}
+
+
+def inputs():
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    generator = torch.Generator().manual_seed(7 + rank)
+    return [torch.randn(2, 5 + rank, D, generator=generator) for _ in "xg"]
+
+
+@functools.cache
+def formula(names, on_ranks):
+    """Outputs and gradients of a loop over slots, with the losses of a layer that returns them.
+
+    In the place of a feature that says how a layer computes stands one that gives it nothing.
+    """
+    torch.default_generator.manual_seed(3)
+    options = {k: v for k, v in merged(names).items() if k not in HOW}
+    if "capacity" in options:
+        options["capacity"] = replace(options["capacity"], pad=False)
+    layer = MoELayer(D, F, E, **value(options | {"mode": "return"}, None))
+    x_BSD, like = inputs()
+    x_TD = x_BSD.requires_grad_().flatten(0, -2)
     routed = layer.router(x_TD, token_mask=None)
     choice = limit_choice(layer.capacity, layer.router, routed, layer.top_k, None, training=True)
     rows = []
@@ -241,34 +267,31 @@ def formula(layer, x_BSD, like):
     if layer.shared_expert is not None:
         gate = torch.sigmoid(layer.shared_expert_gate(x_TD))
         y_TD = y_TD + gate * layer.shared_expert(x_TD)
+    y_BSD = y_TD.view_as(x_BSD)
     layer(x_BSD)
-    objective = (y_TD.view_as(x_BSD) * like).sum() + sum(layer.losses.values())
-    return y_TD.view_as(x_BSD), objective
+    ((y_BSD * like).sum() + sum(layer.losses.values())).backward()
+    found = {"outputs": y_BSD.detach(), "tokens": x_BSD.grad}
+    for name, parameter in layer.named_parameters():
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if name.startswith("experts.") and on_ranks:
+            dist.all_reduce(grad)
+            grad = grad / 2
+        found[name] = grad
+    return found
 
 
 def run(names, group):
     """Both passes of a layer with a pair of features, beside its formula."""
     layer = make(names, group)
-    # The parts of a layer that say what it computes; the others say how.
-    how = {"row_budget", "overlap", "rebalance", "combine", "wire", "dispatcher"}
-    torch.manual_seed(3)
-    options = {k: v for k, v in merged(names).items() if k not in how}
-    if "capacity" in options:
-        options["capacity"] = replace(options["capacity"], pad=False)
-    plain = MoELayer(D, F, E, **value(options | {"mode": "return"}, None))
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    generator = torch.Generator().manual_seed(7 + rank)
-    x, like = (torch.randn(2, 5 + rank, D, generator=generator) for _ in "xg")
-    wanted_x, got_x = x.clone().requires_grad_(), x.clone().requires_grad_()
-    wanted, objective = formula(plain, wanted_x, like)
-    objective.backward()
+    x, like = inputs()
+    x.requires_grad_()
 
     def objective_of(y):
         added = sum(layer.losses.values()) if layer.loss_mode == "return" else 0.0
         return (y * like).sum() + added
 
     if "vmap" in names:
-        got, objective = torch.func.vmap(lambda x: [y := layer(x), objective_of(y)])(got_x[None])
+        got, objective = torch.func.vmap(lambda x: [y := layer(x), objective_of(y)])(x[None])
         got = got[0]
         objective.sum().backward()
     elif "torch.func" in names:
@@ -278,12 +301,12 @@ def run(names, group):
             y = functional_call(layer, parameters, (x,))
             return objective_of(y), y.detach()
 
-        gradients, got = torch.func.grad(loss, argnums=(0, 1), has_aux=True)(parameters, got_x)
-        got_x.grad = gradients[1]
+        gradients, got = torch.func.grad(loss, argnums=(0, 1), has_aux=True)(parameters, x)
+        x.grad = gradients[1]
         for name, parameter in parameters.items():
             parameter.grad = gradients[0][name]
     else:
-        got = layer(got_x)
+        got = layer(x)
         objective_of(got).backward()
     found = {}
     for name, parameter in layer.named_parameters():
@@ -296,18 +319,14 @@ def run(names, group):
             alone = isinstance(layer.experts, ModuleExperts) and group is not None
             grad = grad.to_local() if alone else grad.full_tensor()
         found[name] = grad
-    pairs = {"outputs": (got.detach(), wanted.detach()), "tokens": (got_x.grad, wanted_x.grad)}
-    for name, parameter in plain.named_parameters():
-        mean = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        if name.startswith("experts.") and names in ON_RANKS:
-            dist.all_reduce(mean)
-            mean = mean / 2
-        if name in found:
-            pairs[name] = torch.zeros_like(mean) if found[name] is None else found[name], mean
+    found |= {"outputs": got.detach(), "tokens": x.grad}
+    what = tuple(n if MADE.get(n, {}).keys() - HOW else "torch.func" for n in names)
     lossy = 0.05 if "wire" in names else 1e-5
-    for name, (a, b) in pairs.items():
-        scale = max(float(b.abs().max()), 1e-3)
-        assert float((a - b).abs().max()) <= lossy * scale, name
+    for name, wanted in formula(what, names in ON_RANKS).items():
+        if name in found:
+            scale = max(float(wanted.abs().max()), 1e-3)
+            grad = torch.zeros_like(wanted) if found[name] is None else found[name]
+            assert float((grad - wanted).abs().max()) <= lossy * scale, name
 
 
 def outcome(names, group):
