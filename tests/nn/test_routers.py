@@ -1,6 +1,7 @@
 """The routers: what they choose, draw and hand to a layer."""
 
 import copy
+import itertools
 import math
 import warnings
 
@@ -32,6 +33,7 @@ MAKE = {
     "cosine": lambda **kw: CosineRouter(D, E, 2, proj_dim=8, **kw),
 }
 RANDOM = ("switch", "gshard", "gumbel", "noisy_topk")
+DEVICES = ["cpu", "simt", *(["cuda"] if torch.cuda.is_available() else [])]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
@@ -215,10 +217,12 @@ def test_masked_tokens_choose_nothing(device, name):
     assert all(torch.equal(a, b) for a, b in zip(out.gate, other.gate, strict=True))
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", MAKE)
-def test_compiles_as_one_graph_for_any_number_of_tokens(device, name, training):
-    router = make(name).train(training)
+# Routers that train are compiled in layers, in test_compile.py.
+@pytest.mark.parametrize(
+    ("device", "name"), zip(itertools.cycle(DEVICES), MAKE), indirect=["device"]
+)
+def test_compiles_as_one_graph_for_any_number_of_tokens(device, name):
+    router = make(name).eval()
 
     def loss(x):
         out = router(x)
