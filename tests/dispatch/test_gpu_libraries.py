@@ -11,22 +11,22 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from rank_checks import Checks, raised
+from steps import assert_same_bits, dispatcher, tokens
 
 import moe_ext
 from moe_ext import MoELayer
 from moe_ext.dispatch import deep_ep, nccl_ep
 from moe_ext.distributed import (
     AllToAllDispatcher,
-    DedupDispatcher,
     DeepEpDispatcher,
     NcclEpDispatcher,
     SymmetricMemoryDispatcher,
     count_traffic,
 )
-from moe_ext.nn import Dispatch, RowBudget
+from moe_ext.nn import RowBudget
 
 E, D, K = 12, 8, 4
-CARRIERS = {"nccl_ep": NcclEpDispatcher, "deep_ep": DeepEpDispatcher}
+CARRIERS = ("nccl_ep", "deep_ep")
 
 
 def with_fakes(check):
@@ -38,27 +38,18 @@ def with_fakes(check):
     return run
 
 
-@functools.cache
-def dispatcher(way, combine):
-    world = dist.group.WORLD
-    if way == "alltoall":
-        return AllToAllDispatcher(E, world)
-    return {"dedup": DedupDispatcher, **CARRIERS}[way](E, world, combine=combine)
-
-
 def step(way, combine="exact", size=9, mask=None, x_grad=True, made=None, **options):
     """Output, gradients of tokens and router, and gradients of experts of one step."""
     torch.manual_seed(3)
-    made = made or dispatcher(way, combine)
+    made = made or dispatcher(way, E, combine=combine)
     options = {"ep_group": dist.group.WORLD, "dispatcher": made, "dtype": torch.bfloat16, **options}
     one = MoELayer(D, 6, E, K, **options)
-    x = torch.randn(size, D, generator=torch.Generator().manual_seed(5 + dist.get_rank()))
-    x = x.bfloat16().requires_grad_(x_grad)
+    x = tokens(size, D, torch.bfloat16).requires_grad_(x_grad)
     y = one(x, token_mask=mask)
     y.float().square().sum().backward()
-    tokens = [y.detach(), x.grad, *[p.grad for p in one.router.parameters()]]
+    found = [y.detach(), x.grad, *[p.grad for p in one.router.parameters()]]
     experts = [p.grad for p in one.experts.parameters()]
-    return [g for g in tokens if g is not None], experts, one
+    return [g for g in found if g is not None], experts, one
 
 
 def cases():
@@ -74,11 +65,6 @@ def cases():
     yield {"row_budget": RowBudget(11, overflow="drop"), "size": 5 * rank}
 
 
-def assert_same_bits(found, want):
-    assert len(found) == len(want)
-    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
-
-
 def assert_close(found, want):
     # Sums of the same bfloat16 products in another order: a rounding of the sum, 2**-8.
     for a, b in zip(found, want, strict=True):
@@ -88,10 +74,10 @@ def assert_close(found, want):
 @with_fakes
 def check_exact_gives_the_bits_of_a_row_for_each_expert():
     for options in cases():
-        tokens, experts, plain = step("alltoall", **options)
+        want, experts, plain = step("alltoall", **options)
         for way in CARRIERS:
             found, found_experts, one = step(way, **options)
-            assert_same_bits(found, tokens)
+            assert_same_bits(found, want)
             assert torch.equal(one.metrics["num_dropped"], plain.metrics["num_dropped"])
             # The order of rows, which gradients of experts are summed in, is the library's.
             (assert_same_bits if way == "deep_ep" else assert_close)(found_experts, experts)
@@ -100,10 +86,10 @@ def check_exact_gives_the_bits_of_a_row_for_each_expert():
 @with_fakes
 def check_reduced_gives_the_sums_of_dedup():
     for options in cases():
-        tokens, experts, _ = step("dedup", "reduced", **options)
+        want, experts, _ = step("dedup", "reduced", **options)
         for way in CARRIERS:
             found, found_experts, _ = step(way, "reduced", **options)
-            assert_same_bits(found, tokens)
+            assert_same_bits(found, want)
             (assert_same_bits if way == "deep_ep" else assert_close)(found_experts, experts)
 
 
@@ -112,7 +98,7 @@ def check_a_token_travels_once_and_is_counted():
     for combine, ways in (("exact", ("alltoall", "nccl_ep")), ("reduced", ("dedup", "deep_ep"))):
         sent = []
         for way in ways:
-            made = dispatcher(way, combine)
+            made = dispatcher(way, E, combine=combine)
             x, idx = torch.zeros(9, D, dtype=torch.bfloat16), torch.arange(36).view(9, 4) % E
             with count_traffic() as traffic:
                 made.dispatch(x, idx, torch.ones(9, K))
@@ -160,20 +146,6 @@ def check_what_cannot_be_served_is_refused_everywhere():
     world, rank = dist.group.WORLD, dist.get_rank()
     for way in CARRIERS:
         make = functools.partial(MoELayer, D, 6, E, K, ep_group=world, dispatcher=way)
-        raised(
-            ValueError,
-            f"to be one of .* with wire=.*got '{way}'",
-            functools.partial(
-                MoELayer, D, 6, E, K, ep_group=world, dispatcher=Dispatch(way, wire="int8")
-            ),
-        )
-        raised(
-            ValueError,
-            "to be one of .* with overlap=2, got ",
-            functools.partial(
-                MoELayer, D, 6, E, K, ep_group=world, dispatcher=Dispatch(way, overlap=2)
-            ),
-        )
         torch.manual_seed(0)
         layer, x = make(), torch.randn(3, D)
         raised(TypeError, "bfloat16 on cpu .*autocast.*got torch.float32", layer, x)
@@ -225,9 +197,9 @@ def check_symmetric_memory_gives_the_bits_of_a_row_for_each_expert():
     made = SymmetricMemoryDispatcher(E, dist.group.WORLD, max_rows=200)
     coded = SymmetricMemoryDispatcher(E, dist.group.WORLD, max_rows=200, wire="int8")
     for options in (*cases(), {"row_budget": RowBudget(24, static=True)}):
-        tokens, experts, _ = step("alltoall", **options)
+        want, experts, _ = step("alltoall", **options)
         found, found_experts, _ = step("symm_mem", made=made, **options)
-        assert_same_bits([*found, *found_experts], [*tokens, *experts])
+        assert_same_bits([*found, *found_experts], [*want, *experts])
     plain = AllToAllDispatcher(E, dist.group.WORLD, wire="int8")
     assert_same_bits(step("symm_mem", made=coded)[0], step("alltoall", made=plain)[0])
     named = step("symm_mem", made="symm_mem", row_budget=RowBudget(7))
@@ -248,13 +220,6 @@ def check_rows_beyond_the_memory_are_refused_everywhere():
     assert budget(row_budget=RowBudget(16))(x).shape == x.shape
     large = budget(row_budget=RowBudget(17))
     raised(ValueError, "RowBudget to be at most max_rows=16, got 17", large, x)
-    raised(
-        ValueError,
-        "to be one of .* with overlap=2, got ",
-        functools.partial(
-            MoELayer, D, 6, E, K, ep_group=world, dispatcher=Dispatch(made, overlap=2)
-        ),
-    )
     by_name = functools.partial(MoELayer, D, 6, E, K, ep_group=world, dispatcher="symm_mem")
     raised(ValueError, "expected row_budget with dispatcher='symm_mem'", by_name)
     make = functools.partial(SymmetricMemoryDispatcher, E, world)

@@ -1,0 +1,44 @@
+"""What the tests of this folder share: tokens of a rank, dispatchers by name, steps of layers."""
+
+import functools
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from moe_ext.dispatch.by_name import _CLASSES
+
+
+def tokens(size, dim, dtype=torch.float32, rank=None):
+    """Tokens of this rank, or of another one."""
+    generator = torch.Generator().manual_seed(5 + (dist.get_rank() if rank is None else rank))
+    return torch.randn(size, dim, generator=generator, dtype=torch.float64).to(dtype)
+
+
+@functools.cache
+def dispatcher(way, num_experts, **options):
+    """One for all ranks; of four ranks each two are a node, of fewer each one."""
+    if way == "alltoall":
+        options.pop("combine", None)  # it sends a row for each expert
+    if way == "hierarchical":
+        options["node_size"] = 2 if dist.get_world_size() == 4 else 1
+    return _CLASSES[way](num_experts, dist.group.WORLD, **options)
+
+
+def step(layer, x, run=None, **given):
+    """Output and all gradients of a step, that of the tokens second."""
+    x = x.detach().clone().requires_grad_()
+    layer.zero_grad()
+    y = (run or layer)(x, **given)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *[p.grad for p in layer.parameters()]]
+
+
+def sent_messages():
+    """A context whose value has the calls of `dist.all_to_all_single`."""
+    return mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single)
+
+
+def assert_same_bits(found, want):
+    assert len(found) == len(want)
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
