@@ -3,6 +3,11 @@
 from moe_ext.pipeline import Action, ActionTable
 
 
+def table_of(*rows):
+    """The table of these texts, one for each rank."""
+    return ActionTable([[Action.from_text(text) for text in row.split()] for row in rows])
+
+
 def random_table(random, *, chains=1, slices=1):
     """Stages on any ranks, each chain with ranks and micro-batches of its own."""
     num_ranks = random.randint(1, 4)

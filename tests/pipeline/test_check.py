@@ -6,13 +6,12 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import random_table
+from tables import random_table, table_of
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from moe_ext.pipeline import (
     ASYNCHRONOUS,
     SCHEDULES,
-    Action,
     ActionTable,
     Costs,
     add_messages,
@@ -22,10 +21,6 @@ from moe_ext.pipeline import (
     simulate,
 )
 from moe_ext.pipeline.check import messages_of_pairs
-
-
-def table_of(*rows):
-    return ActionTable([[Action.from_text(text) for text in row.split()] for row in rows])
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_checks import Checks, full
+from tables import table_of
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
@@ -140,6 +141,7 @@ EXCHANGES = {
 }
 
 
+@functools.cache
 def planned(name, ranks):
     costs = Costs(transfer=0.25, exchanges=EXCHANGES)
     return plan_turns(make_table(name, ranks, MICRO), costs)
@@ -183,7 +185,7 @@ def schedule(name, recompute):
 def a_table_of_torch_with_messages():
     rank, found = dist.get_rank(), layers()
     rows = get_schedule_ops("InterleavedZeroBubble", 2, MICRO, with_comms=True)
-    table = ActionTable([[Action.from_text(str(action)) for action in row] for row in rows])
+    table = table_of(*(" ".join(map(str, row)) for row in rows))
     pipeline = Pipeline(table, stages_of(table, rank, found), loss_of, group=dist.group.WORLD)
     assert pipeline.table is table
     x, y = batches()

@@ -13,22 +13,14 @@ import torch
 import torch.distributed as dist
 from fake_nccl import FakeNccl
 from rank_checks import Checks
+from tables import table_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ext.comm import c10d, point_to_point, streams
 from moe_ext.comm.point_to_point import PeerMessage
 from moe_ext.nn.torch_state import TorchState
-from moe_ext.pipeline import (
-    SCHEDULES,
-    Action,
-    ActionTable,
-    Costs,
-    Pipeline,
-    executor,
-    make_table,
-    plan_turns,
-)
+from moe_ext.pipeline import SCHEDULES, Costs, Pipeline, executor, make_table, plan_turns
 from moe_ext.pipeline.check import messages_of_pairs
 from moe_ext.testing import spawn_ranks
 
@@ -125,22 +117,12 @@ def test_four_ranks_have_what_one_process_has(name):
     over_4.assert_passed(4, name)
 
 
-def crossed():
-    """A table whose rank 1 receives the second activation first."""
-    rows = [
-        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
-        "1RECV_F1 1RECV_F0 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1",
-    ]
-    return ActionTable([[Action.from_text(text) for text in row.split()] for row in rows])
-
-
 def runs_crossed(rank):
     """A table whose rank 1 receives the last activation before the second one."""
-    rows = [
+    table = table_of(
         "0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2 0RECV_B0 0B0 0RECV_B1 0B1 0RECV_B2 0B2",
         "1RECV_F0 1F0 1RECV_F2 1RECV_F1 1F1 1F2 1B0 1SEND_B0 1B1 1SEND_B1 1B2 1SEND_B2",
-    ]
-    table = ActionTable([[Action.from_text(text) for text in row.split()] for row in rows])
+    )
     with pytest.raises(ValueError, match="got message 1 of rank 0 to rank 1 as 0SEND_F1 and 1RECV"):
         messages_of_pairs(table)
     x, start = [torch.ones(2, 3)] * 3, time.monotonic()

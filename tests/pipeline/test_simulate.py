@@ -1,16 +1,9 @@
 """Simulated times against the closed forms of the papers."""
 
 import pytest
+from tables import table_of
 
-from moe_ext.pipeline import (
-    SCHEDULES,
-    Action,
-    ActionTable,
-    Costs,
-    add_messages,
-    make_table,
-    simulate,
-)
+from moe_ext.pipeline import SCHEDULES, Costs, add_messages, make_table, simulate
 from moe_ext.pipeline.simulate import makespan
 
 # F, I, W; powers of two and small sums: exact in floating point.
@@ -95,8 +88,7 @@ def test_makespan_is_that_of_the_timeline():
         ahead = Costs(2.0, ahead={"B": 0.5}, hop=1.0, transfer=0.5, exchanges={"F": [(0.2, 0.6)]})
         assert makespan(table, ahead) == simulate(table, ahead).makespan > makespan(table, Costs(2))
     with pytest.raises(ValueError, match="ranks that wait for each other"):
-        rows = [["0B0", "0F0"], ["1F0", "1B0"]]
-        makespan(ActionTable([[Action.from_text(cell) for cell in row] for row in rows]), Costs())
+        makespan(table_of("0B0 0F0", "1F0 1B0"), Costs())
 
 
 def test_overlap_shortens_dual_pipe_v():
@@ -137,18 +129,16 @@ def test_a_link_carries_one_message_at_a_time():
 
 
 def test_a_receive_that_is_posted_late_delays_the_message():
-    rows = [
+    table = table_of(
         "0F0 0SEND_F0 0RECV_B0 0B0 0F1 0SEND_F1 0RECV_B1 0B1",
         "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1",
-    ]
-    table = ActionTable([[Action.from_text(text) for text in row.split()] for row in rows])
+    )
     found = simulate(table, Costs(hop=1))
     assert found.makespan == 2 * (1 + 1 + 1 + 2 + 1 + 2)
 
 
 def test_says_that_ranks_wait_for_each_other():
-    rows = ["0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"]
-    table = ActionTable([[Action.from_text(text) for text in row.split()] for row in rows])
+    table = table_of("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0")
     with pytest.raises(ValueError, match=r"simulate: .* 0B0 \(rank 0\), 1F1 \(rank 1\)"):
         simulate(table)
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_checks import Checks
+from tables import table_of
 from torch import nn
 
 import moe_ext
 from moe_ext.distributed import GradScaler, MoEMesh, checkpoint, clip_grad_norm_
 from moe_ext.nn import Balance
-from moe_ext.pipeline import Action, ActionTable, Pipeline, make_table
+from moe_ext.pipeline import Pipeline, make_table
 from moe_ext.pipeline.step import StepRun
 from moe_ext.pipeline.table import MESSAGES
 from moe_ext.testing import spawn_ranks
@@ -181,11 +182,10 @@ class Slow(nn.Linear):
 @over_2()
 def a_step_ends_when_what_it_sends_has_come():
     rank = dist.get_rank()
-    rows = [
+    table = table_of(
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
         "1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1B1 1SEND_B1",
-    ]
-    table = ActionTable([[Action.from_text(text) for text in row.split()] for row in rows])
+    )
     stage = Slow(0.2 if rank == 0 else 0.0)
     mse = nn.functional.mse_loss
     pipeline = Pipeline(table, {rank: stage}, mse, group=dist.group.WORLD)
