@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
+from pairwise import pairs
 
 from moe_ext.comm import failures
 from moe_ext.distributed.dtensor import is_dtensor
@@ -40,6 +41,48 @@ class Checks(dict):
         if num_ranks not in found:
             found[num_ranks] = spawn_ranks(_run_on_rank, num_ranks, dict(self), **limits)
         assert_passed(found[num_ranks], name)
+
+
+class ChecksOn(dict):
+    """Checks by a setting of ranks, such as their number; those of one share a spawn of ranks.
+
+    As a decorator it registers a function in all settings, once for each tuple of arguments.
+    """
+
+    def __init__(self, *settings):
+        super().__init__((setting, Checks()) for setting in settings)
+        self._alone = None
+
+    def __call__(self, *cases, on=None):
+        def register(function):
+            for setting in self if on is None else on:
+                self[setting](*cases)(function)
+            return function
+
+        return register
+
+    def pairs(self, *parameters, on=None):
+        """Register a function in cases in which any two values of settings or parameters meet."""
+
+        def register(function):
+            for setting, *case in pairs(self if on is None else on, *parameters):
+                self[setting](tuple(case))(function)
+            return function
+
+        return register
+
+    def names(self):
+        """(setting, name) of all checks."""
+        return [(setting, name) for setting, checks in self.items() for name in checks]
+
+    def assert_passed(self, num_ranks, name, **limits):
+        """As that of `Checks`; a single rank is this process, without a group."""
+        if num_ranks > 1:
+            self[num_ranks].assert_passed(num_ranks, name, **limits)
+            return
+        if self._alone is None:
+            self._alone = [run_checks(self[num_ranks])]
+        assert_passed(self._alone, name)
 
 
 def _run_on_rank(rank, functions):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import make_inputs
-from rank_checks import Checks, assert_passed, run_checks
+from rank_checks import ChecksOn
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as bound_early
 from torch.utils.checkpoint import checkpoint
@@ -20,10 +20,9 @@ from moe_ext.attention import (
     shard_sequence,
     unshard_sequence,
 )
-from moe_ext.testing import spawn_ranks
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-11}
-check = Checks()
+check = ChecksOn(2, 3)  # by the number of ranks
 
 
 def leaves(tensors):
@@ -171,7 +170,7 @@ def a_recomputation_outside_is_refused():
         out.sum().backward()
 
 
-@check()
+@check(on=(2,))
 def compiled():
     where = {"group": dist.group.WORLD}
     *tensors, _ = make_inputs(kv_heads=4)
@@ -205,19 +204,9 @@ def without_gradients():
         torch.testing.assert_close(whole, expected, **TIGHT)
 
 
-def run_all(rank):
-    return run_checks(check)
-
-
-@functools.lru_cache
-def outcomes(num_ranks):
-    return spawn_ranks(run_all, num_ranks, timeout=300)
-
-
-@pytest.mark.parametrize("name", check)
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize(("num_ranks", "name"), check.names())
 def test_ranks(num_ranks, name):
-    assert_passed(outcomes(num_ranks), name)
+    check.assert_passed(num_ranks, name, timeout=300)
 
 
 def inputs(**kwargs):

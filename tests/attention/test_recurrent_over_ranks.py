@@ -1,16 +1,13 @@
 """Recurrences over ranks against one process: every layout, scheme and number of ranks."""
 
 import itertools
-import os
 import random
-import signal
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from pairwise import pairs
-from rank_checks import Checks, ask_briefly
+from rank_checks import Checks
 from test_recurrent import KINDS, made, run
 
 from moe_ext.attention import (
@@ -21,8 +18,7 @@ from moe_ext.attention import (
     shard_sequence,
 )
 from moe_ext.attention.recurrent.functional import conv_sent_bytes, sent_bytes
-from moe_ext.distributed import RankFailureError, count_traffic
-from moe_ext.testing import spawn_ranks
+from moe_ext.distributed import count_traffic
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "per_document")
 # Documents that end inside ranks, and at the edges of two and of three.
@@ -127,7 +123,7 @@ def a_recurrence_equals_one_process(kind, scheme):
 @ALL()
 def random_sizes_equal_one_process():
     draw = random.Random(0)
-    for _ in range(24):
+    for _ in range(12):
         kind, scheme = draw.choice(KINDS), draw.choice(("state", "heads"))
         length, groups = draw.randint(1, 150), draw.randint(1, 3)
         sizes = {
@@ -155,7 +151,9 @@ def fewer_heads_than_ranks_equal_one_process(kind):
 @ALL()
 def a_convolution_equals_one_process():
     group, generator = dist.group.WORLD, torch.Generator().manual_seed(0)
-    for (length, layout, offsets), width in itertools.product(cases(), (1, 2, 4)):
+    for number, (length, layout, offsets) in enumerate(cases()):
+        # Another one for each number of ranks.
+        width = (1, 2, 4)[(number + dist.get_world_size()) % 3]
         shapes = ((2, 3, length), (3, width), (3,), (2, 3, length))
         tensors = [torch.randn(*s, generator=generator, dtype=torch.float64) for s in shapes]
         *leaves, weight = [x.requires_grad_() for x in tensors]
@@ -234,20 +232,3 @@ def other_options_on_one_rank_are_named():
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_ranks(num_ranks, name):
     ALL.assert_passed(num_ranks, name)
-
-
-def dies(rank):
-    ask_briefly()
-    group, given = dist.group.WORLD, made("delta", 3)
-    sizes = {"group": group, "layout": "contiguous", "scheme": "state"}
-    gated_delta_rule(**given, **sizes)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    start = time.monotonic()
-    with pytest.raises(RankFailureError, match="rank 1"):
-        gated_delta_rule(**given, **sizes)
-    return time.monotonic() - start
-
-
-def test_a_dead_rank_is_named():
-    assert spawn_ranks(dies, 3, may_die=(1,))[0] < 20

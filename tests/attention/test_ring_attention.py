@@ -9,7 +9,13 @@ import torch.nn.functional as F
 from helpers import expect_equal, make_inputs, reference, sharded, whole
 from torch.nn.attention.flex_attention import create_block_mask
 
-from moe_ext.attention import RingAttention, ring_attention, ring_attention_varlen
+from moe_ext.attention import (
+    RingAttention,
+    make_layout,
+    ring_attention,
+    ring_attention_varlen,
+    ring_self_attention,
+)
 
 OFFSETS = (0, 5, 5, 14, 30, 37)
 KEY_MASK = torch.arange(37).repeat(2, 1) % 5 != torch.tensor([[1], [3]])
@@ -183,24 +189,45 @@ def test_strided_inputs():
     assert torch.equal(ring_attention(*strided, group=None, is_causal=True), expected)
 
 
+FUNCTIONS = pytest.mark.parametrize("function", [ring_attention, ring_self_attention])
+
+
+@FUNCTIONS
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layout": "spiral"}, "layout to be a Layout or one of .* got 'spiral'"),
+        ({"window": (-2, 0)}, r"window to be -1 \(no limit\) or more, got \(-2, 0\)"),
+        ({"dropout_p": 1.0}, r"dropout_p to be in \[0, 1\), got 1.0"),
+        ({"seed": 1 << 63}, "seed to be a 64-bit integer"),
+        ({"scale": float("nan")}, "scale to be finite, got nan"),
+        ({"scale": float("inf")}, "scale to be finite, got inf"),
+        ({"cu_seqlens": [0, 9, 4, 37]}, "cu_seqlens to start at 0 and be sorted"),
+        ({"cu_seqlens": [0, 36]}, "cu_seqlens to end at .* 37, got 36"),
+        ({"key_mask": torch.ones(2, 37)}, r"key_mask to be bool \[2, 37\]"),
+        ({"attn_mask": torch.zeros(37, 37)}, r"attn_mask to be \[2 or 1, 4 or 1, 37, S\], .* got"),
+        ({"attn_mask": torch.zeros(1, 1, 37, 36)}, "S of attn_mask to be the 37 keys .* got 36"),
+        ({"attn_mask": torch.zeros(1, 1, 37, 37).long()}, "attn_mask to be bool or floating, got"),
+        ({"layout": make_layout("contiguous", 36, 1)}, "layout to be for 37 positions"),
+        ({"key_mask": torch.ones(2, 37, device="meta") > 0}, "key_mask to be on cpu like q"),
+        ({"attn_mask": torch.ones(1, 1, 37, 37, device="meta")}, "attn_mask to be on cpu like q"),
+    ],
+)
+def test_arguments_refused_by_both(function, changes, message):
+    with pytest.raises(ValueError, match=message):
+        function(*make_inputs()[:3], group=None, **changes)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"scheme": "tree"}, "scheme to be one of .* got 'tree'"),
         ({"precision": "sloppy"}, "precision to be one of .* got 'sloppy'"),
-        ({"layout": "spiral"}, "layout to be a Layout or one of .* got 'spiral'"),
-        ({"window": (-2, 0)}, r"window to be -1 \(no limit\) or more, got \(-2, 0\)"),
         ({"window": 3}, r"window to be None or \(left, right\), integers, got 3"),
-        ({"dropout_p": 1.0}, r"dropout_p to be in \[0, 1\), got 1.0"),
         ({"dropout_p": -0.1}, r"dropout_p to be in \[0, 1\), got -0.1"),
-        ({"seed": 1 << 63}, "seed to be a 64-bit integer"),
         ({"softcap": -1.0}, r"softcap to be 0 \(none\) or more, got -1.0"),
-        ({"scale": float("nan")}, "scale to be finite, got nan"),
-        ({"cu_seqlens": [0, 9, 4, 37]}, "cu_seqlens to start at 0 and be sorted"),
         ({"cu_seqlens": torch.zeros(2)}, "cu_seqlens to be a row of integers"),
-        ({"cu_seqlens": [0, 36]}, "cu_seqlens to end at .* 37, got 36"),
         ({"key_mask": torch.ones(2, 36, dtype=torch.bool)}, r"key_mask to be bool \[2, 37\]"),
-        ({"key_mask": torch.ones(2, 37)}, "key_mask to be bool"),
         ({"alibi_slopes": torch.ones(2)}, r"alibi_slopes to be \[4\], got \[2\]"),
         ({"sinks": torch.ones(5)}, r"sinks to be \[4\], got \[5\]"),
         ({"alibi_slopes": torch.ones(4).long()}, "alibi_slopes to be floating .* torch.int64"),
@@ -225,10 +252,7 @@ def test_strided_inputs():
             {"prefix_len": [3], "cu_seqlens": [[0, 9, 37], [0, 37]]},
             "prefix_len to be an integer, or 2 .* for each row of q, got",
         ),
-        ({"attn_mask": torch.zeros(37, 37)}, r"attn_mask to be \[2 or 1, 4 or 1, 37, S\], .* got"),
         ({"attn_mask": torch.zeros(1, 3, 37, 37)}, r"attn_mask to be .* got \[1, 3, 37, 37\]"),
-        ({"attn_mask": torch.zeros(1, 1, 37, 36)}, "S of attn_mask to be the 37 keys .* got 36"),
-        ({"attn_mask": torch.zeros(1, 1, 37, 37).long()}, "attn_mask to be bool or floating, got"),
         (
             {"attn_mask": create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 37, 37, "cpu")},
             r"attn_mask to be a tensor \(blocks of flex_attention: is_causal, window, .* BlockMask",
@@ -250,6 +274,7 @@ def test_arguments_refused(changes, message):
         ring_attention(q, k, v, group=None, **changes)
 
 
+@FUNCTIONS
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -261,9 +286,31 @@ def test_arguments_refused(changes, message):
         (lambda q, k, v: (q.long(), k, v), "q to be float32, bfloat16, float16 or float64"),
     ],
 )
-def test_tensors_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        ring_attention(*change(*make_inputs()[:3]), group=None)
+def test_tensors_refused(function, change, message):
+    with pytest.raises(ValueError, match=f"{function.__name__}: expected .*{message}"):
+        function(*change(*make_inputs()[:3]), group=None)
+
+
+TWICE = "expected the result to be differentiated once, got a second derivative"
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_second_derivative_is_refused(function, which):
+    """It would lose the terms that come by saved tensors."""
+    inputs = [torch.randn(1, 2, 5, 4, dtype=torch.float64) for _ in range(3)]
+    wanted = inputs[which].requires_grad_()
+    (grad,) = torch.autograd.grad(function(*inputs, group=None).sum(), wanted, create_graph=True)
+    with pytest.raises(RuntimeError, match=f"{function.__name__}: {TWICE}"):
+        torch.autograd.grad(grad.square().sum(), wanted)
+
+
+def test_first_derivatives_with_a_graph_are_right():
+    inputs = [torch.randn(1, 2, 5, 4, requires_grad=True) for _ in range(3)]
+    out = ring_attention(*inputs, group=None, is_causal=True)
+    plain = torch.autograd.grad(out.sum(), inputs, retain_graph=True)
+    found = torch.autograd.grad(out.sum(), inputs, create_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
 
 
 def test_a_group_that_is_none_of_ours_is_refused():
