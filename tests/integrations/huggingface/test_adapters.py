@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from hf_models import NUM_BLOCKS, assert_near, build, make_batch, run
 from rank_checks import Checks, assert_passed, run_checks
+from test_saving import assert_same_state
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -96,12 +97,6 @@ def spread(model):
 
 def own_batch(rank):
     return {name: tensor[rank : rank + 1] for name, tensor in make_batch().items()}
-
-
-def assert_same_state(found, wanted):
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert torch.equal(found[name], tensor), name
 
 
 @CHECKS(("mixtral",), ("gpt_oss",), ("mixtral", 2))

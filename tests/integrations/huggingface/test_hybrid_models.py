@@ -1,13 +1,12 @@
 """State spaces, delta rules and convolutions of prepared models, over ranks against one process.
 
-Every rank count starts its ranks once for all families. Without slow tests few families run, on
-three ranks, by which no length here is divided; with them all families, and on two and four ranks
-one of each recurrence, in float64. Each family takes another case on each of these; with
+Every rank count starts its ranks once for all families. Three ranks, by which no length here is
+divided, run all families in float64, and one of each recurrence in float32. Two and four run one
+of each recurrence in float64. Each family takes another case on each of these; with
 MOE_EXT_FULL=1 all families take all cases.
 """
 
 import contextlib
-import copy
 from pathlib import Path
 
 import pytest
@@ -15,20 +14,9 @@ import torch
 import torch.distributed as dist
 from hf_models import transformers
 from pairwise import FULL
-from rank_checks import Checks, full
-from test_prepared_models import (
-    REFUSED,
-    SERVED,
-    expect_near,
-    group,
-    make,
-    make_batch,
-    one_process,
-    trained,
-)
+from rank_checks import Checks
+from test_prepared_models import RECURRENCES, REFUSED, SERVED, make, trains_as_one_process
 
-import moe_ext
-from moe_ext.attention import prepare_model
 from moe_ext.attention.huggingface.mixers import _mixers
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "hugging_face.md"
@@ -38,15 +26,12 @@ HYBRIDS = (
     *("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma"),
     *("zamba", "zamba2"),
 )
-# One of each recurrence.
-SOME = ("bamba", "jamba", "kimi_linear", "lfm2", "minimax", "qwen3_next", "recurrent_gemma")
-ENDS = tuple(f"-{family}" for family in SOME)
+ENDS = tuple(f"-{family}" for family in RECURRENCES)
 # Kinds of batches and layouts; the documents of a packed one end inside ranks.
 CASES = (
     *(("padded", layout) for layout in ("contiguous", "zigzag", "striped")),
     *(("packed", layout) for layout in ("contiguous", "zigzag", "striped", "per_document")),
 )
-SOME_CASES = (("padded", "striped"), ("packed", "per_document"))
 EXPERTS = (
     *("bailing_hybrid", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "minimax"),
     *("nemotron_h", "qwen3_5_moe_text", "qwen3_next"),
@@ -63,17 +48,10 @@ def of_this_run(family, cases):
     return [cases[(HYBRIDS.index(family) + dist.get_world_size()) % len(cases)]]
 
 
-def equals_one_process(family, cases=None):
-    for kind, layout in cases or of_this_run(family, CASES):
-        model = make(family, **SERVED[family])
-        whole = copy.deepcopy(model)
-        whole.set_attn_implementation("eager")
-        loss = one_process(whole, kind)
-        prepare_model(model, group=group(), layout=layout)
-        found = trained(model, make_batch(kind), layout)
-        where = f"{kind} {layout}: "
-        torch.testing.assert_close(found, loss, rtol=1e-5, atol=0, msg=lambda m, w=where: w + m)
-        expect_near(model, whole)
+@few(*((family,) for family in RECURRENCES))
+def some_equal_one_process(family):
+    for case in (("padded", "striped"), ("packed", "per_document")):
+        trains_as_one_process(make(family, **SERVED[family]), *case)
 
 
 @contextlib.contextmanager
@@ -105,51 +83,26 @@ def double(family):
 
 def equals_one_process_in_float64(family):
     with doubles():
-        for kind, layout in of_this_run(family, CASES):
-            model = double(family)
-            whole = copy.deepcopy(model)
-            whole.set_attn_implementation("eager")
-            loss = one_process(whole, kind)
-            prepare_model(model, group=group(), layout=layout)
-            found = trained(model, make_batch(kind), layout)
-            torch.testing.assert_close(found, loss, rtol=1e-9, atol=0)
-            expect_near(model, whole, 1e-9, 1e-12)
+        for case in of_this_run(family, CASES):
+            trains_as_one_process(double(family), *case, 1e-9, 1e-9, 1e-12)
 
 
 def experts_are_spread_beside_it(family):
     model = make(family, **SERVED[family], **TWELVE)
-    whole = copy.deepcopy(model)
-    whole.set_attn_implementation("eager")
-    loss = one_process(whole, "packed")
-    prepare_model(model, group=group(), layout="contiguous")
-    assert moe_ext.replace(model, ep_group=dist.group.WORLD) > 0
-    found = trained(model, make_batch("packed"), "contiguous")
-    torch.testing.assert_close(found, loss, rtol=1e-5, atol=0)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad = full(parameter.grad)
-    expect_near(model, whole)
-
-
-@few(*((family,) for family in SOME))
-def some_equal_one_process(family):
-    equals_one_process(family, SOME_CASES)
+    trains_as_one_process(model, "packed", "contiguous", ep_group=dist.group.WORLD)
 
 
 few(("qwen3_next",))(experts_are_spread_beside_it)
-# The others are among the few, by three ranks; float64 sees what float32 sees by two and four.
-everything(*((family,) for family in HYBRIDS if FULL or family not in SOME))(equals_one_process)
 everything(*((family,) for family in HYBRIDS))(equals_one_process_in_float64)
+# By two and four ranks one of each recurrence.
+of_each = Checks({name: f for name, f in everything.items() if FULL or name.endswith(ENDS)})
+# Rows reach experts by two and four ranks as beside any attention.
 everything(*((family,) for family in EXPERTS))(experts_are_spread_beside_it)
 
 
 @pytest.mark.parametrize("name", few)
 def test_ranks(name):
     few.assert_passed(3, name)
-
-
-# By three ranks all families, by two and four one of each recurrence.
-of_each = Checks({name: f for name, f in everything.items() if FULL or name.endswith(ENDS)})
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from hf_models import transformers
-from rank_checks import Checks
+from rank_checks import Checks, full
 from torch.nn.attention.flex_attention import create_block_mask
 
 import moe_ext
@@ -192,6 +192,10 @@ REFUSED = {
     ),
     "two sequences": ("have one sequence", {"t5/mlm": {}}),
 }
+# One family of each recurrence, in cases of test_hybrid_models.py.
+RECURRENCES = (
+    *("bamba", "jamba", "kimi_linear", "lfm2", "minimax", "qwen3_next", "recurrent_gemma"),
+)
 RECOMPUTED = (
     *("gpt_bigcode", "qwen3_next", "lfm2", "bamba", "nemotron_h", "zamba"),
     *("minimax", "recurrent_gemma"),
@@ -259,8 +263,9 @@ def expect_near(model, whole, of_own=1e-5, of_largest=1e-7):
             continue
         # The gradient of a key's bias is 0 but for rounding.
         limit = of_own * float(wanted.grad.abs().max()) + of_largest * largest
+        grad = full(found.grad)
         torch.testing.assert_close(
-            found.grad, wanted.grad, rtol=0, atol=limit, msg=lambda m, n=name: f"{n}: {m}"
+            grad, wanted.grad, rtol=0, atol=limit, msg=lambda m, n=name: f"{n}: {m}"
         )
 
 
@@ -284,7 +289,21 @@ def trained(model, batch, layout="zigzag"):
     return mean
 
 
-@check(*((family,) for family in SERVED))
+def trains_as_one_process(model, kind, layout, rtol=1e-5, of_own=1e-5, of_largest=1e-7, **spread):
+    """Prepared, and spread by `replace`; compared with a copy that has eager attention."""
+    whole = copy.deepcopy(model)
+    whole.set_attn_implementation("eager")
+    loss = one_process(whole, kind)
+    prepare_model(model, group=group(), layout=layout)
+    if spread:
+        assert moe_ext.replace(model, **spread) > 0
+    found = trained(model, make_batch(kind), layout)
+    about = f"{kind} {layout}: "
+    torch.testing.assert_close(found, loss, rtol=rtol, atol=0, msg=lambda m: about + m)
+    expect_near(model, whole, of_own, of_largest)
+
+
+@check(*((family,) for family in SERVED if family not in RECURRENCES))
 def equals_one_process(family):
     model = make(family, **SERVED[family])
     whole = copy.deepcopy(model)
@@ -300,12 +319,7 @@ def equals_one_process(family):
 
 @check(*((kind, layout) for kind in ("plain", "packed") for layout in ("zigzag", "contiguous")))
 def batches_and_layouts(kind, layout):
-    model = make("llama")
-    whole = copy.deepcopy(model)
-    loss = one_process(whole, kind)
-    prepare_model(model, group=group(), layout=layout)
-    torch.testing.assert_close(trained(model, make_batch(kind)), loss, rtol=1e-5, atol=0)
-    expect_near(model, whole)
+    trains_as_one_process(make("llama"), kind, layout)
 
 
 @check()
