@@ -12,9 +12,6 @@ import moe_ext.integrations.horovod as hvd
 from moe_ext import MoELayer
 from moe_ext.testing import spawn_ranks
 
-# Batches of each rank: rank 0 runs out first.
-BATCHES = 2, 4
-
 
 def made(seed):
     torch.manual_seed(seed)
@@ -25,74 +22,6 @@ def rows(rank, step):
     generator = torch.Generator().manual_seed(10 * rank + step)
     x = torch.randn(5, 6, generator=generator, dtype=torch.float64)
     return x, x[:, :3].sin()
-
-
-def script(rank):
-    hvd.init()
-    assert (hvd.rank(), hvd.size(), hvd.local_rank()) == (rank, 2, rank)
-    model = made(seed=rank)
-    hvd.broadcast_parameters(model.state_dict(), root_rank=1)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = hvd.DistributedOptimizer(sgd, named_parameters=model.named_parameters())
-    for step in range(BATCHES[rank]):
-        optimizer.zero_grad()
-        x, y = rows(rank, step)
-        F.mse_loss(model(x), y).backward()
-        if step % 2:
-            optimizer.synchronize()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-    last = hvd.join()
-    assert last == 1
-    hvd.broadcast_parameters(model.named_parameters(), root_rank=last)
-    x = torch.tensor([rank + 1.0])
-    reduced = [float(hvd.allreduce(x)), float(hvd.allreduce(x, op=hvd.Sum)), float(x)]
-    return [p.detach() for p in model.parameters()], reduced, refusals(rank, sgd)
-
-
-def refusals(rank, sgd):
-    texts = []
-    for call in (
-        lambda: hvd.allreduce(torch.ones(1), op="adasum"),
-        lambda: hvd.allreduce(torch.ones(1, dtype=torch.int64)),
-        lambda: hvd.broadcast_parameters({}, root_rank=2),
-        lambda: hvd.DistributedOptimizer(sgd, compression="fp16"),
-        lambda: hvd.join() if rank else hvd.allreduce(torch.ones(1)),
-    ):
-        with pytest.raises((ValueError, RuntimeError)) as caught:
-            call()
-        texts.append(str(caught.value).split(",")[0])
-    return texts
-
-
-def one_process():
-    model = made(seed=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(max(BATCHES)):
-        optimizer.zero_grad()
-        for rank in range(2):
-            if step < BATCHES[rank]:
-                x, y = rows(rank, step)
-                (F.mse_loss(model(x), y) / 2).backward()
-        if step % 2:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-    return [p.detach() for p in model.parameters()]
-
-
-def test_two_ranks_are_one_process():
-    found = spawn_ranks(script, 2)
-    for rank, (parameters, reduced, texts) in enumerate(found):
-        for p, want in zip(parameters, one_process(), strict=True):
-            torch.testing.assert_close(p, want, rtol=1e-12, atol=1e-12)
-        assert reduced == [1.5, 3.0, rank + 1.0]
-        assert texts == [
-            "allreduce: expected op to be one of average",
-            "allreduce: expected op to be Sum and no factors for torch.int64",
-            "broadcast_parameters: expected root_rank to be in [0",
-            "DistributedOptimizer: expected compression to be Compression.none",
-            "allreduce: expected no rank to have joined",
-        ]
 
 
 # Steps of each rank before it joins: the last to join is the middle one, the lowest, one of two.
@@ -194,6 +123,7 @@ def documented(rank):
     """Each call of Horovod's documentation on two ranks."""
     hvd.init()
     assert hvd.is_initialized() and hvd.is_homogeneous()
+    assert (hvd.rank(), hvd.size(), hvd.local_rank()) == (rank, 2, rank)
     assert (hvd.local_size(), hvd.cross_rank(), hvd.cross_size()) == (2, 0, 1)
     x = torch.tensor([1.0, 4.0]) if rank else torch.tensor([3.0, 2.0])
     assert hvd.allreduce(x, False).tolist() == [4.0, 6.0]
@@ -256,8 +186,12 @@ def refused(model, adam, rank):
         "got 'product'": lambda: hvd.allreduce(x, op=hvd.Product),
         "allreduce: expected process_set": lambda: hvd.allreduce(x, process_set=[0]),
         "allreduce: expected compression": lambda: hvd.allreduce(x, compression="fp16"),
+        "op to be Sum and no factors for torch.int64": lambda: hvd.allreduce(x.long()),
         "expected tensor to have dimensions": lambda: hvd.allgather(torch.tensor(1.0)),
         "broadcast: expected root_rank": lambda: hvd.broadcast(x, 2),
+        r"broadcast_parameters: expected root_rank to be in \[0": lambda: hvd.broadcast_parameters(
+            {}, 2
+        ),
         "broadcast_object: expected root_rank": lambda: hvd.broadcast_object(1, -1),
         "every rank has a copy of, got experts.*, which": lambda: hvd.broadcast_parameters(
             expert.named_parameters()
@@ -273,6 +207,9 @@ def refused(model, adam, rank):
             adam, op=hvd.Sum, gradient_predivide_factor=2.0
         ),
         "num_groups": lambda: hvd.DistributedOptimizer(adam, num_groups=-1),
+        "expected compression to be Compression.none": lambda: hvd.DistributedOptimizer(
+            adam, compression="fp16"
+        ),
         "DistributedOptimizer: expected process_set": lambda: hvd.DistributedOptimizer(
             adam, process_set=1
         ),
@@ -284,6 +221,7 @@ def refused(model, adam, rank):
             torch.ones(2 + rank)
         ),
         "same call, got broadcast_parameters": lambda: hvd.broadcast_parameters({f"{rank}": x}),
+        "expected no rank to have joined": lambda: hvd.join() if rank else hvd.allreduce(x),
     }.items():
         with pytest.raises((ValueError, RuntimeError), match=message):
             call()
@@ -307,6 +245,16 @@ def clipped(optimizer, model, backward, step):
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     with optimizer.skip_synchronize():
         optimizer.step()
+
+
+def clipped_at_times(optimizer, model, backward, step):
+    """A step alone reduces what has not been reduced."""
+    optimizer.zero_grad()
+    backward()
+    if step % 2:
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
 
 
 def skipped(optimizer, model, backward, step):
@@ -344,7 +292,7 @@ def frozen(optimizer, model, backward, step):
     plain(optimizer, model, backward, step)
 
 
-LOOPS = [plain, clipped, skipped, closure, twice, frozen]
+LOOPS = [plain, clipped, clipped_at_times, skipped, closure, twice, frozen]
 
 
 def train(loop, ranks, wrap, **options):
