@@ -2,17 +2,21 @@
 
 import dataclasses
 import os
+import random
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from planner_models import assert_sends_what_the_plan_says, run_step
 from rank_checks import Checks
 from torch.distributed.tensor.debug import CommDebugMode
 
+from moe_ext import MoELayer
 from moe_ext.distributed import count_traffic
 from moe_ext.distributed.dtensor import local_part
-from moe_ext.planner import ClusterSpec, Level, plan
+from moe_ext.nn import Dispatch
+from moe_ext.planner import ClusterSpec, Level, exchange_bytes, plan
 from moe_ext.planner.axes import DEFAULTS
 from moe_ext.planner.stage_layers import StageLayers
 
@@ -84,11 +88,14 @@ def applied_to(model, stages=(), **fixed):
     return dataclasses.replace(made, stages=stages or made.stages).apply(model)
 
 
-def batches():
-    """Four micro-batches, of all ranks together."""
-    return [
-        torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(i)) for i in range(4)
-    ]
+def whole_batch():
+    return torch.randint(64, (8, 16), generator=torch.Generator().manual_seed(0))
+
+
+def own_batches(applied):
+    """The rank's micro-batches of a step."""
+    own = whole_batch().chunk(applied.mesh.data_size)[applied.mesh.data_rank]
+    return own.split(applied.plan.choice["micro_batch"])
 
 
 def train(model, own, finish, optimizers, updates=SEEN):
@@ -116,12 +123,17 @@ ONE_PROCESS = {}
 
 
 def losses_of_one_process(family="Mixtral", **options):
-    """The same for every placement of a model: a rank computes them once."""
+    """The same for every placement of a model: one rank computes them once."""
     key = str((family, options))
     if key not in ONE_PROCESS:
-        model = made_model(family, **options)
-        optimizers = [torch.optim.SGD(model.parameters(), **SGD)]
-        ONE_PROCESS[key] = train(model, batches(), lambda: None, optimizers)
+        found = torch.zeros(STEPS, dtype=torch.float64)
+        if dist.get_rank() == 0:
+            model = made_model(family, **options)
+            optimizers = [torch.optim.SGD(model.parameters(), **SGD)]
+            losses = train(model, [whole_batch()], lambda: None, optimizers)
+            found.copy_(torch.tensor(losses, dtype=found.dtype))
+        dist.broadcast(found, 0)
+        ONE_PROCESS[key] = found
     return ONE_PROCESS[key]
 
 
@@ -133,17 +145,16 @@ ROUNDED = {"rtol": 1e-8, "atol": 1e-8}
 def assert_mean_losses(found, want, tolerance=TIGHT):
     found = torch.tensor(found, dtype=torch.float64)
     dist.all_reduce(found)
-    want = torch.tensor(want, dtype=torch.float64)
     torch.testing.assert_close(found / dist.get_world_size(), want, **tolerance)
 
 
 PLAIN = [(4, 0, "dedup"), (2, 1, "alltoall"), (2, 2, "alltoall"), (2, 3, "alltoall")]
-PLAIN += [(2, 0, "alltoall", 2), (2, 3, "alltoall", 2), (4, 1, "dedup", 1, 2)]
-PLAIN += [(2, 3, "alltoall", 1, 2)]
-PLAIN += [(4, 0, "alltoall", 2, 1, "Qwen3Moe"), (2, 3, "alltoall", 2, 1, "Qwen3Moe")]
-PLAIN += [(4, 0, "alltoall", 4, 1, "Olmoe")]
+PLAIN += [(2, 0, "alltoall", 2), (4, 1, "dedup", 1, 2), (2, 3, "alltoall", 1, 2)]
+PLAIN += [(2, 3, "alltoall", 2, 1, "Qwen3Moe"), (4, 0, "alltoall", 4, 1, "Olmoe")]
 if FULL:
     PLAIN += [
+        (2, 3, "alltoall", 2),
+        (4, 0, "alltoall", 2, 1, "Qwen3Moe"),
         (2, 3, "alltoall", 2, 1, "Olmoe"),
         (2, 0, "alltoall", 2, 1, "MiniMaxM2"),
         (1, 0, "alltoall", 2),
@@ -159,25 +170,21 @@ def trains_as_one_process(ep, zero, dispatcher, tp=1, cp=1, family="Mixtral"):
     model, want = made_model(family), losses_of_one_process(family=family)
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     fixed = {"ep": ep, "zero": zero, "dispatcher": dispatcher, "tp": tp, "cp": cp, "scheme": "ring"}
-    applied = applied_to(model, recompute=1, **fixed)
-    optimizers = applied.optimizers(torch.optim.SGD, **SGD)
-    own = batches()[applied.mesh.data_rank * tp * cp :][: tp * cp]
-    # Two micro-batches in the place of four: their sum shows what sums of more do.
-    own = [torch.cat(own[i : i + 2]) for i in (0, 2)] if len(own) > 2 else own
-    # Shards are looked at behind a backward pass.
-    found = train(model, own, applied.sync_gradients, optimizers, STEPS if zero > 1 else SEEN)
+    # Two micro-batches at most: their sum shows what sums of more do.
+    applied = applied_to(model, recompute=1, micro_batch=max(2, tp), **fixed)
+    optimizers, own = applied.optimizers(torch.optim.SGD, **SGD), own_batches(applied)
+    found = train(model, own, applied.sync_gradients, optimizers)
     if tp > 1:
         assert model.model.embed_tokens.weight.to_local().numel() <= 64 * 32 // 2
     assert_mean_losses(found, want)
     if zero >= 2:
-        # After a forward pass the weights of a layer are whole, or shards again.
+        # After a forward pass the weights of a layer are whole, or shards again; with tp a shard
+        # that is no longer divided over the copies. After a backward pass they are shards.
         layer = model.model.layers[0].self_attn.q_proj
-        assert local_part(layer.weight).numel() == 32 * 32 // 4
         out = model(input_ids=own[0]).logits
-        # Whole, or with tp a shard that is no longer divided over the copies.
-        held = local_part(layer.weight)
-        assert held.numel() == 32 * 32 // (4 if zero == 3 else tp)
+        assert local_part(layer.weight).numel() == 32 * 32 // (4 if zero == 3 else tp)
         out.sum().backward()
+        assert local_part(layer.weight).numel() == 32 * 32 // 4
     if zero == 1:
         held = torch.tensor(_state_numel(optimizers))
         dist.all_reduce(held)
@@ -192,8 +199,9 @@ def columns_of_one_input_send_one_gradient():
     pytest.importorskip("transformers")
     model = made_model()
     applied_to(model, ep=4, zero=0, dispatcher="alltoall", tp=2)
+    ids = whole_batch()[:2]
     with CommDebugMode() as sent:
-        model(input_ids=batches()[0], labels=batches()[0]).loss.backward()
+        model(input_ids=ids, labels=ids).loss.backward()
     counts = {str(name): count for name, count in sent.get_comm_counts().items()}
     assert counts["c10d_functional.all_reduce"] == 2 + 2 * SIZES["num_hidden_layers"]
 
@@ -229,10 +237,8 @@ def trains_in_a_placement_as_one_process(name):
         for each in model.model.layers:
             rebalancer = each.mlp.experts._rebalancer
             rebalancer.options = dataclasses.replace(rebalancer.options, break_even=0.0)
-    shared = choice["tp"] * choice["cp"]
-    own = batches()[applied.mesh.data_rank * shared :][:shared]
     optimizers = applied.optimizers(torch.optim.SGD, **SGD)
-    found = train(model, own, applied.sync_gradients, optimizers)
+    found = train(model, own_batches(applied), applied.sync_gradients, optimizers)
     assert_mean_losses(found, want, ROUNDED if choice["etp"] > 1 else TIGHT)
     if choice["balance"] == "exact":
         moved = torch.tensor(layer._rebalancer.num_moved)
@@ -246,8 +252,7 @@ def trains_with_gradients_that_lose_no_bit(ep, zero):
     pytest.importorskip("transformers")
     model, want = made_model(), losses_of_one_process()
     applied = applied_to(model, ep=ep, zero=zero, gradients="lossless")
-    own = batches()[applied.mesh.data_rank :][:1]
-    optimizers = applied.optimizers(torch.optim.SGD, **SGD)
+    own, optimizers = own_batches(applied), applied.optimizers(torch.optim.SGD, **SGD)
     assert_mean_losses(train(model, own, applied.sync_gradients, optimizers), want)
     sent, weights = [], []
     for codec in ("none", "lossless"):
@@ -255,11 +260,11 @@ def trains_with_gradients_that_lose_no_bit(ep, zero):
         applied = applied_to(single, ep=ep, zero=zero, gradients=codec)
         optimizers = applied.optimizers(torch.optim.SGD, **SGD)
         with count_traffic() as traffic:
-            train(single, own, applied.sync_gradients, optimizers)
+            train(single, own, applied.sync_gradients, optimizers, updates=1)
         sent.append(traffic.total_bytes)
         weights.append(torch.cat([local_part(p).detach().flatten() for p in single.parameters()]))
     assert sent[1] < sent[0]
-    # Ranks are added up in another order, in three steps.
+    # Ranks are added up in another order.
     torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
 
 
@@ -278,17 +283,14 @@ def sends_coded_gradients_as_the_plan_says(codec, ep, zero, pp):
         found.append(traffic.total_bytes)
 
     if pp == 1:
-        own = batches()[applied.mesh.data_rank :][:1]
-        losses = train(model, own, sync, optimizers, STEPS)
+        losses = train(model, own_batches(applied), sync, optimizers, STEPS)
         mean = torch.tensor(losses)
         dist.all_reduce(mean)
-        torch.testing.assert_close(mean / 4, torch.tensor(want), rtol=0.02, atol=0.0)
+        torch.testing.assert_close(mean / 4, want.float(), rtol=0.02, atol=0.0)
         assert mean[-1] < mean[0]
     else:
-        own = batches()[applied.mesh.data_rank * 2 :][:2]
-        stages = applied.pipeline.stages
         for _ in range(STEPS):
-            applied.pipeline.step(own if 0 in stages else (), own if 1 in stages else ())
+            run_step(applied, own_batches(applied))
             sync()
     assert found == [told] * STEPS and 0 < told < plain, (found, told, plain)
     # As many numbers are owed as the cost model counts, but for norms, routers and padding.
@@ -335,25 +337,19 @@ def _state_numel(optimizers):
     )
 
 
-# Their layers, some more than others, on the ranks of two or four stages.
+# Their layers, some more than others, on the ranks of two or four stages, whose micro-batches are
+# two, or as many as the stages.
 PIPELINES = {
     "1f1b": {"schedule": "1f1b", "pp": 2, "ep": 2, "recompute": 1},
     "zb-h1": {"schedule": "zb-h1", "pp": 2, "ep": 1, "zero": 1, "recompute": 1},
     "interleaved": {"schedule": "interleaved", "pp": 2, "ep": 2, "dispatcher": "dedup"},
     "gpipe": {"schedule": "gpipe", "pp": 4, "ep": 1, "zero": 0},
-    "tp": {"schedule": "zb-h1", "pp": 2, "tp": 2, "ep": 2, "zero": 0},
-    "cp": {
-        "schedule": "1f1b",
-        "pp": 2,
-        "cp": 2,
-        "scheme": "ring",
-        "ep": 2,
-        "zero": 1,
-        "recompute": 1,
-    },
-    "cp-zb": {"schedule": "zb-h1", "pp": 2, "cp": 2, "ep": 1, "zero": 0, "scheme": "ulysses"},
-    "cp-chunks": {"schedule": "interleaved", "pp": 2, "cp": 2, "scheme": "ring", "ep": 2},
+    "tp": {"schedule": "zb-h1", "pp": 2, "tp": 2, "ep": 2, "zero": 0, "micro_batch": 4},
 }
+CP = {"pp": 2, "cp": 2, "micro_batch": 4}
+PIPELINES["cp"] = {**CP, "schedule": "1f1b", "scheme": "ring", "ep": 2, "zero": 1, "recompute": 1}
+PIPELINES["cp-zb"] = {**CP, "schedule": "zb-h1", "scheme": "ulysses", "ep": 1, "zero": 0}
+PIPELINES["cp-chunks"] = {**CP, "schedule": "interleaved", "scheme": "ring", "ep": 2}
 # Experts' exchanges beside other micro-batches.
 PIPELINES["turns-1f1b"] = {**PIPELINES["1f1b"], "turns": 1, "recompute": 0}
 PIPELINES["turns-zb-h1"] = {"schedule": "zb-h1", "pp": 2, "ep": 2, "zero": 1, "turns": 1}
@@ -373,40 +369,36 @@ def _runs_again(layer):
     return getattr(layer, "gradient_checkpointing", False)
 
 
-def train_stages(applied, optimizers):
-    """Mean losses of two steps over the rank's micro-batches, where it has the last stage."""
-    pipeline, losses = applied.pipeline, []
-    size = 4 // applied.mesh.data_size
-    own = batches()[applied.mesh.data_rank * size :][:size]
-    for _ in range(SEEN):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        is_first, is_last = 0 in pipeline.stages, pipeline.table.num_stages - 1 in pipeline.stages
-        found = pipeline.step(own if is_first else (), own if is_last else ())
-        applied.sync_gradients()
-        for optimizer in optimizers:
-            optimizer.step()
-        losses.append(float(sum(found)) / size * applied.mesh.pp_size)
-    return losses
+def staged(name, tied, dtype=torch.float64):
+    """A model in the stages of a pipeline, its parameters' names before, and its options."""
+    axes = PIPELINES[name]
+    is_many = name.startswith("layers") or axes["pp"] == 4 or axes["schedule"] == "interleaved"
+    options = {"num_hidden_layers": 5 if is_many else 3, "tie_word_embeddings": tied}
+    options["family"] = "Qwen3Moe" if name.endswith("Qwen3Moe") else "Mixtral"
+    if name.startswith("layers"):
+        options["mlp_only_layers"] = [1, 3]
+    model = made_model(**options).to(dtype)
+    names = [name for name, _ in model.named_parameters()]
+    return applied_to(model, LAYERS if name.startswith("layers") else (), **axes), names, options
 
 
 # "tp" is repeated with norms of each head by "tp-Qwen3Moe".
 @CHECKS(*((name, name in ("1f1b", "gpipe")) for name in PIPELINES if FULL or name != "tp"))
 def trains_stages_as_one_process(name, tied):
     pytest.importorskip("transformers")
-    options = {"num_hidden_layers": 5, "tie_word_embeddings": tied}
-    options["family"] = "Qwen3Moe" if name.endswith("Qwen3Moe") else "Mixtral"
+    applied, names, options = staged(name, tied)
+    model, want = applied.model, losses_of_one_process(**options)
     if name.startswith("layers"):
-        options["mlp_only_layers"] = [1, 3]
-    model, want = made_model(**options), losses_of_one_process(**options)
-    names = [name for name, _ in model.named_parameters()]
-    stages = LAYERS if name.startswith("layers") else ()
-    applied = applied_to(model, stages, **PIPELINES[name])
-    if stages:
         again = {i for i, layer in enumerate(model.model.layers) if _runs_again(layer)}
-        assert again == set(stages[applied.mesh.pp_rank].again)
-    found = train_stages(applied, applied.optimizers(torch.optim.SGD, **SGD))
-    assert_mean_losses(found, want[:SEEN], ROUNDED if name == "etp" else TIGHT)
+        assert again == set(LAYERS[applied.mesh.pp_rank].again)
+    optimizers, own, losses = applied.optimizers(torch.optim.SGD, **SGD), own_batches(applied), []
+    for _ in range(SEEN):
+        losses.append(run_step(applied, own) * applied.mesh.pp_size)
+        applied.sync_gradients()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_mean_losses(losses, want[:SEEN], ROUNDED if name == "etp" else TIGHT)
     in_turn = applied.pipeline.turns
     assert (in_turn is not None) == name.startswith("turns")
     if in_turn is not None:
@@ -418,11 +410,22 @@ def trains_stages_as_one_process(name, tied):
     assert own == set(names) and sum(map(len, stages)) == len(names) + tied
 
 
+SENDING = [("1f1b",), ("tp", False), ("layers-Qwen3Moe",), ("cp",), ("turns-1f1b",)]
+
+
+@CHECKS(*SENDING, *([("zb-h1",), ("interleaved",)] if FULL else ()))
+def stages_send_what_the_plan_says(name, tied=True):
+    pytest.importorskip("transformers")
+    applied, _, _ = staged(name, tied, torch.float32)
+    assert_sends_what_the_plan_says(applied, own_batches(applied))
+
+
 @CHECKS()
 def takes_the_plan_that_is_quickest_here():
     pytest.importorskip("transformers")
     sizes = {"num_ranks": 4, "seq_len": 16, "global_batch": 8, "dtype": "float32"}
-    made = plan(made_model().float(), CLUSTER, **sizes, fixed={"tp": 1, "cp": 1, "zero": 0})
+    fixed = {name: value for name, value in DEFAULTS.items() if name not in ("ep", "micro_batch")}
+    made = plan(made_model().float(), CLUSTER, **sizes, fixed=fixed)
     assert len(made.runners_up) == 2
     assert made.seconds <= made.runners_up[0].seconds <= made.runners_up[1].seconds
     staged = dataclasses.replace(
@@ -450,66 +453,6 @@ def takes_the_plan_that_is_quickest_here():
         made.time(make_model)
 
 
-def routing_of(applied, run):
-    """Experts that all ranks of the ep group choose in the layers of a step."""
-    chosen = []
-
-    def note(module, inputs):
-        # A recompute, inside of a backward pass, chooses the same once more.
-        if torch._C._current_graph_task_id() == -1:
-            chosen.append(inputs[1].contiguous())
-
-    for name, module in applied.model.named_modules():
-        if name.endswith("mlp.experts"):
-            module.register_forward_pre_hook(note)
-    run()
-    found = []
-    for mine in chosen:
-        ranks = [torch.empty_like(mine) for _ in range(applied.mesh.ep_size)]
-        dist.all_gather(ranks, mine, group=applied.mesh.ep_group)
-        found.append(ranks)
-    return found
-
-
-SENDING = [("1f1b",), ("tp",), ("layers",), ("cp",), ("turns-1f1b",)]
-SENDING += [("zb-h1",), ("interleaved",)] if FULL else []
-
-
-@CHECKS(*SENDING)
-def stages_send_what_the_plan_says(name):
-    pytest.importorskip("transformers")
-    options = {"num_hidden_layers": 5, "tie_word_embeddings": name != "tp"}
-    stages = LAYERS if name == "layers" else ()
-    if stages:
-        # Experts in the layers 0, 2 and 4, of which 0 and 4 run again.
-        name, options = f"{name}-Qwen3Moe", {**options, "mlp_only_layers": [1, 3]}
-        options["family"] = "Qwen3Moe"
-    model = made_model(**options).float()
-    applied = applied_to(model, stages, **{**PIPELINES[name], "ep": 2})
-    size = 4 // applied.mesh.data_size
-    own = batches()[applied.mesh.data_rank * size :][:size]
-    stages = applied.pipeline.stages
-
-    def step():
-        last = applied.pipeline.table.num_stages - 1
-        applied.pipeline.step(own if 0 in stages else (), own if last in stages else ())
-
-    with count_traffic() as traffic:
-        routing = routing_of(applied, step)
-        applied.sync_gradients()
-    found = applied.sent_bytes(routing)
-    sent = traffic.sent_bytes
-    # Activations and the keys of a ring.
-    found["pipeline"] += found.pop("attention")
-    read = {"gradients": sent.pop("all_reduce"), "pipeline": sent.pop("send")}
-    assert found == {"rows": traffic.total_bytes, **read}, (found, read, sent)
-    layers = sum(name.endswith("mlp.experts") for name, _ in model.named_modules())
-    assert len(routing) == size * layers
-    assert layers in (
-        (2, 1)[applied.mesh.pp_rank :][:1] if applied.plan.stages == LAYERS else (2, 3)
-    )
-
-
 RINGS = [(2, 2), (2, 1, "int8"), (4, 1, "mx"), (2, 1, None, "ulysses")]
 
 
@@ -518,28 +461,66 @@ def rings_send_what_the_plan_says(cp, tp, kv_wire=None, scheme="ring"):
     pytest.importorskip("transformers")
     model = made_model().float()
     fixed = {"cp": cp, "tp": tp, "ep": 4, "zero": 0, "recompute": int(tp == 2), "kv_wire": kv_wire}
-    applied = applied_to(model, **fixed, scheme=scheme)
-    size = 4 // applied.mesh.data_size
-
-    def step():
-        for batch in batches()[applied.mesh.data_rank * size :][:size]:
-            model(input_ids=batch, labels=batch).loss.backward()
-
-    with count_traffic() as traffic:
-        routing = routing_of(applied, step)
-        applied.sync_gradients()
-    sent = traffic.sent_bytes
-    found, gradients = applied.sent_bytes(routing), sent.pop("all_reduce")
-    # Heads go by the same messages as rows.
-    rest = traffic.total_bytes - found["rows"]
-    attention = sent.pop("send") if scheme == "ring" else rest
-    read = {"gradients": gradients, "attention": attention, "pipeline": 0}
-    read["rows"] = traffic.total_bytes if scheme == "ring" else found["rows"]
-    assert found == read and attention > 0, (found, read, sent)
+    applied = applied_to(model, **fixed, scheme=scheme, micro_batch=cp * tp)
+    routing = assert_sends_what_the_plan_says(applied, own_batches(applied))
+    told = applied.sent_bytes(routing)["attention"]
+    assert told > 0
     if kv_wire is not None:
         plain = dataclasses.replace(applied.plan, choice={**applied.plan.choice, "kv_wire": None})
-        told = dataclasses.replace(applied, plan=plain).sent_bytes(routing)
-        assert found["attention"] < told["attention"]
+        assert told < dataclasses.replace(applied, plan=plain).sent_bytes(routing)["attention"]
+
+
+@CHECKS()
+def sends_the_bytes_of_the_formula():
+    rank = dist.get_rank()
+    ways = [("alltoall", "exact"), ("dedup", "exact"), ("dedup", "reduced"), ("allgather", "exact")]
+    for way, combine in ways:
+        for wire in (None, "int8", "mx"):
+            torch.manual_seed(1)
+            how = Dispatch(way, combine=combine, wire=wire)
+            layer = MoELayer(64, 96, 8, 2, ep_group=dist.group.WORLD, dispatcher=how, balance=0.0)
+            inputs = [torch.randn(11 + r, 64, generator=torch.Generator().manual_seed(r))
+                      for r in range(4)]  # fmt: skip
+            routing = [layer.router(x).gate.topk_idx for x in inputs]
+            options = {"num_experts": 8, "model_dim": 64, "dispatcher": way, "wire": wire}
+            options["combine"] = combine
+            with count_traffic() as forward:
+                out = layer(inputs[rank].requires_grad_())
+            with count_traffic() as backward:
+                out.sum().backward()
+            for i, traffic in enumerate((forward, backward)):
+                want = exchange_bytes(routing, rank, backward=bool(i), **options)
+                assert traffic.total_bytes == want, (options, i, traffic, want)
+
+
+def random_plan(seed):
+    """Values of axes, and sizes of a model, for a plan that `apply` builds."""
+    draw = random.Random(seed)
+    fixed = {"ep": draw.choice((2, 4)), "zero": draw.choice((0, 1, 3))}
+    fixed["dispatcher"] = draw.choice(("alltoall", "dedup", "allgather"))
+    fixed["combine"] = draw.choice(("exact", "reduced"))
+    if fixed["dispatcher"] == "alltoall":
+        fixed["combine"] = "exact"
+    fixed["wire"] = draw.choice((None, "int8", "fp8", "mx"))
+    fixed |= {"recompute": draw.choice((0, 1)), "micro_batch": draw.choice((1, 2))}
+    return fixed, {
+        "num_local_experts": draw.choice((4, 8)),
+        "num_experts_per_tok": draw.choice((1, 2)),
+    }
+
+
+# Of the few, one of each dispatcher; then experts in shards.
+RANDOM = [(seed,) for seed in (range(20) if FULL else (2, 12, 16))] + [(17, 2, 2), (18, 1, 4)]
+
+
+@CHECKS(*RANDOM)
+def sends_what_a_random_plan_says(seed, ep=None, etp=1):
+    pytest.importorskip("transformers")
+    fixed, sizes = random_plan(seed)
+    if etp > 1:
+        fixed |= {"ep": ep, "etp": etp, "wire": None, "zero": min(fixed["zero"], 1)}
+    applied = applied_to(made_model(**sizes).float(), **fixed)
+    assert_sends_what_the_plan_says(applied, own_batches(applied))
 
 
 @CHECKS()

@@ -12,15 +12,10 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 from planner_models import SMALL
-from rank_checks import Checks
 
-from moe_ext import MoELayer, __main__
+from moe_ext import __main__
 from moe_ext.attention import choose_scheme
-from moe_ext.distributed import MoEMesh, count_traffic, sync_gradients
-from moe_ext.distributed.dtensor import local_part
-from moe_ext.nn import Dispatch
 from moe_ext.pipeline import make_table, simulate
 from moe_ext.planner import (
     CLUSTERS,
@@ -33,7 +28,6 @@ from moe_ext.planner import (
     StepCost,
     cli,
     exchange_bytes,
-    gradient_bytes,
     html_report,
     model_spec,
     plan,
@@ -51,7 +45,6 @@ from moe_ext.planner.stage_layers import (
     turn_plan,
 )
 
-CHECKS = Checks()
 MIXED = dataclasses.replace(SMALL, num_layers=6, dense_ffn_dim=256)
 CLUSTER = ClusterSpec(
     (Level("node", 4, 1e-6, 1e10), Level("network", 1024, 1e-5, 1e9)), {"float32": 1e11}, 4e8, 1e10
@@ -72,9 +65,9 @@ CONFIG = {
 @pytest.mark.parametrize(
     ("ranks", "memory", "axes"),
     [
-        (4, 1.4e7, {"micro_batch": 1}),
+        (4, 1.4e7, {"micro_batch": 1, "scheme": "ring"}),
         (4, 5.5e6, {"zero": 0}),
-        (8, 1e7, {"zero": 1, "micro_batch": 1}),
+        (8, 1e7, {"zero": 1, "micro_batch": 1, "tp": 1}),
         (16, 8e6, {"tp": 1, "cp": 1, "zero": 1}),
     ],
 )
@@ -216,17 +209,15 @@ def test_capacity():
     one = columns(ep=4)
     assert limited.compute.products(one) < whole.compute.products(one)
     assert limited.memory.fullest(one) < whole.memory.fullest(one)
-    with pytest.raises(ValueError, match="Job: expected capacity_factor to be above 0, got 0.0"):
-        Job(4, capacity_factor=0.0)
 
 
 @pytest.mark.parametrize(
     ("ranks", "memory", "rate", "axes"),
     [
-        (4, 1.4e7, 1e9, {"tp": 1, "cp": 1}),
-        (8, 1e7, 1e8, {"pp": 2, "tp": 1, "micro_batch": 1}),
-        (8, 1e8, 1e9, {"pp": 4, "schedule": "zb-h1"}),
-        (16, 1e7, 1e9, {"pp": 4, "cp": 1, "zero": 1}),
+        (4, 1.4e7, 1e9, {"tp": 1, "cp": 1, "micro_batch": 1}),
+        (8, 1e7, 1e8, {"pp": 2, "tp": 1, "micro_batch": 1, "zero": 0}),
+        (8, 1e8, 1e9, {"pp": 4, "schedule": "zb-h1", "micro_batch": 1}),
+        (16, 1e7, 1e9, {"pp": 4, "cp": 1, "zero": 1, "micro_batch": 1}),
     ],
 )
 def test_search_in_turn_finds_the_best_of_all(ranks, memory, rate, axes):
@@ -384,30 +375,6 @@ def test_loads(tmp_path):
     made = plan(SMALL, CLUSTER, load="W6", **options)
     made.to_json(tmp_path / "plan.json")
     assert Plan.from_json(tmp_path / "plan.json") == made
-
-
-@pytest.mark.parametrize(
-    ("load", "text"),
-    [
-        ("W9", "expected load to be a file, a number, tokens of experts or one of"),
-        ("{broken}", "to hold JSON"),
-        ("{object}", "to hold a list of numbers"),
-        (["a"], "to hold numbers of tokens"),
-        ([[1.0, 2.0], [1.0]], "got steps of unlike lengths"),
-        ([1.0, -1.0], "negative or not finite"),
-        ([1.0, math.nan], "negative or not finite"),
-        ([[1.0, 1.0], [0.0, 0.0]], "a step without tokens"),
-        ([], "a step without tokens"),
-        ([1.0, 2.0], "expected load to hold tokens of 8 experts, got 2"),
-        (math.inf, "expected load to be a finite number of at least 0, .*, got inf"),
-    ],
-)
-def test_loads_that_are_none(tmp_path, load, text):
-    for name, held in (("{broken}", "[1,"), ("{object}", "{}")):
-        (tmp_path / name).write_text(held)
-        load = tmp_path / name if load == name else load
-    with pytest.raises(ValueError, match=text):
-        plan(SMALL, CLUSTER, num_ranks=4, seq_len=256, global_batch=16, dtype="float32", load=load)
 
 
 def columns(**axes):
@@ -604,7 +571,7 @@ def test_launches_and_the_output():
     assert float(cost.end.update(columns())) == pytest.approx(held * (16 + 8) / rate)
 
 
-def test_config_cluster_and_refusals(tmp_path):
+def test_config_and_cluster(tmp_path):
     spec = model_spec(CONFIG)
     assert (spec.num_experts, spec.top_k, spec.num_moe_layers, spec.kv_dim) == (8, 2, 2, 16)
     path = tmp_path / "cluster.json"
@@ -614,19 +581,9 @@ def test_config_cluster_and_refusals(tmp_path):
         (lambda: model_spec({}), "configuration to have a model_type .*, got None"),
         (lambda: ClusterSpec.of("none"), "cluster to be one of"),
         (lambda: ClusterSpec.of({"levels": []}), "ClusterSpec: expected"),
-        (lambda: plan(SMALL, CLUSTER, num_ranks=4), "cluster.flops to have bfloat16"),
         (
             lambda: plan(preset("deepseek-v3"), CLUSTERS["h100"], num_ranks=8),
             "that fits into memory, got none: the smallest takes .* binding is",
-        ),
-        (
-            # There is no FSDP2 in stages.
-            lambda: plan(SMALL, CLUSTER, num_ranks=4, dtype="float32", fixed={"pp": 2, "zero": 3}),
-            "to have a mesh of 4 ranks with .*, got none",
-        ),
-        (
-            lambda: plan(SMALL, CLUSTER, num_ranks=4, dtype="float32", fixed={"xp": 1}),
-            "fixed to name axes",
         ),
     ):
         with pytest.raises(ValueError, match=text):
@@ -727,51 +684,3 @@ def test_command(tmp_path, capsys, monkeypatch):
     for file, text in (("none.json", "No such file"), ("config.json", "expected schema to be 1")):
         assert cli.run(parser.parse_args([*arguments, str(tmp_path / file)])) == 2
         assert text in capsys.readouterr().err
-
-
-def _routing(rank, tokens):
-    generator = torch.Generator().manual_seed(rank)
-    return torch.rand(tokens, 8, generator=generator).topk(2).indices
-
-
-@CHECKS()
-def sends_the_bytes_of_the_formula():
-    rank = dist.get_rank()
-    ways = [("alltoall", "exact"), ("dedup", "exact"), ("dedup", "reduced"), ("allgather", "exact")]
-    for way, combine in ways:
-        for wire in (None, "int8", "mx"):
-            torch.manual_seed(1)
-            how = Dispatch(way, combine=combine, wire=wire)
-            layer = MoELayer(64, 96, 8, 2, ep_group=dist.group.WORLD, dispatcher=how, balance=0.0)
-            inputs = [torch.randn(11 + r, 64, generator=torch.Generator().manual_seed(r))
-                      for r in range(4)]  # fmt: skip
-            routing = [layer.router(x).gate.topk_idx for x in inputs]
-            options = {"num_experts": 8, "model_dim": 64, "dispatcher": way, "wire": wire}
-            options["combine"] = combine
-            with count_traffic() as forward:
-                out = layer(inputs[rank].requires_grad_())
-            with count_traffic() as backward:
-                out.sum().backward()
-            for i, traffic in enumerate((forward, backward)):
-                want = exchange_bytes(routing, rank, backward=bool(i), **options)
-                assert traffic.total_bytes == want, (options, i, traffic, want)
-
-
-@CHECKS()
-def averages_the_bytes_of_the_formula():
-    mesh = MoEMesh(ep=2, dp=2)
-    torch.manual_seed(1)
-    layer = MoELayer(64, 96, 8, 2, ep_group=mesh.ep_group, dispatcher="alltoall")
-    layer(torch.randn(6, 64)).sum().backward()
-    with count_traffic() as traffic:
-        sync_gradients(layer)
-    experts = sum(local_part(p).nbytes for p in layer.experts.parameters())
-    dense = sum(local_part(p).nbytes for p in layer.parameters()) - experts
-    assert traffic.sent_bytes["all_reduce"] == gradient_bytes([dense], 4) + gradient_bytes(
-        [experts], 2
-    )
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_over_ranks(name):
-    CHECKS.assert_passed(4, name)

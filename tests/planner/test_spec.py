@@ -25,6 +25,7 @@ from moe_ext.planner import (
     Plan,
     StepCost,
     cli,
+    exchange_bytes,
     model_spec,
     plan,
     search,
@@ -186,18 +187,78 @@ def test_files_of_clusters_hold_no_garbage():
             ClusterSpec.of({**whole, "levels": made})
 
 
+TWO_NODES = dataclasses.replace(
+    CLUSTER, levels=(Level("node", 8, 1e-6, 1e10), Level("network", 64, 1e-5, 1e9))
+)
+ALONE = dataclasses.replace(CLUSTER, host=None)
+# Arguments of a plan, and values of its axes.
+REFUSED = [
+    ({"dtype": "bfloat16"}, {}, "cluster.flops to have bfloat16"),
+    ({"load": "W9"}, {}, "expected load to be a file, a number, tokens of experts or one of"),
+    ({"load": "[1,"}, {}, "to hold JSON"),
+    ({"load": "{}"}, {}, "to hold a list of numbers"),
+    ({"load": ["a"]}, {}, "to hold numbers of tokens"),
+    ({"load": [[1.0, 2.0], [1.0]]}, {}, "got steps of unlike lengths"),
+    ({"load": [1.0, -1.0]}, {}, "negative or not finite"),
+    ({"load": [1.0, math.nan]}, {}, "negative or not finite"),
+    ({"load": [[1.0, 1.0], [0.0, 0.0]]}, {}, "a step without tokens"),
+    ({"load": []}, {}, "a step without tokens"),
+    ({"load": [1.0, 2.0]}, {}, "expected load to hold tokens of 8 experts, got 2"),
+    ({"load": math.inf}, {}, "expected load to be a finite number of at least 0, .*, got inf"),
+    ({"capacity_factor": 0.0}, {}, "Job: expected capacity_factor to be above 0, got 0.0"),
+    ({"local_steps": 0}, {}, "Job: expected local_steps to be at least 1, got 0"),
+    ({"local_steps": 2, "local_codec": "auto"}, {}, "Job: expected local_codec to be one of"),
+    ({"local_codec": "int8"}, {}, "expected local_codec to be 'none' without local steps"),
+    ({"local_steps": 9}, {"zero": 3}, "plan: expected zero to be 0 with local_steps=9, got 3"),
+    ({"local_steps": 9}, {"tp": 2}, "plan: expected tp to be 1 with local_steps=9, got 2"),
+    ({"local_steps": 9}, {"cp": 2}, "plan: expected cp to be 1 with local_steps=9, got 2"),
+    ({"local_steps": 9}, {"offload": "host"}, "offload to be none with local_steps=9, got host"),
+    ({"cluster": ALONE}, {"offload": "host"}, "'none' without cluster.host, got 'host'"),
+    ({}, {"xp": 1}, "fixed to name axes"),
+    # There is no FSDP2 in stages.
+    ({}, {"pp": 2, "zero": 3}, "to have a mesh of 4 ranks with .*'zero': 3}, got none"),
+    ({}, {"kv_wire": "int8", "cp": 1}, "a mesh of 4 ranks with .*'kv_wire': 'int8'.*, got none"),
+    ({}, {"offload": "host", "tp": 2}, r"tp to be in \(1,\) with offload='host', got 2"),
+    ({}, {"offload": "host", "zero": 3}, r"expected zero to be in \(0, 1\) with offload"),
+    ({}, {"wire": "int4"}, "^plan: expected wire to be one of .*, got 'int4'"),
+    ({}, {"gradients": "topk"}, "^plan: expected gradients to be one of .*, got 'topk'"),
+    ({}, {"kv_wire": "lossless"}, "^plan: expected kv_wire to be one of .*, got 'lossless'"),
+    *(
+        ({}, {"gradients": "int8", axis: 2}, f"^plan: expected gradients to be 'none' with {text}")
+        for axis, text in (
+            ("zero", "zero=2, got 'int8': FSDP2 averages"),
+            ("tp", "tp=2, got 'int8': codecs take no shards"),
+        )
+    ),
+    (
+        *({}, {"wire": "lossless", "dispatcher": "allgather"}),
+        "^plan: expected dispatcher to be 'alltoall', 'dedup' or 'hierarchical' with "
+        "wire='lossless', got 'allgather'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "fixed", "text"), REFUSED)
+def test_refuses_jobs_and_values_of_axes(tmp_path, options, fixed, text):
+    if options.get("load") in ("[1,", "{}"):
+        (tmp_path / "load.json").write_text(options["load"])
+        options = {"load": tmp_path / "load.json"}
+    sizes = {"num_ranks": 4, "seq_len": 256, "global_batch": 16, "dtype": "float32"}
+    given = {"cluster": CLUSTER, **sizes, **options}
+    with pytest.raises(ValueError, match=text):
+        plan(SMALL, **given, fixed=fixed)
+
+
 def test_ranks_are_those_of_the_cluster():
-    levels = (Level("node", 8, 1e-6, 1e10), Level("network", 64, 1e-5, 1e9))
-    cluster = dataclasses.replace(CLUSTER, levels=levels)
     for ranks, text in (
         (1000, "to be at most the 64 that cluster.levels join, got 1000"),
         (12, "to fill nodes of 8, the size of cluster.levels.0., got 12"),
     ):
         with pytest.raises(ValueError, match=f"^plan: expected num_ranks {text}"):
-            plan(SMALL, cluster, num_ranks=ranks, dtype="float32")
+            plan(SMALL, TWO_NODES, num_ranks=ranks, dtype="float32")
 
 
-def test_heads_fit():
+def test_refuses_models_hosts_and_rows_of_unlike_lengths():
     for change, text in (
         (
             {"num_heads": 3, "num_kv_heads": None},
@@ -210,6 +271,13 @@ def test_heads_fit():
     ):
         with pytest.raises(ValueError, match=f"^ModelSpec: expected {text}"):
             dataclasses.replace(SMALL, **change)
+    with pytest.raises(ValueError, match="Host: expected rate to be above 0, got 0"):
+        Host(1.0, 1.0, 0)
+    with pytest.raises(ValueError, match="expected disk and disk_bandwidth to be above 0 or both"):
+        Host(1.0, 1.0, 1.0, disk=1.0)
+    text = "^exchange_bytes: expected wire to have formats of rows of one length, got 'lossless'"
+    with pytest.raises(ValueError, match=text):
+        exchange_bytes([torch.tensor([[0, 5]])], 0, num_experts=8, model_dim=64, wire="lossless")
 
 
 def test_a_plan_can_say_all_that_a_job_can(tmp_path, monkeypatch):
@@ -329,7 +397,7 @@ def test_layers_without_a_cost_are_named():
         with pytest.raises(ValueError, match=f"^model_spec: expected .*{re.escape(text)}"):
             model_spec(config)
     # One layer that something was put into.
-    model = small_mixtral(num_hidden_layers=2)
+    model = small_mixtral()
     spec = model_spec(model)
     model.model.layers[1].self_attn.q_proj = torch.nn.Conv1d(32, 32, 3)
     with pytest.raises(ValueError, match="in layer 1 'self_attn', .*: its convolutions have no"):
@@ -340,20 +408,18 @@ def test_layers_without_a_cost_are_named():
     model.model.layers[1].self_attn.A_log = torch.nn.Parameter(torch.ones(2, 4, 8))
     with pytest.raises(ValueError, match="in layer 1 'self_attn', .*: its states have no cost"):
         model_spec(model)
-    model = small_mixtral(num_hidden_layers=2)
+    model = small_mixtral()
     model.model.layers[1].self_attn.gate = torch.nn.Linear(32, 32)
     with pytest.raises(ValueError, match="expected gates of attention of all layers .* alike"):
         model_spec(model)
     model.model.layers[1].self_attn.gate = torch.nn.Linear(32, 64)
     with pytest.raises(ValueError, match="in layer 1 'self_attn', .*: 5120 parameters in matrices"):
         model_spec(model)
-    model = small_mixtral(num_hidden_layers=2)
+    model = small_mixtral()
     model.tower = torch.nn.Linear(32, 32)
     with pytest.raises(ValueError, match="; 'tower.weight' has no cost"):
         model_spec(model)
-    assert spec.parameters() == sum(
-        p.numel() for p in small_mixtral(num_hidden_layers=2).parameters()
-    )
+    assert spec.parameters() == sum(p.numel() for p in small_mixtral().parameters())
     assert transformers
 
 
@@ -458,15 +524,15 @@ def test_a_plan_is_told_with_its_model_and_batch():
 def test_apply_compares_all_sizes(options, text):
     pytest.importorskip("transformers")
     options_of = {"num_ranks": 1, "seq_len": 16, "global_batch": 8, "dtype": "float32"}
-    made = plan(small_mixtral(num_hidden_layers=2), CLUSTER, **options_of)
-    model = small_mixtral(**{"num_hidden_layers": 2, **options})
+    made = plan(small_mixtral(), CLUSTER, **options_of)
+    model = small_mixtral(**options)
     before = [type(module) for module in model.modules()]
     with pytest.raises(ValueError, match=f"Plan.apply: expected model to have {text}"):
         made.apply(model)
     assert before == [type(module) for module in model.modules()]
     hidden = dataclasses.replace(made, job=dataclasses.replace(made.job, hidden_gradients=True))
     with pytest.raises(ValueError, match="expected a plan without hidden_gradients"):
-        hidden.apply(small_mixtral(num_hidden_layers=2))
+        hidden.apply(small_mixtral())
 
 
 def test_progress_is_told_without_a_terminal(capsys, monkeypatch):

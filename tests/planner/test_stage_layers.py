@@ -158,9 +158,9 @@ def test_no_step_is_quicker_than_the_bound(name, schedule):
 def test_plans_name_layers(tmp_path):
     model = dataclasses.replace(preset("deepseek-v3"))
     assert model.has_experts == (False,) * 3 + (True,) * 58
-    made = plan(
-        model, "h100", num_ranks=256, global_batch=1024, fixed={"pp": 8, "recompute": 1, "turns": 0}
-    )
+    fixed = {"pp": 8, "tp": 1, "cp": 1, "recompute": 1, "turns": 0, "schedule": "1f1b"}
+    fixed |= {"micro_batch": 1, "dispatcher": "dedup", "combine": "exact", "zero": 1}
+    made = plan(model, "h100", num_ranks=256, global_batch=1024, fixed=fixed)
     assert sum(len(s.again) for s in made.stages) == 61
     lengths = [s.end - s.start for s in made.stages]
     # The last stage has the output, the first one dense layers.
