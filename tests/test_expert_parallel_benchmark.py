@@ -1,19 +1,9 @@
 """The benchmark of experts over two nodes: equal results, and fewer bytes between the nodes."""
 
-import sys
-from pathlib import Path
-
 import pytest
+from benchmark_parts import benchmarks_on_path, fork_ranks  # noqa: F401
 
-BENCHMARKS = str(Path(__file__).resolve().parent.parent / "benchmarks")
 SIZES = {"num_tokens": 32, "model_dim": 512, "ffn_dim": 16, "num_experts": 64, "top_k": 8}
-
-
-@pytest.fixture(autouse=True)
-def benchmarks_on_path():
-    sys.path.insert(0, BENCHMARKS)
-    yield
-    sys.path.remove(BENCHMARKS)
 
 
 def test_two_nodes(monkeypatch, tmp_path):
@@ -23,6 +13,7 @@ def test_two_nodes(monkeypatch, tmp_path):
     reason = namespaces.why_not()
     if reason:
         pytest.skip(reason)
+    fork_ranks(monkeypatch)
     monkeypatch.setattr(bench, "LINKS", {"unthrottled": (None, 2)})
     monkeypatch.setattr(bench, "SHAPES", (SIZES,))
     monkeypatch.setattr(bench, "NODE_SIZES", (2,))

@@ -14,7 +14,7 @@ import moe_ext
 from moe_ext.dispatch import DispatchMetadata, LocalDispatcher
 
 PRELUDE = """
-import ctypes, resource, threading, torch, moe_ext
+import ctypes, os, resource, sys, threading, torch, moe_ext
 torch.set_num_threads(1)
 
 def faults(run, times=6, warmup=8):
@@ -25,34 +25,21 @@ def faults(run, times=6, warmup=8):
         run()
     return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / times
 
-layer = moe_ext.MoELayer(512, 1088, 8)  # gradients of 35.7 and 17.8 MB
-x = torch.randn(32, 512)
-
 def step():
     layer.zero_grad()
     layer(x).sum().backward()
+
+for code in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        layer = moe_ext.MoELayer(512, 1088, 8)  # gradients of 35.7 and 17.8 MB
+        x = torch.randn(32, 512)
+        exec(code)
+        print(flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 """
-
-
-def run(code, **environment):
-    command = [sys.executable, "-c", PRELUDE + code]
-    result = subprocess.run(
-        command, capture_output=True, text=True, check=True, env={**os.environ, **environment}
-    )
-    return [float(line) for line in result.stdout.splitlines()]
-
-
-needs_glibc = pytest.mark.skipif(
-    "no effect" in moe_ext.info()["memory"], reason="torch's memory is not of glibc's malloc"
-)
-
-
-@needs_glibc
-@pytest.mark.parametrize("cached", [True, False])
-def test_reused_memory_saves_the_page_faults_of_forward_and_backward(cached):
-    """Now and then if malloc's cache takes the ends of the gaps, else in every step."""
-    fresh, least, most, in_thread, undone = run(
-        """
+REUSED = """
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: a fault is a page of 4 KiB
 print(faults(step, times=4, warmup=2))
 assert moe_ext.reuse_memory() and moe_ext.reuse_memory()
@@ -69,9 +56,94 @@ assert moe_ext.reuse_memory(False)
 assert "fresh" in moe_ext.info()["memory"]
 # Later ones may find a gap below what is in use, which malloc does not give back again.
 print(faults(step, warmup=0, times=1))
-""",
-        GLIBC_TUNABLES="" if cached else "glibc.malloc.tcache_count=0",
+"""
+PLAIN = """
+x, idx = torch.randn(8192, 1024), torch.rand(8192, 8).topk(2).indices
+weights, up, grad = torch.rand(8192, 2), torch.randn(4096, 8192), torch.randn(4096, 4096)
+rows, tables = moe_ext.ops.permute_tokens(x, idx, 8)
+offsets, weight = torch.tensor([0, 64]), torch.randn(1, 4096, 4096)
+op = torch.ops.moe_ext
+for call in (
+    lambda: moe_ext.ops.permute_tokens(x, idx, 8),
+    lambda: op._unpermute_tokens_backward(x, rows, tables.slot_of_row, tables.row_of_slot, weights),
+    lambda: moe_ext.ops.gated_activation(up),
+    lambda: op._gated_activation_backward(grad, up, "swiglu", "concatenated"),
+    lambda: op._grouped_mm_backward_weight(grad[:64], grad[:64], offsets),
+):
+    print(faults(call, times=1, warmup=1))
+
+def resident():
+    lines = open("/proc/self/status").read().splitlines()
+    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) * 1024
+
+moe_ext.reuse_memory()
+start = resident()
+torch.zeros(2**27, dtype=torch.uint8)
+print(resident() - start)
+moe_ext.reuse_memory(False)
+print(resident() - start)
+"""
+GIVEN_BACK = """
+def pages(num_bytes):
+    return num_bytes / 2**21 + 2 * 511
+
+def touch():
+    rows.fill_(1.0)
+
+D, F, E, K, T = 512, 192, 64, 8, 4096
+x = torch.randn(T, D, dtype=torch.bfloat16, requires_grad=True)
+idx = (torch.arange(T * K) % E).view(T, K)
+rows, tables = moe_ext.ops.permute_tokens(x.detach(), idx, E)
+touch()
+few = torch.ones(T * K, 8, dtype=torch.bfloat16)
+owned = (False, True, False)  # not transposed, the gradient of rows to be given back, x not
+torch.ops.moe_ext._grouped_mm_backward_weight(rows, few, tables.expert_offsets, *owned)
+print(faults(touch, times=1, warmup=0))
+print(rows.nbytes)
+del rows, few
+
+layer = moe_ext.MoELayer(D, F, E, K, dtype=torch.bfloat16)
+grad = torch.randn_like(x)
+# Gradients are added to those that are there: no fresh memory is theirs.
+step = lambda: layer(x).backward(grad)
+faults(step, times=4, warmup=0)
+print(max(faults(step, times=1, warmup=0) for _ in range(3)))
+# Rows, results and the gradients of both: D columns four times, 2F twice, F twice; and for each
+# token the result, its gradient and that of x.
+columns = 4 * [D] + 2 * [2 * F] + 2 * [F]
+num_rows = T * K + 7 * E  # counts of rows are rounded up to multiples of 8
+print(sum(pages(2 * num_rows * c) for c in columns) + 3 * pages(x.nbytes))
+"""
+
+
+def run(*codes, **environment):
+    """Numbers that each code prints, in a fork of a process that has done nothing but imports."""
+    command = [sys.executable, "-c", PRELUDE, *codes]
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, **environment}
     )
+    return [[float(x) for x in each.split()] for each in result.stdout.split("\n\n")[:-1]]
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run(REUSED, PLAIN, GIVEN_BACK)
+
+
+needs_glibc = pytest.mark.skipif(
+    "no effect" in moe_ext.info()["memory"], reason="torch's memory is not of glibc's malloc"
+)
+
+
+@needs_glibc
+@pytest.mark.parametrize("cached", [True, False])
+def test_reused_memory_saves_the_page_faults_of_forward_and_backward(cached, request):
+    """Now and then if malloc's cache takes the ends of the gaps, else in every step."""
+    if cached:
+        fresh, least, most, in_thread, undone = request.getfixturevalue("found")[0]
+    else:
+        tunables = "glibc.malloc.tcache_count=0"
+        [[fresh, least, most, in_thread, undone]] = run(REUSED, GLIBC_TUNABLES=tunables)
     assert fresh > 4000 and undone > 4000
     # A thread's heap holds 64 MiB, one of the larger gradients.
     assert (least if cached else most) < fresh / 10 and in_thread < fresh / 2
@@ -114,51 +186,17 @@ def huge_pages():
         return False
 
 
-@pytest.fixture(scope="module")
-def plain_process():
-    """Page faults of large results in memory that is not reused, then bytes held and given back."""
-    *of_results, held, given_back = run(
-        """
-x, idx = torch.randn(8192, 1024), torch.rand(8192, 8).topk(2).indices
-weights, up, grad = torch.rand(8192, 2), torch.randn(4096, 8192), torch.randn(4096, 4096)
-rows, tables = moe_ext.ops.permute_tokens(x, idx, 8)
-offsets, weight = torch.tensor([0, 64]), torch.randn(1, 4096, 4096)
-op = torch.ops.moe_ext
-for call in (
-    lambda: moe_ext.ops.permute_tokens(x, idx, 8),
-    lambda: op._unpermute_tokens_backward(x, rows, tables.slot_of_row, tables.row_of_slot, weights),
-    lambda: moe_ext.ops.gated_activation(up),
-    lambda: op._gated_activation_backward(grad, up, "swiglu", "concatenated"),
-    lambda: op._grouped_mm_backward_weight(grad[:64], grad[:64], offsets),
-):
-    print(faults(call, times=1, warmup=1))
-
-def resident():
-    lines = open("/proc/self/status").read().splitlines()
-    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) * 1024
-
-moe_ext.reuse_memory()
-start = resident()
-torch.zeros(2**27, dtype=torch.uint8)
-print(resident() - start)
-moe_ext.reuse_memory(False)
-print(resident() - start)
-"""
-    )
-    return of_results, held, given_back
-
-
 @needs_glibc
-def test_undoing_gives_the_memory_back(plain_process):
-    _, held, given_back = plain_process
+def test_undoing_gives_the_memory_back(found):
+    *_, held, given_back = found[1]
     assert held > 2**27 * 0.9 and given_back < 2**27 * 0.1
 
 
 @needs_glibc
 @pytest.mark.skipif(not huge_pages(), reason="the system gives no huge pages")
-def test_large_results_come_in_huge_pages(plain_process):
+def test_large_results_come_in_huge_pages(found):
     """Fresh memory, as in a process that did not ask for its reuse: 16384 small pages a result."""
-    assert max(plain_process[0]) < 4096, plain_process[0]
+    assert max(found[1][:-2]) < 4096, found[1]
 
 
 def frees_page_tables():
@@ -170,45 +208,13 @@ def frees_page_tables():
 @needs_glibc
 @pytest.mark.skipif(not huge_pages(), reason="the system gives no huge pages")
 @pytest.mark.skipif(not frees_page_tables(), reason="Linux before 6.14 keeps page tables")
-def test_rows_that_were_given_back_come_again_in_huge_pages():
+def test_rows_that_were_given_back_come_again_in_huge_pages(found):
     """64 experts of 576 rows: pieces of less than 2 MiB, which leave their page tables behind.
 
     A tensor of b bytes holds all whole huge pages but for its two ends, of less than 512 small
     pages each: `pages` is the most faults that it takes. In small pages it takes b / 4096.
     """
-    in_pieces, rows_bytes, most, bound = run(
-        """
-def pages(num_bytes):
-    return num_bytes / 2**21 + 2 * 511
-
-def touch():
-    rows.fill_(1.0)
-
-D, F, E, K, T = 512, 192, 64, 8, 4096
-x = torch.randn(T, D, dtype=torch.bfloat16, requires_grad=True)
-idx = (torch.arange(T * K) % E).view(T, K)
-rows, tables = moe_ext.ops.permute_tokens(x.detach(), idx, E)
-touch()
-few = torch.ones(T * K, 8, dtype=torch.bfloat16)
-owned = (False, True, False)  # not transposed, the gradient of rows to be given back, x not
-torch.ops.moe_ext._grouped_mm_backward_weight(rows, few, tables.expert_offsets, *owned)
-print(faults(touch, times=1, warmup=0))
-print(rows.nbytes)
-del rows, few
-
-layer = moe_ext.MoELayer(D, F, E, K, dtype=torch.bfloat16)
-grad = torch.randn_like(x)
-# Gradients are added to those that are there: no fresh memory is theirs.
-step = lambda: layer(x).backward(grad)
-faults(step, times=4, warmup=0)
-print(max(faults(step, times=1, warmup=0) for _ in range(3)))
-# Rows, results and the gradients of both: D columns four times, 2F twice, F twice; and for each
-# token the result, its gradient and that of x.
-columns = 4 * [D] + 2 * [2 * F] + 2 * [F]
-num_rows = T * K + 7 * E  # counts of rows are rounded up to multiples of 8
-print(sum(pages(2 * num_rows * c) for c in columns) + 3 * pages(x.nbytes))
-"""
-    )
+    in_pieces, rows_bytes, most, bound = found[2]
     assert in_pieces < rows_bytes / 2**21 + 2 * 511, in_pieces
     assert most < bound, (most, bound)
 

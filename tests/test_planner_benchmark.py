@@ -3,22 +3,11 @@
 import collections
 import dataclasses
 import math
-import sys
-from pathlib import Path
 
 import pytest
+from benchmark_parts import benchmarks_on_path  # noqa: F401
 
 from moe_ext.planner import CLUSTERS
-
-BENCHMARKS = str(Path(__file__).resolve().parent.parent / "benchmarks")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def benchmarks_on_path():
-    before = list(sys.path)
-    sys.path.insert(0, BENCHMARKS)
-    yield
-    sys.path[:] = before
 
 
 def test_runs_are_plans_of_their_ranks():
