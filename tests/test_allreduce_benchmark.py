@@ -2,23 +2,14 @@
 
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from benchmark_parts import benchmarks_on_path  # noqa: F401
 
 import moe_ext.compression
 
-BENCHMARKS = str(Path(__file__).resolve().parent.parent / "benchmarks")
 SHAPE = (64, 64)
 DENSE_BYTES = 64 * 64 * 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def benchmarks_on_path():
-    sys.path.insert(0, BENCHMARKS)
-    yield
-    sys.path.remove(BENCHMARKS)
 
 
 @pytest.fixture

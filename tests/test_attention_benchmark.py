@@ -2,24 +2,16 @@
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from benchmark_parts import benchmarks_on_path  # noqa: F401
 
 from moe_ext.testing import spawn_ranks
 
 pytest.importorskip("matplotlib")
-BENCHMARKS = str(Path(__file__).resolve().parent.parent / "benchmarks")
 SIZES = {"seq_len": 64, "heads": 2, "dim": 8}
 OFFSETS = (0, 5, 5, 40, 64)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def benchmarks_on_path():
-    sys.path.insert(0, BENCHMARKS)
-    yield
-    sys.path.remove(BENCHMARKS)
 
 
 def jobs_of(case, names):

@@ -8,20 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmark_parts import BENCHMARKS, benchmarks_on_path  # noqa: F401
 from torch import nn
 
 import moe_ext
 from moe_ext.testing import spawn_ranks
 
 pytest.importorskip("transformers")
-BENCHMARKS = str(Path(__file__).resolve().parent.parent / "benchmarks")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def benchmarks_on_path():
-    sys.path.insert(0, BENCHMARKS)
-    yield
-    sys.path.remove(BENCHMARKS)
 
 
 def tiny_case(dtype, routing):

@@ -1,20 +1,8 @@
 """The parts of the convergence benchmark: what a run finds, and what the table says of it."""
 
 import math
-import sys
-from pathlib import Path
 
-import pytest
-
-BENCHMARKS = str(Path(__file__).resolve().parent.parent / "benchmarks")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def benchmarks_on_path():
-    before = list(sys.path)
-    sys.path.insert(0, BENCHMARKS)
-    yield
-    sys.path[:] = before
+from benchmark_parts import benchmarks_on_path  # noqa: F401
 
 
 def test_settings_train_and_send_what_they_say():

@@ -1,12 +1,10 @@
 """Memory that plans predict against what their training steps allocate."""
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
+from benchmark_parts import benchmarks_on_path  # noqa: F401
 
-BENCHMARKS = str(Path(__file__).resolve().parent.parent.parent / "benchmarks")
 # Of the few, one of each: ZeRO 3, the peak at the loss, and in the backward pass; two are skewed.
 FEW = (6, 8, 10)
 # Gradients of weights that come late, layers that ranks share, and rounds of local steps. Peaks of
@@ -17,15 +15,12 @@ FEW_SHARED = (3, 6, 15)
 @pytest.fixture(scope="module")
 def measured():
     pytest.importorskip("transformers")
-    before = list(sys.path)
-    sys.path.insert(0, BENCHMARKS)
     from bench_planner_memory import SETUPS, SHARED, measure_all
 
     assert len(SETUPS) == 20
     few = tuple(SETUPS[i] for i in FEW) + tuple(SHARED[i] for i in FEW_SHARED)
     setups = SETUPS + SHARED if os.environ.get("MOE_EXT_FULL") else few
-    yield measure_all(setups)
-    sys.path[:] = before
+    return measure_all(setups)
 
 
 def test_prediction_is_within_a_tenth(measured):
