@@ -203,7 +203,7 @@ FEW = {"micro_batch": 1, "turns": 0, "dispatcher": "alltoall"}
     ("ranks", "memory", "axes"),
     [
         (4, 1.4e7, {"micro_batch": 1, "zero": 0, "ep": 4}),
-        (8, 1e7, {**FEW, **ALONE, "zero": 1, "ep": 4}),
+        (8, 1e7, {**FEW, "zero": 1, "tp": 1, "ep": 4}),
         (8, 1e7, {**FEW, **ALONE, "wire": "int8", "gradients": "lossless"}),
         (4, 2e7, {**FEW, "gradients": "int8", "etp": 1, "balance": "none", "scheme": "ring"}),
         (4, 2e7, {**FEW, "kv_wire": "fp8", "zero": 0}),

@@ -89,8 +89,7 @@ def test_costs_its_bytes():
 @pytest.mark.parametrize(("memory", "host"), [(4e8, 4e8), (4e6, 4e8), (4e6, 3e6)])
 def test_search_finds_the_best_of_all(memory, host):
     cost = StepCost(SMALL, with_memory(memory, host), Job(4, 256, 16, "float32", load=0.3))
-    fixed = {**PLAIN, "etp": 1, "balance": "none", "turns": 0}
-    del fixed["pp"], fixed["tp"]
+    fixed = {"dispatcher": "alltoall", "micro_batch": 1, "cp": 1, "turns": 0}
     found, every = search(cost, fixed=fixed), search(cost, fixed=fixed, exhaustive=True)
     assert found.best == every.best and found.proven
     c = columns_of([found.best.choice])
