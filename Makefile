@@ -134,7 +134,7 @@ style: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/codespell $$(git ls-files)
-	$(PYTEST) --quiet --noconftest tests/test_words.py
+	$(PYTEST) --quiet --noconftest tests/test_words.py tests/test_architecture.py
 	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
 
 types: $(VENV)/.installed

@@ -1,14 +1,17 @@
-"""The shape of the package: which folder may use which, and who talks to c10d.
+"""The shape of the package: which folder may use which, who talks to c10d, and how docstrings read.
 
 Floors from the ground up; a module imports from its own floor and from those below it.
+`make lint` runs this file alone, without the package.
 """
 
 import ast
+import collections
 import functools
 import re
 from pathlib import Path
 
 import pytest
+from test_words import prose, to_mend
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = (
@@ -95,6 +98,10 @@ GIVES_PROBLEMS = {
 }
 # A name that users import, of a module that has moved up.
 ALIASES = {"moe_ext.compression.grace"}
+# Files that are not replaced in one step: optimizer files of the Trainer, one of each rank, and
+# bytes in memory that Horovod's facade sends.
+WRITTEN_IN_PLACE = {"moe_ext.integrations.huggingface.trainer", "moe_ext.integrations.horovod"}
+WRITERS = ("write_text", "write_bytes", "savefig", "save_file", "save")
 
 
 @functools.cache
@@ -107,6 +114,13 @@ def sources():
     return found
 
 
+@functools.cache
+def nodes():
+    """(module, node) of all syntax trees."""
+    return [(module, node) for module, tree in sources().items() for node in ast.walk(tree)]
+
+
+@functools.cache
 def package(module):
     """The folder right under moe_ext; "" for the modules beside the folders."""
     parts = module.split(".")
@@ -186,11 +200,11 @@ def test_bytes_of_tensors_are_made_in_one_place():
     # dtype. The oracles of the tests are written without the package.
     wrong = [
         f"{module}:{node.lineno}"
-        for module, tree in sources().items()
-        if module != "moe_ext._bytes" and package(module) != "reference"
-        for node in ast.walk(tree)
+        for module, node in nodes()
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
+        and module != "moe_ext._bytes"
+        and package(module) != "reference"
         and node.func.attr == "view"
         and [ast.unparse(each) for each in node.args] == ["torch.uint8"]
     ]
@@ -209,33 +223,28 @@ def test_no_private_names_of_other_packages():
     assert wrong == []
 
 
-def calls_c10d(tree):
-    """What a module takes from torch.distributed besides types."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {
-                a.name for a in node.names if a.name.split(".")[:2] == ["torch", "distributed"]
-            }
-        elif isinstance(node, ast.ImportFrom) and node.module == "torch":
-            found |= {f"torch.{a.name}" for a in node.names if a.name == "distributed"}
-        elif isinstance(node, ast.ImportFrom) and node.module in (
-            "torch.distributed",
-            "torch.distributed.distributed_c10d",
-            "torch.distributed._functional_collectives",
-        ):
-            found |= {a.name for a in node.names} - C10D_TYPES
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch.distributed":
-            found |= {node.attr} - C10D_TYPES
-    return found
+def takes_from_c10d(node):
+    """Names of torch.distributed that a node takes, besides types."""
+    if isinstance(node, ast.Import):
+        return {a.name for a in node.names if a.name.split(".")[:2] == ["torch", "distributed"]}
+    if isinstance(node, ast.ImportFrom) and node.module == "torch":
+        return {f"torch.{a.name}" for a in node.names if a.name == "distributed"}
+    if isinstance(node, ast.ImportFrom) and node.module in (
+        "torch.distributed",
+        "torch.distributed.distributed_c10d",
+        "torch.distributed._functional_collectives",
+    ):
+        return {a.name for a in node.names} - C10D_TYPES
+    if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch.distributed":
+        return {node.attr} - C10D_TYPES
+    return set()
 
 
 def test_who_calls_c10d():
-    found = {
-        module: calls_c10d(tree)
-        for module, tree in sources().items()
-        if package(module) != "comm" and module not in TOP and calls_c10d(tree)
-    }
+    found = collections.defaultdict(set)
+    for module, node in nodes():
+        if package(module) != "comm" and module not in TOP and (taken := takes_from_c10d(node)):
+            found[module] |= taken
     assert found == BESIDE_COMM
 
 
@@ -253,7 +262,52 @@ def test_who_calls_c10d():
     ],
 )
 def test_the_rule_for_c10d_sees_what_it_should(text, found):
-    assert calls_c10d(ast.parse(text)) == found
+    assert set().union(*map(takes_from_c10d, ast.walk(ast.parse(text)))) == found
+
+
+def writes(node):
+    """True for a call that writes to a file."""
+    if not isinstance(node, ast.Call):
+        return False
+    name = ast.unparse(node.func)
+    last = name.rpartition(".")[2]
+    if last == "open":
+        return any(isinstance(arg, ast.Constant) and "w" in str(arg.value) for arg in node.args)
+    return last in WRITERS and (last != "save" or name == "torch.save")
+
+
+def replaced(node):
+    return isinstance(node, ast.With) and any(
+        ast.unparse(item.context_expr).startswith("replacing(") for item in node.items
+    )
+
+
+def unsafe_writes(nodes):
+    """Lines that write to a file outside of `with replacing(...)`, by module."""
+    safe = {id(n) for _, w in nodes if replaced(w) for n in ast.walk(w)}
+    found = collections.defaultdict(list)
+    for module, node in nodes:
+        if writes(node) and id(node) not in safe:
+            found[module].append(node.lineno)
+    return found
+
+
+def test_every_file_is_replaced_in_one_step():
+    assert unsafe_writes(nodes()).keys() == WRITTEN_IN_PLACE
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("Path(x).write_text('a')", [1]),
+        ("with open(x, 'w') as f: f.write('a')", [1]),
+        ("with replacing(x) as f:\n f.write_bytes(b'a')\nf.savefig(x)", [3]),
+        ("with replacing(x) as p, p.open('w') as f: f.write('a')", []),
+        ("open(x)\ntorch.save(a, x)\nlayer.save(x)", [2]),
+    ],
+)
+def test_the_rule_for_files_sees_what_it_should(text, lines):
+    assert unsafe_writes([("", node) for node in ast.walk(ast.parse(text))])[""] == lines
 
 
 # Drop-in classes have the names of the libraries that they stand for.
@@ -263,33 +317,30 @@ NAMES_OF_OTHERS = {
 
 
 def test_one_object_tells_what_ranks_differ_in():
-    tells, gives = {}, set()
-    for module, tree in sources().items():
-        if package(module) in ("comm", "") and module != "moe_ext":
-            continue
+    above = {m for m in sources() if package(m) not in ("comm", "") or m == "moe_ext"}
+    tells = {}
+    for module in above:
         for target, name in imports(module, inside_functions=True):
-            if target in (
-                "moe_ext.comm.agreement",
-                "moe_ext.comm.failures",
-                "moe_ext.comm.reports",
-            ):
+            if target in [f"moe_ext.comm.{each}" for each in ("agreement", "failures", "reports")]:
                 assert name, f"{module} imports {target}, and not what it takes from there"
                 if name in TELLS:
                     tells.setdefault(module, set()).add(name)
-        for node in ast.walk(tree):
-            called = getattr(node.func, "attr", "") if isinstance(node, ast.Call) else ""
-            if called == "compare" and any(given.arg == "problem" for given in node.keywords):
-                gives.add(module)
     assert tells == BESIDE_AGREEMENT
-    assert gives == set(GIVES_PROBLEMS)
+    assert set(GIVES_PROBLEMS) == {
+        module
+        for module, node in nodes()
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "attr", "") == "compare"
+        and module in above
+        and any(given.arg == "problem" for given in node.keywords)
+    }
 
 
 def test_a_name_of_a_class_stands_once():
-    places = {}
-    for module, tree in sources().items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(module)
+    places = collections.defaultdict(list)
+    for module, node in nodes():
+        if isinstance(node, ast.ClassDef):
+            places[node.name].append(module)
     twice = {name: found for name, found in places.items() if len(found) > 1}
     assert {name: found for name, found in twice.items() if name not in NAMES_OF_OTHERS} == {}
     for name in NAMES_OF_OTHERS:
@@ -305,7 +356,7 @@ def riddles(text):
 
 
 def test_no_class_has_more_than_25_methods():
-    classes = (n for t in sources().values() for n in ast.walk(t) if isinstance(n, ast.ClassDef))
+    classes = (node for _, node in nodes() if isinstance(node, ast.ClassDef))
     sizes = {c.name: sum(isinstance(n, ast.FunctionDef) for n in c.body) for c in classes}
     assert {name: size for name, size in sizes.items() if size > 25} == {}
 
@@ -321,3 +372,20 @@ def test_comments_and_docstrings_name_their_subject():
     assert riddles('    """Whether it is so."""\n# Of a pass\n// What is left') and not riddles(
         "# Ok"
     )
+
+
+def docstrings():
+    """(place, text) of each docstring of a public class, function or method."""
+    for module, tree in sources().items():
+        todo = [] if module.rpartition(".")[2].startswith("_") else list(tree.body)
+        for node in todo:
+            named = isinstance(node, ast.ClassDef | ast.FunctionDef)
+            if named and not node.name.startswith("_"):
+                todo += node.body if isinstance(node, ast.ClassDef) else []
+                if text := ast.get_docstring(node):
+                    yield f"{module}: {node.name}", text
+
+
+def test_sentences_of_docstrings_are_short_and_name_their_subject():
+    found = [(name, s) for name, text in docstrings() for s in to_mend(prose(text))]
+    assert not found, (len(found), found)

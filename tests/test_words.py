@@ -1,9 +1,8 @@
-"""README, docs and docstrings: few words, short sentences that have a subject, and say yes or no.
+"""README and docs: few words, short sentences that have a subject, and say yes or no.
 
-`make lint` runs this file alone, without the package.
+tests/test_architecture.py asks the same of docstrings. `make lint` runs this file alone.
 """
 
-import ast
 import re
 from pathlib import Path
 
@@ -62,18 +61,6 @@ def to_mend(text):
     ]
 
 
-def docstrings():
-    """(file and name, text) of each docstring of a public class, function or method."""
-    for path in sorted((ROOT / "moe_ext").rglob("[!_]*.py")):
-        todo = list(ast.parse(path.read_text()).body)
-        for node in todo:
-            named = isinstance(node, ast.ClassDef | ast.FunctionDef)
-            if named and not node.name.startswith("_"):
-                todo += node.body if isinstance(node, ast.ClassDef) else []
-                if text := ast.get_docstring(node):
-                    yield f"{path.relative_to(ROOT)}: {node.name}", text
-
-
 def prose(docstring):
     """Sentences and parts of lists; names of arguments, code and sources are left out."""
     text = re.sub(r"\n *References?:.*|\n *\.\. math::.*?(?=\n\n\S|\Z)", "", docstring, flags=re.S)
@@ -96,11 +83,6 @@ def test_sentences_are_short_and_name_their_subject():
     for name, text in pages().items():
         found = to_mend(text)
         assert not found, (name, len(found), found)
-
-
-def test_sentences_of_docstrings_are_short_and_name_their_subject():
-    found = [(name, s) for name, text in docstrings() for s in to_mend(prose(text))]
-    assert not found, (len(found), found)
 
 
 def test_long_sentences_and_riddles_are_found():
