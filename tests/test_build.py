@@ -73,10 +73,10 @@ def tree(tmp_path):
     return tmp_path / "tree"
 
 
-def in_tree(tree, code, *options, **environment):
-    """Output of Python in the tree; the repository is not on its path."""
+def in_tree(tree, code, **environment):
+    """Output of Python in the tree; neither the repository nor packages are on its path."""
     done = subprocess.run(
-        [sys.executable, *options, "-c", code],
+        [sys.executable, "-S", "-c", code],
         cwd=tree,
         env={**os.environ, "PYTHONPATH": "", **environment},
         capture_output=True,
@@ -86,12 +86,20 @@ def in_tree(tree, code, *options, **environment):
     return done.stdout
 
 
-def test_a_wheel_is_for_every_python_and_holds_the_package(tree, tmp_path):
+def test_an_isolated_build_takes_the_torch_that_is_installed(tree, tmp_path):
+    """pip hides the packages of the environment, but for those that the build requires."""
+    for name in ("setuptools", "_distutils_hack"):
+        home = Path(setuptools.__file__).parent.parent / name
+        (tmp_path / "required" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "required" / name).symlink_to(home)
+    hidden = f"import sys; sys.path.insert(0, {str(tmp_path / 'required')!r})\n"
+    ask = "import setup; print(setup.get_requires_for_build_wheel(), flush=True)\n"
     fake = tmp_path / "tool"
     fake.write_text(f"#!{sys.executable}\n{FAKE_TOOL}")
     fake.chmod(0o755)
-    code = f"""
-import sys, setup
+    wheel = f"""
+import torch
+print(torch.__version__, flush=True)
 setup.find_tool = lambda name: {str(fake)!r}
 sys.argv[1:] = ["build", "--build-lib=lib", "bdist_wheel", "--dist-dir=dist"]
 setup.main()
@@ -100,7 +108,20 @@ setup.main()
     (tree / "lib" / "moe_ext").mkdir(parents=True)
     for former in ("_C_cuda.so", "_runtime.torch-1.0.so"):
         (tree / "lib" / "moe_ext" / former).touch()
-    in_tree(tree, code, MOE_EXT_CUDA="0", MOE_EXT_RUNTIME="0")
+    found = in_tree(tree, hidden + ask + wheel, MOE_EXT_CUDA="0", MOE_EXT_RUNTIME="0")
+    assert found.split()[:2] == ["[]", torch.__version__]
+    assert_wheel_is_for_every_python_and_holds_the_package(tree)
+    # An environment without torch: it is fetched for a wheel, and an sdist does without.
+    bare = tmp_path / "bare"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    hidden += f"sys.executable = {str(bare)!r}\n"
+    code = f"{hidden}{ask}assert 'torch' not in sys.modules; setup.build_sdist('dist')"
+    assert in_tree(tree, code).splitlines()[0] == "['torch>=2.11']"
+    assert list((tree / "dist").glob(f"moe_ext-{moe_ext.__version__}.tar.gz"))
+
+
+def assert_wheel_is_for_every_python_and_holds_the_package(tree):
     (path,) = (tree / "dist").glob("*.whl")
     assert path.name.startswith(f"moe_ext-{moe_ext.__version__}-py3-none-linux_")
     sources = {str(p.relative_to(tree)) for p in (tree / "moe_ext").rglob("*.py")}
@@ -110,23 +131,3 @@ setup.main()
         assert wheel.read(f"{info}/METADATA").count(b"\nRequires-Dist: torch>=2.11\n") == 1
         assert b"Root-Is-Purelib: false" in wheel.read(f"{info}/WHEEL")
     assert held == {*sources, "moe_ext/py.typed", "moe_ext/_C.so"}
-
-
-def test_an_isolated_build_takes_the_torch_that_is_installed(tree, tmp_path):
-    """pip hides the packages of the environment, but for those that the build requires."""
-    for name in ("setuptools", "_distutils_hack"):
-        home = Path(setuptools.__file__).parent.parent / name
-        (tmp_path / "required" / name).parent.mkdir(exist_ok=True)
-        (tmp_path / "required" / name).symlink_to(home)
-    hidden = f"import sys; sys.path.insert(0, {str(tmp_path / 'required')!r})\n"
-    ask = "import setup; print(setup.get_requires_for_build_wheel())\n"
-    found = in_tree(tree, f"{hidden}{ask}import torch; print(torch.__version__)", "-S")
-    assert found.split() == ["[]", torch.__version__]
-    # An environment without torch: it is fetched for a wheel, and an sdist does without.
-    bare = tmp_path / "bare"
-    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
-    bare.chmod(0o755)
-    hidden += f"sys.executable = {str(bare)!r}\n"
-    code = f"{hidden}{ask}assert 'torch' not in sys.modules; setup.build_sdist('dist')"
-    assert in_tree(tree, code, "-S").splitlines()[0] == "['torch>=2.11']"
-    assert list((tree / "dist").glob(f"moe_ext-{moe_ext.__version__}.tar.gz"))

@@ -10,6 +10,7 @@ import torch
 
 import moe_ext
 from moe_ext import __main__, _info, _library, _runtime_library
+from moe_ext.testing import spawn_ranks
 
 
 def test_info_names_versions_backends_and_operators():
@@ -37,12 +38,6 @@ def test_every_operator_has_a_public_function_and_a_docstring():
         assert getattr(moe_ext.ops, name).__doc__, name
 
 
-def run_with_isa(isa, code):
-    environment = {**os.environ, "MOE_EXT_CPU_ISA": isa}
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
-
-
 def test_the_last_lines_say_what_to_do_next(monkeypatch):
     tour = f"next:      the tour, {Path(moe_ext.__file__).parents[1] / 'docs' / 'tour.md'}"
     *_, last = _info.report().splitlines()
@@ -60,28 +55,48 @@ def test_the_last_lines_say_what_to_do_next(monkeypatch):
     assert lines[-1] == "next:      the tour, docs/tour.md of the sources"
 
 
+def loads_operators(rank):
+    os.environ["MOE_EXT_CPU_ISA"] = "sse9"
+    moe_ext.info()
+
+
 def test_unknown_instruction_set_is_refused():
-    result = run_with_isa("sse9", "import moe_ext; moe_ext.info()")
-    assert result.returncode != 0
-    assert "expected MOE_EXT_CPU_ISA to be portable, avx2 or avx512, got sse9" in result.stderr
+    text = "expected MOE_EXT_CPU_ISA to be portable, avx2 or avx512, got sse9"
+    with pytest.raises(RuntimeError, match=text):
+        spawn_ranks(loads_operators, 1)
 
 
-HEAVY = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy")
+# Each takes a second, or is of a package that loads when it is asked for.
+LATE = (
+    *("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy"),
+    *("compression", "integrations", "optim", "pipeline", "planner", "plot", "sync"),
+    "attention.schemes",
+)
+IMPORTING = f"""
+import runpy, sys
+import moe_ext
+early = [name for name in {LATE} if {{name, f"moe_ext.{{name}}"}} & {{*sys.modules}}]
+assert not early, early
+for name in dir(moe_ext):
+    getattr(moe_ext, name)
+assert moe_ext.replace is moe_ext.integrations.replace
+for package in (moe_ext.attention, moe_ext.compression, moe_ext.distributed, moe_ext.nn):
+    assert [name for name in dir(package) if not hasattr(package, name)] == []
+assert {{*moe_ext.compression.__all__}} <= {{*dir(moe_ext.compression)}}
+sys.argv = ["moe_ext", "info"]
+runpy.run_module("moe_ext", run_name="__main__")
+"""
 
 
 def test_importing_leaves_out_what_takes_a_second_and_the_command_prints_all():
-    code = f"import sys, moe_ext; print([name for name in {HEAVY} if name in sys.modules])"
-    code += "; print(set(moe_ext.compression.__all__) - set(dir(moe_ext.compression)))"
-    code += "; from moe_ext.compression import CompressedAllReduce, zero_plus_plus"
-    code += "; from moe_ext import __main__; sys.argv = ['moe_ext', 'info']; __main__.main()"
-    found = run_with_isa("portable", code)
+    environment = {**os.environ, "MOE_EXT_CPU_ISA": "portable", "MOE_EXT_RUNTIME": "0"}
+    command = [sys.executable, "-c", IMPORTING]
+    found = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert found.returncode == 0, found.stderr
-    heavy, late, *report = found.stdout.splitlines()
-    assert (heavy, late) == ("[]", "set()")
-    text = "\n".join(report)
-    # The environment forces the instruction set.
-    assert "portable in use of" in text
-    assert moe_ext.__version__ in text and "cuda:" in text
+    # The environment forces the instruction set, and the path of autograd.
+    assert "portable in use of" in found.stdout
+    assert "runtime:   in Python: MOE_EXT_RUNTIME=0" in found.stdout
+    assert moe_ext.__version__ in found.stdout and "cuda:" in found.stdout
 
 
 def test_names_of_packages_are_there_late():
