@@ -117,27 +117,24 @@ EXEMPT = {
 
 @dataclass
 class Case:
-    """An object that exchanges.
+    """An object that exchanges, beside the class or function that makes it.
 
     Attributes:
-        made: class, or function that makes the object.
-        use: makes it with arguments of this rank and lets it exchange; gives its tensors.
+        use: makes it with arguments of this rank and lets it exchange; gives its tensors. It has
+            an argument `kind` where it makes several classes.
         other: by argument, what one rank gives: another value, or (value of all others, value).
+        given: arguments of `use` on all ranks.
         names: name in the error where it is not the argument's.
         free: arguments that ranks may give each in its own way, with words of the docstring.
         elsewhere: arguments that are compared and not varied here, with who compares them.
     """
 
-    made: object
     use: object
     other: dict
+    given: dict = field(default_factory=dict)
     names: dict = field(default_factory=dict)
     free: dict = field(default_factory=dict)
     elsewhere: dict = field(default_factory=dict)
-
-    @property
-    def arguments(self):
-        return arguments_of(self.made)
 
 
 def arguments_of(made):
@@ -172,11 +169,11 @@ def routed_by(kind, **options):
     )
 
 
-def with_option(name, kind, **options):
+def with_option(kind, name, **options):
     return layer_of(**{name: kind(**options)})
 
 
-def with_field(name, kind, **options):
+def with_field(kind, name, **options):
     return layer_of(dispatcher=mn.Dispatch(**{name: kind(**options)}))
 
 
@@ -247,7 +244,7 @@ def sharded_step(kind, shape=(4, 6), **options):
 
 def attended(kind, heads=2, kv_heads=2, dim=4, dtype=torch.float32, **options):
     """A pass through attention over the ranks, and back."""
-    module = kind(**options)
+    module = kind(group=dist.group.WORLD, **options)
     yield module
     q, k, v = (torch.ones(1, n, 4, dim, dtype=dtype) for n in (heads, kv_heads, kv_heads))
     module(*(x.requires_grad_() for x in (q, k, v))).sum().backward()
@@ -267,6 +264,7 @@ LOCAL = {
     "sync_every": Pair((2, 3)),
     "fragment_sync_delay": 1,
     "fragment_update_alpha": 0.5,
+    "seed": 1,
 }
 LOCAL_FREE = {
     "inner_optimizer": "Workers may have different ones",
@@ -279,11 +277,11 @@ LOCAL_FREE = {
 SIZES = {"model_dim": Pair((D, 2 * D)), "num_experts": Pair((E, 2 * E))}
 ROUTER = {**SIZES, "dtype": torch.bfloat16, "scale": 2.0}
 TOP_K = {"top_k": Pair((2, 3))}
+SHARDED = {"lr": 0.5, "weight_decay": 0.25, "maximize": True, "float32_state": False}
 ROWS = {"drop_policy": "score", "average": False, "wire": "int8", "num_experts": 2 * E}
 
-CASES = [
-    Case(
-        moe_ext.MoELayer,
+CASES = {
+    moe_ext.MoELayer: Case(
         layer_of,
         {
             **SIZES,
@@ -304,15 +302,14 @@ CASES = [
         },
         names={"bias": "gate_up_proj_bias"},
     ),
-    Case(
-        mn.SharedExpert,
-        functools.partial(with_option, "shared_expert", mn.SharedExpert),
+    mn.SharedExpert: Case(
+        with_option,
         {"ffn_dim": Pair((4, 8)), "gate": Pair(({"ffn_dim": 4}, True))},
+        given={"name": "shared_expert"},
         names={"ffn_dim": "shared_expert.ffn_dim", "gate": "shared_expert_gate"},
     ),
-    Case(
-        mn.Dispatch,
-        functools.partial(with_option, "dispatcher", mn.Dispatch),
+    mn.Dispatch: Case(
+        with_option,
         {
             "dispatcher": "dedup",
             "combine": "reduced",
@@ -321,10 +318,10 @@ CASES = [
             "overlap": 2,
             "debug": True,
         },
+        given={"name": "dispatcher"},
     ),
-    Case(
-        mn.TopKRouter,
-        functools.partial(routed_by, mn.TopKRouter),
+    mn.TopKRouter: Case(
+        routed_by,
         {
             **ROUTER,
             **TOP_K,
@@ -338,19 +335,10 @@ CASES = [
             "bias_update": Pair(({"selection_bias": True, "score_fn": "sigmoid"}, "quantile")),
         },
     ),
-    Case(
-        mn.SwitchRouter,
-        functools.partial(routed_by, mn.SwitchRouter),
-        {**ROUTER, "jitter_eps": 0.1, "seed": 3},
-    ),
-    Case(
-        mn.GShardRouter,
-        functools.partial(routed_by, mn.GShardRouter),
-        {**ROUTER, "second_expert": "always", "seed": 3},
-    ),
-    Case(
-        mn.NoisyTopKRouter,
-        functools.partial(routed_by, mn.NoisyTopKRouter),
+    mn.SwitchRouter: Case(routed_by, {**ROUTER, "jitter_eps": 0.1, "seed": 3}),
+    mn.GShardRouter: Case(routed_by, {**ROUTER, "second_expert": "always", "seed": 3}),
+    mn.NoisyTopKRouter: Case(
+        routed_by,
         {
             **ROUTER,
             **TOP_K,
@@ -360,19 +348,12 @@ CASES = [
             "seed": 3,
         },
     ),
-    Case(
-        mn.BaseRouter,
-        functools.partial(routed_by, mn.BaseRouter),
-        {**SIZES, "dtype": torch.bfloat16},
+    mn.BaseRouter: Case(routed_by, {**SIZES, "dtype": torch.bfloat16}),
+    mn.SinkhornRouter: Case(
+        routed_by, {**SIZES, **TOP_K, "dtype": torch.bfloat16, "num_iters": 7, "tolerance": 0.1}
     ),
-    Case(
-        mn.SinkhornRouter,
-        functools.partial(routed_by, mn.SinkhornRouter),
-        {**SIZES, **TOP_K, "dtype": torch.bfloat16, "num_iters": 7, "tolerance": 0.1},
-    ),
-    Case(
-        mn.CosineRouter,
-        functools.partial(routed_by, mn.CosineRouter),
+    mn.CosineRouter: Case(
+        routed_by,
         {
             **ROUTER,
             **TOP_K,
@@ -382,14 +363,11 @@ CASES = [
             "renormalize": Pair(({"top_k": 2}, False)),
         },
     ),
-    Case(
-        mn.ExpertChoiceRouter,
-        functools.partial(routed_by, mn.ExpertChoiceRouter),
-        {**SIZES, "dtype": torch.bfloat16, "capacity_factor": 1.0},
+    mn.ExpertChoiceRouter: Case(
+        routed_by, {**SIZES, "dtype": torch.bfloat16, "capacity_factor": 1.0}
     ),
-    Case(
-        mn.HashRouter,
-        functools.partial(routed_by, mn.HashRouter, vocab_size=8),
+    mn.HashRouter: Case(
+        routed_by,
         {
             **SIZES,
             **TOP_K,
@@ -403,9 +381,9 @@ CASES = [
             "renormalize": Pair(({"learned": True, "top_k": 2}, False)),
             "dtype": Pair(({"learned": True}, torch.bfloat16)),
         },
+        given={"vocab_size": 8},
     ),
-    Case(
-        mn.GroupedExperts,
+    mn.GroupedExperts: Case(
         grouped_experts,
         {
             **SIZES,
@@ -420,66 +398,44 @@ CASES = [
         },
         names={"bias": "gate_up_proj_bias"},
     ),
-    Case(
-        mn.Capacity,
-        functools.partial(with_option, "capacity", mn.Capacity),
+    mn.Capacity: Case(
+        with_option,
         {
             "factor": Pair((1.0, 2.0)),
-            **{
-                name: Pair(({"factor": 1.0}, value))
-                for name, value in {
-                    "minimum": 2,
-                    "groups": 2,
-                    "drop": "score",
-                    "overflow": "reroute",
-                    "pad": True,
-                    "eval_factor": 2.0,
-                    "seed": 3,
-                }.items()
-            },
+            **{"minimum": 2, "groups": 2, "drop": "score", "overflow": "reroute", "pad": True},
+            **{"eval_factor": 2.0, "seed": 3},
         },
+        given={"name": "capacity", "factor": 1.0},
     ),
-    Case(
-        mn.RowBudget,
-        functools.partial(with_option, "row_budget", mn.RowBudget),
-        {
-            "rows": Pair((16, 18)),
-            "overflow": Pair(({"rows": 16}, "drop")),
-            "static": Pair(({"rows": 16}, True)),
-        },
+    mn.RowBudget: Case(
+        with_option,
+        {"rows": 18, "overflow": "drop", "static": True},
+        given={"name": "row_budget", "rows": 16},
     ),
-    Case(
-        mn.Balance,
-        functools.partial(with_option, "balance", mn.Balance),
+    mn.Balance: Case(
+        with_option,
         {"scope": "sequence", "coef": 0.5, "z_coef": 0.5, "mode": "return"},
+        given={"name": "balance"},
     ),
-    Case(
-        md.Wire,
-        functools.partial(with_field, "wire", md.Wire),
+    md.Wire: Case(
+        with_field,
         {name: "int8" for name in ("dispatch", "combine", "backward_dispatch", "backward_combine")},
+        given={"name": "wire"},
     ),
-    Case(
-        mn.Rebalance,
-        functools.partial(with_field, "rebalance", mn.Rebalance),
+    mn.Rebalance: Case(
+        with_field,
         {"mode": "periodic", "break_even": 2.0, "every": 7, "hysteresis": 0.5},
-        free={
-            "link": "may differ between ranks",
-            "flops": "As `link`",
-            "flops_alone": "As `link`",
-        },
+        given={"name": "rebalance"},
+        free={"link": "may differ between ranks", "flops": "As `link`", "flops_alone": "As `link`"},
     ),
-    *(
-        Case(kind, functools.partial(dispatched_by, kind, **needed), {**ROWS, **other})
-        for kind, needed, other in (
-            (md.AllToAllDispatcher, {}, {}),
-            (md.DedupDispatcher, {}, {"combine": "reduced"}),
-            (md.AllGatherDispatcher, {}, {"combine": "reduced"}),
-            (md.HierarchicalDispatcher, {"node_size": 1}, {"combine": "reduced", "node_size": 2}),
-        )
+    md.AllToAllDispatcher: Case(dispatched_by, ROWS),
+    md.DedupDispatcher: Case(dispatched_by, {**ROWS, "combine": "reduced"}),
+    md.AllGatherDispatcher: Case(dispatched_by, {**ROWS, "combine": "reduced"}),
+    md.HierarchicalDispatcher: Case(
+        dispatched_by, {**ROWS, "combine": "reduced", "node_size": 2}, given={"node_size": 1}
     ),
-    Case(
-        optim.DeMo,
-        functools.partial(stepped, optim.DeMo),
+    optim.DeMo: Case(
+        stepped,
         {
             "params": Pair(({}, {"seed": 1})),
             "lr": 0.5,
@@ -490,38 +446,31 @@ CASES = [
         },
         names={"params": "parameters"},
     ),
-    *(
-        Case(
-            kind,
-            functools.partial(rounds, kind),
-            {**LOCAL, **other, "seed": 1},
-            names={**names, "seed": "parameters"},
-            free=LOCAL_FREE,
-        )
-        for kind, other, names in (
-            (
-                optim.DiLoCo,
-                {"codec": "int8", "should_quantize": True},
-                {"should_quantize": "codec"},
-            ),
-            (
-                optim.SparseLoCo,
-                {"density": 0.1, "chunk": 64, "bits": 32, "decay": 0.5},
-                {"density": "codec", "chunk": "codec", "bits": "codec", "decay": "codec"},
-            ),
-            (optim.MuLoCo, {"codec": "int8"}, {}),
-        )
+    optim.DiLoCo: Case(
+        rounds,
+        {**LOCAL, "codec": "int8", "should_quantize": True},
+        names={"should_quantize": "codec", "seed": "parameters"},
+        free=LOCAL_FREE,
     ),
-    Case(
-        md.AutoDispatcher,
-        functools.partial(dispatched_by, md.AutoDispatcher),
-        {"combine": "reduced", "wire": "int8", "num_experts": 2 * E},
+    optim.SparseLoCo: Case(
+        rounds,
+        {**LOCAL, "density": 0.1, "chunk": 64, "bits": 32, "decay": 0.5},
+        names={
+            **dict.fromkeys(("density", "chunk", "bits", "decay"), "codec"),
+            "seed": "parameters",
+        },
+        free=LOCAL_FREE,
     ),
-]
-CASES += [
-    Case(
-        attention.RingAttention,
-        lambda **options: attended(attention.RingAttention, group=dist.group.WORLD, **options),
+    optim.MuLoCo: Case(
+        rounds, {**LOCAL, "codec": "int8"}, names={"seed": "parameters"}, free=LOCAL_FREE
+    ),
+    md.AutoDispatcher: Case(
+        dispatched_by, {"combine": "reduced", "wire": "int8", "num_experts": 2 * E}
+    ),
+}
+CASES |= {
+    attention.RingAttention: Case(
+        attended,
         {
             "layout": "striped",
             "is_causal": True,
@@ -535,9 +484,8 @@ CASES += [
             "wire": "int8",
         },
     ),
-    Case(
-        attention.RingSelfAttention,
-        functools.partial(block_of, attention.RingSelfAttention, model_dim=8, num_heads=4),
+    attention.RingSelfAttention: Case(
+        block_of,
         {
             "model_dim": Pair((8, 16)),
             "num_heads": Pair((4, 2)),
@@ -549,10 +497,10 @@ CASES += [
             "rotary_base": Pair((1e4, 1e6)),
             "dtype": torch.float64,
         },
+        given={"model_dim": 8, "num_heads": 4},
     ),
-    Case(
-        attention.SequenceParallelMLP,
-        functools.partial(block_of, attention.SequenceParallelMLP, model_dim=8, ffn_dim=12),
+    attention.SequenceParallelMLP: Case(
+        block_of,
         {
             "model_dim": Pair((8, 16)),
             "ffn_dim": Pair((12, 16)),
@@ -566,17 +514,10 @@ CASES += [
             "grad_reduction": "mean",
             "dtype": torch.float64,
         },
+        given={"model_dim": 8, "ffn_dim": 12},
     ),
-    Case(
-        mn.TransformerBlock,
-        functools.partial(
-            *(block_of, mn.TransformerBlock),
-            told={"position_ids": torch.arange(4)},
-            ranks="cp_group",
-            model_dim=8,
-            num_heads=2,
-            ffn=nn.Identity(),
-        ),
+    mn.TransformerBlock: Case(
+        block_of,
         {
             "model_dim": Pair((8, 16)),
             "num_heads": Pair((2, 4)),
@@ -590,70 +531,48 @@ CASES += [
             "eps": 0.1,
             "dtype": torch.float64,
         },
+        given={
+            **{"told": {"position_ids": torch.arange(4)}, "ranks": "cp_group"},
+            **{"model_dim": 8, "num_heads": 2, "ffn": nn.Identity()},
+        },
         names={"model_dim": "D of q", "num_heads": "H of q", "num_kv_heads": "Hkv of k"},
     ),
-    *(
-        Case(
-            kind,
-            functools.partial(sharded_step, kind),
-            {"lr": 0.5, "weight_decay": 0.25, "maximize": True, "float32_state": False, **other},
-        )
-        for kind, other in (
-            (
-                optim.LAMB,
-                {
-                    "betas": (0.5, 0.5),
-                    "eps": 0.1,
-                    "bias_correction": False,
-                    "min_coeff": 0.1,
-                    "max_coeff": 5.0,
-                    "adapt": False,
-                    "per_expert": True,
-                },
-            ),
-            (
-                optim.LARS,
-                {
-                    "momentum": 0.5,
-                    "trust_coefficient": 0.1,
-                    "eps": 0.1,
-                    "nesterov": True,
-                    "adapt": False,
-                    "per_expert": True,
-                },
-            ),
-            (
-                optim.Adafactor,
-                {
-                    "beta2_decay": -0.5,
-                    "eps": (0.1, 0.1),
-                    "d": 2.0,
-                    "per_expert": True,
-                    "foreach": True,
-                },
-            ),
-            (
-                optim.Muon,
-                {
-                    "momentum": 0.5,
-                    "nesterov": False,
-                    "ns_coefficients": (2.0, -1.5, 0.5),
-                    "eps": 0.1,
-                    "ns_steps": 3,
-                    "adjust_lr_fn": "match_rms_adamw",
-                    "ns_dtype": "float32",
-                    "use_muon": False,
-                    "adamw_betas": (0.5, 0.5),
-                    "adamw_eps": 0.1,
-                    "fused": 2,
-                    "interleaved": True,
-                    "transposed": True,
-                    "per_expert": Pair(({"shape": (2, 4, 6)}, True)),
-                },
-            ),
-        )
+    optim.LAMB: Case(
+        sharded_step,
+        {
+            **SHARDED,
+            **{"betas": (0.5, 0.5), "eps": 0.1, "bias_correction": False, "min_coeff": 0.1},
+            **{"max_coeff": 5.0, "adapt": False, "per_expert": True},
+        },
     ),
-]
+    optim.LARS: Case(
+        sharded_step,
+        {
+            **SHARDED,
+            **{"momentum": 0.5, "trust_coefficient": 0.1, "eps": 0.1, "nesterov": True},
+            **{"adapt": False, "per_expert": True},
+        },
+    ),
+    optim.Adafactor: Case(
+        sharded_step,
+        {
+            **SHARDED,
+            **{"beta2_decay": -0.5, "eps": (0.1, 0.1), "d": 2.0, "per_expert": True},
+            "foreach": True,
+        },
+    ),
+    optim.Muon: Case(
+        sharded_step,
+        {
+            **SHARDED,
+            **{"momentum": 0.5, "nesterov": False, "ns_coefficients": (2.0, -1.5, 0.5)},
+            **{"eps": 0.1, "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"},
+            **{"ns_dtype": "float32", "use_muon": False, "adamw_betas": (0.5, 0.5)},
+            **{"adamw_eps": 0.1, "fused": 2, "interleaved": True, "transposed": True},
+            "per_expert": Pair(({"shape": (2, 4, 6)}, True)),
+        },
+    ),
+}
 
 
 def reduced(hooked=False, **options):
@@ -691,19 +610,19 @@ def wrapped(nodes=False, **options):
     net(torch.ones(2, 64)).sum().backward()
 
 
-def called(function, *shapes, **options):
+def called(kind, shapes=(), **options):
     """A collective of tensors of ones."""
     x = [torch.ones(shape) for shape in shapes]
     yield x
-    function(*x, **options)
+    kind(*x, **options)
 
 
-def attended_by(function, **options):
+def attended_by(kind, **options):
     """`ring_attention`, or another of its arguments, and back."""
     x = {name: torch.ones(1, 2, 4, 4, requires_grad=True) for name in "qkv"} | options
     q, k, v = (x.pop(name) for name in "qkv")
     yield []
-    function(q, k, v, group=dist.group.WORLD, **x).sum().backward()
+    kind(q, k, v, group=dist.group.WORLD, **x).sum().backward()
 
 
 def piped(**options):
@@ -736,18 +655,14 @@ def in_waves(seed=0, **options):
         made.updated()
 
 
-def balanced(function, **options):
-    """A step of the selection bias."""
+def balanced(kind, **options):
+    """A step of the selection bias, of its own or with that of an optimizer."""
     layer = moe_ext.MoELayer(D, F, E, router=mn.TopKRouter(D, E, K, selection_bias=True))
     yield layer
     layer(torch.arange(5.0)[:, None].expand(5, D))
-    function(layer, group=dist.group.WORLD, **options)
-
-
-def registered(layer, **options):
-    """`register_bias_update`, and a step of its optimizer."""
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
-    mn.register_bias_update(optimizer, layer, **options)
+    owner = [optimizer] if kind is mn.register_bias_update else []
+    kind(*owner, layer, group=dist.group.WORLD, **options)
     optimizer.step()
 
 
@@ -890,11 +805,11 @@ def clipped(mesh=False, **options):
     md.clip_grad_norm_(layer, **{"max_norm": 0.1, "mesh": stages if mesh else None} | options)
 
 
-def mean_of(function, *x, **options):
+def mean_of(kind, x, **options):
     """A mean over the tokens of all ranks, and back."""
     x[0].requires_grad_().grad = torch.zeros_like(x[0])
     yield [x[0].grad]
-    function(*x, group=dist.group.WORLD, **options).backward()
+    kind(*x, group=dist.group.WORLD, **options).backward()
 
 
 ADAM = {
@@ -909,6 +824,7 @@ ADAM = {
     "block": 64,
     "communication_data_type": torch.bfloat16,
 }
+ADAM_NAMES = {"params": "parameters"}
 IGNORED = {
     "amsgrad": "must be False",
     "cuda_aware": "ignored",
@@ -947,10 +863,6 @@ STATE = {
     "node_size": 1,
 }
 STATE_NAMES = {"codec": "codecs", "density": "codecs", "policy": "codecs", "optimizer": "lr"}
-PAIRS = {
-    **{"values_K": torch.ones(8), "indices_K": torch.arange(8), "numel": 256},
-    "residual": torch.zeros(256),
-}
 PREPARED = {
     "layout": "striped",
     "scheme": "ulysses",
@@ -960,42 +872,31 @@ PREPARED = {
 }
 CHECKED = {"validate": "compare the arguments of all ranks first", "async_op": "at once"}
 ROUNDED = {"format": "int4", "block": 128}
-CASES += [
-    *(
-        Case(
-            kind,
-            functools.partial(stepped, kind),
-            {**ADAM, **other},
-            names={"params": "parameters"},
-            free=IGNORED,
-        )
-        for kind, other in (
-            (optim.OneBitAdam, {"freeze_step": 1, "variance_interval": 4}),
-            (
-                optim.OneBitLamb,
-                {
-                    "freeze_step": 1,
-                    "max_coeff": 5.0,
-                    "min_coeff": 0.1,
-                    "coeff_beta": 0.5,
-                    "factor_max": 3.0,
-                    "factor_min": 0.25,
-                    "factor_threshold": 0.2,
-                },
-            ),
-            (
-                optim.ZeroOneAdam,
-                {
-                    "var_freeze_step": 1,
-                    "var_update_scaler": 4,
-                    "local_step_scaler": 2,
-                    "local_step_clipper": 4,
-                },
-            ),
-        )
+CASES |= {
+    optim.OneBitAdam: Case(
+        stepped, {**ADAM, "freeze_step": 1, "variance_interval": 4}, names=ADAM_NAMES, free=IGNORED
     ),
-    Case(
-        compression.CompressionState,
+    optim.OneBitLamb: Case(
+        stepped,
+        {
+            **ADAM,
+            **{"freeze_step": 1, "max_coeff": 5.0, "min_coeff": 0.1, "coeff_beta": 0.5},
+            **{"factor_max": 3.0, "factor_min": 0.25, "factor_threshold": 0.2},
+        },
+        names=ADAM_NAMES,
+        free=IGNORED,
+    ),
+    optim.ZeroOneAdam: Case(
+        stepped,
+        {
+            **ADAM,
+            **{"var_freeze_step": 1, "var_update_scaler": 4},
+            **{"local_step_scaler": 2, "local_step_clipper": 4},
+        },
+        names=ADAM_NAMES,
+        free=IGNORED,
+    ),
+    compression.CompressionState: Case(
         reduced,
         STATE,
         names=STATE_NAMES,
@@ -1005,8 +906,7 @@ CASES += [
             "seed": "of stochastic rounding",
         },
     ),
-    Case(
-        compression.zero_plus_plus,
+    compression.zero_plus_plus: Case(
         wrapped,
         {
             "zero_quantized_weights": Pair(({"zero_quantized_weights": False}, True)),
@@ -1032,9 +932,8 @@ CASES += [
         },
         free={"zero_hpz_partition_size": "checked here"},
     ),
-    Case(
-        attention.ring_attention,
-        functools.partial(attended_by, attention.ring_attention),
+    attention.ring_attention: Case(
+        attended_by,
         {
             **RING,
             **SCHEMES,
@@ -1045,8 +944,7 @@ CASES += [
         },
         free={"return_lse": "return (out, lse)"},
     ),
-    Case(
-        attention.gated_delta_rule,
+    attention.gated_delta_rule: Case(
         recurring,
         {
             "layout": "striped",
@@ -1058,8 +956,7 @@ CASES += [
         },
         names={"initial_state": "giving initial_state", "beta": "giving beta"},
     ),
-    Case(
-        attention.selective_scan,
+    attention.selective_scan: Case(
         scanned,
         {
             "layout": "striped",
@@ -1071,8 +968,7 @@ CASES += [
         },
         names={"initial_state": "giving initial_state", "A": "a decay by element", "D": "giving D"},
     ),
-    Case(
-        attention.causal_conv1d,
+    attention.causal_conv1d: Case(
         convolved,
         {
             "weight": torch.ones(2, 2),
@@ -1083,39 +979,26 @@ CASES += [
         },
         names={"weight": "sizes", "bias": "giving bias"},
     ),
-    Case(
-        attention.ring_self_attention,
-        functools.partial(attended_by, attention.ring_self_attention),
-        RING,
+    attention.ring_self_attention: Case(attended_by, RING),
+    compression.quantized_all_reduce_: Case(
+        called, {**ROUNDED, "average": False}, given={"shapes": (512,)}, free=CHECKED
     ),
-    Case(
-        compression.quantized_all_reduce_,
-        functools.partial(called, compression.quantized_all_reduce_, 512),
-        {**ROUNDED, "average": False},
-        free=CHECKED,
+    compression.quantized_all_gather: Case(
+        called, ROUNDED, given={"shapes": (1024, 512)}, free=CHECKED
     ),
-    Case(
-        compression.quantized_all_gather,
-        functools.partial(called, compression.quantized_all_gather, 1024, 512),
-        ROUNDED,
-        free=CHECKED,
+    compression.quantized_reduce_scatter: Case(
+        called, {**ROUNDED, "average": False}, given={"shapes": (512, 1024)}, free=CHECKED
     ),
-    Case(
-        compression.quantized_reduce_scatter,
-        functools.partial(called, compression.quantized_reduce_scatter, 512, 1024),
-        {**ROUNDED, "average": False},
-        free=CHECKED,
+    compression.lossless_all_reduce_: Case(
+        called, {"average": False}, given={"shapes": (64,)}, free=CHECKED
     ),
-    *(
-        Case(function, functools.partial(called, function, *shapes), other, free=CHECKED)
-        for function, shapes, other in (
-            (compression.lossless_all_reduce_, (64,), {"average": False}),
-            (compression.lossless_reduce_scatter, (32, 64), {"average": False}),
-            (compression.block_sparse_all_reduce_, (512,), {"block": 128, "average": False}),
-        )
+    compression.lossless_reduce_scatter: Case(
+        called, {"average": False}, given={"shapes": (32, 64)}, free=CHECKED
     ),
-    Case(
-        pipeline.Pipeline,
+    compression.block_sparse_all_reduce_: Case(
+        called, {"block": 128, "average": False}, given={"shapes": (512,)}, free=CHECKED
+    ),
+    pipeline.Pipeline: Case(
         piped,
         {
             "table": pipeline.make_table("1f1b", 2, 3),
@@ -1131,13 +1014,9 @@ CASES += [
             ),
             "tied": [((0, "weight"), (1, "weight"))],
         },
-        free={
-            "max_in_flight": "see `check_table`",
-            "weight_stream": "ranks may differ in it",
-        },
+        free={"max_in_flight": "see `check_table`", "weight_stream": "ranks may differ in it"},
     ),
-    Case(
-        grace.grace_from_params,
+    grace.grace_from_params: Case(
         coded,
         {
             "compressor": "dgc",
@@ -1147,33 +1026,22 @@ CASES += [
         },
         names={"compress_ratio": "compressor.compress_ratio"},
     ),
-    Case(
-        pipeline.WaveUpdates,
-        in_waves,
-        {"wave": Pair((2, 4)), "staleness": 1, "parameters": Pair(({}, {"seed": 1}))},
+    pipeline.WaveUpdates: Case(
+        in_waves, {"wave": Pair((2, 4)), "staleness": 1, "parameters": Pair(({}, {"seed": 1}))}
     ),
-    *(
-        Case(function, functools.partial(balanced, use), {"rate": 0.5, "center": True})
-        for function, use in (
-            (mn.update_selection_bias, mn.update_selection_bias),
-            (mn.register_bias_update, registered),
-        )
+    mn.update_selection_bias: Case(balanced, {"rate": 0.5, "center": True}),
+    mn.register_bias_update: Case(balanced, {"rate": 0.5, "center": True}),
+    mn.ModuleExperts: Case(
+        modules_of, {"capacity_factor": 1.0}, names={"capacity_factor": "capacity"}
     ),
-    Case(
-        mn.ModuleExperts,
-        modules_of,
-        {"capacity_factor": 1.0},
-        names={"capacity_factor": "capacity"},
-    ),
-    Case(
-        compression.compress_hook,
-        functools.partial(reduced, hooked=True),
+    compression.compress_hook: Case(
+        reduced,
         STATE,
+        given={"hooked": True},
         names=STATE_NAMES,
         elsewhere={name: "the state's options are varied" for name in ("state", "bucket")},
     ),
-    Case(
-        moe_ext.replace,
+    moe_ext.replace: Case(
         replaced,
         {
             "dispatcher": "dedup",
@@ -1189,16 +1057,14 @@ CASES += [
             },
         },
     ),
-    Case(attention.prepare_model, prepared, PREPARED),
-    Case(
-        huggingface.register_ring_attention,
+    attention.prepare_model: Case(prepared, PREPARED),
+    huggingface.register_ring_attention: Case(
         registered_ring,
         {name: value for name, value in PREPARED.items() if name != "layout"},
         free={"name": "the name"},
         elsewhere={"layout": "positions of another one are refused"},
     ),
-    Case(
-        attention.sequence_parallel,
+    attention.sequence_parallel: Case(
         attended_inside,
         {
             **{name: RING[name] for name in ("layout", "window", "cu_seqlens", "key_mask")},
@@ -1208,8 +1074,7 @@ CASES += [
             "kv_grad_dtype": torch.bfloat16,
         },
     ),
-    Case(
-        attention.latent_ring_attention,
+    attention.latent_ring_attention: Case(
         of_latents,
         {
             **{name: RING[name] for name in ("is_causal", "scale", "layout", "window")},
@@ -1219,8 +1084,7 @@ CASES += [
             "kv_grad_dtype": torch.bfloat16,
         },
     ),
-    Case(
-        attention.ring_attention_varlen,
+    attention.ring_attention_varlen: Case(
         of_packs,
         {
             **{name: RING[name] for name in ("layout", "dropout_p", "seed")},
@@ -1244,14 +1108,11 @@ CASES += [
         free={f"max_seqlen_{x}": "not needed, and not read" for x in "qk"},
         elsewhere={"cu_seqlens_k": "as cu_seqlens_q"},
     ),
-    Case(
-        attention.unshard_sequence,
-        unsharded,
-        {"layout": "striped", "cu_seqlens": [0, 1, 4], "dim": 1},
+    attention.unshard_sequence: Case(
+        unsharded, {"layout": "striped", "cu_seqlens": [0, 1, 4], "dim": 1}
     ),
-    Case(sync.sync_weights, sent_from, {"sources": Pair(((0,), (1,)))}),
-    Case(
-        attention.explain_scheme,
+    sync.sync_weights: Case(sent_from, {"sources": Pair(((0,), (1,)))}),
+    attention.explain_scheme: Case(
         explained,
         {
             **{name: RING[name] for name in ("is_causal", "layout", "window", "cu_seqlens")},
@@ -1261,75 +1122,54 @@ CASES += [
             "wire": "int8",
         },
     ),
-    *(
-        Case(function, functools.partial(called, function, *shapes), other, free=CHECKED)
-        for function, shapes, other in (
-            (
-                compression.masked_all_reduce_,
-                (64,),
-                {
-                    "mask": Pair((torch.arange(64) < 8, torch.arange(64) < 9)),
-                    "average": Pair(({"mask": torch.arange(64) < 8}, False)),
-                },
-            ),
-            (
-                compression.row_sparse_all_reduce,
-                (),
-                {"average": Pair(({"grad": torch.eye(4).to_sparse(1)}, False))},
-            ),
-            (
-                compression.sparse_all_reduce,
-                (),
-                {
-                    name: Pair((PAIRS, value))
-                    for name, value in {
-                        "average": False,
-                        "algorithm": "split",
-                        "value_codec": "int8",
-                        "regions": compression.SplitRegions(256, 2),
-                    }.items()
-                }
-                | {"numel": Pair((PAIRS | {"residual": None}, {"numel": 257}))},
-            ),
-        )
+    compression.masked_all_reduce_: Case(
+        called,
+        {
+            "mask": Pair((torch.arange(64) < 8, torch.arange(64) < 9)),
+            "average": Pair(({"mask": torch.arange(64) < 8}, False)),
+        },
+        given={"shapes": (64,)},
+        free=CHECKED,
     ),
-    Case(
-        compression.hierarchical_all_reduce_,
+    compression.row_sparse_all_reduce: Case(
+        called, {"average": Pair(({"grad": torch.eye(4).to_sparse(1)}, False))}, free=CHECKED
+    ),
+    compression.sparse_all_reduce: Case(
+        called,
+        {
+            **{"average": False, "algorithm": "split", "value_codec": "int8"},
+            "regions": compression.SplitRegions(256, 2),
+            "numel": Pair(({"residual": None}, {"numel": 257})),
+        },
+        given={
+            **{"values_K": torch.ones(8), "indices_K": torch.arange(8), "numel": 256},
+            "residual": torch.zeros(256),
+        },
+        free=CHECKED,
+    ),
+    compression.hierarchical_all_reduce_: Case(
         in_nodes,
         {"average": False},
         elsewhere={"local_group": "its size is compared", "reduce": "the caller's"},
         free={"validate": "compare the arguments over each group first"},
     ),
-    Case(
-        md.clip_grad_norm_,
+    md.clip_grad_norm_: Case(
         clipped,
-        {
-            "max_norm": 0.2,
-            "norm_type": float("inf"),
-            "error_if_nonfinite": True,
-            "mesh": True,
-        },
+        {"max_norm": 0.2, "norm_type": float("inf"), "error_if_nonfinite": True, "mesh": True},
     ),
-    *(
-        Case(
-            function,
-            lambda function=function, made=made, **options: mean_of(function, *made(), **options),
-            {"grad_scale": 3.0},
-            free={name: words},
-        )
-        for function, made, name, words in (
-            (
-                *(attention.token_mean_loss, lambda: (torch.tensor(6.0), 3)),
-                *("num_tokens", "how many they are"),
-            ),
-            (
-                *(huggingface.causal_lm_loss, lambda: (torch.ones(1, 4, 8), torch.arange(4)[None])),
-                *("ignore_index", "stands for no label"),
-            ),
-        )
+    attention.token_mean_loss: Case(
+        mean_of,
+        {"grad_scale": 3.0},
+        given={"x": lambda: (torch.tensor(6.0), 3)},
+        free={"num_tokens": "how many they are"},
     ),
-    Case(
-        md.MoEMesh,
+    huggingface.causal_lm_loss: Case(
+        mean_of,
+        {"grad_scale": 3.0},
+        given={"x": lambda: (torch.ones(1, 4, 8), torch.arange(4)[None])},
+        free={"ignore_index": "stands for no label"},
+    ),
+    md.MoEMesh: Case(
         meshed,
         {
             "dp": Pair(({"dp": 1, "ep": 2}, 2)),
@@ -1342,8 +1182,7 @@ CASES += [
         },
         names={"pp": "ep"},
     ),
-]
-BY_NAME = {case.made: case for case in CASES}
+}
 CHECKS = Checks()
 
 
@@ -1362,12 +1201,15 @@ def tensors_of(made):
     return [local_part(x.detach()).clone() for x in made]
 
 
-def use(case, options):
+def use(kind, options):
     """Error of a use on this rank, None without one; nothing has changed where it raises."""
+    case = CASES[kind]
     options = {
         name: value() if inspect.isfunction(value) else copy.copy(value)
-        for name, value in options.items()
+        for name, value in {**case.given, **options}.items()
     }
+    if "kind" in arguments_of(case.use):
+        options["kind"] = kind
     torch.manual_seed(0)
     made, before = None, []
     try:
@@ -1382,11 +1224,11 @@ def use(case, options):
     return None
 
 
-def check_argument(number, argument):
-    case = CASES[number]
+def check_argument(kind, argument):
+    case = CASES[kind]
     mine = varied(case, argument)[dist.get_rank() == dist.get_world_size() - 1]
     name = case.names.get(argument, argument)
-    error = use(case, mine)
+    error = use(kind, mine)
     expected = rf"expected .*\b{re.escape(name)}\b.* to be equal on every rank, got .+ on rank 0, "
     assert error and re.search(expected, error), error
     told = [None] * dist.get_world_size()
@@ -1394,11 +1236,9 @@ def check_argument(number, argument):
     assert told == [error] * len(told), told
 
 
-def check_equal_options(number):
-    case = CASES[number]
-    argument = next(iter(case.other))
-    base, _ = varied(case, argument)
-    assert use(case, base) is None
+def check_equal_options(kind):
+    base, _ = varied(CASES[kind], next(iter(CASES[kind].other)))
+    assert use(kind, base) is None
 
 
 def last():
@@ -1438,6 +1278,20 @@ def check_numbers_that_ranks_measure():
         assert told == told[:1] * len(told)
 
 
+def refuses_a_change(layer, name, value, text, errors=ValueError):
+    """On one rank, after a pass; the layer goes on where it is taken back."""
+    path, _, attribute = name.rpartition(".")
+    owner, before = layer.get_submodule(path), None
+    if last():
+        before = getattr(owner, attribute)
+        setattr(owner, attribute, value)
+    with pytest.raises(errors, match=f"expected .*{text}"):
+        layer(torch.randn(5, D))
+    if last():
+        setattr(owner, attribute, before)
+    layer(torch.randn(5, D)).sum().backward()
+
+
 @CHECKS()
 def check_options_that_change_later():
     for name, value in (
@@ -1453,42 +1307,23 @@ def check_options_that_change_later():
             (layer,) = [
                 *layer_of(dispatcher=dispatcher, router=mn.TopKRouter(D, E, K, num_groups=2))
             ]
-            path, _, attribute = name.rpartition(".")
-            owner, before = layer.get_submodule(path), None
-            if last():
-                before = getattr(owner, attribute)
-                setattr(owner, attribute, value)
             told = "balance.coef" if name.startswith("balance") else name
-            text = rf"expected .*{told}.* to be equal on every rank, got .* on rank 0, .* on rank 1"
-            with pytest.raises(ValueError, match=text):
-                layer(torch.randn(5, D))
-            if last():
-                setattr(owner, attribute, before)
-            layer(torch.randn(5, D)).sum().backward()
+            text = rf"{told}.* to be equal on every rank, got .* on rank 0, .* on rank 1"
+            refuses_a_change(layer, name, value, text)
 
 
 @CHECKS()
 def check_options_that_other_messages_follow_from():
     """Set after a pass: no rank may send what the others do not expect."""
     for dispatcher in ("alltoall", "dedup", "allgather", "auto"):
+        budget = "dispatcher to be one of .* with row_budget|to be equal"
         for name, value, text in (
             ("overlap", 2, "overlap to be 1 as in the first forward pass, got 2"),
             ("row_budget", mn.RowBudget(16, static=True), "row_budget.static to be False as"),
-            (
-                "row_budget",
-                mn.RowBudget(16),
-                "dispatcher to be one of .* with row_budget|to be equal",
-            ),
+            ("row_budget", mn.RowBudget(16), budget),
         ):
             (layer,) = [*layer_of(dispatcher=dispatcher)]
-            before = getattr(layer, name)
-            if last():
-                setattr(layer, name, value)
-            with pytest.raises((ValueError, TypeError), match=f"expected .*{text}"):
-                layer(torch.randn(5, D))
-            if last():
-                setattr(layer, name, before)
-            layer(torch.randn(5, D)).sum().backward()
+            refuses_a_change(layer, name, value, text, (ValueError, TypeError))
 
 
 def ones():
@@ -1720,12 +1555,11 @@ def check_plans_of_periodic_balance():
         layer(torch.randn(5, D))
 
 
-for _i, _case in enumerate(CASES):
-    CHECKS[f"{_case.made.__name__}-equal"] = functools.partial(check_equal_options, _i)
+for _kind, _case in CASES.items():
+    CHECKS[f"{_kind.__name__}-equal"] = functools.partial(check_equal_options, _kind)
     for _argument in _case.other:
-        CHECKS[f"{_case.made.__name__}-{_argument}"] = functools.partial(
-            check_argument, _i, _argument
-        )
+        _check = functools.partial(check_argument, _kind, _argument)
+        CHECKS[f"{_kind.__name__}-{_argument}"] = _check
 
 
 def test_each_public_name_that_takes_ranks_has_a_case_or_a_reason():
@@ -1735,9 +1569,9 @@ def test_each_public_name_that_takes_ranks_has_a_case_or_a_reason():
         for module, name, value in public()
         if callable(value) and RANKS & set(arguments_of(value))
     }
-    unknown = [name for name, value in found.items() if value not in BY_NAME and name not in EXEMPT]
+    unknown = [name for name, value in found.items() if value not in CASES and name not in EXEMPT]
     assert not unknown, f"no case, and no reason in EXEMPT: {unknown}"
-    stale = [name for name in EXEMPT if name not in found or found[name] in BY_NAME]
+    stale = [name for name in EXEMPT if name not in found or found[name] in CASES]
     assert not stale, f"not there any more, or with a case: {stale}"
 
 
@@ -1755,22 +1589,23 @@ def test_reasons_are_true(name):
         assert re.search(rf"\b{own}\b", found[0]), f"{reason} does not name {own}"
     elif reason.startswith("made by "):
         made = reason.removeprefix("made by ")
-        assert made in {case.made.__name__ for case in CASES}
+        assert made in {kind.__name__ for kind in CASES}
     elif reason == _COMPARES_NOTHING:
         assert reason.lower() in text.lower(), text
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.made.__name__)
-def test_each_argument_is_varied_or_free(case):
+@pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
+def test_each_argument_is_varied_or_free(kind):
+    case = CASES[kind]
     listed = {*case.other, *case.free, *case.elsewhere, *OF_A_RANK}
-    left = [argument for argument in case.arguments if argument not in listed]
-    assert not left, f"{case.made.__name__}: {left} neither differ in a case nor are free to"
+    left = [argument for argument in arguments_of(kind) if argument not in listed]
+    assert not left, f"{kind.__name__}: {left} neither differ in a case nor are free to"
     # Those of a class that takes the arguments of another are told there.
-    docs = [one.__doc__ for one in getattr(case.made, "__mro__", ())]
-    docs += [one.__doc__ for one in vars(sys.modules[case.made.__module__]).values()]
+    docs = [one.__doc__ for one in getattr(kind, "__mro__", ())]
+    docs += [one.__doc__ for one in vars(sys.modules[kind.__module__]).values()]
     text = " ".join(" ".join(filter(None, docs)).split())
     for argument, words in case.free.items():
-        assert words in text, f"{case.made.__name__}.{argument}: no docstring says {words!r}"
+        assert words in text, f"{kind.__name__}.{argument}: no docstring says {words!r}"
 
 
 @pytest.mark.parametrize("name", CHECKS)
