@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pairwise import pairs
+from rank_checks import Checks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -24,10 +25,7 @@ from moe_ext.dispatch.wire import WIRES
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.nn import Capacity, Rebalance, RowBudget
 from moe_ext.pipeline import SCHEDULES, Costs, Pipeline, make_table, plan_turns
-from moe_ext.testing import spawn_ranks
 
-# Ranks of each kind: four make two nodes for "hierarchical", three divide nothing.
-RANKS = {"experts": 4, "attention": 3, "pipelines": 3, "gradients": 3}
 # float64, few products: as elsewhere. float32: some dozens of numbers near one.
 TIGHT, SINGLE = {"rtol": 1e-11, "atol": 1e-12}, {"rtol": 1e-5, "atol": 1e-6}
 
@@ -51,6 +49,16 @@ def or_refused(make, refused):
         return None
 
 
+def each(table, check, *refused):
+    """Calls the check with each row of a table, and gives how many there are."""
+    for case in table:
+        try:
+            check(*case, *refused)
+        except Exception as error:
+            raise AssertionError(f"{case}") from error
+    return len(table)
+
+
 def with_others(table, *parameters):
     """Each row of a table with the next of all combinations of further parameters."""
     others = itertools.cycle(itertools.product(*parameters))
@@ -59,9 +67,9 @@ def with_others(table, *parameters):
 
 # -- experts: every dispatcher ---------------------------------------------------------------------
 
-# These need NVIDIA's GPUs; "auto" takes one of the others after a rehearsal.
-ELSEWHERE = ("nccl_ep", "deep_ep", "symm_mem", "auto")
-TRIED = [name for name in DISPATCHERS if name not in ELSEWHERE]
+# These need NVIDIA's GPUs; "auto" takes one of the others after a rehearsal; nodes are tried apart.
+ELSEWHERE = ("nccl_ep", "deep_ep", "symm_mem", "auto", "hierarchical")
+FLAT = [name for name in DISPATCHERS if name not in ELSEWHERE]
 TOKENS = {
     "none": lambda rank: 0,
     "none on one rank": lambda rank: rank,
@@ -80,17 +88,16 @@ OPTIONS = {
 }
 
 
-def experts(refused):
+def experts(refused, dispatchers=FLAT):
     # Each dispatcher with each option meets each size: a fault wants all three.
-    ways = itertools.product(TRIED, OPTIONS)
+    ways = itertools.product(dispatchers, OPTIONS)
     sizes = [*itertools.product(TOKENS, (1,), ("all ranks",)), ("none on one rank", 2, "all ranks")]
     table = with_others(pairs(ways, [*sizes, ("one each", 1, "one rank")]), COMBINES, WIRES, (1, 2))
-    for case in table:
-        try:
-            check_experts(*case, refused)
-        except Exception as error:
-            raise AssertionError(f"{case}") from error
-    return len(table)
+    return each(table, check_experts, refused)
+
+
+def nodes(refused):
+    return experts(refused, ["hierarchical"])
 
 
 def check_experts(way, size, combine, wire, local, refused):
@@ -157,12 +164,7 @@ def attention(refused):
     sizes = itertools.product(DOCUMENTS, (0, 1, 2, 4))
     table = pairs(sizes, ATTENTION_GROUPS, SCHEME_NAMES, LAYOUTS)
     table = with_others(table, (1, 2), (False, True), (1, 2))
-    for case in table:
-        try:
-            check_attention(*case, refused)
-        except Exception as error:
-            raise AssertionError(f"{case}") from error
-    return len(table)
+    return each(table, check_attention, refused)
 
 
 def check_attention(size, group, scheme, layout, batch, is_causal, dim, refused):
@@ -203,12 +205,7 @@ def pipelines(refused):
     sizes = [("one rank", 1), ("all ranks", 1), ("all ranks", 2)]
     ways = itertools.product(SCHEDULES, (False, True))
     table = pairs(ways, sizes, (False, True), (0, 1))
-    for case in table:
-        try:
-            check_pipeline(*case, refused)
-        except Exception as error:
-            raise AssertionError(f"{case}") from error
-    return len(table)
+    return each(table, check_pipeline, refused)
 
 
 def check_pipeline(way, size, recompute, rows, refused):
@@ -263,12 +260,7 @@ MEMORY = {
 
 def gradients(refused):
     table = pairs(CODECS, GROUPS, (0, 1, 2, 17), (torch.float32, torch.bfloat16), MEMORY)
-    for case in table:
-        try:
-            check_gradient(*case)
-        except Exception as error:
-            raise AssertionError(f"{case}") from error
-    return len(table)
+    return each(table, check_gradient)
 
 
 def check_gradient(name, group, numel, dtype, memory):
@@ -295,22 +287,31 @@ def check_gradient(name, group, numel, dtype, memory):
 
 # -- all of them -----------------------------------------------------------------------------------
 
-KINDS = {function.__name__: function for function in (experts, attention, pipelines, gradients)}
 
-
-def run_kind(rank, name):
+def run_kind(kind):
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     alone()
     refused = []
-    return KINDS[name](refused), refused
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_ranks_with_the_least_to_do_equal_one_process(kind):
-    found = spawn_ranks(run_kind, RANKS[kind], kind, timeout=150, group_timeout=20)
-    count, refused = found[0]
-    assert all(refused == other for _, other in found)
+    count = kind(refused)
+    told = [None] * dist.get_world_size()
+    dist.all_gather_object(told, refused)
+    assert told == [refused] * len(told)
     assert len(refused) < 0.8 * count, "some are served"
+
+
+# By the number of ranks: four make two nodes, three divide nothing.
+KINDS = {2: (experts,), 3: (attention, pipelines, gradients), 4: (nodes,)}
+CHECKS = {
+    num_ranks: Checks({kind.__name__: functools.partial(run_kind, kind) for kind in kinds})
+    for num_ranks, kinds in KINDS.items()
+}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "kind"), [(num_ranks, kind) for num_ranks in CHECKS for kind in CHECKS[num_ranks]]
+)
+def test_ranks_with_the_least_to_do_equal_one_process(num_ranks, kind):
+    CHECKS[num_ranks].assert_passed(num_ranks, kind, timeout=150, group_timeout=20)
 
 
 STRIDED = {
