@@ -15,8 +15,16 @@ import torch.distributed as dist
 from hf_models import transformers
 from pairwise import FULL
 from rank_checks import Checks
-from test_prepared_models import RECURRENCES, REFUSED, SERVED, make, trains_as_one_process
+from test_prepared_models import (
+    RECURRENCES,
+    REFUSED,
+    SERVED,
+    make,
+    make_batch,
+    trains_as_one_process,
+)
 
+from moe_ext.attention import prepare_model
 from moe_ext.attention.huggingface.mixers import _mixers
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "hugging_face.md"
@@ -125,7 +133,7 @@ def test_no_hybrid_is_left_out():
     assert "Served: {}. Refused: {}.".format(*names) in text
 
 
-@pytest.mark.parametrize("family", SOME)
+@pytest.mark.parametrize("family", RECURRENCES)
 def test_mixers_refuse_a_cache_of_states(family):
     """A decoder may be called without the model around it, whose hook refuses caches first."""
     model = make(family, **SERVED[family])
