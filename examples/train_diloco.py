@@ -200,6 +200,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--steps", type=int, default=200, help="inner steps (%(default)s)")
     parser.add_argument("--sync-every", type=int, default=10, help="of a round (%(default)s)")
+    parser.add_argument("--data", help="text file or folder (the Python standard library)")
     parser.add_argument("--methods", nargs="+", default=[*METHODS], help="(all: %(default)s)")
     picture = Path("runs/diloco.png")
     parser.add_argument("--out", type=Path, default=picture, help="picture (%(default)s)")
@@ -209,7 +210,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--methods: expected some of {[*METHODS]}, got {sorted(unknown)}")
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    data, curves = load_text(None, SIZES.seq_len), {}
+    data, curves = load_text(args.data, SIZES.seq_len), {}
     start = pretrain(data, steps=args.pretrain)
     options = {"first": args.pretrain, "steps": args.steps, "sync_every": args.sync_every}
     for method in args.methods:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import Script
 
 from moe_ext import MoELayer, _library, compression, distributed, nn
 from moe_ext.nn.options import ELSEWHERE
@@ -60,7 +61,8 @@ def unpacked(tracked, tmp_path_factory):
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, clone / name)
     build = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
-    run([sys.executable, "-c", build], clone, bare_environment())
+    log = clone.parent / "sdist.log"
+    assert Script(["-c", build], bare_environment(), log, clone).wait(60) == 0, log.read_text()
     (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as file:
         file.extractall(folder, filter="data")

@@ -2,22 +2,19 @@
 
 import hashlib
 import json
-import multiprocessing
 import os
-import runpy
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-import torch
+from forked import Script
 
 import moe_ext
-from moe_ext import testing
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 DRIVER = Path(__file__).with_name("killed_run.py")
 sys.path.insert(0, str(EXAMPLES))
 
@@ -67,67 +64,25 @@ def lose_a_node(script, dying, args, folder):
         conf = (
             f"last_call_timeout=6,keep_alive_interval=1,keep_alive_max_attempt=5,is_host={1 - node}"
         )
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2"]
-        launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-        launcher += ["--rdzv-conf", conf, "--local-addr", "127.0.0.1", "--max-restarts", 3]
-        with open(folder / f"agent{node}.log", "w") as log:
-            agents.append(
-                subprocess.Popen(
-                    list(map(str, [*launcher, *command, *args])),
-                    env=job_environment() | ({"DIE_WITH_PARENT": "1"} if node else {}),
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            )
+        launcher = ["--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+        launcher += ["--rdzv-conf", conf, "--local-addr=127.0.0.1", "--max-restarts=3"]
+        more = {"DIE_WITH_PARENT": "1"} if node else {}
+        log = folder / f"agent{node}.log"
+        agents.append(torchrun([*launcher, *command, *args], log, **more))
     try:
         assert agents[1].wait(timeout=90) == -signal.SIGKILL
         assert agents[0].wait(timeout=90) == 0
     finally:
         for agent in agents:
-            agent.terminate()  # and with it what it started
+            agent.send_signal(signal.SIGTERM)  # and with it what it started
             agent.wait(timeout=30)
     return (folder / "agent0.log").read_text()
 
 
-def run_script(command, environment, log, folder):
-    """Goes on as `python SCRIPT ARGUMENTS` would, in a process that has imported torch."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for stream in (1, 2):
-        os.dup2(descriptor, stream)
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(environment)
-    torch.set_num_threads(1)
-    sys.argv[:] = command
-    sys.path.insert(0, os.path.dirname(command[0]))
-    runpy.run_path(command[0], run_name="__main__")
-
-
-class Script:
-    """A script in a process of its own, with the methods of `subprocess.Popen`.
-
-    It is forked from a process that has imported torch: an interpreter of its own takes seconds.
-    """
-
-    def __init__(self, command, environment, log, folder="."):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(testing.PRELOADED)
-        args = command, environment, log, folder
-        self.process = context.Process(target=run_script, args=args)
-        self.process.start()
-        self.kill, self.pid = self.process.kill, self.process.pid
-
-    def poll(self):
-        return self.process.exitcode
-
-    def send_signal(self, number):
-        os.kill(self.pid, number)
-
-    def wait(self, timeout=None):
-        self.process.join(timeout)
-        if self.process.exitcode is None:
-            raise subprocess.TimeoutExpired("a rank", timeout)
-        return self.process.exitcode
+def torchrun(args, log, folder=".", **environment):
+    """Start torchrun, which forks the ranks from itself."""
+    command = list(map(str, ["-m", "torch.distributed.run", *args]))
+    return Script(command, job_environment() | environment, log, folder)
 
 
 class Ranks:
@@ -151,7 +106,7 @@ class Ranks:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             }
-            self.processes.append(Script([*command, *args], env, str(log), str(cwd)))
+            self.processes.append(Script([*command, *args], env, log, cwd))
 
     def wait(self, timeout=90):
         """Return the exit codes; a rank that hangs fails the test."""
@@ -163,6 +118,12 @@ class Ranks:
         finally:
             for process in self.processes:
                 process.kill()
+
+    def finish(self, timeout=90):
+        """Return the output of rank 0; a rank that fails fails the test."""
+        codes = self.wait(timeout)
+        assert not any(codes), "\n".join(map(self.output, range(len(codes))))
+        return self.output()
 
     def output(self, rank=0):
         return self.logs[rank].read_text(errors="replace")

@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from example_jobs import snapshot
 from moe_lm import checkpoint as ckpt
 from moe_lm.runtime import UserError, from_main
+from rank_checks import ask_briefly
 
 import moe_ext
 from moe_ext.testing import spawn_ranks
@@ -322,6 +323,7 @@ def test_the_state_of_a_job_comes_back_from_files_alone(tmp_path):
 
 def rank_0_dies_before_it_sends(rank):
     """What the other rank sees of a result that does not come."""
+    ask_briefly()
     if rank == 0:
         dist.broadcast_object_list = lambda *_, **__: os._exit(1)
     try:

@@ -1,5 +1,6 @@
 import math
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -96,12 +97,27 @@ def test_a_device_is_refused():
         load_text("/dev/null", 16)
 
 
-def test_too_little_text_names_both_sizes(tmp_path):
-    (tmp_path / "a.txt").write_text("x" * 33)
-    with pytest.raises(
-        DataError, match="at least 34 bytes of text .* got 33 bytes in 1 text files"
-    ):
-        load_text(str(tmp_path), 16)
+@pytest.mark.parametrize(
+    ("content", "got"),
+    [
+        ({}, "0 bytes in 0 text files"),
+        ({"empty.txt": b""}, "0 bytes in 0 text files"),
+        ({"image": b"\0" * 1000}, "0 bytes in 0 text files"),
+        ({"a.txt": b"x" * 33}, "33 bytes in 1 text files"),
+    ],
+)
+def test_too_little_text_names_both_sizes(tmp_path, content, got):
+    for name, text in content.items():
+        (tmp_path / name).write_bytes(text)
+    for path in (tmp_path, *tmp_path.glob("*.txt")):
+        message = (
+            rf"expected --data to .*at least 34 bytes of text .* got {got}: {re.escape(str(path))}"
+        )
+        with pytest.raises(DataError, match=message):
+            load_text(str(path), 16)
+
+
+def test_as_little_text_as_can_be(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 34)
     data = load_text(str(tmp_path), 16)
     assert (len(data.train_N), len(data.validation_N)) == (17, 17)

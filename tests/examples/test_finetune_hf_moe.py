@@ -2,7 +2,6 @@ import functools
 import re
 
 import pytest
-from example_jobs import snapshot
 
 pytest.importorskip("transformers", minversion="5.0")
 
@@ -36,29 +35,11 @@ def test_verifies_tunes_and_saves(family, tune, text_file, tmp_path):
 
 def test_two_ranks_share_the_experts(tune, launch, text_file, tmp_path):
     args = ["--data", text_file, "--out", tmp_path / "two"]
-    ranks = launch([*TINY, *args, "--ep=2"], script="finetune_hf_moe.py")
-    assert ranks.wait() == [0, 0], ranks.output()
-    assert "ep=2" in ranks.output()
+    output = launch([*TINY, *args, "--ep=2"], script="finetune_hf_moe.py").finish()
+    assert "ep=2" in output
     code, stdout, _ = tune("--data", text_file, "--out", tmp_path / "one")
     assert code == 0
     # The auxiliary loss is that of each rank's own tokens.
-    assert held_out(ranks.output()) == pytest.approx(held_out(stdout), rel=1e-3)
+    assert held_out(output) == pytest.approx(held_out(stdout), rel=1e-3)
     sizes = [(tmp_path / n / "model.safetensors").stat().st_size for n in ("one", "two")]
     assert sizes[0] == sizes[1]
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (["--ep=3"], "expected --ep to divide the 1 ranks and the 8 experts, got 3"),
-        (["--steps=0"], "expected --steps to be at least 1, got 0"),
-        (["--model=/nowhere"], "expected --model to be a folder of save_pretrained"),
-        (["--data=/nowhere"], "expected --data to be a text file or a folder"),
-    ],
-)
-def test_mistakes_are_named(options, text, tune, text_file, tmp_path):
-    before = snapshot(tmp_path)
-    code, _, stderr = tune("--data", text_file, "--out", tmp_path / "out", *options)
-    assert code == 2
-    assert text in stderr
-    assert snapshot(tmp_path) == before

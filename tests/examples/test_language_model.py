@@ -101,16 +101,3 @@ def test_cold_samples_are_the_most_likely_bytes():
     model = make_model()
     text = continued(model, b"de", num_bytes=1, seed=0, temperature=1e-4)
     assert text[-1] == int(model(torch.tensor([[100, 101]]))[0, -1].argmax())
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_heads": 3}, "expected --model-dim to be a multiple of twice --num-heads 3"),
-        ({"top_k": 5}, "expected --top-k to be at most --num-experts 4, got 5"),
-        ({"ffn_dim": 0}, "expected --ffn-dim to be positive, got 0"),
-    ],
-)
-def test_sizes_that_cannot_work(changes, message):
-    with pytest.raises(ValueError, match=message):
-        ModelConfig(**{**vars(CONFIG), **changes})

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 from compressed_ddp.settings import NAMES
+from example_jobs import PNG_MAGIC
 
-PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 TINY_OPTIONS = {
     "model-dim": 32,
     "num-layers": 2,
@@ -50,6 +50,10 @@ def test_every_setting_on_two_ranks(launch, text_file, tmp_path):
         assert [point["step"] for point in run["validation"]] == [3, 6]
         assert all(math.isfinite(loss) for loss in run["losses"]) and len(run["losses"]) == 6
         assert run["validation"][0]["sent_bytes"] == sum(run["sent_bytes"][:3])
+        if sys.platform == "linux":  # /proc counts what goes to sockets
+            # The last step: what sets connections up is in the first ones.
+            counted, written = run["sent_bytes"][-1], run["written_bytes"][-1]
+            assert counted <= written < 1.1 * counted + 3000, label
     sent = {label: run["sent_bytes"][-1] for label, run in runs.items()}
     # Of the embedding only the rows of bytes that were read are sent, in every setting but one.
     assert 0.7 * dense < sent["none"] < dense
@@ -67,18 +71,6 @@ def test_every_setting_on_two_ranks(launch, text_file, tmp_path):
     assert (tmp_path / "out" / "loss_and_bytes.png").read_bytes().startswith(PNG_MAGIC)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_what_is_counted_is_what_goes_to_sockets(launch, text_file, tmp_path):
-    names = ["none", "bf16", "int8", "onebit", "topk"]
-    args = [*TINY, "--data", text_file, "--out", tmp_path / "out", "--compare", *names]
-    ranks = launch(args, script="train_compressed_ddp.py")
-    assert ranks.wait() == [0, 0], ranks.output()
-    for run in result(tmp_path)["runs"]:
-        # The last step: what sets connections up is in the first ones.
-        counted, written = run["sent_bytes"][-1], run["written_bytes"][-1]
-        assert counted <= written < 1.1 * counted + 3000, run["setting"]
-
-
 def test_one_process_sends_nothing(compressed_ddp, tmp_path):
     code, stdout, _ = compressed_ddp("--compare", "int8", "topk:0.1", "onebit", "auto")
     assert code == 0
@@ -87,44 +79,6 @@ def test_one_process_sends_nothing(compressed_ddp, tmp_path):
         assert sum(run["sent_bytes"]) == 0
         assert run["validation"][-1]["loss"] < run["losses"][0]
     assert (tmp_path / "out" / "loss_and_bytes.png").read_bytes().startswith(PNG_MAGIC)
-
-
-def test_without_matplotlib_there_is_no_picture(compressed_ddp, monkeypatch, tmp_path):
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    code, stdout, stderr = compressed_ddp("--compression", "bf16")
-    assert code == 0, stderr
-    assert "no picture" in stdout
-    assert len(result(tmp_path)["runs"]) == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--compression=int3"], "expected a compression to be one of none, bf16, int8"),
-        (["--compression=int8:0.1"], "expected a density after topk alone, got 'int8:0.1'"),
-        (["--compare", "topk:few"], "expected topk:DENSITY to hold a number, got 'topk:few'"),
-        (["--compare", "none", "none"], "expected --compare to name each setting once"),
-        (["--density=0"], "expected the density to be above 0 and at most 1, got 0.0"),
-        (["--density=nan"], "expected the density to be above 0 and at most 1, got nan"),
-        (["--steps=0"], "expected --steps to be positive, got 0"),
-        (["--dense-steps=-1"], "expected --dense-steps to be at least 0, got -1"),
-        (
-            ["--compression=onebit", "--dense-steps=0"],
-            "expected --dense-steps to be at least 1 for onebit, got 0",
-        ),
-        (["--model-dim=15"], "expected --model-dim to be a multiple of twice --num-heads 2"),
-        (["--data=/nowhere"], "expected --data to be a text file or a folder"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_mistakes_are_one_line(options, message, compressed_ddp, tmp_path):
-    code, _, stderr = compressed_ddp(*options)
-    assert code == 2
-    assert message in stderr
-    assert stderr.count("\n") == 1
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["int8", "onebit"])

@@ -9,6 +9,7 @@ SIZE = 2
 
 
 def run(rank, path):
+    train_diloco.BATCH = 4
     data = train_diloco.load_text(path, train_diloco.SIZES.seq_len)
     start = train_diloco.pretrain(data, steps=2)
     options = {"first": 2, "steps": 4, "sync_every": 2, "every": 2}

@@ -2,10 +2,8 @@ import argparse
 import importlib
 import json
 import os
-import random
 import re
 import signal
-import subprocess
 import sys
 import time
 
@@ -15,19 +13,18 @@ import train_moe_lm
 from example_jobs import (
     DRIVER,
     EXAMPLES,
+    PNG_MAGIC,
     TINY,
-    job_environment,
     lose_a_node,
     losses,
     snapshot,
+    torchrun,
     write_text,
 )
-from moe_lm import data as data_module
-from moe_lm.options import check_args, learning_rate, parse_args
+from moe_lm.options import learning_rate, parse_args
 from moe_lm.report import MetricsLog, read_metrics
 from moe_lm.runtime import FolderLock, UserError, choose_expert_parallel_size
 
-PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 # Ranks add the same gradients in another order; 12 steps of Adam amplify the rounding.
 RANKS_RTOL = 2e-4
 
@@ -47,14 +44,14 @@ def undisturbed(tmp_path_factory):
 
 def test_run_writes_everything_and_repeats_nothing(train, text_file, tmp_path):
     out = tmp_path / "out"
-    args = job(out, text_file, "--steps", 60, "--lr", 0.02, "--validate-every", 20, "--tensorboard")
+    args = job(out, text_file, "--steps", 30, "--lr", 0.04, "--validate-every", 10, "--tensorboard")
     code, stdout, _ = train(*args)
     assert code == 0
     assert "training on CPU" in stdout
     assert "1 = 1 data parallel x 1 expert parallel" in stdout
-    assert re.search(r"^step 60: validates, then writes a sample .*\n----- sample", stdout, re.M)
+    assert re.search(r"^step 30: validates, then writes a sample .*\n----- sample", stdout, re.M)
     values = losses(out)
-    assert len(values) == 60
+    assert len(values) == 30
     result = json.loads((out / "result.json").read_text())
     assert result["validation_loss"] < result["unigram_entropy"] < values[0]
     assert f"{result['unigram_entropy']:.4f} nats/byte" in stdout
@@ -62,8 +59,11 @@ def test_run_writes_everything_and_repeats_nothing(train, text_file, tmp_path):
         assert (out / picture).read_bytes().startswith(PNG_MAGIC)
     assert any((out / "tensorboard").iterdir())
     assert (out / "sample.txt").read_bytes()
-    validated = [r["step"] for r in read_metrics(out / "metrics.jsonl") if "validation_loss" in r]
-    assert validated == [20, 40, 60]
+    records = read_metrics(out / "metrics.jsonl")
+    assert [r["step"] for r in records if "validation_loss" in r] == [10, 20, 30]
+    tokens, top_k = 4 * 16, 2
+    assert [sum(layer) for layer in records[0]["expert_load"]] == [tokens * top_k] * 2
+    assert records[0]["load_imbalance"] >= 1 and records[0]["tokens_per_second"] > 0
 
     before = snapshot(out)
     code, again, _ = train(*args)
@@ -75,33 +75,11 @@ def test_run_writes_everything_and_repeats_nothing(train, text_file, tmp_path):
     assert {n for n in after if "checkpoints" in n} == {n for n in before if "checkpoints" in n}
 
 
-def test_metrics_hold_the_load_of_every_expert(train, text_file, tmp_path):
-    out = tmp_path / "out"
-    train(*job(out, text_file, "--steps", 2))
-    record = read_metrics(out / "metrics.jsonl")[0]
-    tokens, top_k = 4 * 16, 2
-    assert [sum(layer) for layer in record["expert_load"]] == [tokens * top_k] * 2
-    assert record["load_imbalance"] >= 1
-    assert record["tokens_per_second"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "ep"), [(2, 2), (4, 2)])
-def test_losses_do_not_depend_on_the_number_of_ranks(
-    launch, text_file, tmp_path, undisturbed, world_size, ep
-):
-    out = tmp_path / "out"
-    ranks = launch(job(out, text_file, "--steps", 12, "--ep", ep), world_size)
-    assert ranks.wait() == [0] * world_size, ranks.output()
-    assert losses(out) == pytest.approx(undisturbed, rel=RANKS_RTOL)
-    assert f"{world_size // ep} data parallel x {ep} expert parallel" in ranks.output()
-
-
 @pytest.mark.slow
 def test_resume_on_other_numbers_of_ranks(launch, train, text_file, tmp_path, undisturbed):
     out = tmp_path / "out"
     args = job(out, text_file, "--steps", 12, "--checkpoint-every", 3)
-    # 2 ranks share the experts, then 1 rank holds all, then 2 ranks hold all each, then 4 share.
+    # 2 ranks share the experts, then 1 rank holds all, then 2 hold all each, then 2 pairs share.
     launch(args, 2, kill="batch:4").wait()
     one = launch(args, 1, kill="batch:7")
     one.wait()
@@ -109,9 +87,10 @@ def test_resume_on_other_numbers_of_ranks(launch, train, text_file, tmp_path, un
     two = launch([*args, "--ep", 1], 2, kill="batch:10", kill_rank=1)
     two.wait()
     assert "from step 6" in two.output()
-    four = launch(args, 4)
+    four = launch([*args, "--ep", 2], 4)
     assert four.wait() == [0] * 4, four.output()
     assert "from step 9" in four.output()
+    assert "2 data parallel x 2 expert parallel" in four.output()
     assert losses(out) == pytest.approx(undisturbed, rel=RANKS_RTOL)
 
 
@@ -154,33 +133,6 @@ def test_sigkill_at_any_moment_loses_only_the_steps_since_the_checkpoint(
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000012"]
 
 
-@pytest.mark.slow
-def test_sigkill_at_random_times(launch, text_file, tmp_path):
-    out = tmp_path / "out"
-    # A checkpoint every step, so that many kills hit one.
-    args = job(out, text_file, "--steps", 400, "--checkpoint-every", 1)
-    generator = random.Random(0)
-    for _ in range(2):
-        ranks = launch(args)
-        first = len(read_metrics(out / "metrics.jsonl"))
-        deadline = time.monotonic() + 60
-        while len(read_metrics(out / "metrics.jsonl")) <= first + 1:
-            assert time.monotonic() < deadline, ranks.output()
-            time.sleep(0.05)
-        time.sleep(generator.uniform(0, 0.5))
-        victim = generator.randrange(2)
-        ranks.processes[victim].kill()
-        codes = ranks.wait()
-        assert codes[victim] == -signal.SIGKILL and codes[1 - victim] not in (0, -signal.SIGKILL)
-        newest = max(int(p.name[5:]) for p in (out / "checkpoints").glob("step-*"))
-        # The metrics of a step are on disk before its checkpoint; at most one step has none yet.
-        assert newest <= read_metrics(out / "metrics.jsonl")[-1]["step"] <= newest + 1
-    ranks = launch([*args, "--steps", newest + 1])
-    assert ranks.wait() == [0, 0], ranks.output()
-    assert f"from step {newest}:" in ranks.output()
-    assert len(losses(out)) == newest + 1
-
-
 def wait_for_steps(out, num_steps, alive):
     deadline = time.monotonic() + 240
     while len(read_metrics(out / "metrics.jsonl")) < num_steps:
@@ -204,40 +156,30 @@ def test_sigterm_to_one_rank_saves_and_all_exit_with_0(launch, train, text_file,
     assert f"from step {done}:" in stdout
 
 
-def torchrun(driver, *args, max_restarts=0):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", 2, "--max-restarts", max_restarts, *driver, *args]
-    return subprocess.Popen(
-        list(map(str, command)),
-        env=job_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+STANDALONE = ["--standalone", "--nproc-per-node=2"]
 
 
 @pytest.mark.slow
 def test_sigterm_to_torchrun_saves(text_file, tmp_path):
-    out = tmp_path / "out"
+    out, log = tmp_path / "out", tmp_path / "log"
     args = job(out, text_file, "--steps", 100000, "--checkpoint-every", 100000)
-    with torchrun([EXAMPLES / "train_moe_lm.py"], *args) as launcher:
-        wait_for_steps(out, 3, lambda: launcher.poll() is None)
-        launcher.send_signal(signal.SIGTERM)
-        output, _ = launcher.communicate(timeout=60)
+    launcher = torchrun([*STANDALONE, EXAMPLES / "train_moe_lm.py", *args], log)
+    wait_for_steps(out, 3, lambda: launcher.poll() is None)
+    launcher.send_signal(signal.SIGTERM)
+    launcher.wait(timeout=60)
     done = len(losses(out))
-    assert f"stopped by a signal after step {done}" in output
+    assert f"stopped by a signal after step {done}" in log.read_text()
     assert (out / "checkpoints" / f"step-{done:08d}").is_dir()
-    assert "Unable to shutdown process" not in output
+    assert "Unable to shutdown process" not in log.read_text()
 
 
 @pytest.mark.slow
 def test_torchrun_restarts_a_killed_rank(text_file, tmp_path, undisturbed):
-    out = tmp_path / "out"
+    out, log = tmp_path / "out", tmp_path / "log"
     args = job(out, text_file, "--steps", 12, "--checkpoint-every", 3)
-    with torchrun([DRIVER, "batch:7"], *args, max_restarts=1) as launcher:
-        output, _ = launcher.communicate(timeout=120)
-    assert launcher.returncode == 0, output
-    assert "from step 6" in output
+    launcher = torchrun([*STANDALONE, "--max-restarts=1", DRIVER, "batch:7", *args], log)
+    assert launcher.wait(timeout=120) == 0, log.read_text()
+    assert "from step 6" in log.read_text()
     assert losses(out) == pytest.approx(undisturbed, rel=RANKS_RTOL)
 
 
@@ -254,11 +196,28 @@ def test_torchrun_goes_on_with_fewer_ranks(text_file, tmp_path, undisturbed):
 
 
 @pytest.mark.slow
-def test_a_bad_checkpoint_stops_all_ranks(launch, train, text_file, tmp_path):
+def test_a_checkpoint_of_another_job_or_a_damaged_one_stops_it(launch, train, text_file, tmp_path):
     out = tmp_path / "out"
-    args = job(out, text_file, "--steps", 2)
+    args = job(out, text_file, "--steps", 1)
     assert train(*args)[0] == 0
-    (tensors,) = (out / "checkpoints" / "step-00000002").glob("*.distcp")
+    before = snapshot(out)
+    text = text_file.read_text()
+    for option, value, message in (
+        ("--model-dim", 32, "expected model_dim to be 32 as in this command, got 16"),
+        ("--num-experts", 8, "expected num_experts to be 8 as in this command, got 4"),
+        ("--top-k", 1, "expected top_k to be 1"),
+        ("--seed", 1, "expected seed to be 1"),
+        ("--batch", 8, "expected batch to be 8"),
+        ("--data", text_file, "expected data_sha256 to be"),
+    ):
+        if option == "--data":
+            text_file.write_text(text + "more")
+        code, _, stderr = train(*args, option, value)
+        assert code == 2, option
+        assert message in stderr and "nothing was changed" in stderr
+        assert snapshot(out) == before
+    text_file.write_text(text)
+    (tensors,) = (out / "checkpoints" / "step-00000001").glob("*.distcp")
     tensors.write_bytes(tensors.read_bytes()[:-10])
     before = snapshot(out)
     ranks = launch(args)
@@ -266,92 +225,6 @@ def test_a_bad_checkpoint_stops_all_ranks(launch, train, text_file, tmp_path):
     assert f"file {tensors.name} is truncated" in ranks.output(0)
     assert "Traceback" not in ranks.output(0) + ranks.output(1)
     assert snapshot(out) == before
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("--model-dim", 32, "expected model_dim to be 32 as in this command, got 16"),
-        ("--num-experts", 8, "expected num_experts to be 8 as in this command, got 4"),
-        ("--top-k", 1, "expected top_k to be 1"),
-        ("--seed", 1, "expected seed to be 1"),
-        ("--batch", 8, "expected batch to be 8"),
-    ],
-)
-def test_checkpoint_of_another_job(train, text_file, tmp_path, option, value, message):
-    out = tmp_path / "out"
-    args = job(out, text_file, "--steps", 1)
-    assert train(*args)[0] == 0
-    before = snapshot(out)
-    code, _, stderr = train(*args, option, value)
-    assert code == 2
-    assert message in stderr and "nothing was changed" in stderr
-    assert snapshot(out) == before
-
-
-def test_checkpoint_of_other_text(train, text_file, tmp_path):
-    out = tmp_path / "out"
-    assert train(*job(out, text_file, "--steps", 1))[0] == 0
-    text_file.write_text(text_file.read_text() + "more")
-    before = snapshot(out)
-    code, _, stderr = train(*job(out, text_file, "--steps", 1))
-    assert code == 2
-    assert "expected data_sha256 to be" in stderr
-    assert snapshot(out) == before
-
-
-@pytest.mark.parametrize("case", ["missing", "empty file", "empty folder", "binary", "short"])
-def test_bad_data(train, tmp_path, case):
-    path, out = tmp_path / "data", tmp_path / "out"
-    if case == "empty file":
-        path.touch()
-    elif case != "missing":
-        path.mkdir()
-        (path / "empty.txt").touch()
-    if case == "binary":
-        (path / "image").write_bytes(b"\0" * 1000)
-    if case == "short":
-        (path / "short.txt").write_text("x" * 33)  # one less than two sequences
-    code, _, stderr = train(*TINY, "--out", out, "--data", path)
-    assert code == 2
-    assert "error: expected --data to" in stderr and str(path) in stderr
-    assert ("does not exist" in stderr) == (case == "missing")
-    assert not out.exists()
-
-
-def test_unreadable_data(train, tmp_path, text_file, monkeypatch):
-    def refuse(self, mode):
-        raise PermissionError(13, "Permission denied", str(self))
-
-    # As root, no mode keeps a file from being read.
-    monkeypatch.setattr(data_module.Path, "open", refuse)
-    out = tmp_path / "out"
-    code, _, stderr = train(*TINY, "--out", out, "--data", text_file)
-    assert code == 2
-    assert f"expected --data to be readable, got {text_file}: Permission denied" in stderr
-    assert not out.exists()
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--steps", 0], "expected --steps to be positive, got 0"),
-        (["--lr", "nan"], "expected --lr to be positive, got nan"),
-        (["--warmup", -1], "expected --warmup to be at least 0, got -1"),
-        (["--model-dim", 18], "expected --model-dim to be a multiple of twice --num-heads 2"),
-        (["--num-layers", 0], "expected --num-layers to be positive, got 0"),
-        (["--top-k", 5], "expected --top-k to be at most --num-experts 4, got 5"),
-        (["--ep", 2], "expected --ep to divide the number of ranks 1, got 2"),
-        (["--prompt", ""], "expected --prompt to be at least one byte"),
-        (["--capacity-factor", -1], "Capacity: expected factor to be positive, got -1"),
-    ],
-)
-def test_bad_options(train, text_file, tmp_path, args, message):
-    out = tmp_path / "out"
-    code, _, stderr = train(*job(out, text_file, *args))
-    assert code == 2
-    assert message in stderr
-    assert not out.exists()
 
 
 @pytest.mark.slow
@@ -421,12 +294,6 @@ def test_a_resumed_run_goes_on_with_the_next_batch(train, text_file, tmp_path, m
     assert losses(tmp_path / "in_two") == losses(tmp_path / "in_one")
 
 
-def test_batch_must_be_shared_evenly(tmp_path):
-    args = parse_args(["--out", str(tmp_path), "--batch", "6"], "")
-    with pytest.raises(UserError, match="multiple of 4, the number of ranks with batches .* got 6"):
-        check_args(args, world_size=4)
-
-
 @pytest.mark.parametrize(
     ("asked", "world_size", "num_experts", "size"),
     [
@@ -471,21 +338,16 @@ def test_help_tells_every_default(script, monkeypatch):
     module = importlib.import_module(script)
     if not hasattr(module, "main"):
         pytest.skip("no program")
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", lambda self, argv: throw(self))
-    with pytest.raises(Found) as found:
+    parsers = []
+    monkeypatch.setattr(
+        argparse.ArgumentParser, "parse_args", lambda self, _: parsers.append(self) or sys.exit()
+    )
+    with pytest.raises(SystemExit):
         module.main(["--out", "nowhere"])
-    (parser,) = found.value.args
+    (parser,) = parsers
     for action in parser._actions:
         if action.dest != "help":
             assert "(" in (action.help or "") or action.default is None, action.option_strings
-
-
-class Found(Exception):
-    """Carries the parser of an example."""
-
-
-def throw(parser):
-    raise Found(parser)
 
 
 def test_help_explains_resume(train, tmp_path, monkeypatch, capsys):
