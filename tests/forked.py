@@ -8,6 +8,7 @@ import sys
 
 import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from moe_ext import testing
 
@@ -33,8 +34,9 @@ def run_script(command, environment, log, folder):
     elif kind == "-m":
         sys.path.insert(0, "")
         sys.argv.pop(0)
-        # torch.distributed.run starts interpreters.
+        # torch.distributed.run starts interpreters, and looks at all modules to name a caller.
         subprocess_handler.Popen = start_rank
+        dynamic_rendezvous.get_method_name = str
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, os.path.dirname(kind))

@@ -12,11 +12,14 @@ from pathlib import Path
 from forked import Script
 
 import moe_ext
+from moe_ext import testing
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 DRIVER = Path(__file__).with_name("killed_run.py")
 sys.path.insert(0, str(EXAMPLES))
+# Ranks are forked from a process that has imported it.
+testing.PRELOADED.append("train_moe_lm")
 
 # Small enough for hundreds of steps a second; the balance loss is off since it depends on how the
 # tokens are spread over ranks.

@@ -33,7 +33,16 @@ def found():
     """Gap of each search."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield {name: gaps.full_gap(name) for name in SEARCHES}
+    of_names = {}
+    for name in SEARCHES:
+        with pytest.MonkeyPatch.context() as patch:
+            if name in LEARNED:
+                # No figure of theirs is compared: a quarter of the problems.
+                kinds = {"shardings": gaps.shardings(), "placements": gaps.placements()}
+                for kind, problems in kinds.items():
+                    patch.setattr(gaps, kind, lambda made=problems: made[::4])
+            of_names[name] = gaps.full_gap(name)
+    yield of_names
     torch.set_num_threads(threads)
 
 
