@@ -230,7 +230,7 @@ AT_ONCE = ("attention.", "compression.", "distributed.", "optim.")
 # The device of tensors is torch's to refuse.
 LATER = {"compression.CodecMemory"}
 # Classes whose arguments go on to others, which name them in their own way.
-HAND_ON = {"distributed.TokenDispatcher", "optim.SparseLoCo"}
+HAND_ON = {"distributed.TokenDispatcher"}
 
 
 def cases():

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer
 
-from moe_ext._checks import check_kind, check_numbers
+from moe_ext._checks import check_kind, check_numbers, check_rule
 from moe_ext.comm.agreement import Agreement, checksum, is_nonfinite
 from moe_ext.comm.groups import (
     group_rank,
@@ -576,8 +576,8 @@ class SparseLoCo(DiLoCo):
         decay: float = 0.95,
         **kwargs: Any,
     ) -> None:
-        if not 0.0 < density <= 1.0:
-            raise ValueError(f"SparseLoCo: expected density to be in (0, 1], got {density}")
+        check_numbers("SparseLoCo", SparseLoCo.__init__.__annotations__, locals())
+        check_rule("SparseLoCo", "density", density, "in (0, 1]", 0.0 < density <= 1.0)
         codec = ChunkedTopK(max(1, round(density * chunk)), chunk, bits, decay=decay)
         super().__init__(*args, **kwargs, codec=codec)
         if any(g.get("momentum") for f in self._fragments for g in f.outer.param_groups):
