@@ -32,7 +32,8 @@ NEWEST_TORCH = 2.15.0
 OLDEST_FRAMEWORKS = accelerate==1.15.0 transformers==5.19.0 lightning==2.5.0 peft==0.21.0 setuptools==75.8.0
 NEWEST_FRAMEWORKS = accelerate transformers lightning peft
 FRAMEWORK_TESTS = $(addprefix tests/distributed/test_,clipping_matrix.py composition.py lightning.py nothing_replaced.py) \
-	$(addprefix tests/integrations/huggingface/test_,adapters.py saving.py trainer.py)
+	$(addprefix tests/integrations/huggingface/test_,adapters.py ring_models.py saving.py trainer.py) \
+	$(addprefix tests/integrations/huggingface/test_hybrid_models.py::test_,ranks mixers_refuse_a_cache_of_states)
 # One worker a core; tests of one file share ranks, and so a worker. Files in the order of tests/marks.py, dearest first.
 PYTEST = $(BIN)/python -m pytest
 WORKERS = --numprocesses=auto --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
