@@ -7,6 +7,7 @@ its tests are no longer there.
 """
 
 import argparse
+import ast
 import collections
 import concurrent.futures
 import os
@@ -529,7 +530,7 @@ MISTAKES = {
         ),
         "moments of a stage's layers are those of another stage's in a checkpoint": (
             "moe_ext/distributed/checkpoint.py",
-            'state[f"{_STATE}{key}.{name{+.replace("2", "0")+}}"] = whole_of',
+            "state[f\"{_STATE}{key}.{name{+.replace('2', '0')+}}\"] = whole_of",
             "tests/pipeline/test_stages.py -k loaded_by_another_number",
         ),
         "counts of steps begin anew in stages that load a checkpoint": (
@@ -990,11 +991,18 @@ def copy_tree(target):
 
 
 def place_of(tree, mutant):
-    """The one file that holds the text once, or why there is none."""
+    """The one file that holds the text once, or why the breakage cannot be made there."""
     found = []
     for path in sorted(tree.glob(mutant.files)):
         found += [path] * path.read_text().count(mutant.old)
-    return found[0] if len(found) == 1 else f"its text is there {len(found)} times"
+    if len(found) != 1:
+        return f"its text is there {len(found)} times"
+    if found[0].suffix == ".py":
+        try:
+            ast.parse(found[0].read_text().replace(mutant.old, mutant.new))
+        except SyntaxError as error:
+            return f"it is no Python: {error}"
+    return found[0]
 
 
 def _ninja(build, *arguments):

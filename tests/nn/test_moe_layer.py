@@ -133,7 +133,10 @@ def test_any_leading_shape_and_strides(shape):
     assert torch.equal(layer(strided), layer(x))
 
 
-def test_losses_are_injected_in_training_only_and_scaled():
+@pytest.mark.parametrize("in_python", [False, True])
+def test_losses_are_injected_in_training_only_and_scaled(in_python, monkeypatch):
+    if in_python:
+        monkeypatch.setattr(_runtime_library, "load", lambda: None)
     layer = make_layer(balance=moe_ext.nn.Balance(coef=0.5, z_coef=0.25))
     x = torch.randn(9, 8, dtype=torch.float64)
     router = layer.router.weight
