@@ -186,6 +186,13 @@ def test_compiles_as_one_graph_for_any_number_of_tokens(device):
         assert torch.equal(there_and_back(x, idx, weights), expected)
 
 
+def test_of_equal_weights_the_lower_slot_keeps_its_row(device):
+    x, weights = torch.randn(40, 3), torch.full((40, 1), 0.5)
+    options = {"topk_weights": weights, "capacity": 7, "drop_policy": "score"}
+    _, permutation = ops.permute_tokens(x, torch.zeros(40, 1, dtype=torch.int64), 2, **options)
+    assert permutation.slot_of_row[:7].tolist() == [*range(7)]
+
+
 @examples(60)
 @given(
     num_tokens=st.integers(0, 70),
