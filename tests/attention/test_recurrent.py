@@ -1,6 +1,7 @@
 """Recurrences of one process against a loop over positions, and against those of transformers."""
 
 import importlib
+import itertools
 
 import pytest
 import torch
@@ -101,8 +102,8 @@ def test_gradcheck(by, kind):
     assert torch.autograd.gradcheck(function, leaves)
 
 
-@pytest.mark.parametrize("width", [1, 2, 4])
-@pytest.mark.parametrize("length", [1, 2, 7])
+# Documents meet only in windows of some widths and lengths, in operators and in formulas.
+@pytest.mark.parametrize(("width", "length"), itertools.product((1, 2, 4), (1, 2, 7)))
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_convolution_equals_the_formula(by, width, length, activation):
     torch.manual_seed(0)
