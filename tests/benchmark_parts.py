@@ -1,7 +1,6 @@
-"""What tests of benchmarks share: their folder on the path, and scripts of ranks in forks."""
+"""The folder of benchmarks on the path of their tests, and scripts of ranks in forks."""
 
 import ctypes
-import multiprocessing
 import os
 import runpy
 import subprocess
@@ -10,8 +9,7 @@ import types
 from pathlib import Path
 
 import pytest
-
-from moe_ext import testing
+from forked import Fork, forkserver
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -28,37 +26,22 @@ def benchmarks_on_path():
     sys.path[:] = before
 
 
-class ForkedScript:
-    """As `subprocess.Popen(["ip", "netns", "exec", namespace, python, script, ...])` with pipes.
-
-    Scripts of ranks are forked from a process that has imported torch: a fresh interpreter takes
-    seconds over the same imports.
-    """
+class ForkedScript(Fork):
+    """As `subprocess.Popen(["ip", "netns", "exec", namespace, python, script, ...])` with pipes."""
 
     def __init__(self, command, *, env, **_):
         assert command[:3] == ["ip", "netns", "exec"] and command[4] == sys.executable
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(testing.PRELOADED)
+        context = forkserver()
         questions, asked = context.Pipe(duplex=False)
         answered, answers = context.Pipe(duplex=False)
         given = (command[3], command[5:], dict(env), questions, answers)
-        self.process = context.Process(target=_run, args=given, daemon=True)
-        self.process.start()
+        super().__init__(context, _run, *given, daemon=True)
         questions.close()
         answers.close()
         self.stdin = os.fdopen(os.dup(asked.fileno()), "w")
         self.stdout = os.fdopen(os.dup(answered.fileno()))
         asked.close()
         answered.close()
-
-    def wait(self, timeout=None):
-        self.process.join(timeout)
-        if self.process.exitcode is None:
-            raise subprocess.TimeoutExpired("a forked script", timeout)
-        return self.process.exitcode
-
-    def kill(self):
-        self.process.kill()
 
 
 def _run(namespace, words, environment, questions, answers):

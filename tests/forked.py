@@ -43,19 +43,21 @@ def run_script(command, environment, log, folder):
         runpy.run_path(kind, run_name="__main__")
 
 
-class Script:
-    """A script in a process of its own, with the methods of `subprocess.Popen`.
+def forkserver():
+    """A context whose processes are forked from one that has imported torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(testing.PRELOADED)
+    return context
+
+
+class Fork:
+    """A process that calls a function, with the methods of `subprocess.Popen`.
 
     It is forked from a process that has imported torch: an interpreter of its own takes seconds.
     """
 
-    def __init__(self, command, environment, log, folder=".", method="forkserver"):
-        """Files of its output and of its errors, or one for both, come by `log`."""
-        context = multiprocessing.get_context(method)
-        if method == "forkserver":
-            context.set_forkserver_preload(testing.PRELOADED)
-        args = command, environment, log, folder
-        self.process = context.Process(target=run_script, args=args)
+    def __init__(self, context, function, *args, daemon=None):
+        self.process = context.Process(target=function, args=args, daemon=daemon)
         self.process.start()
         self.kill, self.pid = self.process.kill, self.process.pid
 
@@ -69,10 +71,17 @@ class Script:
     def wait(self, timeout=None):
         self.process.join(timeout)
         if self.process.exitcode is None:
-            raise subprocess.TimeoutExpired("a rank", timeout)
+            raise subprocess.TimeoutExpired("a forked process", timeout)
         return self.process.exitcode
+
+
+class Script(Fork):
+    """A script; files of its output and of its errors, or one for both, come by `log`."""
+
+    def __init__(self, command, environment, log, folder=".", context=None):
+        super().__init__(context or forkserver(), run_script, command, environment, log, folder)
 
 
 def start_rank(args, env, **_):
     """In the place of `subprocess.Popen`, which would start an interpreter (`python -u SCRIPT`)."""
-    return Script(args[2:], env, None, method="fork")
+    return Script(args[2:], env, None, context=multiprocessing.get_context("fork"))

@@ -143,7 +143,7 @@ def experts_are_priced_with_their_own_link(mesh):
 
 
 def rank_elastic(rank, of_means, of_sums):
-    """What is found for means and for sums, from the states and the weights of each."""
+    """Results for means and for sums, from the states and the weights of each."""
     mesh = md.MoEMesh(dp=dist.get_world_size() // 2, ep=2)
     return [elastic(mesh, *of_means, average=True), elastic(mesh, *of_sums, average=False)]
 

@@ -120,7 +120,7 @@ def load(rank, folder):
 
 
 def test_what_is_owed_on_another_number_of_ranks(tmp_path):
-    """Of stacked experts, and of such as are a module each."""
+    """Experts are stacked, or a module each."""
     saved, loaded = spawn_ranks(save, 4, tmp_path), spawn_ranks(load, 2, tmp_path)
     for each_a_module in (False, True):
         of_ranks = [rank[each_a_module] for rank in saved]

@@ -7,12 +7,13 @@ import time
 from functools import partial
 from unittest import mock
 
+import dispatchers
 import pytest
-import steps
 import torch
 import torch.distributed as dist
+from dispatchers import assert_same_bits, sent_messages
+from layer_oracle import outcome
 from rank_checks import Checks, raised
-from steps import assert_same_bits, sent_messages, step
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import MoELayer
@@ -25,7 +26,7 @@ E, D, K = 12, 8, 4  # E is a multiple of every group size used
 FEW_BYTES = 8 * 1024
 MANY = FEW_BYTES // (K * D * 8) + 1
 NAMES = ("alltoall", "dedup", "hierarchical", "allgather")
-tokens = partial(steps.tokens, dim=D, dtype=torch.float64)
+tokens = partial(dispatchers.tokens, dim=D, dtype=torch.float64)
 
 
 def two_ranks_a_node(*_):
@@ -77,9 +78,9 @@ def check_the_choice_is_that_of_all_ranks_and_changes_no_bit():
         assert "chosen at the first" in str(one.explain_dispatch())
         assert isinstance(copy.deepcopy(one).dispatcher, AutoDispatcher)
         with count_traffic() as first, mock.patch.object(auto, "ROUNDS", 2):
-            found = step(one, x)
+            found = outcome(one, x)
         with count_traffic() as second:
-            assert_same_bits(step(one, x), found)
+            assert_same_bits(outcome(one, x), found)
         assert first.sent_bytes == second.sent_bytes, "a rehearsal is not counted"
         choice = one.explain_dispatch()
         assert set(on_all_ranks(str(choice))) == {str(choice)}
@@ -87,7 +88,7 @@ def check_the_choice_is_that_of_all_ranks_and_changes_no_bit():
         assert names == expected_names(combine, budget is not None)
         assert f"{MANY} tokens" in choice.reason and "as rehearsed" in choice.reason
         assert all(c.seconds > 0 for c in choice.candidates)
-        want = step(layer("alltoall", row_budget=budget), x)
+        want = outcome(layer("alltoall", row_budget=budget), x)
         if combine == "exact":
             assert_same_bits(found, want)
         else:
@@ -149,13 +150,13 @@ def check_the_choice_is_looked_at_again_while_it_trains():
 
     # Tokens of rank 0 alone are many: the others take part in each look.
     x = tokens(MANY + 20 if dist.get_rank() == 0 else 3)
-    want, one = step(layer("alltoall"), x), layer()
+    want, one = outcome(layer("alltoall"), x), layer()
     names = []
     with mock.patch.object(auto, "_rehearse", rehearsed):
         for number in (*range(1, 19), *range(61, 67)):
             if number == 61:
                 skip_to(one, number)
-            assert_same_bits(step(one, x), want)
+            assert_same_bits(outcome(one, x), want)
             if number in (1, 2, 15, 63):
                 with torch.no_grad():
                     one(x)  # counts as no training pass
@@ -193,7 +194,7 @@ def check_a_change_that_would_show_is_not_made():
                 if number == 14:
                     skip_to(one, number)
                 again = run and partial(run, one, use_reentrant=False)
-                step(one, x.to(one.router.weight.dtype), again)
+                outcome(one, x.to(one.router.weight.dtype), again)
         assert len(looks) == 1, options
 
 
@@ -202,7 +203,7 @@ def check_a_dispatcher_set_by_hand_stays():
     for number in (1, 2, 14, 15, 16, 17):
         if number == 14:
             skip_to(one, number)
-        step(one, x)
+        outcome(one, x)
         if number == 15:
             one.dispatcher = layer("dedup").dispatcher
     assert one.dispatcher.name == "DedupDispatcher"
@@ -232,11 +233,11 @@ def check_a_rehearsal_takes_the_routing_that_it_is_given():
 
 def check_a_rehearsal_sends_what_a_step_sends():
     one, x = layer("alltoall"), tokens(MANY)
-    step(one, x)
+    outcome(one, x)
     shape = auto.DispatchShape(E, K, dist.get_world_size(), 1, D, x.dtype)
     made = [("alltoall", one.dispatcher)]
     with sent_messages() as sent:
-        step(one, x)
+        outcome(one, x)
         of_step = sent.call_count
         auto._rehearse(made, shape, (MANY,), x.device, True)
         assert sent.call_count == of_step * (1 + auto.ROUNDS + 1)
@@ -283,10 +284,12 @@ def check_expected_bytes_are_those_that_are_sent():
 
 
 def check_the_first_pass_may_be_checkpointed():
-    x, want = tokens(MANY), step(layer("alltoall"), tokens(MANY))
+    x, want = tokens(MANY), outcome(layer("alltoall"), tokens(MANY))
     for use_reentrant in (False, True):
         one = layer()
-        assert_same_bits(step(one, x, partial(checkpoint, one, use_reentrant=use_reentrant)), want)
+        assert_same_bits(
+            outcome(one, x, partial(checkpoint, one, use_reentrant=use_reentrant)), want
+        )
 
 
 def check_a_bad_input_on_one_rank_raises_everywhere():

@@ -7,9 +7,10 @@ import emulation
 import pytest
 import torch
 import torch.distributed as dist
+from dispatchers import assert_same_bits, dispatcher, tokens
+from layer_oracle import outcome
 from pairwise import FULL, pairs_on
 from rank_checks import Checks, full, raised
-from steps import assert_same_bits, dispatcher, step, tokens
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import MoELayer, ops
@@ -109,10 +110,10 @@ def check_equals_one_process_that_rounds():
     """Outputs, and gradients but for elements that float64 rounds to the next code."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     wires = (*FORMATS, Wire("int8", "fp8", "mx", "int8"), Wire(combine="mx"))
-    found = {wire: step(layer("alltoall", wire), tokens(T, D)) for wire in wires}
-    plain = step(whole(None), tokens(T, D).double())
+    found = {wire: outcome(layer("alltoall", wire), tokens(T, D)) for wire in wires}
+    plain = outcome(whole(None), tokens(T, D).double())
     for wire, (y, x_grad, _, *experts) in found.items():
-        each = [step(whole(wire), tokens(T, D, rank=r).double()) for r in range(num_ranks)]
+        each = [outcome(whole(wire), tokens(T, D, rank=r).double()) for r in range(num_ranks)]
         # Gradients of experts are means over ranks.
         means = [torch.stack(p).mean(0) for p in list(zip(*each, strict=True))[3:]]
         own = [*each[rank][:2], *means]
@@ -131,7 +132,7 @@ def check_all_dispatchers_have_the_same_bits():
     dtypes = (torch.float32, torch.bfloat16)
     for dtype, wire in pairs_on(dist.get_world_size(), COUNTS, dtypes, FORMATS):
         x = tokens(0 if rank == 1 else T, D, dtype)
-        plain, once, *others = (step(layer(way, wire, dtype), x) for way in WAYS)
+        plain, once, *others = (outcome(layer(way, wire, dtype), x) for way in WAYS)
         assert torch.equal(plain[0], once[0])
         for found in others:
             assert_same_bits(found, once)
@@ -149,9 +150,9 @@ def check_lossless_keeps_every_bit():
         sent, steps = [], []
         for wire in (None, "lossless"):
             one = layer(way, wire, dtype, combine)
-            step(one, x)
+            outcome(one, x)
             with count_traffic() as traffic:
-                steps.append(step(one, x))
+                steps.append(outcome(one, x))
             sent.append(torch.tensor(float(traffic.total_bytes)))
             dist.all_reduce(sent[-1])
         assert_same_bits(*steps)
@@ -161,12 +162,12 @@ def check_lossless_keeps_every_bit():
     for options in ({"row_budget": RowBudget(301)}, {"overlap": 2}):
         x = tokens(100, D, torch.bfloat16)
         both = (layer("dedup", wire, torch.bfloat16, **options) for wire in (None, "lossless"))
-        assert_same_bits(*(step(one, x) for one in both))
+        assert_same_bits(*(outcome(one, x) for one in both))
     if emulation.is_built():
         launches, x = emulation.num_launches(), x[:30]
         with emulation.emulated_cuda():
             both = (layer("dedup", wire, torch.bfloat16) for wire in (None, "lossless"))
-            assert_same_bits(*(step(one, x) for one in both))
+            assert_same_bits(*(outcome(one, x) for one in both))
         assert emulation.num_launches() > launches
     text = "expected wire to send tokens in rows of one length"
     raised(ValueError, text, functools.partial(dispatcher, "allgather", E, wire="lossless"))
@@ -177,9 +178,9 @@ def check_lossless_keeps_every_bit():
 
 def check_reduced_rounds_the_sums():
     for way in WAYS[1:]:
-        want = step(layer(way, combine="reduced"), tokens(T, D))
+        want = outcome(layer(way, combine="reduced"), tokens(T, D))
         for wire in ("int8", Wire("int8", "int8", "int8", "int8")):
-            found = step(layer(way, wire, combine="reduced"), tokens(T, D))
+            found = outcome(layer(way, wire, combine="reduced"), tokens(T, D))
             for a, b in zip(found, want, strict=True):
                 assert 0 < (a - b).norm() < 0.05 * b.norm()
 
@@ -212,8 +213,8 @@ def check_bytes():
 
 def check_chunks_and_recomputation():
     for way in ("alltoall", "dedup"):
-        want = step(layer(way, "int8"), tokens(T, D))
-        found = step(layer(way, "int8", row_budget=RowBudget(11)), tokens(T, D))
+        want = outcome(layer(way, "int8"), tokens(T, D))
+        found = outcome(layer(way, "int8", row_budget=RowBudget(11)), tokens(T, D))
         torch.testing.assert_close(found[0], want[0])
         for a, b in zip(found, want, strict=True):
             assert (a - b).norm() < 4e-3 * b.norm()

@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from dispatchers import assert_same_bits, dispatcher, sent_messages, tokens
 from pairwise import FULL
 from rank_checks import Checks, raised
-from steps import assert_same_bits, dispatcher, sent_messages, tokens
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import MoELayer

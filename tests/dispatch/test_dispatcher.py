@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from dispatchers import sent_messages
 from rank_checks import Checks, full, raised
-from steps import sent_messages
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import MoELayer, ops

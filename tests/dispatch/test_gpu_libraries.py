@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
+from dispatchers import assert_same_bits, dispatcher, tokens
 from rank_checks import Checks, raised
-from steps import assert_same_bits, dispatcher, tokens
 
 import moe_ext
 from moe_ext import MoELayer

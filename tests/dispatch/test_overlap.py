@@ -7,8 +7,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from dispatchers import sent_messages, tokens
+from layer_oracle import outcome
 from rank_checks import Checks
-from steps import sent_messages, step, tokens
 from torch._dynamo import compiled_autograd
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor, Replicate
@@ -49,10 +50,10 @@ def check_results_are_those_of_one_exchange():
     # Ranks with fewer tokens than parts, and one with none.
     x = tokens((7, 40, 0, 2)[dist.get_rank()], D, torch.float64)
     for bias in (False, True):  # experts weigh their rows, or do not
-        want = step(make(1, dtype=torch.float64, bias=bias), x)
+        want = outcome(make(1, dtype=torch.float64, bias=bias), x)
         for options in ways():
             cut = make(3, dtype=torch.float64, bias=bias, **options)
-            found = step(cut, x)
+            found = outcome(cut, x)
             # Products of other numbers of rows add up in another order.
             torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-13)
             with torch.no_grad():
@@ -64,7 +65,7 @@ def check_auto_chooses_what_sends_in_parts():
     x = tokens(12, D, torch.float64)
     layer = make(3, dtype=torch.float64, dispatcher="auto")
     torch.testing.assert_close(
-        step(layer, x), step(make(1, dtype=torch.float64), x), rtol=1e-12, atol=1e-13
+        outcome(layer, x), outcome(make(1, dtype=torch.float64), x), rtol=1e-12, atol=1e-13
     )
     plan, sizes = layer.dispatcher.plan, []
 
@@ -95,14 +96,14 @@ def check_counts_and_weights_of_all_parts_are_one_message_each():
 
 def check_bits_between_networks_are_those_on_one_host():
     layer, x = make(1), tokens((7, 40, 0, 2)[dist.get_rank()], D)
-    want = step(layer, x)
+    want = outcome(layer, x)
     with (
         mock.patch.object(collectives, "network_identity", dist.get_rank),
         mock.patch.object(collectives, "_LEAST_BYTES", 1),
         mock.patch.object(collectives, "_ways", {}),
         sent_messages() as sent,
     ):
-        found = step(layer, x)
+        found = outcome(layer, x)
     torch.testing.assert_close(found, want, rtol=0, atol=0)
     sizes = [call.args[2:] for call in sent.call_args_list if call.args[2] is not None]
     rank, ranks = dist.get_rank(), range(dist.get_world_size())
@@ -185,7 +186,7 @@ def check_weight_gradients_are_computed_while_those_of_rows_travel():
         for again in (False, True):  # the second time gradients are added to those that are there
             layer = make(1, shared_expert=0, **options)
             if again:
-                step(layer, x)
+                outcome(layer, x)
             found = products_of(layer, x)
             assert found == [("rows", 0)] * 2 + [("weights", 1)] * 2, (options, found)
         if options.get("dispatcher") != "allgather":
@@ -237,7 +238,7 @@ def check_late_weight_gradients_have_the_same_bits():
 def check_gradients_that_are_asked_for_alone():
     layer, x = make(1), tokens(9, D).requires_grad_()
     weights = [layer.experts.gate_up_proj, layer.experts.down_proj]
-    want = step(layer, x)
+    want = outcome(layer, x)
     y = layer(x).square().sum()
     for wanted in ([x], weights, [x], [x, *weights]):
         found = torch.autograd.grad(y, wanted, retain_graph=True)

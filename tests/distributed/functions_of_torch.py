@@ -513,14 +513,14 @@ def compare(found, wanted):
 
 
 def one_process(key):
-    """What a function of a (name, mesh) gives in one process: tensors by name."""
+    """Tensors by name that a function gives in one process, for a (name, mesh)."""
     name, label = key
     found = FUNCTIONS[name](Job(None, has_biases(label)))
     return found.state_dict() if isinstance(found, nn.Module) else found
 
 
 def has_biases(label):
-    """Whether experts of a mesh have biases; the shards of an expert have none."""
+    """True if experts of a mesh have biases; the shards of an expert have none."""
     return label != "etp"
 
 

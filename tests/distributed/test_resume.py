@@ -96,7 +96,7 @@ WAYS = ("checkpoint", "DCP", "state_dict")
 
 
 def schedulers_of(number, optimizer):
-    """Those that an optimizer has in one process."""
+    """Schedulers that an optimizer has in one process."""
     if "tensor" in optimizer:
         return list(SCHEDULERS)
     cycles = ["CyclicLR", "OneCycleLR"]

@@ -1,8 +1,10 @@
+import functools
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from layer_oracle import outcome
 from rank_checks import Checks, raised
 from torch.utils.checkpoint import checkpoint
 
@@ -31,14 +33,6 @@ def make(budget=None, ep=True, **options):
 def batch(sizes, rank, dtype=torch.float64):
     generator = torch.Generator().manual_seed(5 + rank)
     return torch.randn(sizes[rank], 8, dtype=dtype, generator=generator)
-
-
-def outcome(layer, x, run=None):
-    x = x.detach().requires_grad_()
-    layer.zero_grad()
-    y = layer(x) if run is None else run(layer, x)
-    y.square().sum().backward()
-    return [y.detach(), x.grad, *[p.grad for p in layer.parameters()]]
 
 
 def peak_bytes(function):
@@ -74,7 +68,7 @@ class Exchanged:
 
 
 def compare(sizes, rows, *, static=False, one_expert=False, **options):
-    """That a budget changes nothing but the rows of each exchange; returns how many there were."""
+    """A budget changes nothing but the rows of each exchange; returns twice their number."""
     bounded, free = make(RowBudget(rows, static=static), **options), make(**options)
     if one_expert:
         for layer in (bounded, free):
@@ -122,9 +116,8 @@ def checkpointing():
     x = batch([9] * RANKS, dist.get_rank())
     want = outcome(layer, x)
     for use_reentrant in (False, True):
-        found = outcome(
-            layer, x, lambda layer, x, r=use_reentrant: checkpoint(layer, x, use_reentrant=r)
-        )
+        run = functools.partial(checkpoint, layer, use_reentrant=use_reentrant)
+        found = outcome(layer, x, run)
         assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 

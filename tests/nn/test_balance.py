@@ -66,7 +66,7 @@ def run(model, x, how):
 @pytest.mark.parametrize("in_flight", [1, 3])
 @pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
 def test_counted_micro_batches_equal_one_batch(how, in_flight):
-    """Those of a pipeline too, whose passes are counted in another order and wait for others."""
+    """Micro-batches of a pipeline too: counted in another order, each waits for others."""
     xs = micro_batches()
     want, _ = of_one_batch(xs)
     model = make_model()

@@ -48,7 +48,7 @@ def biases(model):
 
 
 def counted(model):
-    """What the first layer keeps of its tokens for the next update: a sum or a histogram."""
+    """Counts that the first layer keeps for its next update: a sum or a histogram."""
     layer = model[0]
     return layer.choices if layer.router.bias_update == "sign" else layer.required_bias
 

@@ -1,4 +1,4 @@
-"""What the attention operators refuse."""
+"""Arguments that the attention operators refuse."""
 
 import pytest
 import refusals

@@ -29,7 +29,7 @@ def make(numel, dtype=torch.float32, *, levels=None):
 
 
 def litter(x):
-    """What nobody may read."""
+    """Numbers that nobody may read."""
     return None if x is None else torch.full_like(x, float("nan"))
 
 

@@ -6,7 +6,6 @@ import functools
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import resource
 import struct
@@ -15,11 +14,12 @@ from unittest import mock
 
 import pytest
 import torch
+from forked import forkserver
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moe_ext
-from moe_ext import sync, testing
+from moe_ext import sync
 from moe_ext.sync.region import Region
 from moe_ext.sync.update import KINDS
 
@@ -681,8 +681,7 @@ def test_readers_beside_a_writer_that_is_killed(tmp_path):
     pytest.importorskip("safetensors")
     path = str(tmp_path / "patches")
     # Forked from the process that ranks are forked from: it has imported torch.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(testing.PRELOADED)
+    context = forkserver()
     ours, theirs = context.Pipe(duplex=False)
     writer = context.Process(target=write_versions, args=(path, theirs), daemon=True)
     writer.start()

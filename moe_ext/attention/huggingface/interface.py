@@ -38,6 +38,13 @@ _REFUSED = ("position_bias", "head_mask", "cache", "block_table", "output_attent
 CACHES = ("past_key_values", "cache_params", "cache")
 
 
+def forward_arguments(model: Any) -> tuple[Mapping[str, inspect.Parameter], dict[str, Any]]:
+    """Parameters of a model's forward pass, under adapters too, and arguments without a cache."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    accepted = inspect.signature(base.forward).parameters
+    return accepted, {"use_cache": False} if {"use_cache", *CACHES} & {*accepted} else {}
+
+
 @dataclass(frozen=True)
 class BatchFacts:
     """Facts of a batch that a prepared model knows before a layer runs.

@@ -26,6 +26,7 @@ from moe_ext.attention.huggingface.interface import (
     CACHES,
     BatchFacts,
     PassDocuments,
+    forward_arguments,
     given_offsets,
     install,
 )
@@ -234,12 +235,10 @@ class _WholeBatches:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if model.config._attn_implementation != self.name:
             return None
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        accepted = inspect.signature(base.forward).parameters
+        accepted, without_cache = forward_arguments(model)
         given = {**dict(zip(accepted, args, strict=False)), **kwargs}
         given = {key: value for key, value in given.items() if value is not None}
-        if {"use_cache", *CACHES} & {*accepted}:
-            given.setdefault("use_cache", False)
+        given = {**without_cache, **given}
         device = message_device(*given.values())
         with Agreement(OP, self.documents.group, device) as agreement:
             for key, value in given.items():

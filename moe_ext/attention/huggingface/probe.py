@@ -8,7 +8,6 @@ Shapes: L tokens of the probe, V vocabulary.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,7 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_ext.attention.call import AttentionOptions
-from moe_ext.attention.huggingface.interface import CACHES, BatchFacts, PassDocuments, install
+from moe_ext.attention.huggingface.interface import (
+    BatchFacts,
+    PassDocuments,
+    forward_arguments,
+    install,
+)
 from moe_ext.attention.huggingface.mixers import SharedMixers, share_mixers
 from moe_ext.attention.sharding import shift_labels
 
@@ -70,9 +74,7 @@ def _require(holds: bool, rule: str, found: object) -> None:
 class _Probe:
     def __init__(self, model: Any) -> None:
         self._model = model
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        accepted = inspect.signature(base.forward).parameters
-        self._fixed = {"use_cache": False} if {"use_cache", *CACHES} & {*accepted} else {}
+        _, self._fixed = forward_arguments(model)
         self._embedding = model.get_input_embeddings()
         sizes = [getattr(model.config, name, None) or _LENGTHS[0] + 2 for name in _POSITIONS]
         # RoBERTa has two positions less.

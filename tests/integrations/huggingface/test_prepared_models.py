@@ -720,7 +720,10 @@ def table():
     lines = [f"Served: {listed({name.replace('/mlm', '') for name in SERVED})}.", ""]
     lines += [f"- {reason}: {listed(names)}." for reason, (_, names) in REFUSED.items()]
     wrapped = [
-        textwrap.fill(line, 138, subsequent_indent="  " * line.startswith("-")) for line in lines
+        textwrap.fill(
+            line, 138, subsequent_indent="  " * line.startswith("-"), break_on_hyphens=False
+        )
+        for line in lines
     ]
     return "\n".join([*wrapped[:1], "", "Refused:", "", *wrapped[2:]])
 

@@ -1,4 +1,4 @@
-"""What the tests of this folder share: tokens of a rank, dispatchers by name, steps of layers."""
+"""Tokens of a rank, dispatchers by name, and the messages that they send."""
 
 import functools
 from unittest import mock
@@ -23,15 +23,6 @@ def dispatcher(way, num_experts, **options):
     if way == "hierarchical":
         options["node_size"] = 2 if dist.get_world_size() == 4 else 1
     return _CLASSES[way](num_experts, dist.group.WORLD, **options)
-
-
-def step(layer, x, run=None, **given):
-    """Output and all gradients of a step, that of the tokens second."""
-    x = x.detach().clone().requires_grad_()
-    layer.zero_grad()
-    y = (run or layer)(x, **given)
-    y.square().sum().backward()
-    return [y.detach(), x.grad, *[p.grad for p in layer.parameters()]]
 
 
 def sent_messages():

@@ -17,7 +17,7 @@ ACTIVATIONS = {
 
 
 def outcome(layer, x, run=None, **given):
-    """Output of a step, and the gradients of the tokens and of all parameters."""
+    """Output of a step, and gradients of the tokens and of all parameters."""
     x = x.detach().clone().requires_grad_()
     layer.zero_grad()
     y = (run or layer)(x, **given)
