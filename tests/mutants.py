@@ -562,8 +562,13 @@ MISTAKES = {
         "gradients of experts over ranks lack the factor of the mean": (
             "moe_ext/dispatch/**/*.py",
             "grad_scale=[-self.grad_scale-]{+1.0+},\n"
-            '            operation=f"{self.operation} dispatch"',
+            '                    operation=f"{self.operation} dispatch"',
             "tests/dispatch/test_dispatcher.py tests/distributed/test_gradients.py",
+        ),
+        "weights of rows travel once the rows have come": (
+            "moe_ext/dispatch/base.py",
+            "meanwhile=[-send_rows-]{+(send_rows(), None)[1]+}",
+            "tests/dispatch/test_dispatcher.py -k number_of_collectives",
         ),
         "a step that fails leaves what it wrote": (
             "moe_ext/compression/**/*.py",

@@ -28,7 +28,7 @@ from moe_ext.dispatch.alltoall import AllToAllDispatcher
 from moe_ext.dispatch.base import CAPABILITIES, TokenDispatcher
 from moe_ext.dispatch.counts import DTYPES
 from moe_ext.dispatch.dedup import DedupDispatcher, HierarchicalDispatcher
-from moe_ext.dispatch.parts import sum_dtype
+from moe_ext.dispatch.parts import Choice, sum_dtype
 from moe_ext.dispatch.wire import LOSSLESS, Wire, sent_row_bytes
 
 _OPERATION = "MoELayer(dispatcher='auto')"
@@ -386,7 +386,8 @@ def _rehearse(
     def step(dispatcher: TokenDispatcher, size: int) -> None:
         x = x_TD[:size].requires_grad_(recorded)
         given = weights_TK[:size].requires_grad_(recorded)
-        rows, _, metadata = dispatcher.dispatch(x, idx_TK[:size], given)
+        choice = Choice(idx_TK[:size], given)
+        rows, _, metadata = dispatcher.plan(x, choice, weighed=weighed).parts.pop()(None)
         taken = dispatcher.row_weights(rows, metadata) if weighed else None
         if taken is not None:
             # Padding rows (-1) may take any weight.

@@ -53,7 +53,6 @@ from moe_ext.dispatch.parts import (
     schedule,
     sum_dtype,
 )
-from moe_ext.dispatch.rows import join_parts, split_parts, total
 from moe_ext.dispatch.static_sizes import static_rounds, telling_in_agreement
 from moe_ext.dispatch.wire import Formats, Wire
 from moe_ext.ops.grouped_gemm import row_alignment
@@ -319,7 +318,7 @@ class TokenDispatcher:
             with self.computing(x_TD):
                 placed = place(SharedCounts(tables, counts_PE, told.has_backward))
             choice = choice._replace(topk_idx=placed.slot_idx)
-            return replace(self._plan_parts(x_TD, choice, 1, False, placed.counts), placed=placed)
+            return replace(self._plan_parts(x_TD, choice, 1, weighed, placed.counts), placed=placed)
         budget = cut.budget
         if budget is None:
             return self._plan_parts(x_TD, choice, cut.num_parts, weighed)
@@ -331,7 +330,7 @@ class TokenDispatcher:
                 return BatchPlan([], rounds[0].whole.num_dropped, lambda: rounds)
             (first,), later = rounds, list
         weights_TK = choice.topk_weights
-        part = functools.partial(self.send, first.take(x_TD), first, weights_TK)
+        part = functools.partial(self.send, first.take(x_TD), first, weights_TK, weighed)
         return BatchPlan([part], first.whole.num_dropped, later)
 
     def computing(self, x: Tensor) -> AbstractContextManager[object]:
@@ -392,35 +391,26 @@ class TokenDispatcher:
     def row_weights(self, rows: Tensor, metadata: DispatchMetadata) -> RowWeights | None:
         """The weights of the rows, for experts that take them into their second product.
 
-        Where they travel, that is one more exchange, of a number a row, and one of its gradient.
         The results are then combined with `replace(metadata, topk_weights=None)`.
 
         Args:
-            rows: what a part gave, on all ranks of the group.
+            rows: what a part of a plan with `weighed` gave.
             metadata: what it returned.
 
         Returns:
-            None where `dispatch` or `combine` are not those of this class.
+            None where weights did not travel, or `dispatch` or `combine` are not those of this
+            class: `combine` multiplies by the weights then.
         """
         own = TokenDispatcher.dispatch, TokenDispatcher.combine
         if (type(self).dispatch, type(self).combine) != own or metadata.topk_weights is None:
             return None
-        tables, weights_TK = metadata.permutation, metadata.topk_weights.to(sum_dtype(rows.dtype))
         if metadata.sent is None:
-            return RowWeights(weights_TK, tables.slot_of_row)
-        assert metadata.received is not None
+            weights_TK = metadata.topk_weights.to(sum_dtype(rows.dtype))
+            return RowWeights(weights_TK, metadata.permutation.slot_of_row)
         assert metadata.received_permutation is not None
-        arrived_R1 = metadata.weights_R1
-        if arrived_R1 is None:
-            column_N1 = _weight_of_rows(tables, weights_TK, sum(metadata.sent))
-            arrived_R1 = self.exchange_rows(
-                take_part(column_N1) if rows.requires_grad else column_N1,
-                metadata.sent,
-                metadata.received,
-                grad_scale=self.grad_scale,
-                operation=f"{self.operation} weights",
-            )
-        return RowWeights(arrived_R1, metadata.received_permutation.slot_of_row)
+        if metadata.weights_R1 is None:
+            return None
+        return RowWeights(metadata.weights_R1, metadata.received_permutation.slot_of_row)
 
     def combine(
         self,
@@ -499,7 +489,7 @@ class TokenDispatcher:
         weighed: bool = False,
         counts: RowCounts | None = None,
     ) -> BatchPlan:
-        """Runs of the tokens as parts; their counts travel in one message, and so do weights.
+        """Runs of the tokens as parts; their counts travel in one message.
 
         Args:
             x_TD: as in `plan`.
@@ -523,31 +513,11 @@ class TokenDispatcher:
                 grouped = [self._group_by_expert(x_TD, idx_TK, weights_TK, capacity)]
             told = [counts]
         weights = [weights_TK] if num_parts == 1 else [*weights_TK.tensor_split(num_parts)]
-        arrived: list[Tensor | None] = [None] * num_parts
-        if weighed and num_parts > 1:
-            sent, received = [one.sent for one in told], [one.received for one in told]
-            column_N1 = join_parts(
-                [
-                    _weight_of_rows(tables, part_TK.to(sum_dtype(x_TD.dtype)), sum(count))
-                    for (_, tables), part_TK, count in zip(grouped, weights, sent, strict=True)
-                ],
-                sent,
-            )
-            arrived_R1 = self.exchange_rows(
-                take_part(column_N1) if told[0].has_backward else column_N1,
-                total(sent),
-                total(received),
-                grad_scale=self.grad_scale,
-                operation=f"{self.operation} weights",
-            )
-            arrived = [*split_parts(arrived_R1, received)]
         parts: list[Part] = []
         dropped = []
-        for (rows_ND, tables), part_TK, one, come in zip(
-            grouped, weights, told, arrived, strict=True
-        ):
+        for (rows_ND, tables), part_TK, one in zip(grouped, weights, told, strict=True):
             rows_ND = rows_ND[: sum(one.sent)]
-            parts.append(functools.partial(self._send, rows_ND, tables, part_TK, one, come))
+            parts.append(functools.partial(self._send, rows_ND, tables, part_TK, one, weighed))
             dropped.append(tables.num_dropped)
         num_dropped = dropped[0] if num_parts == 1 else torch.stack(dropped).sum()
         return BatchPlan(parts, num_dropped, filled=filled or capacity is None)
@@ -589,6 +559,7 @@ class TokenDispatcher:
         rows_ND: Tensor,
         part: Round,
         topk_weights_TK: Tensor,
+        weighed: bool,
         meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor, DispatchMetadata]:
         """Bring the rows of a round to their experts; differentiable.
@@ -597,6 +568,7 @@ class TokenDispatcher:
             rows_ND: in the order of `part.slot_of_row`.
             part: the round.
             topk_weights_TK: of all slots.
+            weighed: as in `plan`.
             meanwhile: as in `dispatch`.
 
         Returns:
@@ -605,7 +577,7 @@ class TokenDispatcher:
         tables = part.tables
         if part.counts is None:
             return rows_ND, tables.expert_offsets, DispatchMetadata(tables, topk_weights_TK)
-        return self._send(rows_ND, tables, topk_weights_TK, part.counts, None, meanwhile)
+        return self._send(rows_ND, tables, topk_weights_TK, part.counts, weighed, meanwhile)
 
     def _send(
         self,
@@ -613,20 +585,48 @@ class TokenDispatcher:
         tables: ops.Permutation,
         topk_weights_TK: Tensor,
         counts: RowCounts,
-        weights_R1: Tensor | None,
+        weighed: bool,
         meanwhile: Callable[[], None] | None,
     ) -> tuple[Tensor, Tensor, DispatchMetadata]:
+        """Send the rows of a part, and beside them, in a message of their own, their weights."""
         if counts.has_backward and not rows_ND.requires_grad:
             rows_ND = take_part(rows_ND)
-        rows_RD = self.exchange_rows(
-            rows_ND,
-            counts.sent,
-            counts.received,
-            grad_scale=self.grad_scale,
-            operation=f"{self.operation} dispatch",
-            meanwhile=meanwhile,
-            **self._formats_out,
-        )
+        arrived: list[Tensor] = []
+
+        def send_rows() -> None:
+            arrived.append(
+                self.exchange_rows(
+                    rows_ND,
+                    counts.sent,
+                    counts.received,
+                    grad_scale=self.grad_scale,
+                    operation=f"{self.operation} dispatch",
+                    meanwhile=meanwhile,
+                    **self._formats_out,
+                )
+            )
+
+        weights_R1 = None
+        if not weighed:
+            send_rows()
+        else:
+            weights_TK = topk_weights_TK.to(sum_dtype(rows_ND.dtype))
+            # A slot gets the gradient of its row.
+            sent_N = tables.slot_of_row[: rows_ND.shape[0]]
+            column_N1 = torch.ops.moe_ext.unpermute_tokens(
+                weights_TK.reshape(-1, 1), tables.row_of_slot, sent_N, 1
+            )
+            if counts.has_backward:
+                column_N1.requires_grad_()
+            weights_R1 = self.exchange_rows(
+                column_N1,
+                counts.sent,
+                counts.received,
+                grad_scale=self.grad_scale,
+                operation=f"{self.operation} weights",
+                meanwhile=send_rows,
+            )
+        rows_RD = arrived.pop()
         # From the order (rank, expert) to (expert, rank).
         expert_R = counts.expert_of_row()
         align = row_alignment(rows_RD, rows_RD.shape[0], self.num_local_experts)
@@ -720,15 +720,6 @@ class _Telling(AbstractContextManager[object]):
         # The error of this rank says more than that of the exchange.
         with contextlib.suppress(ValueError, TypeError, RuntimeError):
             dispatcher._calls.exchange(dispatcher, self.x, nothing_PL, problem=error)
-
-
-def _weight_of_rows(tables: ops.Permutation, weights_TK: Tensor, num_rows: int) -> Tensor:
-    """The weight `[N, 1]` of each row that is sent; a slot gets the gradient of its row."""
-    sent_N = tables.slot_of_row[:num_rows]
-    column_N1: Tensor = torch.ops.moe_ext.unpermute_tokens(
-        weights_TK.reshape(-1, 1), tables.row_of_slot, sent_N, 1
-    )
-    return column_N1
 
 
 def take_part(rows: Tensor) -> Tensor:

@@ -427,12 +427,13 @@ class DedupDispatcher(AllToAllDispatcher):
         rows_ND: Tensor,
         part: Round,
         topk_weights_TK: Tensor,
+        weighed: bool,
         meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor, DispatchMetadata]:
         """See `TokenDispatcher`."""
         assert isinstance(part, _TokenRound)
         choice = Choice(part.choice(), topk_weights_TK)
-        plan = self._plan_parts(rows_ND, choice, dtype=part.dtype)
+        plan = self._plan_parts(rows_ND, choice, weighed=weighed, dtype=part.dtype)
         rows, offsets, metadata = plan.parts.pop()(meanwhile)
         tables = _with_dropped(metadata.permutation, part.whole)
         return rows, offsets, replace(metadata, permutation=tables)
@@ -501,14 +502,11 @@ class DedupDispatcher(AllToAllDispatcher):
         return Journey(self._hops, routes, expand, by_slot, tuple(places))
 
     def row_weights(self, rows: Tensor, metadata: DispatchMetadata) -> RowWeights | None:
-        """See `TokenDispatcher`; no exchange but that of gradients, since the weights are here."""
-        assert isinstance(metadata, DedupMetadata) and metadata.topk_weights is not None
+        """See `TokenDispatcher`."""
+        assert isinstance(metadata, DedupMetadata)
         weights_UK = metadata.weights_UK
         if weights_UK is None:
-            weights_TK = metadata.topk_weights.to(sum_dtype(rows.dtype))
-            if rows.requires_grad:
-                weights_TK = take_part(weights_TK)
-            (weights_UK,) = _BringWeights.apply(weights_TK, [metadata.journey])
+            return None
         return RowWeights(weights_UK, metadata.journey.expand.slot_of_row)
 
     def combine(

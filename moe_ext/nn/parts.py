@@ -202,7 +202,7 @@ class _Work:
     ) -> tuple[Tensor, torch.dtype, DispatchMetadata]:
         """A round's part of the sums, with these parameters; dtype of the outputs; tables."""
         bound = dict(zip(self.names, parameters, strict=True))
-        rows, offsets, metadata = self.dispatcher.send(rows_RD, one, weights_TK)
+        rows, offsets, metadata = self.dispatcher.send(rows_RD, one, weights_TK, self.weighed)
         weights: tuple[RowWeights, ...] = ()
         if self.weighed:
             weights, metadata = take_weights(self.dispatcher, rows, metadata)

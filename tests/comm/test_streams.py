@@ -109,11 +109,11 @@ def check_rows_are_awaited_only_where_they_are_used():
         found = step(sharded)
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
     assert cuda.current is cuda.main
-    # Rows, then their weights; each exchange is waited for by its own event.
-    exchanges = [[], [], ["shared expert"], ["shared expert backward"], [], []]
-    want = []
-    for number, meanwhile in enumerate(exchanges, 1):
-        want += [*EXCHANGE, *meanwhile, arrival(number)]
+    # The weights go before the rows, and are waited for behind them, each by its own event.
+    want = [*EXCHANGE, *EXCHANGE, arrival(2), arrival(1)]
+    want += [*EXCHANGE, "shared expert", arrival(3)]
+    want += [*EXCHANGE, "shared expert backward", arrival(4)]
+    want += [*EXCHANGE, *EXCHANGE, arrival(6), arrival(5)]
     assert cuda.log == want
 
 

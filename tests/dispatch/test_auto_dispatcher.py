@@ -17,7 +17,7 @@ from rank_checks import Checks, raised
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import MoELayer
-from moe_ext.dispatch import auto
+from moe_ext.dispatch import BatchPlan, auto
 from moe_ext.distributed import AutoDispatcher, HierarchicalDispatcher, count_traffic
 from moe_ext.nn import Balance, Dispatch, RowBudget
 
@@ -216,9 +216,9 @@ def check_a_rehearsal_takes_the_routing_that_it_is_given():
     class Seen:
         group = dist.group.WORLD
 
-        def dispatch(self, x, idx, weights):
-            seen.append((len(x), idx))
-            return x, None, None
+        def plan(self, x, choice, weighed):
+            seen.append((len(x), choice.topk_idx))
+            return BatchPlan([lambda _: (x, None, None)], None)
 
         def combine(self, rows, metadata):
             return rows

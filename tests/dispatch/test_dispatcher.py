@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_ext import MoELayer, ops
 from moe_ext.comm import collectives, groups
 from moe_ext.comm.c10d import default_store
+from moe_ext.comm.reports import Underway
 from moe_ext.dispatch import base
 from moe_ext.dispatch.rows import all_to_all_rows
 from moe_ext.distributed import AllToAllDispatcher, LocalDispatcher, TokenDispatcher, count_traffic
@@ -152,19 +153,28 @@ def check_all_tokens_to_one_rank():
 
 def check_number_of_collectives():
     def sent_by(function):
-        with sent_messages() as sent:
+        waits = []
+
+        def wait(self, **options):
+            waits.append(len(sent.call_args_list))
+            return Underway.wait(self, **options)
+
+        waiting = type("Waiting", (Underway,), {"wait": wait})
+        with sent_messages() as sent, mock.patch.object(collectives, "Underway", waiting):
             result = function()
         given = [call.args[1] for call in sent.call_args_list]
-        return result, [(x.dtype, tuple(x.shape[1:])) for x in given]
+        return result, [(x.dtype, tuple(x.shape[1:])) for x in given], waits
 
     (sharded, _), (biased, _) = layers(), layers(bias=True)
     x = batches([5])[0].requires_grad_()
     sharded(x), biased(x)
     counts = (torch.int64, (6 + E // dist.get_world_size(),))
     rows, weights = (torch.float64, (8,)), (torch.float64, (1,))
-    y, sent = sent_by(lambda: sharded(x))
-    assert sent == [counts, rows, weights, rows]
-    assert sent_by(lambda: y.sum().backward())[1] == [rows, weights, rows]
+    y, sent, waits = sent_by(lambda: sharded(x))
+    # The weights travel beside the rows, and so do their gradients: both wait for three messages.
+    assert (sent, waits) == ([counts, weights, rows, rows], [1, 3, 3, 4])
+    _, *found = sent_by(lambda: y.sum().backward())
+    assert found == [[rows, weights, rows], [1, 3, 3]]
     # Weighted where the token is: no weight travels.
     assert sent_by(lambda: biased(x).sum().backward())[1] == [counts, rows, rows, rows, rows]
 
