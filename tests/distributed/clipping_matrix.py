@@ -41,7 +41,12 @@ PLACEMENTS = {
 }
 # Seconds of all cells.
 TIMEOUT = 1800.0
-OPTIMIZERS = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+# Steps of SGD show by what a gradient is scaled, but DTensors have no fused ones.
+OPTIMIZERS = {
+    "loop": functools.partial(torch.optim.SGD, lr=LEARNING_RATE, foreach=False),
+    "foreach": functools.partial(torch.optim.SGD, lr=LEARNING_RATE, foreach=True),
+    "fused": functools.partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True),
+}
 SCALERS = {
     "no scaler": None,
     "torch's scaler": torch.amp.GradScaler,
@@ -200,10 +205,10 @@ FEW = [
 
 
 @functools.cache
-def one_process(bias):
-    """Norms and weights of a model whose experts have biases, or not."""
-    model = Model(bias=bias)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+def one_process(bias, name):
+    """Norms and weights by an optimizer, of a model whose experts have biases, or not."""
+    model = Model(bias=bias, num_layers=1)
+    optimizer = OPTIMIZERS[name](model.parameters(), weight_decay=0.0)
     norms = []
     for batch in batches(0, 1)[:STEPS]:
         optimizer.zero_grad()
@@ -218,12 +223,10 @@ def run_cell(cell, mesh):
     """Train on this rank; what differs from one process, or None."""
     tool, placement, clip, optimizer, scaler = cell
     bias = placement != "etp"  # the shards of an expert have none
-    model = Model(mesh.ep_group, bias=bias)
+    model = Model(mesh.ep_group, bias=bias, num_layers=1)
     wrapped, after_backward = TOOLS[tool](model, mesh)
     groups = moe_ext.optim.param_groups(model)
-    options = {"lr": LEARNING_RATE, "weight_decay": 0.0, **OPTIMIZERS[optimizer]}
-    groups = [{**group, "weight_decay": 0.0} for group in groups]
-    stepping = torch.optim.AdamW(groups, **options)
+    stepping = OPTIMIZERS[optimizer]([{**group, "weight_decay": 0.0} for group in groups])
     make = SCALERS[scaler]
     scaling = None if make is None else make("cpu", init_scale=SCALE)
     if scaling is not None:
@@ -252,7 +255,7 @@ def run_cell(cell, mesh):
         wanted_scale = SCALE if number < STEPS else SCALE / 2
         if scaling.get_scale() != wanted_scale:
             found.append(f"the scale is {scaling.get_scale()}, right is {wanted_scale}")
-    wanted_norms, weights = one_process(bias)
+    wanted_norms, weights = one_process(bias, optimizer)
     for norm, wanted in zip(norms, wanted_norms, strict=True):
         whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if not abs(float(whole) - float(wanted)) < TOLERANCE:

@@ -52,7 +52,7 @@ class Job:
 
     def model(self):
         """Another one, of the same values each time."""
-        return Model(self.mesh and self.mesh.ep_group, bias=self.bias)
+        return Model(self.mesh and self.mesh.ep_group, bias=self.bias, num_layers=1)
 
     def backward(self, model, number=0):
         """The loss of a step, and gradients of the mean over the ranks."""
@@ -256,7 +256,7 @@ def load_a_part(job):
 @function("`load_state_dict` of what one process saved")
 def load_a_whole(job):
     model = job.model()
-    whole = Model(bias=job.bias)
+    whole = Model(bias=job.bias, num_layers=1)
     with torch.no_grad():
         for parameter in whole.parameters():
             parameter.add_(1.0)
@@ -409,7 +409,7 @@ def call_with_parts(job):
 
 @function("`functional_call` with whole tensors")
 def call_with_wholes(job):
-    whole = dict(Model(bias=job.bias).named_parameters())
+    whole = dict(Model(bias=job.bias, num_layers=1).named_parameters())
     return _functional_call(job, lambda p: p.detach() * 2, whole)
 
 

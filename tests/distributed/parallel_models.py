@@ -1,5 +1,7 @@
 """A model with expert-parallel layers, and its gradients in one process."""
 
+import functools
+
 import torch
 import torch.distributed as dist
 from rank_checks import full
@@ -59,12 +61,20 @@ def loss_of(model, x, branch=False):
 def one_process(steps=1, branch=False):
     """Gradients of the mean over ranks and steps of the local losses, in one process."""
     model = Model(None)
+    for parameter, grad in zip(model.parameters(), _gradients(steps, branch), strict=True):
+        parameter.grad = None if grad is None else grad.clone()
+    return model
+
+
+@functools.cache
+def _gradients(steps, branch):
+    model = Model(None)
     ranks = dist.get_world_size()
     moe_ext.nn.set_loss_scale(model, 1.0 / (ranks * steps))
     for step in batches(steps):
         for rank, x in enumerate(step):
             (loss_of(model, x, branch and rank % 2 == 1) / (ranks * steps)).backward()
-    return model
+    return [parameter.grad for parameter in model.parameters()]
 
 
 def assert_same_gradients(model, want, ep):

@@ -98,6 +98,12 @@ class Model(nn.Module):
         return x
 
 
+@functools.cache
+def mesh_of(**sizes):
+    """The mesh of these sizes, whose groups cost more than a small model."""
+    return md.MoEMesh(**sizes)
+
+
 def data(step, rank, size):
     """Inputs and labels of a rank, all of its micro-batches; other rows on every rank."""
     generator = torch.Generator().manual_seed(step)
@@ -158,7 +164,7 @@ PARTS = {
 )
 def pipeline(name, blocks, wrap=""):
     """Ranks 0 and 1 hold stages, ranks 2 and 3 the others."""
-    mesh = md.MoEMesh(dp=2, ep=2, pp=2)
+    mesh = mesh_of(dp=2, ep=2, pp=2)
     schedule, everywhere = getattr(schedules, f"Schedule{name}"), PARTS[blocks]
     num_stages = sum(map(len, everywhere))
     parts = {
@@ -225,7 +231,7 @@ def train_shards(mesh, model, sequence=None, optimizers=None):
 @CHECKS()
 def zero_1():
     """Optimizer states of the dense part are sharded by torch, experts have an optimizer."""
-    mesh = md.MoEMesh(dp=2, ep=2)
+    mesh = mesh_of(dp=2, ep=2)
     model = Model(mesh.ep_group)
     dense, experts = (group["params"] for group in md.expert_param_groups(model))
     sharded = ZeroRedundancyOptimizer(dense, torch.optim.SGD, lr=0.1)
@@ -238,7 +244,7 @@ def zero_2_and_3():
 
     The second time it keeps shards and states on the CPU, where all of this test is.
     """
-    mesh = md.MoEMesh(dp=2, ep=2)
+    mesh = mesh_of(dp=2, ep=2)
     for reshard in (False, True):
         model, options = Model(mesh.ep_group), {"reshard_after_forward": reshard}
         if reshard:
@@ -259,7 +265,7 @@ def zero_3_and_tensor_parallel_dense_layers():
         return model.blocks["1"].mlp.up.weight
 
     for ep in (2, 4):
-        mesh = md.MoEMesh(dp=2, tp=2, ep=ep)
+        mesh = mesh_of(dp=2, tp=2, ep=ep)
         model = Model(mesh.ep_group)
         for block in model.blocks.values():
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -269,10 +275,10 @@ def zero_3_and_tensor_parallel_dense_layers():
         assert weight_of(model).to_local().shape == (3, DIM)
         train_shards(mesh, model)
     # And its checkpoint, into layers that nothing divides.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer.step()  # by the last gradients
-    other = Model(md.MoEMesh(dp=2, ep=2).ep_group)
-    moments = torch.optim.AdamW(other.parameters())
+    other = Model(mesh_of(dp=2, ep=2).ep_group)
+    moments = torch.optim.SGD(other.parameters(), momentum=0.9)
     with shared_folder() as folder:
         md.checkpoint.save(folder, model, optimizer)
         md.checkpoint.load(folder, other, moments)
@@ -280,14 +286,14 @@ def zero_3_and_tensor_parallel_dense_layers():
     for name, tensor in md.full_state_dict(model).items():
         # Copies on ranks of a tp group differ by the order of their sums.
         torch.testing.assert_close(found[name], tensor, **TIGHT, msg=name)
-    saved = optimizer.state[weight_of(model)]["exp_avg"].full_tensor()
-    assert torch.equal(moments.state[weight_of(other)]["exp_avg"], saved)
+    saved = optimizer.state[weight_of(model)]["momentum_buffer"].full_tensor()
+    assert torch.equal(moments.state[weight_of(other)]["momentum_buffer"], saved)
 
 
 @CHECKS()
 def checkpointing():
     """All of a block, or its dense part and its experts: these send nothing a second time."""
-    mesh, calls = md.MoEMesh(dp=2, ep=2), {}
+    mesh, calls = mesh_of(dp=2, ep=2), {}
     for memory in ("none", "all", "selected"):
         model = Model(mesh.ep_group)
         for name, block in model.blocks.items():
@@ -316,7 +322,7 @@ def checkpointing():
 @CHECKS()
 def bfloat16():
     """Weights, tokens and rows in bfloat16: losses and gradients of one process in bfloat16."""
-    mesh = md.MoEMesh(dp=2, ep=2)
+    mesh = mesh_of(dp=2, ep=2)
     model, whole = Model(mesh.ep_group).bfloat16(), Model().bfloat16()
     moe_ext.nn.set_loss_scale(whole, 0.25)
     for rank in range(4):
@@ -340,7 +346,7 @@ def bfloat16():
 @CHECKS()
 def float16():
     """Scaled gradients of float16; where those of one rank overflow no rank takes the step."""
-    mesh = md.MoEMesh(dp=2, ep=2)
+    mesh = mesh_of(dp=2, ep=2)
     model, whole = Model(mesh.ep_group).float(), Model().float()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = md.GradScaler("cpu", init_scale=256.0)
@@ -381,7 +387,7 @@ def float16():
 @CHECKS()
 def asynchronous_checkpoints():
     """What is saved is as it was when the call returned, while training goes on."""
-    mesh = md.MoEMesh(dp=2, ep=2)
+    mesh = mesh_of(dp=2, ep=2)
 
     def trained(seed):
         torch.manual_seed(seed)
@@ -414,7 +420,7 @@ def asynchronous_checkpoints():
 @CHECKS()
 def tensor_parallel_dense_layers():
     for ep in (2, 4):
-        mesh = md.MoEMesh(dp=2, tp=2, ep=ep)
+        mesh = mesh_of(dp=2, tp=2, ep=ep)
         model = Model(mesh.ep_group)
         for block in model.blocks.values():
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -425,7 +431,7 @@ def tensor_parallel_dense_layers():
 @CHECKS()
 def dense_layers_by_tools_of_torch_and_experts_by_parallelize():
     """As torchtitan does: each dimension of the mesh by its own tool, and FSDP2 around them."""
-    mesh = md.MoEMesh(dp=2, tp=2, ep=2)
+    mesh = mesh_of(dp=2, tp=2, ep=2)
     across, others = mesh.data_mesh["tp"], mesh.data_mesh["data"]
 
     def spread():
@@ -455,7 +461,7 @@ def dense_layers_by_tools_of_torch_and_experts_by_parallelize():
 def tensor_parallel_experts():
     """Each expert on two ranks, by shards; with tensor-parallel dense layers, and without."""
     for tp, ep in ((1, 1), (2, 2), (1, 2)):
-        mesh = md.MoEMesh(dp=4 // tp, tp=tp, ep=ep, etp=2)
+        mesh = mesh_of(dp=4 // tp, tp=tp, ep=ep, etp=2)
         model = Model(mesh.ep_group)
         down = model.blocks["1"].moe.experts.down_proj
         assert local_part(down).shape == (EXPERTS // ep, DIM, 3)
@@ -483,11 +489,12 @@ def trained(mesh, steps, one_bit, seed=0):
     """A layer whose experts lie over the ranks of a mesh, and its optimizer after some steps."""
     torch.manual_seed(seed)
     layer = moe_ext.MoELayer(DIM, 8, EXPERTS, ep_group=mesh and mesh.ep_group)
+    groups = moe_ext.optim.param_groups(layer, process_groups=one_bit)
     if one_bit:
-        groups = moe_ext.optim.param_groups(layer, process_groups=True)
         optimizer = moe_ext.optim.OneBitAdam(groups, freeze_step=1)
     else:
-        optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+        # Not in a loop, whose every operation torch places on its own.
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
     torch.manual_seed(dist.get_rank())
     for _ in range(steps):
         step(layer, optimizer)
@@ -522,7 +529,7 @@ LOADED_ON = {
 def checkpoints_of_tensor_parallel_experts(optimizer, saved_on):
     """Each expert on one rank or on several, another number of them when it is loaded."""
     one_bit = optimizer == "OneBitAdam"
-    mesh, most = md.MoEMesh(**MESHES[saved_on]), 1 + one_bit
+    mesh, most = mesh_of(**MESHES[saved_on]), 1 + one_bit
     saved = trained(mesh, most, one_bit)
     want = wholes(*saved)
     owed = [n for n in want if ".owed." in n and ".experts." in n and want[n].any()]
@@ -530,7 +537,7 @@ def checkpoints_of_tensor_parallel_experts(optimizer, saved_on):
     with shared_folder() as folder:
         md.checkpoint.save(folder, *saved)
         for loaded_on, steps in LOADED_ON[optimizer, saved_on].items():
-            other = md.MoEMesh(**MESHES[loaded_on]) if loaded_on in MESHES else None
+            other = mesh_of(**MESHES[loaded_on]) if loaded_on in MESHES else None
             for before in (0, most) if FULL and other is not None else (steps,):
                 mine = trained(other, before, one_bit, seed=7)
                 md.checkpoint.load(folder, *mine)
@@ -546,7 +553,7 @@ def checkpoints_of_tensor_parallel_experts(optimizer, saved_on):
 
 @CHECKS()
 def options_of_tensor_parallel_experts():
-    mesh = md.MoEMesh(dp=4, ep=2, etp=2)
+    mesh = mesh_of(dp=4, ep=2, etp=2)
     x = torch.randn(20, DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     capacity = moe_ext.nn.Capacity(0.6)
     for options in (
@@ -611,7 +618,7 @@ def options_of_tensor_parallel_experts():
 
 @CHECKS()
 def a_tensor_parallel_layer_that_one_rank_has_no_gradient_of():
-    mesh = md.MoEMesh(dp=2, tp=2)
+    mesh = mesh_of(dp=2, tp=2)
     model = nn.ModuleDict({"used": nn.Linear(4, 4), "other": nn.Linear(4, 4)})
     plan = {"used": ColwiseParallel(), "other": ColwiseParallel()}
     parallelize_module(model, mesh.data_mesh["tp"], plan)
@@ -628,7 +635,7 @@ def a_tensor_parallel_layer_that_one_rank_has_no_gradient_of():
 @CHECKS()
 def sequence_parallel_dense_layers():
     """Megatron's: norms, experts and their dispatch see shards of the sequence."""
-    mesh = md.MoEMesh(dp=2, tp=2, ep=4)
+    mesh = mesh_of(dp=2, tp=2, ep=4)
     train_shards(mesh, Model(mesh.ep_group, sequence=(mesh.tp_group,)), sequence=(None,))
 
 

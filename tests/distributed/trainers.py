@@ -36,9 +36,9 @@ def trainer(name):
 
 
 class Model(nn.Module):
-    """Two MoE layers between dense ones, in float64; returns what each of the tools wants."""
+    """Two MoE layers, or one, between dense ones; float64; returns what each of the tools wants."""
 
-    def __init__(self, ep_group=None, *, recompute=False, bias=True):
+    def __init__(self, ep_group=None, *, recompute=False, bias=True, num_layers=2):
         super().__init__()
         torch.manual_seed(7)
         self.recompute = recompute
@@ -53,7 +53,7 @@ class Model(nn.Module):
                 balance=moe_ext.nn.Balance(coef=0.0, z_coef=0.1),
                 **options,
             )
-            for options in ({"shared_expert": 4, "bias": bias}, {"activation": "gelu"})
+            for options in ({"shared_expert": 4, "bias": bias}, {"activation": "gelu"})[:num_layers]
         )
         self.norm = nn.LayerNorm(8)
         self.out = nn.Linear(8, 3)
@@ -70,7 +70,8 @@ class Model(nn.Module):
         """Mean squared error; x [rows, 6], labels [rows, 3]."""
         # No loop: torch.compile leaves one alone in which a graph has to end.
         h = self.block(self.layers[0], self.inp(x))
-        h = self.block(self.layers[1], h)
+        if len(self.layers) > 1:
+            h = self.block(self.layers[1], h)
         y = self.out(h)
         return {"loss": (y - labels).square().mean(), "logits": y}
 
