@@ -75,15 +75,20 @@ def next_token_loss(logits, labels, vocab_size, shift_labels=None, num_items_in_
     )
 
 
-def applied_to(model, stages=(), **fixed):
+def planned(model, fixed):
     """The plan with these values for four ranks, and eight sequences of 16 tokens a step."""
-    # All axes, so that a search has one placement.
-    whole = {**DEFAULTS, "micro_batch": 2, **fixed}
     sizes = {"num_ranks": 4, "seq_len": 16, "global_batch": 8, "dtype": "float32"}
     # One rank searches: four at once would share its cores.
-    given = [plan(model, CLUSTER, **sizes, fixed=whole) if dist.get_rank() == 0 else None]
+    given = [plan(model, CLUSTER, **sizes, fixed=fixed) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(given)
-    (made,) = given
+    return given[0]
+
+
+def applied_to(model, stages=(), **fixed):
+    """The model in the placement of such a plan."""
+    # All axes, so that a search has one placement.
+    whole = {**DEFAULTS, "micro_batch": 2, **fixed}
+    made = planned(model, whole)
     assert {name: made.choice[name] for name in whole} == whole
     return dataclasses.replace(made, stages=stages or made.stages).apply(model)
 
@@ -170,8 +175,8 @@ def trains_as_one_process(ep, zero, dispatcher, tp=1, cp=1, family="Mixtral"):
     model, want = made_model(family), losses_of_one_process(family=family)
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     fixed = {"ep": ep, "zero": zero, "dispatcher": dispatcher, "tp": tp, "cp": cp, "scheme": "ring"}
-    # Two micro-batches at most: their sum shows what sums of more do.
-    applied = applied_to(model, recompute=1, micro_batch=max(2, tp), **fixed)
+    # Two micro-batches at most, whose sum shows what sums of more do; of four shards all in one.
+    applied = applied_to(model, recompute=1, micro_batch=8 if tp == 4 else 2, **fixed)
     optimizers, own = applied.optimizers(torch.optim.SGD, **SGD), own_batches(applied)
     found = train(model, own, applied.sync_gradients, optimizers)
     if tp > 1:
@@ -208,15 +213,16 @@ def columns_of_one_input_send_one_gradient():
 
 # Values of axes: each expert in shards, beside ZeRO 1 and tp; experts that move where that pays,
 # with recompute, FSDP2, tp and cp; attention by heads.
+HEADS = {"cp": 2, "scheme": "ulysses"}
 PLACED = {
     "etp": {"ep": 2, "etp": 2, "dispatcher": "dedup", "combine": "reduced", "zero": 1},
     "etp-alone": {"ep": 1, "etp": 4, "dispatcher": "alltoall", "recompute": 1},
-    "etp-tp": {"ep": 2, "etp": 2, "dispatcher": "alltoall", "tp": 2, "zero": 0},
+    "etp-tp": {"ep": 2, "etp": 2, "dispatcher": "alltoall", "tp": 2, "zero": 0, "micro_batch": 4},
     "balance": {"ep": 4, "balance": "exact", "dispatcher": "dedup", "zero": 1, "recompute": 1},
     "balance-zero": {"ep": 2, "balance": "exact", "dispatcher": "alltoall", "zero": 3},
     "balance-tp": {"ep": 4, "balance": "exact", "dispatcher": "alltoall", "tp": 2, "zero": 0},
-    "heads": {"ep": 4, "cp": 2, "scheme": "ulysses", "zero": 1, "recompute": 1},
-    "heads-zero": {"ep": 2, "cp": 2, "scheme": "ulysses", "zero": 3},
+    "heads": {**HEADS, "ep": 4, "zero": 1, "recompute": 1, "micro_batch": 4},
+    "heads-zero": {**HEADS, "ep": 2, "zero": 3},
     "balance-cp": {"ep": 2, "balance": "exact", "dispatcher": "allgather", "cp": 2, "zero": 2},
 }
 
@@ -423,9 +429,8 @@ def stages_send_what_the_plan_says(name, tied=True):
 @CHECKS()
 def takes_the_plan_that_is_quickest_here():
     pytest.importorskip("transformers")
-    sizes = {"num_ranks": 4, "seq_len": 16, "global_batch": 8, "dtype": "float32"}
     fixed = {name: value for name, value in DEFAULTS.items() if name not in ("ep", "micro_batch")}
-    made = plan(made_model().float(), CLUSTER, **sizes, fixed=fixed)
+    made = planned(made_model().float(), fixed)
     assert len(made.runners_up) == 2
     assert made.seconds <= made.runners_up[0].seconds <= made.runners_up[1].seconds
     staged = dataclasses.replace(
@@ -461,7 +466,9 @@ def rings_send_what_the_plan_says(cp, tp, kv_wire=None, scheme="ring"):
     pytest.importorskip("transformers")
     model = made_model().float()
     fixed = {"cp": cp, "tp": tp, "ep": 4, "zero": 0, "recompute": int(tp == 2), "kv_wire": kv_wire}
-    applied = applied_to(model, **fixed, scheme=scheme, micro_batch=cp * tp)
+    # Each micro-batch sends as much: one case has two of them.
+    fixed["micro_batch"] = cp * tp * (1 if kv_wire == "int8" else 2)
+    applied = applied_to(model, **fixed, scheme=scheme)
     routing = assert_sends_what_the_plan_says(applied, own_batches(applied))
     told = applied.sent_bytes(routing)["attention"]
     assert told > 0

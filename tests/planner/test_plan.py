@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import re
 import shlex
 import subprocess
@@ -12,6 +13,7 @@ import sys
 
 import pytest
 import torch
+from forked import Script
 from planner_models import SMALL
 
 from moe_ext import __main__
@@ -611,15 +613,15 @@ def test_plan_is_written_and_told(tmp_path):
 
 
 def test_launchers_start_every_rank(tmp_path):
-    made = plan(SMALL, CLUSTER, num_ranks=2, seq_len=256, global_batch=16, dtype="float32")
+    job = {"num_ranks": 2, "seq_len": 256, "global_batch": 16, "dtype": "float32"}
+    made = plan(SMALL, CLUSTER, **job, fixed={"pp": 1, "tp": 1, "cp": 1})
     made.to_json(tmp_path / "plan.json")
     script = "import os, sys; open('rank' + os.environ['RANK'], 'w').write(' '.join(sys.argv[1:]))"
     (tmp_path / "train.py").write_text(script)
     line = made.commands("train.py")["torchrun"].replace("torchrun", "-m torch.distributed.run", 1)
-    done = subprocess.run(
-        [sys.executable, *shlex.split(line)], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    log = tmp_path / "log"
+    code = Script(shlex.split(line), dict(os.environ), log, tmp_path).wait(timeout=120)
+    assert code == 0, log.read_text()
     told = {p.name: p.read_text() for p in tmp_path.glob("rank*")}
     assert told == dict.fromkeys(("rank0", "rank1"), "--plan plan.json")
 
@@ -645,7 +647,7 @@ def test_launchers_of_many_nodes(tmp_path):
 def test_command(tmp_path, capsys, monkeypatch):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG))
-    command = [sys.executable, "-m", "moe_ext", "plan", "--cluster", "h100", "--gpus", "4"]
+    command = ["-m", "moe_ext", "plan", "--cluster", "h100", "--gpus", "4"]
     options = ["--global-batch", "8", "--seq-len", "128", "--why-not", "tp=2", "--fix", "pp=1"]
     options += ["--load", "W1", "--profile"]
     rates = CostTable.of_process()
@@ -653,23 +655,24 @@ def test_command(tmp_path, capsys, monkeypatch):
     rates.save(tmp_path / "costs.json")
     options += ["--costs", str(tmp_path / "costs.json")]
     out = ["--out", str(tmp_path / "plan.json"), "--report", str(tmp_path / "plan.html")]
-    done = subprocess.run(
-        [*command, "--model", str(config), *options, *out], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    log = tmp_path / "out", tmp_path / "err"
+    command += ["--model", str(config)]
+    code = Script([*command, *options, *out], dict(os.environ), log).wait(timeout=120)
+    said, errors = (each.read_text() for each in log)
+    assert code == 0, errors
     assert (
-        "Gflop/s in bfloat16" in done.stdout
-        and "why not tp=2" in done.stdout
-        and "examples/train_moe_lm.py --plan " in done.stdout
+        "Gflop/s in bfloat16" in said
+        and "why not tp=2" in said
+        and "examples/train_moe_lm.py --plan " in said
     )
-    for text in (done.stdout, (tmp_path / "plan.html").read_text()):
+    for text in (said, (tmp_path / "plan.html").read_text()):
         assert re.search(r"mixtral: .* layers; .*: 4 ranks, .* 8 sequences of 128 .*bfloat16", text)
-    # It imports transformers and measures rates, for more than a second; ever fewer lines.
-    told = re.findall(r"moe_ext plan: .*, (\d+) s\n", done.stderr)
+    # It measures rates and searches, for more than a second; ever fewer lines.
+    told = re.findall(r"moe_ext plan: .*, (\d+) s\n", errors)
     assert told and all(int(b) >= 2 * int(a) - 1 for a, b in itertools.pairwise(told))
     made = Plan.from_json(tmp_path / "plan.json")
     assert made.choice["pp"] == 1 and made.cluster.costs == rates
-    monkeypatch.setattr(sys, "argv", [*command[2:], "--model", "nothing"])
+    monkeypatch.setattr(sys, "argv", [*command[1:], "--model", "nothing"])
     with pytest.raises(SystemExit) as ended:
         __main__.main()
     assert ended.value.code == 2 and "expected model to be one of" in capsys.readouterr().err
