@@ -421,7 +421,6 @@ def compressed(kind, codec):
 
 
 @four(
-    ("scattered", "brief"),
     ("scattered", Brief()),
     ("scattered", Quantize("int6", block=None)),
     ("scattered", TopK(0.1)),

@@ -153,8 +153,8 @@ def check_the_choice_is_looked_at_again_while_it_trains():
     want, one = outcome(layer("alltoall"), x), layer()
     names = []
     with mock.patch.object(auto, "_rehearse", rehearsed):
-        for number in (*range(1, 19), *range(61, 67)):
-            if number == 61:
+        for number in (1, 2, 3, *range(14, 19), *range(61, 67)):
+            if number in (14, 61):
                 skip_to(one, number)
             assert_same_bits(outcome(one, x), want)
             if number in (1, 2, 15, 63):
@@ -165,7 +165,7 @@ def check_the_choice_is_looked_at_again_while_it_trains():
                 one.train()
             names.append(one.explain_dispatch().name)
             assert len(routed) == 1 + (number >= 16) + (number >= 64)
-    assert names == ["dedup"] * 21 + ["alltoall"] * 3
+    assert names == ["dedup"] * 11 + ["alltoall"] * 3
     assert "routing of training pass 63" in one.explain_dispatch().reason
     assert routed[0] is None and all(r.shape == (len(x), K) for r in routed[1:])
     # The ranks still compare the options with each exchange.
@@ -190,8 +190,8 @@ def check_a_change_that_would_show_is_not_made():
 
         one = layer(**options)
         with mock.patch.object(auto, "_rehearse", rehearsed):
-            for number in (1, 2, 14, 15, 16, 17):
-                if number == 14:
+            for number in (1, 15, 16, 17):
+                if number == 15:
                     skip_to(one, number)
                 again = run and partial(run, one, use_reentrant=False)
                 outcome(one, x.to(one.router.weight.dtype), again)
@@ -200,10 +200,11 @@ def check_a_change_that_would_show_is_not_made():
 
 def check_a_dispatcher_set_by_hand_stays():
     x, one = tokens(MANY + 22), layer()
-    for number in (1, 2, 14, 15, 16, 17):
-        if number == 14:
+    for number in (1, 15, 16, 17):
+        if number == 15:
             skip_to(one, number)
-        outcome(one, x)
+        with mock.patch.object(auto, "ROUNDS", 2):
+            outcome(one, x)
         if number == 15:
             one.dispatcher = layer("dedup").dispatcher
     assert one.dispatcher.name == "DedupDispatcher"
@@ -287,9 +288,9 @@ def check_the_first_pass_may_be_checkpointed():
     x, want = tokens(MANY), outcome(layer("alltoall"), tokens(MANY))
     for use_reentrant in (False, True):
         one = layer()
-        assert_same_bits(
-            outcome(one, x, partial(checkpoint, one, use_reentrant=use_reentrant)), want
-        )
+        with mock.patch.object(auto, "ROUNDS", 2):
+            found = outcome(one, x, partial(checkpoint, one, use_reentrant=use_reentrant))
+        assert_same_bits(found, want)
 
 
 def check_a_bad_input_on_one_rank_raises_everywhere():

@@ -272,6 +272,8 @@ def check_low_precision_and_autocast():
 
 
 def check_compiling_around_the_layer():
+    if dist.get_world_size() != 2:
+        return  # what is compiled is the same on more ranks
     sharded, _ = layers()
     model = torch.nn.Sequential(torch.nn.Linear(8, 8).double(), sharded)
     compiled = torch.compile(model, backend="aot_eager")

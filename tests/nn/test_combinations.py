@@ -1,8 +1,8 @@
 """Every pair of a layer's options works, or is refused by the table of `nn.combinations`.
 
-One that works is run forward and backward and compared with the formula of the layer: a loop over
-the slots that the router chose and the capacity left. Shapes: T tokens of a rank, D model, E
-experts, K top-k.
+One that works is run forward and backward and compared with the formula of the layer: a sum over
+experts, by the slots that the router chose and the capacity left. Shapes: T tokens of a rank, D
+model, E experts, K top-k.
 """
 
 import functools
@@ -242,7 +242,7 @@ def inputs():
 
 @functools.cache
 def formula(names, on_ranks):
-    """Outputs and gradients of a loop over slots, with the losses of a layer that returns them.
+    """Outputs and gradients of a sum over experts, with the losses of a layer that returns them.
 
     In the place of a feature that says how a layer computes stands one that gives it nothing.
     """
@@ -255,15 +255,11 @@ def formula(names, on_ranks):
     x_TD = x_BSD.requires_grad_().flatten(0, -2)
     routed = layer.router(x_TD, token_mask=None)
     choice = limit_choice(layer.capacity, layer.router, routed, layer.top_k, None, training=True)
-    rows = []
-    for t, e_K in enumerate(choice.topk_idx.tolist()):
-        y_D = torch.zeros(D)
-        for k, e in enumerate(e_K):
-            if e >= 0:
-                offsets = torch.arange(E + 1).gt(e).long()
-                y_D = y_D + choice.topk_weights[t, k] * layer.experts(x_TD[t : t + 1], offsets)[0]
-        rows.append(y_D)
-    y_TD = torch.stack(rows)
+    y_TD = torch.zeros_like(x_TD)
+    for e in range(E):
+        offsets = torch.arange(E + 1).gt(e) * len(x_TD)
+        weights_T1 = (choice.topk_weights * (choice.topk_idx == e)).sum(1, keepdim=True)
+        y_TD = y_TD + weights_T1 * layer.experts(x_TD, offsets)
     if layer.shared_expert is not None:
         gate = torch.sigmoid(layer.shared_expert_gate(x_TD))
         y_TD = y_TD + gate * layer.shared_expert(x_TD)

@@ -43,7 +43,8 @@ def sends(table):
 def test_both_ranks_have_the_messages_of_all_schedules_in_one_order(name):
     count = 0
     for ranks in (1, 2, 3, 4, 6, 8):
-        for micro in sorted({1, 2, 3, ranks, 2 * ranks, 2 * ranks + 1}):
+        most = 2 * ranks + 1 if ranks < 8 else ranks
+        for micro in sorted(n for n in {1, 2, 3, ranks, 2 * ranks, 2 * ranks + 1} if n <= most):
             try:
                 table = make_table(name, ranks, micro)
             except ValueError:
