@@ -135,6 +135,20 @@ def assert_close(found, want, options, combine):
         torch.testing.assert_close(a, b, rtol=0, atol=allowed)
 
 
+def check_a_dispatcher_alone_heeds_a_capacity():
+    """A layer has taken away what is beyond it before."""
+    x, found = tokens(40, D, torch.float64), {}
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    idx = torch.rand(40, E, generator=generator).topk(K).indices
+    weights = torch.rand(40, K, generator=generator, dtype=torch.float64)
+    for way in ("alltoall", *WAYS):
+        made = dispatcher(way, E)
+        rows, offsets, metadata = made.dispatch(x, idx, weights, capacity=5)
+        assert int(metadata.num_dropped) > 0 and int(offsets.diff().max()) <= 5 * made.num_ranks
+        found[way] = made.combine(rows, metadata)
+        assert_same_bits(found[way], found["alltoall"])
+
+
 def check_checkpointing_and_autocast():
     ways = WAYS if dist.get_world_size() == 4 else (WAYS[0], WAYS[2])
     for way, combine in itertools.product(ways, ("exact", "reduced")):
