@@ -1,6 +1,7 @@
 """Gradient selection against sorting, in place and beside it, and what holds for any gradient."""
 
 import contextlib
+import functools
 import itertools
 
 import emulation
@@ -475,11 +476,14 @@ def test_the_reference_reads_elsewhere(device):
         assert_same("threshold_compress_", make(600), torch.ones(9), 9, **options)
 
 
+large = functools.cache(make)
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_results_that_go_past_the_caches(isa, num_threads, first):
     """From 8 MiB on, and only where lines begin."""
     num_threads(2)
-    grad, residual, velocity = (x[first:] for x in make(2**21 + 40000))
+    grad, residual, velocity = (x[first:] for x in large(2**21 + 40000))
     beside = {"others": ((ops, True),)}
     state = (grad, residual)
     assert_same("topk_compress_", state, 20000, **beside)

@@ -1,8 +1,15 @@
 """Small models of every family that can be replaced, and what the tests measure on them."""
 
+import contextlib
+import functools
+import itertools
+
 import pytest
 import torch
+import torch.distributed as dist
 from rank_checks import full
+
+from moe_ext.attention.huggingface import prepare
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -138,3 +145,34 @@ def run(model, batch, seed=5, **kwargs):
 def assert_near(got, want, relative=RELATIVE):
     got, want = full(got.detach()), full(want.detach())
     torch.testing.assert_close(got, want, rtol=0, atol=relative * float(want.abs().max()))
+
+
+def by_one_rank(function):
+    """A function that one rank calls, another each time; all get what it returns or raises."""
+    turns = itertools.count()
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        turn, found = next(turns) % dist.get_world_size(), [None]
+        if dist.get_rank() == turn:
+            try:
+                found = [function(*args, **kwargs)]
+            except Exception as error:
+                found = [error]
+        dist.broadcast_object_list(found, turn)
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return found[0]
+
+    return call
+
+
+_probe = by_one_rank(prepare.probe)
+
+
+@contextlib.contextmanager
+def one_probe():
+    """Has one rank run a model on a few tokens: all would find the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "probe", _probe)
+        yield

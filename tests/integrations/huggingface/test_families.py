@@ -22,6 +22,7 @@ from hf_families import (
     spread_by_transformers,
     transformers,
 )
+from hf_models import one_probe
 from rank_checks import full
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -128,9 +129,10 @@ def check_ring(model, relative, *, compares):
     # Even parts, whose mean is that of the whole; longer than windows and compressed blocks.
     ids = torch.randint(3, VOCABULARY, (1, 256), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "use_cache": False}
-    whole = copy.deepcopy(model)
+    whole = copy.deepcopy(model) if compares else None
     try:
-        prepare_model(model, group=dist.group.WORLD, layout="zigzag")
+        with one_probe():
+            prepare_model(model, group=dist.group.WORLD, layout="zigzag")
         moe_ext.replace(model, ep_group=dist.group.WORLD)
         output = model(**batch)
     except ValueError:

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hf_models import transformers
+from hf_models import by_one_rank, one_probe, transformers
 from rank_checks import Checks, full
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -244,14 +244,31 @@ def make_batch(kind="padded"):
 
 def one_process(model, kind="padded"):
     """Loss with a backward pass; documents one by one, which some families do not keep apart."""
-    batch = make_batch(kind)
+    batch, count = make_batch(kind), {}
     parts = [batch]
     if kind == "packed":
         parts = [{"input_ids": x, "labels": x} for x in batch["input_ids"].split((9, 1, 13), 1)]
-    count = sum(int((part["labels"][:, 1:] != -100).sum()) for part in parts)
-    loss = sum(model(**part, use_cache=False, num_items_in_batch=count).loss for part in parts)
+        count["num_items_in_batch"] = sum(part["labels"].shape[1] - 1 for part in parts)
+    loss = sum(model(**part, use_cache=False, **count).loss for part in parts)
     loss.backward()
     return loss.detach()
+
+
+@by_one_rank
+def _loss_and_gradients(whole, kind):
+    """As numpy's, which are pickled whatever torch calls its dtypes."""
+    loss = one_process(whole, kind)
+    return [x if x is None else x.numpy() for x in (loss, *(p.grad for p in whole.parameters()))]
+
+
+def one_process_for_all(whole, kind="padded"):
+    """Loss of `one_process` on one of the ranks; all have its gradients."""
+    loss, *grads = [
+        x if x is None else torch.from_numpy(x) for x in _loss_and_gradients(whole, kind)
+    ]
+    for parameter, grad in zip(whole.parameters(), grads, strict=True):
+        parameter.grad = grad
+    return loss
 
 
 def expect_near(model, whole, of_own=1e-5, of_largest=1e-7):
@@ -293,8 +310,9 @@ def trains_as_one_process(model, kind, layout, rtol=1e-5, of_own=1e-5, of_larges
     """Prepared, and spread by `replace`; compared with a copy that has eager attention."""
     whole = copy.deepcopy(model)
     whole.set_attn_implementation("eager")
-    loss = one_process(whole, kind)
-    prepare_model(model, group=group(), layout=layout)
+    loss = one_process_for_all(whole, kind)
+    with one_probe():
+        prepare_model(model, group=group(), layout=layout)
     if spread:
         assert moe_ext.replace(model, **spread) > 0
     found = trained(model, make_batch(kind), layout)
@@ -305,16 +323,7 @@ def trains_as_one_process(model, kind, layout, rtol=1e-5, of_own=1e-5, of_larges
 
 @check(*((family,) for family in SERVED if family not in RECURRENCES))
 def equals_one_process(family):
-    model = make(family, **SERVED[family])
-    whole = copy.deepcopy(model)
-    whole.set_attn_implementation("eager")
-    batch = make_batch()
-    loss = whole(**batch).loss
-    loss.backward()
-    prepare_model(model, group=group())
-    found = trained(model, batch)
-    torch.testing.assert_close(found, loss.detach(), rtol=1e-5, atol=0)
-    expect_near(model, whole)
+    trains_as_one_process(make(family, **SERVED[family]), "padded", "zigzag")
 
 
 @check(*((kind, layout) for kind in ("plain", "packed") for layout in ("zigzag", "contiguous")))
@@ -619,7 +628,7 @@ def test_a_model_is_pickled_whole():
     models, batch = [make(family, **SERVED[family]) for family in PICKLED], make_batch("packed")
     for model in models:
         prepare_model(model, group=None)
-    # In another process, too, where nobody prepared them.
+    # In another process, too, where nobody prepared them, or has imported moe_ext.
     code = "import pickle, sys; models, b = pickle.load(sys.stdin.buffer); "
     code += "print(*(float(m(**b).loss) for m in models))"
     done = subprocess.run(

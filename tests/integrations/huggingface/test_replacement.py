@@ -77,17 +77,17 @@ def test_options_of_a_family(family, options, batch):
 # the loss by up to a thousandth: transformers' own implementations differ by as much among
 # themselves. In float64 nothing flips, and what is left is the float32 of the routers' softmax.
 @families
-def test_the_same_fifty_losses(family, batch):
+def test_the_same_losses(family, batch):
     curves = []
     for replaced in (False, True):
         model = build(family).double().train()
         model.set_experts_implementation("eager")
         if replaced:
             moe_ext.replace(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         losses = []
         torch.manual_seed(3)
-        for _ in range(50):
+        for _ in range(15):
             optimizer.zero_grad()
             loss = model(**batch).loss
             loss.backward()
