@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import multiprocessing
 import os
 import pickle
+import secrets
 import socket
 import tempfile
 import traceback
@@ -149,6 +151,10 @@ def spawn_ranks(
 
 
 def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A port below those that the system gives to connections, which would take it meanwhile."""
+    for _ in range(100):
+        port = 20000 + secrets.randbelow(12000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("spawn_ranks: expected a free port of 127.0.0.1, got none")

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -49,18 +48,12 @@ def write_text(folder):
     return path
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def lose_a_node(script, dying, args, folder):
     """Run a script by torchrun on two nodes, whose second one dies; the output of the first.
 
     `dying` is what runs there in the place of the script: it kills itself, and the agent with it.
     """
-    port, agents = free_port(), []
+    port, agents = testing._free_port(), []
     for node, command in enumerate(([script], dying)):
         # How long a first node waits for another one; how soon a silent one counts as dead (five
         # seconds, not fifteen); who keeps the store.
@@ -94,7 +87,7 @@ class Ranks:
     def __init__(
         self, args, world_size, folder, kill=None, kill_rank=0, script="train_moe_lm.py", cwd="."
     ):
-        port = free_port()
+        port = testing._free_port()
         self.logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
         self.processes = []
         for rank, log in enumerate(self.logs):

@@ -80,7 +80,8 @@ def test_resume_on_other_numbers_of_ranks(launch, train, text_file, tmp_path, un
     out = tmp_path / "out"
     args = job(out, text_file, "--steps", 12, "--checkpoint-every", 3)
     # 2 ranks share the experts, then 1 rank holds all, then 2 hold all each, then 2 pairs share.
-    launch(args, 2, kill="batch:4").wait()
+    first = launch(args, 2, kill="batch:4")
+    assert first.wait()[0] == -signal.SIGKILL, first.output()
     one = launch(args, 1, kill="batch:7")
     one.wait()
     assert "from step 3" in one.output()

@@ -1,12 +1,11 @@
 """What only a GPU shows: the layer without synchronisation, in a graph, and over NCCL."""
 
-import socket
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import moe_ext
+from moe_ext import testing
 from moe_ext.comm import streams
 from moe_ext.dispatch.rows import all_to_all_rows
 from moe_ext.nn import Capacity, RowBudget
@@ -101,10 +100,8 @@ def one_rank():
     """A group of this process alone, over NCCL."""
     if not dist.is_nccl_available():
         pytest.skip("this torch has no NCCL")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    address = f"tcp://127.0.0.1:{testing._free_port()}"
+    dist.init_process_group("nccl", init_method=address, rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
 
