@@ -34,12 +34,11 @@ NEWEST_FRAMEWORKS = accelerate transformers lightning peft
 FRAMEWORK_TESTS = $(addprefix tests/distributed/test_,clipping_matrix.py composition.py lightning.py nothing_replaced.py) \
 	$(addprefix tests/integrations/huggingface/test_,adapters.py ring_models.py saving.py trainer.py) \
 	$(addprefix tests/integrations/huggingface/test_hybrid_models.py::test_,ranks mixers_refuse_a_cache_of_states)
-# Tests of one file share ranks, and so a worker. Files in the order of tests/marks.py, dearest first. One worker more than
-# cores: a test that waits for a timer, or for a rank that is gone, fills none.
+# One worker a core; tests of one file share ranks, and so a worker. Files in the order of tests/marks.py, dearest first.
 PYTEST = $(BIN)/python -m pytest
-WORKERS = --numprocesses=$$(( $$(nproc) + 1 )) --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
-# The folder of all tests that run alone; tests/test_marks.py compares.
-SERIAL = tests/compression
+WORKERS = --numprocesses=auto --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
+# The files of all tests that run alone; tests/test_marks.py compares.
+SERIAL = $(addprefix tests/compression/test_,collective_failures.py cost_model.py)
 # Asked for when a recipe runs: torch is installed by then.
 BUILD_DIR = build/cmake-$$($(BIN)/python -c 'import torch; print(torch.__version__)')
 # The last lines of `make test`: what a machine without GoogleTest or valgrind did not run.
