@@ -264,5 +264,5 @@ def num_threads():
 
 @pytest.fixture(autouse=True)
 def seed():
-    # That of torch itself keeps a stack for each kind of device that may come to be used.
+    # `torch.manual_seed` keeps the caller's stack for each kind of device that may be used later.
     (torch if CUDA else torch.default_generator).manual_seed(0)

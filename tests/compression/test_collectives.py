@@ -102,7 +102,7 @@ def all_gather_adds_in_rank_order(rank, size):
 @check(1, 2, 3, 8)
 def nothing_is_lost_by_any_algorithm_and_value_codec(rank, size):
     codecs = ("fp32", "bf16", "int8") if size < 3 else ("fp32",)
-    # Of eight ranks "auto" takes each of the others.
+    # Over eight ranks "auto" takes each of the others.
     algorithms = ("all_gather", "split", "dense", "auto") if size < 8 else ("split", "auto")
     for (numel, k), codec, algorithm in pairs(sizes_and_counts(size), codecs, algorithms):
         gradient, magnitudes = sums_of_ranks(size, numel)

@@ -86,7 +86,7 @@ def one_process():
 
 @functools.cache
 def gradients():
-    """Those of one process."""
+    """Gradients that one process has."""
     model = Model()
     moe_ext.nn.set_loss_scale(model, 1 / 4)
     for rank in range(4):

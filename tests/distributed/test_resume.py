@@ -268,7 +268,7 @@ def load(way, path, saved, model, optimizer, scheduler):
 
 
 def goes_on(case, path, saved, group):
-    """What six steps make of what was saved, in a new model with other weights and options."""
+    """Six steps from what was saved, by a new model of other weights and options."""
     name, schedule, way = case
     model, optimizer, scheduler = made(name, schedule, way, group, seed=6)
     scramble(optimizer)
@@ -600,8 +600,8 @@ def test_bits_in_one_process(tmp_path, name):
         run_case(case, tmp_path / str(number), None)
 
 
-# What sums over a parameter have in another order, in another number of ranks: of all steps each
-# with a relative rate below 1 of weights below 8, by norms of fewer than 32 elements in float64.
+# Rounding of sums over a parameter, which another number of ranks takes in another order: each step
+# has a relative rate below 1 of weights below 8, by norms of fewer than 32 elements in float64.
 REORDERED = STEPS * 8 * 32 * 2**-52
 
 

@@ -120,7 +120,7 @@ def made(table):
     inputs = functools.cache(lambda dtype, *sizes: table.Inputs(dtype))
 
     def call(name, dtype, where):
-        """Where kernels are emulated, one stage of head dims, and three chunks of a delta rule."""
+        """Emulated kernels take one stage of head dims, and three chunks of a delta rule."""
         table.D = 32 if where == "simt" and "attention" in name else 64
         table.S = 40 if where == "simt" and "delta_rule" in name else 72
         return table.calls(name, inputs(dtype, table.D, table.S))
