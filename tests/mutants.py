@@ -94,6 +94,16 @@ MISTAKES = {
             "    _waits.append(wait){+\n    atexit.register(wait, 0.0)+}",
             "tests/distributed/test_nothing_replaced.py -k one_process",
         ),
+        "ranks that do not follow each other share memory": (
+            "moe_ext/comm/shared_memory.py",
+            "can = memory is not None[- and len(here) == end - first-]",
+            "tests/comm/test_shared_memory.py -k whom_they_are_for",
+        ),
+        "a rank without the compiled module is sent to through memory": (
+            "moe_ext/comm/shared_memory.py",
+            "len(here) > 1[- and all(each for (each,) in told[first:end])-]",
+            "tests/comm/test_shared_memory.py -k without_the_module",
+        ),
         "the others do not hear of an error at the end of a backward pass": (
             "moe_ext/comm/reports.py",
             "[-c10d.call_after_backward-]"
@@ -859,6 +869,37 @@ MISTAKES = {
             "csrc/runtime/autograd.cpp",
             '(transforms.attr("count")("grad").cast<int>() < [-2-]{+3+})',
             "tests/ops/test_second_derivatives.py",
+        ),
+        "ranks that share memory get the rows of the first of them": (
+            "csrc/runtime/shared_memory.cpp",
+            "to += [-is_same ? 0 : round_up(bytes[rank], kLine)-]{+0+};",
+            "tests/comm/test_shared_memory.py -k whom_they_are_for",
+        ),
+        "a rank writes over what others have not read": (
+            "csrc/runtime/shared_memory.cpp",
+            "begin = overlaps ? [-each->end-]{+begin + 1+} : begin;\n      "
+            "each = [-overlaps ? underway_.begin() : each + 1-]{+each + 1+};",
+            "tests/comm/test_shared_memory.py -k any_order",
+        ),
+        "rows that nobody waits for keep their memory": (
+            "csrc/runtime/shared_memory.cpp",
+            "[-exchanges_->abandon(each.from, number_);-]{+(void)each;+}",
+            "tests/comm/test_shared_memory.py -k given_back",
+        ),
+        "a rank keeps all memory that it has shared": (
+            "csrc/runtime/shared_memory.cpp",
+            "if (underway_.empty() && used_ > [-kKeptBytes-]{+own().data_bytes()+}) {",
+            "tests/comm/test_shared_memory.py -k given_back",
+        ),
+        "a killed rank is waited for": (
+            "csrc/runtime/shared_memory.cpp",
+            "const bool is_gone = header.closed.load() != 0[- || !from.is_owned()-];",
+            "tests/comm/test_shared_memory.py -k killed",
+        ),
+        "a fork closes the memory of its parent": (
+            "csrc/runtime/shared_memory.cpp",
+            "if (is_made_[- && getpid() == process_-]) {",
+            "tests/comm/test_shared_memory.py -k fork",
         ),
         "a compiled exchange accepts a rank past the last": (
             "csrc/runtime/*.cpp",

@@ -9,5 +9,6 @@ PYBIND11_MODULE(_runtime, module) {
   moe_ext::runtime::bind_autograd(module);
   moe_ext::runtime::bind_ring_exchange(module);
   moe_ext::runtime::bind_routed_experts(module);
+  moe_ext::runtime::bind_shared_memory(module);
   moe_ext::runtime::bind_worker(module);
 }

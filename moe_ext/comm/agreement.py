@@ -29,10 +29,17 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_ext.comm import c10d, streams
-from moe_ext.comm.failures import RankFailureError, process_identity, remember_processes
+from moe_ext.comm import c10d, shared_memory, streams
+from moe_ext.comm.failures import (
+    RankFailureError,
+    naming_failed_ranks,
+    process_identity,
+    remember_processes,
+)
 from moe_ext.comm.groups import global_rank, group_ranks, group_size, small_message_device
 from moe_ext.comm.pending import start_gather_into
+from moe_ext.comm.reports import SHARED_ALL_GATHER, Collective, Underway
+from moe_ext.comm.shared_memory import NOBODY, Neighbours, known
 
 _TEXT_BYTES = 1024
 _LONGEST_FACT = 64
@@ -69,13 +76,42 @@ def share(
     return [row[_IDENTITY:] for row in rows]
 
 
+def neighbours(group: ProcessGroup, device: torch.device, operation: str) -> Neighbours:
+    """The ranks of this host, found out by all ranks of a group before their first message."""
+    if device.type != "cpu":
+        return NOBODY
+
+    def tell(values: list[int]) -> list[list[int]]:
+        row = torch.tensor([values], dtype=torch.int64)
+        found = row.new_empty(group_size(group), len(values))
+        rows: list[list[int]] = start_gather_into(found, row, group, operation).wait().tolist()
+        return rows
+
+    return known.get(group) or shared_memory.meet(group, tell)
+
+
+def gather_into(found: Tensor, sent: Tensor, group: ProcessGroup, operation: str) -> Tensor:
+    """Gather a contiguous tensor of every rank, neither counted nor compared.
+
+    Raises:
+        RankFailureError: a rank died or did not answer; the message names it.
+    """
+    near = neighbours(group, sent.device, operation)
+    if not near.are_all:
+        return start_gather_into(found, sent, group, operation).wait()
+    with naming_failed_ranks(group, operation):
+        post = functools.partial(near.memory.all_gather, found, sent)
+        Underway(post, Collective(SHARED_ALL_GATHER, group, sent)).wait()
+    return found
+
+
 def _gathered(message: Tensor, group: ProcessGroup, operation: str) -> Tensor:
     """The messages of all ranks, which nobody counts as traffic."""
     size = group_size(group)
     if size == 1:
         return message
     found = message.new_empty(size * message.shape[0], message.shape[1])
-    return start_gather_into(found, message, group, operation).wait()
+    return gather_into(found, message, group, operation)
 
 
 def _message(values: Sequence[int], device: torch.device) -> Tensor:

@@ -19,20 +19,20 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext.comm import c10d, debugging, streams
-from moe_ext.comm.agreement import share
-from moe_ext.comm.failures import name_failed_ranks, naming_failed_ranks, network_identity
-from moe_ext.comm.groups import group_rank, group_size, small_message_device
+from moe_ext.comm.agreement import gather_into, neighbours
+from moe_ext.comm.failures import name_failed_ranks, naming_failed_ranks
+from moe_ext.comm.groups import group_size, small_message_device
 from moe_ext.comm.pending import Pending, start_gather_into
-from moe_ext.comm.reports import Collective, Underway
+from moe_ext.comm.reports import SHARED_ALL_TO_ALL, Collective, Underway
+from moe_ext.comm.shared_memory import NOBODY, known
 from moe_ext.comm.traffic import record_traffic
 
 T = TypeVar("T")
 
 # Shorter rows, such as weights, travel in one call whatever joins the ranks.
 _LEAST_BYTES = 256
-# Groups that rows for higher ranks and for lower ones travel over, of a group on CPUs.
-_ways: weakref.WeakKeyDictionary[ProcessGroup, tuple[ProcessGroup, ProcessGroup]]
-_ways = weakref.WeakKeyDictionary()
+# Groups that rows for lower ranks travel over, by a group whose ranks are in several networks.
+_ways_down: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
 # By default group.
 _host_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -153,7 +153,13 @@ def all_gather(
     counted: bool = True,
 ) -> Tensor:
     """Gather a tensor of every rank; see `start_all_gather`."""
-    return start_all_gather(x, group, operation=operation, counted=counted).wait()
+    size = group_size(group)
+    if group is None or size == 1:
+        return x
+    if counted:
+        _note("all_gather", x, group, operation, (size - 1) * x.nbytes)
+    found = x.new_empty((size * x.shape[0], *x.shape[1:]))
+    return gather_into(found, x.contiguous(), group, operation) if x.numel() else found
 
 
 def reduce_scale(op: Any, num_ranks: int, operation: str) -> float:
@@ -269,28 +275,26 @@ def all_to_all(
         own = x.shape[0] // size if send is None else send[dist.get_rank(group)]
         row_bytes = x[:1].nbytes
         record_traffic("all_to_all", (x.shape[0] - own) * row_bytes)
-    sent, due = None if send is None else list(send), None if receive is None else list(receive)
+    assert group is not None
     try:
-        work = dist.all_to_all_single(out, x, due, sent, group=group, async_op=True)
-        Underway(work, Collective("all_to_all", group, x, send, receive)).wait()
+        near = known.get(group) if x.is_cpu else NOBODY
+        near = near or neighbours(group, x.device, operation)
+        _post(out, x, group, send, receive, near.memory if near.are_all else None).wait()
     except RuntimeError as error:
         name_failed_ranks(group, operation, error)
         raise
     return out
 
 
-def _both_ways(group: ProcessGroup, device: torch.device) -> tuple[ProcessGroup, ProcessGroup]:
-    """The two groups, found out by all ranks together; the same one twice on one host.
+def _way_down(group: ProcessGroup, device: torch.device) -> ProcessGroup:
+    """The twin of a group, made by all of its ranks at their first message between networks.
 
     Gloo asks for data behind the data that it sends: over one connection, a rank that comes late
     gets nothing before all that it sends has left. Over two, a network carries both at once.
-    Between ranks of one host data takes no time but that of the processors, which more threads
-    would lengthen.
     """
-    networks = share([network_identity()], group, device, operation="dispatch")
-    between = len({network for (network,) in networks}) > 1
-    _ways[group] = group, c10d.twin_group(group, device) if between else group
-    return _ways[group]
+    if group not in _ways_down:
+        _ways_down[group] = c10d.twin_group(group, device)
+    return _ways_down[group]
 
 
 def post_rows(
@@ -315,34 +319,61 @@ def post_rows(
         function = exchange or dist.all_to_all_single
         call = functools.partial(function, out, x, list(receive), list(send), group=group)
         return streams.run_beside(call, x, out, purpose="tokens")
-    up, down = _ways.get(group) or _both_ways(group, x.device)
-    messages = [(out, x, group, list(send), list(receive))]
+    near = known.get(group) or neighbours(group, x.device, "dispatch")
     short = x.dim() > 1 and x.shape[1:].numel() * x.element_size() < _LEAST_BYTES
-    if up is not down and not short:
-        me, rank = group_rank(group), range(len(send))
-        # Rows for lower ranks come first, as do those from lower ranks.
-        lower, from_lower = sum(send[:me]), sum(receive[: me + 1])
-        messages = [
-            (
-                out[:from_lower],
-                x[lower:],
-                up,
-                [send[p] * (p >= me) for p in rank],
-                [receive[p] * (p <= me) for p in rank],
-            ),
-            (
-                out[from_lower:],
-                x[:lower],
-                down,
-                [send[p] * (p < me) for p in rank],
-                [receive[p] * (p > me) for p in rank],
-            ),
-        ]
-    works = []
-    for into, rows, way, sizes, due in messages:
-        work = dist.all_to_all_single(into, rows, due, sizes, group=way, async_op=True)
-        works.append(Underway(work, Collective("all_to_all", way, rows, sizes, due)))
+    if near.are_all or short or not near.over_network:
+        return [_post(out, x, group, send, receive, near.memory if near.are_all else None)]
+    size, first, end = len(send), near.first, near.end
+    # Rows of this rank for itself go up where no memory takes them.
+    shares = near.memory is not None
+    up = slice(end if shares else first, size), slice(0, first if shares else end)
+    down = slice(0, first), slice(end, size)
+    works = [
+        _post(*_cut(out, x, send, receive, *up, group), None),
+        _post(*_cut(out, x, send, receive, *down, _way_down(group, x.device)), None),
+    ]
+    if shares:
+        here = slice(first, end)
+        works.append(_post(*_cut(out, x, send, receive, here, here, group), near.memory))
     return works
+
+
+def _cut(
+    out: Tensor,
+    x: Tensor,
+    send: Sequence[int],
+    receive: Sequence[int],
+    to: slice,
+    source: slice,
+    group: ProcessGroup,
+) -> tuple[Tensor, Tensor, ProcessGroup, list[int], list[int]]:
+    """The rows of an exchange for some ranks, and from some."""
+
+    def part(rows: Tensor, sizes: Sequence[int], ranks: slice) -> tuple[Tensor, list[int]]:
+        begin = sum(sizes[: ranks.start])
+        kept = [0] * len(sizes)
+        kept[ranks] = sizes[ranks]
+        return rows[begin : begin + sum(kept)], kept
+
+    (into, due), (rows, sizes) = part(out, receive, source), part(x, send, to)
+    return into, rows, group, sizes, due
+
+
+def _post(
+    out: Tensor,
+    x: Tensor,
+    group: ProcessGroup,
+    send: Sequence[int] | None,
+    receive: Sequence[int] | None,
+    memory: Any,
+) -> Underway:
+    """Begin to exchange rows through memory, or over c10d where it is None."""
+    if memory is not None:
+        post = functools.partial(memory.all_to_all, out, x, receive or (), send or ())
+        return Underway(post, Collective(SHARED_ALL_TO_ALL, group, x, send, receive))
+    sizes, due = (None if each is None else list(each) for each in (send, receive))
+    work = dist.all_to_all_single(out, x, due, sizes, group=group, async_op=True)
+    return Underway(work, Collective("all_to_all", group, x, sizes, due))
 
 
 def broadcast_(x: Tensor, group: ProcessGroup | None, source: int, *, operation: str) -> Tensor:

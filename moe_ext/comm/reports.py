@@ -19,9 +19,10 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from time import monotonic
 from types import FrameType
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_ext.comm import at_exit, c10d
+from moe_ext.comm import at_exit, c10d, shared_memory
 from moe_ext.comm.failures import (
     GRACE_SECONDS,
     RankFailureError,
@@ -88,11 +89,15 @@ def _job() -> _Job:
     return job
 
 
+# Through the memory of the neighbours, not over c10d.
+SHARED_ALL_TO_ALL, SHARED_ALL_GATHER = "shared all_to_all", "shared all_gather"
+
+
 class Collective(NamedTuple):
     """A collective that a rank waits in, for others to take part with zeros.
 
     Attributes:
-        kind: "all_to_all", "all_gather", "all_reduce" or "reduce_scatter".
+        kind: "all_to_all", "all_gather", "all_reduce", "reduce_scatter", or one of those above.
         group: its ranks.
         x: what this rank gives.
         send: rows for each rank, of an all-to-all of unequal parts.
@@ -110,20 +115,25 @@ class Underway:
     """A collective that was posted, whose wait an error of another rank ends.
 
     Every rank of the group posts the same ones in the same order.
+
+    Args:
+        work: of c10d; or what posts it, called with its number in the group.
+        call: what is posted.
     """
 
-    def __init__(self, work: dist.Work, call: Collective) -> None:
+    def __init__(self, work: dist.Work | Callable[[int], dist.Work], call: Collective) -> None:
         if call.group is None:
             call = call._replace(group=dist.group.WORLD)
         assert call.group is not None
-        self._work, self.call = work, call
+        self.call = call
         world = dist.group.WORLD
         assert world is not None
         job = _jobs.get(world) or _job()
         self._job = None if call.x.is_cuda else job
+        self.number = job.num_posted.get(call.group, 0)
+        self._work = work(self.number) if callable(work) else work
         if self._job is not None:
             job.groups.add(call.group)
-            self.number = job.num_posted.get(call.group, 0)
             job.num_posted[call.group] = self.number + 1
             job.underway.add(self)
 
@@ -446,11 +456,12 @@ def _take_part(
     group, size = group_of_name(name), len(members)
     assert group is not None
     me, found = members.index(dist.get_rank()), []
+    near = shared_memory.known.get(group)
     for number in range(_job().num_posted.get(group, 0), max(collectives) + 1):
         # Nobody sends if nobody waits.
         waiting = collectives.get(number, {})
         nothing: dict[str, Any] = {
-            "kind": "all_to_all",
+            "kind": SHARED_ALL_TO_ALL if near is not None and near.are_all else "all_to_all",
             "dtype": "uint8",
             "numel": 0,
             "sizes": [0] * 2 * size,
@@ -459,14 +470,19 @@ def _take_part(
         kind, numel, send, receive = like["kind"], like["numel"], None, None
         given = torch.zeros(numel, dtype=getattr(torch, like["dtype"]))
         work: Any
-        if kind == "all_to_all" and like["sizes"]:
+        if kind in ("all_to_all", SHARED_ALL_TO_ALL) and like["sizes"]:
             sizes = [waiting.get(rank, nothing)["sizes"] for rank in members]
             send, receive = [s[size + me] for s in sizes], [s[me] for s in sizes]
             given, taken = given.new_zeros(sum(send)), given.new_empty(sum(receive))
-            work = dist.all_to_all_single(taken, given, receive, send, group=group, async_op=True)
-        elif kind == "all_to_all":
+        else:
             taken = torch.empty_like(given)
-            work = dist.all_to_all_single(taken, given, group=group, async_op=True)
+        if kind == SHARED_ALL_TO_ALL and near is not None:
+            work = partial(near.memory.all_to_all, taken, given, receive or (), send or ())
+        elif kind == SHARED_ALL_GATHER and near is not None:
+            taken = given.new_empty(size * numel)
+            work = partial(near.memory.all_gather, taken, given)
+        elif kind == "all_to_all":
+            work = dist.all_to_all_single(taken, given, receive, send, group=group, async_op=True)
         elif kind == "all_gather":
             taken = given.new_empty(size * numel)
             work = getattr(dist, c10d.ALL_GATHER)(taken, given, group=group, async_op=True)

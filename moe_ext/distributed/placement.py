@@ -508,8 +508,14 @@ def own_part_of(module: nn.Module, name: str, parameter: Tensor, runtime: Any = 
 
     With `runtime` as `part_in_graph`.
     """
-    _check_part(module, name, parameter)
-    return part_in_graph(parameter, runtime) if is_dtensor(parameter) else parameter
+    if not is_dtensor(parameter):
+        _check_part(module, name, parameter)
+        return parameter
+    # In each pass: as `_was_assigned` found it.
+    own = id(parameter), parameter.untyped_storage()._cdata
+    if getattr(parameter, _OWN_STORAGE, None) != own:
+        _check_part(module, name, parameter)
+    return part_in_graph(parameter, runtime)
 
 
 def _check_part(module: nn.Module, name: str, parameter: Tensor) -> None:

@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 from moe_ext.attention import ring_attention, shard_sequence, unshard_sequence
 from moe_ext.attention.layouts import ranks_of
+from moe_ext.comm import collectives
+from moe_ext.comm.agreement import neighbours
 from moe_ext.comm.c10d import ALL_GATHER
 from moe_ext.comm.ring_exchange import Exchange
 
@@ -206,19 +208,24 @@ def bytes_sent():
             counted.append(found.nbytes - x.nbytes)
         return real[ALL_GATHER](found, x, **kwargs)
 
-    def all_to_all_single(out, x, receive, send, group=None, **kwargs):
-        others = sum(send) - send[dist.get_rank(group)]
-        counted.append(others * x[:1].nbytes)
-        return real["all_to_all_single"](out, x, receive, send, group=group, **kwargs)
+    def exchange(out, x, group, send, *args):
+        counted.append((sum(send) - send[dist.get_rank(group)]) * x[:1].nbytes)
+        return real["_post"](out, x, group, send, *args)
 
-    replacements = {
-        ALL_GATHER: all_gather,
-        "all_to_all_single": all_to_all_single,
-    }
+    def gather_into(found, x, group, operation):
+        if neighbours(group, x.device, operation).are_all:  # all_gather counts the others
+            counted.append(found.nbytes - x.nbytes)
+        return real["gather_into"](found, x, group, operation)
+
+    replacements = [
+        (dist, ALL_GATHER, all_gather),
+        (collectives, "_post", exchange),
+        (collectives, "gather_into", gather_into),
+    ]
     with pytest.MonkeyPatch.context() as patch:
-        for name, replacement in replacements.items():
-            real[name] = getattr(dist, name)
-            patch.setattr(dist, name, replacement)
+        for place, name, replacement in replacements:
+            real[name] = getattr(place, name)
+            patch.setattr(place, name, replacement)
         real["post"] = Exchange.post
         patch.setattr(Exchange, "post", post)
         yield counted

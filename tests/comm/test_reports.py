@@ -16,7 +16,7 @@ from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import MoELayer
-from moe_ext.comm import c10d, collectives, reports
+from moe_ext.comm import c10d, collectives, reports, shared_memory
 from moe_ext.distributed import HierarchicalDispatcher, RankFailureError, sync_gradients
 from moe_ext.nn import Dispatch, ModuleExperts, RowBudget
 from moe_ext.testing import spawn_ranks
@@ -161,7 +161,7 @@ FAULTS_OF_PARTS = (
 
 def run_faults_between_networks(rank, faults):
     """The same where rows for higher ranks and for lower ones travel over a group each."""
-    collectives.network_identity, collectives._LEAST_BYTES = lambda: rank, 1
+    shared_memory.network_identity, collectives._LEAST_BYTES = lambda: rank, 1
     return run_faults(rank, faults)
 
 

@@ -6,6 +6,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from moe_ext.comm import collectives
 from moe_ext.dispatch.by_name import _CLASSES
 
 
@@ -26,8 +27,8 @@ def dispatcher(way, num_experts, **options):
 
 
 def sent_messages():
-    """A context whose value has the calls of `dist.all_to_all_single`."""
-    return mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single)
+    """A context whose value has the calls that send: (out, x, group, send, receive, ...)."""
+    return mock.patch.object(collectives, "_post", wraps=collectives._post)
 
 
 def assert_same_bits(found, want):

@@ -213,7 +213,7 @@ def check_a_token_travels_once_to_a_node():
     with sent_messages() as sent:
         one(x)
     calls = [
-        (dist.get_process_group_ranks(call.kwargs["group"]), call.args[1].shape[0])
+        (dist.get_process_group_ranks(call.args[2]), call.args[1].shape[0])
         for call in sent.call_args_list
         if call.args[1].dtype == torch.float64 and call.args[1].shape[1] == D
     ]

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import moe_ext
-from moe_ext.comm import collectives
+from moe_ext.comm import collectives, shared_memory
 from moe_ext.dispatch import rows as exchanges
 from moe_ext.distributed import HierarchicalDispatcher
 from moe_ext.distributed.dtensor import local_part
@@ -99,19 +99,20 @@ def check_counts_of_all_parts_are_one_message():
 def check_bits_between_networks_are_those_on_one_host():
     layer, x = make(1), tokens((7, 40, 0, 2)[dist.get_rank()], D)
     want = outcome(layer, x)
+    known = shared_memory.known.pop(dist.group.WORLD)
     with (
-        mock.patch.object(collectives, "network_identity", dist.get_rank),
+        mock.patch.object(shared_memory, "network_identity", dist.get_rank),
         mock.patch.object(collectives, "_LEAST_BYTES", 1),
-        mock.patch.object(collectives, "_ways", {}),
         sent_messages() as sent,
     ):
         found = outcome(layer, x)
+    shared_memory.known[dist.group.WORLD] = known
     torch.testing.assert_close(found, want, rtol=0, atol=0)
-    sizes = [call.args[2:] for call in sent.call_args_list if call.args[2] is not None]
+    sizes = [call.args[3:5] for call in sent.call_args_list if call.args[3] is not None]
     rank, ranks = dist.get_rank(), range(dist.get_world_size())
     # Rows, weights, results, and their gradients, each as two messages that go one way.
     assert len(sizes) == 12
-    for i, (receive, send) in enumerate(sizes):
+    for i, (send, receive) in enumerate(sizes):
         wrong = [p < rank if i % 2 == 0 else p >= rank for p in ranks]
         assert not any(size for size, none in zip(send, wrong, strict=True) if none)
         wrong = [p > rank if i % 2 == 0 else p <= rank for p in ranks]

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moe_ext
 from moe_ext import distributed as md
-from moe_ext.comm import collectives, pending
+from moe_ext.comm import agreement, collectives, pending
 from moe_ext.comm.link import Link
 from moe_ext.comm.reports import Underway
 from moe_ext.dispatch import rows
@@ -108,7 +108,7 @@ def masked_tokens():
 
 
 # Modules that post messages.
-POSTING = (collectives, pending, rows)
+POSTING = (agreement, collectives, pending, rows)
 
 
 class Messages(list):

@@ -1,0 +1,260 @@
+"""Exchanges of the ranks of one host through memory that they share."""
+
+import contextlib
+import gc
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_checks import Checks, ask_briefly, raised
+
+from moe_ext import MoELayer, _runtime_library
+from moe_ext.comm import collectives, shared_memory
+from moe_ext.comm.agreement import neighbours, share
+from moe_ext.comm.failures import RankFailureError
+from moe_ext.testing import spawn_ranks
+
+CPU = torch.device("cpu")
+# Networks of four ranks, and the ranks whose memory the last of them shares.
+NETWORKS = {
+    "one": ((0, 0, 0, 0), (0, 4)),
+    "two of two": ((0, 0, 1, 1), (2, 4)),
+    "one and three": ((0, 1, 1, 1), (1, 4)),
+    "four": ((0, 1, 2, 3), None),
+    "in turn": ((0, 1, 0, 1), None),
+}
+
+pytestmark = pytest.mark.skipif(
+    _runtime_library.load() is None, reason="exchanges through memory are compiled"
+)
+
+
+def world():
+    return dist.group.WORLD
+
+
+def near(group=None):
+    return neighbours(group or world(), CPU, "test")
+
+
+@contextlib.contextmanager
+def spread(networks):
+    """A group of all ranks, which are in these networks."""
+    group = dist.new_group()
+    network = networks[dist.get_rank()]
+    with mock.patch.object(shared_memory, "network_identity", lambda: network):
+        yield group
+
+
+def rows_for(sizes, source, width, dtype):
+    """Rows that a rank sends: each says from which rank it comes and for which it is."""
+    found = [torch.full((size, width), 16 * source + to) for to, size in enumerate(sizes)]
+    return torch.cat(found).to(dtype)
+
+
+def check_rows_reach_whom_they_are_for():
+    generator, rank = torch.Generator().manual_seed(0), dist.get_rank()
+    for networks, shared in NETWORKS.values():
+        with spread(networks) as group:
+            found = near(group)
+        assert found.are_all == (len(set(networks)) == 1)
+        assert found.over_network == (len(set(networks)) > 1)
+        if rank == 3:
+            assert (found.memory is None) == (shared is None)
+            assert (found.first, found.end) == (shared or (3, 4))
+        for most in (1, 3, 40):
+            sizes_PP = torch.randint(0, most + 1, (4, 4), generator=generator).tolist()
+            send, receive = sizes_PP[rank], [sizes[rank] for sizes in sizes_PP]
+            for width, dtype in ((1, torch.float64), (64, torch.bfloat16), (300, torch.uint8)):
+                x = rows_for(send, rank, width, dtype)
+                out = x.new_empty(sum(receive), width)
+                works = collectives.post_rows(out, x, group, send, receive, None)
+                if found.are_all:
+                    x.fill_(0)  # it has left
+                for work in works:
+                    work.wait()
+                sent = [rows_for(sizes, p, width, dtype) for p, sizes in enumerate(sizes_PP)]
+                due = zip(sent, sizes_PP, strict=True)
+                assert torch.equal(out, torch.cat([x.split(sizes)[rank] for x, sizes in due]))
+        message = collectives.all_to_all(torch.full((4, 2), rank), group, operation="t")
+        assert message[:, 0].tolist() == [0, 1, 2, 3]
+        gathered = collectives.all_gather(torch.full((2, 3), rank), group, operation="t")
+        assert gathered[:, 0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert share([rank], group, CPU, operation="t") == [[0], [1], [2], [3]]
+
+
+def check_messages_are_read_in_any_order_and_late():
+    group, rank = world(), dist.get_rank()
+    near()
+    many = 300 if rank == 0 else 3
+    # A rank that is ahead: what it has posted lies there until the others come.
+    posted = []
+    for number in range(300):
+        x = torch.full((4, 5), float(100 * rank + number % 90))
+        out = torch.empty(4, 5)
+        posted.append((number, out, collectives._post(out, x, group, None, None, near().memory)))
+        if len(posted) == many:
+            for each, filled, work in reversed(posted):
+                work.wait()
+                assert filled[:, 0].tolist() == [100.0 * p + each % 90 for p in range(4)]
+            posted.clear()
+
+
+def mapped_bytes():
+    """Memory that the files of this process take."""
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    files = {}
+    for link in links:
+        with contextlib.suppress(OSError):
+            if os.readlink(link).startswith("/memfd:moe_ext"):
+                files[os.stat(link).st_ino] = 512 * os.stat(link).st_blocks
+    return files
+
+
+def check_memory_is_given_back():
+    group, other = dist.new_group(), dist.new_group()
+    memory, before = near(other).memory, mapped_bytes()
+    mine = torch.zeros(4, 30 << 20, dtype=torch.uint8)
+    assert collectives.all_to_all(mine, group, operation="test").equal(mine)
+    # All have read: what is more than 64 MiB goes with the next exchange.
+    dist.barrier()
+    collectives.all_to_all(mine[:, :8].contiguous(), group, operation="test")
+    after = mapped_bytes()
+    (kept,) = (size for file, size in after.items() if file not in before)
+    assert kept <= 65 << 20
+    # Rows that nobody waits for make room all the same.
+    mine = torch.zeros(4, 4 << 20, dtype=torch.uint8)
+    for _ in range(6):
+        collectives._post(torch.empty_like(mine), mine, other, None, None, memory)
+        dist.barrier()
+    assert max(mapped_bytes()[file] for file in before) <= 40 << 20
+    dist.barrier()
+    shared_memory.known.pop(group)
+    gc.collect()
+    assert len(mapped_bytes()) == len(before)
+
+
+def check_a_layer_has_the_bits_of_gloo():
+    torch.manual_seed(0)
+    layer = MoELayer(16, 8, 8, ep_group=world())
+    x = torch.randn((5, 30, 0, 2)[dist.get_rank()], 16, requires_grad=True)
+
+    def outcome():
+        x.grad = None
+        y = layer(x)
+        y.sum().backward()
+        return y.detach(), x.grad
+
+    found, known = outcome(), shared_memory.known[world()]
+    assert known.are_all
+    me = dist.get_rank()
+    shared_memory.known[world()] = shared_memory.Neighbours(None, me, me + 1)
+    with mock.patch.object(collectives, "_post", wraps=collectives._post) as post:
+        want = outcome()
+    shared_memory.known[world()] = known
+    assert all(call.args[-1] is None for call in post.call_args_list) and post.call_count > 3
+    torch.testing.assert_close(found, want, rtol=0, atol=0)
+
+
+def check_without_the_module_on_one_rank_gloo_sends():
+    group = dist.new_group()
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank() == 2:
+            stack.enter_context(mock.patch.object(_runtime_library, "load", lambda: None))
+        assert near(group).memory is None
+    assert collectives.all_to_all(torch.ones(4), group, operation="test").tolist() == [1.0] * 4
+
+
+def check_another_file_is_not_opened():
+    memory = near().memory
+    fd, token = memory.place()
+    # The file of this process itself is owned by nobody else.
+    for process, number, key in ((os.getpid(), 0, token), (os.getpid(), 999, token), (1, fd, 0)):
+        assert not memory.open((dist.get_rank() + 1) % 4, process, number, key)
+
+
+def check_sizes_that_do_not_fit_are_told():
+    group, rank = dist.new_group(), dist.get_rank()
+    memory = near(group).memory
+    send, receive = [1, 1, 1, 1], [1, 1, 1, 1]
+    if rank == 0:
+        receive = [1, 2, 1, 1]
+    x, out = torch.zeros(4, 2), torch.zeros(sum(receive), 2)
+    work = collectives._post(out, x, group, send, receive, memory)
+    if rank == 0:
+        raised(RuntimeError, "expected 16 bytes from rank 1, got 8", work.wait)
+    else:
+        work.wait()
+    for sizes in ([1, 1, 1], [1, 1, 1, 2], [4, 1, -1, 0]):
+        with pytest.raises(RuntimeError, match="expected a size for each of 4 ranks|at least 0"):
+            memory.all_to_all(x, x, sizes, send, 99)
+    with pytest.raises(RuntimeError, match="expected numbers that rise"):
+        memory.all_gather(out.new_empty(16, 2), x, 0)
+
+
+def check_a_fork_closes_nothing():
+    group = dist.new_group()
+    near(group)
+    if dist.get_rank() == 1:
+        child = os.fork()
+        if child == 0:
+            shared_memory.known.clear()
+            gc.collect()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        time.sleep(0.3)  # while the others look
+    assert collectives.all_to_all(torch.ones(4), group, operation="test").tolist() == [1.0] * 4
+    # Who has left the group says so at once.
+    dist.barrier()
+    if dist.get_rank() == 1:
+        shared_memory.known.pop(group)
+        gc.collect()
+        return
+    started = time.monotonic()
+    memory = shared_memory.known[group].memory
+    out = torch.empty(16)
+    work = memory.all_gather(out, torch.ones(4), 50)
+    raised(RuntimeError, "connection closed by rank 1", work.wait)
+    assert time.monotonic() - started < 5
+
+
+CHECKS = Checks.of(globals())
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_over_ranks(name):
+    CHECKS.assert_passed(4, name)
+
+
+def a_rank_does_not_come(rank, how):
+    """(error, ranks named, seconds) on the others of three ranks."""
+    ask_briefly()
+    group = dist.new_group(timeout=timedelta(seconds=1.5))
+    assert near(group).are_all
+    collectives.all_to_all(torch.ones(3), group, operation="test")
+    started = time.monotonic()
+    if rank == 1 and how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        time.sleep(6)
+    try:
+        collectives.all_to_all(torch.ones(3), group, operation="test")
+    except RankFailureError as error:
+        return str(error), error.ranks, time.monotonic() - started
+
+
+@pytest.mark.parametrize("how", ["killed", "silent"])
+def test_a_rank_that_does_not_come_is_named(how):
+    found = spawn_ranks(a_rank_does_not_come, 3, how, may_die=(1,))
+    for text, ranks, seconds in (found[0], found[2]):
+        assert ranks == (1,)
+        assert ("rank 1 died" if how == "killed" else "rank 1 did not answer") in text
+        said = "connection closed by rank 1" if how == "killed" else "timed out after 1.5 s"
+        assert f"reports: shared memory: {said}" in text
+        assert seconds < (4 if how == "killed" else 5)
