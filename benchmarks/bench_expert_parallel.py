@@ -27,6 +27,11 @@ SHAPES = (
     {"num_tokens": 512, "model_dim": 512, "ffn_dim": 192, "num_experts": 64, "top_k": 8},
     {"num_tokens": 512, "model_dim": 512, "ffn_dim": 1792, "num_experts": 8, "top_k": 2},
 )
+# On one host, where nothing is slow but what is done beside the products.
+HOST_SIZES = (2, 4)
+SMALL = {"num_tokens": 64, "model_dim": 256, "ffn_dim": 256, "num_experts": 8, "top_k": 2}
+ON_ONE_HOST = (ALLTOALL, "dedup, reduced", "allgather, reduced")
+HOST_TURNS = 20
 LOADED = {"num_tokens": 256, "model_dim": 512, "ffn_dim": 192, "num_experts": 64, "top_k": 8}
 # Bits a second, and how often each contender takes its turn, of which the first warms up: as many
 # as show a burst, where the load changes from step to step.
@@ -83,8 +88,8 @@ def measure(
     names = job["names"]
     first = ranks.ask({"do": "prepare", **job})
     found = {}
-    for label, (rate, _) in LINKS.items():
-        wires.limit(rate)
+    for label in turns:
+        wires.limit(LINKS[label][0])
         choices = ranks.ask({"do": "choose"})[0]
         for text in choices.values():
             print(f"{job}, {label}: {text}", file=sys.stderr)
@@ -175,6 +180,31 @@ def load_note() -> str:
         f"the experts every fourth step (W7). Means over the steps 1 to {LOADED_TURNS - 1}; *auto* "
         "chose at step 0."
     )
+
+
+def host_table() -> Table:
+    """Ranks of one host, beside peers that send by Gloo."""
+    names = [*peers.installed(), *ON_ONE_HOST]
+    rows = []
+    for num_ranks in HOST_SIZES:
+        with (
+            namespaces.network(1) as wires,
+            namespaces.ranks_on(wires, SCRIPT, per_node=num_ranks) as ranks,
+        ):
+            for sizes in (SMALL, *SHAPES):
+                job = {"sizes": sizes, "names": names, "node_size": num_ranks}
+                costs = measure(wires, ranks, job, {"unthrottled": HOST_TURNS})["unthrottled"]
+                for name, cost in costs.items():
+                    over = f"{costs[TORCH].wall / cost.wall:.2f}"
+                    shown = (f"{1e3 * cost.wall:.1f}", over, f"{1e3 * cost.cpu:.1f}")
+                    peak = f"{cost.peak / 1e6:.1f}"
+                    rows.append((f"{num_ranks}", layer_of(sizes), name, *shown, peak))
+    header = ("ranks", "layer", "contender", "ms", f"{TORCH} / this", "CPU ms", "peak MB")
+    note = (
+        "As above, for ranks in one namespace. Ours exchange through memory that they share, the "
+        "others through Gloo's sockets. Four ranks on two cores wait for each other's turn."
+    )
+    return Table("Experts over ranks of one host", note, header, rows)
 
 
 def hidden_table(wires: Network, ranks: Ranks) -> Table:
@@ -271,6 +301,7 @@ def tables() -> list[Table]:
     chart(loaded)
     return [
         Table("Experts over two nodes", note(), ("ranks", "layer", *COLUMNS), rows),
+        host_table(),
         Table("Uneven loads of experts", load_note(), ("load", *COLUMNS), loaded_rows),
         *hidden,
     ]

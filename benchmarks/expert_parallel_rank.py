@@ -30,6 +30,7 @@ CODED = (
     "alltoall, exact, lossless",
     "alltoall, exact, int8",
     "dedup, reduced, int8",
+    "hierarchical, reduced, int8",
     "dedup, reduced, mx",
 )
 SEED = 1234

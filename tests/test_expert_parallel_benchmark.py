@@ -17,12 +17,15 @@ def test_two_nodes(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "LINKS", {"unthrottled": (None, 2)})
     monkeypatch.setattr(bench, "SHAPES", (SIZES,))
     monkeypatch.setattr(bench, "NODE_SIZES", (2,))
+    monkeypatch.setattr(bench, "HOST_SIZES", (2,))
+    monkeypatch.setattr(bench, "HOST_TURNS", 2)
     monkeypatch.setattr(bench, "LOADED", SIZES)
     monkeypatch.setattr(bench, "LOADED_TURNS", 2)
     # Loads are even in the first table.
     monkeypatch.setattr(bench, "LOADS", ("W5_zero_expert_rank",))
     monkeypatch.setattr(bench, "CHART", tmp_path / "loads.png")
-    table, loaded = bench.tables()
+    table, on_host, loaded = bench.tables()
+    assert [row[2] for row in on_host.rows] == 2 * [*bench.peers.installed(), *bench.ON_ONE_HOST]
     assert bench.CHART.stat().st_size > 0
     assert {row[0] for row in loaded.rows} == set(bench.LOADS)
     rows = [dict(zip(table.header, row, strict=True)) for row in table.rows]
@@ -43,3 +46,4 @@ def test_two_nodes(monkeypatch, tmp_path):
     # Two of the four exchanges in 0.26 of the bytes.
     assert sent["alltoall, exact, int8"] < 0.67 * sent["alltoall"]
     assert sent["hierarchical, reduced"] < 0.35 * sent["alltoall"]
+    assert sent["hierarchical, reduced, int8"] < 0.67 * sent["hierarchical, reduced"]
