@@ -4,7 +4,8 @@
 // its own file and says so; the Work that it gives copies what the others wrote, where it is waited for. So no thread
 // works beside the caller, a call waits for nobody, and what was sent is free again when it returns.
 //
-// moe_ext/comm/shared_memory.py finds the ranks and chooses; without this module everything goes by Gloo.
+// moe_ext/comm/shared_memory.py finds the ranks and chooses. Elsewhere than on Linux everything goes by Gloo.
+#ifdef __linux__
 #include <ATen/Parallel.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/utils/pybind.h>
@@ -586,3 +587,14 @@ void bind_shared_memory(pybind11::module_& module) {
 }
 
 } // namespace moe_ext::runtime
+
+#else
+#include "runtime/runtime.h"
+
+namespace moe_ext::runtime {
+
+void bind_shared_memory(pybind11::module_&) {
+}
+
+} // namespace moe_ext::runtime
+#endif
