@@ -331,6 +331,9 @@ class Exchanges {
         futex(header.posted, FUTEX_WAIT, posted, &most);
       }
       header.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+      if (from.has_posted(number)) {
+        break;
+      }
       const bool is_gone = header.closed.load() != 0 || !from.is_owned();
       if (from.has_posted(number)) {
         break; // before it went
