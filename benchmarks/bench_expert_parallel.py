@@ -232,13 +232,13 @@ def hidden_table(wires: Network, ranks: Ranks) -> Table:
     note = (
         "Forward and backward of `Dispatch('alltoall', overlap=)` with "
         f"{layer_of(EQUAL)} on {NUM_NODES} nodes of one rank, 1 Gbit/s apart, where both take "
-        "about as long: a layer whose experts do nothing takes "
+        "about as long. A layer whose experts do nothing takes "
         f"{1e3 * transfer:.0f} ms, of which {1e3 * wire:.0f} are the wire's and the others the "
-        "processor's; the experts alone, on as many rows in as many parts, take *experts ms*. "
+        "processor's. The experts alone, on as many rows in as many parts, take *experts ms*. "
         "*hidden* is what a step takes less than both one after the other, experts in one part, as "
         "a share of the shorter of the two. *at most*: all of the wire's time but for the first "
         "rows, the last results and the first gradients of a pass, which nothing is left to hide "
-        "behind; the last gradients travel while those of the weights are computed."
+        "behind. The last gradients travel while those of the weights are computed."
     )
     header = ("parts", "ms", "experts ms", "hidden", "at most")
     return Table("Transfer behind experts", note, header, rows)
