@@ -191,7 +191,10 @@ def _roll_call(group: ProcessGroup, operation: str, grace: float) -> _RollCall:
         call.dead = {rank for rank, state in states.items() if state in ("X", "Z")}
         call.stopped |= {rank for rank, state in states.items() if state in ("T", "t")}
         known = call.silent == call.dead
-        if known or time.monotonic() > deadline or (call.store_lost and call.dead):
+        # Without the store only processes of this host tell anything.
+        if call.store_lost and (call.dead or not any(states.values())):
+            break
+        if known or time.monotonic() > deadline:
             break
         time.sleep(_POLL_SECONDS)
     if not call.store_lost:
@@ -296,8 +299,9 @@ def diagnose(
         by, blamed = _blamed_by_others(group)
         if blamed:
             finding = f"{_named({by})} misses {_named(blamed)} in another group"
-    # For those who come to miss this one.
-    _write(_BLAME_KEY, " ".join(map(str, sorted(blamed))))
+    if not call.store_lost:
+        # For those who come to miss this one.
+        _write(_BLAME_KEY, " ".join(map(str, sorted(blamed))))
     reason = first_line(error)
     for rank, text in call.errors.items():
         finding += f"; the last error of rank {rank} was {text!r}"
