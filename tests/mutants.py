@@ -104,6 +104,21 @@ MISTAKES = {
             "len(here) > 1[- and all(each for (each,) in told[first:end])-]",
             "tests/comm/test_shared_memory.py -k without_the_module",
         ),
+        "sums through memory leave out what no rank has a part of": (
+            "moe_ext/comm/collectives.py",
+            "piece[: size * length], piece[size * length :[-]-]{+][:0]+}",
+            "tests/comm/test_shared_memory.py -k those_of_one_process",
+        ),
+        "maxima through memory are sums": (
+            "moe_ext/comm/collectives.py",
+            "torch.[-amax-]{+sum+}(rows, 0, out=x)",
+            "tests/comm/test_shared_memory.py -k those_of_one_process",
+        ),
+        "sums of long tensors go by Gloo's sockets": (
+            "moe_ext/comm/collectives.py",
+            "if near.are_all{+ and x.nbytes < _SHARED_BYTES+}:",
+            "tests/comm/test_shared_memory.py -k those_of_one_process",
+        ),
         "the others do not hear of an error at the end of a backward pass": (
             "moe_ext/comm/reports.py",
             "[-c10d.call_after_backward-]"

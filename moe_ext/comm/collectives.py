@@ -35,7 +35,16 @@ _LEAST_BYTES = 256
 _ways_down: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
 # By default group.
 _host_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
-_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# For c10d, and over the first dimension of a tensor.
+_REDUCE_OPS = {
+    "sum": (dist.ReduceOp.SUM, lambda rows, x: torch.sum(rows, 0, dtype=x.dtype, out=x)),
+    "max": (dist.ReduceOp.MAX, lambda rows, x: torch.amax(rows, 0, out=x)),
+    "min": (dist.ReduceOp.MIN, lambda rows, x: torch.amin(rows, 0, out=x)),
+}
+# Shorter tensors are reduced by every rank whole: a second message takes longer than that.
+_SHARED_BYTES = 2**16
+# Longer ones are reduced in pieces, which stay in the caches.
+_PIECE_BYTES = 2**22
 
 
 def all_reduce_bytes(num_bytes: int, num_ranks: int) -> int:
@@ -102,11 +111,32 @@ def all_reduce_(
     size = group_size(group)
     if counted:
         _note("all_reduce", x, group, operation, all_reduce_bytes(x.nbytes, size))
-    if size > 1 and x.numel():
-        with naming_failed_ranks(group, operation):
-            work = dist.all_reduce(x, _REDUCE_OPS[op], group=group, async_op=True)
-            Underway(work, Collective("all_reduce", group, x)).wait()
+    if group is None or size == 1 or x.numel() == 0:
+        return x
+    near = known.get(group) or neighbours(group, x.device, operation)
+    if near.are_all:
+        _reduce_in_memory_(x.detach().view(-1), group, op, operation)
+        return x
+    with naming_failed_ranks(group, operation):
+        work = dist.all_reduce(x, _REDUCE_OPS[op][0], group=group, async_op=True)
+        Underway(work, Collective("all_reduce", group, x)).wait()
     return x
+
+
+def _reduce_in_memory_(x_N: Tensor, group: ProcessGroup, op: str, operation: str) -> None:
+    """Reduce over ranks that share memory, in the order of ranks."""
+    size, reduce = group_size(group), _REDUCE_OPS[op][1]
+    for piece in x_N.split(_PIECE_BYTES // x_N.element_size()):
+        length = piece.numel() // size
+        whole = piece
+        if piece.nbytes >= _SHARED_BYTES:
+            # Each rank reduces a part.
+            parts, whole = piece[: size * length], piece[size * length :]
+            rows = all_to_all(parts.view(size, length), group, operation=operation, counted=False)
+            gather_into(parts, reduce(rows, rows.new_empty(length)), group, operation)
+        if whole.numel():
+            rows = whole.new_empty(size, whole.numel())
+            reduce(gather_into(rows, whole, group, operation), whole)
 
 
 def start_all_gather(

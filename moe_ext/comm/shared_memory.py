@@ -4,7 +4,7 @@ Gloo sends over sockets, by threads that need the cores on which the ranks compu
 of a small layer. csrc/runtime/shared_memory.cpp copies rows through memory instead, which all ranks
 of the host map. It is used for CPU tensors of groups over Gloo, between processes of one host and
 one network, where every one of them has `moe_ext._runtime` and may open the files of the others;
-Gloo carries the rest. The bits are the same.
+Gloo carries the rest. Rows have the same bits; sums go in the order of ranks.
 """
 
 from __future__ import annotations

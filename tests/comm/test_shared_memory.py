@@ -162,6 +162,30 @@ def check_a_layer_has_the_bits_of_gloo():
     torch.testing.assert_close(found, want, rtol=0, atol=0)
 
 
+def check_reductions_are_those_of_one_process():
+    group, rank = world(), dist.get_rank()
+    near()
+    of_rows = {"sum": lambda x: x.sum(0), "max": lambda x: x.amax(0), "min": lambda x: x.amin(0)}
+    # Whole, in a part for each rank with some elements left, and in pieces.
+    lengths = (1, 3, 2**14 - 1, 2**14, 2**15 + 3, 2**20 + 2**14 + 1)
+    with mock.patch.object(dist, "all_reduce", side_effect=AssertionError("by Gloo")):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8):
+            for length in lengths:
+                generator = torch.Generator().manual_seed(length)
+                x_PN = torch.randint(0, 30, (4, length), generator=generator)
+                for op, reduced in of_rows.items():
+                    x = x_PN[rank].to(dtype, copy=True)
+                    assert collectives.all_reduce_(x, group, operation="test", op=op) is x
+                    assert torch.equal(x, reduced(x_PN).to(dtype)), (dtype, length, op)
+        x = torch.full((2, 2), float(rank), requires_grad=True)
+        assert collectives.all_reduce_(x, group, operation="test").tolist() == [[6.0, 6.0]] * 2
+        # Every rank gets the same bits, that round as the order of ranks does.
+        x = torch.randn(2**15 + 3, generator=torch.Generator().manual_seed(rank))
+        x_PN = collectives.all_gather(x.unsqueeze(0), group, operation="test")
+        sums = collectives.all_reduce_(x.clone(), group, operation="test")
+        assert torch.equal(sums, x_PN[0] + x_PN[1] + x_PN[2] + x_PN[3])
+
+
 def check_without_the_module_on_one_rank_gloo_sends():
     group = dist.new_group()
     with contextlib.ExitStack() as stack:
