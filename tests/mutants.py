@@ -228,7 +228,7 @@ MISTAKES = {
         ),
         "a rank without a gradient leaves it out of the norms over ranks": (
             "moe_ext/optim/_sliced.py",
-            "if [-self._exchanges_over(entry)-]{+False+}:\n                        found",
+            "if [-self._exchanges_over(entry)-]{+False+}:\n                    found",
             "tests/test_options_over_ranks.py -k one_rank_has_not",
         ),
         'an optimizer takes "False" for true': (

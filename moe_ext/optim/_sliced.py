@@ -29,10 +29,8 @@ from moe_ext.distributed.state_dict import take_states
 from moe_ext.optim._arguments import (
     CheckedOptimizer,
     Trained,
-    label,
     loss_of,
     placed_alike,
-    trained_parameters,
 )
 from moe_ext.optim._saved_states import by_name
 
@@ -100,7 +98,7 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
                 and moments are as before.
         """
         loss = loss_of(closure)
-        trained = trained_parameters(self._op, self.param_groups)
+        trained = self._trained()
         for entry in trained:
             _check_placements(self._op, entry)
         if self._options is None:
@@ -127,15 +125,13 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
         Messages have room for them, so that a rank that alone has none is heard of.
         """
         found, place = [], 0
-        for group_index, group in enumerate(self.param_groups):
-            for index, parameter in enumerate(group["params"]):
-                if parameter.grad is not None:
-                    place += 1
-                elif is_dtensor(parameter):
-                    name = label(group, group_index, index)
-                    entry = Trained(parameter, parameter, group, name)
-                    if self._exchanges_over(entry):
-                        found.append((place, entry))
+        for parameter, number, name in self._named():
+            if parameter.grad is not None:
+                place += 1
+            elif is_dtensor(parameter):
+                entry = Trained(parameter, parameter, self.param_groups[number], name)
+                if self._exchanges_over(entry):
+                    found.append((place, entry))
         return found
 
     def _exchanges_over(self, entry: Trained) -> Sequence[ProcessGroup]:

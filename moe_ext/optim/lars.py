@@ -54,8 +54,6 @@ class LARS(SlicedOptimizer):
     algorithm 1.
     """
 
-    _op = "LARS"
-
     def __init__(
         self,
         params: ParamsT,

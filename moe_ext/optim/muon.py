@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
-from moe_ext._checks import check_choice
+from moe_ext._checks import check_choice, check_rule
 from moe_ext.distributed.dtensor import local_part, map_gathered, sharding_groups
 from moe_ext.optim._arguments import (
     Trained,
@@ -90,8 +90,6 @@ class Muon(SlicedOptimizer):
     al., Muon is Scalable for LLM Training, 2025 (arXiv 2502.16982), equation 4 for s.
     """
 
-    _op = "Muon"
-
     def __init__(
         self,
         params: ParamsT,
@@ -136,11 +134,9 @@ class Muon(SlicedOptimizer):
         check_betas(self._op, group["adamw_betas"])
         if not 0 <= group["momentum"] < 1:
             raise ValueError(f"Muon: expected momentum to be in [0, 1), got {group['momentum']}")
-        if len(group["ns_coefficients"]) != 3:
-            raise ValueError(
-                f"Muon: expected ns_coefficients to be three numbers, got "
-                f"{group['ns_coefficients']}"
-            )
+        coefficients = group["ns_coefficients"]
+        is_three = len(coefficients) == 3
+        check_rule(self._op, "ns_coefficients", coefficients, "three numbers", is_three)
         check_count(self._op, "ns_steps", group["ns_steps"])
         check_count(self._op, "fused", group["fused"], least=1)
         if group["adjust_lr_fn"] is not None:
