@@ -431,15 +431,12 @@ class _Chain:
         # The sum of all stages is at least the slowest one.
         return float((seconds.sum() + (self._micro - 1) * seconds.max()) / self._micro)
 
-    def _seconds(self, columns: Columns) -> Tensor:
-        output = 3.0 * self._cost.compute.output(columns) * columns["loss"]
-        return sum(self._cost.passes.terms(columns).values(), output)
-
     def _costed(self, options: list[_Option]) -> tuple[Tensor, Tensor, Tensor]:
         """Seconds of a micro-batch, bytes, and whether they fit, by kind and layers run again."""
         columns, cost = self._columns(options), self._cost
-        memory = cost.memory.fullest(columns)
-        return self._seconds(columns), memory, cost.memory.fits(columns, memory)
+        output, memory = cost.compute.output(columns), cost.memory.fullest(columns)
+        seconds = sum(cost.passes.terms(columns).values(), 3.0 * output * columns["loss"])
+        return seconds, memory, cost.memory.fits(columns, memory)
 
     def _fits(self, options: list[_Option]) -> Tensor:
         return self._cost.memory.fits(self._columns(options))
