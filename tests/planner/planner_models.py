@@ -7,6 +7,16 @@ from moe_ext.comm.groups import group_size
 from moe_ext.distributed import count_traffic
 from moe_ext.planner import ModelSpec
 
+# A step of training, and sizes of transformers' small models.
+STEP = {"num_ranks": 4, "seq_len": 256, "global_batch": 16, "dtype": "float32"}
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 # Sizes of a layer that simulations of thousands of placements can afford.
 SMALL = ModelSpec(
     *(4, 64, 4, 96, 128),
@@ -24,20 +34,8 @@ def small_mixtral(**sizes):
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        **{
-            "vocab_size": 64,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "output_router_logits": False,
-            **sizes,
-        }
-    )
+    given = {**SIZES, "num_local_experts": 8, "num_experts_per_tok": 2, **sizes}
+    config = transformers.MixtralConfig(**given, output_router_logits=False)
     return transformers.MixtralForCausalLM(config)
 
 
