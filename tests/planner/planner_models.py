@@ -6,6 +6,7 @@ import torch.distributed as dist
 from moe_ext.comm.groups import group_size
 from moe_ext.distributed import count_traffic
 from moe_ext.planner import ModelSpec
+from moe_ext.planner.axes import columns_of
 
 # A step of training, and sizes of transformers' small models.
 STEP = {"num_ranks": 4, "seq_len": 256, "global_batch": 16, "dtype": "float32"}
@@ -27,6 +28,11 @@ SMALL = ModelSpec(
     gated=True,
     gated_experts=True,
 )
+
+
+def columns(**axes):
+    """One placement, with the defaults of all other axes."""
+    return columns_of([axes])
 
 
 def small_mixtral(**sizes):

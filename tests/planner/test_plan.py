@@ -14,7 +14,7 @@ import sys
 import pytest
 import torch
 from forked import Script
-from planner_models import SIZES, SMALL, STEP
+from planner_models import SIZES, SMALL, STEP, columns
 
 from moe_ext import __main__
 from moe_ext.attention import choose_scheme
@@ -314,8 +314,6 @@ def test_no_step_in_turn_is_quicker_than_the_bound(schedule, pp):
 
 
 def test_coding_of_rows_is_counted():
-    fixed = {"pp": 1, "tp": 1, "cp": 1, "ep": 4, "dispatcher": "alltoall", "zero": 0}
-    fixed |= {"micro_batch": 1, "schedule": "1f1b", "recompute": 0, "combine": "exact"}
     rates = tuple(CodecRate(n, 2 * n, n, 3e-9 * n, 1e-9 * n) for n in (2**14, 2**24))
     costs = dataclasses.replace(CostTable.of_process(), codecs={"rows int8": rates})
     # Two rows of 64 numbers a token, forward and backward, in 4 layers.
@@ -324,7 +322,7 @@ def test_coding_of_rows_is_counted():
         assert ClusterSpec.of(json.loads(json.dumps(cluster.to_dict()))) == cluster
         cost = StepCost(SMALL, cluster, Job(4, 256, 16, "float32"))
         for wire in ("int8", None):
-            found = cost.passes.terms(columns_of([{**fixed, "wire": wire}]))["experts"]
+            found = cost.passes.terms(columns(ep=4, wire=wire))["experts"]
             sent = sum(cost.exchange.sent(4, 1, "alltoall", wire, "exact"))
             terms.append(float(found) - 2 * 4 * (256 * sent / 1e10 + 2e-6))
     # 4 bytes of each number and 68 of 64, written and read, or 4 ns.
@@ -362,12 +360,6 @@ def test_loads(tmp_path):
     made = plan(SMALL, CLUSTER, load="W6", **options)
     made.to_json(tmp_path / "plan.json")
     assert Plan.from_json(tmp_path / "plan.json") == made
-
-
-def columns(**axes):
-    whole = {"pp": 1, "tp": 1, "cp": 1, "ep": 1, "micro_batch": 1, "schedule": "1f1b", "zero": 0}
-    rest = {"recompute": 0, "dispatcher": "alltoall", "wire": None, "combine": "exact"}
-    return columns_of([whole | rest | axes])
 
 
 def test_operations_of_attention():
