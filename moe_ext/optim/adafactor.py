@@ -116,14 +116,14 @@ class Adafactor(SlicedOptimizer):
         parameter, state = logical(entry.parameter), self.state[entry.parameter]
         grad = local_grad(entry)
         factored = _is_factored(parameter, entry)
-        step = self._advance(entry, () if factored else ("variance",))
-        if factored and "row_var" not in state:
+        step = self._advance(entry)
+        if not factored:
+            self._buffer(entry, "variance")
+        elif "row_var" not in state:
             shape = list(grad.shape)
             rows, columns = [*shape[:-1], 1], [*shape[:-2], 1, shape[-1]]
             state["row_var"] = _like_placed(parameter, grad.new_zeros(rows), -1)
             state["col_var"] = _like_placed(parameter, grad.new_zeros(columns), -2)
-        if entry.group["maximize"]:
-            grad = grad.neg()
         return _Moment(entry, parameter, state, grad, step, factored)
 
 

@@ -29,7 +29,6 @@ from moe_ext.optim._sliced import (
     local_grad,
     logical,
     sum_with_options,
-    zeros_of_state,
 )
 
 _SCALES = ("original", "match_rms_adamw")
@@ -172,18 +171,13 @@ class Muon(SlicedOptimizer):
                 continue
             for i in members:
                 momentum, direction = found.pop(i) if i in found else self._direction(trained[i])
-                state = self.state[trained[i].parameter]
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = zeros_of_state(trained[i])
-                local_part(state["momentum_buffer"]).copy_(momentum)
+                self._buffer(trained[i], "momentum_buffer").copy_(momentum)
                 scale = _scale(group, logical(trained[i].parameter).shape)
                 weights[i].mul_(decay).add_(direction, alpha=-rate * scale)
 
     def _direction(self, entry: Trained) -> tuple[Tensor, Tensor]:
         """The momentum after this step, and what it moves the weights by: this rank's parts."""
         group, grad = entry.group, local_grad(entry)
-        if group["maximize"]:
-            grad = grad.neg()
         kept = self.state.get(entry.parameter, {}).get("momentum_buffer")
         before = torch.zeros_like(grad) if kept is None else local_part(kept)
         momentum = before.lerp(grad, 1 - group["momentum"])

@@ -236,5 +236,4 @@ def _slice_state(state: dict[str, Any], name: str, start: float, like_G: Tensor)
     value = state.get(name, start)
     if not isinstance(value, Tensor):
         state[name] = torch.full_like(like_G, float(value))
-    found: Tensor = state[name]
-    return found
+    return state[name]

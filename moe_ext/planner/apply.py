@@ -530,8 +530,7 @@ def _pipeline(
 
     def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
         parts = {"labels": labels} if sequences is None else sequences.labels(labels)
-        found: Tensor = loss(logits=logits, vocab_size=size, **parts)
-        return found
+        return loss(logits=logits, vocab_size=size, **parts)
 
     made = Pipeline(
         *(plan, held, loss_fn),
