@@ -1,8 +1,10 @@
 import copy
+import functools
 import math
 
 import pytest
 import torch
+from one_bit_ranks import drawn_parameters
 from torch import nn
 
 import moe_ext
@@ -30,13 +32,8 @@ def muon(params, **kw):
 with_muon = pytest.mark.parametrize("make", [*MAKERS.values(), muon], ids=[*MAKERS, "Muon"])
 
 
-def parameters(dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(4, 3), (5,), (2, 3, 4), (1, 1), (0, 3)]
-    return [
-        nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype))
-        for shape in shapes
-    ]
+SHAPES = [(4, 3), (5,), (2, 3, 4), (1, 1), (0, 3)]
+parameters = functools.partial(drawn_parameters, SHAPES, dtype=torch.float64)
 
 
 def give_gradients(params, step):
@@ -124,7 +121,7 @@ def test_lars_is_the_formula(momentum, nesterov):
     ids=repr,
 )
 def test_adafactor_is_that_of_torch(options, dtype):
-    ours, theirs = parameters(dtype), parameters(dtype)
+    ours, theirs = parameters(dtype=dtype), parameters(dtype=dtype)
     after_steps(optim.Adafactor(ours, **options), ours)
     # torch divides by the number of elements of an empty tensor, which it leaves as it is.
     after_steps(torch.optim.Adafactor(theirs[:-1], **options), theirs[:-1])
@@ -135,7 +132,7 @@ def test_adafactor_is_that_of_torch(options, dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_16_bit_parameters_take_the_steps_of_float32(make, dtype):
     """Gradients whose squares are zero in 16 bits; a state of 16 bits goes on in 32, and back."""
-    ours = parameters(dtype)
+    ours = parameters(dtype=dtype)
     twins = [nn.Parameter(p.detach().float()) for p in ours]
     optimizer, exact = make(ours), make(twins)
     for step in range(10):
@@ -167,7 +164,7 @@ def test_16_bit_parameters_take_the_steps_of_float32(make, dtype):
 
 
 def test_without_ratio_lamb_is_adamw():
-    ours, theirs = parameters(torch.float32), parameters(torch.float32)
+    ours, theirs = parameters(dtype=torch.float32), parameters(dtype=torch.float32)
     options = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-5, "weight_decay": 0.1}
     after_steps(optim.LAMB(ours, adapt=False, **options), ours)
     after_steps(torch.optim.AdamW(theirs, **options), theirs)
@@ -175,7 +172,7 @@ def test_without_ratio_lamb_is_adamw():
 
 
 def test_without_ratio_lars_is_sgd():
-    ours, theirs = parameters(torch.float32), parameters(torch.float32)
+    ours, theirs = parameters(dtype=torch.float32), parameters(dtype=torch.float32)
     after_steps(optim.LARS(ours, 0.05, weight_decay=0.1, adapt=False, nesterov=True), ours)
     sgd = torch.optim.SGD(theirs, 0.05, momentum=0.9, weight_decay=0.1, nesterov=True)
     after_steps(sgd, theirs)

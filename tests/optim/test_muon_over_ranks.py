@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from one_bit_ranks import drawn_parameters
 from rank_checks import Checks, full
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,12 +30,7 @@ CHECKS = Checks()
 spread = functools.partial(distribute_tensor, src_data_rank=None)
 
 
-def parameters():
-    generator = torch.Generator().manual_seed(3)
-    return [
-        nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
-        for shape in SHAPES
-    ]
+parameters = functools.partial(drawn_parameters, SHAPES, torch.float64)
 
 
 def take_steps(optimizer, params, placed_as=lambda grad, p: grad, steps=2):

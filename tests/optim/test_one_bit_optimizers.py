@@ -7,30 +7,16 @@ import re
 import pytest
 import torch
 from one_bit_formulas import adam_by_formula, lamb_by_formula, zero_one_by_formula
+from one_bit_ranks import MAKERS, drawn_parameters
 from torch import nn
 
 from moe_ext import optim
 
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
-MAKERS = {
-    "OneBitAdam": lambda params, **kw: optim.OneBitAdam(params, freeze_step=3, **kw),
-    "OneBitLamb": lambda params, **kw: optim.OneBitLamb(params, freeze_step=3, **kw),
-    "ZeroOneAdam": lambda params, **kw: optim.ZeroOneAdam(
-        params,
-        var_freeze_step=4,
-        var_update_scaler=2,
-        local_step_scaler=2,
-        local_step_clipper=4,
-        **kw,
-    ),
-}
 each_optimizer = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
 
-def parameters(dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(4, 3), (5,), (2, 3, 4), (0, 3)]
-    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+parameters = functools.partial(drawn_parameters, [(4, 3), (5,), (2, 3, 4), (0, 3)])
 
 
 def gradients(step, params):
