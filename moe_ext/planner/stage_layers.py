@@ -353,7 +353,10 @@ class _Chain:
         even = self._even()
         # Costs of few rows take as long as those of many.
         costs = self._costed(alone + even)
-        bound = self._bound(*(column[len(alone) :] for column in costs))
+        spent, _, all_fit = (column[len(alone) :] for column in costs)
+        # No stage of a best division takes more: the sum of all stages is at least the slowest one.
+        bound = float((spent.sum() + (self._micro - 1) * spent.max()) / self._micro)
+        bound = bound if bool(all_fit.all()) else math.inf
         # But for rounding.
         is_quick = (costs[0][: len(alone)] <= bound * (1 + 1e-9)).nonzero().view(-1)
         options = [alone[i] for i in is_quick.tolist()]
@@ -423,13 +426,6 @@ class _Chain:
             kind = _counts(self._cost, range(i, j))
             found.append((s, kind, kind if int(self._c["recompute"]) else (0,) * len(kind)))
         return found
-
-    def _bound(self, seconds: Tensor, _: Tensor, fits: Tensor) -> float:
-        """Seconds that no stage of a best division takes more than, from stages of even lengths."""
-        if not bool(fits.all()):
-            return float("inf")
-        # The sum of all stages is at least the slowest one.
-        return float((seconds.sum() + (self._micro - 1) * seconds.max()) / self._micro)
 
     def _costed(self, options: list[_Option]) -> tuple[Tensor, Tensor, Tensor]:
         """Seconds of a micro-batch, bytes, and whether they fit, by kind and layers run again."""
