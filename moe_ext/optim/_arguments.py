@@ -245,12 +245,6 @@ def divided_within(parameter: Tensor, group: ProcessGroup | None) -> bool:
     return len({*ranks} & {*group_ranks(group)}) > 1
 
 
-def check_count(op: str, name: str, value: int, *, least: int = 0) -> None:
-    """ValueError unless a number of steps is a whole one."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{op}: expected {name} to be an integer of at least {least}, got {value}")
-
-
 def deepspeed_options(op: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Options of groups among the arguments of an optimizer that has those of DeepSpeed's.
 

@@ -19,7 +19,6 @@ from moe_ext.distributed.dtensor import local_part, map_gathered, sharding_group
 from moe_ext.optim._arguments import (
     Trained,
     check_betas,
-    check_count,
     check_positive,
     options_in,
 )
@@ -136,8 +135,8 @@ class Muon(SlicedOptimizer):
         coefficients = group["ns_coefficients"]
         is_three = len(coefficients) == 3
         check_rule(self._op, "ns_coefficients", coefficients, "three numbers", is_three)
-        check_count(self._op, "ns_steps", group["ns_steps"])
-        check_count(self._op, "fused", group["fused"], least=1)
+        fused = group["fused"]
+        check_rule(self._op, "fused", fused, "an integer of at least 1", fused >= 1)
         if group["adjust_lr_fn"] is not None:
             check_choice(self._op, "adjust_lr_fn", group["adjust_lr_fn"], _SCALES)
         dtype = getattr(torch, str(group["ns_dtype"]).removeprefix("torch."), None)

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
-from moe_ext._checks import check_numbers
-from moe_ext.optim._arguments import check_count
+from moe_ext._checks import check_numbers, check_rule
 from moe_ext.optim._compressed import CompressedOptimizer
 from moe_ext.optim._compressed_mean import CompressedMean, reduce_all
 from moe_ext.optim._entries import Entry, average_gradients, clip
@@ -105,7 +104,8 @@ class ZeroOneAdam(CompressedOptimizer):
         self.local_step_scaler = local_step_scaler
         self.local_step_clipper = local_step_clipper
         for name in self._settings[:-1]:
-            check_count(self._op, name, getattr(self, name), least=1)
+            value = getattr(self, name)
+            check_rule(self._op, name, value, "an integer of at least 1", value >= 1)
         # Version counters that the last local step left, of parameters that differ over ranks.
         self._versions: dict[Tensor, int] = {}
         # The schedule, in the group so that it is saved with the options.

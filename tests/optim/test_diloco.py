@@ -33,7 +33,7 @@ def backward(net, worker, step):
     generator = torch.Generator().manual_seed(100 * step + worker)
     x = torch.randn(8, 6, generator=generator, dtype=torch.float64)
     net.zero_grad()
-    net(x).square().mean().backward()
+    net(x.to(net[0].weight.dtype)).square().mean().backward()
 
 
 def sgd(net, **options):
@@ -150,11 +150,7 @@ def check_mu_loco_owes_what_it_rounds():
         inner = Muon(param_groups(net, muon=True), lr=0.02)
         outer = sgd(net, lr=0.7, momentum=0.9, nesterov=True)
         with make(None, [net], inner, outer, sync_every=2, codec=codec):
-            for step in range(8):
-                generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-                net.zero_grad()
-                net(torch.randn(8, 6, generator=generator)).square().mean().backward()
-                inner.step()
+            train(net, inner, 8)
         assert_equal_on_ranks([flat(net)])
         found.append(flat(net))
     start = flat(model().float())
@@ -306,9 +302,7 @@ def check_demo_equals_the_formula():
         total = torch.zeros_like(want)
         for worker in range(RANKS):
             load(other, want)
-            generator = torch.Generator().manual_seed(100 * step + worker)
-            other.zero_grad()
-            other(torch.randn(8, 6, generator=generator)).square().mean().backward()
+            backward(other, worker, step)
             grad = torch.cat([p.grad.flatten() for p in other.parameters()])
             codec.decode_add_(total, codec.encode(grad, owed[worker]))
             if worker == dist.get_rank():
