@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer
 
-from moe_ext._checks import check_numbers
+from moe_ext._checks import check_numbers, check_rule
 from moe_ext.comm.groups import group_ranks
 from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.distributed.placement import known_shard
@@ -38,10 +38,12 @@ class CheckedOptimizer(Optimizer):
     off is no matter, and one that no optimizer has is the user's own.
     """
 
+    # Its name in messages.
     _op = ""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        cls._op = cls.__name__
         _own_options.update(_options(cls))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -62,6 +64,35 @@ class CheckedOptimizer(Optimizer):
     def _parameters(self) -> list[nn.Parameter]:
         """The parameters of all groups, in the order of their numbers in a state."""
         return [p for group in self.param_groups for p in group["params"]]
+
+    def _named(self) -> Iterator[tuple[nn.Parameter, int, str]]:
+        """The same, each with the number of its group and its name in messages."""
+        for number, group in enumerate(self.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                yield parameter, number, label(group, number, index)
+
+    def _trained(self) -> list[Trained]:
+        """The parameters that have a gradient, in order.
+
+        Raises:
+            TypeError: a gradient is not dense, or a parameter is not of a real floating-point type.
+        """
+        found = []
+        for parameter, number, name in self._named():
+            grad = parameter.grad
+            if grad is None:
+                continue
+            if grad.layout != torch.strided:
+                raise TypeError(
+                    f"{self._op}: expected gradients to be dense, got {grad.layout} for {name}"
+                )
+            if not parameter.is_floating_point():
+                raise TypeError(
+                    f"{self._op}: expected parameters to be real floating-point tensors, got "
+                    f"{parameter.dtype} for {name}"
+                )
+            found.append(Trained(parameter, grad, self.param_groups[number], name))
+        return found
 
     def _problem_of(self, parameter: Tensor, group: dict[str, Any], name: str) -> str | None:
         """The problem of a parameter of a group, by its name in messages; None without any."""
@@ -120,12 +151,12 @@ class CheckedOptimizer(Optimizer):
                     continue
                 if value != wanted if wanted else value:
                     raise ValueError(
-                        f"{type(self).__name__}: expected options of a parameter group to be "
-                        f"those of {type(self).__name__}, got {name}={value}"
+                        f"{self._op}: expected options of a parameter group to be those of "
+                        f"{self._op}, got {name}={value}"
                     )
             arguments = type(self).__init__.__annotations__
             found = {n: arguments[n] for n in arguments.keys() & self.defaults.keys()}
-            check_numbers(type(self).__name__, found, group)
+            check_numbers(self._op, found, group)
             self._check_options(group)
 
     def _check_options(self, group: dict[str, Any]) -> None:
@@ -173,12 +204,17 @@ def label(group: dict[str, Any], group_index: int, index: int) -> str:
     return repr(names[index]) if names else f"parameter {index} of group {group_index}"
 
 
-def check_positive(op: str, name: str, value: float, *, zero: bool = True) -> None:
-    """ValueError unless a number is finite and positive (or zero, where that is allowed)."""
-    rule = "at least 0" if zero else "positive"
-    number = float(value)
-    if not (number >= 0 if zero else number > 0) or number == float("inf"):
-        raise ValueError(f"{op}: expected {name} to be {rule} and finite, got {value}")
+def check_positive(op: str, name: str, value: float) -> None:
+    """ValueError unless a number is finite and at least 0."""
+    if not 0 <= float(value) < float("inf"):
+        raise ValueError(f"{op}: expected {name} to be at least 0 and finite, got {value}")
+
+
+def check_range(op: str, options: Mapping[str, Any], low: str, high: str) -> None:
+    """ValueError unless of two options one is finite and at least 0, and the other no less."""
+    check_positive(op, low, options[low])
+    rule = f"at least {low} ({options[low]})"
+    check_rule(op, high, options[high], rule, options[high] >= options[low])
 
 
 def check_betas(op: str, betas: Sequence[float]) -> None:
@@ -209,38 +245,6 @@ def divided_within(parameter: Tensor, group: ProcessGroup | None) -> bool:
     return len({*ranks} & {*group_ranks(group)}) > 1
 
 
-def trained_parameters(op: str, param_groups: list[dict[str, Any]]) -> list[Trained]:
-    """The parameters that have a gradient, in order.
-
-    Raises:
-        TypeError: a gradient is not dense, or a parameter is not of a real floating-point type.
-    """
-    found = []
-    for group_index, group in enumerate(param_groups):
-        for index, parameter in enumerate(group["params"]):
-            grad = parameter.grad
-            if grad is None:
-                continue
-            name = label(group, group_index, index)
-            if grad.layout != torch.strided:
-                raise TypeError(
-                    f"{op}: expected gradients to be dense, got {grad.layout} for {name}"
-                )
-            if not parameter.is_floating_point():
-                raise TypeError(
-                    f"{op}: expected parameters to be real floating-point tensors, got "
-                    f"{parameter.dtype} for {name}"
-                )
-            found.append(Trained(parameter, grad, group, name))
-    return found
-
-
-def check_count(op: str, name: str, value: int, *, least: int = 0) -> None:
-    """ValueError unless a number of steps is a whole one."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{op}: expected {name} to be an integer of at least {least}, got {value}")
-
-
 def deepspeed_options(op: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Options of groups among the arguments of an optimizer that has those of DeepSpeed's.
 
@@ -258,5 +262,5 @@ def deepspeed_options(op: str, given: Mapping[str, Any]) -> dict[str, Any]:
         (backend not in _KNOWN_BACKENDS, f"comm_backend_name={backend!r} is ignored"),
     ):
         if is_given:
-            warnings.warn(f"{op}: {text}", stacklevel=3)
+            warnings.warn(f"{op}: {text}", stacklevel=4)
     return {name: given[name] for name in _OF_GROUPS} | {"per_expert": False}

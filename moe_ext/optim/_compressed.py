@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
+from moe_ext._checks import check_rule
 from moe_ext._compile import outside_graphs
 from moe_ext.comm.agreement import Agreement, is_nonfinite
 from moe_ext.comm.collectives import all_reduce_
@@ -25,9 +26,9 @@ from moe_ext.optim._arguments import (
     CheckedOptimizer,
     check_betas,
     check_positive,
+    deepspeed_options,
     divided_within,
     is_own_part,
-    label,
     loss_of,
     placed_alike,
 )
@@ -62,29 +63,20 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
     # Attributes that are options which no group has.
     _settings: tuple[str, ...] = ()
 
-    def __init__(
-        self,
-        params: ParamsT,
-        defaults: dict[str, Any],
-        *,
-        group: ProcessGroup | None,
-        block: int,
-        communication_data_type: torch.dtype | None,
-    ) -> None:
-        check_group(group, self._op, name="group")
-        if block not in (64, 128, 256, 512, 1024):
-            raise ValueError(
-                f"{self._op}: expected block to be a power of two from 64 to 1024, got {block}"
-            )
-        if communication_data_type not in (None, *_DTYPES):
-            raise ValueError(
-                f"{self._op}: expected communication_data_type to be None, float32, bfloat16 or "
-                f"float16, got {communication_data_type}"
-            )
+    def __init__(self, params: ParamsT, given: Mapping[str, Any], **further: float | bool) -> None:
+        """Take the arguments of a subclass's constructor, and further options of groups."""
+        defaults = deepspeed_options(self._op, given) | further
+        check_group(given["group"], self._op, name="group")
+        block, dtype = given["block"], given["communication_data_type"]
+        is_power = block in (64, 128, 256, 512, 1024)
+        check_rule(self._op, "block", block, "a power of two from 64 to 1024", is_power)
+        rule, fits = "None, float32, bfloat16 or float16", dtype in (None, *_DTYPES)
+        check_rule(self._op, "communication_data_type", dtype, rule, fits)
         # torch adds entries of its own to `defaults`.
         self._options = dict(defaults)
-        self._process_group = resolve_group(group, self._op)
-        self._block, self._wire_dtype = block, communication_data_type
+        self._process_group = resolve_group(given["group"], self._op)
+        self._block, self._wire_dtype = block, dtype
+        self._eps_inside_sqrt: bool = given["eps_inside_sqrt"]
         # By parameter group: a process group can be neither compared nor saved with the options.
         self._ranks: list[ProcessGroup | None] = []
         self._made: list[Entry] = []
@@ -189,13 +181,10 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
         """All trained parameters, in an order that does not change."""
         if not self._made:
             found: list[Entry] = []
-            for group_index, (group, ranks) in enumerate(
-                zip(self.param_groups, self._ranks, strict=True)
-            ):
-                for index, parameter in enumerate(group["params"]):
-                    name = label(group, group_index, index)
-                    dtype, place = self._wire_dtype or parameter.dtype, (group_index, group, name)
-                    found.append(Entry(parameter, len(found), *place, ranks, self.state, dtype))
+            for parameter, index, name in self._named():
+                group, ranks = self.param_groups[index], self._ranks[index]
+                dtype, place = self._wire_dtype or parameter.dtype, (index, group, name)
+                found.append(Entry(parameter, len(found), *place, ranks, self.state, dtype))
             self._made = [entry for entry in found if entry.parameter.requires_grad]
             self._frozen = [entry for entry in found if not entry.parameter.requires_grad]
         return self._made

@@ -29,16 +29,12 @@ from moe_ext.distributed.state_dict import take_states
 from moe_ext.optim._arguments import (
     CheckedOptimizer,
     Trained,
-    label,
     loss_of,
     placed_alike,
-    trained_parameters,
 )
 from moe_ext.optim._saved_states import by_name
 
 T = TypeVar("T")
-
-_ADAM_BUFFERS = ("exp_avg", "exp_avg_sq")
 
 
 class SlicedOptimizer(CheckedOptimizer, ABC):
@@ -100,7 +96,7 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
                 and moments are as before.
         """
         loss = loss_of(closure)
-        trained = trained_parameters(self._op, self.param_groups)
+        trained = self._trained()
         for entry in trained:
             _check_placements(self._op, entry)
         if self._options is None:
@@ -127,15 +123,13 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
         Messages have room for them, so that a rank that alone has none is heard of.
         """
         found, place = [], 0
-        for group_index, group in enumerate(self.param_groups):
-            for index, parameter in enumerate(group["params"]):
-                if parameter.grad is not None:
-                    place += 1
-                elif is_dtensor(parameter):
-                    name = label(group, group_index, index)
-                    entry = Trained(parameter, parameter, group, name)
-                    if self._exchanges_over(entry):
-                        found.append((place, entry))
+        for parameter, number, name in self._named():
+            if parameter.grad is not None:
+                place += 1
+            elif is_dtensor(parameter):
+                entry = Trained(parameter, parameter, self.param_groups[number], name)
+                if self._exchanges_over(entry):
+                    found.append((place, entry))
         return found
 
     def _exchanges_over(self, entry: Trained) -> Sequence[ProcessGroup]:
@@ -146,15 +140,19 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
     def _take_step(self, trained: list[Trained], weights: list[Tensor], slices: SliceNorms) -> None:
         """Change moments and weights: this rank's parts, of the type of the moments."""
 
-    def _advance(self, entry: Trained, buffers: Sequence[str]) -> int:
-        """Count a step of one parameter, making its buffers of zeros at the first; its number."""
+    def _buffer(self, entry: Trained, name: str) -> Tensor:
+        """This rank's part of a moment of a parameter, of zeros before its first step."""
+        state, parameter = self.state[entry.parameter], entry.parameter
+        if name not in state:
+            state[name] = torch.zeros_like(parameter, dtype=state_dtype(parameter, entry.group))
+        return local_part(state[name])
+
+    def _advance(self, entry: Trained) -> int:
+        """Count a step of one parameter; its number."""
         state = self.state[entry.parameter]
         if "step" not in state:
             # On the host, as torch's optimizers keep it: reading it costs nothing.
             state["step"] = torch.zeros((), dtype=torch.float32)
-        for name in buffers:
-            if name not in state:
-                state[name] = zeros_of_state(entry)
         state["step"] += 1
         return int(state["step"])
 
@@ -165,17 +163,15 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
         eps: float,
     ) -> list[Tensor]:
         """Adam's quotient of the moments of each parameter of a group, which are moved on."""
-        steps = [self._advance(e, _ADAM_BUFFERS) for e in entries]
+        steps = [self._advance(e) for e in entries]
         if not entries:
             return []
         group = entries[0].group
         bias_correction = group.get("bias_correction", True)
         exp_avgs, exp_avg_sqs = (
-            [local_part(self.state[e.parameter][name]) for e in entries] for name in _ADAM_BUFFERS
+            [self._buffer(e, name) for e in entries] for name in ("exp_avg", "exp_avg_sq")
         )
         grads = [local_grad(e) for e in entries]
-        if group["maximize"]:
-            grads = list(torch._foreach_neg(grads))
         move_moments(exp_avgs, exp_avg_sqs, grads, betas)
         beta1, beta2 = betas
         denominators = list(torch._foreach_sqrt(exp_avg_sqs))
@@ -227,14 +223,10 @@ def state_dtype(parameter: Tensor, group: dict[str, Any]) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
-def zeros_of_state(entry: Trained) -> Tensor:
-    """A moment of a parameter before its first step."""
-    return torch.zeros_like(entry.parameter, dtype=state_dtype(entry.parameter, entry.group))
-
-
 def local_grad(entry: Trained) -> Tensor:
-    """This rank's part of a gradient, in the type of the moments."""
-    return local_part(entry.grad).to(state_dtype(entry.parameter, entry.group))
+    """This rank's part of a gradient, or its negative to maximize, in the type of the moments."""
+    grad = local_part(entry.grad).to(state_dtype(entry.parameter, entry.group))
+    return grad.neg() if entry.group["maximize"] else grad
 
 
 def _check_placements(op: str, entry: Trained) -> None:

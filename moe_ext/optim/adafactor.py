@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
+from moe_ext._checks import check_rule
 from moe_ext.distributed.dtensor import dtensor_of, is_dtensor, local_part, sharding_groups
 from moe_ext.optim._arguments import Trained, check_positive, options_in
 from moe_ext.optim._sliced import (
@@ -71,8 +72,6 @@ class Adafactor(SlicedOptimizer):
     2018 (arXiv 1804.04235), algorithms 4 and 5, with torch's use of :math:`\epsilon_1`.
     """
 
-    _op = "Adafactor"
-
     def __init__(
         self,
         params: ParamsT,
@@ -95,12 +94,9 @@ class Adafactor(SlicedOptimizer):
         for name, value in zip(("eps[0]", "eps[1]"), group["eps"], strict=True):
             if value is not None:
                 check_positive(self._op, name, value)
-        if not group["beta2_decay"] <= 0:
-            raise ValueError(
-                f"Adafactor: expected beta2_decay to be at most 0, got {group['beta2_decay']}"
-            )
-        if not group["d"] >= 1:
-            raise ValueError(f"Adafactor: expected d to be at least 1, got {group['d']}")
+        decay, d = group["beta2_decay"], group["d"]
+        check_rule(self._op, "beta2_decay", decay, "at most 0", decay <= 0)
+        check_rule(self._op, "d", d, "at least 1", d >= 1)
 
     def _take_step(self, trained: list[Trained], weights: list[Tensor], slices: SliceNorms) -> None:
         with self._unchanged_if_it_fails(trained, slices):
@@ -120,14 +116,14 @@ class Adafactor(SlicedOptimizer):
         parameter, state = logical(entry.parameter), self.state[entry.parameter]
         grad = local_grad(entry)
         factored = _is_factored(parameter, entry)
-        step = self._advance(entry, () if factored else ("variance",))
-        if factored and "row_var" not in state:
+        step = self._advance(entry)
+        if not factored:
+            self._buffer(entry, "variance")
+        elif "row_var" not in state:
             shape = list(grad.shape)
             rows, columns = [*shape[:-1], 1], [*shape[:-2], 1, shape[-1]]
             state["row_var"] = _like_placed(parameter, grad.new_zeros(rows), -1)
             state["col_var"] = _like_placed(parameter, grad.new_zeros(columns), -2)
-        if entry.group["maximize"]:
-            grad = grad.neg()
         return _Moment(entry, parameter, state, grad, step, factored)
 
 

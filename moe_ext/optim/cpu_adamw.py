@@ -20,7 +20,6 @@ from moe_ext.optim._arguments import (
     check_positive,
     loss_of,
     options_in,
-    trained_parameters,
 )
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -57,8 +56,6 @@ class CPUAdamW(CheckedOptimizer):
 
     Reference: Ren et al., ZeRO-Offload, 2021 (arXiv 2101.06840).
     """
-
-    _op = "CPUAdamW"
 
     def __init__(
         self,
@@ -99,8 +96,8 @@ class CPUAdamW(CheckedOptimizer):
 
     def _check_options(self, group: dict[str, Any]) -> None:
         for name in ("lr", "eps", "weight_decay"):
-            check_positive("CPUAdamW", name, group[name])
-        check_betas("CPUAdamW", group["betas"])
+            check_positive(self._op, name, group[name])
+        check_betas(self._op, group["betas"])
 
     @outside_graphs
     @torch.no_grad()
@@ -115,7 +112,7 @@ class CPUAdamW(CheckedOptimizer):
             The closure's result.
         """
         loss = loss_of(closure)
-        for entry in trained_parameters("CPUAdamW", self.param_groups):
+        for entry in self._trained():
             self._step_one(entry, grad_scale)
         return loss
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext._bytes import as_bytes
-from moe_ext._checks import check_numbers
+from moe_ext._checks import check_numbers, check_rule
 from moe_ext.comm.agreement import Agreement, checksum, is_nonfinite
 from moe_ext.comm.collectives import all_reduce_
 from moe_ext.comm.groups import group_size, resolve_group
@@ -20,7 +20,7 @@ from moe_ext.compression.feedback import CodecMemory, committing
 from moe_ext.distributed.dtensor import dtensor_of, is_dtensor, local_part, mesh_of, shard_of
 from moe_ext.distributed.gradients import fingerprint
 from moe_ext.distributed.state_dict import OF_RANKS
-from moe_ext.optim._arguments import CheckedOptimizer, divided_within, is_own_part, label, loss_of
+from moe_ext.optim._arguments import CheckedOptimizer, divided_within, is_own_part, loss_of
 
 _MARK_BYTES = 8
 
@@ -90,8 +90,6 @@ class DeMo(CheckedOptimizer):
     Reference: Peng, Quesnelle, Kingma, DeMo: Decoupled Momentum Optimization (arXiv 2411.19870).
     """
 
-    _op = "DeMo"
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -147,8 +145,7 @@ class DeMo(CheckedOptimizer):
 
     def _check_options(self, group: dict[str, Any]) -> None:
         for name in ("lr", "weight_decay"):
-            if not group[name] >= 0.0:
-                raise ValueError(f"DeMo: expected {name} to be 0 or more, got {group[name]}")
+            check_rule(self._op, name, group[name], "0 or more", group[name] >= 0.0)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -184,11 +181,9 @@ class DeMo(CheckedOptimizer):
         """Name the rank whose gradients are not finite, on all ranks."""
         rule = "expected gradients to be finite"
         with Agreement("DeMo.step", self._group) as agreement:
-            for index, group in enumerate(self.param_groups):
-                for place, p in enumerate(group["params"]):
-                    if p.grad is not None and is_nonfinite(local_part(p.grad)):
-                        where = label(group, index, place)
-                        raise ValueError(f"DeMo.step: {rule}, got NaN or infinity in {where}")
+            for p, _, name in self._named():
+                if p.grad is not None and is_nonfinite(local_part(p.grad)):
+                    raise ValueError(f"DeMo.step: {rule}, got NaN or infinity in {name}")
             agreement.compare({})
         raise ValueError(f"DeMo.step: {rule}, got momentums that overflow float32")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from moe_ext.optim._arguments import Trained, check_betas, check_positive, options_in
+from moe_ext.optim._arguments import Trained, check_betas, check_positive, check_range, options_in
 from moe_ext.optim._sliced import SlicedOptimizer, SliceNorms
 
 
@@ -57,8 +57,6 @@ class LAMB(SlicedOptimizer):
     2020 (arXiv 1904.00962), algorithm 2, with the bounds on the ratio instead of on the norm.
     """
 
-    _op = "LAMB"
-
     def __init__(
         self,
         params: ParamsT,
@@ -78,14 +76,10 @@ class LAMB(SlicedOptimizer):
         super().__init__(params, options_in(locals()))
 
     def _check_options(self, group: dict[str, Any]) -> None:
-        for name in ("lr", "eps", "weight_decay", "min_coeff"):
+        for name in ("lr", "eps", "weight_decay"):
             check_positive(self._op, name, group[name])
         check_betas(self._op, group["betas"])
-        if not group["max_coeff"] >= group["min_coeff"]:
-            raise ValueError(
-                f"LAMB: expected max_coeff to be at least min_coeff ({group['min_coeff']}), got "
-                f"{group['max_coeff']}"
-            )
+        check_range(self._op, group, "min_coeff", "max_coeff")
 
     def _take_step(self, trained: list[Trained], weights: list[Tensor], slices: SliceNorms) -> None:
         with self._unchanged_if_it_fails(trained, slices):

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from moe_ext.distributed.dtensor import local_part
 from moe_ext.optim._arguments import Trained, check_positive, options_in
 from moe_ext.optim._sliced import (
     SlicedOptimizer,
     SliceNorms,
     local_grad,
-    zeros_of_state,
 )
 
 
@@ -54,8 +52,6 @@ class LARS(SlicedOptimizer):
     algorithm 1.
     """
 
-    _op = "LARS"
-
     def __init__(
         self,
         params: ParamsT,
@@ -85,17 +81,13 @@ class LARS(SlicedOptimizer):
         grads = [local_grad(entry) for entry in trained]
         rates = slices.rates([partial(_rate, entry.group) for entry in trained], weights, grads)
         for weight, grad, entry, rate in zip(weights, grads, trained, rates, strict=True):
-            group = entry.group
-            update = grad.neg() if group["maximize"] else grad
+            group, update = entry.group, grad
             if group["weight_decay"] != 0:
                 update = update.add(weight, alpha=group["weight_decay"])
             update = update * rate.to(update.dtype)
             momentum = group["momentum"]
             if momentum != 0:
-                state = self.state[entry.parameter]
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = zeros_of_state(entry)
-                buffer = local_part(state["momentum_buffer"]).mul_(momentum).add_(update)
+                buffer = self._buffer(entry, "momentum_buffer").mul_(momentum).add_(update)
                 update = update.add_(buffer, alpha=momentum) if group["nesterov"] else buffer
             weight.sub_(update)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -187,8 +186,7 @@ class DiLoCo:
             ("fragment_sync_delay", delay, 0 <= delay < max(steps, 1), f"in [0, {steps})"),
             ("fragment_update_alpha", alpha, 0.0 <= alpha <= 1.0, "in [0, 1]"),
         ):
-            if not fits:
-                raise ValueError(f"{owner}: expected {name} to be {rule}, got {value}")
+            check_rule(owner, name, value, rule, fits)
         self._codec = codec_of("int8" if should_quantize else codec, owner=owner)
         self._manager: Manager | None = None
         self._group: ProcessGroup | None = None
@@ -314,12 +312,7 @@ class DiLoCo:
         self._hook = self._inner.register_step_post_hook(lambda *_: self._count())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._hook.remove()
 
     def _count(self) -> None:

@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
-from moe_ext._checks import check_choice
+from moe_ext._checks import check_choice, check_rule
 from moe_ext.distributed.dtensor import local_part, map_gathered, sharding_groups
 from moe_ext.optim._arguments import (
     Trained,
     check_betas,
-    check_count,
     check_positive,
     options_in,
 )
@@ -29,7 +28,6 @@ from moe_ext.optim._sliced import (
     local_grad,
     logical,
     sum_with_options,
-    zeros_of_state,
 )
 
 _SCALES = ("original", "match_rms_adamw")
@@ -90,8 +88,6 @@ class Muon(SlicedOptimizer):
     al., Muon is Scalable for LLM Training, 2025 (arXiv 2502.16982), equation 4 for s.
     """
 
-    _op = "Muon"
-
     def __init__(
         self,
         params: ParamsT,
@@ -136,13 +132,11 @@ class Muon(SlicedOptimizer):
         check_betas(self._op, group["adamw_betas"])
         if not 0 <= group["momentum"] < 1:
             raise ValueError(f"Muon: expected momentum to be in [0, 1), got {group['momentum']}")
-        if len(group["ns_coefficients"]) != 3:
-            raise ValueError(
-                f"Muon: expected ns_coefficients to be three numbers, got "
-                f"{group['ns_coefficients']}"
-            )
-        check_count(self._op, "ns_steps", group["ns_steps"])
-        check_count(self._op, "fused", group["fused"], least=1)
+        coefficients = group["ns_coefficients"]
+        is_three = len(coefficients) == 3
+        check_rule(self._op, "ns_coefficients", coefficients, "three numbers", is_three)
+        fused = group["fused"]
+        check_rule(self._op, "fused", fused, "an integer of at least 1", fused >= 1)
         if group["adjust_lr_fn"] is not None:
             check_choice(self._op, "adjust_lr_fn", group["adjust_lr_fn"], _SCALES)
         dtype = getattr(torch, str(group["ns_dtype"]).removeprefix("torch."), None)
@@ -176,18 +170,13 @@ class Muon(SlicedOptimizer):
                 continue
             for i in members:
                 momentum, direction = found.pop(i) if i in found else self._direction(trained[i])
-                state = self.state[trained[i].parameter]
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = zeros_of_state(trained[i])
-                local_part(state["momentum_buffer"]).copy_(momentum)
+                self._buffer(trained[i], "momentum_buffer").copy_(momentum)
                 scale = _scale(group, logical(trained[i].parameter).shape)
                 weights[i].mul_(decay).add_(direction, alpha=-rate * scale)
 
     def _direction(self, entry: Trained) -> tuple[Tensor, Tensor]:
         """The momentum after this step, and what it moves the weights by: this rank's parts."""
         group, grad = entry.group, local_grad(entry)
-        if group["maximize"]:
-            grad = grad.neg()
         kept = self.state.get(entry.parameter, {}).get("momentum_buffer")
         before = torch.zeros_like(grad) if kept is None else local_part(kept)
         momentum = before.lerp(grad, 1 - group["momentum"])

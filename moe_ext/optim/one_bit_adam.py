@@ -10,7 +10,6 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
 from moe_ext._checks import check_numbers
-from moe_ext.optim._arguments import deepspeed_options
 from moe_ext.optim._compressed import CompressedOptimizer
 from moe_ext.optim._compressed_mean import reduce_all
 from moe_ext.optim._entries import (
@@ -94,7 +93,6 @@ class OneBitAdam(CompressedOptimizer):
     Convergence Speed, 2021 (arXiv 2102.02888), algorithm 1.
     """
 
-    _op = "OneBitAdam"
     _settings: tuple[str, ...] = ("freeze_step", "variance_interval", "_eps_inside_sqrt")
 
     def __init__(
@@ -120,14 +118,7 @@ class OneBitAdam(CompressedOptimizer):
     ) -> None:
         check_numbers(self._op, OneBitAdam.__init__.__annotations__, locals())
         self.freeze_step, self.variance_interval = freeze_step, variance_interval
-        self._eps_inside_sqrt = eps_inside_sqrt
-        super().__init__(
-            params,
-            deepspeed_options(self._op, locals()),
-            group=group,
-            block=block,
-            communication_data_type=communication_data_type,
-        )
+        super().__init__(params, locals())
 
     def _is_dense(self) -> bool:
         return self.steps_taken < self.freeze_step

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
-from moe_ext._checks import check_numbers
+from moe_ext._checks import check_numbers, check_rule
 from moe_ext.distributed.dtensor import local_part
-from moe_ext.optim._arguments import check_positive, deepspeed_options, is_own_part
+from moe_ext.optim._arguments import check_positive, check_range, is_own_part
 from moe_ext.optim._compressed import CompressedOptimizer
 from moe_ext.optim._entries import Entry
 from moe_ext.optim._sliced import SliceNorms, groups_of_slices
@@ -74,7 +74,6 @@ class OneBitLamb(OneBitAdam):
     LAMB's Convergence Speed, 2021 (arXiv 2104.06069), algorithm 1.
     """
 
-    _op = "OneBitLamb"
     _settings = (
         *OneBitAdam._settings,
         *("_coeff_beta", "_factor_min", "_factor_max", "_factor_threshold"),
@@ -106,27 +105,18 @@ class OneBitLamb(OneBitAdam):
         block: int = 256,
         communication_data_type: torch.dtype | None = None,
     ) -> None:
-        check_numbers("OneBitLamb", OneBitLamb.__init__.__annotations__, locals())
-        if not 0 <= coeff_beta < 1:
-            raise ValueError(f"OneBitLamb: expected coeff_beta to be in [0, 1), got {coeff_beta}")
-        _check_range("min_coeff", min_coeff, "max_coeff", max_coeff)
-        _check_range("factor_min", factor_min, "factor_max", factor_max)
+        check_numbers(self._op, OneBitLamb.__init__.__annotations__, locals())
+        check_rule(self._op, "coeff_beta", coeff_beta, "in [0, 1)", 0 <= coeff_beta < 1)
+        check_range(self._op, locals(), "min_coeff", "max_coeff")
+        check_range(self._op, locals(), "factor_min", "factor_max")
         check_positive(self._op, "factor_threshold", factor_threshold)
         self.freeze_step, self.variance_interval = freeze_step, 0
         self._coeff_beta, self._factor_threshold = coeff_beta, factor_threshold
         self._factor_min, self._factor_max = factor_min, factor_max
         self._coefficients: list[Tensor] = []
-        self._eps_inside_sqrt = eps_inside_sqrt
-        options = {"max_coeff": max_coeff, "min_coeff": min_coeff, "adapt": True}
+        bounds = {"max_coeff": max_coeff, "min_coeff": min_coeff}
         # `OneBitAdam` has other arguments.
-        CompressedOptimizer.__init__(
-            self,
-            params,
-            deepspeed_options(self._op, locals()) | options,
-            group=group,
-            block=block,
-            communication_data_type=communication_data_type,
-        )
+        CompressedOptimizer.__init__(self, params, locals(), **bounds, adapt=True)
 
     def _problem_of(self, parameter: Tensor, group: dict[str, Any], name: str) -> str | None:
         cut = groups_of_slices(parameter, group["per_expert"])
@@ -246,13 +236,4 @@ def _slice_state(state: dict[str, Any], name: str, start: float, like_G: Tensor)
     value = state.get(name, start)
     if not isinstance(value, Tensor):
         state[name] = torch.full_like(like_G, float(value))
-    found: Tensor = state[name]
-    return found
-
-
-def _check_range(low_name: str, low: float, high_name: str, high: float) -> None:
-    check_positive("OneBitLamb", low_name, low)
-    if not high >= low:
-        raise ValueError(
-            f"OneBitLamb: expected {high_name} to be at least {low_name} ({low}), got {high}"
-        )
+    return state[name]

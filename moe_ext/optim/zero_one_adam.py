@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
-from moe_ext._checks import check_numbers
-from moe_ext.optim._arguments import check_count, deepspeed_options
+from moe_ext._checks import check_numbers, check_rule
 from moe_ext.optim._compressed import CompressedOptimizer
 from moe_ext.optim._compressed_mean import CompressedMean, reduce_all
 from moe_ext.optim._entries import Entry, average_gradients, clip
@@ -72,7 +71,6 @@ class ZeroOneAdam(CompressedOptimizer):
     2022 (arXiv 2202.06009), algorithm 1 and section 6.
     """
 
-    _op = "ZeroOneAdam"
     _settings = (
         *("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"),
         "_eps_inside_sqrt",
@@ -106,20 +104,14 @@ class ZeroOneAdam(CompressedOptimizer):
         self.local_step_scaler = local_step_scaler
         self.local_step_clipper = local_step_clipper
         for name in self._settings[:-1]:
-            check_count(self._op, name, getattr(self, name), least=1)
-        self._eps_inside_sqrt = eps_inside_sqrt
+            value = getattr(self, name)
+            check_rule(self._op, name, value, "an integer of at least 1", value >= 1)
         # Version counters that the last local step left, of parameters that differ over ranks.
         self._versions: dict[Tensor, int] = {}
         # The schedule, in the group so that it is saved with the options.
         schedule = {"var_interval": 1, "var_counter": 0}
         schedule |= {"local_step_interval": 1, "local_step_counter": 0}
-        super().__init__(
-            params,
-            deepspeed_options(self._op, locals()) | schedule,
-            group=group,
-            block=block,
-            communication_data_type=communication_data_type,
-        )
+        super().__init__(params, locals(), **schedule)
 
     @property
     def synchronised(self) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext import _runtime_library
-from moe_ext._checks import check_kind
+from moe_ext._checks import check_kind, check_rule
 from moe_ext.comm import point_to_point
 from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import backends, check_group, group_rank, group_size
@@ -182,11 +182,8 @@ class Pipeline:
                 f"{table.num_ranks}, got {size}"
             )
         own = sorted({stage for (_, stage), rank in table.rank_of.items() if rank == self.rank})
-        if sorted(stages) != own:
-            raise ValueError(
-                f"Pipeline: expected stages to be {own}, those of the table for this rank, got "
-                f"{sorted(stages)}"
-            )
+        rule = f"{own}, those of the table for this rank"
+        check_rule("Pipeline", "stages", sorted(stages), rule, sorted(stages) == own)
         for number, module in stages.items():
             for name, parameter in module.named_parameters():
                 device = parameter.device
@@ -256,11 +253,9 @@ class Pipeline:
         with telling(self._group, _HOST, f"Pipeline.step on {self._messages.place}"):
             last = self.table.num_stages - 1
             for stage, name, given in ((0, "inputs", inputs), (last, "targets", targets)):
-                if stage in self.stages and len(given) != micro:
-                    raise ValueError(
-                        f"Pipeline.step: expected {name} to be {micro}, one for each micro-batch, "
-                        f"got {len(given)}"
-                    )
+                if stage in self.stages:
+                    rule, fits = f"{micro}, one for each micro-batch", len(given) == micro
+                    check_rule("Pipeline.step", name, len(given), rule, fits)
         before = [p.grad for _, _, p in self._shared]
         for _, _, p in self._shared:
             p.grad = None
@@ -315,12 +310,11 @@ def _refuse_weight_stream() -> None:
 
 def _refuse_options(table: ActionTable, lengths: Sequence[int] | None, update: Any) -> None:
     slices, has_updates = table.num_slices, bool(updates_of(table))
-    if len(lengths or [0]) != slices or (lengths is not None and min(lengths) < 1):
-        wanted = f"the {slices} lengths of the table's slices" if slices > 1 else "None"
-        raise ValueError(f"Pipeline: expected slice_lengths to be {wanted}, got {lengths}")
-    if has_updates != (update is not None):
-        wanted = "a function, for the updates of the table" if has_updates else "None"
-        raise ValueError(f"Pipeline: expected update to be {wanted}, got {update}")
+    fits = len(lengths or [0]) == slices and (lengths is None or min(lengths) >= 1)
+    wanted = f"the {slices} lengths of the table's slices" if slices > 1 else "None"
+    check_rule("Pipeline", "slice_lengths", lengths, wanted, fits)
+    wanted = "a function, for the updates of the table" if has_updates else "None"
+    check_rule("Pipeline", "update", update, wanted, has_updates == (update is not None))
     if has_updates and any(chain for chain, _ in table.rank_of):
         raise ValueError("Pipeline: expected a table with updates to have one chain, got several")
     kinds = {a.kind for rank in range(table.num_ranks) for a in table.actions(rank)}
@@ -331,11 +325,9 @@ def _refuse_options(table: ActionTable, lengths: Sequence[int] | None, update: A
 def _refuse_tied(
     table: ActionTable, stages: Mapping[int, nn.Module], tied: Tied, update: Any
 ) -> None:
-    if tied and (update is not None or any(chain for chain, _ in table.rank_of)):
-        raise ValueError(
-            "Pipeline: expected tied to be empty for a table with updates or several chains, got "
-            f"{tied}"
-        )
+    is_plain = update is None and not any(chain for chain, _ in table.rank_of)
+    rule = "empty for a table with updates or several chains"
+    check_rule("Pipeline", "tied", tied, rule, is_plain or not tied)
     for names in tied:
         for stage, name in names:
             if not 0 <= stage < table.num_stages:

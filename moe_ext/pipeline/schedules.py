@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
-from moe_ext._checks import check_choice, check_sizes
+from moe_ext._checks import check_choice, check_rule, check_sizes
 from moe_ext.pipeline.table import UPDATE, Action, ActionTable
 
 # Schedules that torch makes, too, by our name: its name.
@@ -65,11 +65,9 @@ def make_table(
     usual = 2 if schedule in _OF_TORCH else 1
     free = usual == 2 and schedule not in _OF_A_V
     count = usual if stages_per_rank is None else stages_per_rank
-    if count < usual or (count > usual and not free):
-        raise ValueError(
-            f"make_table: expected stages_per_rank of {schedule} to be "
-            f"{usual}{' or more' if free else ''}, got {count}"
-        )
+    fits = count == usual or (free and count > usual)
+    rule = f"{usual}{' or more' if free else ''}"
+    check_rule("make_table", f"stages_per_rank of {schedule}", count, rule, fits)
     for name, value, owner in (
         ("num_slices", num_slices, "terapipe"),
         ("micro_batches_per_update", micro_batches_per_update, "pipedream-2bw"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,28 +79,9 @@ class _InBackward(torch.autograd.Function):
         return None, None
 
 
-class Unit(NamedTuple):
-    """A micro-batch, or a slice of it, in a stage, and the version of the weights it goes with."""
-
-    stage: int
-    number: int
-    slice: int
-    version: int
-    chain: int
-
-    @property
-    def key(self) -> tuple[int, int, int]:
-        """(stage, number, slice)."""
-        return self[:3]
-
-    def at(self, stage: int) -> tuple[int, int, int]:
-        """The key in another stage."""
-        return stage, self.number, self.slice
-
-
 @dataclass
 class _Pass:
-    """A unit from its forward pass to the end of its backward pass."""
+    """A micro-batch, or a slice of it, from its forward pass to the end of its backward pass."""
 
     x: Tensor
     # The output, or the loss, and what is kept for later slices; None: to be computed again.
@@ -160,16 +141,16 @@ class StageMessages:
             self._names[action] = f"Pipeline.step, {words}"
         return self._names[action]
 
-    def check_output(self, unit: Unit, out: Any) -> None:
+    def check_output(self, action: Action, out: Any) -> None:
         """ValueError for an output of a stage that cannot be sent, or is unlike the first one."""
-        stage = unit.stage
+        stage = action.stage
         is_sent = isinstance(out, Tensor) and out.dtype in _DTYPES and out.dim() <= _MOST_DIMS
         if not is_sent or out.device != self.device:
             raise ValueError(
                 f"Pipeline.step: expected stage {stage} to give a tensor on {self.device}, of one "
                 f"of {_DTYPES}, got {_kind(out)}"
             )
-        into = unit.chain, stage + 1, unit.slice
+        into = action.chain, stage + 1, action.slice
         known = self._formats.setdefault(into, (out.shape, out.dtype))
         if known != (out.shape, out.dtype):
             raise ValueError(
@@ -236,11 +217,11 @@ class StageMessages:
 
 
 class _WeightStream:
-    """Gradients of weights on a stream of their own, those of one unit at a time.
+    """Gradients of weights on a stream of their own, those of one micro-batch at a time.
 
-    The graph of a unit lives until the main stream has waited for them, since the graph's memory
-    goes back to that stream. The main stream waits before the next ones begin, so that one graph
-    at most lives longer than without this stream.
+    Its graph lives until the main stream has waited for them, since the graph's memory goes back to
+    that stream. The main stream waits before the next ones begin, so that one graph at most lives
+    longer than without this stream.
 
     Args:
         device: of the stages, with streams.
@@ -255,7 +236,7 @@ class _WeightStream:
     def take(self, out: Tensor) -> None:
         """Let the backward nodes behind an output run on this stream, not on its forward pass's.
 
-        Nodes of weights stay, since other units have the same.
+        Nodes of weights stay, since other micro-batches have the same.
         """
         with torch.cuda.stream(streams.side_stream(self._device, _WEIGHTS)):
             self._move(out)
@@ -396,16 +377,15 @@ class StepRun:
             self._make_version(action)
         if action.kind in OF_STAGE:
             return
-        assert action.micro_batch is not None
         way = action.kind[-1]
         if action.kind.startswith("SEND"):
-            x = self.given.pop((way, _unit(self.table.peer(action)).key))
+            x = self.given.pop((way, _key(self.table.peer(action))))
             assert isinstance(x, Tensor)
             # Memory of those that have gone goes to the next tensors.
             self.sent = [message for message in self.sent if not message.is_completed()]
             self.sent += self.messages.send(x, action)
         elif action.kind in MESSAGES:
-            self.given[way, _unit(action).key] = self.messages.receive(action)
+            self.given[way, _key(action)] = self.messages.receive(action)
         else:
             run = {
                 "F": self._forward,
@@ -413,68 +393,70 @@ class StepRun:
                 "I": self._input_gradient,
                 "W": self._weight_gradients,
             }[action.kind]
-            run(_unit(action))
+            run(action)
 
-    def _take(self, kind: str, unit: Unit) -> Tensor:
-        found = self.given.pop((kind, unit.key))
+    def _take(self, kind: str, action: Action) -> Tensor:
+        found = self.given.pop((kind, _key(action)))
         return found if isinstance(found, Tensor) else found.wait()
 
-    def _forward(self, unit: Unit) -> None:
-        if unit.stage == 0:
-            x = self._part(self.inputs, unit)
+    def _forward(self, action: Action) -> None:
+        stage, number, _ = _key(action)
+        if stage == 0:
+            x = self._part(self.inputs, action)
         else:
-            x = self._take("F", unit).requires_grad_()
+            x = self._take("F", action).requires_grad_()
         setting = TorchState.now(self.messages.device) if self.setup.recompute else None
-        outs = self._compute(unit, x)
-        if unit.stage == self.last:
-            loss = outs[0].detach() * self._share(unit)
-            self.losses[unit.number] = self.losses.get(unit.number, 0) + loss
+        outs = self._compute(action, x)
+        if stage == self.last:
+            loss = outs[0].detach() * self._share(action)
+            self.losses[number] = self.losses.get(number, 0) + loss
         else:
-            self.given["F", unit.at(unit.stage + 1)] = outs[0].detach()
+            self.given["F", _key(action, 1)] = outs[0].detach()
         if self.setup.lengths:
             kept = tuple(each.detach().requires_grad_() for each in outs[1:])
-            self.kept.setdefault((unit.stage, unit.number), []).append(kept)
-        self.passes[unit.key] = _Pass(x, None if self.setup.recompute else outs, setting)
+            self.kept.setdefault((stage, number), []).append(kept)
+        self.passes[_key(action)] = _Pass(x, None if self.setup.recompute else outs, setting)
 
-    def _part(self, batches: Sequence[Any], unit: Unit) -> Any:
-        """The unit's part of inputs or targets."""
-        found = batches[unit.number]
-        return found.split(self.setup.lengths, 1)[unit.slice] if self.setup.lengths else found
+    def _part(self, batches: Sequence[Any], action: Action) -> Any:
+        """The part of inputs or targets that an action has."""
+        _, number, part = _key(action)
+        lengths = self.setup.lengths
+        return batches[number].split(lengths, 1)[part] if lengths else batches[number]
 
-    def _share(self, unit: Unit) -> float:
+    def _share(self, action: Action) -> float:
         """Share of a slice in its micro-batch."""
         lengths = self.setup.lengths
-        return lengths[unit.slice] / sum(lengths) if lengths else 1.0
+        return lengths[action.slice] / sum(lengths) if lengths else 1.0
 
-    def _scale(self, unit: Unit) -> float | Tensor:
-        return self.scale * self._share(unit) / self.setup.divisors[unit.number]
+    def _scale(self, action: Action) -> float | Tensor:
+        return self.scale * self._share(action) / self.setup.divisors[_key(action)[1]]
 
-    def _compute(self, unit: Unit, x: Tensor) -> tuple[Tensor, ...]:
+    def _compute(self, action: Action, x: Tensor) -> tuple[Tensor, ...]:
         """The output of a stage, of the last one the loss, and what it keeps for later slices."""
-        module, kept = self.setup.stages[unit.stage], ()
+        module, kept = self.setup.stages[action.stage], ()
         given: tuple[Any, ...] = (x,)
         if not self.setup.in_turns:
-            set_loss_scale(module, self._scale(unit))
+            set_loss_scale(module, self._scale(action))
         if self.setup.lengths:
-            given = (x, tuple(self.kept.get((unit.stage, unit.number), ())[: unit.slice]))
+            given = (x, tuple(self.kept.get(_key(action)[:2], ())[: action.slice]))
         if self.setup.update:
-            weights = self.weights[unit.stage, unit.version]
+            weights = self.weights[action.stage, action.version]
             out = torch.func.functional_call(module, weights, given)
         else:
             out = module(*given)
         if self.setup.lengths:
             out, kept = out
-        if unit.stage == self.last:
-            out = self.setup.loss_fn(out, self._part(self.targets, unit))
+        if action.stage == self.last:
+            out = self.setup.loss_fn(out, self._part(self.targets, action))
         else:
-            self.messages.check_output(unit, out)
+            self.messages.check_output(action, out)
         return out, *kept
 
-    def _weights(self, unit: Unit) -> Iterator[Any]:
-        """Weights of the passes of a unit."""
+    def _weights(self, action: Action) -> Iterator[Any]:
+        """Weights of the passes of an action's stage."""
         if self.setup.update:
-            return iter(self.weights[unit.stage, unit.version].values())
-        return self.setup.stages[unit.stage].parameters()
+            return iter(self.weights[action.stage, action.version].values())
+        return self.setup.stages[action.stage].parameters()
 
     def _make_version(self, action: Action) -> None:
         """Give the parameters the gradients of all versions, update them, and keep what is used."""
@@ -503,80 +485,80 @@ class StepRun:
             for name, p in self.setup.stages[stage].named_parameters()
         }
 
-    def _backward(self, unit: Unit) -> None:
-        state, outs = self._computed(unit)
-        grads = self._output_grads(unit, outs)
+    def _backward(self, action: Action) -> None:
+        state, outs = self._computed(action)
+        grads = self._output_grads(action, outs)
         graded = [i for i, out in enumerate(outs) if out.requires_grad]
         self.join()  # it adds to the same gradients
         if graded:
             torch.autograd.backward([outs[i] for i in graded], [grads[i] for i in graded])
-        self._give_back(unit, state.x)
-        del self.passes[unit.key]
+        self._give_back(action, state.x)
+        del self.passes[_key(action)]
 
-    def _input_gradient(self, unit: Unit) -> None:
-        if not self.passes[unit.key].x.requires_grad:
+    def _input_gradient(self, action: Action) -> None:
+        if not self.passes[_key(action)].x.requires_grad:
             return  # W computes all
         from moe_ext.pipeline._torch import stage_backward_input
 
-        state, (out,) = self._computed(unit)
-        grads, state.groups = self._output_grads(unit, (out,)), []
+        state, (out,) = self._computed(action)
+        grads, state.groups = self._output_grads(action, (out,)), []
         if out.requires_grad:
-            weights = self._weights(unit)
+            weights = self._weights(action)
             # It detaches what it is given, which cannot be a view.
             _, state.groups = stage_backward_input([out.clone()], grads, [state.x], weights)
             if state.x.grad is None:
                 # It finds weights on the way to the input alone: W computes all.
-                state.groups, self.given["B", unit.key] = None, grads[0]
+                state.groups, self.given["B", _key(action)] = None, grads[0]
             else:
                 if self.weight_stream is not None:
                     self.weight_stream.take(out)
                 state.outs = ()  # what W does not need is freed
-        self._give_back(unit, state.x)
+        self._give_back(action, state.x)
 
-    def _weight_gradients(self, unit: Unit) -> None:
-        groups = self.passes[unit.key].groups
+    def _weight_gradients(self, action: Action) -> None:
+        groups = self.passes[_key(action)].groups
         if groups is None:
-            self._backward(unit)
+            self._backward(action)
             return
         from moe_ext.pipeline._torch import stage_backward_weight
 
         if self.weight_stream is not None:
-            self.weight_stream.run(list(self._weights(unit)), groups)
+            self.weight_stream.run(list(self._weights(action)), groups)
         else:
             for group in groups:
-                stage_backward_weight(self._weights(unit), [group])
+                stage_backward_weight(self._weights(action), [group])
                 pass_turn()
-        del self.passes[unit.key]
+        del self.passes[_key(action)]
 
-    def _computed(self, unit: Unit) -> tuple[_Pass, tuple[Tensor, ...]]:
+    def _computed(self, action: Action) -> tuple[_Pass, tuple[Tensor, ...]]:
         """A forward pass with its output, run again where that was not kept."""
-        state = self.passes[unit.key]
+        state = self.passes[_key(action)]
 
         def compute() -> None:
             assert state.setting is not None
             with state.setting.restored():
-                state.outs = self._compute(unit, state.x)
+                state.outs = self._compute(action, state.x)
 
         if state.outs is None:
             _InBackward.apply(torch.zeros((), requires_grad=True), compute).backward()
         assert state.outs is not None
         return state, state.outs
 
-    def _output_grads(self, unit: Unit, outs: tuple[Tensor, ...]) -> list[Tensor]:
-        if unit.stage == self.last:
+    def _output_grads(self, action: Action, outs: tuple[Tensor, ...]) -> list[Tensor]:
+        if action.stage == self.last:
             # A tensor made of a number would wait for the device.
-            grads = [torch.ones_like(outs[0]).mul_(self._scale(unit))]
+            grads = [torch.ones_like(outs[0]).mul_(self._scale(action))]
         else:
-            grads = [self._take("B", unit)]
+            grads = [self._take("B", action)]
         if self.setup.lengths:
-            leaves = self.kept[unit.stage, unit.number].pop()
+            leaves = self.kept[_key(action)[:2]].pop()
             grads += [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
         return grads
 
-    def _give_back(self, unit: Unit, x: Tensor) -> None:
-        if unit.stage > 0:
+    def _give_back(self, action: Action, x: Tensor) -> None:
+        if action.stage > 0:
             grad = torch.zeros_like(x) if x.grad is None else x.grad
-            self.given["B", unit.at(unit.stage - 1)] = grad
+            self.given["B", _key(action, -1)] = grad
             x.grad = None  # W still holds x
 
 
@@ -589,6 +571,7 @@ def _into(receive: Action) -> tuple[int, int, int]:
     return receive.chain, receive.stage + (receive.kind == "RECV_B"), receive.slice
 
 
-def _unit(action: Action) -> Unit:
+def _key(action: Action, ahead: int = 0) -> tuple[int, int, int]:
+    """(stage, micro-batch, slice) of an action, or the same of a stage so many ahead."""
     assert action.micro_batch is not None
-    return Unit(action.stage, action.micro_batch, action.slice, action.version, action.chain)
+    return action.stage + ahead, action.micro_batch, action.slice

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from moe_ext._checks import check_rule
 from moe_ext.attention import choose_scheme, prepare_model
 from moe_ext.attention.huggingface.prepare import BatchCutter
 from moe_ext.attention.layouts import make_layout
@@ -95,16 +96,10 @@ class Applied:
         """
         choice = self.plan.choice
         ep, etp = int(choice["ep"] or 1), int(choice["etp"] or 1)
-        if choice["balance"] != "none":
-            raise ValueError(
-                "Applied.sent_bytes: expected balance to be 'none', since experts move where that "
-                f"takes less by measured rates, got {choice['balance']!r}"
-            )
-        if self.plan.job.capacity_factor is not None:
-            raise ValueError(
-                "Applied.sent_bytes: expected capacity_factor to be None, got "
-                f"{self.plan.job.capacity_factor}"
-            )
+        balance, capacity = choice["balance"], self.plan.job.capacity_factor
+        rule = "'none', since experts move where that takes less by measured rates"
+        check_rule("Applied.sent_bytes", "balance", balance, rule, balance == "none")
+        check_rule("Applied.sent_bytes", "capacity_factor", capacity, "None", capacity is None)
         for axis in ("wire", "gradients"):
             if choice.get(axis) == LOSSLESS:
                 raise ValueError(
@@ -259,11 +254,9 @@ class Applied:
         choice, job, sizes = self.plan.choice, self.plan.job, self.plan.model
         if choice["cp"] == 1:
             return 0
-        if sizes.window or sizes.latent:
-            raise ValueError(
-                "Applied.sent_bytes: expected cp to be 1 for a model with windows or latent "
-                f"attention, got {choice['cp']}"
-            )
+        rule = "1 for a model with windows or latent attention"
+        is_known = not (sizes.window or sizes.latent)
+        check_rule("Applied.sent_bytes", "cp", choice["cp"], rule, is_known)
         heads, micro, tp = sizes.num_heads, int(choice["micro_batch"] or 1), self.mesh.tp_size
         of_attention = (0, 0)
         if sizes.all_parts.attention:
@@ -537,8 +530,7 @@ def _pipeline(
 
     def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
         parts = {"labels": labels} if sequences is None else sequences.labels(labels)
-        found: Tensor = loss(logits=logits, vocab_size=size, **parts)
-        return found
+        return loss(logits=logits, vocab_size=size, **parts)
 
     made = Pipeline(
         *(plan, held, loss_fn),

@@ -138,8 +138,7 @@ def number_of(name: str, value: int | str | None) -> int:
 
 def present(column: Tensor) -> list[int]:
     """Values of a column of small numbers, ascending."""
-    found: list[int] = torch.bincount(column).nonzero().view(-1).tolist()
-    return found
+    return torch.bincount(column).nonzero().view(-1).tolist()
 
 
 def by_values(

@@ -6,6 +6,7 @@ import argparse
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -22,6 +23,29 @@ from moe_ext.planner.profile import measure_cluster
 from moe_ext.planner.report import html_report
 from moe_ext.planner.spec import model_spec
 
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+# Fields of a job to the type and text of their option; their defaults are those of `Job`.
+_OF_JOB: dict[str, tuple[Callable[[str], object], str]] = {
+    "seq_len": (int, "tokens of a sequence"),
+    "global_batch": (int, "sequences of a step"),
+    "dtype": (str, "of products and messages"),
+    "load": (_number, "of experts: s of Zipf's law, W0 to W7, or a JSON file of tokens"),
+    "capacity_factor": (
+        float,
+        "rows of an expert over those of an even load, the others are dropped",
+    ),
+    "local_steps": (int, "inner steps of a round of DiLoCo (%(default)s)"),
+    "local_codec": (str, "of rounds: int8, say, or sparseloco (%(default)s)"),
+    "layer_dtype": (str, "of another program's layers, float8 say, which --cluster has to name"),
+    "node_limit": (int, "nodes with the experts of a token (0 for any)"),
+}
 _HIDDEN = {
     "exchanges": "rows to experts and back",
     "gradients": "messages of gradients",
@@ -41,32 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="processors of the job",
     )
-    parser.add_argument("--seq-len", type=int, default=4096, help="tokens of a sequence")
-    parser.add_argument("--global-batch", type=int, default=1024, help="sequences of a step")
-    parser.add_argument("--dtype", default="bfloat16", help="of products and messages")
-    parser.add_argument(
-        "--load",
-        type=_number,
-        default=0.0,
-        help="of experts: s of Zipf's law, W0 to W7, or a JSON file of tokens",
-    )
-    parser.add_argument(
-        "--capacity-factor",
-        type=float,
-        help="rows of an expert over those of an even load, the others are dropped",
-    )
-    parser.add_argument(
-        "--local-steps", type=int, default=1, help="inner steps of a round of DiLoCo (%(default)s)"
-    )
-    parser.add_argument(
-        "--local-codec", default="none", help="of rounds: int8, say, or sparseloco (%(default)s)"
-    )
-    parser.add_argument(
-        "--layer-dtype", help="of another program's layers, float8 say, which --cluster has to name"
-    )
-    parser.add_argument(
-        "--node-limit", type=int, default=0, help="nodes with the experts of a token (0 for any)"
-    )
+    for name, (kind, text) in _OF_JOB.items():
+        option, default = f"--{name.replace('_', '-')}", getattr(Job, name)
+        parser.add_argument(option, type=kind, default=default, help=text)
     parser.add_argument(
         "--eager-attention", action="store_true", help="attention has no fused kernel"
     )
@@ -100,13 +101,6 @@ def _pair(text: str) -> dict[str, int | str | None]:
     if value == "none" and None in NAMES.get(name, (None,)):
         return {name: None}
     return {name: int(value) if value.isdigit() else value}
-
-
-def _number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def _rates(cluster: ClusterSpec) -> str:

@@ -288,33 +288,29 @@ _DGX_H100 = Host(2e12 / 8, 64e9, 2 * 307.2e9 / 2 / 8)
 # directions, which two GPUs share (NVIDIA GB200 NVL72 and Grace data sheets).
 _GRACE = Host(480e9 / 2, 450e9 / 2, 512e9 / 2 / 2)
 
+_A100: dict[str, Any] = {"flops": 312e12, "memory": 80e9, "rate": 2.039e12, "multiprocessors": 108}
+_HOPPER: dict[str, Any] = {"flops": 989e12, "multiprocessors": 132, "host": _DGX_H100}
+
 CLUSTERS = {
     "a100": _preset(
         (Level("node", 8, 3e-6, 300e9), Level("network", 2**20, 10e-6, 25e9)),
-        flops=312e12,
-        memory=80e9,
-        rate=2.039e12,
-        multiprocessors=108,
+        **_A100,
         source="NVIDIA A100 80GB data sheet; DGX A100: eight 200 Gbit/s adapters; nominal host",
         host=_DGX_A100,
     ),
     "h100": _preset(
         _pod(8, 450e9),
-        flops=989e12,
+        **_HOPPER,
         memory=80e9,
         rate=3.35e12,
-        multiprocessors=132,
         source="NVIDIA H100 SXM data sheet; DGX H100, nominal host",
-        host=_DGX_H100,
     ),
     "h200": _preset(
         _pod(8, 450e9),
-        flops=989e12,
+        **_HOPPER,
         memory=141e9,
         rate=4.8e12,
-        multiprocessors=132,
         source="NVIDIA H200 SXM data sheet; DGX H200, nominal host",
-        host=_DGX_H100,
     ),
     "gb200": _preset(
         _pod(72, 900e9),
@@ -327,10 +323,7 @@ CLUSTERS = {
     ),
     "ethernet": _preset(
         (Level("node", 8, 5e-6, 12e9), Level("ethernet", 2**20, 50e-6, 1.25e9 / 8)),
-        flops=312e12,
-        memory=80e9,
-        rate=2.039e12,
-        multiprocessors=108,
+        **_A100,
         source="eight A100 80GB PCIe behind one adapter of 10 Gbit/s (IEEE 802.3ae)",
     ),
 }

@@ -21,8 +21,7 @@ class CodecTimes(CostPart):
     @functools.cached_property
     def dtype(self) -> torch.dtype:
         """Format of products and messages."""
-        found: torch.dtype = getattr(torch, self.job.dtype)
-        return found
+        return getattr(torch, self.job.dtype)
 
     def measured(self, name: str) -> CostTable | None:
         """The table with the rate of a codec, if it was measured."""

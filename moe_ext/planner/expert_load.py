@@ -66,11 +66,6 @@ def _expected(load: str, num_experts: int, top_k: int) -> tuple[tuple[float, ...
     return tuple(steps)
 
 
-def _named(name: str) -> str | None:
-    found = [load for load in LOADS if name in (load, load.partition("_")[0])]
-    return found[0] if found else None
-
-
 def load_of(
     load: float | str | Path | Sequence[float] | Sequence[Sequence[float]],
     *,
@@ -90,7 +85,7 @@ def load_of(
         ValueError: no such name or file, or a file that holds something else.
     """
     if isinstance(load, (str, Path)):
-        name = _named(str(load))
+        name = next((n for n in LOADS if str(load) in (n, n.partition("_")[0])), None)
         if name is not None:
             if 2 * top_k > num_experts:
                 raise ValueError(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_ext._checks import check_choice, check_fields
+from moe_ext._checks import check_choice, check_fields, check_rule
 from moe_ext.planner.expert_load import Load, counts_of
 from moe_ext.planner.rounds import LOCAL_CODECS
 
@@ -70,11 +70,8 @@ class Job:
         """ValueError for numbers that no job has."""
         check_fields(self, may_be_zero=("node_limit",))
         check_choice("Job", "local_codec", self.local_codec, LOCAL_CODECS)
-        if self.local_steps == 1 and self.local_codec != "none":
-            raise ValueError(
-                "Job: expected local_codec to be 'none' without local steps, got "
-                f"{self.local_codec!r}"
-            )
+        fits = self.local_steps > 1 or self.local_codec == "none"
+        check_rule("Job", "local_codec", self.local_codec, "'none' without local steps", fits)
         if self.dtype not in _BYTES:
             raise ValueError(
                 f"Job: expected dtype to be one of {sorted(_BYTES)}, got {self.dtype!r}"

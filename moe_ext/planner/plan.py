@@ -9,7 +9,7 @@ import math
 import shlex
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -561,19 +561,10 @@ def plan(
 
     Determinism: equal arguments give equal plans.
     """
+    given = locals()
     spec, found_cluster = model_spec(model), ClusterSpec.of(cluster)
-    held = load_of(load, num_experts=spec.num_experts, top_k=spec.top_k)
-    job = Job(
-        *(num_ranks, seq_len, global_batch, dtype, held, capacity_factor),
-        eager_attention=eager_attention,
-        hidden_exchanges=hidden_exchanges,
-        hidden_gradients=hidden_gradients,
-        hidden_tensor=hidden_tensor,
-        node_limit=node_limit,
-        layer_dtype=layer_dtype,
-        local_steps=local_steps,
-        local_codec=local_codec,
-    )
+    given["load"] = load_of(load, num_experts=spec.num_experts, top_k=spec.top_k)
+    job = Job(**{each.name: given[each.name] for each in fields(Job)})
     cost = StepCost(spec, found_cluster, job)
     node = found_cluster.levels[0].size
     if num_ranks > node and num_ranks % node:

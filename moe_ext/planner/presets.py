@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from moe_ext._checks import check_choice, check_fields
+from moe_ext._checks import check_choice, check_fields, check_rule
 from moe_ext.attention.recurrent.local import CHUNK
 
 # Numbers of a model that may be 0.
@@ -209,11 +209,8 @@ class ModelSpec:
         """ValueError for numbers that no model has."""
         check_fields(self, may_be_zero=_MAY_BE_ZERO)
         for name in ("num_moe_layers", "num_cross_layers", "num_window_layers"):
-            if getattr(self, name) > self.num_layers:
-                raise ValueError(
-                    f"ModelSpec: expected {name} to be at most num_layers ({self.num_layers}), "
-                    f"got {getattr(self, name)}"
-                )
+            count, rule = getattr(self, name), f"at most num_layers ({self.num_layers})"
+            check_rule("ModelSpec", name, count, rule, count <= self.num_layers)
         if self.head_dim is None and self.model_dim % self.num_heads:
             raise ValueError(
                 f"ModelSpec: expected num_heads to divide model_dim={self.model_dim} without "
@@ -229,11 +226,9 @@ class ModelSpec:
                 "ModelSpec: expected latent to be five sizes, of which the first alone may be 0, "
                 f"got {self.latent}"
             )
-        if self.num_window_layers and not self.window:
-            raise ValueError(
-                f"ModelSpec: expected window to be above 0 with {self.num_window_layers} layers "
-                f"that have one, got {self.window}"
-            )
+        rule = f"above 0 with {self.num_window_layers} layers that have one"
+        fits = self.window > 0 or not self.num_window_layers
+        check_rule("ModelSpec", "window", self.window, rule, fits)
         if bool(self.num_experts) != bool(self.num_moe_layers):
             raise ValueError(
                 "ModelSpec: expected num_experts and num_moe_layers to be both zero or neither, "
@@ -246,11 +241,9 @@ class ModelSpec:
                 f"{self.num_layers} layers, got {self.moe_layers}"
             )
         self._check_mixers()
-        if not (1 if self.num_experts else 0) <= self.top_k <= self.num_experts:
-            raise ValueError(
-                f"ModelSpec: expected top_k to be in [1, {self.num_experts}] with experts and 0 "
-                f"without, got {self.top_k}"
-            )
+        rule = f"in [1, {self.num_experts}] with experts and 0 without"
+        fits = min(1, self.num_experts) <= self.top_k <= self.num_experts
+        check_rule("ModelSpec", "top_k", self.top_k, rule, fits)
 
     def _check_mixers(self) -> None:
         """ValueError for layers that have not the parts that they are said to have."""
@@ -384,6 +377,10 @@ class ModelSpec:
 
 
 _GATED: dict[str, Any] = {"gated": True, "gated_experts": True, "tied": False}
+_LLAMA_3 = {**_GATED, "num_kv_heads": 8}
+_LLAMA_3["source"] = "Grattafiori et al. 2024 (arXiv 2407.21783), table 3"
+_QWEN3 = {**_GATED, "head_dim": 128, "num_kv_heads": 4, "num_experts": 128, "top_k": 8}
+_QWEN3["source"] = "Yang et al. 2025 (arXiv 2505.09388), table 2"
 
 PRESETS = {
     "gpt3": ModelSpec(
@@ -461,49 +458,18 @@ PRESETS = {
         published_active=12.9e9,
         source="Jiang et al. 2024 (arXiv 2401.04088), table 1",
     ),
-    "llama-3-8b": ModelSpec(
-        *(32, 4096, 32, 14336, 128256),
-        **_GATED,
-        num_kv_heads=8,
-        published=8.03e9,
-        source="Grattafiori et al. 2024 (arXiv 2407.21783), table 3",
-    ),
-    "llama-3-70b": ModelSpec(
-        *(80, 8192, 64, 28672, 128256),
-        **_GATED,
-        num_kv_heads=8,
-        published=70.6e9,
-        source="Grattafiori et al. 2024 (arXiv 2407.21783), table 3",
-    ),
-    "llama-3.1-405b": ModelSpec(
-        *(126, 16384, 128, 53248, 128256),
-        **_GATED,
-        num_kv_heads=8,
-        published=405e9,
-        source="Grattafiori et al. 2024 (arXiv 2407.21783), table 3",
-    ),
+    "llama-3-8b": ModelSpec(*(32, 4096, 32, 14336, 128256), **_LLAMA_3, published=8.03e9),
+    "llama-3-70b": ModelSpec(*(80, 8192, 64, 28672, 128256), **_LLAMA_3, published=70.6e9),
+    "llama-3.1-405b": ModelSpec(*(126, 16384, 128, 53248, 128256), **_LLAMA_3, published=405e9),
     "qwen3-30b": ModelSpec(
-        *(48, 2048, 32, 768, 151936),
-        **_GATED,
-        head_dim=128,
-        num_kv_heads=4,
-        num_experts=128,
-        top_k=8,
-        num_moe_layers=48,
-        published=30.5e9,
-        source="Yang et al. 2025 (arXiv 2505.09388), table 2",
+        *(48, 2048, 32, 768, 151936), **_QWEN3, num_moe_layers=48, published=30.5e9
     ),
     "qwen3-235b": ModelSpec(
         *(94, 4096, 64, 1536, 151936),
-        **_GATED,
-        head_dim=128,
-        num_kv_heads=4,
-        num_experts=128,
-        top_k=8,
+        **_QWEN3,
         num_moe_layers=94,
         published=235e9,
         published_active=22e9,
-        source="Yang et al. 2025 (arXiv 2505.09388), table 2",
     ),
     "deepseek-v3": ModelSpec(
         *(61, 7168, 128, 2048, 129280),

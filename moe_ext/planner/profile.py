@@ -72,8 +72,7 @@ class _DecoderLayer(nn.Module):
         """Projections, residuals and experts."""
         inner = self.norms[0](x)
         x = x + self.out(self.query(inner)) + self.keys(inner).sum(1, keepdim=True)
-        out: Tensor = x + self.experts(self.norms[1](x))
-        return out
+        return x + self.experts(self.norms[1](x))
 
 
 def _pass(layer: nn.Module, x: Tensor) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_ext._checks import check_rule
 from moe_ext.dispatch.wire import LOSSLESS, rows_rate
 from moe_ext.planner.axes import (
     AXES,
@@ -269,11 +270,8 @@ def _crossed(above: Tensor, below: Tensor) -> Tensor:
 def _check_fixed(cost: StepCost, fixed: Choice) -> None:
     """ValueError for values that no placement of the job has, or none has together."""
     steps = cost.job.local_steps
-    if cost.model.recurrent is not None and fixed.get("tp", 1) != 1:
-        raise ValueError(
-            f"plan: expected tp to be 1 for a model with recurrent layers, which are not divided, "
-            f"got {fixed['tp']}"
-        )
+    tp, rule = fixed.get("tp", 1), "1 for a model with recurrent layers, which are not divided"
+    check_rule("plan", "tp", tp, rule, cost.model.recurrent is None or tp == 1)
     names = ("tp", "cp", "etp", "zero", "offload", "gradients")
     for name in names if steps > 1 else ():
         if fixed.get(name, DEFAULTS[name]) != DEFAULTS[name]:

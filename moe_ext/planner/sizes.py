@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_ext._checks import check_rule
 from moe_ext.attention.layouts import make_layout
 from moe_ext.attention.recurrent.functional import conv_sent_bytes, most_sent_bytes
 from moe_ext.planner.axes import AGAIN, OFFLOADS, PARTS, SCHEMES, Columns, by_values
@@ -56,12 +57,9 @@ class Sizes:
 
     def __init__(self, model: ModelSpec, cluster: ClusterSpec, job: Job) -> None:
         self.model, self.cluster, self.job = model, cluster, job
-        ranks = job.num_ranks
-        if ranks > cluster.levels[-1].size:
-            raise ValueError(
-                f"plan: expected num_ranks to be at most the {cluster.levels[-1].size} that "
-                f"cluster.levels join, got {ranks}"
-            )
+        ranks, most = job.num_ranks, cluster.levels[-1].size
+        rule = f"at most the {most} that cluster.levels join"
+        check_rule("plan", "num_ranks", ranks, rule, ranks <= most)
         self._states: dict[tuple[int, str], SharedStates] = {}
         rates = [(level.latency, level.bandwidth) for level in cluster.levels]
         self._latency, self._bandwidth = torch.tensor(rates, dtype=torch.float64).unbind(1)

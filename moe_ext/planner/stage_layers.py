@@ -353,7 +353,10 @@ class _Chain:
         even = self._even()
         # Costs of few rows take as long as those of many.
         costs = self._costed(alone + even)
-        bound = self._bound(*(column[len(alone) :] for column in costs))
+        spent, _, all_fit = (column[len(alone) :] for column in costs)
+        # No stage of a best division takes more: the sum of all stages is at least the slowest one.
+        bound = float((spent.sum() + (self._micro - 1) * spent.max()) / self._micro)
+        bound = bound if bool(all_fit.all()) else math.inf
         # But for rounding.
         is_quick = (costs[0][: len(alone)] <= bound * (1 + 1e-9)).nonzero().view(-1)
         options = [alone[i] for i in is_quick.tolist()]
@@ -424,22 +427,12 @@ class _Chain:
             found.append((s, kind, kind if int(self._c["recompute"]) else (0,) * len(kind)))
         return found
 
-    def _bound(self, seconds: Tensor, _: Tensor, fits: Tensor) -> float:
-        """Seconds that no stage of a best division takes more than, from stages of even lengths."""
-        if not bool(fits.all()):
-            return float("inf")
-        # The sum of all stages is at least the slowest one.
-        return float((seconds.sum() + (self._micro - 1) * seconds.max()) / self._micro)
-
-    def _seconds(self, columns: Columns) -> Tensor:
-        output = 3.0 * self._cost.compute.output(columns) * columns["loss"]
-        return sum(self._cost.passes.terms(columns).values(), output)
-
     def _costed(self, options: list[_Option]) -> tuple[Tensor, Tensor, Tensor]:
         """Seconds of a micro-batch, bytes, and whether they fit, by kind and layers run again."""
         columns, cost = self._columns(options), self._cost
-        memory = cost.memory.fullest(columns)
-        return self._seconds(columns), memory, cost.memory.fits(columns, memory)
+        output, memory = cost.compute.output(columns), cost.memory.fullest(columns)
+        seconds = sum(cost.passes.terms(columns).values(), 3.0 * output * columns["loss"])
+        return seconds, memory, cost.memory.fits(columns, memory)
 
     def _fits(self, options: list[_Option]) -> Tensor:
         return self._cost.memory.fits(self._columns(options))

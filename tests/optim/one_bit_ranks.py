@@ -1,4 +1,4 @@
-"""Parameters, gradients and comparisons for optimizers that run on several ranks."""
+"""Parameters, gradients and comparisons that tests of optimizers share, over ranks or not."""
 
 import functools
 
@@ -26,9 +26,12 @@ MAKERS = {
 SHAPES = [(9, 20), (70,), (3, 5, 64), (0, 3), (1,)]
 
 
-def parameters(dtype=torch.float32):
+def drawn_parameters(shapes, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
+    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+
+
+parameters = functools.partial(drawn_parameters, SHAPES)
 
 
 def rank_gradient(shape, step, rank, index):

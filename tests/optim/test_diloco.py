@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
+from one_bit_ranks import assert_equal_on_ranks, gathered
 from rank_checks import Checks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,7 +33,7 @@ def backward(net, worker, step):
     generator = torch.Generator().manual_seed(100 * step + worker)
     x = torch.randn(8, 6, generator=generator, dtype=torch.float64)
     net.zero_grad()
-    net(x).square().mean().backward()
+    net(x.to(net[0].weight.dtype)).square().mean().backward()
 
 
 def sgd(net, **options):
@@ -149,14 +150,8 @@ def check_mu_loco_owes_what_it_rounds():
         inner = Muon(param_groups(net, muon=True), lr=0.02)
         outer = sgd(net, lr=0.7, momentum=0.9, nesterov=True)
         with make(None, [net], inner, outer, sync_every=2, codec=codec):
-            for step in range(8):
-                generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-                net.zero_grad()
-                net(torch.randn(8, 6, generator=generator)).square().mean().backward()
-                inner.step()
-        gathered = [torch.empty_like(flat(net)) for _ in range(RANKS)]
-        dist.all_gather(gathered, flat(net))
-        assert all(torch.equal(gathered[0], other) for other in gathered)
+            train(net, inner, 8)
+        assert_equal_on_ranks([flat(net)])
         found.append(flat(net))
     start = flat(model().float())
     assert (found[1] - found[0]).norm() < 0.5 * (found[0] - start).norm()
@@ -233,14 +228,10 @@ def check_experts():
                 assert torch.equal(local_part(p), local_part(q))
             assert layer.experts.down_proj.grad is not None
         own = local_part(layer.experts.gate_up_proj.detach())
-        gathered = [torch.empty_like(own) for _ in range(RANKS)]
-        dist.all_gather(gathered, own.contiguous())
-        copies = [torch.equal(own, other) for other in gathered]
+        copies = [torch.equal(own, other) for other in gathered(own)]
         assert sum(copies) == (1 if ep == 4 else 2), copies
         router = next(p for n, p in layer.named_parameters() if "router" in n or "gate.w" in n)
-        gathered = [torch.empty_like(router) for _ in range(RANKS)]
-        dist.all_gather(gathered, router.detach())
-        assert all(torch.equal(gathered[0], other) for other in gathered)
+        assert_equal_on_ranks([router])
 
 
 @checks()
@@ -311,9 +302,7 @@ def check_demo_equals_the_formula():
         total = torch.zeros_like(want)
         for worker in range(RANKS):
             load(other, want)
-            generator = torch.Generator().manual_seed(100 * step + worker)
-            other.zero_grad()
-            other(torch.randn(8, 6, generator=generator)).square().mean().backward()
+            backward(other, worker, step)
             grad = torch.cat([p.grad.flatten() for p in other.parameters()])
             codec.decode_add_(total, codec.encode(grad, owed[worker]))
             if worker == dist.get_rank():

@@ -24,10 +24,10 @@ def parameter(*shape, seed=0, dtype=torch.float64):
     return nn.Parameter(draw(*shape, seed=seed, dtype=dtype))
 
 
-def take_steps(optimizer, params, steps=3, first=0, spread=lambda grad, p: grad):
+def take_steps(optimizer, params, steps=3, first=0):
     for step in range(first, first + steps):
         for index, p in enumerate(params):
-            p.grad = spread(draw(*p.shape, seed=100 * step + index, dtype=p.dtype), p)
+            p.grad = draw(*p.shape, seed=100 * step + index, dtype=p.dtype)
         optimizer.step()
 
 
@@ -151,32 +151,9 @@ def test_other_parameters_take_the_steps_of_adamw():
             group["maximize"] = maximize
         take_steps(optim.Muon(groups, lr=0.05), ours)
         take_steps(want, theirs)
-        for p, q in zip(ours, theirs, strict=True):
-            # A quotient of two roots in float32, a few roundings apart, times the rate.
-            torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-7)
+        # Quotients of two roots in float32, a few roundings apart, times the rate.
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-7)
         want.state.clear()
-
-
-def test_maximize_is_a_step_down_the_negative():
-    up, down = [parameter(2, 4, 3)], [parameter(2, 4, 3)]
-    take_steps(optim.Muon(up, maximize=True, **EXACT), up)
-    take_steps(optim.Muon(down, **EXACT), down, spread=lambda grad, p: -grad)
-    assert torch.equal(up[0], down[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_16_bit_parameters_take_the_steps_of_float32(dtype):
-    ours = [parameter(2, 6, 4, dtype=dtype), parameter(6, 4, dtype=dtype)]
-    twins = [nn.Parameter(p.detach().float()) for p in ours]
-    optimizer, exact = optim.Muon(ours, lr=0.01), optim.Muon(twins, lr=0.01)
-    for step in range(3):
-        for index, (p, q) in enumerate(zip(ours, twins, strict=True)):
-            p.grad = draw(*p.shape, seed=10 * step + index, dtype=dtype)
-            q.data, q.grad = p.detach().float(), p.grad.float()
-        optimizer.step()
-        exact.step()
-        assert all(torch.equal(p, q.to(dtype)) for p, q in zip(ours, twins, strict=True))
-    assert {s["momentum_buffer"].dtype for s in optimizer.state.values()} == {torch.float32}
 
 
 def mixed_groups():
@@ -200,25 +177,6 @@ def test_a_state_goes_through_a_file_with_the_same_bits():
     for one, trained in ((optimizer, params), (resumed, copies)):
         take_steps(one, trained[:4], 2, 3)
     assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
-
-
-def test_a_closure_and_parameters_without_gradients():
-    params, groups = mixed_groups()
-    optimizer = optim.Muon(groups, lr=0.05)
-    before = [p.detach().clone() for p in params]
-
-    def closure():
-        optimizer.zero_grad()
-        loss = sum(p.square().sum() for p in (params[0], params[3]))
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure) > optimizer.step(closure)
-    moved = [not torch.equal(p, b) for p, b in zip(params, before, strict=True)]
-    assert moved == [True, False, False, True, False]
-    assert set(optimizer.state) == {params[0], params[3]}
-    optimizer.zero_grad()
-    assert optimizer.step() is None
 
 
 def test_a_step_that_overflows_is_left_out():

@@ -2,36 +2,21 @@
 
 import copy
 import functools
-import math
 import re
 
 import pytest
 import torch
 from one_bit_formulas import adam_by_formula, lamb_by_formula, zero_one_by_formula
+from one_bit_ranks import MAKERS, drawn_parameters
 from torch import nn
 
 from moe_ext import optim
 
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
-MAKERS = {
-    "OneBitAdam": lambda params, **kw: optim.OneBitAdam(params, freeze_step=3, **kw),
-    "OneBitLamb": lambda params, **kw: optim.OneBitLamb(params, freeze_step=3, **kw),
-    "ZeroOneAdam": lambda params, **kw: optim.ZeroOneAdam(
-        params,
-        var_freeze_step=4,
-        var_update_scaler=2,
-        local_step_scaler=2,
-        local_step_clipper=4,
-        **kw,
-    ),
-}
 each_optimizer = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
 
-def parameters(dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(4, 3), (5,), (2, 3, 4), (0, 3)]
-    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+parameters = functools.partial(drawn_parameters, [(4, 3), (5,), (2, 3, 4), (0, 3)])
 
 
 def gradients(step, params):
@@ -142,8 +127,7 @@ def test_one_bit_lamb_before_the_freeze_is_lamb():
     options = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-5, "weight_decay": 0.1}
     run(optim.OneBitLamb(ours, **options), ours, range(4))
     run(optim.LAMB(theirs, **options), theirs, range(4))
-    for p, q in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(p, q, **CLOSE)
+    torch.testing.assert_close(ours, theirs, **CLOSE)
 
 
 def test_one_bit_lamb_per_expert_is_that_of_separate_tensors():
@@ -173,8 +157,7 @@ def test_without_ratio_one_bit_lamb_is_one_bit_adam_without_decay():
     groups = [{"params": ours, "adapt": False}]
     run(optim.OneBitLamb(groups, lr=0.05, freeze_step=2), ours, range(5))
     run(optim.OneBitAdam(theirs, lr=0.05, freeze_step=2), theirs, range(5))
-    for p, q in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(p, q, **CLOSE)
+    torch.testing.assert_close(ours, theirs, **CLOSE)
 
 
 def test_zero_one_adam_alone_is_the_formula():
@@ -260,23 +243,6 @@ def test_closure_missing_gradients_and_frozen_parameters(make):
 
 
 @each_optimizer
-def test_nan_changes_nothing_and_is_named(make):
-    params = parameters()
-    optimizer = make([("a", params[0]), ("b", params[2])], lr=0.05)
-    params = [params[0], params[2]]
-    for steps in (2, 4):
-        run(optimizer, params, range(steps))
-        before = copy.deepcopy(optimizer.rank_state_dict())
-        weights = [p.detach().clone() for p in params]
-        params[1].grad[1, 2, 3] = math.inf if steps == 2 else math.nan
-        message = f"{optimizer._op}: expected gradients to be finite, got NaN or infinity for 'b'"
-        with pytest.raises(ValueError, match=message):
-            optimizer.step()
-        assert all(torch.equal(p, w) for p, w in zip(params, weights, strict=True))
-        assert repr(optimizer.rank_state_dict()) == repr(before)
-
-
-@each_optimizer
 def test_large_finite_gradients_are_taken(make):
     p = nn.Parameter(torch.zeros(2, 3))
     optimizer = make([p])
@@ -310,8 +276,7 @@ def test_max_grad_norm_bounds_all_gradients():
         optimizer.step()
         other.step()
         assert all(torch.equal(p.grad, k) for p, k in zip(ours, kept, strict=True))
-    for p, q in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(p, q, **CLOSE)
+    torch.testing.assert_close(ours, theirs, **CLOSE)
 
 
 @each_optimizer

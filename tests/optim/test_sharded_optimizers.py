@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import moe_ext
 from moe_ext import distributed as md
 from moe_ext import optim
+from moe_ext.distributed.dtensor import local_part
 from moe_ext.testing import spawn_ranks
 
 TIGHT = {"rtol": 1e-11, "atol": 1e-13}
@@ -76,7 +77,7 @@ def as_parameter(grad, p):
 
 def take_steps(optimizer, params, steps=2):
     for step in range(steps):
-        for p, grad in zip(params, gradients(step), strict=False):
+        for p, grad in zip(params, itertools.cycle(gradients(step)), strict=False):
             p.grad = as_parameter(grad, p)
         optimizer.step()
 
@@ -191,22 +192,28 @@ def check_messages():
             make([q]).step()
 
 
-def before_a_loss(name):
+def muon(params):
+    """Of matrices and stacks of them; vectors take the steps of AdamW."""
+    kinds = [[p for p in params if (p.dim() > 1) == is_matrix] for is_matrix in (True, False)]
+    return optim.Muon([{"params": kinds[0]}, {"params": kinds[1], "use_muon": False}], lr=0.05)
+
+
+def before_a_loss(make):
     """(optimizer, its parameters, copies of them and of its state) between two steps."""
     sharded = sharded_parameters(mesh(2), lambda p: [Shard(p.dim() - 1)])
-    *early, late = sharded
-    optimizer = MAKERS[name](sharded)
+    *early, late = params = [*whole_parameters(), *sharded]
+    optimizer = make(params)
     take_steps(optimizer, early)
-    weights = [p.to_local().detach().clone() for p in sharded]
+    weights = [local_part(p).detach().clone() for p in params]
     before = copy.deepcopy(optimizer.state_dict())
     # One parameter has no state yet.
     late.grad = as_parameter(gradients(0)[-1], late)
-    return optimizer, sharded, weights, before
+    return optimizer, params, weights, before
 
 
 def lose_a_rank(rank):
     ask_briefly()
-    everything = [before_a_loss(name) for name in MAKERS]
+    everything = [before_a_loss(make) for make in (*MAKERS.values(), muon)]
     dist.barrier()
     if rank == 1:
         os._exit(1)
@@ -215,19 +222,17 @@ def lose_a_rank(rank):
     return True
 
 
-def assert_a_step_changes_nothing(optimizer, sharded, weights, before):
+def assert_a_step_changes_nothing(optimizer, params, weights, before):
     with pytest.raises(md.RankFailureError, match="optimizer step"):
         optimizer.step()
-    assert all(torch.equal(p.to_local(), w) for p, w in zip(sharded, weights, strict=True))
+    assert all(torch.equal(local_part(p), w) for p, w in zip(params, weights, strict=True))
     after = optimizer.state_dict()
     assert after["state"].keys() == before["state"].keys()
     for index, state in before["state"].items():
         assert after["state"][index].keys() == state.keys()
         for key, value in state.items():
             found = after["state"][index][key]
-            if isinstance(value, DTensor):
-                value, found = value.to_local(), found.to_local()
-            assert torch.equal(found, value), (index, key)
+            assert torch.equal(local_part(found), local_part(value)), (index, key)
 
 
 @pytest.mark.parametrize("name", checks)

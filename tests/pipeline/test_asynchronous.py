@@ -20,8 +20,6 @@ from moe_ext.pipeline import (
     Costs,
     Pipeline,
     WaveUpdates,
-    add_messages,
-    check_table,
     in_flight,
     make_table,
     plan_slices,
@@ -289,16 +287,6 @@ def slices(recompute):
 @pytest.mark.parametrize("name", over_4)
 def test_ranks_have_the_results_of_one_process(name):
     over_4.assert_passed(P, name)
-
-
-@pytest.mark.parametrize("name", [*ASYNCHRONOUS, "chimera", "terapipe"])
-@pytest.mark.parametrize("ranks, micro", [(2, 4), (4, 12)])
-def test_accepts_the_schedules(name, ranks, micro):
-    table = make_table(name, ranks, micro)
-    check_table(table, max_in_flight=ranks if name != "terapipe" else None)
-    full = add_messages(table)
-    check_table(full)
-    assert simulate(full).makespan == simulate(table).makespan
 
 
 @pytest.mark.parametrize("ranks, micro", [(2, 4), (4, 12), (8, 24)])

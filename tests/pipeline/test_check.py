@@ -22,13 +22,19 @@ from moe_ext.pipeline import (
 )
 from moe_ext.pipeline.check import messages_of_pairs
 
+OTHERS = [*ASYNCHRONOUS, "chimera", "terapipe"]
 
-@pytest.mark.parametrize("name", SCHEDULES)
+
+@pytest.mark.parametrize("name", [*SCHEDULES, *OTHERS])
 @pytest.mark.parametrize("ranks, micro", [(1, 2), (2, 4), (4, 12)])
 def test_accepts_the_schedules(name, ranks, micro):
+    if name == "chimera" and ranks == 1:
+        return  # it goes in two directions
     table = make_table(name, ranks, micro)
-    check_table(table)
-    check_table(add_messages(table))
+    check_table(table, max_in_flight=ranks if name in OTHERS[:-1] else None)
+    full = add_messages(table)
+    check_table(full)
+    assert simulate(full).makespan == simulate(table).makespan
 
 
 def sends(table):
@@ -39,7 +45,7 @@ def sends(table):
     )
 
 
-@pytest.mark.parametrize("name", [*SCHEDULES, *ASYNCHRONOUS, "chimera", "terapipe"])
+@pytest.mark.parametrize("name", [*SCHEDULES, *OTHERS])
 def test_both_ranks_have_the_messages_of_all_schedules_in_one_order(name):
     count = 0
     for ranks in (1, 2, 3, 4, 6, 8):
@@ -47,8 +53,10 @@ def test_both_ranks_have_the_messages_of_all_schedules_in_one_order(name):
         for micro in sorted(n for n in {1, 2, 3, ranks, 2 * ranks, 2 * ranks + 1} if n <= most):
             try:
                 table = make_table(name, ranks, micro)
-            except ValueError:
+            except ValueError as error:
+                assert "num_micro_batches" in str(error)
                 continue  # the schedule has none of this size
+            assert (table.num_ranks, table.num_micro_batches) == (ranks, micro)
             for costs in (None, Costs(2.0, 3.0, 1.0, hop=0.5), Costs(1.0, 0.5, 4.0)):
                 found = messages_of_pairs(add_messages(table, costs))
                 assert sum(map(len, found.values())) == sends(table)
@@ -190,7 +198,7 @@ def test_names_the_defect(rows, message):
 
 
 def test_swapped_messages_of_a_schedule_are_found():
-    rng, found = random.Random(0), 0
+    rng = random.Random(0)
     for name in SCHEDULES:
         table = add_messages(make_table(name, 2, 4))
         rows = [list(row) for row in table.rows]
@@ -199,8 +207,6 @@ def test_swapped_messages_of_a_schedule_are_found():
         rows[1][i], rows[1][j] = rows[1][j], rows[1][i]
         with pytest.raises(ValueError, match="waits for rank|to stand behind"):
             check_table(ActionTable(rows))
-        found += 1
-    assert found == len(SCHEDULES)
 
 
 def test_counts_micro_batches_in_flight():

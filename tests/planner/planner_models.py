@@ -6,7 +6,18 @@ import torch.distributed as dist
 from moe_ext.comm.groups import group_size
 from moe_ext.distributed import count_traffic
 from moe_ext.planner import ModelSpec
+from moe_ext.planner.axes import columns_of
 
+# A step of training, and sizes of transformers' small models.
+STEP = {"num_ranks": 4, "seq_len": 256, "global_batch": 16, "dtype": "float32"}
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 # Sizes of a layer that simulations of thousands of placements can afford.
 SMALL = ModelSpec(
     *(4, 64, 4, 96, 128),
@@ -19,25 +30,18 @@ SMALL = ModelSpec(
 )
 
 
+def columns(**axes):
+    """One placement, with the defaults of all other axes."""
+    return columns_of([axes])
+
+
 def small_mixtral(**sizes):
     """A Mixtral that trains in milliseconds, with the same weights on every rank."""
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        **{
-            "vocab_size": 64,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "output_router_logits": False,
-            **sizes,
-        }
-    )
+    given = {**SIZES, "num_local_experts": 8, "num_experts_per_tok": 2, **sizes}
+    config = transformers.MixtralConfig(**given, output_router_logits=False)
     return transformers.MixtralForCausalLM(config)
 
 

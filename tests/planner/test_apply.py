@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from planner_models import assert_sends_what_the_plan_says, run_step
+from planner_models import SIZES, assert_sends_what_the_plan_says, run_step
 from rank_checks import Checks
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -23,15 +23,6 @@ from moe_ext.planner.stage_layers import StageLayers
 CHECKS = Checks()
 FULL = bool(os.environ.get("MOE_EXT_FULL"))
 CLUSTER = ClusterSpec((Level("node", 4, 1e-6, 1e10),), {"float32": 1e11}, 4e8, 1e10)
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
-}
 SGD = {"lr": 0.1, "momentum": 0.9}
 # Sums of a few hundred products in float64, over three steps.
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
@@ -53,8 +44,8 @@ def made_model(family="Mixtral", **options):
     import transformers
 
     torch.manual_seed(0)
-    made = {**SIZES, **FAMILIES[family], **options, "output_router_logits": False}
-    config = getattr(transformers, f"{family}Config")(**made)
+    made = {**SIZES, "num_experts_per_tok": 2, **FAMILIES[family], **options}
+    config = getattr(transformers, f"{family}Config")(**made, output_router_logits=False)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -171,7 +162,6 @@ if FULL:
 
 @CHECKS(*PLAIN)
 def trains_as_one_process(ep, zero, dispatcher, tp=1, cp=1, family="Mixtral"):
-    pytest.importorskip("transformers")
     model, want = made_model(family), losses_of_one_process(family=family)
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     fixed = {"ep": ep, "zero": zero, "dispatcher": dispatcher, "tp": tp, "cp": cp, "scheme": "ring"}
@@ -201,7 +191,6 @@ def trains_as_one_process(ep, zero, dispatcher, tp=1, cp=1, family="Mixtral"):
 @CHECKS()
 def columns_of_one_input_send_one_gradient():
     """Messages of tp: the embedding's rows, attention's results and input, the output's input."""
-    pytest.importorskip("transformers")
     model = made_model()
     applied_to(model, ep=4, zero=0, dispatcher="alltoall", tp=2)
     ids = whole_batch()[:2]
@@ -229,7 +218,6 @@ PLACED = {
 
 @CHECKS(*((name,) for name in PLACED))
 def trains_in_a_placement_as_one_process(name):
-    pytest.importorskip("transformers")
     model, want = made_model(), losses_of_one_process()
     applied = applied_to(model, **PLACED[name])
     layer = model.model.layers[0].mlp.experts
@@ -255,7 +243,6 @@ def trains_in_a_placement_as_one_process(name):
 @CHECKS((2, 0), (4, 1), (1, 0))
 def trains_with_gradients_that_lose_no_bit(ep, zero):
     """In 64 bits, which travel as they are, as one process; in 32 bits the codec is at work."""
-    pytest.importorskip("transformers")
     model, want = made_model(), losses_of_one_process()
     applied = applied_to(model, ep=ep, zero=zero, gradients="lossless")
     own, optimizers = own_batches(applied), applied.optimizers(torch.optim.SGD, **SGD)
@@ -276,7 +263,6 @@ def trains_with_gradients_that_lose_no_bit(ep, zero):
 
 @CHECKS(("int8", 2, 0, 1), ("bf16", 4, 1, 1), ("fp8", 1, 0, 1), ("int4", 2, 0, 2))
 def sends_coded_gradients_as_the_plan_says(codec, ep, zero, pp):
-    pytest.importorskip("transformers")
     model, want = made_model().float(), losses_of_one_process()
     applied = applied_to(model, ep=ep, zero=zero, pp=pp, gradients=codec)
     optimizers = applied.optimizers(torch.optim.SGD, **SGD)
@@ -314,7 +300,6 @@ def sends_coded_gradients_as_the_plan_says(codec, ep, zero, pp):
 
 @CHECKS()
 def refuses_codecs_that_gradients_cannot_have():
-    pytest.importorskip("transformers")
     model = made_model().float()
     applied = applied_to(model, ep=4, zero=0, gradients="lossless")
     with pytest.raises(ValueError, match="^Applied.sent_bytes: expected a plan whose gradients "):
@@ -391,7 +376,6 @@ def staged(name, tied, dtype=torch.float64):
 # "tp" is repeated with norms of each head by "tp-Qwen3Moe".
 @CHECKS(*((name, name in ("1f1b", "gpipe")) for name in PIPELINES if FULL or name != "tp"))
 def trains_stages_as_one_process(name, tied):
-    pytest.importorskip("transformers")
     applied, names, options = staged(name, tied)
     model, want = applied.model, losses_of_one_process(**options)
     if name.startswith("layers"):
@@ -421,14 +405,12 @@ SENDING = [("1f1b",), ("tp", False), ("layers-Qwen3Moe",), ("cp",), ("turns-1f1b
 
 @CHECKS(*SENDING, *([("zb-h1",), ("interleaved",)] if FULL else ()))
 def stages_send_what_the_plan_says(name, tied=True):
-    pytest.importorskip("transformers")
     applied, _, _ = staged(name, tied, torch.float32)
     assert_sends_what_the_plan_says(applied, own_batches(applied))
 
 
 @CHECKS()
 def takes_the_plan_that_is_quickest_here():
-    pytest.importorskip("transformers")
     fixed = {name: value for name, value in DEFAULTS.items() if name not in ("ep", "micro_batch")}
     made = planned(made_model().float(), fixed)
     assert len(made.runners_up) == 2
@@ -463,7 +445,6 @@ RINGS = [(2, 2), (2, 1, "int8"), (4, 1, "mx"), (2, 1, None, "ulysses")]
 
 @CHECKS(*RINGS, *([(2, 1), (4, 1), (2, 2, "fp8")] if FULL else ()))
 def rings_send_what_the_plan_says(cp, tp, kv_wire=None, scheme="ring"):
-    pytest.importorskip("transformers")
     model = made_model().float()
     fixed = {"cp": cp, "tp": tp, "ep": 4, "zero": 0, "recompute": int(tp == 2), "kv_wire": kv_wire}
     # Each micro-batch sends as much: one case has two of them.
@@ -522,7 +503,6 @@ RANDOM = [(seed,) for seed in (range(20) if FULL else (2, 12, 16))] + [(17, 2, 2
 
 @CHECKS(*RANDOM)
 def sends_what_a_random_plan_says(seed, ep=None, etp=1):
-    pytest.importorskip("transformers")
     fixed, sizes = random_plan(seed)
     if etp > 1:
         fixed |= {"ep": ep, "etp": etp, "wire": None, "zero": min(fixed["zero"], 1)}
@@ -532,7 +512,6 @@ def sends_what_a_random_plan_says(seed, ep=None, etp=1):
 
 @CHECKS()
 def refuses_before_it_changes_anything():
-    pytest.importorskip("transformers")
     doubled = made_model()
     doubled.model.register_forward_pre_hook(
         lambda _, args, given: (args, {**given, "inputs_embeds": 2 * given["inputs_embeds"]}),

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from planner_models import SMALL
+from planner_models import SMALL, STEP
 
 from moe_ext.planner import (
     ClusterSpec,
@@ -19,7 +19,6 @@ from moe_ext.planner import (
 from moe_ext.planner.axes import DEFAULTS, GRADIENTS, KV_WIRES, choice_of, columns_of
 from moe_ext.planner.stage_layers import divide, simulated
 
-JOB = {"num_ranks": 4, "seq_len": 256, "global_batch": 16, "dtype": "float32"}
 # A few meshes, so that a search takes little.
 ALONE = {"tp": 1, "cp": 1, "turns": 0}
 # Seconds a number, to encode as to decode.
@@ -42,7 +41,7 @@ def cluster_of(bandwidth, *, memory=4e8, latency=0.0, **codecs):
 
 def choice_on(cluster, **fixed):
     few = {"pp": 1, "tp": 1, "cp": 1, "etp": 1, "micro_batch": 1, "recompute": 0}
-    return plan(SMALL, cluster, **JOB, fixed={**few, **fixed}).choice
+    return plan(SMALL, cluster, **STEP, fixed={**few, **fixed}).choice
 
 
 def test_rows_lose_no_bit_where_that_is_quicker():
@@ -176,9 +175,9 @@ def test_memory_of_coded_gradients():
 def test_keys_of_a_ring_are_rounded_where_it_is_asked_for():
     assert choice_on(cluster_of(1e6, rows_int8=(QUICK, 0.3)), cp=4)["kv_wire"] is None
     few = {"turns": 0, "micro_batch": 1, "kv_wire": "int8"}
-    made = plan(SMALL, cluster_of(1e6), **JOB, fixed=few)
+    made = plan(SMALL, cluster_of(1e6), **STEP, fixed=few)
     assert made.choice["cp"] > 1 and made.choice["kv_wire"] == "int8"
-    plain = plan(SMALL, cluster_of(1e9), **JOB, fixed={"ep": 4, **ALONE})
+    plain = plan(SMALL, cluster_of(1e9), **STEP, fixed={"ep": 4, **ALONE})
     assert "kv_wire=int8: " in plain.why_not(**few)
     # Rings so slow that blocks hide little of them: four heads of 16 numbers in 20 bytes each.
     for rates, encode, decode in (({"rows_int8": (3e-9, 0.3)}, 3e-9, 3e-9), ({}, 36, 36)):
@@ -250,7 +249,7 @@ def test_bounds_are_below_what_steps_take():
 
 
 def test_a_plan_says_why_it_has_no_other_codec():
-    made = plan(SMALL, cluster_of(1e13), **JOB, fixed={"ep": 4})
+    made = plan(SMALL, cluster_of(1e13), **STEP, fixed={"ep": 4})
     for codec in ("int8", "lossless"):
         told = made.why_not(pp=1, **ALONE, wire=codec)
         assert f"wire={codec}: " in told and "binding is experts" in told

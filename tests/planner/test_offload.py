@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from planner_models import SMALL, small_mixtral
+from planner_models import SMALL, STEP, small_mixtral
 from rank_checks import Checks
 
 from moe_ext.distributed.dtensor import local_part
@@ -28,7 +28,6 @@ HOST = Host(4e8, 1e10, 1e10)
 CLUSTER = ClusterSpec(
     *((Level("node", 4, 1e-6, 1e10),), {"float32": 1e11, "bfloat16": 1e11}, 4e8, 1e10), host=HOST
 )
-SIZES = {"num_ranks": 4, "seq_len": 256, "global_batch": 16, "dtype": "float32"}
 PLAIN = {"pp": 1, "tp": 1, "cp": 1, "micro_batch": 1, "dispatcher": "alltoall"}
 
 
@@ -42,13 +41,13 @@ def test_pays_where_memory_binds():
     fixed = {**PLAIN, "ep": 1, "zero": 0}
     chosen = []
     for memory in (4e8, 1.35e7, 1.2e7):
-        found = plan(SMALL, with_memory(memory), **SIZES, fixed=fixed)
+        found = plan(SMALL, with_memory(memory), **STEP, fixed=fixed)
         chosen.append(found.choice["offload"])
         assert found.memory <= memory
         # Without a host it takes longer, or does not fit.
         alone = dataclasses.replace(found.cluster, host=None)
         try:
-            seconds = plan(SMALL, alone, **SIZES, fixed=fixed).seconds
+            seconds = plan(SMALL, alone, **STEP, fixed=fixed).seconds
         except ValueError as error:
             assert "binding is" in str(error)
             seconds = float("inf")
@@ -66,13 +65,15 @@ def test_pays_where_memory_binds():
 
 def test_tells_what_binds():
     fixed = {**PLAIN, "ep": 1, "zero": 0}
-    made = plan(SMALL, CLUSTER, **SIZES, fixed=fixed)
+    made = plan(SMALL, CLUSTER, **STEP, fixed=fixed)
     told = made.why_not(**fixed, offload="host")
     assert "binding is offload" in told and "a quicker link to the host" in told
     with pytest.raises(ValueError, match=r"GB of 0.0 on the host: more pp or ep, ZeRO 1"):
-        plan(SMALL, with_memory(4e8, 1e5), **SIZES, fixed={**fixed, "offload": "host"})
-    with pytest.raises(ValueError, match="binding is .*: "):
-        plan(SMALL, with_memory(1.2e7, 1e5), **SIZES, fixed=fixed)
+        plan(SMALL, with_memory(4e8, 1e5), **STEP, fixed={**fixed, "offload": "host"})
+    with pytest.raises(
+        ValueError, match="into memory, got none: the smallest takes .* binding is .*: "
+    ):
+        plan(SMALL, with_memory(1.2e7, 1e5), **STEP, fixed=fixed)
 
 
 def test_costs_its_bytes():
@@ -101,7 +102,7 @@ def test_file_of_a_host(tmp_path):
     for cluster in (CLUSTER, *CLUSTERS.values()):
         path.write_text(json.dumps(cluster.to_dict()))
         assert ClusterSpec.of(path) == cluster
-    made = plan(SMALL, CLUSTER, **SIZES, fixed={**PLAIN, "offload": "host"})
+    made = plan(SMALL, CLUSTER, **STEP, fixed={**PLAIN, "offload": "host"})
     made.to_json(path)
     assert Plan.from_json(path) == made
 

@@ -14,7 +14,7 @@ import sys
 import pytest
 import torch
 from forked import Script
-from planner_models import SMALL
+from planner_models import SIZES, SMALL, STEP, columns
 
 from moe_ext import __main__
 from moe_ext.attention import choose_scheme
@@ -31,7 +31,6 @@ from moe_ext.planner import (
     cli,
     exchange_bytes,
     html_report,
-    model_spec,
     plan,
     preset,
     search,
@@ -51,17 +50,7 @@ MIXED = dataclasses.replace(SMALL, num_layers=6, dense_ffn_dim=256)
 CLUSTER = ClusterSpec(
     (Level("node", 4, 1e-6, 1e10), Level("network", 1024, 1e-5, 1e9)), {"float32": 1e11}, 4e8, 1e10
 )
-CONFIG = {
-    "model_type": "mixtral",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-}
+CONFIG = {**SIZES, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 
 
 @pytest.mark.parametrize(
@@ -200,10 +189,7 @@ def test_capacity():
     # Of 14 rows the first expert takes 3.5; its rank has 4.5, and 3.5 go nowhere.
     assert job.imbalance(8, 4) == pytest.approx(4 * 4.5 / 14)
     assert job.dropped_share(8) == pytest.approx(3.5 / 14)
-    made = plan(
-        *(SMALL, CLUSTER), num_ranks=4, seq_len=256, global_batch=16, dtype="float32",
-        load=job.load, capacity_factor=2.0, fixed={"ep": 4},
-    )  # fmt: skip
+    made = plan(SMALL, CLUSTER, **STEP, load=job.load, capacity_factor=2.0, fixed={"ep": 4})
     assert made.dropped_share == pytest.approx(0.25) and made.choice["balance"] == "none"
     assert "25 % of the choices go to no expert" in str(made)
     free = dataclasses.replace(job, capacity_factor=None)
@@ -243,7 +229,7 @@ def ends_of(cost, own):
 
 
 def test_slow_links_have_exchanges_in_turn(tmp_path):
-    options = {"num_ranks": 4, "seq_len": 256, "global_batch": 32, "dtype": "float32"}
+    options = {**STEP, "global_batch": 32}
     fixed = {"pp": 2, "ep": 2, "tp": 1, "cp": 1, "etp": 1, "micro_batch": 1, "zero": 0}
     made = []
     for rate in (5e8, 1e13):
@@ -328,8 +314,6 @@ def test_no_step_in_turn_is_quicker_than_the_bound(schedule, pp):
 
 
 def test_coding_of_rows_is_counted():
-    fixed = {"pp": 1, "tp": 1, "cp": 1, "ep": 4, "dispatcher": "alltoall", "zero": 0}
-    fixed |= {"micro_batch": 1, "schedule": "1f1b", "recompute": 0, "combine": "exact"}
     rates = tuple(CodecRate(n, 2 * n, n, 3e-9 * n, 1e-9 * n) for n in (2**14, 2**24))
     costs = dataclasses.replace(CostTable.of_process(), codecs={"rows int8": rates})
     # Two rows of 64 numbers a token, forward and backward, in 4 layers.
@@ -338,7 +322,7 @@ def test_coding_of_rows_is_counted():
         assert ClusterSpec.of(json.loads(json.dumps(cluster.to_dict()))) == cluster
         cost = StepCost(SMALL, cluster, Job(4, 256, 16, "float32"))
         for wire in ("int8", None):
-            found = cost.passes.terms(columns_of([{**fixed, "wire": wire}]))["experts"]
+            found = cost.passes.terms(columns(ep=4, wire=wire))["experts"]
             sent = sum(cost.exchange.sent(4, 1, "alltoall", wire, "exact"))
             terms.append(float(found) - 2 * 4 * (256 * sent / 1e10 + 2e-6))
     # 4 bytes of each number and 68 of 64, written and read, or 4 ns.
@@ -370,19 +354,12 @@ def test_loads(tmp_path):
     file = tmp_path / "load.json"
     file.write_text(json.dumps(turns))
     assert load_of(file, num_experts=4, top_k=1) == turns
-    options = {"num_ranks": 4, "seq_len": 256, "global_batch": 16, "dtype": "float32"}
-    options["fixed"] = {"ep": 4, "pp": 1, "tp": 1}
+    options = {**STEP, "fixed": {"ep": 4, "pp": 1, "tp": 1}}
     seconds = [plan(SMALL, CLUSTER, load=load, **options).seconds for load in ("W0", "W4", "W1")]
     assert seconds[0] == seconds[1] < seconds[2]
     made = plan(SMALL, CLUSTER, load="W6", **options)
     made.to_json(tmp_path / "plan.json")
     assert Plan.from_json(tmp_path / "plan.json") == made
-
-
-def columns(**axes):
-    whole = {"pp": 1, "tp": 1, "cp": 1, "ep": 1, "micro_batch": 1, "schedule": "1f1b", "zero": 0}
-    rest = {"recompute": 0, "dispatcher": "alltoall", "wire": None, "combine": "exact"}
-    return columns_of([whole | rest | axes])
 
 
 def test_operations_of_attention():
@@ -573,29 +550,8 @@ def test_launches_and_the_output():
     assert float(cost.end.update(columns())) == pytest.approx(held * (16 + 8) / rate)
 
 
-def test_config_and_cluster(tmp_path):
-    spec = model_spec(CONFIG)
-    assert (spec.num_experts, spec.top_k, spec.num_moe_layers, spec.kv_dim) == (8, 2, 2, 16)
-    path = tmp_path / "cluster.json"
-    path.write_text(json.dumps(CLUSTER.to_dict()))
-    assert ClusterSpec.of(path) == CLUSTER
-    for call, text in (
-        (lambda: model_spec({}), "configuration to have a model_type .*, got None"),
-        (lambda: ClusterSpec.of("none"), "cluster to be one of"),
-        (lambda: ClusterSpec.of({"levels": []}), "ClusterSpec: expected"),
-        (
-            lambda: plan(preset("deepseek-v3"), CLUSTERS["h100"], num_ranks=8),
-            "that fits into memory, got none: the smallest takes .* binding is",
-        ),
-    ):
-        with pytest.raises(ValueError, match=text):
-            call()
-
-
 def test_plan_is_written_and_told(tmp_path):
-    made = plan(
-        SMALL, CLUSTER, num_ranks=4, seq_len=256, global_batch=16, dtype="float32", load=[1.0] * 8
-    )
+    made = plan(SMALL, CLUSTER, **STEP, load=[1.0] * 8)
     made.to_json(tmp_path / "plan.json")
     held = json.loads((tmp_path / "plan.json").read_text())
     assert made.choice["etp"] == 1
@@ -613,8 +569,7 @@ def test_plan_is_written_and_told(tmp_path):
 
 
 def test_launchers_start_every_rank(tmp_path):
-    job = {"num_ranks": 2, "seq_len": 256, "global_batch": 16, "dtype": "float32"}
-    made = plan(SMALL, CLUSTER, **job, fixed={"pp": 1, "tp": 1, "cp": 1})
+    made = plan(SMALL, CLUSTER, **{**STEP, "num_ranks": 2}, fixed={"pp": 1, "tp": 1, "cp": 1})
     made.to_json(tmp_path / "plan.json")
     script = "import os, sys; open('rank' + os.environ['RANK'], 'w').write(' '.join(sys.argv[1:]))"
     (tmp_path / "train.py").write_text(script)

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from planner_models import SMALL, routing_of, run_step, small_mixtral
+from planner_models import SMALL, columns, routing_of, run_step, small_mixtral
 from rank_checks import Checks
 
 from moe_ext.comm.collectives import all_reduce_bytes
@@ -14,7 +14,7 @@ from moe_ext.distributed import count_traffic
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.optim import DiLoCo
 from moe_ext.planner import ClusterSpec, Job, Level, Plan, StepCost, plan, search
-from moe_ext.planner.axes import DEFAULTS, columns_of
+from moe_ext.planner.axes import DEFAULTS
 
 CHECKS = Checks()
 CLUSTER = ClusterSpec(
@@ -98,10 +98,6 @@ def times_a_step_with_its_share_of_a_round():
 def test_over_ranks(name):
     pytest.importorskip("transformers")
     CHECKS.assert_passed(4, name)
-
-
-def columns(**axes):
-    return columns_of([axes])
 
 
 def test_seconds_of_a_round():

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from planner_models import SIZES
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ext.attention.layouts import make_layout
@@ -27,15 +28,7 @@ from moe_ext.planner.plan import _REMEDIES
 from moe_ext.planner.stage_layers import divide
 from moe_ext.testing import spawn_ranks
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": None,
-}
+SIZES = {**SIZES, "intermediate_size": 96, "num_hidden_layers": 4, "pad_token_id": None}
 DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,

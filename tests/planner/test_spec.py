@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from planner_models import SMALL, small_mixtral
+from planner_models import SIZES, SMALL, STEP, small_mixtral
 
 from moe_ext.planner import (
     CLUSTERS,
@@ -243,8 +243,7 @@ def test_refuses_jobs_and_values_of_axes(tmp_path, options, fixed, text):
     if options.get("load") in ("[1,", "{}"):
         (tmp_path / "load.json").write_text(options["load"])
         options = {"load": tmp_path / "load.json"}
-    sizes = {"num_ranks": 4, "seq_len": 256, "global_batch": 16, "dtype": "float32"}
-    given = {"cluster": CLUSTER, **sizes, **options}
+    given = {"cluster": CLUSTER, **STEP, **options}
     with pytest.raises(ValueError, match=text):
         plan(SMALL, **given, fixed=fixed)
 
@@ -354,14 +353,7 @@ READ = {
     "gpt2": ({"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 50}, {"positions": 50}),
     "falcon": ({"num_kv_heads": None}, {"kv_dim": 8, "gated": False}),
 }  # fmt: skip
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-}
+SIZES = {**SIZES, "intermediate_size": 96, "num_hidden_layers": 3, "num_key_value_heads": 4}
 
 
 @pytest.mark.parametrize("family", READ)
@@ -460,6 +452,7 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
         ({"cluster": tmp_path / "host.json"}, "Host: expected a mapping of its fields, got 'big'"),
         ({"cluster": tmp_path / "nan.json"}, "expected layer_seconds to be finite, got nan"),
         ({"cluster": tmp_path / "list.json"}, "to hold a mapping"),
+        ({"cluster": "none"}, "expected cluster to be one of"),
         ({"report": tmp_path / "none" / "page.html"}, "expected --report to be in a folder"),
         ({"out": tmp_path / "none" / "plan.json"}, "expected --out to be in a folder"),
         ({"gpus": 0}, "Job: expected num_ranks to be at least 1, got 0"),
@@ -475,8 +468,7 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
 
 
 def test_files_of_plans_are_whole(tmp_path):
-    made = plan(SMALL, CLUSTER, num_ranks=4, seq_len=256, global_batch=16, dtype="float32",
-                fixed=FIXED)  # fmt: skip
+    made = plan(SMALL, CLUSTER, **STEP, fixed=FIXED)
     path = tmp_path / "plan.json"
     made.to_json(path)
     whole = path.read_text()

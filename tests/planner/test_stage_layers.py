@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from planner_models import columns
 
 from moe_ext.pipeline import make_table
 from moe_ext.planner import (
@@ -17,7 +18,6 @@ from moe_ext.planner import (
     plan,
     preset,
 )
-from moe_ext.planner.axes import columns_of
 from moe_ext.planner.stage_layers import (
     StageLayers,
     divide,
@@ -43,8 +43,6 @@ MODELS = {
         **EXPERTS,
     ),
 }
-PLACED = {"tp": 1, "cp": 1, "ep": 1, "micro_batch": 1, "schedule": "1f1b", "zero": 0}
-PLACED |= {"dispatcher": "alltoall", "wire": None, "combine": "exact"}
 
 
 def cost_of(name, memory=4e9, ranks=3):
@@ -52,10 +50,6 @@ def cost_of(name, memory=4e9, ranks=3):
         CLUSTERS["ethernet"], flops={"float32": 1e11}, memory=memory, memory_bandwidth=1e10
     )
     return StepCost(MODELS[name], cluster, Job(ranks, 256, 8 * ranks, "float32"))
-
-
-def columns(**axes):
-    return columns_of([{**PLACED, **axes}])
 
 
 def seconds_of(cost, c, *divisions):
