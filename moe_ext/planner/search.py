@@ -316,7 +316,7 @@ def search(
     Branch and bound: meshes go in ascending order of a bound, products alone of stages that are
     all alike, and end with the first whose bound is beyond the times found. In the order of
     `StepCost.likely`, a closed form that leaves out hops, 50 placements get the layers of their
-    stages (`stages.divide`) and have their pipelines simulated; those whose bound
+    stages (`stage_layers.divide`) and have their pipelines simulated; those whose bound
     (`StepCost.least`) is beyond the third best simulated one are none of them. Placements whose
     exchanges go in turn come last, as many as have 8192 passes of micro-batches through stages.
     Equal times go to the first in this order.
