@@ -49,7 +49,7 @@ class PartInStep:
         codec: of this step.
         reduction: what the codec has begun.
         chooser: where a cost model has chosen.
-        is_timed: whether it asks for the time, `seconds`, from `began` to `ended`.
+        is_timed: whether it asks for the time from `began` to `ended`.
         prepared: whether the gradient went in without NaN and infinity.
         shows_nonfinite: whether these, on any rank, show in the first element of the result.
         filled: share of the blocks that are not zero here.
@@ -72,7 +72,6 @@ class PartInStep:
     result: Tensor | None = None
     began: float = 0.0
     ended: float = 0.0
-    seconds: float = 0.0
 
     def note_end(self) -> None:
         """Remember when the reduction has ended, which may be long before anyone waits for it."""
@@ -92,11 +91,10 @@ class PartInStep:
             self.ended = time.perf_counter()
         return self.sent
 
-    def settle_time(self) -> float:
+    @functools.cached_property
+    def seconds(self) -> float:
         """Seconds that it took, for good: its end may be noted late; 0 where nobody asks."""
-        if self.is_timed:
-            self.seconds = max(self.ended - self.began, 1e-9)
-        return self.seconds
+        return max(self.ended - self.began, 1e-9) if self.is_timed else 0.0
 
     def shows_nan(self) -> bool:
         """True if the first element of the result says that a rank has met NaN or infinity."""
@@ -507,7 +505,7 @@ class Reducer:
             squares=self._squares() if looked else (0.0, 0.0),
             parts=[*places, *self._held_by],
             filled={name: part.filled for name, part in numbered.items()},
-            seconds={name: part.settle_time() for name, part in numbered.items()},
+            seconds={name: part.seconds for name, part in numbered.items()},
         )
         if self.running:
             device = self.running[0].flat_N.device
