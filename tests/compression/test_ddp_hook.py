@@ -7,6 +7,7 @@ import torch.distributed as dist
 from hook_models import (
     CODECS,
     KINDS,
+    Chooser,
     Ledger,
     Net,
     batch,
@@ -26,7 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext.compression import (
     CompressionState,
-    CostModel,
     Dense,
     Policy,
     Quantize,
@@ -161,12 +161,9 @@ def check_gradients_of_16_bits():
     for dtype, bits in ((torch.bfloat16, 8), (torch.float16, 11)):
         for codec in ("none", "bf16", "int8", TopK(1.0), TopK(0.2)):
             parallel, state = wrapped(Net().to(dtype), codec=codec)
-            local, size = None, dist.get_world_size()
-            parallel.zero_grad()
-            parallel(batch(0).to(dtype)).square().mean().backward()
-            twin = copy.deepcopy(parallel.module)
-            twin.zero_grad()
-            twin(batch(0).to(dtype)).square().mean().backward()
+            twin, size = copy.deepcopy(parallel.module), dist.get_world_size()
+            for one in (parallel, twin):
+                one(batch(0).to(dtype)).square().mean().backward()
             local = {n: p.grad for n, p in twin.named_parameters()}
             for name, p in parallel.module.named_parameters():
                 assert p.grad.dtype == dtype and same_on_all_ranks(p.grad)
@@ -196,7 +193,6 @@ def check_buckets_are_rebuilt_and_residuals_follow():
 def check_no_sync_accumulates_outside():
     for codec in ("none", "int8", TopK(0.1)):
         parallel, state = wrapped(codec=codec)
-        want = None
         with parallel.no_sync():
             loss_of(parallel, batch(0)).backward()
         assert state.step == 0
@@ -205,8 +201,8 @@ def check_no_sync_accumulates_outside():
             want[name] += gradient
         loss_of(parallel, batch(1)).backward()
         assert state.step == 1
-        ledger = Ledger(state, list(parallel.module.named_parameters()))
-        ledger.add(want, parallel.module.named_parameters())
+        ledger = Ledger(state, parallel.module)
+        ledger.add(want)
         ledger.check()
 
 
@@ -293,44 +289,12 @@ def check_the_monitor():
     assert "density=0.04" in state.explain()
 
 
-class Chooser(CostModel):
-    """Chooses in turns, and remembers what it was told."""
-
-    def __init__(self):
-        self.turn, self.told, self.settled, self.buckets = 0, [], [], {}
-
-    def choose(self, numel, codecs, *, bucket, current=None):
-        self.turn += 1
-        return codecs[self.turn % len(codecs)]
-
-    def is_timed(self, bucket):
-        return True
-
-    def observe(self, bucket, codec, seconds):
-        self.told.append(seconds)
-
-    def pending(self):
-        return list(self.told)
-
-    def settle(self, agreed=None):
-        assert len(agreed) == len(self.told)
-        assert all(a >= t > 0 for a, t in zip(agreed, self.told, strict=True))
-        self.settled.append(agreed)
-        self.told.clear()
-
-    def explain(self):
-        return "a table"
-
-
 def check_codecs_chosen_anew_in_every_step():
     chooser = Chooser()
     parallel, state = wrapped(cost_model=chooser, candidates=("none", "int8", TopK(0.1), "onebit"))
-    ledger = Ledger(state, list(parallel.module.named_parameters()))
+    ledger = Ledger(state, parallel.module)
     for step in range(6):
-        local = local_gradients(parallel.module, step)
-        gradients_of(parallel, step)
-        ledger.add(local, parallel.module.named_parameters())
-        ledger.check()
+        ledger.hooked_step(parallel, step)
     assert len(chooser.settled) == 6 and state.explain().endswith("a table")
     times = torch.tensor(chooser.settled[-1], dtype=torch.float64)
     assert torch.equal(summed(times), times * dist.get_world_size())
@@ -341,12 +305,9 @@ def check_auto_agrees_and_explains():
     parallel, state = wrapped(
         Net(300), ddp={"bucket_cap_mb": 1}, candidates=("none", "int8", TopK(0.01))
     )
-    ledger = Ledger(state, list(parallel.module.named_parameters()))
+    ledger = Ledger(state, parallel.module)
     for step in range(16):
-        local = local_gradients(parallel.module, step)
-        gradients_of(parallel, step)
-        ledger.add(local, parallel.module.named_parameters())
-        ledger.check()
+        ledger.hooked_step(parallel, step)
     table = state.explain()
     assert "branch.weight" in table and "int8 pays" in table, table
     tables = [None] * dist.get_world_size()

@@ -15,7 +15,10 @@ from hook_models import (
     batch,
     dense,
     local_gradients,
+    loop_step,
     loss_of,
+    nothing_changes,
+    reference,
     same_on_all_ranks,
     state_bits,
     summed,
@@ -24,7 +27,6 @@ from hook_models import (
     wrapped,
 )
 from rank_checks import Checks, full
-from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext import distributed as md
 from moe_ext.compression import (
@@ -46,11 +48,9 @@ CODECS = ("none", "int8", "onebit", TopK(0.1), TopK(0.1, algorithm="split"))
 def check_embeddings_and_experts_in_a_hook():
     """Exact, in fewer bytes, with a batch on one rank that touches nothing."""
     for sparse in (False, True):
-        ours, theirs = Words(sparse=sparse), Words()
-        parallel = DistributedDataParallel(ours, bucket_cap_mb=CAP_MB)
-        state = CompressionState(model=ours, codec="none")
-        parallel.register_comm_hook(state, compress_hook)
-        plain = DistributedDataParallel(theirs, bucket_cap_mb=CAP_MB)
+        parallel, _ = wrapped(Words(sparse=sparse), codec="none")
+        ours, theirs = parallel.module, Words()
+        plain = reference(model=theirs)
         sent = []
         for step in range(3):
             count = 0 if step == 1 and dist.get_rank() == 1 else 3
@@ -69,24 +69,18 @@ def check_embeddings_and_experts_in_a_hook():
 
 def check_a_nan_in_a_sparse_embedding():
     for sparse in (True, False):
-        model = Words(sparse=sparse)
-        state = CompressionState(model=model, codec="int8")
-        parallel = DistributedDataParallel(model)
-        parallel.register_comm_hook(state, compress_hook)
+        parallel, state = wrapped(Words(sparse=sparse), codec="int8")
         words_backward(parallel, 0)
         parallel.zero_grad()
         output = parallel(words(1)).square().sum()
         with pytest.raises(ValueError, match=r"in (embedding.weight|head.bias) on rank 1$"):
             (output * float("inf") if dist.get_rank() == 1 else output).backward()
         assert state.step == 1
-        assert not any(dense(p.grad).any() for p in model.parameters())
+        assert not any(dense(p.grad).any() for p in parallel.parameters())
 
 
 def check_an_embedding_that_is_mostly_touched_goes_dense():
-    model = Words()
-    state = CompressionState(model=model, codec="none")
-    parallel = DistributedDataParallel(model)
-    parallel.register_comm_hook(state, compress_hook)
+    parallel, state = wrapped(Words(), codec="none")
     for _ in range(3):
         parallel.zero_grad()
         parallel(torch.arange(300)).square().sum().backward()
@@ -98,19 +92,15 @@ def check_an_embedding_that_is_mostly_touched_goes_dense():
 
 
 def check_counts_of_the_router_cover_accumulation():
-    model = Words()
-    twin = copy.deepcopy(model)
-    state = CompressionState(model=model, codec="none")
-    parallel = DistributedDataParallel(model)
-    parallel.register_comm_hook(state, compress_hook)
-    plain = DistributedDataParallel(twin)
+    parallel, state = wrapped(Words(), codec="none")
+    plain = reference(model=Words())
     for wrapper in (parallel, plain):
         wrapper.zero_grad()
         with wrapper.no_sync():
             for step in range(2):
                 wrapper(words(step)).square().sum().backward()
         wrapper(words(5)).square().sum().backward()
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+    for p, q in zip(parallel.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-8)
     assert state.parameters.reached.bitmap("moe.experts.down_proj") is None
 
@@ -119,17 +109,15 @@ def check_a_loop_of_ones_own():
     for codec in CODECS:
         model = Net()
         state = CompressionState(model=model, codec=codec)
-        ledger = Ledger(state, list(model.named_parameters()))
+        ledger = Ledger(state, model)
         for step in range(4):
             local = local_gradients(model, step, branch=step != 2)
-            model.zero_grad()
             branch = step < 2 or dist.get_rank() == 0 and step != 2
-            loss_of(model, batch(step), branch=branch).backward()
             if step > 2 and dist.get_rank() > 0:
                 local = local_gradients(model, step, branch=False)
-            assert compress_gradients(model, state)
+            assert loop_step(model, state, step, branch=branch)
             assert (model.branch.weight.grad is None) == (step == 2)
-            ledger.add(local, model.named_parameters())
+            ledger.add(local)
             ledger.check()
         assert state.step == 4
         with pytest.raises(RuntimeError, match="expected new gradients since the last call"):
@@ -179,9 +167,7 @@ def check_undo():
     state = CompressionState(model=model, codec="int8")
     for step in range(3):
         before = state_bits(state)
-        model.zero_grad()
-        loss_of(model, batch(step)).backward()
-        compress_gradients(model, state)
+        loop_step(model, state, step)
     state.undo()
     assert state.step == 2
     assert_same_bits(state_bits(state), before)
@@ -191,14 +177,14 @@ def check_flush():
     """After it nothing is owed, and the gradients of all steps have been applied."""
     for codec in ("int8", TopK(0.05)):
         parallel, state = wrapped(codec=codec)
-        ledger = Ledger(state, list(parallel.module.named_parameters()))
+        ledger = Ledger(state, parallel.module)
         for step in range(3):
             local = local_gradients(parallel.module, step)
             parallel.zero_grad()
             loss_of(parallel, batch(step)).backward()
             if step == 2:
                 flush(parallel, state)
-            ledger.add(local, parallel.module.named_parameters())
+            ledger.add(local)
         assert not state.residuals() and not state.state_dict()["memory"]["layouts"]
         ledger.check()
 
@@ -213,13 +199,9 @@ def check_resuming_is_as_if_nothing_had_been():
                 twin = copy.deepcopy(model)
                 other = CompressionState(model=twin, codec=codec)
                 other.load_state_dict(state.state_dict())
-            model.zero_grad()
-            loss_of(model, batch(step)).backward()
-            compress_gradients(model, state)
+            loop_step(model, state, step)
             if other is not None:
-                twin.zero_grad()
-                loss_of(twin, batch(step)).backward()
-                compress_gradients(twin, other)
+                loop_step(twin, other, step)
                 for p, q in zip(model.parameters(), twin.parameters(), strict=True):
                     assert torch.equal(p.grad, q.grad)
         with pytest.raises(ValueError, match="expected the state of rank"):
@@ -317,14 +299,12 @@ def check_an_overflow_in_experts(mesh):
     outer.register_comm_hook(state, compress_hook)
     words_backward(outer, 0)
     compress_gradients(outer, state)
-    before = state_bits(state)
     if dist.get_rank() == 3:
         overflow = lambda grad: torch.full_like(grad, float("inf"))  # noqa: E731
         model.moe.experts.down_proj.register_hook(overflow)
-    words_backward(outer, 1)
-    assert not compress_gradients(outer, state)
-    assert state.step == 1
-    assert_same_bits(state_bits(state), before)
+    with nothing_changes(outer, state):
+        words_backward(outer, 1)
+        assert not compress_gradients(outer, state)
     return True
 
 
@@ -343,9 +323,7 @@ def rank_resume(rank, states, weights, steps):
         size = dist.get_world_size()
         found["loaded"] = {n: (summed(r) / size) for n, r in state.residuals().items()}
     for step in range(steps):
-        model.zero_grad()
-        loss_of(model, batch(step)).backward()
-        compress_gradients(model, state)
+        loop_step(model, state, step)
         with torch.no_grad():
             for p in model.parameters():
                 p.sub_(p.grad, alpha=0.05)
@@ -376,20 +354,12 @@ def rank_dies(rank):
     model = Net()
     state = CompressionState(model=model, codec=TopK(0.1))
     for step in range(2):
-        model.zero_grad()
-        loss_of(model, batch(step)).backward()
-        compress_gradients(model, state)
-    before = state_bits(state)
-    parameters = [p.clone() for p in model.parameters()]
-    model.zero_grad()
-    loss_of(model, batch(2)).backward()
+        loop_step(model, state, step)
     if rank == 1:
         os._exit(7)
-    with pytest.raises(md.RankFailureError, match="rank 1 died"):
-        compress_gradients(model, state)
-    assert state.step == 2
-    assert_same_bits(state_bits(state), before)
-    assert all(torch.equal(p, q) for p, q in zip(parameters, model.parameters(), strict=True))
+    named = pytest.raises(md.RankFailureError, match="rank 1 died")
+    with nothing_changes(model, state), named:
+        loop_step(model, state, 2)
     return True
 
 

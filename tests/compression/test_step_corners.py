@@ -41,6 +41,17 @@ def fill(model, seed):
         p.grad = torch.randn(p.shape).to(p.dtype)
 
 
+def fill_with(model, value):
+    for p in model.parameters():
+        p.grad = torch.full(p.shape, value)
+
+
+def step_of(model, state, seed):
+    """A step with random gradients."""
+    fill(model, seed)
+    assert compress_gradients(model, state)
+
+
 def state_of(model, codec, **options):
     return CompressionState(
         model=model, policy=Policy(codec, dense_below=0, **options.pop("policy", {})), **options
@@ -51,11 +62,11 @@ def owed_of(state):
     return {name: residual.tolist() for name, residual in state.residuals().items()}
 
 
-def hooked_half(state, parameter, grad):
-    """What the hook of DistributedDataParallel does with one bucket."""
+def hooked_half(state, parameter):
+    """What the hook of DistributedDataParallel does with the gradient of one bucket."""
     state.is_hooked = True
     step = state.begin_step("compress_hook")
-    step.add([parameter], grad.reshape(-1).clone(), state.group)
+    step.add([parameter], parameter.grad.reshape(-1).clone(), state.group)
     step.finish()
 
 
@@ -66,7 +77,7 @@ def test_undo_takes_both_halves_back(monkeypatch):
     for seed in range(2):
         before = {n: t.clone() for n, t in state.residuals().items()}
         fill(model, seed)
-        hooked_half(state, model.a, model.a.grad)
+        hooked_half(state, model.a)
         model.a.grad = None
         compress_gradients(model, state)
     assert state.step == 2
@@ -101,8 +112,7 @@ def test_a_nan_in_a_bucket_that_is_not_compressed():
     model = Two(torch.bfloat16)
     policy = {"by_name": {"b": "none"}}
     state = state_of(model, TopK(0.1), nonfinite="propagate", policy=policy)
-    fill(model, 0)
-    assert compress_gradients(model, state)
+    step_of(model, state, 0)
     before = state.residuals()["a"].clone()
     fill(model, 1)
     model.b.grad[0, 0] = math.inf
@@ -116,8 +126,7 @@ def test_no_gradient_with_a_residual_that_was_put_back_is_applied():
     """A second optimizer would take a finite one, though what was owed in it is owed again."""
     model = Two()
     state = state_of(model, TopK(0.1, scope="parameter"), nonfinite="propagate")
-    fill(model, 0)
-    compress_gradients(model, state)
+    step_of(model, state, 0)
     fill(model, 1)
     model.a.grad[0, 0] = math.nan
     assert not compress_gradients(model, state)
@@ -136,34 +145,26 @@ def owing():
     return memory
 
 
-def total(memory):
-    return memory.whole("residual")
-
-
 def test_a_shard_of_another_size_is_owed_where_it_was(owing):
-    before = total(owing)
-    owing.begin()
-    assert not owing.shard(128, 128).any()
-    owing.rollback()
-    assert torch.equal(total(owing), before)
-    owing.begin()
-    assert not owing.shard(128, 128).any()
-    owing.commit()
-    assert torch.equal(total(owing), before)
-    owing.undo()
-    assert torch.equal(total(owing), before)
+    before = owing.whole("residual")
+    for ends in ([owing.rollback], [owing.commit, owing.undo]):
+        owing.begin()
+        assert not owing.shard(128, 128).any()
+        for end in ends:
+            end()
+            assert torch.equal(owing.whole("residual"), before)
     owing.begin()
     assert bool((owing.shard(64, 64) == 16.0).all())
 
 
 @pytest.mark.parametrize("codec", [TopK(0.05), Threshold(0.05), PowerSGD(2)])
 def test_selection_sends_what_the_owner_of_a_shard_owes(owing, codec):
-    before = total(owing)
+    before = owing.whole("residual")
     owing.begin({"residual": 0.5, "server": 0.5}, {"loss_scale": 4.0})
     sent = codec.start(torch.zeros(200), owing).wait()
     owing.commit()
     assert sent.max() == 8.5
-    torch.testing.assert_close(sent + total(owing), before * 0.5)
+    torch.testing.assert_close(sent + owing.whole("residual"), before * 0.5)
 
 
 def test_what_a_step_does_not_touch_follows_the_units_too(owing):
@@ -205,8 +206,7 @@ def test_parameters_without_a_gradient_keep_up_with_the_learning_rate(flushed):
     model = Two()
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     state = state_of(model, TopK(0.1, scope="parameter"), optimizer=optimizer)
-    fill(model, 0)
-    compress_gradients(model, state)
+    step_of(model, state, 0)
     owed = state.residuals()["a"].clone()
     optimizer.param_groups[0]["lr"] = 0.5
     fill(model, 1)
@@ -230,24 +230,21 @@ def test_undo_after_flushes(flushes):
     state = state_of(model, TopK(0.1))
     for seed in range(2):
         before = owed_of(state)
-        fill(model, seed)
-        compress_gradients(model, state)
+        step_of(model, state, seed)
     for _ in range(flushes):
         assert flush(model, state)
         assert not state.residuals()
     state.undo()
     assert state.step == 1
     assert owed_of(state) == before
-    fill(model, 2)
-    assert compress_gradients(model, state)
+    step_of(model, state, 2)
 
 
 @pytest.mark.parametrize("how", ["failed", "loaded"])
 def test_undo_takes_nothing_back_but_the_last_reduction(how):
     model = Two()
     state = state_of(model, TopK(0.1))
-    fill(model, 0)
-    compress_gradients(model, state)
+    step_of(model, state, 0)
     before = owed_of(state)
     if how == "loaded":
         state.load_state_dict(state.state_dict())
@@ -266,7 +263,7 @@ def test_the_first_half_is_taken_back_where_the_second_cannot_begin(monkeypatch)
     monkeypatch.setattr(gradients, "reduced_by_ddp", lambda module: {id(model.a)})
     state = state_of(model, TopK(0.2))
     fill(model, 0)
-    hooked_half(state, model.a, model.a.grad)
+    hooked_half(state, model.a)
     model.a.grad = None
 
     def fail(*_):
@@ -282,8 +279,7 @@ def test_the_first_half_is_taken_back_where_the_second_cannot_begin(monkeypatch)
 def test_a_flush_of_a_step_that_will_be_skipped():
     model = Two()
     state = state_of(model, TopK(0.1), nonfinite="propagate")
-    fill(model, 0)
-    compress_gradients(model, state)
+    step_of(model, state, 0)
     before = state.residuals()["a"].clone()
     fill(model, 1)
     model.a.grad[0, 0] = math.inf
@@ -307,7 +303,7 @@ def test_gradients_that_a_hook_has_reduced_are_not_reduced_again():
     model = Two()
     state = state_of(model, TopK(0.2))
     fill(model, 0)
-    hooked_half(state, model.a, model.a.grad)
+    hooked_half(state, model.a)
     before = state.residuals()["a"].clone()
     with pytest.raises(ValueError, match="expected model to be the DistributedDataParallel"):
         compress_gradients(model, state)
@@ -318,8 +314,7 @@ def test_gradients_that_a_hook_has_reduced_are_not_reduced_again():
 def test_gradients_whose_squares_are_zero_are_sent(codec):
     model = Two()
     state = state_of(model, codec)
-    for p in model.parameters():
-        p.grad = torch.full(p.shape, 1e-30)
+    fill_with(model, 1e-30)
     compress_gradients(model, state)
     assert model.a.grad.any()
 
@@ -341,8 +336,7 @@ def test_a_threshold_of_zero_gradients_does_not_stay():
 def test_gradients_that_half_precision_does_not_hold(nonfinite):
     model = Two()
     state = state_of(model, "fp16", nonfinite=nonfinite)
-    for p in model.parameters():
-        p.grad = torch.full(p.shape, 6e4)
+    fill_with(model, 6e4)
     assert compress_gradients(model, state)
     assert model.a.grad.isfinite().all()
     model.b.grad = torch.full(model.b.shape, 7e4)
@@ -359,22 +353,19 @@ def test_gradients_that_half_precision_does_not_hold(nonfinite):
 def test_what_is_owed_counts_in_half_precision(nonfinite):
     model = Two()
     state = state_of(model, TopK(0.1), nonfinite=nonfinite)
-    for p in model.parameters():
-        p.grad = torch.full(p.shape, 4e4)
+    fill_with(model, 4e4)
     assert compress_gradients(model, state)
     before = owed_of(state)
     state.options.policy = Policy("fp16", dense_below=0)
     state.regroup()
-    for p in model.parameters():
-        p.grad = torch.full(p.shape, 4e4)
+    fill_with(model, 4e4)
     if nonfinite == "raise":
         with pytest.raises(ValueError, match="got NaN or infinity in a on rank 0"):
             compress_gradients(model, state)
     else:
         assert not compress_gradients(model, state)
     assert owed_of(state) == before
-    for p in model.parameters():
-        p.grad = torch.full(p.shape, 1.0)
+    fill_with(model, 1.0)
     assert compress_gradients(model, state)
     assert not state.residuals()
 
@@ -395,8 +386,7 @@ def test_no_gradient_at_all_is_no_growing_residual(recwarn):
 def test_what_has_begun_ends_where_a_later_bucket_fails(monkeypatch):
     model = Two()
     state = state_of(model, TopK(0.1))
-    fill(model, 0)
-    compress_gradients(model, state)
+    step_of(model, state, 0)
     before = state.residuals()["a"].clone()
 
     def buckets(parameters, group, device):
