@@ -153,6 +153,14 @@ def poisoned_backward(model, step, rank, factor):
     (loss_of(model, step) * (factor if dist.get_rank() == rank else 1.0)).backward()
 
 
+def assert_a_pass_is_not_finite(model, compression, step, rank, factor):
+    """Assert that all ranks are told of a rank's pass, and owe what they did."""
+    before = own_residuals(compression)
+    poisoned_backward(model, step, rank, factor)
+    assert not compression.finite()
+    assert_same(own_residuals(compression), before)
+
+
 def signs_of_shards(grad, num_shards, block=256):
     """What signs make of a gradient of whole rows, shard by shard, nothing padded."""
     rows = -(-grad.shape[0] // num_shards)

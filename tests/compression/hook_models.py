@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import moe_ext
 from moe_ext.compression import (
+    CodecMemory,
     CompressionState,
     CostModel,
     OneBit,
@@ -21,6 +22,7 @@ from moe_ext.compression import (
     compress_hook,
 )
 from moe_ext.compression.feedback import by_name
+from moe_ext.distributed import count_traffic
 
 # Small enough for several buckets.
 CAP_MB = 0.008
@@ -111,6 +113,23 @@ def loop_step(model, state, step, **kwargs):
     model.zero_grad()
     loss_of(model, batch(step), **kwargs).backward()
     return compress_gradients(model, state)
+
+
+def opened(shapes):
+    """An empty memory in a step."""
+    memory = CodecMemory(shapes, torch.device("cpu"))
+    memory.begin()
+    return memory
+
+
+def sent_by(codec, grad):
+    """(result, bytes that leave this rank) of one reduction by a codec."""
+    memory = codec.new_memory(grad)
+    memory.begin()
+    with count_traffic() as traffic:
+        found = codec.start(grad, memory).wait()
+    memory.commit()
+    return found, traffic.total_bytes
 
 
 def summed(tensor):
