@@ -183,7 +183,8 @@ def owed(compression):
     """Name to what is owed for a parameter, over all ranks."""
     found = {}
     for tensors in compression.state_dict()["residuals"].values():
-        found.update(whole(tensors.items()))
+        for name, left in whole(tensors.items()).items():
+            found[name] = found.get(name, 0) + left
     return found
 
 

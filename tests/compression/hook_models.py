@@ -3,6 +3,7 @@
 import contextlib
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -113,6 +114,15 @@ def loop_step(model, state, step, **kwargs):
     model.zero_grad()
     loss_of(model, batch(step), **kwargs).backward()
     return compress_gradients(model, state)
+
+
+def not_taken(model, state, match):
+    """A reduction of gradients that are not finite, refused or passed on as the state says."""
+    if state.options.nonfinite == "raise":
+        with pytest.raises(ValueError, match=match):
+            compress_gradients(model, state)
+    else:
+        assert not compress_gradients(model, state)
 
 
 def opened(shapes):

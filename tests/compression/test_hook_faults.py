@@ -1,5 +1,6 @@
 """Steps that fail leave no trace on any rank."""
 
+import contextlib
 import math
 import os
 
@@ -212,28 +213,22 @@ def check_overflow_under_a_grad_scaler():
         optimizer = torch.optim.SGD(parallel.parameters(), 0.05)
         ledger = Ledger(state, parallel.module)
         for step in range(6):
-            bad = step == 3
-            weights = [p.clone() for p in parallel.parameters()]
-            before, scale = state_bits(state), scaler.get_scale()
+            bad, scale = step == 3, scaler.get_scale()
             local = local_gradients(parallel.module, step)
             optimizer.zero_grad()
             weight, handle = parallel.module.hidden.weight, None
             if bad and dist.get_rank() == 1:
                 handle = weight.register_hook(lambda g: g * math.inf)
-            scaler.scale(loss_of(parallel, batch(step))).backward()
-            if handle is not None:
-                handle.remove()
-            scaler.unscale_(optimizer)
-            if not bad:
-                ledger.add(local)
-            scaler.step(optimizer)
-            scaler.update()
-            if bad:
-                assert_same_bits(state_bits(state), before)
-                assert all(
-                    torch.equal(p, w) for p, w in zip(parallel.parameters(), weights, strict=True)
-                )
-                assert scaler.get_scale() == scale / 2
+            with nothing_changes(parallel, state) if bad else contextlib.nullcontext():
+                scaler.scale(loss_of(parallel, batch(step))).backward()
+                if handle is not None:
+                    handle.remove()
+                scaler.unscale_(optimizer)
+                if not bad:
+                    ledger.add(local)
+                scaler.step(optimizer)
+                scaler.update()
+            assert not bad or scaler.get_scale() == scale / 2
         # What is owed is in units of the last scale that was used.
         used = {m["loss_scale"] for m in state.state_dict()["memory"]["marks"].values()}
         assert len(used) == 1

@@ -20,6 +20,7 @@ from hook_models import (
     loop_step,
     loss_of,
     momentum_is_that_of_sgd,
+    not_taken,
     nothing_changes,
     reference,
     same_on_all_ranks,
@@ -142,8 +143,7 @@ def a_sum_that_overflows_inside_a_node():
     model = nn.Linear(50, 50, bias=False)
     state = CompressionState(model=model, policy=Policy("int8", dense_below=0), node_size=2)
     model.weight.grad = torch.full((50, 50), 3e38 if dist.get_rank() < 2 else 1.0)
-    with pytest.raises(ValueError, match=r"weight on rank 0, weight on rank 1$"):
-        compress_gradients(model, state)
+    not_taken(model, state, r"weight on rank 0, weight on rank 1$")
     assert not any(r.any() for r in state.residuals().values())
 
 
@@ -168,8 +168,7 @@ def what_is_owed_counts_in_half_precision():
     state = CompressionState(policy=Policy("fp16", dense_below=0), **options)
     state.load_state_dict(saved)
     model.weight.grad = torch.full((50, 50), 4e4)
-    with pytest.raises(ValueError, match="got NaN or infinity in weight on rank 0, weight on rank"):
-        compress_gradients(model, state)
+    not_taken(model, state, "got NaN or infinity in weight on rank 0, weight on rank")
     owed = saved["memory"]["residual"]["weight"]
     assert torch.equal(state.state_dict()["memory"]["residual"]["weight"], owed)
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hook_models import Chooser, assert_same_bits
+from hook_models import Chooser, assert_same_bits, not_taken
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ext.compression.codecs import Dense, Quantize, Threshold, TopK
@@ -69,8 +69,7 @@ def test_what_overflows_only_with_what_is_owed_is_refused(codec, every):
     before = state.state_dict()
     fill(model, 2)
     model[1].weight.grad.fill_(3e38)
-    with pytest.raises(ValueError, match=r"be finite, got NaN or infinity in 1\.weight on rank 0$"):
-        compress_gradients(model, state)
+    not_taken(model, state, r"be finite, got NaN or infinity in 1\.weight on rank 0$")
     assert not model[0].weight.grad.any()
     assert_same_bits(state.state_dict(), before)
 
@@ -87,8 +86,7 @@ def test_undo_and_a_failed_step_bring_back_what_was_read(codec):
     want = [p.grad.clone() for p in model.parameters()]
     fill(model, 5)
     model[0].weight.grad[3, 4] = math.nan
-    with pytest.raises(ValueError, match=r"got NaN or infinity in 0\.weight on rank 0$"):
-        compress_gradients(model, state)
+    not_taken(model, state, r"got NaN or infinity in 0\.weight on rank 0$")
     assert_same_bits(state.state_dict(), after)
     fill(model, 3)
     assert compress_gradients(model, state)

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from moe_ext._checks import check_numbers_of_fields, check_rule
+from moe_ext.comm.collectives import all_reduce_bytes
 from moe_ext.comm.failures import naming_failed_ranks
 from moe_ext.comm.groups import group_size
 from moe_ext.comm.pending import Pending
@@ -101,7 +102,7 @@ class PowerSGD(Codec):
         side = math.isqrt(max(numel, 1))
         coded = 2 * side * min(self.rank, side)
         sent = coded if coded * self.min_compression_rate < numel else numel
-        return 2 * (world_size - 1) * 4 * sent // world_size
+        return all_reduce_bytes(4 * sent, world_size)
 
     def num_rounds(self, world_size: int) -> int:
         """Messages that follow each other: all-reduces of what is dense, of P and of Q."""
@@ -235,7 +236,7 @@ class PowerSGD(Codec):
             sum(count * rows * rank for count, rows, _, rank in plan),
             sum(count * cols * rank for count, _, cols, rank in plan),
         ):
-            record_traffic("all_reduce", 2 * (size - 1) * 4 * numel // size)
+            record_traffic("all_reduce", all_reduce_bytes(4 * numel, size))
 
 
 def _without_zero_columns(

@@ -17,6 +17,7 @@ from moe_ext._bytes import as_bytes
 from moe_ext._checks import check_numbers, check_sizes
 from moe_ext.comm import workers
 from moe_ext.comm.agreement import Agreement
+from moe_ext.comm.collectives import all_reduce_bytes
 from moe_ext.comm.groups import group_size, resolve_group
 from moe_ext.comm.pending import Pending
 from moe_ext.comm.workers import Messages
@@ -73,7 +74,7 @@ class SparseLayout:
         """Bytes that leave a rank."""
         others = self.world_size - 1
         if algorithm == "dense":
-            return 2 * others * 4 * self.numel // self.world_size
+            return all_reduce_bytes(4 * self.numel, self.world_size)
         if algorithm == "all_gather":
             return others * self.pairs.num_bytes
         return others * (self.slots.num_bytes + self.kept.num_bytes + 2 * _LOAD_BYTES)
