@@ -301,7 +301,7 @@ def any_coding_goes_by_either_pattern(rank, size):
         torch.testing.assert_close(kept, gradient, rtol=0, atol=1e-5)
         out, residual = torch.empty(numel), torch.zeros(numel)
         payload = coding.encode(of_rank(rank, numel), residual)
-        start_gather_sum(payload, out, coding, group, False, operation=name, **how).wait()
+        start_gather_sum(payload, out, coding, group, False, operation=name).wait()
         torch.testing.assert_close(out.double() + total(residual), gradient, rtol=0, atol=1e-5)
         part, whole = torch.empty(numel), torch.empty(size * numel)
         given = of_rank(rank, size * numel)

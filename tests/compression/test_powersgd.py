@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_checks import Model, is_compressed, local_gradients, loss_of
-from hook_models import opened
+from hook_models import opened, same_on_all_ranks, summed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_checks import Checks
@@ -35,9 +35,7 @@ def mean(step, numel=NUMEL):
 
 
 def owed(memory):
-    total = memory.tensor("residual").double().clone()
-    dist.all_reduce(total)
-    return total / dist.get_world_size()
+    return summed(memory.tensor("residual")) / dist.get_world_size()
 
 
 @two((1,), (3,))
@@ -46,9 +44,7 @@ def nothing_is_lost(rank):
     applied = want = 0
     for step in range(4):
         found = codec.start(gradient(step), memory, step=step).wait()
-        other = found.clone()
-        dist.broadcast(other, 0)
-        assert torch.equal(other, found)
+        assert same_on_all_ranks(found)
         applied, want = applied + found.double(), want + mean(step)
     assert (applied + owed(memory) - want).abs().max() < 1e-5
     assert (applied - want).abs().max() > 0.1
@@ -176,13 +172,9 @@ def behind_ddp_what_is_dense_is_the_mean():
             want[name] = want.get(name, 0) + sum(grads) / 2
     residual = state.state_dict()["memory"]["residual"]
     for name, total in want.items():
-        of_first = applied[name].clone()
-        dist.broadcast(of_first, 0)
-        assert torch.equal(of_first, applied[name]), name
+        assert same_on_all_ranks(applied[name]), name
         if is_compressed(name):
-            left = residual[name].double()
-            dist.all_reduce(left)
-            assert left.abs().max() > 0, name
+            assert summed(residual[name]).abs().max() > 0, name
         else:
             assert (applied[name] - total).abs().max() < 1e-5, name
 

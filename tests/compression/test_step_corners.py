@@ -53,10 +53,10 @@ def step_of(model, state, seed):
     assert compress_gradients(model, state)
 
 
-def state_of(model, codec, **options):
-    return CompressionState(
-        model=model, policy=Policy(codec, dense_below=0, **options.pop("policy", {})), **options
-    )
+def two(codec, dtype=torch.float32, **options):
+    """A model and its state."""
+    model, policy = Two(dtype), Policy(codec, dense_below=0, **options.pop("policy", {}))
+    return model, CompressionState(model=model, policy=policy, **options)
 
 
 def owed_of(state):
@@ -72,9 +72,8 @@ def hooked_half(state, parameter):
 
 
 def test_undo_takes_both_halves_back(monkeypatch):
-    model = Two()
+    model, state = two(TopK(0.2))
     monkeypatch.setattr(gradients, "reduced_by_ddp", lambda module: {id(model.a)})
-    state = state_of(model, TopK(0.2))
     for seed in range(2):
         before = {n: t.clone() for n, t in state.residuals().items()}
         fill(model, seed)
@@ -91,16 +90,15 @@ def test_undo_takes_both_halves_back(monkeypatch):
 
 @pytest.mark.parametrize("codec", ["none", TopK(0.1)])
 def test_clipping_where_nothing_has_a_gradient(codec):
-    model = Two()
-    state = state_of(model, codec, clip_norm=1.0)
+    model, state = two(codec, clip_norm=1.0)
     assert compress_gradients(model, state)
     assert model.a.grad is None
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.float64, 1.0), (torch.float32, 1e30)])
 def test_clipping_of_wide_and_of_large_gradients(dtype, scale):
-    model = Two().to(dtype)
-    state = state_of(model, "none", clip_norm=1.0)
+    model, state = two("none", clip_norm=1.0)
+    model.to(dtype)
     fill(model, 0)
     for p in model.parameters():
         p.grad *= scale
@@ -110,9 +108,8 @@ def test_clipping_of_wide_and_of_large_gradients(dtype, scale):
 
 
 def test_a_nan_in_a_bucket_that_is_not_compressed():
-    model = Two(torch.bfloat16)
     policy = {"by_name": {"b": "none"}}
-    state = state_of(model, TopK(0.1), nonfinite="propagate", policy=policy)
+    model, state = two(TopK(0.1), torch.bfloat16, nonfinite="propagate", policy=policy)
     step_of(model, state, 0)
     before = state.residuals()["a"].clone()
     fill(model, 1)
@@ -125,8 +122,7 @@ def test_a_nan_in_a_bucket_that_is_not_compressed():
 
 def test_no_gradient_with_a_residual_that_was_put_back_is_applied():
     """A second optimizer would take a finite one, though what was owed in it is owed again."""
-    model = Two()
-    state = state_of(model, TopK(0.1, scope="parameter"), nonfinite="propagate")
+    model, state = two(TopK(0.1, scope="parameter"), nonfinite="propagate")
     step_of(model, state, 0)
     fill(model, 1)
     model.a.grad[0, 0] = math.nan
@@ -204,9 +200,8 @@ def test_experts_that_something_else_than_the_router_reaches(shared):
 
 @pytest.mark.parametrize("flushed", [False, True])
 def test_parameters_without_a_gradient_keep_up_with_the_learning_rate(flushed):
-    model = Two()
-    optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    state = state_of(model, TopK(0.1, scope="parameter"), optimizer=optimizer)
+    model, state = two(TopK(0.1, scope="parameter"))
+    state.options.optimizer = optimizer = torch.optim.SGD(model.parameters(), 1.0)
     step_of(model, state, 0)
     owed = state.residuals()["a"].clone()
     optimizer.param_groups[0]["lr"] = 0.5
@@ -227,8 +222,7 @@ def test_parameters_without_a_gradient_keep_up_with_the_learning_rate(flushed):
 
 @pytest.mark.parametrize("flushes", [1, 2])
 def test_undo_after_flushes(flushes):
-    model = Two()
-    state = state_of(model, TopK(0.1))
+    model, state = two(TopK(0.1))
     for seed in range(2):
         before = owed_of(state)
         step_of(model, state, seed)
@@ -243,8 +237,7 @@ def test_undo_after_flushes(flushes):
 
 @pytest.mark.parametrize("how", ["failed", "loaded"])
 def test_undo_takes_nothing_back_but_the_last_reduction(how):
-    model = Two()
-    state = state_of(model, TopK(0.1))
+    model, state = two(TopK(0.1))
     step_of(model, state, 0)
     before = owed_of(state)
     if how == "loaded":
@@ -259,9 +252,8 @@ def test_undo_takes_nothing_back_but_the_last_reduction(how):
 
 
 def test_the_first_half_is_taken_back_where_the_second_cannot_begin(monkeypatch):
-    model = Two()
+    model, state = two(TopK(0.2))
     monkeypatch.setattr(gradients, "reduced_by_ddp", lambda module: {id(model.a)})
-    state = state_of(model, TopK(0.2))
     fill(model, 0)
     hooked_half(state, model.a)
     model.a.grad = None
@@ -277,8 +269,7 @@ def test_the_first_half_is_taken_back_where_the_second_cannot_begin(monkeypatch)
 
 
 def test_a_flush_of_a_step_that_will_be_skipped():
-    model = Two()
-    state = state_of(model, TopK(0.1), nonfinite="propagate")
+    model, state = two(TopK(0.1), nonfinite="propagate")
     step_of(model, state, 0)
     before = state.residuals()["a"].clone()
     fill(model, 1)
@@ -290,7 +281,7 @@ def test_a_flush_of_a_step_that_will_be_skipped():
 
 def test_a_state_made_before_the_process_group(tmp_path):
     """Its steps would be those of a process alone, on each rank."""
-    state = state_of(Two(), "int8")
+    state = two("int8")[1]
     assert state.group is None
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
@@ -300,8 +291,7 @@ def test_a_state_made_before_the_process_group(tmp_path):
 
 
 def test_gradients_that_a_hook_has_reduced_are_not_reduced_again():
-    model = Two()
-    state = state_of(model, TopK(0.2))
+    model, state = two(TopK(0.2))
     fill(model, 0)
     hooked_half(state, model.a)
     before = state.residuals()["a"].clone()
@@ -312,16 +302,14 @@ def test_gradients_that_a_hook_has_reduced_are_not_reduced_again():
 
 @pytest.mark.parametrize("codec", [TopK(0.1), Threshold(0.1)])
 def test_gradients_whose_squares_are_zero_are_sent(codec):
-    model = Two()
-    state = state_of(model, codec)
+    model, state = two(codec)
     fill_with(model, 1e-30)
     compress_gradients(model, state)
     assert model.a.grad.any()
 
 
 def test_a_threshold_of_zero_gradients_does_not_stay():
-    model = Two()
-    state = state_of(model, Threshold(0.1))
+    model, state = two(Threshold(0.1))
     for seed in range(2):
         fill(model, seed)
         if seed == 0:
@@ -334,8 +322,7 @@ def test_a_threshold_of_zero_gradients_does_not_stay():
 
 @pytest.mark.parametrize("nonfinite", ["raise", "propagate"])
 def test_gradients_that_half_precision_does_not_hold(nonfinite):
-    model = Two()
-    state = state_of(model, "fp16", nonfinite=nonfinite)
+    model, state = two("fp16", nonfinite=nonfinite)
     fill_with(model, 6e4)
     assert compress_gradients(model, state)
     assert model.a.grad.isfinite().all()
@@ -350,8 +337,7 @@ def test_gradients_that_half_precision_does_not_hold(nonfinite):
 
 @pytest.mark.parametrize("nonfinite", ["raise", "propagate"])
 def test_what_is_owed_counts_in_half_precision(nonfinite):
-    model = Two()
-    state = state_of(model, TopK(0.1), nonfinite=nonfinite)
+    model, state = two(TopK(0.1), nonfinite=nonfinite)
     fill_with(model, 4e4)
     assert compress_gradients(model, state)
     before = owed_of(state)
@@ -366,9 +352,8 @@ def test_what_is_owed_counts_in_half_precision(nonfinite):
 
 
 def test_no_gradient_at_all_is_no_growing_residual(recwarn):
-    model = Two()
     monitor = ResidualMonitor(every=1, action="densify")
-    state = state_of(model, TopK(0.1), monitor=monitor)
+    model, state = two(TopK(0.1), monitor=monitor)
     for seed in range(2):
         fill(model, seed)
         if seed:
@@ -379,8 +364,7 @@ def test_no_gradient_at_all_is_no_growing_residual(recwarn):
 
 
 def test_what_has_begun_ends_where_a_later_bucket_fails(monkeypatch):
-    model = Two()
-    state = state_of(model, TopK(0.1))
+    model, state = two(TopK(0.1))
     step_of(model, state, 0)
     before = state.residuals()["a"].clone()
 
@@ -398,7 +382,7 @@ def test_what_has_begun_ends_where_a_later_bucket_fails(monkeypatch):
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_state_is_not_copied_but_its_state_dict_is(copied):
-    state = state_of(Two(), TopK(0.1))
+    state = two(TopK(0.1))[1]
     with pytest.raises(TypeError, match=r"expected its state_dict\(\) to be copied or pickled"):
         copied(state)
     copied(state.state_dict())

@@ -344,7 +344,6 @@ def start_gather_sum(
     average: bool,
     *,
     operation: str,
-    async_op: bool = True,
 ) -> Pending[Tensor]:
     """The mean over ranks of what their payloads stand for: for codecs that cannot be sharded.
 
@@ -355,13 +354,10 @@ def start_gather_sum(
         group: the ranks; None is this process alone.
         average: divide by P.
         operation: name for error messages.
-        async_op: return before the end.
     """
     divisor = group_size(group) if average else 1
     args = (coding, out_N.detach(), payload, divisor)
-    return workers.start(
-        _gather_sum, args, group, operation, finish=lambda _: out_N, async_op=async_op
-    )
+    return workers.start(_gather_sum, args, group, operation, finish=lambda _: out_N, async_op=True)
 
 
 def _gather_sum(
