@@ -109,6 +109,12 @@ def local_gradients(model, step, **kwargs):
     }
 
 
+def looped(codec, **options):
+    """(model, state) for a loop without DistributedDataParallel."""
+    model = Net()
+    return model, CompressionState(model=model, codec=codec, **options)
+
+
 def loop_step(model, state, step, **kwargs):
     """A step of a loop without DistributedDataParallel, up to the reduced gradients."""
     model.zero_grad()

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from hook_models import (
     CAP_MB,
     Ledger,
-    Net,
     Words,
     assert_same_bits,
     batch,
     dense,
     local_gradients,
     loop_step,
+    looped,
     loss_of,
     nothing_changes,
     reference,
@@ -107,8 +107,7 @@ def check_counts_of_the_router_cover_accumulation():
 
 def check_a_loop_of_ones_own():
     for codec in CODECS:
-        model = Net()
-        state = CompressionState(model=model, codec=codec)
+        model, state = looped(codec)
         ledger = Ledger(state, model)
         for step in range(4):
             local = local_gradients(model, step, branch=step != 2)
@@ -140,8 +139,7 @@ def check_a_loop_with_a_sparse_embedding():
 
 
 def check_options_that_differ_in_a_loop():
-    model = Net()
-    state = CompressionState(model=model, codec=("int8", "int4")[dist.get_rank() % 2])
+    model, state = looped(("int8", "int4")[dist.get_rank() % 2])
     loss_of(model, batch(0)).backward()
     with pytest.raises(ValueError, match="compress_gradients: expected the codecs to be equal"):
         compress_gradients(model, state)
@@ -163,8 +161,7 @@ def check_options_that_differ_in_a_loop():
 
 
 def check_undo():
-    model = Net()
-    state = CompressionState(model=model, codec="int8")
+    model, state = looped("int8")
     for step in range(3):
         before = state_bits(state)
         loop_step(model, state, step)
@@ -191,8 +188,7 @@ def check_flush():
 
 def check_resuming_is_as_if_nothing_had_been():
     for codec in (TopK(0.1, algorithm="split"), Quantize("int8", 64, stochastic=True)):
-        model = Net()
-        state = CompressionState(model=model, codec=codec, seed=4)
+        model, state = looped(codec, seed=4)
         other = None
         for step in range(4):
             if step == 2:
@@ -314,9 +310,8 @@ def test_expert_parallel():
 
 def rank_resume(rank, states, weights, steps):
     """Some steps from the states of another number of ranks; what is owed before and after."""
-    model = Net()
+    model, state = looped(Policy("int8", other=TopK(0.05), norm=None))
     found = {}
-    state = CompressionState(model=model, codec=Policy("int8", other=TopK(0.05), norm=None))
     if states is not None:
         model.load_state_dict(weights)
         state.load_state_dict(states)
@@ -351,8 +346,7 @@ def test_resuming_on_other_numbers_of_ranks():
 
 
 def rank_dies(rank):
-    model = Net()
-    state = CompressionState(model=model, codec=TopK(0.1))
+    model, state = looped(TopK(0.1))
     for step in range(2):
         loop_step(model, state, step)
     if rank == 1:

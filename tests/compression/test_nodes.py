@@ -18,6 +18,7 @@ from hook_models import (
     gradients_of,
     local_gradients,
     loop_step,
+    looped,
     loss_of,
     momentum_is_that_of_sgd,
     not_taken,
@@ -181,8 +182,7 @@ def momentum_follows_shards_to_other_ranks():
 
 @CHECKS(("int8",), (TopK(0.05),), (TopK(0.1, algorithm="split"),))
 def flush_and_exact_resumption(codec):
-    model = Net()
-    state = CompressionState(model=model, codec=codec, node_size=2)
+    model, state = looped(codec, node_size=2)
     ledger = Ledger(state, model)
     for step in range(3):
         if step == 1:
@@ -329,8 +329,7 @@ def rank_elastic(rank, states, node_size):
     """(state, what was owed when it was loaded, what is owed after two steps) of each codec."""
     found, size = [], dist.get_world_size()
     for codec, saved in zip(("int8", TopK(0.05)), states, strict=True):
-        model, loaded = Net(), None
-        state = CompressionState(model=model, codec=codec, node_size=node_size)
+        (model, state), loaded = looped(codec, node_size=node_size), None
         if saved is not None:
             state.load_state_dict(saved)
             loaded = {n: summed(r) / size for n, r in state.residuals().items()}
