@@ -98,7 +98,7 @@ def save(rank, folder):
     for each_a_module in (False, True):
         model, compression = coded(2, 2, each_a_module)
         backward(model, 0)
-        saved = compression.state_dict()["residuals"]
+        saved = {"compression": compression.state_dict()}
         checkpoint.save(saved, checkpoint_id=folder / str(each_a_module))
         found.append(owed(compression))
     return found
@@ -110,7 +110,7 @@ def load(rank, folder):
         model, compression = coded(2, 1, each_a_module)
         backward(model, 0)
         state = compression.state_dict()
-        checkpoint.load(state["residuals"], checkpoint_id=folder / str(each_a_module))
+        checkpoint.load({"compression": state}, checkpoint_id=folder / str(each_a_module))
         compression.load_state_dict(state)
         found.append(owed(compression))
     return found

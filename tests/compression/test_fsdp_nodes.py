@@ -7,7 +7,6 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as checkpoint
 from fsdp_checks import (
     Model,
     assert_a_pass_is_not_finite,
@@ -32,7 +31,7 @@ from fsdp_checks import (
     wrapped,
 )
 from outside_codecs import Short
-from rank_checks import Checks, shared_folder
+from rank_checks import Checks
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
@@ -347,22 +346,6 @@ def residuals_survive_another_number_of_ranks():
         want = sum(g[name].double() for g in grads) / 3 + left
         part = next(p for p in after["residuals"].values() if name in p)
         assert (applied[name] + part[name] - want).abs().max() <= 2e-6, name
-
-
-@four()
-def distributed_checkpoints_hold_residuals():
-    model, compression = quantized_gradients(error_feedback=True)
-    backward(model, 0)
-    want = {n: whole(p.items()) for n, p in compression.state_dict()["residuals"].items()}
-    with shared_folder() as path:
-        checkpoint.save({"compression": compression.state_dict()}, checkpoint_id=path)
-        backward(model, 1)
-        target = compression.state_dict()
-        checkpoint.load({"compression": target}, checkpoint_id=path)
-    compression.load_state_dict(target)
-    for name, part in compression.state_dict()["residuals"].items():
-        for key, tensor in whole(part.items()).items():
-            torch.testing.assert_close(tensor, want[name][key], rtol=1e-6, atol=1e-9)
 
 
 def compressed(kind, codec):
