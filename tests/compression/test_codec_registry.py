@@ -88,7 +88,8 @@ def trains(name, hooked):
             ledger.check()
         optimizer.step()
         losses.append(float(loss))
-    assert not state.residuals() and losses[-1] < 0.7 * losses[0], losses
+    assert not state.residuals() and not state.state_dict()["memory"]["layouts"]
+    assert losses[-1] < 0.7 * losses[0], losses
     assert 0 < traffic.total_bytes < 4 * sum(p.numel() for p in run.parameters())
 
 

@@ -10,16 +10,12 @@ from hook_models import (
     CAP_MB,
     Ledger,
     Words,
-    batch,
     dense,
     local_gradients,
     loop_step,
     looped,
-    loss_of,
     nothing_changes,
     reference,
-    same_on_all_ranks,
-    summed,
     words,
     words_backward,
     wrapped,
@@ -142,22 +138,6 @@ def check_an_embedding_that_is_sparse_on_one_rank():
         compress_gradients(mixed, CompressionState(model=mixed, codec="none"))
 
 
-def check_flush():
-    """After it nothing is owed, and the gradients of all steps have been applied."""
-    for codec in ("int8", TopK(0.05)):
-        parallel, state = wrapped(codec=codec)
-        ledger = Ledger(state, parallel.module)
-        for step in range(3):
-            local = local_gradients(parallel.module, step)
-            parallel.zero_grad()
-            loss_of(parallel, batch(step)).backward()
-            if step == 2:
-                flush(parallel, state)
-            ledger.add(local)
-        assert not state.residuals() and not state.state_dict()["memory"]["layouts"]
-        ledger.check()
-
-
 def check_resuming_is_as_if_nothing_had_been():
     for codec in (TopK(0.1, algorithm="split"), Quantize("int8", 64, stochastic=True)):
         model, state = looped(codec, seed=4)
@@ -276,43 +256,6 @@ def check_an_overflow_in_experts(mesh):
 
 def test_expert_parallel():
     assert all(spawn_ranks(rank_experts, 4))
-
-
-def rank_resume(rank, states, weights, steps):
-    """Some steps from the states of another number of ranks; what is owed before and after."""
-    model, state = looped(Policy("int8", other=TopK(0.05), norm=None))
-    found = {}
-    if states is not None:
-        model.load_state_dict(weights)
-        state.load_state_dict(states)
-        size = dist.get_world_size()
-        found["loaded"] = {n: (summed(r) / size) for n, r in state.residuals().items()}
-    for step in range(steps):
-        loop_step(model, state, step)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.sub_(p.grad, alpha=0.05)
-                assert same_on_all_ranks(p.detach())
-    found["state"], found["weights"] = state.state_dict(), model.state_dict()
-    state.regroup()
-    size = dist.get_world_size()
-    found["owed"] = {n: (summed(r) / size) for n, r in state.residuals().items()}
-    return found
-
-
-def test_resuming_on_other_numbers_of_ranks():
-    found = spawn_ranks(rank_resume, 4, None, None, 3)
-    for size in (2, 3):
-        states = [one["state"] for one in found]
-        before = found[0]["owed"]
-        found = spawn_ranks(rank_resume, size, states, found[0]["weights"], 2)
-        loaded = found[0]["loaded"]
-        assert list(loaded) == list(before) and loaded
-        for name, residual in before.items():
-            # Three roundings of float32 between what was owed and what is.
-            scale = float(residual.abs().max())
-            torch.testing.assert_close(loaded[name], residual, rtol=0, atol=4e-7 * scale + 1e-12)
-        assert found[0]["state"]["step"] == (5 if size == 2 else 7)
 
 
 def rank_dies(rank):
