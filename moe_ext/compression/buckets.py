@@ -66,8 +66,7 @@ class Part:
     @functools.cached_property
     def _run(self) -> tuple[int, int] | None:
         """(start, stop) where the parameters are neighbours."""
-        pairs = zip(self.spans, self.spans[1:], strict=False)
-        is_run = all(a[1] == b[0] for a, b in pairs)
+        is_run = all(a[1] == b[0] for a, b in itertools.pairwise(self.spans))
         return (self.spans[0][0], self.spans[-1][1]) if is_run else None
 
     def take(self, flat_N: Tensor) -> Tensor:
@@ -207,7 +206,7 @@ class Buckets:
         Rows of different parameters have different sizes, so that those of which rows may be left
         out are a part each. Float64, in which nobody trains for speed, has no compressed form.
         """
-        starts = list(itertools.accumulate(bucket.sizes, initial=0))
+        spans = list(itertools.pairwise(itertools.accumulate(bucket.sizes, initial=0)))
         found: dict[tuple[Codec | None, int, int], list[int]] = {}
         for index, (name, codec, rate) in enumerate(zip(bucket.names, codecs, rates, strict=True)):
             exact = self.parameters.is_exact(self.options.policy, name, codec)
@@ -224,7 +223,7 @@ class Buckets:
             part = Part(
                 names,
                 tuple(indices),
-                tuple((starts[i], starts[i + 1]) for i in indices),
+                tuple(spans[i] for i in indices),
                 codec,
                 rate,
                 self.feedback.group(names, shapes, flat_N.device, key, packing),

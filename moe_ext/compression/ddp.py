@@ -15,6 +15,7 @@ from torch.autograd import Variable
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_ext.comm import c10d
 from moe_ext.compression.gradients import compress_gradients
 from moe_ext.compression.reducer import Reducer
 from moe_ext.compression.state import CompressionState
@@ -106,10 +107,9 @@ def _find_ddp(state: CompressionState) -> Any:
     hook, has no attribute that leads to it.
     """
     for one in gc.get_objects():
-        if issubclass(type(one), DistributedDataParallel):
-            hooks = getattr(one, "_comm_hooks", ())
-            if any(known is state for _, known in hooks):
-                return one
+        is_wrapper = issubclass(type(one), DistributedDataParallel)
+        if is_wrapper and any(known is state for _, known in c10d.ddp_hooks(one)):
+            return one
     return None
 
 

@@ -61,8 +61,7 @@ class Packing:
 
     def spans(self) -> list[tuple[int, int]]:
         """(start, stop) of each parameter among the N elements."""
-        stops = list(itertools.accumulate(self.sizes))
-        return list(zip([0, *stops], stops, strict=False))
+        return list(itertools.pairwise(itertools.accumulate(self.sizes, initial=0)))
 
     def by_parameter(self, flat_N: Tensor) -> list[Tensor]:
         """A flat tensor as one in the shape of each parameter."""
@@ -468,10 +467,8 @@ class FeedbackStore:
             add_loaded_shard(loose, other, loaded.pop(other))
         memory.units = next((units[name] for name in names if name in units), {})
         for kind in ELEMENTWISE:
-            kept = [loose.get(name, {}).get(kind) for name in names]
-            if any(tensor is not None for tensor in kept):
-                factors = [unit_factors(self.units_of(n), memory.units)[kind] for n in names]
-                whole = _side_by_side(kind, names, shapes, kept, factors, device)
+            if any(kind in loose.get(name, {}) for name in names):
+                whole = self._side_by_side(kind, names, shapes, memory)
                 memory.put(kind, memory.packing.packed(whole))
         for name in names:
             loose.pop(name, None)
@@ -480,6 +477,25 @@ class FeedbackStore:
             memory.load_extras(extras)
         groups[names] = memory
         return memory
+
+    def _side_by_side(
+        self, kind: str, names: Sequence[str], shapes: Sequence[torch.Size], memory: CodecMemory
+    ) -> Tensor:
+        """Tensors by name in the units of a memory, side by side; zeros where there is none."""
+        found = []
+        for name, shape in zip(names, shapes, strict=True):
+            tensor = self._table.loose.get(name, {}).get(kind)
+            if tensor is None:
+                found.append(torch.zeros(shape.numel(), device=memory.device))
+                continue
+            if tensor.shape != shape:
+                raise ValueError(
+                    f"CompressionState: expected the {kind} of {name} to be of shape "
+                    f"{tuple(shape)}, got {tuple(tensor.shape)}"
+                )
+            factor = unit_factors(self.units_of(name), memory.units)[kind]
+            found.append(tensor.reshape(-1).to(memory.device) * factor)
+        return torch.cat(found)
 
     def units_of(self, name: str) -> dict[str, float]:
         """Units of what is kept of a parameter that is in no group."""
@@ -625,26 +641,3 @@ def add_at(flat: Tensor, owed: Tensor, start: int, scale: float = 1.0) -> None:
     stop = min(start + owed.numel(), flat.numel())
     if stop > start:
         flat[start:stop].add_(owed[: stop - start].to(flat.device), alpha=scale)
-
-
-def _side_by_side(
-    kind: str,
-    names: Sequence[str],
-    shapes: Sequence[torch.Size],
-    kept: Sequence[Tensor | None],
-    factors: Sequence[float],
-    device: torch.device,
-) -> Tensor:
-    """Tensors by name times a factor each, side by side; zeros where one is None."""
-    found = []
-    for name, shape, tensor, factor in zip(names, shapes, kept, factors, strict=True):
-        if tensor is None:
-            found.append(torch.zeros(shape.numel(), device=device))
-            continue
-        if tensor.shape != shape:
-            raise ValueError(
-                f"CompressionState: expected the {kind} of {name} to be of shape "
-                f"{tuple(shape)}, got {tuple(tensor.shape)}"
-            )
-        found.append(tensor.reshape(-1).to(device) * factor)
-    return torch.cat(found)

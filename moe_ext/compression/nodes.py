@@ -7,6 +7,7 @@ Shape suffixes: N elements of a part, L ranks of a node, M nodes, S elements of 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -64,30 +65,27 @@ class NodeShard(Packing):
 
     def __init__(self, levels: Levels, exact: bool, shapes: Sequence[torch.Size]) -> None:
         place = group_rank(levels.local_group)
-        whole = [shape.numel() for shape in shapes]
+        self._levels, self._whole = levels, Packing(shapes)
         row = _row(shapes[0], levels) if exact else 0
-        numel = shard_numel(sum(whole), levels.node_size, row or 1)
-        super().__init__(_shapes_of_shard(whole, numel, place, row))
-        self._levels, self._parameter_shapes = levels, tuple(shapes)
+        numel = shard_numel(self._whole.numel, levels.node_size, row or 1)
+        bounds = itertools.accumulate(self._whole.sizes, initial=-place * numel)
+        clipped = [min(max(bound, 0), numel) for bound in bounds]
+        self._spans = list(itertools.pairwise(clipped))
+        # The last one is padding.
+        pieces = [stop - start for start, stop in itertools.pairwise([*clipped, numel])]
+        rows = [torch.Size([numel // row, row])] if row else None
+        super().__init__(rows or [torch.Size([piece]) for piece in pieces if piece])
         self.window, self.place = (place * numel, numel), place
 
     def spans(self) -> list[tuple[int, int]]:
         """See `Packing`; empty ones for parameters that are in other shards."""
-        found, start = [], 0
-        for shape in self._parameter_shapes:
-            stop = start + shape.numel()
-            low, high = (min(max(x - self.start, 0), self.numel) for x in (start, stop))
-            found.append((low, high))
-            start = stop
-        return found
+        return self._spans
 
     def by_parameter(self, flat_N: Tensor) -> list[Tensor]:
         """See `Packing`."""
-        sizes = [shape.numel() for shape in self._parameter_shapes]
-        whole = flat_N.new_zeros(sum(sizes))
+        whole = flat_N.new_zeros(self._whole.numel)
         add_at(whole, flat_N, self.start)
-        pieces = whole.split(sizes)
-        return [p.view(shape) for p, shape in zip(pieces, self._parameter_shapes, strict=True)]
+        return self._whole.pieces(whole)
 
     def packed(self, whole: Tensor) -> Tensor:
         """See `Packing`: what this rank had of other shards goes to the ranks that have them.
@@ -103,20 +101,6 @@ def _row(shape: torch.Size, levels: Levels) -> int:
     if rows >= levels.node_size:
         return shape.numel() // rows
     return shard_numel(shape.numel(), levels.node_size, 1)
-
-
-def _shapes_of_shard(sizes: Sequence[int], numel: int, place: int, row: int) -> list[torch.Size]:
-    """Rows of a shard, or the pieces of parameters in it, and padding."""
-    if row:
-        return [torch.Size([numel // row, row])]
-    start, found, left = place * numel, [], numel
-    for size in sizes:
-        piece = min(max(size - max(start, 0), 0), left) if start < size else 0
-        if piece:
-            found.append(torch.Size([piece]))
-            left -= piece
-        start -= size
-    return [*found, torch.Size([left])] if left else found
 
 
 class Nodes:

@@ -35,7 +35,8 @@ class NamedParameters:
         self.by_name: dict[str, nn.Parameter] = dict(model.named_parameters()) if model else {}
         self._name_of = {id(parameter): name for name, parameter in self.by_name.items()}
         self._roles: dict[str, Role] = parameter_roles(model) if model else {}
-        self.sharded: dict[str, tuple[int, int]] = {}
+        placed = sharded_parameters(model) if model else {}
+        self.sharded = {name: (at.part, at.num_parts) for name, (_, at) in placed.items()}
         codecs = {name: self.codec(policy, name) for name in self.by_name}
         self.compresses = model is None or any(
             codec is None or codec.feeds_back for codec in codecs.values()
@@ -46,11 +47,6 @@ class NamedParameters:
             if self._roles[name] == "expert" and self.is_exact(policy, name, codec)
         ]
         self.reached = ReachedExperts(model, experts)
-        if model is not None:
-            self.sharded = {
-                name: (placement.part, placement.num_parts)
-                for name, (_, placement) in sharded_parameters(model).items()
-            }
 
     def names_of(
         self, parameters: Sequence[nn.Parameter], *, may_be_new: bool

@@ -6,7 +6,7 @@ import fnmatch
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import nn
 
@@ -16,9 +16,7 @@ from moe_ext.distributed.placement import holds_experts
 from moe_ext.nn.routers import Router
 
 Role = Literal["expert", "router", "norm", "bias", "embedding", "attention", "other"]
-ROLES: tuple[Role, ...] = (
-    "expert", "router", "norm", "bias", "embedding", "attention", "other",
-)  # fmt: skip
+ROLES: tuple[Role, ...] = get_args(Role)
 
 # Last part of a module's name: "gate" is a router, "gate_proj" is not.
 _ROUTER = re.compile(r"router|^w?gate$|expert_gate$")

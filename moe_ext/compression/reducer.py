@@ -49,7 +49,7 @@ class PartInStep:
         codec: of this step.
         reduction: what the codec has begun.
         chooser: where a cost model has chosen.
-        is_timed: whether it asks for the time, `seconds`, from `began` to `ended`.
+        is_timed: whether it asks for the time from `began` to `ended`.
         prepared: whether the gradient went in without NaN and infinity.
         shows_nonfinite: whether these, on any rank, show in the first element of the result.
         filled: share of the blocks that are not zero here.
@@ -72,7 +72,6 @@ class PartInStep:
     result: Tensor | None = None
     began: float = 0.0
     ended: float = 0.0
-    seconds: float = 0.0
 
     def note_end(self) -> None:
         """Remember when the reduction has ended, which may be long before anyone waits for it."""
@@ -92,11 +91,10 @@ class PartInStep:
             self.ended = time.perf_counter()
         return self.sent
 
-    def settle_time(self) -> float:
+    @functools.cached_property
+    def seconds(self) -> float:
         """Seconds that it took, for good: its end may be noted late; 0 where nobody asks."""
-        if self.is_timed:
-            self.seconds = max(self.ended - self.began, 1e-9)
-        return self.seconds
+        return max(self.ended - self.began, 1e-9) if self.is_timed else 0.0
 
     def shows_nan(self) -> bool:
         """True if the first element of the result says that a rank has met NaN or infinity."""
@@ -476,7 +474,7 @@ class Reducer:
         Every rank sees the same there: NaN plus anything is NaN.
         """
         is_silent = not self._held_by and all(running.is_silent for running in self.running)
-        if is_silent and not any(part.shows_nan() for part in self._parts()):
+        if is_silent and not any(part.shows_nan() for _, part in self._parts()):
             return StepOutcome()
         return self._report()
 
@@ -490,7 +488,7 @@ class Reducer:
             if not running.bucket.names or running.bucket.names[0] not in self._held_by
         ]
         looked = self.options.monitor.due(self.progress.step) and not failed
-        numbered = {p.part.names[0]: p for p in self._parts() if p.part.is_numbered}
+        numbered = {p.part.names[0]: p for _, p in self._parts() if p.part.is_numbered}
         places = [p.part.names[0] for r in common for p in r.parts if p.part.is_numbered]
         norms: dict[str, float] = {}
         for running in self.running:
@@ -507,7 +505,7 @@ class Reducer:
             squares=self._squares() if looked else (0.0, 0.0),
             parts=[*places, *self._held_by],
             filled={name: part.filled for name, part in numbered.items()},
-            seconds={name: part.settle_time() for name, part in numbered.items()},
+            seconds={name: part.seconds for name, part in numbered.items()},
         )
         if self.running:
             device = self.running[0].flat_N.device
@@ -515,21 +513,20 @@ class Reducer:
             device = self.buckets.parameters.by_name[next(iter(self._held_by))].device
         return exchange_reports(report, self.group, self._held_by, device, self.operation)
 
-    def _parts(self) -> list[PartInStep]:
-        return [part for running in self.running for part in running.parts]
+    def _parts(self) -> list[tuple[BucketInStep, PartInStep]]:
+        return [(running, part) for running in self.running for part in running.parts]
 
     def _squares(self) -> tuple[float, float]:
         """Squares of the norms of what is owed and of the gradients, where something is owed."""
         owed, given = 0.0, 0.0
-        for running in self.running:
-            for started in running.parts:
-                memory = started.part.memory
-                if not memory.has("residual") or running.norms is None:
-                    continue
-                if not memory.is_taken("residual"):
-                    owed += float(torch.linalg.vector_norm(memory.tensor("residual"))) ** 2
-                norms = running.norms[list(started.part.indices)]
-                given += float(norms.square().sum() if started.square is None else started.square)
+        for running, started in self._parts():
+            memory = started.part.memory
+            if not memory.has("residual") or running.norms is None:
+                continue
+            if not memory.is_taken("residual"):
+                owed += float(torch.linalg.vector_norm(memory.tensor("residual"))) ** 2
+            norms = running.norms[list(started.part.indices)]
+            given += float(norms.square().sum() if started.square is None else started.square)
         return owed, given
 
     def _keep_unused(self, unused: set[str]) -> None:
@@ -537,30 +534,27 @@ class Reducer:
 
         DistributedDataParallel drops the result of a parameter that nobody used.
         """
-        for running in self.running:
-            bucket = running.bucket
+        for running, started in self._parts():
+            part, memory, sent = started.part, started.part.memory, started.sent
+            if not memory.has("residual") or unused.isdisjoint(part.names):
+                continue
+            assert sent is not None and started.result is not None
             # Every rank that has sent it keeps the mean, or its share of the sum.
-            for started in running.parts:
-                part, memory, sent = started.part, started.part.memory, started.sent
-                if not memory.has("residual") or unused.isdisjoint(part.names):
-                    continue
-                assert sent is not None and started.result is not None
-                share_of = started.scale / group_size(bucket.exchange_group)
-                if self.options.average:
-                    share_of = started.scale * bucket.node_size
-                residual = memory.tensor("residual")
-                pieces = started.result.split([stop - start for start, stop in part.spans])
-                spans = memory.packing.spans()
-                for name, (low, high), piece in zip(part.names, spans, pieces, strict=True):
-                    if name in unused:
-                        residual[low:high].add_(sent[low:high].float(), alpha=share_of)
-                        piece.zero_()
+            share_of = started.scale / group_size(running.bucket.exchange_group)
+            if self.options.average:
+                share_of = started.scale * running.bucket.node_size
+            residual = memory.tensor("residual")
+            pieces = started.result.split([stop - start for start, stop in part.spans])
+            spans = memory.packing.spans()
+            for name, (low, high), piece in zip(part.names, spans, pieces, strict=True):
+                if name in unused:
+                    residual[low:high].add_(sent[low:high].float(), alpha=share_of)
+                    piece.zero_()
 
     def _give(self) -> None:
-        for running in self.running:
-            for started in running.parts:
-                assert started.result is not None
-                started.part.give(running.flat_N, started.result)
+        for running, started in self._parts():
+            assert started.result is not None
+            started.part.give(running.flat_N, started.result)
 
     def _clear(self) -> None:
         """Leave gradients that move no parameter, alike on all ranks."""
@@ -580,11 +574,10 @@ class Reducer:
 
         Of all that was compressed: what they owe is put back, so that no optimizer may take them.
         """
-        for running in self.running:
-            for started in running.parts:
-                if started.prepared:
-                    for start, stop in started.part.spans:
-                        running.flat_N[start:stop] = math.nan
+        for running, started in self._parts():
+            if started.prepared:
+                for start, stop in started.part.spans:
+                    running.flat_N[start:stop] = math.nan
 
     def _clip(self) -> None:
         limit = self.options.clip_norm
@@ -600,7 +593,7 @@ class Reducer:
     def _learn(self, outcome: StepOutcome) -> None:
         """Adapt to how full the blocks were and how long things took."""
         timed: dict[int, tuple[CostModel, list[float]]] = {}
-        for started in self._parts():
+        for _, started in self._parts():
             part, codec, chooser = started.part, started.codec, started.chooser
             if codec.skips_zeros:
                 if part.exact and outcome.filled[part.names[0]] > _MOSTLY_FULL:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -236,19 +236,17 @@ class CompressionState:
         Returns:
             Explanation: text, with a `BucketChoice` for each line of the table in ``rows``.
         """
-        rows: list[BucketChoice] = []
-        for number, bucket in enumerate(self._buckets):
-            rows += self._choices(number, bucket)
+        buckets = enumerate(self._buckets)
+        rows = [row for number, bucket in buckets for row in self._choices(number, bucket)]
         return Explanation.of(rows, self._costs.explain() if self._costs.used else "")
 
-    def _choices(self, number: int, bucket: Bucket) -> list[BucketChoice]:
+    def _choices(self, number: int, bucket: Bucket) -> Iterator[BucketChoice]:
         """Rows of the table for a bucket."""
         if not bucket.parts:
             numel = sum(bucket.sizes)
             dense = Dense().sent_bytes(numel, group_size(bucket.group))
             why = "a sparse gradient: bytes of touched rows"
-            return [BucketChoice(number, bucket.names, numel, dense, 0, "rows", None, why)]
-        found = []
+            yield BucketChoice(number, bucket.names, numel, dense, 0, "rows", None, why)
         model, num_ranks = self._costs.known(bucket, self.group), group_size(bucket.exchange_group)
         for part in bucket.parts:
             numel, codec = part.memory.numel, part.used
@@ -261,19 +259,16 @@ class CompressionState:
                     milliseconds = 1e3 * model.estimate(codec, part.label)
             elif part.codec not in (None, codec):
                 why = f"{why}; in the place of {described(part.codec)} for now"
-            found.append(
-                BucketChoice(
-                    number,
-                    part.names,
-                    numel,
-                    Dense().sent_bytes(numel, num_ranks),
-                    codec.sent_bytes(numel, num_ranks),
-                    described(codec),
-                    milliseconds,
-                    why,
-                )
+            yield BucketChoice(
+                number,
+                part.names,
+                numel,
+                Dense().sent_bytes(numel, num_ranks),
+                codec.sent_bytes(numel, num_ranks),
+                described(codec),
+                milliseconds,
+                why,
             )
-        return found
 
     # -- saving ------------------------------------------------------------------------------
 

@@ -12,8 +12,6 @@ import moe_ext
 from moe_ext.compression.fsdp import zero_plus_plus
 from moe_ext.ops import dequantize_blockwise, quantize_blockwise
 
-STEPS = 3
-
 
 class Block(nn.Module):
     """Odd widths, so that shards are uneven: 50 rows over 4 ranks."""
@@ -153,6 +151,14 @@ def poisoned_backward(model, step, rank, factor):
     (loss_of(model, step) * (factor if dist.get_rank() == rank else 1.0)).backward()
 
 
+def assert_a_pass_is_not_finite(model, compression, step, rank, factor):
+    """Assert that all ranks are told of a rank's pass, and owe what they did."""
+    before = own_residuals(compression)
+    poisoned_backward(model, step, rank, factor)
+    assert not compression.finite()
+    assert_same(own_residuals(compression), before)
+
+
 def signs_of_shards(grad, num_shards, block=256):
     """What signs make of a gradient of whole rows, shard by shard, nothing padded."""
     rows = -(-grad.shape[0] // num_shards)
@@ -175,7 +181,8 @@ def owed(compression):
     """Name to what is owed for a parameter, over all ranks."""
     found = {}
     for tensors in compression.state_dict()["residuals"].values():
-        found.update(whole(tensors.items()))
+        for name, left in whole(tensors.items()).items():
+            found[name] = found.get(name, 0) + left
     return found
 
 

@@ -1,7 +1,9 @@
 """Models and steps that the tests of the hooks share."""
 
+import contextlib
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -9,15 +11,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 import moe_ext
 from moe_ext.compression import (
+    CodecMemory,
     CompressionState,
+    CostModel,
     OneBit,
     Policy,
     Quantize,
     Threshold,
     TopK,
+    compress_gradients,
     compress_hook,
 )
 from moe_ext.compression.feedback import by_name
+from moe_ext.distributed import count_traffic
 
 # Small enough for several buckets.
 CAP_MB = 0.008
@@ -103,9 +109,48 @@ def local_gradients(model, step, **kwargs):
     }
 
 
+def looped(codec, **options):
+    """(model, state) for a loop without DistributedDataParallel."""
+    model = Net()
+    return model, CompressionState(model=model, codec=codec, **options)
+
+
+def loop_step(model, state, step, **kwargs):
+    """A step of a loop without DistributedDataParallel, up to the reduced gradients."""
+    model.zero_grad()
+    loss_of(model, batch(step), **kwargs).backward()
+    return compress_gradients(model, state)
+
+
+def not_taken(model, state, match):
+    """A reduction of gradients that are not finite, refused or passed on as the state says."""
+    if state.options.nonfinite == "raise":
+        with pytest.raises(ValueError, match=match):
+            compress_gradients(model, state)
+    else:
+        assert not compress_gradients(model, state)
+
+
+def opened(shapes):
+    """An empty memory in a step."""
+    memory = CodecMemory(shapes, torch.device("cpu"))
+    memory.begin()
+    return memory
+
+
+def sent_by(codec, grad):
+    """(result, bytes that leave this rank) of one reduction by a codec."""
+    memory = codec.new_memory(grad)
+    memory.begin()
+    with count_traffic() as traffic:
+        found = codec.start(grad, memory).wait()
+    memory.commit()
+    return found, traffic.total_bytes
+
+
 def summed(tensor):
     """Float64 sum over the ranks."""
-    total = tensor.double().clone()
+    total = tensor.detach().double().clone()
     dist.all_reduce(total)
     return total
 
@@ -146,18 +191,37 @@ def assert_same_bits(got, want):
         assert got == want
 
 
+@contextlib.contextmanager
+def nothing_changes(model, state):
+    """Assert that the state and the weights end as they are."""
+    before, weights = state_bits(state), [p.clone() for p in model.parameters()]
+    yield
+    assert_same_bits(state_bits(state), before)
+    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
+
+
 class Ledger:
     """Checks that P times what was applied plus what is owed is the sum of the gradients."""
 
     def __init__(self, state, model):
-        self.state, self.size = state, dist.get_world_size()
-        self.given = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in model}
-        self.applied = {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in model}
+        self.state, self.model, self.size = state, model, dist.get_world_size()
+        self.given, self.applied = (
+            {n: torch.zeros(p.shape, dtype=torch.float64) for n, p in model.named_parameters()}
+            for _ in range(2)
+        )
 
-    def add(self, gradients, named):
+    def hooked_step(self, parallel, step, **kwargs):
+        """A step of a DistributedDataParallel of the model, noted and checked."""
+        local = local_gradients(self.model, step, **kwargs)
+        gradients_of(parallel, step, **kwargs)
+        self.add(local)
+        self.check()
+
+    def add(self, gradients):
+        """Note gradients of this rank, and those of the model, to which they were reduced."""
         for name, total in zip(gradients, summed_together([*gradients.values()]), strict=True):
             self.given[name] += total
-        found = {name: p.grad for name, p in named if p.grad is not None}
+        found = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
         if not same_on_all_ranks(torch.cat([grad.double().flatten() for grad in found.values()])):
             differing = [name for name, grad in found.items() if not same_on_all_ranks(grad)]
             raise AssertionError(f"gradients differ between ranks: {differing}")
@@ -225,15 +289,41 @@ def conserving_steps(name, **options):
     """
     kind = KINDS[list(KINDS)[len(name) % len(KINDS)]]
     parallel, state = wrapped(codec=CODECS[name], ddp=kind, **options)
-    ledger = Ledger(state, list(parallel.module.named_parameters()))
+    ledger = Ledger(state, parallel.module)
     for step in range(4):
         branch = "find_unused_parameters" not in kind or step not in (1, 2)
-        local = local_gradients(parallel.module, step, branch=branch)
-        gradients_of(parallel, step, branch=branch)
-        ledger.add(local, parallel.module.named_parameters())
-        ledger.check()
+        ledger.hooked_step(parallel, step, branch=branch)
         yield parallel, state
     assert state.residuals(), name
+
+
+class Chooser(CostModel):
+    """Chooses in turns, and remembers what it was told."""
+
+    def __init__(self):
+        self.turn, self.told, self.settled, self.buckets = 0, [], [], {}
+
+    def choose(self, numel, codecs, *, bucket, current=None):
+        self.turn += 1
+        return codecs[self.turn % len(codecs)]
+
+    def is_timed(self, bucket):
+        return True
+
+    def observe(self, bucket, codec, seconds):
+        self.told.append(seconds)
+
+    def pending(self):
+        return list(self.told)
+
+    def settle(self, agreed=None):
+        assert len(agreed) == len(self.told)
+        assert all(a >= t > 0 for a, t in zip(agreed, self.told, strict=True))
+        self.settled.append(agreed)
+        self.told.clear()
+
+    def explain(self):
+        return "a table"
 
 
 def momentum_is_that_of_sgd(**options):

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
+from hook_models import opened, same_on_all_ranks
 from rank_checks import Checks
 
 from moe_ext.compression import (
     BlockSparse,
-    CodecMemory,
     CompressionState,
     CostModel,
     Dense,
@@ -42,14 +42,8 @@ def gradient(rank):
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
 
 
-def opened():
-    memory = CodecMemory(SHAPES, torch.device("cpu"))
-    memory.begin()
-    return memory
-
-
 def reduced(codec, rank, **kwargs):
-    return codec.start(gradient(rank), opened(), **kwargs).wait()
+    return codec.start(gradient(rank), opened(SHAPES), **kwargs).wait()
 
 
 @two(*[(name,) for name in CODECS])
@@ -59,9 +53,7 @@ def no_group_is_the_default_group(name):
         found = reduced(CODECS[name], rank)
     assert traffic.total_bytes > 0
     assert torch.equal(found, reduced(CODECS[name], rank, group=dist.group.WORLD))
-    other = found.clone()
-    dist.broadcast(other, 0)
-    assert torch.equal(other, found)
+    assert same_on_all_ranks(found)
 
 
 @two()
@@ -69,13 +61,13 @@ def a_sum_that_half_precision_cannot_hold():
     for looks in ({}, {"on_nonfinite": list}):
         x = torch.tensor([4e4, -6e4, 1.0, 0.5]) * (1 + dist.get_rank())
         x[:2] /= 1 + dist.get_rank()
-        found = Dense("fp16").start(x, opened(), average=False, **looks).wait()
+        found = Dense("fp16").start(x, opened(SHAPES), average=False, **looks).wait()
         assert found.tolist() == [8e4, -1.2e5, 3.0, 1.5]
 
 
 @two()
 def what_is_unsent_stays_here():
-    rank, memory = dist.get_rank(), opened()
+    rank, memory = dist.get_rank(), opened(SHAPES)
     memory.put("residual", torch.full((NUMEL,), 2.0))
     with count_traffic() as traffic:
         found = Quantize().alone().start(gradient(rank), memory, group=dist.group.WORLD).wait()
@@ -87,7 +79,7 @@ def what_is_unsent_stays_here():
 
 @two()
 def powersgd_changes_its_rank():
-    memory, applied, want = opened(), 0, 0
+    memory, applied, want = opened(SHAPES), 0, 0
     for step, codec in enumerate([PowerSGD(2), PowerSGD(4), PowerSGD(4), PowerSGD(2)]):
         memory.begin()
         found = codec.start(gradient(2 * step + dist.get_rank()), memory, step=step).wait()
@@ -143,7 +135,7 @@ def test_two_ranks(name):
 
 @pytest.mark.parametrize("name", CODECS)
 def test_without_ranks_everything_is_applied_or_owed(name):
-    memory = opened()
+    memory = opened(SHAPES)
     found = CODECS[name].start(gradient(0), memory).wait().float()
     memory.commit()
     owed = memory.whole("residual")
@@ -152,7 +144,7 @@ def test_without_ranks_everything_is_applied_or_owed(name):
 
 
 def test_what_stands_in_for_a_codec_keeps_its_momentum():
-    memory = opened()
+    memory = opened(SHAPES)
     memory.put("velocity", torch.ones(NUMEL))
     found = TopK(0.1, momentum=0.5).alone().start(gradient(0), memory).wait()
     torch.testing.assert_close(found, gradient(0) + 0.5)

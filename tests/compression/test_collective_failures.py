@@ -1,6 +1,5 @@
 """A rank that dies in a compressed collective, or comes late to it."""
 
-import functools
 import os
 import signal
 import threading
@@ -25,7 +24,7 @@ from moe_ext.distributed import RankFailureError, count_traffic
 from moe_ext.ops import topk_compress_
 from moe_ext.testing import spawn_ranks
 
-NUMEL, BLOCK = 21_000, 64
+NUMEL, LONG, BLOCK = 21_000, 60_000, 64
 
 
 def reductions(rank, size):
@@ -36,6 +35,8 @@ def reductions(rank, size):
     x, owed = of_rank(rank, NUMEL), of_rank(rank, NUMEL, salt=2)
     server = of_rank(rank, shard_numel(NUMEL, size, BLOCK), salt=3)
     output = torch.zeros(NUMEL // size)
+    long, long_owed = of_rank(rank, LONG), of_rank(rank, LONG, salt=1)
+    long_server = of_rank(rank, shard_numel(LONG, size), salt=2)
     return {
         "split": (
             lambda **how: sparse_all_reduce(
@@ -61,11 +62,30 @@ def reductions(rank, size):
             [output, owed],
         ),
         "blocks": (lambda **how: block_sparse_all_reduce_(x, **how), [x]),
+        "pieces": (
+            lambda **how: quantized_all_reduce_(
+                long, residual=long_owed, server_residual=long_server, **how
+            ),
+            [long, long_owed, long_server],
+        ),
     }
+
+
+def die_between_pieces():
+    """Die when the second piece of the sum has been sent."""
+    sent = []
+
+    def killing(kind, num_bytes):
+        sent.append(kind)
+        if sent.count("all_gather") == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    workers.record_traffic = killing
 
 
 def dying(rank, path, name, async_op):
     os.environ["MOE_EXT_RUNTIME"] = PATHS[path]
+    quantized._LEAST_BYTES = 1024
     size = dist.get_world_size()
     call, kept = reductions(rank, size)[name]
     # Everyone knows everyone's process by now, and the worker's group exists.
@@ -73,12 +93,15 @@ def dying(rank, path, name, async_op):
     if async_op:
         done.wait()
     before = [x.clone() for x in kept]
-    if rank == 1:
+    if rank == 1 and name == "pieces":
+        die_between_pieces()
+    elif rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        handle = call(validate=False, async_op=async_op)
-        if async_op:
-            handle.get_future().wait() if rank == 0 else handle.wait()
+        with count_traffic():
+            handle = call(validate=False, async_op=async_op)
+            if async_op:
+                handle.get_future().wait() if rank == 0 else handle.wait()
     except RuntimeError as error:
         same = all(torch.equal(x, y) for x, y in zip(kept, before, strict=True))
         named = isinstance(error, RankFailureError) or "RankFailureError" in str(error)
@@ -89,8 +112,8 @@ def dying(rank, path, name, async_op):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("name", "async_op"),
-    [("split", False), ("quantized", False), ("quantized", True), ("reduce_scatter", False),
-     ("blocks", True)],
+    [("split", False), ("pieces", False), ("pieces", True), ("quantized", True),
+     ("reduce_scatter", False), ("blocks", True)],
 )  # fmt: skip
 def test_a_dead_rank_is_named_and_nothing_has_changed(name, async_op, path):
     skip_unless_built(path)
@@ -152,45 +175,3 @@ def test_async_returns_at_once(path):
     at_once, waits = spawn_ranks(beside, 2, path)[0]
     assert waits
     assert at_once < 0.4
-
-
-def dying_between_pieces(rank, path, async_op):
-    os.environ["MOE_EXT_RUNTIME"] = PATHS[path]
-    quantized._LEAST_BYTES = 1024
-    numel, size = 60_000, dist.get_world_size()
-    x, owed = of_rank(rank, numel), of_rank(rank, numel, salt=1)
-    server = of_rank(rank, shard_numel(numel, size), salt=2)
-    call = functools.partial(
-        quantized_all_reduce_, x, residual=owed, server_residual=server, async_op=async_op
-    )
-    done = call()
-    if async_op:
-        done.wait()
-    before = [tensor.clone() for tensor in (x, owed, server)]
-    sent = []
-
-    def killing(kind, num_bytes):
-        sent.append(kind)
-        if sent.count("all_gather") == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    if rank == 1:
-        workers.record_traffic = killing
-    try:
-        with count_traffic():
-            done = call(validate=False)
-            if async_op:
-                done.wait()
-    except RankFailureError as error:
-        same = [torch.equal(*pair) for pair in zip((x, owed, server), before, strict=True)]
-        return "rank 1 died" in str(error), same
-    return "no error"
-
-
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("path", PATHS)
-def test_a_rank_that_dies_between_pieces_changes_nothing(path, async_op):
-    skip_unless_built(path)
-    found = spawn_ranks(dying_between_pieces, 3, path, async_op, may_die=[1], store="tcp")
-    for rank in (0, 2):
-        assert found[rank] == (True, [True, True, True])

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from collective_checks import of_rank, quantized_reference, simulate
+from collective_checks import of_rank, simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,11 +12,9 @@ from moe_ext import reference
 from moe_ext.compression import (
     SplitRegions,
     quantized_all_reduce_,
-    shard_numel,
     sparse_all_reduce,
 )
-from moe_ext.compression.collectives.coding import PAIR_CODECS, PairCoding, QuantizedCoding
-from moe_ext.compression.collectives.quantized import States, _all_reduce
+from moe_ext.compression.collectives.coding import PAIR_CODECS, PairCoding
 from moe_ext.compression.collectives.sparse import SparseLayout, _all_gather_sum, _split_sum
 from moe_ext.ops import dequantize_blockwise, quantize_blockwise, topk_compress_
 
@@ -84,49 +82,6 @@ def test_every_element_of_a_full_region_gets_its_turn():
         simulate([twin for twin, _ in twins])
         sent += twins[0][1]
     assert (sent[: 2 * count : 2] > 0).all()
-
-
-def reduce_in_pieces(numel, size, format, *, piece, elsewhere=False, state=None):
-    """Results, residuals and server residuals of all ranks, which one process plays."""
-    twins, results, owed = [], [], []
-    shard = shard_numel(numel, size, 128)
-    for rank in range(size):
-        given = {"residual": torch.zeros(numel), "server_residual": torch.zeros(shard)}
-        owed.append(given)
-        if elsewhere:
-            given |= {f"{name}_in": x.clone() for name, x in given.items()}
-            given["residual"].fill_(float("nan"))
-            given["server_residual"].fill_(float("nan"))
-        if state is not None:
-            given["rng_state"] = state + torch.tensor([0, 0, 0, rank])
-        results.append(of_rank(rank, numel))
-        args = (results[-1], States(**given), shard, piece, size, False, False)
-        twins.append(partial(_all_reduce, QuantizedCoding(format, 128), *args))
-    simulate(twins)
-    return results, [x["residual"] for x in owed], [x["server_residual"] for x in owed]
-
-
-@pytest.mark.parametrize("elsewhere", [False, True])
-@pytest.mark.parametrize(("numel", "size"), [(4096, 3), (25_000, 3), (30_721, 2), (9000, 4)])
-@pytest.mark.parametrize("format", ["int8", "int4", "int3", "fp8", "sign"])
-def test_pieces_give_the_same_bits(format, numel, size, elsewhere):
-    want, residuals, servers = quantized_reference(size, numel, format, 128, average=True)
-    for piece in (4096, 1 << 20):
-        found = reduce_in_pieces(numel, size, format, piece=piece, elsewhere=elsewhere)
-        for rank in range(size):
-            assert torch.equal(found[0][rank], want)
-            assert torch.equal(found[1][rank], residuals[rank])
-            assert torch.equal(found[2][rank], servers[rank])
-
-
-@pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
-def test_pieces_draw_the_same_numbers(format):
-    state = torch.tensor([5, 6, 7, 0])
-    whole, cut = (
-        reduce_in_pieces(25_000, 2, format, piece=piece, state=state) for piece in (1 << 20, 4096)
-    )
-    for one, other in zip(whole, cut, strict=True):
-        assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
 def decoded(values, codec, block=128):

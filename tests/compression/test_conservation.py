@@ -22,6 +22,7 @@ from fsdp_checks import (
     whole,
     wrapped,
 )
+from hook_models import summed
 from outside_codecs import Short
 from rank_checks import Checks
 from torch import nn
@@ -38,13 +39,6 @@ ROOT = Path(compression.__file__).parents[1]
 NUMEL, STEPS = 28 * 32, 4
 SHAPES = [(9, 20), (70,), (3, 5, 64)]
 two = Checks()
-
-
-def summed(x):
-    """Sum over ranks in float64."""
-    x = x.detach().double().clone()
-    dist.all_reduce(x)
-    return x
 
 
 def rank_numbers(step, numel=NUMEL):

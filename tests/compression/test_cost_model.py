@@ -393,14 +393,10 @@ def test_names_are_codecs():
 
 
 def test_arguments_are_checked():
-    with pytest.raises(TypeError, match="expected group to be None or a ProcessGroup"):
-        CostModel(group=3)
     with pytest.raises(ValueError, match="expected link to be given with num_ranks"):
         CostModel(num_ranks=4)
     with pytest.raises(ValueError, match="expected reduce_bandwidth to be above 0"):
         Link(1e-3, 1.0, 0.0)
-    with pytest.raises(ValueError, match="expected latency to be a number, got nan"):
-        Link(float("nan"), 1.0, 1.0)
     with pytest.raises(ValueError, match="expected latency to be at least 0"):
         Link(-1.0, 1.0, 1.0)
 

@@ -9,22 +9,18 @@ import torch.distributed as dist
 from hook_models import (
     CAP_MB,
     Ledger,
-    Net,
     Words,
-    assert_same_bits,
-    batch,
     dense,
     local_gradients,
-    loss_of,
-    same_on_all_ranks,
-    state_bits,
-    summed,
+    loop_step,
+    looped,
+    nothing_changes,
+    reference,
     words,
     words_backward,
     wrapped,
 )
 from rank_checks import Checks, full
-from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext import distributed as md
 from moe_ext.compression import (
@@ -32,7 +28,6 @@ from moe_ext.compression import (
     Policy,
     Quantize,
     TopK,
-    Warmup,
     compress_gradients,
     compress_hook,
     flush,
@@ -46,11 +41,9 @@ CODECS = ("none", "int8", "onebit", TopK(0.1), TopK(0.1, algorithm="split"))
 def check_embeddings_and_experts_in_a_hook():
     """Exact, in fewer bytes, with a batch on one rank that touches nothing."""
     for sparse in (False, True):
-        ours, theirs = Words(sparse=sparse), Words()
-        parallel = DistributedDataParallel(ours, bucket_cap_mb=CAP_MB)
-        state = CompressionState(model=ours, codec="none")
-        parallel.register_comm_hook(state, compress_hook)
-        plain = DistributedDataParallel(theirs, bucket_cap_mb=CAP_MB)
+        parallel, _ = wrapped(Words(sparse=sparse), codec="none")
+        ours, theirs = parallel.module, Words()
+        plain = reference(model=theirs)
         sent = []
         for step in range(3):
             count = 0 if step == 1 and dist.get_rank() == 1 else 3
@@ -69,24 +62,18 @@ def check_embeddings_and_experts_in_a_hook():
 
 def check_a_nan_in_a_sparse_embedding():
     for sparse in (True, False):
-        model = Words(sparse=sparse)
-        state = CompressionState(model=model, codec="int8")
-        parallel = DistributedDataParallel(model)
-        parallel.register_comm_hook(state, compress_hook)
+        parallel, state = wrapped(Words(sparse=sparse), codec="int8")
         words_backward(parallel, 0)
         parallel.zero_grad()
         output = parallel(words(1)).square().sum()
         with pytest.raises(ValueError, match=r"in (embedding.weight|head.bias) on rank 1$"):
             (output * float("inf") if dist.get_rank() == 1 else output).backward()
         assert state.step == 1
-        assert not any(dense(p.grad).any() for p in model.parameters())
+        assert not any(dense(p.grad).any() for p in parallel.parameters())
 
 
 def check_an_embedding_that_is_mostly_touched_goes_dense():
-    model = Words()
-    state = CompressionState(model=model, codec="none")
-    parallel = DistributedDataParallel(model)
-    parallel.register_comm_hook(state, compress_hook)
+    parallel, state = wrapped(Words(), codec="none")
     for _ in range(3):
         parallel.zero_grad()
         parallel(torch.arange(300)).square().sum().backward()
@@ -98,38 +85,31 @@ def check_an_embedding_that_is_mostly_touched_goes_dense():
 
 
 def check_counts_of_the_router_cover_accumulation():
-    model = Words()
-    twin = copy.deepcopy(model)
-    state = CompressionState(model=model, codec="none")
-    parallel = DistributedDataParallel(model)
-    parallel.register_comm_hook(state, compress_hook)
-    plain = DistributedDataParallel(twin)
+    parallel, state = wrapped(Words(), codec="none")
+    plain = reference(model=Words())
     for wrapper in (parallel, plain):
         wrapper.zero_grad()
         with wrapper.no_sync():
             for step in range(2):
                 wrapper(words(step)).square().sum().backward()
         wrapper(words(5)).square().sum().backward()
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+    for p, q in zip(parallel.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-8)
     assert state.parameters.reached.bitmap("moe.experts.down_proj") is None
 
 
 def check_a_loop_of_ones_own():
     for codec in CODECS:
-        model = Net()
-        state = CompressionState(model=model, codec=codec)
-        ledger = Ledger(state, list(model.named_parameters()))
+        model, state = looped(codec)
+        ledger = Ledger(state, model)
         for step in range(4):
             local = local_gradients(model, step, branch=step != 2)
-            model.zero_grad()
             branch = step < 2 or dist.get_rank() == 0 and step != 2
-            loss_of(model, batch(step), branch=branch).backward()
             if step > 2 and dist.get_rank() > 0:
                 local = local_gradients(model, step, branch=False)
-            assert compress_gradients(model, state)
+            assert loop_step(model, state, step, branch=branch)
             assert (model.branch.weight.grad is None) == (step == 2)
-            ledger.add(local, model.named_parameters())
+            ledger.add(local)
             ledger.check()
         assert state.step == 4
         with pytest.raises(RuntimeError, match="expected new gradients since the last call"):
@@ -151,81 +131,29 @@ def check_a_loop_with_a_sparse_embedding():
             torch.testing.assert_close(dense(p.grad), q.grad, rtol=1e-5, atol=1e-8)
 
 
-def check_options_that_differ_in_a_loop():
-    model = Net()
-    state = CompressionState(model=model, codec=("int8", "int4")[dist.get_rank() % 2])
-    loss_of(model, batch(0)).backward()
-    with pytest.raises(ValueError, match="compress_gradients: expected the codecs to be equal"):
-        compress_gradients(model, state)
-    first = dist.get_rank() == 0
-    optimizer = torch.optim.SGD([{"params": [p]} for p in model.parameters()], 0.1)
-    for text, options in (
-        ("warmup", {"codec": "topk", "warmup": Warmup(dense_steps=int(first))}),
-        ("candidates", {"candidates": ("none", ("int8", "int4")[first])}),
-        ("lr", {"codec": "int8", "optimizer": optimizer if first else None}),
-    ):
-        model.zero_grad()
-        loss_of(model, batch(0)).backward()
-        with pytest.raises(ValueError, match=f"expected {text} to be equal on every rank, got"):
-            compress_gradients(model, CompressionState(model=model, **options))
+def check_an_embedding_that_is_sparse_on_one_rank():
     mixed = Words(sparse=dist.get_rank() == 0)
     words_backward(mixed, 0)
     with pytest.raises(ValueError, match="sparse on every rank or on none"):
         compress_gradients(mixed, CompressionState(model=mixed, codec="none"))
 
 
-def check_undo():
-    model = Net()
-    state = CompressionState(model=model, codec="int8")
-    for step in range(3):
-        before = state_bits(state)
-        model.zero_grad()
-        loss_of(model, batch(step)).backward()
-        compress_gradients(model, state)
-    state.undo()
-    assert state.step == 2
-    assert_same_bits(state_bits(state), before)
-
-
-def check_flush():
-    """After it nothing is owed, and the gradients of all steps have been applied."""
-    for codec in ("int8", TopK(0.05)):
-        parallel, state = wrapped(codec=codec)
-        ledger = Ledger(state, list(parallel.module.named_parameters()))
-        for step in range(3):
-            local = local_gradients(parallel.module, step)
-            parallel.zero_grad()
-            loss_of(parallel, batch(step)).backward()
-            if step == 2:
-                flush(parallel, state)
-            ledger.add(local, parallel.module.named_parameters())
-        assert not state.residuals() and not state.state_dict()["memory"]["layouts"]
-        ledger.check()
-
-
 def check_resuming_is_as_if_nothing_had_been():
     for codec in (TopK(0.1, algorithm="split"), Quantize("int8", 64, stochastic=True)):
-        model = Net()
-        state = CompressionState(model=model, codec=codec, seed=4)
+        model, state = looped(codec, seed=4)
         other = None
         for step in range(4):
             if step == 2:
                 twin = copy.deepcopy(model)
                 other = CompressionState(model=twin, codec=codec)
                 other.load_state_dict(state.state_dict())
-            model.zero_grad()
-            loss_of(model, batch(step)).backward()
-            compress_gradients(model, state)
+            loop_step(model, state, step)
             if other is not None:
-                twin.zero_grad()
-                loss_of(twin, batch(step)).backward()
-                compress_gradients(twin, other)
+                loop_step(twin, other, step)
                 for p, q in zip(model.parameters(), twin.parameters(), strict=True):
                     assert torch.equal(p.grad, q.grad)
         with pytest.raises(ValueError, match="expected the state of rank"):
             other.load_state_dict({**state.state_dict(), "rank": 9})
-        with pytest.raises(ValueError, match="each once, got"):
-            other.load_state_dict([state.state_dict()] * 2)
         strange = state.state_dict()
         strange["memory"]["residual"]["nowhere"] = torch.zeros(3)
         with pytest.raises(ValueError, match="parameters of the model, got nowhere"):
@@ -317,14 +245,12 @@ def check_an_overflow_in_experts(mesh):
     outer.register_comm_hook(state, compress_hook)
     words_backward(outer, 0)
     compress_gradients(outer, state)
-    before = state_bits(state)
     if dist.get_rank() == 3:
         overflow = lambda grad: torch.full_like(grad, float("inf"))  # noqa: E731
         model.moe.experts.down_proj.register_hook(overflow)
-    words_backward(outer, 1)
-    assert not compress_gradients(outer, state)
-    assert state.step == 1
-    assert_same_bits(state_bits(state), before)
+    with nothing_changes(outer, state):
+        words_backward(outer, 1)
+        assert not compress_gradients(outer, state)
     return True
 
 
@@ -332,64 +258,15 @@ def test_expert_parallel():
     assert all(spawn_ranks(rank_experts, 4))
 
 
-def rank_resume(rank, states, weights, steps):
-    """Some steps from the states of another number of ranks; what is owed before and after."""
-    model = Net()
-    found = {}
-    state = CompressionState(model=model, codec=Policy("int8", other=TopK(0.05), norm=None))
-    if states is not None:
-        model.load_state_dict(weights)
-        state.load_state_dict(states)
-        size = dist.get_world_size()
-        found["loaded"] = {n: (summed(r) / size) for n, r in state.residuals().items()}
-    for step in range(steps):
-        model.zero_grad()
-        loss_of(model, batch(step)).backward()
-        compress_gradients(model, state)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.sub_(p.grad, alpha=0.05)
-                assert same_on_all_ranks(p.detach())
-    found["state"], found["weights"] = state.state_dict(), model.state_dict()
-    state.regroup()
-    size = dist.get_world_size()
-    found["owed"] = {n: (summed(r) / size) for n, r in state.residuals().items()}
-    return found
-
-
-def test_resuming_on_other_numbers_of_ranks():
-    found = spawn_ranks(rank_resume, 4, None, None, 3)
-    for size in (2, 3):
-        states = [one["state"] for one in found]
-        before = found[0]["owed"]
-        found = spawn_ranks(rank_resume, size, states, found[0]["weights"], 2)
-        loaded = found[0]["loaded"]
-        assert list(loaded) == list(before) and loaded
-        for name, residual in before.items():
-            # Three roundings of float32 between what was owed and what is.
-            scale = float(residual.abs().max())
-            torch.testing.assert_close(loaded[name], residual, rtol=0, atol=4e-7 * scale + 1e-12)
-        assert found[0]["state"]["step"] == (5 if size == 2 else 7)
-
-
 def rank_dies(rank):
-    model = Net()
-    state = CompressionState(model=model, codec=TopK(0.1))
+    model, state = looped(TopK(0.1))
     for step in range(2):
-        model.zero_grad()
-        loss_of(model, batch(step)).backward()
-        compress_gradients(model, state)
-    before = state_bits(state)
-    parameters = [p.clone() for p in model.parameters()]
-    model.zero_grad()
-    loss_of(model, batch(2)).backward()
+        loop_step(model, state, step)
     if rank == 1:
         os._exit(7)
-    with pytest.raises(md.RankFailureError, match="rank 1 died"):
-        compress_gradients(model, state)
-    assert state.step == 2
-    assert_same_bits(state_bits(state), before)
-    assert all(torch.equal(p, q) for p, q in zip(parameters, model.parameters(), strict=True))
+    named = pytest.raises(md.RankFailureError, match="rank 1 died")
+    with nothing_changes(model, state), named:
+        loop_step(model, state, 2)
     return True
 
 

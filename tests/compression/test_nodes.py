@@ -1,5 +1,6 @@
 """Dense inside a node, compressed between nodes: four ranks on two nodes."""
 
+import contextlib
 import copy
 import os
 
@@ -7,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from hook_models import (
-    CAP_MB,
     Ledger,
     Net,
     Words,
@@ -17,18 +17,20 @@ from hook_models import (
     dense,
     gradients_of,
     local_gradients,
+    loop_step,
+    looped,
     loss_of,
     momentum_is_that_of_sgd,
+    not_taken,
+    nothing_changes,
     reference,
     same_on_all_ranks,
-    state_bits,
     summed,
     words_backward,
     wrapped,
 )
 from rank_checks import Checks
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from moe_ext import distributed as md
 from moe_ext.comm.link import Link, _links
@@ -41,7 +43,6 @@ from moe_ext.compression import (
     TopK,
     codec_of,
     compress_gradients,
-    compress_hook,
     flush,
     shard_numel,
 )
@@ -55,12 +56,6 @@ SPLITTABLE = ("fp8", "random", "onebit", "nothing", "topk", "parameter", "split"
 
 def owed_of(state):
     return {name: r.clone() for name, r in state.residuals().items()}
-
-
-def loop_step(model, state, step):
-    model.zero_grad()
-    loss_of(model, batch(step)).backward()
-    return compress_gradients(model, state)
 
 
 @CHECKS(*[(name,) for name in SPLITTABLE])
@@ -131,18 +126,14 @@ def a_nan_on_one_rank(codec):
         parallel, state = wrapped(codec=codec, nonfinite=nonfinite, node_size=2)
         for step in range(2):
             gradients_of(parallel, step)
-        owed, before = owed_of(state), state_bits(state)
+        owed, raises = owed_of(state), nonfinite == "raise"
         loss = loss_of(parallel, batch(2))
         parallel.zero_grad()
-        scale = float("nan") if dist.get_rank() == 2 else 1.0
-        if nonfinite == "raise":
-            with pytest.raises(ValueError, match=r"on rank 2$"):
-                (loss * scale).backward()
-        else:
-            (loss * scale).backward()
+        named = pytest.raises(ValueError, match=r"on rank 2$")
+        with nothing_changes(parallel, state), named if raises else contextlib.nullcontext():
+            (loss * (float("nan") if dist.get_rank() == 2 else 1.0)).backward()
+        if not raises:
             assert all(p.grad.isnan().any() for p in parallel.parameters() if p.numel() > 1024)
-        assert state.step == 2
-        assert_same_bits(state_bits(state), before)
         gradients_of(parallel, 3)
         state.undo()
         assert_same_bits(owed_of(state), owed)
@@ -153,8 +144,7 @@ def a_sum_that_overflows_inside_a_node():
     model = nn.Linear(50, 50, bias=False)
     state = CompressionState(model=model, policy=Policy("int8", dense_below=0), node_size=2)
     model.weight.grad = torch.full((50, 50), 3e38 if dist.get_rank() < 2 else 1.0)
-    with pytest.raises(ValueError, match=r"weight on rank 0, weight on rank 1$"):
-        compress_gradients(model, state)
+    not_taken(model, state, r"weight on rank 0, weight on rank 1$")
     assert not any(r.any() for r in state.residuals().values())
 
 
@@ -179,8 +169,7 @@ def what_is_owed_counts_in_half_precision():
     state = CompressionState(policy=Policy("fp16", dense_below=0), **options)
     state.load_state_dict(saved)
     model.weight.grad = torch.full((50, 50), 4e4)
-    with pytest.raises(ValueError, match="got NaN or infinity in weight on rank 0, weight on rank"):
-        compress_gradients(model, state)
+    not_taken(model, state, "got NaN or infinity in weight on rank 0, weight on rank")
     owed = saved["memory"]["residual"]["weight"]
     assert torch.equal(state.state_dict()["memory"]["residual"]["weight"], owed)
 
@@ -193,9 +182,8 @@ def momentum_follows_shards_to_other_ranks():
 
 @CHECKS(("int8",), (TopK(0.05),), (TopK(0.1, algorithm="split"),))
 def flush_and_exact_resumption(codec):
-    model = Net()
-    state = CompressionState(model=model, codec=codec, node_size=2)
-    ledger = Ledger(state, list(model.named_parameters()))
+    model, state = looped(codec, node_size=2)
+    ledger = Ledger(state, model)
     for step in range(3):
         if step == 1:
             twin = copy.deepcopy(model)
@@ -209,7 +197,7 @@ def flush_and_exact_resumption(codec):
                 assert torch.equal(p.grad, q.grad)
         if step == 2:
             assert state.residuals() and flush(model, state) and not state.residuals()
-        ledger.add(local, model.named_parameters())
+        ledger.add(local)
     ledger.check()
 
 
@@ -219,7 +207,7 @@ def another_size_of_nodes_takes_over_what_is_owed(before, after):
     states = [
         CompressionState(model=model, codec="int8", node_size=size) for size in (before, after)
     ]
-    ledger = Ledger(states[0], list(model.named_parameters()))
+    ledger = Ledger(states[0], model)
     for step in range(3):
         state = states[step > 0]
         if step == 1:
@@ -227,7 +215,7 @@ def another_size_of_nodes_takes_over_what_is_owed(before, after):
             ledger.state = state
         local = local_gradients(model, step)
         loop_step(model, state, step)
-        ledger.add(local, model.named_parameters())
+        ledger.add(local)
         ledger.check()
 
 
@@ -252,12 +240,9 @@ def auto_prices_the_link_between_nodes():
     assert dist.get_process_group_ranks(levels.node_group) == [place, place + 2]
     # As the ranks of the second place have measured it, which are the slower ones.
     _links[levels.node_group] = Link.of_rate(1e7 if place else 1e10)
-    ledger = Ledger(state, list(parallel.module.named_parameters()))
+    ledger = Ledger(state, parallel.module)
     for step in range(2):
-        local = local_gradients(parallel.module, step)
-        gradients_of(parallel, step)
-        ledger.add(local, parallel.module.named_parameters())
-        ledger.check()
+        ledger.hooked_step(parallel, step)
     model = state.cost_model
     assert model.num_ranks == 2
     assert model.link.exchange_bandwidth == pytest.approx(1e7 / 8, rel=1e-4)
@@ -278,11 +263,9 @@ def a_link_that_was_given_is_that_between_nodes():
 
 @CHECKS((False,), (True,))
 def rows_and_experts_that_nobody_reached(sparse):
-    ours, theirs = Words(sparse=sparse), Words()
-    parallel = DistributedDataParallel(ours, bucket_cap_mb=CAP_MB)
-    state = CompressionState(model=ours, codec="none", node_size=2)
-    parallel.register_comm_hook(state, compress_hook)
-    plain = DistributedDataParallel(theirs, bucket_cap_mb=CAP_MB)
+    parallel, _ = wrapped(Words(sparse=sparse), codec="none", node_size=2)
+    ours, theirs = parallel.module, Words()
+    plain = reference(model=theirs)
     for step in range(3):
         count = 0 if step == 1 and dist.get_rank() == 1 else 3
         words_backward(plain, step, count)
@@ -325,16 +308,14 @@ def what_is_refused():
         ({"node_size": 2, "codec": TopK(0.1, scope="row")}, "any shard of a parameter"),
         ({"node_size": 2, "codec": "powersgd"}, "any shard of a parameter"),
         ({"node_size": 2, "candidates": ("none", "powersgd")}, "any shard of a parameter"),
-        ({"node_size": 1 + dist.get_rank() // 2}, "expected node_size to be equal on every rank"),
     ]
     for options, message in cases:
         parallel, state = wrapped(**options)
         with pytest.raises(ValueError, match=message):
             gradients_of(parallel, 0)
         assert state.step == 0
-    for size, rule in ((0, "at least 1"), (-1, "at least 0"), (True, "an integer"), (2.0, "an in")):
-        with pytest.raises((TypeError, ValueError), match=f"expected node_size to be {rule}"):
-            CompressionState(node_size=size)
+    with pytest.raises(ValueError, match="expected node_size to be at least 1, got 0"):
+        CompressionState(node_size=0)
 
 
 @pytest.mark.parametrize("name", list(CHECKS))
@@ -346,8 +327,7 @@ def rank_elastic(rank, states, node_size):
     """(state, what was owed when it was loaded, what is owed after two steps) of each codec."""
     found, size = [], dist.get_world_size()
     for codec, saved in zip(("int8", TopK(0.05)), states, strict=True):
-        model, loaded = Net(), None
-        state = CompressionState(model=model, codec=codec, node_size=node_size)
+        (model, state), loaded = looped(codec, node_size=node_size), None
         if saved is not None:
             state.load_state_dict(saved)
             loaded = {n: summed(r) / size for n, r in state.residuals().items()}
@@ -361,16 +341,18 @@ def rank_elastic(rank, states, node_size):
 
 
 def test_resuming_on_other_numbers_of_ranks():
-    """Four ranks on two nodes, two on none, four on two, two on one."""
+    """Four ranks on two nodes, two and three on none, four on two, two on one."""
     found = spawn_ranks(rank_elastic, 4, (None, None), 2)
-    for size, node_size in ((2, None), (4, 2), (2, 2)):
+    for turn, (size, node_size) in enumerate(((2, None), (3, None), (4, 2), (2, 2)), 2):
         states = [[rank[place][0] for rank in found] for place in range(2)]
         before = [owed for _, _, owed in found[0]]
         found = spawn_ranks(rank_elastic, size, states, node_size)
-        for (_, loaded, _), want in zip(found[0], before, strict=True):
-            assert list(loaded) == list(want) and want
+        for (after, loaded, _), want in zip(found[0], before, strict=True):
+            assert list(loaded) == list(want) and want and after["step"] == 2 * turn
             for name, owed in loaded.items():
-                torch.testing.assert_close(owed, want[name], rtol=1e-5, atol=1e-7)
+                # Three roundings of float32 between what was owed and what is.
+                bound = 4e-7 * float(want[name].abs().max()) + 1e-12
+                torch.testing.assert_close(owed, want[name], rtol=0, atol=bound)
 
 
 def rank_dies(rank):
@@ -378,14 +360,11 @@ def rank_dies(rank):
     parallel, state = wrapped(codec=TopK(0.1), node_size=2)
     for step in range(2):
         gradients_of(parallel, step)
-    before = state_bits(state)
     loss = loss_of(parallel, batch(2))
     if rank == 3:
         os._exit(7)
-    with pytest.raises(md.RankFailureError):
+    with nothing_changes(parallel, state), pytest.raises(md.RankFailureError):
         loss.backward()
-    assert state.step == 2
-    assert_same_bits(state_bits(state), before)
     return True
 
 

@@ -118,7 +118,6 @@ def test_a_layer_reads_fewer_bytes():
 @pytest.mark.parametrize(
     ("options", "format", "message"),
     [
-        ({}, "int3", "format to be one of"),
         ({"dtype": torch.float64}, "int8", "float32 or bfloat16, got torch.float64"),
         ({}, "int8", "a multiple of 128 columns"),
         ({"post_norm": torch.nn.LayerNorm(D)}, "pruned", "without post_norm"),

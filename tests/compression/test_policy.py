@@ -1,5 +1,6 @@
 import pytest
 import torch
+from outside_codecs import Short
 from torch import nn
 
 import moe_ext
@@ -145,9 +146,10 @@ def test_monitor():
             ResidualMonitor(**wrong)
 
 
-def test_one_rank_with_auto_sends_nothing_and_loses_nothing():
+@pytest.mark.parametrize("options", [{}, {"candidates": ("none", Short())}])
+def test_one_rank_with_auto_sends_nothing_and_loses_nothing(options):
     model = nn.Linear(200, 200)
-    state = CompressionState(model=model)
+    state = CompressionState(model=model, **options)
     want = torch.autograd.grad(model(torch.ones(2, 200)).square().sum(), list(model.parameters()))
     model(torch.ones(2, 200)).square().sum().backward()
     assert compress_gradients(model, state)

@@ -1,47 +1,23 @@
-"""PowerSGD as a codec, on a memory of its own, behind DDP and in a loop."""
+"""PowerSGD as a codec, on a memory of its own and behind DDP."""
 
-import copy
-import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from fsdp_checks import Model, is_compressed, local_gradients, loss_of
+from hook_models import opened, same_on_all_ranks, summed, wrapped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_checks import Checks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
-from torch.nn.parallel import DistributedDataParallel
 
-from moe_ext.compression import CompressionState, compress_gradients, compress_hook
 from moe_ext.compression.powersgd import PowerSGD
 from moe_ext.distributed import count_traffic
 
 two = Checks()
 SHAPES = tuple(torch.Size(s) for s in ((24, 40), (24,), (4, 32, 16), (4, 3, 3, 2), (24, 40), (0,)))
 NUMEL = sum(s.numel() for s in SHAPES)
-
-
-class Memory:
-    """What a codec's memory does, without steps that can fail."""
-
-    def __init__(self, shapes=SHAPES):
-        self.shapes = shapes
-        self.tensors = {}
-
-    def has(self, kind):
-        return kind in self.tensors
-
-    def tensor(self, kind, numel=None):
-        size = sum(s.numel() for s in self.shapes) if numel is None else numel
-        return self.tensors.setdefault(kind, torch.zeros(size))
-
-    def whole_residual(self):
-        return self.tensor("residual")
-
-    def pieces(self, flat):
-        parts = flat.split([s.numel() for s in self.shapes])
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
 def gradient(step, rank=None, numel=NUMEL):
@@ -55,20 +31,16 @@ def mean(step, numel=NUMEL):
 
 
 def owed(memory):
-    total = memory.tensor("residual").double().clone()
-    dist.all_reduce(total)
-    return total / dist.get_world_size()
+    return summed(memory.tensor("residual")) / dist.get_world_size()
 
 
 @two((1,), (3,))
 def nothing_is_lost(rank):
-    codec, memory = PowerSGD(rank), Memory()
+    codec, memory = PowerSGD(rank), opened(SHAPES)
     applied = want = 0
     for step in range(4):
         found = codec.start(gradient(step), memory, step=step).wait()
-        other = found.clone()
-        dist.broadcast(other, 0)
-        assert torch.equal(other, found)
+        assert same_on_all_ranks(found)
         applied, want = applied + found.double(), want + mean(step)
     assert (applied + owed(memory) - want).abs().max() < 1e-5
     assert (applied - want).abs().max() > 0.1
@@ -78,7 +50,7 @@ def nothing_is_lost(rank):
 
 @two()
 def what_is_small_is_exact_and_counted():
-    codec, memory = PowerSGD(2), Memory()
+    codec, memory = PowerSGD(2), opened(SHAPES)
     assert codec.matrices_of(SHAPES) == [
         (24, 40), (24,), *[(32, 16)] * 4, (72,), (24, 40), (0,)
     ]  # fmt: skip
@@ -94,12 +66,12 @@ def what_is_small_is_exact_and_counted():
 @two()
 def full_rank_is_exact():
     shapes = (torch.Size((64, 8)),)
-    codec, memory = PowerSGD(8, min_compression_rate=1.0), Memory(shapes)
+    codec, memory = PowerSGD(8, min_compression_rate=1.0), opened(shapes)
     assert codec.matrices_of(shapes) == [(512,)]
     # Of rank 2 on every rank, and the same columns: P spans them.
     x = torch.randn(64, 2, generator=torch.Generator().manual_seed(1))
     y = torch.randn(2, 40, generator=torch.Generator().manual_seed(2 + dist.get_rank()))
-    memory = Memory((torch.Size((64, 40)),))
+    memory = opened([torch.Size((64, 40))])
     found = PowerSGD(4).start((x @ y).view(-1), memory).wait().view(64, 40)
     both = [y.clone() for _ in range(2)]
     dist.all_gather(both, y)
@@ -110,9 +82,9 @@ def full_rank_is_exact():
 def sums_and_short_floats():
     found = {}
     for average in (True, False):
-        found[average] = PowerSGD(2).start(gradient(0), Memory(), average=average).wait()
+        found[average] = PowerSGD(2).start(gradient(0), opened(SHAPES), average=average).wait()
     torch.testing.assert_close(found[False], 2 * found[True])
-    half = PowerSGD(2).start(gradient(0).bfloat16(), Memory()).wait()
+    half = PowerSGD(2).start(gradient(0).bfloat16(), opened(SHAPES)).wait()
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half.float(), found[True], rtol=0.1, atol=0.1)
 
@@ -121,31 +93,23 @@ def sums_and_short_floats():
 def equals_torchs_hook():
     shapes = (torch.Size((24, 40)), torch.Size((24,)), torch.Size((24, 40)))
     numel = sum(s.numel() for s in shapes)
-    memory = Memory(shapes)
+    memory = opened(shapes)
     state = torchs.PowerSGDState(None, 2, 2, 2, orthogonalization_epsilon=1e-8)
     state.iter, state.batch_tensors_with_same_shape = 2, True
     state.q_memory_dict[0] = torch.randn(160, generator=torch.Generator().manual_seed(3))
     state.p_memory_dict[0] = torch.empty(96)
-    memory.tensors["powersgd"] = state.q_memory_dict[0].clone()
+    memory.write("powersgd", state.q_memory_dict[0].clone())
 
-    class Bucket:
-        def __init__(self, flat):
-            self.flat = flat
-
-        def buffer(self):
-            return self.flat
-
-        def gradients(self):
-            return memory.pieces(self.flat)
-
-        def index(self):
-            return 0
-
-        def is_last(self):
-            return False
+    def bucket(flat):
+        return SimpleNamespace(
+            buffer=lambda: flat,
+            gradients=lambda: memory.pieces(flat),
+            index=lambda: 0,
+            is_last=lambda: False,
+        )
 
     for step in range(3):
-        want = torchs.powerSGD_hook(state, Bucket(gradient(step, numel=numel))).wait()
+        want = torchs.powerSGD_hook(state, bucket(gradient(step, numel=numel))).wait()
         found = PowerSGD(2).start(gradient(step, numel=numel), memory, step=step).wait()
         # Torch's residual of what is dense adds up to nothing, but for its rounding.
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
@@ -154,7 +118,7 @@ def equals_torchs_hook():
 @two((1,), (4,))
 def experts_without_tokens_wake_up(rank):
     shapes = (torch.Size((3, 32, 16)),)
-    codec, memory = PowerSGD(rank, min_compression_rate=1.5), Memory(shapes)
+    codec, memory = PowerSGD(rank, min_compression_rate=1.5), opened(shapes)
     zeros = torch.zeros(3 * 32 * 16)
     for step in range(2):
         assert codec.start(zeros.clone(), memory, step=step).wait().count_nonzero() == 0
@@ -169,7 +133,7 @@ def experts_without_tokens_wake_up(rank):
 
 @two()
 def residuals_of_another_codec_are_applied():
-    memory = Memory()
+    memory = opened(SHAPES)
     memory.tensor("residual").fill_(1.0)
     found = PowerSGD(2, feedback=False, warm_start=False).start(gradient(0), memory).wait()
     assert memory.tensor("residual").count_nonzero() == 0
@@ -177,65 +141,25 @@ def residuals_of_another_codec_are_applied():
     torch.testing.assert_close(bias, memory.pieces(mean(0))[1] + 1, rtol=1e-5, atol=1e-5)
 
 
-def state_of(model):
-    return CompressionState(model=model, codec=PowerSGD(2), nonfinite="propagate")
-
-
 @two()
 def behind_ddp_what_is_dense_is_the_mean():
-    """Buckets are built anew after the first step, and a step that is NaN leaves no trace."""
-    model = Model()
-    ddp, state = DistributedDataParallel(model, bucket_cap_mb=0.05), state_of(model)
-    ddp.register_comm_hook(state, compress_hook)
-    applied, want = {}, {}
-    for step in range(4):
+    """Buckets are built anew after the first step."""
+    ddp, state = wrapped(Model(), codec=PowerSGD(2), ddp={"bucket_cap_mb": 0.05})
+    model, applied, want = ddp.module, {}, {}
+    for step in range(3):
         model.zero_grad()
-        loss = loss_of(ddp, step)
-        if step == 2:
-            before = state.state_dict()["memory"]["residual"]
-            (loss * math.nan).backward()
-            after = state.state_dict()["memory"]["residual"]
-            assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-            continue
-        loss.backward()
+        loss_of(ddp, step).backward()
         for name, p in model.named_parameters():
             applied[name] = applied.get(name, 0) + p.grad.double()
             grads = [local_gradients(step, rank)[name].double() for rank in range(2)]
             want[name] = want.get(name, 0) + sum(grads) / 2
     residual = state.state_dict()["memory"]["residual"]
     for name, total in want.items():
-        of_first = applied[name].clone()
-        dist.broadcast(of_first, 0)
-        assert torch.equal(of_first, applied[name]), name
+        assert same_on_all_ranks(applied[name]), name
         if is_compressed(name):
-            left = residual[name].double()
-            dist.all_reduce(left)
-            assert left.abs().max() > 0, name
+            assert summed(residual[name]).abs().max() > 0, name
         else:
             assert (applied[name] - total).abs().max() < 1e-5, name
-
-
-@two()
-def a_loop_goes_on_with_the_same_bits():
-    def steps(model, state, numbers):
-        for step in numbers:
-            model.zero_grad()
-            loss_of(model, step).backward()
-            compress_gradients(model, state)
-            with torch.no_grad():
-                for p in model.parameters():
-                    p -= 0.05 * p.grad
-
-    model = Model()
-    state = state_of(model)
-    steps(model, state, range(2))
-    other, saved = copy.deepcopy(model), copy.deepcopy(state.state_dict())
-    resumed = state_of(other)
-    resumed.load_state_dict(saved)
-    steps(model, state, range(2, 4))
-    steps(other, resumed, range(2, 4))
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q)
 
 
 @pytest.mark.parametrize("name", two)
@@ -244,7 +168,7 @@ def test_two_ranks(name):
 
 
 def test_one_rank_sends_nothing():
-    memory = Memory()
+    memory = opened(SHAPES)
     memory.tensor("residual").fill_(2.0)
     with count_traffic() as traffic:
         found = PowerSGD().start(torch.ones(NUMEL), memory).wait()
@@ -266,7 +190,7 @@ def test_every_element_is_in_one_matrix(shapes, rank):
     coded = [m for m in found if len(m) == 2]
     assert all((n + m) * min(n, m, rank) * 2 < n * m for n, m in coded)
     numel = sum(s.numel() for s in sizes)
-    for call in codec.rehearsal(torch.ones(numel), Memory(tuple(sizes))):
+    for call in codec.rehearsal(torch.ones(numel), opened(sizes)):
         call()
 
 
@@ -283,11 +207,10 @@ def test_what_it_says_of_itself():
     ("kwargs", "match"),
     [
         ({"rank": 0}, "PowerSGD: expected rank to be at least 1, got 0"),
-        ({"rank": True}, "PowerSGD: expected rank to be an integer, got True"),
         ({"min_compression_rate": 0.5}, "expected min_compression_rate to be at least 1, got 0.5"),
         ({"epsilon": 0.0}, "expected epsilon to be above 0 and finite, got 0.0"),
     ],
 )
 def test_errors(kwargs, match):
-    with pytest.raises((ValueError, TypeError), match=match):
+    with pytest.raises(ValueError, match=match):
         PowerSGD(**kwargs)

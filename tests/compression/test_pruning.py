@@ -53,7 +53,7 @@ def assert_masked(model, pruning):
             assert not local_part(parameter.grad)[~mask.marks].any()
 
 
-def by_formula(weight, pattern, density, index=None):
+def by_formula(weight, pattern, density):
     """Kept elements of one expert's matrix, one element at a time."""
     if pattern == "2:4":
         marks = torch.zeros_like(weight, dtype=torch.bool)
@@ -384,9 +384,7 @@ def steps_of(model, reduce, count=2):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(count):
         model.zero_grad()
-        model(
-            batch(dist.get_rank() if dist.is_initialized() else 0, step)
-        ).square().mean().backward()
+        model(batch(dist.get_rank(), step)).square().mean().backward()
         reduce(model)
         optimizer.step()
 

@@ -1,6 +1,5 @@
 """Codecs, the ways to send a gradient, and their registry by name."""
 
-from moe_ext._checks import check_choice
 from moe_ext.compression.codecs.base import Codec, OnNonfinite, PayloadCodec, Unsent
 from moe_ext.compression.codecs.chunked import ChunkedTopK
 from moe_ext.compression.codecs.dense import BlockSparse, Dense, Lossless, dense_reduction

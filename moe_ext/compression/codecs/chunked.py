@@ -13,9 +13,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from moe_ext import ops
 from moe_ext._bytes import as_bytes
 from moe_ext._checks import check_numbers_of_fields, check_rule
 from moe_ext.compression.codecs.base import PayloadCodec
+from moe_ext.compression.masks import unpacked_bits
 
 _MOST_TRANSFORMED = 1024
 
@@ -154,12 +156,10 @@ def _cosines(length: int, device: torch.device) -> Tensor:
 def _pack(numbers_n: Tensor, width: int) -> Tensor:
     """The lowest `width` bits of each number, one after the other, the lowest bit first."""
     bits = (numbers_n[:, None] >> torch.arange(width, device=numbers_n.device)) & 1
-    padded = torch.nn.functional.pad(bits.flatten(), (0, -bits.numel() % 8)).view(-1, 8)
-    return (padded << torch.arange(8, device=numbers_n.device)).sum(dim=1).to(torch.uint8)
+    return ops.pack_bits(bits)
 
 
 def _unpack(packed: Tensor, count: int, width: int) -> Tensor:
     """The numbers of `_pack`, int64."""
-    bits = (packed.long()[:, None] >> torch.arange(8, device=packed.device)) & 1
-    rows = bits.flatten()[: count * width].view(count, width)
+    rows = unpacked_bits(packed, count * width).view(count, width).long()
     return (rows << torch.arange(width, device=packed.device)).sum(dim=1)

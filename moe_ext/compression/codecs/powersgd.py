@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from moe_ext._checks import check_numbers_of_fields, check_rule
+from moe_ext.comm.collectives import all_reduce_bytes
 from moe_ext.comm.failures import naming_failed_ranks
 from moe_ext.comm.groups import group_size
 from moe_ext.comm.pending import Pending
@@ -101,7 +102,7 @@ class PowerSGD(Codec):
         side = math.isqrt(max(numel, 1))
         coded = 2 * side * min(self.rank, side)
         sent = coded if coded * self.min_compression_rate < numel else numel
-        return 2 * (world_size - 1) * 4 * sent // world_size
+        return all_reduce_bytes(4 * sent, world_size)
 
     def num_rounds(self, world_size: int) -> int:
         """Messages that follow each other: all-reduces of what is dense, of P and of Q."""
@@ -119,13 +120,13 @@ class PowerSGD(Codec):
         group, size = how.group, group_size(how.group)
         x_N = grad_N.reshape(-1).float()
         residual_N = memory.whole_residual() if self.feedback else None
-        if not self.feedback and memory.has("residual"):
-            # Owed from a codec that was used before.
+        if (size == 1 or not self.feedback) and memory.has("residual"):
+            # A rank alone loses nothing; without feedback another codec has left it.
             owed_N = memory.whole_residual()
             x_N = x_N + owed_N
             owed_N.zero_()
         if size == 1:
-            return Pending.done(_alone(x_N, residual_N).to(grad_N.dtype))
+            return Pending.done(x_N.to(grad_N.dtype))
         plan = self._plan(memory.shapes)
         state, warm = self._state(plan, memory, group, how.step)
         if residual_N is not None:
@@ -167,8 +168,7 @@ class PowerSGD(Codec):
         def encode() -> list[tuple[Tensor, Tensor]]:
             views, found = self._views(memory.pieces(grad_N.float())), []
             for count, rows, cols, rank in self._plan(memory.shapes):
-                matrix = [view for view in views if tuple(view.shape) == (rows, cols)]
-                m_Bnm = torch.stack(matrix[:count])
+                m_Bnm = torch.stack([view for view in views if view.shape == (rows, cols)])
                 q_Bmr = torch.linalg.qr(m_Bnm.new_ones((count, cols, rank)))[0]
                 p_Bnr = torch.linalg.qr(m_Bnm @ q_Bmr)[0]
                 found.append((p_Bnr, p_Bnr.transpose(1, 2) @ m_Bnm))
@@ -236,16 +236,7 @@ class PowerSGD(Codec):
             sum(count * rows * rank for count, rows, _, rank in plan),
             sum(count * cols * rank for count, _, cols, rank in plan),
         ):
-            record_traffic("all_reduce", 2 * (size - 1) * 4 * numel // size)
-
-
-def _alone(x_N: Tensor, residual_N: Tensor | None) -> Tensor:
-    """The result on a rank alone: nothing is sent, nothing is lost."""
-    if residual_N is None:
-        return x_N
-    whole_N = x_N + residual_N
-    residual_N.zero_()
-    return whole_N
+            record_traffic("all_reduce", all_reduce_bytes(4 * numel, size))
 
 
 def _without_zero_columns(

@@ -5,6 +5,9 @@ Shape suffixes: N rows, D their width, U rows of the union.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -85,16 +88,7 @@ def block_sparse_all_reduce_(
     if size == 1 or numel == 0:
         return Pending.done(x) if async_op else x
     args = (x.detach().view(-1), bitmap, block, size if average else 1)
-    pending = workers.start(
-        _block_sum,
-        args,
-        ranks,
-        name,
-        compiled=("block_sum",),
-        finish=lambda _: x,
-        async_op=async_op,
-    )
-    return pending if async_op else pending.wait()
+    return _started("block_sum", _block_sum, args, ranks, name, lambda _: x, async_op)
 
 
 def masked_all_reduce_(
@@ -152,16 +146,7 @@ def masked_all_reduce_(
     if size == 1 or indices.shape[0] == 0:
         return Pending.done(x) if async_op else x
     args = (x.detach().view(-1), indices, size if average else 1)
-    pending = workers.start(
-        _masked_sum,
-        args,
-        ranks,
-        name,
-        compiled=("masked_sum",),
-        finish=lambda _: x,
-        async_op=async_op,
-    )
-    return pending if async_op else pending.wait()
+    return _started("masked_sum", _masked_sum, args, ranks, name, lambda _: x, async_op)
 
 
 def _mask_problem(mask: Tensor, x: Tensor) -> str | None:
@@ -245,8 +230,21 @@ def row_sparse_all_reduce(
         whole = finish([sums_UD, touched_U])
         return Pending.done(whole) if async_op else whole
     args = (sums_UD, touched_U, num_rows, size if average else 1)
+    return _started("row_sum", _row_sum, args, ranks, name, finish, async_op)
+
+
+def _started(
+    compiled: str,
+    twin: Callable[..., list[Tensor]],
+    args: tuple[Any, ...],
+    ranks: ProcessGroup | None,
+    name: str,
+    finish: Callable[[list[Tensor]], Tensor],
+    async_op: bool,
+) -> Tensor | Pending[Tensor]:
+    """The result of a collective, or its handle; `compiled` does the same as `twin`."""
     pending = workers.start(
-        _row_sum, args, ranks, name, compiled=("row_sum",), finish=finish, async_op=async_op
+        twin, args, ranks, name, compiled=(compiled,), finish=finish, async_op=async_op
     )
     return pending if async_op else pending.wait()
 

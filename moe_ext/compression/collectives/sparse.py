@@ -17,6 +17,7 @@ from moe_ext._bytes import as_bytes
 from moe_ext._checks import check_numbers, check_sizes
 from moe_ext.comm import workers
 from moe_ext.comm.agreement import Agreement
+from moe_ext.comm.collectives import all_reduce_bytes
 from moe_ext.comm.groups import group_size, resolve_group
 from moe_ext.comm.pending import Pending
 from moe_ext.comm.workers import Messages
@@ -73,7 +74,7 @@ class SparseLayout:
         """Bytes that leave a rank."""
         others = self.world_size - 1
         if algorithm == "dense":
-            return 2 * others * 4 * self.numel // self.world_size
+            return all_reduce_bytes(4 * self.numel, self.world_size)
         if algorithm == "all_gather":
             return others * self.pairs.num_bytes
         return others * (self.slots.num_bytes + self.kept.num_bytes + 2 * _LOAD_BYTES)
@@ -343,7 +344,6 @@ def start_gather_sum(
     average: bool,
     *,
     operation: str,
-    async_op: bool = True,
 ) -> Pending[Tensor]:
     """The mean over ranks of what their payloads stand for: for codecs that cannot be sharded.
 
@@ -354,13 +354,10 @@ def start_gather_sum(
         group: the ranks; None is this process alone.
         average: divide by P.
         operation: name for error messages.
-        async_op: return before the end.
     """
     divisor = group_size(group) if average else 1
     args = (coding, out_N.detach(), payload, divisor)
-    return workers.start(
-        _gather_sum, args, group, operation, finish=lambda _: out_N, async_op=async_op
-    )
+    return workers.start(_gather_sum, args, group, operation, finish=lambda _: out_N, async_op=True)
 
 
 def _gather_sum(

@@ -87,9 +87,8 @@ class Residual:
         """Owe this, or nothing, after the last step."""
         if packed_PQ is None and self.kept is None:
             return
-        shape = (1, 0) if packed_PQ is None else packed_PQ.shape
         if packed_PQ is not None:
-            self.open(layout, shape[0], packed_PQ.device)
+            self.open(layout, packed_PQ.shape[0], packed_PQ.device)
         memory = self._store.memories[self._names]
         memory.rollback()
         memory.put("residual", None if packed_PQ is None else packed_PQ.reshape(-1))

@@ -128,19 +128,15 @@ class FSDPCompression:
             if scatter.residual is not None:
                 module = scatter.finder.module
                 assert module is not None
-                copies = replicate_group(module)
+                shards, copies = shard_group(module), replicate_group(module)
                 if copies is None and name in self.all_reduces:
                     copies = self.all_reduces[name].group
-                yield (
-                    f"reduce_scatter.{name}",
-                    NamedResiduals(scatter.finder, scatter.residual, shard_group(module), copies),
-                )
+                named = NamedResiduals(scatter.finder, scatter.residual, shards, copies)
+                yield f"reduce_scatter.{name}", named
         for name, reduce in self.all_reduces.items():
             if reduce.residual is not None:
-                yield (
-                    f"all_reduce.{name}",
-                    NamedResiduals(reduce.finder, reduce.residual, None, reduce.group),
-                )
+                named = NamedResiduals(reduce.finder, reduce.residual, None, reduce.group)
+                yield f"all_reduce.{name}", named
 
     def state_dict(self, *, sharded: bool = True) -> dict[str, Any]:
         """The residuals, by module and parameter name (collective).
