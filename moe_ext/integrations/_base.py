@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
+from moe_ext._checks import check_rule
 from moe_ext.comm import collectives
 from moe_ext.comm.groups import GroupHandle, group_rank, group_size, resolve_group, world_size
 from moe_ext.distributed.mesh import MoEMesh
@@ -264,25 +265,17 @@ def uniform_noise(like: Tensor, low: float, high: float) -> Tensor:
     return noise.mul_(high - low).add_(low)
 
 
-def refuse_option(owner: str, name: str, value: object, rule: str) -> None:
-    """Raise the ValueError for an option that has no meaning here."""
-    raise ValueError(f"{owner}: expected {name} to be {rule}, got {value!r}")
-
-
 def check_option(owner: str, name: str, value: object, *allowed: object) -> None:
     """Raise the ValueError for a value that is none of those that have a meaning here."""
-    if value not in allowed:
-        *others, last = map(repr, allowed)
-        refuse_option(owner, name, value, f"{', '.join(others)} or {last}" if others else last)
+    *others, last = map(repr, allowed)
+    rule = f"{', '.join(others)} or {last}" if others else last
+    check_rule(owner, name, value, rule, value in allowed)
 
 
 def check_known_keys(owner: str, config: dict[str, Any], known: tuple[str, ...], what: str) -> None:
     """ValueError that names the first unknown key of a configuration."""
     for key in config:
-        if key not in known:
-            raise ValueError(
-                f"{owner}: expected the keys of {what} to be among {', '.join(known)}, got {key!r}"
-            )
+        check_rule(owner, f"the keys of {what}", key, f"among {', '.join(known)}", key in known)
 
 
 def fused_name(activation: Callable[[Tensor], Tensor]) -> str | None:
@@ -321,7 +314,7 @@ class LinearGate(Gate, abc.ABC):
     """
 
     def __init__(
-        self, d_model: int, num_expert: int, world_size: int, top_k: int, gate_bias: bool
+        self, d_model: int, num_expert: int, world_size: int, top_k: int = 2, gate_bias: bool = True
     ) -> None:
         super().__init__(d_model, num_expert * world_size, top_k)
         self.num_expert = num_expert

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.utils.parametrize import is_parametrized
 
+from moe_ext._checks import check_rule
 from moe_ext._compile import outside_graphs
 from moe_ext._files import replacing
 from moe_ext.comm.agreement import Agreement
@@ -424,11 +425,8 @@ def wholes(found: ReplacedParts, ep_group: ProcessGroup) -> list[Whole]:
     made: list[Whole] = []
     for path, module in found.experts.items():
         num_experts: int = module.num_experts
-        if num_experts % num_ranks != 0:
-            raise ValueError(
-                f"replace: expected {path}.num_experts to be a multiple of the group size "
-                f"{num_ranks}, got {num_experts}"
-            )
+        rule, fits = f"a multiple of the group size {num_ranks}", num_experts % num_ranks == 0
+        check_rule("replace", f"{path}.num_experts", num_experts, rule, fits)
         if shards > 1:
             _check_shards(path, module, found, shards)
         for name, parameter in module.named_parameters():

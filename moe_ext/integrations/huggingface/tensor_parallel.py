@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_ext._checks import check_rule
+
 _OF_EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 # Norms of the heads that a rank has: their weights are whole, and get its part of the gradient.
 _SUMMED = "replicated_with_grad_allreduce"
@@ -167,11 +169,8 @@ def _share_tokens(experts: nn.Module, mesh: DeviceMesh) -> None:
         return x
 
     def cut(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        if len(given[0]) % mesh.size():
-            raise ValueError(
-                f"Plan.apply: expected tokens to be a multiple of tp={mesh.size()}, got "
-                f"{len(given[0])}"
-            )
+        num_tokens, rule = len(given[0]), f"a multiple of tp={mesh.size()}"
+        check_rule("Plan.apply", "tokens", num_tokens, rule, num_tokens % mesh.size() == 0)
         parts = (
             DTensor.from_local(x, mesh, [Replicate()], run_check=False)
             .redistribute(placements=[Shard(0)])
