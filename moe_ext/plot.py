@@ -5,8 +5,9 @@ Shapes: L layers, N steps, T tokens, E experts, K top-k.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,18 @@ if TYPE_CHECKING:
 MAX_COLUMNS = 400
 
 
+@contextlib.contextmanager
+def _installed(operation: str, package: str) -> Iterator[None]:
+    """An import of a package that may not be there."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(
+            f"{operation}: expected {package} to be installed, try `pip install {package}` "
+            f"({error})"
+        ) from error
+
+
 def summary_writer(folder: str | os.PathLike[str], **kwargs: Any) -> Any:
     """A `torch.utils.tensorboard.SummaryWriter` for `moe_ext.nn.log_metrics`.
 
@@ -34,25 +47,15 @@ def summary_writer(folder: str | os.PathLike[str], **kwargs: Any) -> Any:
     Raises:
         ImportError: TensorBoard is not installed.
     """
-    try:
+    with _installed("summary_writer", "tensorboard"):
         from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ImportError(
-            "summary_writer: expected tensorboard to be installed, try `pip install tensorboard` "
-            f"({error})"
-        ) from error
     return SummaryWriter(os.fspath(folder), **kwargs)
 
 
 def _figure(operation: str, **kwargs: Any) -> Figure:
     """A figure without pyplot: no window, no global state, any backend."""
-    try:
+    with _installed(operation, "matplotlib"):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            f"{operation}: expected matplotlib to be installed, try `pip install matplotlib` "
-            f"({error})"
-        ) from error
     return Figure(layout="constrained", **kwargs)
 
 
