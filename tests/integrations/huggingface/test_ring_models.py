@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from hf_models import VOCABULARY, assert_near, build, transformers
+from hf_models import DENSE, SLIDING, VOCABULARY, assert_near, build, transformers
 from rank_checks import ChecksOn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -18,25 +18,9 @@ from moe_ext.integrations.huggingface import (
     shard_batch,
 )
 
-DENSE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
-# Name to its prefix and options, or to what hf_models builds.
+# Family to options beside those of hf_models.
 MODELS = {
-    "llama": ("Llama", {}),
-    "mistral": ("Mistral", {"sliding_window": 6}),
-    "gemma2": ("Gemma2", {**SLIDING, "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 5}),
-    "qwen3_moe": None,
+    **dict.fromkeys((*DENSE, "qwen3_moe"), {}),
     "gpt_oss": SLIDING,
     "deepseek_v3": {"v_head_dim": 6},
 }
@@ -46,14 +30,7 @@ check = ChecksOn(2, 3)  # by the number of ranks
 
 
 def make(name, **kwargs):
-    options = MODELS[name]
-    if not isinstance(options, tuple):
-        model = build(name, **(options or {}), **kwargs)
-    else:
-        prefix, own = options
-        torch.manual_seed(0)
-        config = getattr(transformers, f"{prefix}Config")(**{**DENSE, **own, **kwargs})
-        model = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    model = build(name, **MODELS[name], **kwargs)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             # Scores of small weights are all alike: no mask would be seen.
