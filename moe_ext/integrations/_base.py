@@ -21,6 +21,7 @@ from moe_ext.comm import collectives
 from moe_ext.comm.groups import GroupHandle, group_rank, group_size, resolve_group, world_size
 from moe_ext.distributed.mesh import MoEMesh
 from moe_ext.distributed.placement import Placement, declare_placement
+from moe_ext.nn.expert_activation import PLAIN_ACTIVATIONS, plain_kind
 from moe_ext.nn.moe_layer import MoELayer
 from moe_ext.nn.routers import BalanceTerms, Router, RouterOutput, Tokens
 from moe_ext.nn.torch_state import without_autocast
@@ -278,25 +279,17 @@ def check_known_keys(owner: str, config: dict[str, Any], known: tuple[str, ...],
         check_rule(owner, f"the keys of {what}", key, f"among {', '.join(known)}", key in known)
 
 
-def fused_name(activation: Callable[[Tensor], Tensor]) -> str | None:
-    """Name of the fused kernel that computes the same function; None if there is none."""
-    function: Any = getattr(activation, "func", activation)
-    options = getattr(activation, "keywords", {})
-    if isinstance(function, nn.GELU):
-        function, options = nn.functional.gelu, {"approximate": function.approximate}
-    if function is nn.functional.gelu:
-        return "gelu_tanh" if options.get("approximate") == "tanh" else "gelu"
-    if isinstance(function, nn.ReLU) or function in (nn.functional.relu, torch.relu):
-        return "relu"
-    if isinstance(function, nn.SiLU) or function is nn.functional.silu:
-        return "silu"
-    return None
-
-
 def activate(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     """Run an activation function, fused where a kernel computes it."""
-    kind = fused_name(activation)
-    return activation(x) if kind is None else ops.activation(x, kind=kind)
+    function: Any = getattr(activation, "func", activation)
+    if function is nn.functional.gelu:
+        options = getattr(activation, "keywords", {})
+        kind: str | None = "gelu_tanh" if options.get("approximate") == "tanh" else "gelu"
+    elif function in (nn.functional.relu, torch.relu):
+        kind = "relu"
+    else:
+        kind = plain_kind(function)
+    return ops.activation(x, kind=kind) if kind in PLAIN_ACTIVATIONS else activation(x)
 
 
 class LinearGate(Gate, abc.ABC):
