@@ -201,19 +201,6 @@ def float32_logits(x_TD: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
         )
 
 
-def slots_with_own_room(topk_idx_TK: Tensor, num_experts: int, room_E: Tensor) -> Tensor:
-    """Mask of the slots among the first `room_E[e]` of their expert, `[T, K]` bool."""
-    slots_S1 = topk_idx_TK.reshape(-1, 1)
-    # Rows without features: only the tables of the permutation are wanted.
-    _, permutation = ops.permute_tokens(
-        slots_S1.new_empty((slots_S1.shape[0], 0), dtype=torch.float32), slots_S1, num_experts
-    )
-    expert_S = slots_S1[:, 0].clamp(min=0)
-    place_S = permutation.row_of_slot - permutation.expert_offsets[expert_S]
-    kept_S = (slots_S1[:, 0] >= 0) & (place_S < room_E[expert_S])
-    return kept_S.view(topk_idx_TK.shape)
-
-
 def slots_with_room(topk_idx_TK: Tensor, num_experts: int, capacity: int, **options: Any) -> Tensor:
     """Mask of the slots that experts take, `[T, K]` bool; `options` of `ops.limit_capacity`."""
     if capacity < 1:
@@ -242,8 +229,16 @@ def slots_with_room_on_all_ranks(
     assert group is not None
     own_E = counts_of(topk_idx_TK, num_experts)
     counts_PE = collectives.all_gather(own_E[None], group, operation="capacity of the experts")
-    before_E = counts_PE[: group_rank(group)].sum(0)
-    return slots_with_own_room(topk_idx_TK, num_experts, (capacity - before_E).clamp(min=0))
+    room_E = (capacity - counts_PE[: group_rank(group)].sum(0)).clamp(min=0)
+    slots_S1 = topk_idx_TK.reshape(-1, 1)
+    # Rows without features: only the tables of the permutation are wanted.
+    _, permutation = ops.permute_tokens(
+        slots_S1.new_empty((slots_S1.shape[0], 0), dtype=torch.float32), slots_S1, num_experts
+    )
+    expert_S = slots_S1[:, 0].clamp(min=0)
+    place_S = permutation.row_of_slot - permutation.expert_offsets[expert_S]
+    kept_S = (slots_S1[:, 0] >= 0) & (place_S < room_E[expert_S])
+    return kept_S.view(topk_idx_TK.shape)
 
 
 def gumbel_noise(like: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ from moe_ext.distributed.placement import ExpertShards, Placement, declare_place
 from moe_ext.distributed.replicas import shards_of_experts
 from moe_ext.distributed.spread import Whole
 from moe_ext.distributed.state_dict import gathered
-from moe_ext.integrations.huggingface.adapters import placed, wrappers_of
+from moe_ext.integrations.huggingface.adapters import factors_of, wrappers_of
 from moe_ext.integrations.huggingface.decorated import ReplacedParts
 from moe_ext.integrations.huggingface.experts import (
     IMPLEMENTATION,
@@ -439,9 +439,8 @@ def wholes(found: ReplacedParts, ep_group: ProcessGroup) -> list[Whole]:
                 )
             made.append((f"{path}.{name}", parameter, place_of(module, name, ep_group)))
         place = Placement.of_experts(num_experts, ep_group if shards == 1 else None)
-        for wrapper in wrappers_of(found.model, path):
-            for name, layer, own in placed(wrapper, place):
-                made.append((f"{path}: {name}", layer.get_parameter("weight"), own))
+        for _, name, layer, own in factors_of(found.model, path, place):
+            made.append((f"{path}: {name}", layer.get_parameter("weight"), own))
     return made
 
 
@@ -519,10 +518,9 @@ def shard(
         if shards_of_experts(ep_group) > 1:
             continue  # there are no adapters
         place = Placement.of_experts(module.num_experts, ep_group)
-        for wrapper in wrappers_of(found.model, path):
+        for wrapper, name, _, own in factors_of(found.model, path, place):
             wrapper.takes_dtensors = True
-            for name, _, own in placed(wrapper, place):
-                declare_placement(wrapper, own, [name])
+            declare_placement(wrapper, own, [name])
     for outer in {found.model, model}:
         outer._ep_group = GroupHandle(ep_group)
         outer.__class__ = _mixed(WritesWhole, outer.__class__)
