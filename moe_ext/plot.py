@@ -5,8 +5,9 @@ Shapes: L layers, N steps, T tokens, E experts, K top-k.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,18 @@ if TYPE_CHECKING:
 MAX_COLUMNS = 400
 
 
+@contextlib.contextmanager
+def _installed(operation: str, package: str) -> Iterator[None]:
+    """An import of a package that may not be there."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(
+            f"{operation}: expected {package} to be installed, try `pip install {package}` "
+            f"({error})"
+        ) from error
+
+
 def summary_writer(folder: str | os.PathLike[str], **kwargs: Any) -> Any:
     """A `torch.utils.tensorboard.SummaryWriter` for `moe_ext.nn.log_metrics`.
 
@@ -34,25 +47,15 @@ def summary_writer(folder: str | os.PathLike[str], **kwargs: Any) -> Any:
     Raises:
         ImportError: TensorBoard is not installed.
     """
-    try:
+    with _installed("summary_writer", "tensorboard"):
         from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ImportError(
-            "summary_writer: expected tensorboard to be installed, try `pip install tensorboard` "
-            f"({error})"
-        ) from error
     return SummaryWriter(os.fspath(folder), **kwargs)
 
 
 def _figure(operation: str, **kwargs: Any) -> Figure:
     """A figure without pyplot: no window, no global state, any backend."""
-    try:
+    with _installed(operation, "matplotlib"):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            f"{operation}: expected matplotlib to be installed, try `pip install matplotlib` "
-            f"({error})"
-        ) from error
     return Figure(layout="constrained", **kwargs)
 
 
@@ -60,6 +63,12 @@ def save_figure(figure: Figure, path: str | os.PathLike[str], *, dpi: int = 120)
     """Write a figure as PNG, in one step: a kill leaves the old picture or the new one."""
     with replacing(path) as file:
         figure.savefig(file, dpi=dpi, format="png")
+
+
+def _saved(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
+    if path is not None:
+        save_figure(figure, path)
+    return figure
 
 
 def expert_load(
@@ -100,9 +109,7 @@ def expert_load(
         )
     relative = {name: _relative(value) for name, value in counts.items()}
     figure = _draw_layers(relative, title) if dims == {1} else _draw_history(relative, steps, title)
-    if path is not None:
-        save_figure(figure, path)
-    return figure
+    return _saved(figure, path)
 
 
 def _counts_by_layer(load: Any) -> dict[str, Tensor]:
@@ -288,31 +295,29 @@ def routing_flow(
     # Inner layers may mask other tokens on their two sides; their bars hold the larger.
     for place in range(1, len(names) - 1):
         loads[place] = torch.maximum(loads[place], shares[place - 1].sum(dim=0))
-    tops = [_stack(load) for load in loads]
+    bars = [_stack(load) for load in loads]
     for place, share in enumerate(shares):
-        _draw_bands(axes, place, share, tops[place], tops[place + 1], max_flows)
-    for place, (load, top) in enumerate(zip(loads, tops, strict=True)):
-        _draw_bars(axes, place, load, top, least_label=0.13 / size[1])
+        _draw_bands(axes, place, share, bars[place][1], bars[place + 1][1], max_flows)
+    for place, (height, top) in enumerate(bars):
+        _draw_bars(axes, place, height, top, least_label=0.13 / size[1])
     axes.set_xticks(range(len(names)), names, rotation=20 if len(names) > 4 else 0)
     axes.set_yticks([])
     axes.set(xlim=(-0.25, len(names) - 0.75), ylim=(1.02, -0.02), title=title)
     for side in ("top", "right", "bottom", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(length=0)
-    if path is not None:
-        save_figure(figure, path)
-    return figure
+    return _saved(figure, path)
 
 
 _BAR_WIDTH = 0.14
 _GAPS = 0.12
 
 
-def _stack(load_E: Tensor) -> Tensor:
-    """Upper edges of the bars of a column of height 1, expert 0 on top, a part of it gaps."""
+def _stack(load_E: Tensor) -> tuple[Tensor, Tensor]:
+    """Heights and upper edges of the bars of a column, expert 0 on top, a part of it gaps."""
     heights = load_E * (1 - _GAPS) / load_E.sum().clamp(min=1e-12)
     gap = _GAPS / max(1, load_E.shape[0] - 1)
-    return heights.cumsum(0) - heights + gap * torch.arange(load_E.shape[0])
+    return heights, heights.cumsum(0) - heights + gap * torch.arange(load_E.shape[0])
 
 
 def _color(expert: int, num_experts: int) -> Any:
@@ -321,9 +326,10 @@ def _color(expert: int, num_experts: int) -> Any:
     return colormaps["turbo"](0.06 + 0.88 * expert / max(1, num_experts - 1))
 
 
-def _draw_bars(axes: Any, place: int, load_E: Tensor, top_E: Tensor, *, least_label: float) -> None:
-    num_experts = load_E.shape[0]
-    heights = (load_E * (1 - _GAPS) / load_E.sum().clamp(min=1e-12)).tolist()
+def _draw_bars(
+    axes: Any, place: int, height_E: Tensor, top_E: Tensor, *, least_label: float
+) -> None:
+    num_experts, heights = height_E.shape[0], height_E.tolist()
     colors = [_color(e, num_experts) for e in range(num_experts)]
     axes.bar([place] * num_experts, heights, _BAR_WIDTH, top_E.tolist(), color=colors, linewidth=0)
     for expert, (height, top) in enumerate(zip(heights, top_E.tolist(), strict=True)):
@@ -411,9 +417,7 @@ def pipeline_timeline(
     )
     figure.suptitle(title)
     _name_colors(figure, list(named.values()))
-    if path is not None:
-        save_figure(figure, path)
-    return figure
+    return _saved(figure, path)
 
 
 def _name_colors(figure: Figure, timelines: Sequence[Timeline]) -> None:

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
+from moe_ext._checks import check_rule
 from moe_ext.comm import collectives
 from moe_ext.comm.groups import GroupHandle, group_rank, group_size, resolve_group, world_size
 from moe_ext.distributed.mesh import MoEMesh
 from moe_ext.distributed.placement import Placement, declare_placement
+from moe_ext.nn.expert_activation import PLAIN_ACTIVATIONS, plain_kind
 from moe_ext.nn.moe_layer import MoELayer
 from moe_ext.nn.routers import BalanceTerms, Router, RouterOutput, Tokens
 from moe_ext.nn.torch_state import without_autocast
@@ -199,19 +201,6 @@ def float32_logits(x_TD: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
         )
 
 
-def slots_with_own_room(topk_idx_TK: Tensor, num_experts: int, room_E: Tensor) -> Tensor:
-    """Mask of the slots among the first `room_E[e]` of their expert, `[T, K]` bool."""
-    slots_S1 = topk_idx_TK.reshape(-1, 1)
-    # Rows without features: only the tables of the permutation are wanted.
-    _, permutation = ops.permute_tokens(
-        slots_S1.new_empty((slots_S1.shape[0], 0), dtype=torch.float32), slots_S1, num_experts
-    )
-    expert_S = slots_S1[:, 0].clamp(min=0)
-    place_S = permutation.row_of_slot - permutation.expert_offsets[expert_S]
-    kept_S = (slots_S1[:, 0] >= 0) & (place_S < room_E[expert_S])
-    return kept_S.view(topk_idx_TK.shape)
-
-
 def slots_with_room(topk_idx_TK: Tensor, num_experts: int, capacity: int, **options: Any) -> Tensor:
     """Mask of the slots that experts take, `[T, K]` bool; `options` of `ops.limit_capacity`."""
     if capacity < 1:
@@ -240,8 +229,16 @@ def slots_with_room_on_all_ranks(
     assert group is not None
     own_E = counts_of(topk_idx_TK, num_experts)
     counts_PE = collectives.all_gather(own_E[None], group, operation="capacity of the experts")
-    before_E = counts_PE[: group_rank(group)].sum(0)
-    return slots_with_own_room(topk_idx_TK, num_experts, (capacity - before_E).clamp(min=0))
+    room_E = (capacity - counts_PE[: group_rank(group)].sum(0)).clamp(min=0)
+    slots_S1 = topk_idx_TK.reshape(-1, 1)
+    # Rows without features: only the tables of the permutation are wanted.
+    _, permutation = ops.permute_tokens(
+        slots_S1.new_empty((slots_S1.shape[0], 0), dtype=torch.float32), slots_S1, num_experts
+    )
+    expert_S = slots_S1[:, 0].clamp(min=0)
+    place_S = permutation.row_of_slot - permutation.expert_offsets[expert_S]
+    kept_S = (slots_S1[:, 0] >= 0) & (place_S < room_E[expert_S])
+    return kept_S.view(topk_idx_TK.shape)
 
 
 def gumbel_noise(like: Tensor) -> Tensor:
@@ -264,46 +261,30 @@ def uniform_noise(like: Tensor, low: float, high: float) -> Tensor:
     return noise.mul_(high - low).add_(low)
 
 
-def refuse_option(owner: str, name: str, value: object, rule: str) -> None:
-    """Raise the ValueError for an option that has no meaning here."""
-    raise ValueError(f"{owner}: expected {name} to be {rule}, got {value!r}")
-
-
 def check_option(owner: str, name: str, value: object, *allowed: object) -> None:
     """Raise the ValueError for a value that is none of those that have a meaning here."""
-    if value not in allowed:
-        *others, last = map(repr, allowed)
-        refuse_option(owner, name, value, f"{', '.join(others)} or {last}" if others else last)
+    *others, last = map(repr, allowed)
+    rule = f"{', '.join(others)} or {last}" if others else last
+    check_rule(owner, name, value, rule, value in allowed)
 
 
 def check_known_keys(owner: str, config: dict[str, Any], known: tuple[str, ...], what: str) -> None:
     """ValueError that names the first unknown key of a configuration."""
     for key in config:
-        if key not in known:
-            raise ValueError(
-                f"{owner}: expected the keys of {what} to be among {', '.join(known)}, got {key!r}"
-            )
-
-
-def fused_name(activation: Callable[[Tensor], Tensor]) -> str | None:
-    """Name of the fused kernel that computes the same function; None if there is none."""
-    function: Any = getattr(activation, "func", activation)
-    options = getattr(activation, "keywords", {})
-    if isinstance(function, nn.GELU):
-        function, options = nn.functional.gelu, {"approximate": function.approximate}
-    if function is nn.functional.gelu:
-        return "gelu_tanh" if options.get("approximate") == "tanh" else "gelu"
-    if isinstance(function, nn.ReLU) or function in (nn.functional.relu, torch.relu):
-        return "relu"
-    if isinstance(function, nn.SiLU) or function is nn.functional.silu:
-        return "silu"
-    return None
+        check_rule(owner, f"the keys of {what}", key, f"among {', '.join(known)}", key in known)
 
 
 def activate(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     """Run an activation function, fused where a kernel computes it."""
-    kind = fused_name(activation)
-    return activation(x) if kind is None else ops.activation(x, kind=kind)
+    function: Any = getattr(activation, "func", activation)
+    if function is nn.functional.gelu:
+        options = getattr(activation, "keywords", {})
+        kind: str | None = "gelu_tanh" if options.get("approximate") == "tanh" else "gelu"
+    elif function in (nn.functional.relu, torch.relu):
+        kind = "relu"
+    else:
+        kind = plain_kind(function)
+    return ops.activation(x, kind=kind) if kind in PLAIN_ACTIVATIONS else activation(x)
 
 
 class LinearGate(Gate, abc.ABC):
@@ -321,7 +302,7 @@ class LinearGate(Gate, abc.ABC):
     """
 
     def __init__(
-        self, d_model: int, num_expert: int, world_size: int, top_k: int, gate_bias: bool
+        self, d_model: int, num_expert: int, world_size: int, top_k: int = 2, gate_bias: bool = True
     ) -> None:
         super().__init__(d_model, num_expert * world_size, top_k)
         self.num_expert = num_expert

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
+from moe_ext._checks import check_rule
 from moe_ext.integrations._base import (
     Gate,
     RenamedLayer,
@@ -23,7 +24,6 @@ from moe_ext.integrations._base import (
     first_and_drawn,
     float32_logits,
     gumbel_noise,
-    refuse_option,
     slots_with_room,
     uniform_noise,
 )
@@ -73,16 +73,14 @@ class TopKGate(Gate):
         super().__init__(model_dim, num_experts, k)
         noisy_gate_policy = None if noisy_gate_policy == "None" else noisy_gate_policy
         check_option("deepspeed.TopKGate", "ep_group", ep_group, None)
-        policies = (None, "Jitter", "RSample")
-        check_option("deepspeed.MoE", "noisy_gate_policy", noisy_gate_policy, *policies)
-        if noisy_gate_policy == "RSample" and k != 1:
-            refuse_option("deepspeed.MoE", "noisy_gate_policy", "RSample", f"None for k={k}")
+        owner = "deepspeed.MoE"
+        check_option(owner, "noisy_gate_policy", noisy_gate_policy, None, "Jitter", "RSample")
+        fits = noisy_gate_policy != "RSample" or k == 1
+        check_rule(owner, "noisy_gate_policy", noisy_gate_policy, f"None for k={k}", fits)
         factors = {"capacity_factor": capacity_factor, "eval_capacity_factor": eval_capacity_factor}
         for name, factor in factors.items():
-            if not 0 < factor < math.inf:
-                refuse_option("deepspeed.MoE", name, factor, "positive")
-        if min_capacity < 0:
-            refuse_option("deepspeed.MoE", "min_capacity", min_capacity, "at least 0")
+            check_rule(owner, name, factor, "positive", 0 < factor < math.inf)
+        check_rule(owner, "min_capacity", min_capacity, "at least 0", min_capacity >= 0)
         self.wg = nn.Linear(model_dim, num_experts, bias=False)
         self.k = k
         self.capacity_factor = capacity_factor
@@ -214,12 +212,12 @@ class MoE(RenamedLayer):
         top2_2nd_expert_sampling: bool = True,
     ) -> None:
         owner = "deepspeed.MoE"
-        if use_tutel:
-            refuse_option(owner, "use_tutel", use_tutel, "False, as there is one implementation")
+        rule = "False, as there is one implementation"
+        check_rule(owner, "use_tutel", use_tutel, rule, not use_tutel)
         name = "enable_expert_tensor_parallelism"
         check_option(owner, name, enable_expert_tensor_parallelism, False)
-        if ep_size < 1 or num_experts % ep_size != 0:
-            refuse_option(owner, "num_experts", num_experts, f"a multiple of ep_size={ep_size}")
+        fits = ep_size >= 1 and num_experts % ep_size == 0
+        check_rule(owner, "num_experts", num_experts, f"a multiple of ep_size={ep_size}", fits)
         gate = TopKGate(
             hidden_size,
             num_experts,

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from moe_ext._checks import check_rule
 from moe_ext.comm.groups import world_size
 from moe_ext.distributed.clipping import GradScaler
 from moe_ext.distributed.mesh import MoEMesh
@@ -183,8 +184,8 @@ def from_ds_config(config: Mapping[str, Any]) -> DSConfig:
     left = _Keys(config)
     zero = left.section("zero_optimization")
     stage = zero.number("stage", 0)
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"{_OP}: expected zero_optimization.stage to be 0, 1, 2 or 3, got {stage}")
+    name = "zero_optimization.stage"
+    check_rule(_OP, name, stage, "0, 1, 2 or 3", stage in (0, 1, 2, 3))
     plus = {name: zero.take(name) for name in _ZERO_PLUS_PLUS if name in zero.left}
     zero.end()
     sizes = {
@@ -202,20 +203,17 @@ def from_ds_config(config: Mapping[str, Any]) -> DSConfig:
     micro, passes = _batches(left, ranks // rest)
     dtype, loss_scale = _precision(left)
     communication = left.take("communication_data_type", None)
-    if communication not in (None, *_DTYPES):
-        raise ValueError(
-            f"{_OP}: expected communication_data_type to be one of {sorted(_DTYPES)}, got "
-            f"{communication!r}"
-        )
+    fits, rule = communication in (None, *_DTYPES), f"one of {sorted(_DTYPES)}"
+    check_rule(_OP, "communication_data_type", communication, rule, fits)
     reduced = None if communication is None else _DTYPES[communication]
     clipping = left.number("gradient_clipping", 0.0)
     name, cls, options = _optimizer(left)
     if name in _COMPRESSED:
-        if stage > 0:
-            raise ValueError(
-                f"{_OP}: expected zero_optimization.stage to be 0 for optimizer.type {name!r}, "
-                f"which sends compressed moments in the place of gradients, got {stage}"
-            )
+        rule = (
+            f"0 for optimizer.type {name!r}, which sends compressed moments in the place of "
+            "gradients"
+        )
+        check_rule(_OP, "zero_optimization.stage", stage, rule, stage == 0)
         # Its gradients are those of each rank, so it clips itself.
         if clipping:
             options.setdefault("max_grad_norm", clipping)
@@ -240,10 +238,9 @@ def from_ds_config(config: Mapping[str, Any]) -> DSConfig:
 class _Keys:
     """A section of the configuration, from which keys are taken until none is left."""
 
-    def __init__(self, values: object, path: str = "") -> None:
-        if not isinstance(values, Mapping):
-            what = path.rstrip(".") or "config"
-            raise ValueError(f"{_OP}: expected {what} to be a dict, got {values!r}")
+    def __init__(self, values: Any, path: str = "") -> None:
+        fits = isinstance(values, Mapping)
+        check_rule(_OP, path.rstrip(".") or "config", values, "a dict", fits)
         self.left, self._path = dict(values), path
 
     def take(self, key: str, default: Any = None) -> Any:
@@ -259,11 +256,8 @@ class _Keys:
         value = self.take(key, default)
         whole = isinstance(default, int)
         is_number = isinstance(value, int if whole else int | float) and value is not True
-        if not is_number or value < 0:
-            kind = "a whole number" if whole else "a number"
-            raise ValueError(
-                f"{_OP}: expected {self._path}{key} to be {kind}, at least 0, got {value!r}"
-            )
+        rule = "a whole number, at least 0" if whole else "a number, at least 0"
+        check_rule(_OP, f"{self._path}{key}", value, rule, is_number and value >= 0)
         return value
 
     def section(self, key: str) -> _Keys:
@@ -324,10 +318,8 @@ def _precision(left: _Keys) -> tuple[torch.dtype, dict[str, Any] | None]:
     if low and half:
         raise ValueError(f"{_OP}: expected one of bf16.enabled and fp16.enabled, got both")
     static = fp16.number("loss_scale", 0.0)
-    if half and static:
-        raise ValueError(
-            f"{_OP}: expected fp16.loss_scale to be 0, a scale that adapts itself, got {static}"
-        )
+    rule = "0, a scale that adapts itself"
+    check_rule(_OP, "fp16.loss_scale", static, rule, not (half and static))
     scale = {
         "init_scale": 2.0 ** fp16.number("initial_scale_power", 16),
         "growth_interval": fp16.number("loss_scale_window", 1000),
@@ -346,11 +338,8 @@ def _optimizer(left: _Keys) -> tuple[str, type[Optimizer] | None, dict[str, Any]
         section.end()
         return "", None, {}
     name = str(kind).lower()
-    if name not in _OPTIMIZERS:
-        raise ValueError(
-            f"{_OP}: expected optimizer.type to be one of {sorted(_OPTIMIZERS)} in any case of "
-            f"letters, got {kind!r}"
-        )
+    rule = f"one of {sorted(_OPTIMIZERS)} in any case of letters"
+    check_rule(_OP, "optimizer.type", kind, rule, name in _OPTIMIZERS)
     cls, keys = _OPTIMIZERS[name], section.section("params")
     section.end()
     # DeepSpeed's Adam decouples the decay unless it is told not to.

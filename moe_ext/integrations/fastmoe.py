@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
-from moe_ext._checks import check_numbers
+from moe_ext._checks import check_numbers, check_rule
 from moe_ext.comm.groups import check_group, group_size, resolve_group
 from moe_ext.integrations._base import (
     GateHook,
@@ -24,7 +24,6 @@ from moe_ext.integrations._base import (
     check_capacity,
     check_option,
     gshard_output,
-    refuse_option,
     slots_with_room,
     switch_output,
 )
@@ -42,16 +41,6 @@ class NaiveGate(LinearGate):
         top_k: K, experts of a token.
         gate_bias: add a bias to the logits.
     """
-
-    def __init__(
-        self,
-        d_model: int,
-        num_expert: int,
-        world_size: int,
-        top_k: int = 2,
-        gate_bias: bool = True,
-    ) -> None:
-        super().__init__(d_model, num_expert, world_size, top_k, gate_bias)
 
     def decide(self, logits_TE: Tensor) -> RouterOutput:
         """Choose experts from logits."""
@@ -229,8 +218,8 @@ class FMoE(RenamedLayer):
                 f"{owner}: expected gate to be NaiveGate, GShardGate, SwitchGate of "
                 f"moe_ext.integrations.fastmoe or a subclass, got {gate!r}"
             )
-        if expert is None:
-            refuse_option(owner, "expert", expert, "a callable or a list of callables")
+        rule = "a callable or a list of callables"
+        check_rule(owner, "expert", expert, rule, expert is not None)
         makers = expert if isinstance(expert, list) else [expert] * num_expert
         group = _group_of(owner, world_size, moe_group)
         modules = [make(d_model) for make in makers if make is not None]
@@ -297,8 +286,7 @@ class FMoETransformerMLP(FMoE):
         owner = "fastmoe.FMoETransformerMLP"
         check_option(owner, "expert_dp_comm", expert_dp_comm, "none", "dp")
         check_option(owner, "expert_rank", expert_rank, 0)
-        if "expert" in kwargs:
-            refuse_option(owner, "expert", kwargs["expert"], "left out")
+        check_rule(owner, "expert", kwargs.get("expert"), "left out", "expert" not in kwargs)
         act = nn.GELU() if activation is None else activation
         super().__init__(
             num_expert, d_model, expert=lambda dim: _Expert(dim, d_hidden, act), **kwargs
@@ -311,9 +299,9 @@ def _group_of(owner: str, world_size: int, group: ProcessGroup | None) -> Proces
     if group is None and world_size > 1:
         group = resolve_group(None, owner)
     check_group(group, owner)
-    if group_size(group) != world_size:
-        rule = f"the size of moe_group, {group_size(group)}"
-        refuse_option(owner, "world_size", world_size, rule)
+    ranks = group_size(group)
+    rule = f"the size of moe_group, {ranks}"
+    check_rule(owner, "world_size", world_size, rule, world_size == ranks)
     return group if world_size > 1 else None
 
 

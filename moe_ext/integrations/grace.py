@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext._bytes import as_bytes
-from moe_ext._checks import check_choice, check_numbers
+from moe_ext._checks import check_choice, check_numbers, check_rule
 from moe_ext.comm.agreement import Agreement, is_nonfinite, options_of
 from moe_ext.comm.collectives import all_gather, all_reduce_
 from moe_ext.comm.failures import naming_failed_ranks
@@ -69,7 +69,6 @@ __all__ = [
 
 _OP = "grace"
 _LARGEST_HALF = torch.finfo(torch.float16).max
-_MAX_LEVELS = {"int4": 7, "int8": 127}
 
 Codes = Sequence[Tensor]
 
@@ -178,16 +177,14 @@ class Communicator(ABC):
         group: ProcessGroup | None = None,
     ) -> None:
         """Check the number of ranks."""
-        group = resolve_group(group, type(self).__name__)
+        owner = type(self).__name__
+        group = resolve_group(group, owner)
         ranks = group_size(group)
-        if world_size is not None and world_size != ranks:
-            raise ValueError(
-                f"{type(self).__name__}: expected world_size to be the group's {ranks}, got "
-                f"{world_size}"
-            )
+        fits = world_size in (None, ranks)
+        check_rule(owner, "world_size", world_size, f"the group's {ranks}", fits)
         if self.adds_codes and not compressor.is_linear:
             raise ValueError(
-                f"{type(self).__name__}: expected compressor to be linear (none, fp16, randomk, "
+                f"{owner}: expected compressor to be linear (none, fp16, randomk, "
                 f"powersgd), got {type(compressor).__name__}; its codes are sent by Allgather"
             )
         self.compressor, self.memory = compressor, memory
@@ -245,11 +242,8 @@ class Communicator(ABC):
             ValueError: another version or number of ranks.
         """
         for key, want in (("version", 1), ("world_size", self.world_size)):
-            if state.get(key) != want:
-                raise ValueError(
-                    f"{type(self).__name__}: expected the state's {key} to be {want}, got "
-                    f"{state.get(key)!r}"
-                )
+            found = state.get(key)
+            check_rule(type(self).__name__, f"the state's {key}", found, f"{want}", found == want)
         self.compressor.load_state_dict(state["compressor"])
         self.memory.load_state_dict(state["memory"])
 
@@ -385,15 +379,13 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _check_momentum(owner: str, momentum: float) -> float:
-    if not 0.0 <= momentum < 1.0:
-        raise ValueError(f"{owner}: expected momentum to be in [0, 1), got {momentum!r}")
+    check_rule(owner, "momentum", momentum, "in [0, 1)", 0.0 <= momentum < 1.0)
     return momentum
 
 
 def _check_ratio(owner: str, ratio: float) -> float:
     check_numbers(owner, {"compress_ratio": "float"}, {"compress_ratio": ratio})
-    if not 0.0 < ratio <= 1.0:
-        raise ValueError(f"{owner}: expected compress_ratio to be in (0, 1], got {ratio!r}")
+    check_rule(owner, "compress_ratio", ratio, "in (0, 1]", 0.0 < ratio <= 1.0)
     return ratio
 
 
@@ -487,11 +479,8 @@ class ThresholdCompressor(_SparseCompressor):
         """Check the threshold."""
         check_numbers("ThresholdCompressor", ThresholdCompressor.__init__.__annotations__, locals())
         super().__init__(tensors_size_are_same=False)
-        if not (threshold >= 0.0 and math.isfinite(threshold)):
-            raise ValueError(
-                f"ThresholdCompressor: expected threshold to be finite and at least 0, got "
-                f"{threshold!r}"
-            )
+        fits = threshold >= 0.0 and math.isfinite(threshold)
+        check_rule("ThresholdCompressor", "threshold", threshold, "finite and at least 0", fits)
         self.threshold = threshold
 
     def _select(self, flat_N: Tensor, left_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -582,12 +571,10 @@ class _BlockCompressor(_StatefulCompressor):
     def __init__(self, format: str, block: int, *, stochastic: bool = False, seed: int = 0) -> None:
         """Check the size of blocks."""
         super().__init__()
-        check_numbers(type(self).__name__, {"bucket_size": "int"}, {"bucket_size": block})
-        if block not in (64, 128, 256, 512, 1024):
-            raise ValueError(
-                f"{type(self).__name__}: expected bucket_size to be a power of two from 64 to "
-                f"1024, got {block!r}"
-            )
+        owner = type(self).__name__
+        check_numbers(owner, {"bucket_size": "int"}, {"bucket_size": block})
+        rule = "a power of two from 64 to 1024"
+        check_rule(owner, "bucket_size", block, rule, block in (64, 128, 256, 512, 1024))
         self.format = format
         self.block = block
         self.stochastic = stochastic
@@ -638,11 +625,9 @@ class QSGDCompressor(_BlockCompressor):
     def __init__(self, quantum_num: int = 127, bucket_size: int = 128, seed: int = 0) -> None:
         """Choose the format."""
         check_numbers("QSGDCompressor", QSGDCompressor.__init__.__annotations__, locals())
-        if not 1 <= quantum_num <= _MAX_LEVELS["int8"]:
-            raise ValueError(
-                f"QSGDCompressor: expected quantum_num to be in [1, 127], got {quantum_num!r}"
-            )
-        format = "int4" if quantum_num <= _MAX_LEVELS["int4"] else "int8"
+        fits = 1 <= quantum_num <= 127
+        check_rule("QSGDCompressor", "quantum_num", quantum_num, "in [1, 127]", fits)
+        format = "int4" if quantum_num <= 7 else "int8"
         super().__init__(format, bucket_size, stochastic=True, seed=seed)
 
 
@@ -812,11 +797,9 @@ class _StoredMemory(Memory):
     def _begin(self, name: str, like: Tensor) -> tuple[CodecMemory, list[Tensor | None]]:
         """The memory of a name, and what it keeps of each kind in the shape of the tensor."""
         memory = self._memories.get(name) or self._memories.make(name, like)
-        if memory.shapes[0] != like.shape:
-            raise ValueError(
-                f"{type(self).__name__}: expected {name} to be of shape {tuple(memory.shapes[0])} "
-                f"as before, got {tuple(like.shape)}"
-            )
+        before, shape = tuple(memory.shapes[0]), tuple(like.shape)
+        rule = f"of shape {before} as before"
+        check_rule(type(self).__name__, name, shape, rule, shape == before)
         memory.begin()
         self._begun.append(memory)
         kept = [memory.kept(kind) for kind in self._kinds.values()]

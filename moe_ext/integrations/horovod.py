@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer
 
+from moe_ext._checks import check_rule
 from moe_ext.comm.collectives import all_gather, all_reduce_, gather_objects
 from moe_ext.comm.collectives import broadcast_ as _send
 from moe_ext.comm.groups import (
@@ -90,33 +91,26 @@ Average, Sum, Adasum, Min, Max, Product = "average", "sum", "adasum", "min", "ma
 # Options of calls that are served; the others are refused.
 _OPS = (Average, Sum, Min, Max)
 global_process_set = "global"
-# Horovod's names that are not here, and what there is instead.
-_ABSENT = {
-    **dict.fromkeys(("alltoall", "alltoall_async"), "torch.distributed.all_to_all_single"),
-    **dict.fromkeys(
-        (
-            *("reducescatter", "reducescatter_async"),
-            *("grouped_reducescatter", "grouped_reducescatter_async"),
-        ),
-        "torch.distributed.reduce_scatter_tensor",
+# Names to use in the place of those of Horovod that are not here.
+_INSTEAD = {
+    "torch.distributed.all_to_all_single": ("alltoall", "alltoall_async"),
+    "torch.distributed.reduce_scatter_tensor": (
+        *("reducescatter", "reducescatter_async"),
+        *("grouped_reducescatter", "grouped_reducescatter_async"),
     ),
-    **dict.fromkeys(("grouped_allgather", "grouped_allgather_async"), "allgather for each tensor"),
-    **dict.fromkeys(("grouped_allreduce_async", "grouped_allreduce_async_"), "grouped_allreduce"),
-    "sparse_allreduce_async": "moe_ext.compression.row_sparse_all_reduce",
-    "SyncBatchNorm": "torch.nn.SyncBatchNorm",
-    "elastic": "torchrun --max-restarts and moe_ext.distributed.checkpoint",
-    **dict.fromkeys(
-        ("ProcessSet", "add_process_set", "remove_process_set"), "torch.distributed.new_group"
-    ),
-    **dict.fromkeys(("start_timeline", "stop_timeline"), "torch.profiler"),
-    **dict.fromkeys(
-        (
-            *("mpi_threads_supported", "mpi_enabled", "mpi_built", "gloo_enabled", "gloo_built"),
-            *("nccl_built", "ddl_built", "ccl_built", "cuda_built", "rocm_built"),
-        ),
-        "torch.distributed.get_backend",
+    "allgather for each tensor": ("grouped_allgather", "grouped_allgather_async"),
+    "grouped_allreduce": ("grouped_allreduce_async", "grouped_allreduce_async_"),
+    "moe_ext.compression.row_sparse_all_reduce": ("sparse_allreduce_async",),
+    "torch.nn.SyncBatchNorm": ("SyncBatchNorm",),
+    "torchrun --max-restarts and moe_ext.distributed.checkpoint": ("elastic",),
+    "torch.distributed.new_group": ("ProcessSet", "add_process_set", "remove_process_set"),
+    "torch.profiler": ("start_timeline", "stop_timeline"),
+    "torch.distributed.get_backend": (
+        *("mpi_threads_supported", "mpi_enabled", "mpi_built", "gloo_enabled", "gloo_built"),
+        *("nccl_built", "ddl_built", "ccl_built", "cuda_built", "rocm_built"),
     ),
 }
+_ABSENT = {name: instead for instead, names in _INSTEAD.items() for name in names}
 # A rank begins the step of the optimizer of a number, or one of these.
 _JOINED, _CALL, _SCALED = -1, -2, -3
 
@@ -185,8 +179,7 @@ def init(comm: None = None, process_sets: None = None) -> None:
         ValueError: an argument is not None.
     """
     for name, value in (("comm", comm), ("process_sets", process_sets)):
-        if value is not None:
-            raise ValueError(f"init: expected {name} to be None, got {value!r}")
+        check_rule("init", name, value, "None", value is None)
     if not is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         join_processes(backend)
@@ -276,8 +269,7 @@ def _call_name(kind: int, facts: object) -> str:
 
 
 def _check_op(function: str, op: str, choices: Sequence[str]) -> None:
-    if op not in choices:
-        raise ValueError(f"{function}: expected op to be one of {', '.join(choices)}, got {op!r}")
+    check_rule(function, "op", op, f"one of {', '.join(choices)}", op in choices)
 
 
 def _check_set(function: str, process_set: object) -> None:
@@ -289,16 +281,15 @@ def _check_set(function: str, process_set: object) -> None:
 
 
 def _check_compression(function: str, compression: Any) -> None:
-    if not all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
-        raise ValueError(
-            f"{function}: expected compression to be Compression.none, Compression.fp16 or another "
-            f"class with compress and decompress, got {compression!r}"
-        )
+    needed = ("compress", "decompress")
+    fits = all(callable(getattr(compression, name, None)) for name in needed)
+    rule = "Compression.none, Compression.fp16 or another class with compress and decompress"
+    check_rule(function, "compression", compression, rule, fits)
 
 
 def _check_root(function: str, root_rank: int) -> None:
-    if not 0 <= root_rank < size():
-        raise ValueError(f"{function}: expected root_rank to be in [0, {size()}), got {root_rank}")
+    fits = 0 <= root_rank < size()
+    check_rule(function, "root_rank", root_rank, f"in [0, {size()})", fits)
 
 
 def _op_of(function: str, average: bool | None, op: str | None) -> str:
@@ -858,18 +849,14 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     _check_compression(owner, compression)
     _check_set(owner, process_set)
     _check_copies(owner, optimizer)
-    if backward_passes_per_step < 1:
-        raise ValueError(
-            f"{owner}: expected backward_passes_per_step to be 1 or more, got "
-            f"{backward_passes_per_step}"
-        )
+    passes = backward_passes_per_step
+    check_rule(owner, "backward_passes_per_step", passes, "1 or more", passes >= 1)
     if not gradient_predivide_factor > 0 or (gradient_predivide_factor != 1.0 and op != Average):
         raise ValueError(
             f"{owner}: expected gradient_predivide_factor to be positive, and 1 where op is not "
             f"Average, got {gradient_predivide_factor} with {op!r}"
         )
-    if num_groups < 0:
-        raise ValueError(f"{owner}: expected num_groups to be 0 or more, got {num_groups}")
+    check_rule(owner, "num_groups", num_groups, "0 or more", num_groups >= 0)
     if named_parameters is not None:
         _check_names(owner, optimizer, list(named_parameters))
     gradients = _Gradients(optimizer, len(_optimizers), compression, op, sparse_as_dense)

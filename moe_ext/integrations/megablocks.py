@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import ops
-from moe_ext._checks import check_numbers_of_fields
+from moe_ext._checks import check_numbers_of_fields, check_rule
 from moe_ext.comm.groups import group_rank, group_size
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.integrations._base import (
@@ -29,7 +29,6 @@ from moe_ext.integrations._base import (
     check_option,
     counts_of,
     float32_logits,
-    refuse_option,
 )
 from moe_ext.nn.routers import RouterOutput, Tokens
 
@@ -150,8 +149,7 @@ class LearnedRouter(Gate):
         assert tokens.mask_T is None, "dMoE takes no mask"
         args = self.args
         chosen = ops.topk_gate(logits_TE, self.top_k, renormalize=False)
-        idx, weights = chosen.topk_idx, chosen.topk_weights
-        counts_E = chosen.num_tokens_per_expert
+        weights, idx, counts_E, score_sum = chosen
         if args.moe_normalize_expert_weights:
             order = float(args.moe_normalize_expert_weights)
             weights = weights / weights.norm(p=order, dim=-1, keepdim=True)
@@ -159,10 +157,10 @@ class LearnedRouter(Gate):
             slots = torch.arange(idx.numel(), device=idx.device)
             idx = (slots % self.num_experts).view_as(idx)
             counts_E = counts_of(idx, self.num_experts)
-        self.loss = ops.load_balance_loss(chosen.score_sum, counts_E, self.top_k)
+        self.loss = ops.load_balance_loss(score_sum, counts_E, self.top_k)
         if args.moe_zloss_weight:
             self.zloss = ops.router_z_loss(logits_TE)
-        return self.output(logits_TE, weights, idx, None, (counts_E, counts_E), chosen.score_sum)
+        return self.output(logits_TE, weights, idx, None, (counts_E, counts_E), score_sum)
 
 
 class _MLP(FacadeExperts):
@@ -273,15 +271,15 @@ class dMoE(RenamedLayer):  # noqa: N801 - MegaBlocks' name
     def __init__(self, args: Arguments) -> None:
         owner = "megablocks.dMoE"
         group = args.expert_parallel_group
-        if not args.moe_expert_model_parallelism and group is not None:
-            rule = "None without moe_expert_model_parallelism"
-            refuse_option(owner, "expert_parallel_group", group, rule)
-        if args.moe_num_experts % group_size(group) != 0:
-            rule = f"a multiple of the size of expert_parallel_group, {group_size(group)}"
-            refuse_option(owner, "moe_num_experts", args.moe_num_experts, rule)
-        if args.shared_expert and args.bias and args.return_bias:
-            refuse_option(owner, "return_bias", True, "False with a shared expert")
-        ep_group = group if group_size(group) > 1 else None
+        fits = args.moe_expert_model_parallelism or group is None
+        rule = "None without moe_expert_model_parallelism"
+        check_rule(owner, "expert_parallel_group", group, rule, fits)
+        ranks, num_experts = group_size(group), args.moe_num_experts
+        rule = f"a multiple of the size of expert_parallel_group, {ranks}"
+        check_rule(owner, "moe_num_experts", num_experts, rule, num_experts % ranks == 0)
+        fits = not (args.shared_expert and args.bias and args.return_bias)
+        check_rule(owner, "return_bias", True, "False with a shared expert", fits)
+        ep_group = group if ranks > 1 else None
         super().__init__(
             args.hidden_size,
             args.moe_num_experts,
@@ -354,13 +352,13 @@ def batched_router_zloss(args: Arguments) -> Tensor:
     Raises:
         ValueError: the weight is zero, or no layer has run.
     """
-    if not args.moe_zloss_weight:
-        refuse_option("batched_router_zloss", "moe_zloss_weight", 0, "positive")
+    weight = args.moe_zloss_weight
+    check_rule("batched_router_zloss", "moe_zloss_weight", weight, "positive", bool(weight))
     if not _zlosses:
         raise ValueError(
             "batched_router_zloss: expected a layer to have run since the last clear, got none"
         )
-    return torch.stack(list(_zlosses.values())) * args.moe_zloss_weight
+    return torch.stack(list(_zlosses.values())) * weight
 
 
 def clear_router_zloss() -> None:

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import ops
+from moe_ext._checks import check_rule
 from moe_ext.comm.groups import check_group, group_size
 from moe_ext.integrations._base import (
     LinearGate,
@@ -22,7 +23,6 @@ from moe_ext.integrations._base import (
     check_known_keys,
     check_option,
     gshard_output,
-    refuse_option,
     slots_with_room_on_all_ranks,
     switch_output,
 )
@@ -41,7 +41,7 @@ class NaiveGate(LinearGate):
     """
 
     def __init__(self, d_model: int, num_expert: int, world_size: int, topk: int = 2) -> None:
-        super().__init__(d_model, num_expert, world_size, topk, True)
+        super().__init__(d_model, num_expert, world_size, topk)
 
     def decide(self, logits_TE: Tensor) -> RouterOutput:
         """Choose experts from logits."""
@@ -178,13 +178,13 @@ class MoELayer(RenamedLayer):
         owner = "paddle.MoELayer"
         check_group(moe_group, owner)
         check_group(mp_group, owner)
-        if group_size(mp_group) > 1:
-            refuse_option(owner, "mp_group", mp_group, "None or a group of one rank")
+        rule = "None or a group of one rank"
+        check_rule(owner, "mp_group", mp_group, rule, group_size(mp_group) == 1)
         for name, value in (recompute_ctx or {}).items():
-            if name not in ("mp_group", "offload", "partition"):
-                refuse_option(owner, "recompute_ctx", name, "of the known keys")
-            if name != "mp_group" and value:
-                refuse_option(owner, f"recompute_ctx[{name!r}]", value, "false")
+            known = name in ("mp_group", "offload", "partition")
+            check_rule(owner, "recompute_ctx", name, "of the known keys", known)
+            fits = name == "mp_group" or not value
+            check_rule(owner, f"recompute_ctx[{name!r}]", value, "false", fits)
         modules = list(experts)
         ranks = group_size(moe_group)
         ep_group = moe_group if ranks > 1 else None
@@ -227,9 +227,8 @@ def _make_gate(
         check_known_keys(owner, gate, ("type", "top_k"), "gate")
         kind = gate.get("type", "gshard")
         check_option(owner, "gate['type']", kind, *_GATES)
-        if num_expert < 1:
-            refuse_option(owner, "experts", [], "at least one module")
-        return _GATES[kind](d_model, num_expert, ranks, gate.get("top_k", 2))  # type: ignore[call-arg]
+        check_rule(owner, "experts", [], "at least one module", num_expert >= 1)
+        return _GATES[kind](d_model, num_expert, ranks, gate.get("top_k", 2))
     if not isinstance(gate, NaiveGate):
         raise TypeError(
             f"{owner}: expected gate to be a dict or a gate of moe_ext.integrations.paddle, got "
@@ -239,6 +238,6 @@ def _make_gate(
         ("num_expert", gate.num_expert, num_expert),
         ("world_size", gate.world_size, ranks),
     ):
-        if found != wanted:
-            refuse_option(owner, f"gate.{name}", found, f"{wanted}, as the layer has")
+        rule = f"{wanted}, as the layer has"
+        check_rule(owner, f"gate.{name}", found, rule, found == wanted)
     return gate

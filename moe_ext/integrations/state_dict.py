@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ext._checks import check_rule
+
 __all__ = ["LAYOUTS", "ExpertNames", "convert"]
 
 # Dimensions of the parts of a layer in a conversion. "2F" is gate and up in one.
@@ -156,10 +158,8 @@ LAYOUTS = tuple(sorted([*_STACKED, *_OF_MODULES]))
 
 
 def _find(name: str, names: ExpertNames | None) -> _Layout:
-    if name not in LAYOUTS:
-        raise ValueError(
-            f"convert: expected source and target to be among {', '.join(LAYOUTS)}, got {name!r}"
-        )
+    rule = f"among {', '.join(LAYOUTS)}"
+    check_rule("convert", "source and target", name, rule, name in LAYOUTS)
     if name in _STACKED:
         if names is not None:
             raise ValueError(
@@ -231,11 +231,10 @@ class _LayerReader:
             parts[part] = _in_order(value, dims, _DIMS[part], self.sizes)
         self._finish()
         count = parts.pop("count", None)
-        if count is not None and int(count) != self.sizes["E"]:
-            raise ValueError(
-                f"convert: expected {entries['count'][0]!r} to be {self.sizes['E']}, the rows of "
-                f"the router, got {int(count)}"
-            )
+        if count is not None:
+            rule = f"{self.sizes['E']}, the rows of the router"
+            fits = int(count) == self.sizes["E"]
+            check_rule("convert", f"{entries['count'][0]!r}", int(count), rule, fits)
         for end in ("", "_bias"):
             if f"gate_up{end}" in parts:
                 both = parts.pop(f"gate_up{end}")
@@ -279,11 +278,9 @@ class _LayerReader:
         matches = map(pattern.match, self._own)
         found = sorted({int(match[1]) for match in matches if match})
         count = self.sizes["E"]
-        if found != list(range(count)):
-            raise ValueError(
-                f"convert: expected the experts under {experts!r} to be 0..{count - 1}, as the "
-                f"router has {count}, got {found}"
-            )
+        rule = f"0..{count - 1}, as the router has {count}"
+        fits = found == list(range(count))
+        check_rule("convert", f"the experts under {experts!r}", found, rule, fits)
 
     def _finish(self) -> None:
         """ValueError for an entry of the layer that nobody took."""

@@ -31,11 +31,11 @@ its launcher start it anew. torchft itself is not imported.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import Work
 from torch.optim.optimizer import Optimizer
 
 from moe_ext.comm.agreement import Agreement
@@ -46,18 +46,14 @@ from moe_ext.distributed.placement import sharded_parameters
 from moe_ext.nn.model_layers import moe_layers
 from moe_ext.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
+
 __all__ = ["ReplicaState", "average_over_groups"]
 
 _OP = "average_over_groups"
 _BUCKET_BYTES = 25 * 2**20
 _ONE_BIT = (OneBitAdam, OneBitLamb, ZeroOneAdam)
-
-
-class Work(Protocol):
-    """A message underway."""
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """End the message; False where it failed."""
 
 
 class QuorumManager(Protocol):
@@ -74,16 +70,6 @@ class QuorumManager(Protocol):
 
     def current_step(self) -> int:
         """Number of the step."""
-
-
-class Stateful(Protocol):
-    """Has a state, such as a `CompressionState`, a scheduler or a data loader."""
-
-    def state_dict(self) -> Any:
-        """The state."""
-
-    def load_state_dict(self, state_dict: Any) -> Any:
-        """Take a state over."""
 
 
 class ReplicaState:

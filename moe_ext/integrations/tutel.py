@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
+from moe_ext._checks import check_rule
 from moe_ext.comm import collectives
 from moe_ext.comm.groups import GroupHandle, group_size, resolve_group
 from moe_ext.distributed.dtensor import local_part
@@ -28,7 +29,6 @@ from moe_ext.integrations._base import (
     check_option,
     counts_of,
     float32_logits,
-    refuse_option,
     slots_with_room,
 )
 from moe_ext.nn.routers import RouterOutput, Tokens
@@ -87,8 +87,7 @@ def _make_gate(config: dict[str, Any], model_dim: int, num_experts: int) -> nn.M
     """A gate from Tutel's configuration, which is left as it is."""
     kind = config.get("type")
     k = int(config.get("k", 1))
-    if k < 1:
-        refuse_option(_OWNER, "gate_type['k']", config["k"], "at least 1")
+    check_rule(_OWNER, "gate_type['k']", config.get("k"), "at least 1", k >= 1)
     if kind == "top":
         check_known_keys(_OWNER, config, _GATE_KEYS, "a gate of type 'top'")
         gate: nn.Module = _LinearTopKGate(
@@ -102,7 +101,7 @@ def _make_gate(config: dict[str, Any], model_dim: int, num_experts: int) -> nn.M
         rest = {name: value for name, value in config.items() if name not in ("type", "module")}
         gate = config["module"](model_dim=model_dim, num_global_experts=num_experts, **rest)
     else:
-        refuse_option(_OWNER, "gate_type['type']", kind, "'top', 'cosine_top' or 'custom'")
+        check_option(_OWNER, "gate_type['type']", kind, "top", "cosine_top", "custom")
     for name, default in (("gate_noise", 0.0), ("capacity_factor", 1.0)):
         if not hasattr(gate, name):
             setattr(gate, name, float(config.get(name, default)))
@@ -209,8 +208,8 @@ def _make_experts(
     sizes = ("type", "num_experts_per_device", "count_per_node", "hidden_size_per_expert")
     check_known_keys(_OWNER, config, sizes + _EXPERT_KEYS[kind], f"experts of type {kind!r}")
     ffn_dim = config.get("hidden_size_per_expert")
-    if not isinstance(ffn_dim, int) or ffn_dim < 1:
-        refuse_option(_OWNER, "experts['hidden_size_per_expert']", ffn_dim, "at least 1")
+    fits = isinstance(ffn_dim, int) and ffn_dim >= 1
+    check_rule(_OWNER, "experts['hidden_size_per_expert']", ffn_dim, "at least 1", fits)
     check_option(_OWNER, "experts['output_dim']", config.get("output_dim"), model_dim, None)
     activation_fn = config.get("activation_fn")
     assert ffn_dim is not None
@@ -223,9 +222,9 @@ def _make_experts(
 def _local_count(config: dict[str, Any]) -> int:
     """Experts of each rank."""
     count = config.get("num_experts_per_device", config.get("count_per_node", 1))
-    if not isinstance(count, int) or count < 1:
-        rule = "at least 1, since an expert is not split over ranks"
-        refuse_option(_OWNER, "experts['num_experts_per_device']", count, rule)
+    rule = "at least 1, since an expert is not split over ranks"
+    fits = isinstance(count, int) and count >= 1
+    check_rule(_OWNER, "experts['num_experts_per_device']", count, rule, fits)
     return count
 
 
@@ -284,18 +283,17 @@ class _Gates(Gate):
             noise = torch.randn_like(logits_TE) / self.num_experts
             noisy_TE = logits_TE + gate.gate_noise * noise
         chosen = ops.topk_gate(noisy_TE, top_k, renormalize=False)
-        idx, weights = chosen.topk_idx, chosen.topk_weights
+        weights, idx, counts_E, score_sum = chosen
         first_E = counts_of(idx[:, 0], self.num_experts)
         if self.is_gshard_loss:
-            self.loss = ops.load_balance_loss(chosen.score_sum, first_E, 1)
+            self.loss = ops.load_balance_loss(score_sum, first_E, 1)
         else:
             self.loss = _load_importance_loss(logits_TE, noisy_TE, idx, gate.gate_noise)
         kept = self._kept(gate, chosen)
         if self.normalize_gate and top_k > 1:
             total = weights.sum(1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)
             weights = weights / total
-        counts = (chosen.num_tokens_per_expert, first_E)
-        return self.output(logits_TE, weights, idx, kept, counts, chosen.score_sum)
+        return self.output(logits_TE, weights, idx, kept, (counts_E, first_E), score_sum)
 
     def _kept(self, gate: Any, chosen: ops.GateOutput) -> Tensor | None:
         """Slots with room at their expert; None for all."""
@@ -381,8 +379,8 @@ class MOELayer(RenamedLayer):
         _seed(seeds, 1)
         modules = _make_experts(experts, model_dim, num_local, group)
         configs = [gate_type] if isinstance(gate_type, dict) else list(gate_type)
-        if not configs or not all(isinstance(config, dict) for config in configs):
-            refuse_option(_OWNER, "gate_type", gate_type, "a dict or a list of dicts")
+        fits = bool(configs) and all(isinstance(config, dict) for config in configs)
+        check_rule(_OWNER, "gate_type", gate_type, "a dict or a list of dicts", fits)
         gates = []
         for index, config in enumerate(configs):
             _seed(seeds, 0, index)
@@ -451,12 +449,11 @@ class MOELayer(RenamedLayer):
         check_option(_OWNER, "reserve_dims", reserve_dims, 1)
         check_option(_OWNER, "adaptive_r", adaptive_r, None, 1)
         check_option(_OWNER, "megablocks_size", megablocks_size, 0)
-        if top_k is not None and top_k < 1:
-            refuse_option(_OWNER, "top_k", top_k, "at least 1")
+        check_rule(_OWNER, "top_k", top_k, "at least 1", top_k is None or top_k >= 1)
         gates: Any = self.router
-        if str(gate_index) not in dict(gates.named_children()):
-            rule = f"in 0..{len(list(gates.children())) - 1}"
-            refuse_option(_OWNER, "gate_index", gate_index, rule)
+        known = dict(gates.named_children())
+        rule = f"in 0..{len(known) - 1}"
+        check_rule(_OWNER, "gate_index", gate_index, rule, str(gate_index) in known)
         gates.call = _Call(gate_index, capacity_factor, top_k, inequivalent_tokens)
         y = self.run(input)
         self.l_aux, gates.loss = gates.loss, None
@@ -494,9 +491,8 @@ def _load_importance_loss(
     The load of an expert is the sum over tokens of the probability that fresh noise would lift it
     to the K-th of the noisy logits.
     """
-    if not gate_noise > 0:
-        rule = "positive for is_gshard_loss=False"
-        refuse_option(_OWNER, "gate_noise", gate_noise, rule)
+    rule = "positive for is_gshard_loss=False"
+    check_rule(_OWNER, "gate_noise", gate_noise, rule, gate_noise > 0)
     threshold_T1 = noisy_TE.gather(1, idx_TK[:, -1:])
     width = gate_noise / logits_TE.shape[1]
     load_E = torch.special.ndtr((logits_TE - threshold_T1) / width).sum(0)

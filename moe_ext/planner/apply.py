@@ -360,14 +360,14 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
     problem = choice_problem(choice)
     if problem is not None:
         raise ValueError(f"Plan.apply: {problem}")
-    styles = tensor_parallel_styles(model, tp, "Plan.apply") if tp > 1 else {}
+    styles = tensor_parallel_styles(model, tp) if tp > 1 else {}
     table = _table(plan) if pp > 1 else None
     stages = None if table is None else _stages(model, plan)
     again = _again(plan)
     some = 0 < len(again) < plan.model.num_layers
     layers: Sequence[Any] = ()
     if _is_fsdp(plan) or some:
-        layers = decoder_of(model, "Plan.apply").layers
+        layers = decoder_of(model).layers
     if some and not all(hasattr(layer, "gradient_checkpointing") for layer in layers):
         raise ValueError(
             f"Plan.apply: expected layers of the model to have gradient_checkpointing, to compute "
@@ -508,7 +508,7 @@ def _stages(model: nn.Module, plan: Plan) -> Stages:
                 f"moe_ext.pipeline runs there, got {name} on {parameter.device}"
             )
     spans = [(stage.start, stage.end) for stage in _plan_stages(plan)]
-    return Stages(model, spans, "Plan.apply")
+    return Stages(model, spans)
 
 
 def _pipeline(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_ext._checks import check_rule
 from moe_ext.comm import collectives
 from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import group_size, small_message_device
@@ -49,11 +50,9 @@ def sync_weights(
     encodes = rank in sources
     with Agreement(_OP, group) as agreement:
         members = [source for source in sources if 0 <= source < group_size(group)]
-        if not sources or sorted(set(sources)) != sorted(members):
-            raise ValueError(
-                f"{_OP}: expected sources to be ranks of {group_size(group)}, each once, got "
-                f"{list(sources)}"
-            )
+        rule = f"ranks of {group_size(group)}, each once"
+        fits = len(sources) > 0 and sorted(set(sources)) == sorted(members)
+        check_rule(_OP, "sources", list(sources), rule, fits)
         if encodes != isinstance(end, DeltaEncoder):
             wanted, found = "DeltaEncoder" if encodes else "DeltaReceiver", type(end).__name__
             raise ValueError(f"{_OP}: expected end to be a {wanted} on rank {rank}, got {found}")

@@ -67,6 +67,21 @@ def assert_same_gradients(found, expected, **tolerance):
         torch.testing.assert_close(found[name], expected[name], msg=name, **tolerance)
 
 
+def trained(module, upstream, x):
+    """What a layer returns, loss included, and gradients; by the same random numbers each time."""
+    torch.manual_seed(5)
+    y = module(x)
+    y, loss, *rest = y if isinstance(y, tuple) else (y, module.l_aux)
+    return [y, loss, *rest], gradients((y * upstream).sum() + loss, module, x)
+
+
+def assert_trains_alike(found, expected):
+    """Results of `trained` of two libraries: float32 sums are in another order."""
+    tolerance = {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(found[0], expected[0], **tolerance)
+    assert_same_gradients(found[1], expected[1], **tolerance)
+
+
 def assert_trains_as(layer, x, found, expected):
     """Outputs, losses, and the gradients of both are those of the formula; pairs of the two."""
     for one, other in zip(found, expected, strict=True):

@@ -4,21 +4,19 @@ import importlib.util
 import pytest
 import torch
 from routing_oracle import (
-    assert_same_gradients,
+    assert_trains_alike,
     assert_trains_as,
     by_choice,
     combine,
-    gradients,
     gshard_loss,
     serve,
+    trained,
 )
 from torch import nn
 
 from moe_ext.integrations import fairscale as ours
 
 D, E = 12, 4
-# float32 sums in another order.
-PEER = {"rtol": 1e-4, "atol": 1e-5}
 
 
 def experts():
@@ -99,15 +97,8 @@ def test_equal_weights_and_seeds_give_fairscales_results(scale, tmp_path):
         theirs = MOELayer(Top2Gate(D, E), experts())
         theirs.load_state_dict(layer.state_dict())
         x, upstream = torch.randn(4, 16, D, requires_grad=True), torch.randn(4, 16, D)
-        found = []
-        for module in (theirs, layer):
-            torch.manual_seed(5)
-            y = module(x)
-            loss = (y * upstream).sum() + module.l_aux
-            found.append((y, module.l_aux, gradients(loss, module, x)))
+        expected, found = (trained(module, upstream, x) for module in (theirs, layer))
     finally:
         torch.distributed.destroy_process_group()
     assert layer.metrics["num_dropped"] > 0
-    torch.testing.assert_close(found[1][0], found[0][0], **PEER)
-    torch.testing.assert_close(found[1][1], found[0][1], **PEER)
-    assert_same_gradients(found[1][2], found[0][2], **PEER)
+    assert_trains_alike(found, expected)

@@ -20,6 +20,9 @@ from moe_ext.integrations import fastmoe, paddle
 D, E = 12, 4
 
 
+GATES = {"naive": fastmoe.NaiveGate, "gshard": fastmoe.GShardGate, "switch": fastmoe.SwitchGate}
+
+
 class Expert(nn.Module):
     """As FastMoE calls them, with the number of rows beside the rows."""
 
@@ -32,23 +35,24 @@ class Expert(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
-def fastmoe_layer(gate, **options):
+def make(library, kind, top_k, **options):
+    """A layer of FastMoE or of PaddlePaddle, whose logits differ."""
     torch.manual_seed(1)
-    layer = fastmoe.FMoE(E, D, gate=gate, expert=Expert, **options).double()
-    return spread(layer)
-
-
-def paddle_layer(kind, top_k, **options):
-    torch.manual_seed(1)
-    experts = nn.ModuleList(Expert(D) for _ in range(E))
-    return spread(paddle.MoELayer(D, experts, {"type": kind, "top_k": top_k}, **options).double())
-
-
-def spread(layer):
+    if library == "paddle":
+        config = {"type": kind, "top_k": top_k}
+        experts = nn.ModuleList(Expert(D) for _ in range(E))
+        layer = paddle.MoELayer(D, experts, config, **options).double()
+        assert config == {"type": kind, "top_k": top_k}
+    else:
+        gate = GATES[kind]
+        layer = fastmoe.FMoE(E, D, gate=gate, expert=Expert, top_k=top_k, **options).double()
     with torch.no_grad():
         layer.gate.gate.weight.mul_(4)
         layer.gate.gate.bias.mul_(4)
     return layer
+
+
+libraries = pytest.mark.parametrize("library", ["fastmoe", "paddle"])
 
 
 def run(layer, x):
@@ -61,47 +65,50 @@ def logits_of(layer, tokens):
     return tokens @ layer.gate.gate.weight.T + layer.gate.gate.bias
 
 
+@libraries
 @pytest.mark.parametrize("top_k", [1, 2, 3])
-def test_naive_gate(top_k):
-    layer = fastmoe_layer(fastmoe.NaiveGate, top_k=top_k)
+def test_naive_gate(library, top_k):
+    layer = make(library, "naive", top_k)
     x = torch.randn(3, 10, D, dtype=torch.float64, requires_grad=True)
+    before = x.detach().clone()
     y, loss = run(layer, x)
+    assert torch.equal(x, before)
     logits = logits_of(layer, x.view(30, D))
     idx = best_first(logits)[:, :top_k]
-    weights = logits.gather(1, idx).softmax(1)
+    weights = logits.gather(1, idx)
+    weights = weights.softmax(1) if library == "fastmoe" else weights
     expected = combine(x.view(30, D), weights, idx, idx >= 0, layer.experts).view_as(x)
     none = torch.zeros((), dtype=torch.float64)
-    assert_trains_as(layer, x, (y, loss.sum()), (expected, none))
+    assert (loss is None) == (library == "paddle")
+    assert_trains_as(layer, x, (y, none if loss is None else loss.sum()), (expected, none))
 
 
+@libraries
 @pytest.mark.parametrize("training", [True, False])
-def test_gshard_gate(training):
-    layer = fastmoe_layer(fastmoe.GShardGate).train(training)
-    layer.gate.capacity = (0.7, 3.0)
-    x = torch.randn(31, D, dtype=torch.float64, requires_grad=True)
+def test_gshard_gate(library, training):
+    layer = make(library, "gshard", 2).train(training)
+    layer.gate.capacity = (0.7, 3.0) if library == "fastmoe" else (0.4, 3.0)
+    x = torch.randn(1, 31, D, dtype=torch.float64, requires_grad=True)
     y, loss = run(layer, x)
-    logits = logits_of(layer, x)
+    logits = logits_of(layer, x[0])
     idx = best_first(logits)[:, :2]
-    weights = logits.gather(1, idx).softmax(1)
-    room = math.ceil((0.7 if training else 3.0) * 31) * 2 // E
+    weights = logits.gather(1, idx)
+    room = math.ceil(layer.gate.capacity[0 if training else 1] * 31)
+    if library == "fastmoe":
+        weights, room = weights.softmax(1), room * 2 // E
     kept = serve(idx, E, room, by_token(idx))
     assert kept.all() != training
     torch.manual_seed(7)
     kept[:, 1] &= 2 * weights[:, 1] >= torch.rand(31)
-    loss_expected = gshard_loss(logits.softmax(1), idx[:, 0])
-    expected = combine(x, weights, idx, kept, layer.experts)
-    assert_trains_as(layer, x, (y, loss), (expected, loss_expected))
+    expected = combine(x[0], weights, idx, kept, layer.experts)[None]
+    assert_trains_as(layer, x, (y, loss), (expected, gshard_loss(logits.softmax(1), idx[:, 0])))
 
 
+@libraries
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("library", ["fastmoe", "paddle"])
 def test_switch_gate(library, training):
-    if library == "fastmoe":
-        layer = fastmoe_layer(fastmoe.SwitchGate, top_k=1)
-    else:
-        layer = paddle_layer("switch", 1)
+    layer = make(library, "switch", 1).train(training)
     layer.gate.capacity = (0.5, 0.8)
-    layer.train(training)
     x = torch.randn(1, 31, D, dtype=torch.float64, requires_grad=True)
     y, loss = run(layer, x)
     logits = logits_of(layer, x[0])
@@ -121,47 +128,11 @@ def test_switch_gate(library, training):
     assert_trains_as(layer, x, (y, loss), (expected, expected_loss))
 
 
-def test_paddles_gshard_weighs_by_logits():
-    layer = paddle_layer("gshard", 2)
-    layer.gate.capacity = (0.4, 2.4)
-    x = torch.randn(2, 15, D, dtype=torch.float64, requires_grad=True)
-    y, loss = run(layer, x)
-    tokens = x.view(30, D)
-    logits = logits_of(layer, tokens)
-    idx = best_first(logits)[:, :2]
-    weights = logits.gather(1, idx)
-    kept = serve(idx, E, 12, by_token(idx))
-    assert not kept.all()
-    torch.manual_seed(7)
-    kept[:, 1] &= 2 * weights[:, 1] >= torch.rand(30)
-    expected = combine(tokens, weights, idx, kept, layer.experts).view_as(x)
-    expected_loss = gshard_loss(logits.softmax(1), idx[:, 0])
-    assert_trains_as(layer, x, (y, loss), (expected, expected_loss))
-
-
-def test_paddles_naive_gate_has_no_loss_and_leaves_the_configuration():
-    config = {"type": "naive", "top_k": 2}
-    experts = [Expert(D) for _ in range(E)]
-    layer = paddle.MoELayer(D, experts, config)
-    assert config == {"type": "naive", "top_k": 2}
-    x = torch.randn(2, 5, D)
-    before = x.clone()
-    y = layer(x)
-    assert y.shape == x.shape
-    assert torch.equal(x, before)
-    assert layer.gate.get_loss() is None
-    logits = logits_of(layer, x.view(10, D))
-    idx = best_first(logits)[:, :2]
-    weights = logits.gather(1, idx)
-    expected = combine(x.view(10, D), weights, idx, idx >= 0, experts).view_as(x)
-    torch.testing.assert_close(y, expected)
-
-
 def test_paddles_recomputation_changes_nothing():
     x = torch.randn(2, 8, D, dtype=torch.float64, requires_grad=True)
     found = []
     for interval in (0, 1):
-        layer = paddle_layer("gshard", 2, recompute_interval=interval, recompute_ctx={})
+        layer = make("paddle", "gshard", 2, recompute_interval=interval, recompute_ctx={})
         y, loss = run(layer, x)
         found.append((y, gradients(y.square().sum() + loss, layer, x)))
     assert torch.equal(found[0][0], found[1][0])
@@ -282,6 +253,6 @@ def test_paddle_refuses_what_it_cannot_mean(options, error, text):
     with pytest.raises(error, match=text):
         paddle.MoELayer(**{"d_model": D, "experts": [Expert(D), Expert(D)], **options})
     with pytest.raises(ValueError, match="expected inp to have 3 dimensions, got 2"):
-        paddle_layer("naive", 2)(torch.randn(4, D, dtype=torch.float64))
+        make("paddle", "naive", 2)(torch.randn(4, D, dtype=torch.float64))
     with pytest.raises(ValueError, match="expected capacity to be two positive rates"):
         paddle.GShardGate(D, 2, 1, capacity=(1.0, 0.0))

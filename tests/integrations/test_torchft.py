@@ -25,27 +25,34 @@ SCRIPT = ("", "", "joins", "", "fails", "")
 class Manager:
     """Does what torchft's does between two groups, by a script."""
 
+    script = SCRIPT
+
     def __init__(self, pg, load_state_dict, state_dict, min_replica_size=1):
         self._pg, self._load, self._save = pg, load_state_dict, state_dict
         self._step, self._error, self._joined, self._waited = 0, None, None, False
 
+    def _source(self):
+        """The group from which the other one heals, if one does."""
+        return 0 if self.script[self._step] == "joins" else None
+
     def start_quorum(self, allow_heal=True, shrink_only=False, timeout=None):
         self._error, self._joined, self._waited = None, None, False
-        if SCRIPT[self._step] != "joins":
+        source = self._source()
+        if source is None:
             return
         file = io.BytesIO()
-        if self._pg.rank() == 0:
+        if self._pg.rank() == source:
             torch.save(self._save(), file)  # torchft sends bytes, too
         size = torch.tensor([len(file.getvalue())])
-        self._pg.broadcast([size]).wait()
+        self._pg.broadcast(size, source).wait()
         data = torch.frombuffer(bytearray(file.getvalue() or int(size)), dtype=torch.uint8)
-        self._pg.broadcast([data]).wait()
-        if self._pg.rank() == 1:
-            file = io.BytesIO(bytes(data.tolist()))
+        self._pg.broadcast(data, source).wait()
+        if self._pg.rank() != source:
+            file = io.BytesIO(data.numpy().tobytes())
             self._joined = torch.load(file, weights_only=False)
 
     def allreduce(self, tensor, should_quantize=False, reduce_op=dist.ReduceOp.AVG):
-        if SCRIPT[self._step] == "fails":
+        if self.script[self._step] == "fails":
             self._error = RuntimeError("connection reset by peer")
             tensor.fill_(torch.nan)
         else:
@@ -57,7 +64,7 @@ class Manager:
 
     def num_participants(self):
         self._waited = True
-        return 1 if SCRIPT[self._step] == "joins" else 2
+        return 1 if self.script[self._step] == "joins" else 2
 
     def current_step(self):
         # A group that joins has its own count, 0, until the quorum is there.
@@ -127,24 +134,31 @@ def begin_anew(group, model, optimizer):
         optimizer.state.clear()
 
 
-def two_groups(rank, folder):
-    """Ranks 0, 1 and ranks 2, 3, each pair a job of its own."""
+def joined(rank, folder):
+    """Ranks 0, 1 and ranks 2, 3, each pair a job of its own, and what is between the pairs."""
     dist.destroy_process_group()
     group, own = divmod(rank, 2)
     init = f"file://{folder}/group{group}"
     dist.init_process_group("gloo", init_method=init, rank=own, world_size=2)
     between = dist.ProcessGroupGloo(dist.FileStore(f"{folder}/between{own}", 2), group, 2)
-    mesh = md.MoEMesh(dp=1, ep=2)
+    return group, between, md.MoEMesh(dp=1, ep=2)
+
+
+def assert_equal_on(ranks, model, *, beside=()):
+    """Both ranks have the same parameters, bit for bit, but for those of some names."""
+    for name, parameter in model.named_parameters():
+        if not any(part in name for part in beside):
+            kept = local_part(parameter.data).contiguous()
+            other = [torch.empty_like(kept) for _ in range(2)]
+            ranks.allgather([other], [kept]).wait()
+            assert torch.equal(*other), name
+
+
+def two_groups(rank, folder):
+    group, between, mesh = joined(rank, folder)
 
     def manager_of(state):
         return Manager(between, state.load_state_dict, state.state_dict)
-
-    def assert_equal_on_groups(model):
-        for parameter in model.parameters():
-            own = local_part(parameter.data).contiguous()
-            other = [torch.empty_like(own) for _ in range(2)]
-            between.allgather([other], [own]).wait()
-            assert torch.equal(*other)
 
     model = Model(mesh.ep_group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -164,7 +178,7 @@ def two_groups(rank, folder):
             moe_ext.nn.update_selection_bias(model, rate=0.01, group=dist.group.WORLD)
     for name, tensor in md.full_state_dict(model).items():
         torch.testing.assert_close(tensor, one_process()[name], **TIGHT, msg=name)
-    assert_equal_on_groups(model)
+    assert_equal_on(between, model)
 
     # What ranks owe goes along: of an optimizer, and of gradients.
     for kind in ("optimizer", "gradients"):
@@ -187,7 +201,7 @@ def two_groups(rank, folder):
                 compress_gradients(model, others["owed"])
             if manager.should_commit():
                 optimizer.step()
-        assert_equal_on_groups(model)
+        assert_equal_on(between, model)
 
     state = ReplicaState(model, [optimizer])
     other = state.state_dict()
@@ -205,41 +219,11 @@ def two_groups(rank, folder):
 class FirstQuorum(Manager):
     """All groups are there at step 0: rank i heals from group i, as torchft's init_sync has it."""
 
-    def __init__(self, *args, init_sync=True, **kwargs):
-        super().__init__(*args, **kwargs)
-        self._heals = False
-        self._init_sync = init_sync
+    script = ("", "", "")
+    init_sync = True
 
-    def start_quorum(self, allow_heal=True, shrink_only=False, timeout=None):
-        self._error = self._joined = None
-        own = dist.get_rank()
-        self._heals = self._step == 0 and self._init_sync and self._pg.rank() != own
-        if self._step == 0 and self._init_sync:
-            file = io.BytesIO()
-            torch.save(self._save(), file)
-            sent = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-            found = torch.empty_like(sent) if self._heals else sent
-            self._pg.broadcast(found, own).wait()
-            if self._heals:
-                file = io.BytesIO(found.numpy().tobytes())
-                self._joined = torch.load(file, weights_only=False)
-
-    def allreduce(self, tensor, should_quantize=False, reduce_op=dist.ReduceOp.AVG):
-        if self._heals:
-            tensor.zero_()
-        self._pg.allreduce([tensor]).wait()
-        tensor /= 2
-        return Done()
-
-    def num_participants(self):
-        self._waited = True
-        return 2
-
-    def should_commit(self, timeout=None):
-        if self._heals:
-            self._load(self._joined)
-        self._step += 1
-        return True
+    def _source(self):
+        return dist.get_rank() if self._step == 0 and self.init_sync else None
 
 
 # Order, init_sync, weights that are equal between groups; and what is refused.
@@ -255,12 +239,7 @@ FIRST_QUORUMS = [
 
 def first_quorums(rank, folder):
     """Ranks of a group keep the same dense weights and router, bit for bit, or are refused."""
-    dist.destroy_process_group()
-    group, own = divmod(rank, 2)
-    init = f"file://{folder}/group{group}"
-    dist.init_process_group("gloo", init_method=init, rank=own, world_size=2)
-    between = dist.ProcessGroupGloo(dist.FileStore(f"{folder}/between{own}", 2), group, 2)
-    mesh = md.MoEMesh(dp=1, ep=2)
+    group, between, mesh = joined(rank, folder)
     for order, init_sync, equal, refusal in FIRST_QUORUMS:
         model = Model(mesh.ep_group)
         if group and not equal:
@@ -268,7 +247,8 @@ def first_quorums(rank, folder):
                 model.dense.weight += 0.1
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         state = ReplicaState(model, [optimizer])
-        manager = FirstQuorum(between, state.load_state_dict, state.state_dict, init_sync=init_sync)
+        manager = FirstQuorum(between, state.load_state_dict, state.state_dict)
+        manager.init_sync = init_sync
         for step in range(3):
             manager.start_quorum()
             optimizer.zero_grad()
@@ -285,13 +265,8 @@ def first_quorums(rank, folder):
             if manager.should_commit():
                 optimizer.step()
         if refusal is None:
-            for name, parameter in model.named_parameters():
-                for ranks in (between, dist.group.WORLD):
-                    if ranks is between or "experts" not in name:
-                        kept = local_part(parameter.data).contiguous()
-                        other = [torch.empty_like(kept) for _ in range(2)]
-                        ranks.allgather([other], [kept]).wait()
-                        assert torch.equal(*other), (order, init_sync, name)
+            assert_equal_on(between, model)
+            assert_equal_on(dist.group.WORLD, model, beside=["experts"])
     return True
 
 

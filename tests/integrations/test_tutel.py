@@ -43,8 +43,8 @@ def ffns(layer, act=torch.relu):
     ]
 
 
-def expected_of(layer, x, k, factor, *, prioritized=False, normalize=True):
-    scores = (x @ layer.gates.get_submodule("0").wg.weight.T).softmax(1)
+def expected_of(layer, x, k, factor, *, prioritized=False, normalize=True, noise=0.0):
+    scores = (x @ layer.gates.get_submodule("0").wg.weight.T + noise).softmax(1)
     idx = best_first(scores)[:, :k]
     order = by_choice(idx)
     if prioritized:
@@ -140,16 +140,12 @@ def test_noise_is_that_of_the_formula():
     """Logits plus gate_noise times a normal number over E, drawn from torch's generator."""
     layer = make({"type": "top", "k": 2, "gate_noise": 3.0, "capacity_factor": 0})
     x = torch.randn(40, D, dtype=torch.float64)
-    logits = x @ layer.gates.get_submodule("0").wg.weight.T
     torch.manual_seed(4)
     y = layer(x)
     torch.manual_seed(4)
-    scores = (logits + 3.0 * torch.randn_like(logits) / E).softmax(1)
-    weights, idx = scores.topk(2)
-    assert not torch.equal(idx, logits.topk(2).indices)
-    weights = weights / weights.sum(1, keepdim=True)
-    kept = torch.ones_like(idx, dtype=torch.bool)
-    torch.testing.assert_close(y, combine(x, weights, idx, kept, ffns(layer)), **TIGHT)
+    noise = 3.0 * torch.randn(40, E, dtype=x.dtype) / E
+    torch.testing.assert_close(y, expected_of(layer, x, 2, 0, noise=noise)[0], **TIGHT)
+    assert not torch.allclose(y, expected_of(layer, x, 2, 0)[0])
 
 
 def test_load_importance_loss_is_small_where_load_is_even():

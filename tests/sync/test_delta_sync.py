@@ -54,6 +54,15 @@ def copies(state):
     return {name: tensor.clone() for name, tensor in state.items()}
 
 
+def followed(**options):
+    """Weights with their encoder, and copies of them with a receiver at its version."""
+    state = model()
+    encoder, here = sync.DeltaEncoder(state, **options), copies(state)
+    receiver = sync.DeltaReceiver(here)
+    receiver.apply(encoder.base())
+    return state, encoder, here, receiver
+
+
 @pytest.mark.parametrize("xored", [False, True])
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_a_hundred_updates_are_exact(xored, compression):
@@ -77,11 +86,8 @@ def test_a_hundred_updates_are_exact(xored, compression):
 
 def test_base_needs_no_elements():
     """A receiver that loaded the same weights joins by hashes; one with others is refused."""
-    state = model()
-    encoder, here = sync.DeltaEncoder(state), copies(state)
-    receiver = sync.DeltaReceiver(here)
+    state, encoder, here, receiver = followed()
     assert encoder.base().num_bytes == 0
-    receiver.apply(encoder.base())
     change(state, 1)
     receiver.apply(encoder.encode())
     assert_same(state, here)
@@ -90,10 +96,7 @@ def test_base_needs_no_elements():
 
 
 def test_a_lost_update_is_made_up_for():
-    state = model()
-    encoder, here = sync.DeltaEncoder(state, history=3), copies(state)
-    receiver = sync.DeltaReceiver(here)
-    receiver.apply(encoder.base())
+    state, encoder, here, receiver = followed(history=3)
     for step in range(3):
         change(state, step)
         encoder.encode()
@@ -130,10 +133,7 @@ def test_a_lost_update_is_made_up_for():
     ],
 )
 def test_a_wrong_update_changes_nothing(wrong, message):
-    state = model()
-    encoder, here = sync.DeltaEncoder(state), copies(state)
-    receiver = sync.DeltaReceiver(here)
-    receiver.apply(encoder.base())
+    state, encoder, here, receiver = followed()
     change(state, 1)
     update, before = encoder.encode(), copies(here)
     with pytest.raises(ValueError, match=message):
@@ -155,10 +155,7 @@ def last(update, **facts):
 
 def test_another_base_is_refused_by_its_hash():
     """The version says the same, the weights do not: nothing is written."""
-    state = model()
-    encoder, here = sync.DeltaEncoder(state), copies(state)
-    receiver = sync.DeltaReceiver(here)
-    receiver.apply(encoder.base())
+    state, encoder, here, receiver = followed()
     here["dense"][0, 0] += 1
     state["dense"][0, 0] += 2
     state["bias"][0] += 1
@@ -171,8 +168,7 @@ def test_another_base_is_refused_by_its_hash():
 @functools.cache
 def first_update(compression=None):
     """(base, bytes of the update that follows it, the weights after it) of `model()`."""
-    state = model()
-    encoder = sync.DeltaEncoder(state)
+    state, encoder, *_ = followed()
     base = encoder.base()
     change(state, 1)
     return base, encoder.encode().to_bytes(compression=compression).numpy().tobytes(), state
@@ -253,7 +249,7 @@ def test_encoder_refuses_other_tensors():
 def cut(tensor, region):
     """The part of a whole tensor that a region names."""
     for dim, runs in enumerate(region.runs):
-        kept = torch.cat([torch.arange(a, a + n) for a, n in runs])
+        kept = torch.cat([torch.arange(0), *(torch.arange(a, a + n) for a, n in runs)])
         tensor = tensor.index_select(dim, kept)
     return tensor.contiguous()
 

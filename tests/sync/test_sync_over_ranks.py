@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_checks import Checks
+from test_delta_sync import assert_same, copies, cut
 from torch import nn
 
 from moe_ext import sync
@@ -24,9 +25,9 @@ def state(seed):
     return {"w": torch.randn(40, 8).bfloat16(), "b": torch.randn(7)}
 
 
-def assert_same(a, b):
-    for name in a:
-        assert torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)), name
+def end_of(own):
+    """The encoder on rank 0, a receiver on the others."""
+    return sync.DeltaReceiver(own) if dist.get_rank() else sync.DeltaEncoder(own)
 
 
 @checks()
@@ -66,8 +67,7 @@ def check_a_refusal_is_everybodys():
     own = state(0)
     if rank == 2:
         own["b"] = own["b"].double()
-    end = sync.DeltaEncoder(own) if rank == 0 else sync.DeltaReceiver(own)
-    before = {name: tensor.clone() for name, tensor in own.items()}
+    end, before = end_of(own), copies(own)
     with pytest.raises(ValueError, match=r"expected b to be float32 .* rank 2|rank 2.*expected b"):
         sync.sync_weights(end, group)
     if rank == 2:
@@ -81,7 +81,7 @@ def check_bytes():
     """A byte for a place and two for a value, and the table."""
     rank, group = dist.get_rank(), dist.group.WORLD
     own = {"w": torch.zeros(1 << 20, dtype=torch.bfloat16)}
-    end = sync.DeltaEncoder(own) if rank == 0 else sync.DeltaReceiver(own)
+    end = end_of(own)
     sync.sync_weights(end, group)
     if rank == 0:
         own["w"][::100] = 1
@@ -145,7 +145,7 @@ def check_shards_of_fsdp2(xored):
     assert gathered[3]["steps"] == [2.0] * 3 and "norm.weight" in gathered[3]
 
     # Replicas that have come apart are named on every rank; nobody takes one of them.
-    before = {name: t.clone() for name, t in model.state_dict().items()} if rank == 3 else {}
+    before = copies(model.state_dict()) if rank == 3 else {}
     if rank < 3:
         with torch.no_grad():
             model.norm.weight += rank == 1
@@ -181,9 +181,9 @@ def check_a_refusal_is_written_nowhere():
     """One of three receivers cannot take an update: the others have not taken it either."""
     rank, group = dist.get_rank(), dist.group.WORLD
     own = state(0)
-    end = sync.DeltaReceiver(own) if rank else sync.DeltaEncoder(own)
+    end = end_of(own)
     sync.sync_weights(end, group)
-    before = {name: tensor.clone() for name, tensor in own.items()}
+    before = copies(own)
     if rank == 0:
         own["w"] += 1
         end.encode()
@@ -218,10 +218,7 @@ def check_regions_of_dtensors():
     tensors += [distribute_tensor(whole, mesh, [Replicate(), Shard(2)])]
     tensors += list(model.state_dict().values())
     for tensor in tensors:
-        part = tensor.full_tensor()
-        for dim, runs in enumerate(Region.of(tensor).runs):
-            kept = [torch.arange(a, a + n) for a, n in runs] or [torch.arange(0)]
-            part = part.index_select(dim, torch.cat(kept))
+        part = cut(tensor.full_tensor(), Region.of(tensor))
         assert torch.equal(part, tensor.to_local()), tensor.placements
 
 
@@ -233,7 +230,7 @@ def test_over_ranks(name):
 def lose_the_source(rank):
     """The source is killed when all of an update has left it; what each receiver has then."""
     group, own = dist.group.WORLD, state(0)
-    end = sync.DeltaReceiver(own) if rank else sync.DeltaEncoder(own)
+    end = end_of(own)
     sync.sync_weights(end, group)
     agreement = exchange.Agreement
 

@@ -38,14 +38,17 @@ def wrappers_of(model: nn.Module, path: str) -> list[Any]:
     return found
 
 
-def placed(wrapper: Any, experts: Placement) -> Iterator[tuple[str, nn.Linear, Placement]]:
-    """Name in the wrapper, layer and placement of each factor of each adapter.
+def factors_of(
+    model: nn.Module, path: str, experts: Placement
+) -> Iterator[tuple[Any, str, nn.Linear, Placement]]:
+    """Wrapper, name in it, layer and placement of each factor of each adapter of a module.
 
     The first is [E * R, I], experts one after the other; the second [O, R * E], experts in turn.
     """
-    for name, layer in wrapper.lora_A.items():
-        yield f"lora_A.{name}.weight", layer, experts
-    for name, layer in wrapper.lora_B.items():
-        rank = layer.in_features // experts.size
-        place = Placement("ep", experts.group, experts.held, experts.size, dim=1, blocks=rank)
-        yield f"lora_B.{name}.weight", layer, place
+    for wrapper in wrappers_of(model, path):
+        for name, layer in wrapper.lora_A.items():
+            yield wrapper, f"lora_A.{name}.weight", layer, experts
+        for name, layer in wrapper.lora_B.items():
+            rank = layer.in_features // experts.size
+            place = Placement("ep", experts.group, experts.held, experts.size, dim=1, blocks=rank)
+            yield wrapper, f"lora_B.{name}.weight", layer, place

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from moe_ext._checks import check_rule
 from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.distributed.placement import placement_of
 from moe_ext.integrations.huggingface.experts import KNOWN_FLAGS, weight_names
@@ -136,7 +137,5 @@ def _check_layout(path: str, module: nn.Module, operation: str) -> None:
                 f"{dims} dimensions, got {found}"
             )
     for name, parameter in module.named_parameters():
-        if not parameter.is_floating_point():
-            raise ValueError(
-                f"{operation}: expected {path}.{name} to be floating point, got {parameter.dtype}"
-            )
+        fits = parameter.is_floating_point()
+        check_rule(operation, f"{path}.{name}", parameter.dtype, "floating point", fits)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.utils.parametrize import is_parametrized
 
+from moe_ext._checks import check_rule
 from moe_ext._compile import outside_graphs
 from moe_ext._files import replacing
 from moe_ext.comm.agreement import Agreement
@@ -41,7 +42,7 @@ from moe_ext.distributed.placement import ExpertShards, Placement, declare_place
 from moe_ext.distributed.replicas import shards_of_experts
 from moe_ext.distributed.spread import Whole
 from moe_ext.distributed.state_dict import gathered
-from moe_ext.integrations.huggingface.adapters import placed, wrappers_of
+from moe_ext.integrations.huggingface.adapters import factors_of, wrappers_of
 from moe_ext.integrations.huggingface.decorated import ReplacedParts
 from moe_ext.integrations.huggingface.experts import (
     IMPLEMENTATION,
@@ -424,11 +425,8 @@ def wholes(found: ReplacedParts, ep_group: ProcessGroup) -> list[Whole]:
     made: list[Whole] = []
     for path, module in found.experts.items():
         num_experts: int = module.num_experts
-        if num_experts % num_ranks != 0:
-            raise ValueError(
-                f"replace: expected {path}.num_experts to be a multiple of the group size "
-                f"{num_ranks}, got {num_experts}"
-            )
+        rule, fits = f"a multiple of the group size {num_ranks}", num_experts % num_ranks == 0
+        check_rule("replace", f"{path}.num_experts", num_experts, rule, fits)
         if shards > 1:
             _check_shards(path, module, found, shards)
         for name, parameter in module.named_parameters():
@@ -441,9 +439,8 @@ def wholes(found: ReplacedParts, ep_group: ProcessGroup) -> list[Whole]:
                 )
             made.append((f"{path}.{name}", parameter, place_of(module, name, ep_group)))
         place = Placement.of_experts(num_experts, ep_group if shards == 1 else None)
-        for wrapper in wrappers_of(found.model, path):
-            for name, layer, own in placed(wrapper, place):
-                made.append((f"{path}: {name}", layer.get_parameter("weight"), own))
+        for _, name, layer, own in factors_of(found.model, path, place):
+            made.append((f"{path}: {name}", layer.get_parameter("weight"), own))
     return made
 
 
@@ -521,10 +518,9 @@ def shard(
         if shards_of_experts(ep_group) > 1:
             continue  # there are no adapters
         place = Placement.of_experts(module.num_experts, ep_group)
-        for wrapper in wrappers_of(found.model, path):
+        for wrapper, name, _, own in factors_of(found.model, path, place):
             wrapper.takes_dtensors = True
-            for name, _, own in placed(wrapper, place):
-                declare_placement(wrapper, own, [name])
+            declare_placement(wrapper, own, [name])
     for outer in {found.model, model}:
         outer._ep_group = GroupHandle(ep_group)
         outer.__class__ = _mixed(WritesWhole, outer.__class__)

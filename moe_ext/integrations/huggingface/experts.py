@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from moe_ext import ops
 from moe_ext.distributed.dtensor import local_part
+from moe_ext.integrations._base import activate
 from moe_ext.nn.balance.moved import ExpertMoves
 from moe_ext.nn.capacity import Capacity
 from moe_ext.nn.expert_activation import (
     GATED_KIND_OF,
-    PLAIN_ACTIVATIONS,
     ClampedSwiGLU,
     plain_kind,
     run_activation,
@@ -48,11 +48,7 @@ def weight_names(experts: Any) -> dict[str, int]:
 def _activate(experts: Any, up: Tensor) -> Tensor:
     """The module's own gate or activation, by a fused operator where one exists."""
     if not experts.has_gate:
-        kind = plain_kind(experts.act_fn)
-        if kind in PLAIN_ACTIVATIONS:
-            return ops.activation(up, kind=kind)
-        activated: Tensor = experts.act_fn(up)
-        return activated
+        return activate(up, experts.act_fn)
     gate = getattr(experts._apply_gate, "__func__", None)
     # By name: the function itself is in a package that may not be installed.
     name = getattr(gate, "__qualname__", "")

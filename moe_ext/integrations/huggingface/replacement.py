@@ -178,8 +178,7 @@ def from_pretrained(
             "ep_group=...)"
         )
     base: Any = importlib.import_module("transformers").PreTrainedModel
-    names = ("dispatcher", "combine", "wire", "rebalance", "capacity_factor")
-    own = {name: options.pop(name) for name in names if name in options}
+    own = {name: options.pop(name) for name in vars(RowOptions()) if name in options}
     load = base._load_pretrained_model
 
     def load_parts(model: nn.Module, *args: Any, **named: Any) -> Any:
@@ -221,13 +220,7 @@ def _replace_over_ranks(model: nn.Module, ep_group: ProcessGroup, options: RowOp
         return wholes(found, ep_group), {
             "the number of expert blocks": len(found.experts),
             "num_experts": sorted({str(m.num_experts) for m in found.experts.values()}),
-            "options": {
-                "dispatcher": options.dispatcher,
-                "combine": options.combine,
-                "wire": options.wire,
-                "capacity_factor": options.capacity_factor,
-                **told_option("rebalance", options.moves),
-            },
+            "options": {**vars(options), **told_option("rebalance", options.moves)},
         }
 
     with spreading("replace", model, ep_group, whole):

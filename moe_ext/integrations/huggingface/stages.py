@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from moe_ext.attention.huggingface.prepare import BatchCutter
 
 
-def decoder_of(model: nn.Module, operation: str) -> Any:
+_OP = "Plan.apply"
+
+
+def decoder_of(model: nn.Module) -> Any:
     """The module of a transformers model whose `layers` are all of its decoder layers.
 
     Raises:
@@ -26,7 +29,7 @@ def decoder_of(model: nn.Module, operation: str) -> Any:
     size = getattr(getattr(found, "config", None), "num_hidden_layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) != size:
         raise ValueError(
-            f"{operation}: expected model to have a decoder of transformers whose layers are a "
+            f"{_OP}: expected model to have a decoder of transformers whose layers are a "
             f"ModuleList of num_hidden_layers={size}, got {type(model).__name__}"
         )
     return found
@@ -54,7 +57,6 @@ class Stages:
     Args:
         model: the whole model.
         spans: of each stage the first layer and the one behind the last, in turn.
-        operation: for error messages.
 
     Raises:
         ValueError: the decoder does more than to pass hidden states through its layers and a norm;
@@ -62,11 +64,11 @@ class Stages:
             sums over all layers.
     """
 
-    def __init__(self, model: Any, spans: Sequence[tuple[int, int]], operation: str) -> None:
+    def __init__(self, model: Any, spans: Sequence[tuple[int, int]]) -> None:
         self.model = model
         self.num_stages = len(spans)
         self._spans = tuple(spans)
-        decoder = decoder_of(model, operation)
+        decoder = decoder_of(model)
         title, size = type(model).__name__, len(decoder.layers)
         paths = {id(module): path for path, module in model.named_modules()}
         self._decoder = paths[id(decoder)]
@@ -74,25 +76,25 @@ class Stages:
         ends.append(self.model.get_output_embeddings())
         if any(end is None for end in ends):
             raise ValueError(
-                f"{operation}: expected a model in stages to have an embedding, a norm behind its "
+                f"{_OP}: expected a model in stages to have an embedding, a norm behind its "
                 f"layers, and an output, got {title}"
             )
         at = [0, *(end for _, end in spans)]
         if at[-1] != size or any(i >= j for i, j in spans) or at[:-1] != [i for i, _ in spans]:
             raise ValueError(
-                f"{operation}: expected stages to have all {size} layers of the model in turn, one "
+                f"{_OP}: expected stages to have all {size} layers of the model in turn, one "
                 f"or more each, got {self._spans}"
             )
         if getattr(self.model.config, "output_router_logits", False):
             raise ValueError(
-                f"{operation}: expected output_router_logits to be False for a model in stages, "
+                f"{_OP}: expected output_router_logits to be False for a model in stages, "
                 "got True: the loss of its routers is one of all layers"
             )
         self.embedding, self._norm, self.output = (paths[id(end)] for end in ends)
         self._layers = [paths[id(layer)] for layer in decoder.layers]
-        self._check(operation)
+        self._check()
 
-    def _check(self, operation: str) -> None:
+    def _check(self) -> None:
         """Refuse decoders that change what goes through no layer at all."""
         weight = self.model.get_input_embeddings().weight
         x = torch.linspace(-1, 1, 3 * weight.shape[1], dtype=weight.dtype, device=weight.device)
@@ -102,7 +104,7 @@ class Stages:
             out = shell.get_submodule(self._decoder)(inputs_embeds=x, use_cache=False)[0]
         if not torch.equal(out, x):
             raise ValueError(
-                f"{operation}: expected the decoder of a model in stages to pass hidden states "
+                f"{_OP}: expected the decoder of a model in stages to pass hidden states "
                 f"through its layers and a norm alone, got {type(self.model).__name__}"
             )
 

@@ -8,6 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_ext._checks import check_rule
+
+_OP = "Plan.apply"
 _OF_EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 # Norms of the heads that a rank has: their weights are whole, and get its part of the gradient.
 _SUMMED = "replicated_with_grad_allreduce"
@@ -22,13 +25,12 @@ _STYLES = (
 )
 
 
-def tensor_parallel_styles(model: Any, num_ranks: int, operation: str) -> dict[str, str]:
+def tensor_parallel_styles(model: Any, num_ranks: int) -> dict[str, str]:
     """The style of each dense layer that the plan of the model's family divides, by its path.
 
     Args:
         model: of transformers.
         num_ranks: that share each layer.
-        operation: for error messages.
 
     Raises:
         ValueError: the family has no plan, or one with a style that is not known or that leaves
@@ -45,13 +47,13 @@ def tensor_parallel_styles(model: Any, num_ranks: int, operation: str) -> dict[s
         for name in filter(matches, names):
             if style not in _STYLES or name not in modules:
                 raise ValueError(
-                    f"{operation}: expected styles of {title}'s tensor parallelism to be in "
+                    f"{_OP}: expected styles of {title}'s tensor parallelism to be in "
                     f"{_STYLES} for tp={num_ranks}, got {style!r} of {name}"
                 )
             found[name] = style
     if not any(style.startswith("rowwise") for style in found.values()):
         raise ValueError(
-            f"{operation}: expected the family of the model to have a plan of tensor parallelism "
+            f"{_OP}: expected the family of the model to have a plan of tensor parallelism "
             f"for tp={num_ranks}, got none for {title}"
         )
     for path in [path for path, style in found.items() if style == "colwise"]:
@@ -60,19 +62,18 @@ def tensor_parallel_styles(model: Any, num_ranks: int, operation: str) -> dict[s
             if name.rpartition(".")[0] not in found:
                 # It would get the gradient of this rank's columns alone.
                 raise ValueError(
-                    f"{operation}: expected the plan of {title} to divide all of {parent} for "
+                    f"{_OP}: expected the plan of {title} to divide all of {parent} for "
                     f"tp={num_ranks}, got {name} whole"
                 )
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if heads % num_ranks and "rowwise_split_input" not in found.values():
         raise ValueError(
-            f"{operation}: expected tp to divide the {heads} heads of keys and values, got "
-            f"{num_ranks}"
+            f"{_OP}: expected tp to divide the {heads} heads of keys and values, got {num_ranks}"
         )
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     if None not in ends and ends[0].weight is ends[1].weight:
         raise ValueError(
-            f"{operation}: expected embedding and output to have weights of their own for "
+            f"{_OP}: expected embedding and output to have weights of their own for "
             f"tp={num_ranks}, got tied ones in {title}"
         )
     return found
@@ -167,11 +168,8 @@ def _share_tokens(experts: nn.Module, mesh: DeviceMesh) -> None:
         return x
 
     def cut(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        if len(given[0]) % mesh.size():
-            raise ValueError(
-                f"Plan.apply: expected tokens to be a multiple of tp={mesh.size()}, got "
-                f"{len(given[0])}"
-            )
+        num_tokens, rule = len(given[0]), f"a multiple of tp={mesh.size()}"
+        check_rule(_OP, "tokens", num_tokens, rule, num_tokens % mesh.size() == 0)
         parts = (
             DTensor.from_local(x, mesh, [Replicate()], run_check=False)
             .redistribute(placements=[Shard(0)])

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from rank_checks import full
 
+import moe_ext
 from moe_ext.attention.huggingface import prepare
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
@@ -97,12 +98,23 @@ FAMILIES = {
     ),
 }
 NUM_BLOCKS = 2
+_SIZES = {"intermediate_size": 24, "head_dim": 8}
+SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+# Families without experts.
+DENSE = {
+    "llama": ("Llama", _SIZES),
+    "mistral": ("Mistral", {**_SIZES, "sliding_window": 6}),
+    "gemma2": (
+        "Gemma2",
+        {**_SIZES, **SLIDING, "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 5},
+    ),
+}
 
 families = pytest.mark.parametrize("family", FAMILIES)
 
 
 def build(family, **kwargs):
-    prefix, options = FAMILIES[family]
+    prefix, options = {**FAMILIES, **DENSE}[family]
     torch.manual_seed(0)
     config = getattr(transformers, f"{prefix}Config")(**{**COMMON, **options, **kwargs})
     model = getattr(transformers, f"{prefix}ForCausalLM")(config)
@@ -145,6 +157,40 @@ def run(model, batch, seed=5, **kwargs):
 def assert_near(got, want, relative=RELATIVE):
     got, want = full(got.detach()), full(want.detach())
     torch.testing.assert_close(got, want, rtol=0, atol=relative * float(want.abs().max()))
+
+
+def gradients_of(model):
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_near_each(got, want):
+    """Gradients by name, such as those of a replaced model and those of eager."""
+    assert got.keys() == want.keys()
+    for name, gradient in want.items():
+        assert_near(got[name], gradient)
+
+
+def assert_same_state(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def spread(model, group=None, **options):
+    """The model, with experts over the ranks of a group, by default of all."""
+    group = dist.group.WORLD if group is None else group
+    assert moe_ext.replace(model, ep_group=group, **options) == NUM_BLOCKS
+    return model
+
+
+def assert_trains_as(model, whole, batch, logits):
+    """Logits, gradients and state are those of one process, which has the mean of gradients."""
+    output = model(**batch)
+    assert_near(output.logits, logits)
+    output.loss.backward()
+    moe_ext.distributed.sync_gradients(model)
+    assert_near_each(gradients_of(model), gradients_of(whole))
+    assert_same_state(moe_ext.distributed.full_state_dict(model), whole.state_dict())
 
 
 def by_one_rank(function):

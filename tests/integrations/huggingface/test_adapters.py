@@ -1,18 +1,28 @@
 """Low-rank adapters on the stacked weights of experts."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
-from hf_models import NUM_BLOCKS, assert_near, build, make_batch, run
-from rank_checks import Checks, assert_passed, run_checks
-from test_saving import assert_same_state
+from hf_models import (
+    NUM_BLOCKS,
+    assert_near,
+    assert_near_each,
+    assert_same_state,
+    build,
+    gradients_of,
+    make_batch,
+    run,
+    spread,
+)
+from rank_checks import Checks, shared_folder
 from torch import nn
 from torch.nn.utils import parametrize
 
 import moe_ext
 from moe_ext import distributed as md
 from moe_ext.distributed.dtensor import is_dtensor
-from moe_ext.testing import spawn_ranks
 
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 CHECKS = Checks()
@@ -47,9 +57,8 @@ def test_parametrized_weights(family):
     got, grads = run(model, make_batch())
     assert_near(got.logits, want.logits)
     assert len(grads) == 4 * NUM_BLOCKS
-    for name, gradient in grads.items():
-        assert gradient.any(), name
-        assert_near(gradient, want_grads[name])
+    assert_near_each(grads, want_grads)
+    assert all(gradient.any() for gradient in grads.values())
 
 
 @pytest.mark.parametrize("replace_first", [False, True])
@@ -74,9 +83,7 @@ def test_peft_targets(replace_first):
         found.append(run(model, make_batch()))
     (want, want_grads), (got, grads) = found
     assert_near(got.logits, want.logits)
-    assert grads.keys() == want_grads.keys()
-    for name, gradient in grads.items():
-        assert_near(gradient, want_grads[name])
+    assert_near_each(grads, want_grads)
 
 
 def adapted(family, targets=TARGETS, **kwargs):
@@ -90,18 +97,12 @@ def adapted(family, targets=TARGETS, **kwargs):
     return peft.get_peft_model(model, config)
 
 
-def spread(model):
-    assert moe_ext.replace(model, ep_group=dist.group.WORLD) == NUM_BLOCKS
-    return model
-
-
 def own_batch(rank):
     return {name: tensor[rank : rank + 1] for name, tensor in make_batch().items()}
 
 
 @CHECKS(("mixtral",), ("gpt_oss",), ("mixtral", 2))
-def adapters_train_as_in_one_process(family, *sizes):
-    *num_experts, _ = sizes
+def adapters_train_as_in_one_process(family, *num_experts):
     options = dict(zip(["num_local_experts"], num_experts, strict=False))
     model, whole = spread(adapted(family, **options)), adapted(family, **options)
     whole.set_experts_implementation("eager")
@@ -114,21 +115,15 @@ def adapters_train_as_in_one_process(family, *sizes):
     assert_near(output.logits, logits)
     output.loss.backward()
     md.sync_gradients(model)
-    wanted, divided = dict(whole.named_parameters()), 0
-    for name, parameter in model.named_parameters():
-        if parameter.grad is None:
-            assert wanted[name].grad is None
-            continue
-        divided += is_dtensor(parameter.grad)
-        assert_near(parameter.grad, wanted[name].grad)
-    assert divided == 4 * NUM_BLOCKS
+    wanted = gradients_of(whole)
+    assert_near_each(gradients_of(model), wanted)
+    assert sum(map(is_dtensor, gradients_of(model).values())) == 4 * NUM_BLOCKS
     norm = md.clip_grad_norm_(model, 1e9)
-    grads = [p.grad for p in whole.parameters() if p.grad is not None]
-    assert_near(norm, torch.nn.utils.get_total_norm(grads))
+    assert_near(norm, torch.nn.utils.get_total_norm(wanted.values()))
 
 
 @CHECKS(("mixtral",), ("gpt_oss",))
-def trained_adapters_are_those_of_one_process(family, folder):
+def trained_adapters_are_those_of_one_process(family):
     """On experts and on what all ranks hold, by themselves and folded into the weights."""
     model, whole = spread(adapted(family)), adapted(family)
     whole.set_experts_implementation("eager")
@@ -161,39 +156,41 @@ def trained_adapters_are_those_of_one_process(family, folder):
 
 
 @CHECKS(("mixtral",), ("gpt_oss",))
-def adapters_are_saved_and_merged_as_in_one_process(family, folder):
+def adapters_are_saved_and_merged_as_in_one_process(family):
     import peft
     from safetensors.torch import load_file
 
-    model, whole, path = spread(adapted(family)), adapted(family), folder / family
-    model.save_pretrained(path)
-    if dist.get_rank() == 0:
-        whole.save_pretrained(folder / f"{family}_whole")
-        names = (family, f"{family}_whole")
-        files = [load_file(folder / name / "adapter_model.safetensors") for name in names]
-        assert_same_state(*files)
-    dist.barrier()
-    again = peft.PeftModel.from_pretrained(build(family), path)
-    assert_same_state(md.full_state_dict(spread(again)), whole.state_dict())
-    # The saved adapters in a model that is spread already.
-    loaded = spread(adapted(family))
-    for name, parameter in loaded.named_parameters():
-        if "lora_" in name:
-            parameter.data.zero_()
-    saved = load_file(path / "adapter_model.safetensors")
-    assert not peft.set_peft_model_state_dict(loaded, saved).unexpected_keys
-    assert_same_state(md.full_state_dict(loaded), whole.state_dict())
-    merged, wanted = model.merge_and_unload(), whole.merge_and_unload()
-    assert_same_state(md.full_state_dict(merged), wanted.state_dict())
-    batch = own_batch(dist.get_rank())
-    assert_near(merged(**batch).logits, wanted(**batch).logits)
-    merged.save_pretrained(folder / f"{family}_merged")
-    again = type(build(family)).from_pretrained(folder / f"{family}_merged")
-    assert_same_state(again.state_dict(), wanted.state_dict())
+    model, whole = spread(adapted(family)), adapted(family)
+    with shared_folder() as name:
+        folder, path = Path(name), Path(name, family)
+        model.save_pretrained(path)
+        if dist.get_rank() == 0:
+            whole.save_pretrained(folder / f"{family}_whole")
+            names = (family, f"{family}_whole")
+            files = [load_file(folder / name / "adapter_model.safetensors") for name in names]
+            assert_same_state(*files)
+        dist.barrier()
+        again = peft.PeftModel.from_pretrained(build(family), path)
+        assert_same_state(md.full_state_dict(spread(again)), whole.state_dict())
+        # The saved adapters in a model that is spread already.
+        loaded = spread(adapted(family))
+        for name, parameter in loaded.named_parameters():
+            if "lora_" in name:
+                parameter.data.zero_()
+        saved = load_file(path / "adapter_model.safetensors")
+        assert not peft.set_peft_model_state_dict(loaded, saved).unexpected_keys
+        assert_same_state(md.full_state_dict(loaded), whole.state_dict())
+        merged, wanted = model.merge_and_unload(), whole.merge_and_unload()
+        assert_same_state(md.full_state_dict(merged), wanted.state_dict())
+        batch = own_batch(dist.get_rank())
+        assert_near(merged(**batch).logits, wanted(**batch).logits)
+        merged.save_pretrained(folder / f"{family}_merged")
+        again = type(build(family)).from_pretrained(folder / f"{family}_merged")
+        assert_same_state(again.state_dict(), wanted.state_dict())
 
 
 @CHECKS()
-def adapters_of_transformers_itself(folder):
+def adapters_of_transformers_itself():
     import peft
     from transformers.integrations.peft import MIN_PEFT_VERSION
     from transformers.utils.peft_utils import check_peft_version
@@ -206,14 +203,16 @@ def adapters_of_transformers_itself(folder):
     config = peft.LoraConfig(r=2, target_parameters=TARGETS, init_lora_weights=False)
     model.add_adapter(config)
     whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    spread(model).save_pretrained(folder / "own")
+    spread(model)
     again = build("mixtral")
-    again.load_adapter(folder / "own")
+    with shared_folder() as folder:
+        model.save_pretrained(folder)
+        again.load_adapter(folder)
     assert_same_state(again.state_dict(), whole)
 
 
 @CHECKS()
-def other_adapters_are_refused(folder):
+def other_adapters_are_refused():
     import peft
 
     batch = own_batch(dist.get_rank())
@@ -236,16 +235,7 @@ def other_adapters_are_refused(folder):
     assert not any("Sharded" in type(module).__name__ for module in unknown.modules())
 
 
-def run_on_rank(rank, folder):
-    return run_checks(CHECKS, folder)
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    pytest.importorskip("peft")
-    return spawn_ranks(run_on_rank, 2, tmp_path_factory.mktemp("adapters"))
-
-
 @pytest.mark.parametrize("name", CHECKS)
-def test_over_two_ranks(found, name):
-    assert_passed(found, name)
+def test_over_two_ranks(name):
+    pytest.importorskip("peft")
+    CHECKS.assert_passed(2, name)

@@ -6,7 +6,20 @@ import torch
 import torch.distributed as dist
 from hf_families import build as build_family
 from hf_families import spread_by_transformers
-from hf_models import NUM_BLOCKS, assert_near, build, families, make_batch, mean_of_ranks, run
+from hf_models import (
+    NUM_BLOCKS,
+    assert_near,
+    assert_near_each,
+    assert_same_state,
+    assert_trains_as,
+    build,
+    families,
+    gradients_of,
+    make_batch,
+    mean_of_ranks,
+    run,
+    spread,
+)
 from rank_checks import Checks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -44,23 +57,15 @@ def replaced():
         whole, logits = one_process(family)
         model = make(family)
         names = list(model.state_dict())
-        assert moe_ext.replace(model, ep_group=dist.group.WORLD) == NUM_BLOCKS
+        spread(model)
         assert list(model.state_dict()) == names
-        output = model(**batch_of(rank))
-        assert_near(output.logits, logits[rank])
-        output.loss.backward()
-        moe_ext.distributed.sync_gradients(model)
-        want = dict(whole.named_parameters())
+        assert_trains_as(model, whole, batch_of(rank), logits[rank])
+        want = gradients_of(whole)
         for name, parameter in model.named_parameters():
-            gradient = want[name].grad
-            assert_near(parameter.grad, gradient)
             assert is_dtensor(parameter) == (".experts." in name)
-            assert local_part(parameter).shape[0] * num_shards(parameter) == gradient.shape[0]
+            assert local_part(parameter).shape[0] * num_shards(parameter) == want[name].shape[0]
         norm = moe_ext.distributed.clip_grad_norm_(model, 1e9)
-        assert_near(norm, torch.nn.utils.get_total_norm([p.grad for p in want.values()]))
-        state = full_state_dict(model)
-        for name, tensor in whole.state_dict().items():
-            assert torch.equal(state[name], tensor), name
+        assert_near(norm, torch.nn.utils.get_total_norm(want.values()))
         again = copy.deepcopy(model)
         assert_near(again(**batch_of(rank)).logits, logits[rank])
 
@@ -114,33 +119,27 @@ def refusals():
 @CHECKS()
 def other_dispatchers():
     """What comes back slot by slot has the same bits, sums of a rank and int8 their error."""
-    rank, group = dist.get_rank(), dist.group.WORLD
+    rank = dist.get_rank()
     whole, logits = one_process("mixtral")
-    want = dict(whole.named_parameters())
     os.environ["LOCAL_WORLD_SIZE"] = "1"
 
-    def spread(**options):
-        model = make("mixtral")
-        moe_ext.replace(model, ep_group=group, **options)
+    def trained(**options):
+        model = spread(make("mixtral"), **options)
         output = model(**batch_of(rank))
         output.loss.backward()
-        moe_ext.distributed.sync_gradients(model)
         return model, output.logits
 
-    _, plain = spread()
+    _, plain = trained()
     for dispatcher in ("dedup", "hierarchical", "allgather", "auto"):
-        model, got = spread(dispatcher=dispatcher)
+        model, got = trained(dispatcher=dispatcher)
         assert torch.equal(got, plain), dispatcher
         assert type(model.model.layers[0].mlp.experts._dispatcher).__name__ != "AutoDispatcher"
     for options in ({"dispatcher": "dedup", "combine": "reduced"}, {"dispatcher": "allgather"}):
-        model, got = spread(**options)
-        assert_near(got, logits[rank])
-        for name, parameter in model.named_parameters():
-            assert_near(parameter.grad, want[name].grad)
+        assert_trains_as(spread(make("mixtral"), **options), whole, batch_of(rank), logits[rank])
     with moe_ext.distributed.count_traffic() as full:
-        spread()
+        trained()
     with moe_ext.distributed.count_traffic() as coded:
-        model, got = spread(wire="int8")
+        model, got = trained(wire="int8")
     assert coded.total_bytes < full.total_bytes
     # A step of int8 is 1/127 of the largest element of a row, here two rounded rows deep.
     assert_near(got, plain, relative=0.02)
@@ -224,8 +223,7 @@ def gradient_checkpointing():
     _, want = run(model, batch_of(rank))
     model.gradient_checkpointing_enable()
     _, grads = run(model, batch_of(rank))
-    for name, gradient in grads.items():
-        assert_near(gradient, want[name])
+    assert_near_each(grads, want)
 
 
 def parallel_model(family, experts_implementation, tp_size):
@@ -257,14 +255,12 @@ def interface_of_transformers(experts_implementation, tp_size):
         output = model(**batch_of(0 if shared else rank))
         assert_near(output.logits, wants[rank])
         output.loss.backward()
-        for name, parameter in whole.named_parameters():
-            if ".experts." in name:
-                got = dict(model.named_parameters())[name].grad
-                # The sum over the group, as transformers' own implementation leaves it; where a
-                # group shares one batch, its ranks' losses are one loss.
-                assert_near(got, parameter.grad)
-            elif shared:
-                assert_near(dict(model.named_parameters())[name].grad, parameter.grad)
+        got = gradients_of(model)
+        for name, gradient in gradients_of(whole).items():
+            # Of experts the sum over the group, as transformers' own implementation leaves it;
+            # where a group shares one batch, its ranks' losses are one loss.
+            if shared or ".experts." in name:
+                assert_near(got[name], gradient)
 
 
 @CHECKS(("moe_ext",), ("grouped_mm",))
@@ -313,6 +309,4 @@ def test_two_ranks(name):
 def test_full_state_dict_of_one_rank(family):
     model = make(family)
     moe_ext.replace(model)
-    state = full_state_dict(model)
-    for name, tensor in model.state_dict().items():
-        assert state[name] is tensor or torch.equal(state[name], tensor)
+    assert_same_state(full_state_dict(model), model.state_dict())

@@ -21,10 +21,10 @@ from test_prepared_models import (
     SERVED,
     make,
     make_batch,
+    prepared,
     trains_as_one_process,
 )
 
-from moe_ext.attention import prepare_model
 from moe_ext.attention.huggingface.mixers import _mixers
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "hugging_face.md"
@@ -136,8 +136,7 @@ def test_no_hybrid_is_left_out():
 @pytest.mark.parametrize("family", RECURRENCES)
 def test_mixers_refuse_a_cache_of_states(family):
     """A decoder may be called without the model around it, whose hook refuses caches first."""
-    model = make(family, **SERVED[family])
-    prepare_model(model, group=None)
+    model = prepared(family, None)
     batch = {"input_ids": make_batch("plain")["input_ids"], "use_cache": True}
     with pytest.raises(ValueError, match="prepare_model: expected .* a recurrence to be none"):
         model.base_model(**batch)

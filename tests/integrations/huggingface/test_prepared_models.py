@@ -229,6 +229,12 @@ def group():
     return dist.group.WORLD
 
 
+def prepared(family, ranks, **options):
+    model = make(family, **SERVED[family])
+    prepare_model(model, group=ranks, **options)
+    return model
+
+
 def make_batch(kind="padded"):
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, VOCABULARY, (1 if kind == "packed" else 2, 23), generator=generator)
@@ -369,8 +375,7 @@ def masks_of_all_pairs(family, layout):
 
 @check()
 def rows_have_documents_of_their_own():
-    model = make("llama4_text", **SERVED["llama4_text"])
-    prepare_model(model, group=group())
+    model = prepared("llama4_text", group())
     batch, positions = make_batch("plain"), make_batch("packed")["position_ids"]
     batch["position_ids"] = torch.cat([positions, torch.arange(23)[None]])
     together = model(**batch).logits
@@ -402,8 +407,7 @@ def a_balance_loss_of_padding_alone_is_refused():
 
 @check()
 def documents_given_by_offsets():
-    model = make("modernbert-decoder")
-    prepare_model(model, group=group())
+    model = prepared("modernbert-decoder", group())
     batch = make_batch("packed")
     expected = model(**batch).logits
     offsets = torch.tensor([0, 9, 10, 23])
@@ -413,8 +417,7 @@ def documents_given_by_offsets():
 
 @check(*[(name,) for name in RECOMPUTED])
 def a_recomputation_after_another_batch_has_its_documents(family):
-    model = make(family, **SERVED[family]).train()
-    prepare_model(model, group=group())
+    model = prepared(family, group()).train()
     found = []
     for kwargs in (None, {"use_reentrant": True}, {"use_reentrant": False}):
         model.zero_grad()
@@ -432,8 +435,7 @@ def a_recomputation_after_another_batch_has_its_documents(family):
 @check()
 def a_recomputation_that_may_have_other_documents_is_refused():
     """Mixers of Mamba-1 are not told of documents."""
-    model = make("mamba").train()
-    prepare_model(model, group=group())
+    model = prepared("mamba", group()).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model(**make_batch("plain")).loss.backward()
     with pytest.raises(ValueError, match="prepare_model: expected a recomputation of packed"):
@@ -455,16 +457,14 @@ def generation_after_training():
 
 @check(("llama",), ("mamba",))
 def a_group_is_not_pickled(family):
-    model = make(family)
-    prepare_model(model, group=group())
+    model = prepared(family, group())
     with pytest.raises(TypeError, match="pickle: expected a module without a process group"):
         pickle.dumps(model)
 
 
 @check()
 def other_samples_on_the_ranks_are_refused():
-    model = make("llama")
-    prepare_model(model, group=group())
+    model = prepared("llama", group())
     odd = dist.get_rank() == 1
     for change, message in (
         ({"input_ids": make_batch()["input_ids"] + odd}, "input_ids .* the same whole batch"),
@@ -599,8 +599,7 @@ def test_names_that_are_registered_refuse_them_too(family):
 
 
 def test_a_copy_is_prepared_and_ended_by_itself():
-    model = make("qwen3_next", **HYBRID)
-    prepare_model(model, group=None)
+    model = prepared("qwen3_next", None)
     twin, batch = copy.deepcopy(model), make_batch("packed")
     apart = model(**batch).logits
     model.set_attn_implementation("sdpa")
@@ -615,8 +614,7 @@ def test_a_copy_is_prepared_and_ended_by_itself():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error:Dynamo detected a call to a `functools.lru_cache`")
 def test_a_hybrid_compiles():
-    model, batch = make("lfm2", **SERVED["lfm2"]), make_batch("packed")
-    prepare_model(model, group=None)
+    model, batch = prepared("lfm2", None), make_batch("packed")
     wanted = model(**batch).logits
     torch.testing.assert_close(torch.compile(model, backend="eager")(**batch).logits, wanted)
 
@@ -625,9 +623,7 @@ PICKLED = ("llama", "qwen3_next")
 
 
 def test_a_model_is_pickled_whole():
-    models, batch = [make(family, **SERVED[family]) for family in PICKLED], make_batch("packed")
-    for model in models:
-        prepare_model(model, group=None)
+    models, batch = [prepared(family, None) for family in PICKLED], make_batch("packed")
     # In another process, too, where nobody prepared them, or has imported moe_ext.
     code = "import pickle, sys; models, b = pickle.load(sys.stdin.buffer); "
     code += "print(*(float(m(**b).loss) for m in models))"
@@ -690,8 +686,7 @@ def test_other_refusals():
         prepare_model(torch.nn.Linear(2, 2), group=None)
     with pytest.raises(ValueError, match="expected layout to be"):
         prepare_model(make("llama"), group=None, layout="spiral")
-    model = make("opt")
-    prepare_model(model, group=None)
+    model = prepared("opt", None)
     ids = make_batch()["input_ids"]
     blocks = create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 64, 64, "cpu")
     for given, message in (
@@ -709,8 +704,7 @@ def test_other_refusals():
 
 
 def test_preparing_again_stands_for_the_new_options():
-    model = make("gpt2")
-    prepare_model(model, group=None, layout="striped")
+    model = prepared("gpt2", None, layout="striped")
     prepare_model(model, group=None)
     assert len(model._forward_pre_hooks) == 1
     expected = make("gpt2")(**make_batch()).loss

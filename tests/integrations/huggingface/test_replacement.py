@@ -5,6 +5,8 @@ import torch
 from hf_models import (
     NUM_BLOCKS,
     assert_near,
+    assert_near_each,
+    assert_same_state,
     build,
     families,
     make_batch,
@@ -30,9 +32,7 @@ def assert_same_pass(model, batch, **kwargs):
     got, grads = run(model, batch, **kwargs)
     assert_near(got.logits, want.logits)
     assert_near(got.loss, want.loss)
-    assert grads.keys() == want_grads.keys()
-    for name, gradient in grads.items():
-        assert_near(gradient, want_grads[name])
+    assert_near_each(grads, want_grads)
     return got, want, grads
 
 
@@ -135,8 +135,7 @@ def test_parameters_and_saved_files_are_untouched(family, batch, tmp_path):
     assert plain.config._experts_implementation != "moe_ext"
     loaded = type(model).from_pretrained(tmp_path / "after", experts_implementation="moe_ext")
     assert loaded.config._experts_implementation == "moe_ext"
-    for name, tensor in loaded.state_dict().items():
-        assert torch.equal(tensor, model.state_dict()[name]), name
+    assert_same_state(loaded.state_dict(), model.state_dict())
     # Weights read from a file lie at any multiple of 8 bytes, where the linear layers of some
     # processors sum in another order: a copy lies as those that torch allocates.
     for parameter in loaded.parameters():
@@ -152,8 +151,7 @@ def test_gradient_checkpointing(family, batch):
     model.gradient_checkpointing_enable()
     got, grads = run(model, batch)
     assert torch.equal(got.logits, want.logits)
-    for name, gradient in grads.items():
-        assert_near(gradient, want_grads[name])
+    assert_near_each(grads, want_grads)
 
 
 @families

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from hf_models import VOCABULARY, assert_near, build, transformers
+from hf_models import DENSE, SLIDING, VOCABULARY, assert_near, build, transformers
 from rank_checks import ChecksOn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -18,25 +18,9 @@ from moe_ext.integrations.huggingface import (
     shard_batch,
 )
 
-DENSE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
-# Name to its prefix and options, or to what hf_models builds.
+# Family to options beside those of hf_models.
 MODELS = {
-    "llama": ("Llama", {}),
-    "mistral": ("Mistral", {"sliding_window": 6}),
-    "gemma2": ("Gemma2", {**SLIDING, "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 5}),
-    "qwen3_moe": None,
+    **dict.fromkeys((*DENSE, "qwen3_moe"), {}),
     "gpt_oss": SLIDING,
     "deepseek_v3": {"v_head_dim": 6},
 }
@@ -46,14 +30,7 @@ check = ChecksOn(2, 3)  # by the number of ranks
 
 
 def make(name, **kwargs):
-    options = MODELS[name]
-    if not isinstance(options, tuple):
-        model = build(name, **(options or {}), **kwargs)
-    else:
-        prefix, own = options
-        torch.manual_seed(0)
-        config = getattr(transformers, f"{prefix}Config")(**{**DENSE, **own, **kwargs})
-        model = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    model = build(name, **MODELS[name], **kwargs)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             # Scores of small weights are all alike: no mask would be seen.
@@ -67,6 +44,11 @@ def make(name, **kwargs):
             if name == "gpt_oss" and "embed_tokens" in parameter_name:
                 parameter.mul_(20)
     return model
+
+
+def on_ring(ranks, name="llama", **options):
+    register_ring_attention(ranks, **options)
+    return make(name, attn_implementation="moe_ext_ring")
 
 
 def make_batch(kind):
@@ -131,8 +113,7 @@ KINDS = ("plain", "packed", "padded")
     ("llama", "padded", "striped"),
 )
 def equals_one_process(name, kind, layout):
-    register_ring_attention(group(), layout=layout)
-    model = make(name, attn_implementation="moe_ext_ring")
+    model = on_ring(group(), name, layout=layout)
     batch = shard_batch(make_batch(kind), group=group(), layout=layout)
     # By the model's own loss.
     loss = model(**batch).loss
@@ -180,8 +161,7 @@ def reentrant_checkpointing():
 
 @check()
 def documents_are_found_without_being_told():
-    register_ring_attention(group())
-    model = make("llama", attn_implementation="moe_ext_ring")
+    model = on_ring(group())
     batch = shard_batch(make_batch("packed"), group=group())
     told = model(**batch).logits
     kept = {key: batch[key] for key in ("input_ids", "position_ids")}
@@ -202,8 +182,7 @@ def documents_are_found_without_being_told():
 
 @check()
 def positions_that_change_in_inference_mode_are_refused():
-    register_ring_attention(group())
-    model = make("llama", attn_implementation="moe_ext_ring")
+    model = on_ring(group())
     with torch.inference_mode():
         batch = shard_batch(make_batch("packed"), group=group())
         ids, position_ids = batch["input_ids"], batch["position_ids"]
@@ -220,8 +199,7 @@ def meshes_stand_for_their_ranks():
     row = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("cp",))
     grid = init_device_mesh("cpu", (1, num_ranks), mesh_dim_names=("ring", "ulysses"))
     for mesh, scheme in ((row, "ring"), (grid, "double_ring"), (grid, "auto")):
-        register_ring_attention(mesh, scheme=scheme)
-        model = make("llama", attn_implementation="moe_ext_ring")
+        model = on_ring(mesh, scheme=scheme)
         batch = shard_batch(make_batch("packed"), group=mesh)
         logits = model(**{name: x for name, x in batch.items() if "labels" not in name}).logits
         loss = causal_lm_loss(logits, batch["shift_labels"], group=mesh)
@@ -245,8 +223,7 @@ def two_names_at_a_time():
 
 @check(("contiguous",), ("zigzag",), ("striped",))
 def positions_that_nobody_gave_are_refused(layout):
-    register_ring_attention(group(), layout=layout)
-    model = make("llama", attn_implementation="moe_ext_ring")
+    model = on_ring(group(), layout=layout)
     batch = shard_batch(make_batch("plain"), group=group(), layout=layout)
     with pytest.raises(ValueError, match=r"moe_ext_ring: expected position_ids to .* shard"):
         model(input_ids=batch["input_ids"])
@@ -254,8 +231,7 @@ def positions_that_nobody_gave_are_refused(layout):
 
 @check()
 def rows_have_documents_of_their_own():
-    register_ring_attention(group())
-    model = make("llama", attn_implementation="moe_ext_ring")
+    model = on_ring(group())
     batch = make_batch("plain")
     positions = torch.cat([POSITIONS, torch.arange(37)[None]])
     shards = shard_batch({**batch, "position_ids": positions}, group=group())
@@ -304,8 +280,7 @@ def models_that_count_positions_from_elsewhere_are_refused():
 
 @check()
 def a_cache_is_refused():
-    register_ring_attention(group())
-    model = make("llama", attn_implementation="moe_ext_ring")
+    model = on_ring(group())
     batch = shard_batch(make_batch("plain"), group=group())
     inputs = {key: batch[key] for key in ("input_ids", "position_ids")}
     cache = model(**inputs, use_cache=True).past_key_values
@@ -328,8 +303,7 @@ def refused(message, model, **kwargs):
 
 
 def test_refusals():
-    register_ring_attention(None)
-    model = make("llama", attn_implementation="moe_ext_ring")
+    model = on_ring(None)
     refused("S of attn_mask to be the 6 keys", model, attention_mask=torch.zeros(2, 1, 6, 5))
     refused("counts? up from 0", model, position_ids=torch.arange(1, 7)[None])
     row = torch.tensor([0, 6])
@@ -345,8 +319,7 @@ def test_refusals():
 def test_masks_of_other_kinds_are_refused():
     from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
 
-    register_ring_attention(None)
-    config = make("llama", attn_implementation="moe_ext_ring").config
+    config = on_ring(None).config
     config.attention_chunk_size = 4
     given = (config, torch.zeros(1, 12, 32), None, None)
     # Where chunks end follows from what a prepared model knows.
@@ -374,8 +347,7 @@ def test_options_are_checked():
 
 def test_a_layout_of_ones_own():
     layout = make_layout("striped", 37, 1)
-    register_ring_attention(None, layout=layout)
-    model = make("llama", attn_implementation="moe_ext_ring")
+    model = on_ring(None, layout=layout)
     loss = model(**shard_batch(make_batch("padded"), group=None, layout=layout)).loss
     loss.backward()
     expect_equal(model, loss.detach(), "llama", "padded")

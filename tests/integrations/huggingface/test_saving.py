@@ -9,12 +9,11 @@ import unittest.mock
 import pytest
 import torch
 import torch.distributed as dist
-from hf_models import FAMILIES, build
+from hf_models import FAMILIES, assert_same_state, build, spread
 from rank_checks import Checks, assert_passed, run_checks
 from safetensors.torch import load_file
 from transformers import modeling_utils
 
-import moe_ext
 from moe_ext.comm import agreement
 from moe_ext.distributed import full_state_dict
 from moe_ext.distributed.dtensor import local_part
@@ -24,10 +23,8 @@ from moe_ext.testing import spawn_ranks
 CHECKS = Checks()
 
 
-def spread(family="mixtral"):
-    model = build(family)
-    moe_ext.replace(model, ep_group=dist.group.WORLD)
-    return model
+def spread_model(family="mixtral"):
+    return spread(build(family))
 
 
 def raised(error, match, function, *args, **kwargs):
@@ -35,17 +32,11 @@ def raised(error, match, function, *args, **kwargs):
         function(*args, **kwargs)
 
 
-def assert_same_state(found, wanted):
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert torch.equal(found[name], tensor), name
-
-
 @CHECKS()
 def save_pretrained_on_every_rank(folder):
     for family in FAMILIES:
         path, whole = folder / family, build(family)
-        model = spread(family)
+        model = spread_model(family)
         model.save_pretrained(path)
         # The names and the layout of the family's own files.
         if dist.get_rank() == 0:
@@ -56,8 +47,7 @@ def save_pretrained_on_every_rank(folder):
             assert f'"{type(whole).__name__}"' in config
         again = type(whole).from_pretrained(path)
         assert_same_state(again.state_dict(), whole.state_dict())
-        moe_ext.replace(again, ep_group=dist.group.WORLD)
-        assert_same_state(full_state_dict(again), whole.state_dict())
+        assert_same_state(full_state_dict(spread(again)), whole.state_dict())
         # And by `load_state_dict`, into a model of other values.
         for parameter in again.parameters():
             parameter.data.zero_()
@@ -112,7 +102,7 @@ def every_rank_writes_and_reads_its_own(folder):
             for stale in ("model.safetensors", "model-00007-of-00007.safetensors"):
                 (path / stale).touch()
         dist.barrier()
-        model = spread(family)
+        model = spread_model(family)
         model.save_pretrained(path, by_ranks=True)
         dist.barrier()
         files = sorted(file.name for file in path.glob("*.safetensors"))
@@ -146,7 +136,7 @@ def every_rank_writes_and_reads_its_own(folder):
 
 @CHECKS()
 def a_rank_alone_is_refused(folder):
-    model, patience = spread(), agreement.MEETING_SECONDS
+    model, patience = spread_model(), agreement.MEETING_SECONDS
     text = r"save_pretrained: expected .* of \[0, 1\] .* of rank 1 within 0.2 s; .*SavesExperts"
     agreement.MEETING_SECONDS = 0.2
     if dist.get_rank() == 0:
@@ -166,12 +156,17 @@ def a_rank_alone_is_refused(folder):
 @CHECKS()
 def a_file_that_cannot_be_written_is_told_to_all(folder):
     (folder / "file").write_text("")
-    raised(ValueError, "save_pretrained: .* on rank 0", spread().save_pretrained, folder / "file/a")
+    raised(
+        ValueError,
+        "save_pretrained: .* on rank 0",
+        spread_model().save_pretrained,
+        folder / "file/a",
+    )
 
 
 @CHECKS()
 def pickled_experts_are_refused(folder):
-    model = spread()
+    model = spread_model()
     state = model.state_dict()
     whole_tensors = r"torch.save: expected whole tensors, .* ranks \[0, 1\]"
     raised(TypeError, whole_tensors, torch.save, state, io.BytesIO())

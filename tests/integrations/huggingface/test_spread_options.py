@@ -7,12 +7,20 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
-from hf_models import NUM_BLOCKS, assert_near, build, make_batch, mean_of_ranks
+from hf_models import (
+    assert_near,
+    assert_same_state,
+    assert_trains_as,
+    build,
+    make_batch,
+    mean_of_ranks,
+    spread,
+)
 from rank_checks import Checks
 
 import moe_ext
 from moe_ext.distributed import MoEMesh
-from moe_ext.integrations.huggingface import from_pretrained, full_state_dict
+from moe_ext.integrations.huggingface import from_pretrained
 from moe_ext.nn import Rebalance
 
 RANKS = 4
@@ -37,30 +45,20 @@ def one_process(family):
     return mean_of_ranks(make(family), [batch_of(rank) for rank in range(RANKS)])
 
 
-def assert_trains_as(model, whole, logits):
-    """Logits, gradients and state are those of one process."""
+def assert_is_one_process(model, family):
+    whole, logits = one_process(family)
     rank = dist.get_rank()
-    output = model(**batch_of(rank))
-    assert_near(output.logits, logits[rank])
-    output.loss.backward()
-    moe_ext.distributed.sync_gradients(model)
-    want = dict(whole.named_parameters())
-    for name, parameter in model.named_parameters():
-        assert_near(parameter.grad, want[name].grad)
-    for name, tensor in full_state_dict(model).items():
-        assert torch.equal(tensor, whole.state_dict()[name]), name
+    assert_trains_as(model, whole, batch_of(rank), logits[rank])
 
 
 @CHECKS(*((family, etp) for family in FAMILIES for etp in (2, 4)))
 def shards_of_experts_train_as_whole_ones(family, etp):
-    whole, logits = one_process(family)
-    model, mesh = make(family), MoEMesh(ep=RANKS // etp, etp=etp)
+    mesh = MoEMesh(ep=RANKS // etp, etp=etp)
     # Both ways meet both numbers of shards and every family.
     names = ("dispatcher", "combine")
     ways = (("alltoall", "exact"), ("dedup", "reduced"))
     options = dict(zip(names, ways[(FAMILIES.index(family) + etp // 2) % 2], strict=True))
-    assert moe_ext.replace(model, ep_group=mesh.ep_group, **options) == NUM_BLOCKS
-    assert_trains_as(model, whole, logits)
+    assert_is_one_process(spread(make(family), mesh.ep_group, **options), family)
 
 
 @CHECKS((False,), (True,))
@@ -68,15 +66,13 @@ def files_of_shards(by_ranks):
     import transformers
 
     whole, mesh = make("mixtral"), MoEMesh(ep=2, etp=2)
-    model = make("mixtral")
-    moe_ext.replace(model, ep_group=mesh.ep_group)
+    model = spread(make("mixtral"), mesh.ep_group)
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
     model.save_pretrained(folder[0], by_ranks=by_ranks)
     dist.barrier()
     again = transformers.MixtralForCausalLM.from_pretrained(folder[0])
-    for name, tensor in again.state_dict().items():
-        assert torch.equal(tensor, whole.state_dict()[name]), name
+    assert_same_state(again.state_dict(), whole.state_dict())
     with pytest.raises(ValueError, match="expected an ep_group with etp=1, .* got etp=2"):
         from_pretrained(transformers.MixtralForCausalLM, folder[0], ep_group=mesh.ep_group)
     dist.barrier()
@@ -91,11 +87,9 @@ def files_of_shards(by_ranks):
     ("gpt_oss", "dedup", "always"),
 )
 def moved_experts_train_as_at_home(family, dispatcher, when):
-    whole, logits = one_process(family)
     rebalance = Rebalance("exact", break_even=0.0) if when == "always" else "exact"
-    model, options = make(family), {"dispatcher": dispatcher, "rebalance": rebalance}
-    moe_ext.replace(model, ep_group=dist.group.WORLD, **options)
-    assert_trains_as(model, whole, logits)
+    model = spread(make(family), dispatcher=dispatcher, rebalance=rebalance)
+    assert_is_one_process(model, family)
     rebalancers = [m._rebalancer for m in model.modules() if hasattr(m, "_rebalancer")]
     moved = torch.tensor(sum(rebalancer.num_moved for rebalancer in rebalancers))
     dist.all_reduce(moved)
@@ -107,10 +101,9 @@ def capacity_drops_the_last_rows():
     rank = dist.get_rank()
     here = make("mixtral")
     moe_ext.replace(here, capacity_factor=1.0)
-    spread, free = make("mixtral"), make("mixtral")
-    moe_ext.replace(spread, ep_group=dist.group.WORLD, capacity_factor=1.0)
+    over_ranks, free = spread(make("mixtral"), capacity_factor=1.0), make("mixtral")
     moe_ext.replace(free)
-    logits = [model(**batch_of(rank)).logits for model in (here, spread, free)]
+    logits = [model(**batch_of(rank)).logits for model in (here, over_ranks, free)]
     assert_near(logits[1], logits[0])
     assert not torch.allclose(logits[2], logits[0])
     # A second call says anew what holds.

@@ -6,9 +6,9 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from hf_models import build
+from hf_models import assert_same_state, build, spread
 from safetensors.torch import load_file
-from test_saving import assert_same_state, raised
+from test_saving import raised
 
 import moe_ext
 from moe_ext.distributed import full_state_dict
@@ -70,34 +70,32 @@ def trainer(model, folder, *, mixed=True, **options):
     return (Mixed if mixed else Trainer)(model, arguments, **data)
 
 
-def spread(make=lambda model: model):
-    model = make(build("mixtral"))
-    moe_ext.replace(model, ep_group=dist.group.WORLD)
-    return model
+def spread_model(make=lambda model: model):
+    return spread(make(build("mixtral")))
 
 
 def run(rank, folder):
-    model = spread()
+    model = spread_model()
     trainer(model, folder / "all").train()
     wanted = full_state_dict(model)
-    resumed = spread()
+    resumed = spread_model()
     trainer(resumed, folder / "resumed").train(f"{folder}/all/checkpoint-2")
     assert_same_state(full_state_dict(resumed), wanted)
-    again = spread()
+    again = spread_model()
     best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
     tool = trainer(again, folder / "best", **best)
     tool.train()
     assert tool.state.best_model_checkpoint.endswith("-4")
     assert_same_state(full_state_dict(again), wanted)
     # Of adapters the adapters alone.
-    lora = spread(adapted)
+    lora = spread_model(adapted)
     trainer(lora, folder / "lora").train()
-    more = spread(adapted)
+    more = spread_model(adapted)
     trainer(more, folder / "more").train(f"{folder}/lora/checkpoint-2")
     for mine, other in zip(more.parameters(), lora.parameters(), strict=True):
         assert torch.equal(mine, other)
     with pytest.raises(ValueError, match="save_on_each_node to be False .* share the output_dir"):
-        trainer(spread(), folder / "nodes", save_on_each_node=True)
+        trainer(spread_model(), folder / "nodes", save_on_each_node=True)
     return wanted
 
 
@@ -111,7 +109,7 @@ def refuse(rank, folder):
 
     # Every rank knows before the first pass, whatever holds the model.
     for name, make in (("plain", lambda model: model), ("lora", adapted)):
-        model = spread(make)
+        model = spread_model(make)
         model.register_forward_pre_hook(lambda *_: pytest.fail("a forward pass"))
         for strategy in ("steps", "epoch"):
             tool = trainer(model, folder / name, mixed=False, save_strategy=strategy)
@@ -120,7 +118,7 @@ def refuse(rank, folder):
         assert isinstance(model, peft.PeftModel) == (name == "lora")
     # All ranks may save in a callback; rank 0, alone at the end, waits for nobody.
     moe_ext.comm.agreement.MEETING_SECONDS = 600.0
-    model = spread()
+    model = spread_model()
     tool = trainer(model, folder / "no", mixed=False, save_strategy="no")
     tool.add_callback(SavesItself())
     tool.train()
