@@ -25,7 +25,6 @@ from moe_ext.attention.checks import (
     Require,
     check_attn_mask,
     check_latents,
-    check_layout,
     check_per_head,
     check_tensors,
     draw_seed,
@@ -34,7 +33,7 @@ from moe_ext.attention.checks import (
     scale_of,
     wants_grad,
 )
-from moe_ext.attention.layouts import Grid, Layout, make_layout, split_group
+from moe_ext.attention.layouts import Grid, Layout, check_layout, make_layout, split_group
 from moe_ext.attention.masks import (
     Mask,
     Offsets,

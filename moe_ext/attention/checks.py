@@ -12,8 +12,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_ext.attention.layouts import LAYOUTS, Layout
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Require = Callable[[bool, str, str, object], None]
 
@@ -26,12 +24,6 @@ def requires(operation: str) -> Require:
             raise ValueError(f"{operation}: expected {argument} to be {rule}, got {value}")
 
     return require
-
-
-def check_layout(layout: str | Layout, require: Require) -> None:
-    """ValueError for a layout that is none."""
-    known = isinstance(layout, Layout) or layout in LAYOUTS
-    require(known, "layout", f"a Layout or one of {LAYOUTS}", repr(layout))
 
 
 def check_tensors(

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_ext._checks import check_choice
+from moe_ext.attention.checks import Require, requires
 from moe_ext.attention.masks import (
     Mask,
     Offsets,
@@ -105,6 +107,12 @@ class Layout:
         return torch.tensor(sums), torch.tensor(documents, dtype=torch.int64)
 
 
+def check_layout(layout: str | Layout, require: Require) -> None:
+    """ValueError for a layout that is none."""
+    known = isinstance(layout, Layout) or layout in LAYOUTS
+    require(known, "layout", f"a Layout or one of {LAYOUTS}", repr(layout))
+
+
 def order_of(layout: Layout, device: torch.device) -> Tensor:
     """`[S]`, the global positions of all shards, one shard after the other."""
     return torch.cat([layout.positions(rank, device) for rank in range(layout.num_ranks)])
@@ -149,8 +157,7 @@ def make_layout(
                 f"got {layout.seq_len} on {layout.num_ranks}"
             )
         return layout
-    if layout not in LAYOUTS:
-        raise ValueError(f"{op}: expected layout to be one of {LAYOUTS}, got {layout!r}")
+    check_choice(op, "layout", layout, LAYOUTS)
     if seq_len < 0 or num_ranks < 1:
         raise ValueError(
             f"{op}: expected seq_len to be at least 0 and num_ranks at least 1, "
@@ -158,15 +165,14 @@ def make_layout(
         )
     follows = layout in ("per_document", "cost_balanced")
     rows = rows_of_offsets(cu_seqlens, op)
-    if rows is not None and follows:
-        raise ValueError(
-            f"{op}: expected cu_seqlens to be one row of offsets for {layout!r}, got {len(rows)}"
-        )
+    if rows is not None:
+        rule = f"one row of offsets for {layout!r}"
+        requires(op)(not follows, "cu_seqlens", rule, len(rows))
     offsets = check_cu_seqlens(cu_seqlens, op) if rows is None else rows[0]
     check_end(offsets, seq_len, op)
-    if follows and offsets is None:
-        # By default "cost_balanced" could be one thing for the data and another for the attention.
-        raise ValueError(f"{op}: expected cu_seqlens to be given for {layout!r}, got None")
+    # By default "cost_balanced" could be one thing for the data and another for the attention.
+    is_given = offsets is not None or not follows
+    requires(op)(is_given, "cu_seqlens", f"given for {layout!r}", None)
     # The others do not depend on the mask; equal keys spare the cache.
     mask = Mask(cu_seqlens=offsets if follows else None)
     if layout == "cost_balanced":
