@@ -305,10 +305,8 @@ class _WholeBatches:
         self, batch: Mapping[str, Tensor], given: Tensor | None
     ) -> tuple[FoundOffsets | None, Tensor]:
         """Offsets of the documents and positions `[B, S]` or `[1, S]`."""
-        first, ids, mask = (
-            self.traits.first_position,
-            *map(batch.get, ("input_ids", "attention_mask")),
-        )
+        first, ids = self.traits.first_position, batch.get("input_ids")
+        mask = batch.get("attention_mask")
         tokens = batch["inputs_embeds"] if ids is None else ids
         offsets = check_cu_seqlens(given, OP)
         if "position_ids" in batch:
