@@ -347,12 +347,8 @@ def call_of(
         seed,
         precision=options.precision,
     )
-    offsets = None
-    if mask.cu_seqlens is not None:
-        offsets = on_device(mask.cu_seqlens, q.device)
-    prefix_ends = None
-    if mask.prefix_lens is not None:
-        prefix_ends = on_device(mask.prefix_lens, q.device)
-        if offsets is not None:
-            prefix_ends = prefix_ends + offsets[:-1]
+    offsets = None if mask.cu_seqlens is None else on_device(mask.cu_seqlens, q.device)
+    prefix_ends = None if mask.prefix_lens is None else on_device(mask.prefix_lens, q.device)
+    if prefix_ends is not None and offsets is not None:
+        prefix_ends = prefix_ends + offsets[:-1]
     return Call(group, work, scheme, grid, block, offsets, prefix_ends, inputs.alibi_slopes)

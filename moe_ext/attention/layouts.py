@@ -185,7 +185,7 @@ def _make(layout: str, seq_len: int, num_ranks: int, mask: Mask) -> Layout:
     whole = range(seq_len)
     shards: Iterable[Iterable[range]]
     if layout == "contiguous":
-        shards = [[part] for part in _split(whole, num_ranks)]
+        shards = [[part] for part in even_parts(whole, num_ranks)]
     elif layout == "striped":
         shards = [[range(rank, seq_len, num_ranks)] for rank in range(num_ranks)]
     elif layout == "zigzag":
@@ -198,7 +198,7 @@ def _make(layout: str, seq_len: int, num_ranks: int, mask: Mask) -> Layout:
     return Layout(layout, seq_len, tuple(tuple(r for r in shard if r) for shard in shards))
 
 
-def _split(whole: range, parts: int) -> list[range]:
+def even_parts(whole: range, parts: int) -> list[range]:
     """Stretches between the edges floor(i * n / parts)."""
     edges = [i * len(whole) // parts for i in range(parts + 1)]
     return [whole[a:b] for a, b in itertools.pairwise(edges)]
@@ -206,7 +206,7 @@ def _split(whole: range, parts: int) -> list[range]:
 
 def _pairs(whole: range, num_ranks: int) -> list[list[range]]:
     """Stretch r and stretch 2P - 1 - r of 2P, for each rank r; one range where they touch."""
-    parts = _split(whole, 2 * num_ranks)
+    parts = even_parts(whole, 2 * num_ranks)
     pairs = [[parts[r], parts[-1 - r]] for r in range(num_ranks)]
     innermost = pairs[-1]
     pairs[-1] = [range(innermost[0].start, innermost[1].stop)]
@@ -277,7 +277,7 @@ def _per_document(offsets: tuple[int, ...], num_ranks: int) -> list[list[range]]
 def _by_cost(seq_len: int, num_ranks: int, mask: Mask) -> list[list[range]]:
     """Deal stretches out in rounds: the costliest of a round goes to the rank with least cost."""
     sums = torch.cat([torch.zeros(1, dtype=torch.int64), mask.areas(seq_len).cumsum(0)])
-    parts = _split(range(seq_len), min(_CHUNKS * num_ranks, max(seq_len, 1)))
+    parts = even_parts(range(seq_len), min(_CHUNKS * num_ranks, max(seq_len, 1)))
     edges = torch.tensor([part.start for part in parts] + [seq_len])
     costs = (sums[edges[1:]] - sums[edges[:-1]]).tolist()
     order = sorted(range(len(parts)), key=lambda i: (-costs[i], i))

@@ -305,7 +305,7 @@ def _mask_of(
     if not isinstance(attention_mask, RingMask):
         found = f"{type(attention_mask).__name__} {list(attention_mask.shape)}"
         rule = "None, or this rank's part [B, L] of a padding mask or [B, H or 1, L, S] of any"
-        raise ValueError(f"{name}: expected attention_mask to be {rule}, got {found}")
+        _refuse(name, "attention_mask", rule, found)
     if is_causal not in (None, attention_mask.is_causal):
         _refuse(name, "is_causal", f"{attention_mask.is_causal}, as the mask is", is_causal)
     return attention_mask
