@@ -171,17 +171,7 @@ def sharded(
     return [out.detach(), lse.detach(), *torch.autograd.grad(loss, qkv + learn)]
 
 
-def expect_equal(
-    found,
-    expected,
-    *,
-    layout="zigzag",
-    cu_seqlens=None,
-    last="dsinks",
-    group,
-    rtol=1e-10,
-    atol=1e-11,
-):
+def expect_equal(found, expected, *, last="dsinks", group, tolerances=TIGHT, **where):
     """Compare this rank's shards with the parts of the whole that belong to it."""
     names = ["out", "lse", "dq", "dk", "dv", last]
     for name, part, full in zip(names, found, expected, strict=False):
@@ -190,10 +180,9 @@ def expect_equal(
             if group is not None:
                 dist.all_reduce(part, group=ranks_of(group, "helpers"))
         else:
-            full = shard_sequence(full, group=group, dim=2, layout=layout, cu_seqlens=cu_seqlens)
-        torch.testing.assert_close(
-            part, full.to(part.dtype), rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
-        )
+            full = shard_sequence(full, group=group, dim=2, **where)
+        how = {**tolerances, "msg": lambda m, n=name: f"{n}: {m}"}
+        torch.testing.assert_close(part, full.to(part.dtype), **how)
 
 
 def assert_rounded_once(found, expected, group, *about):

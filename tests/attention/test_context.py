@@ -281,28 +281,6 @@ def test_it_trains_a_layer_with_dropout():
     assert not torch.allclose(layer(x, x, x, need_weights=False)[0], found[0])
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_autocast_holds_as_for_torch(compiled):
-    q, k, v = (x.float().requires_grad_() for x in inputs())
-
-    def attend(q, k, v):
-        with torch.autocast("cpu", torch.bfloat16):
-            # Layers leave a mixture: norms in float32 beside projections in bfloat16.
-            return F.scaled_dot_product_attention(q, k, v.bfloat16(), is_causal=True)
-
-    expected = attend(q, k, v)
-    run = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
-    with sequence_parallel(None):
-        out = run(q, k, v)
-    assert out.dtype == expected.dtype == torch.bfloat16
-    torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
-    grads = torch.autograd.grad(out.float().sum(), (q, k, v))
-    assert all(grad.dtype == torch.float32 for grad in grads)
-    with torch.autocast("cpu", torch.bfloat16), sequence_parallel(None):
-        doubles = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
-    assert doubles.dtype == torch.float64
-
-
 q, k, v = inputs()
 REFUSED = {
     "attn_mask": ((q, k, v, torch.zeros(37)), {}, r"attn_mask .* 2 to 4 dim.* got \[37\]"),

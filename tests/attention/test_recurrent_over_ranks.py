@@ -48,14 +48,9 @@ def summed(x):
 
 def parts_of(given, where):
     """A copy of the arguments with this rank's part of sequences."""
-    return {
-        name: shard_sequence(x.detach(), dim=2, **where)
-        if name in SEQUENCE and x is not None
-        else x
-        if x is None
-        else x.detach().clone()
-        for name, x in given.items()
-    }
+    copies = {name: x if x is None else x.detach().clone() for name, x in given.items()}
+    sequences = {n: x for n, x in copies.items() if n in SEQUENCE and x is not None}
+    return copies | {n: shard_sequence(x, dim=2, **where) for n, x in sequences.items()}
 
 
 def equals_one_process(kind, given, scheme, layout, offsets):

@@ -15,6 +15,7 @@ from moe_ext.attention import (
     ring_attention,
     ring_attention_varlen,
     ring_self_attention,
+    sequence_parallel,
 )
 
 OFFSETS = (0, 5, 5, 14, 30, 37)
@@ -295,22 +296,32 @@ def test_a_group_that_is_none_of_ours_is_refused():
         ring_attention(*make_inputs()[:3], group=-100)
 
 
-def test_autocast_holds_as_for_torch():
-    q, k, v = (x.float().requires_grad_() for x in make_inputs(kv_heads=4)[:3])
+def inside(q, k, v):
+    with sequence_parallel(None):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("way", ["function", "module", "context", "graph"])
+def test_autocast_holds_as_for_torch(way):
+    def run(attend, *tensors):
+        with torch.autocast("cpu", torch.bfloat16):
+            return attend(*tensors)
+
+    function = functools.partial(ring_attention, group=None, is_causal=True)
     module = RingAttention(None, is_causal=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        # Layers leave a mixture: norms in float32 beside projections in bfloat16.
-        expected = F.scaled_dot_product_attention(q, k, v.bfloat16(), is_causal=True)
-        out = ring_attention(q, k, v.bfloat16(), group=None, is_causal=True)
-        assert torch.equal(module(q, k, v.bfloat16()), out)
-        doubles = ring_attention(*(x.double() for x in (q, k, v)), group=None)
-        with pytest.raises(ValueError, match="q to be float32, .* got torch.int64"):
-            ring_attention(q.long(), k, v, group=None)
-    assert out.dtype == expected.dtype == torch.bfloat16 and doubles.dtype == torch.float64
+    attend = {"function": function, "module": module}.get(way, inside)
+    graph = torch.compile(run, fullgraph=True, backend="aot_eager") if way == "graph" else run
+    q, k, v = (x.float().requires_grad_() for x in make_inputs(kv_heads=4)[:3])
+    expected = run(functools.partial(F.scaled_dot_product_attention, is_causal=True), q, k, v)
+    # Layers leave a mixture: norms in float32 beside projections in bfloat16.
+    out = graph(attend, q, k, v.bfloat16())
+    assert out.dtype == expected.dtype == torch.bfloat16
     torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
     assert all(x.dtype == torch.float32 for x in torch.autograd.grad(out.float().sum(), (q, k, v)))
-    outside = ring_attention(*(x.bfloat16() for x in (q, k, v)), group=None, is_causal=True)
-    assert torch.equal(out, outside)
+    assert torch.equal(out, function(*(x.bfloat16() for x in (q, k, v))))
+    assert run(attend, *(x.double() for x in (q, k, v))).dtype == torch.float64
+    with pytest.raises(ValueError, match="q to be float32, .* got torch.int64"):
+        run(attend, q.long(), k, v)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="typing.get_overloads")

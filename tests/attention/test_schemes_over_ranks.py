@@ -264,7 +264,8 @@ def rounded_keys_are_those_of_one_process_and_of_the_formula():
             found = sharded(*inputs, group=group, scheme=scheme, **options)
         where = {"layout": layout, "cu_seqlens": kwargs.get("cu_seqlens")}
         expected = sharded(*inputs, group=None, **options)
-        expect_equal(found, expected, group=group, **where, rtol=1e-4, atol=2e-5)
+        tolerances = {"rtol": 1e-4, "atol": 2e-5}
+        expect_equal(found, expected, group=group, **where, tolerances=tolerances)
         if scheme in ("ring", "double_ring", "all_gather"):
             work = workload(inputs, layout, torch.float32, True, **kwargs)
             work = dataclasses.replace(work, form=dataclasses.replace(work.form, wire=wire))

@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import group
 from rank_checks import ChecksOn, full
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext.attention import (
@@ -26,11 +25,7 @@ from moe_ext.attention import (
 )
 from moe_ext.comm.agreement import neighbours
 from moe_ext.comm.c10d import ALL_GATHER, REDUCE_SCATTER
-from moe_ext.distributed import (
-    clip_grad_norm_,
-    count_traffic,
-    sync_gradients,
-)
+from moe_ext.distributed import count_traffic, sync_gradients
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.nn.feed_forward import FeedForward
 
@@ -227,10 +222,8 @@ class LoggedWork:
         return self.work.wait(timeout)
 
 
-@check()
+@check(on=(2, 3))
 def the_weight_gradient_overlaps_the_reduce_scatter():
-    if num_ranks() == 1:
-        return
     events = []
 
     def log(patch, owner, name, wrap):
@@ -327,35 +320,13 @@ def two_modules_and_frozen_parameters():
     torch.testing.assert_close(twin(part), modules[0](part))
 
 
-@check()
-def sync_gradients_takes_the_mean():
-    """A block between layers that every rank holds: all gradients of one and the same mean."""
-    where = {"group": group(), "layout": "contiguous", "dim": 1}
-
-    def model(group, reduction):
-        torch.manual_seed(5)
-        ends = [nn.Linear(D, D, dtype=torch.float64) for _ in range(2)]
-        block = make(group, grad_reduction=reduction)
-        return nn.Sequential(ends[0], block, ends[1])
-
-    x, grad = data(12)
-    whole = model(None, "sum")
-    whole(x).backward(grad / num_ranks())
-    found = model(group(), "mean")
-    found(shard_sequence(x, **where)).backward(shard_sequence(grad, **where))
-    sync_gradients(found)
-    for name, parameter in found.named_parameters():
-        expected = dict(whole.named_parameters())[name].grad
-        torch.testing.assert_close(
-            full(parameter.grad), expected, msg=lambda m, n=name: f"{n}: {m}"
-        )
-    norm = clip_grad_norm_(found, 1e9)
-    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(whole.parameters(), 1e9))
-    if num_ranks() > 1:
-        other = model(group(), "sum")
-        other(shard_sequence(x, **where)).backward(shard_sequence(grad, **where))
-        with pytest.raises(ValueError, match="made with grad_reduction='mean', .* got 'sum' for 1"):
-            sync_gradients(other)
+@check(on=(2, 3))
+def sync_gradients_refuses_sums():
+    """It takes the mean, see test_data_beside_tensor_parallel.py."""
+    module = make(group())
+    module(data(4)[0]).sum().backward()
+    with pytest.raises(ValueError, match="made with grad_reduction='mean', .* got 'sum' for up_"):
+        sync_gradients(module)
 
 
 @check((12,), (13,))
@@ -395,11 +366,9 @@ def refused(match, module, x, **kwargs):
         module(x, **kwargs)
 
 
-@check()
+@check(on=(2, 3))
 def what_differs_between_ranks_is_refused_on_all():
     """Beside each option by itself, which tests/test_options_over_ranks.py has."""
-    if num_ranks() == 1:
-        return
     odd, module = dist.get_rank() == 1, make(group())
     x = data(4)[0]
     refused("seq_len .* equal on every rank, got .* on rank 0, .* on rank 1", module, x[:, odd:])
