@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -16,12 +17,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Require = Callable[[bool, str, str, object], None]
 
 
+def refuse(operation: str, argument: str, rule: str, value: object) -> NoReturn:
+    """Raise the ValueError of a wrong argument."""
+    raise ValueError(f"{operation}: expected {argument} to be {rule}, got {value}")
+
+
 def requires(operation: str) -> Require:
     """A function (condition, argument, rule, value) that raises ValueError unless it holds."""
 
     def require(condition: bool, argument: str, rule: str, value: object) -> None:
         if not condition:
-            raise ValueError(f"{operation}: expected {argument} to be {rule}, got {value}")
+            refuse(operation, argument, rule, value)
 
     return require
 

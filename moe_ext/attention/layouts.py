@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext._checks import check_choice
-from moe_ext.attention.checks import Require, requires
+from moe_ext.attention.checks import Require, refuse, requires
 from moe_ext.attention.masks import (
     Mask,
     Offsets,
@@ -152,17 +152,13 @@ def make_layout(
     op = "make_layout"
     if isinstance(layout, Layout):
         if (layout.seq_len, layout.num_ranks) != (seq_len, num_ranks):
-            raise ValueError(
-                f"{op}: expected layout to be for {seq_len} positions on {num_ranks} ranks, "
-                f"got {layout.seq_len} on {layout.num_ranks}"
-            )
+            rule = f"for {seq_len} positions on {num_ranks} ranks"
+            refuse(op, "layout", rule, f"{layout.seq_len} on {layout.num_ranks}")
         return layout
     check_choice(op, "layout", layout, LAYOUTS)
     if seq_len < 0 or num_ranks < 1:
-        raise ValueError(
-            f"{op}: expected seq_len to be at least 0 and num_ranks at least 1, "
-            f"got {seq_len} and {num_ranks}"
-        )
+        rule = "at least 0 and num_ranks at least 1"
+        refuse(op, "seq_len", rule, f"{seq_len} and {num_ranks}")
     follows = layout in ("per_document", "cost_balanced")
     rows = rows_of_offsets(cu_seqlens, op)
     if rows is not None:
@@ -391,10 +387,7 @@ def split_group(
             f"first and the ranks near to each other last, got {group!r}"
         )
     if "ulysses" in names[0] or "ring" in names[1]:
-        raise ValueError(
-            f"{operation}: expected the dims of group to be ('ring', 'ulysses'), in this order, "
-            f"got {names}"
-        )
+        refuse(operation, "the dims of group", "('ring', 'ulysses'), in this order", names)
     whole = flat_group(group)
     place = group_ranks(whole).index
     return whole, Grid(tuple(tuple(map(place, row)) for row in group.mesh.tolist()))

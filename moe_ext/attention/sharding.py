@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_ext.attention.checks import requires
+from moe_ext.attention.checks import refuse, requires
 from moe_ext.attention.layouts import Layout, make_layout, order_of, ranks_of
 from moe_ext.attention.masks import Offsets, check_cu_seqlens, check_end, rows_of_offsets
 from moe_ext.comm import collectives
@@ -205,10 +205,8 @@ def check_lengths(
         for rank, found, size in zip(ranks, lengths, layout.sizes, strict=True)
         if found != size
     )
-    raise ValueError(
-        f"{operation}: expected the shards of a {layout.name} layout of {layout.seq_len} "
-        f"positions to be {list(layout.sizes)} long, got {list(lengths)}: {wrong}"
-    )
+    shards = f"the shards of a {layout.name} layout of {layout.seq_len} positions"
+    refuse(operation, shards, f"{list(layout.sizes)} long", f"{list(lengths)}: {wrong}")
 
 
 def position_ids(
