@@ -411,7 +411,7 @@ MISTAKES = {
         "a library gives wrong numbers and is taken": (
             "moe_ext/_trial.py",
             "if not off <= [-most-]{+9+}:",
-            "tests/attention/test_recurrent_providers.py -k wrong_numbers",
+            "tests/attention/test_recurrent_providers.py -k with_a_fault",
         ),
         "a library's documents begin with the state of another row": (
             "moe_ext/attention/recurrent/providers.py",

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_ext._checks import check_choice
 from moe_ext.attention.block import KeysForm, accumulation_dtype
+from moe_ext.attention.checks import requires
 from moe_ext.attention.layouts import Grid, Layout, even_grid, make_layout
 from moe_ext.attention.masks import PrefixLen, check_cu_seqlens, check_end, make_mask
 from moe_ext.attention.schemes import SCHEMES
@@ -261,17 +262,13 @@ def choose_scheme(
     """
     kv_heads = heads if kv_heads is None else kv_heads
     sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "dim": dim}
+    require = requires(_OP)
     for name, size in {**sizes, "num_ranks": num_ranks, "seq_len": seq_len}.items():
-        if size < (0 if name == "seq_len" else 1):
-            raise ValueError(f"{_OP}: expected {name} to be positive, got {size}")
-    if heads % kv_heads:
-        raise ValueError(
-            f"{_OP}: expected heads to be a multiple of the {kv_heads} kv_heads, got {heads}"
-        )
-    if hosts is not None and len(hosts) != num_ranks:
-        raise ValueError(
-            f"{_OP}: expected hosts to be of {num_ranks} ranks, got {len(hosts)} numbers"
-        )
+        require(size >= (0 if name == "seq_len" else 1), name, "positive", size)
+    require(heads % kv_heads == 0, "heads", f"a multiple of the {kv_heads} kv_heads", heads)
+    if hosts is not None:
+        found = f"{len(hosts)} numbers"
+        require(len(hosts) == num_ranks, "hosts", f"of {num_ranks} ranks", found)
     if mesh_shape is not None and mesh_shape[0] * mesh_shape[1] != num_ranks:
         raise ValueError(
             f"{_OP}: expected mesh_shape to hold {num_ranks} ranks, got {tuple(mesh_shape)}"

@@ -286,9 +286,8 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     needs_grad_mask, inputs = arguments[6], Inputs(*arguments[7 : 7 + _COUNT])
     grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in inputs[:3])
     sinks, mask = inputs.sinks, inputs.attn_mask if needs_grad_mask else None
-    q = inputs.q
     of_sinks, of_mask = (
-        q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (sinks, mask)
+        grad_q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (sinks, mask)
     )
     return grad_q, grad_k, grad_v, of_sinks, of_mask
 
@@ -335,11 +334,9 @@ def attend_in_graph(
     # The operator could not tell: it sees tensors without autograd.
     inputs.check_slopes(options.require)
     drawn = seed is None and options.dropout_p > 0
-    seed_1 = None
+    seed_1 = None if seed is None else torch.tensor([seed])
     if drawn:
         seed_1 = torch.randint(1 << 62, (1,))
-    elif seed is not None:
-        seed_1 = torch.tensor([seed])
     tensors = [
         x if x is None or isinstance(x, Tensor) else torch.tensor(x) for x in inputs[:_COUNT]
     ]

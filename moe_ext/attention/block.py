@@ -282,23 +282,24 @@ def attend_(out: Tensor, lse: Tensor, block: Block, options: BlockOptions) -> No
         merge_attention_(out[:, :, rows], lse[:, :, rows], *found)
 
 
+@dataclass(frozen=True, eq=False)
 class Narrowed:
     """Gradient and output of rows in the dtype that a library reads, made when it is called.
 
-    Args:
-        grad_out: `[B, H, L, Dv]` float32 (float64).
+    Attributes:
+        wide: the gradient, `[B, H, L, Dv]` float32 (float64).
         delta: `[B, H, L]`.
         dtype: of q.
     """
 
-    def __init__(self, grad_out: Tensor, delta: Tensor, dtype: torch.dtype) -> None:
-        self._rows = (grad_out, delta, dtype)
+    wide: Tensor
+    delta: Tensor
+    dtype: torch.dtype
 
     @functools.cached_property
     def grad_out(self) -> Tensor:
         """`[B, H, L, Dv]`."""
-        grad_out, _, dtype = self._rows
-        return grad_out.to(dtype)
+        return self.wide.to(self.dtype)
 
     @functools.cached_property
     def out(self) -> Tensor:
@@ -307,11 +308,10 @@ class Narrowed:
         A library wants the output for that product alone. Along grad_out its terms do not cancel,
         so that rounding it costs less than rounding the true output would.
         """
-        grad_out, delta, dtype = self._rows
         # Squares of small gradients would vanish in float32.
-        norm = torch.linalg.vector_norm(grad_out, dim=-1, dtype=torch.float64)
-        factor = torch.where(norm > 0, delta / norm.square(), 0.0)
-        return (grad_out * factor.to(delta.dtype)[..., None]).to(dtype)
+        norm = torch.linalg.vector_norm(self.wide, dim=-1, dtype=torch.float64)
+        factor = torch.where(norm > 0, self.delta / norm.square(), 0.0)
+        return (self.wide * factor.to(self.delta.dtype)[..., None]).to(self.dtype)
 
 
 def block_backward(

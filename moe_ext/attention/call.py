@@ -25,7 +25,6 @@ from moe_ext.attention.checks import (
     Require,
     check_attn_mask,
     check_latents,
-    check_layout,
     check_per_head,
     check_tensors,
     draw_seed,
@@ -34,7 +33,7 @@ from moe_ext.attention.checks import (
     scale_of,
     wants_grad,
 )
-from moe_ext.attention.layouts import Grid, Layout, make_layout, split_group
+from moe_ext.attention.layouts import Grid, Layout, check_layout, make_layout, split_group
 from moe_ext.attention.masks import (
     Mask,
     Offsets,
@@ -348,12 +347,8 @@ def call_of(
         seed,
         precision=options.precision,
     )
-    offsets = None
-    if mask.cu_seqlens is not None:
-        offsets = on_device(mask.cu_seqlens, q.device)
-    prefix_ends = None
-    if mask.prefix_lens is not None:
-        prefix_ends = on_device(mask.prefix_lens, q.device)
-        if offsets is not None:
-            prefix_ends = prefix_ends + offsets[:-1]
+    offsets = None if mask.cu_seqlens is None else on_device(mask.cu_seqlens, q.device)
+    prefix_ends = None if mask.prefix_lens is None else on_device(mask.prefix_lens, q.device)
+    if prefix_ends is not None and offsets is not None:
+        prefix_ends = prefix_ends + offsets[:-1]
     return Call(group, work, scheme, grid, block, offsets, prefix_ends, inputs.alibi_slopes)

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from moe_ext.attention.layouts import LAYOUTS, Layout
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Require = Callable[[bool, str, str, object], None]
+
+
+def refuse(operation: str, argument: str, rule: str, value: object) -> NoReturn:
+    """Raise the ValueError of a wrong argument."""
+    raise ValueError(f"{operation}: expected {argument} to be {rule}, got {value}")
 
 
 def requires(operation: str) -> Require:
@@ -23,15 +27,9 @@ def requires(operation: str) -> Require:
 
     def require(condition: bool, argument: str, rule: str, value: object) -> None:
         if not condition:
-            raise ValueError(f"{operation}: expected {argument} to be {rule}, got {value}")
+            refuse(operation, argument, rule, value)
 
     return require
-
-
-def check_layout(layout: str | Layout, require: Require) -> None:
-    """ValueError for a layout that is none."""
-    known = isinstance(layout, Layout) or layout in LAYOUTS
-    require(known, "layout", f"a Layout or one of {LAYOUTS}", repr(layout))
 
 
 def check_tensors(

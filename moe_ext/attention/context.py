@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import CheckpointFunction
 
 from moe_ext.attention.call import AttentionOptions
+from moe_ext.attention.checks import refuse
 from moe_ext.attention.functional import ring_attention
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.masks import Offsets, PrefixLen
@@ -29,9 +30,7 @@ _OP = "sequence_parallel"
 
 
 def _refuse(argument: str, rule: str, value: object) -> None:
-    raise ValueError(
-        f"{_OP}: expected {argument} of scaled_dot_product_attention to be {rule}, got {value}"
-    )
+    refuse(_OP, f"{argument} of scaled_dot_product_attention", rule, value)
 
 
 def _attend(
@@ -104,9 +103,7 @@ def _multi_head(ring: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Multi-head attention of torch with its inner function replaced."""
     # Weights need the whole row of scores, which torch computes without the function.
     if kwargs.get("need_weights", True):
-        raise ValueError(
-            f"{_OP}: expected need_weights of multi_head_attention_forward to be False, got True"
-        )
+        refuse(_OP, "need_weights of multi_head_attention_forward", "False", True)
     attend = functools.partial(_attend, ring)
     return _body(F.multi_head_attention_forward, scaled_dot_product_attention=attend)(
         *args, **kwargs

@@ -29,6 +29,7 @@ from moe_ext.attention.checks import message_device, requires
 from moe_ext.attention.layouts import Layout, ranks_of
 from moe_ext.attention.masks import Offsets, PrefixLen
 from moe_ext.comm.agreement import Agreement
+from moe_ext.nn import torch_state
 from moe_ext.ops.autograd import is_transformed, transforms
 
 if TYPE_CHECKING:
@@ -221,12 +222,8 @@ def run(
 def as_autocast(x: Tensor) -> Tensor:
     """As torch casts what its attention reads, which an operator of our own does not get."""
     # Arguments that are no tensors of numbers are left to the checks, which all ranks hear of.
-    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
-        return x
-    kind = x.device.type
-    # torch raises on the meta device, which has no autocast.
-    on = kind != "meta" and torch.is_autocast_enabled(kind)
-    return x.to(torch.get_autocast_dtype(kind)) if on else x
+    is_ours = isinstance(x, Tensor) and x.is_floating_point()
+    return torch_state.as_autocast(x) if is_ours else x
 
 
 def ring_attention_varlen(

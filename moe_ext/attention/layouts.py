@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_ext._checks import check_choice
+from moe_ext.attention.checks import Require, refuse, requires
 from moe_ext.attention.masks import (
     Mask,
     Offsets,
@@ -105,6 +107,12 @@ class Layout:
         return torch.tensor(sums), torch.tensor(documents, dtype=torch.int64)
 
 
+def check_layout(layout: str | Layout, require: Require) -> None:
+    """ValueError for a layout that is none."""
+    known = isinstance(layout, Layout) or layout in LAYOUTS
+    require(known, "layout", f"a Layout or one of {LAYOUTS}", repr(layout))
+
+
 def order_of(layout: Layout, device: torch.device) -> Tensor:
     """`[S]`, the global positions of all shards, one shard after the other."""
     return torch.cat([layout.positions(rank, device) for rank in range(layout.num_ranks)])
@@ -144,29 +152,23 @@ def make_layout(
     op = "make_layout"
     if isinstance(layout, Layout):
         if (layout.seq_len, layout.num_ranks) != (seq_len, num_ranks):
-            raise ValueError(
-                f"{op}: expected layout to be for {seq_len} positions on {num_ranks} ranks, "
-                f"got {layout.seq_len} on {layout.num_ranks}"
-            )
+            rule = f"for {seq_len} positions on {num_ranks} ranks"
+            refuse(op, "layout", rule, f"{layout.seq_len} on {layout.num_ranks}")
         return layout
-    if layout not in LAYOUTS:
-        raise ValueError(f"{op}: expected layout to be one of {LAYOUTS}, got {layout!r}")
+    check_choice(op, "layout", layout, LAYOUTS)
     if seq_len < 0 or num_ranks < 1:
-        raise ValueError(
-            f"{op}: expected seq_len to be at least 0 and num_ranks at least 1, "
-            f"got {seq_len} and {num_ranks}"
-        )
+        rule = "at least 0 and num_ranks at least 1"
+        refuse(op, "seq_len", rule, f"{seq_len} and {num_ranks}")
     follows = layout in ("per_document", "cost_balanced")
     rows = rows_of_offsets(cu_seqlens, op)
-    if rows is not None and follows:
-        raise ValueError(
-            f"{op}: expected cu_seqlens to be one row of offsets for {layout!r}, got {len(rows)}"
-        )
+    if rows is not None:
+        rule = f"one row of offsets for {layout!r}"
+        requires(op)(not follows, "cu_seqlens", rule, len(rows))
     offsets = check_cu_seqlens(cu_seqlens, op) if rows is None else rows[0]
     check_end(offsets, seq_len, op)
-    if follows and offsets is None:
-        # By default "cost_balanced" could be one thing for the data and another for the attention.
-        raise ValueError(f"{op}: expected cu_seqlens to be given for {layout!r}, got None")
+    # By default "cost_balanced" could be one thing for the data and another for the attention.
+    is_given = offsets is not None or not follows
+    requires(op)(is_given, "cu_seqlens", f"given for {layout!r}", None)
     # The others do not depend on the mask; equal keys spare the cache.
     mask = Mask(cu_seqlens=offsets if follows else None)
     if layout == "cost_balanced":
@@ -179,7 +181,7 @@ def _make(layout: str, seq_len: int, num_ranks: int, mask: Mask) -> Layout:
     whole = range(seq_len)
     shards: Iterable[Iterable[range]]
     if layout == "contiguous":
-        shards = [[part] for part in _split(whole, num_ranks)]
+        shards = [[part] for part in even_parts(whole, num_ranks)]
     elif layout == "striped":
         shards = [[range(rank, seq_len, num_ranks)] for rank in range(num_ranks)]
     elif layout == "zigzag":
@@ -192,7 +194,7 @@ def _make(layout: str, seq_len: int, num_ranks: int, mask: Mask) -> Layout:
     return Layout(layout, seq_len, tuple(tuple(r for r in shard if r) for shard in shards))
 
 
-def _split(whole: range, parts: int) -> list[range]:
+def even_parts(whole: range, parts: int) -> list[range]:
     """Stretches between the edges floor(i * n / parts)."""
     edges = [i * len(whole) // parts for i in range(parts + 1)]
     return [whole[a:b] for a, b in itertools.pairwise(edges)]
@@ -200,7 +202,7 @@ def _split(whole: range, parts: int) -> list[range]:
 
 def _pairs(whole: range, num_ranks: int) -> list[list[range]]:
     """Stretch r and stretch 2P - 1 - r of 2P, for each rank r; one range where they touch."""
-    parts = _split(whole, 2 * num_ranks)
+    parts = even_parts(whole, 2 * num_ranks)
     pairs = [[parts[r], parts[-1 - r]] for r in range(num_ranks)]
     innermost = pairs[-1]
     pairs[-1] = [range(innermost[0].start, innermost[1].stop)]
@@ -271,7 +273,7 @@ def _per_document(offsets: tuple[int, ...], num_ranks: int) -> list[list[range]]
 def _by_cost(seq_len: int, num_ranks: int, mask: Mask) -> list[list[range]]:
     """Deal stretches out in rounds: the costliest of a round goes to the rank with least cost."""
     sums = torch.cat([torch.zeros(1, dtype=torch.int64), mask.areas(seq_len).cumsum(0)])
-    parts = _split(range(seq_len), min(_CHUNKS * num_ranks, max(seq_len, 1)))
+    parts = even_parts(range(seq_len), min(_CHUNKS * num_ranks, max(seq_len, 1)))
     edges = torch.tensor([part.start for part in parts] + [seq_len])
     costs = (sums[edges[1:]] - sums[edges[:-1]]).tolist()
     order = sorted(range(len(parts)), key=lambda i: (-costs[i], i))
@@ -385,10 +387,7 @@ def split_group(
             f"first and the ranks near to each other last, got {group!r}"
         )
     if "ulysses" in names[0] or "ring" in names[1]:
-        raise ValueError(
-            f"{operation}: expected the dims of group to be ('ring', 'ulysses'), in this order, "
-            f"got {names}"
-        )
+        refuse(operation, "the dims of group", "('ring', 'ulysses'), in this order", names)
     whole = flat_group(group)
     place = group_ranks(whole).index
     return whole, Grid(tuple(tuple(map(place, row)) for row in group.mesh.tolist()))

@@ -26,6 +26,8 @@ from moe_ext.attention.masks import Mask
 from moe_ext.ops import attention_block, attention_block_backward, attention_delta
 
 Runs = tuple[range, ...]
+Span = tuple[int, int]  # (first, past the last)
+Kind = Literal["full", "causal", "masked"]
 Qkv = tuple[Tensor, Tensor, Tensor]
 # Beyond so many pairs of runs a block is left whole: to tell them apart would take longer.
 _MOST_PAIRS = 4096
@@ -381,9 +383,9 @@ class Piece:
             sees the first i + 1; "masked", anything else.
     """
 
-    rows: tuple[int, int]
-    cols: tuple[int, int]
-    kind: Literal["full", "causal", "masked"]
+    rows: Span
+    cols: Span
+    kind: Kind
 
     @property
     def num_pairs(self) -> int:
@@ -504,25 +506,21 @@ def _evenly(q: _Run, k: _Run) -> bool:
 
 def _merge_full(pieces: list[Piece]) -> tuple[Piece, ...]:
     """Full pieces side by side as one, first along the keys and then along the queries."""
-    merged: list[Piece] = []
-    for rows_of_piece in (False, True):
-        found: dict[tuple[object, ...], int] = {}
-        merged = []
-        for piece in pieces:
-            first, rest = (piece.rows, piece.cols) if rows_of_piece else (piece.cols, piece.rows)
-            at = found.pop((rest, first[0]), None) if piece.kind == "full" else None
+    spans = [(piece.cols, piece.rows, piece.kind) for piece in pieces]
+    for _ in range(2):
+        merged: list[tuple[Span, Span, Kind]] = []
+        ends: dict[tuple[Span, int], int] = {}
+        for along, across, kind in spans:
+            at = ends.pop((across, along[0]), None) if kind == "full" else None
             if at is None:
                 at = len(merged)
-                merged.append(piece)
+                merged.append((along, across, kind))
             else:
-                start = merged[at].rows if rows_of_piece else merged[at].cols
-                both = (start[0], first[1])
-                pair = (both, rest) if rows_of_piece else (rest, both)
-                merged[at] = Piece(*pair, "full")
-            if piece.kind == "full":
-                found[rest, first[1]] = at
-        pieces = merged
-    return tuple(merged)
+                merged[at] = ((merged[at][0][0], along[1]), across, kind)
+            if kind == "full":
+                ends[across, along[1]] = at
+        spans = [(across, along, kind) for along, across, kind in merged]
+    return tuple(Piece(rows, cols, kind) for cols, rows, kind in spans)
 
 
 @functools.lru_cache(maxsize=256)

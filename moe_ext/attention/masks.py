@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ext.attention.checks import requires
+
 # Offsets of packed documents: one row for the whole batch, or one for each row of it.
 Offsets = Tensor | Sequence[int] | Sequence[Sequence[int]]
 # One for all, one for each row of the batch or each document, or a row of them for each row.
@@ -137,16 +139,11 @@ def check_window(window: object, operation: str) -> tuple[int, int]:
     """(left, right) of a window argument; ValueError unless None or two integers from -1 on."""
     if window is None:
         return -1, -1
-    sides = integers(window) if isinstance(window, tuple | list) else None
-    if sides is None or len(sides) != 2:
-        raise ValueError(
-            f"{operation}: expected window to be None or (left, right), integers, got {window}"
-        )
+    require = requires(operation)
+    sides = integers(window) or () if isinstance(window, tuple | list) else ()
+    require(len(sides) == 2, "window", "None or (left, right), integers", window)
     left, right = sides
-    if min(left, right) < -1:
-        raise ValueError(
-            f"{operation}: expected both sides of window to be -1 (no limit) or more, got {window}"
-        )
+    require(min(sides) >= -1, "both sides of window", "-1 (no limit) or more", window)
     return left, right
 
 
@@ -169,18 +166,15 @@ def check_cu_seqlens(cu_seqlens: Offsets | None, operation: str) -> tuple[int, .
     """
     if cu_seqlens is None:
         return None
+    require, rule = requires(operation), "a row of integers"
     if isinstance(cu_seqlens, Tensor):
-        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
-            raise ValueError(
-                f"{operation}: expected cu_seqlens to be a row of integers, got "
-                f"{cu_seqlens.dtype} of shape {list(cu_seqlens.shape)}"
-            )
+        fits = cu_seqlens.dim() == 1 and not cu_seqlens.is_floating_point()
+        found = f"{cu_seqlens.dtype} of shape {list(cu_seqlens.shape)}"
+        require(fits, "cu_seqlens", rule, found)
         cu_seqlens = cu_seqlens.tolist()
     offsets = integers(cu_seqlens)
-    if offsets is None:
-        raise ValueError(
-            f"{operation}: expected cu_seqlens to be a row of integers, got {cu_seqlens}"
-        )
+    require(offsets is not None, "cu_seqlens", rule, cu_seqlens)
+    assert offsets is not None
     if not offsets or offsets[0] != 0 or list(offsets) != sorted(offsets):
         raise ValueError(
             f"{operation}: expected cu_seqlens to start at 0 and be sorted, got {list(offsets)}"
@@ -221,47 +215,6 @@ def check_end(cu_seqlens: tuple[int, ...] | None, seq_len: int, operation: str) 
         )
 
 
-def check_prefix_len(
-    prefix_len: PrefixLen | None, mask: Mask, batch: int, operation: str
-) -> tuple[tuple[int, ...], ...] | None:
-    """`Mask.prefix_lens` of a call with this mask, which has none yet; ValueError for none such.
-
-    NOTE: device-to-host sync for a tensor on an accelerator.
-    """
-    if prefix_len is None:
-        return None
-    given = prefix_len.tolist() if isinstance(prefix_len, Tensor) else prefix_len
-    documents = 1 if mask.cu_seqlens is None else len(mask.cu_seqlens) - 1
-    rows: list[tuple[int, ...] | None]
-    if not isinstance(given, Sequence):
-        one = integers([given])
-        rows = [one and one * documents]
-    elif any(isinstance(row, Sequence) for row in given):
-        rows = [integers(row) if isinstance(row, Sequence) else None for row in given]
-    else:
-        row = integers(given)
-        rows = [row] if mask.cu_seqlens is not None or row is None else [(n,) for n in row]
-    found = tuple(row for row in rows if row is not None)
-    fits = len(found) == len(rows) and len(rows) in (1, batch)
-    if not fits or any(len(row) != documents or min(row, default=0) < 0 for row in found):
-        rule = f"{batch}, one for each row of q"
-        if mask.cu_seqlens is not None:
-            rule = f"{documents}, one for each document, or {batch} rows of {documents}"
-        raise ValueError(
-            f"{operation}: expected prefix_len to be an integer from 0 on, or {rule}, "
-            f"got {prefix_len}"
-        )
-    if not mask.is_causal:
-        raise ValueError(f"{operation}: expected is_causal to be True with prefix_len, got False")
-    if max(mask.left, mask.right) >= 0:
-        # Models differ in whether a prefix is seen beyond the window.
-        raise ValueError(
-            f"{operation}: expected window to be None with prefix_len, got "
-            f"{(mask.left, mask.right)}"
-        )
-    return (found[0],) if len(set(found)) == 1 else found
-
-
 def make_mask(
     operation: str,
     is_causal: bool,
@@ -272,10 +225,36 @@ def make_mask(
 ) -> Mask:
     """The mask of a call's arguments, offsets as `check_cu_seqlens` gives them.
 
+    NOTE: device-to-host sync for a prefix in a tensor on an accelerator.
+
     ValueError for a window or prefix that is none.
     """
     mask = Mask(is_causal, *check_window(window, operation), offsets)
-    return replace(mask, prefix_lens=check_prefix_len(prefix_len, mask, batch, operation))
+    if prefix_len is None:
+        return mask
+    given = prefix_len.tolist() if isinstance(prefix_len, Tensor) else prefix_len
+    documents = 1 if offsets is None else len(offsets) - 1
+    rows: list[tuple[int, ...] | None]
+    if not isinstance(given, Sequence):
+        one = integers([given])
+        rows = [one and one * documents]
+    elif any(isinstance(row, Sequence) for row in given):
+        rows = [integers(row) if isinstance(row, Sequence) else None for row in given]
+    else:
+        row = integers(given)
+        rows = [row] if offsets is not None or row is None else [(n,) for n in row]
+    found = tuple(row for row in rows if row is not None)
+    fits = len(found) == len(rows) and len(rows) in (1, batch)
+    fits = fits and all(len(row) == documents and min(row, default=0) >= 0 for row in found)
+    rule = f"{batch}, one for each row of q"
+    if offsets is not None:
+        rule = f"{documents}, one for each document, or {batch} rows of {documents}"
+    require, sides = requires(operation), (mask.left, mask.right)
+    require(fits, "prefix_len", f"an integer from 0 on, or {rule}", prefix_len)
+    require(is_causal, "is_causal", "True with prefix_len", False)
+    # Models differ in whether a prefix is seen beyond the window.
+    require(max(sides) < 0, "window", "None with prefix_len", sides)
+    return replace(mask, prefix_lens=found[:1] if len(set(found)) == 1 else found)
 
 
 def prefixes_of_rows(
@@ -286,11 +265,8 @@ def prefixes_of_rows(
         return None
     given = prefix_len.tolist() if isinstance(prefix_len, Tensor) else prefix_len
     each = given if isinstance(given, Sequence) else [given] * len(rows)
-    if len(each) != len(rows):
-        raise ValueError(
-            f"{operation}: expected prefix_len to be an integer, or {len(rows)} or as many rows, "
-            f"one for each row of q, got {prefix_len}"
-        )
+    rule = f"an integer, or {len(rows)} or as many rows, one for each row of q"
+    requires(operation)(len(each) == len(rows), "prefix_len", rule, prefix_len)
     pairs = zip(each, rows, strict=True)
     found = (make_mask(operation, True, None, row, n).prefix_lens for n, row in pairs)
     return tuple(lens[0] for lens in found if lens is not None)

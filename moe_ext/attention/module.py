@@ -20,6 +20,12 @@ from moe_ext.attention.layouts import Layout
 from moe_ext.attention.masks import Offsets, PrefixLen
 from moe_ext.comm.groups import GroupHandle
 
+# Options that are attributes of the module, as they are.
+_OPTIONS = (
+    *("layout", "is_causal", "scale", "window", "softcap", "scheme", "precision"),
+    *("kv_grad_dtype", "wire"),
+)
+
 
 class RingAttention(nn.Module):
     """`ring_attention` with its options, for the place of an attention function in a model.
@@ -136,18 +142,8 @@ class RingAttention(nn.Module):
 
     def _options(self, operation: str) -> AttentionOptions:
         """The options as they are now; TypeError in the name of `operation` for another group."""
+        options = {name: getattr(self, name) for name in _OPTIONS}
+        dropout_p = self.dropout_p if self.training else 0.0
         return AttentionOptions.of(
-            self.group,
-            operation,
-            layout=self.layout,
-            is_causal=self.is_causal,
-            scale=self.scale,
-            window=self.window,
-            softcap=self.softcap,
-            dropout_p=self.dropout_p if self.training else 0.0,
-            scheme=self.scheme,
-            precision=self.precision,
-            kv_grad_dtype=self.kv_grad_dtype,
-            wire=self.wire,
-            told=self._told,
+            self.group, operation, dropout_p=dropout_p, told=self._told, **options
         )

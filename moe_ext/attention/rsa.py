@@ -18,8 +18,8 @@ from moe_ext._bytes import as_bytes
 from moe_ext._checks import check_numbers
 from moe_ext.attention.block import accumulation_dtype
 from moe_ext.attention.call import AttentionOptions, Inputs, agree_on_call
-from moe_ext.attention.checks import check_layout, message_device, requires
-from moe_ext.attention.layouts import Layout, make_layout, order_of
+from moe_ext.attention.checks import message_device, requires
+from moe_ext.attention.layouts import Layout, check_layout, make_layout, order_of
 from moe_ext.attention.masks import Mask, bounds, check_cu_seqlens
 from moe_ext.attention.schemes.base import Call
 from moe_ext.attention.sharding import Shards, check_lengths, rotate, sum_shards
@@ -32,6 +32,7 @@ from moe_ext.ops import routing_uniform
 from moe_ext.ops.autograd import refuse_second_derivative
 
 OPERATION = "ring_self_attention"
+_BACKWARD = f"{OPERATION} backward"
 _MODULE = "RingSelfAttention"
 _DROPOUT_STREAM = 4
 _NUM_PASSES = 4
@@ -124,32 +125,35 @@ def _attend(inputs: Inputs, options: AttentionOptions, seed: int | None) -> Tens
     return out
 
 
-def _columns(call: Call, source: int) -> slice:
-    """Columns of the shard of a rank."""
-    start = sum(call.work.layout.sizes[:source])
-    return slice(start, start + call.work.layout.sizes[source])
-
-
 def _shards(
-    call: Call, own: Tensor, bytes_of_position: int, kind: int, operation: str
-) -> Iterator[tuple[int, Tensor]]:
-    """(rank, its message) of every rank in the order of the ring, while the next is underway.
+    call: Call, own: Tensor, kind: int, key_mask: Tensor | None = None
+) -> Iterator[tuple[int, slice, Tensor, Tensor | None]]:
+    """Keys or values of every rank in the order of the ring, while the next are underway.
 
-    A message is valid until the next one is asked for.
+    Each is (rank, columns of its shard, `[B, G, M, D]` ready for products, `[B, M]` mask or None),
+    valid until the next one is asked for.
     """
-    num_ranks, rank = call.work.layout.num_ranks, call.rank
-    sizes = [bytes_of_position * length for length in call.work.layout.sizes]
-    exchange = Exchange(call.group, operation)
+    num_ranks, rank, lengths = call.work.layout.num_ranks, call.rank, call.work.layout.sizes
+    batch, heads, _, dim = own.shape
+    unit, of_mask = batch * heads * dim * own.element_size(), 0 if key_mask is None else batch
+    sizes = [(unit + of_mask) * length for length in lengths]
+    exchange = Exchange(call.group, OPERATION if kind in (_KEYS, _VALUES) else _BACKWARD)
     buffers = Buffers(max(sizes), own.device)
     left, right = (rank - 1) % num_ranks, (rank + 1) % num_ranks
-    held = own
+    held = as_bytes(own)
+    if key_mask is not None:
+        held = torch.cat([held, as_bytes(key_mask)])
     for step in range(num_ranks):
         sends, buffer = [], None
         if step < num_ranks - 1:
             sends = [(held, right)]
             buffer = buffers.take(step, sizes[(rank - step - 1) % num_ranks])
         hop = exchange.post(sends, buffer, left, _NUM_PASSES * step + kind)
-        yield (rank - step) % num_ranks, held
+        source = (rank - step) % num_ranks
+        count, start = lengths[source], sum(lengths[:source])
+        rows = held[: unit * count].view(own.dtype).view(batch, heads, count, dim)
+        mask = held[unit * count :].view(torch.bool).view(batch, count) if of_mask else None
+        yield source, slice(start, start + count), rows.to(accumulation_dtype(own.dtype)), mask
         hop.wait()
         held = held if buffer is None else buffer
 
@@ -234,36 +238,19 @@ def _rows(x_BHLD: Tensor, kv_heads: int) -> Tensor:
     return rows.to(accumulation_dtype(x_BHLD.dtype))
 
 
-def _shard(message: Tensor, like_BGLD: Tensor, length: int) -> Tensor:
-    """`[B, G, M, D]` of a message, ready for products."""
-    batch, heads, _, dim = like_BGLD.shape
-    shard = message.view(like_BGLD.dtype).view(batch, heads, length, dim)
-    return shard.to(accumulation_dtype(like_BGLD.dtype))
-
-
-def _bytes_of_position(x_BGLD: Tensor) -> int:
-    return x_BGLD.shape[0] * x_BGLD.shape[1] * x_BGLD.shape[3] * x_BGLD.element_size()
-
-
 def _scores(q: Tensor, k: Tensor, key_mask: Tensor | None, call: Call) -> Tensor:
     """`[B, G, R, S]`, -inf where a key is not seen; one pass of the ring."""
-    batch, kv_heads, length, _ = k.shape
-    q_BGRD = _rows(q, kv_heads) * call.options.scale
+    length = k.shape[2]
+    q_BGRD = _rows(q, k.shape[1]) * call.options.scale
     scores_BGRS = q_BGRD.new_empty((*q_BGRD.shape[:3], call.work.layout.seq_len))
-    unit, masked = _bytes_of_position(k), key_mask is not None
-    own = as_bytes(k) if key_mask is None else torch.cat([as_bytes(k), as_bytes(key_mask)])
-    for source, message in _shards(call, own, unit + batch * masked, _KEYS, OPERATION):
-        count = call.work.layout.sizes[source]
-        k_BGMD = _shard(message[: unit * count], k, count)
-        columns_BGRM = scores_BGRS[..., _columns(call, source)]
+    for source, columns, k_BGMD, seen_BM in _shards(call, k, _KEYS, key_mask):
+        columns_BGRM = scores_BGRS[..., columns]
         columns_BGRM.copy_(q_BGRD @ k_BGMD.mT)
-        by_query = columns_BGRM.unflatten(2, (-1, length)) if length else columns_BGRM
         hidden_LM = _hidden(call, source, q.device)
         if hidden_LM is not None and length:
-            by_query.masked_fill_(hidden_LM, -torch.inf)
-        if masked:
-            seen_BM = message[unit * count :].view(torch.bool).view(batch, 1, 1, count)
-            columns_BGRM.masked_fill_(~seen_BM, -torch.inf)
+            columns_BGRM.unflatten(2, (-1, length)).masked_fill_(hidden_LM, -torch.inf)
+        if seen_BM is not None:
+            columns_BGRM.masked_fill_(~seen_BM[:, None, None], -torch.inf)
     return scores_BGRS
 
 
@@ -299,9 +286,7 @@ def _output(weights_BGRS: Tensor, v: Tensor, call: Call) -> Tensor:
     """`[B, H, L, Dv]`; one pass of the ring."""
     out = weights_BGRS.new_zeros((*weights_BGRS.shape[:3], v.shape[3]))
     kept = _kept(call, weights_BGRS)
-    for source, message in _shards(call, as_bytes(v), _bytes_of_position(v), _VALUES, OPERATION):
-        columns = _columns(call, source)
-        v_BGMD = _shard(message, v, call.work.layout.sizes[source])
+    for _, columns, v_BGMD, _ in _shards(call, v, _VALUES):
         out += _drop(call, weights_BGRS[..., columns], kept, columns) @ v_BGMD
     return out.view(v.shape[0], call.work.heads, v.shape[2], v.shape[3]).to(v.dtype)
 
@@ -310,7 +295,7 @@ def _scattered(parts: list[Tensor], call: Call, like: Tensor) -> Tensor:
     """This rank's shard of the sum over ranks of gradients of all keys or values."""
     sizes = tuple(part.numel() for part in parts)
     row = torch.cat([part.reshape(-1) for part in parts])
-    return sum_shards(row, Shards(call.group, sizes, f"{OPERATION} backward")).view(like.shape)
+    return sum_shards(row, Shards(call.group, sizes, _BACKWARD)).view(like.shape)
 
 
 def _values_backward(
@@ -320,10 +305,7 @@ def _values_backward(
     grad_BGRD = _rows(grad_out, v.shape[1]).to(weights_BGRS.dtype)
     grad_weights, kept = torch.empty_like(weights_BGRS), _kept(call, weights_BGRS)
     parts = [v] * call.work.layout.num_ranks
-    unit, operation = _bytes_of_position(v), f"{OPERATION} backward"
-    for source, message in _shards(call, as_bytes(v), unit, _VALUES_BACKWARD, operation):
-        columns = _columns(call, source)
-        v_BGMD = _shard(message, v, call.work.layout.sizes[source])
+    for source, columns, v_BGMD, _ in _shards(call, v, _VALUES_BACKWARD):
         grad_weights[..., columns] = _drop(call, grad_BGRD @ v_BGMD.mT, kept, columns)
         parts[source] = _drop(call, weights_BGRS[..., columns], kept, columns).mT @ grad_BGRD
     return grad_weights, _scattered(parts, call, v)
@@ -335,10 +317,9 @@ def _keys_backward(
     """(gradient of q, that of k); one pass of the ring and a reduce-scatter."""
     q_BGRD = _rows(q, k.shape[1]) * call.options.scale
     grad_q, parts = torch.zeros_like(q_BGRD), [k] * call.work.layout.num_ranks
-    unit, operation = _bytes_of_position(k), f"{OPERATION} backward"
-    for source, message in _shards(call, as_bytes(k), unit, _KEYS_BACKWARD, operation):
-        columns_BGRM = grad_scores_BGRS[..., _columns(call, source)]
-        grad_q += columns_BGRM @ _shard(message, k, call.work.layout.sizes[source])
+    for source, columns, k_BGMD, _ in _shards(call, k, _KEYS_BACKWARD):
+        columns_BGRM = grad_scores_BGRS[..., columns]
+        grad_q += columns_BGRM @ k_BGMD
         parts[source] = columns_BGRM.mT @ q_BGRD
     return grad_q.mul_(call.options.scale).view(q.shape), _scattered(parts, call, k)
 

@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from moe_ext._checks import check_numbers
-from moe_ext.attention.checks import DTYPES, check_layout, draw_seed, requires
-from moe_ext.attention.layouts import Layout, make_layout
+from moe_ext.attention.checks import DTYPES, draw_seed, requires
+from moe_ext.attention.layouts import Layout, check_layout, make_layout
 from moe_ext.attention.sharding import (
     Shards,
     check_lengths,
@@ -195,11 +195,9 @@ class SequenceParallelMLP(nn.Module):
             ValueError: a name is missing or unknown, or a shape is another; nothing has changed.
         """
         own = self.state_dict(keep_vars=True)
-        if set(own) != set(state_dict):
-            differing = sorted(set(own) ^ set(state_dict))
-            _require(
-                False, "state_dict", f"of the names {sorted(own)}", f"a difference in {differing}"
-            )
+        found = f"a difference in {sorted(set(own) ^ set(state_dict))}"
+        same = set(own) == set(state_dict)
+        _require(same, "state_dict", f"of the names {sorted(own)}", found)
         for name, whole in state_dict.items():
             shape = list(own[name].shape)
             _require(list(whole.shape) == shape, name, f"of shape {shape}", list(whole.shape))
@@ -363,7 +361,7 @@ class _ColumnParallel(torch.autograd.Function):
     def forward(
         ctx: Any, x_nD: Tensor, weight_FD: Tensor, bias_F: Tensor | None, shards: Shards, keep: bool
     ) -> Tensor:
-        x_ND = start_all_gather(x_nD, shards).wait()
+        x_ND = shards.gathered(x_nD)
         ctx.save_for_backward(x_ND if keep else x_nD, weight_FD)
         ctx.shards, ctx.keep = shards, keep
         return F.linear(x_ND, weight_FD, bias_F)
@@ -398,7 +396,7 @@ class _RowParallel(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_NF, weight_DF)
         ctx.shards = shards
-        y_nD = start_reduce_scatter(x_NF @ weight_DF.mT, shards).wait()
+        y_nD = shards.reduced(x_NF @ weight_DF.mT)
         return y_nD if bias_D is None else y_nD + bias_D
 
     @staticmethod
@@ -406,7 +404,7 @@ class _RowParallel(torch.autograd.Function):
     def backward(ctx: Any, grad_nD: Tensor) -> tuple[Tensor | None, ...]:
         x_NF, weight_DF = ctx.saved_tensors
         of_x, of_weight, of_bias, _ = ctx.needs_input_grad
-        grad_ND = start_all_gather(grad_nD, ctx.shards).wait()
+        grad_ND = ctx.shards.gathered(grad_nD)
         grad_x = grad_ND @ weight_DF if of_x else None
         grad_weight = _weight_grad(grad_ND, x_NF) if of_weight else None
         return grad_x, grad_weight, grad_ND.sum(0) if of_bias else None, None

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_ext.attention.checks import refuse, requires
 from moe_ext.attention.layouts import Layout, make_layout, order_of, ranks_of
 from moe_ext.attention.masks import Offsets, check_cu_seqlens, check_end, rows_of_offsets
 from moe_ext.comm import collectives
@@ -58,6 +59,18 @@ class Shards:
         """`[S, ...]` of gathered shards that are each as long as the longest."""
         parts = zip(found.split(max(self.sizes)), self.sizes, strict=True)
         return torch.cat([part[:size] for part, size in parts])
+
+    def gathered(self, x_L: Tensor) -> Tensor:
+        """The whole, of all shards."""
+        return start_all_gather(x_L, self).wait()
+
+    def reduced(self, x_S: Tensor) -> Tensor:
+        """This rank's shard of the sum over ranks."""
+        return start_reduce_scatter(x_S, self).wait()
+
+    def part(self, x_S: Tensor) -> Tensor:
+        """This rank's shard of the whole, as a copy: a view would keep the whole alive."""
+        return x_S[self.own].clone()
 
 
 def start_all_gather(x_L: Tensor, shards: Shards) -> Pending[Tensor]:
@@ -170,7 +183,7 @@ def unshard_sequence(
     check_lengths(made, lengths, op, group)
 
     def there(x_L: Tensor) -> Tensor:
-        found_S = start_all_gather(x_L, Shards(group, made.sizes, op)).wait()
+        found_S = Shards(group, made.sizes, op).gathered(x_L)
         return torch.empty_like(found_S).index_copy_(0, order_of(made, x_L.device), found_S)
 
     def back(grad_S: Tensor) -> Tensor:
@@ -192,10 +205,8 @@ def check_lengths(
         for rank, found, size in zip(ranks, lengths, layout.sizes, strict=True)
         if found != size
     )
-    raise ValueError(
-        f"{operation}: expected the shards of a {layout.name} layout of {layout.seq_len} "
-        f"positions to be {list(layout.sizes)} long, got {list(lengths)}: {wrong}"
-    )
+    shards = f"the shards of a {layout.name} layout of {layout.seq_len} positions"
+    refuse(operation, shards, f"{list(layout.sizes)} long", f"{list(lengths)}: {wrong}")
 
 
 def position_ids(
@@ -301,11 +312,9 @@ def shift_labels(
     """
     rows = rows_of_offsets(cu_seqlens, "shift_labels")
     if rows is not None:
-        if dim % labels.dim() == 0 or len(rows) != len(labels):
-            raise ValueError(
-                f"shift_labels: expected cu_seqlens to be a row of offsets, or one for each of the "
-                f"{len(labels)} rows of labels, got {len(rows)}"
-            )
+        fits = dim % labels.dim() > 0 and len(rows) == len(labels)
+        rule = f"a row of offsets, or one for each of the {len(labels)} rows of labels"
+        requires("shift_labels")(fits, "cu_seqlens", rule, len(rows))
         shift = functools.partial(shift_labels, dim=dim, ignore_index=ignore_index)
         pairs = zip(labels.split(1), rows, strict=True)
         return torch.cat([shift(part, cu_seqlens=row) for part, row in pairs])
@@ -375,11 +384,9 @@ def token_mean_loss(
     """
     group = ranks_of(group, "token_mean_loss")
     count = torch.as_tensor(num_tokens, device=loss_sum.device)
-    if loss_sum.dim() != 0 or count.dim() != 0:
-        raise ValueError(
-            "token_mean_loss: expected loss_sum and num_tokens to be scalars, got shapes "
-            f"{list(loss_sum.shape)} and {list(count.shape)}"
-        )
+    fits = loss_sum.dim() == 0 and count.dim() == 0
+    found = f"shapes {list(loss_sum.shape)} and {list(count.shape)}"
+    requires("token_mean_loss")(fits, "loss_sum and num_tokens", "scalars", found)
     mean: Tensor = _TokenMean.apply(loss_sum, count, group, grad_scale)
     return mean
 
@@ -411,19 +418,6 @@ def linear_map(x: Tensor, there: Map, back: Map) -> Tensor:
     """`there(x)`, whose gradient goes back by `back`; nothing is saved in between."""
     found: Tensor = _LinearMap.apply(x, there, back)
     return found
-
-
-def _gathered(shards: Shards, x_L: Tensor) -> Tensor:
-    return start_all_gather(x_L, shards).wait()
-
-
-def _reduced(shards: Shards, x_S: Tensor) -> Tensor:
-    return start_reduce_scatter(x_S, shards).wait()
-
-
-def _own(shards: Shards, x_S: Tensor) -> Tensor:
-    # A copy: a view would keep the whole alive.
-    return x_S[shards.own].clone()
 
 
 def _along(x: Tensor, dim: int, there: Map, back: Map) -> Tensor:
@@ -462,10 +456,8 @@ def gather_from_sequence(
     Reference: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models,
     2022 (arXiv 2205.05198), section 4.2.2: g, and its backward.
     """
-    op = "gather_from_sequence"
-    shards = _shards(x, group, dim, sizes, op, whole=False)
-    back = functools.partial(_own if whole_grad else _reduced, shards)
-    return _along(x, dim, functools.partial(_gathered, shards), back)
+    shards = _shards(x, group, dim, sizes, "gather_from_sequence", whole=False)
+    return _along(x, dim, shards.gathered, shards.part if whole_grad else shards.reduced)
 
 
 def reduce_scatter_to_sequence(
@@ -490,10 +482,8 @@ def reduce_scatter_to_sequence(
 
     Reference: as `gather_from_sequence`: g-bar.
     """
-    op = "reduce_scatter_to_sequence"
-    shards = _shards(x, group, dim, sizes, op, whole=True)
-    maps = (functools.partial(_reduced, shards), functools.partial(_gathered, shards))
-    return _along(x, dim, *maps)
+    shards = _shards(x, group, dim, sizes, "reduce_scatter_to_sequence", whole=True)
+    return _along(x, dim, shards.reduced, shards.gathered)
 
 
 def scatter_to_sequence(
@@ -518,8 +508,7 @@ def scatter_to_sequence(
         RankFailureError: a rank died or did not answer; the message names it.
     """
     shards = _shards(x, group, dim, sizes, "scatter_to_sequence", whole=True)
-    maps = (functools.partial(_own, shards), functools.partial(_gathered, shards))
-    return _along(x, dim, *maps)
+    return _along(x, dim, shards.part, shards.gathered)
 
 
 def _shards(
@@ -534,19 +523,14 @@ def _shards(
     """The shards of a tensor that is whole, or one of them."""
     check_group(group, operation)
     num_ranks, length = group_size(group), x.shape[dim]
+    require = requires(operation)
     if sizes is None:
-        if whole and length % num_ranks:
-            raise ValueError(
-                f"{operation}: expected the length to be a multiple of the {num_ranks} ranks, or "
-                f"sizes to be given, got {length}"
-            )
+        rule = f"a multiple of the {num_ranks} ranks, or sizes to be given"
+        require(not whole or length % num_ranks == 0, "the length", rule, length)
         sizes = [length // num_ranks if whole else length] * num_ranks
     found = tuple(int(size) for size in sizes)
     own = sum(found) if whole else (*found, -1)[min(group_rank(group), len(found))]
-    if len(found) != num_ranks or min(found) < 0 or own != length:
-        rule = "sum to" if whole else "have for this rank"
-        raise ValueError(
-            f"{operation}: expected sizes to be {num_ranks} lengths that {rule} {length}, "
-            f"got {list(found)}"
-        )
+    fits = len(found) == num_ranks and min(found) >= 0 and own == length
+    rule = f"{num_ranks} lengths that {'sum to' if whole else 'have for this rank'} {length}"
+    require(fits, "sizes", rule, list(found))
     return Shards(group, found, operation)

@@ -1,17 +1,29 @@
 """Attention of one process by the formula, and cases that ranks and one process both compute."""
 
-import contextlib
-
-import pytest
 import torch
 import torch.distributed as dist
 
 from moe_ext.attention import ring_attention, shard_sequence, unshard_sequence
 from moe_ext.attention.layouts import ranks_of
-from moe_ext.comm import collectives
-from moe_ext.comm.agreement import neighbours
-from moe_ext.comm.c10d import ALL_GATHER
-from moe_ext.comm.ring_exchange import Exchange
+
+TIGHT = {"rtol": 1e-10, "atol": 1e-11}
+
+
+def group():
+    """All ranks; None in one process."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def leaves(tensors):
+    return [x.detach().clone().requires_grad_() for x in tensors]
+
+
+def with_grads(function, *inputs, **options):
+    """The result of a function and the gradients of its inputs; the last one is that of it."""
+    *tensors, grad = inputs
+    tensors = leaves(tensors)
+    out = function(*tensors, **options)
+    return [out.detach(), *torch.autograd.grad(out, tensors, grad)]
 
 
 def visible(seq_len, is_causal=False, window=None, cu_seqlens=None, prefix_len=None):
@@ -134,13 +146,12 @@ def whole(*inputs, **kwargs):
 
 
 def _whole(q, k, v, grad, sinks=None, attn_mask=None, **kwargs):
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    qkv = leaves((q, k, v))
     given, learn = others(sinks=sinks, attn_mask=attn_mask)
-    tensors = leaves + learn
-    out, lse = reference(*leaves, **given, **kwargs)
+    out, lse = reference(*qkv, **given, **kwargs)
     finite = lse > -torch.inf
     loss = (out * grad).sum() + 0.1 * torch.where(finite, lse, 0.0).sum()
-    return [out.detach(), lse.detach(), *torch.autograd.grad(loss, tensors)]
+    return [out.detach(), lse.detach(), *torch.autograd.grad(loss, qkv + learn)]
 
 
 def sharded(
@@ -149,28 +160,18 @@ def sharded(
     """The same as `whole` with this rank's shards, by `ring_attention`."""
     where = {"group": group, "layout": layout, "cu_seqlens": kwargs.get("cu_seqlens")}
     parts = [shard_sequence(x, dim=2, **where) for x in (q, k, v, grad)]
-    leaves = [x.detach().requires_grad_() for x in parts[:3]]
+    qkv = leaves(parts[:3])
     if attn_mask is not None:
         attn_mask = shard_sequence(attn_mask, dim=2, **where)
     given, learn = others(sinks=sinks, attn_mask=attn_mask)
-    tensors = leaves + learn
     mask = None if key_mask is None else shard_sequence(key_mask, dim=1, **where)
-    out, lse = ring_attention(
-        *leaves,
-        group=group,
-        layout=layout,
-        key_mask=mask,
-        return_lse=True,
-        **given,
-        **kwargs,
-    )
+    options = {"group": group, "layout": layout, "key_mask": mask, **given, **kwargs}
+    out, lse = ring_attention(*qkv, return_lse=True, **options)
     loss = (out * parts[3]).sum() + 0.1 * torch.where(lse > -torch.inf, lse, 0.0).sum()
-    return [out.detach(), lse.detach(), *torch.autograd.grad(loss, tensors)]
+    return [out.detach(), lse.detach(), *torch.autograd.grad(loss, qkv + learn)]
 
 
-def expect_equal(
-    found, expected, *, group, layout="zigzag", cu_seqlens=None, rtol, atol, last="dsinks"
-):
+def expect_equal(found, expected, *, last="dsinks", group, tolerances=TIGHT, **where):
     """Compare this rank's shards with the parts of the whole that belong to it."""
     names = ["out", "lse", "dq", "dk", "dv", last]
     for name, part, full in zip(names, found, expected, strict=False):
@@ -179,10 +180,9 @@ def expect_equal(
             if group is not None:
                 dist.all_reduce(part, group=ranks_of(group, "helpers"))
         else:
-            full = shard_sequence(full, group=group, dim=2, layout=layout, cu_seqlens=cu_seqlens)
-        torch.testing.assert_close(
-            part, full.to(part.dtype), rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
-        )
+            full = shard_sequence(full, group=group, dim=2, **where)
+        how = {**tolerances, "msg": lambda m, n=name: f"{n}: {m}"}
+        torch.testing.assert_close(part, full.to(part.dtype), **how)
 
 
 def assert_rounded_once(found, expected, group, *about):
@@ -192,40 +192,3 @@ def assert_rounded_once(found, expected, group, *about):
         floor = (full.to(part.dtype).double() - full).norm()
         error = (part.double() - full).norm()
         assert error <= 1.03 * floor + 2e-6 * full.norm(), (*about, i, error / full.norm())
-
-
-@contextlib.contextmanager
-def bytes_sent():
-    """A list whose sum is the bytes that this rank sends to others, the small share apart."""
-    counted, real = [], {}
-
-    def post(self, sends, *args):
-        counted.extend(message.nbytes for message, _ in sends)
-        return real["post"](self, sends, *args)
-
-    def all_gather(found, x, **kwargs):
-        if x.dtype != torch.int64:  # by which ranks compare their arguments
-            counted.append(found.nbytes - x.nbytes)
-        return real[ALL_GATHER](found, x, **kwargs)
-
-    def exchange(out, x, group, send, *args):
-        counted.append((sum(send) - send[dist.get_rank(group)]) * x[:1].nbytes)
-        return real["_post"](out, x, group, send, *args)
-
-    def gather_into(found, x, group, operation):
-        if neighbours(group, x.device, operation).are_all:  # all_gather counts the others
-            counted.append(found.nbytes - x.nbytes)
-        return real["gather_into"](found, x, group, operation)
-
-    replacements = [
-        (dist, ALL_GATHER, all_gather),
-        (collectives, "_post", exchange),
-        (collectives, "gather_into", gather_into),
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        for place, name, replacement in replacements:
-            real[name] = getattr(place, name)
-            patch.setattr(place, name, replacement)
-        real["post"] = Exchange.post
-        patch.setattr(Exchange, "post", post)
-        yield counted

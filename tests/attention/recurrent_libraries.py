@@ -1,7 +1,7 @@
 """Stand-ins for flash-linear-attention, mamba-ssm and causal-conv1d, of the formulas.
 
-Their signatures, and what they refuse, are those of flash-linear-attention 0.5, mamba-ssm 2.3 and
-causal-conv1d 1.6.
+Their signatures, without the arguments that are not passed, and what they refuse are those of
+flash-linear-attention 0.5, mamba-ssm 2.3 and causal-conv1d 1.6.
 """
 
 import contextlib
@@ -30,18 +30,11 @@ def chunk_gated_delta_rule(
     scale=None,
     initial_state=None,
     output_final_state=False,
-    use_qk_l2norm_in_kernel=False,
-    use_beta_sigmoid_in_kernel=False,
-    allow_neg_eigval=False,
-    state_v_first=False,
     cu_seqlens=None,
     cu_seqlens_cpu=None,
-    chunk_indices=None,
-    cp_context=None,
-    **kwargs,
 ):
     calls.append(("gated_delta_rule", q))
-    assert not kwargs and q.shape == k.shape and q.shape[:2] == v.shape[:2]
+    assert q.shape == k.shape and q.shape[:2] == v.shape[:2]
     assert v.shape[2] % q.shape[2] == 0 and q.shape[3] <= 256 and g.shape == beta.shape
     assert q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float16)
     assert initial_state is None or initial_state.dtype == torch.float32
@@ -71,17 +64,9 @@ def mamba_chunk_scan_combined(
     B,
     C,
     chunk_size,
-    D=None,
-    z=None,
-    dt_bias=None,
     initial_states=None,
     seq_idx=None,
-    cu_seqlens=None,
-    dt_softplus=False,
-    dt_limit=(0.0, float("inf")),
     return_final_states=False,
-    return_varlen_states=False,
-    state_dtype=None,
 ):
     calls.append(("selective_scan", x))
     assert A.shape == dt.shape[2:] and B.shape == C.shape and x.dtype == B.dtype == C.dtype
@@ -121,18 +106,7 @@ class _Scan(torch.autograd.Function):
         return torch.autograd.grad(ctx.out, ctx.leaves, grad.double())
 
 
-def selective_scan_fn(
-    u,
-    delta,
-    A,
-    B,
-    C,
-    D=None,
-    z=None,
-    delta_bias=None,
-    delta_softplus=False,
-    return_last_state=False,
-):
+def selective_scan_fn(u, delta, A, B, C, return_last_state=False):
     calls.append(("selective_scan by element", u))
     assert u.dtype == delta.dtype == B.dtype == C.dtype and A.dtype == torch.float32
     assert u.shape == delta.shape and A.shape[0] == u.shape[1] and A.shape[1] <= 256
@@ -141,16 +115,7 @@ def selective_scan_fn(
     return (out, last) if return_last_state else out
 
 
-def causal_conv1d_fn(
-    x,
-    weight,
-    bias=None,
-    seq_idx=None,
-    initial_states=None,
-    return_final_states=False,
-    final_states_out=None,
-    activation=None,
-):
+def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None):
     calls.append(("causal_conv1d", x))
     assert 2 <= weight.shape[1] <= 4 and activation in (None, "silu", "swish")
     assert x.stride(2) == 1 or x.stride(1) == 1
@@ -159,7 +124,7 @@ def causal_conv1d_fn(
     assert bias is None or bias.dtype == weight.dtype
     halo = torch.zeros(*x.shape[:2], weight.shape[1] - 1, dtype=torch.float64)
     if seq_idx is not None:
-        assert initial_states is None and x.stride(1) == 1 and seq_idx.is_contiguous()
+        assert x.stride(1) == 1 and seq_idx.is_contiguous()
         assert seq_idx.shape == (len(x), x.shape[2]) and seq_idx.dtype == torch.int32
         assert seq_idx.min() >= 0
         before = seq_idx.new_full((len(x), weight.shape[1] - 1), -1)

@@ -7,6 +7,8 @@ Shapes: S sequence, H heads, D head dim, P ranks.
 """
 
 import argparse
+import itertools
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -75,28 +77,13 @@ def study(
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, list[float]]:
     """Errors of out, dq, dk and dv by what computed them; "fast" by library blocks alone."""
-    least, blocks._LEAST_PAIRS = blocks._LEAST_PAIRS, 0
-    try:
-        return _study(seq_len, heads, kv_heads, dim, ranks, dtype)
-    finally:
-        blocks._LEAST_PAIRS = least
-
-
-def _study(
-    seq_len: int,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    ranks: tuple[int, ...],
-    dtype: torch.dtype,
-) -> dict[str, list[float]]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((heads, dim), (kv_heads, dim), (kv_heads, dim), (heads, dim))
     tensors = [torch.randn(1, h, seq_len, d, generator=generator).to(dtype) for h, d in shapes]
     expected = exact_results(tensors)
     rows = {"rounding alone": relative_errors([x.to(dtype) for x in expected], expected)}
-    for precision in ("exact", "fast"):
-        for num_ranks in ranks:
+    with mock.patch.object(blocks, "_LEAST_PAIRS", 0):
+        for precision, num_ranks in itertools.product(("exact", "fast"), ranks):
             found = ring_results(tensors, num_ranks, precision)
             rows[f"{precision}, P = {num_ranks}"] = relative_errors(found, expected)
     return rows

@@ -38,8 +38,7 @@ def test_blocks_and_bytes_of_a_ring_are_those_of_the_mask(layout, name):
         positions = [work.layout.positions(rank) for rank in range(num_ranks)]
         # The oracle: a block is needed where one of its pairs is seen.
         needed = [[bool(seen_SS[q][:, k].any()) for k in positions] for q in positions]
-        found = work.needs
-        assert [list(row) for row in found] == needed, num_ranks
+        assert [list(row) for row in work.needs] == needed, num_ranks
         sent = [0] * num_ranks
         for source in range(num_ranks):
             steps = [s for s in range(1, num_ranks) if needed[(source + s) % num_ranks][source]]

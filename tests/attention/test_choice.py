@@ -101,12 +101,9 @@ def test_long_sequences_go_round_and_short_ones_change_heads():
 
 
 def test_gathering_is_left_out_where_it_would_hold_too_much():
-    found = figures(choose_scheme(**LLAMA, seq_len=1 << 17, num_ranks=8))
-    assert "holds more than 64 MiB" in found["all_gather", (1, 8)].refused
-    assert (
-        figures(choose_scheme(**LLAMA, seq_len=1024, num_ranks=8))["all_gather", (1, 8)].refused
-        is None
-    )
+    long, short = (choose_scheme(**LLAMA, seq_len=n, num_ranks=8) for n in (1 << 17, 1024))
+    assert "holds more than 64 MiB" in figures(long)["all_gather", (1, 8)].refused
+    assert figures(short)["all_gather", (1, 8)].refused is None
 
 
 def test_hops_between_hosts_make_a_double_ring():

@@ -191,28 +191,6 @@ def test_a_window_is_cut_where_it_ends():
     assert max(errors([out, lse], expected)) < 4e-3
 
 
-def test_gradients_of_pieces_are_summed():
-    q, k, v, grad = halves(seq_len=60)
-    runs = (
-        (range(20, 40), range(40, 60), range(0, 20)),
-        (range(40, 60), range(0, 20), range(20, 40)),
-    )
-    at = [torch.cat([torch.arange(r.start, r.stop) for r in side]) for side in runs]
-    block = blocks.Block(q, k, v, *at, q_runs=runs[0], k_runs=runs[1])
-    exactly = blocks.BlockOptions(0.25, blocks.Mask(True))
-    out, lse = torch.zeros(q.shape), torch.full(q.shape[:3], -torch.inf)
-    blocks.attend_(out, lse, block, exactly)
-    wide = grad.float()
-    delta = (wide * out).sum(-1)
-    expected = blocks.block_backward(wide, lse, delta, block, exactly)
-    with LibraryCalls() as calls:
-        fast = blocks.BlockOptions(0.25, blocks.Mask(True), precision="fast")
-        found = blocks.block_backward(wide, lse, delta, block, fast)
-    assert len(calls.backward) > 3
-    for a, b in zip(found, expected, strict=True):
-        assert a.dtype == torch.float32 and (a - b).norm() < 8e-3 * b.norm()
-
-
 def test_the_stand_in_for_the_output_has_the_same_product():
     grad = torch.randn(2, 3, 40, 16) * torch.logspace(-30, 10, 40)[:, None]
     grad[0, 0, 3] = 0
@@ -263,19 +241,6 @@ def test_ranks():
                 assert forward > 0, (layout, case, scheme)
 
 
-def precisions(rank):
-    where = {"group": dist.group.WORLD, "layout": "zigzag"}
-    parts = [shard_sequence(x, dim=2, **where) for x in halves()[:3]]
-    with pytest.raises(ValueError) as raised:
-        ring_attention(*parts, precision=("exact", "fast")[rank], **where)
-    return str(raised.value)
-
-
-def test_ranks_have_to_agree():
-    for message in spawn_ranks(precisions, 2):
-        assert "precision" in message and "exact" in message and "fast" in message
-
-
 IN_TORCH = [library for library in LIBRARIES[1:] if library.name != "FlashAttention-4 (CUDA)"]
 
 
@@ -297,63 +262,42 @@ def test_calls_of_the_cuda_libraries_fit_their_signatures(library, is_causal):
     assert {g.dtype for g in grads} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        ({}, "flash (CUDA)"),
-        ({"kv_heads": 2}, "flash (CUDA)"),
-        ({"dtype": torch.float32}, "efficient (CUDA)"),
-        ({"dtype": torch.float32, "kv_heads": 2}, None),
-        ({"v_dim": 24}, "efficient (CUDA)"),
-        ({"v_dim": 24, "kv_heads": 2}, None),
-        ({"dim": 12, "v_dim": 12}, None),
-        ({"dim": 512, "v_dim": 512}, "efficient (CUDA)"),
-        ({"dtype": torch.float64}, None),
-        ({"batch": 0}, None),
-        ({"seq_len": 0}, None),
-    ],
-)
-def test_which_library_serves_on_cuda(change, name):
-    inputs = halves(**{"kv_heads": 4, **change})
-    library = library_for(*(x.to("meta") for x in inputs[:3]))
-    assert (library.name if library else None) == name
-
-
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        ({}, "cuDNN (CUDA)"),
-        ({"v_dim": 24, "kv_heads": 2}, "cuDNN (CUDA)"),
-        ({"dim": 136, "v_dim": 136}, "flash (CUDA)"),
-        ({"dtype": torch.float32}, "efficient (CUDA)"),
-    ],
-)
-def test_cudnn_comes_first_on_hopper(change, name, monkeypatch):
-    monkeypatch.setattr(libraries, "_capability", lambda device: (9, 0))
-    inputs = halves(**{"kv_heads": 4, **change})
-    assert library_for(*(x.to("meta") for x in inputs[:3])).name == name
-
-
 FOUR = "FlashAttention-4 (CUDA)"
+AMPERE, HOPPER = (8, 0), (9, 0)
 
 
 @pytest.mark.parametrize(
-    ("capability", "active", "change", "name"),
+    ("capability", "active", "has_four", "change", "name"),
     [
-        ((8, 6), None, {"v_dim": 24}, "efficient (CUDA)"),
-        ((8, 6), None, {"v_dim": 24, "kv_heads": 2}, None),
-        ((8, 6), "FA4", {}, "efficient (CUDA)"),
-        ((9, 0), "FA3", {}, "flash (CUDA)"),
-        ((10, 0), "FA3", {}, FOUR),
-        ((10, 0), "FA4", {}, "flash (CUDA)"),
-        ((10, 0), None, {}, FOUR),
-        ((12, 0), None, {}, "flash (CUDA)"),
+        (AMPERE, None, False, {}, "flash (CUDA)"),
+        (AMPERE, None, False, {"kv_heads": 2}, "flash (CUDA)"),
+        (AMPERE, None, False, {"dtype": torch.float32}, "efficient (CUDA)"),
+        (AMPERE, None, False, {"dtype": torch.float32, "kv_heads": 2}, None),
+        (AMPERE, None, False, {"v_dim": 24}, "efficient (CUDA)"),
+        (AMPERE, None, False, {"v_dim": 24, "kv_heads": 2}, None),
+        (AMPERE, None, False, {"dim": 12, "v_dim": 12}, None),
+        (AMPERE, None, False, {"dim": 512, "v_dim": 512}, "efficient (CUDA)"),
+        (AMPERE, None, False, {"dtype": torch.float64}, None),
+        (AMPERE, None, False, {"batch": 0}, None),
+        (AMPERE, None, False, {"seq_len": 0}, None),
+        (HOPPER, None, False, {}, "cuDNN (CUDA)"),
+        (HOPPER, None, False, {"v_dim": 24, "kv_heads": 2}, "cuDNN (CUDA)"),
+        (HOPPER, None, False, {"dim": 136, "v_dim": 136}, "flash (CUDA)"),
+        (HOPPER, None, False, {"dtype": torch.float32}, "efficient (CUDA)"),
+        ((8, 6), None, True, {"v_dim": 24}, "efficient (CUDA)"),
+        ((8, 6), None, True, {"v_dim": 24, "kv_heads": 2}, None),
+        ((8, 6), "FA4", True, {}, "efficient (CUDA)"),
+        (HOPPER, "FA3", True, {}, "flash (CUDA)"),
+        ((10, 0), "FA3", True, {}, FOUR),
+        ((10, 0), "FA4", True, {}, "flash (CUDA)"),
+        ((10, 0), None, True, {}, FOUR),
+        ((12, 0), None, True, {}, "flash (CUDA)"),
     ],
 )
-def test_order_of_libraries(capability, active, change, name, monkeypatch):
+def test_which_library_serves_on_cuda(capability, active, has_four, change, name, monkeypatch):
     monkeypatch.setattr(libraries, "_capability", lambda device: capability)
     monkeypatch.setattr(libraries, "active_flash", lambda: active)
-    monkeypatch.setattr(libraries, "_has_flash_four", lambda: True)
+    monkeypatch.setattr(libraries, "_has_flash_four", lambda: has_four)
     library = library_for(*(x.to("meta") for x in halves(**{"kv_heads": 4, **change})[:3]))
     assert (library.name if library else None) == name
 

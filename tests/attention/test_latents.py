@@ -5,11 +5,12 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import bytes_sent, reference
+from helpers import TIGHT, reference, with_grads
 from rank_checks import Checks
 from torch.distributed.device_mesh import init_device_mesh
 
 from moe_ext.attention import latent_ring_attention, shard_sequence
+from moe_ext.distributed import count_traffic
 
 BATCH, HEADS, LENGTH, LATENT, NOPE, ROPE, VALUE = 2, 6, 41, 10, 5, 4, 3
 MASKS = {
@@ -43,13 +44,6 @@ def expanded(q, latent, rope_key, up_k, up_v, **masks):
     return reference(q, k, torch.einsum("blc,hvc->bhlv", latent, up_v), **masks)[0]
 
 
-def learned(function, *inputs, **options):
-    """The result of a function and the gradients of all that it is given."""
-    leaves = [x.detach().requires_grad_() for x in inputs[:-1]]
-    out = function(*leaves, **options)
-    return [out.detach(), *torch.autograd.grad((out * inputs[-1]).sum(), leaves)]
-
-
 def shards(inputs, **where):
     dims = (2, 1, 1, None, None, 2)
     return [
@@ -60,9 +54,9 @@ def shards(inputs, **where):
 
 @pytest.mark.parametrize("name", MASKS)
 def test_one_process_equals_expanded_keys(name):
-    found = learned(latent_ring_attention, *make_inputs(), group=None, **MASKS[name])
-    for one, other in zip(found, learned(expanded, *make_inputs(), **MASKS[name]), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
+    found = with_grads(latent_ring_attention, *make_inputs(), group=None, **MASKS[name])
+    for one, other in zip(found, with_grads(expanded, *make_inputs(), **MASKS[name]), strict=True):
+        torch.testing.assert_close(one, other, **TIGHT)
 
 
 @check(*zip(itertools.cycle(SCHEMES), LAYOUTS * 4, list(MASKS) * 3 + ["causal"]))
@@ -72,13 +66,13 @@ def equals_expanded_keys_of_one_process(scheme, layout, name):
         group = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("r", "i"))
     where = {"group": group, "layout": layout, "cu_seqlens": masks.get("cu_seqlens")}
     parts = shards(make_inputs(), **where)
-    found = learned(latent_ring_attention, *parts, **where | masks, scheme=scheme)
+    found = with_grads(latent_ring_attention, *parts, **where | masks, scheme=scheme)
     for weight in found[4:]:
         dist.all_reduce(weight)
-    out, *gradients = learned(expanded, *make_inputs(), **masks)
+    out, *gradients = with_grads(expanded, *make_inputs(), **masks)
     expected = shards([*gradients, out], **where)
     for one, other in zip(found, [expected[-1], *expected[:-1]], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
+        torch.testing.assert_close(one, other, **TIGHT)
 
 
 @check((None,), ("int8",))
@@ -86,9 +80,9 @@ def the_latent_and_its_gradient_travel_alone(wire):
     num_ranks, group = dist.get_world_size(), dist.group.WORLD
     inputs = make_inputs(torch.float32)
     where = {"group": group, "layout": "contiguous"}
-    with bytes_sent() as counted:
-        learned(latent_ring_attention, *shards(inputs, **where), **where, wire=wire)
-    total = torch.tensor(sum(counted))
+    with count_traffic() as counted:
+        with_grads(latent_ring_attention, *shards(inputs, **where), **where, wire=wire)
+    total = torch.tensor(counted.total_bytes)
     dist.all_reduce(total)
     width = 4 * (LATENT + ROPE) if wire is None else LATENT + 4 + ROPE + 4
     # Each position visits the other ranks twice, and so do the gradients once.
@@ -158,7 +152,7 @@ def test_deepseek_v3_of_transformers_has_the_same_numbers():
     )
     grad = torch.randn_like(found)
     wanted = (weight, seen["latent"], seen["q"])
-    torch.testing.assert_close(found, seen["out"], rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(found, seen["out"], **TIGHT)
     both = [
         torch.autograd.grad((x * grad).sum(), wanted, retain_graph=True)
         for x in (found, seen["out"])

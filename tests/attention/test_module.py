@@ -1,6 +1,5 @@
 """`RingAttention`, and what models do with it: compile, checkpoint, infer, two groups at a time."""
 
-import copy
 import dataclasses
 import functools
 import os
@@ -8,7 +7,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import make_inputs
+from helpers import TIGHT, leaves, make_inputs
 from rank_checks import ChecksOn, assert_passed, run_checks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -38,10 +37,6 @@ class Model(nn.Module):
 
     def forward(self, q, k, v, **kwargs):
         return self.attention(self.proj(q), k, v, sinks=self.sinks, **kwargs).square()
-
-
-def leaves(tensors):
-    return [x.detach().clone().requires_grad_() for x in tensors]
 
 
 def results(model, tensors, run=None, **kwargs):
@@ -168,15 +163,6 @@ def recomputation_has_the_same_bits(kind):
     assert_same_bits(found, expected)
 
 
-@check()
-def without_gradients():
-    model = Model(dist.group.WORLD, is_causal=True)
-    expected = model(*make_shards()).detach()
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            assert torch.equal(model(*make_shards()), expected)
-
-
 @check(**GRAPHS)
 def any_strides_and_unequal_head_dims():
     model = RingAttention(dist.group.WORLD, is_causal=True)
@@ -210,16 +196,7 @@ def two_groups_at_a_time():
     for g in (world, half):
         for shard, full in zip(shards[g], expected, strict=True):
             wanted = shard_sequence(full, dim=2, group=g)
-            torch.testing.assert_close(shard.grad, wanted, rtol=1e-10, atol=1e-11)
-
-
-@check()
-def copies_share_the_group():
-    module = RingAttention(dist.group.WORLD, is_causal=True)
-    again = copy.deepcopy(nn.Sequential(module))[0]
-    assert again.group is dist.group.WORLD
-    shards = make_shards()
-    assert torch.equal(again(*shards), module(*shards))
+            torch.testing.assert_close(shard.grad, wanted, **TIGHT)
 
 
 def run_all(_, num_ranks):
@@ -256,11 +233,7 @@ def test_dropout_is_for_training():
     ("options", "message"),
     [
         ({"layout": "zagzig"}, "layout to be a Layout or one of"),
-        ({"scheme": "star"}, "scheme to be one of"),
-        ({"precision": "low"}, "precision to be one of"),
         ({"dropout_p": 1.0}, r"dropout_p to be in \[0, 1\), got 1.0"),
-        ({"window": (-2, 0)}, "both sides of window"),
-        ({"softcap": -1.0}, "softcap to be 0"),
     ],
 )
 def test_wrong_options(options, message):

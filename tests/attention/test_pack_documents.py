@@ -4,11 +4,10 @@ import itertools
 
 import pytest
 import torch
-from helpers import make_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ext.attention import Mask, pack_documents, ring_attention
+from moe_ext.attention import Mask, pack_documents
 
 SEQ_LEN = 300
 LENGTHS = st.lists(st.integers(0, SEQ_LEN), max_size=40)
@@ -84,24 +83,6 @@ def test_rows_of_short_and_long_documents():
     assert packed.documents == ((2, 3), (0, 1)) and packed.areas == (81 + 21, 55 + 45)
     # By first or best fit the costliest row has 511.
     assert pack_documents([20, 8, 13, 20, 8, 9, 14, 12, 9], 60, num_rows=2).areas == (441, 415)
-
-
-def test_a_row_of_attention_is_that_of_each_document():
-    lengths = [9, 30, 4, 17, 0, 12, 1]
-    packed = pack_documents(lengths, 37, window=(6, -1))
-    q, k, v, _ = make_inputs(batch=len(lengths), seq_len=37)
-    rows = [[] for _ in range(3)]
-    for tensor, parts in zip((q, k, v), rows, strict=True):
-        for row in packed.documents:
-            documents = torch.cat([tensor[i, :, : lengths[i]] for i in row], 1)
-            padding = tensor.new_full((tensor.shape[1], 37, tensor.shape[3]), 7.0)
-            parts.append(torch.cat([documents, padding], 1)[:, :37])
-    masks = {"group": None, "is_causal": True, "window": (6, -1)}
-    found = ring_attention(*map(torch.stack, rows), cu_seqlens=packed.cu_seqlens, **masks)
-    for out, row, offsets in zip(found, packed.documents, packed.cu_seqlens, strict=True):
-        for i, (start, stop) in zip(row, itertools.pairwise(offsets), strict=False):
-            alone = ring_attention(*(x[i : i + 1, :, : lengths[i]] for x in (q, k, v)), **masks)
-            torch.testing.assert_close(out[:, start:stop], alone[0], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

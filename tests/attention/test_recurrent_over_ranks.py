@@ -26,7 +26,7 @@ PACKED = (0, 1, 18, 19, 24, 24, 37)
 # Lengths that no rank divides, and below the number of ranks.
 LENGTHS = (1, 2, 37, 70)
 SCHEMES = ("state", "heads", "auto")
-SEQUENCE = {"x": 2, "dt": 2, "B": 2, "C": 2, "q": 2, "k": 2, "v": 2, "g": 2, "beta": 2}
+SEQUENCE = ("x", "dt", "B", "C", "q", "k", "v", "g", "beta")
 RANKS = (2, 3, 4)
 ALL = Checks()
 
@@ -46,6 +46,13 @@ def summed(x):
     return x
 
 
+def parts_of(given, where):
+    """A copy of the arguments with this rank's part of sequences."""
+    copies = {name: x if x is None else x.detach().clone() for name, x in given.items()}
+    sequences = {n: x for n, x in copies.items() if n in SEQUENCE and x is not None}
+    return copies | {n: shard_sequence(x, dim=2, **where) for n, x in sequences.items()}
+
+
 def equals_one_process(kind, given, scheme, layout, offsets):
     """Outputs and gradients of shards against those of the whole; the bytes that were sent."""
     group = dist.group.WORLD
@@ -53,35 +60,26 @@ def equals_one_process(kind, given, scheme, layout, offsets):
     out, _ = run(kind, given, cu_seqlens=offsets)
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).double()
     names = [name for name, x in given.items() if x is not None]
-    wanted = torch.autograd.grad((out * weight).sum(), [given[name] for name in names])
+    grads = torch.autograd.grad((out * weight).sum(), [given[name] for name in names])
     where = {"group": group, "layout": layout, "cu_seqlens": offsets}
 
     def part(x):
         return shard_sequence(x.detach(), dim=2, **where)
 
-    parts = {
-        name: x
-        if x is None
-        else (part(x) if name in SEQUENCE else x.detach().clone()).requires_grad_()
-        for name, x in given.items()
-    }
+    parts = {n: x if x is None else x.requires_grad_() for n, x in parts_of(given, where).items()}
     with count_traffic() as traffic:
         found, _ = run(kind, parts, **where, scheme=scheme)
     about = f"{kind} {scheme} {tuple(out.shape)} {layout} {offsets}: "
     torch.testing.assert_close(found, part(out), rtol=1e-9, atol=1e-10, msg=lambda m: f"{about}{m}")
     (found * part(weight)).sum().backward()
-    for name, grad in zip(names, wanted, strict=True):
+    for name, grad in zip(names, grads, strict=True):
         of_rank = parts[name].grad
         whole = name in SEQUENCE
         if not whole:
             of_rank = summed(torch.zeros_like(grad) if of_rank is None else of_rank)
-        torch.testing.assert_close(
-            of_rank,
-            part(grad) if whole else grad,
-            rtol=1e-8,
-            atol=1e-9,
-            msg=lambda m, n=name: f"{about}gradient of {n}: {m}",
-        )
+        wanted = part(grad) if whole else grad
+        how = {"rtol": 1e-8, "atol": 1e-9, "msg": lambda m, n=name: f"{about}gradient of {n}: {m}"}
+        torch.testing.assert_close(of_rank, wanted, **how)
     return traffic.total_bytes
 
 
@@ -126,11 +124,8 @@ def random_sizes_equal_one_process():
     for _ in range(12):
         kind, scheme = draw.choice(KINDS), draw.choice(("state", "heads"))
         length, groups = draw.randint(1, 150), draw.randint(1, 3)
-        sizes = {
-            "batch": draw.randint(1, 2),
-            "groups": groups,
-            "heads": groups * draw.randint(1, 3),
-        }
+        sizes = {"batch": draw.randint(1, 2), "groups": groups}
+        sizes |= {"heads": groups * draw.randint(1, 3)}
         sizes |= {"dim": draw.randint(1, 6), "v_dim": draw.randint(1, 6)}
         layout, offsets = draw.choice(LAYOUTS), None
         if layout == "per_document" or draw.random() < 0.5:
@@ -184,11 +179,8 @@ def the_last_rank_has_the_last_state():
     group, size = dist.group.WORLD, dist.get_world_size()
     given = made("delta", 37)
     _, wanted = gated_delta_rule(**given)
-    parts = {
-        name: shard_sequence(x, group=group, dim=2, layout="contiguous") if name in SEQUENCE else x
-        for name, x in given.items()
-    }
-    _, state = gated_delta_rule(**parts, group=group, layout="contiguous", scheme="state")
+    where = {"group": group, "layout": "contiguous"}
+    _, state = gated_delta_rule(**parts_of(given, where), **where, scheme="state")
     if dist.get_rank() == size - 1:
         torch.testing.assert_close(state, wanted, rtol=1e-9, atol=1e-10)
 
@@ -196,17 +188,11 @@ def the_last_rank_has_the_last_state():
 @ALL()
 def a_context_gives_group_layout_and_documents():
     group, given = dist.group.WORLD, made("linear", 37)
-    where = {"layout": "striped", "cu_seqlens": PACKED}
+    where = {"group": group, "layout": "striped", "cu_seqlens": PACKED}
     out, _ = gated_delta_rule(**given, cu_seqlens=PACKED)
-    parts = {
-        name: shard_sequence(x, group=group, dim=2, **where)
-        if name in SEQUENCE and x is not None
-        else x
-        for name, x in given.items()
-    }
-    with sequence_parallel(group, **where):
-        found, _ = gated_delta_rule(**parts)
-    expected = shard_sequence(out, group=group, dim=2, **where)
+    with sequence_parallel(**where):
+        found, _ = gated_delta_rule(**parts_of(given, where))
+    expected = shard_sequence(out, dim=2, **where)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
 
 
@@ -215,8 +201,6 @@ def other_options_on_one_rank_are_named():
     group, rank = dist.group.WORLD, dist.get_rank()
     given = made("delta", 4 * (rank + 1))
     sizes = {"group": group, "layout": "contiguous"}
-    with pytest.raises(ValueError, match="gated_delta_rule: expected scale to be equal on every"):
-        gated_delta_rule(**given, **sizes, scale=1.0 + rank)
     with pytest.raises(ValueError, match="gated_delta_rule: expected the shards of a contiguous"):
         gated_delta_rule(**given, **sizes)
     ways = {"scheme": "ring"} if rank == 1 else {}

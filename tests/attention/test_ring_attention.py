@@ -15,10 +15,14 @@ from moe_ext.attention import (
     ring_attention,
     ring_attention_varlen,
     ring_self_attention,
+    sequence_parallel,
 )
 
 OFFSETS = (0, 5, 5, 14, 30, 37)
 KEY_MASK = torch.arange(37).repeat(2, 1) % 5 != torch.tensor([[1], [3]])
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.06])
+SINKS = torch.tensor([0.3, -1.0, 2.0, 0.0]).double()
+OTHERS = {"key_mask": KEY_MASK, "alibi_slopes": SLOPES, "softcap": 1.5}
 CASES = {
     "full": {},
     "causal": {"is_causal": True},
@@ -31,23 +35,19 @@ CASES = {
         "is_causal": True,
         "cu_seqlens": OFFSETS,
         "prefix_len": [[2, 1, 0, 20, 3], [5, 0, 4, 16, 0]],
-        "key_mask": KEY_MASK,
-        "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.06]),
-        "softcap": 1.5,
-        "sinks": torch.tensor([0.3, -1.0, 2.0, 0.0]).double(),
+        **OTHERS,
+        "sinks": SINKS,
     },
     "key_mask": {"key_mask": KEY_MASK},
-    "alibi": {"is_causal": True, "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.06])},
+    "alibi": {"is_causal": True, "alibi_slopes": SLOPES},
     "softcap": {"softcap": 0.7},
-    "sinks": {"is_causal": True, "sinks": torch.tensor([0.3, -1.0, 2.0, 0.0]).double()},
+    "sinks": {"is_causal": True, "sinks": SINKS},
     "all": {
         "is_causal": True,
         "window": (9, -1),
         "cu_seqlens": OFFSETS,
-        "key_mask": KEY_MASK,
-        "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.06]),
-        "softcap": 1.5,
-        "sinks": torch.tensor([0.3, -1.0, 2.0, 0.0]).double(),
+        **OTHERS,
+        "sinks": SINKS,
     },
 }
 
@@ -57,7 +57,7 @@ CASES = {
 def test_one_process_computes_the_formula(case, kv_heads):
     inputs = make_inputs(kv_heads=kv_heads)
     found = sharded(*inputs, group=None, **CASES[case])
-    expect_equal(found, whole(*inputs, **CASES[case]), group=None, rtol=1e-10, atol=1e-11)
+    expect_equal(found, whole(*inputs, **CASES[case]), group=None)
 
 
 BIAS = torch.randn(2, 4, 37, 37, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
@@ -73,9 +73,7 @@ ATTN_MASKS = {
         "is_causal": True,
         "prefix_len": [11, 3],
         "attn_mask": HOLES,
-        "key_mask": KEY_MASK,
-        "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.06]),
-        "softcap": 1.5,
+        **OTHERS,
     },
 }
 
@@ -86,7 +84,7 @@ def test_masks_of_all_pairs(case, kv_heads):
     inputs, options = make_inputs(kv_heads=kv_heads), ATTN_MASKS[case]
     found, expected = sharded(*inputs, group=None, **options), whole(*inputs, **options)
     assert len(found) == len(expected) == 5 + options["attn_mask"].is_floating_point()
-    expect_equal(found, expected, group=None, rtol=1e-10, atol=1e-11, last="dmask")
+    expect_equal(found, expected, group=None, last="dmask")
 
 
 def test_a_bias_of_other_dtypes():
@@ -108,13 +106,6 @@ def test_a_bias_of_other_dtypes():
     ring_attention(q, k, v, group=None, attn_mask=bias.detach()).float().sum().backward()
 
 
-@pytest.mark.parametrize("seq_len", [0, 1])
-def test_short_sequences(seq_len):
-    inputs = make_inputs(seq_len=seq_len)
-    found = sharded(*inputs, group=None, is_causal=True)
-    expect_equal(found, whole(*inputs, is_causal=True), group=None, rtol=1e-10, atol=1e-11)
-
-
 def test_queries_without_keys_give_zeros():
     inputs = make_inputs(seq_len=6)
     hidden = torch.zeros(2, 6, dtype=torch.bool)
@@ -133,11 +124,11 @@ def test_sinks_of_no_weight_are_none():
     sinks = torch.full((4,), -torch.inf, dtype=torch.float64)
     *found, grad_sinks = sharded(*inputs, group=None, key_mask=mask, sinks=sinks)
     assert torch.equal(grad_sinks, torch.zeros_like(sinks))
-    expect_equal(found, whole(*inputs, key_mask=mask), group=None, rtol=1e-10, atol=1e-11)
+    expect_equal(found, whole(*inputs, key_mask=mask), group=None)
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 0.9, "window": (3, 0), "dropout_p": 0.3}])
-def test_gradients_of_one_process(options):
+def test_gradients_of_one_process():
+    options = {"softcap": 0.9, "window": (3, 0), "dropout_p": 0.3}
     q, k, v, _ = (x.requires_grad_() for x in make_inputs(batch=1, seq_len=5, dim=3, v_dim=2))
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(1, 4, 5, 5, dtype=torch.float64, requires_grad=True)
@@ -175,18 +166,8 @@ def test_packed_tokens_of_one_process():
     assert torch.equal(found, expected[0].transpose(0, 1))
     graph = torch.compile(attend, fullgraph=True, backend="aot_eager")
     assert torch.equal(graph(*tokens, offsets, offsets), found)
-    with pytest.raises(ValueError, match="cu_seqlens_k to be equal to cu_seqlens_q, got"):
-        attend(*tokens, offsets, offsets[1:])
     with pytest.raises(ValueError, match="q to be packed tokens .*, got NoneType"):
         attend(None, *tokens[1:], offsets, offsets)
-
-
-def test_strided_inputs():
-    q, k, v, _ = make_inputs()
-    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    assert not strided[0].is_contiguous()
-    expected = ring_attention(q, k, v, group=None, is_causal=True)
-    assert torch.equal(ring_attention(*strided, group=None, is_causal=True), expected)
 
 
 FUNCTIONS = pytest.mark.parametrize("function", [ring_attention, ring_self_attention])
@@ -258,10 +239,7 @@ def test_arguments_refused_by_both(function, changes, message):
             r"attn_mask to be a tensor \(blocks of flex_attention: is_causal, window, .* BlockMask",
         ),
         (
-            {
-                "attn_mask": torch.zeros(1, 1, 37, 37),
-                "cu_seqlens": [[0, 9, 37], [0, 37]],
-            },
+            {"attn_mask": torch.zeros(1, 1, 37, 37), "cu_seqlens": [[0, 9, 37], [0, 37]]},
             "attn_mask to be None with other documents in each row",
         ),
         ({"kv_grad_dtype": torch.int8}, "kv_grad_dtype to be one of"),
@@ -318,22 +296,32 @@ def test_a_group_that_is_none_of_ours_is_refused():
         ring_attention(*make_inputs()[:3], group=-100)
 
 
-def test_autocast_holds_as_for_torch():
-    q, k, v = (x.float().requires_grad_() for x in make_inputs(kv_heads=4)[:3])
+def inside(q, k, v):
+    with sequence_parallel(None):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("way", ["function", "module", "context", "graph"])
+def test_autocast_holds_as_for_torch(way):
+    def run(attend, *tensors):
+        with torch.autocast("cpu", torch.bfloat16):
+            return attend(*tensors)
+
+    function = functools.partial(ring_attention, group=None, is_causal=True)
     module = RingAttention(None, is_causal=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        # Layers leave a mixture: norms in float32 beside projections in bfloat16.
-        expected = F.scaled_dot_product_attention(q, k, v.bfloat16(), is_causal=True)
-        out = ring_attention(q, k, v.bfloat16(), group=None, is_causal=True)
-        assert torch.equal(module(q, k, v.bfloat16()), out)
-        doubles = ring_attention(*(x.double() for x in (q, k, v)), group=None)
-        with pytest.raises(ValueError, match="q to be float32, .* got torch.int64"):
-            ring_attention(q.long(), k, v, group=None)
-    assert out.dtype == expected.dtype == torch.bfloat16 and doubles.dtype == torch.float64
+    attend = {"function": function, "module": module}.get(way, inside)
+    graph = torch.compile(run, fullgraph=True, backend="aot_eager") if way == "graph" else run
+    q, k, v = (x.float().requires_grad_() for x in make_inputs(kv_heads=4)[:3])
+    expected = run(functools.partial(F.scaled_dot_product_attention, is_causal=True), q, k, v)
+    # Layers leave a mixture: norms in float32 beside projections in bfloat16.
+    out = graph(attend, q, k, v.bfloat16())
+    assert out.dtype == expected.dtype == torch.bfloat16
     torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
     assert all(x.dtype == torch.float32 for x in torch.autograd.grad(out.float().sum(), (q, k, v)))
-    outside = ring_attention(*(x.bfloat16() for x in (q, k, v)), group=None, is_causal=True)
-    assert torch.equal(out, outside)
+    assert torch.equal(out, function(*(x.bfloat16() for x in (q, k, v))))
+    assert run(attend, *(x.double() for x in (q, k, v))).dtype == torch.float64
+    with pytest.raises(ValueError, match="q to be float32, .* got torch.int64"):
+        run(attend, q.long(), k, v)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="typing.get_overloads")

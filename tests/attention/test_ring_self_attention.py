@@ -5,8 +5,9 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import make_inputs, reference, visible
+from helpers import TIGHT, group, make_inputs, reference, visible, with_grads
 from rank_checks import ChecksOn
+from test_ring_attention import CASES, KEY_MASK
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,29 +21,9 @@ from moe_ext.attention import (
 )
 from moe_ext.distributed import count_traffic
 
-TIGHT = {"rtol": 1e-10, "atol": 1e-11}
-OFFSETS = (0, 5, 5, 14, 30, 37)
-KEY_MASK = torch.arange(37).repeat(2, 1) % 5 != torch.tensor([[1], [3]])
-CASES = {
-    "full": {},
-    "causal": {"is_causal": True},
-    "scale": {"is_causal": True, "scale": 0.3},
-    "window": {"window": (4, 2)},
-    "documents": {"is_causal": True, "cu_seqlens": OFFSETS},
-    "key_mask": {"is_causal": True, "key_mask": KEY_MASK},
-}
+SERVED = ("full", "causal", "scale", "window", "documents", "key_mask")
 # By the number of ranks.
 check = ChecksOn(1, 2, 3)
-
-
-def group():
-    return dist.group.WORLD if dist.is_initialized() else None
-
-
-def with_grads(function, q, k, v, grad):
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-    out = function(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
 def expected_of(inputs, **kwargs):
@@ -55,12 +36,10 @@ def found_of(inputs, layout="contiguous", key_mask=None, attn_mask=None, **kwarg
         key_mask = shard_sequence(key_mask, dim=1, **where)
     if attn_mask is not None:
         attn_mask = shard_sequence(attn_mask, dim=2, **where)
-    masks = {"key_mask": key_mask, "attn_mask": attn_mask}
-
-    def attend(*qkv):
-        return ring_self_attention(*qkv, group=group(), layout=layout, **masks, **kwargs)
-
-    return with_grads(attend, *(shard_sequence(x, dim=2, **where) for x in inputs))
+    options = {"group": group(), "layout": layout, **kwargs}
+    options |= {"key_mask": key_mask, "attn_mask": attn_mask}
+    parts = (shard_sequence(x, dim=2, **where) for x in inputs)
+    return with_grads(ring_self_attention, *parts, **options)
 
 
 def assert_same(found, expected, layout="contiguous", cu_seqlens=None, **tolerances):
@@ -72,7 +51,7 @@ def assert_same(found, expected, layout="contiguous", cu_seqlens=None, **toleran
         )
 
 
-@check.pairs(LAYOUTS, CASES)
+@check.pairs(LAYOUTS, SERVED)
 def equals_one_process(layout, case):
     kwargs = {"cu_seqlens": (0, 20, 37), **CASES[case]}
     if layout in ("contiguous", "zigzag", "striped") and case != "documents":
@@ -94,20 +73,14 @@ def any_length(layout, seq_len):
 
 @check(("contiguous",), ("striped",))
 def masks_of_ones_own(layout):
-    q, k, v, grad = make_inputs(kv_heads=1)
-    generator = torch.Generator().manual_seed(4)
+    inputs, generator = make_inputs(kv_heads=1), torch.Generator().manual_seed(4)
     bias = torch.randn(1, 4, 37, 37, generator=generator, dtype=torch.float64)
     seen = torch.rand(2, 1, 37, 37, generator=generator) < 0.3
     seen[0, 0, 5] = False
-
-    def attend(*qkv, mask):
-        return nn.functional.scaled_dot_product_attention(*qkv, attn_mask=mask, enable_gqa=True)
-
-    expected = with_grads(functools.partial(attend, mask=bias), q, k, v, grad)
-    assert_same(found_of((q, k, v, grad), layout=layout, attn_mask=bias), expected, layout)
-    expected = with_grads(functools.partial(attend, mask=seen), q, k, v, grad)
-    found = found_of((q, k, v, grad), layout=layout, attn_mask=seen)
-    assert_same(found, expected, layout)
+    attend = nn.functional.scaled_dot_product_attention
+    for mask in (bias, seen):
+        expected = with_grads(attend, *inputs, attn_mask=mask, enable_gqa=True)
+        assert_same(found_of(inputs, layout=layout, attn_mask=mask), expected, layout)
 
 
 @check()
@@ -124,26 +97,8 @@ def queries_without_keys_give_zeros():
 def dropout_is_that_of_ring_attention(layout):
     inputs = make_inputs()
     kwargs = {"is_causal": True, "dropout_p": 0.4, "seed": -11}
-
-    def attend(*qkv):
-        return ring_attention(*qkv, group=None, **kwargs)
-
-    expected = with_grads(attend, *inputs)
+    expected = with_grads(ring_attention, *inputs, group=None, **kwargs)
     assert_same(found_of(inputs, layout=layout, **kwargs), expected, layout)
-
-
-@check()
-def a_seed_is_drawn_for_all_ranks():
-    inputs = make_inputs()
-    torch.manual_seed(100 + (dist.get_rank() if group() else 0))
-    found = found_of(inputs, dropout_p=0.4)
-    torch.manual_seed(100)
-    seed = int(torch.randint(1 << 62, ()))
-    assert_same(found, found_of_one(inputs, dropout_p=0.4, seed=seed))
-
-
-def found_of_one(inputs, **kwargs):
-    return with_grads(lambda *qkv: ring_self_attention(*qkv, group=None, **kwargs), *inputs)
 
 
 @check(("float32",), ("bfloat16",), ("float16",))
@@ -185,26 +140,18 @@ def bytes_are_those_of_the_formula(dtype):
 
 @check()
 def recomputation_gives_the_same_bits():
-    q, k, v, grad = (
-        shard_sequence(x, group=group(), dim=2, layout="contiguous") for x in make_inputs()
-    )
-
-    def run(recompute):
+    where = {"group": group(), "layout": "contiguous"}
+    parts = [shard_sequence(x, dim=2, **where) for x in make_inputs()]
+    attend = functools.partial(ring_self_attention, **where, is_causal=True)
+    found = []
+    for again in (attend, functools.partial(checkpoint, attend, use_reentrant=False)):
         torch.manual_seed(5)
-
-        def attend(*qkv):
-            return ring_self_attention(*qkv, group=group(), is_causal=True, dropout_p=0.2)
-
-        def again(*qkv):
-            return checkpoint(attend, *qkv, use_reentrant=False)
-
-        return with_grads(again if recompute else attend, q, k, v, grad)
-
-    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
+        found.append(with_grads(again, *parts, dropout_p=0.2))
+    assert all(map(torch.equal, *found))
     with torch.inference_mode():
-        out = ring_self_attention(q, k, v, group=group(), is_causal=True)
+        out = attend(*parts[:3])
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(ring_self_attention(q, k, v, group=group(), is_causal=True), out)
+        assert torch.equal(attend(*parts[:3]), out)
 
 
 def run_module(module, x, grad, **kwargs):
@@ -259,23 +206,15 @@ def refused(match, *tensors, **kwargs):
         ring_self_attention(*tensors, group=group(), **kwargs)
 
 
-@check()
+@check(on=(2, 3))
 def what_differs_between_ranks_is_refused_on_all():
-    if group() is None:
-        return
-    rank = dist.get_rank()
+    """Beside each option by itself, which tests/test_options_over_ranks.py has."""
     q, k, v, _ = (
         shard_sequence(x, group=group(), dim=2, layout="contiguous") for x in make_inputs()
     )
-    odd = rank == 1
+    odd = dist.get_rank() == 1
     match = r"the dtype of q to be equal .* torch.float64 on rank 0, torch.float32 on rank 1"
     refused(match, *(x.float() if odd else x for x in (q, k, v)))
-    refused("B of q to be equal .* 2 on rank 0, 1 on rank 1", *(x[odd:] for x in (q, k, v)))
-    refused("is_causal to be equal .* False on rank 0, True on", q, k, v, is_causal=odd)
-    refused("scale to be equal .* 0.5 on rank 0, 0.25 on rank 1", q, k, v, scale=0.5 - odd / 4)
-    layout = "zigzag" if odd else "striped"
-    refused("layout to be equal .* striped on rank 0, zigzag on", q, k, v, layout=layout)
-    refused("seed to be equal .* 0 on rank 0, 1 on rank 1", q, k, v, dropout_p=0.1, seed=int(odd))
     refused("shards of a contiguous layout of", *(x[:, :, 3 * odd :] for x in (q, k, v)))
     refused("k to be .* to go with q, got .* on rank 1$", q, k[:, :, odd:], v)
     refused("window to be None or .*, got 3 on rank 1$", q, k, v, window=3 if odd else None)
@@ -309,13 +248,6 @@ def what_differs_between_ranks_is_refused_on_all():
 @pytest.mark.parametrize(("num_ranks", "name"), check.names())
 def test_ranks(num_ranks, name):
     check.assert_passed(num_ranks, name, group_timeout=30)
-
-
-@pytest.mark.parametrize("options", [{}, {"window": (2, 1), "dropout_p": 0.3, "seed": 3}])
-def test_gradients_of_one_process(options):
-    q, k, v, _ = (x.requires_grad_() for x in make_inputs(batch=1, seq_len=5, dim=3, v_dim=2))
-    attend = functools.partial(ring_self_attention, group=None, **options)
-    assert torch.autograd.gradcheck(attend, (q, k, v))
 
 
 def test_a_mask_that_learns_is_refused():
@@ -352,11 +284,3 @@ def test_modules_of_torch_refused(options, message):
     theirs = nn.MultiheadAttention(16, 4, **{"batch_first": True, **options})
     with pytest.raises(ValueError, match=message):
         RingSelfAttention.from_multihead_attention(theirs, group=None)
-
-
-def test_inputs_of_modules_refused():
-    module = RingSelfAttention(16, 4, group=None, rotary_base=1e4)
-    with pytest.raises(ValueError, match=r"x to be of shape \[B, L, 16\], got \[2, 5, 8\]"):
-        module(torch.zeros(2, 5, 8))
-    with pytest.raises(ValueError, match=r"position_ids to be \[5\] or \[B, 5\]"):
-        module(torch.zeros(2, 5, 16), position_ids=torch.arange(4))

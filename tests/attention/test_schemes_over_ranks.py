@@ -9,7 +9,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import assert_rounded_once, bytes_sent, expect_equal, make_inputs, sharded, whole
+from helpers import assert_rounded_once, expect_equal, make_inputs, sharded, whole
 from pairwise import FULL, pairs
 from rank_checks import ChecksOn
 from test_ring_attention import ATTN_MASKS, CASES
@@ -31,8 +31,8 @@ from moe_ext.attention.layouts import even_grid
 from moe_ext.attention.schemes import SCHEMES, ring
 from moe_ext.attention.schemes.base import Workload
 from moe_ext.comm import agreement
+from moe_ext.distributed import count_traffic
 
-TIGHT = {"rtol": 1e-10, "atol": 1e-11}
 PER_HEAD = ("alibi_slopes", "sinks")
 SHAPES = {
     3: [(1, 3), (3, 1)],
@@ -63,11 +63,11 @@ def halved(cases):
     return found if FULL else found[dist.get_world_size() in (3, 6) :: 2]
 
 
-def compare(inputs, scheme, group, layout, tolerances=TIGHT, reference=None, **kwargs):
-    found = sharded(*inputs, group=group, layout=layout, scheme=scheme, **kwargs)
-    expected = whole(*(reference or inputs), **kwargs)
-    where = {"layout": layout, "cu_seqlens": kwargs.get("cu_seqlens")}
-    expect_equal(found, expected, group=group, **where, **tolerances)
+def compare(inputs, scheme, group, layout, last="dsinks", **kwargs):
+    where = {"group": group, "layout": layout}
+    found = sharded(*inputs, **where, scheme=scheme, **kwargs)
+    where["cu_seqlens"] = kwargs.get("cu_seqlens")
+    expect_equal(found, whole(*inputs, **kwargs), **where, last=last)
 
 
 def row_size(group):
@@ -101,17 +101,12 @@ def schemes_equal_one_process():
 def a_bias_in_a_double_ring_equals_one_process():
     num_ranks = dist.get_world_size()
     for shape, layout in zip(SHAPES[num_ranks], ("zigzag", "striped", "contiguous"), strict=False):
-        options = ATTN_MASKS["bias"]
-        found = sharded(
-            *make_inputs(), group=mesh(shape), layout=layout, scheme="double_ring", **options
-        )
-        where = {"group": mesh(shape), "layout": layout}
-        expect_equal(found, whole(*make_inputs(), **options), **where, **TIGHT, last="dmask")
+        way = ("double_ring", mesh(shape), layout)
+        compare(make_inputs(), *way, **ATTN_MASKS["bias"], last="dmask")
 
 
 @check(on=(3, 4))
 def heads_that_the_ranks_do_not_divide():
-    num_ranks, rank = dist.get_world_size(), dist.get_rank()
     layouts = itertools.cycle(("zigzag", "contiguous", "striped"))
     ulysses = [way for way in ways() if way[0] in ("ulysses", "hybrid")]
     # Whole heads of keys, and groups that are cut.
@@ -127,22 +122,17 @@ def heads_that_the_ranks_do_not_divide():
         layout, wire = next(layouts), torch.float32
         inputs = make_inputs(heads=heads, kv_heads=kv_heads)
         kwargs = {"is_causal": True, "window": (20, -1)}
-        options = {
-            **kwargs,
-            "alibi_slopes": torch.linspace(0, 1, heads),
-            "sinks": torch.linspace(-1, 1, heads).double(),
-        }
+        slopes, sinks = torch.linspace(0, 1, heads), torch.linspace(-1, 1, heads).double()
+        options = {**kwargs, "alibi_slopes": slopes, "sinks": sinks}
         options["key_mask"] = torch.arange(37).repeat(2, 1) % 5 != 1
         compare(inputs, scheme, group, layout, **options)
         found = sharded(*inputs, group=group, layout=layout, scheme=scheme, **dropout)
-        expect_equal(found, alone(heads, kv_heads), group=group, layout=layout, **TIGHT)
+        expect_equal(found, alone(heads, kv_heads), group=group, layout=layout)
         half = [x.bfloat16() for x in inputs]
-        with bytes_sent() as counted:
+        with count_traffic() as counted:
             sharded(*half, group=group, layout=layout, scheme=scheme, kv_grad_dtype=wire, **kwargs)
-        work = workload(half, layout, wire, False, **kwargs)
-        traffic = SCHEMES[scheme].traffic(work, even_grid(num_ranks, row_size(group)))
-        due = traffic.forward.sent[rank] + traffic.backward.sent[rank]
-        assert sum(counted) == due, (scheme, str(group), layout, heads, kv_heads)
+        due = due_bytes(workload(half, layout, wire, False, **kwargs), scheme, group)
+        assert counted.total_bytes == sum(due), (scheme, str(group), layout, heads, kv_heads)
 
 
 @check(on=(4,))
@@ -201,7 +191,7 @@ def dropout_is_that_of_one_process():
     expected = sharded(*inputs, group=None, **kwargs)
     for scheme, group in ways():
         found = sharded(*inputs, group=group, scheme=scheme, **kwargs)
-        expect_equal(found, expected, group=group, **TIGHT)
+        expect_equal(found, expected, group=group)
 
 
 def workload(inputs, layout, wire, masked, *, is_causal=False, window=(-1, -1), cu_seqlens=None):
@@ -211,6 +201,12 @@ def workload(inputs, layout, wire, masked, *, is_causal=False, window=(-1, -1), 
     made = make_layout(layout, q.shape[2], num_ranks, cu_seqlens=cu_seqlens)
     mask = Mask(is_causal, *window, cu_seqlens)
     return Workload(q.shape[1], form, wire, made, mask, (0,) * num_ranks)
+
+
+def due_bytes(work, scheme, group):
+    """Bytes that the formula gives for this rank's (forward, backward) pass."""
+    traffic = SCHEMES[scheme].traffic(work, even_grid(dist.get_world_size(), row_size(group)))
+    return [each.sent[dist.get_rank()] for each in (traffic.forward, traffic.backward)]
 
 
 MASKS = [
@@ -226,36 +222,33 @@ MASKS = [
 
 @check(on=(3, 4, 6))
 def bytes_sent_are_those_of_the_formula():
-    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    num_ranks = dist.get_world_size()
     wires = itertools.cycle((torch.float32, torch.float32, torch.bfloat16, torch.bfloat16))
     masked = itertools.cycle((False, True, True))
     counts = itertools.cycle((2 * num_ranks, 1))
     schemes = [(scheme, group) for scheme, group in ways() if scheme != "auto"]
     for (scheme, group), (layout, kwargs) in halved(itertools.product(schemes, MASKS)):
         wire, has_mask = next(wires), next(masked)
-        inputs = make_inputs(
-            heads=2 * num_ranks, kv_heads=next(counts), seq_len=43, dtype=torch.bfloat16
-        )
-        key_mask = torch.ones(2, 43, dtype=torch.bool) if has_mask else None
+        sizes = {"heads": 2 * num_ranks, "kv_heads": next(counts), "seq_len": 43}
+        inputs = make_inputs(**sizes, dtype=torch.bfloat16)
         where = {"group": group, "layout": layout, "cu_seqlens": kwargs.get("cu_seqlens")}
         parts = [shard_sequence(x, dim=2, **where).requires_grad_() for x in inputs[:3]]
         options = {"kv_grad_dtype": wire, "scheme": scheme, **kwargs}
         if has_mask:
+            key_mask = torch.ones(2, 43, dtype=torch.bool)
             options["key_mask"] = shard_sequence(key_mask, dim=1, **where)
-        with bytes_sent() as forward:
+        with count_traffic() as forward:
             out = ring_attention(*parts, group=group, layout=layout, **options)
-        with bytes_sent() as backward:
+        with count_traffic() as backward:
             out.sum().backward()
-        work = workload(inputs, layout, wire, has_mask, **kwargs)
-        traffic = SCHEMES[scheme].traffic(work, even_grid(num_ranks, row_size(group)))
-        expected = [traffic.forward.sent[rank], traffic.backward.sent[rank]]
-        found = [sum(forward), sum(backward)]
-        assert found == expected, (scheme, str(group), layout, kwargs, found, expected)
+        due = due_bytes(workload(inputs, layout, wire, has_mask, **kwargs), scheme, group)
+        found = [forward.total_bytes, backward.total_bytes]
+        assert found == due, (scheme, str(group), layout, kwargs, found, due)
 
 
 @check(on=(3, 4))
 def rounded_keys_are_those_of_one_process_and_of_the_formula():
-    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    num_ranks = dist.get_world_size()
     formats = itertools.cycle(("int8", "fp8", "mx"))
     key_mask = torch.arange(43).repeat(2, 1) % 5 != 1
     for (scheme, group), (layout, kwargs) in halved(itertools.product(ways(), MASKS)):
@@ -267,31 +260,17 @@ def rounded_keys_are_those_of_one_process_and_of_the_formula():
             with pytest.raises(ValueError, match="wire to be None for scheme"):
                 sharded(*inputs, group=group, scheme=scheme, **options)
             continue
-        with bytes_sent() as counted:
+        with count_traffic() as counted:
             found = sharded(*inputs, group=group, scheme=scheme, **options)
         where = {"layout": layout, "cu_seqlens": kwargs.get("cu_seqlens")}
         expected = sharded(*inputs, group=None, **options)
-        expect_equal(found, expected, group=group, **where, rtol=1e-4, atol=2e-5)
+        tolerances = {"rtol": 1e-4, "atol": 2e-5}
+        expect_equal(found, expected, group=group, **where, tolerances=tolerances)
         if scheme in ("ring", "double_ring", "all_gather"):
             work = workload(inputs, layout, torch.float32, True, **kwargs)
             work = dataclasses.replace(work, form=dataclasses.replace(work.form, wire=wire))
-            traffic = SCHEMES[scheme].traffic(work, even_grid(num_ranks, row_size(group)))
-            due = traffic.forward.sent[rank] + traffic.backward.sent[rank]
-            assert sum(counted) == due, (scheme, str(group), layout, wire)
-
-
-@check(on=(4, 6))
-def a_ring_sends_as_few_bytes_as_it_says():
-    num_ranks = dist.get_world_size()
-    inputs = make_inputs(1, 2, 2, seq_len=4 * num_ranks, dtype=torch.bfloat16)
-    shard = 2 * 4 * (8 + 6) * 2
-    groups = [("ring", dist.group.WORLD)]
-    groups += [("double_ring", mesh(shape)) for shape in SHAPES[num_ranks]]
-    for scheme, group in groups:
-        for wire, per_hop in ((torch.float32, 4), (torch.bfloat16, 3)):
-            with bytes_sent() as counted:
-                sharded(*inputs, group=group, scheme=scheme, is_causal=True, kv_grad_dtype=wire)
-            assert sum(counted) == shard * (num_ranks - 1) * per_hop
+            due = sum(due_bytes(work, scheme, group))
+            assert counted.total_bytes == due, (scheme, str(group), layout, wire)
 
 
 @check(on=(4,))
@@ -305,12 +284,12 @@ def the_choice_is_the_same_on_every_rank_and_says_why():
         texts = [None] * num_ranks
         dist.all_gather_object(texts, str(choice))
         assert len(set(texts)) == 1
-        with bytes_sent() as forward:
+        with count_traffic() as forward:
             leaves = [x.requires_grad_() for x in parts[:3]]
             out = ring_attention(*leaves, group=group, layout=layout, scheme="auto", **kwargs)
-        with bytes_sent() as backward:
+        with count_traffic() as backward:
             out.sum().backward()
-        most = torch.tensor([sum(forward), sum(backward)])
+        most = torch.tensor([forward.total_bytes, backward.total_bytes])
         dist.all_reduce(most, dist.ReduceOp.MAX)
         best = choice.candidates[0]
         assert best.scheme == choice.scheme
@@ -321,16 +300,14 @@ def the_choice_is_the_same_on_every_rank_and_says_why():
 def hops_between_rings_are_few_and_posted_early():
     inputs = make_inputs(seq_len=36, dtype=torch.bfloat16)
     for rings, inner in SHAPES[6]:
-        events, place = [], divmod(dist.get_rank(), inner)
-        real_post, real_attend = ring.Exchange.post, ring.attend_
-        real_wait = ring.Pending.wait
+        group, events = mesh((rings, inner)), []
+        real_post, real_attend, real_wait = ring.Exchange.post, ring.attend_, ring.Pending.wait
 
-        def post(self, sends, *rest, real=real_post, into=events, place=place, inner=inner):
+        def post(self, sends, *rest, real=real_post, into=events, inner=inner):
             hop = real(self, sends, *rest)
             for _, rank in sends:
-                between = divmod(rank, inner)[0] != place[0]
-                hop.between = between
-                into.append("between" if between else "inside")
+                hop.between = rank // inner != dist.get_rank() // inner
+                into.append("between" if hop.between else "inside")
             return hop
 
         def wait(self, real=real_wait, into=events):
@@ -343,16 +320,12 @@ def hops_between_rings_are_few_and_posted_early():
             into.append("block")
             return real(*args)
 
-        q, k, v, _ = (shard_sequence(x, group=mesh((rings, inner)), dim=2) for x in inputs)
-        ring.Exchange.post, ring.attend_ = post, attend
-        ring.Pending.wait = wait
-        try:
-            ring_attention(
-                q, k, v, group=mesh((rings, inner)), scheme="double_ring", is_causal=True
-            )
-        finally:
-            ring.Exchange.post, ring.attend_ = real_post, real_attend
-            ring.Pending.wait = real_wait
+        qkv = [shard_sequence(x, group=group, dim=2) for x in inputs[:3]]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ring.Exchange, "post", post)
+            patch.setattr(ring.Pending, "wait", wait)
+            patch.setattr(ring, "attend_", attend)
+            ring_attention(*qkv, group=group, scheme="double_ring", is_causal=True)
         assert events.count("between") == rings - 1
         assert events.count("inside") == rings * (inner - 1)
         for number in range(rings - 1):
@@ -370,11 +343,8 @@ def helpers_take_meshes():
     assert torch.equal(unshard_sequence(part, group=group, dim=0), x)
     mean = token_mean_loss(part.sum(), len(part), group=group)
     assert mean.item() == 18.0
-    row = dist.get_rank() // 2 * 2
     wide = make_layout("zigzag", 37, 4)
-    assert set(part[:, 0].long().tolist()) == set(
-        wide.positions(row + dist.get_rank() % 2).tolist()
-    )
+    assert torch.equal(part[:, 0].long(), wide.positions(dist.get_rank()))
 
 
 def refused(match, *tensors, error=ValueError, **kwargs):
@@ -403,25 +373,17 @@ def groups_that_no_scheme_can_use_are_refused():
 def slices_of_a_mesh_are_groups():
     inputs = make_inputs(kv_heads=2)
     cube = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "ring", "ulysses"))
-    expected = whole(*inputs, is_causal=True)
-    for scheme in ("hybrid", "double_ring", "auto"):
-        part = cube["ring", "ulysses"]
-        found = sharded(*inputs, group=part, scheme=scheme, is_causal=True)
-        expect_equal(found, expected, group=part, **TIGHT)
-    line = cube["ring"]
-    found = sharded(*inputs, group=line, is_causal=True)
-    expect_equal(found, expected, group=line, **TIGHT)
+    ways = [(scheme, cube["ring", "ulysses"]) for scheme in ("hybrid", "double_ring", "auto")]
+    for scheme, part in (*ways, ("ring", cube["ring"])):
+        compare(inputs, scheme, part, "zigzag", is_causal=True)
 
 
 @contextlib.contextmanager
 def host(number):
     """Have this process pass for one of another host."""
-    real = agreement.process_identity
-    agreement.process_identity = lambda: (number + 1, os.getpid())
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "process_identity", lambda: (number + 1, os.getpid()))
         yield
-    finally:
-        agreement.process_identity = real
 
 
 @check(on=(4,))

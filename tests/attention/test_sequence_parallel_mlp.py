@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers import group
 from rank_checks import ChecksOn, full
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext.attention import (
@@ -25,11 +25,7 @@ from moe_ext.attention import (
 )
 from moe_ext.comm.agreement import neighbours
 from moe_ext.comm.c10d import ALL_GATHER, REDUCE_SCATTER
-from moe_ext.distributed import (
-    clip_grad_norm_,
-    count_traffic,
-    sync_gradients,
-)
+from moe_ext.distributed import count_traffic, sync_gradients
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.nn.feed_forward import FeedForward
 
@@ -41,10 +37,6 @@ all_to_all all_to_all_single isend irecv batch_isend_irecv
 DTYPES, SPIRAL = (torch.float64, torch.float32), ("contiguous", "spiral")
 # By the number of ranks.
 check = ChecksOn(1, 2, 3)
-
-
-def group():
-    return dist.group.WORLD if dist.is_initialized() else None
 
 
 def num_ranks():
@@ -176,19 +168,15 @@ def dropout_is_that_of_one_process(layout):
 def collectives():
     """Counts of every collective and message that torch.distributed is asked for."""
     counted = collections.Counter()
-    real = {name: getattr(dist, name) for name in COLLECTIVES.split()}
 
-    def counting(name, *args, **kwargs):
+    def counting(name, real, *args, **kwargs):
         counted[name] += 1
-        return real[name](*args, **kwargs)
+        return real(*args, **kwargs)
 
-    for name in real:
-        setattr(dist, name, functools.partial(counting, name))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in COLLECTIVES.split():
+            patch.setattr(dist, name, functools.partial(counting, name, getattr(dist, name)))
         yield counted
-    finally:
-        for name, function in real.items():
-            setattr(dist, name, function)
 
 
 @check(*itertools.product((12, 13), (False, True)))
@@ -234,33 +222,27 @@ class LoggedWork:
         return self.work.wait(timeout)
 
 
-@check()
+@check(on=(2, 3))
 def the_weight_gradient_overlaps_the_reduce_scatter():
-    if num_ranks() == 1:
-        return
-    events, patched = [], []
+    events = []
 
-    def log(owner, name, wrap):
+    def log(patch, owner, name, wrap):
         real = getattr(owner, name)
-        patched.append((owner, name, real))
 
         def logged(*args, **kwargs):
             events.append(name)
             return wrap(real(*args, **kwargs), name)
 
-        setattr(owner, name, logged)
+        patch.setattr(owner, name, logged)
 
     module, (x, _) = make(group()), data(12)
     x = shard_sequence(x, group=group(), layout="contiguous", dim=1).requires_grad_()
     y = module(x)
-    for name in (ALL_GATHER, REDUCE_SCATTER):
-        log(dist, name, lambda work, n: LoggedWork(work, n, events))
-    log(sequence_parallel_mlp, "_weight_grad", lambda result, _: result)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (ALL_GATHER, REDUCE_SCATTER):
+            log(patch, dist, name, lambda work, n: LoggedWork(work, n, events))
+        log(patch, sequence_parallel_mlp, "_weight_grad", lambda result, _: result)
         y.sum().backward()
-    finally:
-        for owner, name, real in patched:
-            setattr(owner, name, real)
     assert events == [
         ALL_GATHER,
         f"wait {ALL_GATHER}",
@@ -338,35 +320,13 @@ def two_modules_and_frozen_parameters():
     torch.testing.assert_close(twin(part), modules[0](part))
 
 
-@check()
-def sync_gradients_takes_the_mean():
-    """A block between layers that every rank holds: all gradients of one and the same mean."""
-    where = {"group": group(), "layout": "contiguous", "dim": 1}
-
-    def model(group, reduction):
-        torch.manual_seed(5)
-        ends = [nn.Linear(D, D, dtype=torch.float64) for _ in range(2)]
-        block = make(group, grad_reduction=reduction)
-        return nn.Sequential(ends[0], block, ends[1])
-
-    x, grad = data(12)
-    whole = model(None, "sum")
-    whole(x).backward(grad / num_ranks())
-    found = model(group(), "mean")
-    found(shard_sequence(x, **where)).backward(shard_sequence(grad, **where))
-    sync_gradients(found)
-    for name, parameter in found.named_parameters():
-        expected = dict(whole.named_parameters())[name].grad
-        torch.testing.assert_close(
-            full(parameter.grad), expected, msg=lambda m, n=name: f"{n}: {m}"
-        )
-    norm = clip_grad_norm_(found, 1e9)
-    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(whole.parameters(), 1e9))
-    if num_ranks() > 1:
-        other = model(group(), "sum")
-        other(shard_sequence(x, **where)).backward(shard_sequence(grad, **where))
-        with pytest.raises(ValueError, match="made with grad_reduction='mean', .* got 'sum' for 1"):
-            sync_gradients(other)
+@check(on=(2, 3))
+def sync_gradients_refuses_sums():
+    """It takes the mean, see test_data_beside_tensor_parallel.py."""
+    module = make(group())
+    module(data(4)[0]).sum().backward()
+    with pytest.raises(ValueError, match="made with grad_reduction='mean', .* got 'sum' for up_"):
+        sync_gradients(module)
 
 
 @check((12,), (13,))
@@ -406,28 +366,20 @@ def refused(match, module, x, **kwargs):
         module(x, **kwargs)
 
 
-@check()
+@check(on=(2, 3))
 def what_differs_between_ranks_is_refused_on_all():
-    if num_ranks() == 1:
-        return
+    """Beside each option by itself, which tests/test_options_over_ranks.py has."""
     odd, module = dist.get_rank() == 1, make(group())
     x = data(4)[0]
     refused("seq_len .* equal on every rank, got .* on rank 0, .* on rank 1", module, x[:, odd:])
     match = "rows of x beside the sequence to be equal .* 3 on rank 0, 2 on rank 1"
     refused(match, module, x[odd:])
     refused("shards of a contiguous layout of 13", module, x, seq_len=13)
-    layout = "zigzag" if odd else "contiguous"
-    match = "layout to be equal .* contiguous on rank 0, zigzag on rank 1"
-    refused(match, module, x, layout=layout)
     refused("gradients wanted", module, x.clone().requires_grad_(odd))
     # By itself, at the first call of a module.
     match = r"x to be of shape \[..., L, 6\], got .* on rank 1$"
     refused(match, make(group()), x[..., odd:])
     refused("x to be a tensor, got NoneType on rank 1$", make(group()), None if odd else x)
-    refused("model_dim|ffn_dim", make_of(FFN * (1 + odd)), x)
-    match = "activation to be equal .* gelu on rank 0, relu on rank 1"
-    refused(match, make(group(), activation="relu" if odd else "gelu"), x)
-    refused("grad_reduction", make(group(), grad_reduction="mean" if odd else "sum"), x)
     # And later on, as that rank's arguments are checked or with shapes that were seen before.
     assert torch.isfinite(module(x)).all() and torch.isfinite(module(x[:1])).all()
     refused(r"x to be of shape \[..., L, 6\], got .* on rank 1$", module, x[..., odd:])
@@ -440,10 +392,6 @@ def what_differs_between_ranks_is_refused_on_all():
     # A function of each process's own.
     partial = make(group(), activation=functools.partial(F.leaky_relu, negative_slope=0.1))
     assert torch.isfinite(partial(x)).all()
-
-
-def make_of(ffn_dim):
-    return SequenceParallelMLP(D, ffn_dim, group=group(), dtype=torch.float64)
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), check.names())
@@ -472,20 +420,6 @@ def test_gradients_of_one_process():
 def test_modules_refused(kwargs, message):
     with pytest.raises(ValueError, match=f"SequenceParallelMLP: expected {message}"):
         SequenceParallelMLP(**{"model_dim": D, "ffn_dim": FFN, "group": None, **kwargs})
-
-
-def test_inputs_refused():
-    module = make(None)
-    with pytest.raises(ValueError, match=r"x to be of shape \[..., L, 6\], got \[2, 5\]"):
-        module(torch.zeros(2, 5, dtype=torch.float64))
-    with pytest.raises(ValueError, match="x to be torch.float64 like the weights, got torch.float"):
-        module(torch.zeros(2, 5, D))
-    with pytest.raises(ValueError, match="shards of a contiguous layout of 6"):
-        module(torch.zeros(2, 5, D, dtype=torch.float64), seq_len=6)
-    with pytest.raises(ValueError, match="cu_seqlens to be given for 'per_document'"):
-        module(torch.zeros(2, 5, D, dtype=torch.float64), layout="per_document")
-    with pytest.raises(ValueError, match=f"seed to be a 64-bit integer, got {1 << 63}"):
-        module(torch.zeros(2, 5, D, dtype=torch.float64), seed=1 << 63)
 
 
 def test_a_second_derivative_is_refused():

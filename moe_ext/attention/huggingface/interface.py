@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext._compile import outside_graphs
 from moe_ext.attention.call import AttentionOptions
+from moe_ext.attention.checks import refuse
 from moe_ext.attention.functional import ring_attention
 from moe_ext.attention.huggingface.packing import FoundOffsets, document_offsets
 from moe_ext.attention.layouts import Layout
@@ -65,7 +66,7 @@ class BatchFacts:
             return self.offsets
         if self.seq_len is None or self.is_padded:
             rule = "without chunks, or that of a model that prepare_model serves, without padding "
-            _refuse(name, "the mask of the model", rule + "on the left", f"chunks of {chunk}")
+            refuse(name, "the mask of the model", rule + "on the left", f"chunks of {chunk}")
         edges = {*range(0, self.seq_len, chunk), self.seq_len}
         if self.offsets is None:
             return tuple(sorted(edges))
@@ -94,10 +95,6 @@ class RingMask:
     batch: BatchFacts | None = None
 
 
-def _refuse(name: str, argument: str, rule: str, value: object) -> NoReturn:
-    raise ValueError(f"{name}: expected {argument} to be {rule}, got {value}")
-
-
 def _parse(name: str, function: Callable[..., Any]) -> tuple[bool, int | None, int | None]:
     """(causal, window, chunk) of a mask function of transformers, composed of closures."""
     held = inspect.getclosurevars(function).nonlocals
@@ -107,7 +104,7 @@ def _parse(name: str, function: Callable[..., Any]) -> tuple[bool, int | None, i
         windows = [window for _, window, _ in parts if window is not None]
         chunks = [chunk for *_, chunk in parts if chunk is not None]
         if len(chunks) > 1:
-            _refuse(name, "the mask of the model", "of one size of chunks", chunks)
+            refuse(name, "the mask of the model", "of one size of chunks", chunks)
         causal = any(causal for causal, *_ in parts)
         return causal, min(windows, default=None), min(chunks, default=None)
     if kind == "remap_positions_for_packed_sequence":
@@ -119,7 +116,7 @@ def _parse(name: str, function: Callable[..., Any]) -> tuple[bool, int | None, i
     plain = ("causal_mask_function", "bidirectional_mask_function", "packed_sequence_mask_function")
     if kind not in plain:
         rule = "causal or bidirectional, with a window, chunks, documents or padding at most"
-        _refuse(name, "the mask of the model", rule, function.__qualname__)
+        refuse(name, "the mask of the model", rule, function.__qualname__)
     return kind == "causal_mask_function", None, None
 
 
@@ -140,11 +137,11 @@ def _ring_mask(
             "empty, since it holds no shards; call the model with use_cache=False, or "
             "set_attn_implementation('sdpa') before generate"
         )
-        _refuse(name, "the cache of keys", rule, f"{kv_length} keys for {q_length} queries")
+        refuse(name, "the cache of keys", rule, f"{kv_length} keys for {q_length} queries")
     causal, window, chunk = _parse(name, mask_function)
     if attention_mask is not None and attention_mask.dim() != 2:
         rule = "[B, L], this rank's part of the padding mask"
-        _refuse(name, "attention_mask", rule, list(attention_mask.shape))
+        refuse(name, "attention_mask", rule, list(attention_mask.shape))
     key_mask = None if attention_mask is None else attention_mask.bool()
     return RingMask(causal, window, key_mask, chunk, documents.batch)
 
@@ -176,7 +173,7 @@ class _Known:
             return False
         if self.values is not None and not torch.equal(self.values, position_ids):
             rule = "a new tensor where its values change in inference mode"
-            _refuse(name, "position_ids", rule, "the same one")
+            refuse(name, "position_ids", rule, "the same one")
         return self.versions == tuple(_version(x) for x in found)
 
 
@@ -210,10 +207,10 @@ class PassDocuments:
         """
         if position_ids is None:
             rule = "handed on to it by the model (prepare_model serves models that do not)"
-            _refuse(self.name, "position_ids of the attention", rule, "None")
+            refuse(self.name, "position_ids of the attention", rule, "None")
         if position_ids.dim() != 2:
             found = list(position_ids.shape)
-            _refuse(self.name, "position_ids of the attention", "[B, L] or [1, L]", found)
+            refuse(self.name, "position_ids of the attention", "[B, L] or [1, L]", found)
         if self._known is not None and self._known.is_of(self.name, position_ids, given):
             return self._offsets
         self._known = None
@@ -248,7 +245,7 @@ class PassDocuments:
         if bool((whole[:, edges] == 0).all()) and int((whole == 0).sum(1).max()) == num_ranks:
             rule = "those of this rank's shard in the whole sequence (see shard_batch)"
             rank = group_rank(self.group)
-            _refuse(self.name, "position_ids", rule, f"a count from 0 on every rank (rank {rank})")
+            refuse(self.name, "position_ids", rule, f"a count from 0 on every rank (rank {rank})")
 
 
 # The documents of each name that `install` was given.
@@ -264,7 +261,7 @@ def _installed(name: str, options: AttentionOptions) -> PassDocuments:
         given = {key: getattr(options, key) for key in names}
         install(name, functools.partial(ring_attention, **given), documents)
     elif documents._options != options:
-        _refuse(name, "a pickled model", "of the options of the model that has its name", options)
+        refuse(name, "a pickled model", "of the options of the model that has its name", options)
     return documents
 
 
@@ -274,7 +271,7 @@ def given_offsets(name: str, kwargs: Mapping[str, Any]) -> Tensor | None:
     if queries is None and keys is None:
         return None
     if queries is None or keys is None or not torch.equal(queries, keys):
-        _refuse(name, "cu_seq_lens_q and cu_seq_lens_k", "given both, and equal", "others")
+        refuse(name, "cu_seq_lens_q and cu_seq_lens_k", "given both, and equal", "others")
     assert isinstance(queries, Tensor)
     return queries
 
@@ -284,7 +281,7 @@ def _window(name: str, mask: RingMask, sliding_window: int | None) -> tuple[int,
     own = mask.window is not None and not mask.is_causal and sliding_window == mask.window + 1
     if mask.window is not None and not own and sliding_window not in (None, mask.window):
         rule = f"{mask.window}, that of the mask"
-        _refuse(name, "sliding_window", rule, sliding_window)
+        refuse(name, "sliding_window", rule, sliding_window)
     width = mask.window
     if width is None:
         return None
@@ -305,9 +302,9 @@ def _mask_of(
     if not isinstance(attention_mask, RingMask):
         found = f"{type(attention_mask).__name__} {list(attention_mask.shape)}"
         rule = "None, or this rank's part [B, L] of a padding mask or [B, H or 1, L, S] of any"
-        raise ValueError(f"{name}: expected attention_mask to be {rule}, got {found}")
+        refuse(name, "attention_mask", rule, found)
     if is_causal not in (None, attention_mask.is_causal):
-        _refuse(name, "is_causal", f"{attention_mask.is_causal}, as the mask is", is_causal)
+        refuse(name, "is_causal", f"{attention_mask.is_causal}, as the mask is", is_causal)
     return attention_mask
 
 
@@ -328,10 +325,10 @@ def _check_model(name: str, module: nn.Module) -> None:
     mixing = sorted(kinds & _MIXING)
     if mixing:
         rule = "of layers that mix tokens in their attention alone (see prepare_model)"
-        _refuse(name, "model", rule, ", ".join(mixing))
+        refuse(name, "model", rule, ", ".join(mixing))
     if _counts_from_padding(type(module).__module__):
         rule = "one whose positions start at 0 (prepare_model serves others)"
-        _refuse(name, "model", rule, f"{type(module).__name__}, which counts from padding_idx + 1")
+        refuse(name, "model", rule, f"{type(module).__name__}, which counts from padding_idx + 1")
 
 
 def _ring_forward(
@@ -354,10 +351,10 @@ def _ring_forward(
     name, sliding_window = documents.name, kwargs.get("sliding_window")
     for refused in _REFUSED:
         if kwargs.get(refused) is not None and kwargs[refused] is not False:
-            _refuse(name, refused, "None", type(kwargs[refused]).__name__)
+            refuse(name, refused, "None", type(kwargs[refused]).__name__)
     if key.shape[2] != query.shape[2]:
         rule = f"as many as this rank's {query.shape[2]} queries: a cache of keys holds no shards"
-        _refuse(name, "keys", rule, key.shape[2])
+        refuse(name, "keys", rule, key.shape[2])
     attn_mask = None
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
         # As in transformers, such a mask is all there is.

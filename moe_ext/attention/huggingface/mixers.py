@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_ext._compile import outside_graphs
+from moe_ext.attention.checks import refuse
 from moe_ext.attention.huggingface.interface import CACHES, PassDocuments
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.recurrent.functional import (
@@ -74,10 +75,8 @@ class SharedMixers:
         """Refuse what is neither None nor False."""
         for name, value in given.items():
             if value is not None and value is not False:
-                raise ValueError(
-                    f"prepare_model: expected {name} of a recurrence to be none, since a cache "
-                    f"holds no states of shards, got one (use_cache=False)"
-                )
+                rule = "none, since a cache holds no states of shards"
+                refuse("prepare_model", f"{name} of a recurrence", rule, "one (use_cache=False)")
 
     @outside_graphs
     def causal_conv1d_fn(

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Dataset, DistributedSampler
 
+from moe_ext.attention.checks import requires
 from moe_ext.attention.layouts import Layout, ranks_of
 from moe_ext.attention.sharding import shard_sequence, token_mean_loss
 from moe_ext.attention.sharding import shift_labels as shifted
@@ -172,10 +173,8 @@ def check_batch(batch: Mapping[str, Tensor], operation: str) -> Tensor:
             f"got {list(batch)}"
         )
     for key, x in batch.items():
-        if x.dim() < 2 or x.shape[1] != tokens.shape[1]:
-            raise ValueError(
-                f"{operation}: expected {key} to be {tokens.shape[1]} long, got {list(x.shape)}"
-            )
+        fits = x.dim() >= 2 and x.shape[1] == tokens.shape[1]
+        requires(operation)(fits, key, f"{tokens.shape[1]} long", list(x.shape))
     return tokens
 
 

@@ -258,11 +258,9 @@ class _WholeBatches:
         """This rank's part of a batch, without a look at those of other ranks."""
         batch = {key: given[key] for key in KEYS if key in given}
         rest = {key: value for key, value in given.items() if key not in KEYS}
-        pairs = batch.get("attention_mask")
-        if pairs is not None and pairs.dim() == 4:
-            del batch["attention_mask"]
-        else:
-            pairs = None
+        mask = batch.get("attention_mask")
+        is_whole = mask is not None and mask.dim() == 4
+        pairs = batch.pop("attention_mask") if is_whole else None
         seq_len = check_batch(batch, OP).shape[1]
         documents = {key: rest.pop(key, None) for key in (*_OFFSETS, *_LENGTHS)}
         offsets, positions = self._positions(batch, given_offsets(OP, documents))
@@ -305,10 +303,8 @@ class _WholeBatches:
         self, batch: Mapping[str, Tensor], given: Tensor | None
     ) -> tuple[FoundOffsets | None, Tensor]:
         """Offsets of the documents and positions `[B, S]` or `[1, S]`."""
-        first, ids, mask = (
-            self.traits.first_position,
-            *map(batch.get, ("input_ids", "attention_mask")),
-        )
+        first, ids = self.traits.first_position, batch.get("input_ids")
+        mask = batch.get("attention_mask")
         tokens = batch["inputs_embeds"] if ids is None else ids
         offsets = check_cu_seqlens(given, OP)
         if "position_ids" in batch:

@@ -87,10 +87,8 @@ class _Probe:
     def traits(self) -> Traits:
         model = self._model
         title, config = type(model).__name__, model.config
-        weights = [*model.parameters()]
-        _require(
-            not any(weight.is_meta for weight in weights), "have its weights", "the meta device"
-        )
+        is_meta = any(weight.is_meta for weight in model.parameters())
+        _require(not is_meta, "have its weights", "the meta device")
         _require(not getattr(config, "is_encoder_decoder", False), "have one sequence", title)
         kinds = sorted({*_rotations(config)} & {*_ROTATIONS_OF_LENGTH})
         rule = "rotate a position in one way for sequences of any length"
@@ -198,10 +196,8 @@ class _Probe:
             rows = self._rows(self._call(input_ids=ids))
         reached = rows.isnan().any(-1)[0].nonzero()[:, 0].tolist()
         rule = "mix tokens by its attention alone, which transformers' AttentionInterface gives it"
-        place = mixer[0] if mixer else title
-        _require(
-            set(reached) <= {self._middle}, rule, f"tokens mixed in {place}; see docs/attention.md"
-        )
+        found = f"tokens mixed in {mixer[0] if mixer else title}; see docs/attention.md"
+        _require(set(reached) <= {self._middle}, rule, found)
         rule = "call the attention that transformers' AttentionInterface gives it"
         calls = len(self._queries) + self._num_mixers
         _require(calls > 0 and len(reached) > 0, rule, f"no call in {title}")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext._bytes import as_bytes
-from moe_ext.attention.layouts import Layout
+from moe_ext.attention.layouts import Layout, even_parts
 from moe_ext.attention.sharding import linear_map
 from moe_ext.comm.collectives import all_to_all
 from moe_ext.comm.groups import group_rank
@@ -51,8 +51,7 @@ class Spread:
                 heads read are spread then, some of them to several ranks.
         """
         size, whole = layout.num_ranks, ((range(layout.seq_len),),)
-        edges = [rank * heads // size for rank in range(size + 1)]
-        parts = tuple(range(a, b) for a, b in itertools.pairwise(edges))
+        parts = tuple(even_parts(range(heads), size))
         if shared is not None:
             each = heads // max(1, shared)
             parts = tuple(range(p.start // each, -(-p.stop // each)) if p else p for p in parts)

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_ext._trial import first_mistake
+from moe_ext.attention.checks import refuse
 from moe_ext.ops.autograd import is_transformed
 
 CHOICES = {
@@ -188,10 +189,7 @@ def serve(
         ValueError: the choice is unknown.
     """
     if CHOSEN not in CHOICES:
-        raise ValueError(
-            f"{operator}: expected MOE_EXT_RECURRENCE to be one of {', '.join(CHOICES)}, got "
-            f"{CHOSEN!r}"
-        )
+        refuse(operator, "MOE_EXT_RECURRENCE", f"one of {', '.join(CHOICES)}", repr(CHOSEN))
     values = given["v"] if "v" in given else given["x"]
     assert values is not None
     call = Asked(values, stretch.dtype or values.dtype, given, stretch)

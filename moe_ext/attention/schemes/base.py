@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -266,9 +266,8 @@ def empty_sums(q: Tensor, v_dim: int) -> tuple[Tensor, Tensor]:
     return out, q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
 
 
-@dataclass
 class Pass:
-    """Messages of each rank in one direction.
+    """Messages of each rank in one direction; at first none.
 
     Attributes:
         hosts: see `Workload`.
@@ -279,17 +278,9 @@ class Pass:
         rounds: exchanges that one rank waits for, one after the other.
     """
 
-    hosts: tuple[int, ...]
-    rounds: int = 0
-    sent: list[int] = field(init=False)
-    abroad: list[int] = field(init=False)
-    awaited: list[int] = field(init=False)
-    beside: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Start with nothing sent."""
-        for name in ("sent", "abroad", "awaited", "beside"):
-            setattr(self, name, [0] * len(self.hosts))
+    def __init__(self, hosts: tuple[int, ...]) -> None:
+        self.hosts, self.rounds = hosts, 0
+        self.sent, self.abroad, self.awaited, self.beside = ([0] * len(hosts) for _ in range(4))
 
     def add(self, sender: int, receiver: int, num_bytes: int, *, hop: bool) -> None:
         """One message; `hop`: of a ring, posted before a block and awaited behind it."""

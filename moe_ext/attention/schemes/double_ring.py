@@ -27,5 +27,4 @@ class DoubleRing(Ring):
     def candidates(self, hosts: Sequence[int], mesh: Grid | None) -> list[Grid]:
         """The user's rows; hosts where there are several of several ranks."""
         found = grid_of_hosts(hosts) if mesh is None else mesh
-        useful = found is not None and (mesh is not None or min(found.shape) > 1)
-        return [found] if found is not None and useful else []
+        return [] if found is None or (mesh is None and min(found.shape) == 1) else [found]

@@ -20,7 +20,7 @@ from moe_ext.attention.schemes.base import (
     Workload,
     empty_sums,
 )
-from moe_ext.attention.sharding import Shards, start_all_gather, sum_shards
+from moe_ext.attention.sharding import Shards, sum_shards
 
 
 class AllGather(Scheme):
@@ -80,6 +80,6 @@ def _gathered(own: Keys, call: Call, operation: str) -> list[Keys]:
         return [own]
     form, lengths = call.work.form, call.work.layout.sizes
     shards = Shards(call.group, tuple(form.num_bytes(length) for length in lengths), operation)
-    rows = start_all_gather(own.packed(), shards).wait().split(shards.sizes)
+    rows = shards.gathered(own.packed()).split(shards.sizes)
     # A shard of odd length leaves the next one at an address that its dtype cannot have.
     return [form.unpacked(row.clone(), n) for row, n in zip(rows, lengths, strict=True)]

@@ -215,14 +215,12 @@ class _KeysUnderway:
     ) -> None:
         self.tour, self.backward = tour, backward
         self.paths, self.root, self.first = tour.paths.forward, 0, tour.place
-        name = "ring_attention"
         if backward:
             self.paths, self.root = tour.paths.home, tour.circuit.num_places
-            name = "ring_attention backward"
         if backward and own is None:
             self.paths, self.root = tour.paths.kept, self.root - 1
             self.first = tour.source(self.root)
-        self.exchange = Exchange(tour.call.group, name)
+        self.exchange = Exchange(tour.call.group, "ring_attention" + " backward" * backward)
         largest = tour.call.work.form.num_bytes(max(tour.call.work.layout.sizes))
         # For hops inside a ring, and for those that cross to another one.
         self.buffers = (Buffers(largest, device), Buffers(largest, device))

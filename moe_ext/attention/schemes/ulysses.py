@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.attention.block import Keys, accumulation_dtype
-from moe_ext.attention.layouts import Grid, even_grid, merged_layout
+from moe_ext.attention.layouts import Grid, even_grid, even_parts, merged_layout
 from moe_ext.attention.schemes.base import (
     Call,
     Gradients,
@@ -59,13 +59,12 @@ class _Share(NamedTuple):
 def _shares(heads: int, kv_heads: int, num_ranks: int) -> tuple[_Share, ...]:
     """Heads of each rank, as even as they can be; several ranks get a head of keys if need be."""
     whole = kv_heads >= num_ranks or heads == 0
-    total, group = kv_heads if whole else heads, heads // kv_heads if kv_heads else 1
-    edges = [i * total // num_ranks for i in range(num_ranks + 1)]
+    group = heads // kv_heads if kv_heads else 1
+    parts = even_parts(range(kv_heads if whole else heads), num_ranks)
     if whole:
-        parts = [range(a, b) for a, b in itertools.pairwise(edges)]
         return tuple(_Share(range(p.start * group, p.stop * group), tuple(p)) for p in parts)
     shares = []
-    for queries in (range(a, b) for a, b in itertools.pairwise(edges)):
+    for queries in parts:
         keys = tuple(head // group for head in queries)
         shares.append(_Share(queries, keys[:1] if len(set(keys)) == 1 else keys))
     return tuple(shares)
