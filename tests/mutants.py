@@ -111,7 +111,7 @@ MISTAKES = {
         ),
         "maxima through memory are sums": (
             "moe_ext/comm/collectives.py",
-            "torch.[-amax-]{+sum+}(rows, 0, out=x)",
+            "dist.ReduceOp.MAX, torch.[-maximum-]{+add+}",
             "tests/comm/test_shared_memory.py -k those_of_one_process",
         ),
         "sums of long tensors go by Gloo's sockets": (

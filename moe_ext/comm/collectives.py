@@ -35,11 +35,11 @@ _LEAST_BYTES = 256
 _ways_down: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
 # By default group.
 _host_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
-# For c10d, and over the first dimension of a tensor.
-_REDUCE_OPS = {
-    "sum": (dist.ReduceOp.SUM, lambda rows, x: torch.sum(rows, 0, dtype=x.dtype, out=x)),
-    "max": (dist.ReduceOp.MAX, lambda rows, x: torch.amax(rows, 0, out=x)),
-    "min": (dist.ReduceOp.MIN, lambda rows, x: torch.amin(rows, 0, out=x)),
+# For c10d, and of two tensors.
+_REDUCE_OPS: dict[str, tuple[Any, Any]] = {
+    "sum": (dist.ReduceOp.SUM, torch.add),
+    "max": (dist.ReduceOp.MAX, torch.maximum),
+    "min": (dist.ReduceOp.MIN, torch.minimum),
 }
 # Shorter tensors are reduced by every rank whole: a second message takes longer than that.
 _SHARED_BYTES = 2**16
@@ -125,7 +125,14 @@ def all_reduce_(
 
 def _reduce_in_memory_(x_N: Tensor, group: ProcessGroup, op: str, operation: str) -> None:
     """Reduce over ranks that share memory, in the order of ranks."""
-    size, reduce = group_size(group), _REDUCE_OPS[op][1]
+    size, combine = group_size(group), _REDUCE_OPS[op][1]
+
+    def reduce(rows: Tensor, out: Tensor) -> Tensor:
+        first, *others = rows
+        for row in others:
+            first = combine(first, row, out=out)
+        return out
+
     for piece in x_N.split(_PIECE_BYTES // x_N.element_size()):
         length = piece.numel() // size
         whole = piece
