@@ -29,6 +29,7 @@ from golden import (  # noqa: F401  (they register their cases)
 )
 from golden.cases import CASES, numbers
 
+from moe_ext import _runtime_library
 from moe_ext.testing import spawn_ranks
 
 FOLDER = Path(__file__).parent / "golden"
@@ -169,6 +170,8 @@ def test_golden(name):
     if name in kept_here():
         assert bits_of(name) == kept_here()[name]
     if CASES[name].exact:
+        if CASES[name].num_ranks > 2 and _runtime_library.load() is None:
+            pytest.skip("Gloo adds what three ranks have in another order")
         assert data_of(name) == want, "other bits than those in tests/golden"
         return
     for rank, ((_, found), expected) in enumerate(zip(digests(name), want, strict=True)):

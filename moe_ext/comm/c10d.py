@@ -84,15 +84,18 @@ def expects_uneven_inputs(ddp: Any) -> bool:
     return bool(ddp._join_config.enable)
 
 
-def call_after_backward(function: Callable[[], None]) -> None:
-    """Call a function when the backward pass that runs has ended, and DDP has ended its part.
+def call_after_backward(function: Callable[[], None], *, num_before: int = 3) -> None:
+    """Call a function when the backward pass that runs has ended.
 
-    Not if a communication hook of DDP raises at the end of the pass.
+    By default when DDP has ended its part, too, but not if a communication hook raises at the end.
+
+    Args:
+        function: to be called.
+        num_before: callbacks of which each queues the next one. Callbacks that callbacks queue come
+            after all others: DDP ends by the first or second of a chain, hooks raise by the third.
     """
     queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
-    # Callbacks that callbacks queue come after all others: DDP ends by the first or second of a
-    # chain, hooks raise by the third.
-    for _ in range(3):
+    for _ in range(num_before):
         function = functools.partial(queue, function)
     queue(function)
 

@@ -6,12 +6,10 @@ whether the step went well on every rank.
 """
 
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
@@ -125,16 +123,13 @@ def _finish(state: CompressionState, step: Reducer) -> None:
 
 
 def _raise_after_backward(error: Exception) -> None:
-    """Raise when DDP has ended its pass: it cannot be used again if a hook raises.
-
-    The first callback is queued before that of DDP, and the second one after it.
-    """
+    """Raise when DDP has ended its pass: it cannot be used again if a hook raises."""
 
     def boom() -> None:
         raise error
 
-    queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
-    queue(lambda: queue(boom))
+    # The first callback is queued before that of DDP, and the second one after it.
+    c10d.call_after_backward(boom, num_before=1)
 
 
 def _compress_shards(ddp: DistributedDataParallel, state: CompressionState) -> bool:

@@ -262,5 +262,5 @@ def deepspeed_options(op: str, given: Mapping[str, Any]) -> dict[str, Any]:
         (backend not in _KNOWN_BACKENDS, f"comm_backend_name={backend!r} is ignored"),
     ):
         if is_given:
-            warnings.warn(f"{op}: {text}", stacklevel=4)
+            warnings.warn(f"{op}: {text}", stacklevel=3)
     return {name: given[name] for name in _OF_GROUPS} | {"per_expert": False}

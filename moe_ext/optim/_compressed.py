@@ -26,7 +26,6 @@ from moe_ext.optim._arguments import (
     CheckedOptimizer,
     check_betas,
     check_positive,
-    deepspeed_options,
     divided_within,
     is_own_part,
     loss_of,
@@ -63,20 +62,24 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
     # Attributes that are options which no group has.
     _settings: tuple[str, ...] = ()
 
-    def __init__(self, params: ParamsT, given: Mapping[str, Any], **further: float | bool) -> None:
-        """Take the arguments of a subclass's constructor, and further options of groups."""
-        defaults = deepspeed_options(self._op, given) | further
-        check_group(given["group"], self._op, name="group")
-        block, dtype = given["block"], given["communication_data_type"]
-        is_power = block in (64, 128, 256, 512, 1024)
+    def __init__(
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any],
+        *,
+        group: ProcessGroup | None,
+        block: int,
+        communication_data_type: torch.dtype | None,
+    ) -> None:
+        check_group(group, self._op, name="group")
+        is_power, dtype = block in (64, 128, 256, 512, 1024), communication_data_type
         check_rule(self._op, "block", block, "a power of two from 64 to 1024", is_power)
         rule, fits = "None, float32, bfloat16 or float16", dtype in (None, *_DTYPES)
         check_rule(self._op, "communication_data_type", dtype, rule, fits)
         # torch adds entries of its own to `defaults`.
         self._options = dict(defaults)
-        self._process_group = resolve_group(given["group"], self._op)
+        self._process_group = resolve_group(group, self._op)
         self._block, self._wire_dtype = block, dtype
-        self._eps_inside_sqrt: bool = given["eps_inside_sqrt"]
         # By parameter group: a process group can be neither compared nor saved with the options.
         self._ranks: list[ProcessGroup | None] = []
         self._made: list[Entry] = []

@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
 from moe_ext._checks import check_numbers
+from moe_ext.optim._arguments import deepspeed_options
 from moe_ext.optim._compressed import CompressedOptimizer
 from moe_ext.optim._compressed_mean import reduce_all
 from moe_ext.optim._entries import (
@@ -118,7 +119,14 @@ class OneBitAdam(CompressedOptimizer):
     ) -> None:
         check_numbers(self._op, OneBitAdam.__init__.__annotations__, locals())
         self.freeze_step, self.variance_interval = freeze_step, variance_interval
-        super().__init__(params, locals())
+        self._eps_inside_sqrt = eps_inside_sqrt
+        super().__init__(
+            params,
+            deepspeed_options(self._op, locals()),
+            group=group,
+            block=block,
+            communication_data_type=communication_data_type,
+        )
 
     def _is_dense(self) -> bool:
         return self.steps_taken < self.freeze_step

@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 
 from moe_ext._checks import check_numbers, check_rule
 from moe_ext.distributed.dtensor import local_part
-from moe_ext.optim._arguments import check_positive, check_range, is_own_part
+from moe_ext.optim._arguments import check_positive, check_range, deepspeed_options, is_own_part
 from moe_ext.optim._compressed import CompressedOptimizer
 from moe_ext.optim._entries import Entry
 from moe_ext.optim._sliced import SliceNorms, groups_of_slices
@@ -116,7 +116,15 @@ class OneBitLamb(OneBitAdam):
         self._coefficients: list[Tensor] = []
         bounds = {"max_coeff": max_coeff, "min_coeff": min_coeff}
         # `OneBitAdam` has other arguments.
-        CompressedOptimizer.__init__(self, params, locals(), **bounds, adapt=True)
+        self._eps_inside_sqrt = eps_inside_sqrt
+        CompressedOptimizer.__init__(
+            self,
+            params,
+            deepspeed_options(self._op, locals()) | bounds | {"adapt": True},
+            group=group,
+            block=block,
+            communication_data_type=communication_data_type,
+        )
 
     def _problem_of(self, parameter: Tensor, group: dict[str, Any], name: str) -> str | None:
         cut = groups_of_slices(parameter, group["per_expert"])

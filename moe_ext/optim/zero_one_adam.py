@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
 from moe_ext._checks import check_numbers, check_rule
+from moe_ext.optim._arguments import deepspeed_options
 from moe_ext.optim._compressed import CompressedOptimizer
 from moe_ext.optim._compressed_mean import CompressedMean, reduce_all
 from moe_ext.optim._entries import Entry, average_gradients, clip
@@ -111,7 +112,14 @@ class ZeroOneAdam(CompressedOptimizer):
         # The schedule, in the group so that it is saved with the options.
         schedule = {"var_interval": 1, "var_counter": 0}
         schedule |= {"local_step_interval": 1, "local_step_counter": 0}
-        super().__init__(params, locals(), **schedule)
+        self._eps_inside_sqrt = eps_inside_sqrt
+        super().__init__(
+            params,
+            deepspeed_options(self._op, locals()) | schedule,
+            group=group,
+            block=block,
+            communication_data_type=communication_data_type,
+        )
 
     @property
     def synchronised(self) -> bool:

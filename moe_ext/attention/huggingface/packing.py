@@ -172,9 +172,12 @@ def check_batch(batch: Mapping[str, Tensor], operation: str) -> Tensor:
             f"{operation}: expected input_ids or inputs_embeds, and other keys to be among {KEYS}, "
             f"got {list(batch)}"
         )
+    require = requires(operation)
+    name = "input_ids" if "input_ids" in batch else "inputs_embeds"
+    require(tokens.dim() >= 2, name, "[B, S] or [B, S, D]", list(tokens.shape))
     for key, x in batch.items():
         fits = x.dim() >= 2 and x.shape[1] == tokens.shape[1]
-        requires(operation)(fits, key, f"{tokens.shape[1]} long", list(x.shape))
+        require(fits, key, f"{tokens.shape[1]} long", list(x.shape))
     return tokens
 
 

@@ -339,6 +339,9 @@ def test_options_are_checked():
     ids = torch.zeros(1, 6, dtype=torch.int64)
     with pytest.raises(ValueError, match="other keys to be among"):
         shard_batch({"input_ids": ids, "pixel_values": ids}, group=None)
+    for key in ("input_ids", "inputs_embeds"):
+        with pytest.raises(ValueError, match=rf"expected {key} to be \[B, S\] or .*, got \[8\]"):
+            shard_batch({key: torch.zeros(8, dtype=torch.int64)}, group=None)
     with pytest.raises(ValueError, match="expected labels to be 6 long"):
         shard_batch({"input_ids": ids, "labels": ids[:, :4]}, group=None)
     with pytest.raises(ValueError, match="expected position_ids to count up from 0"):
