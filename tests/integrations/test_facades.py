@@ -12,6 +12,7 @@ from torch import nn
 
 from moe_ext import integrations
 from moe_ext.integrations import deepspeed, fairscale, fastmoe, megablocks, paddle, tutel
+from moe_ext.integrations._base import activate
 
 DIM, TOKENS = 8, 24
 
@@ -410,3 +411,13 @@ def test_an_argument_counts_or_is_refused_by_its_name(name, argument):
         assert not differ(base, found)
     else:
         assert differ(base, found)
+
+
+def test_an_activation_of_the_users_runs_its_own_forward():
+    class Twice(nn.SiLU):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    x = torch.randn(4, 6)
+    torch.testing.assert_close(activate(x, Twice()), 2 * F.silu(x))
+    torch.testing.assert_close(activate(x, nn.SiLU()), F.silu(x))
