@@ -116,7 +116,7 @@ MISTAKES = {
         ),
         "sums of long tensors go by Gloo's sockets": (
             "moe_ext/comm/collectives.py",
-            "if near.are_all{+ and x.nbytes < _SHARED_BYTES+}:",
+            "if neighbours(group, x.device, operation).are_all{+ and x.nbytes < _SHARED_BYTES+}:",
             "tests/comm/test_shared_memory.py -k those_of_one_process",
         ),
         "the others do not hear of an error at the end of a backward pass": (

@@ -113,8 +113,7 @@ def all_reduce_(
         _note("all_reduce", x, group, operation, all_reduce_bytes(x.nbytes, size))
     if group is None or size == 1 or x.numel() == 0:
         return x
-    near = known.get(group) or neighbours(group, x.device, operation)
-    if near.are_all:
+    if neighbours(group, x.device, operation).are_all:
         _reduce_in_memory_(x.detach().view(-1), group, op, operation)
         return x
     with naming_failed_ranks(group, operation):

@@ -186,6 +186,14 @@ def check_reductions_are_those_of_one_process():
         assert torch.equal(sums, x_PN[0] + x_PN[1] + x_PN[2] + x_PN[3])
 
 
+def check_tensors_of_other_devices_are_reduced_by_c10d():
+    assert near().are_all
+    done = mock.NonCallableMock(spec=["wait", "is_completed"])
+    with mock.patch.object(dist, "all_reduce", return_value=done) as sent:
+        collectives.all_reduce_(torch.empty(3, device="meta"), world(), operation="test")
+    assert sent.call_count == done.wait.call_count == 1
+
+
 def check_without_the_module_on_one_rank_gloo_sends():
     group = dist.new_group()
     with contextlib.ExitStack() as stack:
