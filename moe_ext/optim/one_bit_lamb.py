@@ -114,13 +114,13 @@ class OneBitLamb(OneBitAdam):
         self._coeff_beta, self._factor_threshold = coeff_beta, factor_threshold
         self._factor_min, self._factor_max = factor_min, factor_max
         self._coefficients: list[Tensor] = []
-        bounds = {"max_coeff": max_coeff, "min_coeff": min_coeff}
-        # `OneBitAdam` has other arguments.
         self._eps_inside_sqrt = eps_inside_sqrt
+        options = {"max_coeff": max_coeff, "min_coeff": min_coeff, "adapt": True}
+        # `OneBitAdam` has other arguments.
         CompressedOptimizer.__init__(
             self,
             params,
-            deepspeed_options(self._op, locals()) | bounds | {"adapt": True},
+            deepspeed_options(self._op, locals()) | options,
             group=group,
             block=block,
             communication_data_type=communication_data_type,

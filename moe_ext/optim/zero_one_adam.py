@@ -107,12 +107,12 @@ class ZeroOneAdam(CompressedOptimizer):
         for name in self._settings[:-1]:
             value = getattr(self, name)
             check_rule(self._op, name, value, "an integer of at least 1", value >= 1)
+        self._eps_inside_sqrt = eps_inside_sqrt
         # Version counters that the last local step left, of parameters that differ over ranks.
         self._versions: dict[Tensor, int] = {}
         # The schedule, in the group so that it is saved with the options.
         schedule = {"var_interval": 1, "var_counter": 0}
         schedule |= {"local_step_interval": 1, "local_step_counter": 0}
-        self._eps_inside_sqrt = eps_inside_sqrt
         super().__init__(
             params,
             deepspeed_options(self._op, locals()) | schedule,

@@ -83,7 +83,7 @@ def owing(numel, size, block=256):
 
 
 def owed_by(rank, size, residual, server_residual):
-    """What a rank owes for each element, by both residuals."""
+    """The debt of a rank for each element, by both residuals."""
     shards = torch.zeros(size, len(server_residual))
     shards[rank] = server_residual
     return torch.stack([residual, shards.view(-1)[: len(residual)]])

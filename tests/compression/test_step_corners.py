@@ -64,7 +64,7 @@ def owed_of(state):
 
 
 def hooked_half(state, parameter):
-    """What the hook of DistributedDataParallel does with the gradient of one bucket."""
+    """Begin, add and finish a step, as the hook of DistributedDataParallel does with one bucket."""
     state.is_hooked = True
     step = state.begin_step("compress_hook")
     step.add([parameter], parameter.grad.reshape(-1).clone(), state.group)

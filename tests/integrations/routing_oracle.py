@@ -68,7 +68,7 @@ def assert_same_gradients(found, expected, **tolerance):
 
 
 def trained(module, upstream, x):
-    """What a layer returns, loss included, and gradients; by the same random numbers each time."""
+    """Results of a layer, loss included, and gradients; by the same random numbers each time."""
     torch.manual_seed(5)
     y = module(x)
     y, loss, *rest = y if isinstance(y, tuple) else (y, module.l_aux)

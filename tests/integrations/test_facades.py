@@ -374,7 +374,7 @@ def test_every_facade_is_listed():
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_arguments_are_those_of_the_original_in_its_order(name):
-    """What is beyond them comes behind, or by name alone, and has a default."""
+    """Further arguments come behind, or by name alone, and have a default."""
     module, *path = name.split(".")
     value = functools.reduce(
         getattr, path, importlib.import_module(f"{integrations.__name__}.{module}")

@@ -26,6 +26,15 @@ MAKERS = {
 SHAPES = [(9, 20), (70,), (3, 5, 64), (0, 3), (1,)]
 
 
+def muon(params, **kw):
+    """Muon for matrices and stacks of them; vectors take the steps of AdamW."""
+    groups = [
+        {"params": [p for p in params if (p.dim() > 1) == is_matrix], "use_muon": is_matrix}
+        for is_matrix in (True, False)
+    ]
+    return optim.Muon(groups, lr=0.05, **kw)
+
+
 def drawn_parameters(shapes, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]

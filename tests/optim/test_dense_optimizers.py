@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from one_bit_ranks import drawn_parameters
+from one_bit_ranks import drawn_parameters, muon
 from torch import nn
 
 import moe_ext
@@ -18,15 +18,6 @@ MAKERS = {
     "Adafactor": lambda params, **kw: optim.Adafactor(params, lr=0.05, weight_decay=0.1, **kw),
 }
 each_optimizer = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-
-
-def muon(params, **kw):
-    """Of matrices and stacks of them; vectors take the steps of AdamW."""
-    groups = [
-        {"params": [p for p in params if (p.dim() > 1) == is_matrix], "use_muon": is_matrix}
-        for is_matrix in (True, False)
-    ]
-    return optim.Muon(groups, lr=0.05, **kw)
 
 
 with_muon = pytest.mark.parametrize("make", [*MAKERS.values(), muon], ids=[*MAKERS, "Muon"])

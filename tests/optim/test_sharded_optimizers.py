@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from one_bit_ranks import muon
 from rank_checks import Checks, ask_briefly
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -190,12 +191,6 @@ def check_messages():
         q.grad = part
         with pytest.raises(ValueError, match="DTensor parameters to be sharded or replicated"):
             make([q]).step()
-
-
-def muon(params):
-    """Of matrices and stacks of them; vectors take the steps of AdamW."""
-    kinds = [[p for p in params if (p.dim() > 1) == is_matrix] for is_matrix in (True, False)]
-    return optim.Muon([{"params": kinds[0]}, {"params": kinds[1], "use_muon": False}], lr=0.05)
 
 
 def before_a_loss(make):

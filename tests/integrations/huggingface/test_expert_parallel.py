@@ -257,8 +257,8 @@ def interface_of_transformers(experts_implementation, tp_size):
         output.loss.backward()
         got = gradients_of(model)
         for name, gradient in gradients_of(whole).items():
-            # Of experts the sum over the group, as transformers' own implementation leaves it;
-            # where a group shares one batch, its ranks' losses are one loss.
+            # Gradients of experts are sums over the group, as transformers' own implementation
+            # leaves them; where a group shares one batch, its ranks' losses are one loss.
             if shared or ".experts." in name:
                 assert_near(got[name], gradient)
 
