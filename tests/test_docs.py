@@ -23,8 +23,10 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 # Those need other libraries, ranks or sequences: tests of their own look at them.
 ELSEWHERE = {
     "attention.md",
+    "checkpoints.md",
     "collectives.md",
     "compression.md",
+    "dispatchers.md",
     "distributed.md",
     "fsdp.md",
     "in_your_stack.md",

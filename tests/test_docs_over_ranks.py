@@ -20,8 +20,10 @@ from moe_ext.testing import spawn_ranks
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 NUM_RANKS = 4
 PAGES = (
+    "checkpoints",
     "collectives",
     "compression",
+    "dispatchers",
     "distributed",
     "fsdp",
     "optimizers",

@@ -44,7 +44,7 @@ from moe_ext.nn.combinations import FEATURES, REFUSED, RULES, SETS_ROWS
 from moe_ext.testing import spawn_ranks
 
 D, F, E, K = 8, 6, 4, 2
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "distributed.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "dispatchers.md"
 
 
 class Alone(nn.Module):
