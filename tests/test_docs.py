@@ -30,6 +30,7 @@ ELSEWHERE = {
     "distributed.md",
     "fsdp.md",
     "in_your_stack.md",
+    "long_models.md",
     "hugging_face.md",
     "migrate.md",
     "optimizers.md",

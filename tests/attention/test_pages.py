@@ -21,8 +21,10 @@ def blocks(page):
 
 
 # A mesh of several ranks is for the tests of the schemes that need one.
-@pytest.mark.parametrize("code", [b for b in blocks("attention.md") if "_mesh(" not in b])
-def test_a_block_of_attention_runs(code):
+@pytest.mark.parametrize(
+    "code", [b for b in blocks("attention.md") + blocks("long_models.md") if "_mesh(" not in b]
+)
+def test_a_block_runs(code):
     names = {
         "attention": attention,
         "moe_ext": moe_ext,

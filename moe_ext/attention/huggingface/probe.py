@@ -196,7 +196,7 @@ class _Probe:
             rows = self._rows(self._call(input_ids=ids))
         reached = rows.isnan().any(-1)[0].nonzero()[:, 0].tolist()
         rule = "mix tokens by its attention alone, which transformers' AttentionInterface gives it"
-        found = f"tokens mixed in {mixer[0] if mixer else title}; see docs/attention.md"
+        found = f"tokens mixed in {mixer[0] if mixer else title}; see docs/long_models.md"
         _require(set(reached) <= {self._middle}, rule, found)
         rule = "call the attention that transformers' AttentionInterface gives it"
         calls = len(self._queries) + self._num_mixers

@@ -1,6 +1,6 @@
 """Models that take whole batches and share their sequences, and models that are refused.
 
-The table of docs/attention.md is made from the names here: run this file to write it.
+The table of docs/long_models.md is made from the names here: run this file to write it.
 """
 
 import copy
@@ -28,7 +28,7 @@ from moe_ext.attention.huggingface.interface import CACHES
 from moe_ext.attention.huggingface.probe import Traits, probe
 from moe_ext.integrations.huggingface import register_ring_attention
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "attention.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "long_models.md"
 VOCABULARY = 61
 # Sizes by the names of all families; each config takes those that it knows.
 SIZES = {
