@@ -519,7 +519,7 @@ MISTAKES = {
             "tests/comm/test_groups.py",
         ),
         "a checkpoint leaves learning rates to the optimizer that loads": (
-            "moe_ext/distributed/checkpoint.py",
+            "moe_ext/distributed/training_state.py",
             "            [-group.update(found_options)-]{+pass+}\n",
             "tests/distributed/test_resume.py -k groups_may_be_others",
         ),
@@ -534,8 +534,8 @@ MISTAKES = {
             "tests/distributed/test_resume.py -k beside_the_optimizer",
         ),
         "a state with fewer parameters is taken": (
-            "moe_ext/distributed/checkpoint.py",
-            'if f"{_OPTIONS}{name}" not in saved{+ and not held+}:',
+            "moe_ext/distributed/training_state.py",
+            'if f"{OPTIONS}{name}" not in saved{+ and not held+}:',
             "tests/distributed/test_resume.py -k options_that_do_not_fit",
         ),
         "an option that an optimizer does not know is ignored in a state": (
@@ -554,12 +554,12 @@ MISTAKES = {
             "tests/optim/test_written_weights.py -k modules",
         ),
         "moments of a stage's layers are those of another stage's in a checkpoint": (
-            "moe_ext/distributed/checkpoint.py",
+            "moe_ext/distributed/training_state.py",
             "state[f\"{_STATE}{key}.{name{+.replace('2', '0')+}}\"] = whole_of",
             "tests/pipeline/test_stages.py -k loaded_by_another_number",
         ),
         "counts of steps begin anew in stages that load a checkpoint": (
-            "moe_ext/distributed/checkpoint.py",
+            "moe_ext/distributed/training_state.py",
             'key: {+value.zero_() if key == "step" else +}_local(value, place, parameter) if '
             "isinstance",
             "tests/pipeline/test_stages.py -k loaded_by_another_number",

@@ -1,0 +1,453 @@
+"""Tensors of all that a job trains, under the names of the whole model.
+
+Experts have their global index, columns of a layer their place in the whole, and optimizer states
+the name of their parameter. So what a job of one shape saved, a job of another shape loads.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer
+
+from moe_ext.distributed.dtensor import divided_as, is_dtensor, state_dicts_of_parts
+from moe_ext.distributed.placement import (
+    ExpertShards,
+    Placement,
+    logical_names,
+    placements,
+    sharded_buffers,
+    sharded_parameters,
+)
+from moe_ext.distributed.state_dict import (
+    OF_RANKS,
+    ChecksOptions,
+    ParameterStates,
+    SavesByParameter,
+    TakesOver,
+    whole_of,
+)
+
+MODEL = "model."
+# Options of the group of a parameter, as bytes of JSON: whoever reads them unpickles nothing.
+OPTIONS = "optimizer_options."
+_STATE = "optimizer."
+# Python's numbers in the states of parameters, and the counters of an optimizer.
+_NUMBER = "optimizer_number."
+_COUNTER = "optimizer_counter."
+# Entries of a group that are no options, or that say in which form this job keeps its state.
+_NO_OPTIONS = {"params", "param_names", "name", "exp_avg_mask", "float32_state"}
+# Part of parameters' names that torch's `checkpoint_wrapper` adds, and leaves out of state dicts.
+_WRAPPER = "_checkpoint_wrapped_module."
+
+_T = TypeVar("_T")
+
+
+class TrainingState:
+    """Model and optimizers as tensors under the names of the whole model.
+
+    Experts, and what optimizers hold of them, are DTensors. `torch.distributed.checkpoint` takes
+    `state_dict()`, and loads into `empty(...)`. The 1-bit optimizers save the mean over ranks of
+    what they owe, and each rank of the next job owes it. Of `DeMo`, each of as many ranks gets its
+    own momentum back; of another number, each gets the mean.
+
+    Options of parameter groups (learning rates, decays, what schedulers keep there) are saved by
+    parameter; a group that loads takes those of its parameters. Where ranks hold experts, single
+    numbers in the state of a parameter (a count of steps) are those of one of them.
+
+    Args:
+        model: any module.
+        optimizers: of its parameters; none for the model alone.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] = ()) -> None:
+        self._model = model.module if isinstance(model, DistributedDataParallel) else model
+        given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        self._optimizers = given
+        # By optimizer, what holds tensors that are loaded into.
+        self._holders: dict[Optimizer, object] = {}
+        sharded_parameters(self._model)  # notes them
+
+    @state_dicts_of_parts()
+    def state_dict(self) -> dict[str, Any]:
+        """The live tensors; all ranks must call it.
+
+        Extra state of a module (`get_extra_state`) that is no tensor is in a tuple of one.
+
+        Raises:
+            ValueError: a parameter is divided over ranks in a way that was not declared, or an
+                optimizer's state does not tell how it is; or an optimizer is between two
+                synchronisations; or two optimizers hold a parameter.
+        """
+        state = {MODEL + name: value for name, value in self._model_values().items()}
+        names, places = self._names(), self._placements()
+        self._held(names)
+        for index, optimizer in enumerate(self._optimizers):
+            for group in optimizer.param_groups:
+                written = _written(group)
+                for parameter in group["params"]:
+                    state[f"{OPTIONS}{names[parameter]}"] = written
+            states, counters = _states_of(optimizer)
+            for key, count in counters.items():
+                state[f"{_COUNTER}{index}.{key}"] = torch.tensor(count)
+            for parameter, entries in states.items():
+                name, place = _name_of(parameter, names), places.get(parameter)
+                for key, value in entries.items():
+                    if isinstance(value, Tensor):
+                        state[f"{_STATE}{key}.{name}"] = whole_of(value, parameter, place, name)
+                    elif isinstance(value, int | float):
+                        state[f"{_NUMBER}{key}.{name}"] = torch.tensor(value)
+        return state
+
+    def empty(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Tensors to load a checkpoint into; nothing live is touched.
+
+        Args:
+            saved: name to an object with `size` and `properties.dtype`, as in
+                `Metadata.state_dict_metadata` of torch.distributed.checkpoint.
+
+        Returns:
+            Tensors of the model, and the optimizer's states that the checkpoint has.
+
+        Raises:
+            ValueError: the optimizers of the checkpoint lack a parameter of those here.
+
+        Warns:
+            UserWarning: the checkpoint has no options of parameter groups.
+        """
+        return self._destinations(saved, live=False)
+
+    @state_dicts_of_parts()
+    def _destinations(self, saved: Mapping[str, Any], *, live: bool) -> dict[str, Any]:
+        """See `empty`; with `live` those that are there already are themselves."""
+        state = {
+            MODEL + name: value if live or isinstance(value, tuple) else torch.zeros_like(value)
+            for name, value in self._model_values().items()
+        }
+        if not self._optimizers:
+            return state
+        places, names = self._placements(), self._names()
+        parameters = {name: parameter for parameter, name in names.items()}
+        for name in _with_options(self._held(names), saved):
+            entry = saved[f"{OPTIONS}{name}"]
+            state[f"{OPTIONS}{name}"] = torch.zeros(entry.size, dtype=entry.properties.dtype)
+        states: ParameterStates = {}
+        for optimizer in self._optimizers:
+            found: Any = optimizer.state if live else {}
+            if isinstance(optimizer, SavesByParameter):
+                owing = live and any(name.startswith(f"{_STATE}owed.") for name in saved)
+                found, holders = optimizer.tensors_to_load(owing)
+                if live:
+                    self._holders[optimizer] = holders
+                else:
+                    found = {p: _of_ranks(state) for p, state in found.items()}
+            states.update(found)
+        for full_name, entry in saved.items():
+            kind, _, rest = full_name.partition(".")
+            if kind + "." == _COUNTER:
+                state[full_name] = torch.zeros((), dtype=entry.properties.dtype)
+            key, _, name = rest.partition(".")
+            parameter = parameters.get(name)
+            if kind + "." not in (_STATE, _NUMBER) or parameter is None:
+                continue
+            place, size, dtype = places.get(parameter), entry.size, entry.properties.dtype
+            if key.endswith(OF_RANKS):
+                own = states.get(parameter, {}).get(key)
+                if isinstance(own, Tensor) and own.shape == size:
+                    state[full_name] = own
+                continue
+            if size.numel() > max(1, parameter.numel()):
+                raise ValueError(
+                    f"checkpoint: expected {full_name} to be no larger than its parameter, got "
+                    f"shape {tuple(size)}"
+                )
+            if len(size) == 0:
+                state[full_name] = torch.zeros((), dtype=dtype)
+                continue
+            if isinstance(place, ExpertShards) and size.numel() < parameter.numel():
+                continue  # rows that 1-bit optimizers find out anew
+            shape = parameter.shape if _is_of(size, parameter, place) else size
+            local = states.get(parameter, {}).get(key)
+            if not isinstance(local, Tensor) or not _is_like(local, parameter, shape, dtype):
+                local = _zeros(shape, parameter, dtype)
+            state[full_name] = whole_of(local, parameter, place, full_name)
+        return state
+
+    @state_dicts_of_parts()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put loaded tensors into the model and the optimizers; all ranks must call it.
+
+        Optimizers keep those of the right type.
+
+        Raises:
+            ValueError: an optimizer does not know an option that the state has, or parameters of a
+                group had different ones; nothing has changed.
+        """
+        options = self._options(state)
+        here = {whole: name for name, whole in self._logical_names().items()}
+        places = _by_bare_name(placements(self._model))
+        by_name, values = _by_bare_name(dict(self._model.named_parameters())), {}
+        for full_name, tensor in state.items():
+            if full_name.startswith(MODEL):
+                whole = full_name.removeprefix(MODEL)
+                name = here.get(whole, whole)
+                alone = isinstance(tensor, tuple)
+                values[name] = (
+                    tensor[0] if alone else _local(tensor, places.get(name), by_name.get(name))
+                )
+        self._model.load_state_dict(values)
+        for group, found_options in options:
+            group.update(found_options)
+        names, own, saved = self._names(), self._placements(), _by_parameter(state)
+        for index, optimizer in enumerate(self._optimizers):
+            states: ParameterStates = {}
+            for parameter in _parameters_of(optimizer):
+                found, place = saved.get(_name_of(parameter, names), {}), own.get(parameter)
+                states[parameter] = {
+                    key: _local(value, place, parameter) if isinstance(value, Tensor) else value
+                    for key, value in found.items()
+                }
+            prefix = f"{_COUNTER}{index}."
+            counters = {
+                name.removeprefix(prefix): int(value)
+                for name, value in state.items()
+                if name.startswith(prefix)
+            }
+            held = {p: s for p, s in states.items() if s}
+            _load_states(optimizer, held, counters, self._holders.pop(optimizer, None))
+
+    def _options(self, state: Mapping[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Groups of the optimizers, and the options that each takes over; see `load_state_dict`."""
+        names, found = self._names(), []
+        for optimizer in self._optimizers:
+            groups = []
+            for group in optimizer.param_groups:
+                whose = [_name_of(parameter, names) for parameter in group["params"]]
+                options: dict[str, Any] = {}
+                for number, name in enumerate(n for n in whose if f"{OPTIONS}{n}" in state):
+                    read = json.loads(bytes(state[f"{OPTIONS}{name}"].tolist()))
+                    if number and read != options:
+                        key = min(k for k in {*options, *read} if options.get(k) != read.get(k))
+                        raise ValueError(
+                            "checkpoint: expected parameters of a group to have been saved with "
+                            f"the same options, got {key}={options.get(key)} for {whose[0]} and "
+                            f"{key}={read.get(key)} for {name}"
+                        )
+                    options = read
+                groups.append((group, {k: _typed(v, group.get(k)) for k, v in options.items()}))
+            if isinstance(optimizer, ChecksOptions):
+                optimizer._check_groups([{**group, **options} for group, options in groups])
+            found += groups
+        return found
+
+    def _held(self, names: Mapping[nn.Parameter, str]) -> list[str]:
+        """Names of the parameters of all optimizers."""
+        held: dict[str, None] = {}
+        for parameter in (p for optimizer in self._optimizers for p in _parameters_of(optimizer)):
+            name = _name_of(parameter, names)
+            if name in held:
+                raise ValueError(
+                    f"checkpoint: expected each parameter in one optimizer, got {name} in two; "
+                    "save the state dict of the other one in `extra`"
+                )
+            held[name] = None
+        return list(held)
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        whole, named = self._logical_names(), dict(self._model.named_parameters())
+        return {p: whole.get(name, name) for name, p in _by_bare_name(named).items()}
+
+    def _logical_names(self) -> dict[str, str]:
+        """Names of the model's state dict, to those that count the experts of all ranks."""
+        names = logical_names(self._model)
+        return {_bare(name): _bare(whole) for name, whole in names.items()}
+
+    def _placements(self) -> dict[nn.Parameter, Placement]:
+        parameters = dict(self._model.named_parameters())
+        return {parameters[name]: place for name, place in placements(self._model).items()}
+
+    def _model_values(self) -> dict[str, Any]:
+        """Tensors of the model's state dict, whole, under their logical names; others in tuples."""
+        places, whole_names = _by_bare_name(placements(self._model)), self._logical_names()
+        parameters = _by_bare_name(dict(self._model.named_parameters()))
+        buffers = _by_bare_name(sharded_buffers(self._model))
+        found: dict[str, Any] = {}
+        for name, value in self._model.state_dict().items():
+            if not isinstance(value, Tensor):
+                # In a tuple, into which torch's planners do not look.
+                found[whole_names.get(name, name)] = (value,)
+                continue
+            if name in parameters and name in places:
+                value = whole_of(value, parameters[name], places[name], name)
+            elif name in buffers:
+                value = whole_of(value, *buffers[name], name)
+            found[whole_names.get(name, name)] = value.detach()
+        return found
+
+
+def _bare(name: str) -> str:
+    """The name in a state dict of what has this name in the model."""
+    return name.replace(_WRAPPER, "")
+
+
+def _by_bare_name(named: Mapping[str, _T]) -> dict[str, _T]:
+    return {_bare(name): value for name, value in named.items()}
+
+
+def split_dim(whole: torch.Size, split: torch.Size) -> int | None:
+    """Dimension of a shape that is one of two pieces, and one more, in another shape."""
+    dims = range(len(whole) if len(split) == len(whole) + 1 else 0)
+    fits = [d for d in dims if (*split[:d], 2 * split[d + 1], *split[d + 2 :]) == whole]
+    return next((d for d in reversed(fits) if split[d] == 2), None)
+
+
+def _is_like(value: Tensor, parameter: Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
+    """True if an optimizer's tensor has this shape, and is divided as the parameter."""
+    if value.shape != shape or value.dtype != dtype:
+        return False
+    if is_dtensor(value) and is_dtensor(parameter):
+        return value.placements == parameter.placements
+    return is_dtensor(value) == is_dtensor(parameter)
+
+
+def _is_of(size: torch.Size, parameter: Tensor, place: Placement | None) -> bool:
+    """True for a saved tensor of a parameter's shape, in the form of `shown` or not."""
+    if place is not None and place.dim is None and place.num_parts > 1:  # of one expert
+        return size.numel() * place.num_parts == parameter.numel()
+    pieces = place is not None and place.pieces[1] > 1
+    if size == parameter.shape or (pieces and size.numel() == parameter.numel()):
+        return True
+    return place is not None and split_dim(parameter.shape, size) is not None
+
+
+def _zeros(shape: torch.Size, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros that are divided as a parameter, along the dimensions that they have of it."""
+    if shape == parameter.shape:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    return divided_as(torch.zeros(shape, dtype=dtype, device=parameter.device), parameter)
+
+
+def _local(value: Tensor, place: Placement | None, parameter: Tensor | None) -> Tensor:
+    """Undo `whole_of`."""
+    if place is None or value.dim() == 0 or parameter is None:
+        return value
+    return place.taken(value, parameter)
+
+
+def _of_ranks(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries of a parameter's state that each rank has for itself."""
+    return {key: value for key, value in state.items() if key.endswith(OF_RANKS)}
+
+
+def _name_of(parameter: nn.Parameter, names: Mapping[nn.Parameter, str]) -> str:
+    if parameter not in names:
+        raise ValueError(
+            "checkpoint: expected optimizers to hold parameters of the model, got one of shape "
+            f"{tuple(parameter.shape)} that is not"
+        )
+    return names[parameter]
+
+
+def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _states_of(optimizer: Optimizer) -> tuple[ParameterStates, dict[str, int]]:
+    if isinstance(optimizer, SavesByParameter):
+        return optimizer.checkpoint_state()
+    return {p: dict(optimizer.state.get(p, {})) for p in _parameters_of(optimizer)}, {}
+
+
+def _load_states(
+    optimizer: Optimizer, states: ParameterStates, counters: Mapping[str, int], holders: object
+) -> None:
+    if isinstance(optimizer, SavesByParameter):
+        optimizer.load_checkpoint_state(states, counters, holders)
+        return
+    numbers = {p: number for number, p in enumerate(_parameters_of(optimizer))}
+    saved = optimizer.state_dict()
+    saved["state"] = {numbers[parameter]: state for parameter, state in states.items()}
+    if isinstance(optimizer, TakesOver):
+        optimizer.take_over(saved)
+    else:
+        optimizer.load_state_dict(saved)
+
+
+def _written(group: Mapping[str, Any]) -> Tensor:
+    """The options of a parameter group; those that are no numbers or texts are left out."""
+    options = {}
+    for name, value in group.items():
+        if name in _NO_OPTIONS:
+            continue
+        try:
+            options[name] = json.loads(json.dumps(value, default=_number))
+        except (TypeError, ValueError):
+            warnings.warn(
+                f"checkpoint: the option {name!r} of a parameter group is not saved, being of type "
+                f"{type(value).__name__}",
+                stacklevel=4,
+            )
+    return torch.frombuffer(
+        bytearray(json.dumps(options, sort_keys=True).encode()), dtype=torch.uint8
+    )
+
+
+def _number(value: Any) -> Any:
+    """The number in a tensor of one element, or in a scalar of numpy."""
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(type(value).__name__)
+
+
+def _typed(value: Any, like: Any) -> Any:
+    """An option that was read, of the type that it has here."""
+    if isinstance(like, Tensor):
+        return torch.full_like(like, value)
+    if isinstance(value, list) and not isinstance(like, list):
+        likes = like if isinstance(like, tuple) and len(like) == len(value) else [None] * len(value)
+        return tuple(_typed(item, old) for item, old in zip(value, likes, strict=True))
+    return value
+
+
+def _with_options(held: list[str], saved: Mapping[str, Any]) -> list[str]:
+    """The parameters whose options a checkpoint has: all of those given, or none."""
+    if any(name.startswith(OPTIONS) for name in saved):
+        for name in held:
+            if f"{OPTIONS}{name}" not in saved:
+                raise ValueError(
+                    f"checkpoint: expected one whose optimizers held {name}, got one whose "
+                    "optimizers did not"
+                )
+        return held
+    known = {n.partition(".")[2].partition(".")[2] for n in saved if not n.startswith(MODEL)}
+    missing = "options of parameter groups"
+    if held and not known:
+        missing = "options and states of optimizers"
+    elif fresh := [name for name in held if name not in known]:
+        missing = f"options of parameter groups, and no state of {fresh[0]}"
+    warnings.warn(
+        f"checkpoint: the checkpoint has no {missing}: learning rates and other options stay those "
+        "of the optimizers here; where a scheduler is loaded too, set the 'lr' of each group to "
+        "what its get_last_lr() says",
+        stacklevel=4,
+    )
+    return []
+
+
+def _by_parameter(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Name of a parameter to key to value."""
+    found: dict[str, dict[str, Any]] = {}
+    for full_name, tensor in state.items():
+        kind, _, rest = full_name.partition(".")
+        key, _, name = rest.partition(".")
+        if kind + "." == _STATE:
+            found.setdefault(name, {})[key] = tensor
+        elif kind + "." == _NUMBER:
+            found.setdefault(name, {})[key] = tensor.item()
+    return found
