@@ -366,8 +366,8 @@ def tables():
     lines = ["| refused | beside | since |", "|---|---|---|"]
     for (first, second), reason in REFUSED.items():
         lines.append(f"| {first} | {second} | {reason} |")
-    titles = [name.partition(".")[2] or name for name in CAPABILITIES]
-    lines += ["", f"| dispatcher | {' | '.join(titles)} |", "|---" * (1 + len(titles)) + "|"]
+    lines += ["", f"| dispatcher | {' | '.join(CAPABILITIES)} |"]
+    lines.append("|---" * (1 + len(CAPABILITIES)) + "|")
     for name, kind in _CLASSES.items():
         marks = ["yes" if each in kind.serves else "-" for each in CAPABILITIES]
         lines.append(f'| "{name}" | {" | ".join(marks)} |')
