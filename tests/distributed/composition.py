@@ -1,7 +1,6 @@
 """Every combination of tool, placement of experts and memory against training in one process.
 
     python tests/distributed/composition.py        all cells; writes docs/parallelism.md
-    python tests/distributed/composition.py --few  one for each tool, for every change
 
 Then random mixtures of what the tools and layers offer (mixtures.py).
 
@@ -14,7 +13,6 @@ import itertools
 import json
 import os
 import pickle
-import sys
 import tempfile
 import traceback
 import warnings
@@ -23,6 +21,7 @@ from pathlib import Path
 import mixtures
 import torch
 import torch.distributed as dist
+from pairwise import FULL
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from trainers import LEARNING_RATE, MAX_NORM, TRAINERS, Job, Model
@@ -41,6 +40,8 @@ FEW = [
 ]
 STEPS, ROWS = 4, 8
 FEW_MIXTURES, ALL_MIXTURES = len(mixtures.CELLS), 200
+# Beside the tasks of the cells; its outcome is that of the tuple inside.
+MIXED = (("mixtures",), None)
 # What is refused: a pattern of the text.
 REFUSED: dict[tuple[str, str, str], str] = {}
 # float64: some thousand roundings of 1e-16, and Adam divides by gradients down to 1e-4 of the norm.
@@ -79,20 +80,22 @@ def run_cell(cell, half, mesh, folder, want):
     torch._dynamo.reset()
     counters.clear()
     ep_group = mesh.ep_group if PLACEMENTS[placement][half][1] > 1 else None
+    # A second on each rank: but in a full run, the half on four goes on without it.
+    compiles = memory == "compile" and (FULL or size == 2)
     model = Model(ep_group, recompute=memory == "recompute all")
     steps = slice(0, STEPS // 2) if half == 0 else slice(STEPS // 2, STEPS)
     job = Job(
         model,
         mesh,
         batches(dist.get_rank(), size)[steps],
-        memory == "compile",
+        compiles,
         (lambda *_: None) if half == 0 else functools.partial(md.checkpoint.load, path),
         functools.partial(md.checkpoint.save, path) if half == 0 else (lambda *_: None),
         str(path),
         half == 1,
     )
     TRAINERS[trainer](job)
-    assert memory != "compile" or counters["stats"]["unique_graphs"] > 0
+    assert (counters["stats"]["unique_graphs"] > 0) == compiles
     if half == 0:
         return
     for name, parameter in model.named_parameters():
@@ -101,11 +104,11 @@ def run_cell(cell, half, mesh, folder, want):
         assert difference < TOLERANCE, f"{name} differs by {difference}"
 
 
-def run_rank(rank, tasks, folder, want):
+def run_rank(rank, tasks, folder, wanted):
     """Outcome of every half of a cell on this rank: None or a traceback; ends with a failure."""
     warnings.simplefilter("ignore")
     os.chdir(folder)
-    found, meshes = {}, {}
+    (want, mixed), found, meshes = pickle.loads(wanted), {}, {}
     for cell, half in tasks:
         ranks, ep = PLACEMENTS[cell[1]][half]
         if ep not in meshes:
@@ -116,24 +119,32 @@ def run_rank(rank, tasks, folder, want):
         except Exception as error:
             found[cell, half] = f"{error}\n{traceback.format_exc()}"
             if cell not in REFUSED:
-                break
+                return found
+    if dist.get_world_size() == mixtures.RANKS:
+        found[MIXED] = mixtures.run_rank(mixed)
     return found
 
 
-def run(cells):
-    """Cell to outcome: "equal", or the text of what was raised."""
-    want, outcome = one_process(), {}
+def outcomes(cells, seeds):
+    """Cell to outcome: "equal", or the text of what was raised; expects the tools in PRELOADED."""
+    # Once for all ranks; as bytes, since a process takes few tensors as arguments.
+    mixed = {seed: mixtures.one_process(seed) for seed in seeds}
+    wanted, outcome = pickle.dumps((one_process(), mixed)), {}
     with tempfile.TemporaryDirectory() as folder:
-        for ranks, half in ((2, 0), (4, 0), (4, 1), (2, 1)):
-            tasks = [(cell, half) for cell in cells if PLACEMENTS[cell[1]][half][0] == ranks]
-            tasks = [task for task in tasks if outcome.get(task[0], "equal") == "equal"]
-            found = testing.spawn_ranks(run_rank, ranks, tasks, folder, want, timeout=900.0)
-            for task in tasks:
+        # Two ranks load what four have saved, and the other way round.
+        for ranks, halves in ((2, (0,)), (4, (0, 1)), (2, (1,))):
+            going = [cell for cell in cells if outcome.get(cell, "equal") == "equal"]
+            tasks = [
+                (cell, half)
+                for half, cell in itertools.product(halves, going)
+                if PLACEMENTS[cell[1]][half][0] == ranks
+            ]
+            found = testing.spawn_ranks(run_rank, ranks, tasks, folder, wanted, timeout=1800.0)
+            for task in [*tasks, *([MIXED] if ranks == mixtures.RANKS else [])]:
                 texts = [one.get(task, "not run, after another failure") for one in found]
                 # What a rank saw itself, before what others saw of it.
                 wrongs = sorted(filter(None, texts), key=lambda text: "RankFailureError" in text)
-                wrong = next(iter(wrongs), None)
-                outcome[task[0]] = wrong or "equal"
+                outcome[task[0]] = next(iter(wrongs), "equal")
     return outcome
 
 
@@ -156,25 +167,12 @@ def with_table(page):
     return page[:before] + table() + page[after:]
 
 
-def outcomes(*, few):
-    """Cell to outcome, and that of the mixtures; expects the tools in PRELOADED."""
-    outcome = {" / ".join(cell): text for cell, text in run(FEW if few else CELLS).items()}
-    seeds = range(FEW_MIXTURES if few else ALL_MIXTURES)
-    # Once for all ranks; as bytes, since a process takes few tensors as arguments.
-    wanted = pickle.dumps({seed: mixtures.one_process(seed) for seed in seeds})
-    texts = testing.spawn_ranks(mixtures.run_rank, mixtures.RANKS, wanted, timeout=1800.0)
-    wrong = sorted(filter(None, texts), key=lambda text: "RankFailureError" in text)
-    outcome["mixtures"] = next(iter(wrong), "equal")
-    return outcome
-
-
 def main():
-    few = "--few" in sys.argv
     # Tools take seconds to import: ranks are forked from a process that has done it.
     testing.PRELOADED += ["torch._dynamo", "transformers.trainer", "lightning.pytorch"]
-    print(json.dumps(outcomes(few=few), indent=1))
-    if not few:
-        PAGE.write_text(with_table(PAGE.read_text()))
+    found = outcomes(CELLS, range(ALL_MIXTURES))
+    print(json.dumps({" / ".join(key): text for key, text in found.items()}, indent=1))
+    PAGE.write_text(with_table(PAGE.read_text()))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """Tools that train, placements of experts and memory, in every combination; see composition.py."""
 
-import os
 import re
 
 import composition
 import pytest
+from pairwise import FULL
 
-FULL = os.environ.get("MOE_EXT_FULL") == "1"
 CELLS = composition.CELLS if FULL else composition.FEW
 
 
@@ -14,12 +13,13 @@ CELLS = composition.CELLS if FULL else composition.FEW
 def outcomes():
     pytest.importorskip("accelerate")
     pytest.importorskip("lightning")
-    return composition.outcomes(few=not FULL)
+    seeds = range(composition.ALL_MIXTURES if FULL else composition.FEW_MIXTURES)
+    return composition.outcomes(CELLS, seeds)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=" / ".join)
 def test_cells(outcomes, cell):
-    outcome = outcomes[" / ".join(cell)]
+    outcome = outcomes[cell]
     if cell in composition.REFUSED:
         assert re.search(composition.REFUSED[cell], outcome)
     else:
@@ -27,7 +27,7 @@ def test_cells(outcomes, cell):
 
 
 def test_random_mixtures(outcomes):
-    assert outcomes["mixtures"] == "equal"
+    assert outcomes[composition.MIXED[0]] == "equal"
 
 
 def test_the_page_is_current():
