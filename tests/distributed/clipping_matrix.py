@@ -1,11 +1,10 @@
 """Every way to clip by a norm, with every way to train experts over ranks, against one process.
 
     python tests/distributed/clipping_matrix.py        all cells; writes docs/parallelism.md
-    python tests/distributed/clipping_matrix.py --few  some, as for every change
 
-A cell trains two steps on four ranks, in float64; with a scaler a third, whose gradients overflow
-for one expert. Norms and weights are those of one process, or every rank raises. So for functions
-of torch that meet experts, see functions_of_torch.py. Prints JSON: cell to outcome.
+A cell trains two steps on four ranks, in float64; with a scaler the gradients of the second one
+overflow for one expert. Norms and weights are those of one process, or every rank raises. So for
+functions of torch that meet experts, see functions_of_torch.py. Prints JSON: cell to outcome.
 """
 
 import functools
@@ -18,7 +17,6 @@ import warnings
 
 import functions_of_torch
 import torch
-import torch.distributed as dist
 from composition import PAGE, TOLERANCE, batches
 from torch import nn
 from torch.distributed._composable.replicate import replicate
@@ -191,7 +189,8 @@ def clip_by_trainer(model):
 
 
 CELLS = list(itertools.product(TOOLS, PLACEMENTS, CLIPS, OPTIMIZERS, SCALERS))
-# Each way to train with each way to clip; the rest takes turns.
+# Each way to train with each way to clip; the rest takes turns, and so do Accelerate and Trainer,
+# which calls it.
 FEW = [
     (
         tool,
@@ -201,16 +200,17 @@ FEW = [
         list(SCALERS)[(a // 3 + b // 3) % 3],
     )
     for (a, tool), (b, clip) in itertools.product(enumerate(TOOLS), enumerate(CLIPS))
+    if clip not in ("`Accelerator.clip_grad_norm_`", "`Trainer`") or (a + b) % 2
 ]
 
 
 @functools.cache
-def one_process(bias, name):
+def one_process(bias, name, steps):
     """Norms and weights by an optimizer, of a model whose experts have biases, or not."""
     model = Model(bias=bias, num_layers=1)
     optimizer = OPTIMIZERS[name](model.parameters(), weight_decay=0.0)
     norms = []
-    for batch in batches(0, 1)[:STEPS]:
+    for batch in batches(0, 1)[:steps]:
         optimizer.zero_grad()
         model(**batch)["loss"].backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
@@ -232,8 +232,8 @@ def run_cell(cell, mesh):
     if scaling is not None:
         moe_ext.nn.set_loss_scale(model, SCALE)
     norms, found = [], []
-    steps = batches(mesh.data_rank, mesh.data_size)
-    for number, batch in enumerate(steps[: STEPS + (make is not None)]):
+    for number, batch in enumerate(batches(mesh.data_rank, mesh.data_size)[:STEPS]):
+        overflows = scaling is not None and number == STEPS - 1
         stepping.zero_grad()
         loss = wrapped(**batch)["loss"]
         if scaling is None:
@@ -244,18 +244,17 @@ def run_cell(cell, mesh):
             continue
         scaling.scale(loss).backward()
         after_backward(model)
-        if number == STEPS and mesh.ep_rank == 0:
+        if overflows and mesh.ep_rank == 0:
             local_part(model.layers[0].experts.down_proj.grad).fill_(float("inf"))
         scaling.unscale_(stepping)
         norm = CLIPS[clip](model)
-        if number < STEPS:
-            norms.append(norm)
+        norms += [] if overflows else [norm]
         scaling.step(stepping)
         scaling.update()
-        wanted_scale = SCALE if number < STEPS else SCALE / 2
+        wanted_scale = SCALE / 2 if overflows else SCALE
         if scaling.get_scale() != wanted_scale:
             found.append(f"the scale is {scaling.get_scale()}, right is {wanted_scale}")
-    wanted_norms, weights = one_process(bias, optimizer)
+    wanted_norms, weights = one_process(bias, optimizer, len(norms))
     for norm, wanted in zip(norms, wanted_norms, strict=True):
         whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if not abs(float(whole) - float(wanted)) < TOLERANCE:
@@ -268,8 +267,8 @@ def run_cell(cell, mesh):
     return "; ".join(found[:3]) or None
 
 
-def run_rank(rank, cells):
-    """Outcome of each cell on this rank: "equal", "wrong: ..." or "refused: ..."."""
+def run_rank(rank, cells, wanted):
+    """Outcomes on this rank: "equal", "wrong: ..." or "refused: ..."."""
     warnings.simplefilter("ignore")
     found, meshes = {}, {}
     for cell in cells:
@@ -287,21 +286,18 @@ def run_rank(rank, cells):
             where = traceback.extract_tb(error.__traceback__)[1].line
             found[cell] = f"refused: {type(error).__name__}: {text} [{where}]"
         # A rank that raises alone would leave the others waiting.
-        kinds = [None] * RANKS
-        dist.all_gather_object(kinds, found[cell].partition(":")[0])
-        if len(set(kinds)) > 1:
-            found[cell] = f"wrong: ranks end differently, {kinds}: {found[cell]}"
-    return found
+        found[cell] = functions_of_torch.agreed(found[cell])
+    return found | functions_of_torch.run(wanted)
 
 
-def outcomes(cells):
-    """Cell to outcome of all ranks."""
-    found = testing.spawn_ranks(run_rank, RANKS, cells, timeout=TIMEOUT)
-    joined = {}
-    for cell in cells:
-        texts = [one[cell] for one in found]
-        joined[cell] = next((t for t in texts if t.startswith("wrong")), texts[0])
-    return joined
+def outcomes(cells, *, few):
+    """Cell, and (name, mesh) of a function of torch, to the outcome of all ranks."""
+    wanted = functions_of_torch.of_one_process(few=few)
+    found = testing.spawn_ranks(run_rank, RANKS, cells, wanted, timeout=TIMEOUT)
+    return {
+        key: next((one[key] for one in found if one[key].startswith("wrong")), found[0][key])
+        for key in found[0]
+    }
 
 
 MIXTURE, MESHES, NO_ETP = "mixed torch.Tensor and DTensor", "must have the same mesh", "etp=1"
@@ -328,11 +324,12 @@ def expected(cell):
     return None if by_loop and clip == BY_TORCH[3] else MIXTURE
 
 
-def as_expected(outcome, pattern):
-    """Whether an outcome is the one that a pattern stands for."""
-    if pattern is None:
-        return outcome == "equal"
-    return outcome.startswith("refused") and re.search(pattern, outcome) is not None
+def pattern_of(key):
+    """Pattern of the outcome of a cell, or of a function of torch on a mesh."""
+    if key[0] in functions_of_torch.FUNCTIONS:
+        return functions_of_torch.pattern_of(key)
+    pattern = expected(key)
+    return "^equal$" if pattern is None else f"^refused.*{pattern}"
 
 
 def table():
@@ -359,18 +356,14 @@ def with_tables(page):
 
 
 def main():
-    few = "--few" in sys.argv
     testing.PRELOADED += ["torch._dynamo", "transformers.trainer", "accelerate"]
-    found = outcomes(FEW if few else CELLS)
-    wrong = [cell for cell, text in found.items() if not as_expected(text, expected(cell))]
-    others = functions_of_torch.outcomes(few=few)
-    wrong += [key for key, text in others.items() if not functions_of_torch.as_expected(key, text)]
-    everything = {" / ".join(key): text for key, text in {**found, **others}.items()}
-    print(json.dumps(everything, indent=1))
+    found = outcomes(CELLS, few=False)
+    print(json.dumps({" / ".join(key): text for key, text in found.items()}, indent=1))
+    patterns = {key: pattern_of(key) for key in found}
+    wrong = [key for key, text in found.items() if not re.search(patterns[key], text)]
     if wrong:
         sys.exit(f"not as the page says: {[' / '.join(key) for key in wrong]}")
-    if not few:
-        PAGE.write_text(with_tables(PAGE.read_text()))
+    PAGE.write_text(with_tables(PAGE.read_text()))
 
 
 if __name__ == "__main__":

@@ -9,9 +9,7 @@ import functools
 import inspect
 import io
 import pickle
-import re
 import tempfile
-import warnings
 from dataclasses import dataclass
 
 import torch
@@ -28,10 +26,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from trainers import Model
 
 from moe_ext import distributed as md
-from moe_ext import testing
 from moe_ext.distributed.dtensor import local_part
 
-RANKS = 4
 MESHES = {
     "EP x DP": {"dp": 2, "ep": 2},
     "etp": {"dp": 4, "ep": 2, "etp": 2},
@@ -524,9 +520,15 @@ def has_biases(label):
     return label != "etp"
 
 
-def run_rank(rank, wanted):
-    """Outcome of each (name, mesh) on this rank; `wanted`: pickled, what one process gives."""
-    warnings.simplefilter("ignore")
+def agreed(text):
+    """The outcome on this rank, or that ranks end differently."""
+    kinds = [None] * dist.get_world_size()
+    dist.all_gather_object(kinds, text.partition(":")[0])
+    return text if len(set(kinds)) == 1 else f"wrong: ranks end differently, {kinds}: {text}"
+
+
+def run(wanted):
+    """Outcome of each (name, mesh) on this rank; `wanted`: what `of_one_process` gives."""
     meshes = {label: md.MoEMesh(**sizes) for label, sizes in MESHES.items()}
     found = {}
     for (name, label), right in pickle.loads(wanted).items():
@@ -536,11 +538,7 @@ def run_rank(rank, wanted):
             text = "equal" if wrong is None else f"wrong: {wrong}"
         except BaseException as error:  # torch's CheckpointException is no Exception
             text = f"refused: {type(error).__name__}: {error}"
-        kinds = [None] * dist.get_world_size()
-        dist.all_gather_object(kinds, text.partition(":")[0])
-        if len(set(kinds)) > 1:
-            text = f"wrong: ranks end differently, {kinds}: {text}"
-        found[name, label] = text
+        found[name, label] = agreed(text)
     return found
 
 
@@ -599,11 +597,6 @@ def pattern_of(key):
     return "^equal$" if pattern is None else f"(?s)^refused: .*{pattern}"
 
 
-def as_expected(key, outcome):
-    """Whether an outcome is what the page says."""
-    return re.search(pattern_of(key), outcome) is not None
-
-
 def table():
     """What the page shows: a row for each function, and for optimizers that end alike."""
     lines = [f"| | {' | '.join(MESHES)} |", "|---" * (1 + len(MESHES)) + "|"]
@@ -633,12 +626,6 @@ def keys(*, few):
     ]
 
 
-def outcomes(*, few):
-    """(Name, mesh) to outcome of all ranks."""
-    # Once for all ranks; as bytes, since a process takes few tensors as arguments.
-    wanted = pickle.dumps({key: one_process(key) for key in keys(few=few)})
-    found = testing.spawn_ranks(run_rank, RANKS, wanted, timeout=600.0)
-    return {
-        key: next((one[key] for one in found if one[key].startswith("wrong")), found[0][key])
-        for key in found[0]
-    }
+def of_one_process(*, few):
+    """Pickled, what one process gives: a process takes few tensors as arguments."""
+    return pickle.dumps({key: one_process(key) for key in keys(few=few)})
