@@ -44,7 +44,7 @@ ONE_BIT = {
     "OneBitLamb": functools.partial(OneBitLamb, freeze_step=2),
     "ZeroOneAdam": functools.partial(ZeroOneAdam, var_freeze_step=2),
 }
-OPTIMIZERS = ("AdamW", "LAMB", "OneBitLamb", "ZeroOneAdam", "OneBitAdam")
+OPTIMIZERS = ("AdamW", "LAMB", "OneBitAdam")
 
 
 class Expert(nn.Linear):
