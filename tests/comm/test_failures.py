@@ -32,8 +32,6 @@ def train_until_a_rank_dies(rank, moment, victim, how):
     started = time.monotonic()
     try:
         mine = rank == victim
-        if mine and moment == "forward":
-            die(how)
         y = layer(x)
         if mine and moment == "backward":
             y.register_hook(lambda grad: die(how))
@@ -52,7 +50,6 @@ def train_until_a_rank_dies(rank, moment, victim, how):
 @pytest.mark.parametrize(
     ("moment", "victim", "how", "store"),
     [
-        ("forward", 1, "SIGKILL", "tcp"),
         # Rank 0 takes the store with it.
         ("backward", 0, "SIGKILL", "tcp"),
         ("sync", 2, "exit", "file"),
@@ -64,7 +61,6 @@ def test_survivors_name_the_rank_that_died(moment, victim, how, store):
         train_until_a_rank_dies, 3, moment, victim, how, store=store, may_die=[victim]
     )
     operations = {
-        "forward": "AllToAllDispatcher",
         "backward": "backward",
         "sync": "sync_gradients",
         "clip": "clip_grad_norm_",
@@ -431,7 +427,7 @@ def train_until_a_rank_is_gone(rank, phase, how, folder):
     return found
 
 
-GONE = [(phase, "SIGKILL") for phase in ("dispatch", "experts", "combine", "checkpoint")]
+GONE = [(phase, "SIGKILL") for phase in ("dispatch", "combine", "checkpoint")]
 GONE += [(phase, "SIGSTOP") for phase in ("experts", "backward", "sync", "checkpoint")]
 # Stopped for longer than the group waits; it then goes on, and answers.
 GONE += [(phase, "SIGCONT") for phase in ("experts", "checkpoint")]
