@@ -1,8 +1,10 @@
 """Models trained in the placement of a plan against one process."""
 
 import dataclasses
+import functools
 import os
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from rank_checks import Checks
 from torch.distributed.tensor.debug import CommDebugMode
 
 from moe_ext import MoELayer
-from moe_ext.distributed import count_traffic
+from moe_ext.distributed import MoEMesh, count_traffic
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.nn import Dispatch
 from moe_ext.planner import ClusterSpec, Level, exchange_bytes, plan
@@ -75,13 +77,18 @@ def planned(model, fixed):
     return given[0]
 
 
+# A mesh is made once: a thread of each of Gloo's groups wakes a hundred times a second.
+mesh_of = functools.cache(MoEMesh)
+
+
 def applied_to(model, stages=(), **fixed):
     """The model in the placement of such a plan."""
     # All axes, so that a search has one placement.
     whole = {**DEFAULTS, "micro_batch": 2, **fixed}
     made = planned(model, whole)
     assert {name: made.choice[name] for name in whole} == whole
-    return dataclasses.replace(made, stages=stages or made.stages).apply(model)
+    with mock.patch("moe_ext.planner.apply.MoEMesh", mesh_of):
+        return dataclasses.replace(made, stages=stages or made.stages).apply(model)
 
 
 def whole_batch():
