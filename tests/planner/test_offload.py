@@ -91,6 +91,7 @@ def test_costs_its_bytes():
 def test_search_finds_the_best_of_all(memory, host):
     cost = StepCost(SMALL, with_memory(memory, host), Job(4, 256, 16, "float32", load=0.3))
     fixed = {"dispatcher": "alltoall", "micro_batch": 1, "cp": 1, "turns": 0}
+    fixed |= {"etp": 1, "balance": "none"}
     found, every = search(cost, fixed=fixed), search(cost, fixed=fixed, exhaustive=True)
     assert found.best == every.best and found.proven
     c = columns_of([found.best.choice])

@@ -58,7 +58,7 @@ CONFIG = {**SIZES, "model_type": "mixtral", "num_local_experts": 8, "num_experts
     [
         (4, 1.4e7, {"micro_batch": 1, "scheme": "ring"}),
         (4, 5.5e6, {"zero": 0}),
-        (8, 1e7, {"zero": 1, "micro_batch": 1, "tp": 1}),
+        (8, 1e7, {"zero": 1, "micro_batch": 1, "tp": 1, "cp": 2}),
         (16, 8e6, {"tp": 1, "cp": 1, "zero": 1}),
     ],
 )
@@ -203,7 +203,7 @@ def test_capacity():
     ("ranks", "memory", "rate", "axes"),
     [
         (4, 1.4e7, 1e9, {"tp": 1, "cp": 1, "micro_batch": 1}),
-        (8, 1e7, 1e8, {"pp": 2, "tp": 1, "micro_batch": 1, "zero": 0}),
+        (8, 1e7, 1e8, {"pp": 2, "tp": 1, "cp": 1, "micro_batch": 1, "zero": 0}),
         (8, 1e8, 1e9, {"pp": 4, "schedule": "zb-h1", "micro_batch": 1}),
         (16, 1e7, 1e9, {"pp": 4, "cp": 1, "zero": 1, "micro_batch": 1}),
     ],
