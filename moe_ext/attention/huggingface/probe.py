@@ -241,31 +241,39 @@ class _Probe:
         with ExitStack() as stack:
             if isinstance(head, nn.Module):
                 stack.callback(head.register_forward_hook(know).remove)
-            if self._has_loss(ids, labels, {"labels": labels}):
-                return "plain" if self._has_loss(ids, labels, {"labels": labels}, 3.0) else None
-            others = {"labels": nexts, "shift_labels": labels}
-            shifts = self._has_loss(ids, nexts, {"labels": labels})
-            return "shifted" if shifts and self._has_loss(ids, labels, others, 3.0) else None
+            mean = self._own_loss(ids, {"labels": labels})
+            if _is_loss(mean, labels, self._length):
+                told = self._own_loss(ids, {"labels": labels}, 3.0)
+                return "plain" if _is_loss(told, labels, 3) else None
+            if _is_loss(mean, nexts, self._length - 1):
+                told = self._own_loss(ids, {"labels": nexts, "shift_labels": labels}, 3.0)
+                return "shifted" if _is_loss(told, labels, 3) else None
+            return None
 
-    def _has_loss(
-        self, ids: Tensor, targets: Tensor, labels: dict[str, Tensor], count: float | None = None
-    ) -> bool:
-        """True if the loss that the model makes of labels is that of the targets."""
-        given = (
-            {} if count is None else {"num_items_in_batch": torch.tensor(count, device=ids.device)}
-        )
+    def _own_loss(
+        self, ids: Tensor, labels: dict[str, Tensor], count: float = 0.0
+    ) -> tuple[Tensor, Tensor] | None:
+        """The loss that the model makes of labels, and logits `[L, V]`; None without one."""
+        given = {"num_items_in_batch": torch.tensor(count, device=ids.device)} if count else {}
         try:
             output = self._call(input_ids=ids, **labels, **given)
         except ValueError:
-            return False
+            return None
         loss, auxiliary = getattr(output, "loss", None), getattr(output, "aux_loss", None)
         if loss is None or getattr(output, "logits", None) is None:
-            return False
+            return None
         if auxiliary is not None:
             loss = loss - self._model.config.router_aux_loss_coef * auxiliary
-        number = int((targets != -100).sum()) if count is None else count
-        total = F.cross_entropy(output.logits[0].float(), targets[0], reduction="sum")
-        return bool(torch.isclose(loss.float(), total / number, rtol=1e-3))
+        return loss.float(), output.logits[0].float()
+
+
+def _is_loss(found: tuple[Tensor, Tensor] | None, targets: Tensor, count: int) -> bool:
+    """True if a loss is that of the targets, divided by a count."""
+    if found is None:
+        return False
+    loss, logits = found
+    total = F.cross_entropy(logits, targets[0], reduction="sum")
+    return bool(torch.isclose(loss, total / count, rtol=1e-3))
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
