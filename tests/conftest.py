@@ -35,8 +35,9 @@ ISAS = [
 CUDA = ["cuda"] if torch.cuda.is_available() else []
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # The workers share the cores.
+    # The workers share the cores, also with interpreters that tests start.
     torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Ranks outnumber the cores: who is woken waits for its turn. Otherwise it interrupts the thread
     # that holds a Gloo connection's lock, and then spins on that lock.
     if hasattr(os, "SCHED_BATCH"):
