@@ -87,21 +87,24 @@ def environment(tmp_path_factory):
     environment under test are lent to it, but for moe_ext.
     """
     folder = tmp_path_factory.mktemp("venv")
-    run([sys.executable, "-m", "venv", folder / "venv"], folder, bare_environment())
-    (folder / "lent").mkdir()
+    venv, lent = folder / "venv", folder / "lent"
+    run([sys.executable, "-m", "venv", "--without-pip", venv], folder, bare_environment())
+    (venv / "bin" / "pip").write_text(f'#!/bin/sh\nexec {venv}/bin/python -m pip "$@"\n')
+    (venv / "bin" / "pip").chmod(0o755)
+    lent.mkdir()
     for package in (path for path in site.getsitepackages() if Path(path).is_dir()):
         for path in Path(package).iterdir():
-            if "moe_ext" not in path.name and not (folder / "lent" / path.name).exists():
-                (folder / "lent" / path.name).symlink_to(path)
-    (packages,) = (folder / "venv").glob("lib/python*/site-packages")
-    (packages / "lent.pth").write_text(str(folder / "lent"))
-    shell = bare_environment(MOE_EXT_CUDA="0")
-    shell["PATH"] = f"{folder / 'venv' / 'bin'}{os.pathsep}{shell['PATH']}"
+            if "moe_ext" not in path.name and not (lent / path.name).exists():
+                (lent / path.name).symlink_to(path)
+    (packages,) = venv.glob("lib/python*/site-packages")
+    (packages / "lent.pth").write_text(str(lent))
+    shell = bare_environment(MOE_EXT_CUDA="0", OMP_NUM_THREADS="1")
+    shell["PATH"] = f"{venv / 'bin'}{os.pathsep}{shell['PATH']}"
     if not FULL:
         # Objects of the tree under test, for the same sources.
         shell["CMAKE_CXX_COMPILER_LAUNCHER"] = str(ROOT / "tools" / "reuse_objects.sh")
         shell["REUSED_BUILD"] = str(OBJECTS)
-    return folder / "venv", shell
+    return venv, shell
 
 
 @pytest.mark.slow
