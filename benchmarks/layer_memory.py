@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 import torch
 from _harness import rise_of_memory
 from layer_peers import make, train
-from shapes import LAYERS, Case, Routing, tokens
+from shapes import Case, LayerShape, Routing, tokens
 from torch import Tensor, nn
 
 TIMES = 3
@@ -51,7 +51,7 @@ def peak_bytes(layer: nn.Module, x: Tensor) -> int:
 def measure(case: Case, names: list[str]) -> dict[str, Memory]:
     """Runs each contender in a process of its own."""
     arguments = {
-        "shape": LAYERS.index(case.shape),
+        "shape": asdict(case.shape),
         "num_tokens": case.num_tokens,
         "dtype": str(case.dtype).removeprefix("torch."),
         "routing": asdict(case.routing),
@@ -88,7 +88,7 @@ def main() -> None:
     """
     arguments = json.loads(sys.argv[1])
     case = Case(
-        LAYERS[arguments["shape"]],
+        LayerShape(**arguments["shape"]),
         arguments["num_tokens"],
         getattr(torch, arguments["dtype"]),
         Routing(**arguments["routing"]),

@@ -215,11 +215,10 @@ def test_saved_bytes_counts_each_storage_once_and_no_parameter():
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_measured_in_a_process_of_its_own():
     from layer_memory import measure
-    from shapes import EVEN, LAYERS, Case
+    from shapes import EVEN, Case, LayerShape
 
-    case = Case(LAYERS[1], 64, torch.float32, EVEN)
-    found = measure(case, ["ours", "grouped_mm"])
-    shape = LAYERS[1]
+    shape = LayerShape("small", 512, 256, 8, 2)
+    found = measure(Case(shape, 64, torch.float32, EVEN), ["ours", "grouped_mm"])
     gradients = 3 * shape.num_experts * shape.ffn_dim * shape.model_dim * 4
     for memory in found.values():
         assert 0 < memory.saved_bytes < memory.peak_bytes
