@@ -132,33 +132,29 @@ def is_for_types(node):
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
-def statements(body, *, inside_functions):
-    """The statements that an import runs, or all of them."""
+def statements(body):
+    """The statements of a module, but for those that are there for types alone."""
     for node in body:
         yield node
-        if is_for_types(node):
-            yield from statements(node.orelse, inside_functions=inside_functions)
-            continue
-        is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        if is_function and not inside_functions:
-            continue
-        for field in ("body", "orelse", "finalbody", "handlers"):
+        fields = ("orelse",) if is_for_types(node) else ("body", "orelse", "finalbody", "handlers")
+        for field in fields:
             inner = getattr(node, field, None)
             if isinstance(inner, list):
-                yield from statements(inner, inside_functions=inside_functions)
+                yield from statements(inner)
 
 
-def imports(module, *, inside_functions):
+@functools.cache
+def imports(module):
     """(imported module of moe_ext, name taken from it or "")."""
-    for node in statements(sources()[module].body, inside_functions=inside_functions):
+    found = []
+    for node in statements(sources()[module].body):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name in sources():
-                    yield alias.name, ""
+            found += [(alias.name, "") for alias in node.names if alias.name in sources()]
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("moe_ext"):
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
-                yield (full, "") if full in sources() else (node.module, alias.name)
+                found.append((full, "") if full in sources() else (node.module, alias.name))
+    return found
 
 
 def floor_of(module):
@@ -170,17 +166,14 @@ def test_packages_use_those_below_them():
         f"{module} imports {target}"
         for module in sources()
         if module not in TOP | ALIASES
-        for target, _ in imports(module, inside_functions=True)
+        for target, _ in imports(module)
         if target in TOP - {"moe_ext"} or floor_of(target) > floor_of(module)
     ]
     assert wrong == []
 
 
 def test_no_circles():
-    edges = {
-        module: {target for target, _ in imports(module, inside_functions=True)} - {module}
-        for module in sources()
-    }
+    edges = {module: {target for target, _ in imports(module)} - {module} for module in sources()}
     done = set()
 
     def follow(module, path):
@@ -216,7 +209,7 @@ def test_no_private_names_of_other_packages():
         f"{module} imports {target}{'.' * bool(name)}{name}"
         for module in sources()
         if module not in TOP
-        for target, name in imports(module, inside_functions=True)
+        for target, name in imports(module)
         if package(target) not in ("", package(module))
         and any(part.startswith("_") for part in [*target.split(".")[2:], name])
     ]
@@ -320,7 +313,7 @@ def test_one_object_tells_what_ranks_differ_in():
     above = {m for m in sources() if package(m) not in ("comm", "") or m == "moe_ext"}
     tells = {}
     for module in above:
-        for target, name in imports(module, inside_functions=True):
+        for target, name in imports(module):
             if target in [f"moe_ext.comm.{each}" for each in ("agreement", "failures", "reports")]:
                 assert name, f"{module} imports {target}, and not what it takes from there"
                 if name in TELLS:
