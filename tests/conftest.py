@@ -34,6 +34,10 @@ ISAS = [
 ]
 CUDA = ["cuda"] if torch.cuda.is_available() else []
 
+# Threads of OpenMP that wait sleep, in workers and other processes that tests start: spinning takes
+# longer than most loops do, on cores that others need.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # The workers share the cores, also with interpreters that tests start.
     torch.set_num_threads(1)
