@@ -11,7 +11,7 @@ from moe_ext import ops
 
 TRAP = 2**24 + 3  # beyond 2^24 float32 has even numbers only
 HUGE = 2**31 + 4096
-CHUNK = 2**26
+CHUNK = 2**21  # of memory that is mapped again and again: the caches hold it
 
 
 def available_bytes():

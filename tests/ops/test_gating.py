@@ -144,8 +144,8 @@ def test_any_number_of_experts(backend, num_experts, top_k):
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_strided_inputs(device, option):
-    logits, options = make(257, option)
-    mask = torch.rand(257) > 0.4
+    logits, options = make(35, option)
+    mask = torch.rand(35) > 0.4
     grads = random_grads(logits, TOP_K)
     expected, expected_grad = gate_with_grad(
         ops, logits, TOP_K, {**options, "token_mask": mask}, grads

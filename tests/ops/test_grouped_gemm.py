@@ -112,10 +112,9 @@ def once(key):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_products_in_several_blocks(isa, dtype):
     """Sums of more terms, and more columns, than copies in float32 have: forward and backward."""
-    x, weight, bias, offsets = make(1300, num_experts=2, k=1050, m=530, dtype=dtype)
-    check_against_reference(
-        x, weight, bias, torch.tensor([0, 40, 1300]), exact=once(("dense", dtype))
-    )
+    x, weight, bias, _ = make(600, num_experts=2, k=540, m=530, dtype=dtype)
+    offsets = torch.tensor([0, 40, 600])
+    check_against_reference(x, weight, bias, offsets, exact=once(("dense", dtype)))
     apart = weight.detach().mT.contiguous().mT.requires_grad_()
     check_against_reference(
         x,
@@ -178,7 +177,7 @@ def test_rows_that_the_library_would_refuse(device, layout):
 
 
 def test_more_experts_than_the_library_takes(device):
-    x, weight, bias, offsets = make(64, num_experts=1100, k=8, m=8, dtype=torch.bfloat16)
+    x, weight, bias, offsets = make(64, num_experts=1025, k=8, m=8, dtype=torch.bfloat16)
     check_against_reference(x, weight, bias, offsets)
 
 

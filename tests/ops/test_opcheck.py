@@ -92,15 +92,16 @@ def test_opcheck(device, name):
     checks = ["test_schema", "test_faketensor"]
     if not emulation.is_active():
         checks.append("test_autograd_registration")
-        if name not in NOT_COMPILED:
-            checks.append("test_aot_dispatch_dynamic")
     differentiable = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "Autograd")
+    # A gradient that has none itself is part of the graph of the operator whose it is.
+    in_another_graph = not differentiable and "_backward" in name and not name.endswith("_")
     # Leaves of 16 bits, whose sums and gates have 32. torch's product over experts, which takes
     # these, leaves a gradient of weights behind one of no expert: at an offset that a fake has not.
     dtype = torch.float32 if name == "_grouped_mm_backward_weight" else torch.bfloat16
-    # One tile of attention has the shapes of two; a recurrence has two chunks.
-    TABLE.S = 11 if "attention" in name else 72
-    for arguments in calls(name, TABLE.Inputs(dtype)):
+    # One tile of attention has the shapes of two; recurrences have two chunks.
+    TABLE.S = 11 if "attention" in name else 20 if "delta_rule" in name else 72
+    made = calls(name, TABLE.Inputs(dtype))
+    for number, arguments in enumerate(made):
         given = TABLE.moved(arguments, device)
         for x in given:
             if isinstance(x, torch.Tensor):
@@ -108,4 +109,7 @@ def test_opcheck(device, name):
         declared = operator._schema.arguments[: len(given)]
         named = {a.name: x for a, x in zip(declared, given, strict=True) if a.kwarg_only}
         positional = given[: len(given) - len(named)]
-        torch.library.opcheck(operator, positional, named, test_utils=checks)
+        of_variant = number >= len(made) - len(VARIANTS.get(name, ()))
+        own_graph = not emulation.is_active() and (of_variant or not in_another_graph)
+        graph = ["test_aot_dispatch_dynamic"] if own_graph and name not in NOT_COMPILED else []
+        torch.library.opcheck(operator, positional, named, test_utils=checks + graph)
