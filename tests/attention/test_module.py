@@ -19,8 +19,7 @@ from moe_ext.attention.layouts import even_grid
 from moe_ext.testing import spawn_ranks
 
 FULL = os.environ.get("MOE_EXT_FULL") == "1"
-# By the number of ranks. A graph knows it by the length of what they agreed on: two see all graphs,
-# and three one of them.
+# By the number of ranks. A graph knows it by the length of what they agreed on: two see all graphs.
 check = ChecksOn(2, 3)
 GRAPHS = {"on": (2, 3) if FULL else (2,)}
 
@@ -88,16 +87,16 @@ def compiled_like_eager(case, dtype):
 
 
 # A graph holds the call of any scheme as one operator; eager calls of all have these lengths too.
-@check(("ring",), ("ulysses",), **GRAPHS)
-def a_graph_for_any_length(scheme):
+# Down to one row on a rank, and none on the others.
+@check(("ring", 37, 6, 1, 0), ("ulysses", 37, 1), **GRAPHS)
+def a_graph_for_any_length(scheme, *lengths):
     heads = dist.get_world_size()
 
     def run(*tensors):
         return ring_attention(*tensors, group=dist.group.WORLD, is_causal=True, scheme=scheme)
 
     graph = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
-    # Down to one row on a rank, and none on the others.
-    for seq_len in (37, 6, 1, 0):
+    for seq_len in lengths:
         shards = make_shards(batch=1, heads=heads, kv_heads=heads, seq_len=seq_len)
         found = []
         for function in (graph, run):
@@ -107,7 +106,7 @@ def a_graph_for_any_length(scheme):
         assert_same_bits(*found)
 
 
-@check()
+@check(**GRAPHS)
 def a_layout_of_ones_own_in_a_graph():
     layout = make_layout("cost_balanced", 37, dist.get_world_size(), cu_seqlens=PACKED)
     model = Model(dist.group.WORLD, layout=layout, is_causal=True)

@@ -79,13 +79,16 @@ def test_every_router_in_one_graph(name):
     [
         {
             "router": "sigmoid",
+            "capacity": Capacity(0.7, pad=True),
             "balance": Balance("sequence", mode="return"),
             "shared_expert": moe_ext.nn.SharedExpert(4, gate=True),
         },
-        {"capacity": 1.0, "bias": True, "balance": Balance("global_batch")},
-        {"capacity": Capacity(0.7, groups=3, drop="choice")},
+        {
+            "capacity": Capacity(0.7, groups=3, drop="choice"),
+            "bias": True,
+            "balance": Balance("global_batch"),
+        },
         {"capacity": Capacity(0.7, drop="batch_prioritized", overflow="reroute")},
-        {"capacity": Capacity(0.7, pad=True)},
     ],
     ids=str,
 )
