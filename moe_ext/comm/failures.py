@@ -200,7 +200,8 @@ def _roll_call(group: ProcessGroup, operation: str, grace: float) -> _RollCall:
     if not call.store_lost:
         call.errors = _texts(_ERROR_KEY, call.silent)
         call.operations = _texts(prefix, set(group_ranks(group)) - call.silent)
-    time.sleep(_LINGER_WITHOUT_STORE_SECONDS if call.store_lost else _LINGER_SECONDS)
+    if len(call.dead) + 1 < dist.get_world_size():
+        time.sleep(_LINGER_WITHOUT_STORE_SECONDS if call.store_lost else _LINGER_SECONDS)
     return call
 
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -138,6 +139,25 @@ def test_those_whom_others_miss_are_named_in_groups_without_them(monkeypatch):
     assert failures._blamed_by_others(None) == (3, {2})
     monkeypatch.setattr(failures, "group_ranks", lambda group: (0, 1, 2, 3))
     assert failures._blamed_by_others(None) == (-1, set()), "each has asked all itself"
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_last_rank_stays_for_nobody(monkeypatch, size):
+    """Others would take it for dead, or miss the store that it hosts; a dead one does neither."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    stays = []
+    monkeypatch.setattr(failures, "_processes", {1: (failures.process_identity()[0], child)})
+    monkeypatch.setattr(failures.c10d, "default_store", mock.Mock(side_effect=RuntimeError))
+    monkeypatch.setattr(failures.time, "sleep", stays.append)
+    monkeypatch.setattr(failures, "group_ranks", lambda group: (0, 1))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: size)
+    call = failures._roll_call(None, "step", 5.0)
+    assert call.dead == {1} and call.store_lost
+    assert bool(stays) == (size == 3)
 
 
 def describe(**kwargs):
