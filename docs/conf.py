@@ -67,5 +67,5 @@ def fill(app, name, source):
 def setup(app):
     """Called by Sphinx."""
     app.connect("source-read", fill)
-    # It is made of files that Sphinx does not look at.
+    # The start page is made of files that Sphinx does not look at.
     app.connect("env-get-outdated", lambda *_: ["index"])

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import gc
 import tempfile
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -105,19 +104,6 @@ def run_checks(functions, *args, before=lambda: None):
             found[name] = traceback.format_exc()
             break
     return found
-
-
-def and_end_groups(check):
-    """Run a check, and end its groups: a thread of each wakes a hundred times a second.
-
-    Not for checks with meshes of DTensors, whose caches know groups for ever.
-    """
-    known = set(dist.distributed_c10d._world.pg_map)
-    check()
-    gc.collect()
-    dist.barrier()
-    for group in set(dist.distributed_c10d._world.pg_map) - known:
-        dist.destroy_process_group(group)
 
 
 def at_once(call, cases):

@@ -143,7 +143,7 @@ def test_those_whom_others_miss_are_named_in_groups_without_them(monkeypatch):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_last_rank_stays_for_nobody(monkeypatch, size):
-    """Others would take it for dead, or miss the store that it hosts; a dead one does neither."""
+    """Living ranks would take it for dead, or miss the store that it hosts; dead ones do not."""
     child = os.fork()
     if child == 0:
         os._exit(0)

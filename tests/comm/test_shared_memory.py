@@ -168,19 +168,14 @@ def check_reductions_are_those_of_one_process():
     of_rows = {"sum": lambda x: x.sum(0), "max": lambda x: x.amax(0), "min": lambda x: x.amin(0)}
     # Whole, in a part for each rank with some elements left, and in pieces.
     lengths = (1, 3, 2**14 - 1, 2**14, 2**15 + 3, 2**20 + 2**14 + 1)
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8)
     with mock.patch.object(dist, "all_reduce", side_effect=AssertionError("by Gloo")):
         for length in lengths:
             generator = torch.Generator().manual_seed(length)
             x_PN = torch.randint(0, 30, (4, length), generator=generator, dtype=torch.uint8)
             for op, reduced in of_rows.items():
                 want = reduced(x_PN)
-                for dtype in (
-                    torch.float32,
-                    torch.bfloat16,
-                    torch.float64,
-                    torch.int64,
-                    torch.uint8,
-                ):
+                for dtype in dtypes:
                     x = x_PN[rank].to(dtype, copy=True)
                     assert collectives.all_reduce_(x, group, operation="test", op=op) is x
                     assert torch.equal(x, want.to(dtype)), (dtype, length, op)

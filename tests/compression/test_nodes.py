@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 import os
 
 import pytest
@@ -30,7 +29,7 @@ from hook_models import (
     words_backward,
     wrapped,
 )
-from rank_checks import Checks, and_end_groups
+from rank_checks import Checks
 from torch import nn
 
 from moe_ext import distributed as md
@@ -317,11 +316,6 @@ def what_is_refused():
         assert state.step == 0
     with pytest.raises(ValueError, match="expected node_size to be at least 1, got 0"):
         CompressionState(node_size=0)
-
-
-for name, check in CHECKS.items():
-    if not name.startswith("experts"):
-        CHECKS[name] = functools.partial(and_end_groups, check)
 
 
 @pytest.mark.parametrize("name", list(CHECKS))

@@ -40,7 +40,7 @@ FEW = [
 ]
 STEPS, ROWS = 4, 8
 FEW_MIXTURES, ALL_MIXTURES = len(mixtures.CELLS), 200
-# Beside the tasks of the cells; its outcome is that of the tuple inside.
+# Key of the mixtures' outcome on a rank, in the form of (cell, half).
 MIXED = (("mixtures",), None)
 # What is refused: a pattern of the text.
 REFUSED: dict[tuple[str, str, str], str] = {}

@@ -165,7 +165,7 @@ def changed(arguments, which, change):
 
 
 def result_of_dense(table, name, arguments, which):
-    """What an operator returns where the changed tensors lie densely."""
+    """Results of an operator where the changed tensors lie densely."""
     dense = functools.partial(torch.clone, memory_format=torch.contiguous_format)
     return [x.cpu() for x in table.result(name, changed(arguments, which, dense))]
 

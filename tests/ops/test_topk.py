@@ -487,21 +487,18 @@ def test_the_reference_reads_elsewhere(device):
 large = functools.cache(make)
 
 
-def test_results_that_go_past_the_caches(isa, num_threads):
-    """From 8 MiB on, and only where lines begin: every other call starts an element before one."""
+@pytest.mark.parametrize("first", [0, 1])
+def test_results_that_go_past_the_caches(isa, num_threads, first):
+    """From 8 MiB on, and only where lines begin."""
     num_threads(2)
+    grad, residual, velocity = (x[first:] for x in large(2**21 + 40000))
     beside = {"others": ((ops, True),)}
-    firsts = itertools.cycle((1, 0) if isa == "avx2" else (0, 1))
-    for name, args, moves, options in (
-        ("topk_compress_", (20000,), False, {}),
-        ("topk_compress_", (20000,), True, {"residual_scale": 0.5}),
-        ("topk_compress_", (3,), True, {"scope": 300}),
-        ("threshold_compress_", (3.5, 2**21), True, {}),
-    ):
-        first = next(firsts)
-        *state, velocity = (x[first:] for x in large(2**21 + 40000))
-        assert_same(name, state, *args, velocity=velocity if moves else None, **options, **beside)
-    for levels in (state[0].round(), torch.zeros_like(state[0])):
-        state = (levels, torch.zeros_like(levels))
+    state = (grad, residual)
+    assert_same("topk_compress_", state, 20000, **beside)
+    assert_same("topk_compress_", state, 20000, velocity=velocity, residual_scale=0.5, **beside)
+    assert_same("topk_compress_", state, 3, scope=300, velocity=velocity, **beside)
+    assert_same("threshold_compress_", state, 3.5, 2**21, velocity=velocity, **beside)
+    for levels in (grad.round(), torch.zeros_like(grad)):
+        state = (levels, torch.zeros_like(residual))
         assert_same("topk_compress_", state, 9999, **beside)
         assert_same("threshold_compress_", state, 1.0, 99, **beside)
