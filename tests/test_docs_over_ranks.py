@@ -26,6 +26,7 @@ PAGES = (
     "dispatchers",
     "distributed",
     "fsdp",
+    "migrate",
     "optimizers",
     "parallelism",
 )
@@ -43,8 +44,12 @@ HERE = (
     ("devices=2", "devices=4, enable_progress_bar=False, logger=False"),
     ("save_steps=1", "save_steps=1, use_cpu=True, disable_tqdm=True, report_to=[]"),
 )
-# These run in tests/attention, tests/distributed and tests/test_readme.py.
+# These run in tests/attention, tests/distributed, tests/test_readme.py and tests/test_migrate.py.
 ELSEWHERE = (
+    "# was: ",
+    "# after\nfrom moe_ext.integrations",
+    "state = convert(",
+    "replace_ffn",
     "TransformerBlock",
     "dist.init_process_group",
     "block.moe.experts",
