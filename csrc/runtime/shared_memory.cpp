@@ -350,9 +350,8 @@ class Exchanges {
   void take(size_t rank, uint64_t number, char* out, size_t bytes) const {
     const Region& from = region(rank);
     const Part& part = from.part(number, rank_);
-    TORCH_CHECK(
-        part.number == number && part.bytes == bytes, "shared memory: expected ", bytes, " bytes from rank ", rank,
-        ", got ", part.number == number ? part.bytes : 0);
+    const uint64_t found = is_for_this(from, number) ? part.bytes : 0;
+    TORCH_CHECK(found == bytes, "shared memory: expected ", bytes, " bytes from rank ", rank, ", got ", found);
     copy(out, from.data(part.begin), bytes);
     from.read(number).fetch_add(1, std::memory_order_release);
   }
@@ -374,6 +373,12 @@ class Exchanges {
     return *regions_[rank_];
   }
 
+  // False where a rank has sent nothing to this one, and counts it as no reader.
+  bool is_for_this(const Region& from, uint64_t number) const {
+    const Part& part = from.part(number, rank_);
+    return part.number == number && part.bytes > 0;
+  }
+
   void forget_read() {
     std::erase_if(abandoned_, [&](const std::pair<size_t, uint64_t>& each) {
       const auto& [rank, number] = each;
@@ -381,7 +386,9 @@ class Exchanges {
       if (!from.has_posted(number)) {
         return false;
       }
-      from.read(number).fetch_add(1, std::memory_order_release);
+      if (is_for_this(from, number)) {
+        from.read(number).fetch_add(1, std::memory_order_release);
+      }
       return true;
     });
     while (!underway_.empty()) {

@@ -232,6 +232,27 @@ def check_sizes_that_do_not_fit_are_told():
         memory.all_gather(out.new_empty(16, 2), x, 0)
 
 
+def check_a_rank_that_gives_up_rows_it_was_not_sent_frees_no_others():
+    group, rank = dist.new_group(), dist.get_rank()
+    memory, nothing = near(group).memory, torch.empty(0, 2)
+    # Rank 0 sends to rank 2, and rank 1 expects a row as well.
+    send, receive = [0, 0, int(rank == 0), 0], [int(rank in (1, 2)), 0, 0, 0]
+    out = torch.empty(sum(receive), 2)
+    work = memory.all_to_all(out, torch.full((sum(send), 2), 7.0), receive, send, 50)
+    if rank == 1:
+        raised(RuntimeError, "expected 8 bytes from rank 0, got 0", work.wait)
+        del work
+        gc.collect()
+        memory.all_to_all(nothing, nothing, [0] * 4, [0] * 4, 51)
+    dist.barrier()
+    if rank == 0:
+        memory.all_to_all(nothing, torch.full((1, 2), 9.0), [0] * 4, send, 51)
+    dist.barrier()
+    if rank == 2:
+        work.wait()
+        assert out.tolist() == [[7.0, 7.0]]
+
+
 def check_a_fork_closes_nothing():
     group = dist.new_group()
     near(group)
