@@ -275,9 +275,10 @@ class _WholeBatches:
             matrix = isinstance(value, Tensor) and value.dim() > 1
             _require(not matrix, key, f"no tensor (of {KEYS} alone)", "one")
         for key in ("use_cache", "logits_to_keep", "output_attentions", *CACHES):
-            falsy = isinstance(rest.get(key, 0), Tensor) or not rest.get(key)
+            value = rest.get(key)
+            absent = not isinstance(value, Tensor) and not value
             rule = "none (set_attn_implementation('sdpa') before generate)"
-            _require(falsy, key, rule, rest.get(key))
+            _require(absent, key, rule, value)
         loss = self.traits.loss
         rule = "none: its loss is not told the number of labels; compute it from the logits"
         _require("labels" not in batch or loss is not None, "labels", rule, "labels")

@@ -694,6 +694,7 @@ def test_other_refusals():
         ({"use_cache": True}, "use_cache to be none"),
         *(({name: [1]}, f"{name} to be none") for name in CACHES),
         ({"logits_to_keep": 1}, "logits_to_keep to be none"),
+        ({"logits_to_keep": torch.tensor([3])}, "logits_to_keep to be none"),
         ({"attention_mask": ids[:, None, None] > 0}, "attention_mask to be"),
         ({"attention_mask": blocks}, "attention_mask to be a tensor, got BlockMask"),
         ({"attention_mask": (ids > 8).long()}, "position_ids to be given where padding is not on"),
