@@ -622,9 +622,6 @@ def test_command(tmp_path, capsys, monkeypatch):
     )
     for text in (said, (tmp_path / "plan.html").read_text()):
         assert re.search(r"mixtral: .* layers; .*: 4 ranks, .* 8 sequences of 128 .*bfloat16", text)
-    # It measures rates and searches, for more than a second; ever fewer lines.
-    told = re.findall(r"moe_ext plan: .*, (\d+) s\n", errors)
-    assert told and all(int(b) >= 2 * int(a) - 1 for a, b in itertools.pairwise(told))
     made = Plan.from_json(tmp_path / "plan.json")
     assert made.choice["pp"] == 1 and made.cluster.costs == rates
     monkeypatch.setattr(sys, "argv", [*command[1:], "--model", "nothing"])

@@ -538,7 +538,8 @@ def test_progress_is_told_without_a_terminal(capsys, monkeypatch):
         return len(waits) == 4
 
     monkeypatch.setattr(shown._over, "wait", wait)
-    shown.run()
+    with shown:
+        pass
     lines = capsys.readouterr().err.splitlines()
     assert "reading the model" in lines[0] and "3/10 meshes, costing" in lines[1]
     assert "10/10 meshes, simulating pipelines" in lines[2]
