@@ -322,9 +322,10 @@ CLUSTERS = {
         host=_GRACE,
     ),
     "ethernet": _preset(
-        (Level("node", 8, 5e-6, 12e9), Level("ethernet", 2**20, 50e-6, 1.25e9 / 8)),
-        **_A100,
-        source="eight A100 80GB PCIe behind one adapter of 10 Gbit/s (IEEE 802.3ae)",
+        (Level("node", 8, 5e-6, 32e9), Level("ethernet", 2**20, 50e-6, 1.25e9 / 8)),
+        **{**_A100, "rate": 1.935e12},
+        source="NVIDIA A100 80GB PCIe data sheet, eight of which share one adapter of 10 Gbit/s "
+        "(IEEE 802.3ae)",
     ),
 }
 """Clusters by name. Bandwidths are those of one direction, for each processor, and shares of the
