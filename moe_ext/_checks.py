@@ -116,7 +116,7 @@ def check_fields(spec: Any, *, may_be_zero: Collection[str] = (), below: int = 2
 
     An int is whole and at least 1, a float is finite and above 0; neither is a bool. Elements of a
     ``tuple[int, ...]`` and values of a ``Mapping[str, float]`` are the same. Fields of other
-    annotations are left to their class.
+    annotations are left to their class. Numbers of numpy become those of Python, which JSON has.
 
     Args:
         spec: whose module annotates by text.
@@ -130,16 +130,23 @@ def check_fields(spec: Any, *, may_be_zero: Collection[str] = (), below: int = 2
         kind, is_optional = annotation.removesuffix(" | None"), annotation.endswith(" | None")
         if value is None and is_optional:
             continue
+        found: object = value
         if kind == "tuple[int, ...]" and isinstance(value, tuple):
-            for i, element in enumerate(value):
-                _check_number(owner, f"{each.name}[{i}]", element, "int", zero, below)
+            found = tuple(
+                _number(owner, f"{each.name}[{i}]", element, "int", zero, below)
+                for i, element in enumerate(value)
+            )
         elif kind == "Mapping[str, float]" and isinstance(value, Mapping):
-            for name, element in value.items():
-                _check_number(owner, f"{each.name}[{name!r}]", element, "float", zero, below)
+            found = {
+                name: _number(owner, f"{each.name}[{name!r}]", element, "float", zero, below)
+                for name, element in value.items()
+            }
         elif kind in ("int", "float"):
-            _check_number(owner, each.name, value, kind, zero, below)
+            found = _number(owner, each.name, value, kind, zero, below)
         elif kind in _KINDS and not isinstance(value, _KINDS[kind]):
             raise ValueError(f"{owner}: expected {each.name} to be {kind}, got {value!r:.80}")
+        # The dataclass may be frozen.
+        object.__setattr__(spec, each.name, found)
 
 
 _KINDS: dict[str, type] = {
@@ -150,7 +157,7 @@ _KINDS: dict[str, type] = {
 }
 
 
-def _check_number(owner: str, name: str, value: object, kind: str, zero: bool, below: int) -> None:
+def _number(owner: str, name: str, value: Any, kind: str, zero: bool, below: int) -> int | float:
     wanted: type = numbers.Integral if kind == "int" else numbers.Real
     rule = None
     if not isinstance(value, wanted) or isinstance(value, bool):
@@ -164,3 +171,4 @@ def _check_number(owner: str, name: str, value: object, kind: str, zero: bool, b
         rule = f"below {below}"
     if rule is not None:
         raise ValueError(f"{owner}: expected {name} to be {rule}, got {value!r:.80}")
+    return int(value) if kind == "int" else value if isinstance(value, int) else float(value)

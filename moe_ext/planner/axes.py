@@ -6,6 +6,7 @@ So a formula is written once and serves one of them and a million. Shapes: C can
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -129,11 +130,11 @@ def number_of(name: str, value: int | str | None) -> int:
         check_choice("plan", name, value, NAMES[name])
         return NAMES[name].index(value)
     least = 1 if name in MESH else 0
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
         raise ValueError(
             f"plan: expected {name} to be a whole number of at least {least}, got {value!r}"
         )
-    return value
+    return int(value)
 
 
 def present(column: Tensor) -> list[int]:

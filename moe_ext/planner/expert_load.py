@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+import numbers
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,12 +107,14 @@ def load_of(
         if not isinstance(held, list):
             raise ValueError(f"plan: expected {load} to hold a list of numbers, got {held!r:.80}")
         load = held
-    if isinstance(load, (int, float)):
-        return float(load)
+    # Tensors and arrays.
+    counts: Any = load.tolist() if hasattr(load, "tolist") else load
+    if isinstance(counts, numbers.Real):
+        return float(counts)
     try:
-        if load and isinstance(load[0], (int, float)):
-            return tuple(float(count) for count in load)  # type: ignore[arg-type]
-        return tuple(tuple(float(count) for count in step) for step in load)  # type: ignore[union-attr]
+        if counts and isinstance(counts[0], numbers.Real):
+            return tuple(float(count) for count in counts)
+        return tuple(tuple(float(count) for count in step) for step in counts)
     except (TypeError, ValueError):
         raise ValueError(
             "plan: expected load to hold numbers of tokens, of one step or of many, got "

@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from forked import Script
@@ -566,6 +567,26 @@ def test_plan_is_written_and_told(tmp_path):
     assert "binding is" in made.why_not(tp=4) and "s a step" in str(made)
     page = html_report(made, why_not={"tp=4": made.why_not(tp=4)})
     assert page.count("<svg") == 3 and "http" not in page.replace("http-", "")
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path):
+    options = {**STEP, "num_ranks": 2, "local_steps": 4, "capacity_factor": 1.5}
+    whole = {name: np.int64(x) for name, x in options.items() if isinstance(x, int)}
+    theirs = {**options, **whole, "capacity_factor": np.float32(1.5)}
+    model = dataclasses.replace(SMALL, moe_layers=tuple(range(SMALL.num_moe_layers)))
+    same = dataclasses.replace(SMALL, moe_layers=tuple(np.arange(SMALL.num_moe_layers)))
+    cluster = dataclasses.replace(CLUSTER, flops={"float32": 2.0**36})
+    alike = dataclasses.replace(
+        CLUSTER, memory=np.float32(4e8), flops={"float32": np.float32(2**36)}
+    )
+    load, fixed = [1.0, 2.0, 1.0, 1.0, 3.0, 1.0, 1.0, 1.0], {"pp": 1, "tp": 1}
+    made = plan(model, cluster, **options, load=load, fixed=fixed)
+    for given in (np.array(load), torch.tensor(load), list(np.array(load, dtype="i"))):
+        like = {name: np.int64(value) for name, value in fixed.items()}
+        found = plan(same, alike, **theirs, load=given, fixed=like)
+        found.to_json(tmp_path / "plan.json")
+        assert Plan.from_json(tmp_path / "plan.json") == found == made
+    assert load_of(np.float32(0.5), num_experts=8, top_k=2) == 0.5
 
 
 def test_launchers_start_every_rank(tmp_path):
