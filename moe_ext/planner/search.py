@@ -119,7 +119,8 @@ def meshes(cost: StepCost, *, all_shards: bool = False) -> Tensor:
         tps = tps[:1] if alone or m.recurrent is not None else tps
         for tp in tps:
             for cp in [1] if alone else divisors(stage // tp):
-                if job.seq_len % (2 * cp * tp):
+                # A zigzag of even stretches; one rank takes a sequence of any length.
+                if job.seq_len % (tp * (2 * cp if cp > 1 else 1)):
                     continue
                 data = stage // (tp * cp)
                 for micro in _MICRO_BATCHES:
@@ -341,7 +342,7 @@ def search(
     num_options = math.prod(map(len, options.values()))
     none = (
         f"plan: expected ranks, heads, experts, sequence and batch to have a mesh of "
-        f"{cost.job.num_ranks} ranks with {fixed}, got none; change global_batch or fixed"
+        f"{cost.job.num_ranks} ranks with {fixed}, got none; change seq_len, global_batch or fixed"
     )
     if not len(mesh) or not num_options:
         raise ValueError(none)

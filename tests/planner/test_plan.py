@@ -589,6 +589,16 @@ def test_numbers_of_numpy_are_numbers(tmp_path):
     assert load_of(np.float32(0.5), num_experts=8, top_k=2) == 0.5
 
 
+def test_sequences_of_odd_length():
+    options = {**STEP, "seq_len": 33}
+    alone = plan(SMALL, CLUSTER, **{**options, "num_ranks": 1})
+    assert alone.memory < plan(SMALL, CLUSTER, **{**options, "num_ranks": 1, "seq_len": 34}).memory
+    shared = plan(SMALL, CLUSTER, **options)
+    assert (shared.choice["tp"], shared.choice["cp"]) == (1, 1)
+    with pytest.raises(ValueError, match="'cp': 2}, got none; change seq_len, "):
+        plan(SMALL, CLUSTER, **options, fixed={"cp": 2})
+
+
 def test_launchers_start_every_rank(tmp_path):
     made = plan(SMALL, CLUSTER, **{**STEP, "num_ranks": 2}, fixed={"pp": 1, "tp": 1, "cp": 1})
     made.to_json(tmp_path / "plan.json")
