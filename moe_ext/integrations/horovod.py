@@ -394,7 +394,7 @@ def grouped_allreduce_(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> 
 
 
 class _AllGather(torch.autograd.Function):
-    """Concatenates; a rank's rows get the sum of their gradients on all ranks."""
+    """Concatenates; a rank's rows get the mean over ranks of their gradients, as in Horovod."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, name: str | None) -> Tensor:
@@ -411,14 +411,14 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        total = _AllReduce.apply(grad, Sum, "the gradient of allgather", 1.0)
-        return total.split(ctx.rows)[rank()], None
+        mean = _AllReduce.apply(grad, Average, "the gradient of allgather", 1.0)
+        return mean.split(ctx.rows)[rank()], None
 
 
 def allgather(
     tensor: Tensor, name: str | None = None, process_set: object = global_process_set
 ) -> Tensor:
-    """Tensors of all ranks, one after the other; differentiable.
+    """Tensors of all ranks, one after the other; gradients are means over ranks, as in Horovod.
 
     Args:
         tensor: `[n, ...]`; n may differ between ranks.
@@ -437,7 +437,7 @@ def allgather(
 
 
 class _Broadcast(torch.autograd.Function):
-    """Copies from one rank, which gets the sum of the gradients."""
+    """Copies from one rank, which gets the mean over ranks of the gradients, as in Horovod."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None) -> Tensor:
@@ -449,8 +449,8 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        total = _AllReduce.apply(grad, Sum, "the gradient of broadcast", 1.0)
-        return total if rank() == ctx.root_rank else torch.zeros_like(total), None, None
+        mean = _AllReduce.apply(grad, Average, "the gradient of broadcast", 1.0)
+        return mean if rank() == ctx.root_rank else torch.zeros_like(mean), None, None
 
 
 def broadcast(
@@ -459,7 +459,7 @@ def broadcast(
     name: str | None = None,
     process_set: object = global_process_set,
 ) -> Tensor:
-    """A rank's tensor, as a new one on every rank; differentiable.
+    """A rank's tensor, as a new one on every rank; its gradient is the mean over ranks.
 
     Raises:
         ValueError: root_rank is no rank, or process_set is not the global one.

@@ -145,14 +145,15 @@ def documented(rank):
     found = hvd.allgather(rows)
     assert found[:, 0].tolist() == [0.0, 0.0, 0.0, 1.0]
     (found * torch.arange(4.0)[:, None] * (rank + 1)).sum().backward()
-    assert rows.grad[:, 0].tolist() == ([9.0] if rank else [0.0, 3.0, 6.0])
+    # Means over ranks, as of Horovod since it has process sets.
+    assert rows.grad[:, 0].tolist() == ([4.5] if rank else [0.0, 1.5, 3.0])
     assert hvd.allgather(torch.empty(2 * rank, dtype=torch.int32)).shape == (2,)
     x.requires_grad_()
     (hvd.allreduce(x) * (rank + 1)).sum().backward()
     assert x.grad.tolist() == [1.5, 1.5]
     x.grad = None
     (hvd.broadcast(x, 1) * (rank + 1)).sum().backward()
-    assert x.grad.tolist() == ([3.0, 3.0] if rank else [0.0, 0.0])
+    assert x.grad.tolist() == ([1.5, 1.5] if rank else [0.0, 0.0])
     assert hvd.broadcast_(torch.tensor([rank]), 1).tolist() == [1]
     assert hvd.broadcast_object({"rank": rank}, 1, name="o") == {"rank": 1}
     assert hvd.allgather_object(f"rank {rank}") == ["rank 0", "rank 1"]
