@@ -658,9 +658,11 @@ class _Gradients:
         compression: type[Compressor],
         op: str,
         sparse_as_dense: bool,
+        predivide: float,
     ) -> None:
         self._optimizer, self._number = optimizer, number
         self._compression, self._op, self._sparse_as_dense = compression, op, sparse_as_dense
+        self._predivide = predivide
         self._holder = nn.ParameterList()
         self._hooked: set[nn.Parameter] = set()
         self._step: Callable[..., Any] = optimizer.step
@@ -721,9 +723,10 @@ class _Gradients:
             made.append(self._compression.compress(p.grad.detach()))
         for dtype in sorted({sent.dtype for sent, _ in made}, key=str):
             chosen = [i for i, (sent, _) in enumerate(made) if sent.dtype == dtype]
-            flat = torch.cat([made[i][0].reshape(-1) for i in chosen])
+            # As early as Horovod does: a sum in half precision may be too large.
+            flat = torch.cat([made[i][0].reshape(-1) for i in chosen]) / self._predivide
             all_reduce_(flat, _group("DistributedOptimizer"), operation="DistributedOptimizer")
-            flat /= size()
+            flat /= size() / self._predivide
             pieces = flat.split([made[i][0].numel() for i in chosen])
             for i, piece in zip(chosen, pieces, strict=True):
                 sent, ctx = made[i]
@@ -833,8 +836,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         backward_passes_per_step: gradients of so many passes are added up. They are sent when the
             optimizer steps, so that any other number serves as well.
         op: Average or Sum.
-        gradient_predivide_factor: positive, for Average. Horovod divides by it before it adds up
-            and multiplies after, with the same result.
+        gradient_predivide_factor: positive, for Average. Compressed gradients are divided by it
+            before they are added up, and the sums multiplied by it.
         num_groups: 0 or more. Messages are buckets here, whatever it says; so are `groups`.
         groups: None, a number or lists of parameters.
         sparse_as_dense: make sparse gradients dense first; they are refused otherwise.
@@ -859,7 +862,9 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     check_rule(owner, "num_groups", num_groups, "0 or more", num_groups >= 0)
     if named_parameters is not None:
         _check_names(owner, optimizer, list(named_parameters))
-    gradients = _Gradients(optimizer, len(_optimizers), compression, op, sparse_as_dense)
+    gradients = _Gradients(
+        optimizer, len(_optimizers), compression, op, sparse_as_dense, gradient_predivide_factor
+    )
     _optimizers.append(gradients)
 
     def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:

@@ -140,6 +140,13 @@ def documented(rank):
     assert hvd.poll(handle) and hvd.synchronize(handle) is own and own.tolist() == [4.0, 6.0]
     both = hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum)
     assert [t.tolist() for t in both] == [[4.0, 6.0], [8.0, 12.0]]
+    # A sum of two is above 65504.
+    large = nn.Parameter(torch.zeros(1))
+    options = {"compression": hvd.Compression.fp16, "gradient_predivide_factor": 2.0}
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([large]), **options)
+    (4e4 * large).sum().backward()
+    optimizer.synchronize()
+    assert large.grad.tolist() == [4e4]
 
     rows = torch.full((3 - 2 * rank, 2), float(rank), requires_grad=True)
     found = hvd.allgather(rows)
