@@ -183,8 +183,8 @@ def init(comm: None = None, process_sets: None = None) -> None:
     if not is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         join_processes(backend)
-    _optimizers.clear()
-    _active.clear()
+        _optimizers.clear()
+        _active.clear()
 
 
 def shutdown() -> None:
