@@ -289,6 +289,7 @@ class _WholeBatches:
             layout=self.layout,
             shifts=loss != "plain",
             num_items=rest.pop("num_items_in_batch", None),
+            ignore_index=rest.get("ignore_index", -100),
         )
         if pairs is not None:
             rule = f"[B, S], or [B, H or 1, S, S] of {seq_len} positions"

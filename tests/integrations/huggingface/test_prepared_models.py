@@ -663,6 +663,14 @@ def test_losses_are_told_the_number_of_labels():
     assert probe(make("opt")) == Traits(0, True, "shifted")
 
 
+@pytest.mark.parametrize("family", ["llama", "eurobert/mlm"])
+def test_another_number_may_stand_for_no_label(family):
+    batch = {**make_batch("whole"), "ignore_index": 1}
+    batch["labels"][:, 5:9] = 1
+    losses = [model(**batch).loss for model in (make(family), prepared(family, None))]
+    torch.testing.assert_close(*losses)
+
+
 FORMS = {"llama": "shifted", "gpt_neox": "shifted", "mistral": "shifted", "eurobert/mlm": "plain"}
 
 
