@@ -238,10 +238,19 @@ class CostModel:
         return self.wire_seconds(codec, numel) + self.compute_seconds(codec, numel)
 
     def estimate(self, codec: Codec, bucket: Hashable) -> float:
-        """Seconds as measured for the bucket, or as predicted and corrected by other buckets."""
+        """Seconds as measured for the bucket, or as predicted and corrected by other buckets.
+
+        A codec that is not plain counts with the least of its times and of the prediction until six
+        were measured.
+        """
         state = self.buckets[bucket]
-        if codec in state.measured:
-            return state.measured[codec].median
+        known = state.measured.get(codec)
+        # A codec that was given up is not measured again: before, it is measured as often as in a
+        # trial. By the formula alone, since the same turns were disturbed in other buckets.
+        if known and not codec.plain and known.count < TRIAL_TURNS and self.knows([codec]):
+            return min(known.least, self.predict(codec, state.numel))
+        if known:
+            return known.median
         if codec in self._scales and codec not in self._corrections:
             self._corrections[codec] = statistics.median(self._scales[codec].values())
         return self.predict(codec, state.numel) * self._corrections.get(codec, 1.0)
@@ -341,17 +350,11 @@ class CostModel:
     ) -> dict[Codec, float]:
         """Seconds of what sends no more than the dense bucket."""
         dense = max(codec.sent_bytes(state.numel, self.num_ranks) for codec in plain)
-        found = {
+        return {
             codec: self.estimate(codec, bucket)
             for codec in state.codecs
             if codec.plain or codec.sent_bytes(state.numel, self.num_ranks) < dense
         }
-        # A codec that was given up is not measured again: before, it is measured as often as in a
-        # trial. By the formula alone, since the same turns were disturbed in other buckets.
-        for codec, known in state.measured.items():
-            if codec in found and not codec.plain and known.count < TRIAL_TURNS:
-                found[codec] = min(known.least, self.predict(codec, state.numel))
-        return found
 
     def _least(
         self, state: BucketState, plain: list[Codec], seconds: dict[Codec, float]
@@ -481,8 +484,8 @@ class CostModel:
         """A table of the choice for each bucket and its reason.
 
         Returns:
-            str: a line about the link, a table with the milliseconds of every codec (predicted, or
-            with a star as measured), and the bandwidth up to which each codec pays.
+            str: a line about the link, a table with the milliseconds of every codec (`estimate`,
+            with a star where measured), and the bandwidth up to which each codec pays.
         """
         codecs = list(dict.fromkeys(c for state in self.buckets.values() for c in state.codecs))
         # Codecs of one kind with other options would share a name.
@@ -492,11 +495,13 @@ class CostModel:
         for bucket, state in self.buckets.items():
             row = [str(bucket), str(state.numel)]
             for codec in codecs:
-                known = codec in state.measured
+                known = state.measured.get(codec)
                 if codec not in state.codecs or not (known or self.knows([codec])):
                     row.append("-")
                     continue
-                row.append(f"{1e3 * self.estimate(codec, bucket):.3f}{'*' if known else ''}")
+                seconds = self.estimate(codec, bucket)
+                is_measured = known and seconds in (known.least, known.median)
+                row.append(f"{1e3 * seconds:.3f}{'*' if is_measured else ''}")
             chosen = "-" if state.chosen is None else heads[codecs.index(state.chosen)]
             rows.append([*row, chosen, state.reason])
         return "\n".join([_about(self), *aligned_table(rows), *_break_even(self)])

@@ -325,16 +325,16 @@ def test_one_disturbed_turn_does_not_decide_a_trial(known_rates, disturbed):
 def test_the_first_measurement_only_counts_until_there_is_another(known_rates):
     model = model_on(SLOW)
     model.choose(NUMEL, ALL, bucket=0)
-    model.record(0, TOPK, 10.0)
-    assert model.estimate(TOPK, 0) == 10.0
-    model.record(0, TOPK, 2.0)
-    assert model.estimate(TOPK, 0) == 2.0
+    model.record(0, BF16, 10.0)
+    assert model.estimate(BF16, 0) == 10.0
+    model.record(0, BF16, 2.0)
+    assert model.estimate(BF16, 0) == 2.0
     for seconds in (2.0, 50.0, 2.0):
-        model.record(0, TOPK, seconds)
-    assert model.estimate(TOPK, 0) == 2.0  # a median: one turn that was disturbed is nothing
-    model.record("unknown", TOPK, 1.0)
-    model.record(0, TOPK, 1e-9)  # no clock was read
-    assert model.estimate(TOPK, 0) == 2.0
+        model.record(0, BF16, seconds)
+    assert model.estimate(BF16, 0) == 2.0  # a median: one turn that was disturbed is nothing
+    model.record("unknown", BF16, 1.0)
+    model.record(0, BF16, 1e-9)  # no clock was read
+    assert model.estimate(BF16, 0) == 2.0
 
 
 def test_a_bucket_of_another_size_keeps_the_ratio_to_the_formula(known_rates):
@@ -348,13 +348,13 @@ def test_a_bucket_of_another_size_keeps_the_ratio_to_the_formula(known_rates):
 def test_observations_wait_until_they_are_settled(known_rates):
     model = model_on(SLOW)
     model.choose(NUMEL, ALL, bucket=0)
-    model.observe(0, TOPK, 1.0)
-    model.observe(0, INT8, 2.0)
+    model.observe(0, DENSE, 1.0)
+    model.observe(0, BF16, 2.0)
     assert model.pending() == [1.0, 2.0]
     with pytest.raises(ValueError, match="expected agreed to be 2 long, got 1"):
         model.settle([1.0])
     model.settle([3.0, 4.0])
-    assert (model.estimate(TOPK, 0), model.estimate(INT8, 0)) == (3.0, 4.0)
+    assert (model.estimate(DENSE, 0), model.estimate(BF16, 0)) == (3.0, 4.0)
     assert model.pending() == []
     model.settle()
 
@@ -362,7 +362,8 @@ def test_observations_wait_until_they_are_settled(known_rates):
 def test_explain_is_a_table(known_rates):
     model = CostModel(link=Link(1e-4, 25e6, 20e6), num_ranks=2)
     settled(model)
-    model.record(0, TOPK, 0.0123)
+    for _ in range(TRIAL_TURNS):
+        model.record(0, TOPK, 0.0123)
     model.choose(100, ALL, bucket="norm")
     lines = model.explain().splitlines()
     assert lines[0] == (
@@ -383,6 +384,25 @@ def test_explain_is_a_table(known_rates):
     twins = (DENSE, TOPK, FakeCodec("topk", 0.1))
     model.choose(NUMEL, twins, bucket="twins")
     assert "share=0.1" in model.explain()
+
+
+def test_explain_has_the_times_that_the_choice_is_made_by(known_rates):
+    """Of a codec that takes ten times what is predicted, up to the turn in which it is given up."""
+    model = model_on(Link.of_rate(1e9))
+    model.prepare(ALL)
+    longer = 10 * model.predict(TOPK, NUMEL)
+
+    def cells():
+        row = model.explain().splitlines()[3].strip("|").split("|")
+        return [cell.strip() for cell in row]
+
+    for _ in range(TRIAL_TURNS):
+        assert model.choose(NUMEL, ALL, bucket=0) == TOPK
+        times = cells()[2:6]
+        assert min(times, key=float) == times[3] and cells()[6] == "topk"
+        model.record(0, TOPK, longer)
+    assert cells()[5] == f"{1e3 * longer:.3f}*"
+    assert model.choose(NUMEL, ALL, bucket=0) != TOPK
 
 
 def test_names_are_codecs():
