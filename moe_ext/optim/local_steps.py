@@ -484,11 +484,7 @@ class DiLoCo:
         Raises:
             RuntimeError: a message is underway; save before it begins or after it ends.
         """
-        if any(fragment.underway for fragment in self._fragments):
-            raise RuntimeError(
-                f"{type(self).__name__}.state_dict: expected no message to be underway, got a "
-                "fragment between its beginning and its end; save after the round"
-            )
+        self._check_idle("state_dict", "save")
         return {
             "round": self.round,
             "local_step": self._local_step,
@@ -503,6 +499,14 @@ class DiLoCo:
             },
         }
 
+    def _check_idle(self, method: str, verb: str) -> None:
+        """RuntimeError while a message is underway."""
+        if any(fragment.underway for fragment in self._fragments):
+            raise RuntimeError(
+                f"{type(self).__name__}.{method}: expected no message to be underway, got a "
+                f"fragment between its beginning and its end; {verb} after the round"
+            )
+
     def _parts_by_key(self) -> dict[str, _Part]:
         return {
             f"{i}.{j}": part
@@ -516,7 +520,9 @@ class DiLoCo:
         Raises:
             ValueError: the state is of other fragments, or of another rank. Nothing has changed
                 then.
+            RuntimeError: a message is underway; load before it begins or after it ends.
         """
+        self._check_idle("load_state_dict", "load")
         rank, parts = group_rank(self._group), self._parts_by_key()
         own = state.get(f"rank{rank}", {})
         for key, part in parts.items():

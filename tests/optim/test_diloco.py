@@ -449,6 +449,24 @@ def test_an_outer_optimizer_that_fails_leaves_the_round_as_it_was():
     assert local.round == 1
 
 
+def test_no_state_is_loaded_while_a_message_is_underway():
+    net = model()
+    inner = sgd(net, lr=0.01)
+    local = DiLoCo(None, [net], inner, sgd(net, lr=0.7), 3, fragment_sync_delay=1)
+    saved = local.state_dict()
+    with local:
+        for step in range(3):
+            backward(net, 0, step)
+            inner.step()
+            if step == 1:
+                for call in (local.state_dict, lambda: local.load_state_dict(saved)):
+                    with pytest.raises(RuntimeError, match="expected no message to be underway"):
+                        call()
+    assert local.round == 1
+    local.load_state_dict(saved)
+    assert local.round == 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
