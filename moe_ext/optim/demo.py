@@ -71,7 +71,7 @@ class DeMo(CheckedOptimizer):
     Args:
         params: parameters or groups of them, the same on all ranks: plain tensors, or experts of
             which the ranks of ``process_group`` hold the same part. Their values are compared by a
-            checksum in the first step: seed every rank alike.
+            checksum in the first step: seed every rank alike. Frozen ones stay as they are.
         lr: of the step.
         compression_decay: of the momentum.
         compression_topk: k, coefficients of a chunk.
@@ -123,6 +123,7 @@ class DeMo(CheckedOptimizer):
             "shapes of params": [
                 [tuple(local_part(p).shape) for p in group["params"]] for group in groups
             ],
+            "requires_grad of params": [[p.requires_grad for p in g["params"]] for g in groups],
             "the number of the step": self._round,
         }
 
@@ -172,9 +173,11 @@ class DeMo(CheckedOptimizer):
         self._round += 1
         signs = iter(memory.pieces(mean_N.sign_()))
         for group in self.param_groups:
-            for p in map(local_part, group["params"]):
-                p.mul_(1.0 - group["lr"] * group["weight_decay"])
-                p.add_(next(signs).to(p.dtype), alpha=-group["lr"])
+            for parameter in group["params"]:
+                p, sign = local_part(parameter), next(signs)
+                if parameter.requires_grad:
+                    p.mul_(1.0 - group["lr"] * group["weight_decay"])
+                    p.add_(sign.to(p.dtype), alpha=-group["lr"])
         return loss
 
     def _refuse(self) -> None:

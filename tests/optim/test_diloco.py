@@ -467,6 +467,23 @@ def test_no_state_is_loaded_while_a_message_is_underway():
     assert local.round == 0
 
 
+def test_demo_leaves_frozen_parameters_alone():
+    net = model()
+    net[0].weight.requires_grad_(False)
+    optimizer = DeMo(net.parameters(), lr=0.01, weight_decay=0.1)
+    backward(net, 0, 0)
+    before = [p.detach().clone() for p in net.parameters()]
+    optimizer.step()
+    moved = [not torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True)]
+    assert moved == [False, True, True, True]
+    # One that is frozen later has a momentum that could move it.
+    net[0].bias.requires_grad_(False)
+    before = net[0].bias.clone()
+    backward(net, 0, 1)
+    optimizer.step()
+    assert torch.equal(net[0].bias, before)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
