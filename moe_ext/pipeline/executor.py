@@ -279,7 +279,10 @@ class Pipeline:
                 own = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
                 total, sent = self._messages.sum_over(own, ranks, number, name)
                 run.sent += sent
-                p.grad = total if earlier is None else total.add_(earlier)
+                if p.requires_grad:
+                    p.grad = total if earlier is None else total.add_(earlier)
+                else:
+                    p.grad = earlier
         for message in run.sent:
             message.wait()
         self._failed = False

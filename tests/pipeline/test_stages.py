@@ -120,6 +120,21 @@ def tied_weights_losses_and_the_norm(name, scope):
         assert_same(pipeline, want)
 
 
+@over_2(("interleaved",), ("chimera",))
+def frozen_weights_that_several_ranks_have_get_no_gradient(name):
+    """As in one process, where AdamW leaves them alone."""
+    found = Language()
+    if name == "chimera":
+        halves = [nn.Sequential(*list(found)[:2]), nn.Sequential(*list(found)[2:])]
+        found = nn.ModuleList(halves)
+    pipeline = pipeline_of(name, found)
+    found.get_submodule("0.0").requires_grad_(False)
+    step(pipeline)
+    own = {id(p) for module in pipeline.stages.values() for p in module.parameters()}
+    for p in found.parameters():
+        assert (p.grad is not None) == (p.requires_grad and id(p) in own)
+
+
 @over_2()
 def norm_of_both_chains():
     found, want = Language(), one_process()
