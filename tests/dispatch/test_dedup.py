@@ -42,15 +42,17 @@ def spread(way):
     return options
 
 
-def step(way, combine="exact", size=9, mask=None, x_grad=True, train_router=True, **options):
+def step(way, combine="exact", size=9, mask=None, x_grad=True, frozen=(), **options):
     """Output and all gradients of one step."""
     one = layer(way, combine, **options)
-    one.router.requires_grad_(train_router)
+    for part in frozen:
+        getattr(one, part).requires_grad_(False)
     x = tokens(size, D, options.get("dtype", torch.float64)).requires_grad_(x_grad)
     y = one(x, token_mask=mask)
-    y.float().square().sum().backward()
+    if y.requires_grad:
+        y.float().square().sum().backward()
     grads = [x.grad, *[p.grad for p in one.parameters()]]
-    return [y.detach(), *[g for g in grads if g is not None]], one
+    return [y, *[g for g in grads if g is not None]], one
 
 
 def cases():
@@ -64,12 +66,20 @@ def cases():
     yield {"mask": torch.full((9,), rank > 0)}
     yield {"x_grad": rank > 0}
     yield {"x_grad": False}
-    yield {"x_grad": False, "train_router": False}
+    yield {"x_grad": False, "frozen": ["router"]}
     # No rank has tokens; the first or the last one alone has any, or alone has none.
     yield {"size": 0}
     for odd in (0, num_ranks - 1):
         yield {"size": 4 * (rank == odd)}
         yield {"size": 4 * (rank != odd)}
+
+
+def frozen_cases():
+    """Options of steps in which no rank has a gradient, or only that of others' tokens."""
+    rank, everything = dist.get_rank(), ["router", "experts"]
+    for budget, x_grad in itertools.product((None, RowBudget(8)), (False, rank > 0)):
+        yield {"row_budget": budget, "x_grad": x_grad, "frozen": everything}
+    yield {"x_grad": rank > 0, "frozen": ["router"]}
 
 
 def by_way(cases, ways):
@@ -94,6 +104,15 @@ def check_exact_gives_the_bits_of_a_row_for_each_expert_and_reduced_the_sums():
             assert_close(found, want, options, combine)
             dropped = other.metrics["num_dropped"], plain.metrics["num_dropped"]
             assert torch.equal(*dropped), options
+
+
+def check_ranks_take_part_in_a_backward_pass_where_any_has_one():
+    for options, chosen in by_way(frozen_cases(), WAYS[:2]):
+        want, _ = step("alltoall", **options)
+        for way, combine in chosen:
+            found, _ = step(way, combine, **options)
+            assert found[0].requires_grad == want[0].requires_grad
+            assert_close(found, want, options, combine)
 
 
 def budgeted_cases():
