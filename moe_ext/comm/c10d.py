@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +30,10 @@ ALL_GATHER, REDUCE_SCATTER = (
         ("all_gather_single", "all_gather_into_tensor"),
         ("reduce_scatter_single", "reduce_scatter_tensor"),
     )
+)
+# From torch 2.13 on the ranks of a group may be in another order than that of their numbers.
+IN_ORDER: dict[str, Any] = (
+    {"sort_ranks": False} if "sort_ranks" in inspect.signature(c10d.new_group).parameters else {}
 )
 # Ends a recomputation where the backward pass has all that it needs.
 END_OF_RECOMPUTATION: type[Exception] = torch.utils.checkpoint._StopRecomputationError
@@ -139,7 +144,7 @@ _num_made: Counter[tuple[int, ...]] = Counter()
 def local_group(ranks: Sequence[int], like: ProcessGroup, device: torch.device) -> ProcessGroup:
     """A new group of some global ranks, with the backends and the timeout of another group.
 
-    Only its members take part, each as often as the others.
+    Group ranks go by the place in `ranks`. Only its members take part, each as often as the others.
 
     torch names such a group by its ranks and by the number of groups that the process belongs to.
     Members that belong to unequal numbers of groups would wait for each other under different
@@ -162,6 +167,7 @@ def local_group(ranks: Sequence[int], like: ProcessGroup, device: torch.device) 
             timeout=group_timeout(like, device),
             backend=backend,
             use_local_synchronization=True,
+            **IN_ORDER,
         )
 
 

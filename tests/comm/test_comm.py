@@ -9,7 +9,7 @@ from rank_checks import Checks
 
 from moe_ext.comm import agreement
 from moe_ext.comm.agreement import Agreement, share
-from moe_ext.comm.c10d import twin_group
+from moe_ext.comm.c10d import IN_ORDER, twin_group
 from moe_ext.comm.collectives import (
     Pending,
     all_gather,
@@ -94,6 +94,9 @@ def check_groups():
     for _ in range(2):
         twin = twin_group(dist.group.WORLD, CPU)
         assert torch.equal(all_gather(mine(), twin, operation="op"), torch.cat(every()))
+    group = dist.new_group([*reversed(range(size))], **IN_ORDER)
+    ranks = dist.get_process_group_ranks(twin_group(group, CPU))
+    assert ranks == dist.get_process_group_ranks(group)
 
 
 def check_agreement():

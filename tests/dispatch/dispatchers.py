@@ -17,13 +17,13 @@ def tokens(size, dim, dtype=torch.float32, rank=None):
 
 
 @functools.cache
-def dispatcher(way, num_experts, **options):
+def dispatcher(way, num_experts, group=None, **options):
     """One for all ranks; of four ranks each two are a node, of fewer each one."""
     if way == "alltoall":
         options.pop("combine", None)  # it sends a row for each expert
     if way == "hierarchical":
         options["node_size"] = 2 if dist.get_world_size() == 4 else 1
-    return _CLASSES[way](num_experts, dist.group.WORLD, **options)
+    return _CLASSES[way](num_experts, group or dist.group.WORLD, **options)
 
 
 def sent_messages():

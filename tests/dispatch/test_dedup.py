@@ -14,6 +14,7 @@ from rank_checks import Checks, raised
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import MoELayer
+from moe_ext.comm import c10d
 from moe_ext.distributed import (
     AllGatherDispatcher,
     DedupDispatcher,
@@ -166,6 +167,21 @@ def check_a_dispatcher_alone_heeds_a_capacity():
         assert int(metadata.num_dropped) > 0 and int(offsets.diff().max()) <= 5 * made.num_ranks
         found[way] = made.combine(rows, metadata)
         assert_same_bits(found[way], found["alltoall"])
+
+
+def check_ranks_in_another_order():
+    """Experts go by the rank in the group: each multiplies by its number."""
+    num_ranks = dist.get_world_size()
+    group = dist.new_group([num_ranks - 1, *range(num_ranks - 1)], **c10d.IN_ORDER)
+    x, here = tokens(9, D, torch.float64), E // num_ranks
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    idx = torch.rand(9, E, generator=generator).topk(K).indices
+    own = torch.arange(here) + here * dist.get_rank(group)
+    for way in ("alltoall", *WAYS):
+        made = dispatcher(way, E, group)
+        rows, offsets, metadata = made.dispatch(x, idx, torch.ones(9, K, dtype=torch.float64))
+        y = made.combine(rows * own.repeat_interleave(offsets.diff())[:, None], metadata)
+        torch.testing.assert_close(y, x * idx.sum(1, keepdim=True))
 
 
 def check_checkpointing_and_autocast():
