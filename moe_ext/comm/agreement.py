@@ -20,7 +20,7 @@ import os
 import struct
 import weakref
 import zlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -58,8 +58,6 @@ MEETING_SECONDS = 60.0
 # Calls whose answers are kept for a group, and messages that may be unread.
 _MOST_ANSWERS = 64
 _MOST_UNREAD = 64
-# Number of times that the ranks have met, by place and purpose.
-_meetings: Counter[str] = Counter()
 
 
 def share(
@@ -421,7 +419,8 @@ def meet(operation: str, group: ProcessGroup | None, *, hint: str) -> None:
     assert group is not None
     ranks = group_ranks(group)
     where = f"moe_ext/meet/{operation}/{'_'.join(map(str, ranks))}"
-    keys = {rank: f"{where}/{_meetings[where]}/{rank}" for rank in ranks}
+    times = c10d.times()
+    keys = {rank: f"{where}/{times[where]}/{rank}" for rank in ranks}
     store, me = c10d.default_store(), global_rank()
     store.set(keys[me], "1")
     try:
@@ -435,7 +434,7 @@ def meet(operation: str, group: ProcessGroup | None, *, hint: str) -> None:
                 f"{operation}: expected every rank of {list(ranks)} to call it, since each holds "
                 f"another part, got no call of rank {missing[0]} within {MEETING_SECONDS:g} s{hint}"
             ) from error
-    _meetings[where] += 1
+    times[where] += 1
 
 
 def check_equal_over_ranks(

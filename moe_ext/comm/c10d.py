@@ -6,6 +6,7 @@ import functools
 import hashlib
 import inspect
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -137,8 +138,13 @@ def flat_group(mesh: DeviceMesh) -> ProcessGroup:
     return mesh.get_group() if mesh.ndim == 1 else flat_mesh(mesh).get_group()
 
 
-# Number of groups of these ranks that `local_group` has made: the same on each of them.
-_num_made: Counter[tuple[int, ...]] = Counter()
+# By default group: a process may join another one, whose members were elsewhere before.
+_times: weakref.WeakKeyDictionary[ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+
+
+def times() -> Counter[str]:
+    """Counts of what ranks of the default group have done together: the same on each."""
+    return _times.setdefault(c10d._get_default_group(), Counter())
 
 
 def local_group(ranks: Sequence[int], like: ProcessGroup, device: torch.device) -> ProcessGroup:
@@ -150,9 +156,9 @@ def local_group(ranks: Sequence[int], like: ProcessGroup, device: torch.device) 
     Members that belong to unequal numbers of groups would wait for each other under different
     names, for ever; so the name is made here.
     """
-    key = tuple(ranks)
-    _num_made[key] += 1
-    text = f"moe_ext/{'_'.join(map(str, key))}/{_num_made[key]}"
+    key = f"moe_ext/{'_'.join(map(str, ranks))}"
+    times()[key] += 1
+    text = f"{key}/{times()[key]}"
     name = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
     config = dist.get_backend_config(like)
     backend = None if config == dist.get_backend_config() else config

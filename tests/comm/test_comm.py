@@ -24,6 +24,7 @@ from moe_ext.comm.collectives import (
 )
 from moe_ext.comm.failures import RankFailureError
 from moe_ext.distributed import count_traffic
+from moe_ext.testing import spawn_ranks
 
 CPU = torch.device("cpu")
 
@@ -211,3 +212,25 @@ def test_refusal_of_this_process_alone():
     with pytest.raises(TypeError, match=r"^op: as it is$") as found, Agreement("op", None):
         raise error
     assert found.value is error
+
+
+def met_in_a_second_job(rank, store):
+    """A sum over those of three ranks that go on without the second one."""
+    if rank < 2:
+        pair = twin_group(subgroups([[0, 1]]), CPU)
+        agreement.meet("op", pair, hint="")
+    else:
+        subgroups([[0, 1]])
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank == 1:
+        return None
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank // 2, world_size=2)
+    with mock.patch.object(agreement, "MEETING_SECONDS", 5):
+        agreement.meet("op", dist.group.WORLD, hint="")
+    twin = twin_group(dist.group.WORLD, CPU)
+    return all_reduce_(torch.tensor([float(rank)]), twin, operation="op").item()
+
+
+def test_processes_of_another_job_meet(tmp_path):
+    assert spawn_ranks(met_in_a_second_job, 3, tmp_path / "store") == [2.0, None, 2.0]
