@@ -530,8 +530,8 @@ MISTAKES = {
         ),
         "numbers of parameters in an optimizer's state that is in extra are texts": (
             "moe_ext/distributed/checkpoint.py",
-            "[-key = int(key) if numbered and str(key).isdigit() else key-]{+pass+}",
-            "tests/distributed/test_resume.py -k beside_the_optimizer",
+            "new = [-int(text) if numbered and text.isdigit() else text-]{+text+}",
+            "tests/distributed/test_resume.py -k extra_comes_back",
         ),
         "a state with fewer parameters is taken": (
             "moe_ext/distributed/training_state.py",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import os
 import warnings
 import zlib
@@ -9,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +48,7 @@ def save(
         path: folder that all ranks share.
         model: see `TrainingState`.
         optimizers: one, or several, or none.
-        extra: more to save, by names of their own, such as a scheduler's `state_dict()`.
+        extra: more to save, by names of their own, such as a scheduler or its `state_dict()`.
         options: passed on to `torch.distributed.checkpoint.save`, such as `storage_writer`.
 
     Raises:
@@ -136,7 +138,8 @@ def load(
         path: folder that all ranks share.
         model: of the same parameters as a whole; its experts may be spread otherwise.
         optimizers: of the same classes; they may be new.
-        extra: filled in place by all that was saved under the names that are in it.
+        extra: filled in place by all that was saved under the names that are in it. Keys come back
+            as texts, but for those that are in it and those that count an optimizer's parameters.
         options: passed on to `torch.distributed.checkpoint.load`, such as `storage_reader`.
 
     Raises:
@@ -178,6 +181,7 @@ def load(
             raise ValueError(
                 f"checkpoint.load: expected a checkpoint with {name}, got one without it"
             )
+        before = _states(extra)
     # First what may be refused: nothing live is touched by it.
     first = {name: tensor for name, tensor in state.items() if name.startswith(OPTIONS)}
     if any(name.startswith(OPTIONS) for name in saved):
@@ -190,7 +194,7 @@ def load(
             )
         with _on_every_rank("checkpoint.load", options):
             training._options(first)
-    more = {} if extra is None else _with_all_saved(extra, saved, metadata.planner_data)
+    more = _with_all_saved(before, saved, metadata.planner_data)
     found = {**{name: value for name, value in state.items() if name not in first}, **more}
     for name, tensor in state.items():
         if isinstance(tensor, tuple):
@@ -211,8 +215,13 @@ def load(
         )
     alone = {name: found[name] for name, value in state.items() if isinstance(value, tuple)}
     training.load_state_dict({**state, **alone})
-    if extra is not None:
-        extra.update({name: found[name] for name in more})
+    for name in more:
+        assert extra is not None
+        loaded = _like(before[name], found[name])
+        if _has_state(extra[name]):
+            extra[name].load_state_dict(loaded)
+        else:
+            extra[name] = loaded
 
 
 def _to_save(
@@ -228,12 +237,13 @@ def _to_save(
 
     _check_kinds(operation, path, model)
     wait(_underway)
-    if "storage_writer" not in options and ReplacingWriter.validate_checkpoint_id(path):
-        options["storage_writer"] = ReplacingWriter(path)
     with _on_every_rank(operation, options) as told:
-        state = {**TrainingState(model, optimizers).state_dict(), **(extra or {})}
-        own = {zlib.crc32(name.encode()): name for name, _ in _leaves("", extra or {})}
-        told[0] = [number for leaf in _leaves("", extra or {}) for number in _checksums(*leaf)]
+        more = _states(extra)
+        state = {**TrainingState(model, optimizers).state_dict(), **more}
+        own = {zlib.crc32(name.encode()): name for name, _ in _leaves("", more)}
+        told[0] = [number for leaf in _leaves("", more) for number in _checksums(*leaf)]
+    if "storage_writer" not in options and ReplacingWriter.validate_checkpoint_id(path):
+        options["storage_writer"] = ReplacingWriter(path, _empty_mappings(more))
     values = [dict(zip(row[::2], row[1::2], strict=True)) for row in told]
     for name, text in own.items():
         if len({of_rank[name] for of_rank in values if name in of_rank}) > 1:
@@ -251,6 +261,15 @@ def _check_kinds(operation: str, path: object, model: object) -> None:
     check_kind(operation, "model", model, nn.Module, required=True)
 
 
+def _has_state(value: object) -> TypeGuard[Any]:
+    """True for what torch saves and loads by its `state_dict`, such as a scheduler."""
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def _states(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {n: x.state_dict() if _has_state(x) else x for n, x in (extra or {}).items()}
+
+
 def _with_all_saved(
     extra: Mapping[str, Any], saved: Mapping[str, Any], paths: Mapping[str, Sequence[Any]] | None
 ) -> dict[str, Any]:
@@ -259,29 +278,23 @@ def _with_all_saved(
     Args:
         extra: nested mappings and lists; they are not changed.
         saved: as in `TrainingState.empty`.
-        paths: of what was saved, by its name: keys and indices.
+        paths: of what was saved, by its name: keys, which torch writes as texts, and indices.
     """
     found = {name: _copied(value) for name, value in extra.items()}
     for full_name, path in (paths or {}).items():
-        if path[0] not in found or len(path) == 1 or full_name not in saved:
+        if path[0] not in found or len(path) == 1:
             continue
         inside: Any = found
-        numbered = False
-        for key, below in zip(path[:-1], path[1:], strict=True):
-            # Optimizers count their parameters; torch writes the numbers as texts.
-            key = int(key) if numbered and str(key).isdigit() else key
-            numbered = key == "state" and isinstance(inside, dict) and "param_groups" in inside
+        for key, below in itertools.pairwise(path):
             inside = _entry(inside, key, {} if isinstance(below, str) else [])
             if not isinstance(inside, dict | list):
                 break  # a value of another kind here
         else:
-            entry = saved[full_name]
-            is_tensor = hasattr(entry, "properties")
-            _entry(
-                inside,
-                path[-1],
-                torch.zeros(entry.size, dtype=entry.properties.dtype) if is_tensor else None,
-            )
+            entry: Any = saved.get(full_name)
+            default: Any = {} if entry is None else None  # no file has an empty mapping
+            if hasattr(entry, "properties"):
+                default = torch.zeros(entry.size, dtype=entry.properties.dtype)
+            _entry(inside, path[-1], default)
     return found
 
 
@@ -296,10 +309,29 @@ def _entry(inside: Any, key: Any, default: Any) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    """Nested dicts and lists anew, with the same leaves."""
-    if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
+    """Nested mappings and lists anew, by keys as torch writes them, with the same leaves."""
+    if isinstance(value, Mapping):
+        return {str(key): _copied(item) for key, item in value.items()}
     return [_copied(item) for item in value] if type(value) is list else value
+
+
+def _like(given: Any, loaded: Any, *, numbered: bool = False) -> Any:
+    """A loaded value, in mappings of the classes and the keys of those that were given."""
+    if isinstance(loaded, list):
+        known = given[: len(loaded)] if isinstance(given, list) else []
+        return [_like(old, new) for old, new in itertools.zip_longest(known, loaded)]
+    if not isinstance(loaded, dict):
+        return loaded
+    found = copy.copy(given) if isinstance(given, dict) else {}
+    own = {str(key): (key, value) for key, value in found.items()}
+    found.clear()
+    for text, value in loaded.items():
+        # Optimizers count their parameters.
+        new = int(text) if numbered and text.isdigit() else text
+        key, old = own.get(text, (new, None))
+        counts = text == "state" and "param_groups" in loaded
+        found[key] = _like(old, value, numbered=counts)
+    return found
 
 
 def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
@@ -312,6 +344,18 @@ def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
             yield from _leaves(f"{path}.{index}", item)
     else:
         yield path, value
+
+
+def _empty_mappings(value: object, *path: str | int) -> Iterator[tuple[str | int, ...]]:
+    """Paths to mappings without entries, of which torch writes nothing."""
+    if isinstance(value, Mapping):
+        if path and not value:
+            yield path
+        for key, item in value.items():
+            yield from _empty_mappings(item, *path, str(key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _empty_mappings(item, *path, index)
 
 
 def _checksums(path: str, value: object) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import dataclasses
 import io
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,16 +148,25 @@ class ReplacingWriter(FileSystemWriter):
 
     torch's writer overwrites the files of the earlier one. Where a rank dies meanwhile, metadata of
     one state would be there with tensors of another.
+
+    Args:
+        path: the folder.
+        more: paths of this rank to what has no entries, to be kept with those that torch keeps.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], more: Iterable[tuple[str | int, ...]] = ()
+    ) -> None:
         super().__init__(path)
         self.fs = _Files()
+        self._more = {".".join(map(str, path)): path for path in more}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """As torch's, without its warning of an earlier checkpoint."""
         self.fs.mkdir(self.path)
-        return plan
+        if plan.planner_data is None:
+            return plan
+        return dataclasses.replace(plan, planner_data={**self._more, **plan.planner_data})
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Files with names that no earlier save has used."""

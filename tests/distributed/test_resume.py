@@ -7,6 +7,7 @@ import copy
 import inspect
 import itertools
 import os
+from collections import Counter, OrderedDict
 
 import pytest
 import restarted
@@ -755,6 +756,54 @@ def test_extra_state_of_modules(tmp_path):
     md.checkpoint.save(tmp_path, layer)
     md.checkpoint.load(tmp_path, other)
     assert other.seen == layer.seen
+
+
+def stepped(steps):
+    """An optimizer with momenta, and its scheduler."""
+    torch.manual_seed(steps)
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], momentum=0.9)
+    scheduler = lr_scheduler.MultiStepLR(optimizer, [1, 3])
+    for _ in range(steps):
+        weight.square().sum().backward()
+        optimizer.step()
+        scheduler.step()
+    return optimizer, scheduler
+
+
+@pytest.mark.parametrize("way", (md.checkpoint.save, md.checkpoint.async_save))
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_extra_comes_back(tmp_path, way):
+    """Keys that are no texts, mappings without entries, their classes, objects with a state."""
+    (optimizer, scheduler), (other, other_scheduler) = stepped(2), stepped(0)
+    saved = {
+        "seen": {3: 4, 5: torch.ones(2), (1, 2): {True: 0.5}},
+        "new": {"of": {}, "loader": [{"workers": {}, "names": ["a"]}]},
+        "ordered": OrderedDict(b=1, a={}),
+        "counted": Counter({2: 7}),
+        "optimizer": optimizer.state_dict(),
+    }
+    before = {
+        "seen": {3: 0, 5: torch.zeros(2), (1, 2): {True: 0.0}},
+        "new": {},
+        "ordered": OrderedDict(b=0),
+        "counted": Counter({2: 1}),
+        "optimizer": other.state_dict(),
+    }
+    own = copy.deepcopy(before)
+    parts = {"part of optimizer": optimizer, "scheduler": scheduler}
+    if (written := way(tmp_path, nn.Linear(2, 2), extra={**saved, **parts})) is not None:
+        written.result()
+    found = {**before, "part of optimizer": other, "scheduler": other_scheduler}
+    md.checkpoint.load(tmp_path, nn.Linear(2, 2), extra=found)
+    assert found.pop("part of optimizer") is other
+    assert found.pop("scheduler") is other_scheduler
+    assert repr(found) == repr(saved)
+    assert repr(other.state_dict()) == repr(optimizer.state_dict())
+    assert other_scheduler.state_dict() == scheduler.state_dict()
+    # What was given is as before, but tensors that were read into.
+    own["seen"][5].fill_(1)
+    assert repr(before) == repr(own)
 
 
 def save_what_differs(rank, folder):
