@@ -605,6 +605,11 @@ MISTAKES = {
             "add_at(grad_N, self._kept[kind], start[-, self.factor(kind)-])",
             "tests/compression/test_feedback.py",
         ),
+        "factors of PowerSGD are lost at a resume": (
+            "moe_ext/compression/feedback.py",
+            "for k in self.kinds() if k not in [-ELEMENTWISE-]{+(*ELEMENTWISE, 'powersgd')+}}",
+            "tests/distributed/test_resume.py -k beside_the_optimizer",
+        ),
         "the documents of a shard are one too far": (
             "moe_ext/attention/**/*.py",
             "torch.unique_consecutive(found[- - 1-], return_counts=True)",
