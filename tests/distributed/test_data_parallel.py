@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import math
 import os
 import random
@@ -301,16 +302,16 @@ class Around(nn.Module):
 
 
 def check_models_around_a_prepared_one():
-    """torch.compile's, and one's own; the first wrapper goes on as before."""
+    """One's own, and torch.compile's, prepared or not; the first wrapper goes on as before."""
     want, twice = one_process(), one_process()
     for p in twice.parameters():
         if p.grad is not None:
             p.grad.mul_(2)
-    for compiled in (False, True):
+    compiled = functools.partial(torch.compile, backend="eager")
+    for around, wrap in ((Around, wrapped), (compiled, wrapped), (compiled, wrapped_as_it_is)):
         model = moe_ext.parallelize(Model(mesh(2).ep_group))
         first = wrapped(model)
-        outer = torch.compile(model, backend="eager") if compiled else Around(model)
-        second = wrapped(outer)
+        second = wrap(around(model))
         for ddp in (first, second, first):
             ddp.zero_grad()
             run_steps(ddp)
