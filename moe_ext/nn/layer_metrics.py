@@ -46,7 +46,7 @@ def _max_over_mean(metrics: Mapping[str, Tensor]) -> Tensor:
 
 
 def _dropped_fraction(metrics: Mapping[str, Tensor]) -> Tensor:
-    return metrics["num_dropped"] / metrics["num_tokens_per_expert"].sum().clamp(min=1)
+    return metrics["num_dropped"].float() / metrics["num_tokens_per_expert"].sum().clamp(min=1)
 
 
 _DERIVED: dict[str, Callable[[Mapping[str, Tensor]], Tensor]] = {

@@ -16,6 +16,7 @@ from moe_ext.dispatch import DISPATCHERS
 from moe_ext.nn import (
     Capacity,
     GroupedExperts,
+    HashRouter,
     RouterOutput,
     RowBudget,
     TopKRouter,
@@ -480,6 +481,30 @@ def test_wrong_attributes_change_nothing(name, value, error, message):
     with pytest.raises(error, match=message):
         setattr(layer, name, value)
     assert getattr(layer, name) is before or getattr(layer, name) == before
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **made: TopKRouter(8, 40, selection_bias=True, **made),
+        lambda **made: HashRouter(8, 40, vocab_size=99, **made),
+        lambda **made: HashRouter(8, 40, vocab_size=99, method="random", **made),
+    ],
+)
+def test_another_default_dtype_changes_nothing(make):
+    x, ids, found = torch.randn(30, 8), torch.arange(30), []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            torch.manual_seed(0)
+            made = {"dtype": torch.float32}
+            layer = moe_ext.MoELayer(8, 6, 40, router=make(**made), capacity=1.0, **made)
+            layer(x, token_ids=ids)
+            found.append({**dict(layer.router.named_buffers()), **layer.metrics})
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for name, value in found[0].items():
+        assert value.dtype == found[1][name].dtype and torch.equal(value, found[1][name]), name
 
 
 def test_top_k_is_that_of_the_router():

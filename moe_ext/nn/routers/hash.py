@@ -139,8 +139,8 @@ class HashRouter(ScoreRouter):
             return
         generator = torch.Generator().manual_seed(self.seed)
         if self.method == "random":
-            draws = torch.rand(self.vocab_size, self.num_experts, generator=generator)
-            table_VK = draws.argsort(dim=1)[:, : self.top_k]
+            rows_VE = _drawn_orders(self.vocab_size, self.num_experts, generator)
+            table_VK = rows_VE[:, : self.top_k]
         elif self.token_counts is not None:
             table_VK = _greedy_table(self.token_counts, self.num_experts, self.top_k)
         else:
@@ -204,6 +204,12 @@ class HashRouter(ScoreRouter):
         return RouterOutput(logits_TE, self.gate_weights(logits_TE, idx_TK))
 
 
+def _drawn_orders(num_rows: int, num_experts: int, generator: torch.Generator) -> Tensor:
+    """The experts in a random order in each row."""
+    draws = torch.rand(num_rows, num_experts, generator=generator, dtype=torch.float32)
+    return draws.argsort(dim=1)
+
+
 def _even_table(
     vocab_size: int, num_experts: int, top_k: int, generator: torch.Generator
 ) -> Tensor:
@@ -211,7 +217,7 @@ def _even_table(
     place_V = torch.randperm(vocab_size, generator=generator)
     num_blocks = -(-vocab_size // num_experts)
     # The rotations of a block differ, so the K experts of an entry do.
-    rotation_BE = torch.rand(num_blocks, num_experts, generator=generator).argsort(dim=1)
+    rotation_BE = _drawn_orders(num_blocks, num_experts, generator)
     rotation_VK = rotation_BE[place_V // num_experts, :top_k]
     return (place_V[:, None] + rotation_VK) % num_experts
 

@@ -131,7 +131,9 @@ class TopKRouter(LinearRouter):
         self.group_score = group_score
         if bias:
             self.bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype))
-        zeros_E = torch.zeros(num_experts, device=device) if selection_bias else None
+        zeros_E = None
+        if selection_bias:
+            zeros_E = torch.zeros(num_experts, device=device, dtype=torch.float32)
         self.register_buffer("selection_bias", zeros_E)
         self.reset_parameters()
 
