@@ -103,14 +103,15 @@ def differing(found, want, path=""):
 
 def net():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 9))
+    made = {"dtype": torch.float32}
+    return nn.Sequential(nn.Linear(24, 40, **made), nn.Tanh(), nn.Linear(40, 9, **made))
 
 
 def give_gradients(model, step, bad=None):
     """Gradients of a step; with `bad`, one element of rank 1's second matrix is that."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     for p in model.parameters():
-        p.grad = torch.randn(p.shape, generator=generator)
+        p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float32)
     if bad is not None and dist.get_rank() == 1:
         model[2].weight.grad[3, 5] = bad
 
@@ -306,6 +307,26 @@ def check_rounds(made, options):
         found.half_step(2 * step + 1)
         assert found.local.round == step + 1
     assert bits(found.kept()) == bits(want.kept())
+
+
+@two(*[(name,) for name in (*CASES, *codecs())])
+def another_default_dtype(name):
+    """What is kept is of float32 whatever torch makes of tensors without a dtype."""
+    kept = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            if name not in CASES:
+                kept.append(trained(lambda: Loop(codecs()[name], "raise")))
+                continue
+            kind, made, options = CASES[name]
+            found = kind(made, **options)
+            for step in range(2 * STEPS):
+                found.half_step(step) if kind is Rounds else found.step(step)
+            kept.append(bits(found.kept()))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert differing(*kept) == []
 
 
 @two(*[(name,) for name in codecs()])

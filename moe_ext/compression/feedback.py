@@ -181,9 +181,7 @@ class CodecMemory(_KeptTensors):
             return self._open[kind]
         kept, scale = self._kept.get(kind), self.factor(kind)
         if kept is None or kind in self._taken:
-            return self.write(
-                kind, torch.zeros(self.numel if numel is None else numel, device=self.device)
-            )
+            return self.fresh(kind, self.numel if numel is None else numel)
         spare = self._spare.pop(kind, None)
         working = torch.empty_like(kept) if spare is None else spare
         torch.mul(kept, scale, out=working) if scale != 1.0 else working.copy_(kept)
@@ -199,7 +197,7 @@ class CodecMemory(_KeptTensors):
 
     def fresh(self, kind: str, numel: int) -> Tensor:
         """Zeros in the place of what was kept, from this step on; for what has another size now."""
-        return self.write(kind, torch.zeros(numel, device=self.device))
+        return self.write(kind, torch.zeros(numel, device=self.device, dtype=torch.float32))
 
     def read_write(self, *kinds: str) -> dict[str, Tensor] | None:
         """Tensors to be written in this step, and as `<kind>_in` those of the last, to be read.
@@ -360,7 +358,7 @@ class CodecMemory(_KeptTensors):
         kept, server = self._kept.get(kind), self._kept.get("server")
         if kind != "residual" or server is None:
             return None if kept is None else kept.clone()
-        found = torch.zeros(self.numel, device=self.device) if kept is None else kept.clone()
+        found = server.new_zeros(self.numel) if kept is None else kept.clone()
         add_at(found, server, self.server_start)
         return found
 
@@ -486,7 +484,7 @@ class FeedbackStore:
         for name, shape in zip(names, shapes, strict=True):
             tensor = self._table.loose.get(name, {}).get(kind)
             if tensor is None:
-                found.append(torch.zeros(shape.numel(), device=memory.device))
+                found.append(torch.zeros(shape.numel(), device=memory.device, dtype=torch.float32))
                 continue
             if tensor.shape != shape:
                 raise ValueError(

@@ -218,7 +218,7 @@ class GradScaler(torch.amp.GradScaler):
         over = dict.fromkeys(group for p in held for group in sharding_groups(p))
         found = super()._unscale_grads_(_parts_of(held) if over else optimizer, *args)
         if over and not found:  # without a gradient this rank takes part, too
-            found = {held[0].device: torch.zeros((), device=held[0].device)}
+            found = {held[0].device: torch.zeros((), device=held[0].device, dtype=torch.float32)}
         # Stages last: each of their ranks then knows of the ranks of its stage.
         over |= dict.fromkeys(_pipelines[p] for p in held if p in _pipelines)
         for group in over:

@@ -58,7 +58,7 @@ class CompressedMean:
         device, self.parts_of = tensors[0].device, packing.pieces
         self._offsets = packing.offsets
         self._is_padded = packing.numel != sum(packing.sizes)
-        self.flat_N = torch.zeros(packing.numel, device=device)
+        self.flat_N = torch.zeros(packing.numel, device=device, dtype=torch.float32)
         self.views = self.parts_of(self.flat_N)
         shard = shard_numel(packing.numel, self.size, block)
         start = min(self.rank * shard, packing.numel)

@@ -63,7 +63,7 @@ def block_squares(parameter: Tensor, grad: Tensor | None, block: int) -> Tensor:
     """Sums of squares of a gradient over its blocks, [S], float32; zeros without a gradient."""
     num_blocks = -(-parameter.numel() // block)
     if grad is None:
-        return torch.zeros(num_blocks, device=parameter.device)
+        return torch.zeros(num_blocks, device=parameter.device, dtype=torch.float32)
     flat_N = grad.reshape(-1)
     whole = len(flat_N) // block * block
     norms = [torch.linalg.vector_norm(flat_N[:whole].view(-1, block), dim=1)]

@@ -44,6 +44,17 @@ def test_equals_torch_in_float64(dtype):
         assert torch.equal(p.detach(), master.to(dtype))
 
 
+def test_counts_its_steps_under_another_default_dtype():
+    (p,) = drawn_parameters([(1,)], torch.float32)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        optimizer = optim.CPUAdamW([p], **OPTIONS)
+        trained(optimizer, [p], 258)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert int(optimizer.state[p]["step"]) == 258  # bfloat16 has no number between 256 and 258
+
+
 def test_goes_on_from_a_state_of_torch():
     params = parameters(torch.float32)
     theirs = torch.optim.AdamW(params, **OPTIONS, fused=True)

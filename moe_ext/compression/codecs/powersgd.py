@@ -247,7 +247,7 @@ def _without_zero_columns(
     for count, _, cols, rank in plan:
         numel = count * cols * rank
         q_Bmr = warm[start : start + numel].view(count, cols, rank)
-        random_Bmr = torch.randn((count, cols, rank), generator=generator).to(warm.device)
+        random_Bmr = torch.randn(q_Bmr.shape, generator=generator, dtype=warm.dtype).to(warm.device)
         is_zero_B1r = (q_Bmr == 0).all(dim=1, keepdim=True)
         found.append(torch.where(is_zero_B1r, random_Bmr, q_Bmr).view(-1))
         start += numel

@@ -181,7 +181,7 @@ class Outliers(PayloadCodec):
     ) -> Tensor:
         """See `PayloadCodec`."""
         numel = x_N.numel()
-        rest_N = torch.zeros(numel, device=x_N.device) if residual_N is None else residual_N
+        rest_N = x_N.new_zeros(numel, dtype=torch.float32) if residual_N is None else residual_N
         values, indices = ops.topk_compress_(x_N.float(), rest_N, self._count(numel))
         coding = QuantizedCoding(self.format, self.block)
         codes = coding.encode(rest_N)

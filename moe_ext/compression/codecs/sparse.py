@@ -114,7 +114,7 @@ class _Sparse(PayloadCodec):
     ) -> Tensor:
         """See `PayloadCodec`."""
         pairs = self._pairs(x_N.numel())
-        owed_N = torch.zeros(x_N.shape, device=x_N.device) if residual_N is None else residual_N
+        owed_N = torch.zeros_like(x_N, dtype=torch.float32) if residual_N is None else residual_N
         found = ops.topk_compress_(x_N, owed_N, pairs.count, check_finite=False)
         payload = pairs.encode(found.values, found.indices)
         pairs.add_lost_(owed_N, payload, found.values)

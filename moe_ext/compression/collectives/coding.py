@@ -214,7 +214,7 @@ class PairCoding:
         if self.value_codec in _PLAIN:
             dtype = _PLAIN[self.value_codec]
             return payload[: self.count * dtype.itemsize].view(dtype).to(torch.float32)
-        found = torch.empty(self.count, device=payload.device)
+        found = torch.empty(self.count, device=payload.device, dtype=torch.float32)
         self._values.decode_add_(found, payload, overwrite=True)
         return found
 

@@ -219,7 +219,7 @@ def _sum_of_shard(
     own = shards[messages.rank]
     coded = ops.encode_exponent_rows(x_N, messages.size, left_out=messages.rank)
     found_PB = messages.exchange(payloads.padded(*coded, messages))
-    sum_n = torch.zeros(own.numel(), device=x_N.device)
+    sum_n = torch.zeros(own.numel(), device=x_N.device, dtype=torch.float32)
     theirs = torch.empty_like(own)
     for rank, row in enumerate(found_PB):
         if rank != messages.rank:

@@ -590,7 +590,7 @@ def _all_reduce(
     stream = _second_stream(rng_state)
     for i, (first, room) in enumerate(shards.pieces()):
         length = shards.length(messages.rank, first, room)
-        total = torch.empty(length, device=x_N.device)
+        total = torch.empty(length, device=x_N.device, dtype=torch.float32)
         shards.add_up(total, arriving[i], room)
         owed_of_sum = shards.owed_at((server, server_in), first, length)
         messages.all_gather(gathered[i], shards.encode(total, room, owed_of_sum, stream, first))
@@ -619,7 +619,7 @@ def _reduce_scatter(
     shards = _Shards(messages, coding, x_N.numel(), out_M.numel(), piece)
     arriving = shards.ask(x_N)
     shards.scatter(arriving, x_N, (states.residual, states.residual_in), states.rng_state)
-    total = torch.empty(out_M.numel(), device=x_N.device)
+    total = torch.empty(out_M.numel(), device=x_N.device, dtype=torch.float32)
     for message, (first, room) in zip(arriving, shards.pieces(), strict=True):
         shards.add_up(total[first : first + room], message, room)
     out_M.copy_(total if divisor == 1 else total.div_(divisor))

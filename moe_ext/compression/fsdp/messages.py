@@ -442,7 +442,7 @@ class CompressedReduceScatter(GradientMessage, ReduceScatter):
             numbers = [self.seed, self._key, self.step, group_rank(self._group)]
             rng_state = torch.tensor(numbers, device=packed_PQ.device)
         self.step += 1
-        packed_Q = torch.empty(packed_PQ.shape[1], device=packed_PQ.device)
+        packed_Q = torch.empty(packed_PQ.shape[1], device=packed_PQ.device, dtype=torch.float32)
         assert self.coding is not None
         start_reduce_scatter(
             packed_Q,

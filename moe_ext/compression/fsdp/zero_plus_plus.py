@@ -470,7 +470,9 @@ class NamedResiduals:
         ranks = group_size(self.shards)
         _, first = next(iter(sources.values()))
         # Not that of the shard, which may be offloaded.
-        packed_PQ = torch.zeros((ranks, layout.packed_numel), device=first.device_mesh.device_type)
+        packed_PQ = torch.zeros(
+            (ranks, layout.packed_numel), device=first.device_mesh.device_type, dtype=torch.float32
+        )
         row = group_rank(self.shards)
         for name, (segment, like) in sources.items():
             place = packed_PQ.narrow(1, segment.packed_start, segment.numel)
