@@ -307,6 +307,20 @@ def test_wrong_values_are_refused_by_name(name, made):
     assert not taken, f"{name}: refuse these as '{made.__name__}: expected <argument> to be ...'"
 
 
+@pytest.mark.parametrize(("name", "made"), [pytest.param(*each, id=each[0]) for each in listed()])
+def test_numbers_of_numpy_are_taken(name, made):
+    numpy = pytest.importorskip("numpy")
+    good = GOOD.get(name, {})
+    for argument, parameter in inspect.signature(made).parameters.items():
+        value = good.get(argument, parameter.default)
+        kind = {int: numpy.int64, float: numpy.float32}.get(type(value))
+        if kind is None:
+            continue
+        found = made(**{**good, argument: kind(value)})
+        if isinstance(found, mn.Router):
+            found(torch.ones(3, 8), token_ids=torch.zeros(3, dtype=torch.int64))
+
+
 def test_none_is_refused_where_an_argument_is_required():
     calls = {
         "parallelize: expected model to be of type Module": lambda: moe_ext.parallelize(None),

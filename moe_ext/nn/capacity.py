@@ -80,7 +80,7 @@ class Capacity:
 
         # In eval mode and in training. Whole numbers: exact, and symbolic where T is.
         factors = (self.factor if self.eval_factor is None else self.eval_factor, self.factor)
-        ratios = [Fraction(factor).limit_denominator(1 << 20) for factor in factors]
+        ratios = [Fraction(float(factor)).limit_denominator(1 << 20) for factor in factors]
         object.__setattr__(self, "_ratios", tuple(r.as_integer_ratio() for r in ratios))
 
     def rows_per_group(

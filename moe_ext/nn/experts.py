@@ -103,7 +103,8 @@ class GroupedExperts(nn.Module):
         check_group(ep_group, "GroupedExperts")
         check_choice("GroupedExperts", "layout", layout, LAYOUTS)
         self.activation, self.gated = resolve_activation(activation, gated, "GroupedExperts")
-        self.num_experts = num_experts
+        # A plain number: the seeds of experts are beyond those of numpy.
+        self.num_experts = int(num_experts)
         self.model_dim = model_dim
         self.ffn_dim = ffn_dim
         self.layout = layout

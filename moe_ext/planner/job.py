@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ class Job:
             counts_of(self.load)
         elif (
             isinstance(self.load, bool)
-            or not isinstance(self.load, (int, float))
+            or not isinstance(self.load, Real)
             or not 0 <= self.load < math.inf
         ):
             raise ValueError(

@@ -65,7 +65,7 @@ class DeltaEncoder:
     ) -> None:
         check_numbers("DeltaEncoder", DeltaEncoder.__init__.__annotations__, locals())
         self._state, self._xored, self._transform = state, xored, transform
-        self._history: deque[Update] = deque(maxlen=history)
+        self._history: deque[Update] = deque(maxlen=int(history))
         self.chain = uuid.uuid4().hex
         self.version = 0
         self._sent: dict[str, _Sent] = {}

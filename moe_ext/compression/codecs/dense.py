@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import ClassVar
 
 import torch
@@ -165,12 +166,12 @@ class BlockSparse(Codec):
 
     def __post_init__(self) -> None:
         block = self.block
-        counts = isinstance(block, int) and not isinstance(block, bool) and block >= 1
+        counts = isinstance(block, Integral) and not isinstance(block, bool) and block >= 1
         check_rule("BlockSparse", "block", block, "'row' or at least 1", block == "row" or counts)
 
     def sent_bytes(self, numel: int, world_size: int) -> int:
         """See `Codec`; the most it can be, since the rest depends on the gradient."""
-        block = self.block if isinstance(self.block, int) else 256
+        block = 256 if isinstance(self.block, str) else self.block
         bitmap = (world_size - 1) * bitmap_bytes(numel, block)
         return Dense().sent_bytes(numel, world_size) + bitmap
 
@@ -180,7 +181,7 @@ class BlockSparse(Codec):
 
     def _block_of(self, memory: CodecMemory) -> int:
         """Elements of a block."""
-        if isinstance(self.block, int):
+        if not isinstance(self.block, str):
             return self.block
         shape = memory.shapes[0]
         return max(1, memory.sizes[0] // max(1, shape[0])) if len(shape) else 1

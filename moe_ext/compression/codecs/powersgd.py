@@ -258,7 +258,7 @@ class _Numbers:
     """Seeds for torch's hook, which asks a numpy generator for them; numpy is optional here."""
 
     def __init__(self, seed: int, step: int) -> None:
-        self._generator = torch.Generator().manual_seed((seed << 32) + step + 1)
+        self._generator = torch.Generator().manual_seed((int(seed) << 32) + step + 1)
 
     def randint(self, high: int) -> int:
         """One below `high`."""

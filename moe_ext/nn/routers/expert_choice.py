@@ -73,7 +73,7 @@ class ExpertChoiceRouter(LinearRouter):
 
     def capacity(self, num_tokens: int) -> int:
         """Tokens that an expert takes of T, those that are masked counted in T; at least 1."""
-        share = Fraction(self.capacity_factor).limit_denominator(1 << 20) / self.num_experts
+        share = Fraction(float(self.capacity_factor)).limit_denominator(1 << 20) / self.num_experts
         # Whole numbers: under torch.compile T may be a symbol.
         taken = (num_tokens * share.numerator + share.denominator - 1) // share.denominator
         return torch.sym_max(1, taken)

@@ -116,7 +116,7 @@ class HashRouter(ScoreRouter):
             )
         self.vocab_size = vocab_size
         self.method = method
-        self.seed = seed
+        self.seed = int(seed)
         self.token_counts = None if token_counts is None else token_counts.detach().cpu().tolist()
         self.learned = learned
         table = None
