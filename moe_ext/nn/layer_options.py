@@ -16,7 +16,8 @@ from moe_ext.comm.groups import group_size
 from moe_ext.dispatch import RowBudget
 from moe_ext.distributed.dtensor import is_dtensor, is_fsdp
 from moe_ext.distributed.gradients import may_differ
-from moe_ext.nn.balance.losses import Balance
+from moe_ext.nn.balance.losses import Balance, step_counts_for
+from moe_ext.nn.balance.quantile import NUM_BINS
 from moe_ext.nn.capacity import Capacity
 from moe_ext.nn.combinations import check_combination
 from moe_ext.nn.experts import GroupedExperts
@@ -52,6 +53,34 @@ def add_draws(
             router.add_rng_state(capacity.seed, device=device)
 
 
+def keep_for_router(layer: MoELayer, router: nn.Module, device: torch.device | str | None) -> None:
+    """Begin to keep what a router's own way of balancing, and a capacity that draws, want."""
+    layer.required_bias = None
+    if getattr(router, "bias_update", None) == "quantile":
+        bins = (layer.num_experts, NUM_BINS)
+        layer.required_bias = torch.zeros(bins, dtype=torch.int32, device=device)
+    add_draws(layer.capacity, router, device)
+
+
+def _take_router(layer: MoELayer, router: nn.Module) -> nn.Module:
+    """A router in the place of that which the layer was made with."""
+    if "router" in layer._modules:
+        sizes = {"num_experts": layer.num_experts, "model_dim": layer.model_dim}
+        check_sizes_of("router", router, **sizes)
+        check_combination("MoELayer", capacity=layer.capacity, router=router)
+        keep_for_router(layer, router, layer.choices.device)
+    return router
+
+
+def _take_balance(layer: MoELayer, value: Balance | str | float | None) -> Balance:
+    """The losses that are meant; those of another scope or group count anew."""
+    balance, held = Balance.of("MoELayer", value), layer.__dict__.get("balance")
+    if held is not None and (balance.scope, balance.group) != (held.scope, held.group):
+        device = layer.choices.device
+        layer.global_counts = step_counts_for(balance, layer.num_experts, device)
+    return balance
+
+
 def _take_dispatcher(layer: MoELayer, value: object) -> object:
     """A dispatcher; a name would have to be given on every rank at once."""
     if not hasattr(value, "plan"):
@@ -78,7 +107,8 @@ def _fixed(name: str) -> Callable[[MoELayer, object], object]:
 
 # Attributes by name, and functions that give their values from those that a user sets.
 TAKES: dict[str, Callable[[MoELayer, Any], Any]] = {
-    "balance": lambda _, value: Balance.of("MoELayer", value),
+    "balance": _take_balance,
+    "router": _take_router,
     "capacity": _take_capacity,
     "row_budget": lambda _, value: of_number("row_budget", value, RowBudget),
     "dispatcher": _take_dispatcher,

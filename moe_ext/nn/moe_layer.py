@@ -42,16 +42,17 @@ from moe_ext.distributed.gradients import fingerprint
 from moe_ext.distributed.placement import Placement, declare_experts
 from moe_ext.distributed.replicas import shards_of_experts
 from moe_ext.distributed.spread import SpreadsExperts
-from moe_ext.nn.balance.counts import CountingModule, StepCounts, add_once
+from moe_ext.nn.balance.counts import CountingModule, add_once
 from moe_ext.nn.balance.losses import (
     Balance,
     Documents,
     find_documents,
     inject_losses,
     loss_terms,
+    step_counts_for,
 )
 from moe_ext.nn.balance.moved import Rebalancer
-from moe_ext.nn.balance.quantile import NUM_BINS, add_required_bias
+from moe_ext.nn.balance.quantile import add_required_bias
 from moe_ext.nn.capacity import Capacity, limit_choice
 from moe_ext.nn.combinations import check_combination
 from moe_ext.nn.expert_activation import Activation
@@ -64,12 +65,12 @@ from moe_ext.nn.feed_forward import FeedForward, without_bad_padding
 from moe_ext.nn.layer_metrics import LayerMetrics, Record, read_losses, read_metrics
 from moe_ext.nn.layer_options import (
     TAKES,
-    add_draws,
     check_inputs,
     check_modules,
     check_sizes_of,
     check_transforms,
     check_way_of_exchange,
+    keep_for_router,
     looks_at_router,
     made_with,
     options_now,
@@ -139,7 +140,7 @@ class MoELayer(CountingModule, SpreadsExperts):
 
     Attributes:
         balance_loss_coef, z_loss_coef, loss_mode: coef, z_coef and mode of `balance`; may be set
-            between steps, as `capacity`, `row_budget` and `debug` may.
+            between steps, as `balance`, `capacity`, `router`, `row_budget` and `debug` may.
         loss_scale: factor on the injected losses, a number or a 0-d tensor, 1.0 at first. Set it to
             what the caller's loss is multiplied by: 1/steps under gradient accumulation, the scale
             of a `GradScaler`.
@@ -234,14 +235,9 @@ class MoELayer(CountingModule, SpreadsExperts):
         self.shared_expert_gate: nn.Linear | None = None
         if shared is not None and shared.gate:
             self.shared_expert_gate = nn.Linear(model_dim, 1, False, device=device, dtype=dtype)
-        step = None
-        if self.balance.scope == "global_batch":
-            step = StepCounts(num_experts, self.balance.group, device)
-        self.add_counters(num_experts, step, device)
-        if getattr(router, "bias_update", None) == "quantile":
-            bins = (num_experts, NUM_BINS)
-            self.required_bias = torch.zeros(bins, dtype=torch.int32, device=device)
-        add_draws(self.capacity, router, device)
+        counts = step_counts_for(self.balance, num_experts, device)
+        self.add_counters(num_experts, counts, device)
+        keep_for_router(self, router, device)
 
     def _take_group(self, ep_group: ProcessGroup | None, dispatcher: TokenDispatcher) -> None:
         """Set what follows from the ranks that share the experts."""

@@ -451,13 +451,48 @@ def test_attributes_take_what_the_constructor_takes():
     assert (later.balance.coef, later.balance.z_coef) == (0.5, 0.25)
 
 
+@pytest.mark.parametrize("scopes", [("micro_batch", "global_batch"), ("global_batch", "sequence")])
+def test_a_loss_of_another_scope_may_be_set_later(scopes):
+    x = torch.randn(2, 2, 9, 8)
+    for before, after in (scopes, scopes[::-1]):
+        torch.manual_seed(0)
+        made = moe_ext.MoELayer(8, 6, 4, balance=after)
+        later = copy.deepcopy(made)
+        later.balance = before
+        later(x[0])
+        later.balance = after
+        for layer in (made, later):
+            for each in x:
+                layer(each).sum().backward()
+        assert torch.equal(made.router.weight.grad, later.router.weight.grad)
+        assert torch.equal(made.metrics["balance_loss"], later.metrics["balance_loss"])
+
+
+@pytest.mark.parametrize("updates", [("sign", "quantile"), ("quantile", "sign")])
+def test_a_router_that_balances_otherwise_may_be_set_later(updates):
+    routers = [
+        TopKRouter(8, 4, score_fn="sigmoid", selection_bias=True, bias_update=update)
+        for update in updates
+    ]
+    made = moe_ext.MoELayer(8, 6, 4, router=copy.deepcopy(routers[1]))
+    later = moe_ext.MoELayer(8, 6, 4, router=routers[0])
+    later.router = routers[1]
+    x = torch.randn(40, 8)
+    for layer in (made, later):
+        layer(x)
+        moe_ext.nn.update_selection_bias(layer)
+    assert torch.equal(made.router.selection_bias, later.router.selection_bias)
+
+
 def test_a_capacity_that_draws_may_be_set_later():
     x, found = torch.randn(40, 8), []
     for at_once in (True, False):
         torch.manual_seed(0)
         drops = Capacity(0.5, drop="random", seed=3)
         layer = moe_ext.MoELayer(8, 6, 4, capacity=drops if at_once else None)
+        router = copy.deepcopy(layer.router)
         layer.capacity = drops
+        layer.router = router
         found.append(layer(x))
         assert int(layer.metrics["num_dropped"]) > 0
     assert torch.equal(*found)
@@ -470,6 +505,7 @@ def test_a_capacity_that_draws_may_be_set_later():
         ("model_dim", 16, ValueError, r"to be 8, for which the layer was made, got 16"),
         ("top_k", 3, AttributeError, "top_k"),
         ("balance", "batch", ValueError, "expected balance to be one of"),
+        ("router", TopKRouter(8, 5), ValueError, "expected router to have num_experts=4, got 5"),
         ("capacity", "1.25", TypeError, "to be of type Real or Capacity, got '1.25'"),
         ("row_budget", True, TypeError, "to be of type Real or RowBudget, got True"),
         ("dispatcher", "dedup", TypeError, "to be a TokenDispatcher once the layer is made"),

@@ -113,6 +113,14 @@ class Balance:
         return found if found.coef is not None else replace(found, coef=coef)
 
 
+def step_counts_for(
+    balance: Balance, num_experts: int, device: torch.device | str | None
+) -> StepCounts | None:
+    """Counts of the tokens of a step, where the losses are over them."""
+    is_global = balance.scope == "global_batch"
+    return StepCounts(num_experts, balance.group, device) if is_global else None
+
+
 class Documents(NamedTuple):
     """Sequences of a balance loss that are no equal runs of this rank's tokens.
 
