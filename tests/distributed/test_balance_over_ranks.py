@@ -154,6 +154,15 @@ def check_quantile_updates_see_the_tokens_of_all_ranks():
     check_bias_updates_see_the_tokens_of_all_ranks("quantile", world())
 
 
+def check_bias_updates_of_one_of_the_ranks_that_share_experts_are_refused():
+    """Each rank would route by another bias."""
+    model = biased_model("sign", world())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told = "expected group to be all ranks that see data, .*, got None"
+    raised(ValueError, told, moe_ext.nn.update_selection_bias, model)
+    raised(ValueError, told, moe_ext.nn.register_bias_update, optimizer, model)
+
+
 def check_bias_updates_beside_ddp(bias_update="sign"):
     model, whole = biased_model(bias_update), biased_model(bias_update)
     wrapped = md.data_parallel(model)

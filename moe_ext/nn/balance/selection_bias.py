@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moe_ext.comm import collectives
 from moe_ext.comm.agreement import SummedOptions
+from moe_ext.comm.groups import group_size
 from moe_ext.nn.balance.quantile import balanced_bias
 from moe_ext.nn.moe_layer import MoELayer
 
@@ -56,7 +57,7 @@ def update_selection_bias(
         rate: at least 0, of the size of the scores: 0.001 in the papers. Of routers with
             `bias_update="sign"`.
         group: the ranks whose tokens count, every one that sees data of its own; None for this rank
-            alone. All of its ranks call, and get the same bias.
+            alone, where it holds all experts. All of its ranks call, and get the same bias.
         center: subtract the mean from each bias afterwards; it changes no choice. A quantile is
             always centered.
 
@@ -64,7 +65,8 @@ def update_selection_bias(
         Number of routers updated.
 
     Raises:
-        ValueError: the rate is out of its range, or no router has a selection bias.
+        ValueError: the rate is out of its range, no router has a selection bias, or group is None
+            where ranks hold experts between them.
         RankFailureError: a rank died or did not answer.
 
     One all-reduce for all layers of each kind; no host synchronisation.
@@ -73,7 +75,7 @@ def update_selection_bias(
     section 2.1.2. Quantile balancing: Su 2026 (kexue.fm/archives/11619); Kimi K3 technical report,
     section 2.3.3 and appendix D.
     """
-    layers = _check(model, rate, "update_selection_bias")
+    layers = _check(model, rate, group, "update_selection_bias")
     _update(layers, rate, group, center, None)
     return len(layers)
 
@@ -103,7 +105,7 @@ def register_bias_update(
     Raises:
         ValueError: as `update_selection_bias`.
     """
-    layers = _check(model, rate, "register_bias_update")
+    layers = _check(model, rate, group, "register_bias_update")
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # A fused optimizer is called even where the scaler found an overflow, and does nothing.
@@ -112,7 +114,9 @@ def register_bias_update(
     return optimizer.register_step_post_hook(after_step)
 
 
-def _check(model: nn.Module, rate: float, operation: str) -> list[MoELayer]:
+def _check(
+    model: nn.Module, rate: float, group: ProcessGroup | None, operation: str
+) -> list[MoELayer]:
     if not 0 <= rate < math.inf:
         raise ValueError(f"{operation}: expected rate to be at least 0, got {rate}")
     layers = [
@@ -125,6 +129,12 @@ def _check(model: nn.Module, rate: float, operation: str) -> list[MoELayer]:
         raise ValueError(
             f"{operation}: expected model to have a MoELayer whose router has a selection_bias, "
             "got none"
+        )
+    groups = [getattr(layer.experts, "ep_group", None) for layer in layers]
+    if group is None and max(map(group_size, groups)) > 1:
+        raise ValueError(
+            f"{operation}: expected group to be all ranks that see data, since ranks hold experts "
+            "between them and route alike, got None"
         )
     return layers
 
