@@ -159,6 +159,7 @@ def _check_folder(name: str, path: str | None) -> None:
 def _found(arguments: argparse.Namespace, progress: _Progress) -> tuple[Plan, dict[str, str]]:
     """The plan, and why it has no other values."""
     fixed = {name: value for text in arguments.fix for name, value in _pair(text).items()}
+    others = {text: _pair(text) for text in arguments.why_not}
     model, cluster = model_spec(arguments.model), ClusterSpec.of(arguments.cluster)
     if arguments.profile:
         progress.stage = "measuring rates"
@@ -170,9 +171,12 @@ def _found(arguments: argparse.Namespace, progress: _Progress) -> tuple[Plan, di
     job = {each.name: getattr(arguments, each.name) for each in fields(Job)}
     found = plan(model, cluster, **job, fixed=fixed, progress=progress)
     reasons = {}
-    for text in arguments.why_not:
+    for text, values in others.items():
         progress.stage = f"looking at {text}"
-        reasons[text] = found.why_not(**_pair(text))
+        try:
+            reasons[text] = found.why_not(**values)
+        except ValueError as error:
+            reasons[text] = f"{text}: {error}"
     return found, reasons
 
 

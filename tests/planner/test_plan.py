@@ -634,7 +634,8 @@ def test_command(tmp_path, capsys, monkeypatch):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG))
     command = ["-m", "moe_ext", "plan", "--cluster", "h100", "--gpus", "4"]
-    options = ["--global-batch", "8", "--seq-len", "128", "--why-not", "tp=2", "--fix", "pp=1"]
+    options = ["--global-batch", "8", "--seq-len", "128", "--fix", "pp=1"]
+    options += ["--why-not", "tp=2", "--why-not", "ep=7"]
     options += ["--load", "W1", "--profile"]
     rates = CostTable.of_process()
     rates = dataclasses.replace(rates, codecs={"rows mx": (CodecRate(4, 16, 8, 1.0, 2.0),)})
@@ -649,6 +650,7 @@ def test_command(tmp_path, capsys, monkeypatch):
     assert (
         "Gflop/s in bfloat16" in said
         and "why not tp=2" in said
+        and "why not ep=7: plan: expected ranks, heads, experts" in said
         and "examples/train_moe_lm.py --plan " in said
     )
     for text in (said, (tmp_path / "plan.html").read_text()):
