@@ -233,8 +233,8 @@ class Router(nn.Module):
     def with_choice(self, routed: RouterOutput, topk_idx_TK: Tensor) -> RouterOutput:
         """The output for a choice that was made elsewhere, its weights from the same logits.
 
-        `RoutingRecord` and `pinned_routing` call it to replay a choice. A router that weighs the
-        chosen experts in another way than `ops.gate_weights` overrides it.
+        `RoutingRecord` and `pinned_routing` call it to replay a choice. A `Router` refuses, a
+        `ScoreRouter` takes `ops.gate_weights`; a router with other weights overrides it.
 
         Args:
             routed: what this router returned.
