@@ -165,13 +165,20 @@ class Hop(AllToAllDispatcher):
             self._check_dtype(x_TD)
             for idx_TK in idx:
                 target_TK = idx_TK.div(self.num_local_experts, rounding_mode="floor")
+                # A number of no expert is one of no rank.
+                target_TK = target_TK.where(idx_TK >= 0, idx_TK)
                 again_TKK = target_TK[:, :, None] == target_TK[:, None, :]
                 once_TK = target_TK.masked_fill(again_TKK.tril(-1).any(-1), -1)
                 # Rows without columns: only the tables are wanted, and they cost no row.
                 none_TD = x_TD.new_empty((idx_TK.shape[0], 0))
-                for target, tables in ((once_TK, once), (target_TK, slots)):
-                    tables.append(ops.permute_tokens(none_TD, target, self.num_ranks)[1])
-                    own.append(tables[-1].num_tokens_per_expert)
+                try:
+                    for target, tables in ((once_TK, once), (target_TK, slots)):
+                        tables.append(ops.permute_tokens(none_TD, target, self.num_ranks)[1])
+                        own.append(tables[-1].num_tokens_per_expert)
+                except RuntimeError:
+                    # The error of an expert, in the place of its rank's.
+                    ops.permute_tokens(none_TD, idx_TK, self.num_experts)
+                    raise
                 own.append(torch.full_like(own[-1], idx_TK.shape[0]))
         top_k, own_PM = idx[0].shape[1], torch.stack(own, 1)
         told = self._calls.exchange(self, x_TD, own_PM, top_k, capacity, in_graph)

@@ -289,6 +289,17 @@ def check_a_bad_input_on_one_rank_raises_everywhere():
         one(x)
 
 
+def check_a_slot_of_no_expert_on_one_rank_raises_everywhere():
+    last, x = dist.get_world_size() - 1, tokens(9, D)
+    mine = dist.get_rank() == last
+    for way, number in itertools.product(("alltoall", *WAYS), (E, 2 * E, -2)):
+        made, idx, weights = dispatcher(way, E), torch.zeros(9, K).long(), torch.ones(9, K)
+        idx[2, 1] = number if mine else 1
+        text = rf"expected topk_idx to be in \[0, {E}\) or -1, got {number} at token 2, choice 1"
+        where = "" if mine else f" on rank {last}"
+        raised(RuntimeError, text + where, made.dispatch, x, idx, weights)
+
+
 def check_a_layer_that_another_rank_skips_raises_everywhere():
     """On ranks too that exchange no counts with the odd one."""
     last, world = dist.get_world_size() - 1, dist.group.WORLD
