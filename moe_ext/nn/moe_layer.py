@@ -587,10 +587,11 @@ class MoELayer(CountingModule, SpreadsExperts):
         if self._rebalancer is not None:
             counts = self.training and not self.counting and not in_backward()
             place = functools.partial(self._rebalancer.place, x_TD, choice.topk_idx, counts=counts)
+        plan = dispatcher.plan(x_TD, choice, cut, weighed=weighed, place=place)
+        # A pass that one rank has refused counts on none.
         if self._chooser is not None and self._trains():
             may_change = not in_backward() and not is_transformed() and place is None
             self._chooser.see(choice.topk_idx, may_change=may_change)
-        plan = dispatcher.plan(x_TD, choice, cut, weighed=weighed, place=place)
         pad = self.capacity is not None and self.capacity.pad
         with dispatcher.computing(x_TD):
             y_TD = run_plan(

@@ -301,6 +301,12 @@ def check_a_bad_input_on_one_rank_raises_everywhere():
         text = r"expected x to be of shape \[..., 8\], got .*" + where
         raised(ValueError, text, one, x[:, :5] if mine else x)
         one(x)
+        # All look at the choice again before the same pass.
+        skip_to(one, 14)
+        raised(ValueError, text, one, x[:, :5] if mine else x)
+        with mock.patch.object(auto, "ROUNDS", 2):
+            for _ in range(3):
+                one(x)
 
 
 def check_names():
