@@ -115,6 +115,11 @@ def limit_choice(
         filled: whether the host knows that the router left no slot out.
     """
     gate = routed.gate
+    if gate.topk_weights.shape != gate.topk_idx.shape:
+        raise ValueError(
+            "MoELayer: expected topk_weights of the router to be of the shape of topk_idx, "
+            f"{tuple(gate.topk_idx.shape)}, got {tuple(gate.topk_weights.shape)}"
+        )
     if capacity is None:
         filled = filled and routed.capacity is None
         return Choice(gate.topk_idx, gate.topk_weights, routed.capacity, None, filled)

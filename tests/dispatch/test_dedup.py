@@ -275,6 +275,11 @@ def check_the_published_number_of_rows():
     )
 
 
+def leave_a_weight_out(_router, _inputs, routed):
+    gate = routed.gate
+    return routed._replace(gate=gate._replace(topk_weights=gate.topk_weights[:, 1:]))
+
+
 def check_a_bad_input_on_one_rank_raises_everywhere():
     last = dist.get_world_size() - 1
     mine = dist.get_rank() == last
@@ -286,6 +291,10 @@ def check_a_bad_input_on_one_rank_raises_everywhere():
         raised(ValueError, text, one, x[:, :5] if mine else x)
         text = r"expected x to be floating point, got torch.int64" + where
         raised(TypeError, text, one, x.long() if mine else x)
+        hook = leave_a_weight_out if mine else lambda *_: None
+        with one.router.register_forward_hook(hook):
+            text = r"topk_weights .* of the shape of topk_idx, \(9, 4\), got \(9, 3\)" + where
+            raised(ValueError, text, one, x)
         one(x)
 
 
