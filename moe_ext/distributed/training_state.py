@@ -82,8 +82,9 @@ class TrainingState:
 
         Raises:
             ValueError: a parameter is divided over ranks in a way that was not declared, or an
-                optimizer's state does not tell how it is; or an optimizer is between two
-                synchronisations; or two optimizers hold a parameter.
+                optimizer's state does not tell how it is. Or an optimizer is between two
+                synchronisations, or has a state of more than numbers, and tensors no larger than
+                their parameters; or two optimizers hold a parameter.
         """
         state = {MODEL + name: value for name, value in self._model_values().items()}
         names, places = self._names(), self._placements()
@@ -99,10 +100,18 @@ class TrainingState:
             for parameter, entries in states.items():
                 name, place = _name_of(parameter, names), places.get(parameter)
                 for key, value in entries.items():
-                    if isinstance(value, Tensor):
+                    if isinstance(value, Tensor) and _fits(key, value.shape, parameter):
                         state[f"{_STATE}{key}.{name}"] = whole_of(value, parameter, place, name)
                     elif isinstance(value, int | float):
-                        state[f"{_NUMBER}{key}.{name}"] = torch.tensor(value)
+                        dtype = torch.float64 if isinstance(value, float) else None
+                        state[f"{_NUMBER}{key}.{name}"] = torch.tensor(value, dtype=dtype)
+                    elif value is not None:
+                        shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+                        raise ValueError(
+                            f"checkpoint: expected {key} of {name} in the state of an optimizer to "
+                            f"be a number or a tensor no larger than {name}, got "
+                            f"{shape or type(value).__name__}; save the optimizer in `extra`"
+                        )
         return state
 
     def empty(self, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,7 +171,7 @@ class TrainingState:
                 if isinstance(own, Tensor) and own.shape == size:
                     state[full_name] = own
                 continue
-            if size.numel() > max(1, parameter.numel()):
+            if not _fits(key, size, parameter):
                 raise ValueError(
                     f"checkpoint: expected {full_name} to be no larger than its parameter, got "
                     f"shape {tuple(size)}"
@@ -314,6 +323,11 @@ def _is_like(value: Tensor, parameter: Tensor, shape: torch.Size, dtype: torch.d
     if is_dtensor(value) and is_dtensor(parameter):
         return value.placements == parameter.placements
     return is_dtensor(value) == is_dtensor(parameter)
+
+
+def _fits(key: str, size: torch.Size, parameter: Tensor) -> bool:
+    """True for a state's tensor that is not larger than its parameter, or that of each rank."""
+    return key.endswith(OF_RANKS) or size.numel() <= max(1, parameter.numel())
 
 
 def _is_of(size: torch.Size, parameter: Tensor, place: Placement | None) -> bool:

@@ -691,6 +691,49 @@ def test_checkpoints_of_earlier_versions(tmp_path):
         assert optimizer.param_groups[0]["lr"] == 1e-2
 
 
+class Keeping(torch.optim.SGD):
+    """Has a state of its own."""
+
+    kept = None
+
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["kept"] = self.kept
+
+
+@pytest.mark.parametrize("kept", (0.1, 2**40 + 1, True, torch.tensor(0.1)))
+def test_numbers_of_any_optimizer_come_back(tmp_path, kept):
+    layer, _ = trained()
+    optimizer, other = Keeping(layer.parameters()), Keeping(layer.parameters())
+    optimizer.kept = kept
+    optimizer.step()
+    md.checkpoint.save(tmp_path, layer, optimizer)
+    md.checkpoint.load(tmp_path, layer, other)
+    assert repr(other.state_dict()) == repr(optimizer.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("kept", "found"),
+    (
+        ([torch.ones(2)], "list"),
+        ({"x": 1}, "dict"),
+        (torch.ones(4, 4), r"shape \(4, 4\)"),
+    ),
+)
+def test_a_state_that_no_checkpoint_has_is_refused(tmp_path, kept, found):
+    """Instead, `extra` has it."""
+    layer, _ = trained()
+    optimizer, other = Keeping(layer.parameters()), Keeping(layer.parameters())
+    optimizer.kept = kept
+    optimizer.step()
+    with pytest.raises(ValueError, match=f"expected kept of weight in .*got {found}; save the"):
+        md.checkpoint.save(tmp_path, layer, optimizer)
+    md.checkpoint.save(tmp_path, layer, extra={"optimizer": optimizer})
+    md.checkpoint.load(tmp_path, layer, extra={"optimizer": other})
+    assert repr(other.state_dict()) == repr(optimizer.state_dict())
+
+
 def test_options_that_do_not_fit_are_refused(tmp_path):
     layer, optimizer = trained(maximize=True)
     md.checkpoint.save(tmp_path / "whole", layer, optimizer)
