@@ -362,7 +362,8 @@ def _checksums(path: str, value: object) -> tuple[int, int]:
     """Checksums of a name and of its value; values that cannot be compared have equal ones."""
     content = b""
     if isinstance(value, Tensor) and not is_dtensor(value):
-        content = as_bytes(value.detach().cpu()).numpy().tobytes()
+        plain = value.detach().cpu().resolve_conj().resolve_neg()
+        content = as_bytes(plain).numpy().tobytes()
     elif isinstance(value, int | float | complex | str | bytes):
         content = repr(value).encode()
     return zlib.crc32(path.encode()), zlib.crc32(content)

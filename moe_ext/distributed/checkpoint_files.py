@@ -128,6 +128,8 @@ class SliceReader(FileSystemReader):
             ) from error
         if not isinstance(tensor, Tensor) or not tensor.numel() or not tensor.is_contiguous():
             return
+        if tensor.is_conj() or tensor.is_neg():
+            return  # the bytes are not those of its values
         begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
         if begin is not None:
             skipped = tensor.storage_offset() * tensor.element_size()

@@ -44,6 +44,8 @@ def test_any_box_of_any_tensor(tmp_path, monkeypatch, block):
         "long": whole,
         "bool": whole % 3 == 0,
         "complex": whole * 1j,
+        "conjugate": (whole * 1j).conj(),
+        "negative": torch._neg_view(whole.float()),
         "transposed": whole.double().transpose(1, 2).contiguous().transpose(1, 2),
         "later": torch.arange(500.0)[290:].view(2, 5, 7, 3),
     }
@@ -74,7 +76,8 @@ def test_any_box_of_any_tensor(tmp_path, monkeypatch, block):
             assert torch.equal(read(name, offsets, torch.zeros_like(want)), want)
     assert read("number", (), torch.zeros(())) == 3.5
     assert read("none", (0, 0), torch.zeros(0, 3)).shape == (0, 3)
-    assert not {"transposed", "none"} & {index.fqn for index in reader._saved}
+    by_torch = {"transposed", "conjugate", "negative", "none"}
+    assert not by_torch & {index.fqn for index in reader._saved}
     assert {"number", "later", "bool"} <= {index.fqn for index in reader._saved}
     with pytest.raises(ValueError, match=r"expected float to go into shape \(2, 5, 7, 3\), got"):
         index = MetadataIndex("float", torch.Size([0] * 4))

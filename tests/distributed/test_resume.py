@@ -825,6 +825,7 @@ def test_extra_comes_back(tmp_path, way):
         "new": {"of": {}, "loader": [{"workers": {}, "names": ["a"]}]},
         "ordered": OrderedDict(b=1, a={}),
         "counted": Counter({2: 7}),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
         "optimizer": optimizer.state_dict(),
     }
     before = {
@@ -832,6 +833,7 @@ def test_extra_comes_back(tmp_path, way):
         "new": {},
         "ordered": OrderedDict(b=0),
         "counted": Counter({2: 1}),
+        "conjugate": torch.tensor([0j]),
         "optimizer": other.state_dict(),
     }
     own = copy.deepcopy(before)
@@ -846,7 +848,7 @@ def test_extra_comes_back(tmp_path, way):
     assert repr(other.state_dict()) == repr(optimizer.state_dict())
     assert other_scheduler.state_dict() == scheduler.state_dict()
     # What was given is as before, but tensors that were read into.
-    own["seen"][5].fill_(1)
+    own["seen"][5].fill_(1), own["conjugate"].fill_(1 - 2j)
     assert repr(before) == repr(own)
 
 
