@@ -108,11 +108,7 @@ def whole_state_dicts(*optimizers: Optimizer, keep: bool | None = None) -> Itera
     """
     with contextlib.ExitStack() as stack:
         for given in optimizers:
-            optimizer = given
-            # Wrappers of Accelerate and Lightning.
-            while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-                optimizer = inner
-            check_kind("whole_state_dicts", "optimizers", optimizer, Optimizer, required=True)
+            optimizer = unwrapped(given, "whole_state_dicts")
             # Optimizers that save by parameter do so by themselves.
             if not isinstance(optimizer, SavesByParameter) and optimizer not in _showing:
                 _showing.add(optimizer)
@@ -124,6 +120,15 @@ def whole_state_dicts(*optimizers: Optimizer, keep: bool | None = None) -> Itera
                     stack.callback(hook.remove)
         stack.enter_context(keeping_wholes(global_rank() == 0 if keep is None else keep))
         yield
+
+
+def unwrapped(optimizer: Any, operation: str) -> Optimizer:
+    """The optimizer inside wrappers of Accelerate and Lightning; TypeError for none."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    check_kind(operation, "optimizers", optimizer, Optimizer, required=True)
+    found: Optimizer = optimizer
+    return found
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:

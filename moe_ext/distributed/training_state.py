@@ -31,6 +31,7 @@ from moe_ext.distributed.state_dict import (
     ParameterStates,
     SavesByParameter,
     TakesOver,
+    unwrapped,
     whole_of,
 )
 
@@ -69,7 +70,7 @@ class TrainingState:
     def __init__(self, model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] = ()) -> None:
         self._model = model.module if isinstance(model, DistributedDataParallel) else model
         given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-        self._optimizers = given
+        self._optimizers = [unwrapped(optimizer, "checkpoint") for optimizer in given]
         # By optimizer, what holds tensors that are loaded into.
         self._holders: dict[Optimizer, object] = {}
         sharded_parameters(self._model)  # notes them

@@ -227,10 +227,19 @@ def own_state(optimizer):
     return getattr(optimizer, "rank_state_dict", optimizer.state_dict)()
 
 
+class Prepared(torch.optim.Optimizer):
+    """An optimizer in the wrapper of a tool such as Accelerate."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.state, self.param_groups = optimizer.state, optimizer.param_groups
+        self.state_dict, self.load_state_dict = optimizer.state_dict, optimizer.load_state_dict
+
+
 def save(way, path, model, optimizer, scheduler):
     if way == "checkpoint":
         extra = {"scheduler": scheduler.state_dict()}
-        md.checkpoint.save(path, model, optimizer, extra=extra)
+        md.checkpoint.save(path, model, Prepared(optimizer), extra=extra)
         return None
     if way == "DCP":
         optimizer.zero_grad()
@@ -250,7 +259,7 @@ def load(way, path, saved, model, optimizer, scheduler):
     saved = copy.deepcopy(saved)
     if way == "checkpoint":
         extra = {"scheduler": scheduler.state_dict()}
-        md.checkpoint.load(path, model, optimizer, extra=extra)
+        md.checkpoint.load(path, model, Prepared(optimizer), extra=extra)
         scheduler.load_state_dict(extra["scheduler"])
         return
     if way == "DCP":
