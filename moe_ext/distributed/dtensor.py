@@ -272,7 +272,8 @@ def divided_as(tensor: Tensor, like: Tensor) -> Tensor:
         p if lengths.get(getattr(p, "dim", -1)) == like.shape[getattr(p, "dim", 0)] else Replicate()
         for p in like.placements
     ]
-    return distribute_tensor(tensor, like.device_mesh, placements, src_data_rank=None)
+    # torch refuses the result of an operator, such as a mean of two models.
+    return distribute_tensor(tensor.detach(), like.device_mesh, placements, src_data_rank=None)
 
 
 def map_gathered(
