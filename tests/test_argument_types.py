@@ -327,6 +327,9 @@ def test_none_is_refused_where_an_argument_is_required():
         "whole_state_dicts: expected optimizers to be of type Optimizer": lambda: (
             moe_ext.distributed.whole_state_dicts(None).__enter__()
         ),
+        "checkpoint: expected optimizers to be of type Optimizer": lambda: (
+            moe_ext.distributed.checkpoint.save("saved", nn.Linear(2, 2), None)
+        ),
         "Pipeline: expected table to be of type ActionTable or TurnPlan": lambda: (
             moe_ext.pipeline.Pipeline(None, {}, None)
         ),

@@ -144,7 +144,8 @@ def load(
 
     Raises:
         ValueError: on every rank: the checkpoint lacks a tensor of the model, or its optimizers a
-            parameter of those here; or see `TrainingState.load_state_dict`. Nothing has changed.
+            parameter of those here; or the model is on the meta device; or see
+            `TrainingState.load_state_dict`. Nothing has changed.
         RuntimeError: on every rank: a tensor has another shape, or a file is not whole, and nothing
             has changed; or a file could not be read later on.
         RankFailureError: a rank died or did not answer.
@@ -180,6 +181,11 @@ def load(
             name = name.removeprefix(MODEL)
             raise ValueError(
                 f"checkpoint.load: expected a checkpoint with {name}, got one without it"
+            )
+        for name in (n for n, x in state.items() if isinstance(x, Tensor) and x.is_meta):
+            raise ValueError(
+                f"checkpoint.load: expected {name.removeprefix(MODEL)} to have memory to be read "
+                "into, got it on the meta device; call to_empty of the model first"
             )
         before = _states(extra)
     # First what may be refused: nothing live is touched by it.

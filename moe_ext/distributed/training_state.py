@@ -69,7 +69,7 @@ class TrainingState:
 
     def __init__(self, model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] = ()) -> None:
         self._model = model.module if isinstance(model, DistributedDataParallel) else model
-        given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        given = optimizers if isinstance(optimizers, Iterable) else [optimizers]
         self._optimizers = [unwrapped(optimizer, "checkpoint") for optimizer in given]
         # By optimizer, what holds tensors that are loaded into.
         self._holders: dict[Optimizer, object] = {}

@@ -150,6 +150,10 @@ def test_what_fails_says_what_has_changed(tmp_path, monkeypatch):
         with pytest.raises(RuntimeError, match=f"checkpoint.load: .*{text}.*nothing has changed"):
             checkpoint.load(tmp_path / path, layer, optimizer)
         assert unchanged()
+    with torch.device("meta"):
+        nowhere = moe_ext.MoELayer(4, 6, 4)
+    with pytest.raises(ValueError, match=r"expected router.weight to have memory .* call to_empty"):
+        checkpoint.load(tmp_path / "whole", nowhere)
     with pytest.raises(RuntimeError, match="Size mismatch between saved .* nothing has changed"):
         checkpoint.load(tmp_path / "whole", *trained(4, 8, 4))
     fill, calls = checkpoint_files._fill_box, []
