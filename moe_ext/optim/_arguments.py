@@ -18,7 +18,7 @@ from moe_ext._checks import check_numbers, check_rule
 from moe_ext.comm.groups import group_ranks
 from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.distributed.placement import known_shard
-from moe_ext.distributed.state_dict import take_states
+from moe_ext.distributed.state_dict import SavesByParameter, take_states
 
 _KNOWN_BACKENDS = ("nccl", "gloo", "mpi", "hccl", "compressed")
 # Arguments of DeepSpeed's optimizers that are options of parameter groups.
@@ -45,6 +45,15 @@ class CheckedOptimizer(Optimizer):
         super().__init_subclass__()
         cls._op = cls.__name__
         _own_options.update(_options(cls))
+
+    def __getstate__(self) -> dict[str, Any]:
+        if isinstance(self, SavesByParameter):
+            # The ranks' group, and what this rank keeps for all parameters at once.
+            raise TypeError(
+                f"{self._op}: expected its state_dict() to be copied or pickled, got the object "
+                "itself; make one anew and let it load_state_dict"
+            )
+        return super().__getstate__()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with options of its own.

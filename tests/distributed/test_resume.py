@@ -7,7 +7,9 @@ import copy
 import inspect
 import itertools
 import os
+import pickle
 from collections import Counter, OrderedDict
+from types import SimpleNamespace
 
 import pytest
 import restarted
@@ -609,6 +611,24 @@ def test_bits_in_one_process(tmp_path, name):
             check_momentum_is_missed(None)
             case = (*case[:2], "state_dict")
         run_case(case, tmp_path / str(number), None)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_copy_takes_the_same_steps_or_is_refused(name):
+    model, optimizer, _ = made(name, "StepLR", "state_dict", None)
+    scheduler = SimpleNamespace(step=lambda *_: None)
+    take_steps(model, optimizer, scheduler, range(STEPS // 2))
+    ways = copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))
+    if name in (*ONE_BIT, "DeMo"):
+        for copied in ways:
+            with pytest.raises(TypeError, match=f"{name}: expected its state_dict.* to be copied"):
+                copied(optimizer)
+        return
+    copies = [(model, optimizer), *(copied((model, optimizer)) for copied in ways)]
+    for pair in copies:
+        take_steps(*pair, scheduler, range(STEPS // 2, STEPS))
+    for pair in copies[1:]:
+        assert_same(wholes(*pair), wholes(*copies[0]), name)
 
 
 # Rounding of sums over a parameter, which another number of ranks takes in another order: each step
