@@ -57,21 +57,27 @@ def check_real(owner: str, name: str, value: float) -> None:
         raise TypeError(f"{owner}: expected {name} to be a number, got {value!r}")
 
 
-def check_numbers(owner: str, annotations: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+def check_numbers(
+    owner: str,
+    annotations: Mapping[str, Any],
+    values: Mapping[str, Any],
+    may_be_zero: Collection[str] = (),
+) -> None:
     """Refuse a value that is none where the annotation of an argument is int, float or bool.
 
-    An int is at least 0, but for one named seed or key; other bounds are left to the class. A float
-    is not NaN. A tensor of one element stands for a float, and anything but a text for a bool:
-    "False" would be true.
+    Bounds are left to the class, but for ints of which it asks nothing but that they be at least 0.
+    A float is not NaN. A tensor of one element stands for a float, and anything but a text for a
+    bool: "False" would be true.
 
     Args:
         owner: class that the error names.
         annotations: of its constructor or of its fields, as texts.
         values: by name, each argument and whatever else: `locals()` or `vars(self)`.
+        may_be_zero: names of ints that are at least 0.
 
     Raises:
         TypeError: a value is of another type.
-        ValueError: an int is negative, or a float NaN.
+        ValueError: one of these ints is negative, or a float NaN.
     """
     for name, annotation in annotations.items():
         kind, _, optional = str(annotation).partition(" | ")
@@ -82,7 +88,7 @@ def check_numbers(owner: str, annotations: Mapping[str, Any], values: Mapping[st
             continue
         if kind == "int":
             check_integer(owner, name, value)
-            if value < 0 and name not in ("seed", "key"):
+            if value < 0 and name in may_be_zero:
                 raise ValueError(f"{owner}: expected {name} to be at least 0, got {value}")
         elif kind == "bool":
             if isinstance(value, str):
@@ -95,10 +101,11 @@ def check_numbers(owner: str, annotations: Mapping[str, Any], values: Mapping[st
             raise ValueError(f"{owner}: expected {name} to be a number, got {value!r}")
 
 
-def check_numbers_of_fields(spec: Any) -> None:
+def check_numbers_of_fields(spec: Any, may_be_zero: Collection[str] = ()) -> None:
     """`check_numbers` of a dataclass, with the fields of its bases."""
     annotations = {each.name: each.type for each in fields(spec)}
-    check_numbers(type(spec).__name__, annotations, {n: getattr(spec, n) for n in annotations})
+    values = {name: getattr(spec, name) for name in annotations}
+    check_numbers(type(spec).__name__, annotations, values, may_be_zero)
 
 
 def check_sizes(owner: str, **sizes: int) -> None:

@@ -258,7 +258,7 @@ MISTAKES = {
         ),
         "a constructor takes a negative size": (
             "moe_ext/_checks.py",
-            'if [-value < 0 and name not in ("seed", "key")-]{+False+}:',
+            "if [-value < 0 and name in may_be_zero-]{+False+}:",
             "tests/test_argument_types.py -k 'by_name and CostModel'",
         ),
         "each projection of a tp rank sends its own gradient of their input": (

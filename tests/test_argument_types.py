@@ -305,6 +305,14 @@ def test_wrong_values_are_refused_by_name(name, made):
     tried = {each: fault(made, good, *each) for each in sorted({*wrong_values(made)})}
     taken = {each: text for each, text in tried.items() if text}
     assert not taken, f"{name}: refuse these as '{made.__name__}: expected <argument> to be ...'"
+    for argument, value in tried:
+        if value != "-1":
+            continue
+        with pytest.raises((TypeError, ValueError)) as refused:
+            made(**{**good, argument: -1})
+        # Who follows the message is not refused again.
+        if "to be at least 0" in str(refused.value):
+            made(**{**good, argument: 0})
 
 
 @pytest.mark.parametrize(("name", "made"), [pytest.param(*each, id=each[0]) for each in listed()])

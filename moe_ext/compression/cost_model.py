@@ -133,7 +133,7 @@ class CostModel:
         memory_of: MemoryFactory | None = None,
         costs: CostTable | None = None,
     ) -> None:
-        check_numbers("CostModel", CostModel.__init__.__annotations__, locals())
+        check_numbers("CostModel", CostModel.__init__.__annotations__, locals(), ["num_ranks"])
         check_kind("CostModel", "link", link, Link)
         check_group(agreed_over, "CostModel", name="agreed_over")
         check_callable("CostModel", "memory_of", memory_of)

@@ -36,7 +36,7 @@ class Warmup:
     stages: int = 4
 
     def __post_init__(self) -> None:
-        check_numbers_of_fields(self)
+        check_numbers_of_fields(self, ["dense_steps", "ramp_steps"])
         first = self.start_density
         check_rule("Warmup", "start_density", first, "in (0, 1]", 0.0 < first <= 1.0)
         check_rule("Warmup", "stages", self.stages, "at least 1", self.stages >= 1)
@@ -77,7 +77,7 @@ class ResidualMonitor:
     action: str = "warn"
 
     def __post_init__(self) -> None:
-        check_numbers_of_fields(self)
+        check_numbers_of_fields(self, ["every"])
         check_choice("ResidualMonitor", "action", self.action, ("warn", "densify"))
         check_rule("ResidualMonitor", "limit", self.limit, "positive", self.limit > 0)
 

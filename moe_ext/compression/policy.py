@@ -104,7 +104,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         check_kind("Policy", "by_name", self.by_name, Mapping, required=True)
-        check_numbers_of_fields(self)
+        check_numbers_of_fields(self, ["dense_below"])
         named = [self.default, *(getattr(self, role) for role in ROLES), *self.by_name.values()]
         for codec in named:
             if codec is not None:

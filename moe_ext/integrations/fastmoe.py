@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
-from moe_ext._checks import check_numbers, check_rule
+from moe_ext._checks import check_numbers, check_rule, check_sizes
 from moe_ext.comm.groups import check_group, group_size, resolve_group
 from moe_ext.integrations._base import (
     GateHook,
@@ -210,6 +210,7 @@ class FMoE(RenamedLayer):
     ) -> None:
         owner = "fastmoe.FMoE"
         check_numbers(owner, FMoE.__init__.__annotations__, locals())
+        check_sizes(owner, num_expert=num_expert, d_model=d_model)
         slices = {"mp_group": mp_group, "slice_group": slice_group}
         for name, value in {**slices, "mask": mask, "mask_dict": mask_dict}.items():
             check_option(owner, name, value, None)

@@ -900,7 +900,7 @@ class DgcMemory(_StoredMemory):
         group: ProcessGroup | None = None,
     ) -> None:
         """Check the momentum."""
-        check_numbers("DgcMemory", DgcMemory.__init__.__annotations__, locals())
+        check_numbers("DgcMemory", DgcMemory.__init__.__annotations__, locals(), ["world_size"])
         super().__init__(momenta="velocity", residuals="residual")
         self.momentum = _check_momentum("DgcMemory", momentum)
         self.gradient_clipping = gradient_clipping

@@ -81,7 +81,7 @@ class Arguments:
     moe_zloss_in_fp32: bool = False
 
     def __post_init__(self) -> None:
-        check_numbers_of_fields(self)
+        check_numbers_of_fields(self, [each.name for each in dataclasses.fields(self)])
         check_option("megablocks.Arguments", "mlp_type", self.mlp_type, "mlp", "glu")
         check_option("megablocks.Arguments", "mlp_impl", self.mlp_impl, "grouped", "sparse")
         if self.shared_expert_hidden_size is None:

@@ -165,7 +165,7 @@ class CheckedOptimizer(Optimizer):
                     )
             arguments = type(self).__init__.__annotations__
             found = {n: arguments[n] for n in arguments.keys() & self.defaults.keys()}
-            check_numbers(self._op, found, group)
+            check_numbers(self._op, found, group, ["ns_steps"])
             self._check_options(group)
 
     def _check_options(self, group: dict[str, Any]) -> None:

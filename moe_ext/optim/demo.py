@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext._bytes import as_bytes
-from moe_ext._checks import check_numbers, check_rule
+from moe_ext._checks import check_numbers, check_rule, check_sizes
 from moe_ext.comm.agreement import Agreement, checksum, is_nonfinite
 from moe_ext.comm.collectives import all_reduce_
 from moe_ext.comm.groups import group_size, resolve_group
@@ -101,6 +101,7 @@ class DeMo(CheckedOptimizer):
         process_group: ProcessGroup | None = None,
     ) -> None:
         check_numbers("DeMo", DeMo.__init__.__annotations__, locals())
+        check_sizes("DeMo", compression_topk=compression_topk, compression_chunk=compression_chunk)
         self._codec = _MarkedTopK(
             compression_topk, compression_chunk, bits=32, dct=True, decay=compression_decay
         )

@@ -165,7 +165,9 @@ class DiLoCo:
         *,
         codec: str | Codec = "none",
     ) -> None:
-        check_numbers(type(self).__name__, DiLoCo.__init__.__annotations__, locals())
+        check_numbers(
+            type(self).__name__, DiLoCo.__init__.__annotations__, locals(), ["bucket_cap_mb"]
+        )
         owner, fragments = type(self).__name__, list(model_fragments)
         if isinstance(outer_optimizer, Optimizer):
             outer_optimizer = [outer_optimizer]

@@ -117,7 +117,12 @@ class OneBitAdam(CompressedOptimizer):
         block: int = 256,
         communication_data_type: torch.dtype | None = None,
     ) -> None:
-        check_numbers(self._op, OneBitAdam.__init__.__annotations__, locals())
+        check_numbers(
+            self._op,
+            OneBitAdam.__init__.__annotations__,
+            locals(),
+            ["freeze_step", "variance_interval"],
+        )
         self.freeze_step, self.variance_interval = freeze_step, variance_interval
         self._eps_inside_sqrt = eps_inside_sqrt
         super().__init__(

@@ -105,7 +105,7 @@ class OneBitLamb(OneBitAdam):
         block: int = 256,
         communication_data_type: torch.dtype | None = None,
     ) -> None:
-        check_numbers(self._op, OneBitLamb.__init__.__annotations__, locals())
+        check_numbers(self._op, OneBitLamb.__init__.__annotations__, locals(), ["freeze_step"])
         check_rule(self._op, "coeff_beta", coeff_beta, "in [0, 1)", 0 <= coeff_beta < 1)
         check_range(self._op, locals(), "min_coeff", "max_coeff")
         check_range(self._op, locals(), "factor_min", "factor_max")

@@ -48,7 +48,7 @@ class WaveUpdates:
     ) -> None:
         check_group(group, "WaveUpdates", name="group")
         check_sizes("WaveUpdates", wave=wave)
-        check_numbers("WaveUpdates", WaveUpdates.__init__.__annotations__, locals())
+        check_numbers("WaveUpdates", WaveUpdates.__init__.__annotations__, locals(), ["staleness"])
         self._parameters = [p for p in parameters if p.requires_grad]
         if not self._parameters:
             raise ValueError("WaveUpdates: expected parameters to be at least one, got none")

@@ -63,7 +63,7 @@ class DeltaEncoder:
         xored: bool = False,
         transform: Transform | None = None,
     ) -> None:
-        check_numbers("DeltaEncoder", DeltaEncoder.__init__.__annotations__, locals())
+        check_numbers("DeltaEncoder", DeltaEncoder.__init__.__annotations__, locals(), ["history"])
         self._state, self._xored, self._transform = state, xored, transform
         self._history: deque[Update] = deque(maxlen=int(history))
         self.chain = uuid.uuid4().hex

@@ -112,7 +112,7 @@ class SplitRegions:
 
     def __init__(self, numel: int, world_size: int) -> None:
         check_sizes("SplitRegions", world_size=world_size)
-        check_numbers("SplitRegions", SplitRegions.__init__.__annotations__, locals())
+        check_numbers("SplitRegions", SplitRegions.__init__.__annotations__, locals(), ["numel"])
         self.numel = numel
         self.bounds = tuple(numel * p // world_size for p in range(world_size + 1))
         self.step = 0

@@ -246,7 +246,12 @@ class CompressedAllGather(_Message, AllGather):
         min_numel: int = 1024,
         frozen_only: bool = False,
     ) -> None:
-        check_numbers("CompressedAllGather", CompressedAllGather.__init__.__annotations__, locals())
+        check_numbers(
+            "CompressedAllGather",
+            CompressedAllGather.__init__.__annotations__,
+            locals(),
+            ["min_numel"],
+        )
         super().__init__(
             "CompressedAllGather",
             "none" if format == "lossless" else format,
@@ -385,7 +390,10 @@ class CompressedReduceScatter(GradientMessage, ReduceScatter):
         min_numel: int = 1024,
     ) -> None:
         check_numbers(
-            "CompressedReduceScatter", CompressedReduceScatter.__init__.__annotations__, locals()
+            "CompressedReduceScatter",
+            CompressedReduceScatter.__init__.__annotations__,
+            locals(),
+            ["min_numel"],
         )
         super().__init__(
             "CompressedReduceScatter",
@@ -515,7 +523,7 @@ class CompressedAllReduce(GradientMessage):
         min_numel: int = 1024,
     ) -> None:
         op = "CompressedAllReduce"
-        check_numbers(op, CompressedAllReduce.__init__.__annotations__, locals())
+        check_numbers(op, CompressedAllReduce.__init__.__annotations__, locals(), ["min_numel"])
         check_rule(op, "density", density, "in (0, 1]", 0.0 < density <= 1.0)
         super().__init__(
             op,
