@@ -44,15 +44,12 @@ def build(args: argparse.Namespace) -> Any:
 def work(args: argparse.Namespace, runtime: Runtime) -> None:
     """Dense steps, upcycling, and steps of both."""
     check(args, runtime.world_size, args.num_experts)
-    task = TextTask(args, runtime)
     dense = build(args).to(runtime.device)
     mesh = moe_ext.distributed.MoEMesh(dp=runtime.world_size // args.ep, ep=args.ep)
-    task.say(f"{task.data.describe()}; {dense.num_parameters() / 1e6:.2f} M parameters, {mesh}")
-    task.train(dense, "dense")
-    moe = copy.deepcopy(dense)
 
-    def replace() -> int:
-        return moe_ext.replace_ffn(
+    def upcycled() -> tuple[Any, int]:
+        moe = copy.deepcopy(dense)
+        count = moe_ext.replace_ffn(
             moe,
             every=args.every,
             num_experts=args.num_experts,
@@ -61,9 +58,15 @@ def work(args: argparse.Namespace, runtime: Runtime) -> None:
             granularity=args.granularity,
             ep_group=mesh.ep_group if args.ep > 1 else None,
         )
+        return moe, count
 
+    # Options that do not fit are refused before anything is read or trained.
+    agree(upcycled, ValueError)
+    task = TextTask(args, runtime)
+    task.say(f"{task.data.describe()}; {dense.num_parameters() / 1e6:.2f} M parameters, {mesh}")
+    task.train(dense, "dense")
     before = task.validate(dense)
-    count = agree(replace, ValueError)
+    moe, count = upcycled()
     after = task.validate(moe)
     task.say(
         f"{count} of {dense.config.num_hidden_layers} networks are now {args.num_experts} experts: "

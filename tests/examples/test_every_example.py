@@ -131,7 +131,8 @@ MISTAKES = {
         --schedule=chimera | num_ranks and num_micro_batches of chimera to be even
         --micro-batches=3 | expected --batch to be a multiple of 3, got 16""",
     "upcycle": """
-        --method=granular --granularity=5 | num_experts to be a multiple of granularity=5, got 8
+        --method=granular --granularity=5 --data=/nowhere | to be a multiple of granularity=5, got 8
+        --every=9 --data=/nowhere | expected model to have at least every=9 feed-forward networks
         --batch=0 | expected --batch to be at least 1, got 0""",
 }
 
