@@ -27,13 +27,14 @@ def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
 def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
     """Set `loss_scale` of every `MoELayer` in a model.
 
-    The injected losses do not see what the caller does to the loss: a loss that is divided by the
-    number of accumulation steps, or multiplied by a `GradScaler`, needs the same factor here before
-    the forward pass.
+    The injected losses do not see what the caller does to the loss or to gradients, and every
+    forward pass injects its own. For their mean over the n passes of a step the factor is 1/n,
+    whether the caller divides losses by n or by tokens; times the scale of a `GradScaler`; and N/n
+    where losses are sums, and gradients are divided by the N tokens of the step at its end.
 
     Args:
         model: any module.
-        scale: the factor, a number or a 0-d tensor on the model's device.
+        scale: the factor, a number or a 0-d tensor on the model's device, for the next passes.
     """
     for module in model.modules():
         if isinstance(module, MoELayer):

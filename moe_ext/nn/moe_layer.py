@@ -141,9 +141,8 @@ class MoELayer(CountingModule, SpreadsExperts):
     Attributes:
         balance_loss_coef, z_loss_coef, loss_mode: coef, z_coef and mode of `balance`; may be set
             between steps, as `balance`, `capacity`, `router`, `row_budget` and `debug` may.
-        loss_scale: factor on the injected losses, a number or a 0-d tensor, 1.0 at first. Set it to
-            what the caller's loss is multiplied by: 1/steps under gradient accumulation, the scale
-            of a `GradScaler`.
+        loss_scale: factor on the injected losses, a number or a 0-d tensor, 1.0 at first; see
+            `set_loss_scale`.
         metrics: of the last forward pass on this rank, detached: `num_tokens_per_expert` [E] int64
             (chosen, before any drop), `num_dropped`, `balance_loss`, `z_loss`, and `<name>_loss` of
             each of the router's own; with rebalance `num_moved_experts` (whose weights came to this

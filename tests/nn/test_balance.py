@@ -84,6 +84,19 @@ def test_counted_micro_batches_equal_one_batch(how, in_flight):
     assert_close(gradients(model), want)
 
 
+def test_gradients_may_be_divided_by_tokens_afterwards():
+    xs = micro_batches()
+    want, _ = of_one_batch(xs)
+    model, num_tokens = make_model(), sum(SIZES)
+    with count_tokens(model):
+        for x in xs:
+            model(x)
+    set_loss_scale(model, num_tokens / len(xs))
+    for x in xs:
+        model(x).square().sum().backward()
+    assert_close([grad / num_tokens for grad in gradients(model)], want)
+
+
 def test_micro_batch_losses_differ_from_those_of_one_batch():
     # What makes the tests above tell anything.
     xs = micro_batches()
