@@ -240,6 +240,7 @@ class RoutingRecord:
         Raises:
             ValueError: the model has no `MoELayer`, an argument is out of range, or an entry is
                 there already (then the message names the layer).
+            TypeError: token_idx is not int64.
         """
         operation = "RoutingRecord.recording"
         names = _names_of_layers(operation, model)
@@ -253,6 +254,7 @@ class RoutingRecord:
             raise ValueError(
                 f"{operation}: expected num_rows together with token_idx, got num_rows={num_rows}"
             )
+        _check_rows(operation, token_idx, num_rows)
 
         def record(
             layer: Any, routed: RouterOutput, topk_idx_TK: Tensor, mask_T: Tensor | None
@@ -302,10 +304,11 @@ class RoutingRecord:
                 model, such as a stage of a pipeline.
 
         Raises:
-            ValueError: the step, the micro-batch or a layer is not on record, or a layer is and the
-                model lacks it, or E differs: on entry. In the forward pass: T or K differ. The
-                messages name the layer.
-            TypeError: in the forward pass, a router of a class that cannot replay.
+            ValueError: the step, the micro-batch, a layer or a row is not on record, or a layer is
+                and the model lacks it, or E differs: on entry. In the forward pass: T or K differ.
+                The messages name the layer.
+            TypeError: token_idx is not int64; or in the forward pass, a router of a class that
+                cannot replay.
         """
         operation = "RoutingRecord.replaying"
         names = _names_of_layers(operation, model)
@@ -326,6 +329,7 @@ class RoutingRecord:
                     f"{operation}: expected {name} to have {self[key].num_experts} experts as "
                     f"recorded, got {layer.num_experts}"
                 )
+            _check_rows(operation, token_idx, len(self[key].topk_idx))
 
         def replay(
             layer: Any, routed: RouterOutput, topk_idx_TK: Tensor, mask_T: Tensor | None
@@ -521,6 +525,19 @@ def _names_of_layers(operation: str, model: nn.Module) -> dict[Any, str]:
             f"{operation}: expected model to have a MoELayer, got none in {type(model).__name__}"
         )
     return layers
+
+
+def _check_rows(operation: str, token_idx: Tensor | None, num_rows: int | None) -> None:
+    """Refuse rows that an entry does not have; a GPU is not waited for."""
+    if token_idx is None or num_rows is None:
+        return
+    if token_idx.dtype != torch.int64:
+        raise TypeError(f"{operation}: expected token_idx to be int64, got {token_idx.dtype}")
+    if token_idx.is_cpu and token_idx.numel() and int(token_idx.max()) >= num_rows:
+        raise ValueError(
+            f"{operation}: expected token_idx to be below {num_rows}, the rows of an entry, got "
+            f"{int(token_idx.max())}"
+        )
 
 
 def _checked_key(operation: str, step: int, micro_batch: int, layer: str) -> RecordKey:

@@ -378,6 +378,14 @@ def test_recording_refuses_a_second_pass_and_bad_arguments():
     longer = record.recording(model, step=3, token_idx=rows, num_rows=22)
     with longer, pytest.raises(ValueError, match=r"shape \(21, 2\) of the passes before, got"):
         model(x)
+    recorded = {"token_idx": rows, "num_rows": 21}
+    for method, options in ((record.recording, recorded), (record.replaying, {})):
+        for wrong, error, message in (
+            (rows + 1, ValueError, "token_idx to be below 21, the rows of an entry, got 21"),
+            (rows > 3, TypeError, "token_idx to be int64, got torch.bool"),
+        ):
+            with pytest.raises(error, match=rf"^RoutingRecord.{method.__name__}: .*{message}"):
+                method(model, **{**options, "token_idx": wrong}).__enter__()
     with pytest.raises(ValueError, match=r"update: expected new entries, got blocks.0.moe at step"):
         record.update(record_of(model, x))
 
