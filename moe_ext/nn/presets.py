@@ -36,8 +36,9 @@ def _layer(
         preset.pop("capacity", None)
     coef = None if balance is None else balance.coef
     given = Balance.of("MoELayer", options.get("balance", balance), 0.01 if coef is None else coef)
-    sizes = (router.model_dim, ffn_dim, router.num_experts, router.top_k)
-    return MoELayer(*sizes, router=router, **{**preset, **options, "balance": given})
+    preset = {"top_k": router.top_k, "router": router, **preset}
+    sizes = (router.model_dim, ffn_dim, router.num_experts)
+    return MoELayer(*sizes, **{**preset, **options, "balance": given})
 
 
 def switch(

@@ -91,6 +91,15 @@ def test_options_replace_the_presets(name):
         make(name, no_such_option=1)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_another_router_replaces_that_of_the_preset(name):
+    layer = make(name, router="sigmoid")
+    assert (layer.router.score_fn, layer.top_k) == ("sigmoid", make(name).top_k)
+    layer = make(name, router=TopKRouter(16, 16, 3), top_k=3)
+    assert layer.router.top_k == layer.top_k == 3
+    layer(torch.randn(5, 16)).sum().backward()
+
+
 def test_capacities_are_those_of_the_papers():
     for name, factors in (("switch", (1.25, 2.0)), ("gshard", (2.0, 2.0))):
         layer = make(name)
