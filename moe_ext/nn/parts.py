@@ -178,7 +178,8 @@ def _run_rounds(
     Returns:
         `[T, D]` in the dtype of the experts' results.
     """
-    named = dict(experts.named_parameters())
+    # As functional_call names them: a checkpoint wrapper leaves its own name out.
+    named = dict(nn.Module.named_parameters(experts))
     work = _Work(dispatcher, rounds, experts, weighed, tuple(named))
     counts = rounds[0].counts
     if counts is not None and counts.has_backward:

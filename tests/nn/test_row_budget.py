@@ -7,6 +7,7 @@ import torch
 from layer_oracle import assert_all_close, outcome
 from test_saved_bytes import saved_bytes
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 import moe_ext
@@ -99,6 +100,13 @@ def test_checkpointing(use_reentrant):
     x = torch.randn(9, 8, dtype=torch.float64)
     run = functools.partial(checkpoint, bounded, use_reentrant=use_reentrant)
     assert_all_close(outcome(bounded, x, run), outcome(bounded, x), rtol=0, atol=0)
+
+
+def test_experts_in_a_checkpoint_wrapper():
+    bounded, _ = layers(RowBudget(5))
+    wrapped, x = copy.deepcopy(bounded), torch.randn(9, 8, dtype=torch.float64)
+    wrapped.experts = checkpoint_wrapper(wrapped.experts)
+    assert_all_close(outcome(wrapped, x), outcome(bounded, x), **TIGHT)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
