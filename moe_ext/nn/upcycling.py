@@ -377,7 +377,7 @@ def _check_formula(ffn: nn.Module, dense: DenseFFN) -> None:
     if dense.up.device.type == "meta":
         return
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 2, dense.up.shape[1], generator=generator).to(dense.up)
+    x = torch.randn(1, 2, dense.up.shape[1], generator=generator, device="cpu").to(dense.up)
     modes = [(module, module.training) for module in ffn.modules()]
     try:
         with torch.no_grad(), without_autocast(x.device):

@@ -519,26 +519,33 @@ def test_wrong_attributes_change_nothing(name, value, error, message):
     assert getattr(layer, name) is before or getattr(layer, name) == before
 
 
+OTHER_DEFAULTS = {"dtype": (torch.float32, torch.bfloat16), "device": (None, "meta")}
+COUNTS = torch.ones(9)
+
+
 @pytest.mark.parametrize(
     "make",
     [
         lambda **made: TopKRouter(8, 40, selection_bias=True, **made),
         lambda **made: HashRouter(8, 40, vocab_size=99, **made),
         lambda **made: HashRouter(8, 40, vocab_size=99, method="random", **made),
+        lambda **made: HashRouter(8, 40, vocab_size=9, token_counts=COUNTS, **made),
     ],
 )
-def test_another_default_dtype_changes_nothing(make):
-    x, ids, found = torch.randn(30, 8), torch.arange(30), []
-    for dtype in (torch.float32, torch.bfloat16):
-        torch.set_default_dtype(dtype)
+@pytest.mark.parametrize(("kind", "values"), OTHER_DEFAULTS.items())
+def test_another_default_of_torch_changes_nothing(make, kind, values):
+    x, ids, found = torch.randn(30, 8), torch.arange(30) % 9, []
+    made = {"dtype": torch.float32, "device": "cpu"}
+    set_default = getattr(torch, f"set_default_{kind}")
+    for value in values:
+        set_default(value)
         try:
             torch.manual_seed(0)
-            made = {"dtype": torch.float32}
             layer = moe_ext.MoELayer(8, 6, 40, router=make(**made), capacity=1.0, **made)
             layer(x, token_ids=ids)
             found.append({**dict(layer.router.named_buffers()), **layer.metrics})
         finally:
-            torch.set_default_dtype(torch.float32)
+            set_default(values[0])
     for name, value in found[0].items():
         assert value.dtype == found[1][name].dtype and torch.equal(value, found[1][name]), name
 

@@ -41,7 +41,7 @@ def rebalance_experts(
             f"rebalance_experts: expected weight to be [L, E], got {tuple(weight.shape)}"
         )
     load_LE = weight.float().cpu()
-    num_layers, num_experts = load_LE.shape
+    num_experts = load_LE.shape[1]
     if num_nodes < 1 or num_groups < 1 or num_groups % num_nodes:
         num_groups = num_nodes = 1
     for name, value, divisor in (
@@ -58,6 +58,15 @@ def rebalance_experts(
             f"rebalance_experts: expected num_replicas to be at least {num_experts}, got "
             f"{num_replicas}"
         )
+    # Whatever torch's default device: all of it is on the host.
+    with torch.device("cpu"):
+        return _placed(load_LE, num_replicas, num_groups, num_nodes, num_gpus)
+
+
+def _placed(
+    load_LE: Tensor, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_layers, num_experts = load_LE.shape
     group_size = num_experts // num_groups
     order_LG = _pack(load_LE.unflatten(1, (num_groups, group_size)).sum(-1), num_nodes)
     within = torch.arange(group_size)

@@ -137,15 +137,17 @@ class HashRouter(ScoreRouter):
             nn.init.uniform_(self.weight, -bound, bound)
         if self.expert_of_id is None or self.vocab_size is None or self.expert_of_id.is_meta:
             return
+        # The same table whatever torch's default device.
+        with torch.device("cpu"):
+            self.expert_of_id.copy_(self._table(self.vocab_size))
+
+    def _table(self, vocab_size: int) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed)
         if self.method == "random":
-            rows_VE = _drawn_orders(self.vocab_size, self.num_experts, generator)
-            table_VK = rows_VE[:, : self.top_k]
-        elif self.token_counts is not None:
-            table_VK = _greedy_table(self.token_counts, self.num_experts, self.top_k)
-        else:
-            table_VK = _even_table(self.vocab_size, self.num_experts, self.top_k, generator)
-        self.expert_of_id.copy_(table_VK)
+            return _drawn_orders(vocab_size, self.num_experts, generator)[:, : self.top_k]
+        if self.token_counts is not None:
+            return _greedy_table(self.token_counts, self.num_experts, self.top_k)
+        return _even_table(vocab_size, self.num_experts, self.top_k, generator)
 
     def extra_repr(self) -> str:
         """Sizes and options for `repr`."""
