@@ -66,6 +66,8 @@ def adam_step_(
         *(param, grad, exp_avg, exp_avg_sq, copy, step, lr, *betas, eps, weight_decay, grad_scale),
         follow_copy,
     )
+    written = [param, exp_avg, exp_avg_sq, *([] if copy is None else [copy])]
+    torch.autograd.graph.increment_version(written)
 
 
 register_fake_like("moe_ext::adam_step_")

@@ -184,6 +184,7 @@ def attention_block_(
         *options,
         head_offset,
     )
+    torch.autograd.graph.increment_version([out_BHQD, lse_BHQ])
 
 
 def attention_block_backward(
@@ -351,6 +352,7 @@ def merge_attention_(
     synchronise the device.
     """
     torch.ops.moe_ext.merge_attention_(out_BHQD, lse_BHQ, out_b_BHQD, lse_b_BHQ)
+    torch.autograd.graph.increment_version([out_BHQD, lse_BHQ])
 
 
 def merge_attention_sinks(

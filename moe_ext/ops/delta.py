@@ -54,6 +54,7 @@ def delta_apply_(target: Tensor, payload: Tensor, *, xored: bool = False) -> Non
     On CUDA it waits for the device to tell that the payload is sound, before the first write.
     """
     torch.ops.moe_ext.delta_apply_(target, payload.to(target.device), xored)
+    torch.autograd.graph.increment_version(target)
 
 
 def delta_hash(x: Tensor, seed: int = 0, places: Tensor | None = None) -> int:

@@ -78,6 +78,7 @@ def decode_exponents_(out: Tensor, payload: Tensor) -> None:
     Deterministic. On CUDA it waits for the device, which tells whether blocks are damaged.
     """
     torch.ops.moe_ext.decode_exponents_(out, payload)
+    torch.autograd.graph.increment_version(out)
 
 
 register_fake_like("moe_ext::decode_exponents_")
@@ -130,6 +131,7 @@ def decode_exponent_row_(out: Tensor, row: Tensor, damaged: Tensor) -> None:
     Deterministic. On CUDA nothing waits for the device: who wants to know reads ``damaged``.
     """
     torch.ops.moe_ext.decode_exponent_row_(out, row, damaged)
+    torch.autograd.graph.increment_version([out, damaged])
 
 
 register_fake_like("moe_ext::decode_exponent_row_")

@@ -51,6 +51,7 @@ def pack_masked_(packed_n: Tensor, x: Tensor, bitmap: Tensor) -> None:
     so are elements that packed has no room for: nothing waits for the device.
     """
     torch.ops.moe_ext.pack_masked_(packed_n, x, bitmap)
+    torch.autograd.graph.increment_version(packed_n)
 
 
 register_fake_like("moe_ext::pack_masked_")
@@ -70,6 +71,7 @@ def unpack_masked_(out: Tensor, packed_n: Tensor, bitmap: Tensor) -> None:
     Deterministic, with the same bits on CPU and CUDA, where a mark without an element gives a zero.
     """
     torch.ops.moe_ext.unpack_masked_(out, packed_n, bitmap)
+    torch.autograd.graph.increment_version(out)
 
 
 register_fake_like("moe_ext::unpack_masked_")

@@ -105,6 +105,7 @@ def add_pairs_(
     Deterministic; on CUDA, only where indices repeat as they may.
     """
     torch.ops.moe_ext.add_pairs_(out, values_K, packed, numel, start, divisor)
+    torch.autograd.graph.increment_version(out)
 
 
 register_fake_like("moe_ext::add_pairs_")

@@ -105,18 +105,19 @@ def quantize_blockwise(
     1901.09847), algorithm 1.
     """
     name = format_of("quantize_blockwise", bits, format)
-    return QuantizedBlocks(
-        *torch.ops.moe_ext.quantize_blockwise(
-            x,
-            name,
-            block or 0,
-            residual,
-            rng_state,
-            check_finite,
-            residual_in=residual_in,
-            element_offset=element_offset,
-        )
+    found = torch.ops.moe_ext.quantize_blockwise(
+        x,
+        name,
+        block or 0,
+        residual,
+        rng_state,
+        check_finite,
+        residual_in=residual_in,
+        element_offset=element_offset,
     )
+    if residual is not None:
+        torch.autograd.graph.increment_version(residual)
+    return QuantizedBlocks(*found)
 
 
 def code_bytes(numel: int, format: str) -> int:
@@ -226,6 +227,7 @@ def dequantize_add_(
     """
     name = format_of("dequantize_add_", bits, format)
     torch.ops.moe_ext.dequantize_add_(out, codes, scales, name, block or 0, accumulate)
+    torch.autograd.graph.increment_version(out)
 
 
 register_fake_like("moe_ext::dequantize_add_")

@@ -29,6 +29,7 @@ def scale_into_(out: Tensor, x: Tensor, *, scale: float) -> Tensor:
     Deterministic; never synchronises.
     """
     nonfinite: Tensor = torch.ops.moe_ext.scale_into_(out, x, scale)
+    torch.autograd.graph.increment_version(out)
     return nonfinite
 
 

@@ -95,6 +95,7 @@ def scatter_blocks_(out: Tensor, packed: Tensor, block_idx_B: Tensor, *, block: 
     Deterministic.
     """
     torch.ops.moe_ext.scatter_blocks_(out, packed, block_idx_B, block)
+    torch.autograd.graph.increment_version(out)
 
 
 register_fake_like("moe_ext::scatter_blocks_")

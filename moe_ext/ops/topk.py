@@ -120,20 +120,21 @@ def topk_compress_(
     Reference: Lin et al., Deep Gradient Compression, 2018 (arXiv 1712.01887), algorithm 1;
     Stich et al., Sparsified SGD with Memory, 2018 (arXiv 1809.07599).
     """
-    return SparseGradient(
-        *torch.ops.moe_ext.topk_compress_(
-            grad,
-            residual,
-            k,
-            scope_size_of(grad, scope),
-            velocity,
-            momentum if velocity is not None else 0.0,
-            residual_scale,
-            check_finite,
-            residual_in,
-            velocity_in,
-        )
+    found = torch.ops.moe_ext.topk_compress_(
+        grad,
+        residual,
+        k,
+        scope_size_of(grad, scope),
+        velocity,
+        momentum if velocity is not None else 0.0,
+        residual_scale,
+        check_finite,
+        residual_in,
+        velocity_in,
     )
+    written = [residual] if velocity is None else [residual, velocity]
+    torch.autograd.graph.increment_version(written)
+    return SparseGradient(*found)
 
 
 @torch.library.register_fake("moe_ext::topk_compress_")
@@ -212,22 +213,23 @@ def threshold_compress_(
             )
         shape = (-(-grad.numel() // scope_size),) if scope_size else ()
         threshold = residual.new_full(shape, threshold)
-    return ThresholdGradient(
-        *torch.ops.moe_ext.threshold_compress_(
-            grad,
-            residual,
-            threshold,
-            capacity,
-            target,
-            velocity,
-            momentum if velocity is not None else 0.0,
-            residual_scale,
-            check_finite,
-            scope_size,
-            residual_in,
-            velocity_in,
-        )
+    found = torch.ops.moe_ext.threshold_compress_(
+        grad,
+        residual,
+        threshold,
+        capacity,
+        target,
+        velocity,
+        momentum if velocity is not None else 0.0,
+        residual_scale,
+        check_finite,
+        scope_size,
+        residual_in,
+        velocity_in,
     )
+    written = [residual, threshold] if velocity is None else [residual, threshold, velocity]
+    torch.autograd.graph.increment_version(written)
+    return ThresholdGradient(*found)
 
 
 @torch.library.register_fake("moe_ext::threshold_compress_")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import moe_ext
-from moe_ext import compression, ops
+from moe_ext import compression, ops, optim, sync
 from moe_ext.compression import packed_experts
 
 D, F, E = 128, 64, 4
@@ -98,6 +98,29 @@ def test_moving_leaves_dtypes_as_they_are():
     x, offsets = torch.randn(3, D), torch.tensor([0, 1, 2, 2, 3])
     want = packed(x, offsets)
     assert torch.equal(packed.to("cpu", torch.bfloat16)(x, offsets), want)
+
+
+@pytest.mark.parametrize("writer", ["update", "receiver", "optimizer"])
+def test_what_operators_write_is_packed_anew(writer):
+    own, source = experts(), experts()
+    pruning = compression.prune(own, "magnitude", density=0.5)
+    packed = compression.PackedExperts(own, "pruned")
+    if writer == "update":
+        pruning.update(0.25)
+    elif writer == "receiver":
+        compression.prune(source, "magnitude", density=0.5)
+        encoder, receiver = sync.DeltaEncoder(source), sync.DeltaReceiver(own)
+        receiver.apply(encoder.base())
+        with torch.no_grad():
+            source.down_proj *= 2
+        receiver.apply(encoder.encode())
+    else:
+        optimizer = optim.CPUAdamW(own.parameters(), lr=0.1)
+        for p in own.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    x, offsets = torch.randn(3, D), torch.tensor([0, 1, 2, 2, 3])
+    torch.testing.assert_close(packed(x, offsets), own(x, offsets))
 
 
 def test_a_layer_reads_fewer_bytes():

@@ -5,6 +5,8 @@ import operator_table
 import pytest
 import torch
 
+from moe_ext import ops
+
 TABLE = operator_table.load()
 op = TABLE.op
 # The fake kernel of a hash, a number, is none.
@@ -113,3 +115,59 @@ def test_opcheck(device, name):
         own_graph = not emulation.is_active() and (of_variant or not in_another_graph)
         graph = ["test_aot_dispatch_dynamic"] if own_graph and name not in NOT_COMPILED else []
         torch.library.opcheck(operator, positional, named, test_utils=checks + graph)
+
+
+def moved_versions(name):
+    """How far an operator moves the version counter of each tensor that it writes to."""
+    single, half, damaged = torch.ones(256), torch.ones(256).half(), torch.ones(1).long()
+    codes, scales = ops.quantize_blockwise(single)
+    rows, _ = ops.encode_exponent_rows(half, 1)
+    packed, bitmap = torch.ones(256), torch.full((32,), 255, dtype=torch.uint8)
+    more, out, lse = torch.ones(2, 256), torch.ones(1, 1, 4, 8), torch.ones(1, 1, 4)
+    places, find = torch.arange(4), {"velocity": more[0]}
+    arguments, options, written = {
+        "adam_step_": (
+            [single, packed, *more],
+            {"step": 1, "copy": half, "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8},
+            [single, half, *more],
+        ),
+        "add_pairs_": (
+            [single, packed, ops.pack_indices(torch.arange(256), 256), 256],
+            {},
+            [single],
+        ),
+        "attention_block_": ([out, lse, *[out.clone()] * 3, places, places], {}, [out, lse]),
+        "decode_exponent_row_": ([half, rows[0], damaged], {}, [half, damaged]),
+        "decode_exponents_": ([half, ops.encode_exponents(half)], {}, [half]),
+        "delta_apply_": ([single, ops.delta_encode(packed + 1, packed)], {}, [single]),
+        "dequantize_add_": ([single, codes, scales], {}, [single]),
+        "merge_attention_": ([out, lse, out.clone(), lse.clone()], {}, [out, lse]),
+        "pack_masked_": ([packed, single, bitmap], {}, [packed]),
+        "quantize_blockwise": ([packed], {"residual": single}, [single]),
+        "scale_into_": ([half, single], {"scale": 2.0}, [half]),
+        "scatter_blocks_": ([single, packed[None], places[:1]], {}, [single]),
+        "threshold_compress_": (
+            [packed, single, damaged[0].float()],
+            {"capacity": 9, **find},
+            [single, more[0]],
+        ),
+        "topk_compress_": ([packed, single, 9], find, [single, more[0]]),
+        "unpack_masked_": ([single, packed, bitmap], {}, [single]),
+    }[name]
+    versions = [x._version for x in written]
+    getattr(ops, name)(*arguments, **options)
+    return [x._version - version for x, version in zip(written, versions, strict=True)]
+
+
+IN_PLACE = [
+    name
+    for name in ops.__all__
+    if hasattr(torch.ops.moe_ext, name)
+    and any(a.alias_info and a.alias_info.is_write for a in op(name).default._schema.arguments)
+]
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_writes_show_in_version_counters(name):
+    """Or autograd would take a saved tensor for what it was, and packed weights would stay."""
+    assert all(moved > 0 for moved in moved_versions(name))
