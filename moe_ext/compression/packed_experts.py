@@ -78,10 +78,11 @@ class _CodedWeights:
 
     def product(self, x: Tensor, expert_offsets: Tensor | None = None) -> Tensor:
         return ops.quantized_mm(
-            *(x, self.codes, self.scales, self.outliers, self.columns, self.offsets),
+            *(x.to(self.outliers.dtype), self.codes, self.scales),
+            *(self.outliers, self.columns, self.offsets),
             bits=self.bits,
             expert_offsets=expert_offsets,
-        )
+        ).to(x.dtype)
 
     def dense(self) -> Tensor:
         """The weights of one expert."""
@@ -122,7 +123,10 @@ class _Kept:
         return _Kept(values, self.bitmap.narrow(0, expert * each, each), (len(values),))
 
     def product(self, x: Tensor, expert_offsets: Tensor | None = None) -> Tensor:
-        return ops.masked_mm(x, self.values, self.bitmap, expert_offsets=expert_offsets)
+        found = ops.masked_mm(
+            x.to(self.values.dtype), self.values, self.bitmap, expert_offsets=expert_offsets
+        )
+        return found.to(x.dtype)
 
     def dense(self) -> Tensor:
         """The weights of one expert."""
@@ -153,7 +157,8 @@ class PackedExperts(nn.Module):
 
     On a GPU a pass in which experts have few rows on average is one launch for all experts, and
     does not wait for the device; another one reads the offsets back. Both take the memory of one
-    unpacked weight at most. `.to` moves the weights, and leaves their dtypes as they are.
+    unpacked weight at most. `.to` moves the weights, and leaves their dtypes as they are; rows may
+    have another one, as under autocast.
 
     While the experts that were packed exist, version counters show a write to their weights, and
     they are packed anew before the next pass. A write through `.data` is not seen.
@@ -302,7 +307,8 @@ class PackedExperts(nn.Module):
             out, bias_EM = self._weights[place].product(x, expert_offsets), self._biases[place]
             if bias_EM is None:
                 return out
-            return out + nn.functional.pad(bias_EM, pad).index_select(0, place_N)
+            bias_ND = nn.functional.pad(bias_EM, pad).index_select(0, place_N)
+            return out + bias_ND.to(x.dtype)
 
         return product(1, self._activated(product(0, rows_ND)))
 
@@ -312,7 +318,7 @@ class PackedExperts(nn.Module):
             out = weight.product(x)
         else:
             out = nn.functional.linear(x, weight.dense().to(x.dtype))
-        return out if bias_EM is None else out + bias_EM[expert]
+        return out if bias_EM is None else out + bias_EM[expert].to(x.dtype)
 
     def extra_repr(self) -> str:
         """Sizes for `repr`."""

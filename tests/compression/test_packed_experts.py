@@ -100,6 +100,26 @@ def test_moving_leaves_dtypes_as_they_are():
     assert torch.equal(packed.to("cpu", torch.bfloat16)(x, offsets), want)
 
 
+@pytest.mark.parametrize("format", ["int8", "int4", "pruned"])
+@pytest.mark.parametrize("count", [3, 200])
+@pytest.mark.parametrize("how", ["autocast", "layer"])
+def test_rows_may_have_another_dtype_than_weights(format, count, how):
+    """As they have under autocast; few of them, whose products read packed weights, as many."""
+    torch.manual_seed(0)
+    layer, x = moe_ext.MoELayer(D, F, E, 2).eval(), torch.randn(count, D)
+    layer.experts = experts(bias=True)
+    torch.nn.init.normal_(layer.experts.down_proj_bias)
+    layer.experts = compression.PackedExperts(layer.experts, format, block=64)
+    with torch.no_grad():
+        want = layer(x)
+        if how == "layer":
+            layer, x = layer.bfloat16(), x.bfloat16()
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+            found = layer(x)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), want, rtol=0.05, atol=0.05)
+
+
 @pytest.mark.parametrize("writer", ["update", "receiver", "optimizer"])
 def test_what_operators_write_is_packed_anew(writer):
     own, source = experts(), experts()
