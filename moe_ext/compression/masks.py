@@ -167,7 +167,9 @@ def add_mask(module: nn.Module, name: str) -> ElementMask:
     """Put a mask beside a parameter that keeps everything."""
     mask = ElementMask(module, name)
     shape = (mask.shape[0], mask.shape[1:].numel() // 8)
-    whole = torch.full(shape, 255, dtype=torch.uint8, device=mask.parameter.device)
+    # Tensors of inference_mode have no version, by which results of a mask are kept.
+    with torch.inference_mode(False):
+        whole = torch.full(shape, 255, dtype=torch.uint8, device=mask.parameter.device)
     module.register_buffer(f"{name}_mask", whole)
     vars(module)[_PRUNED] = {**_own(module), name: mask}
     return mask

@@ -209,6 +209,14 @@ def test_copies_and_saved_models_stay_pruned(tmp_path):
     assert_masked(other, again)
 
 
+def test_models_are_pruned_in_inference_mode_and_trained_after_it():
+    model = nn.Linear(D, 8)
+    with torch.inference_mode():
+        pruning = compression.prune(model, parameters=["weight"])
+    pruning.update(0.25)
+    assert pruning.density == 0.25 == model.weight.count_nonzero() / model.weight.numel()
+
+
 def test_named_matrices():
     model = nn.Sequential(nn.Linear(D, 8), nn.Linear(8, 8))
     pruning = compression.prune(model, "2:4", parameters=["1.weight"])
