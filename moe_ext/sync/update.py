@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from moe_ext._checks import check_choice
 from moe_ext.sync.region import Region
 
 FORMAT = 1
@@ -90,7 +91,9 @@ class Update:
 
         Raises:
             RuntimeError: zstd was asked for, and the package zstandard is not installed.
+            ValueError: another compression.
         """
+        check_choice("Update.to_bytes", "compression", compression, (None, "zstd"))
         parts = [entry.payload for entry in self.entries]
         body = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
         stored = body.numpy().tobytes()
@@ -123,7 +126,7 @@ class Update:
         Raises:
             ValueError: the bytes are cut, damaged, or of a later format.
         """
-        raw = data if isinstance(data, bytes) else data.cpu().numpy().tobytes()
+        raw = data.cpu().numpy().tobytes() if isinstance(data, Tensor) else bytes(data)
         try:
             magic, version, length = _HEAD.unpack_from(raw)
             if magic != _MAGIC:

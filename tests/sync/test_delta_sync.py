@@ -192,6 +192,16 @@ def test_damaged_bytes_are_refused(data):
     assert_same(model(), here)
 
 
+@pytest.mark.parametrize("kind", [bytearray, memoryview])
+def test_bytes_come_in_any_buffer(kind):
+    base, raw, state = first_update()
+    here = model()
+    receiver = sync.DeltaReceiver(here)
+    receiver.apply(base)
+    receiver.apply(kind(raw))
+    assert_same(state, here)
+
+
 def leaves(table, path=()):
     """The path of every value of a table."""
     pairs = table.items() if isinstance(table, dict) else enumerate(table)
@@ -390,6 +400,8 @@ def test_zstd_that_is_missing_is_named(monkeypatch):
     update = sync.DeltaEncoder(model()).full()
     with pytest.raises(RuntimeError, match="expected the package zstandard"):
         update.to_bytes(compression="zstd")
+    with pytest.raises(ValueError, match="expected compression to be one of .*, got 'gzip'"):
+        update.to_bytes(compression="gzip")
 
 
 def tied(fill):
