@@ -217,7 +217,7 @@ class DeMo(CheckedOptimizer):
         super().load_state_dict(state)
         self._round, memory = rounds, self._new_memory()
         for kind, tensor in owed.items():
-            memory.put(kind, tensor.clone())
+            memory.put(kind, tensor.to(memory.device, copy=True))
 
     def _new_memory(self) -> CodecMemory:
         trained = [local_part(p) for p in self._parameters()]

@@ -544,7 +544,7 @@ class DiLoCo:
             for kind in part.memory.kinds():
                 part.memory.put(kind, None)
             for kind, tensor in own[key]["owed"].items():
-                part.memory.put(kind, tensor.clone())
+                part.memory.put(kind, tensor.to(part.memory.device, copy=True))
             part.memory.server_start = own[key]["server_start"]
 
 

@@ -467,6 +467,23 @@ def test_no_state_is_loaded_while_a_message_is_underway():
     assert local.round == 0
 
 
+def test_what_is_owed_goes_to_the_device_of_the_parameters():
+    """From a file that was read to another one, as by `torch.load(map_location="cpu")`."""
+    net, other = model(), model().to("meta")
+    demo, demo_of_other = DeMo(net.parameters()), DeMo(other.parameters())
+    backward(net, 0, 0)
+    demo.step()
+    demo_of_other.load_state_dict(demo.state_dict())
+    assert demo_of_other._memory.kept("residual").is_meta
+    local, local_of_other = (
+        SparseLoCo(None, [each], sgd(each, lr=0.1), sgd(each, lr=0.7), 1) for each in (net, other)
+    )
+    saved = local.state_dict()
+    saved["rank0"]["0.0"]["owed"]["residual"] = demo.state_dict()["momentum"]["residual"]
+    local_of_other.load_state_dict(saved)
+    assert local_of_other._fragments[0].parts[0].memory.kept("residual").is_meta
+
+
 def test_demo_leaves_frozen_parameters_alone():
     net = model()
     net[0].weight.requires_grad_(False)
