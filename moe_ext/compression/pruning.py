@@ -98,7 +98,11 @@ class Pruning:
 
         Make a new state after `update`.
         """
-        return {f"*{name}": Masked(mask) for name, mask in self.masks.items()}
+        found = {name: Masked(mask) for name, mask in self.masks.items()}
+        # Names in a model of which this one is a part. The first pattern that fits counts, and a
+        # name may end as a whole other one.
+        ends = sorted(found, key=len, reverse=True)
+        return found | {f"*.{name}": found[name] for name in ends}
 
     def remove(self) -> None:
         """Take the masks away; pruned weights stay zero until an optimizer moves them."""

@@ -217,6 +217,18 @@ def test_models_are_pruned_in_inference_mode_and_trained_after_it():
     assert pruning.density == 0.25 == model.weight.count_nonzero() / model.weight.numel()
 
 
+@pytest.mark.parametrize("prefix", ["", "0.", "part."])
+def test_each_parameter_has_the_codec_of_its_mask(prefix):
+    """Also the eleventh layer, and one in a part, whose names end as those of others."""
+    layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(12)))
+    layers.append(nn.Sequential(nn.Linear(8, 8, bias=False)))
+    names = [name for name, _ in layers.named_parameters()]
+    codecs = compression.prune(layers, parameters=names).codecs()
+    policy = compression.Policy("none", by_name=codecs, dense_below=0)
+    for name, parameter in layers.named_parameters():
+        assert policy.codec_for(prefix + name, "other", parameter).mask.parameter is parameter
+
+
 def test_named_matrices():
     model = nn.Sequential(nn.Linear(D, 8), nn.Linear(8, 8))
     pruning = compression.prune(model, "2:4", parameters=["1.weight"])
