@@ -77,7 +77,8 @@ class CompressionState:
         seed: of stochastic rounding.
 
     Attributes:
-        options: the arguments above that steps read; they may change between steps.
+        options: the arguments above that steps read; they may change between steps, a policy and
+            the groups of an optimizer with a call of `regroup`, and all but `node_size`.
         is_hooked: whether DDP reduces with this state; experts are then the rest of the same step.
         memory: what is owed (see `FeedbackStore`).
 
