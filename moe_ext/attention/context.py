@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import CheckpointFunction
 
+from moe_ext._compile import outside_graphs
 from moe_ext.attention.call import AttentionOptions
 from moe_ext.attention.checks import refuse
 from moe_ext.attention.functional import ring_attention
@@ -99,6 +100,8 @@ def _body(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
     return copy
 
 
+# The copy of a function is none that a graph could guard.
+@outside_graphs
 def _multi_head(ring: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Multi-head attention of torch with its inner function replaced."""
     # Weights need the whole row of scores, which torch computes without the function.
@@ -207,9 +210,10 @@ def sequence_parallel(
     Contexts nest, the innermost holds. `is_causal`, `scale`, `dropout_p` and `enable_gqa` are
     served, and an `attn_mask` whose rows are this rank's queries and whose columns all keys in the
     order of the sequence (`[..., L, S]`, see `ring_attention`). A `MoELayer` with
-    `Balance("sequence")` counts by the whole sequences and documents of the context. The backward
-    pass may be outside, unless activation checkpointing computes the forward pass again there:
-    decorate the checkpointed function then, `checkpoint(sequence_parallel(group)(block), x)`.
+    `Balance("sequence")` counts by the whole sequences and documents of the context. Graphs of
+    `torch.compile` break at `MultiheadAttention`. The backward pass may be outside, unless
+    activation checkpointing computes the forward pass again there: decorate the checkpointed
+    function then, `checkpoint(sequence_parallel(group)(block), x)`.
 
     Args:
         group: the ranks that share each sequence, see `ring_attention`; None is this process alone.

@@ -175,6 +175,14 @@ def compiled():
     with sequence_parallel(**where):
         assert torch.equal(graph(*shards), expected)
     assert torch.equal(graph(*shards), around(*shards))
+    block = Block()
+    graph = torch.compile(block, backend="aot_eager")
+    x = torch.randn(2, 19, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    shard = shard_sequence(x, dim=1, **where)
+    for _ in range(2):
+        with sequence_parallel(**where):
+            torch.testing.assert_close(graph(shard), block(shard), rtol=0, atol=0)
+        torch.testing.assert_close(graph(x), block(x), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), check.names())
