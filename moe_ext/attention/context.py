@@ -26,6 +26,7 @@ from moe_ext.attention.checks import refuse
 from moe_ext.attention.functional import ring_attention
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.masks import Offsets, PrefixLen
+from moe_ext.comm.groups import group_size
 
 _OP = "sequence_parallel"
 
@@ -102,11 +103,20 @@ def _body(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
 
 # The copy of a function is none that a graph could guard.
 @outside_graphs
-def _multi_head(ring: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _multi_head(
+    ring: Callable[..., Any], group: ProcessGroup | None, *args: Any, **kwargs: Any
+) -> Any:
     """Multi-head attention of torch with its inner function replaced."""
     # Weights need the whole row of scores, which torch computes without the function.
     if kwargs.get("need_weights", True):
         refuse(_OP, "need_weights of multi_head_attention_forward", "False", True)
+    hidden = kwargs.get("key_padding_mask") is not None
+    ignored = kwargs.get("is_causal", False) and not hidden
+    for name in ("key_padding_mask", *([] if ignored else ["attn_mask"])):
+        # Torch takes no more columns than this rank has keys.
+        if group_size(group) > 1 and kwargs.get(name) is not None:
+            rule = f"None (key_mask is an argument of {_OP}, is_causal one of the layer)"
+            refuse(_OP, f"{name} of multi_head_attention_forward", rule, "a tensor")
     attend = functools.partial(_attend, ring)
     return _body(F.multi_head_attention_forward, scaled_dot_product_attention=attend)(
         *args, **kwargs
@@ -161,7 +171,7 @@ class _RingMode(TorchFunctionMode):
             )
         if func is F.multi_head_attention_forward:
             self._check_recompute()
-            return _multi_head(self._ring, *args, **kwargs)
+            return _multi_head(self._ring, self.sequences.group, *args, **kwargs)
         if func in _BACKWARD:
             with self:
                 return _body(func)(*args, **kwargs)
@@ -231,7 +241,8 @@ def sequence_parallel(
 
     Raises:
         ValueError: an option is out of range; inside: keys of another length than the queries,
-            weights of `MultiheadAttention`, and whatever `ring_attention` refuses.
+            weights of `MultiheadAttention`, its masks on several ranks (but for one that
+            `is_causal` stands for), and whatever `ring_attention` refuses.
         TypeError: the group is none of this rank.
     """
     options: dict[str, Any] = {

@@ -156,6 +156,25 @@ def a_recomputation_outside_is_refused():
 
 
 @check(on=(2,))
+def masks_of_torchs_layers_are_refused():
+    shard = torch.zeros(2, 5, 16, dtype=torch.float64)
+    attend = functools.partial(Block().attention, shard, shard, shard, need_weights=False)
+    rows = torch.zeros(5, 10, dtype=torch.bool)
+    for masks, name in (
+        ({"key_padding_mask": rows[:2, :5]}, "key_padding_mask"),
+        ({"attn_mask": rows}, "attn_mask"),
+        ({"attn_mask": rows, "is_causal": True, "key_padding_mask": rows[:2, :5]}, "key_padding"),
+    ):
+        with (
+            sequence_parallel(dist.group.WORLD),
+            pytest.raises(ValueError, match=f"expected {name}.* to be None .*, got a tensor"),
+        ):
+            attend(**masks)
+    with sequence_parallel(dist.group.WORLD):
+        attend(attn_mask=rows, is_causal=True)
+
+
+@check(on=(2,))
 def compiled():
     where = {"group": dist.group.WORLD}
     *tensors, _ = make_inputs(kv_heads=4)
