@@ -333,6 +333,7 @@ def attend_in_graph(
     """
     # The operator could not tell: it sees tensors without autograd.
     inputs.check_slopes(options.require)
+    options.check_learned()
     drawn = seed is None and options.dropout_p > 0
     seed_1 = None if seed is None else torch.tensor([seed])
     if drawn:

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_ext._checks import check_choice
+from moe_ext._checks import check_choice, check_integer, check_numbers
 from moe_ext.attention.auto import choose, hosts_of
 from moe_ext.attention.block import BlockOptions, Keys, accumulation_dtype
 from moe_ext.attention.checks import (
@@ -146,8 +146,11 @@ class AttentionOptions:
         return requires(self.operation)
 
     def check(self, seed: int | None = None) -> None:
-        """ValueError for options that no tensors could go with."""
+        """ValueError or TypeError for options that no tensors could go with."""
         require = self.require
+        annotations = {each.name: each.type for each in fields(self)}
+        check_numbers(self.operation, annotations, vars(self))
+        self.check_learned()
         check_layout(self.layout, require)
         for name, allowed in _CHOICES.items():
             check_choice(self.operation, name, getattr(self, name), allowed)
@@ -161,8 +164,17 @@ class AttentionOptions:
             require(fits, "softcap", "0 (none) or more", self.softcap)
         require(0 <= self.dropout_p < 1, "dropout_p", "in [0, 1)", self.dropout_p)
         if seed is not None:
+            check_integer(self.operation, "seed", seed)
             require(-(1 << 63) <= seed < 1 << 63, "seed", "a 64-bit integer", seed)
         check_window(self.window, self.operation)
+
+    def check_learned(self) -> None:
+        """ValueError for numbers that would wait for their gradient in vain."""
+        for name in ("scale", "softcap", "dropout_p"):
+            value = getattr(self, name)
+            wants = isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
+            rule = "without gradient" + " (multiply q by a learned one)" * (name == "scale")
+            self.require(not wants, name, rule, "a tensor that requires one")
 
     def check_scheme(self, inputs: Inputs) -> None:
         """ValueError for a scheme or wire that no such group, tensors or mask can go with."""

@@ -51,6 +51,7 @@ def check_tensors(
     multiple = heads % kv_heads == 0 if kv_heads else heads == 0
     require(multiple, "heads of q", f"a multiple of the {kv_heads} heads of k", heads)
     if key_mask is not None:
+        require(isinstance(key_mask, Tensor), "key_mask", "a tensor", type(key_mask).__name__)
         fits = key_mask.shape == (batch, length) and key_mask.dtype == torch.bool
         found = f"{key_mask.dtype} {list(key_mask.shape)}"
         require(fits, "key_mask", f"bool [{batch}, {length}], this rank's keys", found)
@@ -88,6 +89,7 @@ def check_per_head(name: str, values: Tensor | None, q: Tensor, require: Require
     """ValueError unless there is a number for each head of q, or None."""
     if values is not None:
         heads = q.shape[1]
+        require(isinstance(values, Tensor), name, f"a tensor [{heads}]", type(values).__name__)
         require(values.shape == (heads,), name, f"[{heads}]", list(values.shape))
         require(values.dtype in DTYPES, name, "floating point", values.dtype)
         require(values.device == q.device, name, f"on {q.device} like q", values.device)

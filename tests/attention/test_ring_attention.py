@@ -181,11 +181,13 @@ FUNCTIONS = pytest.mark.parametrize("function", [ring_attention, ring_self_atten
         ({"window": (-2, 0)}, r"window to be -1 \(no limit\) or more, got \(-2, 0\)"),
         ({"dropout_p": 1.0}, r"dropout_p to be in \[0, 1\), got 1.0"),
         ({"seed": 1 << 63}, "seed to be a 64-bit integer"),
-        ({"scale": float("nan")}, "scale to be finite, got nan"),
+        ({"scale": float("nan")}, "scale to be a number, got nan"),
+        ({"scale": torch.tensor(0.3, requires_grad=True)}, "scale to be without gradient .mult"),
         ({"scale": float("inf")}, "scale to be finite, got inf"),
         ({"cu_seqlens": [0, 9, 4, 37]}, "cu_seqlens to start at 0 and be sorted"),
         ({"cu_seqlens": [0, 36]}, "cu_seqlens to end at .* 37, got 36"),
         ({"key_mask": torch.ones(2, 37)}, r"key_mask to be bool \[2, 37\]"),
+        ({"key_mask": [[True] * 37] * 2}, "key_mask to be a tensor, got list"),
         ({"attn_mask": torch.zeros(37, 37)}, r"attn_mask to be \[2 or 1, 4 or 1, 37, S\], .* got"),
         ({"attn_mask": torch.zeros(1, 1, 37, 36)}, "S of attn_mask to be the 37 keys .* got 36"),
         ({"attn_mask": torch.zeros(1, 1, 37, 37).long()}, "attn_mask to be bool or floating, got"),
@@ -199,6 +201,20 @@ def test_arguments_refused_by_both(function, changes, message):
         function(*make_inputs()[:3], group=None, **changes)
 
 
+@FUNCTIONS
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scale": "0.3"}, "scale to be a number, got '0.3'"),
+        ({"is_causal": "False"}, "is_causal to be True or False, got 'False'"),
+        ({"dropout_p": 0.1, "seed": 3.5}, "seed to be an integer, got 3.5"),
+    ],
+)
+def test_arguments_of_other_types(function, changes, message):
+    with pytest.raises(TypeError, match=message):
+        function(*make_inputs()[:3], group=None, **changes)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -209,7 +225,10 @@ def test_arguments_refused_by_both(function, changes, message):
         ({"softcap": -1.0}, r"softcap to be 0 \(none\) or more, got -1.0"),
         ({"cu_seqlens": torch.zeros(2)}, "cu_seqlens to be a row of integers"),
         ({"key_mask": torch.ones(2, 36, dtype=torch.bool)}, r"key_mask to be bool \[2, 37\]"),
+        ({"softcap": torch.tensor(5.0, requires_grad=True)}, "softcap to be without gradient"),
         ({"alibi_slopes": torch.ones(2)}, r"alibi_slopes to be \[4\], got \[2\]"),
+        ({"alibi_slopes": [1.0] * 4}, r"alibi_slopes to be a tensor \[4\], got list"),
+        ({"sinks": [1.0] * 4}, r"sinks to be a tensor \[4\], got list"),
         ({"sinks": torch.ones(5)}, r"sinks to be \[4\], got \[5\]"),
         ({"alibi_slopes": torch.ones(4).long()}, "alibi_slopes to be floating .* torch.int64"),
         ({"alibi_slopes": torch.ones(4).requires_grad_()}, "alibi_slopes to be without gradient"),
