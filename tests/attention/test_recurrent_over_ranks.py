@@ -212,6 +212,20 @@ def other_options_on_one_rank_are_named():
         gated_delta_rule(**given, **sizes)
 
 
+@ALL()
+def graphs_break_at_a_recurrence():
+    if dist.get_world_size() > 2:
+        return  # Dynamo takes seconds on each rank
+    where = {"group": dist.group.WORLD, "layout": "zigzag"}
+    for kind in ("delta", "scan"):
+        given = parts_of(made(kind, 37), where)
+        graph = torch.compile(run, backend="eager")
+        assert torch.equal(graph(kind, given, **where)[0], run(kind, given, **where)[0])
+    given = shard_sequence(torch.ones(2, 3, 37), dim=2, **where), torch.ones(3, 4)
+    graph = torch.compile(causal_conv1d, backend="eager")
+    assert torch.equal(graph(*given, **where), causal_conv1d(*given, **where))
+
+
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_ranks(num_ranks, name):

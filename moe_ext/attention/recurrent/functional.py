@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext._checks import check_choice
+from moe_ext._compile import outside_graphs
 from moe_ext.attention.checks import message_device, requires, wants_grad
 from moe_ext.attention.context import shared_sequences
 from moe_ext.attention.layouts import Layout, make_layout, ranks_of
@@ -191,6 +192,7 @@ def _agree(
     return _sequences(op, check, tensors, given)
 
 
+@outside_graphs
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -259,6 +261,7 @@ def gated_delta_rule(
     return out.to(v.dtype), state
 
 
+@outside_graphs
 def selective_scan(
     x: Tensor,
     dt: Tensor,
@@ -591,6 +594,7 @@ def _state_before(
     return found if goes_on is None else found * goes_on, last
 
 
+@outside_graphs
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
