@@ -127,6 +127,11 @@ def _any_inside(keys: range, intervals: Sequence[tuple[int, int]]) -> bool:
     return False
 
 
+def listed(values: Any) -> Any:
+    """A tensor or an array of numpy as a list; anything else as it is."""
+    return values.tolist() if hasattr(values, "tolist") else values
+
+
 def integers(values: Iterable[Any]) -> tuple[int, ...] | None:
     """None where one of them is no integer."""
     try:
@@ -187,6 +192,8 @@ def rows_of_offsets(cu_seqlens: object, operation: str) -> tuple[tuple[int, ...]
 
     ValueError unless every row starts at 0, never falls, and ends where the others end.
     """
+    if not isinstance(cu_seqlens, Tensor):
+        cu_seqlens = listed(cu_seqlens)
     if isinstance(cu_seqlens, Tensor):
         if cu_seqlens.dim() != 2:
             return None
@@ -232,7 +239,7 @@ def make_mask(
     mask = Mask(is_causal, *check_window(window, operation), offsets)
     if prefix_len is None:
         return mask
-    given = prefix_len.tolist() if isinstance(prefix_len, Tensor) else prefix_len
+    given = listed(prefix_len)
     documents = 1 if offsets is None else len(offsets) - 1
     rows: list[tuple[int, ...] | None]
     if not isinstance(given, Sequence):
@@ -263,7 +270,7 @@ def prefixes_of_rows(
     """Prefixes of the documents in each row of a batch, by the offsets of its rows."""
     if prefix_len is None:
         return None
-    given = prefix_len.tolist() if isinstance(prefix_len, Tensor) else prefix_len
+    given = listed(prefix_len)
     each = given if isinstance(given, Sequence) else [given] * len(rows)
     rule = f"an integer, or {len(rows)} or as many rows, one for each row of q"
     requires(operation)(len(each) == len(rows), "prefix_len", rule, prefix_len)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moe_ext.attention.checks import requires
-from moe_ext.attention.masks import integers, make_mask
+from moe_ext.attention.masks import integers, listed, make_mask
 
 OPERATION = "pack_documents"
 _require = requires(OPERATION)
@@ -75,7 +75,7 @@ def pack_documents(
     Raises:
         ValueError: an argument out of its range, or too few rows.
     """
-    values = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+    values = listed(lengths)
     sizes = integers(values) if isinstance(values, Sequence) else None
     if sizes is None:
         raise ValueError(f"{OPERATION}: expected lengths to be a row of integers, got {lengths}")

@@ -31,7 +31,8 @@ def test_every_document_once_in_rows_of_even_cost(
 ):
     if not is_causal or window is not None:
         prefix = None
-    mask = Mask(is_causal, *(window or (-1, -1)), prefix_lens=prefix and ((prefix,),))
+    lens = None if prefix is None else ((prefix,),)
+    mask = Mask(is_causal, *(window or (-1, -1)), prefix_lens=lens)
     kwargs = {
         "num_ranks": num_ranks,
         "is_causal": is_causal,
@@ -46,8 +47,9 @@ def test_every_document_once_in_rows_of_even_cost(
 
     for num_rows in (None, count):
         packed = pack_documents(lengths, SEQ_LEN, num_rows=num_rows, **kwargs)
-        again = pack_documents(torch.tensor(lengths).long(), SEQ_LEN, num_rows=num_rows, **kwargs)
-        assert packed == again
+        held = torch.tensor(lengths).long()
+        for same in (held, held.numpy()):
+            assert packed == pack_documents(same, SEQ_LEN, num_rows=num_rows, **kwargs)
         rows = len(packed.documents)
         assert rows == num_rows if num_rows else rows % num_ranks == 0
         assert sorted(itertools.chain(*packed.documents)) == list(range(len(lengths)))

@@ -3,6 +3,7 @@ import inspect
 import sys
 import typing
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -168,6 +169,22 @@ def test_packed_tokens_of_one_process():
     assert torch.equal(graph(*tokens, offsets, offsets), found)
     with pytest.raises(ValueError, match="q to be packed tokens .*, got NoneType"):
         attend(None, *tokens[1:], offsets, offsets)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        {"prefix_len": [3, 2]},
+        {"cu_seqlens": [[0, 9, 37], [0, 5, 37]]},
+        {"cu_seqlens": [0, 9, 37], "prefix_len": [2, 3]},
+        {"cu_seqlens": [[0, 9, 37], [0, 5, 37]], "prefix_len": [[2, 3], [1, 1]]},
+    ],
+)
+def test_arrays_of_numpy_are_rows_of_integers(rows):
+    q, k, v, _ = make_inputs()
+    attend = functools.partial(ring_attention, q, k, v, group=None, is_causal=True)
+    arrays = {name: np.array(row) for name, row in rows.items()}
+    assert torch.equal(attend(**arrays), attend(**rows))
 
 
 FUNCTIONS = pytest.mark.parametrize("function", [ring_attention, ring_self_attention])
