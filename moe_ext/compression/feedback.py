@@ -372,13 +372,17 @@ class CodecMemory(_KeptTensors):
             "tensors": {k: self.copy_of(k) for k in self.kinds() if k not in ELEMENTWISE},
         }
 
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """Keep copies of tensors by kind, from any device."""
+        for kind, tensor in tensors.items():
+            # Later steps write to the kept tensors.
+            self.put(kind, tensor.to(self.device, torch.float32, copy=True))
+
     def load_extras(self, extras: Mapping[str, Any]) -> None:
         """Take over what `extras` returned."""
         self.server_start = extras["server_start"] - self.packing.start
         self.saved_objects = extras["carried"]
-        for kind, tensor in extras["tensors"].items():
-            # Later steps write to the kept tensors.
-            self.put(kind, tensor.to(self.device, torch.float32, copy=True))
+        self.take(extras["tensors"])
 
 
 @contextlib.contextmanager

@@ -215,9 +215,8 @@ class DeMo(CheckedOptimizer):
             )
         owed, rounds = state.pop("momentum"), state.pop("round")
         super().load_state_dict(state)
-        self._round, memory = rounds, self._new_memory()
-        for kind, tensor in owed.items():
-            memory.put(kind, tensor.to(memory.device, copy=True))
+        self._round = rounds
+        self._new_memory().take(owed)
 
     def _new_memory(self) -> CodecMemory:
         trained = [local_part(p) for p in self._parameters()]

@@ -543,8 +543,7 @@ class DiLoCo:
                 x.copy_(saved)
             for kind in part.memory.kinds():
                 part.memory.put(kind, None)
-            for kind, tensor in own[key]["owed"].items():
-                part.memory.put(kind, tensor.to(part.memory.device, copy=True))
+            part.memory.take(own[key]["owed"])
             part.memory.server_start = own[key]["server_start"]
 
 

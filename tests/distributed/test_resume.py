@@ -255,6 +255,15 @@ def save(way, path, model, optimizer, scheduler):
         return copy.deepcopy((model.state_dict(), own_state(optimizer), scheduler.state_dict()))
 
 
+def in_double(value):
+    """A copy of a state, whose tensors are of another type, as they may be on another device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(torch.float64 if value.is_floating_point() else value.dtype, copy=True)
+    if isinstance(value, dict):
+        return {key: in_double(item) for key, item in value.items()}
+    return [in_double(item) for item in value] if isinstance(value, list) else value
+
+
 def load(way, path, saved, model, optimizer, scheduler):
     alone = not dist.is_initialized()
     # torch's optimizers go on in the tensors that they load, and CyclicLR takes entries out.
@@ -274,8 +283,9 @@ def load(way, path, saved, model, optimizer, scheduler):
         scheduler.load_state_dict(saved)
         return
     model.load_state_dict(saved[0])
+    own = in_double(saved[1]) if isinstance(optimizer, optim.DeMo) else saved[1]
     with md.whole_state_dicts(optimizer):
-        optimizer.load_state_dict(saved[1])
+        optimizer.load_state_dict(own)
     scheduler.load_state_dict(saved[2])
 
 
@@ -545,7 +555,7 @@ def run_loops(rank, folder):
             md.checkpoint.load(path, *shared(again), extra=found)
             found = {"checkpoint": found, "state_dict": kept, "without": {}}[way]
             for part, x in again.parts.items() if found else ():
-                x.load_state_dict(copy.deepcopy(found[f"{part}{rank}"]))
+                x.load_state_dict(in_double(found[f"{part}{rank}"]))
             again.run(range(after, cls.steps))
             pairs_of = zip(first.model.parameters(), again.model.parameters(), strict=True)
             same = [torch.equal(*(local_part(p.detach()) for p in pair)) for pair in pairs_of]
