@@ -43,7 +43,12 @@ def keeping_wholes(keep: bool | None) -> Iterator[None]:
     """Have `keeps_wholes` say so inside."""
     token = _keeps_wholes.set(keep)
     try:
-        yield
+        with contextlib.ExitStack() as stack:
+            if torch.is_inference_mode_enabled():
+                # torch detaches no DTensor in that mode, as state_dict() does.
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.no_grad())
+            yield
     finally:
         _keeps_wholes.reset(token)
 

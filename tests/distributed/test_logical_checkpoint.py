@@ -268,6 +268,9 @@ def check_state_dicts_for_tools(model, optimizer, mesh):
     with md.whole_state_dicts(optimizer, keep=True):
         everywhere, all_moments = model.state_dict(), optimizer.state_dict()
     assert_same(everywhere, want)
+    with torch.inference_mode(), md.whole_state_dicts(optimizer, keep=True):
+        assert_same(model.state_dict(), want)
+        assert_same(md.full_state_dict(model), want)
     for found in (state, moments_["state"]):
         torch.save(found, io.BytesIO())
     assert is_dtensor(model.state_dict()["stacked.experts.down_proj"])
@@ -314,7 +317,9 @@ def save_all(rank, folder):
         take_steps(model, optimizer, 4, mesh)
         before = copy.deepcopy(optimizer.state_dict())
         extra = {"scheduler": {"last": 7}}
-        md.checkpoint.save(folder / kind, model, optimizer, extra=extra)
+        # As after an evaluation.
+        with torch.inference_mode():
+            md.checkpoint.save(folder / kind, model, optimizer, extra=extra)
         (mine, form), (others, wanted_form) = map(tree_flatten, (optimizer.state_dict(), before))
         assert form == wanted_form
         for one, other in zip(mine, others, strict=True):
@@ -368,7 +373,8 @@ def load_all(rank, folder, ep):
     for kind in OPTIMIZERS:
         model, optimizer = make(kind, mesh, seed=rank)
         extra = {"scheduler": {"last": 0}}
-        md.checkpoint.load(folder / kind, model, optimizer, extra=extra)
+        with torch.inference_mode():
+            md.checkpoint.load(folder / kind, model, optimizer, extra=extra)
         assert extra == {"scheduler": {"last": 7}}
         found[kind] = wholes(model, optimizer)
         # The optimizer goes on from there.
