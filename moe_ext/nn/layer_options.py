@@ -177,7 +177,7 @@ def looks_at_router(layer: MoELayer) -> bool:
     # A caller's own may have a reason to differ between ranks.
     if not isinstance(router, Router) or is_transformed():
         return False
-    if layer._num_passes > 2 and layer._cut().is_static:
+    if layer._num_passes >= 2 and layer._cut().is_static:
         return False
     # Shards differ between ranks; what holds them keeps them in step.
     return not any(is_dtensor(p) or may_differ(p) for p in router.parameters())

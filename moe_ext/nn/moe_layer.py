@@ -443,9 +443,8 @@ class MoELayer(CountingModule, SpreadsExperts):
     def _compare_options(self, x: Tensor) -> None:
         """Compare the options over the ranks, with the first pass and where one has changed."""
         watched = self._watched
-        self.__dict__["_num_passes"] += 1
         # NOTE: device-to-host sync, in passes 1, 2, 4, 8, ....
-        looks = not self._num_passes & (self._num_passes - 1) and looks_at_router(self)
+        looks = not self._num_passes & (self._num_passes + 1) and looks_at_router(self)
         if watched is not None:
             changed = watched(self) != self._compared
             if not changed and not looks:
@@ -587,7 +586,9 @@ class MoELayer(CountingModule, SpreadsExperts):
             counts = self.training and not self.counting and not in_backward()
             place = functools.partial(self._rebalancer.place, x_TD, choice.topk_idx, counts=counts)
         plan = dispatcher.plan(x_TD, choice, cut, weighed=weighed, place=place)
-        # A pass that one rank has refused counts on none.
+        if not dispatcher.in_graph:
+            # A pass that one rank has refused counts on none.
+            self.__dict__["_num_passes"] += 1
         if self._chooser is not None and self._trains():
             may_change = not in_backward() and not is_transformed() and place is None
             self._chooser.see(choice.topk_idx, may_change=may_change)

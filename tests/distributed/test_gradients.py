@@ -265,6 +265,20 @@ def check_routers_that_start_apart_are_found_by_the_first_pass():
     raised(ValueError, "expected the checksum of the router's parameters", layer, torch.randn(6, 8))
 
 
+def check_ranks_compare_routers_in_the_same_passes_after_one_was_refused():
+    torch.manual_seed(0)
+    layers = [moe_ext.MoELayer(8, 8, 4, ep_group=dist.group.WORLD) for _ in range(2)]
+    model, x = nn.Sequential(*layers), torch.randn(6, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(8):
+        model(x).square().mean().backward()
+        md.sync_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 2:
+            raised(ValueError, "the layer that ran", layers[dist.get_rank() == 1], x)
+
+
 CHECKS = Checks.of(globals())
 
 
