@@ -73,10 +73,11 @@ def run_plan(
             y_TD = y_TD + found[0]
     rounds = plan.later()
     if rounds:
+        if beside is not None and y_TD is None:
+            # In the backward pass the ranks meet before it, and learn of an error in it.
+            y_TD = beside()
         later_TD = _run_rounds(dispatcher, rounds, experts, weighed, x_TD, topk_weights_TK)
         y_TD = later_TD if y_TD is None else y_TD + later_TD
-        if beside is not None and not plan.parts:
-            y_TD = y_TD + beside()
     assert y_TD is not None
     return y_TD
 
