@@ -303,6 +303,19 @@ def test_the_rule_for_files_sees_what_it_should(text, lines):
     assert unsafe_writes([("", node) for node in ast.walk(ast.parse(text))])[""] == lines
 
 
+def test_what_a_generator_draws_lies_on_a_device_that_is_named():
+    """That of the host draws nothing on a default device of torch that is another."""
+    draws = {f"torch.{name}" for name in ("rand", "randn", "randint", "randperm")}
+    found = [
+        f"{module}:{node.lineno}"
+        for module, node in nodes()
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in draws
+        if {keyword.arg for keyword in node.keywords} >= {"generator"}
+        if "device" not in {keyword.arg for keyword in node.keywords}
+    ]
+    assert not found
+
+
 # Drop-in classes have the names of the libraries that they stand for.
 NAMES_OF_OTHERS = {
     *("Compressor", "GShardGate", "MOELayer", "MoELayer", "NaiveGate", "SwitchGate"),

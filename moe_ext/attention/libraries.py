@@ -336,7 +336,7 @@ def _try(library: KernelLibrary, device: torch.device, dtype: torch.dtype, *size
     heads = 2 - is_shared
     shapes = ((2, dim), (heads, dim), (heads, v_dim), (2, v_dim))
     q, k, v, grad_out = (
-        torch.randn(1, count, 160, width, generator=generator).to(device, dtype)
+        torch.randn(1, count, 160, width, generator=generator, device="cpu").to(device, dtype)
         for count, width in shapes
     )
     at, scale = torch.arange(160, device=device), dim**-0.5

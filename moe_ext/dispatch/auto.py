@@ -377,7 +377,7 @@ def _rehearse(
         idx_TK = routed_TK[torch.arange(sizes[-1], device=device) % len(routed_TK)]
     else:
         generator = torch.Generator().manual_seed(group_rank(group))
-        scores_TE = torch.rand(sizes[-1], shape.num_experts, generator=generator)
+        scores_TE = torch.rand(sizes[-1], shape.num_experts, generator=generator, device="cpu")
         idx_TK = scores_TE.topk(shape.top_k).indices.to(device)
     x_TD = torch.zeros(sizes[-1], shape.model_dim, dtype=shape.dtype, device=device)
     weights_TK = torch.ones(idx_TK.shape, device=device)

@@ -211,7 +211,7 @@ def lossless(
 ) -> Rehearsed:
     """Exponents of normally distributed elements; see `CostTable.measure`."""
     generator = torch.Generator().manual_seed(0)
-    x_N = torch.randn(numel, generator=generator).to(device, dtype)
+    x_N = torch.randn(numel, generator=generator, device="cpu").to(device, dtype)
     sent, out_N = ops.encode_exponents(x_N), torch.empty_like(x_N)
     return (
         x_N.nbytes,
@@ -230,7 +230,8 @@ def rows(
 ) -> Rehearsed:
     """Rows of a dispatch; see `CostTable.measure`."""
     generator = torch.Generator().manual_seed(0)
-    x_ND = torch.randn(numel // REHEARSED_DIM, REHEARSED_DIM, generator=generator).to(device, dtype)
+    shape = numel // REHEARSED_DIM, REHEARSED_DIM
+    x_ND = torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
     sent = ops.quantize_rows(x_ND, format)
     return (
         x_ND.nbytes,

@@ -554,7 +554,8 @@ class RandomKCompressor(_StatefulCompressor):
         text = f"{self.seed}/{name}/{step}".encode()
         seed = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
         generator = torch.Generator().manual_seed(seed)
-        places_K = torch.randperm(flat_N.numel(), generator=generator)[:k].to(flat_N.device)
+        order_N = torch.randperm(flat_N.numel(), generator=generator, device="cpu")
+        places_K = order_N[:k].to(flat_N.device)
         return [flat_N[places_K]], Context(tensor.shape, indices_K=places_K)
 
     def decompress(self, tensors: Codes, ctx: Context) -> Tensor:

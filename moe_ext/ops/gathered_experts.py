@@ -163,11 +163,12 @@ def _try(device: torch.device, dtype: torch.dtype) -> str:
     generator = torch.Generator().manual_seed(0)
     sizes = ((200, 64), (3, 128, 64), (3, 64, 64), (200, 64))
     x, up, down, grad = (
-        torch.randn(size, generator=generator).mul(0.3).to(device, dtype) for size in sizes
+        torch.randn(size, generator=generator, device="cpu").mul(0.3).to(device, dtype)
+        for size in sizes
     )
     # The last expert gets nothing, and a token has no second one.
     idx = torch.tensor([[0, 1], [1, 0], [1, -1], [0, 1]], device=device).repeat(50, 1)
-    weights = torch.rand(200, 2, generator=generator).to(device)
+    weights = torch.rand(200, 2, generator=generator, device="cpu").to(device)
     leaves = x, up, down, weights = tuple(
         t.detach().requires_grad_() for t in (x, up, down, weights)
     )

@@ -444,7 +444,7 @@ def _batches(applied: Applied, device: torch.device) -> list[Tensor]:
     count = plan.job.global_batch // (mesh.data_size * micro)
     generator = torch.Generator().manual_seed(mesh.data_rank)
     size = count * micro, plan.job.seq_len
-    tokens = torch.randint(plan.model.vocab_size, size, generator=generator)
+    tokens = torch.randint(plan.model.vocab_size, size, generator=generator, device="cpu")
     return list(tokens.to(device).split(micro))
 
 

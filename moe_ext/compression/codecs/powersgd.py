@@ -247,7 +247,8 @@ def _without_zero_columns(
     for count, _, cols, rank in plan:
         numel = count * cols * rank
         q_Bmr = warm[start : start + numel].view(count, cols, rank)
-        random_Bmr = torch.randn(q_Bmr.shape, generator=generator, dtype=warm.dtype).to(warm.device)
+        drawn_Bmr = torch.randn(q_Bmr.shape, generator=generator, dtype=warm.dtype, device="cpu")
+        random_Bmr = drawn_Bmr.to(warm.device)
         is_zero_B1r = (q_Bmr == 0).all(dim=1, keepdim=True)
         found.append(torch.where(is_zero_B1r, random_Bmr, q_Bmr).view(-1))
         start += numel
@@ -262,7 +263,7 @@ class _Numbers:
 
     def randint(self, high: int) -> int:
         """One below `high`."""
-        return int(torch.randint(high, (), generator=self._generator))
+        return int(torch.randint(high, (), generator=self._generator, device="cpu"))
 
 
 class _State(PowerSGDState):

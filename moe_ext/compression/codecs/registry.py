@@ -89,7 +89,9 @@ def rehearsal_of(
     def rehearse(numel: int) -> tuple[int, int, Callable[[], object], Callable[[], object]]:
         generator = torch.Generator().manual_seed(0)
         # Random, so that nothing is known of the next step: a constant would compress too well.
-        grad_N = torch.randn(numel, generator=generator, dtype=torch.float32).to(device)
+        grad_N = torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu").to(
+            device
+        )
         memory = codec.new_memory(grad_N) if memory_of is None else memory_of(codec, grad_N)
         calls = codec.rehearsal(grad_N, memory)
         return grad_N.nbytes, codec.sent_bytes(numel, 2), *calls

@@ -137,17 +137,15 @@ class HashRouter(ScoreRouter):
             nn.init.uniform_(self.weight, -bound, bound)
         if self.expert_of_id is None or self.vocab_size is None or self.expert_of_id.is_meta:
             return
-        # The same table whatever torch's default device.
-        with torch.device("cpu"):
-            self.expert_of_id.copy_(self._table(self.vocab_size))
-
-    def _table(self, vocab_size: int) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed)
         if self.method == "random":
-            return _drawn_orders(vocab_size, self.num_experts, generator)[:, : self.top_k]
-        if self.token_counts is not None:
-            return _greedy_table(self.token_counts, self.num_experts, self.top_k)
-        return _even_table(vocab_size, self.num_experts, self.top_k, generator)
+            rows_VE = _drawn_orders(self.vocab_size, self.num_experts, generator)
+            table_VK = rows_VE[:, : self.top_k]
+        elif self.token_counts is not None:
+            table_VK = _greedy_table(self.token_counts, self.num_experts, self.top_k)
+        else:
+            table_VK = _even_table(self.vocab_size, self.num_experts, self.top_k, generator)
+        self.expert_of_id.copy_(table_VK)
 
     def extra_repr(self) -> str:
         """Sizes and options for `repr`."""
@@ -208,7 +206,8 @@ class HashRouter(ScoreRouter):
 
 def _drawn_orders(num_rows: int, num_experts: int, generator: torch.Generator) -> Tensor:
     """The experts in a random order in each row."""
-    draws = torch.rand(num_rows, num_experts, generator=generator, dtype=torch.float32)
+    shape = num_rows, num_experts
+    draws = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
     return draws.argsort(dim=1)
 
 
@@ -216,7 +215,7 @@ def _even_table(
     vocab_size: int, num_experts: int, top_k: int, generator: torch.Generator
 ) -> Tensor:
     """Blocks of E entries in a random order; column k of a block is the experts, rotated."""
-    place_V = torch.randperm(vocab_size, generator=generator)
+    place_V = torch.randperm(vocab_size, generator=generator, device="cpu")
     num_blocks = -(-vocab_size // num_experts)
     # The rotations of a block differ, so the K experts of an entry do.
     rotation_BE = _drawn_orders(num_blocks, num_experts, generator)
@@ -226,11 +225,11 @@ def _even_table(
 
 def _greedy_table(counts: list[float], num_experts: int, top_k: int) -> Tensor:
     """Each entry, the most frequent first, to the K experts with the least tokens so far."""
-    table = torch.empty(len(counts), top_k, dtype=torch.int64)
+    table = torch.empty(len(counts), top_k, dtype=torch.int64, device="cpu")
     load: list[tuple[float, int]] = [(0.0, e) for e in range(num_experts)]
     for token_id in sorted(range(len(counts)), key=lambda i: -counts[i]):
         chosen = [heapq.heappop(load) for _ in range(top_k)]
-        table[token_id] = torch.tensor([e for _, e in chosen])
+        table[token_id] = table.new_tensor([e for _, e in chosen])
         for tokens, expert in chosen:
             heapq.heappush(load, (tokens + counts[token_id], expert))
     return table
