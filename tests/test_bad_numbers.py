@@ -505,3 +505,24 @@ def every_way_over_ranks():
 
 def test_masked_tokens_travel_nowhere():
     masked.assert_passed(2, "every_way_over_ranks", timeout=200)
+
+
+@masked()
+def another_default_device():
+    for options in ways():
+        if getattr(options["dispatcher"], "dispatcher", None) in NOT_HERE:
+            continue
+        layer = nn_ext.MoELayer(D, 24, E, ep_group=dist.group.WORLD, **options)
+        x, found = torch.randn(TOKENS, D), []
+        for device in (None, "meta"):
+            torch.set_default_device(device)
+            y = layer(x)
+            y.square().sum().backward()
+            torch.set_default_device(None)
+            found.append([y.detach(), *[local_part(p.grad) for p in layer.parameters()]])
+            layer.zero_grad()
+        assert differing(*map(bits, found)) == [], options
+
+
+def test_a_layer_over_ranks_makes_nothing_on_the_default_device():
+    masked.assert_passed(2, "another_default_device", timeout=200)

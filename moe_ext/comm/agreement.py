@@ -80,7 +80,7 @@ def neighbours(group: ProcessGroup, device: torch.device, operation: str) -> Nei
         return NOBODY
 
     def tell(values: list[int]) -> list[list[int]]:
-        row = torch.tensor([values], dtype=torch.int64)
+        row = torch.tensor([values], dtype=torch.int64, device=device)
         found = row.new_empty(group_size(group), len(values))
         rows: list[list[int]] = start_gather_into(found, row, group, operation).wait().tolist()
         return rows

@@ -41,7 +41,9 @@ class HostCopy:
     def __init__(self, source: Tensor) -> None:
         self._host, self._event = source, None
         if has_streams(source.device):
-            self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            self._host = torch.empty(
+                source.shape, dtype=source.dtype, device="cpu", pin_memory=True
+            )
             self._host.copy_(source, non_blocking=True)
             self._event = torch.cuda.current_stream(source.device).record_event()
 

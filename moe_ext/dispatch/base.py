@@ -314,7 +314,7 @@ class TokenDispatcher:
             in_graph = x_TD.requires_grad or choice.topk_weights.requires_grad
             top_k, limit = choice.topk_idx.shape[1], choice.capacity
             told = self._calls.exchange(self, x_TD, own_PE, top_k, limit, in_graph)
-            counts_PE = torch.tensor(told.received).T
+            counts_PE = torch.tensor(told.received, device="cpu").T
             with self.computing(x_TD):
                 placed = place(SharedCounts(tables, counts_PE, told.has_backward))
             choice = choice._replace(topk_idx=placed.slot_idx)
@@ -543,7 +543,7 @@ class TokenDispatcher:
         values = [max_rows, *counts.sent]
         table = share(values, self.group, x_TD.device, operation="RowBudget")
         check_equal_over_ranks("rows", [row[0] for row in table], self.group, "RowBudget")
-        pairs_PP = torch.tensor([row[1:] for row in table], dtype=torch.int64)
+        pairs_PP = torch.tensor([row[1:] for row in table], dtype=torch.int64, device="cpu")
         rank = group_rank(self.group)
         if drop:
             allowed_PP = fair_share(fair_share(pairs_PP, limit, dim=1), limit, dim=0)

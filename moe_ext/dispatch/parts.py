@@ -317,7 +317,8 @@ def cut_exchange(
         rank: this rank in its group.
     """
     device = tables.slot_of_row.device
-    first_P = torch.tensor(counts.sent).cumsum(0) - torch.tensor(counts.sent)
+    own_P = torch.tensor(counts.sent, device="cpu")
+    first_P = own_P.cumsum(0) - own_P
     ends_PL = counts.received_PL.cumsum(1)
     sent_P, received_P = torch.zeros_like(first_P), torch.zeros_like(first_P)
     rounds = []
@@ -384,7 +385,8 @@ def _slots_of_runs(tables: ops.Permutation, begin_P: Tensor, count_P: Tensor) ->
     """The slots of P runs of rows, one behind the other."""
     total = int(count_P.sum())
     shift_P = begin_P - (count_P.cumsum(0) - count_P)
-    rows = torch.arange(total) + shift_P.repeat_interleave(count_P, output_size=total)
+    rows = shift_P.repeat_interleave(count_P, output_size=total)
+    rows = rows + torch.arange(total, device=rows.device)
     return tables.slot_of_row[rows.to(tables.slot_of_row.device)]
 
 
@@ -418,7 +420,7 @@ def fair_share(counts: Tensor, limit: int, *, dim: int) -> Tensor:
     size = lines.shape[-1]
     # With the i smallest kept whole, the others share the rest of the limit.
     kept = ordered.cumsum(-1) - ordered
-    levels = (limit - kept) // torch.arange(size, 0, -1)
+    levels = (limit - kept) // torch.arange(size, 0, -1, device=counts.device)
     level = levels.clamp(min=0).minimum(ordered).amax(-1, keepdim=True)
     cut = lines.minimum(level)
     over = lines > cut
@@ -439,7 +441,7 @@ def schedule(pairs_PP: Tensor, limit: int) -> list[Tensor]:
         `[P, P]` for each round, at least one; they sum to `pairs_PP`.
     """
     num_ranks = pairs_PP.shape[0]
-    left_PP, source = pairs_PP.clone(), torch.arange(num_ranks)
+    left_PP, source = pairs_PP.clone(), torch.arange(num_ranks, device=pairs_PP.device)
     shares: list[Tensor] = []
     while not shares or bool(left_PP.any()):
         share_PP = torch.zeros_like(left_PP)

@@ -189,7 +189,7 @@ class Rebalancer:
         self._sizes = tuple(experts.down_proj.shape[1:])
         self.rates: tuple[Link, float, float] | None = None
         # For "periodic": loads of passes since the last look, the plan in use, calls since then.
-        self.loads_E = torch.zeros(self.num_experts, dtype=torch.int64)
+        self.loads_E = torch.zeros(self.num_experts, dtype=torch.int64, device="cpu")
         self.plan: ops.BalancePlan | None = None
         self.calls = 0
 
@@ -322,7 +322,7 @@ class Rebalancer:
             return
         loads_E, self.loads_E = self.loads_E, torch.zeros_like(self.loads_E)
         plan = ops.plan_balance(loads_E, self.num_ranks)
-        counts_PE = torch.zeros(self.num_ranks, self.num_experts, dtype=torch.int64)
+        counts_PE = loads_E.new_zeros(self.num_ranks, self.num_experts)
         counts_PE[0] = loads_E
         if self.plan is None:
             used_P = loads_E.view(self.num_ranks, -1).sum(1)
