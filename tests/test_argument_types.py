@@ -5,13 +5,14 @@ import math
 import re
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from test_public_api import public
 from torch import nn
 
 import moe_ext
-from moe_ext import compression, optim
+from moe_ext import compression, optim, sync
 from moe_ext import nn as mn
 from moe_ext.optim import DiLoCo
 from moe_ext.planner import Level
@@ -345,3 +346,18 @@ def test_none_is_refused_where_an_argument_is_required():
     for text, call in calls.items():
         with pytest.raises(TypeError, match=f"^{text}, got None"):
             call()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: compression.CompressionState(model=LINEAR, node_size=np.int64(2)),
+        lambda: sync.DeltaEncoder({"w": torch.ones(2)}, history=np.int64(2)),
+        lambda: compression.prune(
+            nn.Linear(8, 2), parameters=["weight"], density=torch.tensor(0.5)
+        ),
+        lambda: compression.prune(nn.Linear(8, 2), parameters=["weight"], density=np.float32(0.5)),
+    ],
+)
+def test_numbers_of_other_libraries_are_numbers(make):
+    make()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_ext._checks import check_rule
 from moe_ext.comm import c10d
 from moe_ext.comm.groups import global_rank, group_rank, group_ranks, group_size
 from moe_ext.compression.codecs import Codec
@@ -114,9 +115,8 @@ class Nodes:
     """
 
     def __init__(self, size: int | None) -> None:
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ValueError(f"{_OPERATION}: expected node_size to be at least 1, got {size!r}")
-        self.size = size
+        check_rule(_OPERATION, "node_size", size, "at least 1", size is None or size >= 1)
+        self.size = None if size is None else int(size)
         self._levels: dict[ProcessGroup, Levels | None] = {}
 
     def problem(

@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 )
 
 from moe_ext import ops
-from moe_ext._checks import check_choice
+from moe_ext._checks import check_choice, check_numbers
 from moe_ext._compile import outside_graphs
 from moe_ext.comm import collectives
 from moe_ext.comm.agreement import Agreement
@@ -79,6 +79,7 @@ class Pruning:
                 with the same parameters.
         """
         _check_density(self.pattern, density)
+        density = float(density)
         if self.pattern in ("experts", "neurons"):
             found = self._structured(density)
         else:
@@ -278,6 +279,7 @@ def prune(
 
 
 def _check_density(pattern: str, density: float) -> None:
+    check_numbers(_OP, _check_density.__annotations__, locals())
     if not 0 < density <= 1 or (pattern == "2:4" and density != 0.5):
         wanted = "0.5 for 2:4" if pattern == "2:4" else "in (0, 1]"
         raise ValueError(f"{_OP}: expected density to be {wanted}, got {density}")
