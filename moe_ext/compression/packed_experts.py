@@ -161,7 +161,8 @@ class PackedExperts(nn.Module):
     have another one, as under autocast.
 
     While the experts that were packed exist, version counters show a write to their weights, and
-    they are packed anew before the next pass. A write through `.data` is not seen.
+    they are packed anew before the next pass. Writes through `.data` and by collectives of torch
+    are not seen.
 
     Args:
         experts: float32 or bfloat16, with all experts on this rank.

@@ -37,7 +37,8 @@ class CPUAdamW(CheckedOptimizer):
 
     A parameter may be written between steps, by `load_state_dict` or with averaged weights: a
     master goes on from each element that is no longer its rounded copy. Of parameters on a device
-    this is looked for where their version counter has moved, which writes to `.data` do not.
+    this is looked for where their version counter has moved, which writes to `.data` and by
+    collectives of torch do not.
 
     Parameters on the CPU may be DTensors, as FSDP2 with `CPUOffloadPolicy` has them: every element
     takes its step by itself, so the shards' steps are those of the whole tensors.
