@@ -85,7 +85,14 @@ class ElementMask:
     @property
     def parameter(self) -> nn.Parameter:
         """As the module holds it now: FSDP2 puts others in its place."""
-        return cast(nn.Parameter, self.module._parameters[self.name])
+        found = self.module._parameters.get(self.name)
+        if found is None:
+            raise ValueError(
+                f"prune: expected {self.name} to be a parameter of {type(self.module).__name__} as "
+                "it was when it was pruned, got none; call Pruning.remove() before it is replaced, "
+                "as by a parametrization"
+            )
+        return found
 
     @property
     def bitmap(self) -> Tensor:

@@ -183,8 +183,8 @@ class Pruning:
         """Add -gradient * weight, of gradients as the optimizer takes them (Sanh et al.)."""
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, mask in self.masks.items():
-            parameter = mask.parameter
-            if id(parameter) in owned and parameter.grad is not None:
+            parameter = mask.module._parameters.get(mask.name)
+            if parameter is not None and id(parameter) in owned and parameter.grad is not None:
                 weight, grad = local_part(parameter.detach()), local_part(parameter.grad)
                 score = self._scores.setdefault(name, torch.zeros_like(weight))
                 score.sub_(weight * grad)
@@ -408,8 +408,10 @@ def _mask_weights(optimizer: Optimizer, *_args: object) -> None:
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for pruned in list(_pruned):
         for _, mask in masks_of(pruned):
-            if mask.module is pruned and id(mask.parameter) in owned:
-                mask.clear_(mask.parameter)
+            # Not `mask.parameter`, which may be gone from a model that another optimizer has.
+            parameter = pruned._parameters.get(mask.name)
+            if parameter is not None and mask.module is pruned and id(parameter) in owned:
+                mask.clear_(parameter)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from rank_checks import Checks, full
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import parametrizations
 
 import moe_ext
 from moe_ext import compression
@@ -227,6 +228,20 @@ def test_each_parameter_has_the_codec_of_its_mask(prefix):
     policy = compression.Policy("none", by_name=codecs, dense_below=0)
     for name, parameter in layers.named_parameters():
         assert policy.codec_for(prefix + name, "other", parameter).mask.parameter is parameter
+
+
+@pytest.mark.parametrize("pattern", ["magnitude", "movement"])
+def test_a_parameter_that_is_replaced_is_named_in_its_model_alone(pattern):
+    """By a forward pass; steps of optimizers of other models go on."""
+    model, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    pruning = compression.prune(model, pattern, parameters=["weight"])
+    parametrizations.weight_norm(model)
+    other.weight.grad = torch.ones_like(other.weight)
+    torch.optim.SGD(other.parameters(), 0.1).step()
+    with pytest.raises(ValueError, match="expected weight to be a parameter of Parametrized"):
+        model(torch.ones(1, 8))
+    pruning.remove()
+    model(torch.ones(1, 8))
 
 
 def test_named_matrices():
