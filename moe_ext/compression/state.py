@@ -274,7 +274,10 @@ class CompressionState:
     # -- saving ------------------------------------------------------------------------------
 
     def residuals(self) -> dict[str, Tensor]:
-        """Residuals of this rank, by the name of the parameter; not to be changed."""
+        """Residuals of this rank, by the name of the parameter; not to be changed.
+
+        They have what the rank owes for its shard of a quantised sum after `regroup` alone.
+        """
         return self.memory.named("residual")
 
     def regroup(self) -> None:
