@@ -7,7 +7,7 @@ ranks as the parameter does, and is saved and loaded with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +97,12 @@ class ElementMask:
     @property
     def bitmap(self) -> Tensor:
         """See `moe_ext.ops.pack_bits`; of all elements of `shape`."""
-        return cast(Tensor, self.module._buffers[f"{self.name}_mask"]).view(-1)
+        found = self.module._buffers.get(f"{self.name}_mask")
+        if found is None:
+            raise ValueError(
+                f"prune: expected {self.name} to be pruned, got a mask that was removed"
+            )
+        return found.view(-1)
 
     @property
     def marks(self) -> Tensor:
@@ -183,7 +188,8 @@ def add_mask(module: nn.Module, name: str) -> ElementMask:
 
 
 def drop_mask(mask: ElementMask) -> None:
-    """Take the mask of a parameter away."""
-    own = _own(mask.module)
-    vars(mask.module)[_PRUNED] = {name: m for name, m in own.items() if m is not mask}
-    del mask.module._buffers[f"{mask.name}_mask"]
+    """Take the mask of a parameter away; nothing where it is gone, or another one there."""
+    own = dict(_own(mask.module))
+    if own.get(mask.name) is mask:
+        del own[mask.name], mask.module._buffers[f"{mask.name}_mask"]
+        vars(mask.module)[_PRUNED] = own

@@ -244,6 +244,19 @@ def test_a_parameter_that_is_replaced_is_named_in_its_model_alone(pattern):
     model(torch.ones(1, 8))
 
 
+def test_a_pruning_that_was_removed_says_so():
+    model = nn.Linear(8, 8)
+    pruning = compression.prune(model, parameters=["weight"])
+    pruning.remove()
+    pruning.remove()
+    for call in (lambda: pruning.update(0.25), lambda: pruning.density):
+        with pytest.raises(ValueError, match="expected weight to be pruned, got a mask that was"):
+            call()
+    again = compression.prune(model, parameters=["weight"])
+    pruning.remove()
+    assert again.density == 0.5
+
+
 def test_named_matrices():
     model = nn.Sequential(nn.Linear(D, 8), nn.Linear(8, 8))
     pruning = compression.prune(model, "2:4", parameters=["1.weight"])
