@@ -8,7 +8,7 @@ Shapes: L tokens of the probe, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -95,6 +95,7 @@ class _Probe:
         _require(not kinds, rule, f"rope_type {kinds} in {title}")
         device = self._embedding.weight.device
         was, training = config._attn_implementation, [(m, m.training) for m in model.modules()]
+        held = [(part, part._attn_implementation) for part in _parts(config)]
         documents = PassDocuments(OP, AttentionOptions(None), BatchFacts(None, self._length))
         install(_NAME, self._own_values, documents)
         mixers = SharedMixers(_NAME, documents, "contiguous", apart=True)
@@ -107,6 +108,8 @@ class _Probe:
             finally:
                 take_back()
                 model.set_attn_implementation(was)
+                for part, name in held:
+                    part._attn_implementation = name
                 for module, flag in training:
                     module.training = flag
 
@@ -280,6 +283,15 @@ def _close(a: Tensor, b: Tensor) -> bool:
     # Products of the same row in batches of another content differ by their last digits at most.
     limit = 1e-4 if a.dtype in (torch.float32, torch.float64) else 3e-2
     return bool((a - b).abs().max() <= limit * a.abs().max())
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    """Configurations inside a configuration, the outer ones first."""
+    for name in getattr(config, "sub_configs", ()):
+        part = getattr(config, name, None)
+        if part is not None:
+            yield part
+            yield from _parts(part)
 
 
 def _rotations(config: Any) -> list[str]:

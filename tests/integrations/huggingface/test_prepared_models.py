@@ -585,6 +585,20 @@ def test_refused_families(family, message, options):
     assert not model._forward_pre_hooks and not any(m._forward_hooks for m in model.modules())
 
 
+def test_a_look_at_a_model_of_parts_leaves_their_attention():
+    text = make("llama").config
+    sizes = {name: SIZES[name] for name in ("hidden_size", "intermediate_size")}
+    vision = transformers.CLIPVisionConfig(
+        **sizes, num_hidden_layers=1, num_attention_heads=4, image_size=16, patch_size=8
+    )
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=60)
+    model = transformers.LlavaForConditionalGeneration(config)
+    model.set_attn_implementation({"": "sdpa", "text_config": "eager", "vision_config": "sdpa"})
+    probe(model)
+    parts = (config, config.text_config, config.vision_config)
+    assert [part._attn_implementation for part in parts] == ["sdpa", "eager", "sdpa"]
+
+
 @pytest.mark.parametrize(
     "family", ["falcon_h1", "kimi_linear", "lfm2", "minimax", "qwen3_5_text", "recurrent_gemma"]
 )
