@@ -124,6 +124,9 @@ def every_rank_writes_and_reads_its_own(folder):
             num_read = sum(tensor.read for tensor in counted.values())
             num_held = sum(local_part(tensor).numel() for tensor in model.state_dict().values())
             assert num_read == num_held, (family, files.name, num_read, num_held)
+        options = {"ep_group": dist.group.WORLD, "output_loading_info": True}
+        mine, told = from_pretrained(type(whole), path, **options)
+        assert not told["missing_keys"] and not told["unexpected_keys"]
         tokens = torch.arange(8)[None]
         assert torch.equal(mine(tokens).logits, model.eval()(tokens).logits)
     text = "save_pretrained: expected no variant with by_ranks"
