@@ -296,6 +296,7 @@ class Allreduce(Communicator):
         return found / self.world_size if divides else found
 
     def _sum(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.contiguous()  # gradients of channels-last weights are none such
         total = all_reduce_(tensor.clone(), self.group, operation=_OP)
         # NOTE: device-to-host sync. Every rank has the same sum, and decides alike.
         if tensor.dtype == torch.float16 and not bool(total.isfinite().all()):

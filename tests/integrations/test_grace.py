@@ -254,6 +254,17 @@ def sums_that_half_precision_cannot_hold_are_sent_again():
     assert not owed(communicator).any()
 
 
+@three(*((name,) for name in COMPRESSORS))
+def strides_do_not_matter(name):
+    plain = gradient(0, shape=(2, 3, 4, 5)) * (1e5 if name == "fp16" else 1.0)
+    for way in ("allreduce", "allgather") if name in LINEAR else ("allgather",):
+        found = [
+            made(name, communicator=way).step(x, "w")
+            for x in (plain, plain.to(memory_format=torch.channels_last))
+        ]
+        assert torch.equal(*found), way
+
+
 @three(("int8",), ("topk",), ("none",))
 def other_tensors_than_other_ranks_are_told(name):
     communicator, rank = made(name, memory="residual"), dist.get_rank()
