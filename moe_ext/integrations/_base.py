@@ -288,7 +288,7 @@ def activate(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class LinearGate(Gate, abc.ABC):
-    """A linear gate; what it chooses is up to the subclasses.
+    """A linear gate; what it chooses is up to `decide` of the subclasses.
 
     Args:
         d_model: D, the elements of a token.
@@ -300,6 +300,15 @@ class LinearGate(Gate, abc.ABC):
     Attributes:
         hook: called with (indices, weights, None) after every choice.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """TypeError for a gate that was written for the library, which calls its forward pass."""
+        super().__init_subclass__(**kwargs)
+        if "forward" in vars(cls):
+            raise TypeError(
+                f"{cls.__name__}: expected a gate to choose in decide(logits), which gives a "
+                "RouterOutput, got a forward pass of its own"
+            )
 
     def __init__(
         self, d_model: int, num_expert: int, world_size: int, top_k: int = 2, gate_bias: bool = True

@@ -203,6 +203,13 @@ def test_hook_list_of_experts_and_losses():
     assert layer.gate.has_loss
 
 
+@pytest.mark.parametrize("library", [fastmoe, paddle])
+def test_gates_written_for_the_library_are_refused(library):
+    """They choose in their forward pass, which the layer does not call."""
+    with pytest.raises(TypeError, match=r"Own: expected a gate to choose in decide\(logits\)"):
+        type("Own", (library.SwitchGate,), {"forward": lambda self, inp: None})
+
+
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
