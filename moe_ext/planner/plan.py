@@ -181,8 +181,9 @@ class Plan:
         operator, which gives torchrun its arguments, with IMAGE to be filled in.
 
         Args:
-            script: to run on each rank; it reads the file after ``--plan`` by `Plan.from_json`, and
-                puts its model into the placement by `Plan.apply`.
+            script: to run on each rank, as a shell reads it, with arguments if you like; it reads
+                the file after ``--plan`` by `Plan.from_json`, and puts its model into the placement
+                by `Plan.apply`.
             plan_file: that `to_json` wrote.
         """
         node = min(self.cluster.levels[0].size, self.job.num_ranks)
@@ -202,7 +203,7 @@ class Plan:
         container = {
             "name": "pytorch",
             "image": "IMAGE",
-            "command": ["torchrun", script, "--plan", plan_file],
+            "command": ["torchrun", *shlex.split(script), "--plan", plan_file],
             "resources": {"limits": {"nvidia.com/gpu": node}},
         }
         template = {"spec": {"containers": [container]}}

@@ -627,6 +627,9 @@ def test_launchers_of_many_nodes(tmp_path):
     assert {role: spec["replicas"] for role, spec in specs.items()} == {"Master": 1, "Worker": 3}
     (container,) = specs["Worker"]["template"]["spec"]["containers"]
     assert container["command"] == ["torchrun", "run.py", "--plan", "plan.json"]
+    told = json.loads(made.commands("run.py --lr '1 2'")["kubernetes"])["spec"]
+    (container,) = told["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"]
+    assert container["command"][1:4] == ["run.py", "--lr", "1 2"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
 
 
