@@ -1,7 +1,9 @@
 """Horovod's calls on two ranks against one process that saw all rows."""
 
 import contextlib
+import copy
 import inspect
+import pickle
 
 import pytest
 import torch
@@ -40,6 +42,9 @@ def two_optimizers(rank):
             for layer, op in zip(layers, (hvd.Sum, hvd.Average), strict=True)
         ]
         hvd.init()  # a second time changes nothing
+        for copied in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="state_dict.. to be copied or pickled"):
+                copied(optimizers[0])
         for step in range(ends[rank]):
             model.zero_grad()
             x, y = rows(rank, step)
