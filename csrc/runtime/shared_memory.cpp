@@ -244,6 +244,11 @@ class Exchanges {
   Exchanges(const Exchanges&) = delete;
   Exchanges& operator=(const Exchanges&) = delete;
   ~Exchanges() {
+    close();
+  }
+
+  // From now on nobody waits for this rank, and it posts nothing.
+  void close() {
     // A fork's copy closes nothing.
     if (is_made_ && getpid() == process_) {
       own().header().closed.store(1);
@@ -274,6 +279,8 @@ class Exchanges {
   // everyone.
   void post(uint64_t number, const char* x, const std::vector<size_t>& bytes, bool is_same) {
     const std::lock_guard guard(mutex_);
+    TORCH_CHECK_WITH(
+        DistNetworkError, own().header().closed.load() == 0, "shared memory: an earlier exchange has failed");
     forget_read();
     TORCH_CHECK(
         underway_.empty() || number < underway_.front().number + kSlots, "shared memory: expected one of the last ",
@@ -490,15 +497,23 @@ class SharedWork : public c10d::Work {
     try {
       has_come = exchanges_->await(rank, number_, end);
     } catch (...) {
-      has_failed_ = true;
+      fail();
       throw;
     }
-    has_failed_ = !has_come && end == end_;
+    if (!has_come && end == end_) {
+      fail();
+    }
     const double seconds = 1e-3 * static_cast<double>(exchanges_->timeout().count());
     TORCH_CHECK_WITH(
         DistNetworkError, !has_failed_, "shared memory: timed out after ", seconds, " s in which rank ", rank,
         " has posted nothing");
     TORCH_CHECK(has_come, "shared memory: rank ", rank, " has not come yet");
+  }
+
+  // Ends the exchanges of all ranks, as Gloo does: a later one could meet the one that was missed.
+  void fail() {
+    has_failed_ = true;
+    exchanges_->close();
   }
 
   std::shared_ptr<Exchanges> exchanges_;
