@@ -586,8 +586,7 @@ MISTAKES = {
         ),
         "gradients of experts over ranks lack the factor of the mean": (
             "moe_ext/dispatch/**/*.py",
-            "grad_scale=[-self.grad_scale-]{+1.0+},\n"
-            '                    operation=f"{self.operation} dispatch"',
+            "self.exchange_rows, grad_scale=[-self.grad_scale-]{+1.0+}",
             "tests/dispatch/test_dispatcher.py tests/distributed/test_gradients.py",
         ),
         "weights of rows travel once the rows have come": (

@@ -592,19 +592,13 @@ class TokenDispatcher:
         if counts.has_backward and not rows_ND.requires_grad:
             rows_ND = take_part(rows_ND)
         arrived: list[Tensor] = []
+        splits = counts.sent, counts.received
+        exchange = functools.partial(self.exchange_rows, grad_scale=self.grad_scale)
 
         def send_rows() -> None:
-            arrived.append(
-                self.exchange_rows(
-                    rows_ND,
-                    counts.sent,
-                    counts.received,
-                    grad_scale=self.grad_scale,
-                    operation=f"{self.operation} dispatch",
-                    meanwhile=meanwhile,
-                    **self._formats_out,
-                )
-            )
+            name = f"{self.operation} dispatch"
+            options: dict[str, Any] = {"meanwhile": meanwhile, **self._formats_out}
+            arrived.append(exchange(rows_ND, *splits, operation=name, **options))
 
         weights_R1 = None
         if not weighed:
@@ -618,14 +612,8 @@ class TokenDispatcher:
             )
             if counts.has_backward:
                 column_N1.requires_grad_()
-            weights_R1 = self.exchange_rows(
-                column_N1,
-                counts.sent,
-                counts.received,
-                grad_scale=self.grad_scale,
-                operation=f"{self.operation} weights",
-                meanwhile=send_rows,
-            )
+            name = f"{self.operation} weights"
+            weights_R1 = exchange(column_N1, *splits, operation=name, meanwhile=send_rows)
         rows_RD = arrived.pop()
         # From the order (rank, expert) to (expert, rank).
         expert_R = counts.expert_of_row()
