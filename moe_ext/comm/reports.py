@@ -437,14 +437,15 @@ def _meet(number: int, report: dict[str, Any]) -> bool:
     for rank, key in zip(ranks, keys, strict=True):
         for found in json.loads(store.get(key)):
             posted.setdefault(found["group"], {}).setdefault(found["number"], {})[rank] = found
-    for name, collectives in sorted(posted.items()):
-        members = next(iter(next(iter(collectives.values())).values()))["ranks"]
-        if me in members and set(members) <= set(ranks):
-            ending += _take_part(name, members, collectives)
     try:
+        for name, collectives in sorted(posted.items()):
+            members = next(iter(next(iter(collectives.values())).values()))["ranks"]
+            if me in members and set(members) <= set(ranks):
+                ending += _take_part(name, members, collectives)
         for each in ending:
             each.end()
-    except RuntimeError:
+    except (RuntimeError, IndexError):
+        # Messages of one number need not be alike.
         return False
     return True
 

@@ -474,3 +474,25 @@ def the_engine_of_torch_is_not_replaced():
 @pytest.mark.parametrize("name", CHECKS)
 def test_over_two_ranks(name):
     CHECKS.assert_passed(2, name)
+
+
+def wait_in_unlike_messages(rank):
+    """Errors where one of three ranks raises, and the others wait in messages of other parts."""
+    group, sizes, x = dist.group.WORLD, [1, 1, 1], torch.zeros(3, 2)
+    reports._LOOK_EVERY, reports._GRACE = timedelta(seconds=0.05), timedelta(seconds=1)
+    collectives.all_to_all(x, group, operation="first")
+    try:
+        if rank == 0:
+            with reports.telling(group, x.device, "op"):
+                raise KeyError("no such weight")
+        sizes = sizes if rank == 1 else None
+        collectives.all_to_all(x, group, operation="op", send=sizes, receive=sizes)
+    except Exception as error:
+        return type(error), str(error)
+
+
+def test_an_error_is_told_where_ranks_wait_in_unlike_messages():
+    own, *others = spawn_ranks(wait_in_unlike_messages, 3)
+    assert own == (KeyError, "'no such weight'")
+    for kind, text in others:
+        assert kind is RankFailureError and "rank 0 raised KeyError: 'no such weight'" in text
