@@ -441,7 +441,8 @@ def check_equal_over_ranks(
     name: str, values: Sequence[object], group: ProcessGroup, operation: str
 ) -> None:
     """ValueError naming every rank's value unless all are equal; `values` in group order."""
-    if any(value != values[0] for value in values):
+    # NaN is not equal to itself.
+    if any(repr(value) != repr(values[0]) for value in values):
         found = ", ".join(
             f"{v} on rank {r}" for r, v in zip(group_ranks(group), values, strict=True)
         )

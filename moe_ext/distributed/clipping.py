@@ -75,7 +75,7 @@ def clip_grad_norm_(
         model: the module, or a DistributedDataParallel around it; or parameters alone, or one, the
             same ones on every rank.
         max_norm: positive.
-        norm_type: positive; `math.inf` for the largest magnitude.
+        norm_type: positive; `math.inf`, or "inf", for the largest magnitude.
         error_if_nonfinite: raise instead of scaling by a norm that is NaN or infinite. It costs a
             device-to-host synchronisation.
         mesh: of a job with pipeline stages, of which each has other parameters; None if all ranks
@@ -91,9 +91,10 @@ def clip_grad_norm_(
             `error_if_nonfinite` is set, or expert gradients were not synchronised.
         RankFailureError: a rank died or did not answer.
     """
+    max_norm, norm_type = float(max_norm), float(norm_type)
     options = {
-        "max_norm": float(max_norm),
-        "norm_type": float(norm_type),
+        "max_norm": max_norm,
+        "norm_type": norm_type,
         "error_if_nonfinite": bool(error_if_nonfinite),
     }
     if isinstance(model, nn.Module):

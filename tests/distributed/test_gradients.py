@@ -173,10 +173,12 @@ def check_clipping():
     md.sync_gradients(model)
     want = one_process()
     grads = [p.grad for p in want.parameters() if p.grad is not None]
-    for norm_type in (2.0, 3.0, 1.0, math.inf):
+    for norm_type in (2.0, 3.0, 1.0, math.inf, "inf"):
         norm = md.clip_grad_norm_(model, 1e9, norm_type)
         torch.testing.assert_close(norm, nn.utils.get_total_norm(grads, norm_type), **TIGHT)
     assert_same_gradients(model, want, 2)
+    text = "expected max_norm to be positive, got nan"
+    raised(ValueError, text, md.clip_grad_norm_, model, math.nan)
     # One expert on one rank only holds it; every rank learns of it.
     before = model.inp.weight.grad.clone()
     clip = lambda: md.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)  # noqa: E731
