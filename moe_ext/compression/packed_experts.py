@@ -135,9 +135,9 @@ class _Kept:
         return weight
 
 
-def _versions(tensors: list[Tensor | None]) -> list[int | None]:
-    """Version counters; tensors of `inference_mode` have none."""
-    return [None if x is None or x.is_inference() else x._version for x in tensors]
+def _versions(tensors: list[Tensor | None]) -> list[tuple[int, int | None]]:
+    """Tensors and their version counters, of which those of `inference_mode` have none."""
+    return [(id(x), None if x is None or x.is_inference() else x._version) for x in tensors]
 
 
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
@@ -213,7 +213,8 @@ class PackedExperts(nn.Module):
         self.activation, self.gated, self.layout = experts.activation, experts.gated, experts.layout
         self._transposed, self._block, self._outliers = experts.transposed, block, outliers
         # Weakly: packed experts are there to save the memory of the others.
-        self._sources = [None if x is None else weakref.ref(x) for x in sources]
+        self._source: weakref.ref[GroupedExperts] | None = weakref.ref(experts)
+        self._names = names
         self._pack(sources)
 
     def _pack(self, sources: list[Tensor | None]) -> None:
@@ -234,8 +235,9 @@ class PackedExperts(nn.Module):
 
     def _follow(self) -> None:
         """Pack again what has been written since."""
-        sources = [None if ref is None else ref() for ref in self._sources]
-        if any(x is None for x in sources[:2]) or _versions(sources) == self._versions:
+        experts = None if self._source is None else self._source()
+        sources = [getattr(experts, name, None) for name in self._names]
+        if experts is None or _versions(sources) == self._versions:
             return
         like = self._weights[0]
         device = (like.codes if isinstance(like, _CodedWeights) else like.values).device
@@ -244,7 +246,7 @@ class PackedExperts(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the experts, which a copy in another process has not."""
-        return {**self.__dict__, "_sources": [None] * 4}
+        return {**self.__dict__, "_source": None}
 
     def _split(self) -> None:
         experts = range(self.num_experts)

@@ -120,8 +120,8 @@ def test_rows_may_have_another_dtype_than_weights(format, count, how):
     torch.testing.assert_close(found.float(), want, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("writer", ["update", "receiver", "optimizer"])
-def test_what_operators_write_is_packed_anew(writer):
+@pytest.mark.parametrize("writer", ["update", "receiver", "optimizer", "assign"])
+def test_what_is_written_is_packed_anew(writer):
     own, source = experts(), experts()
     pruning = compression.prune(own, "magnitude", density=0.5)
     packed = compression.PackedExperts(own, "pruned")
@@ -134,6 +134,9 @@ def test_what_operators_write_is_packed_anew(writer):
         with torch.no_grad():
             source.down_proj *= 2
         receiver.apply(encoder.encode())
+    elif writer == "assign":
+        compression.prune(source, "magnitude", density=0.25)
+        own.load_state_dict(source.state_dict(), assign=True)
     else:
         optimizer = optim.CPUAdamW(own.parameters(), lr=0.1)
         for p in own.parameters():
