@@ -244,9 +244,15 @@ def _to_save(
     _check_kinds(operation, path, model)
     wait(_underway)
     with _on_every_rank(operation, options) as told:
-        more = _states(extra)
-        state = {**TrainingState(model, optimizers).state_dict(), **more}
+        more, trained = _states(extra), TrainingState(model, optimizers).state_dict()
         own = {zlib.crc32(name.encode()): name for name, _ in _leaves("", more)}
+        for name in own.values():
+            if name in trained:
+                raise ValueError(
+                    f"{operation}: expected extra to hold no {name}, which the model or its "
+                    "optimizers have in the checkpoint, got one"
+                )
+        state = {**trained, **more}
         told[0] = [number for leaf in _leaves("", more) for number in _checksums(*leaf)]
     if "storage_writer" not in options and ReplacingWriter.validate_checkpoint_id(path):
         options["storage_writer"] = ReplacingWriter(path, _empty_mappings(more))

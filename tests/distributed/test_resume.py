@@ -891,6 +891,13 @@ def test_extra_comes_back(tmp_path, way):
     assert repr(before) == repr(own)
 
 
+@pytest.mark.parametrize("extra", [{"model.weight": 0}, {"model": {"weight": 0}}])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_extra_takes_no_name_of_the_model(tmp_path, extra):
+    with pytest.raises(ValueError, match=r"extra to hold no model\.weight, which"):
+        md.checkpoint.save(tmp_path, nn.Linear(2, 2), extra=extra)
+
+
 def save_what_differs(rank, folder):
     extra = {"step": 3, "random": {"state": torch.tensor([rank])}, f"rank{rank}": rank}
     with pytest.warns(UserWarning, match=r"random.state of extra differs between ranks") as caught:

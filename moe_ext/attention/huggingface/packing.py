@@ -210,7 +210,8 @@ def cut_batch(
             labels = shifted(labels, cu_seqlens=offsets, ignore_index=ignore_index)
             whole["labels"] = whole["shift_labels"] = labels
         count = (labels != ignore_index).sum() if num_items is None else torch.as_tensor(num_items)
-        extra["num_items_in_batch"] = count / group_size(ranks_of(group, "shard_batch"))
+        # Another default dtype could not hold every number.
+        extra["num_items_in_batch"] = count.float() / group_size(ranks_of(group, "shard_batch"))
     parts = {
         key: shard_sequence(tensor, group=group, dim=1, layout=layout, cu_seqlens=offsets)
         for key, tensor in whole.items()

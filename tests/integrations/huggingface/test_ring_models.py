@@ -316,6 +316,16 @@ def test_refusals():
     refused("sliding_window to be 5, that of the mask, got 3", gpt)
 
 
+def test_numbers_of_labels_are_exact_under_another_default_dtype():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        ids = torch.zeros(1, 300, dtype=torch.int64)
+        batch = shard_batch({"input_ids": ids, "labels": ids}, group=None)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert float(batch["num_items_in_batch"]) == 299
+
+
 def test_masks_of_other_kinds_are_refused():
     from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
 
