@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import moe_ext
-from moe_ext.compression import CompressionState, SplitRegions
+from moe_ext.compression import CompressionState
 from moe_ext.testing import spawn_ranks
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -111,7 +111,6 @@ def given(rank, code):
         "grad": torch.randn(4096),
         "residual": torch.zeros(4096),
         "k": 40,
-        "regions": SplitRegions(4096, NUM_RANKS) if "regions=" in code else None,
     }
     if "accelerate." in code:
         import accelerate
