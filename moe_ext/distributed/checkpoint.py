@@ -246,10 +246,10 @@ def _to_save(
     with _on_every_rank(operation, options) as told:
         more, trained = _states(extra), TrainingState(model, optimizers).state_dict()
         own = {zlib.crc32(name.encode()): name for name, _ in _leaves("", more)}
-        for name in own.values():
-            if name in trained:
+        for text in own.values():
+            if text in trained:
                 raise ValueError(
-                    f"{operation}: expected extra to hold no {name}, which the model or its "
+                    f"{operation}: expected extra to hold no {text}, which the model or its "
                     "optimizers have in the checkpoint, got one"
                 )
         state = {**trained, **more}
