@@ -119,6 +119,31 @@ MISTAKES = {
             "if neighbours(group, x.device, operation).are_all{+ and x.nbytes < _SHARED_BYTES+}:",
             "tests/comm/test_shared_memory.py -k those_of_one_process",
         ),
+        "groups made beside one whose ranks are in another order have them sorted": (
+            "moe_ext/comm/c10d.py",
+            "            use_local_synchronization=True,[-\n            **IN_ORDER,-]",
+            "tests/comm/test_comm.py -k groups",
+        ),
+        "each of the ranks that share experts moves the bias by its own tokens": (
+            "moe_ext/nn/balance/selection_bias.py",
+            "    if [-group is None and max-]{+False and max+}(map(group_size, groups)) > 1:",
+            "tests/distributed/test_balance_over_ranks.py -k one_of_the_ranks",
+        ),
+        "the decay of DeMo moves frozen parameters": (
+            "moe_ext/optim/demo.py",
+            "                if [-parameter.requires_grad-]{+True+}:",
+            "tests/optim/test_diloco.py -k frozen",
+        ),
+        "a pruned weight is reduced by the mask of another whose name ends alike": (
+            "moe_ext/compression/pruning.py",
+            'found = {[-name-]{+f"*{name}"+}: Masked(mask) for name, mask in self.masks.items()}',
+            "tests/compression/test_pruning.py -k codec_of_its_mask",
+        ),
+        "autograd does not see what an operator writes": (
+            "moe_ext/ops/delta.py",
+            "    [-torch.autograd.graph.increment_version(target)-]{+pass+}",
+            "tests/ops/test_opcheck.py -k version",
+        ),
         "the others do not hear of an error at the end of a backward pass": (
             "moe_ext/comm/reports.py",
             "[-c10d.call_after_backward-]"
