@@ -535,9 +535,16 @@ class DiLoCo:
                     f"{type(self).__name__}.load_state_dict: expected rank{rank} to hold fragment "
                     f"{key} of shapes {wanted}, got {found}"
                 )
-        self.round, self._local_step = int(state["round"]), int(state["local_step"])
-        for fragment, outer in zip(self._fragments, state["outer"], strict=True):
-            fragment.outer.load_state_dict(outer)
+        outers = [fragment.outer for fragment in self._fragments]
+        before = [outer.state_dict() for outer in outers]
+        try:
+            for outer, new in zip(outers, state["outer"], strict=True):
+                outer.load_state_dict(new)
+            self.round, self._local_step = int(state["round"]), int(state["local_step"])
+        except BaseException:
+            for outer, old in zip(outers, before, strict=True):
+                outer.load_state_dict(old)
+            raise
         for key, part in parts.items():
             for x, saved in zip(part.original, own[key]["original"], strict=True):
                 x.copy_(saved)

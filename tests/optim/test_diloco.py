@@ -1,6 +1,7 @@
 """Local steps against explicit references of all workers in one process."""
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -465,6 +466,27 @@ def test_no_state_is_loaded_while_a_message_is_underway():
     assert local.round == 1
     local.load_state_dict(saved)
     assert local.round == 0
+
+
+@pytest.mark.parametrize("refused", ["outer", "local_step"])
+def test_a_state_that_is_refused_changes_nothing(refused):
+    net = model()
+    inner = sgd(net, lr=0.01)
+    outers = [nesterov(net[0]), nesterov(net[2])]
+    local = DiLoCo(None, [net[0], net[2]], inner, outers, 2)
+    first = local.state_dict()
+    with local:
+        for step in range(4):
+            backward(net, 0, step)
+            inner.step()
+    before = copy.deepcopy(local.state_dict())
+    if refused == "outer":
+        first["outer"][1] = sgd(net, lr=0.1).state_dict()
+    else:
+        del first["local_step"]
+    with pytest.raises((ValueError, KeyError)):
+        local.load_state_dict(first)
+    torch.testing.assert_close(local.state_dict(), before, rtol=0, atol=0)
 
 
 def test_what_is_owed_goes_to_the_device_of_the_parameters():
