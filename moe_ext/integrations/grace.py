@@ -340,6 +340,14 @@ class _Memories(dict[str, CodecMemory]):
         self[name] = CodecMemory([like.shape], like.device)
         return self[name]
 
+    def of(self, name: str, like: Tensor) -> CodecMemory:
+        """The memory of a name, on the device of a tensor."""
+        memory = self.get(name) or self.make(name, like)
+        if memory.device != like.device:  # of a state that was read to another one
+            memory.device = like.device
+            memory.take({kind: memory.kept_tensor(kind) for kind in memory.kinds()})
+        return memory
+
     def kept(self, kind: str) -> dict[str, Tensor]:
         """Name to the tensor of a kind, in the shape of the name's tensor."""
         return {
@@ -352,7 +360,7 @@ class _Memories(dict[str, CodecMemory]):
         """Keep copies of what `kept` returned."""
         for name, tensor in tensors.items():
             memory = self.get(name) or self.make(name, tensor)
-            memory.put(kind, tensor.detach().clone().reshape(-1))
+            memory.take({kind: tensor.detach().reshape(-1)})
 
 
 # -- compressors -------------------------------------------------------------------------------
@@ -507,8 +515,8 @@ class _StatefulCompressor(Compressor):
 
     def _memory(self, name: str, tensor: Tensor) -> CodecMemory:
         """Memory of a name, with a step begun."""
-        memory = self._memories.get(name)
-        if memory is None or memory.shapes[0] != tensor.shape:
+        memory = self._memories.of(name, tensor)
+        if memory.shapes[0] != tensor.shape:
             memory = self._memories.make(name, tensor)
         memory.begin()
         return memory
@@ -768,8 +776,7 @@ class PowerSGDCompressor(_StatefulCompressor):
         for name, kinds in state["factors"].items():
             device = next((t.device for t in kinds.values()), torch.device("cpu"))
             memory = CodecMemory([torch.Size(state["shapes"][name])], device)
-            for kind, tensor in kinds.items():
-                memory.put(kind, tensor.clone())
+            memory.take(kinds)
             self._memories[name] = memory
 
 
@@ -798,7 +805,7 @@ class _StoredMemory(Memory):
 
     def _begin(self, name: str, like: Tensor) -> tuple[CodecMemory, list[Tensor | None]]:
         """The memory of a name, and what it keeps of each kind in the shape of the tensor."""
-        memory = self._memories.get(name) or self._memories.make(name, like)
+        memory = self._memories.of(name, like)
         before, shape = tuple(memory.shapes[0]), tuple(like.shape)
         rule = f"of shape {before} as before"
         check_rule(type(self).__name__, name, shape, rule, shape == before)

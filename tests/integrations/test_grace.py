@@ -410,6 +410,27 @@ def test_shapes_must_not_change():
         communicator.memory.load_state_dict({})
 
 
+@pytest.mark.parametrize(
+    ("name", "memory"),
+    [("topk", "residual"), ("topk", "dgc"), ("signum", "none"), ("powersgd", "none")],
+)
+def test_states_go_to_the_device_of_the_gradients(name, memory):
+    """From a file that was read to another one, as by `torch.load(map_location="cpu")`."""
+    first, second = made(name, memory), made(name, memory)
+    first.step(gradient(0, 0), "w")
+    if name == "powersgd":  # one rank alone has no factors
+        first.compressor._memories["w"].put("factors", torch.ones(4))
+    second.load_state_dict(first.state_dict())
+    x = gradient(1, 0).to("meta")
+    second.memory.compensate(x, "w")
+    if memory == "none":
+        second.compressor._memory("w", x)
+    holder = second.compressor if memory == "none" else second.memory
+    kept = holder._memories["w"]
+    assert kept.kinds()
+    assert all(kept.kept_tensor(kind).is_meta for kind in kept.kinds())
+
+
 def test_what_half_precision_cannot_hold_is_owed():
     communicator = grace_from_params({"compressor": "fp16", "memory": "residual"})
     found = communicator.step(torch.tensor([1e5, -7e4, 1.0]), "w")
