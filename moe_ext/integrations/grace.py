@@ -205,8 +205,9 @@ class Communicator(ABC):
             Tensor: of the same shape and dtype, a new one, with the same bits on all ranks.
 
         Raises:
-            ValueError: on every rank: an element is NaN or infinite on some rank, or ranks gave
-                other tensors, naming them. Nothing is sent; memory and compressor are as before.
+            ValueError: on every rank: an element is NaN or infinite on some rank, a dtype is
+                another, or ranks gave other tensors. Nothing is sent; memory and compressor are as
+                before.
             RankFailureError: a rank died or did not answer; memory and compressor are as before.
         """
         with naming_failed_ranks(self.group, f"{_OP}: {name}"):
@@ -251,6 +252,7 @@ class Communicator(ABC):
         """ValueError on every rank where a rank holds NaN or infinity, or another tensor.
 
         The former would poison residuals; of the latter codes have other sizes, or mean others.
+        Residuals and codes have 32 bits at most.
 
         NOTE: device-to-host sync.
         """
@@ -266,8 +268,11 @@ class Communicator(ABC):
                 **options_of(self.memory, "memory"),
             },
         }
-        agreement = Agreement(_OP, self.group, tensor.device)
-        told = agreement.compare(facts, values=[int(is_nonfinite(tensor))])
+        with Agreement(_OP, self.group, tensor.device) as agreement:
+            rule = "float32, bfloat16 or float16"
+            fits = tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
+            check_rule(_OP, f"the gradient of {name}", tensor.dtype, rule, fits)
+            told = agreement.compare(facts, values=[int(is_nonfinite(tensor))])
         bad = [rank for rank, (nonfinite,) in enumerate(told) if nonfinite]
         if bad:
             raise ValueError(

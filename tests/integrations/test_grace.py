@@ -431,6 +431,15 @@ def test_states_go_to_the_device_of_the_gradients(name, memory):
     assert all(kept.kept_tensor(kind).is_meta for kind in kept.kinds())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.complex64])
+def test_dtypes_that_residuals_and_codes_cannot_hold_are_refused(dtype):
+    for name, memory in (("int8", "none"), ("none", "residual")):
+        communicator = made(name, memory)
+        with pytest.raises(ValueError, match=r"gradient of w to be float32, bfloat16 or float16, "):
+            communicator.step(torch.ones(4, dtype=dtype), "w")
+        assert not communicator.memory.state_dict().get("residuals")
+
+
 def test_what_half_precision_cannot_hold_is_owed():
     communicator = grace_from_params({"compressor": "fp16", "memory": "residual"})
     found = communicator.step(torch.tensor([1e5, -7e4, 1.0]), "w")
