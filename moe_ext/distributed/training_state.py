@@ -44,8 +44,9 @@ _NUMBER = "optimizer_number."
 _COUNTER = "optimizer_counter."
 # Entries of a group that are no options, or that say in which form this job keeps its state.
 _NO_OPTIONS = {"params", "param_names", "name", "exp_avg_mask", "float32_state"}
-# Part of parameters' names that torch's `checkpoint_wrapper` adds, and leaves out of state dicts.
-_WRAPPER = "_checkpoint_wrapped_module."
+# Parts of parameters' names that torch's `checkpoint_wrapper` and `compile` add. The former leaves
+# its own out of state dicts.
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 _T = TypeVar("_T")
 
@@ -136,6 +137,13 @@ class TrainingState:
     @state_dicts_of_parts()
     def _destinations(self, saved: Mapping[str, Any], *, live: bool) -> dict[str, Any]:
         """See `empty`; with `live` those that are there already are themselves."""
+        # Earlier versions saved names as `torch.compile` has them.
+        as_saved = {**{_bare(name): name for name in saved}, **{name: name for name in saved}}
+        found = self._bare_destinations({n: saved[old] for n, old in as_saved.items()}, live=live)
+        return {as_saved.get(name, name): value for name, value in found.items()}
+
+    def _bare_destinations(self, saved: Mapping[str, Any], *, live: bool) -> dict[str, Any]:
+        """The same for names without those of wrappers."""
         state = {
             MODEL + name: value if live or isinstance(value, tuple) else torch.zeros_like(value)
             for name, value in self._model_values().items()
@@ -199,8 +207,10 @@ class TrainingState:
             ValueError: an optimizer does not know an option that the state has, or parameters of a
                 group had different ones; nothing has changed.
         """
+        state = _by_bare_name(state)
         options = self._options(state)
         here = {whole: name for name, whole in self._logical_names().items()}
+        own_names = {_bare(name): name for name in self._model.state_dict()}
         places = _by_bare_name(placements(self._model))
         by_name, values = _by_bare_name(dict(self._model.named_parameters())), {}
         for full_name, tensor in state.items():
@@ -208,7 +218,7 @@ class TrainingState:
                 whole = full_name.removeprefix(MODEL)
                 name = here.get(whole, whole)
                 alone = isinstance(tensor, tuple)
-                values[name] = (
+                values[own_names.get(name, name)] = (
                     tensor[0] if alone else _local(tensor, places.get(name), by_name.get(name))
                 )
         self._model.load_state_dict(values)
@@ -234,7 +244,7 @@ class TrainingState:
 
     def _options(self, state: Mapping[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Groups of the optimizers, and the options that each takes over; see `load_state_dict`."""
-        names, found = self._names(), []
+        names, found, state = self._names(), [], _by_bare_name(state)
         for optimizer in self._optimizers:
             groups = []
             for group in optimizer.param_groups:
@@ -288,7 +298,7 @@ class TrainingState:
         parameters = _by_bare_name(dict(self._model.named_parameters()))
         buffers = _by_bare_name(sharded_buffers(self._model))
         found: dict[str, Any] = {}
-        for name, value in self._model.state_dict().items():
+        for name, value in _by_bare_name(self._model.state_dict()).items():
             if not isinstance(value, Tensor):
                 # In a tuple, into which torch's planners do not look.
                 found[whole_names.get(name, name)] = (value,)
@@ -302,8 +312,10 @@ class TrainingState:
 
 
 def _bare(name: str) -> str:
-    """The name in a state dict of what has this name in the model."""
-    return name.replace(_WRAPPER, "")
+    """The name in a checkpoint of what has this name in the model."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def _by_bare_name(named: Mapping[str, _T]) -> dict[str, _T]:

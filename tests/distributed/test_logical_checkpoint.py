@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten
 import moe_ext
 from moe_ext import distributed as md
 from moe_ext.attention import SequenceParallelMLP
+from moe_ext.distributed import training_state
 from moe_ext.distributed.dtensor import divided_as, gathered, is_dtensor, local_part
 from moe_ext.nn import ModuleExperts
 from moe_ext.optim import (
@@ -493,26 +494,48 @@ def test_refusals(tmp_path):
         md.checkpoint.load(tmp_path / "b", nn.Sequential(nn.ReLU(), nn.ReLU(), model))
 
 
-def test_what_is_recomputed_has_the_names_of_the_model(tmp_path):
+def recomputed(model):
+    model[0].experts = checkpoint_wrapper(model[0].experts)
+    model[1] = checkpoint_wrapper(model[1])
+    return model
+
+
+def compiled_in_part(model):
+    model[0].experts = compiled(checkpoint_wrapper(model[0].experts))
+    model[1] = checkpoint_wrapper(compiled(model[1]))
+    return model
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.parametrize("way", [recomputed, compiled, compiled_in_part])
+@pytest.mark.parametrize("earlier", [False, True])
+def test_what_is_wrapped_has_the_names_of_the_model(tmp_path, monkeypatch, way, earlier):
+    """Checkpoints of `earlier` versions have names as `torch.compile` changes them."""
+
     def trained(wrap):
         model = nn.Sequential(moe_ext.MoELayer(4, 3, 2), nn.Linear(4, 4))
-        if wrap:
-            model[0].experts = checkpoint_wrapper(model[0].experts)
-            model[1] = checkpoint_wrapper(model[1])
+        model = way(model) if wrap else model
         optimizer = torch.optim.AdamW(model.parameters())
         model(torch.randn(3, 4)).sum().backward()
         optimizer.step()
         return model, optimizer
 
     for wrap in (True, False):
-        saved, other = trained(wrap), trained(not wrap)
-        md.checkpoint.save(tmp_path / str(wrap), *saved)
-        md.checkpoint.load(tmp_path / str(wrap), *other)
-        pairs = zip(saved[0].parameters(), other[0].parameters(), strict=True)
-        for mine, found in pairs:
-            assert torch.equal(mine, found)
-            moments = saved[1].state[mine]["exp_avg"], other[1].state[found]["exp_avg"]
-            assert torch.equal(*moments)
+        saved = trained(wrap)
+        with monkeypatch.context() as patch:
+            if earlier:
+                patch.setattr(training_state, "_WRAPPERS", training_state._WRAPPERS[:1])
+            md.checkpoint.save(tmp_path / str(wrap), *saved)
+        for other in trained(True), trained(False):
+            md.checkpoint.load(tmp_path / str(wrap), *other)
+            pairs = zip(saved[0].parameters(), other[0].parameters(), strict=True)
+            for mine, found in pairs:
+                assert torch.equal(mine, found)
+                moments = saved[1].state[mine]["exp_avg"], other[1].state[found]["exp_avg"]
+                assert torch.equal(*moments)
 
 
 def load_recomputed_experts(rank, folder):
@@ -522,19 +545,18 @@ def load_recomputed_experts(rank, folder):
         torch.manual_seed(seed + rank)
         experts = ModuleExperts.build(Expert, E, ep_group=dist.group.WORLD)
         layer = moe_ext.MoELayer(D, 3, E, experts=experts, ep_group=dist.group.WORLD)
-        if wrap:
-            layer.experts = checkpoint_wrapper(layer.experts)
+        if wrap is not None:
+            layer.experts = wrap(layer.experts)
         return nn.Sequential(layer)
 
-    saved, other = model(0, True), model(7, False)
+    saved = model(0, checkpoint_wrapper)
     md.checkpoint.save(folder, saved)
-    md.checkpoint.load(folder, other)
-    again = model(11, True)
-    md.checkpoint.load(folder, again)
     mine = dict(saved[0].experts.state_dict())
-    for one in (other, again):
-        for name, value in one[0].experts.state_dict().items():
-            assert torch.equal(value, mine[name]), name
+    for seed, wrap in ((7, None), (11, checkpoint_wrapper), (13, compiled)):
+        other = model(seed, wrap)
+        md.checkpoint.load(folder, other)
+        for name, value in other[0].experts.state_dict().items():
+            assert torch.equal(value, mine[name.removeprefix("_orig_mod.")]), name
     refuse_on_every_rank(rank, folder)
     return True
 
