@@ -209,10 +209,12 @@ class GroupedExperts(nn.Module):
                 parameter = getattr(self, full_name)
                 if parameter is not None:
                     drawn.append((parameter, 1.0 / math.sqrt(inputs), sharded.get(full_name)))
-        base = int(torch.randint(0, 2**62, (1,), device="cpu"))
+        draw = torch.randint(0, 2**62, (1,), device="cpu")
         device = self.down_proj.device
-        if device.type == "meta":
+        # Inside FakeTensorMode a draw has no value.
+        if device.type == "meta" or type(draw) is not Tensor:
             return
+        base = int(draw)
         generator = torch.Generator(device)
         with torch.no_grad():
             for local in range(local_part(self.down_proj).shape[0]):

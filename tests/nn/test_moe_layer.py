@@ -284,6 +284,15 @@ def test_meta_device_then_reset():
         assert torch.equal(value, other), name
 
 
+@pytest.mark.parametrize("options", [{}, {"bias": True, "shared_expert": 4}], ids=str)
+def test_layers_of_fake_tensors(options):
+    with torch._subclasses.FakeTensorMode():
+        layer = moe_ext.MoELayer(8, 6, 5, **options)
+        layer(torch.empty(2, 3, 8)).sum().backward()
+    shapes = [parameter.grad.shape for parameter in layer.parameters()]
+    assert shapes == [parameter.shape for parameter in layer.parameters()]
+
+
 def test_modules_of_ones_own():
     class FirstExpert(torch.nn.Module):
         def forward(self, x_TD, *, token_mask=None):
