@@ -30,7 +30,7 @@ from moe_ext.integrations.huggingface.tensor_parallel import parallelize, tensor
 from moe_ext.nn.experts import slots_of_shards
 from moe_ext.optim import CPUAdamW, DiLoCo, SparseLoCo
 from moe_ext.pipeline import ActionTable, Pipeline, TurnPlan, make_table
-from moe_ext.planner.axes import Choice, columns_of
+from moe_ext.planner.axes import columns_of
 from moe_ext.planner.cost import StepCost
 from moe_ext.planner.rounds import round_codec
 from moe_ext.planner.search import gradients_problem
@@ -342,8 +342,12 @@ def rounds_of(
     return DiLoCo(mesh.stage_group, [applied.model], inner, outer, steps, codec=codec)
 
 
-def choice_problem(choice: Choice) -> str | None:
-    """The reason why no model can be put into a placement that the cost model knows, or None."""
+def plan_problem(plan: Plan) -> str | None:
+    """The reason why no model can be put into a plan that the cost model knows, or None."""
+    for name in _OF_OTHERS:
+        if value := getattr(plan.job, name):
+            return f"expected a plan without {name}, which moe_ext does not build, got {value!r}"
+    choice = plan.choice
     if choice["tp"] != 1 and choice["zero"] == 1:
         return (
             f"expected zero to be 0, 2 or 3 for tp={choice['tp']}, got 1: ZeroRedundancyOptimizer "
@@ -354,12 +358,12 @@ def choice_problem(choice: Choice) -> str | None:
 
 def apply_plan(plan: Plan, model: nn.Module) -> Applied:
     """See `Plan.apply`."""
+    problem = plan_problem(plan)
+    if problem is not None:
+        raise ValueError(f"Plan.apply: {problem}")
     _check_model(plan, model)
     choice = plan.choice
     pp, tp, cp, ep, etp = (int(choice[name] or 1) for name in ("pp", "tp", "cp", "ep", "etp"))
-    problem = choice_problem(choice)
-    if problem is not None:
-        raise ValueError(f"Plan.apply: {problem}")
     styles = tensor_parallel_styles(model, tp) if tp > 1 else {}
     table = _table(plan) if pp > 1 else None
     stages = None if table is None else _stages(model, plan)
@@ -448,14 +452,7 @@ def _compressed_bytes(parameters: Iterable[Any], state: CompressionState, num_ra
 
 
 def _check_model(plan: Plan, model: nn.Module) -> None:
-    """ValueError for a job of other programs, or a model of other sizes than the plan's."""
-    for name in _OF_OTHERS:
-        value = getattr(plan.job, name)
-        if value:
-            raise ValueError(
-                f"Plan.apply: expected a plan without {name}, which moe_ext does not build, got "
-                f"{value!r}"
-            )
+    """ValueError for a model of other sizes than the plan's."""
     if not hasattr(getattr(model, "config", None), "to_dict"):
         return
     found = model_spec(model)

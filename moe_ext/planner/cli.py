@@ -14,7 +14,7 @@ import torch
 
 from moe_ext._files import replacing
 from moe_ext.comm.rates import CostTable
-from moe_ext.planner.apply import choice_problem
+from moe_ext.planner.apply import plan_problem
 from moe_ext.planner.axes import NAMES
 from moe_ext.planner.cluster import ClusterSpec
 from moe_ext.planner.job import Job
@@ -197,8 +197,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.report:
         with replacing(arguments.report) as file:
             file.write_text(html_report(found, why_not=reasons))
-    if problem := choice_problem(found.choice):
-        print(f"Nothing builds it yet: {problem}; --fix gives another plan")
+    if problem := plan_problem(found):
+        print(f"Nothing builds it yet: {problem}; other options give another plan")
         return 0
     print(f"{arguments.out} has the plan; in the folder of moe_ext this trains by it, on text:")
     print(found.commands(plan_file=arguments.out)["torchrun"])

@@ -544,7 +544,7 @@ def plan(
             None takes all.
         local_steps: see `Job`; with more than 1 tp and cp are 1, and there is no ZeRO.
         local_codec: see `Job`.
-        layer_dtype: see `Job`; with this and the next ones the plan is one for another program,
+        layer_dtype: see `Job`; with this or a hidden part the plan is one for another program,
             which `Plan.apply` refuses.
         node_limit: see `Job`.
         eager_attention: see `Job`.

@@ -667,11 +667,17 @@ def test_command(tmp_path, capsys, monkeypatch):
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
     arguments = ["--model", str(config), "--cluster", "h100", "--gpus", "4", "--costs"]
-    out = ["--out", str(tmp_path / "tp.json"), "--fix", "tp=2", "--fix", "zero=1"]
-    assert cli.run(parser.parse_args([*arguments[:-1], *out])) == 0
-    told = capsys.readouterr().out
-    assert "Nothing builds it yet: expected zero to be 0, 2 or 3 for tp=2" in told
-    assert "torchrun" not in told
+    out = ["--out", str(tmp_path / "other.json"), "--global-batch=8", "--seq-len=128"]
+    for option, problem in (
+        ("--fix=tp=2 --fix=zero=1", "expected zero to be 0, 2 or 3 for tp=2"),
+        ("--layer-dtype=bfloat16", "expected a plan without layer_dtype"),
+        ("--hidden-exchanges", "expected a plan without hidden_exchanges"),
+        ("--hidden-gradients", "expected a plan without hidden_gradients"),
+        ("--hidden-tensor", "expected a plan without hidden_tensor"),
+    ):
+        assert cli.run(parser.parse_args([*arguments[:-1], *out, *option.split()])) == 0
+        told = capsys.readouterr().out
+        assert f"Nothing builds it yet: {problem}" in told and "torchrun" not in told
     for file, text in (("none.json", "No such file"), ("config.json", "expected schema to be 1")):
         assert cli.run(parser.parse_args([*arguments, str(tmp_path / file)])) == 2
         assert text in capsys.readouterr().err
