@@ -150,10 +150,12 @@ class _Progress(threading.Thread):
             print(file=sys.stderr)
 
 
-def _check_folder(name: str, path: str | None) -> None:
+def _check_file(name: str, path: str | None) -> None:
     """ValueError for a file that cannot be written, before the search."""
-    if path is not None and not Path(path).parent.is_dir():
-        raise ValueError(f"plan: expected {name} to be in a folder that exists, got {path!r}")
+    if path is not None and (not Path(path).parent.is_dir() or Path(path).is_dir()):
+        raise ValueError(
+            f"plan: expected {name} to be a file in a folder that exists, got {path!r}"
+        )
 
 
 def _found(arguments: argparse.Namespace, progress: _Progress) -> tuple[Plan, dict[str, str]]:
@@ -183,20 +185,20 @@ def _found(arguments: argparse.Namespace, progress: _Progress) -> tuple[Plan, di
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; the exit status."""
     try:
-        _check_folder("--out", arguments.out)
-        _check_folder("--report", arguments.report)
+        _check_file("--out", arguments.out)
+        _check_file("--report", arguments.report)
         with _Progress() as progress:
             found, reasons = _found(arguments, progress)
+        print(found)
+        for reason in reasons.values():
+            print(f"why not {reason}")
+        found.to_json(arguments.out)
+        if arguments.report is not None:
+            with replacing(arguments.report) as file:
+                file.write_text(html_report(found, why_not=reasons))
     except (ValueError, ImportError, OSError) as error:
         print(f"moe_ext plan: {error}", file=sys.stderr)
         return 2
-    print(found)
-    for reason in reasons.values():
-        print(f"why not {reason}")
-    found.to_json(arguments.out)
-    if arguments.report:
-        with replacing(arguments.report) as file:
-            file.write_text(html_report(found, why_not=reasons))
     if problem := plan_problem(found):
         print(f"Nothing builds it yet: {problem}; other options give another plan")
         return 0

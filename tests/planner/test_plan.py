@@ -681,3 +681,10 @@ def test_command(tmp_path, capsys, monkeypatch):
     for file, text in (("none.json", "No such file"), ("config.json", "expected schema to be 1")):
         assert cli.run(parser.parse_args([*arguments, str(tmp_path / file)])) == 2
         assert text in capsys.readouterr().err
+
+    def full(*of: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Plan, "to_json", full)
+    assert cli.run(parser.parse_args([*arguments[:-1], *out])) == 2
+    assert "moe_ext plan: [Errno 28] No space left" in capsys.readouterr().err
