@@ -133,7 +133,7 @@ class CostTable:
             held = getattr(self, name)
             rows = held.values() if isinstance(held, Mapping) else [held]
             every = [each if isinstance(each, tuple) else (each,) for each in rows]
-            if not all(isinstance(row, kind) for each in every for row in each):
+            if not all(each and all(isinstance(row, kind) for row in each) for each in every):
                 raise ValueError(
                     f"CostTable: expected {name} to hold {kind.__name__} by name, got {held!r:.80}"
                 )
@@ -200,9 +200,12 @@ class CostTable:
             path: of the JSON file.
 
         Raises:
-            ValueError: the file has another schema, or lacks a field.
+            ValueError: the file has no JSON or another schema, or lacks a field.
         """
-        text = json.loads(Path(path).read_text())
+        try:
+            text = json.loads(Path(path).read_text())
+        except ValueError as error:
+            raise ValueError(f"CostTable.load: expected {path} to hold JSON: {error}") from None
         schema = text.pop("schema", None) if isinstance(text, dict) else None
         if schema != SCHEMA:
             raise ValueError(f"CostTable.load: expected schema to be {SCHEMA}, got {schema!r}")

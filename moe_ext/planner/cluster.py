@@ -217,27 +217,31 @@ def _numeric(value: Any, annotation: str) -> Any:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
+    kind = "YAML" if path.suffix in (".yaml", ".yml") else "JSON"
     try:
         text = path.read_text()
+        found = _from_yaml(text) if kind == "YAML" else json.loads(text)
     except OSError as error:
         raise ValueError(
             f"ClusterSpec: expected cluster to be one of {sorted(CLUSTERS)} or a file, got "
             f"{str(path)!r}: {error}"
         ) from error
-    try:
-        if path.suffix in (".yaml", ".yml"):
-            import yaml  # type: ignore[import-untyped]
-
-            found = yaml.safe_load(text)
-        else:
-            found = json.loads(text)
     except ImportError as error:
         raise ImportError("ClusterSpec: expected PyYAML for YAML files; JSON needs none") from error
     except ValueError as error:
-        raise ValueError(f"ClusterSpec: expected {path} to be JSON, got {error}") from error
+        raise ValueError(f"ClusterSpec: expected {path} to be {kind}, got {error}") from error
     if not isinstance(found, Mapping):
         raise ValueError(f"ClusterSpec: expected {path} to hold a mapping, got {type(found)}")
     return found
+
+
+def _from_yaml(text: str) -> Any:
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
 
 
 # Round numbers, the same for all systems, with which published step times are foretold best: shares

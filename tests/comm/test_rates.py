@@ -88,3 +88,9 @@ def test_refuses_other_files(tmp_path):
     path.write_text(json.dumps({"schema": 1, "processor": "one"}))
     with pytest.raises(ValueError, match="expected the fields of CostTable, got 'codecs'"):
         CostTable.load(path)
+    path.write_text(json.dumps({"schema": 1, **dataclasses.asdict(TABLE), "codecs": {"int8": []}}))
+    with pytest.raises(ValueError, match="expected codecs to hold CodecRate by name, got .*int8"):
+        CostTable.load(path)
+    path.write_text('{"schema": 1, "proc')
+    with pytest.raises(ValueError, match=r"expected .*rates.json to hold JSON: Unterminated"):
+        CostTable.load(path)

@@ -187,6 +187,23 @@ def test_files_of_clusters_hold_no_garbage():
             ClusterSpec.of({**whole, "levels": made})
 
 
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.yaml", b"levels:\n - size: [2\n   memory: 3\n"),
+        ("a.yml", b"memory: 1\n\tflops: 2\n"),
+        ("a.yaml", b"\xff\xfe"),
+        ("a.json", b"\xff\xfe"),
+        ("a.json", b'{"levels": ['),
+    ],
+)
+def test_files_of_clusters_that_cannot_be_read_are_named(name, data, tmp_path):
+    (tmp_path / name).write_bytes(data)
+    kind = "JSON" if name == "a.json" else "YAML"
+    with pytest.raises(ValueError, match=rf"^ClusterSpec: expected .*{name} to be {kind}, got "):
+        ClusterSpec.of(tmp_path / name)
+
+
 TWO_NODES = dataclasses.replace(
     CLUSTER, levels=(Level("node", 8, 1e-6, 1e10), Level("network", 64, 1e-5, 1e9))
 )
