@@ -162,8 +162,8 @@ def parse_args(argv: list[str] | None, doc: str) -> argparse.Namespace:
     return args
 
 
-def check_args(args: argparse.Namespace, world_size: int) -> ModelConfig:
-    """Refuse values that cannot work, before anything is read or written."""
+def check_numbers(args: argparse.Namespace) -> None:
+    """Refuse numbers that cannot be, beside a plan too."""
     for name in POSITIVE_OPTIONS:
         if not getattr(args, name) > 0:
             option = name.replace("_", "-")
@@ -172,6 +172,11 @@ def check_args(args: argparse.Namespace, world_size: int) -> ModelConfig:
         if not getattr(args, name) >= 0:
             option = name.replace("_", "-")
             raise UserError(f"expected --{option} to be at least 0, got {getattr(args, name)}")
+
+
+def check_args(args: argparse.Namespace, world_size: int) -> ModelConfig:
+    """Refuse values that cannot work, before anything is read or written."""
+    check_numbers(args)
     if args.prompt == "":
         raise UserError("expected --prompt to be at least one byte, got an empty string")
     if args.dp is not None and args.dp < 1:

@@ -19,7 +19,7 @@ import moe_ext
 from moe_ext.planner import Plan
 
 from .data import DataError, load_text, train_batch
-from .options import learning_rate
+from .options import check_numbers, learning_rate
 from .runtime import Runtime, UserError, agree
 
 # Seconds between lines of progress.
@@ -28,6 +28,7 @@ EVERY = 2.0
 
 def read_plan(args: argparse.Namespace, world_size: int) -> Plan:
     """Return the plan, if it is one of as many ranks as there are and of a model for bytes."""
+    check_numbers(args)
     try:
         plan = Plan.from_json(args.plan)
     except (OSError, ValueError) as error:
