@@ -47,6 +47,11 @@ class FileAdamW:
                             file.truncate(4 * torch.Size(shape).numel())
                 self._tensor(layer, "weight", 0).copy_(initial(layer, shape))
             self.commit()
+        held = sorted(path.stat().st_size for path in folder.glob("*.weight.0"))
+        if held != sorted(4 * torch.Size(shape).numel() for shape in shapes):
+            raise ValueError(
+                f"expected the layers of {folder}, files of {held} bytes, got {shapes}"
+            )
 
     def _path(self, layer: int, name: str, parity: int) -> Path:
         return self.folder / f"{layer}.{name}.{parity}"
@@ -118,7 +123,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20, help="in all (%(default)s)")
     parser.add_argument("--lr", type=float, default=3e-4, help="learning rate (%(default)s)")
     args = parser.parse_args(argv)
-    state = FileAdamW(args.folder, [(args.dim, args.dim)] * args.layers, lr=args.lr)
+    try:
+        state = FileAdamW(args.folder, [(args.dim, args.dim)] * args.layers, lr=args.lr)
+    except ValueError as error:
+        parser.error(str(error))
     while state.step < args.steps:
         print(f"step {state.step}: loss {train_step(state):.5f}", flush=True)
     print(f"result: {args.folder} holds {state.step} steps")

@@ -137,3 +137,15 @@ def test_the_loss_falls_at_the_default_sizes(tmp_path, capsys):
     losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()[:-1]]
     # Either of the two batches.
     assert losses[8] < losses[0] / 3 and losses[9] < losses[1] / 3
+
+
+@pytest.mark.parametrize(("layers", "dim"), [(2, 16), (2, 64), (1, 32), (3, 32)])
+def test_refuses_a_folder_of_other_layers(layers, dim, tmp_path, capsys):
+    args = ["--folder", str(tmp_path), "--steps=2"]
+    assert offload_to_files.main([*args, "--layers=2", "--dim=32"]) == 0
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(SystemExit) as ended:
+        offload_to_files.main([*args, f"--layers={layers}", f"--dim={dim}", "--steps=4"])
+    assert ended.value.code == 2
+    assert f"expected the layers of {tmp_path}, files of [4096, 4096]" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
