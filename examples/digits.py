@@ -101,6 +101,8 @@ def check_options(args: argparse.Namespace, world_size: int) -> None:
         if getattr(args, name) < 1:
             flag = name.replace("_", "-")
             raise UserError(f"expected --{flag} to be at least 1, got {getattr(args, name)}")
+    if not args.lr > 0:
+        raise UserError(f"expected --lr to be positive, got {args.lr}")
     if args.batch % world_size:
         raise UserError(
             f"expected --batch to be a multiple of the number of ranks, {world_size}, got "

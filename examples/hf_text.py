@@ -58,6 +58,10 @@ def check(args: argparse.Namespace, world_size: int, num_experts: int) -> None:
         if getattr(args, name) < 1:
             option = name.replace("_", "-")
             raise UserError(f"expected --{option} to be at least 1, got {getattr(args, name)}")
+    if not args.lr > 0:
+        raise UserError(f"expected --lr to be positive, got {args.lr}")
+    if args.out is not None and args.out.is_file():
+        raise UserError(f"expected --out to be a folder, got a file: {args.out}")
     if world_size % args.ep or num_experts % args.ep:
         raise UserError(
             f"expected --ep to divide the {world_size} ranks and the {num_experts} experts, got "

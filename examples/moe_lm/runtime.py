@@ -24,6 +24,8 @@ import torch.distributed as dist
 import moe_ext
 
 T = TypeVar("T")
+# Gloo counts nanoseconds in 64 bits.
+MAX_TIMEOUT_S = 1e9
 
 
 class UserError(Exception):
@@ -65,6 +67,10 @@ def choose_device(name: str) -> tuple[torch.device, str]:
 
 def start(device_name: str, timeout_s: float) -> Runtime:
     """Join the job that torchrun describes, or make a job of one process without it."""
+    if not 0 < timeout_s < MAX_TIMEOUT_S:
+        raise UserError(
+            f"expected --timeout to be positive and below {MAX_TIMEOUT_S:g}, got {timeout_s}"
+        )
     device, note = choose_device(device_name)
     if device.type == "cuda":
         torch.cuda.set_device(device)

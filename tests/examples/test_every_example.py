@@ -137,12 +137,25 @@ MISTAKES = {
 }
 
 
+# Options that the examples of torchrun share, and what each has to be.
+SHARED = {"--lr=-1": "positive", "--timeout=inf": "positive and below 1e+09, got inf"}
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
         (name, *map(str.strip, line.split(" | ")))
         for name, text in MISTAKES.items()
         for line in text.strip().splitlines()
+    ]
+    + [
+        (name, option, f"expected {option.split('=')[0]} to be {rule}")
+        for name in (*MISTAKES, "train_with_frameworks")
+        for option, rule in SHARED.items()
+    ]
+    + [
+        (name, "--out=/proc/version", "expected --out to be a folder, got a file: /proc/version")
+        for name in ("finetune_hf_moe", "train_moe_lm", "train_with_frameworks", "upcycle")
     ],
 )
 def test_a_mistake_is_told_in_a_line(name, options, message, run_here, tmp_path, text_file):
