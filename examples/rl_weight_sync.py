@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 2 examples/rl_weight_sync.py
 
 Rank 0 trains a mixture-of-experts layer in bfloat16, with float32 masters under Adam at a learning
-rate of reinforcement learning, while rank 1 samples from its copy. After every step the copy has
-the trainer's bits.
+rate of reinforcement learning, while each other rank samples from its copy. After every step the
+copies have the trainer's bits.
 
 Output: a line a step with reward and bytes. The last line says how many times fewer bytes than
 dense the updates took.
@@ -48,7 +48,7 @@ class Trainer:
 
 
 def train(steps: int, lr: float) -> list[int]:
-    """Train on rank 0 of the default group and follow on rank 1; the bytes of each update."""
+    """Train on rank 0 of the default group and follow on the others; the bytes of each update."""
     rank, group = dist.get_rank(), dist.group.WORLD
     torch.manual_seed(0)  # both begin with the weights of one checkpoint
     model = moe_ext.MoELayer(DIM, FFN, EXPERTS, dtype=torch.bfloat16)
@@ -65,10 +65,10 @@ def train(steps: int, lr: float) -> list[int]:
             reward = trainer.step(x, noise)
             end.encode()
         sent.append(sync_weights(end, group))
-        # The worker samples with what it has got; here both look at one output.
-        outputs = [torch.empty(256, DIM) for _ in range(2)]
+        # A worker samples with what it has got; here all look at one output.
+        outputs = [torch.empty(256, DIM) for _ in range(dist.get_world_size())]
         dist.all_gather(outputs, model(x).detach().float())
-        assert torch.equal(outputs[0], outputs[1])
+        assert all(torch.equal(outputs[0], output) for output in outputs)
         if trainer is not None:
             line = f"step {step}: reward {reward:+.4f}, {sent[-1]} bytes, {dense / sent[-1]:.0f}"
             print(f"{line} times fewer than dense, outputs equal", flush=True)
