@@ -421,9 +421,9 @@ class RoutingRecord:
     def agreement(self, other: RoutingRecord) -> dict[RecordKey, float]:
         """Share of the choices of each entry that the same token makes in another record.
 
-        1.0 where two routers send every token to the same set of experts: what tells training from
-        rollout apart before it shows in the loss. Entries of one record alone are left out; fetches
-        the entries.
+        1.0 where two routers send every token to the same set of experts, or an entry has no
+        choice: what tells training from rollout apart before it shows in the loss. Entries of one
+        record alone are left out; fetches the entries.
 
         Raises:
             ValueError: entries of one key differ in shape or in the number of experts.
@@ -444,7 +444,8 @@ class RoutingRecord:
                 )
             mine_RK, theirs_RK = entry.topk_idx.cpu(), theirs.topk_idx.cpu()
             same_RK = (mine_RK[:, :, None] == theirs_RK[:, None, :]).any(dim=2) & (mine_RK >= 0)
-            result[key] = float(same_RK.sum()) / max(1, int((mine_RK >= 0).sum()))
+            num_choices = int((mine_RK >= 0).sum())
+            result[key] = float(same_RK.sum()) / num_choices if num_choices else 1.0
         return result
 
     def to_bytes(self) -> bytes:

@@ -282,6 +282,11 @@ def test_agreement_counts_choices_in_any_order():
     two.add("a", torch.tensor([[1, 0], [2, 5], [4, 4]]), 6)
     one.add("b", torch.tensor([[0]]), 6)
     assert one.agreement(two) == {RecordKey(0, 0, "a"): 0.75}
+    # A rank without tokens, or with masked ones alone.
+    for name, choices in (("c", torch.empty(0, 2).long()), ("d", torch.tensor([[-1, -1]]))):
+        for record in (one, two):
+            record.add(name, choices, 6)
+        assert one.agreement(two)[RecordKey(0, 0, name)] == 1.0
     two.add("b", torch.tensor([[0]]), 7)
     with pytest.raises(ValueError, match=r"expected b at step 0, .* of 6 experts in both, got"):
         one.agreement(two)
