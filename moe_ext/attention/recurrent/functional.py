@@ -527,7 +527,8 @@ def _by_state(
     if documents is not None and documents.shape[1]:
         is_first = (documents == documents[:, :1])[:, None, :, None]
     if rank > 0:
-        state = None if state is None else torch.zeros_like(state)
+        # In the graph, so that every rank has a gradient.
+        state = None if state is None else state.clone().zero_()
     reads: Tensor | None = None
     if beta:
         # The same recurrence of a state of the identity and no values tells what positions do to a
