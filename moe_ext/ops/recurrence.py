@@ -34,7 +34,7 @@ def gated_delta_rule(
             read where they lie if their elements are adjacent.
         k_BGLK (Tensor[B, G, L, K]): G divides H; head h reads group h // (H / G).
         v_BHLV (Tensor[B, H, L, V]): values.
-        g_BHL (Tensor[B, H, L]): logarithms of decays, not above 0.
+        g_BHL (Tensor[B, H, L]): logarithms of decays, finite and not above 0.
         beta_BHL (Tensor[B, H, L]): None for gated linear attention.
         state_BHKV (Tensor[B, H, K, V]): found by the first position.
         documents (Tensor[B or 1, L]): int64; a position with another number than the one before it

@@ -146,6 +146,19 @@ def test_decays_of_any_size_by_element(kind):
     assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), leaves))
 
 
+@pytest.mark.parametrize("kind", KINDS[:4])
+@pytest.mark.parametrize(("length", "dim"), [(1, 5), (130, 5), (65, 1)])
+def test_a_decay_may_be_to_nothing(by, kind, length, dim):
+    given = made(kind, length, dim=dim)
+    for place in (0, length // 2, length - 1):
+        given["g"][:, 0, place] = -torch.inf
+    leaves = [x.requires_grad_() for x in given.values() if x is not None]
+    found, wanted = run(kind, given), by_formula(kind, given, None)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10)
+    grads = [torch.autograd.grad(out.sin().sum() + x.sum(), leaves) for out, x in (found, wanted)]
+    torch.testing.assert_close(*grads, rtol=1e-7, atol=1e-8)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_sums_are_float32(dtype):
     given = {n: x.to(dtype) for n, x in made("delta", 65).items()}

@@ -223,8 +223,8 @@ def gated_delta_rule(
         q: `[B, Hk, L, K]`, this rank's positions.
         k: `[B, Hk, L, K]`.
         v: `[B, H, L, V]`; H is a multiple of Hk, whose heads serve H / Hk side by side.
-        g: `[B, H, L]`, logarithms of decays, not above 0; or `[B, H, L, K]`, one for each element
-            of a key.
+        g: `[B, H, L]`, logarithms of decays, not above 0, -inf to forget all; or `[B, H, L, K]`,
+            one for each element of a key.
         beta: `[B, H, L]`, or None.
         group: the ranks that share the sequence, see `ring_attention`; None is that of
             `sequence_parallel`, and outside of it this process alone.
@@ -256,6 +256,9 @@ def gated_delta_rule(
     sequences = _agree("gated_delta_rule", names, facts, scheme, given, (3, 4))
     q = q * (q.shape[3] ** -0.5 if scale is None else scale)
     g = g if g.dim() == 4 else g.unsqueeze(-1)
+    if g.shape[-1] == 1:
+        # Sums of these are subtracted from each other. exp(-104) is 0 in float32.
+        g = g.masked_fill(g == -torch.inf, -104.0)
     rows = [q, k, v, g, *([] if beta is None else [beta.unsqueeze(-1)])]
     out, state = _recur(rows, None, initial_state, scheme, sequences)
     return out.to(v.dtype), state
