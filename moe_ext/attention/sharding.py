@@ -184,7 +184,7 @@ def unshard_sequence(
 
     def there(x_L: Tensor) -> Tensor:
         found_S = Shards(group, made.sizes, op).gathered(x_L)
-        return torch.empty_like(found_S).index_copy_(0, order_of(made, x_L.device), found_S)
+        return found_S.index_select(0, order_of(made, x_L.device).argsort())
 
     def back(grad_S: Tensor) -> Tensor:
         shards = Shards(group, made.sizes, f"{op} backward")

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_ext._bytes import as_bytes
 from moe_ext.comm import c10d
 from moe_ext.comm.failures import naming_failed_ranks
 from moe_ext.comm.reports import Collective, Underway
@@ -155,8 +156,10 @@ def start_gather_into(
     Raises:
         RankFailureError: a rank died or did not answer; the message names it.
     """
+    # Gloo knows neither float8 nor 16-bit integers.
+    rows, sent = as_bytes(found), as_bytes(sent)
     with naming_failed_ranks(group, operation):
-        work = getattr(dist, c10d.ALL_GATHER)(found, sent, group=group, async_op=True)
+        work = getattr(dist, c10d.ALL_GATHER)(rows, sent, group=group, async_op=True)
     # It keeps what is sent alive.
     works = [Underway(work, Collective("all_gather", group, sent))]
     return Pending.of_works(works, lambda: found, group, operation)

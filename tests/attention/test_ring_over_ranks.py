@@ -125,6 +125,10 @@ def helpers_of_sequences(layout):
     (full * x * (rank + 1)).sum().backward()
     ranks = sum(range(1, dist.get_world_size() + 1))
     torch.testing.assert_close(part.grad, part.detach() * ranks)
+    for dtype in (torch.float8_e4m3fn, torch.int16, torch.uint16, torch.bool):
+        cast = x.to(dtype)
+        again = unshard_sequence(shard_sequence(cast, dim=1, **where), dim=1, **where)
+        assert torch.equal(again.float(), cast.float())
     ids = position_ids(37, **where)
     assert torch.equal(
         ids, shard_sequence(torch.cat([torch.arange(n) for n in (11, 19, 7)]), dim=0, **where)
