@@ -182,8 +182,10 @@ def _encoded(
 def _graph_options(options: AttentionOptions) -> tuple[Any, ...]:
     """Options as the operators take them."""
     left, right = (-1, -1) if options.window is None else options.window
-    cap = options.softcap or 0.0
-    numbers = (options.is_causal, options.scale, left, right, cap, options.dropout_p)
+    # A graph breaks where the number of a tensor or of numpy is asked for.
+    scale = None if options.scale is None else float(options.scale)
+    cap, dropout = float(options.softcap or 0.0), float(options.dropout_p)
+    numbers = (bool(options.is_causal), scale, left, right, cap, dropout)
     names = (options.scheme, options.precision, options.kv_grad_dtype, options.wire, options.told)
     return *numbers, *names, *_encoded(options.group, options.layout, options.mesh)
 
@@ -334,7 +336,7 @@ def attend_in_graph(
     # The operator could not tell: it sees tensors without autograd.
     inputs.check_slopes(options.require)
     options.check_learned()
-    drawn = seed is None and options.dropout_p > 0
+    drawn = seed is None and float(options.dropout_p) > 0
     seed_1 = None if seed is None else torch.tensor([seed])
     if drawn:
         seed_1 = torch.randint(1 << 62, (1,))

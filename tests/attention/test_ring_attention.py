@@ -171,6 +171,17 @@ def test_packed_tokens_of_one_process():
         attend(None, *tokens[1:], offsets, offsets)
 
 
+@pytest.mark.parametrize("of", [torch.tensor, np.array])
+@pytest.mark.parametrize("option", [{"scale": 0.5}, {"softcap": 2.0}, {"is_causal": True}])
+def test_graphs_take_numbers_in_tensors(option, of):
+    q, k, v, _ = make_inputs()
+    attend = functools.partial(ring_attention, q, k, v, group=None)
+    ((name, value),) = option.items()
+    graph = torch.compile(lambda **options: attend(**options) * 2, backend="eager")
+    number = of(value)[()]
+    assert torch.equal(graph(**{name: number}), attend(**option) * 2)
+
+
 @pytest.mark.parametrize(
     "rows",
     [
