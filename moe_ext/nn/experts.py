@@ -247,8 +247,8 @@ class GroupedExperts(nn.Module):
     @property
     def weighs_rows(self) -> bool:
         """True if `forward` takes weights: a fused gate, and nothing but a product behind it."""
-        # A class with a `forward` of its own may know nothing of weights.
-        own = type(self).forward is GroupedExperts.forward
+        # A `forward` of another's may know nothing of weights. As `runs_own_forward`, in each pass.
+        own = type(self).forward is GroupedExperts.forward and "forward" not in self.__dict__
         fused = isinstance(self.activation, str) and self.activation in GATED_ACTIVATIONS
         return own and fused and self.down_proj_bias is None and self.post_expert_norm is None
 
@@ -363,9 +363,11 @@ def run_experts(experts: nn.Module, late: Weights, *args: Any) -> Tensor:
 
 
 def runs_own_forward(experts: nn.Module) -> TypeGuard[GroupedExperts]:
-    """True for `GroupedExperts`, and for classes derived from it without another `forward`."""
+    """True for `GroupedExperts`, and for classes derived from it, without another `forward`."""
+    # Accelerate sets one on the module, to bring the weights that it has offloaded.
     own = GroupedExperts.forward
-    return isinstance(experts, GroupedExperts) and type(experts).forward is own
+    found = isinstance(experts, GroupedExperts) and type(experts).forward is own
+    return found and "forward" not in experts.__dict__
 
 
 def check_results(

@@ -62,8 +62,9 @@ def test_the_bits_are_those_of_rows(dtype, options, masked, calls):
         lambda layer: layer.experts.register_full_backward_hook(lambda *args: None),
         lambda layer: layer.to(torch.bfloat16).float().experts.half(),
         lambda layer: setattr(layer.experts, "activation", torch.tanh),
+        lambda layer: setattr(layer.experts, "forward", layer.experts.forward),
     ],
-    ids=["forward hook", "backward hook", "dtypes", "function"],
+    ids=["forward hook", "backward hook", "dtypes", "function", "forward"],
 )
 def test_rows_are_made_where_something_wants_them(change, calls):
     layer, x = moe_ext.MoELayer(16, 8, 4, 2), torch.randn(9, 16)
@@ -73,6 +74,13 @@ def test_rows_are_made_where_something_wants_them(change, calls):
     with torch.autocast("cpu", enabled=layer.experts.down_proj.dtype != x.dtype):
         layer(x)
     assert len(calls) == 1
+
+
+def test_a_forward_that_is_set_on_experts_runs():
+    layer, x = moe_ext.MoELayer(16, 8, 4, 2), torch.randn(9, 16)
+    own, expected = layer.experts.forward, 2 * layer(x)
+    layer.experts.forward = lambda rows, offsets: 2 * own(rows, offsets)
+    assert_all_close([layer(x)], [expected], rtol=1e-5, atol=1e-6)
 
 
 def test_autocast_casts_the_products(calls):
