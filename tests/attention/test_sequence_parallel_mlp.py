@@ -422,6 +422,16 @@ def test_modules_refused(kwargs, message):
         SequenceParallelMLP(**{"model_dim": D, "ffn_dim": FFN, "group": None, **kwargs})
 
 
+@pytest.mark.parametrize("name", ["norm", "up_proj", "down_proj"])
+def test_another_module_in_the_place_of_a_part_is_refused(name):
+    module, x = SequenceParallelMLP(D, FFN, group=None), torch.randn(2, 3, D)
+    wrapped = torch.nn.Sequential()
+    wrapped.weight = getattr(module, name).weight
+    setattr(module, name, wrapped)
+    with pytest.raises(ValueError, match=f"expected {name} to be of .*, got Sequential"):
+        module(x)
+
+
 def test_a_second_derivative_is_refused():
     x = torch.randn(2, 3, D, dtype=torch.float64, requires_grad=True)
     (grad,) = torch.autograd.grad(make(None)(x).sum(), x, create_graph=True)
