@@ -1,5 +1,6 @@
 """A layer as one graph, which serves every number of tokens."""
 
+import contextlib
 import inspect
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import moe_ext
-from moe_ext.nn import Balance, Capacity, routers
+from moe_ext.nn import Balance, Capacity, count_tokens, routers
 
 E, K = 4, 2
 
@@ -107,3 +108,23 @@ def test_without_marks_the_second_size_is_the_last_to_compile():
     for size in (16, 23, 40, 8, 100):
         compiled(torch.randn(size, 8))
     assert counter.frame_count == 2
+
+
+def test_counts_of_a_step_are_those_of_the_layer():
+    layer, inputs = (
+        moe_ext.MoELayer(8, 6, E, K, balance=Balance("global_batch")),
+        torch.randn(3, 9, 8),
+    )
+    torch._dynamo.reset()
+    losses = []
+    for module in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        for _ in range(2):
+            with count_tokens(layer):
+                for x in inputs:
+                    module(x)
+            losses.append([[module(x), layer.losses["balance"]][1].item() for x in inputs])
+        # Graphs count no passes: the layer alone knows of one too many.
+        with contextlib.nullcontext() if module is not layer else pytest.raises(RuntimeError):
+            module(inputs[0])
+    assert losses[0] == losses[1]
+    torch.testing.assert_close(losses[2:], losses[:2])

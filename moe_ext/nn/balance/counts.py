@@ -154,8 +154,9 @@ def count_tokens(model: nn.Module) -> Iterator[None]:
     Inside, run the model forward on every micro-batch of the step, in training mode; it runs
     without gradients. As many training passes follow, and know the counts of the step from the
     first one on. The mean of their gradients over ranks and micro-batches is that of one batch of
-    all tokens, in any order, with activation checkpointing or without. It costs one more forward
-    pass of each micro-batch, and one all-reduce a group.
+    all tokens, in any order, with activation checkpointing or without. Another pass is refused, but
+    not in graphs of `torch.compile`, which count none. It costs one more forward pass of each
+    micro-batch, and one all-reduce a group.
 
     Dropout draws the same numbers in both, where nothing else draws in between and the training
     passes come in the same order: the states of the generators are put back at the end.
