@@ -265,11 +265,12 @@ class SequenceParallelMLP(nn.Module):
         __call__ = forward
 
     def _check_input(self, x: Tensor, seed: int | None) -> None:
-        # Another module in their place, such as LoRA's, would be left out.
+        # Another module in their place would be left out.
         kinds = {"norm": (nn.LayerNorm, nn.RMSNorm, nn.Identity), "down_proj": (nn.Linear,)}
         for name, kind in {**kinds, self._up_name: (nn.Linear,)}.items():
-            part, rule = self.get_submodule(name), " or ".join(k.__name__ for k in kind)
-            _require(isinstance(part, kind), name, f"of {rule}", type(part).__name__)
+            part, rule = self.get_submodule(name), " or ".join(f"nn.{k.__name__}" for k in kind)
+            # LoRA's class has the name of torch's.
+            _require(isinstance(part, kind), name, f"an {rule}", type(part))
         _require(isinstance(x, Tensor), "x", "a tensor", type(x).__name__)
         fits = x.dim() >= 2 and x.shape[-1] == self.model_dim
         _require(fits, "x", f"of shape [..., L, {self.model_dim}]", list(x.shape))
