@@ -18,6 +18,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -166,7 +167,9 @@ struct FormulaNode : torch::autograd::Node {
     for (const IValue& value : packed.vec()) {
       types.push_back(value.isTensor() ? at::TensorType::get() : value.type());
     }
-    const auto function = [this, options](const variable_list& inputs, const std::vector<IValue>& arguments) {
+    // Graphs that are kept call it when this node is gone.
+    const auto function = [&formula = formula, options](
+                              const variable_list& inputs, const std::vector<IValue>& arguments) {
       const auto rest = arguments.begin() + static_cast<int64_t>(formula.values.size());
       PackedArgs unpacked(std::vector<IValue>(rest, arguments.end()));
       const auto of_tensors = unpacked.unpack<variable_list>();
@@ -181,7 +184,10 @@ struct FormulaNode : torch::autograd::Node {
           [&](size_t i) { return at::zeros_symint(shapes[i], options[i]); }, [](size_t) { return Leaf(); });
     };
     const auto& python = torch::dynamo::autograd::getPyCompilerInterface();
-    const std::string bound = python->bind_function(saved.get_py_compiler(), name(), function, types);
+    // Torch keeps each function of the process under a name of its own.
+    static std::atomic<uint64_t> number{0};
+    const std::string bound =
+        python->bind_function(saved.get_py_compiler(), name() + std::to_string(number++), function, types);
     const auto of_inputs =
         torch::dynamo::autograd::IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
             torch::dynamo::autograd::get_input_metadata(next_edges()));
