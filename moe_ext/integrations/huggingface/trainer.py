@@ -55,6 +55,12 @@ class SavesExperts:
                 "share the output_dir"
             )
 
+    def train(self, *args: Any, **options: Any) -> Any:
+        """As the Trainer does, which after `evaluate` or `predict` leaves out its wrapper."""
+        # Accelerate marks a model that was prepared without DistributedDataParallel, too.
+        vars(self.model).pop("_is_accelerate_prepared", None)
+        return super().train(*args, **options)  # type: ignore[misc]
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As the Trainer does, which before transformers 5.23 saves on ranks that write alone."""
         self._is_saved = False

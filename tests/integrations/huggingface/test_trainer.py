@@ -87,6 +87,11 @@ def run(rank, folder):
     tool.train()
     assert tool.state.best_model_checkpoint.endswith("-4")
     assert_same_state(full_state_dict(again), wanted)
+    evaluated = spread_model()
+    tool = trainer(evaluated, folder / "evaluated")
+    tool.evaluate()
+    tool.train()
+    assert_same_state(full_state_dict(evaluated), wanted)
     # Of adapters the adapters alone.
     lora = spread_model(adapted)
     trainer(lora, folder / "lora").train()
