@@ -83,9 +83,14 @@ class ElementMask:
         return found
 
     @property
+    def held(self) -> nn.Parameter | None:
+        """The parameter as the module holds it now, or None: FSDP2 puts others in its place."""
+        return self.module._parameters.get(self.name)
+
+    @property
     def parameter(self) -> nn.Parameter:
-        """As the module holds it now: FSDP2 puts others in its place."""
-        found = self.module._parameters.get(self.name)
+        """See `held`; ValueError for None."""
+        found = self.held
         if found is None:
             raise ValueError(
                 f"prune: expected {self.name} to be a parameter of {type(self.module).__name__} as "

@@ -183,7 +183,7 @@ class Pruning:
         """Add -gradient * weight, of gradients as the optimizer takes them (Sanh et al.)."""
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, mask in self.masks.items():
-            parameter = mask.module._parameters.get(mask.name)
+            parameter = mask.held
             if parameter is not None and id(parameter) in owned and parameter.grad is not None:
                 weight, grad = local_part(parameter.detach()), local_part(parameter.grad)
                 score = self._scores.setdefault(name, torch.zeros_like(weight))
@@ -408,8 +408,8 @@ def _mask_weights(optimizer: Optimizer, *_args: object) -> None:
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for pruned in list(_pruned):
         for _, mask in masks_of(pruned):
-            # Not `mask.parameter`, which may be gone from a model that another optimizer has.
-            parameter = pruned._parameters.get(mask.name)
+            # None may be that of a model which another optimizer has.
+            parameter = mask.held
             if parameter is not None and mask.module is pruned and id(parameter) in owned:
                 mask.clear_(parameter)
 
