@@ -7,7 +7,7 @@ import numbers
 import operator
 from collections.abc import Collection, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -33,6 +33,14 @@ def check_kind(owner: str, name: str, value: object, *kinds: type, required: boo
     if (value is not None or required) and (truth or not isinstance(value, kinds)):
         words = " or ".join(kind.__name__ for kind in kinds)
         raise TypeError(f"{owner}: expected {name} to be of type {words}, got {value!r:.200}")
+
+
+def refuse_copy(owner: str) -> NoReturn:
+    """TypeError for a copy or a pickle of what sends, which would be without its group or hooks."""
+    raise TypeError(
+        f"{owner}: expected its state_dict() to be copied or pickled, got the object itself; make "
+        "one anew and let it load_state_dict"
+    )
 
 
 def check_callable(owner: str, name: str, value: object) -> None:

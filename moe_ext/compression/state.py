@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from moe_ext._checks import check_kind, check_numbers
+from moe_ext._checks import check_kind, check_numbers, refuse_copy
 from moe_ext.comm.groups import group_rank, group_ranks, group_size, resolve_group
 from moe_ext.compression.buckets import Bucket, Buckets
 from moe_ext.compression.codecs import Codec, Dense, codec_of
@@ -145,10 +145,7 @@ class CompressionState:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Parameters, optimizer and process group are those of this job; copies would be others.
-        raise TypeError(
-            "CompressionState: expected its state_dict() to be copied or pickled, got the object "
-            "itself; make one anew and let it load_state_dict"
-        )
+        refuse_copy("CompressionState")
 
     @property
     def step(self) -> int:

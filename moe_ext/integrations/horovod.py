@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer
 
-from moe_ext._checks import check_rule
+from moe_ext._checks import check_rule, refuse_copy
 from moe_ext.comm.collectives import all_gather, all_reduce_, gather_objects
 from moe_ext.comm.collectives import broadcast_ as _send
 from moe_ext.comm.groups import (
@@ -883,10 +883,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
 
 def _refuse_a_copy(_protocol: int) -> Any:
     """TypeError: the step of a copy would be that of the class, which sends nothing."""
-    raise TypeError(
-        "DistributedOptimizer: expected its state_dict() to be copied or pickled, got the object "
-        "itself; wrap another optimizer and let it load_state_dict"
-    )
+    refuse_copy("DistributedOptimizer")
 
 
 def _check_names(owner: str, optimizer: Optimizer, named: Sequence[Any]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer
 
-from moe_ext._checks import check_numbers, check_rule
+from moe_ext._checks import check_numbers, check_rule, refuse_copy
 from moe_ext.comm.groups import group_ranks
 from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.distributed.placement import known_shard
@@ -49,10 +49,7 @@ class CheckedOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         if isinstance(self, SavesByParameter):
             # The ranks' group, and what this rank keeps for all parameters at once.
-            raise TypeError(
-                f"{self._op}: expected its state_dict() to be copied or pickled, got the object "
-                "itself; make one anew and let it load_state_dict"
-            )
+            refuse_copy(self._op)
         return super().__getstate__()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
