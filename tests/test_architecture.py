@@ -304,7 +304,7 @@ def test_the_rule_for_files_sees_what_it_should(text, lines):
 
 
 def test_what_a_generator_draws_lies_on_a_device_that_is_named():
-    """That of the host draws nothing on a default device of torch that is another."""
+    """The host's generator draws nothing on another default device of torch."""
     draws = {f"torch.{name}" for name in ("rand", "randn", "randint", "randperm")}
     found = [
         f"{module}:{node.lineno}"

@@ -311,7 +311,7 @@ def check_rounds(made, options):
 
 @two(*[(name,) for name in (*CASES, *codecs())])
 def another_default_dtype(name):
-    """What is kept is of float32 whatever torch makes of tensors without a dtype."""
+    """Kept tensors are float32 whatever torch makes of tensors without a dtype."""
     kept = []
     for dtype in (torch.float32, torch.bfloat16):
         torch.set_default_dtype(dtype)

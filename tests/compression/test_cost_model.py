@@ -387,7 +387,7 @@ def test_explain_is_a_table(known_rates):
 
 
 def test_explain_has_the_times_that_the_choice_is_made_by(known_rates):
-    """Of a codec that takes ten times what is predicted, up to the turn in which it is given up."""
+    """A codec that takes ten times what is predicted, up to the turn in which it is given up."""
     model = model_on(Link.of_rate(1e9))
     model.prepare(ALL)
     longer = 10 * model.predict(TOPK, NUMEL)

@@ -886,7 +886,7 @@ def test_extra_comes_back(tmp_path, way):
     assert repr(found) == repr(saved)
     assert repr(other.state_dict()) == repr(optimizer.state_dict())
     assert other_scheduler.state_dict() == scheduler.state_dict()
-    # What was given is as before, but tensors that were read into.
+    # The given mappings are as before, but for tensors that were read into.
     own["seen"][5].fill_(1), own["conjugate"].fill_(1 - 2j)
     assert repr(before) == repr(own)
 

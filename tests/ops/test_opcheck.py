@@ -118,7 +118,7 @@ def test_opcheck(device, name):
 
 
 def moved_versions(name):
-    """How far an operator moves the version counter of each tensor that it writes to."""
+    """Steps by which an operator moves the version counter of each tensor that it writes to."""
     single, half, damaged = torch.ones(256), torch.ones(256).half(), torch.ones(1).long()
     codes, scales = ops.quantize_blockwise(single)
     rows, _ = ops.encode_exponent_rows(half, 1)
