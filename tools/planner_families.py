@@ -1,4 +1,4 @@
-"""Write the table of docs/planner.md: sizes that the planner reads of each family of transformers.
+"""Write the table of docs/planner_families.md: sizes that the planner reads of each family of transformers.
 
 Each causal language model with its default configuration, on the meta device.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "planner.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "planner_families.md"
 BEGIN, END = "<!-- families: tools/planner_families.py -->\n", "<!-- end of families -->\n"
 
 
