@@ -179,7 +179,7 @@ def _parts_of_table(table):
 
 
 def _text(key):
-    if isinstance(key, (str, int, torch._ops.OpOverload)):
+    if isinstance(key, (str, int, torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return str(key)
     if not isinstance(key, (type, *FUNCTIONS)):
         return f"{type(key).__name__} at {id(key):x}"

@@ -4,6 +4,7 @@ from moe_ext import _library
 
 _library.load()
 
+import moe_ext.ops.flops  # noqa: E402, F401
 from moe_ext.ops.activation import activation, gated_activation  # noqa: E402
 from moe_ext.ops.adam import adam_step_  # noqa: E402
 from moe_ext.ops.assignment import (  # noqa: E402

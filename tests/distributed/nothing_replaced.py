@@ -44,6 +44,7 @@ RANKS = 2
 ALLOWED = {
     r"torch\.ops\.moe_ext was added": "the namespace of our operators",
     r"torch\._library\..*\[moe_ext::\w+\] was added": "register_fake, register_autograd, custom_op",
+    r".*\.flop_registry\.\[moe_ext\.\w+\] was added": "register_flop_formula",
     r".*\.cls_to_fsdp_cls\.\[moe_ext\..*\] was added": "FSDP2 makes a class for each that it wraps",
 }
 # And in a process that has sent something to others: threads of a backend may need the interpreter

@@ -1,0 +1,88 @@
+"""Operations of the operators, which `torch.utils.flop_counter.FlopCounterMode` counts.
+
+The rules are those of torch: a product of M x K by K x N counts 2 M N K, a mask takes nothing off,
+and work on single elements counts nothing. Recurrences count what their chunks of 64 positions do.
+"""
+
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+_OPS = torch.ops.moe_ext
+_CHUNK = 64
+
+
+@register_flop_formula(
+    [
+        *(_OPS.grouped_mm, _OPS.masked_mm, _OPS.quantized_mm),
+        *(_OPS.router_logits, _OPS._router_logits_backward_x),
+    ]
+)
+def _product(x: Any, *_: Any, out_shape: Any, **__: Any) -> int:
+    return 2 * prod(out_shape) * x[-1]
+
+
+@register_flop_formula([_OPS._grouped_mm_backward_weight, _OPS._router_logits_backward_weight])
+def _weight_gradient(grad: Any, x: Any, *_: Any, **__: Any) -> int:
+    return 2 * prod(grad) * x[-1]
+
+
+@register_flop_formula(_OPS._grouped_mm_backward_weight_add_)
+def _added_weight_gradient(_sum: Any, grad: Any, x: Any, *_: Any, **__: Any) -> int:
+    return 2 * prod(grad) * x[-1]
+
+
+@register_flop_formula(_OPS.attention_block)
+def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    return 2 * prod(q[:3]) * k[2] * (q[3] + v[3])
+
+
+@register_flop_formula(_OPS.attention_block_)
+def _added_attention(_out: Any, _lse: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    return _attention(q, k, v)
+
+
+@register_flop_formula(_OPS.attention_block_backward)
+def _attention_backward(
+    _grad: Any, _lse: Any, _delta: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any
+) -> int:
+    return 2 * prod(q[:3]) * k[2] * (3 * q[3] + 2 * v[3])
+
+
+@register_flop_formula(_OPS.gated_delta_rule)
+def _delta_rule(q: Any, _k: Any, v: Any, _g: Any, beta: Any, *_: Any, **__: Any) -> int:
+    dim, v_dim = q[3], v[3]
+    each = 4 * dim * v_dim + 2 * _CHUNK * (dim + v_dim)
+    if beta is not None:
+        # The system of a chunk, its solution by a triangle, and what the state takes of it.
+        each += 2 * _CHUNK * dim + _CHUNK * (v_dim + dim) + 2 * dim * v_dim
+    return prod(v[:3]) * each
+
+
+@register_flop_formula(_OPS._gated_delta_rule_backward)
+def _delta_rule_backward(
+    _out: Any, _last: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, *_: Any, **__: Any
+) -> int:
+    return 2 * _delta_rule(q, k, v, g, beta)
+
+
+@register_flop_formula(_OPS.selective_scan)
+def _scan(x: Any, _dt: Any, rates: Any, *_: Any, **__: Any) -> int:
+    return 2 * prod(x) * rates[1]
+
+
+@register_flop_formula(_OPS._selective_scan_backward)
+def _scan_backward(_out: Any, _last: Any, x: Any, dt: Any, rates: Any, *_: Any, **__: Any) -> int:
+    return 2 * _scan(x, dt, rates)
+
+
+@register_flop_formula(_OPS.causal_conv1d)
+def _convolution(x: Any, weight: Any, *_: Any, **__: Any) -> int:
+    return 2 * prod(x) * weight[-1]
+
+
+@register_flop_formula(_OPS._causal_conv1d_backward)
+def _convolution_backward(_grad: Any, x: Any, weight: Any, *_: Any, **__: Any) -> int:
+    return 2 * _convolution(x, weight)
