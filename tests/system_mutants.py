@@ -1,4 +1,4 @@
-"""Mistakes in published systems, for `mutants.py`: by the row of docs/parallelism.md "Systems".
+"""Mistakes in published systems, for `mutants.py`: by the row of docs/systems.md.
 
 Each is name to (files, change, tests), as `mutants.Mutant` has them. A mistake is one of
 the formula or the order of the paper; the row names the tests that have to see it.
