@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,21 +54,21 @@ _CODED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Message:
-    """Base of the messages of one FSDP module."""
+    """Base of the messages of one FSDP module.
 
-    def __init__(
-        self,
-        op: str,
-        format: str | PayloadCodec,
-        *,
-        block: int,
-        density: float = 0.01,
-        feedback: bool = False,
-        **where: Any,
-    ) -> None:
-        """The arguments in `where` are those of `LayoutFinder`."""
+    Args:
+        made: class of the message, which error messages name.
+        format: of what is compressed.
+        given: arguments of its constructor by name, those of `LayoutFinder` among them.
+    """
+
+    def __init__(self, made: type, format: str | PayloadCodec, given: Mapping[str, Any]) -> None:
+        op, block, density = made.__name__, given["block"], given.get("density", 0.01)
+        check_numbers(op, vars(made)["__init__"].__annotations__, given, ["min_numel"])
+        check_rule(op, "density", density, "in (0, 1]", 0.0 < density <= 1.0)
         check_rule(op, "block", block, "a power of two in [64, 1024]", block in BLOCKS)
-        self.op, self.name = op, where["name"]
+        feedback = given.get("error_feedback", False)
+        self.op, self.name = op, given["name"]
         # Groups whose ranks have compared their options.
         self._compared: set[ProcessGroup] = set()
         self.codec = _codec_of(op, format, block, density, feedback)
@@ -77,6 +77,8 @@ class _Message:
         takes_share = self.codec is None or self.codec.density is not None
         self.block = block if self.coding is None or takes_share else self.coding.align
         self.fills_padding = self.coding is not None and self.coding.means_of_blocks
+        names = ("module", "name", "model", "keep_dense", "min_numel")
+        where = {name: given[name] for name in names}
         self.finder = LayoutFinder(op=op, block=self.block, **where)
         self._options: dict[str, object] = {
             "format": format,
@@ -124,16 +126,9 @@ def _codec_of(
 class GradientMessage(_Message):
     """Base of the messages of gradients: the ledger, and the steps that a message takes."""
 
-    def __init__(
-        self,
-        op: str,
-        format: str | PayloadCodec,
-        error_feedback: bool,
-        ledger: StepLedger | None,
-        **options: Any,
-    ) -> None:
-        super().__init__(op, format, feedback=error_feedback, **options)
-        codec = self.codec
+    def __init__(self, made: type, format: str | PayloadCodec, given: Mapping[str, Any]) -> None:
+        super().__init__(made, format, given)
+        codec, op, error_feedback = self.codec, self.op, given["error_feedback"]
         if codec is not None and codec.needs_feedback and not error_feedback:
             raise ValueError(f"{op}: expected error_feedback to be on for {format!r}, got False")
         keeps = error_feedback and codec is not None and codec.feeds_back
@@ -142,6 +137,7 @@ class GradientMessage(_Message):
                 f"{op}: expected module to be given with error feedback, got None; residuals are "
                 "kept by parameter"
             )
+        ledger: StepLedger | None = given["ledger"]
         check_kind(op, "ledger", ledger, StepLedger)
         self.ledger = ledger if ledger is not None else StepLedger()
         self.residual = self.ledger.new_residual() if keeps else None
@@ -246,22 +242,8 @@ class CompressedAllGather(_Message, AllGather):
         min_numel: int = 1024,
         frozen_only: bool = False,
     ) -> None:
-        check_numbers(
-            "CompressedAllGather",
-            CompressedAllGather.__init__.__annotations__,
-            locals(),
-            ["min_numel"],
-        )
-        super().__init__(
-            "CompressedAllGather",
-            "none" if format == "lossless" else format,
-            block=block,
-            module=module,
-            name=name,
-            model=model,
-            keep_dense=keep_dense,
-            min_numel=min_numel,
-        )
+        coded = "none" if format == "lossless" else format
+        super().__init__(CompressedAllGather, coded, locals())
         if self.codec is not None and self.codec.needs_feedback:
             raise ValueError(
                 f"{self.op}: expected format to be one of those that need no error feedback, got "
@@ -389,24 +371,7 @@ class CompressedReduceScatter(GradientMessage, ReduceScatter):
         keep_dense: KeepDense = keep_small_dense,
         min_numel: int = 1024,
     ) -> None:
-        check_numbers(
-            "CompressedReduceScatter",
-            CompressedReduceScatter.__init__.__annotations__,
-            locals(),
-            ["min_numel"],
-        )
-        super().__init__(
-            "CompressedReduceScatter",
-            format,
-            error_feedback,
-            ledger,
-            block=block,
-            module=module,
-            name=name,
-            model=model,
-            keep_dense=keep_dense,
-            min_numel=min_numel,
-        )
+        super().__init__(CompressedReduceScatter, format, locals())
         self.stochastic = stochastic or (self.codec is not None and self.codec.stochastic)
         self.seed = seed
         self._options.update(stochastic=stochastic, seed=seed)
@@ -522,23 +487,8 @@ class CompressedAllReduce(GradientMessage):
         keep_dense: KeepDense = keep_small_dense,
         min_numel: int = 1024,
     ) -> None:
-        op = "CompressedAllReduce"
-        check_numbers(op, CompressedAllReduce.__init__.__annotations__, locals(), ["min_numel"])
-        check_rule(op, "density", density, "in (0, 1]", 0.0 < density <= 1.0)
-        super().__init__(
-            op,
-            codec,
-            error_feedback,
-            ledger,
-            block=block,
-            module=module,
-            name=name,
-            model=model,
-            keep_dense=keep_dense,
-            min_numel=min_numel,
-            density=density,
-        )
-        group = resolve_group(node_group, op)
+        super().__init__(CompressedAllReduce, codec, locals())
+        group = resolve_group(node_group, self.op)
         assert group is not None
         self.group: ProcessGroup = group
         self.average = average
