@@ -86,13 +86,9 @@ def aligned(num_bytes: int) -> int:
 
 def joined(*parts: Tensor) -> Tensor:
     """One row of bytes of some parts, each padded to 16."""
-    rows = [as_bytes(part) for part in parts]
-    row = rows[0].new_zeros(sum(aligned(part.numel()) for part in rows))
-    start = 0
-    for part in rows:
-        row[start : start + part.numel()] = part
-        start += aligned(part.numel())
-    return row
+    rows = map(as_bytes, parts)
+    padded = ((row, row.new_zeros(-row.numel() % 16)) for row in rows)
+    return torch.cat([part for pair in padded for part in pair])
 
 
 @dataclass(frozen=True)
