@@ -527,7 +527,7 @@ class _Shards:
             for rank in range(self.messages.size):
                 start, length = rank * self.shard + first, self.length(rank, first, room)
                 found = self.owed_at(owed, start, length)
-                stream = _stream(rng_state, rank)
+                stream = _stream(rng_state, shard=rank)
                 payloads.append(self.encode(x[start : start + length], room, found, stream, first))
             self.messages.all_to_all(message, torch.cat(payloads))
 
@@ -555,20 +555,12 @@ class _Shards:
                 self.coding.decode_add_(piece, payload, divisor=divisor, overwrite=True)
 
 
-def _stream(rng_state: Tensor | None, shard: int) -> Tensor | None:
+def _stream(rng_state: Tensor | None, *, shard: int = 0, seed: int = 0) -> Tensor | None:
     """The numbers of an element start at 0 in every shard, each of which has its own stream."""
     if rng_state is None:
         return None
     moved = rng_state.clone()
-    moved[0] += shard
-    return moved
-
-
-def _second_stream(rng_state: Tensor | None) -> Tensor | None:
-    if rng_state is None:
-        return None
-    moved = rng_state.clone()
-    moved[0] ^= _SECOND_SEED
+    moved[:1].bitwise_xor_(seed).add_(shard)
     return moved
 
 
@@ -587,7 +579,7 @@ def _all_reduce(
     shards = _Shards(messages, coding, x_N.numel(), shard, piece, looks, restores)
     arriving, gathered = shards.ask(x_N), shards.ask(x_N)
     shards.scatter(arriving, x_N, (residual, residual_in), rng_state)
-    stream = _second_stream(rng_state)
+    stream = _stream(rng_state, seed=_SECOND_SEED)
     for i, (first, room) in enumerate(shards.pieces()):
         length = shards.length(messages.rank, first, room)
         total = torch.empty(length, device=x_N.device, dtype=torch.float32)
