@@ -53,11 +53,6 @@ class SparseLayout:
         return PairCoding(count, self.numel, self.value_codec)
 
     @property
-    def pairs(self) -> PairCoding:
-        """Coding of the pairs of a rank, in one payload."""
-        return self._pairs(self.count)
-
-    @property
     def slots(self) -> PairCoding:
         """Coding of the pairs for one region: room for a quarter more than its even share.
 
@@ -76,7 +71,7 @@ class SparseLayout:
         if algorithm == "dense":
             return all_reduce_bytes(4 * self.numel, self.world_size)
         if algorithm == "all_gather":
-            return others * self.pairs.num_bytes
+            return others * self._pairs(self.count).num_bytes
         return others * (self.slots.num_bytes + self.kept.num_bytes + 2 * _LOAD_BYTES)
 
     def choose(self, algorithm: str, *, may_split: bool) -> str:
@@ -226,13 +221,13 @@ def sparse_all_reduce(
     if regions is not None:
         regions.settle()
     size = group_size(ranks)
-    problem = _problem(values_K, indices_K, numel)
     problem = (
-        problem or flat_problem(residual, "residual", numel) or flat_problem(out, "out", numel)
+        _problem(values_K, indices_K, numel)
+        or flat_problem(residual, "residual", numel)
+        or flat_problem(out, "out", numel)
+        or _option_problem(algorithm, value_codec, residual, regions, numel, size)
+        or (_content_problem(values_K, indices_K, numel) if validate else None)
     )
-    problem = problem or _option_problem(algorithm, value_codec, residual, regions, numel, size)
-    if problem is None and validate:
-        problem = _content_problem(values_K, indices_K, numel)
     facts = {
         "the number of values": values_K.shape[0] if values_K.dim() else 0,
         "numel": numel,
