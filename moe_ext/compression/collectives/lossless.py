@@ -8,7 +8,6 @@ N elements, P ranks, B bytes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +21,6 @@ from moe_ext.comm.groups import group_size, resolve_group
 from moe_ext.comm.pending import Pending
 from moe_ext.comm.workers import Messages
 from moe_ext.compression.collectives.arguments import check_call, tensor_problem
-
-T = TypeVar("T")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -196,12 +193,12 @@ def _start(
     args: tuple[Tensor | float, ...],
     group: ProcessGroup | None,
     operation: str,
-    result: T,
+    result: Tensor,
     async_op: bool,
-) -> Pending[T]:
+) -> Pending[Tensor]:
     payloads = _Payloads()
 
-    def finish(_: list[Tensor]) -> T:
+    def finish(_: list[Tensor]) -> Tensor:
         payloads.check(operation)
         return result
 
