@@ -87,14 +87,9 @@ def _count(segments: Sequence[_Segment]) -> int:
 
 def _copy(segments: Sequence[_Segment], shard_S: Tensor, packed: Tensor, *, back: bool) -> None:
     """Copy what travels of one rank's shard, or copy it back."""
-    place = 0
-    for segment in segments:
-        part = packed.narrow(0, place, segment.count)
-        if back:
-            segment.unpack(shard_S, part)
-        else:
-            segment.pack(shard_S, part)
-        place += segment.count
+    parts = packed.narrow(0, 0, _count(segments)).split([s.count for s in segments])
+    for segment, part in zip(segments, parts, strict=True):
+        (segment.unpack if back else segment.pack)(shard_S, part)
 
 
 def _segments_of(
@@ -211,16 +206,13 @@ class _ChosenExperts:
 
     def agreed(self, group: ProcessGroup, gradients: bool) -> Tensor:
         """Experts that any rank needs in a message; one small message of E bytes."""
-        wanted = [x for x in (self.now_E,) if x is not None]
+        known = [self.now_E]
         if gradients or in_backward():
-            wanted = [*wanted, *(p.flags_E for p in self._open)]
-            wanted += [] if self.since_E is None else [self.since_E]
-        flags_E = torch.zeros(self.num_experts, dtype=torch.bool)
-        if not wanted:
-            # Gathered ahead of its pass: nobody knows what it will need.
-            flags_E = ~flags_E
-        for more_E in wanted:
-            flags_E = flags_E | more_E
+            known += [self.since_E, *(p.flags_E for p in self._open)]
+        wanted = [flags_E for flags_E in known if flags_E is not None]
+        # Gathered ahead of its pass: nobody knows what it will need.
+        wanted = wanted or [torch.ones(self.num_experts, dtype=torch.bool)]
+        flags_E = torch.stack(wanted).any(0)
         device = small_message_device(group)
         sent_E = flags_E.to(device, torch.uint8)
         collectives.all_reduce_(sent_E, group, operation=_OP, op="max", counted=False)
