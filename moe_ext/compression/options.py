@@ -130,10 +130,8 @@ class Options:
 
     def __post_init__(self) -> None:
         kinds = {"warmup": Warmup, "monitor": ResidualMonitor, "optimizer": Optimizer}
-        for name, kind in kinds.items():
+        for name, kind in {**kinds, "clip_norm": Real, "local_clip_norm": Real}.items():
             check_kind("CompressionState", name, getattr(self, name), kind)
-        for name in ("clip_norm", "local_clip_norm"):
-            check_kind("CompressionState", name, getattr(self, name), Real)
         read = getattr(self.grad_scaler, "get_scale", None)
         if self.grad_scaler is not None and not callable(read):
             raise TypeError(
