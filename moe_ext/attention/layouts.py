@@ -227,7 +227,7 @@ def _balanced(shards: list[list[range]], seq_len: int) -> list[list[range]]:
     held = [{p for part in shard for p in part} for shard in shards]
     while max(areas) > limit and _swap(held, areas):
         pass
-    return [_ranges(sorted(positions)) for positions in held]
+    return [_joined([range(p, p + 1) for p in sorted(positions)]) for positions in held]
 
 
 def _swap(held: list[set[int]], areas: list[int]) -> bool:
@@ -246,15 +246,6 @@ def _swap(held: list[set[int]], areas: list[int]) -> bool:
                 areas[other] += amount
                 return True
     return False
-
-
-def _ranges(positions: list[int]) -> list[range]:
-    """Ascending positions as maximal ranges."""
-    cuts = [i for i in range(1, len(positions)) if positions[i] != positions[i - 1] + 1]
-    edges = [0, *cuts, len(positions)]
-    return [
-        range(positions[a], positions[b - 1] + 1) for a, b in itertools.pairwise(edges) if b > a
-    ]
 
 
 def _per_document(offsets: tuple[int, ...], num_ranks: int) -> list[list[range]]:
@@ -300,6 +291,7 @@ def _dealt(rounds: list[list[tuple[int, list[range]]]], num_ranks: int) -> list[
 
 
 def _joined(parts: list[range]) -> list[range]:
+    """Ascending ranges, those that touch as one."""
     joined: list[range] = []
     for part in parts:
         if joined and joined[-1].stop == part.start:
