@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from moe_ext._checks import check_numbers
+from moe_ext._checks import check_choice, check_numbers
 from moe_ext.attention.checks import DTYPES, draw_seed, requires
 from moe_ext.attention.layouts import Layout, check_layout, make_layout
 from moe_ext.attention.sharding import (
@@ -123,11 +123,10 @@ class SequenceParallelMLP(nn.Module):
         _require(model_dim >= 1, "model_dim", "at least 1", model_dim)
         fits = ffn_dim >= 1 and ffn_dim % ranks == 0
         _require(fits, "ffn_dim", f"a multiple of the {ranks} ranks", ffn_dim)
-        _require(norm in _NORMS, "norm", f"one of {_NORMS}", repr(norm))
+        check_choice(_NAME, "norm", norm, _NORMS)
         _require(0 <= dropout < 1, "dropout", "in [0, 1)", dropout)
         check_layout(layout, _require)
-        rule = f"one of {_REDUCTIONS}"
-        _require(grad_reduction in _REDUCTIONS, "grad_reduction", rule, repr(grad_reduction))
+        check_choice(_NAME, "grad_reduction", grad_reduction, _REDUCTIONS)
         self.activation, self.gated = resolve_activation(activation, None, _NAME)
         self.model_dim, self.ffn_dim, self.dropout = model_dim, ffn_dim, dropout
         self.layout, self.regather, self.grad_reduction = layout, regather, grad_reduction
