@@ -93,12 +93,18 @@ def _body(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
 
     Under a mode, its own body would only call the mode again.
     """
-    known = {**function.__globals__, **names}
-    for question in ("has_torch_function", "has_torch_function_unary"):
-        known[question] = lambda _: False
-    copy = types.FunctionType(function.__code__, known, function.__name__, function.__defaults__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+    questions = ("has_torch_function", "has_torch_function_unary")
+    unasked = dict.fromkeys(questions, lambda _: False)
+    return with_globals(function, {**function.__globals__, **names, **unasked})
+
+
+def with_globals(function: Any, names: dict[str, Any], closure: Any = None) -> Any:
+    """A function of the same code, with other globals and cells."""
+    closure = function.__closure__ if closure is None else closure
+    arguments = (function.__name__, function.__defaults__, closure)
+    made = types.FunctionType(function.__code__, names, *arguments)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return functools.update_wrapper(made, function)
 
 
 # The copy of a function is none that a graph could guard.

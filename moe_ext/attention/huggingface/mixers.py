@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from moe_ext._compile import outside_graphs
 from moe_ext.attention.checks import refuse
+from moe_ext.attention.context import with_globals
 from moe_ext.attention.huggingface.interface import CACHES, PassDocuments
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.recurrent.functional import (
@@ -329,7 +330,7 @@ def _make(kind: Any) -> Callable[..., Any]:
     """The forward pass of a class, to which the names of functions mean others."""
     inner = inspect.unwrap(kind.forward)
     own = {name: f for name, f in FUNCTIONS.items() if name in inner.__globals__}
-    _MADE[kind] = _around(kind.forward, inner, _copy(inner, {**inner.__globals__, **own}))
+    _MADE[kind] = _around(kind.forward, inner, with_globals(inner, {**inner.__globals__, **own}))
     return _MADE[kind]
 
 
@@ -343,13 +344,4 @@ def _around(outer: Any, inner: Any, made: Any) -> Any:
         types.CellType(held) if c.cell_contents is outer.__wrapped__ else c
         for c in outer.__closure__
     )
-    return _copy(outer, outer.__globals__, tuple(cells))
-
-
-def _copy(function: Any, names: dict[str, Any], closure: Any = None) -> Any:
-    """A function of the same code, with other globals and cells."""
-    closure = function.__closure__ if closure is None else closure
-    arguments = (function.__name__, function.__defaults__, closure)
-    made = types.FunctionType(function.__code__, names, *arguments)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return functools.update_wrapper(made, function)
+    return with_globals(outer, outer.__globals__, tuple(cells))
