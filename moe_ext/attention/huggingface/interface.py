@@ -68,11 +68,9 @@ class BatchFacts:
             rule = "without chunks, or that of a model that prepare_model serves, without padding "
             refuse(name, "the mask of the model", rule + "on the left", f"chunks of {chunk}")
         edges = {*range(0, self.seq_len, chunk), self.seq_len}
-        if self.offsets is None:
-            return tuple(sorted(edges))
-        if isinstance(self.offsets[0], tuple):
+        if self.offsets is not None and isinstance(self.offsets[0], tuple):
             return tuple(tuple(sorted({*row, *edges})) for row in self.offsets)
-        return tuple(sorted({*self.offsets, *edges}))
+        return tuple(sorted({*(self.offsets or ()), *edges}))
 
 
 @dataclass(frozen=True)
