@@ -101,8 +101,7 @@ class Inputs(NamedTuple):
 
     def check_slopes(self, require: Require) -> None:
         """ValueError for slopes that would wait for their gradient in vain."""
-        slopes = self.alibi_slopes
-        wants = slopes is not None and slopes.requires_grad and torch.is_grad_enabled()
+        wants = wants_grad(self.alibi_slopes)
         require(not wants, "alibi_slopes", "without gradient", "a tensor that requires one")
 
 
