@@ -133,9 +133,8 @@ def _judged(
     scheme: Scheme, work: Workload, grid: Grid, flops: tuple[list[int], list[int]], prices: Prices
 ) -> Candidate:
     """One line of the table."""
-    refused = scheme.refusal(work.heads, work.form.heads, len(work.hosts), grid)
-    if refused is None:
-        refused = scheme.in_place_refusal(work.in_place, len(work.hosts))
+    refused = scheme.refusal(work.heads, len(work.hosts), grid)
+    refused = refused or scheme.in_place_refusal(work.in_place, len(work.hosts))
     if refused is not None:
         return Candidate(scheme.name, grid.shape, refused=f"expects {refused}")
     traffic = scheme.traffic(work, grid)

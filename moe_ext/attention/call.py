@@ -181,13 +181,10 @@ class AttentionOptions:
         self.require(rounds, "wire", "None for float64", repr(self.wire))
         if self.scheme != "auto":
             scheme, num_ranks = SCHEMES[self.scheme], group_size(self.group)
-            heads, kv_heads = inputs.q.shape[1], inputs.k.shape[1]
-            refused = scheme.refusal(heads, kv_heads, num_ranks, self.mesh)
-            if refused is None:
-                given = {"attn_mask": inputs.attn_mask, "latent": inputs.up}
-                names = [name for name, value in given.items() if value is not None]
-                refused = scheme.in_place_refusal(names, num_ranks)
-            self._require_served(refused)
+            given = {"attn_mask": inputs.attn_mask, "latent": inputs.up}
+            names = [name for name, value in given.items() if value is not None]
+            refused = scheme.refusal(inputs.q.shape[1], num_ranks, self.mesh)
+            self._require_served(refused or scheme.in_place_refusal(names, num_ranks))
 
     def mask(self, inputs: Inputs) -> Mask:
         """The part of the mask that follows from positions."""
@@ -210,7 +207,7 @@ def rows_in_line(inputs: Inputs, options: AttentionOptions) -> tuple[Inputs, Att
         return inputs, options
     require = options.require
     inputs.check(require)
-    batch, heads = inputs.q.shape[:2]
+    batch = inputs.q.shape[0]
     require(len(rows) == batch, "cu_seqlens", f"a row of offsets, or {batch} as q has", len(rows))
     lens = prefixes_of_rows(inputs.prefix_len, rows, options.operation)
     if len(set(rows)) == 1:

@@ -194,7 +194,7 @@ class Scheme(ABC):
     # Queries stay where their rows of an attn_mask are, and keys travel alone.
     leaves_heads = True
 
-    def refusal(self, heads: int, kv_heads: int, num_ranks: int, mesh: Grid | None) -> str | None:
+    def refusal(self, heads: int, num_ranks: int, mesh: Grid | None) -> str | None:
         """Why ranks, in the rows of a mesh or None, cannot share heads: "<arg> to be ..."."""
         return None
 

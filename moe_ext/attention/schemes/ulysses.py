@@ -81,7 +81,7 @@ class Ulysses(Scheme):
     name = "ulysses"
     leaves_heads = False
 
-    def refusal(self, heads: int, kv_heads: int, num_ranks: int, mesh: Grid | None) -> str | None:
+    def refusal(self, heads: int, num_ranks: int, mesh: Grid | None) -> str | None:
         """Heads that the ranks of a row cannot share."""
         if heads >= num_ranks or heads == 0:
             return None
@@ -160,7 +160,7 @@ class Hybrid(Ulysses):
 
     name = "hybrid"
 
-    def refusal(self, heads: int, kv_heads: int, num_ranks: int, mesh: Grid | None) -> str | None:
+    def refusal(self, heads: int, num_ranks: int, mesh: Grid | None) -> str | None:
         """A group without rows, or heads that the ranks of a row cannot share."""
         if mesh is None and num_ranks > 1:
             return (
@@ -168,7 +168,7 @@ class Hybrid(Ulysses):
                 f"of {num_ranks} ranks"
             )
         row = num_ranks if mesh is None else mesh.shape[1]
-        return super().refusal(heads, kv_heads, row, mesh)
+        return super().refusal(heads, row, mesh)
 
     def rows(self, hosts: Sequence[int], mesh: Grid | None) -> Grid:
         """The user's rows."""
