@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed import ProcessGroup
 
-from moe_ext._checks import check_callable, check_kind, check_numbers
+from moe_ext._checks import check_callable, check_kind, check_numbers, check_rule
 from moe_ext.comm.groups import check_group, group_ranks, group_size, resolve_group
 from moe_ext.comm.link import Link, link_of, max_over_ranks
 from moe_ext.comm.rates import SIZES, CodecRate, CostTable, known_codec
@@ -138,8 +138,8 @@ class CostModel:
         check_group(agreed_over, "CostModel", name="agreed_over")
         check_callable("CostModel", "memory_of", memory_of)
         check_kind("CostModel", "costs", costs, CostTable)
-        if num_ranks is not None and link is None:
-            raise ValueError("CostModel: expected link to be given with num_ranks, got None")
+        fits = num_ranks is None or link is not None
+        check_rule("CostModel", "link", link, "given with num_ranks", fits)
         self.device = torch.device(device)
         self.link = link
         self._group = resolve_group(group, "CostModel")
@@ -472,10 +472,8 @@ class CostModel:
         """
         local = self.pending()
         numbers = self._agreed(local) if agreed is None else list(agreed)
-        if len(numbers) != len(local):
-            raise ValueError(
-                f"CostModel.settle: expected agreed to be {len(local)} long, got {len(numbers)}"
-            )
+        rule, count = f"{len(local)} long", len(numbers)
+        check_rule("CostModel.settle", "agreed", count, rule, count == len(local))
         for (bucket, codec, _), seconds in zip(self._observed, numbers, strict=True):
             self.record(bucket, codec, seconds)
         self._observed.clear()

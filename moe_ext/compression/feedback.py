@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from moe_ext._checks import check_numbers
+from moe_ext._checks import check_numbers, check_rule
 
 # Kinds of tensors that have an element for each one of the gradient.
 ELEMENTWISE = ("residual", "velocity")
@@ -490,11 +490,9 @@ class FeedbackStore:
             if tensor is None:
                 found.append(torch.zeros(shape.numel(), device=memory.device, dtype=torch.float32))
                 continue
-            if tensor.shape != shape:
-                raise ValueError(
-                    f"CompressionState: expected the {kind} of {name} to be of shape "
-                    f"{tuple(shape)}, got {tuple(tensor.shape)}"
-                )
+            what, rule = f"the {kind} of {name}", f"of shape {tuple(shape)}"
+            fits = tensor.shape == shape
+            check_rule("CompressionState", what, tuple(tensor.shape), rule, fits)
             factor = unit_factors(self.units_of(name), memory.units)[kind]
             found.append(tensor.reshape(-1).to(memory.device) * factor)
         return torch.cat(found)

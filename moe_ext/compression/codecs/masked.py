@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_ext import ops
 from moe_ext._bytes import as_bytes
-from moe_ext._checks import check_choice
+from moe_ext._checks import check_choice, check_rule
 from moe_ext.comm.pending import Pending
 from moe_ext.compression.codecs.base import Calls, Codec, PayloadCodec, StartOptions
 from moe_ext.compression.codecs.dense import Dense, dense_reduction
@@ -114,8 +114,7 @@ class TwoOfFour(PayloadCodec):
     ) -> Tensor:
         """See `PayloadCodec`."""
         dtype = _DTYPES[self.dtype]
-        if x_N.dtype != dtype:
-            raise ValueError(f"TwoOfFour: expected x to be {dtype}, got {x_N.dtype}")
+        check_rule("TwoOfFour", "x", x_N.dtype, str(dtype), x_N.dtype == dtype)
         # Plus zero: products with a mask leave -0.0.
         x_N = torch.nn.functional.pad(x_N, (0, -x_N.numel() % 8)) + 0.0
         bitmap = _completed(x_N.device)[ops.pack_bits(x_N).int()]

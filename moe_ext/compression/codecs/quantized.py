@@ -98,11 +98,9 @@ class Quantize(QuantizedCoding, PayloadCodec):
         check_choice("Quantize", "format", self.format, FORMATS)
         blocks = BLOCKS if self.format == "sign" else (None, *BLOCKS)
         check_choice("Quantize", "block", self.block, blocks)
-        if self.format == "sign" and self.stochastic:
-            raise ValueError(
-                "Quantize: expected stochastic to be False for signs, which have no neighbours to "
-                "choose from, got True"
-            )
+        rule = "False for signs, which have no neighbours to choose from"
+        fits = self.format != "sign" or not self.stochastic
+        check_rule("Quantize", "stochastic", True, rule, fits)
 
     @property
     def name(self) -> str:

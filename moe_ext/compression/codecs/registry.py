@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moe_ext._checks import check_choice
+from moe_ext._checks import check_choice, check_rule
 from moe_ext.comm.rates import Rehearsal
 from moe_ext.compression.codecs.base import Codec
 from moe_ext.compression.codecs.dense import BlockSparse, Dense, Lossless
@@ -36,8 +36,7 @@ def register_codec(name: str, factory: CodecFactory) -> None:
     Raises:
         ValueError: the name is taken.
     """
-    if name in codec_names():
-        raise ValueError(f"register_codec: expected name to be a new one, got {name!r}")
+    check_rule("register_codec", "name", name, "a new one", name not in codec_names())
     _factories[name] = factory
 
 
@@ -60,10 +59,8 @@ def codec_of(codec: str | Codec, density: float = 0.01, *, owner: str = "codec_o
     if isinstance(codec, str):
         check_choice(owner, "codec", codec, tuple(_factories))
         return _factories[codec](density)
-    if not isinstance(codec, Codec):
-        raise ValueError(
-            f"{owner}: expected codec to be a codec or one of {tuple(_factories)}, got {codec!r}"
-        )
+    rule = f"a codec or one of {tuple(_factories)}"
+    check_rule(owner, "codec", codec, rule, isinstance(codec, Codec))
     return codec
 
 

@@ -91,11 +91,8 @@ class _Sparse(PayloadCodec):
             ("momentum", self.momentum, None),
             ("scope", self.scope, "bucket"),
         ):
-            if value != plain:
-                raise ValueError(
-                    f"{type(self).__name__}: expected {option} to be {plain!r} where parts of a "
-                    f"gradient are sent by themselves, got {value!r}"
-                )
+            rule = f"{plain!r} where parts of a gradient are sent by themselves"
+            check_rule(type(self).__name__, option, value, rule, value == plain)
         return super().coding()
 
     def _pairs(self, numel: int) -> PairCoding:

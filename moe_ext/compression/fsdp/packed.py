@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup, Work
 from torch.distributed.fsdp import FSDPModule
 
 from moe_ext import ops
+from moe_ext._checks import check_rule
 from moe_ext._compile import outside_graphs
 from moe_ext.comm import collectives
 from moe_ext.comm.groups import group_rank, small_message_device
@@ -378,10 +379,8 @@ def pack_fsdp_messages(model: nn.Module, *, chosen_experts: bool = False) -> lis
 def _check(name: str, module: FSDPModule, is_experts: bool) -> None:
     default = ("DefaultAllGather", "DefaultReduceScatter", "NoneType")
     for kind, message in messages_of(module).items():
-        if kind != "all-reduce" and type(message).__name__ not in default:
-            raise ValueError(
-                f"{_OP}: expected the {kind} of {name} to be FSDP's own, got {message}"
-            )
+        own = kind == "all-reduce" or type(message).__name__ in default
+        check_rule(_OP, f"the {kind} of {name}", message, "FSDP's own", own)
     if is_experts and resharded_over(module) != shard_group(module).size():
         raise ValueError(
             f"{_OP}: expected {name} to be resharded over all of its ranks after the forward pass, "

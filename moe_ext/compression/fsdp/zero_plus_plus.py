@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from moe_ext._checks import check_rule
 from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.collectives import all_reduce_, gather_objects, reduce_scatter
 from moe_ext.comm.groups import (
@@ -175,10 +176,8 @@ class FSDPCompression:
             ValueError: another version, rank or number of ranks (own residuals), a name or shape
                 that the model does not have, or one that is missing.
         """
-        if state.get("version") != 1:
-            raise ValueError(
-                f"{_OP}: expected state to be of version 1, got {state.get('version')!r}"
-            )
+        version = state.get("version")
+        check_rule(_OP, "state", version, "of version 1", version == 1)
         sharded = bool(state["sharded"])
         here = (global_rank(), world_size())
         saved = (state.get("rank"), state.get("num_ranks"))
@@ -348,10 +347,8 @@ def _wrapped_modules(model: nn.Module, hpz_size: int) -> list[tuple[str, FSDPMod
         raise ValueError(
             f"{_OP}: expected model to be wrapped with fully_shard, got {type(model).__name__}"
         )
-    if isinstance(hpz_size, bool) or not isinstance(hpz_size, int) or hpz_size < 1:
-        raise ValueError(
-            f"{_OP}: expected zero_hpz_partition_size to be a number of ranks, got {hpz_size!r}"
-        )
+    counts = isinstance(hpz_size, int) and not isinstance(hpz_size, bool) and hpz_size >= 1
+    check_rule(_OP, "zero_hpz_partition_size", hpz_size, "a number of ranks", counts)
     ranks_of = {name or "the model": resharded_over(module) for name, module in modules}
     # The outermost module keeps its parameters where it was told nothing.
     wrong = {name: ranks for name, ranks in ranks_of.items() if ranks not in (1, hpz_size)}
@@ -491,11 +488,8 @@ class NamedResiduals:
 
 
 def _check_shape(name: str, found: Tensor, shape: torch.Size) -> None:
-    if found.shape != shape:
-        raise ValueError(
-            f"{_STATE}: expected the residual of {name} to be of shape {tuple(shape)}, got "
-            f"{tuple(found.shape)}"
-        )
+    what, rule = f"the residual of {name}", f"of shape {tuple(shape)}"
+    check_rule(_STATE, what, tuple(found.shape), rule, found.shape == shape)
 
 
 def _like(source: ManagedParameter, *, is_alone: bool) -> DTensor:
