@@ -129,7 +129,9 @@ class Move:
         receive = [torch.Size(shape).numel() for shape in shapes]
         how: dict[str, Any] = {"operation": self.operation, "send": send, "receive": receive}
         arrived = all_to_all(torch.cat(parts), self.group, **how).split(receive)
-        out = x.new_zeros(batch, len(own), sum(map(len, places)) // self._copies(me), width)
+        # Every rank has all positions of a whole source, with other heads each.
+        copies = len(sent) if _is_whole(self.source.layout) else 1
+        out = x.new_zeros(batch, len(own), sum(map(len, places)) // copies, width)
         for heads, index, shape, part in zip(comes, places, shapes, arrived, strict=True):
             rows = out[:, heads.start - own.start : heads.stop - own.start]
             # Gradients of a row that went to several ranks add up.
@@ -146,10 +148,6 @@ class Move:
         pairs = itertools.product(shards[rank], self.target.layout.shards[rank])
         # All heads of a position that does not stay go to one rank.
         return len(mine) * (held - sum(itertools.starmap(_num_common, pairs)))
-
-    def _copies(self, rank: int) -> int:
-        """Number of ranks that hold each position of the source, with other heads each."""
-        return self.source.layout.num_ranks if _is_whole(self.source.layout) else 1
 
     def _places(self, rank: int) -> tuple[list[Tensor], list[Tensor]]:
         source, target = self.source.layout, self.target.layout
