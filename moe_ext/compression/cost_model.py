@@ -329,7 +329,13 @@ class CostModel:
         if chosen is None:
             self.probe()
             self.prepare(state.codecs)
-            seconds = self._candidates(bucket, state, plain)
+            # Compressed forms that send no less than the dense bucket are left out.
+            dense = max(codec.sent_bytes(numel, self.num_ranks) for codec in plain)
+            seconds = {
+                codec: self.estimate(codec, bucket)
+                for codec in made
+                if codec.plain or codec.sent_bytes(numel, self.num_ranks) < dense
+            }
             chosen, state.reason = self._least(state, plain, seconds)
             state.current = chosen  # what a trial interrupts goes on after it
             trial = self._trial(state, plain, seconds, chosen)
@@ -344,17 +350,6 @@ class CostModel:
         if 4 * numel < SMALL_BUCKET_BYTES:
             return plain, "below 64 KiB"
         return None, ""
-
-    def _candidates(
-        self, bucket: Hashable, state: BucketState, plain: list[Codec]
-    ) -> dict[Codec, float]:
-        """Seconds of what sends no more than the dense bucket."""
-        dense = max(codec.sent_bytes(state.numel, self.num_ranks) for codec in plain)
-        return {
-            codec: self.estimate(codec, bucket)
-            for codec in state.codecs
-            if codec.plain or codec.sent_bytes(state.numel, self.num_ranks) < dense
-        }
 
     def _least(
         self, state: BucketState, plain: list[Codec], seconds: dict[Codec, float]
