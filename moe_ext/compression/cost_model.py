@@ -547,12 +547,10 @@ class CostModels:
 
     Attributes:
         common: the one for the ranks of the state.
-        used: whether any is in use.
     """
 
     def __init__(self, given: CostModel | None) -> None:
         self.common = given
-        self.used = given is not None
         # Ranks of a node that `common` looks upon as one.
         self._node_size = 1
         self._others: dict[ProcessGroup, CostModel] = {}
@@ -567,7 +565,6 @@ class CostModels:
             common: the ranks of the state.
             device: of the bucket.
         """
-        self.used = True
         make = functools.partial(
             CostModel,
             bucket.exchange_group,

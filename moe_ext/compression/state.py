@@ -236,7 +236,7 @@ class CompressionState:
         """
         buckets = enumerate(self._buckets)
         rows = [row for number, bucket in buckets for row in self._choices(number, bucket)]
-        return Explanation.of(rows, self._costs.explain() if self._costs.used else "")
+        return Explanation.of(rows, self._costs.explain())
 
     def _choices(self, number: int, bucket: Bucket) -> Iterator[BucketChoice]:
         """Rows of the table for a bucket."""
