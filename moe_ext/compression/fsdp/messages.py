@@ -64,7 +64,8 @@ class _Message:
 
     def __init__(self, made: type, format: str | PayloadCodec, given: Mapping[str, Any]) -> None:
         op, block, density = made.__name__, given["block"], given.get("density", 0.01)
-        check_numbers(op, vars(made)["__init__"].__annotations__, given, ["min_numel"])
+        annotations = vars(made)["__init__"].__annotations__
+        check_numbers(op, annotations, given, ["min_numel"])
         check_rule(op, "density", density, "in (0, 1]", 0.0 < density <= 1.0)
         check_rule(op, "block", block, "a power of two in [64, 1024]", block in BLOCKS)
         feedback = given.get("error_feedback", False)
@@ -80,13 +81,10 @@ class _Message:
         names = ("module", "name", "model", "keep_dense", "min_numel")
         where = {name: given[name] for name in names}
         self.finder = LayoutFinder(op=op, block=self.block, **where)
-        self._options: dict[str, object] = {
-            "format": format,
-            "block": block,
-            "density": density,
-            "error_feedback": feedback,
-            **self.finder.options,
-        }
+        # All arguments but these are equal on every rank, and told by name.
+        apart = {"module", "name", "model", "ledger", "node_group", "return"}
+        options = {name: given[name] for name in annotations if name not in apart}
+        self._options: dict[str, object] = {**options, **self.finder.options}
 
     def _compare_options(self, group: ProcessGroup) -> None:
         """Before the first message, since the bytes of all follow from the options."""
@@ -244,14 +242,10 @@ class CompressedAllGather(_Message, AllGather):
     ) -> None:
         coded = "none" if format == "lossless" else format
         super().__init__(CompressedAllGather, coded, locals())
-        if self.codec is not None and self.codec.needs_feedback:
-            raise ValueError(
-                f"{self.op}: expected format to be one of those that need no error feedback, got "
-                f"{format!r}"
-            )
+        fits = self.codec is None or not self.codec.needs_feedback
+        check_rule(self.op, "format", format, "one of those that need no error feedback", fits)
         self.frozen_only = frozen_only
         self.lossless = format == "lossless"
-        self._options.update(format=format, frozen_only=frozen_only)
 
     def __call__(
         self,
@@ -374,7 +368,6 @@ class CompressedReduceScatter(GradientMessage, ReduceScatter):
         super().__init__(CompressedReduceScatter, format, locals())
         self.stochastic = stochastic or (self.codec is not None and self.codec.stochastic)
         self.seed = seed
-        self._options.update(stochastic=stochastic, seed=seed)
 
     def __call__(
         self,
@@ -492,8 +485,6 @@ class CompressedAllReduce(GradientMessage):
         assert group is not None
         self.group: ProcessGroup = group
         self.average = average
-        del self._options["format"]
-        self._options.update(codec=codec, average=average)
 
     @torch.no_grad()
     def __call__(self, reduce_output: Tensor) -> None:
