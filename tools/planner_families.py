@@ -1,4 +1,4 @@
-"""Write the table of docs/planner_families.md: sizes that the planner reads of each family of transformers.
+"""Write the table of docs/planner_families.md: sizes that the planner reads of each family.
 
 Each causal language model with its default configuration, on the meta device.
 """

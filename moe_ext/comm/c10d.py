@@ -63,6 +63,16 @@ def ddp_ignored(ddp: DistributedDataParallel) -> set[str]:
     return set(ddp.parameters_to_ignore)
 
 
+def inner_model(model: nn.Module) -> nn.Module:
+    """The module that `DistributedDataParallel` and `torch.compile` wrap, one in the other too."""
+    while True:
+        is_ddp = isinstance(model, DistributedDataParallel)
+        inner: Any = model.module if is_ddp else model._modules.get("_orig_mod")
+        if inner is None:
+            return model
+        model = inner
+
+
 def ddp_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], Any]]:
     """The communication hooks of a wrapper, with their states."""
     return list(getattr(ddp, "_comm_hooks", ()))

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from moe_ext._checks import check_kind, check_numbers, refuse_copy
+from moe_ext.comm.c10d import inner_model
 from moe_ext.comm.groups import group_rank, group_ranks, group_size, resolve_group
 from moe_ext.compression.buckets import Bucket, Buckets
 from moe_ext.compression.codecs import Codec, Dense, codec_of
@@ -134,7 +135,7 @@ class CompressionState:
         self.num_hooked: int | None = None
         # The step of DDP whose last bucket has not come yet.
         self.open_step: Reducer | None = None
-        self.model = model.module if isinstance(model, DistributedDataParallel) else model
+        self.model = None if model is None else inner_model(model)
         # DDP reduces what is trained when it is made, which is now or soon.
         self._trained = None if self.model is None else _trained(self.model)
         if isinstance(model, DistributedDataParallel):

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
+from moe_ext.comm.c10d import inner_model
 from moe_ext.distributed.dtensor import divided_as, is_dtensor, state_dicts_of_parts
 from moe_ext.distributed.placement import (
     ExpertShards,
@@ -69,7 +69,7 @@ class TrainingState:
     """
 
     def __init__(self, model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] = ()) -> None:
-        self._model = model.module if isinstance(model, DistributedDataParallel) else model
+        self._model = inner_model(model)
         given = optimizers if isinstance(optimizers, Iterable) else [optimizers]
         self._optimizers = [unwrapped(optimizer, "checkpoint") for optimizer in given]
         # By optimizer, what holds tensors that are loaded into.

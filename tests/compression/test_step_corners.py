@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from hook_models import not_taken
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import moe_ext
 from moe_ext import ops
@@ -286,6 +287,24 @@ def test_a_state_made_before_the_process_group(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         assert state.group is dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_compiled_model_has_the_names_of_the_plain_one(tmp_path):
+    """Patterns of a policy would fit none, and a job that compiles could not resume another."""
+    model, plain = two("int8")
+    policy = Policy("int8", by_name={"a": "none"})
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for wrapped in (
+            torch.compile(model, backend="eager"),
+            torch.compile(DistributedDataParallel(model), backend="eager"),
+            DistributedDataParallel(torch.compile(model, backend="eager")),
+        ):
+            parameters = CompressionState(model=wrapped, policy=policy).parameters
+            assert [*parameters.by_name] == [*plain.parameters.by_name]
+            assert parameters.codec(policy, "a").name == "none"
     finally:
         dist.destroy_process_group()
 

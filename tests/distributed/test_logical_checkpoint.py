@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten
 
 import moe_ext
@@ -536,6 +537,17 @@ def test_what_is_wrapped_has_the_names_of_the_model(tmp_path, monkeypatch, way, 
                 assert torch.equal(mine, found)
                 moments = saved[1].state[mine]["exp_avg"], other[1].state[found]["exp_avg"]
                 assert torch.equal(*moments)
+
+
+def test_a_compiled_ddp_has_the_names_of_the_model(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        saved, other = nn.Linear(4, 4), nn.Linear(4, 4)
+        md.checkpoint.save(tmp_path / "saved", compiled(DistributedDataParallel(saved)))
+    finally:
+        dist.destroy_process_group()
+    md.checkpoint.load(tmp_path / "saved", other)
+    assert torch.equal(saved.weight, other.weight)
 
 
 def load_recomputed_experts(rank, folder):
