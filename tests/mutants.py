@@ -893,7 +893,7 @@ MISTAKES = {
         ),
         "a rank that heals keeps a gradient that no group has": (
             "moe_ext/integrations/torchft.py",
-            "                [-parameter.grad = None\n                -]continue",
+            "            [-parameter.grad = None-]{+pass+}\n        elif synced",
             "tests/integrations/test_torchft.py -k first_quorum",
         ),
         "DeepSpeed's layer takes drop_tokens and does not use it": (

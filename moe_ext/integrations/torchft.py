@@ -30,7 +30,7 @@ its launcher start it anew. torchft itself is not imported.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -41,7 +41,14 @@ from torch.optim.optimizer import Optimizer
 from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import resolve_group, world_size
 from moe_ext.distributed.dtensor import local_part, with_local
-from moe_ext.distributed.gradients import fingerprint, is_synced, mark_synced
+from moe_ext.distributed.gradients import (
+    fingerprint,
+    flat_gradient,
+    gradient_buckets,
+    is_synced,
+    mark_synced,
+    put_gradients,
+)
 from moe_ext.distributed.placement import sharded_parameters
 from moe_ext.nn.model_layers import moe_layers
 from moe_ext.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
@@ -52,7 +59,6 @@ if TYPE_CHECKING:
 __all__ = ["ReplicaState", "average_over_groups"]
 
 _OP = "average_over_groups"
-_BUCKET_BYTES = 25 * 2**20
 _ONE_BIT = (OneBitAdam, OneBitLamb, ZeroOneAdam)
 
 
@@ -153,18 +159,13 @@ class ReplicaState:
 def _state_of(optimizer: Optimizer) -> dict[str, Any]:
     if isinstance(optimizer, _ONE_BIT):
         return optimizer.rank_state_dict()
-    # Not `state_dict()`, which shows the whole model's.
-    groups, states, number = [], {}, 0
-    for group in optimizer.param_groups:
-        last = number + len(group["params"])
-        groups.append({**group, "params": list(range(number, last))})
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            states[number] = {
-                k: local_part(v) if isinstance(v, Tensor) else v for k, v in state.items()
-            }
-            number += 1
-    return {"state": states, "param_groups": groups}
+    # Not its own `state_dict()`, which may show the whole model's.
+    saved = Optimizer.state_dict(optimizer)
+    states = {
+        number: {k: local_part(v) if isinstance(v, Tensor) else v for k, v in state.items()}
+        for number, state in saved["state"].items()
+    }
+    return {**saved, "state": states}
 
 
 def _load(optimizer: Optimizer, saved: dict[str, Any]) -> None:
@@ -182,6 +183,7 @@ def _load(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     optimizer.load_state_dict({**saved, "state": states})
 
 
+@torch.no_grad()
 def average_over_groups(manager: QuorumManager, model: nn.Module) -> None:
     """Make gradients the mean over replica groups, each rank with those of its number.
 
@@ -213,7 +215,7 @@ def average_over_groups(manager: QuorumManager, model: nn.Module) -> None:
             )
     if not parameters:
         return
-    device, buckets = parameters[0].device, list(_buckets(parameters))
+    device, buckets = parameters[0].device, gradient_buckets(parameters)
     synced = any(p.grad is not None and is_synced(p.grad) for p in parameters)
     # The step of a group that joins is known once the quorum is, which this waits for.
     if manager.num_participants() and manager.current_step() == 0 and world_size() > 1:
@@ -222,7 +224,7 @@ def average_over_groups(manager: QuorumManager, model: nn.Module) -> None:
     counts = [c for layer in moe_layers(model).values() for c in _counts(layer)]
     flat_counts = [count.flatten().double() for count in counts]
     messages = [has, *([torch.cat(flat_counts)] if counts else [])]
-    messages += [torch.cat([_flat_gradient(p) for p in bucket]) for bucket in buckets]
+    messages += [torch.cat([flat_gradient(p) for p in bucket]) for bucket in buckets]
     for work in [manager.allreduce(message) for message in messages]:
         work.wait()
     if manager.errored() is not None:
@@ -233,17 +235,13 @@ def average_over_groups(manager: QuorumManager, model: nn.Module) -> None:
         for count, total in zip(counts, totals.split([c.numel() for c in counts]), strict=True):
             count.copy_(total.view_as(count))
     for bucket, flat in zip(buckets, messages[1:], strict=True):
-        pieces = flat.split([local_part(p).numel() for p in bucket])
-        for parameter, piece in zip(bucket, pieces, strict=True):
-            if parameter not in grown:
-                # A rank that heals has sent zeros, whatever it has.
-                parameter.grad = None
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            local_part(parameter.grad).copy_(piece.view_as(local_part(parameter.grad)))
-            if synced:
-                mark_synced(parameter.grad)
+        put_gradients(bucket, flat)
+    for parameter in parameters:
+        if parameter not in grown:
+            # A rank that heals has sent zeros, whatever it has.
+            parameter.grad = None
+        elif synced and parameter.grad is not None:
+            mark_synced(parameter.grad)
 
 
 def _check_first_step(manager: QuorumManager, model: nn.Module, synced: bool) -> None:
@@ -281,20 +279,3 @@ def _counts(layer: Any) -> Iterator[Tensor]:
     for count in (layer.choices, layer.required_bias):
         if count is not None:
             yield count
-
-
-def _flat_gradient(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        return torch.zeros_like(local_part(parameter)).flatten()
-    return local_part(parameter.grad).detach().flatten()
-
-
-def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters whose gradients travel in one message: of one type and device."""
-    runs: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-    for parameter in parameters:
-        run = runs.setdefault((parameter.dtype, parameter.device), [])
-        run.append(parameter)
-        if sum(local_part(p).nbytes for p in run) >= _BUCKET_BYTES:
-            yield runs.pop((parameter.dtype, parameter.device))
-    yield from runs.values()
