@@ -432,8 +432,7 @@ def allgather(
     _check_set("allgather", process_set)
     if tensor.dim() == 0:
         raise ValueError("allgather: expected tensor to have dimensions, got none")
-    found: Tensor = _AllGather.apply(tensor, name)
-    return found
+    return _AllGather.apply(tensor, name)
 
 
 class _Broadcast(torch.autograd.Function):
@@ -467,8 +466,7 @@ def broadcast(
     """
     _check_set("broadcast", process_set)
     _check_root("broadcast", root_rank)
-    found: Tensor = _Broadcast.apply(tensor, root_rank, name)
-    return found
+    return _Broadcast.apply(tensor, root_rank, name)
 
 
 def broadcast_(

@@ -137,14 +137,12 @@ class FabricExpertParallel:
         """Prepare the module, and wrap it."""
         parallelize(module)
         _set_scaler(self.precision, module)
-        wrapped: nn.Module = super().setup_module(module)  # type: ignore[misc]
-        return wrapped
+        return super().setup_module(module)  # type: ignore[misc]
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Take an optimizer; a warning for one that is slower than it need be."""
         warn_of_mixed_groups("FabricExpertParallel", optimizer)
-        taken: Optimizer = super().setup_optimizer(optimizer)  # type: ignore[misc]
-        return taken
+        return super().setup_optimizer(optimizer)  # type: ignore[misc]
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **options: Any) -> None:
         """Write the whole on rank 0; all ranks raise what it raises."""

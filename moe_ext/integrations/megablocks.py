@@ -190,8 +190,7 @@ class _MLP(FacadeExperts):
 
     def forward(self, rows_ND: Tensor, expert_offsets: Tensor) -> Tensor:
         if self.args.memory_optimized_mlp:
-            y: Tensor = checkpoint(self._run, rows_ND, expert_offsets, use_reentrant=False)
-            return y
+            return checkpoint(self._run, rows_ND, expert_offsets, use_reentrant=False)
         return self._run(rows_ND, expert_offsets)
 
     def _run(self, rows_ND: Tensor, expert_offsets: Tensor) -> Tensor:
@@ -222,8 +221,7 @@ class _Experts(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, rows_ND: Tensor, expert_offsets: Tensor) -> Tensor:
-        y: Tensor = self.mlp(rows_ND, expert_offsets)
-        return y
+        return self.mlp(rows_ND, expert_offsets)
 
 
 class _SharedMLP(nn.Module):

@@ -139,8 +139,7 @@ class _RecomputedExperts(ModuleExperts):
     """Experts that are run again in the backward pass instead of keeping what they computed."""
 
     def forward(self, rows_ND: Tensor, expert_offsets: Tensor) -> Tensor:
-        y: Tensor = checkpoint(super().forward, rows_ND, expert_offsets, use_reentrant=False)
-        return y
+        return checkpoint(super().forward, rows_ND, expert_offsets, use_reentrant=False)
 
 
 class MoELayer(RenamedLayer):

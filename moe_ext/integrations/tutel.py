@@ -270,8 +270,7 @@ class _Gates(Gate):
 
     def logits(self, tokens: Tokens) -> Tensor:
         """Logits of the gate that this call goes through."""
-        logits_TE: Tensor = self.get_submodule(str(self.call.gate_index))(tokens.x_TD)
-        return logits_TE
+        return self.get_submodule(str(self.call.gate_index))(tokens.x_TD)
 
     def choose(self, logits_TE: Tensor, tokens: Tokens) -> RouterOutput:
         """Choose K experts for every token."""

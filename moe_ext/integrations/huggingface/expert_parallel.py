@@ -586,13 +586,11 @@ def ep_implementation(base: type) -> type:
                 # Other implementations lose the graph, and with it the exchange in the backward.
                 one = rows_RD.sum(dim=0, keepdim=True)
                 index_11 = torch.zeros((1, 1), dtype=torch.int64, device=one.device)
-                out: Tensor = self.experts_forward(one, index_11, one.new_ones((1, 1)))
-                return out[:0]
+                return self.experts_forward(one, index_11, one.new_ones((1, 1)))[:0]
             position_R = torch.arange(rows_RD.shape[0], device=rows_RD.device)
             # Past the last offset this is L, which transformers takes for an expert elsewhere.
             index_R = torch.searchsorted(offsets[1:].contiguous(), position_R, right=True)
             weight_R = (index_R < self.num_local_experts).to(rows_RD.dtype)
-            result: Tensor = self.experts_forward(rows_RD, index_R[:, None], weight_R[:, None])
-            return result
+            return self.experts_forward(rows_RD, index_R[:, None], weight_R[:, None])
 
     return MoeExtEP

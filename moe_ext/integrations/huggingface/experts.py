@@ -59,8 +59,7 @@ def _activate(experts: Any, up: Tensor) -> Tensor:
     elif name == "GptOssExperts._apply_gate":
         clamped = ClampedSwiGLU(experts.alpha, experts.limit)
         return run_activation(up, clamped, gated=True, layout="interleaved")
-    result: Tensor = experts._apply_gate(up)
-    return result
+    return experts._apply_gate(up)
 
 
 def run_rows(
@@ -86,8 +85,7 @@ def run_rows(
 
 def after_experts(experts: Any, rows_ND: Tensor) -> Tensor:
     """The norm that some families put between the experts and the weighted sum."""
-    out_ND: Tensor = experts.post_expert_norm(rows_ND) if has_norm(experts) else rows_ND
-    return out_ND
+    return experts.post_expert_norm(rows_ND) if has_norm(experts) else rows_ND
 
 
 def known_experts(topk_idx_TK: Tensor, num_experts: int) -> Tensor:

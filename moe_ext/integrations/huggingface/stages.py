@@ -169,8 +169,7 @@ class Stage(nn.Module):
             else:
                 positions = self._sequences.positions(x)
         out = whole(**{self._given: x}, position_ids=positions, use_cache=False)
-        found: Tensor = out.logits if self._is_last else out.last_hidden_state
-        return found
+        return out.logits if self._is_last else out.last_hidden_state
 
 
 def _with(module: nn.Module, replaced: Mapping[str, nn.Module | None]) -> nn.Module:
