@@ -22,6 +22,7 @@ from moe_ext.comm.groups import GroupHandle, group_rank, group_size, resolve_gro
 from moe_ext.distributed.mesh import MoEMesh
 from moe_ext.distributed.placement import Placement, declare_placement
 from moe_ext.nn.expert_activation import PLAIN_ACTIVATIONS, plain_kind
+from moe_ext.nn.module_experts import ModuleExperts
 from moe_ext.nn.moe_layer import MoELayer
 from moe_ext.nn.routers import BalanceTerms, Router, RouterOutput, Tokens
 from moe_ext.nn.torch_state import without_autocast
@@ -111,23 +112,14 @@ class RenamedLayer(MoELayer):
     paths: ClassVar[dict[str, str]] = {}
 
     def __init__(
-        self,
-        model_dim: int,
-        num_experts: int,
-        *,
-        gate: Gate,
-        experts: nn.Module,
-        ep_group: ProcessGroup | None,
+        self, model_dim: int, gate: Gate, experts: ModuleExperts | FacadeExperts
     ) -> None:
         super().__init__(
-            model_dim,
-            1,
-            num_experts,
-            gate.top_k,
+            *(model_dim, 1, experts.num_experts, gate.top_k),
             router=gate,
             experts=experts,
             balance=0.0,
-            ep_group=ep_group,
+            ep_group=experts.ep_group,
         )
 
     def __setattr__(self, name: str, value: Any) -> None:

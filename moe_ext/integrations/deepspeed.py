@@ -233,7 +233,7 @@ class MoE(RenamedLayer):
         group = expert_group(ep_size, owner)
         copies = [copy.deepcopy(expert) for _ in range(num_experts // ep_size)]
         experts = ModuleExperts(copies, ep_group=group)
-        super().__init__(hidden_size, num_experts, gate=gate, experts=experts, ep_group=group)
+        super().__init__(hidden_size, gate, experts)
         self.ep_size = ep_size
         self.num_local_experts = num_experts // ep_size
         self.expert_group_name = f"ep_size_{ep_size}"

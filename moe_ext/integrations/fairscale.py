@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
+from moe_ext._checks import check_rule
 from moe_ext.comm.groups import group_size, resolve_group
 from moe_ext.integrations._base import (
     Gate,
@@ -103,16 +104,12 @@ class MOELayer(RenamedLayer):
         group = resolve_group(group, "fairscale.MOELayer")
         local = [experts] if type(experts) is not nn.ModuleList else list(experts)
         total = len(local) * group_size(group)
-        if total != gate.num_experts:
-            raise ValueError(
-                f"fairscale.MOELayer: expected gate to be for {total} experts ({len(local)} on each"
-                f" of {group_size(group)} ranks), got {gate.num_experts}"
-            )
+        rule = f"for {total} experts ({len(local)} on each of {group_size(group)} ranks)"
+        fits = gate.num_experts == total
+        check_rule("fairscale.MOELayer", "gate", gate.num_experts, rule, fits)
         ep_group = group if group_size(group) > 1 else None
         modules = ModuleExperts(local, ep_group=ep_group)  # type: ignore[arg-type]
-        super().__init__(
-            gate.model_dim, gate.num_experts, gate=gate, experts=modules, ep_group=ep_group
-        )
+        super().__init__(gate.model_dim, gate, modules)
         self.l_aux = None
         for parameter in modules.parameters():
             parameter.expert = True  # type: ignore[attr-defined]

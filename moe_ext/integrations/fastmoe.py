@@ -228,10 +228,7 @@ class FMoE(RenamedLayer):
             module.register_forward_pre_hook(_add_count)
         router = gate(d_model, len(modules), world_size, top_k, gate_bias=gate_bias)
         router.group, router.hook = group, gate_hook
-        experts = ModuleExperts(modules, ep_group=group)
-        super().__init__(
-            d_model, len(modules) * world_size, gate=router, experts=experts, ep_group=group
-        )
+        super().__init__(d_model, router, ModuleExperts(modules, ep_group=group))
         self.num_expert = len(modules)
         self.d_model = d_model
         self.world_size = world_size

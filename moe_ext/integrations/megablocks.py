@@ -277,14 +277,8 @@ class dMoE(RenamedLayer):  # noqa: N801 - MegaBlocks' name
         check_rule(owner, "moe_num_experts", num_experts, rule, num_experts % ranks == 0)
         fits = not (args.shared_expert and args.bias and args.return_bias)
         check_rule(owner, "return_bias", True, "False with a shared expert", fits)
-        ep_group = group if ranks > 1 else None
-        super().__init__(
-            args.hidden_size,
-            args.moe_num_experts,
-            gate=LearnedRouter(args),
-            experts=_MLP(args, ep_group),
-            ep_group=ep_group,
-        )
+        router = LearnedRouter(args)
+        super().__init__(args.hidden_size, router, _MLP(args, group if ranks > 1 else None))
         self.args = args
         self.experts = _Experts(self.experts, args)
         if args.shared_expert:

@@ -190,13 +190,7 @@ class MoELayer(RenamedLayer):
         router = _make_gate(owner, {} if gate is None else gate, d_model, len(modules), ranks)
         router.group = ep_group
         kind = _RecomputedExperts if recompute_interval > 0 else ModuleExperts
-        super().__init__(
-            d_model,
-            len(modules) * ranks,
-            gate=router,
-            experts=kind(modules, ep_group=ep_group),
-            ep_group=ep_group,
-        )
+        super().__init__(d_model, router, kind(modules, ep_group=ep_group))
         self.num_expert = len(modules)
         self.world_size = ranks
         self.d_model = d_model

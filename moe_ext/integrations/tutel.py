@@ -201,7 +201,7 @@ class _LlamaExperts(FacadeExperts):
 
 def _make_experts(
     config: dict[str, Any], model_dim: int, num_local: int, group: ProcessGroup | None
-) -> nn.Module:
+) -> FacadeExperts:
     """Experts from Tutel's configuration, which is left as it is."""
     kind = str(config.get("type"))
     check_option(_OWNER, "experts['type']", kind, *_EXPERT_KEYS)
@@ -393,7 +393,7 @@ class MOELayer(RenamedLayer):
             is_gshard_loss=is_gshard_loss,
             group=group,
         )
-        super().__init__(model_dim, num_experts, gate=router, experts=modules, ep_group=group)
+        super().__init__(model_dim, router, modules)
         _seed(seeds, 2)
         self.register_buffer("_num_global_experts", torch.tensor(num_experts))
         self.num_local_experts = num_local
