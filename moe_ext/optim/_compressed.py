@@ -101,16 +101,12 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
         if ranks != "self":
             check_group(ranks, self._op, name="process_group")
         group = {**self.defaults, **param_group}
-        if ranks is not None and group["max_grad_norm"] > 0:
-            raise ValueError(
-                f"{self._op}: expected max_grad_norm to be 0 with a process_group, since norms "
-                f"differ between its groups, got {group['max_grad_norm']}"
-            )
-        if group["max_grad_norm"] != self.defaults["max_grad_norm"]:
-            raise ValueError(
-                f"{self._op}: expected max_grad_norm of a group to be that of the optimizer "
-                f"({self.defaults['max_grad_norm']}), got {group['max_grad_norm']}"
-            )
+        name = "max_grad_norm"
+        bound, of_all = group[name], self.defaults[name]
+        rule = "0 with a process_group, since norms differ between its groups"
+        check_rule(self._op, name, bound, rule, ranks is None or not bound > 0)
+        rule = f"that of the optimizer ({of_all})"
+        check_rule(self._op, f"{name} of a group", bound, rule, bound == of_all)
         param_group.setdefault("step", 0)
         shared = self._process_group if ranks is None else None if ranks == "self" else ranks
         self._ranks.append(shared)
