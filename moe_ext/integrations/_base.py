@@ -111,9 +111,7 @@ class RenamedLayer(MoELayer):
 
     paths: ClassVar[dict[str, str]] = {}
 
-    def __init__(
-        self, model_dim: int, gate: Gate, experts: ModuleExperts | FacadeExperts
-    ) -> None:
+    def __init__(self, model_dim: int, gate: Gate, experts: ModuleExperts | FacadeExperts) -> None:
         super().__init__(
             *(model_dim, 1, experts.num_experts, gate.top_k),
             router=gate,

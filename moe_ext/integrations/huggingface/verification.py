@@ -66,6 +66,11 @@ def _run(
     return _logits(output).detach(), {name: g for (name, _), g in pairs if g is not None}
 
 
+def _compared(found: Tensor, wanted: Tensor) -> tuple[float, float]:
+    """Largest absolute difference, and largest magnitude that is wanted."""
+    return (found - wanted).abs().max().item(), wanted.abs().max().item()
+
+
 def verify(model: nn.Module, batch: Mapping[str, Tensor], *, seed: int = 0) -> VerifyReport:
     """Compare moe_ext with the original experts on the caller's own batch, and print the result.
 
@@ -97,17 +102,7 @@ def verify(model: nn.Module, batch: Mapping[str, Tensor], *, seed: int = 0) -> V
         logits, gradients = _run(found, batch, IMPLEMENTATION, seed)
     finally:
         restore(before)
-    differences = {
-        name: (
-            (gradients[name] - original[name]).abs().max().item(),
-            original[name].abs().max().item(),
-        )
-        for name in original
-    }
-    report = VerifyReport(
-        (logits - original_logits).abs().max().item(),
-        original_logits.abs().max().item(),
-        differences,
-    )
+    differences = {name: _compared(gradients[name], wanted) for name, wanted in original.items()}
+    report = VerifyReport(*_compared(logits, original_logits), differences)
     print(report)
     return report
