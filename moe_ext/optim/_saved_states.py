@@ -6,6 +6,7 @@ A state has torch's form. That of an optimizer which compresses has ``compressio
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,11 +33,8 @@ def by_name(op: str, groups: Sequence[Mapping[str, Any]], saved: State) -> State
     Raises:
         ValueError: the state is of parameters with other names.
     """
-    counted, num_params = [], 0
-    for group in groups:
-        last = num_params + len(group["params"])
-        counted.append({**group, "params": list(range(num_params, last))})
-        num_params = last
+    numbers = itertools.count()
+    counted = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]
     here, there = _numbers_of(counted), _numbers_of(saved["param_groups"])
     sizes = [[len(group["params"]) for group in each] for each in (counted, saved["param_groups"])]
     if here is None or there is None or (here == there and sizes[0] == sizes[1]):
