@@ -54,6 +54,7 @@ from moe_ext.integrations.huggingface.experts import (
     run_rows,
     weight_names,
 )
+from moe_ext.integrations.huggingface.tensor_parallel import part_of_tokens
 from moe_ext.nn.balance.moved import Rebalance, Rebalancer
 from moe_ext.nn.capacity import Capacity
 from moe_ext.nn.combinations import check_combination
@@ -164,6 +165,9 @@ def _trainer_of_one_rank(*, saving: bool = False) -> Any:
 
 
 _INDEX = "model.safetensors.index.json"
+_SAVE = "save_pretrained"
+# Whole tensors, on the CPU of the ranks that keep them.
+_gathered = functools.partial(gathered, operation=_SAVE, hint=_OF_TRAINERS, device="cpu")
 
 
 class WritesWhole(_Spread):
@@ -245,16 +249,14 @@ class WritesWhole(_Spread):
         if groups and all(0 not in group_ranks(group) for group in groups):
             return  # these ranks hold copies of what others write
         writes = is_main_process and global_rank() == 0
-        operation, problem = "save_pretrained", None
+        problem = None
         trainer = _trainer_of_one_rank(saving=True) if parts else None
         if trainer is not None and any(group_size(group) > 1 for group in groups):
             raise RuntimeError(
-                f"{operation}: expected every rank to call it, got a {type(trainer).__name__} that "
+                f"{_SAVE}: expected every rank to call it, got a {type(trainer).__name__} that "
                 f"calls it on rank 0 alone{_OF_TRAINERS}"
             )
-        whole = gathered(
-            self, state, operation=operation, hint=_OF_TRAINERS, keep=writes, device="cpu"
-        )
+        whole = _gathered(self, state, keep=writes)
         try:
             if writes:
                 super().save_pretrained(  # type: ignore[misc]
@@ -263,13 +265,13 @@ class WritesWhole(_Spread):
         except Exception as error:
             problem = error
         for group in groups:
-            agreement = Agreement(operation, group, next(iter(parts.values())).device)
+            agreement = Agreement(_SAVE, group, next(iter(parts.values())).device)
             agreement.compare({}, problem=problem)
         if problem is not None:
             raise problem
 
     def _save_by_ranks(self, folder: Path, options: dict[str, Any]) -> None:
-        group, operation = self._ep_group.group, "save_pretrained"
+        group = self._ep_group.group
         if group is None or 0 not in group_ranks(group):
             return  # these ranks hold copies of what others write
         with state_dicts_of_parts():
@@ -283,16 +285,9 @@ class WritesWhole(_Spread):
         rank = group_rank(group)
         mine: dict[str, Any] = {}
         for index, tensors in enumerate(blocks.values()):
-            mine |= gathered(
-                self,
-                tensors,
-                operation=operation,
-                hint=_OF_TRAINERS,
-                keep=index % group_size(group) == rank,
-                device="cpu",
-            )
+            mine |= _gathered(self, tensors, keep=index % group_size(group) == rank)
         own = folder / f".rank-{rank}"
-        with Agreement(operation, group, device) as agreement:
+        with Agreement(_SAVE, group, device) as agreement:
             self._writes_part = True
             try:
                 shutil.rmtree(own, ignore_errors=True)
@@ -302,7 +297,7 @@ class WritesWhole(_Spread):
             finally:
                 self._writes_part = False
             agreement.compare({})
-        with Agreement(operation, group, device) as agreement:
+        with Agreement(_SAVE, group, device) as agreement:
             if rank == 0:
                 _join_files(folder, group_size(group))
             agreement.compare({})
@@ -529,7 +524,7 @@ def shard(
 def ep_implementation(base: type) -> type:
     """The class that transformers registers, derived from its `EPImplementation`."""
     # Not at the top: it takes a second to import.
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import DTensor, Shard
 
     class MoeExtEP(base):  # type: ignore[misc]
         """Rows by moe_ext's dispatcher: one exchange of counts, two of rows, zero rows included.
@@ -550,10 +545,8 @@ def ep_implementation(base: type) -> type:
             shared = self.tp_mesh.size() > 1
             if shared:  # every rank of the mesh holds this batch: each takes a slice of the tokens
                 hidden_states, top_k_index, top_k_weights = (
-                    DTensor.from_local(t, self.tp_mesh, [Replicate()], run_check=False)
-                    .redistribute(self.tp_mesh, [Shard(0)])
-                    .to_local()
-                    for t in (hidden_states, top_k_index, top_k_weights)
+                    part_of_tokens(x, self.tp_mesh)
+                    for x in (hidden_states, top_k_index, top_k_weights)
                 )
             x_TD = as_autocast(as_weight(self.experts, hidden_states))
             index_TK = known_experts(top_k_index, self.dispatcher.num_experts)

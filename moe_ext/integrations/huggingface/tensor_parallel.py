@@ -159,8 +159,16 @@ def _sum_gradients(norm: nn.Module, mesh: DeviceMesh) -> None:
     norm.register_forward_hook(show, always_call=True)
 
 
-def _share_tokens(experts: nn.Module, mesh: DeviceMesh) -> None:
+def part_of_tokens(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's part of rows that all ranks of a mesh hold, which gather its gradient."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return whole.redistribute(placements=[Shard(0)]).to_local()
+
+
+def _share_tokens(experts: nn.Module, mesh: DeviceMesh) -> None:
+    from torch.distributed.tensor import DTensor, Shard
 
     def scaled(x: Tensor, factor: float) -> Tensor:
         if x.requires_grad:
@@ -170,13 +178,7 @@ def _share_tokens(experts: nn.Module, mesh: DeviceMesh) -> None:
     def cut(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         num_tokens, rule = len(given[0]), f"a multiple of tp={mesh.size()}"
         check_rule(_OP, "tokens", num_tokens, rule, num_tokens % mesh.size() == 0)
-        parts = (
-            DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-            .redistribute(placements=[Shard(0)])
-            .to_local()
-            for x in given
-        )
-        return tuple(scaled(part, 1 / mesh.size()) for part in parts)
+        return tuple(scaled(part_of_tokens(x, mesh), 1 / mesh.size()) for x in given)
 
     def join(_: nn.Module, __: Any, out: Tensor) -> Tensor:
         # Each token reaches experts once, where a mean over ranks expects it from all of the mesh.
