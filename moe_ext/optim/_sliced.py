@@ -33,6 +33,7 @@ from moe_ext.optim._arguments import (
     placed_alike,
 )
 from moe_ext.optim._saved_states import by_name
+from moe_ext.optim._variance import roots
 
 T = TypeVar("T")
 
@@ -166,20 +167,16 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
         steps = [self._advance(e) for e in entries]
         if not entries:
             return []
-        group = entries[0].group
-        bias_correction = group.get("bias_correction", True)
+        corrects = entries[0].group.get("bias_correction", True)
+        options = {"betas": betas, "eps": eps, "bias_correction": corrects}
         exp_avgs, exp_avg_sqs = (
             [self._buffer(e, name) for e in entries] for name in ("exp_avg", "exp_avg_sq")
         )
         grads = [local_grad(e) for e in entries]
         move_moments(exp_avgs, exp_avg_sqs, grads, betas)
-        beta1, beta2 = betas
-        denominators = list(torch._foreach_sqrt(exp_avg_sqs))
-        if bias_correction:
-            torch._foreach_div_(denominators, [(1 - beta2**step) ** 0.5 for step in steps])
-        torch._foreach_add_(denominators, eps)
-        if bias_correction:
-            torch._foreach_mul_(denominators, [1 - beta1**step for step in steps])
+        denominators = roots(options, exp_avg_sqs, steps)
+        if corrects:
+            torch._foreach_mul_(denominators, [1 - betas[0] ** step for step in steps])
         return list(torch._foreach_div(exp_avgs, denominators))
 
     @contextmanager

@@ -39,7 +39,7 @@ def fill_zeros(second_moments: Sequence[Tensor]) -> None:
 
 
 def roots(
-    group: dict[str, Any], second_moments: list[Tensor], steps: list[int], *, inside: bool
+    group: dict[str, Any], second_moments: list[Tensor], steps: list[int], *, inside: bool = False
 ) -> list[Tensor]:
     """Roots of second moments of so many steps plus epsilon, which may be added inside of them."""
     corrections = [1.0] * len(steps)
@@ -50,7 +50,8 @@ def roots(
         torch._foreach_add_(found, group["eps"])
         return list(torch._foreach_sqrt(found))
     found = torch._foreach_sqrt(second_moments)
-    torch._foreach_div_(found, [correction**0.5 for correction in corrections])
+    if group["bias_correction"]:
+        torch._foreach_div_(found, [correction**0.5 for correction in corrections])
     torch._foreach_add_(found, group["eps"])
     return list(found)
 
