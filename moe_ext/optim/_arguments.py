@@ -210,15 +210,18 @@ def label(group: dict[str, Any], group_index: int, index: int) -> str:
     return repr(names[index]) if names else f"parameter {index} of group {group_index}"
 
 
-def check_positive(op: str, name: str, value: float) -> None:
-    """ValueError unless a number is finite and at least 0."""
-    if not 0 <= float(value) < float("inf"):
-        raise ValueError(f"{op}: expected {name} to be at least 0 and finite, got {value}")
+def check_positive(op: str, options: Mapping[str, Any], *names: str) -> None:
+    """ValueError unless the options of these names are finite and at least 0."""
+    for name in names:
+        if not 0 <= float(options[name]) < float("inf"):
+            raise ValueError(
+                f"{op}: expected {name} to be at least 0 and finite, got {options[name]}"
+            )
 
 
 def check_range(op: str, options: Mapping[str, Any], low: str, high: str) -> None:
     """ValueError unless of two options one is finite and at least 0, and the other no less."""
-    check_positive(op, low, options[low])
+    check_positive(op, options, low)
     rule = f"at least {low} ({options[low]})"
     check_rule(op, high, options[high], rule, options[high] >= options[low])
 

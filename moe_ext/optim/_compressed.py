@@ -127,8 +127,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
         return problem or super()._problem_of(parameter, group, name)
 
     def _check_options(self, group: dict[str, Any]) -> None:
-        for name in ("lr", "eps", "weight_decay", "max_grad_norm"):
-            check_positive(self._op, name, group[name])
+        check_positive(self._op, group, "lr", "eps", "weight_decay", "max_grad_norm")
         check_betas(self._op, group["betas"])
 
     @outside_graphs

@@ -89,11 +89,9 @@ class Adafactor(SlicedOptimizer):
         super().__init__(params, options_in(locals()))
 
     def _check_options(self, group: dict[str, Any]) -> None:
-        for name in ("lr", "weight_decay"):
-            check_positive(self._op, name, group[name])
-        for name, value in zip(("eps[0]", "eps[1]"), group["eps"], strict=True):
-            if value is not None:
-                check_positive(self._op, name, value)
+        check_positive(self._op, group, "lr", "weight_decay")
+        eps = dict(zip(("eps[0]", "eps[1]"), group["eps"], strict=True))
+        check_positive(self._op, eps, *(name for name in eps if eps[name] is not None))
         decay, d = group["beta2_decay"], group["d"]
         check_rule(self._op, "beta2_decay", decay, "at most 0", decay <= 0)
         check_rule(self._op, "d", d, "at least 1", d >= 1)

@@ -96,8 +96,7 @@ class CPUAdamW(CheckedOptimizer):
         self._load_uncast(take_states(self, state_dict), kept)
 
     def _check_options(self, group: dict[str, Any]) -> None:
-        for name in ("lr", "eps", "weight_decay"):
-            check_positive(self._op, name, group[name])
+        check_positive(self._op, group, "lr", "eps", "weight_decay")
         check_betas(self._op, group["betas"])
 
     @outside_graphs

@@ -76,8 +76,7 @@ class LAMB(SlicedOptimizer):
         super().__init__(params, options_in(locals()))
 
     def _check_options(self, group: dict[str, Any]) -> None:
-        for name in ("lr", "eps", "weight_decay"):
-            check_positive(self._op, name, group[name])
+        check_positive(self._op, group, "lr", "eps", "weight_decay")
         check_betas(self._op, group["betas"])
         check_range(self._op, group, "min_coeff", "max_coeff")
 

@@ -70,8 +70,7 @@ class LARS(SlicedOptimizer):
         super().__init__(params, options_in(locals()))
 
     def _check_options(self, group: dict[str, Any]) -> None:
-        for name in ("lr", "weight_decay", "trust_coefficient", "eps"):
-            check_positive(self._op, name, group[name])
+        check_positive(self._op, group, "lr", "weight_decay", "trust_coefficient", "eps")
         if not 0 <= group["momentum"] < 1:
             raise ValueError(f"LARS: expected momentum to be in [0, 1), got {group['momentum']}")
         if group["nesterov"] and group["momentum"] == 0:

@@ -127,8 +127,7 @@ class Muon(SlicedOptimizer):
         return super()._problem_of(parameter, group, name)
 
     def _check_options(self, group: dict[str, Any]) -> None:
-        for name in ("lr", "weight_decay", "eps", "adamw_eps"):
-            check_positive(self._op, name, group[name])
+        check_positive(self._op, group, "lr", "weight_decay", "eps", "adamw_eps")
         check_betas(self._op, group["adamw_betas"])
         if not 0 <= group["momentum"] < 1:
             raise ValueError(f"Muon: expected momentum to be in [0, 1), got {group['momentum']}")

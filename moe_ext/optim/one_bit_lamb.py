@@ -109,7 +109,7 @@ class OneBitLamb(OneBitAdam):
         check_rule(self._op, "coeff_beta", coeff_beta, "in [0, 1)", 0 <= coeff_beta < 1)
         check_range(self._op, locals(), "min_coeff", "max_coeff")
         check_range(self._op, locals(), "factor_min", "factor_max")
-        check_positive(self._op, "factor_threshold", factor_threshold)
+        check_positive(self._op, locals(), "factor_threshold")
         self.freeze_step, self.variance_interval = freeze_step, 0
         self._coeff_beta, self._factor_threshold = coeff_beta, factor_threshold
         self._factor_min, self._factor_max = factor_min, factor_max
