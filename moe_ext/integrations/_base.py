@@ -153,6 +153,16 @@ class RenamedLayer(MoELayer):
         return y
 
 
+class LayerWithLoss(RenamedLayer):
+    """A `RenamedLayer` that keeps the balance loss of its last forward pass, in the graph."""
+
+    l_aux: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A tensor inside a graph can be neither copied nor pickled.
+        return {**super().__getstate__(), "l_aux": None}
+
+
 _groups: weakref.WeakKeyDictionary[ProcessGroup, dict[int, ProcessGroup]]
 _groups = weakref.WeakKeyDictionary()
 

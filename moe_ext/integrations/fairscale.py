@@ -17,7 +17,7 @@ from moe_ext._checks import check_rule
 from moe_ext.comm.groups import group_size, resolve_group
 from moe_ext.integrations._base import (
     Gate,
-    RenamedLayer,
+    LayerWithLoss,
     counts_of,
     first_and_drawn,
     float32_logits,
@@ -69,7 +69,7 @@ class Top2Gate(Gate):
         return self.output(logits_TE, weights, idx, kept, counts, gate.score_sum)
 
 
-class MOELayer(RenamedLayer):
+class MOELayer(LayerWithLoss):
     """Mixture of experts with the signature, results and parameter names of `fairscale.nn.moe`.
 
     Args:
@@ -88,7 +88,6 @@ class MOELayer(RenamedLayer):
     """
 
     paths: ClassVar[dict[str, str]] = {"router": "gate"}
-    l_aux: Tensor | None
 
     def __init__(
         self,
@@ -110,12 +109,8 @@ class MOELayer(RenamedLayer):
         ep_group = group if group_size(group) > 1 else None
         modules = ModuleExperts(local, ep_group=ep_group)  # type: ignore[arg-type]
         super().__init__(gate.model_dim, gate, modules)
-        self.l_aux = None
         for parameter in modules.parameters():
             parameter.expert = True  # type: ignore[attr-defined]
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**super().__getstate__(), "l_aux": None}
 
     def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
         """Run every token through its experts.

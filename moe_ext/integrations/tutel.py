@@ -23,7 +23,7 @@ from moe_ext.distributed.dtensor import local_part
 from moe_ext.integrations._base import (
     FacadeExperts,
     Gate,
-    RenamedLayer,
+    LayerWithLoss,
     activate,
     check_known_keys,
     check_option,
@@ -315,7 +315,7 @@ class _Gates(Gate):
         )
 
 
-class MOELayer(RenamedLayer):
+class MOELayer(LayerWithLoss):
     """Mixture of experts with the signature, results and parameter names of Tutel's `moe_layer`.
 
     Args:
@@ -347,7 +347,6 @@ class MOELayer(RenamedLayer):
     """
 
     paths: ClassVar[dict[str, str]] = {"router": "gates"}
-    l_aux: Tensor | None
 
     def __init__(
         self,
@@ -399,14 +398,10 @@ class MOELayer(RenamedLayer):
         self.num_local_experts = num_local
         self.num_global_experts = num_experts
         self.result_func = result_func
-        self.l_aux = None
         for name, parameter in modules.named_parameters():
             if scan_expert_func is not None:
                 scan_expert_func(name, parameter)
             parameter._tutel_expert = True  # type: ignore[attr-defined]
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**super().__getstate__(), "l_aux": None}
 
     def get_parameter_iterator(self, param_type: str) -> Any:
         """Named parameters of the gates ("gate") or of this rank's experts ("local_experts")."""
