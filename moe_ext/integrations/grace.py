@@ -23,6 +23,7 @@ import warnings
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -210,20 +211,15 @@ class Communicator(ABC):
                 before.
             RankFailureError: a rank died or did not answer; memory and compressor are as before.
         """
-        with naming_failed_ranks(self.group, f"{_OP}: {name}"):
+        with naming_failed_ranks(self.group, f"{_OP}: {name}"), ExitStack() as if_it_fails:
             self._check(tensor, name)
-            try:
-                compensated = self.memory.compensate(tensor, name)
-                tensors, ctx = self.compressor.compress(compensated, name)
-                try:
-                    self.memory.update(compensated, name, self.compressor, tensors, ctx)
-                    found = self.send_receive(tensors, name, ctx)
-                except BaseException:
-                    self.compressor.undo(name)
-                    raise
-            except BaseException:
-                self.memory.rollback()
-                raise
+            if_it_fails.callback(self.memory.rollback)
+            compensated = self.memory.compensate(tensor, name)
+            tensors, ctx = self.compressor.compress(compensated, name)
+            if_it_fails.callback(self.compressor.undo, name)
+            self.memory.update(compensated, name, self.compressor, tensors, ctx)
+            found = self.send_receive(tensors, name, ctx)
+            if_it_fails.pop_all()
         self.memory.commit()
         return found.to(tensor.dtype)
 
