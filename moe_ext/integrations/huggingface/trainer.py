@@ -101,14 +101,13 @@ class SavesExperts:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         # Its hook comes first: ours knows other groups.
-        with whole_state_dicts(optimizer, keep=self.args.should_save):
-            hook = optimizer.register_state_dict_post_hook(self._joined)
-            try:
-                if not self.args.should_save:
-                    self.optimizer.state_dict()
-                super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
-            finally:
-                hook.remove()
+        with (
+            whole_state_dicts(optimizer, keep=self.args.should_save),
+            optimizer.register_state_dict_post_hook(self._joined),
+        ):
+            if not self.args.should_save:
+                self.optimizer.state_dict()
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         path = os.path.join(output_dir, "scheduler.pt")
         if self._split is not None and self.args.should_save and os.path.isfile(path):
             state, firsts = torch.load(path), [self._group_of(number) or 0 for number in (0, 1)]
@@ -116,12 +115,9 @@ class SavesExperts:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        hook = optimizer.register_load_state_dict_pre_hook(self._parted, prepend=True)
-        try:
-            with whole_state_dicts(optimizer):
-                super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-        finally:
-            hook.remove()
+        undo_joined = optimizer.register_load_state_dict_pre_hook(self._parted, prepend=True)
+        with undo_joined, whole_state_dicts(optimizer):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         if self._split is not None and checkpoint is not None:
             scheduler = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
             vars(scheduler).update(_for_groups(vars(scheduler), 2, self._numbers))
