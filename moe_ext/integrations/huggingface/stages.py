@@ -175,16 +175,12 @@ class Stage(nn.Module):
 def _with(module: nn.Module, replaced: Mapping[str, nn.Module | None]) -> nn.Module:
     """A copy of a module that shares all of its modules but those at these paths."""
     copied = copy.copy(module)
-    copied._modules = dict(module._modules)
-    inner: dict[str, dict[str, nn.Module | None]] = {}
-    for path, other in replaced.items():
-        name, _, rest = path.partition(".")
-        if rest:
-            inner.setdefault(name, {})[rest] = other
-        else:
-            copied._modules[name] = other
-    for name, others in inner.items():
-        child = module._modules[name]
-        assert child is not None
-        copied._modules[name] = _with(child, others)
+    copied._modules = {**module._modules}
+    for name, child in module._modules.items():
+        start = f"{name}."
+        inner = {p.removeprefix(start): m for p, m in replaced.items() if p.startswith(start)}
+        if name in replaced:
+            copied._modules[name] = replaced[name]
+        elif child is not None and inner:
+            copied._modules[name] = _with(child, inner)
     return copied
