@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -60,8 +60,8 @@ class _Layout:
     `pair_dim` is 1 where gates come before ups in "2F", 2 where they come in turn.
     """
 
-    plain: Entries | None = None
-    gated: Entries | None = None
+    plain: Entries = field(default_factory=dict)
+    gated: Entries = field(default_factory=dict)
     pair_dim: int = 1
 
 
@@ -212,10 +212,9 @@ class _LayerReader:
         Raises:
             ValueError: an entry is missing, does not fit, or is left.
         """
-        plain, gated = layout.plain or {}, layout.gated or {}
-        known = {key for key, _ in plain.values()}
-        has_gate = any(key in self._own for key, _ in gated.values() if key not in known)
-        entries = gated if has_gate or not plain else plain
+        known = {key for key, _ in layout.plain.values()}
+        has_gate = any(key in self._own for key, _ in layout.gated.values() if key not in known)
+        entries = layout.gated if has_gate or not known else layout.plain
         parts = {}
         for part, (key, dims) in entries.items():
             optional = part.endswith("_bias") or part == "count"
@@ -229,7 +228,12 @@ class _LayerReader:
             else:
                 value = self._take(key, dims)
             parts[part] = _in_order(value, dims, _DIMS[part], self.sizes)
-        self._finish()
+        if self._own:
+            raise ValueError(
+                f"convert: expected the keys of a layer of layout {self._layout!r} under prefix "
+                f"{self._prefix!r}, got {self._prefix + next(iter(self._own))!r}, which has no "
+                "counterpart"
+            )
         count = parts.pop("count", None)
         if count is not None:
             rule = f"{self.sizes['E']}, the rows of the router"
@@ -282,15 +286,6 @@ class _LayerReader:
         fits = found == list(range(count))
         check_rule("convert", f"the experts under {experts!r}", found, rule, fits)
 
-    def _finish(self) -> None:
-        """ValueError for an entry of the layer that nobody took."""
-        if self._own:
-            raise ValueError(
-                f"convert: expected the keys of a layer of layout {self._layout!r} under prefix "
-                f"{self._prefix!r}, got {self._prefix + next(iter(self._own))!r}, which has no "
-                "counterpart"
-            )
-
 
 def _write(
     name: str, layout: _Layout, parts: dict[str, Tensor], sizes: Mapping[str, int]
@@ -301,12 +296,11 @@ def _write(
         ValueError: the layout has no place for a part, or needs another one.
     """
     entries = layout.gated if "gate" in parts else layout.plain
-    if entries is None and "gate" not in parts:
+    if not entries and "gate" not in parts:
         raise ValueError(
             f"convert: expected a layer with gated experts for layout {name!r}, got one without"
         )
-    parts = {"gate": parts["gate"]} if entries is None else dict(parts)
-    entries = entries or {}
+    parts = dict(parts) if entries else {"gate": parts["gate"]}
     if "gate_up" in entries:
         for end in ("", "_bias"):
             if {f"gate{end}", f"up{end}"} <= parts.keys():
