@@ -883,7 +883,7 @@ MISTAKES = {
         ),
         "Fabric loads the moments of all experts into those of a rank": (
             "moe_ext/integrations/lightning.py",
-            "        with whole_state_dicts([-*_optimizers(state)-]):\n            rest",
+            "        with whole_state_dicts([-*_optimizers(state)-]):\n            return",
             "tests/distributed/test_lightning.py -k saves_for_all",
         ),
         "torchft's first step takes gradients that ranks have averaged": (

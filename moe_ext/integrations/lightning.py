@@ -94,14 +94,12 @@ class ExpertParallel:
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole module on rank 0."""
         with whole_state_dicts():
-            state: dict[str, Any] = super().lightning_module_state_dict()  # type: ignore[misc]
-        return state
+            return super().lightning_module_state_dict()  # type: ignore[misc]
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state on rank 0."""
         with whole_state_dicts(optimizer):
-            state: dict[str, Any] = super().optimizer_state(optimizer)  # type: ignore[misc]
-        return state
+            return super().optimizer_state(optimizer)  # type: ignore[misc]
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Take this rank's parts of whole states."""
@@ -155,8 +153,7 @@ class FabricExpertParallel:
     ) -> dict[str, Any]:
         """Take this rank's parts of the whole."""
         with whole_state_dicts(*_optimizers(state)):
-            rest: dict[str, Any] = super().load_checkpoint(path, state, *args, **options)  # type: ignore[misc]
-        return rest
+            return super().load_checkpoint(path, state, *args, **options)  # type: ignore[misc]
 
     def clip_gradients_norm(
         self,
