@@ -38,13 +38,8 @@ class Gate(Router):
         num_dropped: slots of the last forward pass without room at their expert, 0-d int64.
     """
 
-    loss: Tensor | None
-    num_dropped: Tensor | None
-
-    def __init__(self, model_dim: int, num_experts: int, top_k: int) -> None:
-        super().__init__(model_dim, num_experts, top_k)
-        self.loss = None
-        self.num_dropped = None
+    loss: Tensor | None = None
+    num_dropped: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A tensor inside a graph can be neither copied nor pickled.
