@@ -107,6 +107,11 @@ def from_megatron(megatron_args: Any) -> Arguments:
     return Arguments(**given)
 
 
+def _made(args: Arguments) -> dict[str, Any]:
+    """Options of what makes parameters."""
+    return {"dtype": args.dtype, "device": args.device}
+
+
 class LearnedRouter(Gate):
     """MegaBlocks' router: softmax, then top-k.
 
@@ -117,13 +122,7 @@ class LearnedRouter(Gate):
     def __init__(self, args: Arguments) -> None:
         super().__init__(args.hidden_size, args.moe_num_experts, args.moe_top_k)
         self.args = args
-        self.layer = nn.Linear(
-            args.hidden_size,
-            args.moe_num_experts,
-            bias=False,
-            dtype=args.dtype,
-            device=args.device,
-        )
+        self.layer = nn.Linear(args.hidden_size, args.moe_num_experts, bias=False, **_made(args))
         self.zloss: Tensor | None = None
         self.reset_parameters()
 
@@ -171,7 +170,7 @@ class _MLP(FacadeExperts):
         self.args = args
         rows = self.num_local_experts * args.ffn_hidden_size
         for name in ("w1", "w2", "v1")[: 3 if args.mlp_type == "glu" else 2]:
-            empty = torch.empty(rows, args.hidden_size, dtype=args.dtype, device=args.device)
+            empty = torch.empty(rows, args.hidden_size, **_made(args))
             self.register_parameter(name, nn.Parameter(empty))
         self._spread()
         self.reset_parameters()
@@ -212,7 +211,7 @@ class _Experts(nn.Module):
     def __init__(self, mlp: nn.Module, args: Arguments) -> None:
         super().__init__()
         self.mlp = mlp
-        bias = torch.zeros(args.hidden_size, dtype=args.dtype, device=args.device)
+        bias = torch.zeros(args.hidden_size, **_made(args))
         self.bias = nn.Parameter(bias) if args.bias else None
 
     def reset_parameters(self) -> None:
