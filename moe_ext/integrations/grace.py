@@ -536,6 +536,7 @@ class _StatefulCompressor(Compressor):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Compressor`."""
         self._steps = dict(state["steps"])
+        self._memories = _Memories()
 
 
 class RandomKCompressor(_StatefulCompressor):
@@ -729,7 +730,6 @@ class SignumCompressor(SignSGDCompressor):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Compressor`."""
         super().load_state_dict(state)
-        self._memories = _Memories()
         self._memories.load("velocity", state["momenta"])
 
 
@@ -773,7 +773,6 @@ class PowerSGDCompressor(_StatefulCompressor):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Compressor`."""
         super().load_state_dict(state)
-        self._memories = _Memories()
         for name, kinds in state["factors"].items():
             device = next((t.device for t in kinds.values()), torch.device("cpu"))
             memory = CodecMemory([torch.Size(state["shapes"][name])], device)
