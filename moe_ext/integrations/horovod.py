@@ -875,13 +875,9 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     made.skip_synchronize = gradients.skip_synchronize
     # GradScaler then calls the step on every rank, and leaves the decision to it.
     made._step_supports_amp_scaling = True
-    made.__reduce_ex__ = _refuse_a_copy
+    # The step of a copy would be that of the class, which sends nothing.
+    made.__reduce_ex__ = lambda _protocol: refuse_copy("DistributedOptimizer")
     return optimizer
-
-
-def _refuse_a_copy(_protocol: int) -> Any:
-    """TypeError: the step of a copy would be that of the class, which sends nothing."""
-    refuse_copy("DistributedOptimizer")
 
 
 def _check_names(owner: str, optimizer: Optimizer, named: Sequence[Any]) -> None:
