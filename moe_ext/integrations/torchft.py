@@ -255,9 +255,7 @@ def _check_first_step(manager: QuorumManager, model: nn.Module, synced: bool) ->
     numbers = [1.0, float(whole & 0xFFFF), float(whole >> 16)]
     message = torch.tensor(numbers, dtype=torch.float64, device=device)
     manager.allreduce(message).wait()
-    if manager.errored() is not None:
-        message = torch.tensor(numbers, dtype=torch.float64, device=device)
-    share, *means = message.tolist()
+    share, *means = message.tolist() if manager.errored() is None else numbers
     with Agreement(_OP, resolve_group(None, _OP), device) as agreement:
         if share > 0 and [round(mean / share) for mean in means] != numbers[1:]:
             raise ValueError(
