@@ -245,7 +245,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
                     "or from load_state_dict (flush, and load the state_dict again), got a later "
                     f"one for {entry.label}"
                 )
-        present, grads = [], []
+        present: list[tuple[Entry, Tensor]] = []
         for entry in entries:
             parameter, grad = entry.parameter, entry.parameter.grad
             rule = ""
@@ -263,13 +263,12 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
             if problem is not None:
                 raise ValueError(f"{self._op}: {problem}")
             if grad is not None and entry.part.numel():
-                present.append(entry)
-                grads.append(local_part(grad))
-        if not grads:
+                present.append((entry, local_part(grad)))
+        if not present:
             return
-        norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))
+        norms = torch.stack(torch._foreach_norm([g for _, g in present], 2, dtype=torch.float32))
         # NOTE: device-to-host sync: a step that must not be taken is known only then.
-        for entry, grad, norm in zip(present, grads, norms.tolist(), strict=True):
+        for (entry, grad), norm in zip(present, norms.tolist(), strict=True):
             # Squares of finite elements may overflow.
             if not math.isfinite(norm) and is_nonfinite(grad):
                 raise ValueError(
