@@ -53,8 +53,7 @@ def gated_activation(
     """
     if slot_weights is not None:
         slot_weights = slot_weights.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
-    y: Tensor = torch.ops.moe_ext.gated_activation(x, kind, layout, slot_weights, slot_of_row)
-    return y
+    return torch.ops.moe_ext.gated_activation(x, kind, layout, slot_weights, slot_of_row)
 
 
 def activation(x: Tensor, *, kind: str) -> Tensor:
@@ -80,8 +79,7 @@ def activation(x: Tensor, *, kind: str) -> Tensor:
     Reference: Hendrycks and Gimpel, Gaussian Error Linear Units (2016); So et al., Primer (2021)
     for relu_squared.
     """
-    y: Tensor = torch.ops.moe_ext.activation(x, kind)
-    return y
+    return torch.ops.moe_ext.activation(x, kind)
 
 
 @torch.library.register_fake("moe_ext::gated_activation")

@@ -89,7 +89,7 @@ def attention_block(
     options = _options(
         q_BHQD, scale, causal, window_left, window_right, softcap, dropout_p, batch_offset
     )
-    out_BHQD, lse_BHQ = torch.ops.moe_ext.attention_block(
+    return torch.ops.moe_ext.attention_block(
         q_BHQD,
         k_BGKD,
         v_BGKD,
@@ -104,7 +104,6 @@ def attention_block(
         *options,
         head_offset,
     )
-    return out_BHQD, lse_BHQ
 
 
 def attention_block_(
@@ -294,8 +293,7 @@ def attention_delta(
 
     Deterministic, with the same bits for any number of threads; does not synchronise the device.
     """
-    delta_BHQ: Tensor = torch.ops.moe_ext.attention_delta(grad_out_BHQD, out_BHQD, grad_lse_BHQ)
-    return delta_BHQ
+    return torch.ops.moe_ext.attention_delta(grad_out_BHQD, out_BHQD, grad_lse_BHQ)
 
 
 def merge_attention(
@@ -326,8 +324,7 @@ def merge_attention(
 
     Deterministic, with the same bits for any number of threads; does not synchronise the device.
     """
-    out, lse = torch.ops.moe_ext.merge_attention(out_a, lse_a, out_b, lse_b)
-    return out, lse
+    return torch.ops.moe_ext.merge_attention(out_a, lse_a, out_b, lse_b)
 
 
 def merge_attention_(
@@ -383,8 +380,7 @@ def merge_attention_sinks(
             f"got shapes {list(sinks_H.shape)} and {list(lse_BHQ.shape)}"
         )
     sinks_BHQ = sinks_H.to(lse_BHQ.dtype)[:, None].expand(lse_BHQ.shape)
-    out, lse = torch.ops.moe_ext.merge_attention(out_BHQD, lse_BHQ, None, sinks_BHQ)
-    return out, lse
+    return torch.ops.moe_ext.merge_attention(out_BHQD, lse_BHQ, None, sinks_BHQ)
 
 
 def document_ids(positions_S: Tensor, cu_seqlens: Tensor) -> Tensor:

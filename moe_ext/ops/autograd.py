@@ -194,8 +194,7 @@ def _needs(ctx: Any, argument: int) -> bool:
 def _callable(operator: str) -> Formula:
     """An operator, its own derivatives an error where it has none."""
     if _C._dispatch_has_kernel_for_dispatch_key(f"moe_ext::{operator}", "Autograd"):
-        found: Formula = getattr(torch.ops.moe_ext, operator).default
-        return found
+        return getattr(torch.ops.moe_ext, operator).default
     return once_differentiable(f"moe_ext::{operator}")
 
 

@@ -78,8 +78,7 @@ def split_rows(counts_PE: Tensor, plan: BalancePlan) -> Tensor:
 
     Deterministic.
     """
-    rows: Tensor = torch.ops.moe_ext.split_rows(counts_PE.detach().cpu(), *plan)
-    return rows
+    return torch.ops.moe_ext.split_rows(counts_PE.detach().cpu(), *plan)
 
 
 @torch.library.register_fake("moe_ext::split_rows")

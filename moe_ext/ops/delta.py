@@ -66,8 +66,7 @@ def delta_hash(x: Tensor, seed: int = 0, places: Tensor | None = None) -> int:
         places (Tensor[N]): int64, of each element; its number without them.
     """
     places = None if places is None else places.to(x.device)
-    found: int = torch.ops.moe_ext.delta_hash(x, seed, places)
-    return found
+    return torch.ops.moe_ext.delta_hash(x, seed, places)
 
 
 def delta_hash_change(
@@ -87,8 +86,7 @@ def delta_hash_change(
     Takes time for what changed alone.
     """
     here = payload.to(target.device)
-    found: int = torch.ops.moe_ext.delta_hash_change(target, here, seed, xored)
-    return found
+    return torch.ops.moe_ext.delta_hash_change(target, here, seed, xored)
 
 
 def as_signed(number: int) -> int:
@@ -128,8 +126,7 @@ def delta_unpack(payload: Tensor, like: Tensor, numel: int) -> tuple[Tensor, Ten
     Raises:
         RuntimeError: as `delta_apply_`.
     """
-    places, values = torch.ops.moe_ext.delta_unpack(payload.to(like.device), like, numel)
-    return places, values
+    return torch.ops.moe_ext.delta_unpack(payload.to(like.device), like, numel)
 
 
 def _fake_payload(like: Tensor) -> Tensor:

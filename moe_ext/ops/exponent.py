@@ -54,8 +54,7 @@ def encode_exponents(x: Tensor) -> Tensor:
     Reference: as DFloat11 (Zhang et al., 2025) and ZipNN (Hershcovitch et al., 2024), which code
     exponents by Huffman's method.
     """
-    payload: Tensor = torch.ops.moe_ext.encode_exponents(x)
-    return payload
+    return torch.ops.moe_ext.encode_exponents(x)
 
 
 @torch.library.register_fake("moe_ext::encode_exponents")
@@ -105,8 +104,7 @@ def encode_exponent_rows(
 
     Deterministic, but for what is behind payloads. On CUDA nothing waits for the device.
     """
-    found: tuple[Tensor, Tensor] = torch.ops.moe_ext.encode_exponent_rows(x_N, num_rows, left_out)
-    return found
+    return torch.ops.moe_ext.encode_exponent_rows(x_N, num_rows, left_out)
 
 
 @torch.library.register_fake("moe_ext::encode_exponent_rows")

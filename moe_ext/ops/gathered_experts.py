@@ -74,10 +74,7 @@ def gathered_experts(
     Returns:
         `[T, D]`. Differentiable once in x, both weights and `weights_TK`.
     """
-    y_TD: Tensor = _Gathered.apply(
-        x_TD, gate_up_EUD, down_EDF, weights_TK, gather, _GATES[kind], layout
-    )
-    return y_TD
+    return _Gathered.apply(x_TD, gate_up_EUD, down_EDF, weights_TK, gather, _GATES[kind], layout)
 
 
 class _Gathered(torch.autograd.Function):

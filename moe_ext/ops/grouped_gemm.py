@@ -67,8 +67,7 @@ def grouped_mm(
         product = grouped_providers.chosen_product(x_NK, weight_EMK)
     if product is None:
         product = torch.ops.moe_ext.grouped_mm
-    y_NM: Tensor = product(x_NK, weight_EMK, expert_offsets, bias_EM)
-    return y_NM
+    return product(x_NK, weight_EMK, expert_offsets, bias_EM)
 
 
 def row_alignment(rows: Tensor, num_rows: int, num_experts: int) -> int:

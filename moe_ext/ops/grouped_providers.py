@@ -92,8 +92,7 @@ def _capability(device: torch.device) -> int:
 def _quack_product(
     x_NK: Tensor, weight_EMK: Tensor, expert_offsets: Tensor, bias_EM: Tensor | None
 ) -> Tensor:
-    y_NM: Tensor = _Quack.apply(x_NK, weight_EMK, expert_offsets, bias_EM)
-    return y_NM
+    return _Quack.apply(x_NK, weight_EMK, expert_offsets, bias_EM)
 
 
 class _Quack(torch.autograd.Function):

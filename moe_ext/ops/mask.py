@@ -25,8 +25,7 @@ def pack_bits(x: Tensor) -> Tensor:
 
     Deterministic.
     """
-    bitmap: Tensor = torch.ops.moe_ext.pack_bits(x)
-    return bitmap
+    return torch.ops.moe_ext.pack_bits(x)
 
 
 @torch.library.register_fake("moe_ext::pack_bits")
@@ -102,8 +101,7 @@ def masked_mm(
     Deterministic, with the same bits on every instruction set and on CUDA. Columns that are not
     kept are not looked at, whatever x holds there. No gradient.
     """
-    out: Tensor = torch.ops.moe_ext.masked_mm(x_TK, values_n, bitmap_MB, expert_offsets)
-    return out
+    return torch.ops.moe_ext.masked_mm(x_TK, values_n, bitmap_MB, expert_offsets)
 
 
 @torch.library.register_fake("moe_ext::masked_mm")

@@ -84,10 +84,7 @@ def routing_uniform(
 
     Reference: Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011.
     """
-    uniform_TC: Tensor = torch.ops.moe_ext.routing_uniform(
-        rng_state, num_tokens, num_columns, stream, token_idx
-    )
-    return uniform_TC
+    return torch.ops.moe_ext.routing_uniform(rng_state, num_tokens, num_columns, stream, token_idx)
 
 
 @torch.library.register_fake("moe_ext::routing_uniform")
@@ -118,8 +115,7 @@ def routing_jitter(
 
     Reference: Fedus et al., Switch Transformers, 2021 (arXiv 2101.03961), section 2.4 and appendix.
     """
-    jittered_TD: Tensor = torch.ops.moe_ext.routing_jitter(x_TD, rng_state, eps, token_idx)
-    return jittered_TD
+    return torch.ops.moe_ext.routing_jitter(x_TD, rng_state, eps, token_idx)
 
 
 register_fake_like("moe_ext::routing_jitter", 0)

@@ -39,8 +39,7 @@ def pack_indices(indices_K: Tensor, numel: int) -> Tensor:
 
     Deterministic.
     """
-    packed: Tensor = torch.ops.moe_ext.pack_indices(indices_K, numel)
-    return packed
+    return torch.ops.moe_ext.pack_indices(indices_K, numel)
 
 
 @torch.library.register_fake("moe_ext::pack_indices")
@@ -64,8 +63,7 @@ def unpack_indices(packed: Tensor, count: int, numel: int) -> Tensor:
 
     Deterministic.
     """
-    indices_K: Tensor = torch.ops.moe_ext.unpack_indices(packed, count, numel)
-    return indices_K
+    return torch.ops.moe_ext.unpack_indices(packed, count, numel)
 
 
 @torch.library.register_fake("moe_ext::unpack_indices")

@@ -180,10 +180,7 @@ def dequantize_blockwise(
     Deterministic.
     """
     name = format_of("dequantize_blockwise", bits, format)
-    values_N: Tensor = torch.ops.moe_ext.dequantize_blockwise(
-        codes, scales, numel, name, block or 0, dtype
-    )
-    return values_N
+    return torch.ops.moe_ext.dequantize_blockwise(codes, scales, numel, name, block or 0, dtype)
 
 
 @torch.library.register_fake("moe_ext::dequantize_blockwise")
@@ -267,8 +264,7 @@ def quantize_rows(x: Tensor, format: str) -> Tensor:
     Data Formats for Deep Learning, 2023 (arXiv 2310.10537); for the scale that cuts nothing off,
     Mishra et al., Recipes for Pre-training LLMs with MXFP8, 2025 (arXiv 2506.08027).
     """
-    rows_NB: Tensor = torch.ops.moe_ext.quantize_rows(x, format)
-    return rows_NB
+    return torch.ops.moe_ext.quantize_rows(x, format)
 
 
 def row_bytes(dim: int, format: str) -> int:
@@ -302,8 +298,7 @@ def dequantize_rows(
 
     Deterministic.
     """
-    x_ND: Tensor = torch.ops.moe_ext.dequantize_rows(rows, dim, format, dtype)
-    return x_ND
+    return torch.ops.moe_ext.dequantize_rows(rows, dim, format, dtype)
 
 
 @torch.library.register_fake("moe_ext::dequantize_rows")

@@ -51,10 +51,9 @@ def quantized_mm(
 
     Reference: Dettmers et al., SpQR, 2023 (arXiv 2306.03078), section 4, for outliers kept apart.
     """
-    out: Tensor = torch.ops.moe_ext.quantized_mm(
+    return torch.ops.moe_ext.quantized_mm(
         x_TK, codes, scales_MB, outliers_n, outlier_columns_n, outlier_offsets, bits, expert_offsets
     )
-    return out
 
 
 @torch.library.register_fake("moe_ext::quantized_mm")

@@ -203,10 +203,7 @@ def causal_conv1d(
 
     Deterministic, with the same bits for any number of threads; does not synchronise the device.
     """
-    out_BDL: Tensor = torch.ops.moe_ext.causal_conv1d(
-        x_BDL, weight_DW, bias_D, halo, documents, silu
-    )
-    return out_BDL
+    return torch.ops.moe_ext.causal_conv1d(x_BDL, weight_DW, bias_D, halo, documents, silu)
 
 
 @torch.library.register_fake("moe_ext::causal_conv1d")

@@ -62,8 +62,7 @@ def routed_experts(
         return None
     weights_TK = topk_weights_TK.to(torch.float64 if x_TD.dtype == torch.float64 else torch.float32)
     align = row_alignment(x_TD, topk_idx_TK.numel(), gate_up_EUD.shape[0])
-    y_TD, num_dropped = module.routed_experts(
+    return module.routed_experts(
         *(x_TD, topk_idx_TK, weights_TK, gate_up_EUD, down_EDF, kind, layout, align),
         filled and wants_ends(x_TD),
     )
-    return y_TD, num_dropped

@@ -33,8 +33,7 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     Deterministic. On CPU a token's logits have the same bits in any batch and for any number of
     threads; on CUDA as far as the library's product is.
     """
-    logits_TE: Tensor = torch.ops.moe_ext.router_logits(x_TD, weight_ED)
-    return logits_TE
+    return torch.ops.moe_ext.router_logits(x_TD, weight_ED)
 
 
 @torch.library.register_fake("moe_ext::router_logits")

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
 _TOKENS = "0 0 + + <- logits:0 token_mask:0"
@@ -174,7 +173,6 @@ def _grouped_mm(operator: Any, args: Any, kwargs: Any) -> Tensor:
     end = first + local["weight"].shape[0]
     local["expert_offsets"] = local["expert_offsets"][first : end + 1]
     shape = torch.Size((x.shape[0], weight.shape[1]))
-    result: DTensor = DTensor.from_local(
+    return DTensor.from_local(
         operator(**local), mesh, of["result"], run_check=False, shape=shape, stride=(shape[1], 1)
     )
-    return result

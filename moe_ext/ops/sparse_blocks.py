@@ -29,8 +29,7 @@ def nonzero_blocks(x: Tensor, *, block: int = 256) -> Tensor:
 
     Reference: Fei et al., OmniReduce, SIGCOMM 2021, section 3.
     """
-    bitmap: Tensor = torch.ops.moe_ext.nonzero_blocks(x, block)
-    return bitmap
+    return torch.ops.moe_ext.nonzero_blocks(x, block)
 
 
 @torch.library.register_fake("moe_ext::nonzero_blocks")
@@ -70,8 +69,7 @@ def gather_blocks(x: Tensor, block_idx_B: Tensor, *, block: int = 256) -> Tensor
 
     Deterministic.
     """
-    packed: Tensor = torch.ops.moe_ext.gather_blocks(x, block_idx_B, block)
-    return packed
+    return torch.ops.moe_ext.gather_blocks(x, block_idx_B, block)
 
 
 @torch.library.register_fake("moe_ext::gather_blocks")
@@ -120,8 +118,7 @@ def sum_rows(rows_ND: Tensor, row_idx_N: Tensor, num_rows: int) -> tuple[Tensor,
 
     Deterministic, with the same bits for any number of threads; U depends on the data.
     """
-    row_sums_UD, unique_idx_U = torch.ops.moe_ext.sum_rows(rows_ND, row_idx_N, num_rows)
-    return row_sums_UD, unique_idx_U
+    return torch.ops.moe_ext.sum_rows(rows_ND, row_idx_N, num_rows)
 
 
 @torch.library.register_fake("moe_ext::sum_rows")

@@ -107,10 +107,9 @@ def encode_gradient(
         scales, block = values_K.new_empty((0,), dtype=torch.float32), 0
     else:
         codes, scales = quantize_blockwise(values_K, format=value_codec, block=block)
-    payload: Tensor = torch.ops.moe_ext._encode_payload(
+    return torch.ops.moe_ext._encode_payload(
         indices_K, codes, scales, numel, count, codec, value_codec, block, checksum
     )
-    return payload
 
 
 def _index_bytes(codec: str, count: int, numel: int) -> int:
