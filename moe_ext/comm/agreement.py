@@ -82,8 +82,7 @@ def neighbours(group: ProcessGroup, device: torch.device, operation: str) -> Nei
     def tell(values: list[int]) -> list[list[int]]:
         row = torch.tensor([values], dtype=torch.int64, device=device)
         found = row.new_empty(group_size(group), len(values))
-        rows: list[list[int]] = start_gather_into(found, row, group, operation).wait().tolist()
-        return rows
+        return start_gather_into(found, row, group, operation).wait().tolist()
 
     return known.get(group) or shared_memory.meet(group, tell)
 

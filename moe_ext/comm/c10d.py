@@ -120,15 +120,13 @@ def group_of_name(name: str) -> ProcessGroup | None:
     """The group with a `group_name`; None for an empty one."""
     if not name:
         return None
-    group: ProcessGroup = c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
-    return group
+    return c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
 
 
 def group_timeout(group: ProcessGroup, device: torch.device) -> timedelta | None:
     """Timeout of a group, for another one like it; None if its backend does not say."""
     options = getattr(group._get_backend(device), "options", None)
-    timeout: timedelta | None = getattr(options, "_timeout", None)
-    return timeout
+    return getattr(options, "_timeout", None)
 
 
 def flat_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -72,8 +72,7 @@ def max_over_ranks(seconds: list[float], group: ProcessGroup, device: torch.devi
     # Not every device has float64, and 24 bits of a time are enough.
     agreed = torch.tensor(seconds, dtype=torch.float32, device=device)
     collectives.all_reduce_(agreed, group, operation=_OPERATION, op="max", counted=False)
-    numbers: list[float] = agreed.tolist()
-    return numbers
+    return agreed.tolist()
 
 
 def synchronize(device: torch.device) -> None:

@@ -100,8 +100,7 @@ class Pending(Generic[T]):
 
     def get_future(self) -> torch.futures.Future[T]:
         """A future of what `wait` returns or raises, as hooks want it."""
-        future: torch.futures.Future[T] = self._future.then(lambda _: self.wait())
-        return future
+        return self._future.then(lambda _: self.wait())
 
 
 class _Future:

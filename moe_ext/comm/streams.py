@@ -55,8 +55,7 @@ class HostCopy:
         """The numbers. NOTE: device-to-host sync, for what the device was given before alone."""
         if self._event is not None:
             self._event.synchronize()
-        rows: list[list[int]] = self._host.tolist()
-        return rows
+        return self._host.tolist()
 
 
 class Beside:

@@ -177,8 +177,7 @@ def start(
     def run_here() -> list[Tensor]:
         if module is None or group is None:
             return _run(run_twin, group, on_sent)
-        found: list[Tensor] = run_in(module.CollectiveWorker(group, False))
-        return found
+        return run_in(module.CollectiveWorker(group, False))
 
     if not async_op or group is None:
         with naming_failed_ranks(group, operation):

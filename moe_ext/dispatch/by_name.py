@@ -54,8 +54,7 @@ class WrappedDispatcher(TokenDispatcher):
 
     def dispatch(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor, DispatchMetadata]:
         """Dispatch of the wrapped object."""
-        result: tuple[Tensor, Tensor, DispatchMetadata] = self.inner.dispatch(*args, **options)
-        return result
+        return self.inner.dispatch(*args, **options)
 
     def combine(
         self,

@@ -133,10 +133,7 @@ class _FinishSend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, empty: Tensor, trip: _Trip) -> Tensor:
         ctx.trip, expand = trip, trip.journey.expand
-        rows: Tensor = torch.ops.moe_ext._gather_tokens(
-            trip.finish(), expand.slot_of_row, expand.top_k
-        )
-        return rows
+        return torch.ops.moe_ext._gather_tokens(trip.finish(), expand.slot_of_row, expand.top_k)
 
     @staticmethod
     @once_differentiable
@@ -527,8 +524,7 @@ class DedupDispatcher(AllToAllDispatcher):
             empty = _StartCombine.apply(rows, trip)
             if meanwhile is not None:
                 meanwhile()
-            y_TD: Tensor = _FinishCombine.apply(empty, weights_TK, trip, slots, dtype)
-            return y_TD
+            return _FinishCombine.apply(empty, weights_TK, trip, slots, dtype)
         weights_UK = None if metadata.topk_weights is None else metadata.weights_UK
         y_UD = ops.unpermute_tokens(rows, journey.expand, weights_UK)
         return journey.return_sums(y_UD, "combine", journey.wire.back, meanwhile).to(dtype)

@@ -291,8 +291,7 @@ class LibraryHop(Hop):
         """See `Hop`."""
         if meanwhile is not None:
             meanwhile()
-        y_TD: Tensor = _BringSums.apply(y_UD, self, route, name)
-        return y_TD
+        return _BringSums.apply(y_UD, self, route, name)
 
     def return_weights(self, routes: Sequence[Route], grads: Sequence[Tensor]) -> list[Tensor]:
         """See `Hop`; a library takes weights beside rows alone, which are zero here."""

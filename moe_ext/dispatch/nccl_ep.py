@@ -154,8 +154,7 @@ class _NcclEp:
             )
             made = ep.Group.create(known["communicator"], config)
             known[key] = _Owned(made, known["communicator"], size=size)
-        owned: _Owned = known[key]
-        return owned
+        return known[key]
 
 
 class NcclEpDispatcher(LibraryDispatcher):

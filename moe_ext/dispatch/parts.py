@@ -199,8 +199,7 @@ class Round:
 
     def take(self, x_TD: Tensor) -> Tensor:
         """The rows `[R, D]` of this round, copied from their tokens; differentiable."""
-        rows: Tensor = torch.ops.moe_ext._gather_tokens(x_TD, self.slot_of_row, self.whole.top_k)
-        return rows
+        return torch.ops.moe_ext._gather_tokens(x_TD, self.slot_of_row, self.whole.top_k)
 
     def return_sums(self, grad_RD: Tensor, tables: ops.Permutation) -> Tensor:
         """The gradient `[T, D]` of the tokens of the rows that `take` gave, summed in its dtype."""

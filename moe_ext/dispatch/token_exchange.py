@@ -66,10 +66,7 @@ class Route:
         """The rows `[U, D]` that travel."""
         if x_TD.dtype == torch.uint8:
             return x_TD[self.once.slot_of_row // self.once.top_k]
-        rows_UD: Tensor = torch.ops.moe_ext._gather_tokens(
-            x_TD, self.once.slot_of_row, self.once.top_k
-        )
-        return rows_UD
+        return torch.ops.moe_ext._gather_tokens(x_TD, self.once.slot_of_row, self.once.top_k)
 
 
 class Hop(AllToAllDispatcher):

@@ -370,10 +370,8 @@ def part_in_graph(parameter: DTensor, runtime: Any = None) -> Tensor:
             `.grad` that is there. The engine runs it after all nodes that were recorded later.
     """
     if runtime is not None and parameter.is_leaf:
-        local: Tensor = runtime.part_in_graph(
-            *(parameter._local_tensor, parameter, _whole_gradient, _own_gradient)
-        )
-        return local
+        local = parameter._local_tensor
+        return runtime.part_in_graph(local, parameter, _whole_gradient, _own_gradient)
     # Without what `Function.apply` asks of torch.func, whose transforms refuse it by themselves.
     return super(torch.autograd.Function, _PartInGraph).apply(parameter)
 

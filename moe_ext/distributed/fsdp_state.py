@@ -97,15 +97,13 @@ def fsdp_modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
 
 def shard_group(module: FSDPModule) -> ProcessGroup:
     """The ranks that a module's parameters are sharded over."""
-    group: ProcessGroup = _param_groups(module)[0].mesh_info.shard_process_group
-    return group
+    return _param_groups(module)[0].mesh_info.shard_process_group
 
 
 def replicate_group(module: FSDPModule) -> ProcessGroup | None:
     """The ranks that hold the same shard, where FSDP itself reduces between them."""
     info = _param_groups(module)[0].mesh_info
-    group: ProcessGroup | None = getattr(info, "replicate_process_group", None)
-    return group
+    return getattr(info, "replicate_process_group", None)
 
 
 def resharded_over(module: FSDPModule) -> int:

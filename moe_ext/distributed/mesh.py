@@ -365,8 +365,7 @@ def _grid(sizes: dict[str, int], order: str, axes: tuple[str, ...]) -> Tensor:
 
 def _coordinates(grid: Tensor, rank: int) -> list[int]:
     """Coordinates of a rank in a grid."""
-    found: list[int] = (grid == rank).nonzero()[0].tolist()
-    return found
+    return (grid == rank).nonzero()[0].tolist()
 
 
 def _ranges(ranks: list[int]) -> str:

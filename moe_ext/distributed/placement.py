@@ -587,8 +587,7 @@ def declare_experts(module: nn.Module, num_experts: int, group: ProcessGroup | N
 
 def placement_of(module: nn.Module) -> Placement | None:
     """Placement that a module declared for all of its parameters; None if it declared none."""
-    found: Placement | None = vars(module).get(_DECLARED, {}).get("")
-    return found
+    return vars(module).get(_DECLARED, {}).get("")
 
 
 def holds_experts(module: nn.Module) -> bool:

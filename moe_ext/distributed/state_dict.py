@@ -127,8 +127,7 @@ def unwrapped(optimizer: Any, operation: str) -> Optimizer:
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     check_kind(operation, "optimizers", optimizer, Optimizer, required=True)
-    found: Optimizer = optimizer
-    return found
+    return optimizer
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:

@@ -202,8 +202,7 @@ def _terms_of_group(router: nn.Module) -> int:
     """Number of the largest keys that make the score of a group of experts."""
     bias, group_score = getattr(router, "selection_bias", None), router.group_score
     if group_score == "topk":
-        terms: int = router.top_k // router.top_groups  # type: ignore[operator, assignment]
-        return terms
+        return router.top_k // router.top_groups  # type: ignore[operator, return-value]
     return 2 if group_score == "top2" or (group_score is None and bias is not None) else 1
 
 

@@ -51,8 +51,7 @@ class ClampedSwiGLU:
 
     def __call__(self, x: Tensor, layout: str) -> Tensor:
         """`[N, 2F]` to `[N, F]`; only x is kept for the backward pass."""
-        y: Tensor = _ClampedSwiGLU.apply(x, self.alpha, self.limit, layout)
-        return y
+        return _ClampedSwiGLU.apply(x, self.alpha, self.limit, layout)
 
 
 class _ClampedSwiGLU(torch.autograd.Function):
@@ -198,5 +197,4 @@ def _run_plain(x: Tensor, activation: Any) -> Tensor:
         if activation == "identity":
             return x
         activation = getattr(F, activation)
-    y: Tensor = activation(x)
-    return y
+    return activation(x)

@@ -157,8 +157,7 @@ def _run_parts(
     for i in range(1, len(here)):
         bring_back(i - 1, lambda i=i: turn(i))  # type: ignore[misc]
     bring_back(len(here) - 1, meanwhile)
-    y_TD: Tensor = sums[0] if len(sums) == 1 else torch.cat(sums)
-    return y_TD
+    return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
 # A nested backward pass is nothing for a graph.
@@ -185,8 +184,7 @@ def _run_rounds(
     counts = rounds[0].counts
     if counts is not None and counts.has_backward:
         x_TD, topk_weights_TK = take_part(x_TD), take_part(topk_weights_TK)
-    y_TD: Tensor = _RunRounds.apply(work, x_TD, topk_weights_TK, *named.values())
-    return y_TD
+    return _RunRounds.apply(work, x_TD, topk_weights_TK, *named.values())
 
 
 @dataclass(frozen=True)

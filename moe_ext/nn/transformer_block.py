@@ -141,8 +141,7 @@ class TransformerBlock(nn.Module):
         eps = self.attention_norm.eps
         self.attention._told = (f"rope_base={self.rope_base}", f"eps={eps}")
         mixed_BHLC = self.attention(q, k, v, cu_seqlens=cu_seqlens, key_mask=token_mask)
-        out_BLD: Tensor = self.o_proj(mixed_BHLC.transpose(1, 2).flatten(2))
-        return out_BLD
+        return self.o_proj(mixed_BHLC.transpose(1, 2).flatten(2))
 
     def forward(
         self,
@@ -179,5 +178,4 @@ class TransformerBlock(nn.Module):
                 layout=self.attention.layout,
                 device=x.device,
             )
-        out: Tensor = x + self.ffn(self.ffn_norm(x), **told)
-        return out
+        return x + self.ffn(self.ffn_norm(x), **told)

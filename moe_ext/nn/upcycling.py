@@ -77,8 +77,7 @@ class UpcycledFFN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., D] -> [..., D]`."""
-        y: Tensor = self.dropout(self.moe(x))
-        return y
+        return self.dropout(self.moe(x))
 
 
 def upcycle(
