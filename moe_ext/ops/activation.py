@@ -3,6 +3,8 @@
 Shape suffixes: F ffn; ``...`` any leading dimensions.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -83,28 +85,14 @@ def activation(x: Tensor, *, kind: str) -> Tensor:
 
 
 @torch.library.register_fake("moe_ext::gated_activation")
-def _(
-    x: Tensor,
-    kind: str = "swiglu",
-    layout: str = "concatenated",
-    slot_weights: Tensor | None = None,
-    slot_of_row: Tensor | None = None,
-) -> Tensor:
+def _(x: Tensor, *_rest: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
 register_fake_like("moe_ext::activation", 0)
-
-
 register_fake_like("moe_ext::_gated_activation_backward", 1)
-
-
 register_fake_like("moe_ext::_gated_activation_backward_weighted", 1, 4)
-
-
 register_fake_like("moe_ext::_activation_backward", 1)
-
-
 register_derivatives(
     "gated_activation",
     {"x": "_gated_activation_backward(grad_result, x, kind, layout)"},

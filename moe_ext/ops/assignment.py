@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.ops.autograd import register_derivatives
-from moe_ext.ops.fakes import acc_dtype, register_fake_like
+from moe_ext.ops.fakes import acc_dtype, fake_gate, register_fake_like
 from moe_ext.ops.gating import GateOutput, gate_weights, topk_gate
 
 
@@ -52,14 +52,8 @@ def expert_choice_gate(
 
 
 @torch.library.register_fake("moe_ext::expert_choice_gate")
-def _(logits: Tensor, *_rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    acc = acc_dtype(logits.dtype)
-    return (
-        logits.new_empty(logits.shape, dtype=acc),
-        logits.new_empty(logits.shape, dtype=torch.int64),
-        logits.new_empty((logits.shape[1],), dtype=torch.int64),
-        logits.new_empty((logits.shape[1],), dtype=acc),
-    )
+def _(logits: Tensor, *_rest: Any) -> tuple[Tensor, ...]:
+    return fake_gate("expert_choice_gate", logits, logits.shape[-1])
 
 
 register_derivatives(

@@ -440,10 +440,8 @@ def _like(grad: Tensor, bias: Tensor) -> Tensor:
 
 @torch.library.register_fake("moe_ext::attention_block")
 def _(q: Tensor, k: Tensor, v: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
-    dtype = acc_dtype(q.dtype)
-    return q.new_empty((*q.shape[:3], v.shape[3]), dtype=dtype), q.new_empty(
-        q.shape[:3], dtype=dtype
-    )
+    lse = q.new_empty(q.shape[:3], dtype=acc_dtype(q.dtype))
+    return lse.new_empty((*q.shape[:3], v.shape[3])), lse
 
 
 register_fake_like("moe_ext::attention_block_")

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -23,6 +24,22 @@ def register_fake_like(name: str, *places: int) -> None:
         return found if len(found) > 1 else found[0] if found else None
 
     torch.library.register_fake(name, fake)
+
+
+def fake_gate(operator: str, logits: Tensor, top_k: int) -> tuple[Tensor, ...]:
+    """Results that gates have in common: weights, experts, and counts and sums of each expert."""
+    torch._check(
+        logits.dim() == 2,
+        lambda: f"{operator}: expected logits to be a 2-D tensor [T, E], got {logits.dim()}-D",
+    )
+    num_tokens, num_experts = logits.shape
+    acc = acc_dtype(logits.dtype)
+    return (
+        logits.new_empty((num_tokens, top_k), dtype=acc),
+        logits.new_empty((num_tokens, top_k), dtype=torch.int64),
+        logits.new_empty((num_experts,), dtype=torch.int64),
+        logits.new_empty((num_experts,), dtype=acc),
+    )
 
 
 def keep_out_of_cuda_graphs(*names: str) -> None:

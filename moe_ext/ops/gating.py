@@ -3,13 +3,13 @@
 Shape suffixes: T tokens, E experts, K top-k.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_ext.ops.autograd import register_derivatives
-from moe_ext.ops.fakes import acc_dtype, register_fake_like
+from moe_ext.ops.fakes import acc_dtype, fake_gate, register_fake_like
 
 
 class GateOutput(NamedTuple):
@@ -127,30 +127,8 @@ def topk_gate(
 
 
 @torch.library.register_fake("moe_ext::topk_gate")
-def _(
-    logits: Tensor,
-    top_k: int,
-    score_fn: str = "softmax",
-    renormalize: bool = True,
-    scale: float = 1.0,
-    selection_bias: Tensor | None = None,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    token_mask: Tensor | None = None,
-    group_score: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    torch._check(
-        logits.dim() == 2,
-        lambda: f"topk_gate: expected logits to be a 2-D tensor [T, E], got {logits.dim()}-D",
-    )
-    num_tokens, num_experts = logits.shape
-    acc = acc_dtype(logits.dtype)
-    return (
-        logits.new_empty((num_tokens, top_k), dtype=acc),
-        logits.new_empty((num_tokens, top_k), dtype=torch.int64),
-        logits.new_empty((num_experts,), dtype=torch.int64),
-        logits.new_empty((num_experts,), dtype=acc),
-    )
+def _(logits: Tensor, top_k: int, *_rest: Any) -> tuple[Tensor, ...]:
+    return fake_gate("topk_gate", logits, top_k)
 
 
 _GATE_DERIVATIVES = {
@@ -204,23 +182,9 @@ def gate_weights(
 
 
 @torch.library.register_fake("moe_ext::gate_weights")
-def _(
-    logits: Tensor,
-    topk_idx: Tensor,
-    score_fn: str = "softmax",
-    renormalize: bool = True,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    torch._check(
-        logits.dim() == 2,
-        lambda: f"gate_weights: expected logits to be a 2-D tensor [T, E], got {logits.dim()}-D",
-    )
-    acc = acc_dtype(logits.dtype)
-    return (
-        logits.new_empty(topk_idx.shape, dtype=acc),
-        logits.new_empty((logits.shape[1],), dtype=torch.int64),
-        logits.new_empty((logits.shape[1],), dtype=acc),
-    )
+def _(logits: Tensor, topk_idx: Tensor, *_rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    weights, _, counts, score_sum = fake_gate("gate_weights", logits, topk_idx.shape[1])
+    return weights, counts, score_sum
 
 
 register_derivatives("gate_weights", _GATE_DERIVATIVES)

@@ -116,12 +116,7 @@ register_derivatives(
 
 @torch.library.register_fake("moe_ext::_grouped_mm_backward_weight")
 def _(
-    grad: Tensor,
-    x: Tensor,
-    expert_offsets: Tensor,
-    transposed: bool = False,
-    grad_owned: bool = False,
-    x_owned: bool = False,
+    grad: Tensor, x: Tensor, expert_offsets: Tensor, transposed: bool = False, *_rest: Any
 ) -> Tensor:
     if transposed:
         grad, x = x, grad

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.ops.autograd import once_differentiable, register_autograd, register_derivatives
-from moe_ext.ops.fakes import acc_dtype, register_fake_like
+from moe_ext.ops.fakes import acc_dtype, fake_gate, register_fake_like
 
 
 class GShardGateOutput(NamedTuple):
@@ -181,16 +181,9 @@ def gshard_gate(
 
 
 @torch.library.register_fake("moe_ext::gshard_gate")
-def _(logits: Tensor, *_rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    num_tokens, num_experts = logits.shape
-    acc = acc_dtype(logits.dtype)
-    return (
-        logits.new_empty((num_tokens, 2), dtype=acc),
-        logits.new_empty((num_tokens, 2), dtype=torch.int64),
-        logits.new_empty((num_experts,), dtype=torch.int64),
-        logits.new_empty((num_experts,), dtype=acc),
-        logits.new_empty((num_experts,), dtype=torch.int64),
-    )
+def _(logits: Tensor, *_rest: Any) -> tuple[Tensor, ...]:
+    found = fake_gate("gshard_gate", logits, 2)
+    return *found, logits.new_empty((logits.shape[1],), dtype=torch.int64)
 
 
 register_derivatives(
@@ -267,22 +260,9 @@ def noisy_topk_gate(
 
 
 @torch.library.register_fake("moe_ext::noisy_topk_gate")
-def _(
-    clean_logits: Tensor,
-    noise_logits: Tensor | None,
-    rng_state: Tensor | None,
-    top_k: int,
-    *_rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    num_tokens, num_experts = clean_logits.shape
-    acc = acc_dtype(clean_logits.dtype)
-    return (
-        clean_logits.new_empty((num_tokens, top_k), dtype=acc),
-        clean_logits.new_empty((num_tokens, top_k), dtype=torch.int64),
-        clean_logits.new_empty((num_experts,), dtype=torch.int64),
-        clean_logits.new_empty((num_experts,), dtype=acc),
-        clean_logits.new_empty((num_experts,), dtype=acc),
-    )
+def _(logits: Tensor, _noise: Any, _state: Any, top_k: int, *_rest: Any) -> tuple[Tensor, ...]:
+    found = fake_gate("noisy_topk_gate", logits, top_k)
+    return *found, logits.new_empty((logits.shape[1],), dtype=acc_dtype(logits.dtype))
 
 
 def _noisy_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -330,20 +310,12 @@ register_autograd("moe_ext::noisy_topk_gate", _noisy_backward, setup_context=_no
 
 
 @torch.library.register_fake("moe_ext::_noisy_topk_gate_backward")
-def _(
-    grad_weights: Tensor | None,
-    grad_importance: Tensor | None,
-    grad_load: Tensor | None,
-    clean_logits: Tensor,
-    noise_logits: Tensor | None,
-    *_rest: Any,
-) -> tuple[Tensor, Tensor]:
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    _, _, _, clean_logits, noise_logits, *_ = arguments
     num_tokens, num_experts = clean_logits.shape
     noisy_tokens = 0 if noise_logits is None else num_tokens
-    return (
-        clean_logits.new_empty((num_tokens, num_experts)),
-        clean_logits.new_empty((noisy_tokens, num_experts)),
-    )
+    grad_clean = clean_logits.new_empty((num_tokens, num_experts))
+    return grad_clean, clean_logits.new_empty((noisy_tokens, num_experts))
 
 
 def squared_variation(x_E: Tensor) -> Tensor:

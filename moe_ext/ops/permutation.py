@@ -151,13 +151,7 @@ def unpermute_tokens(
 
 
 @torch.library.register_fake("moe_ext::unpermute_tokens")
-def _(
-    rows: Tensor,
-    slot_of_row: Tensor,
-    row_of_slot: Tensor,
-    top_k: int,
-    topk_weights: Tensor | None = None,
-) -> Tensor:
+def _(rows: Tensor, slot_of_row: Tensor, row_of_slot: Tensor, top_k: int, *_rest: Any) -> Tensor:
     return rows.new_empty((row_of_slot.shape[0] // top_k, rows.shape[1]))
 
 
@@ -193,11 +187,8 @@ def _gather_backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor, None, None]:
     row_of_slot = slot_of_row.new_full((ctx.num_tokens * ctx.top_k + 1,), -1)
     # Rows without a slot (-1) write to the last place, which is cut off.
     row_of_slot[slot_of_row] = torch.arange(slot_of_row.shape[0], device=slot_of_row.device)
-    return (
-        torch.ops.moe_ext.unpermute_tokens(grad_rows, slot_of_row, row_of_slot[:-1], ctx.top_k),
-        None,
-        None,
-    )
+    tables = slot_of_row, row_of_slot[:-1]
+    return torch.ops.moe_ext.unpermute_tokens(grad_rows, *tables, ctx.top_k), None, None
 
 
 register_autograd("moe_ext::_gather_tokens", _gather_backward, setup_context=_gather_setup_context)

@@ -3,7 +3,7 @@
 Shape suffixes: N elements, B blocks of neighbouring elements; of rows: N rows, D columns, B bytes.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -131,22 +131,9 @@ def num_scales(numel: int, block: int | None) -> int:
 
 
 @torch.library.register_fake("moe_ext::quantize_blockwise")
-def _(
-    x: Tensor,
-    format: str,
-    block: int,
-    residual: Tensor | None = None,
-    rng_state: Tensor | None = None,
-    check_finite: bool = True,
-    *,
-    residual_in: Tensor | None = None,
-    element_offset: int = 0,
-) -> tuple[Tensor, Tensor]:
-    numel = x.numel()
-    return (
-        x.new_empty((code_bytes(numel, format),), dtype=torch.uint8),
-        x.new_empty((num_scales(numel, block),), dtype=torch.float32),
-    )
+def _(x: Tensor, format: str, block: int, *_rest: Any, **_options: Any) -> tuple[Tensor, Tensor]:
+    codes = x.new_empty((code_bytes(x.numel(), format),), dtype=torch.uint8)
+    return codes, x.new_empty((num_scales(x.numel(), block),), dtype=torch.float32)
 
 
 def dequantize_blockwise(

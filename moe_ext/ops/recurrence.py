@@ -5,6 +5,8 @@
 Shape suffixes: B batch, G groups, H heads, L positions, K dim of queries and keys, V dim of values.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -62,13 +64,7 @@ def gated_delta_rule(
 
 @torch.library.register_fake("moe_ext::gated_delta_rule")
 def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    state: Tensor,
-    documents: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: Tensor, *_rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     news = v.new_empty(0 if beta is None else v.shape)
     return v.new_empty(v.shape), state.new_empty(state.shape), news
@@ -84,8 +80,7 @@ def _(
     g: Tensor,
     beta: Tensor | None,
     state: Tensor,
-    documents: Tensor | None,
-    news: Tensor,
+    *_rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     of_q, of_k, of_v, of_g, of_state = (x.new_empty(x.shape) for x in (q, k, v, g, state))
     return of_q, of_k, of_v, of_g, g.new_empty(0 if beta is None else g.shape), of_state
@@ -156,8 +151,7 @@ def _(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    documents: Tensor | None,
-    states: Tensor,
+    *_rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     of_A, of_B, of_C, of_state = (t.new_empty(t.shape) for t in (A, B, C, grad_last))
     return torch.empty_like(x), torch.empty_like(dt), of_A, of_B, of_C, of_state
@@ -207,26 +201,13 @@ def causal_conv1d(
 
 
 @torch.library.register_fake("moe_ext::causal_conv1d")
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    halo: Tensor,
-    documents: Tensor | None,
-    silu: bool,
-) -> Tensor:
+def _(x: Tensor, *_rest: Any) -> Tensor:
     return torch.empty_like(x)
 
 
 @torch.library.register_fake("moe_ext::_causal_conv1d_backward")
 def _(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    halo: Tensor,
-    documents: Tensor | None,
-    silu: bool,
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, halo: Tensor, *_rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     of_bias = x.new_empty(0 if bias is None else bias.shape)
     of_weight, of_halo = weight.new_empty(weight.shape), halo.new_empty(halo.shape)

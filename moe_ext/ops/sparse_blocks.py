@@ -124,7 +124,4 @@ def sum_rows(rows_ND: Tensor, row_idx_N: Tensor, num_rows: int) -> tuple[Tensor,
 @torch.library.register_fake("moe_ext::sum_rows")
 def _(rows: Tensor, row_idx: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     num_unique = torch.library.get_ctx().new_dynamic_size()
-    return (
-        rows.new_empty((num_unique, rows.shape[1])),
-        row_idx.new_empty((num_unique,)),
-    )
+    return rows.new_empty((num_unique, rows.shape[1])), row_idx.new_empty((num_unique,))

@@ -122,15 +122,8 @@ def _aligned(num_bytes: int) -> int:
 
 
 @torch.library.register_fake("moe_ext::_encode_payload")
-def _(
-    indices: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    numel: int,
-    count: int,
-    index_codec: str,
-    *_rest: Any,
-) -> Tensor:
+def _(indices: Any, codes: Tensor, scales: Tensor, *sizes: Any) -> Tensor:
+    numel, count, index_codec, *_ = sizes
     if index_codec == "delta":
         return codes.new_empty((torch.library.get_ctx().new_dynamic_size(),))
     size = 64 + _aligned(_index_bytes(index_codec, count, numel))
