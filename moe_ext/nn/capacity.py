@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moe_ext import ops
-from moe_ext._checks import check_choice, check_numbers, check_sizes
+from moe_ext._checks import check_choice, check_numbers, check_rule, check_sizes
 from moe_ext.dispatch import Choice
 from moe_ext.nn.combinations import SETS_ROWS, refusal
 from moe_ext.nn.routers import Router, RouterOutput
@@ -68,12 +68,10 @@ class Capacity:
         check_numbers("Capacity", Capacity.__annotations__, vars(self))
         for name in ("factor", "eval_factor"):
             value = getattr(self, name)
-            if not (name == "eval_factor" and value is None) and not 0 < value < math.inf:
-                raise ValueError(f"Capacity: expected {name} to be positive, got {value}")
-        if self.groups > _MOST_GROUPS:
-            raise ValueError(
-                f"Capacity: expected groups to be at most {_MOST_GROUPS}, got {self.groups}"
-            )
+            if not (name == "eval_factor" and value is None):
+                check_rule("Capacity", name, value, "positive", 0 < value < math.inf)
+        fits, rule = self.groups <= _MOST_GROUPS, f"at most {_MOST_GROUPS}"
+        check_rule("Capacity", "groups", self.groups, rule, fits)
         check_sizes("Capacity", minimum=self.minimum, groups=self.groups)
         for name, known in (("drop", DROP_POLICIES), ("overflow", OVERFLOWS)):
             check_choice("Capacity", name, getattr(self, name), known)

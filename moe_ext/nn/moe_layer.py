@@ -16,11 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_ext._checks import (
-    check_kind,
-    check_numbers,
-    check_sizes,
-)
+from moe_ext._checks import check_kind, check_numbers, check_sizes
 from moe_ext._compile import outside_graphs
 from moe_ext.attention.masks import Offsets
 from moe_ext.comm.agreement import Agreement

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_ext._checks import check_numbers, check_sizes
+from moe_ext._checks import check_numbers, check_rule, check_sizes
 from moe_ext.attention.masks import Offsets
 from moe_ext.nn.expert_activation import Activation
 from moe_ext.nn.feed_forward import FeedForward, without_bad_padding
@@ -133,8 +133,6 @@ def pyramid(
     Reference: Rajbhandari et al., DeepSpeed-MoE, 2022 (arXiv 2201.05596), section 4.1.
     """
     check_sizes("pyramid", num_layers=num_layers, num_experts=num_experts, factor=factor)
-    if not 0 <= wide_layers <= num_layers:
-        raise ValueError(
-            f"pyramid: expected wide_layers to be in 0..num_layers={num_layers}, got {wide_layers}"
-        )
+    rule, fits = f"in 0..num_layers={num_layers}", 0 <= wide_layers <= num_layers
+    check_rule("pyramid", "wide_layers", wide_layers, rule, fits)
     return [num_experts] * (num_layers - wide_layers) + [num_experts * factor] * wide_layers

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_ext._checks import check_choice, check_sizes
+from moe_ext._checks import check_choice, check_rule, check_sizes
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.nn.balance.losses import Balance
 from moe_ext.nn.expert_activation import GATED_KIND_OF, plain_kind, run_activation
@@ -424,10 +424,8 @@ def _check_options(num_experts: int, top_k: int, method: str, granularity: int |
     """G."""
     check_choice("upcycle", "method", method, METHODS)
     if method == "copy":
-        if granularity not in (None, 1):
-            raise ValueError(
-                f"upcycle: expected granularity to be left out for method='copy', got {granularity}"
-            )
+        rule, fits = "left out for method='copy'", granularity in (None, 1)
+        check_rule("upcycle", "granularity", granularity, rule, fits)
         return 1
     if granularity is None or granularity < 1:
         raise ValueError(
@@ -435,11 +433,8 @@ def _check_options(num_experts: int, top_k: int, method: str, granularity: int |
             f"{granularity}"
         )
     for name, value in (("num_experts", num_experts), ("top_k", top_k)):
-        if value % granularity != 0:
-            raise ValueError(
-                f"upcycle: expected {name} to be a multiple of granularity={granularity}, got "
-                f"{value}"
-            )
+        rule = f"a multiple of granularity={granularity}"
+        check_rule("upcycle", name, value, rule, value % granularity == 0)
     return granularity
 
 

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext import _runtime_library, ops
-from moe_ext._checks import check_choice, check_kind, check_real
+from moe_ext._checks import check_choice, check_kind, check_real, check_rule
 from moe_ext._compile import outside_graphs
 from moe_ext.attention.masks import Offsets, check_cu_seqlens, check_end, rows_of_offsets
 from moe_ext.attention.sharding import document_ids as ids_of_documents
 from moe_ext.comm import collectives
 from moe_ext.comm.agreement import Agreement
-from moe_ext.comm.groups import group_size
+from moe_ext.comm.groups import check_group, group_size
 from moe_ext.nn.balance.counts import StepCounts
 from moe_ext.nn.routers import BalanceTerms, RouterOutput
 from moe_ext.ops.autograd import is_transformed, transforms
@@ -79,17 +79,10 @@ class Balance:
             if name == "coef" and value is None:
                 continue
             check_real("Balance", name, value)
-            if not 0 <= value < math.inf:
-                raise ValueError(f"Balance: expected {name} to be at least 0, got {value}")
-        if self.group is not None and not isinstance(self.group, ProcessGroup):
-            raise TypeError(
-                "Balance: expected group to be None or a ProcessGroup that this rank belongs to, "
-                f"got {self.group!r}"
-            )
-        if self.group is not None and self.scope == "micro_batch":
-            raise ValueError(
-                f"Balance: expected group to be None for scope={self.scope!r}, got {self.group}"
-            )
+            check_rule("Balance", name, value, "at least 0", 0 <= value < math.inf)
+        check_group(self.group, "Balance", name="group")
+        fits = self.group is None or self.scope != "micro_batch"
+        check_rule("Balance", "group", self.group, f"None for scope={self.scope!r}", fits)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Balance:
         return self

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
-from moe_ext._checks import check_choice, check_numbers, check_sizes
+from moe_ext._checks import check_choice, check_numbers, check_rule, check_sizes
 from moe_ext.comm.agreement import share
 from moe_ext.comm.groups import GroupHandle, group_rank, group_size, small_message_device
 from moe_ext.comm.link import Link, link_of, max_over_ranks, quickest, seconds_of
@@ -69,13 +69,9 @@ class Rebalance:
         check_choice("Rebalance", "mode", self.mode, MODES)
         check_numbers("Rebalance", Rebalance.__annotations__, vars(self))
         for name in ("break_even", "hysteresis"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"Rebalance: expected {name} to be at least 0, got {getattr(self, name)}"
-                )
+            value = getattr(self, name)
+            check_rule("Rebalance", name, value, "at least 0", 0 <= value < math.inf)
         check_sizes("Rebalance", every=self.every)
-        if self.flops is not None and math.isnan(self.flops):
-            raise ValueError(f"Rebalance: expected flops to be a number, got {self.flops}")
         if self.flops_alone is not None and not self.flops_alone >= (self.flops or math.inf):
             raise ValueError(
                 "Rebalance: expected flops_alone to be at least flops, which must be given with "

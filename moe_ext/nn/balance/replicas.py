@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_ext._checks import check_rule
+
 
 def rebalance_experts(
     weight: Tensor, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int
@@ -49,15 +51,10 @@ def rebalance_experts(
         ("num_gpus", num_gpus, num_nodes),
         ("num_replicas", num_replicas, num_gpus),
     ):
-        if divisor < 1 or value % divisor:
-            raise ValueError(
-                f"rebalance_experts: expected {name} to be a multiple of {divisor}, got {value}"
-            )
-    if num_replicas < num_experts:
-        raise ValueError(
-            f"rebalance_experts: expected num_replicas to be at least {num_experts}, got "
-            f"{num_replicas}"
-        )
+        fits = divisor > 0 and value % divisor == 0
+        check_rule("rebalance_experts", name, value, f"a multiple of {divisor}", fits)
+    fits, rule = num_replicas >= num_experts, f"at least {num_experts}"
+    check_rule("rebalance_experts", "num_replicas", num_replicas, rule, fits)
     # Whatever torch's default device: all of it is on the host.
     with torch.device("cpu"):
         return _placed(load_LE, num_replicas, num_groups, num_nodes, num_gpus)

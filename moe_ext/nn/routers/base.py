@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext._checks import check_integer, check_sizes
+from moe_ext._checks import check_integer, check_rule, check_sizes
 from moe_ext.nn.feed_forward import without_bad_padding
 from moe_ext.nn.torch_state import moved, without_autocast
 
@@ -118,10 +118,8 @@ class Router(nn.Module):
         name = type(self).__name__
         check_sizes(name, model_dim=model_dim, num_experts=num_experts)
         check_integer(name, "top_k", top_k)
-        if not 1 <= top_k <= num_experts:
-            raise ValueError(
-                f"{name}: expected top_k to be in 1..num_experts={num_experts}, got {top_k}"
-            )
+        rule, fits = f"in 1..num_experts={num_experts}", 1 <= top_k <= num_experts
+        check_rule(name, "top_k", top_k, rule, fits)
         self.model_dim = model_dim
         self.num_experts = num_experts
         self.top_k = top_k
@@ -169,10 +167,7 @@ class Router(nn.Module):
 
     def add_rng_state(self, seed: int, *, device: torch.device | str | None = None) -> None:
         """Give the router its random state: `(seed, 0, 0, 0)`, kept in the state dict."""
-        if not 0 <= seed < 2**63:
-            raise ValueError(
-                f"{type(self).__name__}: expected seed to be in 0..2**63-1, got {seed}"
-            )
+        check_rule(type(self).__name__, "seed", seed, "in 0..2**63-1", 0 <= seed < 2**63)
         self.rng_state = torch.zeros(4, dtype=torch.int64, device=device)
         self._rng_seed = seed
         self.reset_rng_state()
@@ -275,8 +270,7 @@ class ScoreRouter(Router):
         scale: float = 1.0,
     ) -> None:
         super().__init__(model_dim, num_experts, top_k)
-        if not math.isfinite(scale):
-            raise ValueError(f"{type(self).__name__}: expected scale to be finite, got {scale}")
+        check_rule(type(self).__name__, "scale", scale, "finite", math.isfinite(scale))
         self.score_fn = score_fn
         self.renormalize = renormalize
         self.scale = scale
@@ -409,8 +403,7 @@ def set_routing_step(model: nn.Module, step: int, *, first_token: int = 0) -> No
         ValueError: a negative number.
     """
     for name, value in (("step", step), ("first_token", first_token)):
-        if value < 0:
-            raise ValueError(f"set_routing_step: expected {name} to be at least 0, got {value}")
+        check_rule("set_routing_step", name, value, "at least 0", value >= 0)
     for module in model.modules():
         if isinstance(module, Router) and module.rng_state is not None:
             module.rng_state[2] = step

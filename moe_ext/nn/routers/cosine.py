@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext._checks import check_numbers, check_sizes
+from moe_ext._checks import check_numbers, check_rule, check_sizes
 from moe_ext.nn.routers.base import ScoreRouter, Tokens, renormalizes
 
 
@@ -65,15 +65,11 @@ class CosineRouter(ScoreRouter):
         renormalize = renormalizes("CosineRouter", renormalize, top_k)
         super().__init__(model_dim, num_experts, top_k, renormalize=renormalize, scale=scale)
         check_sizes("CosineRouter", proj_dim=proj_dim)
-        if not 0 < min_temperature < math.inf:
-            raise ValueError(
-                f"CosineRouter: expected min_temperature to be positive, got {min_temperature}"
-            )
-        if not min_temperature <= init_temperature < math.inf:
-            raise ValueError(
-                "CosineRouter: expected init_temperature to be at least "
-                f"min_temperature={min_temperature}, got {init_temperature}"
-            )
+        fits = 0 < min_temperature < math.inf
+        check_rule("CosineRouter", "min_temperature", min_temperature, "positive", fits)
+        rule = f"at least min_temperature={min_temperature}"
+        fits = min_temperature <= init_temperature < math.inf
+        check_rule("CosineRouter", "init_temperature", init_temperature, rule, fits)
         self.proj_dim = proj_dim
         self.init_temperature = init_temperature
         self.min_temperature = min_temperature

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_ext import ops
-from moe_ext._checks import check_numbers
+from moe_ext._checks import check_numbers, check_rule
 from moe_ext.nn.routers.base import LinearRouter, RouterOutput, Tokens
 
 
@@ -55,11 +55,8 @@ class ExpertChoiceRouter(LinearRouter):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_numbers("ExpertChoiceRouter", ExpertChoiceRouter.__init__.__annotations__, locals())
-        if not 0 < capacity_factor < math.inf:
-            raise ValueError(
-                "ExpertChoiceRouter: expected capacity_factor to be positive, got "
-                f"{capacity_factor}"
-            )
+        fits = 0 < capacity_factor < math.inf
+        check_rule("ExpertChoiceRouter", "capacity_factor", capacity_factor, "positive", fits)
         super().__init__(model_dim, num_experts, num_experts, device=device, dtype=dtype)
         self.capacity_factor = capacity_factor
         self.reset_parameters()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext._checks import check_choice, check_numbers
+from moe_ext._checks import check_choice, check_numbers, check_rule
 from moe_ext.nn.routers.base import RouterOutput, ScoreRouter, Tokens, renormalizes
 from moe_ext.nn.routers.topk import SCORE_FNS
 
@@ -103,10 +103,9 @@ class HashRouter(ScoreRouter):
             raise ValueError(
                 "HashRouter: expected vocab_size to be given with method 'balanced', got None"
             )
-        if vocab_size is not None and vocab_size < 1:
-            raise ValueError(f"HashRouter: expected vocab_size to be at least 1, got {vocab_size}")
-        if not 0 <= seed < 2**63:
-            raise ValueError(f"HashRouter: expected seed to be in 0..2**63-1, got {seed}")
+        fits = vocab_size is None or vocab_size >= 1
+        check_rule("HashRouter", "vocab_size", vocab_size, "at least 1", fits)
+        check_rule("HashRouter", "seed", seed, "in 0..2**63-1", 0 <= seed < 2**63)
         if token_counts is not None and (
             method != "balanced" or token_counts.shape != (vocab_size,)
         ):

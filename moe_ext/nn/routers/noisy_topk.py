@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext._checks import check_numbers
+from moe_ext._checks import check_numbers, check_rule
 from moe_ext.nn.routers.base import (
     DrawnNoise,
     LinearRouter,
@@ -75,10 +75,8 @@ class NoisyTopKRouter(LinearRouter):
             ("noise_epsilon", noise_epsilon),
         )
         for name, value in options:
-            if not 0 <= value < math.inf:
-                raise ValueError(
-                    f"NoisyTopKRouter: expected {name} to be finite and at least 0, got {value}"
-                )
+            fits = 0 <= value < math.inf
+            check_rule("NoisyTopKRouter", name, value, "finite and at least 0", fits)
         super().__init__(
             model_dim, num_experts, top_k, scale=scale, seed=seed, device=device, dtype=dtype
         )

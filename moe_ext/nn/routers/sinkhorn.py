@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_ext import ops
-from moe_ext._checks import check_numbers, check_sizes
+from moe_ext._checks import check_numbers, check_rule, check_sizes
 from moe_ext.nn.routers.base import LinearRouter, RouterOutput, Tokens
 
 
@@ -57,10 +57,8 @@ class SinkhornRouter(LinearRouter):
     ) -> None:
         check_numbers("SinkhornRouter", SinkhornRouter.__init__.__annotations__, locals())
         check_sizes("SinkhornRouter", num_iters=num_iters)
-        if not 0 <= tolerance < math.inf:
-            raise ValueError(
-                f"SinkhornRouter: expected tolerance to be finite and at least 0, got {tolerance}"
-            )
+        fits = 0 <= tolerance < math.inf
+        check_rule("SinkhornRouter", "tolerance", tolerance, "finite and at least 0", fits)
         super().__init__(
             model_dim,
             num_experts,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ext import ops
-from moe_ext._checks import check_numbers
+from moe_ext._checks import check_numbers, check_rule
 from moe_ext.nn.routers.base import LinearRouter, Tokens
 
 
@@ -52,8 +52,7 @@ class SwitchRouter(LinearRouter):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_numbers("SwitchRouter", SwitchRouter.__init__.__annotations__, locals())
-        if not 0 <= jitter_eps < 1:
-            raise ValueError(f"SwitchRouter: expected jitter_eps to be in [0, 1), got {jitter_eps}")
+        check_rule("SwitchRouter", "jitter_eps", jitter_eps, "in [0, 1)", 0 <= jitter_eps < 1)
         super().__init__(
             model_dim,
             num_experts,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_ext._checks import check_choice, check_numbers
+from moe_ext._checks import check_choice, check_numbers, check_rule
 from moe_ext.nn.routers.base import (
     LinearRouter,
     RouterOutput,
@@ -101,17 +101,13 @@ class TopKRouter(LinearRouter):
                 f"TopKRouter: expected num_groups to divide num_experts={num_experts}, "
                 f"got {num_groups}"
             )
-        if not 1 <= top_groups <= num_groups or top_groups * (num_experts // num_groups) < top_k:
-            raise ValueError(
-                f"TopKRouter: expected top_groups to be in 1..num_groups={num_groups} and to leave "
-                f"at least top_k={top_k} experts, got {top_groups}"
-            )
+        enough = top_groups * (num_experts // num_groups) >= top_k
+        rule = f"in 1..num_groups={num_groups} and to leave at least top_k={top_k} experts"
+        fits = 1 <= top_groups <= num_groups and enough
+        check_rule("TopKRouter", "top_groups", top_groups, rule, fits)
         check_choice("TopKRouter", "group_score", group_score, _GROUP_SCORES)
-        if group_score == "topk" and top_k < top_groups:
-            raise ValueError(
-                f"TopKRouter: expected top_k to be at least top_groups={top_groups} with "
-                f"group_score='topk', got {top_k}"
-            )
+        rule = f"at least top_groups={top_groups} with group_score='topk'"
+        check_rule("TopKRouter", "top_k", top_k, rule, group_score != "topk" or top_k >= top_groups)
         check_choice("TopKRouter", "bias_update", bias_update, BIAS_UPDATES)
         if bias_update == "quantile" and not (
             selection_bias
