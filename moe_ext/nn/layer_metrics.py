@@ -29,32 +29,16 @@ def _load(metrics: Mapping[str, Tensor]) -> Tensor:
     return counts_E / counts_E.sum().clamp(min=1)
 
 
-def _entropy(metrics: Mapping[str, Tensor]) -> Tensor:
-    load_E = metrics["load"]
-    return -torch.special.xlogy(load_E, load_E).sum()
-
-
-def _coefficient_of_variation(metrics: Mapping[str, Tensor]) -> Tensor:
-    load_E = metrics["load"]
-    # The mean load is 1 / E, or 0 without a token: then there is no spread either.
-    return load_E.std(correction=0) * load_E.shape[0]
-
-
-def _max_over_mean(metrics: Mapping[str, Tensor]) -> Tensor:
-    load_E = metrics["load"]
-    return load_E.max() * load_E.shape[0]
-
-
-def _dropped_fraction(metrics: Mapping[str, Tensor]) -> Tensor:
-    return metrics["num_dropped"].float() / metrics["num_tokens_per_expert"].sum().clamp(min=1)
-
-
+# Metrics that follow from others, by name.
 _DERIVED: dict[str, Callable[[Mapping[str, Tensor]], Tensor]] = {
     "load": _load,
-    "load_entropy": _entropy,
-    "load_cv": _coefficient_of_variation,
-    "max_over_mean": _max_over_mean,
-    "dropped_fraction": _dropped_fraction,
+    "load_entropy": lambda metrics: -torch.special.xlogy(metrics["load"], metrics["load"]).sum(),
+    # The mean load is 1 / E, or 0 without a token: then there is no spread either.
+    "load_cv": lambda metrics: metrics["load"].std(correction=0) * metrics["load"].shape[0],
+    "max_over_mean": lambda metrics: metrics["load"].max() * metrics["load"].shape[0],
+    "dropped_fraction": lambda metrics: (
+        metrics["num_dropped"].float() / metrics["num_tokens_per_expert"].sum().clamp(min=1)
+    ),
 }
 
 
