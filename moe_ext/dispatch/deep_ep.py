@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_ext.dispatch.gpu_libraries import Library, LibraryDispatcher, Transport
+from moe_ext.dispatch.gpu_libraries import Library, LibraryDispatcher
 
 LIBRARY = Library(
     "deep_ep",
@@ -123,6 +123,4 @@ class DeepEpDispatcher(LibraryDispatcher):
     """
 
     library = LIBRARY
-
-    def _make_transport(self, num_experts: int, group: ProcessGroup) -> Transport:
-        return _DeepEp(num_experts, group)
+    transport = _DeepEp

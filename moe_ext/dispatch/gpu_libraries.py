@@ -360,6 +360,8 @@ class LibraryDispatcher(DedupDispatcher):
 
     serves = frozenset({"an ep_group of several ranks", "row_budget", "combine='reduced'"})
     library: Library
+    # A `Transport`, made of num_experts and the group.
+    transport: type[Any]
 
     def __init__(
         self,
@@ -375,10 +377,6 @@ class LibraryDispatcher(DedupDispatcher):
             num_experts, group, combine=combine, drop_policy=drop_policy, average=average
         )
 
-    def _make_transport(self, num_experts: int, group: ProcessGroup) -> Transport:
-        raise NotImplementedError(f"{type(self).__name__} has no _make_transport")
-
     def _make_hops(self, num_experts: int, group: ProcessGroup) -> tuple[Hop, ...]:
-        transport = self._make_transport(num_experts, group)
-        options = (self.combine_by, self.average, transport)
+        options = (self.combine_by, self.average, self.transport(num_experts, group))
         return (LibraryHop(self.operation, num_experts, group, *options),)

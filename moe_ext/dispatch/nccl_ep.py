@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_ext.dispatch.gpu_libraries import Library, LibraryDispatcher, Transport, stream_of
+from moe_ext.dispatch.gpu_libraries import Library, LibraryDispatcher, stream_of
 
 LIBRARY = Library(
     "nccl.ep",
@@ -187,6 +187,4 @@ class NcclEpDispatcher(LibraryDispatcher):
     """
 
     library = LIBRARY
-
-    def _make_transport(self, num_experts: int, group: ProcessGroup) -> Transport:
-        return _NcclEp(num_experts, group)
+    transport = _NcclEp
