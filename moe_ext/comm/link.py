@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_ext._checks import check_numbers_of_fields
+from moe_ext._checks import check_numbers_of_fields, check_rule
 from moe_ext.comm import collectives
 from moe_ext.comm.failures import naming_failed_ranks
 from moe_ext.comm.groups import check_group, group_size
@@ -43,12 +43,9 @@ class Link:
         """Refuse what no link has."""
         check_numbers_of_fields(self)
         for name in ("exchange_bandwidth", "reduce_bandwidth"):
-            if not getattr(self, name) > 0:
-                raise ValueError(
-                    f"Link: expected {name} to be above 0 bytes a second, got {getattr(self, name)}"
-                )
-        if not self.latency >= 0:
-            raise ValueError(f"Link: expected latency to be at least 0 s, got {self.latency}")
+            value = getattr(self, name)
+            check_rule("Link", name, value, "above 0 bytes a second", value > 0)
+        check_rule("Link", "latency", self.latency, "at least 0 s", self.latency >= 0)
 
     @classmethod
     def of_rate(cls, bits_per_second: float, *, latency: float = 50e-6) -> Link:

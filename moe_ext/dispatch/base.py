@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_ext import ops
-from moe_ext._checks import check_choice, check_sizes
+from moe_ext._checks import check_choice, check_rule, check_sizes
 from moe_ext.comm import at_exit
 from moe_ext.comm.agreement import Agreement, check_equal_over_ranks, share
 from moe_ext.comm.failures import is_told
@@ -152,11 +152,8 @@ class TokenDispatcher:
             at_exit.wait_at_exit()  # which tells of an error that ends it before the first message
         if shares_communicator(group):
             _warn_of_shared_communicator()
-        if num_experts % self.num_ranks != 0:
-            raise ValueError(
-                f"{name}: expected num_experts to be a multiple of the group size "
-                f"{self.num_ranks}, got {num_experts}"
-            )
+        rule = f"a multiple of the group size {self.num_ranks}"
+        check_rule(name, "num_experts", num_experts, rule, num_experts % self.num_ranks == 0)
         self.num_experts = num_experts
         self.num_local_experts = self.num_counts = num_experts // self.num_ranks
         self.drop_policy = drop_policy

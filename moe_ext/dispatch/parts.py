@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_ext import ops
-from moe_ext._checks import check_choice, check_numbers
+from moe_ext._checks import check_choice, check_numbers, check_rule
 
 BUDGET_OVERFLOWS = ("rounds", "drop")
 
@@ -46,8 +46,7 @@ class RowBudget:
     def __post_init__(self) -> None:
         """Refuse what is not allowed."""
         check_numbers("RowBudget", RowBudget.__annotations__, vars(self))
-        if self.rows < 1:
-            raise ValueError(f"RowBudget: expected rows to be at least 1, got {self.rows}")
+        check_rule("RowBudget", "rows", self.rows, "at least 1", self.rows >= 1)
         check_choice("RowBudget", "overflow", self.overflow, BUDGET_OVERFLOWS)
 
 

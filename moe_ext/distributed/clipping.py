@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
+from moe_ext._checks import check_rule
 from moe_ext.comm import collectives
 from moe_ext.comm.agreement import check_equal_over_ranks
 from moe_ext.comm.groups import group_size, resolve_group
@@ -105,10 +106,8 @@ def clip_grad_norm_(
         gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     total = _power_of_norm(parameters, norm_type, mesh, options)
     # After the comparison: all ranks refuse the same value, and none waits for another.
-    if not max_norm > 0:
-        raise ValueError(f"clip_grad_norm_: expected max_norm to be positive, got {max_norm}")
-    if not norm_type > 0:
-        raise ValueError(f"clip_grad_norm_: expected norm_type to be positive, got {norm_type}")
+    check_rule("clip_grad_norm_", "max_norm", max_norm, "positive", max_norm > 0)
+    check_rule("clip_grad_norm_", "norm_type", norm_type, "positive", norm_type > 0)
     norm = total if norm_type == math.inf else total ** (1 / norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(

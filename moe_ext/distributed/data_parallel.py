@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from moe_ext._checks import check_kind
+from moe_ext._checks import check_kind, check_rule
 from moe_ext._compile import outside_graphs
 from moe_ext.comm import c10d, collectives
 from moe_ext.comm.agreement import Agreement
@@ -153,11 +153,9 @@ def data_parallel(model: nn.Module, **ddp_kwargs: Any) -> DistributedDataParalle
         raise ValueError(
             "data_parallel: expected torch.distributed to be initialised, got no process group"
         )
-    if ddp_kwargs.get("process_group") is not None:
-        raise ValueError(
-            "data_parallel: expected process_group to be None, since the dense part is averaged "
-            f"over all ranks, got {ddp_kwargs['process_group']}"
-        )
+    group = ddp_kwargs.get("process_group")
+    rule = "None, since the dense part is averaged over all ranks"
+    check_rule("data_parallel", "process_group", group, rule, group is None)
     return DistributedDataParallel(parallelize(model), **ddp_kwargs)
 
 

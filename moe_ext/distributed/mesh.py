@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_ext._checks import check_rule
 from moe_ext.comm import c10d
 from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import (
@@ -383,8 +384,7 @@ def _check_sizes(sizes: dict[str, int], order: str, ranks: int) -> bool:
         # A quotient of numbers of ranks is a float.
         if not isinstance(size, int):
             raise TypeError(f"MoEMesh: expected {name} to be an int, got {size!r}")
-        if size < 1:
-            raise ValueError(f"MoEMesh: expected {name} to be at least 1, got {size}")
+        check_rule("MoEMesh", name, size, "at least 1", size >= 1)
     dp, ep, cp, tp, pp, etp = sizes.values()
     if sorted(order.split("-")) != sorted(_ORDER.split("-")):
         raise ValueError(f"MoEMesh: expected order to name the axes of {_ORDER!r}, got {order!r}")
@@ -404,8 +404,6 @@ def _check_sizes(sizes: dict[str, int], order: str, ranks: int) -> bool:
             + ", ".join(f"{name}={size}" for name, size in named.items())
             + "; torch.distributed.init_process_group() has not run" * (not is_initialized())
         )
-    if beside and order != _ORDER and dp * ep != stage:
-        raise ValueError(
-            f"MoEMesh: expected order to be {_ORDER!r} with cp beside ep, got {order!r}"
-        )
+    fits = not beside or order == _ORDER or dp * ep == stage
+    check_rule("MoEMesh", "order", order, f"{_ORDER!r} with cp beside ep", fits)
     return beside

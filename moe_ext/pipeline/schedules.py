@@ -72,8 +72,8 @@ def make_table(
         ("num_slices", num_slices, "terapipe"),
         ("micro_batches_per_update", micro_batches_per_update, "pipedream-2bw"),
     ):
-        if value is not None and schedule != owner:
-            raise ValueError(f"make_table: expected {name} of {schedule} to be None, got {value}")
+        fits = value is None or schedule == owner
+        check_rule("make_table", f"{name} of {schedule}", value, "None", fits)
     if schedule == "chimera":
         return _chimera(num_ranks, num_micro_batches)
     if schedule == "terapipe":

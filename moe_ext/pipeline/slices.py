@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from moe_ext._checks import check_sizes
+from moe_ext._checks import check_rule, check_sizes
 
 
 def plan_slices(
@@ -33,10 +33,8 @@ def plan_slices(
         TeraPipe (arXiv:2102.07988), section 3.3.
     """
     check_sizes("plan_slices", length=length, num_ranks=num_ranks, multiple=multiple)
-    if length % multiple:
-        raise ValueError(
-            f"plan_slices: expected length to be a multiple of {multiple}, got {length}"
-        )
+    rule, fits = f"a multiple of {multiple}", length % multiple == 0
+    check_rule("plan_slices", "length", length, rule, fits)
     count = length // multiple
     # costs[end][start], in units of `multiple`.
     costs = [
