@@ -84,7 +84,6 @@ def start_all_reduce_(
         return Pending.done(made(x))
     with naming_failed_ranks(group, operation):
         work = dist.all_reduce(x, group=group, async_op=True)
-    assert work is not None
     return Pending(work.get_future(), lambda _: made(x), group, operation)
 
 

@@ -67,7 +67,6 @@ class _DeepEp:
     def send(self, handle: Any, rows_ND: Tensor) -> Tensor:
         """See `Transport`."""
         buffer, made = handle
-        rows_UD: Tensor
         rows_UD, *_ = buffer.dispatch(
             rows_ND, handle=made, num_experts=self._num_experts, num_sms=made.num_sms
         )

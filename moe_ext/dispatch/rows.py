@@ -207,14 +207,11 @@ def all_to_all_rows(
         RankFailureError: a rank died or did not answer; the message names it. Forward and backward.
     """
     rows = _RowsUnderway(group, send, receive, grad_scale, operation, formats, exchange, counted)
-    out_RD: Tensor
     if meanwhile is None:
-        out_RD = _Exchange.apply(x_ND, rows)
-    else:
-        empty = _Start.apply(x_ND, rows)
-        meanwhile()
-        out_RD = _Finish.apply(empty, rows, x_ND.shape[1:].numel())
-    return out_RD
+        return _Exchange.apply(x_ND, rows)
+    empty = _Start.apply(x_ND, rows)
+    meanwhile()
+    return _Finish.apply(empty, rows, x_ND.shape[1:].numel())
 
 
 def start_rows(

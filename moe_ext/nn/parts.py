@@ -138,8 +138,6 @@ def _run_parts(
         here[i] = results, metadata
 
     def bring_back(i: int, beside: Callable[[], None] | None) -> None:
-        results: Tensor
-        metadata: DispatchMetadata
         (results, metadata), here[i] = here[i], None
         # A class of the caller's own may know of nothing beside.
         options: dict[str, Any] = {} if beside is None else {"meanwhile": beside}

@@ -35,8 +35,7 @@ def delta_encode(x: Tensor, base: Tensor, *, xored: bool = False) -> Tensor:
 
     Reference: Yu et al., PULSE (arXiv 2602.03839), values in the place of differences.
     """
-    payload: Tensor = torch.ops.moe_ext.delta_encode(x, base, xored)
-    return payload.cpu()
+    return torch.ops.moe_ext.delta_encode(x, base, xored).cpu()
 
 
 def delta_apply_(target: Tensor, payload: Tensor, *, xored: bool = False) -> None:
@@ -108,8 +107,7 @@ def delta_pack(places_n: Tensor, values_n: Tensor, numel: int) -> Tensor:
     Raises:
         RuntimeError: the places do not ascend, or leave the tensor.
     """
-    payload: Tensor = torch.ops.moe_ext.delta_pack(places_n, values_n, numel)
-    return payload.cpu()
+    return torch.ops.moe_ext.delta_pack(places_n, values_n, numel).cpu()
 
 
 def delta_unpack(payload: Tensor, like: Tensor, numel: int) -> tuple[Tensor, Tensor]:

@@ -45,8 +45,8 @@ def choose_index_codec(num_values: int, numel: int) -> str:
     """
     if num_values == numel:
         return "dense"
-    u16_bytes = 2 * num_values + 4 * (-(-numel // _RUN))
-    return "bitmap" if (numel + 7) // 8 <= u16_bytes else "u16"
+    sizes = {codec: _index_bytes(codec, num_values, numel) for codec in ("bitmap", "u16")}
+    return "bitmap" if sizes["bitmap"] <= sizes["u16"] else "u16"
 
 
 def encode_gradient(

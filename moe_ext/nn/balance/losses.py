@@ -333,7 +333,6 @@ def _document_losses(
     counts_NE.index_add_(0, documents.document_T, chosen_TE)
     own, num_ranks = counts_NE.sum(), group_size(documents.group)
     if num_ranks > 1:
-        assert documents.group is not None
         counts_NE = collectives.all_reduce_(counts_NE, documents.group, operation="Balance")
     counts_NE = counts_NE.to(score_TE.dtype)
     choices_N = counts_NE.sum(dim=1)
@@ -395,12 +394,9 @@ def inject_losses(y: Tensor, terms: LossTerms, scale: float | Tensor) -> Tensor:
     coefs, losses = zip(*terms.values(), strict=True)
     by_torch = torch.compiler.is_compiling() or (is_transformed() and "vmap" in transforms())
     module = None if by_torch else _runtime_library.load()
-    injected: Tensor
     if module is None:
-        injected = _InjectLosses.apply(y, scale, coefs, *losses)
-    else:
-        injected = module.inject_losses(y, losses, coefs, scale)
-    return injected
+        return _InjectLosses.apply(y, scale, coefs, *losses)
+    return module.inject_losses(y, losses, coefs, scale)
 
 
 def inject_loss(y: Tensor, loss: Tensor, scale: float | Tensor = 1.0) -> Tensor:

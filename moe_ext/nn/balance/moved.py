@@ -236,9 +236,7 @@ class Rebalancer:
         came = to_PL[rank][to_PL[rank] >= 0]
         receive = torch.bincount(came // local, minlength=self.num_ranks).tolist()
         self.num_moved, self.moved_bytes = len(came), sum(send) * self.expert_bytes
-        group = self._group.group
-        assert group is not None
-        return ExpertMoves(group, to_PL[mine_PL] % local, send, receive)
+        return ExpertMoves(self._group.group, to_PL[mine_PL] % local, send, receive)
 
     def _pays(
         self, counts_PE: Tensor, rows_PS: Tensor, plan: ops.BalancePlan, x_TD: Tensor
@@ -275,7 +273,6 @@ class Rebalancer:
         All ranks use the same: given ones are those of the first rank.
         """
         group = self._group.group
-        assert group is not None
         link, flops, alone = self._given(group)
         if link is None:
             link = link_of(group, x_TD.device)
