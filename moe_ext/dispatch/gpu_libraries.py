@@ -204,10 +204,8 @@ class LibraryHop(Hop):
     ) -> list[Route]:
         """See `Hop`; the tokens travel with their choices."""
         _, (slots,), told = self.count(x_TD, idx, capacity, in_graph=in_graph)
-        (sent, slots_sent, _), (received, slots_received, tokens_of_ranks) = (
-            told.sent,
-            told.received,
-        )
+        sent, slots_sent, _ = told.sent
+        received, slots_received, tokens_of_ranks = told.received
         assert weights is not None
         (idx_NC,), (weights_NC,), most = idx, weights, max(tokens_of_ranks)
         if self._by_slot:

@@ -731,8 +731,7 @@ def is_expert_shard(parameter: Tensor) -> bool:
 
 def sharded_tensors(model: nn.Module) -> list[str]:
     """Names, all of each, of parameters and buffers that differ between the ranks of a group."""
-    found = [*sharded_parameters(model).values(), *sharded_buffers(model).values()]
-    shards = {id(tensor) for tensor, _ in found}
+    shards = {id(tensor) for tensor, _ in _shown_tensors(model).values()}
     named = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),

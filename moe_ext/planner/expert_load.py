@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ext._checks import check_rule
+
 # The workloads of NVIDIA/Megatron-LM pull request 7488.
 LOADS = (
     "W0_balanced",
@@ -89,11 +91,8 @@ def load_of(
     if isinstance(load, (str, Path)):
         name = next((n for n in LOADS if str(load) in (n, n.partition("_")[0])), None)
         if name is not None:
-            if 2 * top_k > num_experts:
-                raise ValueError(
-                    f"plan: expected top_k to be at most half of the {num_experts} experts with "
-                    f"load={name!r}, got {top_k}"
-                )
+            rule = f"at most half of the {num_experts} experts with load={name!r}"
+            check_rule("plan", "top_k", top_k, rule, 2 * top_k <= num_experts)
             return _expected(name, num_experts, top_k)
         if not Path(load).is_file():
             raise ValueError(

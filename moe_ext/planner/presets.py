@@ -221,11 +221,9 @@ class ModelSpec:
                 f"ModelSpec: expected num_kv_heads to divide num_heads={self.num_heads}, got "
                 f"{self.num_kv_heads}"
             )
-        if self.latent and (len(self.latent) != 5 or not all(self.latent[1:])):
-            raise ValueError(
-                "ModelSpec: expected latent to be five sizes, of which the first alone may be 0, "
-                f"got {self.latent}"
-            )
+        rule = "five sizes, of which the first alone may be 0"
+        fits = not self.latent or (len(self.latent) == 5 and all(self.latent[1:]))
+        check_rule("ModelSpec", "latent", self.latent, rule, fits)
         rule = f"above 0 with {self.num_window_layers} layers that have one"
         fits = self.window > 0 or not self.num_window_layers
         check_rule("ModelSpec", "window", self.window, rule, fits)
@@ -235,11 +233,9 @@ class ModelSpec:
                 f"got {self.num_experts} and {self.num_moe_layers}"
             )
         places = {i for i in self.moe_layers if 0 <= i < self.num_layers}
-        if self.moe_layers and not (len(places) == len(self.moe_layers) == self.num_moe_layers):
-            raise ValueError(
-                f"ModelSpec: expected moe_layers to be {self.num_moe_layers} of the "
-                f"{self.num_layers} layers, got {self.moe_layers}"
-            )
+        rule = f"{self.num_moe_layers} of the {self.num_layers} layers"
+        fits = not self.moe_layers or len(places) == len(self.moe_layers) == self.num_moe_layers
+        check_rule("ModelSpec", "moe_layers", self.moe_layers, rule, fits)
         self._check_mixers()
         rule = f"in [1, {self.num_experts}] with experts and 0 without"
         fits = min(1, self.num_experts) <= self.top_k <= self.num_experts
