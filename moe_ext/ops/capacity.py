@@ -124,13 +124,11 @@ def _service_order(
         # Groups of one size, and the rest.
         size = -(-num_tokens // num_groups)
         whole = num_tokens // size
-        even = [t if t is None else t[: whole * size] for t in (topk_idx_TK, keys_TK)]
-        rest = [t if t is None else t[whole * size :] for t in (topk_idx_TK, keys_TK)]
-        assert even[0] is not None
-        assert rest[0] is not None
-        first = _service_order(even[0], even[1], policy, whole)
-        last = _service_order(rest[0], rest[1], policy, 1)
-        return torch.cat([first, last + whole * size * top_k])
+        cut = whole * size
+        even, rest = (None, None) if keys_TK is None else (keys_TK[:cut], keys_TK[cut:])
+        first = _service_order(topk_idx_TK[:cut], even, policy, whole)
+        last = _service_order(topk_idx_TK[cut:], rest, policy, 1)
+        return torch.cat([first, last + cut * top_k])
     shape = (num_groups, num_tokens // num_groups, top_k)
     slots_GSK = torch.arange(num_tokens * top_k, device=topk_idx_TK.device).view(shape)
     if policy == "choice" or keys_TK is None:
