@@ -55,13 +55,12 @@ def compare(
     if group_size(group) == 1:
         return
     assert group is not None
-    unequal = send is not None and receive is not None
+    splits = [*send, *receive] if send is not None and receive is not None else []
     facts: dict[str, object] = {
         "the collective": kind,
-        "the shape of a row" if unequal else "the shape": tuple(x.shape[int(unequal) :]),
+        "the shape of a row" if splits else "the shape": tuple(x.shape[bool(splits) :]),
         "the dtype": str(x.dtype),
     }
-    splits = [*send, *receive] if send is not None and receive is not None else []
     ranks = group_ranks(group)
     try:
         rows = Agreement(operation, group, x.device).compare(facts, values=splits)

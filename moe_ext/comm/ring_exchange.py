@@ -160,12 +160,10 @@ class PythonRingExchange:
     def _check_free(
         self, sends: Sequence[tuple[Tensor, int]], buffer: Tensor | None, tag: int
     ) -> None:
-        hops = [(entry, entry()) for entry in self._underway]
-        self._underway = [entry for entry, hop in hops if hop is not None and hop.works]
+        hops = [hop for entry in self._underway if (hop := entry()) is not None and hop.works]
+        self._underway = [weakref.ref(hop) for hop in hops]
         value = f"one that a hop underway {{}} at tag {tag}"
-        for _, hop in hops:
-            if hop is None or not hop.works:
-                continue
+        for hop in hops:
             filled = any(hop.fills(message) for message, _ in sends)
             _require(not filled, "a message", "free", value.format("fills"))
             if buffer is not None:
