@@ -357,6 +357,8 @@ def refused():
     with_etp = functools.partial(make, "exact", md.MoEMesh(ep=size // 2, etp=2).ep_group)
     raised(ValueError, "expected etp of ep_group to be 1 with rebalance, got 2", with_etp)
     raised(ValueError, "Rebalance: expected mode to be one of", make, "even")
+    match = "Rebalance: expected flops to be above 0, got 0.0"
+    raised(ValueError, match, functools.partial(Rebalance, flops=0.0))
     match = "Rebalance: expected flops_alone to be at least flops"
     for flops in (None, 2.0):
         raised(ValueError, match, functools.partial(Rebalance, flops=flops, flops_alone=1.0))

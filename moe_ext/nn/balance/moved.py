@@ -71,6 +71,9 @@ class Rebalance:
         for name in ("break_even", "hysteresis"):
             value = getattr(self, name)
             check_rule("Rebalance", name, value, "at least 0", 0 <= value < math.inf)
+        for name in ("flops", "flops_alone"):
+            value = getattr(self, name)
+            check_rule("Rebalance", name, value, "above 0", value is None or value > 0)
         check_sizes("Rebalance", every=self.every)
         if self.flops_alone is not None and not self.flops_alone >= (self.flops or math.inf):
             raise ValueError(
