@@ -55,6 +55,10 @@ class _LinearTopKGate(nn.Module):
         self.wg = nn.Linear(model_dim, num_global_experts, bias=False, dtype=dtype)
         self.top_k = min(num_global_experts, k)
 
+    def reset_parameters(self) -> None:
+        """Draw the weight anew, as `nn.Linear` does."""
+        self.wg.reset_parameters()
+
     def forward(self, x_TD: Tensor) -> Tensor:
         """`[T, D] -> [T, E]`."""
         return float32_logits(x_TD, self.wg.weight)
@@ -68,9 +72,16 @@ class _CosineTopKGate(nn.Module):
     ) -> None:
         super().__init__()
         self.top_k = min(num_global_experts, k)
-        self.temperature = nn.Parameter(torch.log(torch.full([1], 1.0 / init_t)))
-        self.cosine_projector = nn.Linear(model_dim, proj_dim)
+        self.init_t = init_t
+        self.temperature = nn.Parameter(torch.empty(1))
+        self.cosine_projector = nn.utils.skip_init(nn.Linear, model_dim, proj_dim)
         self.sim_matrix = nn.Parameter(torch.empty(proj_dim, num_global_experts))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the projection as `nn.Linear` does, and embeddings of width 0.01."""
+        nn.init.constant_(self.temperature, math.log(1.0 / self.init_t))
+        self.cosine_projector.reset_parameters()
         nn.init.normal_(self.sim_matrix, 0, 0.01)
 
     def forward(self, x_TD: Tensor) -> Tensor:
@@ -260,6 +271,11 @@ class _Gates(Gate):
         self.is_gshard_loss = is_gshard_loss
         self._group = GroupHandle(group)
         self.call = _Call()
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters of every gate anew."""
+        for gate in self.children():
+            gate.reset_parameters()  # type: ignore[operator]
 
     @property
     def gates(self) -> tuple[dict[str, object], ...]:

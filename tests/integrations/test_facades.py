@@ -1,5 +1,6 @@
 """Classes of other libraries take their arguments, each served or refused by its name."""
 
+import copy
 import functools
 import importlib
 import inspect
@@ -163,6 +164,35 @@ def made_tutel(**options):
     return tutel.moe_layer(
         **{"gate_type": gate, "model_dim": DIM, "experts": experts, "seeds": (1, 2, 3), **options}
     )
+
+
+COSINE = {"type": "cosine_top", "k": 2, "proj_dim": 4}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        made_fairscale,
+        made_fastmoe,
+        made_fastmoe_mlp,
+        made_megablocks,
+        made_paddle,
+        made_tutel,
+        functools.partial(made_tutel, gate_type=COSINE),
+    ],
+)
+def test_routers_are_drawn_anew_as_they_were_drawn(make):
+    """Layers that were made on the meta device begin by this call."""
+    router = make().router
+    torch.manual_seed(1)
+    router.reset_parameters()
+    drawn = copy.deepcopy(router.state_dict())
+    for parameter in router.parameters():
+        nn.init.constant_(parameter, 7.0)
+    torch.manual_seed(1)
+    router.reset_parameters()
+    for name, value in router.state_dict().items():
+        assert torch.equal(value, drawn[name]) and not (value == 7.0).any(), name
 
 
 class Doubled(nn.Linear):
