@@ -241,11 +241,10 @@ class _WeightStream:
         with torch.cuda.stream(streams.side_stream(self._device, _WEIGHTS)):
             self._move(out)
 
-    def run(self, weights: Sequence[Any], groups: list[dict[str, Any]]) -> None:
-        """Queue the gradients of weights, by the result of `stage_backward_input`."""
-        from moe_ext.pipeline._torch import stage_backward_weight
-
+    def run(self, groups: list[dict[str, Any]]) -> None:
+        """Queue the gradients of weights, by the groups of `stage_backward_input`."""
         self.join()
+        weights = _weights(groups)
         nodes = [node for group in groups for node in group["intermediates"]]
         all_grads = [grad for group in groups for grads in group["grads"] for grad in grads]
         grads = [grad for grad in all_grads if grad is not None]
@@ -255,7 +254,7 @@ class _WeightStream:
             for weight in weights:
                 self._move(weight)
             for group in groups:
-                stage_backward_weight(iter(weights), [group], retain_graph=True)
+                _add_weight_gradients(group, retain_graph=True)
 
         if not grads:
             return
@@ -452,12 +451,6 @@ class StepRun:
             self.messages.check_output(action, out)
         return out, *kept
 
-    def _weights(self, action: Action) -> Iterator[Any]:
-        """Weights of the passes of an action's stage."""
-        if self.setup.update:
-            return iter(self.weights[action.stage, action.version].values())
-        return self.setup.stages[action.stage].parameters()
-
     def _make_version(self, action: Action) -> None:
         """Give the parameters the gradients of all versions, update them, and keep what is used."""
         assert self.setup.update is not None
@@ -496,20 +489,22 @@ class StepRun:
         del self.passes[_key(action)]
 
     def _input_gradient(self, action: Action) -> None:
-        if not self.passes[_key(action)].x.requires_grad:
+        if action.stage == 0:
             return  # W computes all
         from moe_ext.pipeline._torch import stage_backward_input
 
         state, (out,) = self._computed(action)
         grads, state.groups = self._output_grads(action, (out,)), []
         if out.requires_grad:
-            weights = self._weights(action)
+            # The loss may have weights, too.
+            weights = (leaf for leaf in _leaves(out) if leaf is not state.x)
             # It detaches what it is given, which cannot be a view.
-            _, state.groups = stage_backward_input([out.clone()], grads, [state.x], weights)
+            _, groups = stage_backward_input([out.clone()], grads, [state.x], weights)
             if state.x.grad is None:
                 # It finds weights on the way to the input alone: W computes all.
                 state.groups, self.given["B", _key(action)] = None, grads[0]
             else:
+                state.groups = _joined(groups)
                 if self.weight_stream is not None:
                     self.weight_stream.take(out)
                 state.outs = ()  # what W does not need is freed
@@ -520,13 +515,11 @@ class StepRun:
         if groups is None:
             self._backward(action)
             return
-        from moe_ext.pipeline._torch import stage_backward_weight
-
         if self.weight_stream is not None:
-            self.weight_stream.run(list(self._weights(action)), groups)
+            self.weight_stream.run(groups)
         else:
             for group in groups:
-                stage_backward_weight(self._weights(action), [group])
+                _add_weight_gradients(group)
                 pass_turn()
         del self.passes[_key(action)]
 
@@ -560,6 +553,60 @@ class StepRun:
             grad = torch.zeros_like(x) if x.grad is None else x.grad
             self.given["B", _key(action, -1)] = grad
             x.grad = None  # W still holds x
+
+
+def _leaves(out: Tensor) -> Iterator[Any]:
+    """All leaves that a tensor is computed of, and that need a gradient."""
+    nodes, seen = [out.grad_fn], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if not node.next_functions and hasattr(node, "variable"):
+            yield node.variable
+        nodes += [before for before, _ in node.next_functions]
+
+
+def _joined(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups of `stage_backward_input`, those with a weight in common as one.
+
+    The backward pass of each frees its part of the graph.
+    """
+    found: list[dict[str, Any]] = []
+    for group in groups:
+        apart, joined = list[dict[str, Any]](), [group]
+        for other in found:
+            is_apart = other["params"].isdisjoint(group["params"])
+            (apart if is_apart else joined).append(other)
+        grads = {
+            node: grad
+            for each in joined
+            for node, grad in zip(each["intermediates"], each["grads"], strict=True)
+        }
+        params = set().union(*(each["params"] for each in joined))
+        joined_group = {"intermediates": [*grads], "grads": [*grads.values()], "params": params}
+        found = [*apart, joined_group]
+    return found
+
+
+def _weights(groups: list[dict[str, Any]]) -> list[Any]:
+    """Weights of groups of `stage_backward_input`."""
+    return [node.variable for group in groups for node in group["params"]]
+
+
+def _add_weight_gradients(group: dict[str, Any], *, retain_graph: bool = False) -> None:
+    """Add the gradients of a group of `stage_backward_input` to its weights'."""
+    from moe_ext.pipeline._torch import stage_backward_weight
+
+    # Hooks of activations have seen these gradients in I, and shall not change them again.
+    pairs = zip(group["intermediates"], group["grads"], strict=True)
+    handles = [node.register_prehook(lambda _, grad=grad: grad) for node, grad in pairs]
+    try:
+        stage_backward_weight(iter(_weights([group])), [group], retain_graph)
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _kind(out: Any) -> str:

@@ -247,6 +247,65 @@ def test_ranks_have_what_one_process_has(name):
     over_2.assert_passed(P, name)
 
 
+class Autoencoder(nn.Module):
+    """One weight in two places, behind the bias that each of them has."""
+
+    def __init__(self):
+        super().__init__()
+        self.biases = nn.ParameterList([torch.randn(6), torch.randn(6)])
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x):
+        hidden = torch.tanh(nn.functional.linear(x, self.weight, self.biases[0]))
+        return nn.functional.linear(hidden, self.weight.t(), self.biases[1])
+
+
+class Halves(nn.Linear):
+    """A hook halves the gradient of what comes in the middle."""
+
+    def forward(self, x):
+        hidden = super().forward(x)
+        hidden.register_hook(lambda grad: grad / 2)
+        return torch.tanh(hidden)
+
+
+class WeightedLoss(nn.Linear):
+    def forward(self, x, target):
+        return nn.functional.mse_loss(super().forward(x), target)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    "make_stage, make_loss",
+    [
+        (Autoencoder, nn.MSELoss),
+        (lambda: Halves(6, 6), nn.MSELoss),
+        (lambda: nn.Linear(6, 6), lambda: WeightedLoss(6, 6)),
+    ],
+    ids=["shared", "hook", "loss"],
+)
+def test_weights_have_the_gradients_of_one_process(schedule, recompute, make_stage, make_loss):
+    torch.manual_seed(4)
+    stages = [nn.Linear(6, 6), make_stage()]
+    loss, inputs = make_loss(), nn.Linear(6, 6)
+    model = nn.ModuleList([inputs, *stages, loss]).double()
+    batches = torch.randn(3, 5, 6, dtype=torch.float64)
+
+    def gradients():
+        found = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        return found
+
+    for x in batches:
+        (loss(nn.Sequential(inputs, *stages)(x), x) / 3).backward()
+    want = gradients()
+    table = make_table(schedule, 1, 3)
+    pipeline = Pipeline(table, dict(enumerate(stages)), loss, recompute=recompute)
+    pipeline.step([inputs(x) for x in batches], list(batches))
+    torch.testing.assert_close(gradients(), want, **TIGHT)
+
+
 class Named(nn.Module):
     """The whole model with this rank's layers alone, under the names that they have in it."""
 
