@@ -149,21 +149,26 @@ class Pipeline:
             [sizes[updates[i]] if updates else micro for i in range(micro)],
             weight_stream,
         )
-        self._shared = self._shared_parameters(tied)
+        self._tied = tied
+        self._note_parameters()
         pairs = None
         if self._in_order:
             of_copies = (p for _, r, _ in self._shared for p in itertools.permutations(r, 2))
             pairs = {*messages_of_pairs(self.table), *of_copies}
         self._messages = StageMessages(self.table, group, self.rank, self._device, pairs)
-        if group is not None:
+
+    def _note_parameters(self) -> None:
+        """Note the parameters that are trained now: some may be frozen or replaced since."""
+        self._shared = self._shared_parameters()
+        if self._group is not None:
             trained = [p for stage in self.stages for p in _trained(self.stages[stage])]
             copies = [p for _, ranks, p in self._shared if self.rank != ranks[0]]
-            note_stage(trained, group, copies)
+            note_stage(trained, self._group, copies)
 
-    def _shared_parameters(self, tied: Tied) -> list[tuple[int, list[int], nn.Parameter]]:
+    def _shared_parameters(self) -> list[tuple[int, list[int], nn.Parameter]]:
         """Parameters of which other ranks have a copy: number, all of their ranks, this one's."""
         found, stages = [], self.table.num_stages
-        for number, names in enumerate(tied):
+        for number, names in enumerate(self._tied):
             ranks = sorted({self.table.rank_of[0, stage] for stage, _ in names})
             mine = [self.stages[s].get_parameter(n) for s, n in names if s in self.stages]
             if mine and len(ranks) > 1:
@@ -172,7 +177,7 @@ class Pipeline:
             ranks = sorted({rank for (_, s), rank in self.table.rank_of.items() if s == stage})
             for i, p in enumerate(_trained(self.stages[stage])):
                 if len(ranks) > 1:
-                    found.append((len(tied) + i * stages + stage, ranks, p))
+                    found.append((len(self._tied) + i * stages + stage, ranks, p))
         return sorted(found, key=lambda each: each[0])
 
     def _refuse(self, table: ActionTable, stages: Mapping[int, nn.Module], size: int) -> None:
@@ -256,6 +261,7 @@ class Pipeline:
                 if stage in self.stages:
                     rule, fits = f"{micro}, one for each micro-batch", len(given) == micro
                     check_rule("Pipeline.step", name, len(given), rule, fits)
+        self._note_parameters()
         before = [p.grad for _, _, p in self._shared]
         for _, _, p in self._shared:
             p.grad = None

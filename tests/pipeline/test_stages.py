@@ -1,5 +1,6 @@
 """What stages share: weights, norms, scales, losses of the whole batch, checkpoints."""
 
+import copy
 import functools
 import os
 import re
@@ -133,6 +134,31 @@ def frozen_weights_that_several_ranks_have_get_no_gradient(name):
     own = {id(p) for module in pipeline.stages.values() for p in module.parameters()}
     for p in found.parameters():
         assert (p.grad is not None) == (p.requires_grad and id(p) in own)
+
+
+@over_2(("interleaved",), ("chimera",))
+def weights_that_are_unfrozen_or_replaced_have_the_same_gradient_on_all_ranks(name):
+    found, want = Language(), one_process()
+    if name == "chimera":
+        halves = [nn.Sequential(*list(found)[:2]), nn.Sequential(*list(found)[2:])]
+        found = want = nn.ModuleList(halves)
+        found[1][1][1].weight = nn.Parameter(found[1][1][1].weight.detach().clone())
+    found.requires_grad_(False)
+    pipeline = pipeline_of(name, found)
+    found.requires_grad_(True)
+    own = nn.ModuleList(pipeline.stages.values())
+    # Other objects in the place of the parameters.
+    own.load_state_dict(copy.deepcopy(own.state_dict()), assign=True)
+    step(pipeline)
+    if name == "chimera":
+        for p in own.parameters():
+            both = [torch.empty_like(p) for _ in range(P)]
+            dist.all_gather(both, p.grad)
+            assert torch.equal(*both)
+    else:
+        assert_same(pipeline, want)
+    total = torch.stack([p.grad.norm() for p in want.parameters()]).norm()
+    torch.testing.assert_close(clip_grad_norm_(own, 1.0, mesh=mesh()), total, **TIGHT)
 
 
 @over_2()
