@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -85,7 +86,8 @@ class Pipeline:
 
     Raises:
         ValueError: on every rank: the tables differ, or are refused by `check_table`; the group has
-            another number of ranks; stages are not those of the table, or on several devices;
+            another number of ranks; stages are not those of the table, or on several devices; tied
+            weights, or those of a stage that lies on several ranks, differ in shape or dtype;
             `slice_lengths` or `update` are missing or not needed; there are updates in several
             chains, or I and W of slices. For stages on CUDA: the group has no NCCL or no Gloo, the
             table is a plan, or its messages have another order on the rank that receives them;
@@ -133,7 +135,14 @@ class Pipeline:
                 "slice_lengths": slice_lengths and list(slice_lengths),
                 "tied": [list(map(list, names)) for names in tied],
             }
-            agreement.compare(facts)
+            kinds = _kinds_of_weights(table, stages, tied)
+            rows = agreement.compare(facts, values=[*kinds.values()])
+            for name, of_ranks in zip(kinds, zip(*rows, strict=True), strict=True):
+                if len({*of_ranks} - {0}) > 1:
+                    raise ValueError(
+                        f"Pipeline: expected {name} to have the same shapes and dtypes on all of "
+                        "its ranks, got others"
+                    )
         is_whole = table.has_messages or table.num_ranks == 1 or self._plan is not None
         self.table = table if is_whole else add_messages(table)
         self.stages, self._group, self._failed = dict(stages), group, False
@@ -303,6 +312,22 @@ class Pipeline:
     def tied_bytes(self) -> int:
         """Bytes of gradients that this rank sends in a step, of weights that other ranks have."""
         return sum((len(ranks) - 1) * p.nbytes for _, ranks, p in self._shared)
+
+
+def _kinds_of_weights(
+    table: ActionTable, stages: Mapping[int, nn.Module], tied: Tied
+) -> dict[str, int]:
+    """Checksums of shapes and dtypes, of tied weights and of stages; 0 of those of other ranks."""
+    weights = {
+        f"tied {list(names)}": [stages[s].get_parameter(n) for s, n in names if s in stages][:1]
+        for names in tied
+    }
+    weights |= {
+        f"stage {s}, but for frozen weights,": _trained(stages[s]) if s in stages else []
+        for s in range(table.num_stages)
+    }
+    kinds = {name: [(tuple(p.shape), p.dtype) for p in own] for name, own in weights.items()}
+    return {name: zlib.crc32(repr(own).encode()) if own else 0 for name, own in kinds.items()}
 
 
 def _trained(stage: nn.Module) -> list[nn.Parameter]:

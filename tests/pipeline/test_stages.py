@@ -161,6 +161,18 @@ def weights_that_are_unfrozen_or_replaced_have_the_same_gradient_on_all_ranks(na
     torch.testing.assert_close(clip_grad_norm_(own, 1.0, mesh=mesh()), total, **TIGHT)
 
 
+@over_2(("1f1b", (7, 8), torch.float32), ("1f1b", (8, 8), torch.float64))
+@over_2(("chimera", (7, 8), torch.float32), ("chimera", (8, 8), torch.float64))
+def refuses_copies_of_another_shape_or_dtype(name, shape, dtype):
+    other = nn.Linear(*reversed(shape), dtype=dtype) if dist.get_rank() else nn.Linear(8, 8)
+    is_tied = name == "1f1b"
+    stages = {dist.get_rank(): other} if is_tied else {0: other, 1: nn.Linear(8, 8)}
+    tied = [[(0, "weight"), (1, "weight")]] if is_tied else ()
+    named = r"tied \[\(0, 'weight'\), \(1, 'weight'\)\]" if is_tied else "stage 0, but for frozen"
+    with pytest.raises(ValueError, match=f"Pipeline: expected {named}.* the same shapes and dty"):
+        Pipeline(make_table(name, 2, 2), stages, nn.MSELoss(), group=dist.group.WORLD, tied=tied)
+
+
 @over_2()
 def norm_of_both_chains():
     found, want = Language(), one_process()
