@@ -229,6 +229,8 @@ class Pipeline:
     ) -> list[Tensor]:
         """Run all micro-batches forward and backward; gradients are added to the parameters'.
 
+        Under `torch.no_grad()`, to evaluate, it gives the losses alone.
+
         Args:
             inputs: one tensor for each micro-batch, on the rank of the first stage.
             targets: one for each micro-batch, on the rank of the last stage.
@@ -271,8 +273,9 @@ class Pipeline:
                     rule, fits = f"{micro}, one for each micro-batch", len(given) == micro
                     check_rule("Pipeline.step", name, len(given), rule, fits)
         self._note_parameters()
-        before = [p.grad for _, _, p in self._shared]
-        for _, _, p in self._shared:
+        shared = self._shared if torch.is_grad_enabled() else []
+        before = [p.grad for _, _, p in shared]
+        for _, _, p in shared:
             p.grad = None
         run = StepRun(setup, self._messages, inputs, targets, loss_scale)
         for module in self.stages.values() if setup.in_turns else ():
@@ -290,7 +293,7 @@ class Pipeline:
         run.join()
         name = f"Pipeline.step, sum of the gradients of copies on {self._messages.place}"
         with telling(self._group, _HOST, name):
-            for (number, ranks, p), earlier in zip(self._shared, before, strict=True):
+            for (number, ranks, p), earlier in zip(shared, before, strict=True):
                 own = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
                 total, sent = self._messages.sum_over(own, ranks, number, name)
                 run.sent += sent

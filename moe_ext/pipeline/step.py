@@ -404,7 +404,9 @@ class StepRun:
             x = self._part(self.inputs, action)
         else:
             x = self._take("F", action).requires_grad_()
-        setting = TorchState.now(self.messages.device) if self.setup.recompute else None
+        # Under no_grad nothing goes backward.
+        again = self.setup.recompute and torch.is_grad_enabled()
+        setting = TorchState.now(self.messages.device) if again else None
         outs = self._compute(action, x)
         if stage == self.last:
             loss = outs[0].detach() * self._share(action)
@@ -414,7 +416,7 @@ class StepRun:
         if self.setup.lengths:
             kept = tuple(each.detach().requires_grad_() for each in outs[1:])
             self.kept.setdefault((stage, number), []).append(kept)
-        self.passes[_key(action)] = _Pass(x, None if self.setup.recompute else outs, setting)
+        self.passes[_key(action)] = _Pass(x, None if again else outs, setting)
 
     def _part(self, batches: Sequence[Any], action: Action) -> Any:
         """The part of inputs or targets that an action has."""

@@ -173,6 +173,21 @@ def refuses_copies_of_another_shape_or_dtype(name, shape, dtype):
         Pipeline(make_table(name, 2, 2), stages, nn.MSELoss(), group=dist.group.WORLD, tied=tied)
 
 
+@over_2(("interleaved",), ("zero-bubble",), ("chimera",))
+def evaluation_gives_losses_alone(name):
+    found = Language()
+    if name == "chimera":
+        found = nn.ModuleList([nn.Sequential(*list(found)[:2]), nn.Sequential(*list(found)[2:])])
+    pipelines = [pipeline_of(name, found, recompute=recompute) for recompute in (False, True)]
+    losses = [torch.stack(loss) for p in pipelines if (loss := step(p))]
+    found.zero_grad()
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            again = [torch.stack(loss) for p in pipelines if (loss := step(p))]
+        torch.testing.assert_close(again, losses, rtol=0, atol=0)
+    assert all(p.grad is None for p in found.parameters())
+
+
 @over_2()
 def norm_of_both_chains():
     found, want = Language(), one_process()
