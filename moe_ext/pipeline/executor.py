@@ -41,7 +41,7 @@ class Pipeline:
     every step. Activations and gradients travel between ranks over connections of their own: a
     receive is posted where the table has it, and what needs the tensor waits. "I" and "W" compute
     the gradients of inputs and of weights apart, where the input of a stage has one; of the first
-    stage W computes all.
+    stage W computes all, of one with FSDP2 or `torch.compile` inside I does.
 
     For stages on CUDA tensors go over NCCL (`comm.point_to_point.OrderedMessages`), and streams
     wait for them. The host waits once for the shape and dtype of what comes into a stage, which

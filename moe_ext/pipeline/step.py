@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,9 @@ _MOST_DIMS = 14
 # Tags of the messages that say shape and dtype; those of tensors are even.
 _FORMAT = 1
 _CPU = torch.device("cpu")
+# Nodes of graphs that go backward as a whole: torch.compile has made one of all, and FSDP2 reduces
+# gradients when that of the input is there.
+_OF_A_WHOLE_PASS = ("CompiledFunctionBackward", "RegisterPostBackwardFunctionBackward")
 # Purpose of the stream of weight gradients.
 _WEIGHTS = "gradients of weights"
 
@@ -496,10 +499,15 @@ class StepRun:
         from moe_ext.pipeline._torch import stage_backward_input
 
         state, (out,) = self._computed(action)
+        nodes = _nodes(out)
+        if any(node.name() in _OF_A_WHOLE_PASS for node in nodes):
+            self._backward(action)
+            return
         grads, state.groups = self._output_grads(action, (out,)), []
         if out.requires_grad:
+            leaves = [node.variable for node in nodes if _is_of_leaf(node)]
             # The loss may have weights, too.
-            weights = (leaf for leaf in _leaves(out) if leaf is not state.x)
+            weights = (leaf for leaf in leaves if leaf is not state.x)
             # It detaches what it is given, which cannot be a view.
             _, groups = stage_backward_input([out.clone()], grads, [state.x], weights)
             if state.x.grad is None:
@@ -513,6 +521,8 @@ class StepRun:
         self._give_back(action, state.x)
 
     def _weight_gradients(self, action: Action) -> None:
+        if _key(action) not in self.passes:
+            return  # I has computed all
         groups = self.passes[_key(action)].groups
         if groups is None:
             self._backward(action)
@@ -557,17 +567,19 @@ class StepRun:
             x.grad = None  # W still holds x
 
 
-def _leaves(out: Tensor) -> Iterator[Any]:
-    """All leaves that a tensor is computed of, and that need a gradient."""
-    nodes, seen = [out.grad_fn], set[Any]()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if not node.next_functions and hasattr(node, "variable"):
-            yield node.variable
-        nodes += [before for before, _ in node.next_functions]
+def _nodes(out: Tensor) -> list[Any]:
+    """All nodes of the graph of a tensor."""
+    found, left = dict[Any, None](), [out.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in found:
+            found[node] = None
+            left += [before for before, _ in node.next_functions]
+    return list(found)
+
+
+def _is_of_leaf(node: Any) -> bool:
+    return not node.next_functions and hasattr(node, "variable")
 
 
 def _joined(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.utils.checkpoint import checkpoint
 
 import moe_ext
-from moe_ext.distributed import MoEMesh, count_traffic, sync_gradients
+from moe_ext.distributed import MoEMesh, count_traffic, fully_shard, sync_gradients
 from moe_ext.pipeline import (
     SCHEDULES,
     Action,
@@ -235,6 +235,19 @@ def experts_over_ranks(name, recompute, in_turns=False):
     held = sum(has_experts(b) for s in pipeline.stages.values() for b in s.blocks if is_block(b))
     wants = {"none": 6, "full": 9, "selective": 4}
     assert traffic.calls["all_to_all"] == held * MICRO * wants[recompute], traffic.calls
+
+
+@over_4(("1f1b",), ("zb-h1",), ("zbv",))
+def experts_and_shards_of_fsdp(name):
+    found = layers(mesh().ep_group)
+    for block in filter(is_block, found):
+        fully_shard(block, mesh())
+    table, _, _ = run(name, 2, mesh().pp_group, mesh().pp_rank, found, data=mesh().ep_rank)
+    for p in [*found[0].parameters(), *found[-1].parameters()]:
+        if p.grad is not None:
+            dist.all_reduce(p.grad, group=mesh().stage_group)
+            p.grad /= 2
+    assert_same(table, mesh().pp_rank, found, one_process(2)[0])
 
 
 @pytest.mark.parametrize("name", over_4)

@@ -322,6 +322,15 @@ class Halves(nn.Linear):
         return torch.tanh(hidden)
 
 
+def compiled(*modules):
+    return torch.compile(nn.Sequential(*modules), backend="aot_eager")
+
+
+class LogCosh(nn.Module):
+    def forward(self, x, target):
+        return torch.log(torch.cosh(x - target)).mean()
+
+
 class WeightedLoss(nn.Linear):
     def forward(self, x, target):
         return nn.functional.mse_loss(super().forward(x), target)
@@ -335,8 +344,10 @@ class WeightedLoss(nn.Linear):
         (Autoencoder, nn.MSELoss),
         (lambda: Halves(6, 6), nn.MSELoss),
         (lambda: nn.Linear(6, 6), lambda: WeightedLoss(6, 6)),
+        (lambda: compiled(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), nn.MSELoss),
+        (lambda: nn.Linear(6, 6), lambda: torch.compile(LogCosh(), backend="aot_eager")),
     ],
-    ids=["shared", "hook", "loss"],
+    ids=["shared", "hook", "loss", "compiled", "compiled loss"],
 )
 def test_weights_have_the_gradients_of_one_process(schedule, recompute, make_stage, make_loss):
     torch.manual_seed(4)
