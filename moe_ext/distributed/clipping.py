@@ -217,10 +217,10 @@ class GradScaler(torch.amp.GradScaler):
         held = [p for group in optimizer.param_groups for p in group["params"]]
         over = dict.fromkeys(group for p in held for group in sharding_groups(p))
         found = super()._unscale_grads_(_parts_of(held) if over else optimizer, *args)
-        if over and not found:  # without a gradient this rank takes part, too
-            found = {held[0].device: torch.zeros((), device=held[0].device, dtype=torch.float32)}
         # Stages last: each of their ranks then knows of the ranks of its stage.
         over |= dict.fromkeys(_pipelines[p] for p in held if p in _pipelines)
+        if over and not found:  # without a gradient this rank takes part, too
+            found = {held[0].device: torch.zeros((), device=held[0].device, dtype=torch.float32)}
         for group in over:
             for overflow in found.values():
                 collectives.all_reduce_(

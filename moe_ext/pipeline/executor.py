@@ -170,9 +170,10 @@ class Pipeline:
         """Note the parameters that are trained now: some may be frozen or replaced since."""
         self._shared = self._shared_parameters()
         if self._group is not None:
-            trained = [p for stage in self.stages for p in _trained(self.stages[stage])]
+            # Ranks whose stages are frozen skip steps with the others.
+            every = [p for stage in self.stages.values() for p in stage.parameters()]
             copies = [p for _, ranks, p in self._shared if self.rank != ranks[0]]
-            note_stage(trained, self._group, copies)
+            note_stage(every, self._group, copies)
 
     def _shared_parameters(self) -> list[tuple[int, list[int], nn.Parameter]]:
         """Parameters of which other ranks have a copy: number, all of their ranks, this one's."""

@@ -230,6 +230,25 @@ def all_ranks_take_a_scaled_step_or_none():
     assert scales == [128.0, 64.0, 128.0]
 
 
+@over_2()
+def a_frozen_stage_skips_a_scaled_step_with_the_others():
+    rank = dist.get_rank()
+    stage = nn.Linear(3, 3).requires_grad_(rank == 1)
+    mse = nn.functional.mse_loss
+    pipeline = Pipeline(make_table("1f1b", 2, 2), {rank: stage}, mse, group=dist.group.WORLD)
+    optimizer, scaler = torch.optim.SGD(stage.parameters(), lr=0.1), GradScaler("cpu")
+    x = [torch.ones(2, 3)] * 2
+    for overflows in (True, False):
+        optimizer.zero_grad()
+        inputs, targets = (x, ()) if rank == 0 else ((), x)
+        pipeline.step(inputs, targets, loss_scale=scaler.scale(torch.ones(())))
+        if overflows and rank == 1:
+            stage.weight.grad[0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0**15
+
+
 class Slow(nn.Linear):
     """Says when a backward pass has ended, which takes a while."""
 
