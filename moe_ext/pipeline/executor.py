@@ -244,7 +244,8 @@ class Pipeline:
 
         Raises:
             ValueError: another number of inputs or targets than micro-batches (on this rank, the
-                others are told); outputs of a stage that differ in shape or dtype.
+                others are told); outputs of a stage that differ in shape or dtype; a loss that is
+                not one number.
             RankFailureError: a rank died or raised, with stage, micro-batch and action of the wait.
             RuntimeError: an earlier step has failed.
         """

@@ -452,6 +452,12 @@ class StepRun:
             out, kept = out
         if action.stage == self.last:
             out = self.setup.loss_fn(out, self._part(self.targets, action))
+            if not isinstance(out, Tensor) or out.numel() != 1 or not out.is_floating_point():
+                shape = f" of shape {tuple(out.shape)}" if isinstance(out, Tensor) else ""
+                raise ValueError(
+                    "Pipeline.step: expected loss_fn to give a tensor of one number in floating "
+                    f"point, got {_kind(out)}{shape}"
+                )
         else:
             self.messages.check_output(action, out)
         return out, *kept

@@ -434,6 +434,21 @@ def test_refuses_other_kinds_and_numbers_of_arguments():
         pipeline.step([x.long()] * 2, [x] * 2)
 
 
+@pytest.mark.parametrize(
+    "loss, text",
+    [
+        (nn.MSELoss(reduction="none"), r"torch.float32 on cpu of shape \(2, 3\)"),
+        (lambda out, _: out.argmax(), r"torch.int64 on cpu of shape \(\)"),
+        (lambda out, _: (out.mean(), {}), "tuple"),
+        (lambda out, _: out.mean().item(), "float"),
+    ],
+)
+def test_refuses_losses_that_are_not_one_number(loss, text):
+    x = torch.ones(2, 3)
+    with pytest.raises(ValueError, match=f"expected loss_fn to give a tensor of one.*got {text}"):
+        one_rank(loss_fn=loss).step([x, x], [x, x])
+
+
 def test_one_process_runs_all_stages():
     found = layers()
     table, losses, _ = run("zbv", 1, None, 0, found)
