@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -123,6 +124,8 @@ class Pipeline:
             self._refuse(table, stages, group_size(group))
             if self._in_order:
                 self._refuse_order(group)
+            if slice_lengths is not None:
+                slice_lengths = [operator.index(length) for length in slice_lengths]
             _refuse_options(table, slice_lengths, update)
             _refuse_tied(table, stages, tied, update)
             if weight_stream and self._in_order:
@@ -132,7 +135,7 @@ class Pipeline:
                 "turns": self._plan and "; ".join(map(str, self._plan.starts)),
                 "type of device": self._device.type,
                 "recompute": recompute,
-                "slice_lengths": slice_lengths and list(slice_lengths),
+                "slice_lengths": slice_lengths,
                 "tied": [list(map(list, names)) for names in tied],
             }
             kinds = _kinds_of_weights(table, stages, tied)

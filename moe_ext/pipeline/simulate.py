@@ -79,8 +79,8 @@ class Costs:
             "B": (self.input_gradient, self.weight_gradient),
             UPDATE: (self.update,),
         }.get(action.kind, ())
-        factor = self.slices[action.slice] if self.slices and action.kind != UPDATE else 1.0
-        return factor * sum(c if isinstance(c, (int, float)) else c[action.stage] for c in terms)
+        factor = self.slices[action.slice] if len(self.slices) and action.kind != UPDATE else 1.0
+        return factor * sum(_at_stage(c, action.stage) for c in terms)
 
     def lead(self, action: Action) -> float:
         """Time from the beginning of an action to its wait for another stage, if it has one."""
@@ -144,6 +144,12 @@ class Costs:
             except StopIteration:
                 del left[turn]
         return clock.now
+
+
+def _at_stage(cost: Any, stage: int) -> float:
+    """A cost that is a number, of another library, too, or that of a stage."""
+    is_number = isinstance(cost, (int, float)) or getattr(cost, "ndim", 1) == 0
+    return float(cost if is_number else cost[stage])
 
 
 def _of_stage(values: Mapping[str, T], action: Action, default: T) -> T:

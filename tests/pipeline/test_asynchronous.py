@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -409,3 +410,17 @@ def test_refuses_waves_of_nothing():
     ):
         with pytest.raises(ValueError, match=f"WaveUpdates: expected {message}"):
             WaveUpdates(given, None, **options)
+
+
+@pytest.mark.parametrize("several", [np.array, torch.tensor])
+def test_lengths_of_slices_are_integers_of_any_library(several):
+    class Past(nn.Linear):
+        def forward(self, x, past):
+            return super().forward(x), (x,)
+
+    table, stage = make_table("terapipe", 1, 2, num_slices=2), Past(3, 3)
+    pipeline = Pipeline(table, {0: stage}, nn.MSELoss(), slice_lengths=several([3, 1]))
+    x = list(torch.randn(2, 5, 4, 3))
+    pipeline.step(x, x)
+    want = torch.autograd.grad(sum(nn.MSELoss()(stage(y, ())[0], y) / 2 for y in x), stage.weight)
+    torch.testing.assert_close(stage.weight.grad, *want)

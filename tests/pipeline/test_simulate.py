@@ -1,6 +1,8 @@
 """Simulated times against the closed forms of the papers."""
 
+import numpy as np
 import pytest
+import torch
 from tables import table_of
 
 from moe_ext.pipeline import SCHEDULES, Costs, add_messages, make_table, simulate
@@ -148,3 +150,12 @@ def test_a_receive_stands_before_what_is_computed_when_it_comes():
     row = [str(action) for action in table.rows[1]]
     assert row[:6] == ["1RECV_F0", "1RECV_F1", "1RECV_F2", "1F0", "1F1", "1F2"]
     assert [str(action) for action in table.rows[0]][:2] == ["0F0", "0SEND_F0"]
+
+
+@pytest.mark.parametrize("number", [np.float32, torch.tensor])
+@pytest.mark.parametrize("several", [np.array, torch.tensor])
+def test_costs_are_numbers_of_any_library(number, several):
+    table = make_table("terapipe", 2, 3, num_slices=2)
+    costs = Costs(number(1.5), number(2.5), several([0.5, 0.25]), slices=several([0.5, 1.0]))
+    want = Costs(1.5, 2.5, [0.5, 0.25], slices=[0.5, 1.0])
+    assert float(simulate(table, costs).makespan) == simulate(table, want).makespan
