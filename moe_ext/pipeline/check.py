@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from moe_ext._checks import check_sizes
 from moe_ext.pipeline.simulate import Costs, Replay
-from moe_ext.pipeline.table import COMPUTE, MESSAGES, UPDATE, Action, ActionTable
+from moe_ext.pipeline.table import COMPUTE, MESSAGES, OF_STAGE, UPDATE, Action, ActionTable
 
 
 class _Place(NamedTuple):
@@ -183,6 +183,8 @@ def _units(table: ActionTable) -> dict[int, list[tuple[int, int]]]:
 
 def _of_stages(table: ActionTable, places: _Places) -> Iterator[str]:
     for action, found in places.items():
+        if action.kind not in (*COMPUTE, *MESSAGES, *OF_STAGE) or action.stage < 0:
+            yield f"actions of known kinds, of stages from 0, got {_at(found[0])}"
         if (action.chain, action.stage) not in table.rank_of:
             yield f"each stage to run forward, got {_at(found[0])} alone"
         for place in found:

@@ -12,6 +12,7 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from moe_ext.pipeline import (
     ASYNCHRONOUS,
     SCHEDULES,
+    Action,
     ActionTable,
     Costs,
     add_messages,
@@ -229,3 +230,10 @@ def test_messages_are_added_once_and_in_order():
         add_messages(table)
     with pytest.raises(ValueError, match="check_table: expected"):
         add_messages(table_of("0F0"))
+
+
+@pytest.mark.parametrize("strange", [Action(0, "X", 0), Action(-1, "F", 0)])
+def test_refuses_actions_that_no_text_names(strange):
+    table = ActionTable([[Action(0, "F", 0), strange, Action(0, "B", 0)]])
+    with pytest.raises(ValueError, match="expected actions of known kinds, of stages from 0, got"):
+        check_table(table)
