@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -162,7 +163,10 @@ class SavesExperts:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
             return
         cls: Any = type(model).__bases__[1] if isinstance(model, WritesWhole) else type(model)
-        model.load_state_dict(cls.from_pretrained(resume_from_checkpoint).state_dict())
+        # The dtype in the files' config is that of one parameter, to which all would be rounded.
+        dtypes = [t.dtype for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+        dtype = functools.reduce(torch.promote_types, dtypes)
+        model.load_state_dict(cls.from_pretrained(resume_from_checkpoint, dtype=dtype).state_dict())
 
     def _load_best_model(self) -> None:
         if _is_adapted(self.model):

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from hf_models import assert_same_state, build, spread
+from hf_models import NUM_BLOCKS, assert_same_state, build, spread
 from safetensors.torch import load_file
 from test_saving import raised
 
@@ -141,6 +141,23 @@ def test_a_trainer_that_would_lose_steps_is_refused(tmp_path):
     pytest.importorskip("accelerate")
     pytest.importorskip("peft")
     spawn_ranks(refuse, 2, tmp_path, timeout=120)
+
+
+def test_parameters_of_several_dtypes_are_loaded_as_they_were_saved(tmp_path):
+    pytest.importorskip("accelerate")
+
+    def mixed():
+        model = build("mixtral").bfloat16()
+        for layer in model.model.layers:
+            layer.mlp.gate.float()
+        assert moe_ext.replace(model) == NUM_BLOCKS
+        return model
+
+    model, resumed = mixed(), mixed()
+    options = {"bf16": True, "eval_strategy": "steps", "eval_steps": 2}
+    trainer(model, tmp_path / "all", load_best_model_at_end=True, **options).train()
+    trainer(resumed, tmp_path / "resumed", **options).train(f"{tmp_path}/all/checkpoint-2")
+    assert_same_state(resumed.state_dict(), model.state_dict())
 
 
 def test_two_ranks_then_one(tmp_path):
