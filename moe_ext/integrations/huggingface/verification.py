@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moe_ext.integrations.huggingface.decorated import ReplacedParts, find, restore
 from moe_ext.integrations.huggingface.expert_parallel import ShardedExperts
 from moe_ext.integrations.huggingface.experts import IMPLEMENTATION
-from moe_ext.integrations.huggingface.replacement import replace
+from moe_ext.integrations.huggingface.replacement import register
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def verify(model: nn.Module, batch: Mapping[str, Tensor], *, seed: int = 0) -> V
     before = found.implementations()
     try:
         original_logits, original = _run(found, batch, "eager", seed)
-        replace(model)
+        register()
         logits, gradients = _run(found, batch, IMPLEMENTATION, seed)
     finally:
         restore(before)

@@ -34,3 +34,14 @@ def test_a_wrong_operator_shows(labels, monkeypatch, capsys):
     assert report.logits > RELATIVE * report.logits_scale
     assert any(difference > 1e-3 * scale for difference, scale in report.gradients.values())
     assert "gradient of" in str(report)
+
+
+def test_a_capacity_is_kept_and_shows(capsys):
+    model, batch = build("mixtral"), make_batch()
+    whole = model(**batch).logits
+    moe_ext.replace(model, capacity_factor=0.5)
+    dropped = model(**batch).logits
+    report = moe_ext.verify(model, batch)
+    assert torch.equal(model(**batch).logits, dropped)
+    difference = (dropped - whole).abs().max().item()
+    assert report.logits == pytest.approx(difference, rel=1e-3) and difference > 1e-3
