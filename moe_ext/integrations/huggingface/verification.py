@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,8 +33,13 @@ class VerifyReport:
 
     def __str__(self) -> str:
         lines = [f"logits: max difference {self.logits:.3g} of {self.logits_scale:.3g}"]
-        worst = sorted(self.gradients.items(), key=lambda item: -item[1][0] / (item[1][1] or 1.0))
-        for name, (difference, scale) in worst[:5]:
+
+        def ratio(item: tuple[str, tuple[float, float]]) -> float:
+            difference, scale = item[1]
+            found = difference / (scale or 1.0)
+            return math.inf if math.isnan(found) else found
+
+        for name, (difference, scale) in sorted(self.gradients.items(), key=ratio)[:-6:-1]:
             lines.append(f"gradient of {name}: max difference {difference:.3g} of {scale:.3g}")
         lines.append(f"({len(self.gradients)} gradients compared, the largest ratios shown)")
         return "\n".join(lines)

@@ -3,6 +3,7 @@ import torch
 from hf_models import RELATIVE, build, make_batch
 
 import moe_ext
+from moe_ext.integrations.huggingface.verification import VerifyReport
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
@@ -45,3 +46,10 @@ def test_a_capacity_is_kept_and_shows(capsys):
     assert torch.equal(model(**batch).logits, dropped)
     difference = (dropped - whole).abs().max().item()
     assert report.logits == pytest.approx(difference, rel=1e-3) and difference > 1e-3
+
+
+def test_numbers_that_are_none_come_first():
+    sizes = [5.0, 3.0, float("nan"), 7.0, 2.0, 4.0, 9.0, float("inf"), 8.0, 6.0]
+    report = VerifyReport(0.0, 1.0, {f"p{i}": (size, 1.0) for i, size in enumerate(sizes)})
+    shown = [line.split()[2] for line in str(report).splitlines()[1:-1]]
+    assert shown == ["p7:", "p2:", "p6:", "p8:", "p3:"]
