@@ -412,8 +412,8 @@ def wholes(found: ReplacedParts, ep_group: ProcessGroup) -> list[Whole]:
     """Parameters of experts and their adapters, to be spread over a group.
 
     Raises:
-        ValueError: P does not divide E, a parameter is not stacked, or there are adapters of
-            another kind.
+        ValueError: P does not divide E, a parameter is not stacked, a module has a forward of its
+            own, or there are adapters of another kind.
     """
     shards = shards_of_experts(ep_group)
     num_ranks = group_size(ep_group) // shards
@@ -422,6 +422,12 @@ def wholes(found: ReplacedParts, ep_group: ProcessGroup) -> list[Whole]:
         num_experts: int = module.num_experts
         rule, fits = f"a multiple of the group size {num_ranks}", num_experts % num_ranks == 0
         check_rule("replace", f"{path}.num_experts", num_experts, rule, fits)
+        if "forward" in vars(module):  # it would run in the place of that over ranks
+            raise ValueError(
+                f"replace: expected {path} to have the forward of its class, where its experts are "
+                "spread over ranks, got one that is set on the module, as hooks of Accelerate are; "
+                "set it after replace"
+            )
         if shards > 1:
             _check_shards(path, module, found, shards)
         for name, parameter in module.named_parameters():

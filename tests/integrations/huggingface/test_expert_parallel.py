@@ -81,6 +81,11 @@ def refusals():
     assert model.config._experts_implementation == before
     assert model.model.layers[0].mlp.experts.down_proj.shape[0] == 5
     model = make("mixtral")
+    experts = model.model.layers[1].mlp.experts
+    experts.forward = experts.forward
+    with pytest.raises(ValueError, match=r"model.layers.1.mlp.experts to have the forward of its"):
+        moe_ext.replace(model, ep_group=dist.group.WORLD)
+    del experts.forward
     model(**batch_of(rank)).loss.backward()
     with pytest.raises(ValueError, match=r"expected model.layers.0.mlp.experts.* no gradient"):
         moe_ext.replace(model, ep_group=dist.group.WORLD)
