@@ -231,6 +231,16 @@ def gradient_checkpointing():
     assert_near_each(grads, want)
 
 
+@CHECKS()
+def ranks_generate_texts_of_other_lengths():
+    rank = dist.get_rank()
+    options = {"do_sample": False, "max_new_tokens": 3 + 4 * rank}
+    tokens = batch_of(rank)["input_ids"][:, :5]
+    want = make("mixtral").generate(tokens, **options)
+    model = spread(make("mixtral"))
+    assert torch.equal(model.generate(tokens, synced_gpus=True, **options), want)
+
+
 def parallel_model(family, experts_implementation, tp_size):
     model = make(family)
     model.set_experts_implementation(experts_implementation)
