@@ -95,6 +95,8 @@ class SavesExperts:
         number = {p: index for index, group in enumerate(split) for p in group}
         groups = [group["params"] for group in found.param_groups]
         of_model = set(number) == {p for group in groups for p in group}
+        if is_own:
+            self._split = None  # that of an earlier optimizer
         if is_own and of_model and [len(group) for group in groups] != [len(ps) for ps in split]:
             self._split, self._numbers = split, [number[group[0]] for group in groups]
         return found

@@ -92,6 +92,13 @@ def run(rank, folder):
     tool.evaluate()
     tool.train()
     assert_same_state(full_state_dict(evaluated), wanted)
+    # A second optimizer, of other parameters, as model_init makes one in each trial.
+    for name, parameter in evaluated.named_parameters():
+        parameter.requires_grad_(".experts." not in name)
+    tool.optimizer = tool.lr_scheduler = None
+    tool.train()
+    saved = torch.load(folder / "evaluated/checkpoint-4/optimizer.pt")
+    assert len(saved["state"]) == sum(p.requires_grad for p in evaluated.parameters())
     # Of adapters the adapters alone.
     lora = spread_model(adapted)
     trainer(lora, folder / "lora").train()
