@@ -22,16 +22,26 @@ def tensors_of(state: State, operation: str) -> dict[str, Tensor]:
     """Tensors by name; of a module, those of its state dict.
 
     Raises:
-        TypeError: a value is no tensor.
+        TypeError: a value is no dense real tensor that has memory.
     """
     found = state.state_dict() if isinstance(state, nn.Module) else state
     for name, value in found.items():
-        if not isinstance(value, torch.Tensor) or value.is_complex() or value.is_sparse:
+        if not _is_plain(value):
+            about = type(value).__name__
+            if isinstance(value, Tensor):
+                about += f", {value.dtype}, {value.layout} on {value.device}"
             raise TypeError(
-                f"{operation}: expected state to hold dense real tensors, got {name!r} of "
-                f"{type(value).__name__}"
+                f"{operation}: expected state to hold dense real tensors, got {name!r} of {about}"
             )
     return dict(found)
+
+
+def _is_plain(value: object) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and not (value.is_complex() or value.is_quantized or value.is_nested or value.is_meta)
+    )
 
 
 def bits(tensor: Tensor) -> Tensor:

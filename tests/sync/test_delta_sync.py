@@ -252,8 +252,27 @@ def test_encoder_refuses_other_tensors():
         encoder.encode()
     state["bias"] = extra
     assert encoder.encode().version == 1
-    with pytest.raises(TypeError, match="expected state to hold dense real tensors, got 'x'"):
-        sync.DeltaEncoder({"x": 3})
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns of all these kinds
+@pytest.mark.parametrize(
+    ("make", "about"),
+    [
+        (lambda: 3, "int"),
+        (lambda: torch.ones(2, dtype=torch.complex64), "Tensor, torch.complex64"),
+        (lambda: torch.eye(2).to_sparse(), "torch.sparse_coo"),
+        (lambda: torch.eye(2).to_sparse_csr(), "torch.sparse_csr"),
+        (lambda: torch.eye(2).to_mkldnn(), "torch._mkldnn"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)]), "Tensor"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "torch.qint8"),
+        (lambda: torch.ones(2, device="meta"), "on meta"),
+    ],
+)
+@pytest.mark.parametrize("end", [sync.DeltaEncoder, sync.DeltaReceiver])
+def test_what_is_no_dense_tensor_is_refused(end, make, about):
+    match = rf"{end.__name__}: expected state to hold dense real tensors, got 'x' of .*{about}"
+    with pytest.raises(TypeError, match=match):
+        end({"x": make()})
 
 
 def cut(tensor, region):
