@@ -159,9 +159,13 @@ class ReplacingWriter(FileSystemWriter):
     def __init__(
         self, path: str | os.PathLike[str], more: Iterable[tuple[str | int, ...]] = ()
     ) -> None:
-        super().__init__(path)
+        super().__init__(os.path.abspath(path))
         self.fs = _Files()
         self._more = {".".join(map(str, path)): path for path in more}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Stay at the folder; a thread calls this, where the working directory may be another."""
+        super().reset(self.path)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """As torch's, without its warning of an earlier checkpoint."""

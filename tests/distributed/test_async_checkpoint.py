@@ -6,12 +6,14 @@ import signal
 import sys
 import threading
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 import moe_ext
 from moe_ext.distributed import RankFailureError, checkpoint
+from moe_ext.distributed.checkpoint_files import ReplacingWriter
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.testing import spawn_ranks
 
@@ -169,3 +171,22 @@ def test_survivors_of_a_kill_name_the_rank(tmp_path):
     assert told is not None
     assert told[1] == (1,) and "checkpoint.async_save" in told[0] and "rank 1 died" in told[0]
     assert saved_in(str(tmp_path)) == {2.0, 1.0}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_folder_is_that_of_the_call(tmp_path, monkeypatch):
+    """The process changes its directory before the thread that writes begins."""
+    moved, reset = threading.Event(), ReplacingWriter.reset
+
+    def late(*args):
+        moved.wait(30)
+        reset(*args)
+
+    monkeypatch.setattr(ReplacingWriter, "reset", late)
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    written = checkpoint.async_save("saved", *trained(1.0))
+    monkeypatch.chdir("other")
+    moved.set()
+    written.result(timeout=60)
+    assert (tmp_path / "saved" / ".metadata").exists() and not list(tmp_path.glob("other/*"))
