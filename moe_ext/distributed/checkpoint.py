@@ -294,7 +294,7 @@ def _with_all_saved(
     """
     found = {name: _copied(value) for name, value in extra.items()}
     for full_name, path in (paths or {}).items():
-        if path[0] not in found or len(path) == 1:
+        if path[0] not in found:
             continue
         inside: Any = found
         for key, below in itertools.pairwise(path):
@@ -313,8 +313,9 @@ def _with_all_saved(
 def _entry(inside: Any, key: Any, default: Any) -> Any:
     """An entry of a mapping or list, which is the default if there is none."""
     if isinstance(inside, dict):
-        return inside.setdefault(key, default)
-    inside.extend([None] * (key + 1 - len(inside)))
+        inside.setdefault(key)
+    else:
+        inside.extend([None] * (key + 1 - len(inside)))
     if inside[key] is None:
         inside[key] = default
     return inside[key]

@@ -891,6 +891,16 @@ def test_extra_comes_back(tmp_path, way):
     assert repr(before) == repr(own)
 
 
+@pytest.mark.parametrize("value", [torch.ones(2), {"a": {"b": [torch.ones(2)]}}, {}, [1], 7, None])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_none_in_extra_takes_whatever_was_saved(tmp_path, value, nested):
+    saved, found = ({"x": {"y": v} if nested else v} for v in (value, None))
+    md.checkpoint.save(tmp_path, nn.Linear(2, 2), extra=saved)
+    md.checkpoint.load(tmp_path, nn.Linear(2, 2), extra=found)
+    assert repr(found) == repr(saved)
+
+
 @pytest.mark.parametrize("extra", [{"model.weight": 0}, {"model": {"weight": 0}}])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_extra_takes_no_name_of_the_model(tmp_path, extra):
