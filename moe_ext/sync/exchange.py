@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_ext._checks import check_rule
+from moe_ext._checks import check_kind, check_rule
 from moe_ext.comm import collectives
 from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import group_size, small_message_device
@@ -39,6 +39,7 @@ def sync_weights(
         Bytes of the updates that were broadcast.
 
     Raises:
+        TypeError: ``group`` is not a group of this rank.
         ValueError: on all ranks: a rank has the wrong end, encoders are of different versions or
             keep another number of updates, or a receiver refuses an update, which is then written
             nowhere.
@@ -46,17 +47,19 @@ def sync_weights(
             a whole version then, which its `version` tells: the one before the call, unless an
             update of several had been written already.
     """
+    check_kind(_OP, "group", group, ProcessGroup, required=True)
     device, rank = small_message_device(group), group.rank()
-    encodes = rank in sources
     with Agreement(_OP, group) as agreement:
+        sources = [int(source) for source in sources]
+        encodes = rank in sources
         members = [source for source in sources if 0 <= source < group_size(group)]
         rule = f"ranks of {group_size(group)}, each once"
         fits = len(sources) > 0 and sorted(set(sources)) == sorted(members)
-        check_rule(_OP, "sources", list(sources), rule, fits)
+        check_rule(_OP, "sources", sources, rule, fits)
         if encodes != isinstance(end, DeltaEncoder):
             wanted, found = "DeltaEncoder" if encodes else "DeltaReceiver", type(end).__name__
             raise ValueError(f"{_OP}: expected end to be a {wanted} on rank {rank}, got {found}")
-        told = agreement.compare({"sources": list(sources)}, values=[end.version])
+        told = agreement.compare({"sources": sources}, values=[end.version])
     versions = [values[0] for values in told]
     now = {versions[source] for source in sources}
     if len(now) > 1:

@@ -3,6 +3,7 @@
 import os
 import signal
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -164,6 +165,15 @@ def check_what_sources_are():
         end = sync.DeltaEncoder(state(0)) if rank in sources else sync.DeltaReceiver(state(0))
         with pytest.raises(ValueError, match="expected sources to be ranks of 4, each once"):
             sync.sync_weights(end, group, sources=sources)
+    # One rank has a number in the place of a list, and no rank waits for it.
+    with pytest.raises(Exception, match="'int' object is not iterable"):
+        sync.sync_weights(end_of(state(0)), group, sources=0 if rank == 1 else [0])
+    # Numbers of numpy and in tensors are as others.
+    kinds = (list, np.array, torch.tensor, set)
+    sync.sync_weights(end_of(state(0)), group, sources=kinds[rank]([0]))
+    for other in (None, dist.GroupMember.NON_GROUP_MEMBER):
+        with pytest.raises(TypeError, match="expected group to be of type ProcessGroup, got"):
+            sync.sync_weights(end_of(state(0)), other)
     # One of them keeps fewer updates than the other.
     own = state(0)
     end = sync.DeltaReceiver(own) if rank > 1 else sync.DeltaEncoder(own, history=1 + 3 * rank)
