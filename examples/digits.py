@@ -113,7 +113,7 @@ def check_options(args: argparse.Namespace, world_size: int) -> None:
 def run(work: Callable[[argparse.Namespace, Runtime], None], args: argparse.Namespace) -> int:
     """Join the job and do the work; a mistake of the user is one line and exit code 2."""
     try:
-        runtime = start(args.device, args.timeout)
+        runtime = start(args)
         check_options(args, runtime.world_size)
         if runtime.is_main:
             print(f"{runtime.device_note}; {runtime.world_size} ranks", flush=True)

@@ -11,7 +11,7 @@ from moe_lm.runtime import UserError
 
 NAMES = ("none", "bf16", "int8", "int4", "onebit", "topk", "auto")
 POSITIVE = ("steps", "batch", "lr", "timeout", "validate_every", "validation_batches")
-NON_NEGATIVE = ("seed", "warmup", "dense_steps", "balance_loss_coef")
+NON_NEGATIVE = ("warmup", "dense_steps", "balance_loss_coef")
 SIZES = ("model_dim", "num_layers", "num_heads", "ffn_dim", "num_experts", "top_k", "seq_len")
 
 

@@ -33,7 +33,6 @@ POSITIVE_OPTIONS = (
     "temperature",
 )
 NON_NEGATIVE_OPTIONS = (
-    "seed",
     "warmup",
     "weight_decay",
     "balance_loss_coef",

@@ -26,6 +26,8 @@ import moe_ext
 T = TypeVar("T")
 # Gloo counts nanoseconds in 64 bits.
 MAX_TIMEOUT_S = 1e9
+# numpy takes 32 bits.
+SEEDS = 2**32
 
 
 class UserError(Exception):
@@ -65,18 +67,20 @@ def choose_device(name: str) -> tuple[torch.device, str]:
     return device, f"training on {torch.cuda.get_device_name(device)}"
 
 
-def start(device_name: str, timeout_s: float) -> Runtime:
+def start(args: argparse.Namespace) -> Runtime:
     """Join the job that torchrun describes, or make a job of one process without it."""
-    if not 0 < timeout_s < MAX_TIMEOUT_S:
+    if not 0 < args.timeout < MAX_TIMEOUT_S:
         raise UserError(
-            f"expected --timeout to be positive and below {MAX_TIMEOUT_S:g}, got {timeout_s}"
+            f"expected --timeout to be positive and below {MAX_TIMEOUT_S:g}, got {args.timeout}"
         )
-    device, note = choose_device(device_name)
+    if not 0 <= args.seed < SEEDS:
+        raise UserError(f"expected --seed to be at least 0 and below {SEEDS}, got {args.seed}")
+    device, note = choose_device(args.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # Gloo stays beside NCCL: objects and files are agreed on without touching the GPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    timeout = datetime.timedelta(seconds=timeout_s)
+    timeout = datetime.timedelta(seconds=args.timeout)
     rank, world_size = 0, 1
     store = dist.HashStore()
     if "RANK" in os.environ:
@@ -126,7 +130,7 @@ def run_example(
     Every rank raises these together: one of them prints, none waits for another.
     """
     try:
-        runtime = start(args.device, args.timeout)
+        runtime = start(args)
         code = work(args, runtime)
         dist.destroy_process_group()
     except UserError as error:

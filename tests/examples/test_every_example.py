@@ -138,7 +138,12 @@ MISTAKES = {
 
 
 # Options that the examples of torchrun share, and what each has to be.
-SHARED = {"--lr=-1": "positive", "--timeout=inf": "positive and below 1e+09, got inf"}
+SHARED = {
+    "--lr=-1": "positive",
+    "--timeout=inf": "positive and below 1e+09, got inf",
+    "--seed=-1": "at least 0",
+    "--seed=4294967296": "at least 0 and below 4294967296, got 4294967296",
+}
 
 
 @pytest.mark.parametrize(

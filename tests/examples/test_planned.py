@@ -58,8 +58,8 @@ def test_refuses_other_plans_and_options(tmp_path, capsys):
     assert read_plan(args, 2).job.num_ranks == 2
     with pytest.raises(UserError, match="of 3 ranks, which torchrun started, got 2"):
         read_plan(args, 3)
-    for option, rule in (("--steps=0", "positive"), ("--lr=nan", "positive"), ("--seed=-1", "at")):
-        with pytest.raises(UserError, match=f"expected {option.split('=')[0]} to be {rule}"):
+    for option in ("--steps=0", "--lr=nan"):
+        with pytest.raises(UserError, match=f"expected {option.split('=')[0]} to be positive"):
             read_plan(parse_args(["--plan", path, option], ""), 2)
     words = made(tmp_path / "words.json", {}, config={**MIXTRAL, "vocab_size": 100})
     with pytest.raises(UserError, match="vocabulary of 256 bytes or more, got 100"):
