@@ -97,8 +97,8 @@ def options(description: str | None) -> argparse.ArgumentParser:
 
 def check_options(args: argparse.Namespace, world_size: int) -> None:
     """UserError for numbers that cannot be."""
-    for name in ("steps", "batch", "log_every"):
-        if getattr(args, name) < 1:
+    for name in ("steps", "batch", "log_every", "micro_batches", "save_every"):
+        if getattr(args, name, 1) < 1:
             flag = name.replace("_", "-")
             raise UserError(f"expected --{flag} to be at least 1, got {getattr(args, name)}")
     if not args.lr > 0:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_text import TextTask, add_common_options, check, import_transformers
-from moe_lm.runtime import Runtime, UserError, agree, run_and_exit, run_example
+from moe_lm.runtime import Runtime, UserError, agree, make_folder, run_and_exit, run_example
 
 import moe_ext
 
@@ -83,6 +83,7 @@ def work(args: argparse.Namespace, runtime: Runtime) -> None:
         return moe_ext.replace(model, ep_group=mesh.ep_group if args.ep > 1 else None)
 
     task.say(f"{agree(replace, ValueError)} blocks run on moe_ext, {mesh}")
+    make_folder(args.out)
     before = task.validate(model)
     # The auxiliary loss is transformers' own, in the loss it returns.
     task.train(model, "fine-tuning", output_router_logits=True)

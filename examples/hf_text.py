@@ -103,7 +103,6 @@ class TextTask:
 
         def write() -> None:
             if self.runtime.is_main:
-                folder.mkdir(parents=True, exist_ok=True)
                 plot_curves(self.curves, folder / "loss.png", title)
 
         agree(write, OSError)

@@ -38,7 +38,7 @@ from compressed_ddp.training import Job, train
 from moe_lm.data import DataError, load_text, unigram_entropy
 from moe_lm.job import require_same_data
 from moe_lm.model import count_parameters
-from moe_lm.runtime import Runtime, agree, from_main, run_and_exit, run_example
+from moe_lm.runtime import Runtime, agree, from_main, make_folder, run_and_exit, run_example
 from tqdm import tqdm
 
 
@@ -125,7 +125,7 @@ def write(job: Job, runs: list[Run], dense_bytes: float) -> None:
 def work(args: argparse.Namespace, runtime: Runtime) -> None:
     """Run every setting, then report."""
     job = build_job(args, runtime)
-    agree(lambda: args.out.mkdir(parents=True, exist_ok=True), OSError)
+    make_folder(args.out)
     dense_bytes = describe(job)
     runs = [run_setting(job, setting) for setting in settings_of(args)]
     from_main(lambda: write(job, runs, dense_bytes), OSError)

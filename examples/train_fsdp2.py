@@ -22,7 +22,7 @@ from pathlib import Path
 import digits
 import torch
 import torch.nn.functional as F
-from moe_lm.runtime import Runtime, UserError, run_and_exit
+from moe_lm.runtime import Runtime, UserError, make_folder, run_and_exit
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -75,6 +75,7 @@ def work(args: argparse.Namespace, runtime: Runtime) -> None:
         fully_shard(block, mesh, mp_policy=policy)
     fully_shard(model, mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    make_folder(args.save)
     progress = {"step": 0}
     if args.load is not None:
         checkpoint.load(args.load, model, optimizer, extra=progress)

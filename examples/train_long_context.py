@@ -39,7 +39,15 @@ from long_context.sequence import cut, loss_of, model_config, sequence_of
 from moe_lm.data import DataError, TextData, load_text, unigram_entropy
 from moe_lm.model import LanguageModel
 from moe_lm.options import learning_rate
-from moe_lm.runtime import Runtime, UserError, agree, from_main, run_and_exit, run_example
+from moe_lm.runtime import (
+    Runtime,
+    UserError,
+    agree,
+    from_main,
+    make_folder,
+    run_and_exit,
+    run_example,
+)
 from torch import Tensor
 from tqdm import tqdm
 
@@ -262,7 +270,7 @@ def measure_costs(job: Job, result: dict[str, Any]) -> None:
 def work(args: argparse.Namespace, runtime: Runtime) -> int:
     """Train, compare, measure; return the exit code."""
     job = build_job(args, runtime)
-    agree(lambda: args.out.mkdir(parents=True, exist_ok=True), OSError)
+    make_folder(args.out)
     describe(job)
     losses = train(job)
 

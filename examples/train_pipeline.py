@@ -23,7 +23,7 @@ from pathlib import Path
 import digits
 import torch
 import torch.nn.functional as F
-from moe_lm.runtime import Runtime, UserError, run_and_exit
+from moe_lm.runtime import Runtime, UserError, make_folder, run_and_exit
 from torch import Tensor, nn
 
 import moe_ext
@@ -110,6 +110,7 @@ def work(args: argparse.Namespace, runtime: Runtime) -> None:
         recompute=args.recompute,
         update=update if is_asynchronous else None,
     )
+    make_folder(args.save)
     progress, saved = {"step": 0}, newest(args.save)
     if saved is not None:
         checkpoint.load(saved, model, optimizer, extra=progress)

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from finetune_hf_moe import CONFIGS, NUM_EXPERTS, build
 from hf_text import TextTask, add_common_options, check, import_transformers
-from moe_lm.runtime import Runtime, agree, run_and_exit, run_example
+from moe_lm.runtime import Runtime, agree, make_folder, run_and_exit, run_example
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -194,6 +194,7 @@ def work(args: argparse.Namespace, runtime: Runtime) -> None:
     mesh = moe_ext.distributed.MoEMesh(dp=runtime.world_size // args.ep, ep=args.ep)
     group = mesh.ep_group if args.ep > 1 else None
     agree(lambda: moe_ext.replace(model, ep_group=group), ValueError)
+    make_folder(args.out)
     before = task.validate(model)
     TOOLS[args.tool](task, model, (args.out or Path("unused")) / args.tool)
     after = task.validate(model)

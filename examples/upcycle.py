@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_text import TextTask, add_common_options, check, import_transformers
-from moe_lm.runtime import Runtime, agree, run_and_exit, run_example
+from moe_lm.runtime import Runtime, agree, make_folder, run_and_exit, run_example
 
 import moe_ext
 
@@ -64,6 +64,7 @@ def work(args: argparse.Namespace, runtime: Runtime) -> None:
     agree(upcycled, ValueError)
     task = TextTask(args, runtime)
     task.say(f"{task.data.describe()}; {dense.num_parameters() / 1e6:.2f} M parameters, {mesh}")
+    make_folder(args.out)
     task.train(dense, "dense")
     before = task.validate(dense)
     moe, count = upcycled()

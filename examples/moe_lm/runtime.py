@@ -122,6 +122,12 @@ def from_main(step: Callable[[], T], errors: type[Exception] | tuple[type[Except
     return box[0]  # type: ignore[return-value]
 
 
+def make_folder(path: Path | None) -> None:
+    """UserError for a folder that cannot be made, before hours of training are lost."""
+    if path is not None:
+        agree(lambda: path.mkdir(parents=True, exist_ok=True), OSError)
+
+
 def run_example(
     work: Callable[[argparse.Namespace, Runtime], int | None], args: argparse.Namespace
 ) -> int:

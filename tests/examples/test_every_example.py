@@ -128,6 +128,8 @@ MISTAKES = {
         --data=/nowhere | expected --data to be a text file or a folder, got a path that does not
         --capacity-factor=-1 | Capacity: expected factor to be positive, got -1""",
     "train_pipeline": """
+        --micro-batches=0 | expected --micro-batches to be at least 1, got 0
+        --save-every=0 | expected --save-every to be at least 1, got 0
         --schedule=chimera | num_ranks and num_micro_batches of chimera to be even
         --micro-batches=3 | expected --batch to be a multiple of 3, got 16""",
     "upcycle": """
@@ -143,6 +145,12 @@ SHARED = {
     "--timeout=inf": "positive and below 1e+09, got inf",
     "--seed=-1": "at least 0",
     "--seed=4294967296": "at least 0 and below 4294967296, got 4294967296",
+}
+# Folders that the examples write to after training, and which must be there before.
+WRITTEN = {
+    "--out": ["finetune_hf_moe", "train_compressed_ddp", "train_long_context", "train_moe_lm"]
+    + ["train_with_frameworks", "upcycle"],
+    "--save": ["train_fsdp2", "train_pipeline"],
 }
 
 
@@ -161,6 +169,11 @@ SHARED = {
     + [
         (name, "--out=/proc/version", "expected --out to be a folder, got a file: /proc/version")
         for name in ("finetune_hf_moe", "train_moe_lm", "train_with_frameworks", "upcycle")
+    ]
+    + [
+        (name, f"{option}=/proc/version/it", "Not a directory: '/proc/version/it'")
+        for option, names in WRITTEN.items()
+        for name in names
     ],
 )
 def test_a_mistake_is_told_in_a_line(name, options, message, run_here, tmp_path, text_file):
