@@ -66,7 +66,13 @@ class SliceReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Metadata of the files, with the shapes that `split` gave."""
-        metadata = super().read_metadata(*args, **kwargs)
+        try:
+            metadata = super().read_metadata(*args, **kwargs)
+        except Exception as error:  # damaged bytes can make unpickling raise anything
+            raise RuntimeError(
+                f"checkpoint.load: expected {self.path}/.metadata to be whole, got {error!r}; "
+                "nothing has changed"
+            ) from error
         for name, (dim, sizes) in self._split.items():
             entry = metadata.state_dict_metadata[name]
             assert isinstance(entry, TensorStorageMetadata)

@@ -138,6 +138,7 @@ def test_what_fails_says_what_has_changed(tmp_path, monkeypatch):
         ("shorter", "to hold"),
         ("damaged", "damaged bytes"),
         ("missing", "No such file"),
+        ("metadata", "expected .*/.metadata to be whole, got"),
     ):
         checkpoint.save(tmp_path / path, *saved)
         (file,) = (tmp_path / path).glob("*.distcp")
@@ -145,8 +146,10 @@ def test_what_fails_says_what_has_changed(tmp_path, monkeypatch):
             os.truncate(file, file.stat().st_size - 1)
         elif path == "damaged":
             file.write_bytes(b"0" * file.stat().st_size)
-        else:
+        elif path == "missing":
             file.unlink()
+        else:
+            os.truncate(tmp_path / path / ".metadata", 50)
         with pytest.raises(RuntimeError, match=f"checkpoint.load: .*{text}.*nothing has changed"):
             checkpoint.load(tmp_path / path, layer, optimizer)
         assert unchanged()
