@@ -86,6 +86,8 @@ class Region:
     @property
     def start(self) -> int | None:
         """Place of the first element in the flat whole; None where the part is not in one piece."""
+        if not self.numel:
+            return 0
         if any(len(dim) > 1 for dim in self.runs):
             return None
         for outer in range(len(self.whole) - 1, -1, -1):
