@@ -191,11 +191,16 @@ class ReplacingWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Replace the metadata, and remove files that it does not name."""
-        super().finish(metadata, results)
         names = {written.storage_data.relative_path for of_rank in results for written in of_rank}
-        for path in Path(self.path).glob("*.distcp"):
-            if path.name not in names:
-                path.unlink()
+        there = {path.name: path for path in Path(self.path).glob("*.distcp")}
+        if lost := names - there.keys():
+            raise FileNotFoundError(
+                "expected path to be a folder that all ranks share, got one without the file "
+                f"{min(lost)} of another rank: {self.path}"
+            )
+        super().finish(metadata, results)
+        for name in there.keys() - names:
+            there[name].unlink()
 
 
 def _split(values: torch.Size, dim: int, two: tuple[int, int]) -> torch.Size:

@@ -919,6 +919,23 @@ def test_extra_that_differs_between_ranks(tmp_path):
     assert [len(texts) for texts in spawn_ranks(save_what_differs, 2, tmp_path)] == [1, 1]
 
 
+def save_apart(rank, folder):
+    """Each rank with a folder of its own: the error of all, and the number that is still there."""
+    model = nn.Linear(2, 2)
+    md.checkpoint.save(folder / "0", model, extra={"saved": 1})
+    for way in (md.checkpoint.save, md.checkpoint.async_save):
+        with pytest.raises(RuntimeError, match=r"a folder that all ranks share, .* on rank 0"):
+            written = way(folder / str(rank), model, extra={"saved": 2})
+            written.result()
+    found = {"saved": 0}
+    md.checkpoint.load(folder / "0", model, extra=found)
+    return found["saved"]
+
+
+def test_a_folder_that_ranks_do_not_share_is_refused(tmp_path):
+    assert spawn_ranks(save_apart, 2, tmp_path) == [1, 1]
+
+
 def test_a_full_disk_is_an_exception(tmp_path, monkeypatch):
     from moe_ext.distributed.checkpoint_files import ReplacingWriter
 
