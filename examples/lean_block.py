@@ -109,6 +109,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dim", type=int, default=256, help="of a token (%(default)s)")
     parser.add_argument("--heads", type=int, default=8, help="of the attention (%(default)s)")
     args = parser.parse_args(argv)
+    for name in ("tokens", "dim", "heads"):
+        if getattr(args, name) < 1:
+            parser.error(f"expected --{name} to be positive, got {getattr(args, name)}")
+    if args.dim % args.heads:
+        parser.error(f"expected --dim to be a multiple of --heads {args.heads}, got {args.dim}")
     x = torch.randn(1, args.tokens, args.dim, requires_grad=True)
     kept = {}
     for name in ("plain", "lean"):

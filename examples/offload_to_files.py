@@ -123,9 +123,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20, help="in all (%(default)s)")
     parser.add_argument("--lr", type=float, default=3e-4, help="learning rate (%(default)s)")
     args = parser.parse_args(argv)
+    for name in ("layers", "dim", "lr"):
+        if not getattr(args, name) > 0:
+            parser.error(f"expected --{name} to be positive, got {getattr(args, name)}")
     try:
         state = FileAdamW(args.folder, [(args.dim, args.dim)] * args.layers, lr=args.lr)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         parser.error(str(error))
     while state.step < args.steps:
         print(f"step {state.step}: loss {train_step(state):.5f}", flush=True)

@@ -188,7 +188,6 @@ def draw(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
         axes.plot(*zip(*curve, strict=True), marker=".", label=method)
     axes.set(xscale="log", xlabel="bytes sent by a worker", ylabel="validation loss (nats)")
     axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
     plot.save_figure(figure, path)
 
 
@@ -208,6 +207,13 @@ def main(argv: list[str] | None = None) -> int:
     unknown = {*args.methods} - {*METHODS}
     if unknown:
         parser.error(f"--methods: expected some of {[*METHODS]}, got {sorted(unknown)}")
+    for name in ("steps", "sync_every"):
+        if getattr(args, name) < 1:
+            option = name.replace("_", "-")
+            parser.error(f"expected --{option} to be positive, got {getattr(args, name)}")
+    if args.out.is_dir():
+        parser.error(f"expected --out to be a picture, got a folder: {args.out}")
+    args.out.parent.mkdir(parents=True, exist_ok=True)  # before hours of training are lost
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     data, curves = load_text(args.data, SIZES.seq_len), {}

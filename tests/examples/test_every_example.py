@@ -187,6 +187,27 @@ def test_a_mistake_is_told_in_a_line(name, options, message, run_here, tmp_path,
 
 
 @pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("lean_block", "--tokens=0", "expected --tokens to be positive, got 0"),
+        ("lean_block", "--dim=30", "expected --dim to be a multiple of --heads 8, got 30"),
+        ("offload_to_files", "--layers=0", "expected --layers to be positive, got 0"),
+        ("offload_to_files", "--lr=nan", "expected --lr to be positive, got nan"),
+        ("offload_to_files", "--folder=/proc/version", "File exists: '/proc/version'"),
+        ("train_diloco", "--sync-every=0", "expected --sync-every to be positive, got 0"),
+        ("train_diloco", "--steps=0", "expected --steps to be positive, got 0"),
+        ("train_diloco", "--out=/proc", "expected --out to be a picture, got a folder: /proc"),
+    ],
+)
+def test_a_mistake_is_told_below_the_usage(name, options, message, run_here, tmp_path, capsys):
+    started = STARTED[name][1].format(data=tmp_path, out=tmp_path / "out")
+    with pytest.raises(SystemExit) as ended:
+        run_here(name, *started.split(), *options.split())
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+    assert not snapshot(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("name", "options", "key"),
     [
         ("train_compressed_ddp", "--compression=bf16", "runs"),
