@@ -49,7 +49,7 @@ class DeltaEncoder:
             quantised first, then compared.
 
     Raises:
-        TypeError: a value of ``state`` is no dense real tensor.
+        TypeError: a value of ``state``, or what ``transform`` makes of it, is no dense real tensor.
         ValueError: ``transform`` gives a name twice.
 
     Reference: Yu et al., PULSE (arXiv 2602.03839).
@@ -87,7 +87,7 @@ class DeltaEncoder:
                         f"the second time of {name}"
                     )
                 made[key] = value
-        return made
+        return tensors_of(made, f"{_OP}: transform")
 
     @torch.no_grad()
     def encode(self) -> Update:

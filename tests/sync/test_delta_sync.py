@@ -273,6 +273,8 @@ def test_what_is_no_dense_tensor_is_refused(end, make, about):
     match = rf"{end.__name__}: expected state to hold dense real tensors, got 'x' of .*{about}"
     with pytest.raises(TypeError, match=match):
         end({"x": make()})
+    with pytest.raises(TypeError, match=f"transform: expected .* got 'x' of .*{about}"):
+        sync.DeltaEncoder({"x": torch.ones(2)}, transform=lambda name, tensor: {name: make()})
 
 
 def cut(tensor, region):
