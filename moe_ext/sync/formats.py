@@ -250,7 +250,8 @@ def fp8_blocks(name: str, tensor: Tensor) -> Mapping[str, Tensor]:
     blocks = torch.nn.functional.pad(tensor.detach().float(), pad)
     blocks = blocks.unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128))
     largest = blocks.abs().amax((-3, -1), keepdim=True)
-    scale = torch.where(largest > 0, largest / _FP8_MAX, 1.0)
+    smallest = torch.finfo(torch.float32).tiny  # a denormal quotient may be rounded to 0
+    scale = torch.where(largest > 0, (largest / _FP8_MAX).clamp_min(smallest), 1.0)
     codes = (blocks / scale).flatten(-4, -3).flatten(-2)[..., :rows, :columns]
     return {
         name: codes.contiguous().to(torch.float8_e4m3fn),

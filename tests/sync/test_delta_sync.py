@@ -390,6 +390,23 @@ def test_quantised_then_compared():
     assert torch.equal(here["w"].view(torch.uint8), want["w"].view(torch.uint8))
 
 
+@pytest.mark.parametrize("flushed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_smallest_weights_are_quantised(dtype, flushed):
+    """Blocks whose factor would be a denormal, or 0."""
+    weights = (2.0 ** torch.arange(-148, -110.0)).to(dtype)
+    torch.set_flush_denormal(flushed)
+    try:
+        for weight in weights.tolist():
+            made = sync.fp8_blocks("w", torch.full((2, 2), weight, dtype=dtype))
+            scale = made["w_scale_inv"].item()
+            assert scale > 0
+            back = made["w"].float() * scale
+            assert ((back - weight).abs() <= max(weight / 16, scale * 2**-10) * 1.001).all(), weight
+    finally:
+        torch.set_flush_denormal(False)
+
+
 def test_a_module_of_experts():
     """A layer's state dict is written in place, and computes the same."""
     torch.manual_seed(0)
