@@ -152,7 +152,7 @@ def save_patches(path: str | os.PathLike[str], found: Sequence[WeightPatch], ver
         if patch.indices is not None:
             tensors[f"{number}.indices"] = patch.indices.contiguous()
         about.append([patch.name, list(patch.shape), str(patch.dtype).removeprefix("torch.")])
-    text = json.dumps({"version": version, "patches": about})
+    text = json.dumps({"version": version, "patches": about}, default=int)  # of numpy
     metadata = {"format": _FORMAT, "table": text, "crc32": f"{_checksum(text, tensors):08x}"}
     try:
         with replacing(path) as file:

@@ -12,6 +12,7 @@ import struct
 import zlib
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from forked import forkserver
@@ -650,8 +651,13 @@ def assert_loaded(path, version):
 def test_files_of_patches_keep_all_and_find_damage(tmp_path):
     pytest.importorskip("safetensors")
     path = tmp_path / "patches"
-    sync.save_patches(path, patches_of(7), 7)
-    assert_loaded(path, 7)
+    for seven in (np.int64(7), torch.tensor(7), 7):
+        shapes = [tuple(np.int64(size) for size in patch.shape) for patch in patches_of(7)]
+        found = [
+            dataclasses.replace(p, shape=s) for p, s in zip(patches_of(7), shapes, strict=True)
+        ]
+        sync.save_patches(path, found, seven)
+        assert_loaded(path, 7)
     raw = path.read_bytes()
     # Every byte counts: of the table, of padding in the header, and of the elements.
     for place in range(8, len(raw), 7):
