@@ -306,7 +306,9 @@ def _with_all_saved(
             default: Any = {} if entry is None else None  # no file has an empty mapping
             if hasattr(entry, "properties"):
                 default = torch.zeros(entry.size, dtype=entry.properties.dtype)
-            _entry(inside, path[-1], default)
+            here = _entry(inside, path[-1], default)
+            if isinstance(default, Tensor) and not isinstance(here, Tensor):
+                inside[path[-1]] = default
     return found
 
 

@@ -891,11 +891,18 @@ def test_extra_comes_back(tmp_path, way):
     assert repr(before) == repr(own)
 
 
-@pytest.mark.parametrize("value", [torch.ones(2), {"a": {"b": [torch.ones(2)]}}, {}, [1], 7, None])
+OF_A_KIND = [torch.ones(2), [1], 7, None]
+
+
+@pytest.mark.parametrize(
+    ("value", "here"),
+    [(value, here) for value in OF_A_KIND for here in OF_A_KIND]
+    + [({"a": {"b": [torch.ones(2)]}}, None), ({}, None)],
+)
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_none_in_extra_takes_whatever_was_saved(tmp_path, value, nested):
-    saved, found = ({"x": {"y": v} if nested else v} for v in (value, None))
+def test_extra_takes_what_was_saved_of_another_kind(tmp_path, value, nested, here):
+    saved, found = ({"x": {"y": v} if nested else v} for v in (value, copy.deepcopy(here)))
     md.checkpoint.save(tmp_path, nn.Linear(2, 2), extra=saved)
     md.checkpoint.load(tmp_path, nn.Linear(2, 2), extra=found)
     assert repr(found) == repr(saved)
