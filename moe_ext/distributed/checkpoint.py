@@ -144,8 +144,8 @@ def load(
 
     Raises:
         ValueError: on every rank: the checkpoint lacks a tensor of the model, or its optimizers a
-            parameter of those here; or the model is on the meta device; or see
-            `TrainingState.load_state_dict`. Nothing has changed.
+            parameter of those here; or the model is on the meta device; or `.metadata` is not
+            whole; or see `TrainingState.load_state_dict`. Nothing has changed.
         RuntimeError: on every rank: a tensor has another shape, or a file is not whole, and nothing
             has changed; or a file could not be read later on.
         RankFailureError: a rank died or did not answer.

@@ -69,7 +69,7 @@ class SliceReader(FileSystemReader):
         try:
             metadata = super().read_metadata(*args, **kwargs)
         except Exception as error:  # damaged bytes can make unpickling raise anything
-            raise RuntimeError(
+            raise ValueError(
                 f"checkpoint.load: expected {self.path}/.metadata to be whole, got {error!r}; "
                 "nothing has changed"
             ) from error
