@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_ext._checks import check_choice, check_sizes
+
 # Modules that the process imports from which ranks are forked; read when the first ranks start.
 PRELOADED = ["moe_ext"]
 
@@ -111,9 +113,12 @@ def spawn_ranks(
         The result of every rank, in rank order.
 
     Raises:
+        ValueError: there are no ranks, or another store is named.
         RuntimeError: a rank raised, ended or ran out of time; the message holds every rank's
             traceback.
     """
+    check_sizes("spawn_ranks", world_size=world_size)
+    check_choice("spawn_ranks", "store", store, ("file", "tcp"))
     # Ranks are forked from a process that has imported torch and started no thread: a rank costs
     # a tenth of a second, where a new interpreter takes three.
     context = multiprocessing.get_context("forkserver")

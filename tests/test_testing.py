@@ -56,3 +56,15 @@ def test_tensors_come_by_value():
     found = spawn_ranks(a_tensor, 2)
     assert not any(tensor.is_shared() for tensor in found)
     assert torch.equal(torch.stack(found), torch.tensor([[0] * 3, [1] * 3]))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"world_size": 0}, "expected world_size to be at least 1, got 0"),
+        ({"world_size": 1, "store": "redis"}, "expected store to be one of"),
+    ],
+)
+def test_what_starts_no_job_is_refused(options, message):
+    with pytest.raises(ValueError, match=f"spawn_ranks: {message}"):
+        spawn_ranks(a_tensor, **options)
