@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from moe_ext._checks import check_choice
+from moe_ext._checks import check_choice, check_rule
 from moe_ext.dispatch.wire import LOSSLESS
 from moe_ext.planner.presets import LayerParts
 
@@ -78,6 +78,8 @@ NAMES: Mapping[str, tuple[str | None, ...]] = {
     "gradients": GRADIENTS,
     "kv_wire": KV_WIRES,
 }
+# Values of axes that are few numbers.
+_FEW: Mapping[str, tuple[int, ...]] = {"turns": (0, 1), "zero": (0, 1, 2, 3), "recompute": (0, 1)}
 
 
 def choice_of(columns: Columns, i: int) -> Choice:
@@ -134,6 +136,9 @@ def number_of(name: str, value: int | str | None) -> int:
         raise ValueError(
             f"plan: expected {name} to be a whole number of at least {least}, got {value!r}"
         )
+    if name in _FEW:
+        check_choice("plan", name, value, _FEW[name])
+    check_rule("plan", name, value, f"below {2**31}", value < 2**31)
     return int(value)
 
 

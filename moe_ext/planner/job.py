@@ -106,7 +106,9 @@ class Job:
             ValueError: the load is one of other experts.
         """
         if not isinstance(self.load, tuple):
-            counts_SE = torch.arange(1, num_experts + 1, dtype=torch.float64)[None] ** -self.load
+            counts_SE = torch.arange(1, num_experts + 1, dtype=torch.float64)[None] ** -float(
+                self.load
+            )
         else:
             counts_SE = self._counts
         if counts_SE.shape[1] != num_experts:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from moe_ext._checks import check_fields
 from moe_ext._files import replacing
 from moe_ext.comm.groups import group_size
 from moe_ext.comm.link import max_over_ranks
@@ -29,7 +30,7 @@ from moe_ext.planner.expert_load import load_of
 from moe_ext.planner.job import Job
 from moe_ext.planner.presets import PRESETS, ModelSpec, RecurrentSpec
 from moe_ext.planner.profile import timed
-from moe_ext.planner.search import Found, search
+from moe_ext.planner.search import Found, check_placement, search
 from moe_ext.planner.sizes import SharedStates
 from moe_ext.planner.spec import model_spec
 from moe_ext.planner.stage_layers import StageLayers, rank_columns
@@ -99,6 +100,10 @@ class Plan:
     proven: bool = False
     stages: tuple[StageLayers, ...] = ()
     runners_up: tuple[Found, ...] = ()
+
+    def __post_init__(self) -> None:
+        """ValueError for numbers that no plan has."""
+        check_fields(self, may_be_zero=("num_points", "num_too_large"), below=2**63)
 
     @property
     def _cost(self) -> StepCost:
@@ -237,7 +242,7 @@ class Plan:
         """Read a plan.
 
         Raises:
-            ValueError: the file is none of this version.
+            ValueError: the file is none of this version, or holds what no search finds.
         """
         try:
             found = json.loads(Path(path).read_text())
@@ -248,7 +253,7 @@ class Plan:
             raise ValueError(f"Plan.from_json: expected schema to be {SCHEMA}, got {schema!r}")
         try:
             return cls._of(found)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"Plan.from_json: expected {path} to hold the fields of a plan, got "
                 f"{type(error).__name__}: {error}"
@@ -262,12 +267,16 @@ class Plan:
             model["recurrent"] = RecurrentSpec(**model["recurrent"])
         for name in ("pareto", "runners_up"):
             found[name] = tuple(Found(**_read_placement(each)) for each in found[name])
-        return cls(
+        made = cls(
             ModelSpec(**model),
             ClusterSpec.of(found.pop("cluster")),
             Job(**found.pop("job")),
             **_read_placement(found),
         )
+        own = Found(made.choice, made.seconds, made.memory, made.stages)
+        for each in (own, *made.runners_up, *made.pareto):
+            check_placement(made._cost, each)
+        return made
 
     def apply(self, model: nn.Module) -> Applied:
         """Put a model into the plan's placement; every rank calls it with the same model.
@@ -418,8 +427,6 @@ def _read_placement(held: Mapping[str, Any]) -> dict[str, Any]:
     if missing:
         raise ValueError(f"Plan.from_json: expected choice to have {missing}, got {sorted(choice)}")
     choice = {**DEFAULTS, **choice}
-    # Raises for values that axes have not.
-    columns_of([choice])
     stages = tuple(StageLayers(**each) for each in held["stages"])
     return {**held, "choice": choice, "stages": stages}
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_ext._checks import check_rule
+from moe_ext._checks import check_fields, check_rule
 from moe_ext.dispatch.wire import LOSSLESS, rows_rate
 from moe_ext.planner.axes import (
     AXES,
@@ -28,6 +28,7 @@ from moe_ext.planner.axes import (
     Choice,
     Columns,
     choice_of,
+    columns_of,
     divisors,
     masked,
     number_of,
@@ -35,7 +36,13 @@ from moe_ext.planner.axes import (
     runs,
 )
 from moe_ext.planner.cost import StepCost
-from moe_ext.planner.stage_layers import StageLayers, divide, rank_columns, simulated
+from moe_ext.planner.stage_layers import (
+    StageLayers,
+    divide,
+    even_stages,
+    rank_columns,
+    simulated,
+)
 
 # The other axes, by what there has to be several ranks of for them to act.
 _GROUPS = {
@@ -71,6 +78,10 @@ class Found:
     seconds: float
     memory: float
     stages: tuple[StageLayers, ...] = ()
+
+    def __post_init__(self) -> None:
+        """ValueError for numbers that no placement has."""
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -260,6 +271,32 @@ def _expand(cost: StepCost, mesh: Tensor, options: Mapping[str, Tensor]) -> Colu
         # A placement in which moving experts never pays is the same as one without balance.
         c = masked(c, (c["balance"] == 0) | cost.loads.moves(c))
     return c
+
+
+def check_placement(cost: StepCost, found: Found) -> None:
+    """ValueError for a choice that `search` does not make, or stages that are not of the model."""
+    choice = found.choice
+    _check_fixed(cost, choice)
+    mesh = _fixed(meshes(cost, all_shards=True), MESH, choice)
+    if not len(mesh) or not len(_expand(cost, mesh, _options(cost, choice))["pp"]):
+        raise ValueError(
+            f"plan: expected choice to be a placement of the model on {cost.job.num_ranks} ranks, "
+            f"got {choice}"
+        )
+    wanted = even_stages(cost.model.num_layers, columns_of([choice]))
+    starts = [0, *(stage.end for stage in found.stages)]
+    for stage, start in zip(found.stages, starts, strict=False):
+        again = range(stage.start, stage.end if choice["recompute"] else stage.start)
+        if stage.start != start or stage.end <= start or not {*stage.again} <= {*again}:
+            raise ValueError(
+                f"plan: expected stages to have layers in turn, and again some of them with "
+                f"recompute=1, got {stage}"
+            )
+    if found.stages and (len(found.stages), starts[-1]) != (len(wanted), cost.model.num_layers):
+        raise ValueError(
+            f"plan: expected {len(wanted)} stages of {cost.model.num_layers} layers, got "
+            f"{len(found.stages)} of {starts[-1]}"
+        )
 
 
 def _crossed(above: Tensor, below: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ext._checks import check_fields
 from moe_ext.pipeline import ActionTable, Costs, TurnPlan, make_table
 from moe_ext.pipeline.simulate import makespan
 from moe_ext.pipeline.turn_plan import plan_turns_within
@@ -45,6 +46,10 @@ class StageLayers:
     start: int
     end: int
     again: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """ValueError for numbers that no layers have."""
+        check_fields(self, may_be_zero=("start", "again"))
 
 
 def split_evenly(num_layers: int, num_stages: int) -> list[tuple[int, int]]:

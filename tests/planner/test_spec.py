@@ -503,10 +503,56 @@ def test_files_of_plans_are_whole(tmp_path):
             Plan.from_json(path)
     for change in (
         *({"model": None}, {"job": {}}, {"cluster": {}}, {"choice": {}}, {"stages": [{}]}),
-        *({"pareto": 3}, {"more": 1}, {"choice": {**made.choice, "pp": 0}}),
+        *(
+            {"pareto": 3},
+            {"num_points": 0.5},
+            {"num_too_large": -1},
+            {"proven": "no"},
+            {"more": 1},
+            {"choice": {**made.choice, "pp": 0}},
+        ),
     ):
         path.write_text(json.dumps({**json.loads(whole), **change}))
         with pytest.raises(ValueError, match="expected"):
+            Plan.from_json(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"more": 1}, "more"),
+        ({"seconds": -1.0}, "expected seconds to be above 0, got -1.0"),
+        ({"memory": math.inf}, "expected memory to be finite, got inf"),
+        ({"choice": {"more": 1}}, "to name axes of .*, got 'more'"),
+        ({"choice": {"zero": 7}}, r"expected zero to be one of \(0, 1, 2, 3\), got 7"),
+        ({"choice": {"recompute": 2}}, r"expected recompute to be one of \(0, 1\), got 2"),
+        ({"choice": {"turns": 3}}, r"expected turns to be one of \(0, 1\), got 3"),
+        ({"choice": {"pp": 10**30}}, "expected pp to be below 2147483648"),
+        ({"choice": {"cp": 4}}, "expected choice to be a placement of the model on 4 ranks"),
+        ({"choice": {"ep": 3}}, "expected choice to be a placement of the model on 4 ranks"),
+        ({"choice": {"zero": 3}}, "expected choice to be a placement of the model on 4 ranks"),
+        ({"choice": {"gradients": "int8", "tp": 2}}, "expected gradients to be 'none' with tp=2"),
+        ({"stages": [{"start": 0, "end": -4, "again": []}]}, "StageLayers: expected end to be at"),
+        ({"stages": [{"start": 0, "end": 4, "again": []}]}, "expected 2 stages of 4 layers, got 1"),
+        (
+            {"stages": [{"start": 0, "end": 2, "again": []}] * 2},
+            "expected stages to have layers in",
+        ),
+        ({"stages": [{"start": 0, "end": 4, "again": [5]}]}, "expected stages to have layers in"),
+    ],
+)
+def test_files_of_plans_have_placements_of_their_job(tmp_path, change, text):
+    made = plan(SMALL, CLUSTER, **STEP, fixed=FIXED | {"pp": 2, "ep": 2, "schedule": "1f1b"})
+    path = tmp_path / "plan.json"
+    made.to_json(path)
+    whole = path.read_text()
+    for of in (None, "runners_up", "pareto"):
+        held = json.loads(whole)
+        each = held[of][0] if of else held
+        for name, value in change.items():
+            each[name] = {**each[name], **value} if name == "choice" else value
+        path.write_text(json.dumps(held))
+        with pytest.raises(ValueError, match=f"^Plan.from_json: expected .*plan.json .*{text}"):
             Plan.from_json(path)
 
 
