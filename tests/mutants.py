@@ -510,7 +510,7 @@ MISTAKES = {
         ),
         "a search begins whose files cannot be written": (
             "moe_ext/planner/cli.py",
-            "    if [-path is not None and-]{+False and+} (not Path(path).parent.is_dir() or",
+            "        if [-is_written and-]{+False and+} (not path.parent.is_dir() or",
             "tests/planner/test_spec.py -k command_says",
         ),
         "a plan forgets that another program hides gradients": (

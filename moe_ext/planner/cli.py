@@ -150,17 +150,35 @@ class _Progress(threading.Thread):
             print(file=sys.stderr)
 
 
-def _check_file(name: str, path: str | None) -> None:
-    """ValueError for a file that cannot be written, before the search."""
-    if path is not None and (not Path(path).parent.is_dir() or Path(path).is_dir()):
-        raise ValueError(
-            f"plan: expected {name} to be a file in a folder that exists, got {path!r}"
-        )
+def _check_files(arguments: argparse.Namespace) -> None:
+    """ValueError for files that cannot be written, before the search, or over another one."""
+    known: dict[Path, str] = {}
+    for name in ("model", "cluster", "load", "costs", "out", "report"):
+        given = getattr(arguments, name)
+        if not isinstance(given, str):
+            continue
+        path, is_written = Path(given).resolve(), name in ("out", "report")
+        if is_written and (not path.parent.is_dir() or path.is_dir()):
+            raise ValueError(
+                f"plan: expected --{name} to be a file in a folder that exists, got {given!r}"
+            )
+        # Pipes and terminals take the text of both.
+        is_plain = path.is_file() or not path.exists()
+        if is_written and is_plain and path in known:
+            raise ValueError(
+                f"plan: expected --{name} to be another file than {known[path]}, got {given!r}"
+            )
+        known[path] = f"--{name}"
 
 
 def _found(arguments: argparse.Namespace, progress: _Progress) -> tuple[Plan, dict[str, str]]:
     """The plan, and why it has no other values."""
-    fixed = {name: value for text in arguments.fix for name, value in _pair(text).items()}
+    fixed: dict[str, int | str | None] = {}
+    for text in arguments.fix:
+        pair = _pair(text)
+        if not fixed.keys().isdisjoint(pair):
+            raise ValueError(f"plan: expected --fix to name each axis once, got {arguments.fix}")
+        fixed |= pair
     others = {text: _pair(text) for text in arguments.why_not}
     model, cluster = model_spec(arguments.model), ClusterSpec.of(arguments.cluster)
     if arguments.profile:
@@ -185,8 +203,7 @@ def _found(arguments: argparse.Namespace, progress: _Progress) -> tuple[Plan, di
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; the exit status."""
     try:
-        _check_file("--out", arguments.out)
-        _check_file("--report", arguments.report)
+        _check_files(arguments)
         with _Progress() as progress:
             found, reasons = _found(arguments, progress)
         print(found)

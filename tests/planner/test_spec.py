@@ -446,11 +446,15 @@ def test_a_configuration_of_garbage_makes_no_model():
 
 
 def run(tmp_path, capsys, **options):
-    """Exit status and error text of the command."""
+    """Exit status and error text of the command; an option's list is given one by one."""
     whole = {"model": "llama-3-8b", "cluster": "h100", "gpus": "8", "out": str(tmp_path / "p.json")}
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
-    pairs = [(f"--{name.replace('_', '-')}", str(v)) for name, v in {**whole, **options}.items()]
+    pairs = [
+        (f"--{name.replace('_', '-')}", str(value))
+        for name, held in {**whole, **options}.items()
+        for value in (held if isinstance(held, list) else [held])
+    ]
     status = cli.run(parser.parse_args([word for pair in pairs for word in pair]))
     return status, capsys.readouterr().err
 
@@ -462,6 +466,8 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     for name, held in files.items():
         (tmp_path / name).write_text(json.dumps(held))
     (tmp_path / "nan.json").write_text(json.dumps({**cluster, "layer_seconds": math.nan}))
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "p.json")
     for options, text in (
         ({"model": tmp_path / "list.json"}, "expected a configuration to be a mapping, got"),
         ({"model": tmp_path / "text.json"}, "expected a configuration to be a mapping, got 'abc'"),
@@ -480,10 +486,18 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
         ({"layer_dtype": "float8"}, "expected cluster.flops to have float8"),
         ({"load": "-1"}, "Job: expected load to be"),
         ({"fix": "pp=0"}, "expected pp to be a whole number of at least 1"),
+        ({"fix": ["pp=1", "pp=2"]}, "expected --fix to name each axis once, got ['pp=1', 'pp=2']"),
+        ({"report": tmp_path / "p.json"}, "expected --report to be another file than --out, got"),
+        ({"report": link}, "expected --report to be another file than --out, got"),
+        *(
+            ({name: tmp_path / "list.json", of: tmp_path / "list.json"}, f"--{of} to be another")
+            for name in ("model", "cluster", "load", "costs")
+            for of in ("out", "report")
+        ),
     ):
         status, said = run(tmp_path, capsys, **options)
         assert status == 2 and text in said, (options, said)
-    assert not (tmp_path / "p.json").exists()
+    assert not (tmp_path / "p.json").exists() and (tmp_path / "list.json").read_text() == "[]"
 
 
 def test_files_of_plans_are_whole(tmp_path):
