@@ -46,6 +46,7 @@ _SIZES = (
     *("num_layers", "model_dim", "num_heads", "ffn_dim", "vocab_size", "num_experts", "top_k"),
     *("num_moe_layers", "has_experts", "heads_dim", "kv_dim", "latent", "expert_parameters"),
     *("shared_ffn_dim", "tied", "mixers", "recurrent", "attention_gate", "one_part"),
+    *("positions", "num_window_layers", "window"),
 )
 # Fields of a job that describe other programs; no plan is built with them.
 _OF_OTHERS = ("layer_dtype", "hidden_exchanges", "hidden_gradients", "hidden_tensor")
@@ -454,7 +455,9 @@ def _compressed_bytes(parameters: Iterable[Any], state: CompressionState, num_ra
 def _check_model(plan: Plan, model: nn.Module) -> None:
     """ValueError for a model of other sizes than the plan's."""
     if not hasattr(getattr(model, "config", None), "to_dict"):
-        return
+        raise ValueError(
+            f"Plan.apply: expected model to be a transformers model, got {type(model).__name__}"
+        )
     found = model_spec(model)
     dense = ("dense_layer_ffn",) if plan.model.num_moe_layers < plan.model.num_layers else ()
     for name in (*_SIZES, *dense):

@@ -606,6 +606,32 @@ def test_apply_compares_all_sizes(options, text):
         hidden.apply(small_mixtral())
 
 
+def test_apply_takes_the_model_of_the_plan_alone():
+    transformers = pytest.importorskip("transformers")
+    options = {"num_ranks": 1, "seq_len": 16, "global_batch": 8, "dtype": "float32"}
+
+    def windowed(window):
+        config = transformers.MistralConfig(**SIZES, sliding_window=window)
+        return transformers.MistralForCausalLM(config)
+
+    def positioned(count):
+        sizes = {"vocab_size": 64, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": count}
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+
+    for wanted, other, text in (
+        (windowed(8), windowed(4), "model to have window=8, .*, got 4"),
+        (windowed(8), windowed(None), "model to have num_window_layers=3, .*, got 0"),
+        (windowed(None), windowed(8), "model to have num_window_layers=0, .*, got 3"),
+        (positioned(32), positioned(16), "model to have positions=32, .*, got 16"),
+        (windowed(8), torch.nn.Linear(32, 32), "model to be a transformers model, got Linear"),
+        (windowed(8), None, "model to be a transformers model, got NoneType"),
+    ):
+        made = plan(wanted, CLUSTER, **options)
+        with pytest.raises(ValueError, match=f"^Plan.apply: expected {text}"):
+            made.apply(other)
+        assert made.apply(wanted).model is wanted
+
+
 def test_progress_is_told_without_a_terminal(capsys, monkeypatch):
     shown, waits = cli._Progress(), []
 
