@@ -312,7 +312,10 @@ class _Reader:
                     f"cost, got {kind!r} in layer {i}, {type(self._layers[i]).__name__}; give a "
                     f"ModelSpec"
                 )
-        if not self._given("sliding_window") or self._given("use_sliding_window") is False:
+        # A family without windows keeps those of a file, and masks nothing by them.
+        is_known = hasattr(type(self._config)(), "sliding_window")
+        is_used = is_known and self._given("use_sliding_window") is not False
+        if not is_used or not self._given("sliding_window"):
             return 0, 0
         many = kinds.count("sliding_attention") if kinds else len(self._layers)
         return (self._size("sliding_window"), many) if many else (0, 0)

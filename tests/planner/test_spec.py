@@ -366,6 +366,7 @@ READ = {
         {"moe_layers": (0, 2), "dense_ffn_dim": 96},
     ),
     "mistral": ({"sliding_window": 64}, {"window": 64, "num_window_layers": 3}),
+    "llama": ({"sliding_window": 64}, {"window": 0, "num_window_layers": 0}),
     "phi3": ({}, {"gated": True}),
     "gpt2": ({"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 50}, {"positions": 50}),
     "falcon": ({"num_kv_heads": None}, {"kv_dim": 8, "gated": False}),
