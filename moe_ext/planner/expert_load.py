@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,8 @@ def load_of(
     if isinstance(load, (str, Path)):
         name = next((n for n in LOADS if str(load) in (n, n.partition("_")[0])), None)
         if name is not None:
+            rule = f"above 0 with load={name!r}"
+            check_rule("plan", "num_experts", num_experts, rule, num_experts > 0)
             rule = f"at most half of the {num_experts} experts with load={name!r}"
             check_rule("plan", "top_k", top_k, rule, 2 * top_k <= num_experts)
             return _expected(name, num_experts, top_k)
@@ -111,14 +113,23 @@ def load_of(
     if isinstance(counts, numbers.Real):
         return float(counts)
     try:
+        if isinstance(counts, Mapping):
+            raise TypeError
         if counts and isinstance(counts[0], numbers.Real):
-            return tuple(float(count) for count in counts)
-        return tuple(tuple(float(count) for count in step) for step in counts)
+            return _tokens(counts)
+        return tuple(map(_tokens, counts))
     except (TypeError, ValueError):
         raise ValueError(
             "plan: expected load to hold numbers of tokens, of one step or of many, got "
             f"{load!r:.80}"
         ) from None
+
+
+def _tokens(step: Any) -> tuple[float, ...]:
+    """Tokens of a step. Digits of a text and names of a mapping are none."""
+    if isinstance(step, (str, Mapping)):
+        raise TypeError
+    return tuple(float(count) for count in step)
 
 
 def counts_of(load: tuple[float, ...] | tuple[tuple[float, ...], ...]) -> Tensor:

@@ -207,6 +207,7 @@ def test_files_of_clusters_that_cannot_be_read_are_named(name, data, tmp_path):
 TWO_NODES = dataclasses.replace(
     CLUSTER, levels=(Level("node", 8, 1e-6, 1e10), Level("network", 64, 1e-5, 1e9))
 )
+DENSE = dataclasses.replace(SMALL, num_experts=0, top_k=0, num_moe_layers=0)
 ALONE = dataclasses.replace(CLUSTER, host=None)
 # Arguments of a plan, and values of its axes.
 REFUSED = [
@@ -215,6 +216,10 @@ REFUSED = [
     ({"load": "[1,"}, {}, "to hold JSON"),
     ({"load": "{}"}, {}, "to hold a list of numbers"),
     ({"load": ["a"]}, {}, "to hold numbers of tokens"),
+    ({"load": ["12345678"]}, {}, "to hold numbers of tokens"),
+    ({"load": dict.fromkeys(range(8), 1.0)}, {}, "to hold numbers of tokens"),
+    ({"load": dict.fromkeys("abcdefgh", 1.0)}, {}, "to hold numbers of tokens"),
+    ({"load": "W1", "model": DENSE}, {}, "plan: expected num_experts to be above 0 with load='W1_"),
     ({"load": [[1.0, 2.0], [1.0]]}, {}, "got steps of unlike lengths"),
     ({"load": [1.0, -1.0]}, {}, "negative or not finite"),
     ({"load": [1.0, math.nan]}, {}, "negative or not finite"),
@@ -260,9 +265,9 @@ def test_refuses_jobs_and_values_of_axes(tmp_path, options, fixed, text):
     if options.get("load") in ("[1,", "{}"):
         (tmp_path / "load.json").write_text(options["load"])
         options = {"load": tmp_path / "load.json"}
-    given = {"cluster": CLUSTER, **STEP, **options}
+    given = {"model": SMALL, "cluster": CLUSTER, **STEP, **options}
     with pytest.raises(ValueError, match=text):
-        plan(SMALL, **given, fixed=fixed)
+        plan(**given, fixed=fixed)
 
 
 def test_ranks_are_those_of_the_cluster():
