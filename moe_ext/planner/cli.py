@@ -212,7 +212,7 @@ def run(arguments: argparse.Namespace) -> int:
         found.to_json(arguments.out)
         if arguments.report is not None:
             with replacing(arguments.report) as file:
-                file.write_text(html_report(found, why_not=reasons))
+                file.write_text(html_report(found, why_not=reasons, plan_file=arguments.out))
     except (ValueError, ImportError, OSError) as error:
         print(f"moe_ext plan: {error}", file=sys.stderr)
         return 2

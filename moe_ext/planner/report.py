@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping
 
+from moe_ext.planner.apply import plan_problem
 from moe_ext.planner.plan import Plan, stage_lines
 
 _STYLE = (
@@ -13,12 +14,17 @@ _STYLE = (
 )
 
 
-def html_report(plan: Plan, *, why_not: Mapping[str, str] | None = None) -> str:
+def html_report(
+    plan: Plan, *, why_not: Mapping[str, str] | None = None, plan_file: str = "plan.json"
+) -> str:
     """One page: the placement, its time and memory, other placements, and commands.
+
+    A plan that `Plan.apply` refuses has the reason in place of commands.
 
     Args:
         plan: to show.
         why_not: lines of `Plan.why_not` by a name of their own.
+        plan_file: see `Plan.commands`.
     """
     job = plan.job
     parts = [f"<h1>Plan for {job.num_ranks} ranks</h1>", f"<p>{html.escape(plan.title)}</p>"]
@@ -34,7 +40,11 @@ def html_report(plan: Plan, *, why_not: Mapping[str, str] | None = None) -> str:
     parts.append("<h2>Time and memory of the best</h2>" + _scatter(plan))
     if why_not:
         parts.append("<h2>Why not</h2>" + _table(why_not))
-    for name, command in plan.commands().items():
+    problem = plan_problem(plan)
+    if problem is not None:
+        parts.append(f"<p>Nothing builds it yet: {html.escape(problem)}</p>")
+    commands = plan.commands(plan_file=plan_file) if problem is None else {}
+    for name, command in commands.items():
         parts.append(f"<h2>{name}</h2><pre>{html.escape(command)}</pre>")
     body = "".join(parts)
     return f"<!doctype html><meta charset=utf-8><title>Plan</title><style>{_STYLE}</style>{body}\n"

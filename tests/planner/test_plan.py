@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import html
 import itertools
 import json
 import math
@@ -658,6 +659,8 @@ def test_command(tmp_path, capsys, monkeypatch):
     )
     for text in (said, (tmp_path / "plan.html").read_text()):
         assert re.search(r"mixtral: .* layers; .*: 4 ranks, .* 8 sequences of 128 .*bfloat16", text)
+    page = html.unescape((tmp_path / "plan.html").read_text())
+    assert page.count(f"--plan {tmp_path / 'plan.json'}") == 2 and "Nothing builds" not in page
     made = Plan.from_json(tmp_path / "plan.json")
     assert made.choice["pp"] == 1 and made.cluster.costs == rates
     monkeypatch.setattr(sys, "argv", [*command[1:], "--model", "nothing"])
@@ -668,6 +671,7 @@ def test_command(tmp_path, capsys, monkeypatch):
     cli.add_arguments(parser)
     arguments = ["--model", str(config), "--cluster", "h100", "--gpus", "4", "--costs"]
     out = ["--out", str(tmp_path / "other.json"), "--global-batch=8", "--seq-len=128"]
+    out += ["--report", str(tmp_path / "other.html")]
     for option, problem in (
         ("--fix=tp=2 --fix=zero=1", "expected zero to be 0, 2 or 3 for tp=2"),
         ("--layer-dtype=bfloat16", "expected a plan without layer_dtype"),
@@ -677,7 +681,9 @@ def test_command(tmp_path, capsys, monkeypatch):
     ):
         assert cli.run(parser.parse_args([*arguments[:-1], *out, *option.split()])) == 0
         told = capsys.readouterr().out
-        assert f"Nothing builds it yet: {problem}" in told and "torchrun" not in told
+        page = html.unescape((tmp_path / "other.html").read_text())
+        for text in (told, page):
+            assert f"Nothing builds it yet: {problem}" in text and "torchrun" not in text
     for file, text in (("none.json", "No such file"), ("config.json", "expected schema to be 1")):
         assert cli.run(parser.parse_args([*arguments, str(tmp_path / file)])) == 2
         assert text in capsys.readouterr().err
