@@ -374,7 +374,10 @@ class Plan:
             ValueError: no plan can be applied.
         """
         plans, seconds, problem = [self], list[float](), None
-        plans += [replace(self, **vars(each)) for each in self.runners_up]
+        # The cost model has others before these.
+        plans += [
+            replace(self, **vars(each), proven=False, runners_up=()) for each in self.runners_up
+        ]
         for each in plans:
             try:
                 seconds.append(each.time(make_model, group=group, steps=steps))

@@ -570,6 +570,17 @@ def test_plan_is_written_and_told(tmp_path):
     assert page.count("<svg") == 3 and "http" not in page.replace("http-", "")
 
 
+def test_a_runner_up_that_is_quicker_is_not_proven(monkeypatch):
+    made = plan(SMALL, CLUSTER, **STEP, fixed={"pp": 1, "tp": 1, "cp": 1})
+    assert made.proven and len(made.runners_up) == 2
+    monkeypatch.setattr(Plan, "time", lambda self, *_, **__: -self.seconds)
+    best, seconds = made.rerank(lambda: torch.nn.Linear(1, 1))
+    assert best.choice == made.runners_up[1].choice and seconds[2] == min(seconds)
+    assert "not proven best" in str(best) and best.runners_up == ()
+    monkeypatch.setattr(Plan, "time", lambda self, *_, **__: self.seconds)
+    assert made.rerank(lambda: torch.nn.Linear(1, 1))[0] is made
+
+
 def test_numbers_of_numpy_are_numbers(tmp_path):
     options = {**STEP, "num_ranks": 2, "local_steps": 4, "capacity_factor": 1.5}
     whole = {name: np.int64(x) for name, x in options.items() if isinstance(x, int)}
