@@ -178,7 +178,7 @@ class Applied:
 
         With ZeRO 1 the first is a `ZeroRedundancyOptimizer` of the dense parameters, each of which
         has its state on one rank; experts have theirs where they are. With the optimizer on the
-        host they are `moe_ext.optim.CPUAdamW`.
+        host they are `moe_ext.optim.CPUAdamW`. A rank whose parameters are all frozen has none.
 
         Args:
             cls: of the optimizer, such as ``torch.optim.AdamW``.
@@ -203,15 +203,15 @@ class Applied:
                     mesh = parameter.device_mesh if is_dtensor(parameter) else None
                     kinds.setdefault(mesh, []).append(parameter)
             # Optimizers with `foreach` take DTensors of each mesh apart from other tensors.
-            return [cls([{"params": held} for held in kinds.values()], **options)]
+            return [cls([{"params": p} for p in kinds.values()], **options)] if kinds else []
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         dense, experts = (
             [p for p in held if p.requires_grad] for held in (self._dense(), self._sharded())
         )
-        found: list[Optimizer] = [
-            ZeroRedundancyOptimizer(dense, cls, process_group=group, **options)
-        ]
+        found = list[Optimizer]()
+        if dense:
+            found.append(ZeroRedundancyOptimizer(dense, cls, process_group=group, **options))
         return [*found, cls(experts, **options)] if experts else found
 
     @property

@@ -407,6 +407,33 @@ def trains_stages_as_one_process(name, tied):
     assert own == set(names) and sum(map(len, stages)) == len(names) + tied
 
 
+# What is trained alone: of two stages the last one, and experts.
+UNFROZEN = {"pp": ("layers.1.", {"pp": 2, "ep": 1}), "zero": (".experts.", {"ep": 2, "zero": 1})}
+
+
+@CHECKS(*((name,) for name in UNFROZEN))
+def trains_parts_as_one_process(name):
+    trained, axes = UNFROZEN[name]
+    models = [made_model(), made_model()]
+    for model in models:
+        for path, parameter in model.named_parameters():
+            parameter.requires_grad_(trained in path)
+    alone = [torch.optim.SGD([p for p in models[1].parameters() if p.requires_grad], **SGD)]
+    want = train(models[1], [whole_batch()], lambda: None, alone)
+    applied = applied_to(models[0], **axes)
+    optimizers, own, losses = applied.optimizers(torch.optim.SGD, **SGD), own_batches(applied), []
+    # The first stage trains nothing, and nothing dense is trained.
+    assert len(optimizers) == (name == "zero" or applied.mesh.pp_rank)
+    for _ in range(SEEN):
+        losses.append(run_step(applied, own) * applied.mesh.pp_size)
+        applied.sync_gradients()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    want = torch.tensor(want[:SEEN], dtype=torch.float64)
+    assert_mean_losses(losses, want)
+
+
 SENDING = [("1f1b",), ("tp", False), ("layers-Qwen3Moe",), ("cp",), ("turns-1f1b",)]
 
 
