@@ -116,9 +116,7 @@ class Plan:
     def memory_terms(self) -> dict[str, float]:
         """Bytes of the fullest rank by what they are for, without the margin."""
         cost = self._cost
-        terms = cost.memory.terms(_columns(cost, self))
-        fullest = int(torch.stack(list(terms.values())).sum(0).argmax())
-        return {name: float(value[fullest]) for name, value in terms.items()}
+        return _fullest(cost, _columns(cost, self))
 
     @property
     def title(self) -> str:
@@ -480,6 +478,13 @@ def _columns(cost: StepCost, found: Found | Plan) -> Columns:
     return rank_columns(cost, columns, found.stages) if found.stages else columns
 
 
+def _fullest(cost: StepCost, columns: Columns) -> dict[str, float]:
+    """Bytes of the fullest rank by what they are for, without the margin."""
+    terms = cost.memory.terms(columns)
+    fullest = int(torch.stack(list(terms.values())).sum(0).argmax())
+    return {name: float(value[fullest]) for name, value in terms.items()}
+
+
 def _time_terms(cost: StepCost, found: Found | Plan) -> dict[str, float]:
     columns = {"loss": torch.ones(1), **_columns(cost, found)}
     micro = float(cost.sizes.num_micro_batches(columns)[0])
@@ -502,18 +507,19 @@ def _time_terms(cost: StepCost, found: Found | Plan) -> dict[str, float]:
 
 
 def _too_large(cost: StepCost, found: Found) -> str:
-    columns, host = columns_of([found.choice]), cost.cluster.host
-    taken = float(cost.memory.host(columns))
+    columns, host = _columns(cost, found), cost.cluster.host
+    taken = float(cost.memory.host(columns).max())
     if host is not None and taken / host.memory > found.memory / cost.cluster.memory:
         return (
             f"the smallest takes {taken / 1e9:.1f} GB of {host.memory / 1e9:.1f} on the host: "
             f"{_REMEDIES['host']}"
         )
-    terms = cost.memory.terms(columns)
-    term = max(terms, key=lambda name: float(terms[name]))
+    terms = _fullest(cost, columns)
+    term = max(terms, key=terms.__getitem__)
+    even = ", of stages of even lengths," if found.stages else ""
     return (
-        f"the smallest takes {found.memory / 1e9:.1f} GB of {cost.cluster.memory / 1e9:.1f}; "
-        f"binding is {term}, {float(terms[term]) / 1e9:.1f} GB: {_REMEDIES[term]}"
+        f"the smallest{even} takes {found.memory / 1e9:.1f} GB of {cost.cluster.memory / 1e9:.1f}; "
+        f"binding is {term}, {terms[term] / 1e9:.1f} GB: {_REMEDIES[term]}"
     )
 
 

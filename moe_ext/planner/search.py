@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -463,6 +463,12 @@ def search(
         ranked.append(Found(choice_of(every, i), seconds, fullest, stages))
         ranked = sorted(ranked, key=lambda each: each.seconds)[:_RANKED]
     found_best = ranked[0] if ranked else None
+    if found_best is None and least is not None and nearest <= 1.0:
+        # It fits with layers of the mean alone.
+        columns = columns_of([least.choice])
+        even = even_stages(cost.model.num_layers, columns)
+        fullest = float(cost.memory.fullest(rank_columns(cost, columns, even)).max())
+        least = replace(least, memory=fullest, stages=even)
     front, smallest = [], float("inf")
     for i in torch.argsort(every["seconds"], stable=True).tolist():
         if float(every["memory"][i]) < smallest:

@@ -17,6 +17,7 @@ from moe_ext.planner import (
     StepCost,
     plan,
     preset,
+    search,
 )
 from moe_ext.planner.stage_layers import (
     StageLayers,
@@ -187,3 +188,23 @@ def test_stages_hold_what_the_table_leaves_open(schedule):
         # A first stage does all in W.
         late = most({"I": 1, "W": -1}) if schedule == "zb-h1" and rank else 0
         assert float(found["late"][rank]) == late, rank
+
+
+def test_the_smallest_that_does_not_fit_takes_more_than_there_is():
+    sizes = {**EXPERTS, "num_moe_layers": 3, "dense_ffn_dim": 16}
+    model = ModelSpec(7, 64, 4, 4096, 128, num_kv_heads=4, **sizes)
+    fixed = {"pp": 4, "micro_batch": 1, "zero": 0, "offload": "none"}
+    cluster = dataclasses.replace(
+        CLUSTERS["ethernet"], flops={"float32": 1e11}, memory_bandwidth=1e10
+    )
+    # Layers of the mean fit into some of these, and no layers of the model do.
+    told = []
+    for memory in (1.55e8, 1.5e8, 1.4e8, 1.3e8, 1e7):
+        small, job = dataclasses.replace(cluster, memory=memory), Job(4, 256, 16, "float32")
+        found = search(StepCost(model, small, job), fixed=fixed)
+        assert found.best is None and found.least.memory > memory
+        told.append(bool(found.least.stages))
+        text = "smallest, of stages of even lengths, takes" if told[-1] else "smallest takes"
+        with pytest.raises(ValueError, match=f"fits into memory, got none: the {text}"):
+            plan(model, small, **vars(job) | {"fixed": fixed})
+    assert told[0] and not told[-1]
