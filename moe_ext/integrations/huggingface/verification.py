@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class VerifyReport:
             found = difference / (scale or 1.0)
             return math.inf if math.isnan(found) else found
 
-        for name, (difference, scale) in sorted(self.gradients.items(), key=ratio)[:-6:-1]:
+        for name, (difference, scale) in heapq.nlargest(5, self.gradients.items(), key=ratio):
             lines.append(f"gradient of {name}: max difference {difference:.3g} of {scale:.3g}")
         lines.append(f"({len(self.gradients)} gradients compared, the largest ratios shown)")
         return "\n".join(lines)

@@ -52,4 +52,4 @@ def test_numbers_that_are_none_come_first():
     sizes = [5.0, 3.0, float("nan"), 7.0, 2.0, 4.0, 9.0, float("inf"), 8.0, 6.0]
     report = VerifyReport(0.0, 1.0, {f"p{i}": (size, 1.0) for i, size in enumerate(sizes)})
     shown = [line.split()[2] for line in str(report).splitlines()[1:-1]]
-    assert shown == ["p7:", "p2:", "p6:", "p8:", "p3:"]
+    assert shown == ["p2:", "p7:", "p6:", "p8:", "p3:"]
