@@ -87,7 +87,7 @@ def aligned(num_bytes: int) -> int:
 def joined(*parts: Tensor) -> Tensor:
     """One row of bytes of some parts, each padded to 16."""
     rows = map(as_bytes, parts)
-    padded = ((row, row.new_zeros(-row.numel() % 16)) for row in rows)
+    padded = ((row, row.new_zeros(aligned(row.numel()) - row.numel())) for row in rows)
     return torch.cat([part for pair in padded for part in pair])
 
 
