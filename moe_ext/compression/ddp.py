@@ -5,11 +5,13 @@ all of them at its end. The results stay here until the last bucket is there: on
 whether the step went well on every rank.
 """
 
+import functools
 import gc
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
@@ -76,12 +78,40 @@ def _take(state: CompressionState, bucket: Any) -> _Future:
         step.error = error
     if bucket.index() != len(step.running) and not is_static:
         problem = "expected the state to serve one DistributedDataParallel, got buckets of two"
-    flat_N = bucket.buffer()
+    buffer_N = flat_N = bucket.buffer()
+    views = _strided_views(buffer_N, parameters)
+    if views:
+        flat_N = torch.cat([view.reshape(-1) for view in views])
     future: _Future = torch.futures.Future(devices=[flat_N.device] if flat_N.is_cuda else None)
     step.add(parameters, flat_N, state.group, problem).future = future
     if bucket.is_last() or (is_static and len(step.taken) == state.num_hooked):
         _finish(state, step)
-    return future
+    return future.then(functools.partial(_lay_out, buffer_N, views)) if views else future
+
+
+def _strided_views(buffer_N: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """The gradients in a bucket with the strides that DDP lays them out by; none for rows alone.
+
+    DDP takes the strides of a parameter that has no gaps, as one of `torch.channels_last`.
+    """
+    likes = [torch.empty_like(parameter, device="meta") for parameter in parameters]
+    if buffer_N.layout != torch.strided or all(like.is_contiguous() for like in likes):
+        return []
+    pieces = buffer_N.split([like.numel() for like in likes])
+    return [
+        piece.as_strided(like.shape, like.stride())
+        if like.stride() == parameter.stride()
+        else piece.view(like.shape)
+        for piece, like, parameter in zip(pieces, likes, parameters, strict=True)
+    ]
+
+
+def _lay_out(buffer_N: Tensor, views: Sequence[Tensor], done: _Future) -> Tensor:
+    """A result in the order of `CompressionState`, as DDP lays out its bucket."""
+    pieces = done.value().split([view.numel() for view in views])
+    for view, piece in zip(views, pieces, strict=True):
+        view.copy_(piece.view(view.shape))
+    return buffer_N
 
 
 def _adopt(state: CompressionState) -> ValueError | None:

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hook_models import (
+    CAP_MB,
     CODECS,
     KINDS,
     Chooser,
@@ -23,6 +24,7 @@ from hook_models import (
     wrapped,
 )
 from rank_checks import Checks
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,12 +32,15 @@ from moe_ext.compression import (
     CompressionState,
     Dense,
     Policy,
+    PowerSGD,
     Quantize,
     ResidualMonitor,
     TopK,
     Warmup,
     codec_of,
     compress_hook,
+    flush,
+    prune,
 )
 from moe_ext.compression.feedback import by_name
 from moe_ext.distributed import count_traffic
@@ -184,6 +189,51 @@ def check_buckets_are_rebuilt_and_residuals_follow():
         ledger.hooked_step(parallel, step)
         groups.append(set(state.memory.memories))
     assert groups[0] != groups[1]
+
+
+class Laid(nn.Module):
+    """Parameters of any strides, whose gradients are given."""
+
+    def __init__(self, strided):
+        super().__init__()
+        torch.manual_seed(4)
+        image, matrix, part = (
+            torch.randn(8, 16, 3, 3),
+            torch.randn(48, 40),
+            torch.randn(32, 80),
+        )
+        if strided:
+            image = image.contiguous(memory_format=torch.channels_last)
+            matrix, part = matrix.t().contiguous().t(), part[:, ::2]
+        self.image, self.matrix = nn.Parameter(image), nn.Parameter(matrix)
+        self.part = nn.Parameter(part if strided else part[:, ::2].contiguous())
+
+    def forward(self, gradients):
+        return sum((p * g).sum() for p, g in zip(self.parameters(), gradients, strict=True))
+
+
+def check_parameters_of_any_strides_are_as_contiguous_ones():
+    torch.manual_seed(dist.get_rank())
+    gradients = [[torch.randn(p.shape) for p in Laid(False).parameters()] for _ in range(2)]
+    for codec in ("none", "int8", TopK(0.05, scope="row"), PowerSGD(2), "pruned"):
+        found = []
+        for strided in (False, True):
+            model, kind = Laid(strided), codec
+            if codec == "pruned":
+                pruning = prune(model, "magnitude", parameters=["image", "matrix"])
+                kind = Policy("none", by_name=pruning.codecs())
+            parallel = DistributedDataParallel(model, bucket_cap_mb=CAP_MB)
+            state = CompressionState(model=model, codec=kind)
+            parallel.register_comm_hook(state, compress_hook)
+            for given in gradients:
+                model.zero_grad()
+                parallel(given).backward()
+            tensors = [p.grad.clone() for p in model.parameters()]
+            tensors += state.residuals().values()
+            flush(model, state)
+            found.append([*tensors, *(p.grad for p in model.parameters())])
+        for got, want in zip(found[1], found[0], strict=True):
+            assert torch.equal(got, want), codec
 
 
 def check_no_sync_accumulates_outside():
