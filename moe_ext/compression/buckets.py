@@ -165,7 +165,7 @@ class Buckets:
         Raises:
             ValueError: on every rank, when the ranks do not agree, or one has a problem.
         """
-        names, strange = self.parameters.names_of(parameters, may_be_new=step == 0)
+        names, strange = self.parameters.names_of(parameters)
         sparse = flat_N.layout == torch.sparse_coo
         key = (names, flat_N.dtype, flat_N.device, sparse, group)
         if key in self._agreed and problem is None and strange is None:

@@ -145,7 +145,7 @@ def _check(
                 "before the model is wrapped"
             )
     trained = [p for p in model.parameters() if p.requires_grad]
-    _, strange = state.parameters.names_of(trained, may_be_new=state.step == 0)
+    _, strange = state.parameters.names_of(trained)
     count = sum(1 for _ in model.parameters())
     facts = {"the number of parameters": count, **state.options.facts()}
     gradients = [p.grad for p in model.parameters() if p.grad is not None and id(p) not in reduced]

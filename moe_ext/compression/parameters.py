@@ -25,13 +25,15 @@ class NamedParameters:
 
     Attributes:
         by_name: name to parameter. They are held, so that an id means one of them for as long.
+        may_be_new: whether those that are not known are numbered: without a model, until a step of
+            this process has gone well.
         sharded: name to (rank, size) of the expert-parallel group, for experts that have one.
         compresses: whether any may have a residual; so as long as the model is not known.
         reached: watches the experts whose rows may be left out.
     """
 
     def __init__(self, model: nn.Module | None, policy: Policy) -> None:
-        self.model = model
+        self.may_be_new = model is None
         self.by_name: dict[str, nn.Parameter] = dict(model.named_parameters()) if model else {}
         self._name_of = {id(parameter): name for name, parameter in self.by_name.items()}
         self._roles: dict[str, Role] = parameter_roles(model) if model else {}
@@ -48,21 +50,14 @@ class NamedParameters:
         ]
         self.reached = ReachedExperts(model, experts)
 
-    def names_of(
-        self, parameters: Sequence[nn.Parameter], *, may_be_new: bool
-    ) -> tuple[tuple[str, ...], str | None]:
-        """Names of parameters, and what is wrong with them.
-
-        Args:
-            parameters: of the model.
-            may_be_new: number those that are not known, if there is no model.
-        """
+    def names_of(self, parameters: Sequence[nn.Parameter]) -> tuple[tuple[str, ...], str | None]:
+        """Names of parameters of the model, and what is wrong with them."""
         names, problem = [], None
         for parameter in parameters:
             name = self._name_of.get(id(parameter))
             if name is None:
                 name = f"parameter_{len(self._name_of)}"
-                if self.model is not None or not may_be_new:
+                if not self.may_be_new:
                     problem = (
                         "expected the parameters to belong to the one model that the state "
                         f"serves, got another one of shape {tuple(parameter.shape)}"

@@ -185,7 +185,7 @@ class Reducer:
 
         Ranks that hold others add other buckets, and none where no replica has a gradient.
         """
-        names, _ = self.buckets.parameters.names_of(parameters, may_be_new=not self.progress.step)
+        names, _ = self.buckets.parameters.names_of(parameters)
         self._held_by.update(dict.fromkeys(names, group))
 
     def add(
@@ -421,6 +421,7 @@ class Reducer:
         if not self.continues:
             progress.can_undo = True
             progress.step += 1
+        self.buckets.parameters.may_be_new = False
         self.buckets.parameters.reached.clear()
         if outcome.ratio is not None:
             progress.residual_ratio = outcome.ratio

@@ -132,9 +132,7 @@ def experts_are_priced_with_their_own_link():
         compress_gradients(model, state)
     (priced,) = state._costs._others.values()
     assert priced.link == _links[own] and priced.num_ranks == 2
-    assert {
-        state.parameters.names_of([model.get_parameter(n)], may_be_new=False)[0][0] for n in ALL
-    } == set(ALL)
+    assert {state.parameters.names_of([model.get_parameter(n)])[0][0] for n in ALL} == set(ALL)
     assert not any("experts" in label for label in given.buckets)
     # What is clear needs no trial beside plain all-reduce.
     seconds = {

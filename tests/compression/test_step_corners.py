@@ -291,6 +291,29 @@ def test_a_state_made_before_the_process_group(tmp_path):
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("how", ["loop", "hook"])
+def test_a_state_without_a_model_resumes(how):
+    """Parameters are numbered anew in the first step of each process."""
+    models, policy = [Two(), Two()], Policy(TopK(0.1), dense_below=0)
+    states = [CompressionState(policy=policy) for _ in models]
+
+    def step(which, seed):
+        model, state = models[which], states[which]
+        fill(model, seed)
+        if how == "loop":
+            compress_gradients(model, state)
+        else:
+            hooked_half(state, model.b)
+
+    step(0, 0)
+    states[1].load_state_dict(states[0].state_dict())
+    step(0, 1)
+    step(1, 1)
+    assert owed_of(states[1]) == owed_of(states[0])
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
 def test_a_compiled_model_has_the_names_of_the_plain_one(tmp_path):
     """Patterns of a policy would fit none, and a job that compiles could not resume another."""
     model, plain = two("int8")
