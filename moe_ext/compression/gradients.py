@@ -251,7 +251,7 @@ def flush(model: nn.Module, state: CompressionState) -> bool:
 
     Call it on all ranks, between the reduction of a step and the step of the optimizer, in the step
     after which the model is saved: a checkpoint then needs no state and fits any number of ranks.
-    With a `GradScaler`, before `unscale_`.
+    With a `GradScaler`, before `unscale_`. A frozen parameter stays without a gradient, and owed.
 
     Args:
         model: the module that the state was made for.

@@ -284,10 +284,16 @@ class CompressionState:
         self._buckets.forget()
 
     def owed_now(self) -> dict[str, Tensor]:
-        """Copies of what this rank owes, in units of this step; after `regroup`."""
+        """Copies of what this rank owes, in units of this step; after `regroup`.
+
+        Without frozen parameters, which take no gradient.
+        """
         rates, found = self.options.rate_groups(), {}
         for name, residual in self.residuals().items():
-            units = self.options.units_now(rates.get(id(self.parameters.by_name[name]), 0))
+            parameter = self.parameters.by_name[name]
+            if not parameter.requires_grad:
+                continue
+            units = self.options.units_now(rates.get(id(parameter), 0))
             factor = unit_factors(self.memory.units_of(name), units)["residual"]
             found[name] = residual * factor
         return found

@@ -221,6 +221,23 @@ def test_parameters_without_a_gradient_keep_up_with_the_learning_rate(flushed):
     assert torch.equal(state.residuals()["a"], 2.0 * owed)
 
 
+def test_a_flush_leaves_frozen_parameters_alone():
+    model, state = two(TopK(0.1))
+    step_of(model, state, 0)
+    before = state.residuals()["a"].clone()
+    model.a.requires_grad_(False).grad = None
+    model.b.grad = torch.ones_like(model.b)
+    compress_gradients(model, state)
+    flush(model, state)
+    assert model.a.grad is None
+    assert list(state.residuals()) == ["a"]
+    assert torch.equal(state.residuals()["a"], before)
+    model.a.requires_grad_()
+    flush(model, state)
+    assert torch.equal(model.a.grad, before)
+    assert not state.residuals()
+
+
 @pytest.mark.parametrize("flushes", [1, 2])
 def test_undo_after_flushes(flushes):
     model, state = two(TopK(0.1))
