@@ -65,6 +65,8 @@ class NamedParameters:
                 else:
                     self._name_of[id(parameter)] = name
                     self.by_name[name] = parameter
+            if parameter.is_complex():
+                problem = f"expected parameters of real numbers, got {parameter.dtype} for {name}"
             names.append(name)
         return tuple(names), problem
 

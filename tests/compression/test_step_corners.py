@@ -331,6 +331,16 @@ def test_a_state_without_a_model_resumes(how):
         assert torch.equal(p.grad, q.grad)
 
 
+@pytest.mark.parametrize("how", ["loop", "hook"])
+@pytest.mark.parametrize("codec", ["none", "int8", "auto"])
+def test_complex_parameters_are_refused(how, codec):
+    model, state = two(codec, torch.complex64)
+    fill(model, 0)
+    step = compress_gradients if how == "loop" else lambda *_: hooked_half(state, model.b)
+    with pytest.raises(ValueError, match="of real numbers, got torch.complex64 for b"):
+        step(model, state)
+
+
 def test_a_compiled_model_has_the_names_of_the_plain_one(tmp_path):
     """Patterns of a policy would fit none, and a job that compiles could not resume another."""
     model, plain = two("int8")
