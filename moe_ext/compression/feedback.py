@@ -320,7 +320,8 @@ class CodecMemory(_KeptTensors):
             if before is not None and before.shape == working.shape:
                 self._spare[kind] = before
             self._kept[kind] = working
-        self.units = {**self.units, **self._open_units}
+        rate = {"rate": self.units["rate"]} if "rate" in self.units else {}
+        self.units = {**rate, **self._open_units}
         self._objects.update(self._open_objects)
         self._open = {}
         return self.rollback()
@@ -594,10 +595,8 @@ class FeedbackStore:
 
 
 def unit_factors(before: Mapping[str, float], units: Mapping[str, float]) -> dict[str, float]:
-    """Factors from some units to others, by kind of tensor."""
-    velocity = residual = 1.0
-    if "loss_scale" in before and "loss_scale" in units:
-        velocity = residual = units["loss_scale"] / before["loss_scale"]
+    """Factors from some units to others, by kind of tensor; without a scaler the loss has 1."""
+    velocity = residual = units.get("loss_scale", 1.0) / before.get("loss_scale", 1.0)
     if "rate" in before and "rate" in units:
         residual *= before["rate"] / units["rate"]
     return {"residual": residual, "server": residual, "velocity": velocity}

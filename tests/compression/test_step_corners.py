@@ -221,6 +221,29 @@ def test_parameters_without_a_gradient_keep_up_with_the_learning_rate(flushed):
     assert torch.equal(state.residuals()["a"], 2.0 * owed)
 
 
+@pytest.mark.parametrize("how", ["loaded", "changed"])
+@pytest.mark.parametrize("scales", [(1024.0, None), (None, 1024.0), (1024.0, None, None, 64.0)])
+def test_a_scaler_that_comes_or_goes(scales, how):
+    """Of the gradients of the loss nothing is lost, whatever the loss is multiplied by."""
+    model, total, applied = Two(), 0.0, 0.0
+    saved = state = None
+    for step, scale in enumerate(scales):
+        if how == "loaded" or state is None:
+            state = CompressionState(model=model, policy=Policy(TopK(0.1), dense_below=0))
+            state.load_state_dict(saved or state.state_dict())
+        scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
+        state.options.grad_scaler = scaler
+        fill(model, step)
+        total += model.a.grad
+        model.a.grad *= scale or 1.0
+        compress_gradients(model, state)
+        if step == len(scales) - 1:
+            flush(model, state)
+        applied += model.a.grad / (scale or 1.0)
+        saved = state.state_dict()
+    torch.testing.assert_close(applied, total)
+
+
 def test_a_flush_leaves_frozen_parameters_alone():
     model, state = two(TopK(0.1))
     step_of(model, state, 0)
