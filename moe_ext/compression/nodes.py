@@ -68,7 +68,8 @@ class NodeShard(Packing):
         place = group_rank(levels.local_group)
         self._levels, self._whole = levels, Packing(shapes)
         row = _row(shapes[0], levels) if exact else 0
-        numel = shard_numel(self._whole.numel, levels.node_size, row or 1)
+        # Not of no element, for which there are no messages.
+        numel = max(1, shard_numel(self._whole.numel, levels.node_size, row or 1))
         bounds = itertools.accumulate(self._whole.sizes, initial=-place * numel)
         clipped = [min(max(bound, 0), numel) for bound in bounds]
         self._spans = list(itertools.pairwise(clipped))

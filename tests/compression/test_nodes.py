@@ -219,6 +219,19 @@ def another_size_of_nodes_takes_over_what_is_owed(before, after):
         ledger.check()
 
 
+@CHECKS(("none",), ("int8",), ("lossless",), ("rows",), ("threshold",), (TopK(0.1),), ("auto",))
+def parameters_of_no_element(codec):
+    for node_size in (2, 4, None):
+        model = torch.nn.Embedding(0, 16)
+        policy = Policy(codec, embedding=codec, dense_below=0)
+        state = CompressionState(model=model, policy=policy, node_size=node_size)
+        for _ in range(2):
+            model.weight.grad = torch.zeros(0, 16)
+            assert compress_gradients(model, state)
+        assert flush(model, state)
+        assert model.weight.grad.shape == (0, 16)
+
+
 @CHECKS()
 def one_node_is_dense():
     parallel, state = wrapped(codec="onebit", node_size=4)
