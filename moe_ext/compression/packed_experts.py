@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
-from moe_ext._checks import check_choice, check_numbers, check_sizes
+from moe_ext._checks import check_choice, check_numbers, check_rule, check_sizes
+from moe_ext.compression.collectives.quantized import BLOCKS
 from moe_ext.nn import GroupedExperts
 from moe_ext.nn.expert_activation import run_activation
 
@@ -174,8 +175,9 @@ class PackedExperts(nn.Module):
         num_bytes: of all weights as they are read.
 
     Raises:
-        ValueError: an unknown format; experts of another dtype, over ranks, with a `post_norm`, or
-            whose weights' columns are no multiple of the block (of 8, pruned).
+        ValueError: an unknown format or block, a share out of range; experts of another dtype, over
+            ranks, with a `post_norm`, or whose weights' columns are no multiple of the block (of 8,
+            pruned).
 
     Reference: Dettmers et al., SpQR, 2023 (arXiv 2306.03078).
     """
@@ -192,6 +194,8 @@ class PackedExperts(nn.Module):
         check_sizes(_OP, block=block)
         check_numbers("PackedExperts", PackedExperts.__init__.__annotations__, locals())
         check_choice(_OP, "format", format, ("int8", "int4", "pruned"))
+        check_choice(_OP, "block", block, BLOCKS)
+        check_rule(_OP, "outliers", outliers, "in [0, 1]", 0 <= outliers <= 1)
         up_name = "gate_up_proj" if experts.gated else "up_proj"
         names = [*(up_name, "down_proj"), *(f"{name}_bias" for name in (up_name, "down_proj"))]
         sources = [getattr(experts, name) for name in names]

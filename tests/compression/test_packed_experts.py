@@ -195,6 +195,19 @@ def test_outliers_as_a_codec(format, numel):
     assert (alone - x).norm() <= (back - x).norm()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"outliers": -0.1, "block": 64}, r"outliers to be in \[0, 1\], got -0.1"),
+        ({"outliers": 1.5, "block": 64}, r"outliers to be in \[0, 1\], got 1.5"),
+        ({"block": 16}, "block to be one of .*, got 16"),
+    ],
+)
+def test_refuses_options_by_their_names(options, message):
+    with pytest.raises(ValueError, match=f"PackedExperts: expected {message}"):
+        compression.PackedExperts(experts(), **options)
+
+
 def test_outliers_refuse():
     with pytest.raises(ValueError, match=r"fraction to be in \(0, 1\), got 1"):
         compression.Outliers(fraction=1)
