@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -117,18 +117,14 @@ class ReachedExperts:
             }
             self._layer_of.update(watched)
             if watched:
-                layer.register_forward_hook(self._hook(path))
+                handle = layer.register_forward_hook(_Note(self, path))
+                weakref.finalize(self, handle.remove)
 
-    def _hook(self, path: str) -> Any:
-        @outside_graphs
-        def note(layer: MoELayer, args: object, output: object) -> None:
-            if not torch.is_grad_enabled():
-                return
-            reached_E = layer.metrics["num_tokens_per_expert"] > 0
-            before_E = self._reached.get(path)
-            self._reached[path] = reached_E if before_E is None else before_E | reached_E
-
-        return note
+    def note(self, path: str, layer: MoELayer) -> None:
+        """Add the experts that a pass of a layer has reached."""
+        reached_E = layer.metrics["num_tokens_per_expert"] > 0
+        before_E = self._reached.get(path)
+        self._reached[path] = reached_E if before_E is None else before_E | reached_E
 
     def bitmap(self, name: str) -> Tensor | None:
         """The experts of a parameter as `nonzero_blocks` marks them; None if they are not known."""
@@ -140,3 +136,20 @@ class ReachedExperts:
     def clear(self) -> None:
         """Begin anew, after a reduction."""
         self._reached = {}
+
+
+class _Note:
+    """A layer's hook for `ReachedExperts`; a copy is of a layer that no state reduces."""
+
+    def __init__(self, reached: ReachedExperts | None, path: str) -> None:
+        self._reached = None if reached is None else weakref.ref(reached)
+        self._path = path
+
+    def __reduce__(self) -> tuple[type[_Note], tuple[None, str]]:
+        return _Note, (None, self._path)
+
+    @outside_graphs
+    def __call__(self, layer: MoELayer, args: object, output: object) -> None:
+        reached = None if self._reached is None else self._reached()
+        if reached is not None and torch.is_grad_enabled():
+            reached.note(self._path, layer)

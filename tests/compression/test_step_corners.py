@@ -1,6 +1,7 @@
 """Corners of a step: halves, codecs that change, buckets that are not compressed; one process."""
 
 import copy
+import gc
 import math
 import pickle
 
@@ -197,6 +198,20 @@ def test_experts_that_something_else_than_the_router_reaches(shared):
     found = set(ops.block_indices(part.memory.bitmap).tolist())
     assert found >= set(weight.grad.flatten(1).any(1).nonzero().view(-1).tolist())
     assert len(found) > 1
+
+
+def test_a_model_that_a_state_watches():
+    """It is pickled and copied as before, and watched for as long as the state is there."""
+    model = moe_ext.MoELayer(4, 64, 8, 1)
+    for _ in range(2):
+        state = CompressionState(model=model, codec="none")
+    gc.collect()
+    assert len(model._forward_hooks) == 1
+    for copied in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))):
+        copied(model)(torch.randn(30, 4))
+        assert state.parameters.reached.bitmap("experts.down_proj") is None
+    model(torch.randn(30, 4))
+    assert state.parameters.reached.bitmap("experts.down_proj") is not None
 
 
 @pytest.mark.parametrize("flushed", [False, True])
