@@ -380,7 +380,9 @@ def _hook_gradient(mask: ElementMask) -> None:
         return
     if is_dtensor(parameter) and parameter.device_mesh.ndim > mask.num_axes:
         return
-    if getattr(parameter, "_masked_by", None) is mask:
+    # Attributes of a parameter are pickled with it, and hooks are not.
+    hooks: Any = parameter._backward_hooks or {}
+    if any(getattr(hook, "mask", None) is mask for hook in hooks.values()):
         return
 
     def masked(grad: Tensor) -> Tensor:
@@ -390,8 +392,8 @@ def _hook_gradient(mask: ElementMask) -> None:
         mask.clear_(grad)
         return grad
 
+    masked.mask = mask  # type: ignore[attr-defined]
     parameter.register_hook(masked)
-    parameter._masked_by = mask  # type: ignore[attr-defined]
 
 
 @outside_graphs
