@@ -901,7 +901,7 @@ CASES |= {
         STATE,
         names=STATE_NAMES,
         free={
-            "grad_scaler": "whose factor the residuals follow",
+            "grad_scaler": "whose factor the residuals and both bounds follow",
             "cost_model": "None makes one",
             "seed": "of stochastic rounding",
         },

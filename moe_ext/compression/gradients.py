@@ -94,7 +94,7 @@ def compress_gradients(model: nn.Module, state: CompressionState) -> bool:
         state.undo()
     clip_norm = state.options.clip_norm
     if finite and clip_norm is not None and experts:
-        clip_grad_norm_(model, clip_norm)
+        clip_grad_norm_(model, clip_norm * state.options.loss_scale)
     return finite
 
 

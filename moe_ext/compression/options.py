@@ -163,8 +163,13 @@ class Options:
             # A rate of zero applies nothing that could be scaled.
             units.update({"rate": rate} if rate > 0.0 else {})
         if self.grad_scaler is not None:
-            units["loss_scale"] = float(self.grad_scaler.get_scale())
+            units["loss_scale"] = self.loss_scale
         return units
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor on the gradients of this step."""
+        return 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
 
 
 @dataclass

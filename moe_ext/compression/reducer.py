@@ -349,7 +349,7 @@ class Reducer:
         limit = self.options.local_clip_norm
         if limit is None:
             return grad
-        bound = limit / math.sqrt(group_size(running.bucket.group))
+        bound = limit * self.options.loss_scale / math.sqrt(group_size(running.bucket.group))
         whole = torch.linalg.vector_norm(running.norms)
         if self.whole_norm is not None:
             whole = whole.new_tensor(self.whole_norm)
@@ -587,7 +587,7 @@ class Reducer:
             return
         flats = [r.flat_N._values() if r.rows is not None else r.flat_N for r in self.running]
         total = torch.linalg.vector_norm(torch.cat([norms_of([flat]) for flat in flats]))
-        coefficient = (limit / (total + 1e-6)).clamp(max=1.0)
+        coefficient = (limit * self.options.loss_scale / (total + 1e-6)).clamp(max=1.0)
         for flat in flats:
             flat.mul_(coefficient.to(flat.dtype))
 

@@ -62,13 +62,14 @@ class CompressionState:
         nonfinite: what a NaN or infinity in the gradient of any rank leads to: "raise" a ValueError
             on every rank that names rank and parameter, or "propagate" it to the gradients of all
             ranks, as `torch.amp.GradScaler` wants it.
-        clip_norm: bound on the norm of all gradients after the reduction.
+        clip_norm: bound on the norm of all gradients after the reduction, of a loss that is not
+            scaled where there is a `grad_scaler`.
         local_clip_norm: c: gradients are scaled to a norm of at most :math:`c / \sqrt{P}` before
             they are added to what is owed, for "topk" with momentum. In the hook of DDP bucket by
             bucket, since the others are not there yet.
         optimizer: whose learning rates the residuals follow: a gradient that was left out under a
             rate counts as much as that rate made of it.
-        grad_scaler: the scaler of the loss, whose factor the residuals follow.
+        grad_scaler: the scaler of the loss, whose factor the residuals and both bounds follow.
         monitor: watches what is owed.
         cost_model: for "auto", on the ranks of `group`, with `node_size` on the link between
             nodes; None makes one at the first use. Experts have one for the ranks that hold them.

@@ -236,6 +236,25 @@ def test_parameters_without_a_gradient_keep_up_with_the_learning_rate(flushed):
     assert torch.equal(state.residuals()["a"], 2.0 * owed)
 
 
+@pytest.mark.parametrize("bound", ["clip_norm", "local_clip_norm"])
+def test_bounds_are_those_of_gradients_before_a_scaler(bound):
+    found = []
+    for scale in (1.0, 1024.0):
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        codec = "none" if bound == "clip_norm" else TopK(0.1, momentum=0.9)
+        model, state = two(codec, grad_scaler=scaler, **{bound: 0.25})
+        for seed in range(2):
+            fill(model, seed)
+            for p in model.parameters():
+                p.grad *= scale
+            compress_gradients(model, state)
+        found.append([p.grad / scale for p in model.parameters()])
+        if bound == "clip_norm":
+            norms = torch.stack([p.norm() for p in found[-1]])
+            torch.testing.assert_close(norms.norm(), torch.tensor(0.25))
+    torch.testing.assert_close(found[1], found[0])
+
+
 @pytest.mark.parametrize("how", ["loaded", "changed"])
 @pytest.mark.parametrize("scales", [(1024.0, None), (None, 1024.0), (1024.0, None, None, 64.0)])
 def test_a_scaler_that_comes_or_goes(scales, how):
