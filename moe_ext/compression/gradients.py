@@ -20,6 +20,7 @@ from moe_ext.distributed.dtensor import is_dtensor, local_part, with_local
 from moe_ext.distributed.gradients import (
     flat_gradient,
     gradient_buckets,
+    gradient_dtype,
     is_synced,
     mark_synced,
     put_gradients,
@@ -220,7 +221,7 @@ def _sparse_gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is not None:
         return parameter.grad
     indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-    values = parameter.new_empty((0, *parameter.shape[1:]))
+    values = parameter.new_empty((0, *parameter.shape[1:]), dtype=gradient_dtype(parameter))
     return torch.sparse_coo_tensor(indices, values, tuple(parameter.shape), is_coalesced=True)
 
 
@@ -294,7 +295,7 @@ def flush(model: nn.Module, state: CompressionState) -> bool:
 
 
 def _add_to_gradient(parameter: nn.Parameter, flat: Tensor) -> None:
-    total = flat.view_as(local_part(parameter)).to(parameter.dtype)
+    total = flat.view_as(local_part(parameter)).to(gradient_dtype(parameter))
     if parameter.grad is None:
         parameter.grad = with_local(parameter, total.clone())
         return

@@ -292,10 +292,17 @@ def average_gradients(group: ProcessGroup | None, parameters: list[nn.Parameter]
             mark_synced(parameter.grad)
 
 
+def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """The dtype of the gradient, which may be None on this rank."""
+    found: torch.dtype | None = parameter.grad_dtype
+    return found or parameter.dtype
+
+
 def flat_gradient(parameter: nn.Parameter) -> Tensor:
     """The gradient of this rank's part in a row, zeros for None."""
     if parameter.grad is None:
-        return torch.zeros_like(local_part(parameter.detach())).reshape(-1)
+        part, dtype = local_part(parameter.detach()), gradient_dtype(parameter)
+        return torch.zeros_like(part, dtype=dtype).reshape(-1)
     return local_part(placed_as(parameter.grad, parameter)).reshape(-1)
 
 
@@ -313,9 +320,9 @@ def put_gradients(bucket: Sequence[nn.Parameter], flat: Tensor) -> None:
 def gradient_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Split into runs of one dtype and device of about `_BUCKET_BYTES`; the same on every rank."""
     buckets: list[list[nn.Parameter]] = []
-    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
+    open_buckets: dict[tuple[object, ...], tuple[list[nn.Parameter], int]] = {}
     for parameter in parameters:
-        key = (parameter.dtype, parameter.device)
+        key = (parameter.dtype, gradient_dtype(parameter), parameter.device)
         bucket, size = open_buckets.get(key, ([], 0))
         if not bucket:
             buckets.append(bucket)

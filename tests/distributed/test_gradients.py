@@ -21,6 +21,7 @@ from torch import nn
 
 import moe_ext
 from moe_ext import distributed as md
+from moe_ext.compression import CompressionState, Policy, compress_gradients, flush
 from moe_ext.dispatch.by_name import DISPATCHERS
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.nn import Dispatch
@@ -90,6 +91,27 @@ def check_a_rank_without_any_backward():
     md.sync_gradients(model)
     share = 1.0 / dist.get_world_size()
     torch.testing.assert_close(model.out.weight.grad, torch.full_like(model.out.weight, share))
+
+
+def check_gradients_of_another_dtype_than_parameters():
+    for missing in (False, True):
+        for reduce in ("sync", "compressed"):
+            model = nn.ParameterList([nn.Parameter(torch.zeros(2, 3).bfloat16()) for _ in "123"])
+            for p in list(model)[::2]:
+                p.grad_dtype = torch.float32
+            for p in model:
+                if dist.get_rank() == 0 or not missing:
+                    p.grad = torch.full(p.shape, 1.0 + 2**-6, dtype=p.grad_dtype)
+            if reduce == "sync":
+                md.sync_gradients(model)
+            else:
+                state = CompressionState(model=model, policy=Policy("int8", dense_below=0))
+                compress_gradients(model, state)
+                flush(model, state)
+            value = (1.0 + 2**-6) / (dist.get_world_size() if missing else 1)
+            for p in model:
+                assert p.grad.dtype == p.grad_dtype
+                torch.testing.assert_close(p.grad.float(), torch.full(p.shape, value))
 
 
 def check_twice_is_refused_and_changes_nothing():
