@@ -154,6 +154,9 @@ def _finish(state: CompressionState, step: Reducer) -> None:
 
 def _raise_after_backward(error: Exception) -> None:
     """Raise when DDP has ended its pass: it cannot be used again if a hook raises."""
+    if c10d.backward_number() < 0:
+        # This rank has no more batches, and joins in the passes of the others.
+        raise error
 
     def boom() -> None:
         raise error

@@ -299,6 +299,15 @@ def check_an_aborted_backward_pass():
     assert state.open_step is not None
 
 
+def check_a_nan_reaches_a_rank_that_has_joined():
+    parallel, state = wrapped(codec="int8")
+    text = "got NaN or infinity in hidden.weight on rank 1"
+    with pytest.raises(ValueError, match=text), parallel.join():
+        for step in range(1 + 2 * dist.get_rank()):
+            poisoned(parallel, step, 1, math.nan if step == 2 else 1.0)
+    assert state.step == 2
+
+
 CHECKS = Checks.of(globals())
 
 
