@@ -526,7 +526,7 @@ class FeedbackStore:
 
     def commit(self, *, continues: bool = False, finite: Tensor | None = None) -> None:
         """End the step in all groups and keep what it has changed; see `CodecMemory.commit`."""
-        self._before = None
+        self._before = self._grouped = None
         for memory in self._table.groups.values():
             memory.commit(continues=continues, finite=finite)
 

@@ -310,6 +310,20 @@ def test_undo_after_flushes(flushes):
     step_of(model, state, 2)
 
 
+def test_undo_leaves_a_flush_before_a_step_of_rows_alone():
+    """Such a step has no group that would be made anew."""
+    model, state = two(TopK(0.1))
+    for seed in range(2):
+        step_of(model, state, seed)
+    flush(model, state)
+    model.a.grad = None
+    model.b.grad = torch.ones(20, 3).to_sparse(1)
+    assert compress_gradients(model, state)
+    state.undo()
+    assert state.step == 2
+    assert not state.residuals()
+
+
 @pytest.mark.parametrize("how", ["failed", "loaded"])
 def test_undo_takes_nothing_back_but_the_last_reduction(how):
     model, state = two(TopK(0.1))
