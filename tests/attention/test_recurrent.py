@@ -169,6 +169,23 @@ def test_sums_are_float32(dtype):
     assert error < max(torch.finfo(dtype).eps, 1e-5)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_are_float32_under_autocast(by, kind):
+    given = {n: x if x is None else x.float() for n, x in made(kind, 65).items()}
+    exact = run(kind, given)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run(kind, given)
+    assert all(map(torch.equal, found, exact))
+
+
+def test_a_convolution_sums_in_float32_under_autocast(by):
+    x, weight = torch.randn(2, 6, 9), torch.randn(6, 4)
+    exact = causal_conv1d(x, weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = causal_conv1d(x, weight)
+    assert torch.equal(found, exact)
+
+
 WRONG = {
     "q": (lambda g: {**g, "q": g["q"][..., :2]}, "k to be of shape"),
     "heads": (lambda g: {**g, "v": g["v"][:, :3], "g": g["g"][:, :3]}, "q to be of shape"),

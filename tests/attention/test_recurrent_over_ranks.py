@@ -143,6 +143,17 @@ def fewer_heads_than_ranks_equal_one_process(kind):
         assert equals_one_process(*case) == due_bytes(*case)
 
 
+@ALL(*itertools.product(KINDS, ("state", "heads")))
+def sums_are_float32_under_autocast(kind, scheme):
+    given = {n: x if x is None else x.float() for n, x in made(kind, 37).items()}
+    where = {"group": dist.group.WORLD, "layout": "zigzag"}
+    parts = parts_of(given, where)
+    exact = run(kind, parts, **where, scheme=scheme)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run(kind, parts, **where, scheme=scheme)
+    assert all(map(torch.equal, found, exact))
+
+
 @ALL()
 def a_convolution_equals_one_process():
     group, generator = dist.group.WORLD, torch.Generator().manual_seed(0)

@@ -29,6 +29,7 @@ from moe_ext.attention.recurrent.scan import StateScan
 from moe_ext.attention.sharding import check_lengths
 from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import group_rank
+from moe_ext.nn.torch_state import without_autocast
 
 SCHEMES = ("state", "heads")
 _Where = tuple[ProcessGroup | DeviceMesh | None, str | Layout | None, Offsets | None]
@@ -341,13 +342,15 @@ def _recur(
     whole = sequences.stretch(range(sequences.layout.seq_len), v, v.dtype)
     dtype = torch.promote_types(v.dtype, torch.float32)
     state = None if state is None else state.to(dtype)
-    if sequences.layout.num_ranks == 1:
-        return _run(rows, rates, state, whole)
-    rows = [x.to(dtype) for x in rows]
-    rates = None if rates is None else rates.to(dtype)
-    if _scheme(scheme, sequences, rows, rates) == "heads":
-        return _by_heads(rows, rates, state, whole, sequences)
-    return _by_state(rows, rates, state, v.dtype, sequences)
+    # Products with states are in float32.
+    with without_autocast(v.device):
+        if sequences.layout.num_ranks == 1:
+            return _run(rows, rates, state, whole)
+        rows = [x.to(dtype) for x in rows]
+        rates = None if rates is None else rates.to(dtype)
+        if _scheme(scheme, sequences, rows, rates) == "heads":
+            return _by_heads(rows, rates, state, whole, sequences)
+        return _by_state(rows, rates, state, v.dtype, sequences)
 
 
 def _is_diagonal(rows: list[Tensor], rates: Tensor | None) -> bool:
@@ -662,7 +665,8 @@ def causal_conv1d(
     own = sequences.own
     stretch = sequences.stretch(range(own.start - width + 1, own.stop), x, x.dtype)
     given = {"x": moved, "weight": weight, "bias": bias, "halo": halo}
-    out: Tensor = serve(op, local.causal_conv, given, stretch, silu=activation is not None)
+    with without_autocast(x.device):
+        out: Tensor = serve(op, local.causal_conv, given, stretch, silu=activation is not None)
     out = out.to(x.dtype)
     if not sequences.is_line:
         out = sequences.move("state", 1, 1, back=True)(out.mT.unsqueeze(1)).squeeze(1).mT
