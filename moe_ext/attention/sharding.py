@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_ext.attention.checks import refuse, requires
+from moe_ext.attention.checks import refuse, requires, wants_grad
 from moe_ext.attention.layouts import Layout, make_layout, order_of, ranks_of
 from moe_ext.attention.masks import Offsets, check_cu_seqlens, check_end, rows_of_offsets
 from moe_ext.comm import collectives
@@ -176,6 +176,7 @@ def unshard_sequence(
             "cu_seqlens": check_cu_seqlens(cu_seqlens, op) if rows is None else rows,
             "dim": dim % x.dim(),
             "dtype and other dimensions of x": (x.dtype, *rest),
+            "requiring a gradient": wants_grad(x),
         }
         told = agreement.compare(facts, values=[x.shape[dim]])
     lengths = [row[0] for row in told]

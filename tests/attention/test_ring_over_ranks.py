@@ -135,6 +135,9 @@ def helpers_of_sequences(layout):
     )
     plain = position_ids(37, restart=False, **where)
     assert torch.equal(x[:, plain], part)
+    learns = part.detach().requires_grad_(rank == 1)
+    with pytest.raises(ValueError, match="requiring a gradient to be equal .* 1 on rank 1"):
+        unshard_sequence(learns, dim=1, **where)
 
 
 def refused(match, *tensors, **kwargs):
