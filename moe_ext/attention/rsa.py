@@ -529,9 +529,9 @@ class RingSelfAttention(nn.Module):
         check_layout(layout, _require)
         check_cu_seqlens(cu_seqlens, _MODULE)
         if self.rotary_base is not None and position_ids is not None:
-            shape, length = position_ids.shape, x.shape[1]
-            rule = f"[{length}] or [B, {length}], this rank's"
-            fits = shape[-1:] == (length,) and len(shape) in (1, 2)
+            shape, (batch, length) = position_ids.shape, x.shape[:2]
+            rule = f"[{length}] or [{batch} or 1, {length}], this rank's"
+            fits = shape in ((length,), (1, length), (batch, length))
             _require(fits, "position_ids", rule, list(shape))
 
     def _positions(

@@ -226,8 +226,10 @@ def what_differs_between_ranks_is_refused_on_all():
         module = RingSelfAttention(16, 4, group=group(), **options)
         with pytest.raises(ValueError, match=r"x to be of shape .*, got \[2, 8\] on rank 1$"):
             module(torch.zeros(2, 8) if odd else x)
-    with pytest.raises(ValueError, match=r"position_ids to be .*, got \[3\] on rank 1$"):
-        module(x, position_ids=torch.arange(3 if odd else x.shape[1]))
+    ids = torch.arange(x.shape[1])
+    for wrong in (ids[:3], ids.expand(3, -1)):
+        with pytest.raises(ValueError, match=r"position_ids to be .*, got \[3.*\] on rank 1$"):
+            module(x, position_ids=wrong if odd else ids.expand(2, -1))
     for match, argument, given in (
         ("layout to be a Layout or one of .*, got 'spiral' on rank 1$", "layout", "spiral"),
         (r"cu_seqlens to start at 0 .*, got \[3, 37\] on rank 1$", "cu_seqlens", [3, 37]),
