@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from moe_ext._checks import check_choice, check_numbers
+from moe_ext._checks import check_choice, check_integer, check_numbers
 from moe_ext.attention.checks import DTYPES, draw_seed, requires
 from moe_ext.attention.layouts import Layout, check_layout, make_layout
 from moe_ext.attention.sharding import (
@@ -278,8 +278,9 @@ class SequenceParallelMLP(nn.Module):
         _require(x.dtype in DTYPES, "x", f"one of {DTYPES}", x.dtype)
         if autocast_dtype(x.device) is None:
             _require(x.dtype == weight.dtype, "x", f"{weight.dtype} like the weights", x.dtype)
-        fits = seed is None or -(1 << 63) <= seed < 1 << 63
-        _require(fits, "seed", "a 64-bit integer", seed)
+        if seed is not None:
+            check_integer(_NAME, "seed", seed)
+            _require(-(1 << 63) <= seed < 1 << 63, "seed", "a 64-bit integer", seed)
 
     def _agreed_layout(
         self, x: Tensor, given: str | Layout, seq_len: int | None, seed: int | None

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import re
 
 import pytest
 import torch
@@ -385,6 +386,10 @@ def what_differs_between_ranks_is_refused_on_all():
     refused(r"x to be of shape \[..., L, 6\], got .* on rank 1$", module, x[..., odd:])
     refused("x to be torch.float64 like the weights, .* on rank 1$", module, x.to(DTYPES[odd]))
     refused("seed to be a 64-bit integer, got .* on rank 1$", module, x, seed=odd << 63)
+    for wrong in (1.5, True, torch.tensor(3)):
+        match = f"SequenceParallelMLP: expected seed to be an integer, got {re.escape(repr(wrong))}"
+        with pytest.raises(TypeError, match=f"{match} on rank 1$"):
+            module(x, seed=wrong if odd else 3)
     refused("layout to be a Layout or one of .* on rank 1$", module, x, layout=SPIRAL[odd])
     refused("rows of x beside the sequence .* 2 on rank 0, 1 on rank 1", module, x[: 2 - odd])
     refused("gradients wanted", module, x.clone().requires_grad_(odd))
