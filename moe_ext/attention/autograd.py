@@ -110,7 +110,9 @@ class _Attention(torch.autograd.Function):
         own = Keys(k.contiguous(), v.contiguous(), key_mask)
         out, residual, lse, kept = _forward_pass(q, own, sinks, attn_mask, call)
         saved = (None, None, None) if kept is not None else (own.k, own.v, key_mask)
-        ctx.save_for_backward(q, out, residual, lse, sinks, attn_mask, up_k, up_v, kept, *saved)
+        # The call holds the slopes: torch sees here if they change before the backward pass.
+        learned = (sinks, attn_mask, up_k, up_v)
+        ctx.save_for_backward(q, out, residual, lse, *learned, kept, *saved, call.alibi_slopes)
         return out, lse
 
     @staticmethod
@@ -120,7 +122,7 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Gradients of q, k, v, the sinks and the mask."""
         q, out, residual, lse, sinks, attn_mask, *rest = ctx.saved_tensors
-        up_k, up_v, kept, k, v, key_mask = rest
+        up_k, up_v, kept, k, v, key_mask, _ = rest
         call = ctx.call
         if up_k is not None:
             found = [torch.zeros_like(x, dtype=lse.dtype) for x in (up_k, up_v)]

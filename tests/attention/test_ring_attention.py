@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import expect_equal, make_inputs, reference, sharded, whole
+from helpers import expect_equal, leaves, make_inputs, reference, sharded, whole
 from torch.nn.attention.flex_attention import create_block_mask
 
 from moe_ext.attention import (
@@ -328,6 +328,18 @@ def test_a_second_derivative_is_refused(function, which):
     (grad,) = torch.autograd.grad(function(*inputs, group=None).sum(), wanted, create_graph=True)
     with pytest.raises(RuntimeError, match=f"{function.__name__}: {TWICE}"):
         torch.autograd.grad(grad.square().sum(), wanted)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "key_mask", "attn_mask", "alibi_slopes", "sinks"])
+def test_a_change_in_place_before_the_backward_pass_is_an_error(name):
+    given = dict(zip(("q", "k", "v"), leaves(make_inputs()[:3]), strict=True))
+    given |= {"key_mask": KEY_MASK.clone(), "alibi_slopes": SLOPES.clone(), "sinks": SINKS.clone()}
+    given["attn_mask"] = torch.zeros(1, 1, 37, 37)
+    out = ring_attention(**given, group=None)
+    with torch.no_grad():
+        given[name].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
 
 
 def test_first_derivatives_with_a_graph_are_right():
