@@ -22,10 +22,11 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from moe_ext._compile import outside_graphs
 from moe_ext.attention.call import AttentionOptions
-from moe_ext.attention.checks import refuse
+from moe_ext.attention.checks import message_device, refuse
 from moe_ext.attention.functional import ring_attention
 from moe_ext.attention.layouts import Layout
 from moe_ext.attention.masks import Offsets, PrefixLen
+from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import group_size
 
 _OP = "sequence_parallel"
@@ -37,6 +38,7 @@ def _refuse(argument: str, rule: str, value: object) -> None:
 
 def _attend(
     ring: Callable[..., Any],
+    group: ProcessGroup | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -46,7 +48,19 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Torch's function over the whole sequence; its signature but for the first argument."""
+    """Torch's function over the whole sequence; its signature but for the first two arguments."""
+    options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+    # Without an error `ring_attention` compares.
+    with Agreement(_OP, group, message_device(query)):
+        _check(query, key, value, enable_gqa)
+        if attn_mask is not None:
+            options["attn_mask"] = _mask(attn_mask, query)
+    tensors = [x if x.dim() == 4 else x.unsqueeze(1) for x in (query, key, value)]
+    out: Tensor = ring(*tensors, **options)
+    return out if query.dim() == 4 else out.squeeze(1)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
         # A nested or distributed tensor has a length that is not this rank's.
         if x.is_nested or type(x) not in (Tensor, torch.nn.Parameter):
@@ -59,12 +73,6 @@ def _attend(
     if query.dim() == 4 and not enable_gqa and key.shape[1] != query.shape[1]:
         rule = f"of {query.shape[1]} heads without enable_gqa"
         _refuse("key", rule, f"{key.shape[1]} heads")
-    tensors = [x if x.dim() == 4 else x.unsqueeze(1) for x in (query, key, value)]
-    options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
-    if attn_mask is not None:
-        options["attn_mask"] = _mask(attn_mask, query)
-    out: Tensor = ring(*tensors, **options)
-    return out if query.dim() == 4 else out.squeeze(1)
 
 
 def _mask(attn_mask: Tensor, query: Tensor) -> Tensor:
@@ -113,17 +121,18 @@ def _multi_head(
     ring: Callable[..., Any], group: ProcessGroup | None, *args: Any, **kwargs: Any
 ) -> Any:
     """Multi-head attention of torch with its inner function replaced."""
-    # Weights need the whole row of scores, which torch computes without the function.
-    if kwargs.get("need_weights", True):
-        refuse(_OP, "need_weights of multi_head_attention_forward", "False", True)
-    hidden = kwargs.get("key_padding_mask") is not None
-    ignored = kwargs.get("is_causal", False) and not hidden
-    for name in ("key_padding_mask", *([] if ignored else ["attn_mask"])):
-        # Torch takes no more columns than this rank has keys.
-        if group_size(group) > 1 and kwargs.get(name) is not None:
-            rule = f"None (key_mask is an argument of {_OP}, is_causal one of the layer)"
-            refuse(_OP, f"{name} of multi_head_attention_forward", rule, "a tensor")
-    attend = functools.partial(_attend, ring)
+    with Agreement(_OP, group, message_device(*args)):
+        # Weights need the whole row of scores, which torch computes without the function.
+        if kwargs.get("need_weights", True):
+            refuse(_OP, "need_weights of multi_head_attention_forward", "False", True)
+        hidden = kwargs.get("key_padding_mask") is not None
+        ignored = kwargs.get("is_causal", False) and not hidden
+        for name in ("key_padding_mask", *([] if ignored else ["attn_mask"])):
+            # Torch takes no more columns than this rank has keys.
+            if group_size(group) > 1 and kwargs.get(name) is not None:
+                rule = f"None (key_mask is an argument of {_OP}, is_causal one of the layer)"
+                refuse(_OP, f"{name} of multi_head_attention_forward", rule, "a tensor")
+    attend = functools.partial(_attend, ring, group)
     return _body(F.multi_head_attention_forward, scaled_dot_product_attention=attend)(
         *args, **kwargs
     )
@@ -169,7 +178,7 @@ class _RingMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _FUNCTIONS:
             self._check_recompute()
-            return _attend(self._ring, *args, **kwargs)
+            return _attend(self._ring, self.sequences.group, *args, **kwargs)
         if func is _FLEX:
             raise ValueError(
                 f"{_OP}: expected attention by scaled_dot_product_attention or ring_attention, got "

@@ -174,6 +174,33 @@ def masks_of_torchs_layers_are_refused():
         attend(attn_mask=rows, is_causal=True)
 
 
+@check()
+def a_mistake_of_one_rank_is_an_error_on_all():
+    *tensors, _ = make_inputs(kv_heads=4)
+    q, k, v = (shard_sequence(x, dim=2, group=dist.group.WORLD) for x in tensors)
+    odd = dist.get_rank() == 1
+    attend, shard = F.scaled_dot_product_attention, torch.zeros(2, 5, 16, dtype=torch.float64)
+    layer = functools.partial(Block().attention, shard, shard, shard)
+    hidden = torch.zeros(2, 5, dtype=torch.bool)
+    for match, call, args, wrong in (
+        ("key .* as long as", attend, (q, k, v), {"key": k[:, :, 1:]}),
+        ("value .* of shape", attend, (q, k, v), {"value": v[0, 0]}),
+        ("key .* heads without enable_gqa", attend, (q, k, v), {"key": k[:, :2]}),
+        ("attn_mask .* dimensions", attend, (q, k, v), {"attn_mask": hidden[0]}),
+        ("need_weights", layer, (), {"need_weights": True}),
+        ("key_padding_mask", layer, (), {"key_padding_mask": hidden}),
+    ):
+        given = dict(zip(("query", "key", "value"), args, strict=False))
+        given |= {"need_weights": False} if call is layer else {}
+        with (
+            sequence_parallel(dist.group.WORLD),
+            pytest.raises(ValueError, match=f"expected {match}.* on rank 1$"),
+        ):
+            call(**given | (wrong if odd else {}))
+    with sequence_parallel(dist.group.WORLD):
+        assert torch.isfinite(attend(q, k, v)).all()
+
+
 @check(on=(2,))
 def compiled():
     where = {"group": dist.group.WORLD}
