@@ -40,7 +40,7 @@ from torch.optim.optimizer import Optimizer
 
 from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import resolve_group, world_size
-from moe_ext.distributed.dtensor import local_part, with_local
+from moe_ext.distributed.dtensor import dtensor_of, is_dtensor, local_part
 from moe_ext.distributed.gradients import (
     fingerprint,
     flat_gradient,
@@ -50,8 +50,9 @@ from moe_ext.distributed.gradients import (
     put_gradients,
 )
 from moe_ext.distributed.placement import sharded_parameters
+from moe_ext.distributed.state_dict import unwrapped
 from moe_ext.nn.model_layers import moe_layers
-from moe_ext.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
+from moe_ext.optim import DeMo, OneBitAdam, OneBitLamb, ZeroOneAdam
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
@@ -83,8 +84,8 @@ class ReplicaState:
 
     `model.state_dict()` would not do: it shows experts over ranks as DTensors of all of them, which
     no rank pickles. Here each rank has its own part: of the parameters and buffers, the optimizers'
-    states, with what 1-bit optimizers owe on this rank, and the experts that it holds by their
-    numbers in the whole model. Nothing is sent.
+    states, with what they owe on this rank, and the experts that it holds by their numbers in the
+    whole model. Nothing is sent.
 
     Args:
         model: any module; the same on all groups, over the same `MoEMesh`.
@@ -98,7 +99,8 @@ class ReplicaState:
         optimizers: Sequence[Optimizer] = (),
         others: Mapping[str, Stateful] | None = None,
     ) -> None:
-        self._model, self._optimizers = model, list(optimizers)
+        self._model = model
+        self._optimizers = [unwrapped(optimizer, "ReplicaState") for optimizer in optimizers]
         self._others = dict(others or {})
 
     def state_dict(self) -> dict[str, Any]:
@@ -159,26 +161,27 @@ class ReplicaState:
 def _state_of(optimizer: Optimizer) -> dict[str, Any]:
     if isinstance(optimizer, _ONE_BIT):
         return optimizer.rank_state_dict()
+    if isinstance(optimizer, DeMo):
+        return optimizer.state_dict()
     # Not its own `state_dict()`, which may show the whole model's.
     saved = Optimizer.state_dict(optimizer)
-    states = {
-        number: {k: local_part(v) if isinstance(v, Tensor) else v for k, v in state.items()}
-        for number, state in saved["state"].items()
-    }
-    return {**saved, "state": states}
+    states, placed = {}, {}
+    for number, state in saved["state"].items():
+        states[number] = {k: local_part(v) if is_dtensor(v) else v for k, v in state.items()}
+        placed[number] = {k: (v.placements, v.shape) for k, v in state.items() if is_dtensor(v)}
+    return {**saved, "state": states, "placed": placed}
 
 
 def _load(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states: dict[int, dict[str, Any]] = {}
     for number, state in saved["state"].items():
-        like, states[number] = parameters[number], {}
+        placed, states[number] = saved.get("placed", {}).get(number, {}), {}
         for key, value in state.items():
             if isinstance(value, Tensor):
                 value = value.clone()  # torchft's tensors may lie in memory that is read alone
-                # 1-bit optimizers keep parts as such.
-                if value.shape == local_part(like).shape and not isinstance(optimizer, _ONE_BIT):
-                    value = with_local(like, value)
+            if key in placed:
+                value = dtensor_of(value, parameters[number].device_mesh, *placed[key])
             states[number][key] = value
     optimizer.load_state_dict({**saved, "state": states})
 

@@ -270,6 +270,72 @@ def first_quorums(rank, folder):
     return True
 
 
+OPTIMIZERS = {
+    "torch's": (torch.optim.AdamW, {}),
+    "torch's of factors": (torch.optim.Adafactor, {}),
+    "factors": (moe_ext.optim.Adafactor, {}),
+    "matrices": (moe_ext.optim.Muon, {"muon": True}),
+    "masters": (moe_ext.optim.CPUAdamW, {}),
+    "one bit": (moe_ext.optim.OneBitLamb, {"process_groups": True}),
+    "chunks": (moe_ext.optim.DeMo, {}),
+}
+
+
+class Prepared(torch.optim.Optimizer):
+    """Wrapper as Accelerate's, without what torch's constructor makes."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
+def goes_on(rank):
+    """What a rank has got from its counterpart, it goes on from as that does."""
+    mesh = md.MoEMesh(dp=1, ep=2)
+
+    def made(cls, options):
+        model = Model(mesh.ep_group).float()
+        groups = moe_ext.optim.param_groups(model, **options)
+        if cls is moe_ext.optim.DeMo:  # takes experts by themselves
+            groups = [g for g in groups if g["name"].startswith("dense")]
+        if cls.__module__.startswith("torch"):
+            groups = [{"params": group["params"]} for group in groups]
+        own = {"freeze_step": 2} if cls is moe_ext.optim.OneBitLamb else {}
+        return model, cls(groups, lr=0.01, **own)
+
+    def train(model, optimizer, step):
+        optimizer.zero_grad()
+        model(rows(step, rank).float(), 0).square().mean().backward()
+        if not isinstance(optimizer, moe_ext.optim.OneBitLamb | moe_ext.optim.DeMo):
+            md.sync_gradients(model)
+        optimizer.step()
+
+    for name, how in OPTIMIZERS.items():
+        model, optimizer = made(*how)
+        other, others = made(*how)
+        for step in range(4):
+            train(model, optimizer, step)
+        file = io.BytesIO()
+        torch.save(ReplicaState(model, [Prepared(optimizer)]).state_dict(), file)
+        file.seek(0)
+        ReplicaState(other, [others]).load_state_dict(torch.load(file, weights_only=False))
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            for key, value in optimizer.state[p].items():
+                got = others.state[q][key]
+                assert type(got) is type(value), (name, key)
+                if isinstance(value, torch.Tensor):
+                    assert got.shape == value.shape, (name, key)
+        for step in range(4, 6):
+            train(model, optimizer, step)
+            train(other, others, step)
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(local_part(p), local_part(q)), name
+    return True
+
+
+def test_every_optimizer_goes_on_from_another_group():
+    assert spawn_ranks(goes_on, 2) == [True] * 2
+
+
 def test_ranks_of_a_group_stay_equal_after_the_first_quorum(tmp_path):
     assert spawn_ranks(first_quorums, 4, str(tmp_path)) == [True] * 4
 
