@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer
 
+from moe_ext._bytes import as_bytes
 from moe_ext._checks import check_rule, refuse_copy
 from moe_ext.comm.collectives import all_gather, all_reduce_, gather_objects
 from moe_ext.comm.collectives import broadcast_ as _send
@@ -444,7 +445,9 @@ class _Broadcast(torch.autograd.Function):
         facts = f"broadcast {name} of {tuple(tensor.shape)} {tensor.dtype} from rank {root_rank}"
         _begin(_CALL, "broadcast", facts)
         out = tensor.detach().clone(memory_format=torch.contiguous_format)
-        return _send(out, _group("broadcast"), root_rank, operation="broadcast")
+        # Gloo and NCCL know no 16-bit integers.
+        _send(as_bytes(out), _group("broadcast"), root_rank, operation="broadcast")
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -608,7 +611,7 @@ def broadcast_parameters(
     with torch.no_grad():
         for tensor in tensors.values():
             whole = tensor.detach().contiguous()
-            _send(whole, _group(owner), root_rank, operation=owner)
+            _send(as_bytes(whole), _group(owner), root_rank, operation=owner)
             tensor.copy_(whole)
 
 

@@ -168,6 +168,13 @@ def documented(rank):
     (hvd.broadcast(x, 1) * (rank + 1)).sum().backward()
     assert x.grad.tolist() == ([1.5, 1.5] if rank else [0.0, 0.0])
     assert hvd.broadcast_(torch.tensor([rank]), 1).tolist() == [1]
+    for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16):
+        for shape in ((), (0,), (2, 3)):
+            mine, others, theirs = (torch.full(shape, n, dtype=dtype) for n in (rank, rank, 1))
+            assert torch.equal(hvd.allreduce(mine, op=hvd.Max), theirs)
+            assert torch.equal(hvd.broadcast(mine, 1), theirs)
+            hvd.broadcast_parameters({"buffer": others}, 1)
+            assert torch.equal(others, theirs)
     assert hvd.broadcast_object({"rank": rank}, 1, name="o") == {"rank": 1}
     assert hvd.allgather_object(f"rank {rank}") == ["rank 0", "rank 1"]
     hvd.barrier()
