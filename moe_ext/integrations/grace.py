@@ -79,7 +79,7 @@ class Compressor(ABC):
 
     Args:
         average: communicators divide the sum over ranks by their number.
-        tensors_size_are_same: what is sent has the same sizes on every rank.
+        tensors_size_are_same: what is sent has the same shapes on every rank; else it arrives flat.
 
     Attributes:
         is_linear: a sum of codes decodes to the sum of the tensors, so that `Allreduce` can add
@@ -328,6 +328,8 @@ class Allgather(Communicator):
             # A copy is aligned, wherever the piece begins.
             pairs = zip(pieces, tensors, strict=True)
             codes = [piece.clone().view(own.dtype) for piece, own in pairs]
+            if self.compressor.tensors_size_are_same:
+                codes = [code.view(own.shape) for code, own in zip(codes, tensors, strict=True)]
             decoded.append(self.compressor.decompress(codes, ctx))
         total = self.compressor.aggregate(decoded)
         return total / self.world_size if self.compressor.average else total

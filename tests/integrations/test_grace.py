@@ -293,6 +293,25 @@ class Halves(grace.Compressor):
         return flat.view(ctx)
 
 
+class Rows(grace.Compressor):
+    """Another one, of codes that are a matrix, a column of scales and a number."""
+
+    def compress(self, tensor, name):
+        scales, largest = tensor.abs().amax(dim=1, keepdim=True), tensor.abs().max()
+        return [(tensor / scales * 127).round().to(torch.int8), scales / largest, largest], None
+
+    def decompress(self, tensors, ctx):
+        codes, scales, largest = tensors
+        return codes * (scales * largest) / 127
+
+
+@three()
+def codes_keep_their_shapes():
+    communicator = grace.Allgather(Rows(), grace.ResidualMemory())
+    found = communicator.step(gradient(0, shape=(3, 7)), "w")
+    assert (found.double() + owed(communicator) - mean(0, (3, 7))).abs().max() < 1e-6
+
+
 @three()
 def a_compressor_of_ones_own():
     communicator = grace.Allgather(Halves(), grace.ResidualMemory(), 3)
