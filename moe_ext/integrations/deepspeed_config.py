@@ -18,7 +18,7 @@ from moe_ext.comm.groups import world_size
 from moe_ext.distributed.clipping import GradScaler
 from moe_ext.distributed.mesh import MoEMesh
 from moe_ext.distributed.placement import expert_param_groups
-from moe_ext.optim import LAMB, OneBitAdam, OneBitLamb, ZeroOneAdam
+from moe_ext.optim import LAMB, OneBitAdam, OneBitLamb, ZeroOneAdam, param_groups
 
 _OP = "from_ds_config"
 # "bfp16" is DeepSpeed's word.
@@ -140,10 +140,10 @@ class DSConfig:
         return GradScaler(device_type, **options)
 
     def optimizers(self, model: nn.Module) -> list[Optimizer]:
-        """The optimizer; with stage 1 that of the dense part, sharded, and that of the experts.
+        """The optimizer; with stage 1 those of the dense part, sharded, and those of the experts.
 
         Args:
-            model: after `fully_shard` and `to`.
+            model: after `fully_shard` and `to`; the same on all ranks, which call it together.
 
         Raises:
             ValueError: the configuration has no optimizer.
@@ -152,13 +152,21 @@ class DSConfig:
         if cls is None:
             raise ValueError(f"{_OP}: expected the configuration to have 'optimizer', got none")
         groups = expert_param_groups(model)
+        if cls in (LAMB, *_COMPRESSED.values()):
+            # Norms and messages are those of each expert: in DeepSpeed a tensor of its own.
+            groups = param_groups(model, process_groups=cls is not LAMB)
+            for group in groups:
+                group["params"] = [parameter for _, parameter in group["params"]]
+                # DeepSpeed takes vectors as any other tensor.
+                group.pop("weight_decay", None)
+                group.pop("adapt", None)
         if self.zero_stage != 1:
             return [cls(groups, **options)]
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         return [
             ZeroRedundancyOptimizer(group["params"], cls, **options)
-            if group["name"] == "dense"
+            if group["name"].startswith("dense")
             else cls([group], **options)
             for group in groups
         ]

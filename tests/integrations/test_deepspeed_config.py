@@ -198,6 +198,48 @@ def train_on_rank(rank, stage):
     return md.full_state_dict(model)
 
 
+@pytest.mark.parametrize("kind", ["Lamb", "OneBitLamb"])
+def test_each_expert_has_a_norm_of_its_own(kind):
+    params = {"lr": 0.1, "max_coeff": 100.0}
+    config = {**BATCH, "optimizer": {"type": kind, "params": params}}
+    found, model = md.from_ds_config(config), Model().float()
+    (optimizer,) = found.optimizers(model)
+    model(rows(0).float()).square().mean().backward()
+    stacked = [p for p in model.parameters() if p.dim() == 3]
+    apart = [[nn.Parameter(each.detach().clone()) for each in p] for p in stacked]
+    for each, p in zip(apart, stacked, strict=True):
+        for one, grad in zip(each, p.grad, strict=True):
+            one.grad = grad.clone()
+    optimizer.step()
+    found.optimizer_class(sum(apart, []), **found.optimizer_options).step()
+    for each, p in zip(apart, stacked, strict=True):
+        torch.testing.assert_close(torch.stack(each), p)
+
+
+def compressed_on_rank(rank):
+    for kind in ("OneBitAdam", "OneBitLamb", "ZeroOneAdam", "Lamb"):
+        more = {"ZeroOneAdam": {"var_freeze_step": 1}, "Lamb": {}}.get(kind, {"freeze_step": 1})
+        params = {"lr": 0.1, **more}
+        config = {"train_batch_size": 4, "optimizer": {"type": kind, "params": params}}
+        found = md.from_ds_config({**config, "moe": {"ep_size": 2}})
+        model = Model(found.mesh().ep_group).float()
+        before = {name: tensor.clone() for name, tensor in md.full_state_dict(model).items()}
+        (optimizer,) = found.optimizers(model)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(rows(step).float().chunk(2)[rank]).square().mean().backward()
+            if kind == "Lamb":
+                md.sync_gradients(model)
+            optimizer.step()
+        after = md.full_state_dict(model)
+        assert not any(torch.equal(after[name], before[name]) for name in before), kind
+    return True
+
+
+def test_optimizers_of_experts_over_ranks():
+    assert spawn_ranks(compressed_on_rank, 2) == [True] * 2
+
+
 def train_on_ranks(rank):
     return [train_on_rank(rank, stage) for stage in range(4)]
 
