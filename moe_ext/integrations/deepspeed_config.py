@@ -197,7 +197,7 @@ def from_ds_config(config: Mapping[str, Any]) -> DSConfig:
     plus = {name: zero.take(name) for name in _ZERO_PLUS_PLUS if name in zero.left}
     zero.end()
     sizes = {
-        "cp": left.number("sequence_parallel_size", 1),
+        "cp": max(left.number("sequence_parallel_size", 1), 1),
         "tp": _only(left.section("tensor_parallel"), "autotp_size"),
         "pp": _only(left.section("pipeline"), "stages"),
         "ep": _only(left.section("moe"), "ep_size"),
@@ -263,10 +263,24 @@ class _Keys:
     def number(self, key: str, default: float) -> Any:
         value = self.take(key, default)
         whole = isinstance(default, int)
-        is_number = isinstance(value, int if whole else int | float) and value is not True
+        is_number = isinstance(value, int if whole else int | float)
+        is_number = is_number and not isinstance(value, bool)
         rule = "a whole number, at least 0" if whole else "a number, at least 0"
         check_rule(_OP, f"{self._path}{key}", value, rule, is_number and value >= 0)
         return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value: bool = self.take(key, default)
+        check_rule(_OP, f"{self._path}{key}", value, "true or false", isinstance(value, bool))
+        return value
+
+    def option(self, key: str, default: object) -> Any:
+        """An argument of an optimizer, of the kind of its default."""
+        if isinstance(default, bool):
+            return self.flag(key, default)
+        if isinstance(default, int | float):
+            return self.number(key, float(default))
+        return self.take(key)
 
     def section(self, key: str) -> _Keys:
         return _Keys(self.take(key, {}), f"{self._path}{key}.")
@@ -322,7 +336,7 @@ def _batches(left: _Keys, num_data: int) -> tuple[int, int]:
 def _precision(left: _Keys) -> tuple[torch.dtype, dict[str, Any] | None]:
     """The dtype of the forward pass, and options of a scaler."""
     bf16, fp16 = left.section("bf16"), left.section("fp16")
-    low, half = bf16.take("enabled", False), fp16.take("enabled", False)
+    low, half = bf16.flag("enabled", False), fp16.flag("enabled", False)
     if low and half:
         raise ValueError(f"{_OP}: expected one of bf16.enabled and fp16.enabled, got both")
     static = fp16.number("loss_scale", 0.0)
@@ -351,12 +365,16 @@ def _optimizer(left: _Keys) -> tuple[str, type[Optimizer] | None, dict[str, Any]
     cls, keys = _OPTIMIZERS[name], section.section("params")
     section.end()
     # DeepSpeed's Adam decouples the decay unless it is told not to.
-    if name == "adam" and not keys.take("adam_w_mode", True):
+    if name == "adam" and not keys.flag("adam_w_mode", True):
         cls = torch.optim.Adam
     keys.left.pop("adam_w_mode", None)
-    known = inspect.signature(cls).parameters.keys() - {"params", "group", "fused"}
-    options = {key: keys.take(key) for key in list(keys.left) if key in known}
+    known = inspect.signature(cls).parameters
+    named = [key for key in keys.left if key in known and key not in ("params", "group", "fused")]
+    options = {key: keys.option(key, known[key].default) for key in named}
     keys.end()
     if "betas" in options:
-        options["betas"] = tuple(options["betas"])
+        betas = options["betas"]
+        fits = isinstance(betas, list | tuple) and len(betas) == 2
+        check_rule(_OP, "optimizer.params.betas", betas, "two numbers", fits)
+        options["betas"] = tuple(betas)
     return name, cls, {**_DEFAULTS.get(name, {}), **options}

@@ -130,6 +130,21 @@ def test_float16_has_a_scaler():
         ({"fp16": {"enabled": True, "loss_scale": 8}}, "fp16.loss_scale to be 0, .* got 8"),
         ({"communication_data_type": "int8"}, "communication_data_type to be one of .* 'int8'"),
         ({"moe": 2}, "expected moe to be a dict, got 2"),
+        ({"bf16": {"enabled": "false"}}, "bf16.enabled to be true or false, got 'false'"),
+        ({"fp16": {"enabled": 1}}, "fp16.enabled to be true or false, got 1"),
+        *(
+            (
+                {"optimizer": {"type": "Adam", "params": {name: value}}},
+                f"optimizer.params.{name} to be {rule}, got",
+            )
+            for name, value, rule in (
+                ("adam_w_mode", "false", "true or false"),
+                ("amsgrad", "false", "true or false"),
+                ("lr", "1e-3", "a number, at least 0"),
+                ("betas", 0.9, "two numbers"),
+                ("betas", [0.9], "two numbers"),
+            )
+        ),
         ({"sequence_parallel_size": 2}, "to divide the number of ranks, 1, got 2"),
     ],
 )
