@@ -32,6 +32,7 @@ from torch.optim.optimizer import Optimizer
 
 from moe_ext._bytes import as_bytes
 from moe_ext._checks import check_rule, refuse_copy
+from moe_ext._compile import outside_graphs
 from moe_ext.comm.collectives import all_gather, all_reduce_, gather_objects
 from moe_ext.comm.collectives import broadcast_ as _send
 from moe_ext.comm.groups import (
@@ -749,6 +750,7 @@ class _Gradients:
         finally:
             self._skips = False
 
+    @outside_graphs
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce gradients unless that is done, and step."""
         if hasattr(self._optimizer, "found_inf"):

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext._bytes import as_bytes
 from moe_ext._checks import check_numbers, check_rule, check_sizes
+from moe_ext._compile import outside_graphs
 from moe_ext.comm.agreement import Agreement, checksum, is_nonfinite
 from moe_ext.comm.collectives import all_reduce_
 from moe_ext.comm.groups import group_size, resolve_group
@@ -149,6 +150,7 @@ class DeMo(CheckedOptimizer):
         for name in ("lr", "weight_decay"):
             check_rule(self._op, name, group[name], "0 or more", group[name] >= 0.0)
 
+    @outside_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step on all ranks (collective)."""

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer
 
 from moe_ext._checks import check_kind, check_numbers, check_rule
+from moe_ext._compile import outside_graphs
 from moe_ext.comm.agreement import Agreement, checksum, is_nonfinite
 from moe_ext.comm.groups import (
     group_rank,
@@ -34,6 +35,7 @@ from moe_ext.distributed.dtensor import is_dtensor, local_part, with_local
 from moe_ext.distributed.gradients import fingerprint, let_differ
 from moe_ext.distributed.placement import Placement, placements
 from moe_ext.distributed.replicas import replica_group
+from moe_ext.distributed.state_dict import unwrapped
 from moe_ext.optim._arguments import divided_within
 from moe_ext.optim.muon import Muon
 
@@ -116,9 +118,10 @@ class DiLoCo:
         manager: the workers: a process group, None for the default one, or a `torchft.Manager` over
             replica groups, whose rounds go on without a group that died. A manager adds dense
             numbers; a codec then rounds what is added, and saves no bytes.
-        model_fragments: modules; what lies in none is left to the inner optimizer. With a process
-            group the weights that they begin with are compared by a checksum: seed every worker
-            alike. A manager brings them to a new group, as torchft does.
+        model_fragments: modules; what lies in none is left to the inner optimizer, and what lies in
+            several, such as tied weights, goes with the first. With a process group the weights
+            that they begin with are compared by a checksum: seed every worker alike. A manager
+            brings them to a new group, as torchft does.
         inner_optimizer: its steps are counted. Workers may have different ones, and other options.
         outer_optimizer: of the fragment's parameters; a list with one for each of several. Its
             options are compared in every round, with those of this object.
@@ -177,6 +180,9 @@ class DiLoCo:
         for optimizer in outers:
             check_kind(owner, "outer_optimizer", optimizer, Optimizer, required=True)
         check_kind(owner, "inner_optimizer", inner_optimizer, Optimizer, required=True)
+        # Accelerate's wrappers run no hooks of theirs, and leave out steps.
+        inner_optimizer = unwrapped(inner_optimizer, owner)
+        outers = [unwrapped(optimizer, owner) for optimizer in outers]
         check_kind(owner, "backup_device", backup_device, torch.device)
         count, delay, alpha = len(fragments), fragment_sync_delay, fragment_update_alpha
         steps, rest = divmod(sync_every, max(count, 1))
@@ -207,6 +213,7 @@ class DiLoCo:
         self._fragments = []
         # Parameters that are not averaged, since they were frozen at first.
         self._frozen: list[tuple[str, nn.Parameter]] = []
+        self._seen: set[nn.Parameter] = set()
         for module, outer in zip(fragments, outers, strict=True):
             parts = self._parts(module, backup_device)
             wanted = {id(p) for part in parts for p in part.parameters}
@@ -222,10 +229,13 @@ class DiLoCo:
         self._check_alike()
 
     def _parts(self, module: nn.Module, backup: torch.device | None) -> list[_Part]:
-        """Trained parameters by the ranks that average them."""
+        """Trained parameters of no fragment before, by the ranks that average them."""
         found: dict[ProcessGroup | None, dict[str, nn.Parameter]] = defaultdict(dict)
         places = placements(module)
         for name, parameter in module.named_parameters():
+            if parameter in self._seen:
+                continue
+            self._seen.add(parameter)
             if not parameter.requires_grad:
                 self._frozen.append((name, parameter))
                 continue
@@ -317,6 +327,7 @@ class DiLoCo:
     def __exit__(self, *error: object) -> None:
         self._hook.remove()
 
+    @outside_graphs
     def _count(self) -> None:
         """After an inner step."""
         self._local_step += 1

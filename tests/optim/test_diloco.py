@@ -19,6 +19,7 @@ from moe_ext.compression import ChunkedTopK, Quantize
 from moe_ext.distributed import count_traffic
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.distributed.gradients import let_differ
+from moe_ext.integrations import horovod
 from moe_ext.optim import DeMo, DiLoCo, MuLoCo, Muon, SparseLoCo, param_groups
 
 checks = Checks()
@@ -187,6 +188,59 @@ def check_streaming_fragments():
             for layer in layers:
                 load(layer, new.lerp(flat(layer), 0.25))
     torch.testing.assert_close(flat(net), flat(workers[rank]), rtol=0, atol=8 * 2**-24)
+
+
+@checks()
+def check_weights_of_two_fragments_go_with_the_first():
+    found = []
+    for second in (2, slice(None)):
+        net = model()
+        inner = sgd(net, lr=0.1)
+        parts = [net[0], net[second]]
+        outers = [nesterov(part) for part in parts]
+        with DiLoCo(None, parts, inner, outers, 4):
+            train(net, inner, 8)
+        found.append(flat(net))
+    assert torch.equal(*found)
+
+
+@checks()
+def check_steps_that_are_compiled():
+    def local_steps(net):
+        inner = sgd(net, lr=0.1)
+        DiLoCo(None, [net], inner, sgd(net, lr=1.0), 2).__enter__()
+        return inner
+
+    for made in (
+        local_steps,
+        lambda net: DeMo(net.parameters(), lr=0.01),
+        lambda net: horovod.DistributedOptimizer(sgd(net, lr=0.1)),
+    ):
+        found = []
+        for backend in (None, "eager"):
+            net = model().float()
+            optimizer = made(net)
+            step = torch.compile(lambda o=optimizer: o.step(), backend=backend or "eager")
+            for index in range(4):
+                generator = torch.Generator().manual_seed(4 * index + dist.get_rank())
+                net.zero_grad()
+                net(torch.randn(8, 6, generator=generator)).square().mean().backward()
+                step() if backend else optimizer.step()
+            found.append(flat(net))
+        assert torch.equal(*found)
+
+
+@checks()
+def check_optimizers_that_accelerate_has_prepared():
+    accelerate = pytest.importorskip("accelerate")
+    accelerator, found = accelerate.Accelerator(cpu=True), []
+    for prepare in (lambda optimizer: optimizer, accelerator.prepare):
+        net = model()
+        inner, outer = prepare(sgd(net, lr=0.1)), prepare(nesterov(net))
+        with DiLoCo(None, [net], inner, outer, sync_every=2):
+            train(net, inner, 4)
+        found.append(flat(net))
+    assert torch.equal(*found)
 
 
 @checks()
