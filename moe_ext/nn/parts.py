@@ -34,7 +34,7 @@ from moe_ext.nn.experts import (
     runs_own_forward,
     take_weights,
 )
-from moe_ext.nn.torch_state import TorchState
+from moe_ext.nn.torch_state import TorchState, has_hooks
 from moe_ext.ops.grouped_gemm import wants_ends
 
 
@@ -218,8 +218,10 @@ class _RunRounds(torch.autograd.Function):
     def forward(
         ctx: Any, work: _Work, x_TD: Tensor, weights_TK: Tensor, *parameters: Tensor
     ) -> Tensor:
-        # Only dropout and its like draw numbers.
-        draws = any(type(m).__name__.endswith("Dropout") for m in work.experts.modules())
+        # Grouped experts of a named activation draw no numbers; of others nobody knows it.
+        experts = work.experts
+        named = runs_own_forward(experts) and isinstance(experts.activation, str)
+        draws = not named or any(True for _ in experts.children()) or has_hooks(experts)
         ctx.work, ctx.setting = work, TorchState.now(x_TD.device, draws=draws)
         ctx.save_for_backward(x_TD, weights_TK, *parameters)
         y_TD: Tensor | None = None

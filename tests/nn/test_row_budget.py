@@ -14,7 +14,7 @@ import moe_ext
 from moe_ext import _runtime_library
 from moe_ext.dispatch.parts import fair_share, schedule
 from moe_ext.distributed import LocalDispatcher
-from moe_ext.nn import Balance, Capacity, RowBudget
+from moe_ext.nn import Balance, Capacity, GroupedExperts, RowBudget
 
 # The same products; a token's rows are summed in the order of the rounds.
 TIGHT = {"rtol": 1e-12, "atol": 1e-13}
@@ -129,26 +129,57 @@ def test_autocast():
     assert_all_close(*found, rtol=3e-2, atol=3e-1)
 
 
-class Dropped(nn.Module):
+class Drawing(nn.Module):
     """Experts that draw random numbers."""
 
-    def __init__(self):
+    def __init__(self, draw):
         super().__init__()
         self.weight = nn.Parameter(torch.eye(8))
-        self.dropout = nn.Dropout(0.5)
+        self.draw = draw
 
     def forward(self, rows, expert_offsets):
-        return self.dropout(rows @ self.weight)
+        return self.draw(rows @ self.weight)
 
 
-def test_a_recomputed_round_draws_the_same_numbers():
+def with_hook(experts):
+    experts.register_forward_hook(lambda module, args, rows: nn.functional.dropout(rows))
+    return experts
+
+
+class Dropped(nn.Module):
+    """Parametrization that draws random numbers."""
+
+    def forward(self, weight):
+        return nn.functional.dropout(weight)
+
+
+def with_parametrization(experts):
+    nn.utils.parametrize.register_parametrization(experts, "down_proj", Dropped())
+    return experts
+
+
+LINEAR = functools.partial(GroupedExperts, E, 8, 6, gated=False)
+DRAWING = {
+    "a module": lambda: Drawing(nn.Dropout(0.5)),
+    "a module of another name": lambda: Drawing(nn.RReLU(0.1, 0.9)),
+    "a function": lambda: Drawing(nn.functional.dropout),
+    "an activation": lambda: LINEAR(activation=nn.functional.dropout),
+    "a norm": lambda: LINEAR(activation="relu", post_norm=nn.Dropout1d(0.5)),
+    "a hook": lambda: with_hook(LINEAR(activation="relu")),
+    "a parametrization": lambda: with_parametrization(LINEAR(activation="relu")),
+}
+
+
+@pytest.mark.parametrize("drawing", DRAWING)
+def test_a_recomputed_round_draws_the_same_numbers(drawing):
     torch.manual_seed(0)
-    layer = moe_ext.MoELayer(8, 6, E, K, experts=Dropped(), row_budget=RowBudget(5), balance=0.0)
+    experts = DRAWING[drawing]()
+    layer = moe_ext.MoELayer(8, 6, E, K, experts=experts, row_budget=RowBudget(5), balance=0.0)
     layer.router.weight.data.zero_()  # the weights of the experts do not depend on x
     x = torch.randn(9, 8, requires_grad=True)
     y = layer(x)
     y.sum().backward()
-    # An output is the sum over its row of what dropout left: linear in x, so x . grad = y's sum.
+    # With the numbers that were drawn the outputs scale with x, so x . grad = y's sum.
     torch.testing.assert_close((x.grad * x).sum(), y.sum())
     state = torch.get_rng_state()
     layer(x).sum().backward()
