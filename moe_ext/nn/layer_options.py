@@ -62,14 +62,22 @@ def keep_for_router(layer: MoELayer, router: nn.Module, device: torch.device | s
     add_draws(layer.capacity, router, device)
 
 
-def _take_router(layer: MoELayer, router: nn.Module) -> nn.Module:
+def _take_part(layer: MoELayer, part: nn.Module | None) -> nn.Module | None:
+    """A part in the place of another, whose options the ranks compare with the next pass."""
+    if layer.__dict__.get("_watched") is not None:
+        # A module is no value that they have compared.
+        layer._watched = operator.attrgetter("router")
+    return part
+
+
+def _take_router(layer: MoELayer, router: nn.Module) -> nn.Module | None:
     """A router in the place of that which the layer was made with."""
     if "router" in layer._modules:
         sizes = {"num_experts": layer.num_experts, "model_dim": layer.model_dim}
         check_sizes_of("router", router, **sizes)
         check_combination("MoELayer", capacity=layer.capacity, router=router)
         keep_for_router(layer, router, layer.choices.device)
-    return router
+    return _take_part(layer, router)
 
 
 def _take_balance(layer: MoELayer, value: Balance | str | float | None) -> Balance:
@@ -109,6 +117,8 @@ def _fixed(name: str) -> Callable[[MoELayer, object], object]:
 TAKES: dict[str, Callable[[MoELayer, Any], Any]] = {
     "balance": _take_balance,
     "router": _take_router,
+    "experts": _take_part,
+    "shared_expert": _take_part,
     "capacity": _take_capacity,
     "row_budget": lambda _, value: of_number("row_budget", value, RowBudget),
     "dispatcher": _take_dispatcher,

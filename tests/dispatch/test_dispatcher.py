@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from dispatchers import sent_messages
 from rank_checks import Checks, full, raised
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_ext import MoELayer, ops
@@ -20,7 +21,7 @@ from moe_ext.dispatch import base
 from moe_ext.dispatch.rows import all_to_all_rows
 from moe_ext.distributed import AllToAllDispatcher, LocalDispatcher, TokenDispatcher, count_traffic
 from moe_ext.distributed.dtensor import local_part
-from moe_ext.nn import Balance, GroupedExperts, RouterOutput, RowBudget
+from moe_ext.nn import Balance, CosineRouter, GroupedExperts, RouterOutput, RowBudget
 
 E = 12  # a multiple of every group size used
 
@@ -469,6 +470,40 @@ def check_a_dispatch_of_ones_own():
     torch.testing.assert_close(*found)
     layer.dispatcher, layer.row_budget = OwnDispatch(), RowBudget(5)
     raised(ValueError, r"to be one of .* with row_budget, got OwnDispatch", layer, x)
+
+
+class Around(nn.Module):
+    """A part of a layer inside a module that has none of its options."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **options):
+        return self.inner(*args, **options)
+
+
+def check_a_part_in_the_place_of_another():
+    x = batches([5])[0]
+    for name, make in (
+        ("router", lambda _: CosineRouter(8, E, 2, dtype=x.dtype)),
+        ("router", Around),
+        ("experts", Around),
+        ("shared_expert", Around),
+        ("shared_expert", lambda _: None),
+    ):
+        both = layers(shared_expert=4)
+        for layer in both:
+            layer(x)
+            torch.manual_seed(4)
+            setattr(layer, name, make(getattr(layer, name)))
+        torch.testing.assert_close(*[layer(x) for layer in both])
+        sharded, _ = layers(shared_expert=4)
+        sharded(x)
+        if dist.get_rank() == 0:
+            setattr(sharded, name, make(getattr(sharded, name)))
+        text = rf"expected {name}\b.* to be equal on every rank, got .* on rank 0, "
+        raised(ValueError, text, sharded, x)
 
 
 CHECKS = Checks.of(globals())
