@@ -33,6 +33,7 @@ from moe_ext.dispatch import (
     Wire,
     WrappedDispatcher,
     named_dispatcher,
+    take_part,
 )
 from moe_ext.distributed.gradients import fingerprint
 from moe_ext.distributed.placement import Placement, declare_experts
@@ -581,6 +582,10 @@ class MoELayer(CountingModule, SpreadsExperts):
         if self._rebalancer is not None:
             counts = self.training and not self.counting and not in_backward()
             place = functools.partial(self._rebalancer.place, x_TD, choice.topk_idx, counts=counts)
+        own = not (dispatcher.in_graph or isinstance(experts, GroupedExperts))
+        if own and torch.is_grad_enabled() and any(p.requires_grad for p in experts.parameters()):
+            # Ranks whose own experts are frozen take part in the backward pass of the others.
+            x_TD = take_part(x_TD)
         plan = dispatcher.plan(x_TD, choice, cut, weighed=weighed, place=place)
         if not dispatcher.in_graph:
             # A pass that one rank has refused counts on none.

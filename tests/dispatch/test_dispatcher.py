@@ -21,7 +21,15 @@ from moe_ext.dispatch import base
 from moe_ext.dispatch.rows import all_to_all_rows
 from moe_ext.distributed import AllToAllDispatcher, LocalDispatcher, TokenDispatcher, count_traffic
 from moe_ext.distributed.dtensor import local_part
-from moe_ext.nn import Balance, CosineRouter, GroupedExperts, RouterOutput, RowBudget
+from moe_ext.nn import (
+    Balance,
+    CosineRouter,
+    Dispatch,
+    GroupedExperts,
+    ModuleExperts,
+    RouterOutput,
+    RowBudget,
+)
 
 E = 12  # a multiple of every group size used
 
@@ -312,6 +320,36 @@ def check_an_input_that_needs_no_gradient_on_one_rank():
             for one, other in zip(*found, strict=True):
                 assert (one is None) == (other is None)
                 assert one is None or torch.equal(one, other)
+
+
+def check_experts_that_are_frozen_on_some_ranks():
+    """The others train theirs, with nothing before them that needs a gradient."""
+    x, rank, num_local = batches([5])[0], dist.get_rank(), E // dist.get_world_size()
+
+    def linear(expert):
+        torch.manual_seed(expert)
+        return nn.Linear(8, 8, dtype=x.dtype).requires_grad_(expert >= num_local)
+
+    def gradients(group, **options):
+        experts = ModuleExperts.build(linear, E, ep_group=group)
+        torch.manual_seed(3)
+        options |= {"experts": experts, "ep_group": group, "balance": 0.0, "dtype": x.dtype}
+        layer = MoELayer(8, 6, E, 2, **options)
+        layer.router.requires_grad_(False)
+        y = layer(x) * torch.ones((), dtype=x.dtype, requires_grad=True)
+        y.square().sum().backward()
+        return [p.grad for p in experts.parameters()]
+
+    want = gradients(None)[2 * num_local * rank :][: 2 * num_local]
+    for options in (
+        *({"dispatcher": name} for name in ("alltoall", "dedup", "allgather")),
+        {"dispatcher": Dispatch("alltoall", overlap=2)},
+        *({"row_budget": RowBudget(n * E, static=n > 1)} for n in (1, 2)),
+    ):
+        for one, other in zip(gradients(world(), **options), want, strict=True):
+            assert (one is None) == (other is None) == (rank == 0)
+            if one is not None:
+                torch.testing.assert_close(local_part(one), other)
 
 
 def check_gradients_that_are_recorded_on_some_ranks():
