@@ -340,10 +340,11 @@ def late_weights(experts: nn.Module) -> Weights:
 
 def moved_weights(experts: GroupedExperts, moves: ExpertMoves) -> Weights:
     """Weights with those that came behind them, for `run_experts`, to be sent beside the rows."""
-    # Shards are gathered by the experts' own hooks, and sent behind the rows.
-    if is_fsdp(experts):
+    held, names = experts._parameters, (experts._up_name, "down_proj")
+    # Shards are gathered by the experts' own hooks, and sent behind the rows; so is what hooks and
+    # parametrizations make.
+    if is_fsdp(experts) or not {n + end for n in names for end in ("", "_bias")} <= held.keys():
         return []
-    held = experts._parameters
     weights = experts.named_parameters(recurse=False)
     return [(held, n, moves.extend(own_part_of(experts, n, weight))) for n, weight in weights]
 

@@ -305,6 +305,21 @@ def frozen_experts_and_no_gradients():
         torch.testing.assert_close(layer(batch()), plain(batch()), **TIGHT)
 
 
+class Doubled(torch.nn.Module):
+    """Parametrization."""
+
+    def forward(self, weight):
+        return 2 * weight
+
+
+@RANKS(("gate_up_proj",), ("gate_up_proj_bias",), ("down_proj",), ("down_proj_bias",))
+def experts_with_a_parametrization(name):
+    layer, plain = make(ALWAYS), make()
+    for each in (layer, plain):
+        torch.nn.utils.parametrize.register_parametrization(each.experts, name, Doubled())
+    assert_same(layer, run(plain))
+
+
 @RANKS()
 def a_failing_rank_is_named():
     layer = make(ALWAYS)
