@@ -100,7 +100,7 @@ class ResidualMoE(nn.Module):
         Returns:
             `[..., D]`.
         """
-        x = without_bad_padding(x, token_mask)
+        # First: the layer checks the inputs, and tells other ranks what is wrong with them.
         y: Tensor = self.moe(
             x,
             token_mask=token_mask,
@@ -109,6 +109,7 @@ class ResidualMoE(nn.Module):
             document_ids=document_ids,
             cu_seqlens=cu_seqlens,
         )
+        x = without_bad_padding(x, token_mask)
         weights = torch.softmax(self.coefficient(x), dim=-1).to(y.dtype)
         return y * weights[..., :1] + self.mlp(x) * weights[..., 1:]
 

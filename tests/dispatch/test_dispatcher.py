@@ -27,6 +27,7 @@ from moe_ext.nn import (
     Dispatch,
     GroupedExperts,
     ModuleExperts,
+    ResidualMoE,
     RouterOutput,
     RowBudget,
 )
@@ -384,10 +385,15 @@ def check_a_bad_input_on_one_rank_raises_everywhere():
         (RuntimeError, r"(?i)nan.*", nan),
     ):
         raised(error, text + where, layer, wrong if mine else x)
-    mask = torch.ones(4, dtype=torch.int64 if mine else torch.bool)
-    masked = functools.partial(layer, token_mask=mask)
-    raised(TypeError, "expected token_mask to be bool, got torch.int64" + where, masked, x)
-    layer(x)
+    good, told = torch.ones(4, dtype=torch.bool), "expected token_mask to be "
+    for moe in (layer, ResidualMoE(8, 6, E, 2, ep_group=world())):
+        for error, text, wrong in (
+            (TypeError, r"bool, got torch.float32", good.float()),
+            (ValueError, r"of shape \(4,\), got \(3,\)", good[:3]),
+        ):
+            masked = functools.partial(moe, token_mask=wrong if mine else good)
+            raised(error, told + text + where, masked, x)
+        moe(x)
 
 
 class ChoosesExpert(torch.nn.Module):
