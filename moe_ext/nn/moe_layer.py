@@ -627,6 +627,9 @@ class MoELayer(CountingModule, SpreadsExperts):
         """Count the tokens, attach the losses to y, and keep the record of the pass."""
         chosen_E = routed.gate.num_tokens_per_expert
         counted = routed.balance or BalanceTerms(routed.gate.score_sum, chosen_E, top_k)
+        if self.choices.device != chosen_E.device:
+            # Parameters of another device were assigned, as to a layer made on the meta device.
+            self.move_counters(lambda _: chosen_E)
         step = self.global_counts if self.training else None
         bias_E = getattr(self.router, "selection_bias", None)
         if bias_E is not None and self.training and not self.counting:

@@ -1,5 +1,6 @@
 """The bias of a selection: what counts for its updates, by signs of loads and by quantiles."""
 
+import copy
 import functools
 
 import pytest
@@ -203,6 +204,25 @@ def test_state_dict_and_hook_of_an_optimizer(kind):
     assert {name.rpartition(".")[2] for name in model.state_dict()} == {
         "weight", "selection_bias", "gate_up_proj", "down_proj",
     }  # fmt: skip
+
+
+@both_kinds
+def test_a_state_that_is_assigned_to_a_model_on_the_meta_device(kind):
+    model = make_model(kind, balance="global_batch")
+    with torch.device("meta"):
+        assigned = make_model(kind, balance="global_batch")
+    assigned.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    for each in (model, assigned):
+        each(tokens()).sum().backward()
+    assert torch.equal(counted(assigned), counted(model))
+    assert torch.equal(assigned[0].global_counts.total, model[0].global_counts.total)
+    for each in (model, assigned):
+        update_selection_bias(each)
+    assert torch.equal(*biases(model), *biases(assigned))
+    state = {name: value.bfloat16() for name, value in model.state_dict().items()}
+    assigned.load_state_dict(state, assign=True)
+    assert assigned[0].router.weight.dtype == torch.bfloat16
+    assert assigned[0].router.selection_bias.dtype == torch.float32
 
 
 @both_kinds

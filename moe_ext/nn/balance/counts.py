@@ -129,12 +129,16 @@ class CountingModule(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> CountingModule:
         """Move the counters along."""
         super()._apply(fn, recurse)
+        self.move_counters(fn)
+        return self
+
+    def move_counters(self, fn: Callable[..., Any]) -> None:
+        """Move the counters to the device to which `fn` of `_apply` moves them."""
         self.choices = moved(self.choices, fn)
         if self.required_bias is not None:
             self.required_bias = moved(self.required_bias, fn)
         if self.global_counts is not None:
             self.global_counts.total = moved(self.global_counts.total, fn)
-        return self
 
 
 def reset_token_counts(model: nn.Module) -> None:

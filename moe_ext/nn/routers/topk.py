@@ -150,6 +150,13 @@ class TopKRouter(LinearRouter):
                 self.selection_bias = bias.to(self.selection_bias.device, dtype)
         return self
 
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """Load, but keep the selection bias in float32 where a state of fewer bits is assigned."""
+        super()._load_from_state_dict(*args)
+        if self.selection_bias is not None:
+            dtype = torch.promote_types(self.selection_bias.dtype, torch.float32)
+            self.selection_bias = self.selection_bias.to(dtype)
+
     def extra_repr(self) -> str:
         """Sizes and options for `repr`."""
         text = (
