@@ -94,9 +94,9 @@ def _strided_views(buffer_N: Tensor, parameters: Sequence[nn.Parameter]) -> list
 
     DDP takes the strides of a parameter that has no gaps, as one of `torch.channels_last`.
     """
-    likes = [torch.empty_like(parameter, device="meta") for parameter in parameters]
-    if buffer_N.layout != torch.strided or all(like.is_contiguous() for like in likes):
+    if buffer_N.layout != torch.strided or all(p.is_contiguous() for p in parameters):
         return []
+    likes = [torch.empty_like(parameter, device="meta") for parameter in parameters]
     pieces = buffer_N.split([like.numel() for like in likes])
     return [
         piece.as_strided(like.shape, like.stride())
