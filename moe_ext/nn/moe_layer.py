@@ -629,7 +629,7 @@ class MoELayer(CountingModule, SpreadsExperts):
         counted = routed.balance or BalanceTerms(routed.gate.score_sum, chosen_E, top_k)
         if self.choices.device != chosen_E.device:
             # Parameters of another device were assigned, as to a layer made on the meta device.
-            self.move_counters(lambda _: chosen_E)
+            self._move_counters(lambda _: chosen_E)
         step = self.global_counts if self.training else None
         bias_E = getattr(self.router, "selection_bias", None)
         if bias_E is not None and self.training and not self.counting:

@@ -129,10 +129,10 @@ class CountingModule(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> CountingModule:
         """Move the counters along."""
         super()._apply(fn, recurse)
-        self.move_counters(fn)
+        self._move_counters(fn)
         return self
 
-    def move_counters(self, fn: Callable[..., Any]) -> None:
+    def _move_counters(self, fn: Callable[..., Any]) -> None:
         """Move the counters to the device to which `fn` of `_apply` moves them."""
         self.choices = moved(self.choices, fn)
         if self.required_bias is not None:
