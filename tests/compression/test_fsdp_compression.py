@@ -311,7 +311,12 @@ def parameters_may_be_frozen_and_thawed():
     model, compression = quantized_gradients(error_feedback=True)
     backward(model, 0)
     frozen = model.blocks[0].up.weight
+    states = [compression.state_dict(sharded=sharded) for sharded in (True, False)]
+    before = own_residuals(compression)
     frozen.requires_grad_(False)
+    for state in states:
+        compression.load_state_dict(state)
+    assert_same(own_residuals(compression), before)
     backward(model, 1)
     kept = compression.state_dict()["residuals"]["reduce_scatter.blocks.0"]
     assert "blocks.0.down.weight" in kept

@@ -215,7 +215,7 @@ class LayoutFinder:
             kept = [
                 e for e, train in zip(entries, mask, strict=True) if train or not trainable_only
             ]
-            layout = self._build(kept, frozen_only)
+            layout = self.build(kept, frozen_only=frozen_only)
             self._found[key] = layout if layout.shard_numel == shard_numel else None
         if self._found[key] is None and not self._warned:
             self._warned = True
@@ -228,7 +228,10 @@ class LayoutFinder:
             )
         return self._found[key]
 
-    def _build(self, entries: list[tuple[str, ManagedParameter]], frozen_only: bool) -> ShardLayout:
+    def build(
+        self, entries: list[tuple[str, ManagedParameter]], *, frozen_only: bool = False
+    ) -> ShardLayout:
+        """The layout of a message of some of the parameters."""
         segments: list[Segment] = []
         start, ends = 0, {True: 0, False: 0}
         for name, entry in entries:

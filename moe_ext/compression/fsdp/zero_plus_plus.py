@@ -197,7 +197,7 @@ class FSDPCompression:
             for name, named in mine.items()
         }
         for name, named in mine.items():
-            named.put(packed[name])
+            named.residual.put(*packed[name])
         for name, message in self._counted().items():
             message.step = int(state["steps"].get(name, message.step))
 
@@ -413,13 +413,6 @@ class NamedResiduals:
     shards: ProcessGroup | None
     copies: ProcessGroup | None
 
-    def _layout(self) -> ShardLayout:
-        entries = self.finder.parameters()
-        numel = sum(entry.shard_numel for _, entry in entries if entry.param.requires_grad)
-        layout = self.finder.find(numel, trainable_only=True)
-        assert layout is not None
-        return layout
-
     def local(self) -> dict[str, Tensor]:
         """Name to this rank's residual ``[P, elements of a shard]``, a copy."""
         return {name: part.clone() for name, part in self.residual.by_name().items()}
@@ -451,11 +444,17 @@ class NamedResiduals:
             name = wholes.get(segment.name, segment.name)
             yield name, segment, _like(segment.source, is_alone=segment.name in wholes)
 
-    def packed(self, saved: Mapping[str, Tensor], *, own: bool) -> Tensor | None:
+    def packed(
+        self, saved: Mapping[str, Tensor], *, own: bool
+    ) -> tuple[ShardLayout, Tensor | None]:
         """``[P, Q]`` of what `local` (``own``) or `mean` returned; ValueError where it misfits."""
+        wholes = {} if own else self.finder.logical_names()
+        entries = self.finder.parameters()
+        # Parameters may be frozen that were not when they were saved.
+        kept = [(n, e) for n, e in entries if e.param.requires_grad or wholes.get(n, n) in saved]
+        layout = self.finder.build(kept)
         if not saved:
-            return None
-        layout = self._layout()
+            return layout, None
         sources = {
             segment.name if own else name: (segment, like)
             for name, segment, like in self._in_whole_model(layout)
@@ -480,11 +479,7 @@ class NamedResiduals:
             local = _shard_like(name, saved[name], like)
             # Each rank owes its own shard of the sum over ranks, hence as many times the mean.
             place[row, : local.numel()] = local.reshape(-1) * ranks
-        return packed_PQ
-
-    def put(self, packed_PQ: Tensor | None) -> None:
-        """Take what `packed` has made."""
-        self.residual.put(self._layout(), packed_PQ)
+        return layout, packed_PQ
 
 
 def _check_shape(name: str, found: Tensor, shape: torch.Size) -> None:
