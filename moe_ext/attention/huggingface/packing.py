@@ -59,8 +59,12 @@ def document_offsets(
     if given is None and bool((position_ids != position_ids[:1]).any()):
         # A single document has no offsets of its own.
         whole = (0, position_ids.shape[1])
-        rows = (document_offsets(row[None], None, operation) or whole for row in position_ids)
-        return tuple(rows)  # type: ignore[return-value]
+        rows: list[Any] = [
+            document_offsets(row[None], None, operation) or whole for row in position_ids
+        ]
+        most = max(map(len, rows))
+        # Empty documents at the end: a tensor takes rows of one length.
+        return tuple((*row, *row[-1:] * (most - len(row))) for row in rows)
     ids_S = position_ids[0].cpu()
     starts = torch.ones_like(ids_S, dtype=torch.bool)
     starts[1:] = ids_S.diff() != 1
