@@ -56,12 +56,14 @@ def document_offsets(
     Raises:
         ValueError: positions that do not count up from 0 in each document.
     """
-    if given is None and bool((position_ids != position_ids[:1]).any()):
+    if bool((position_ids != position_ids[:1]).any()):
         # A single document has no offsets of its own.
         whole = (0, position_ids.shape[1])
         rows: list[Any] = [
-            document_offsets(row[None], None, operation) or whole for row in position_ids
+            document_offsets(row[None], given, operation) or whole for row in position_ids
         ]
+        if given is not None:
+            return tuple(given)
         most = max(map(len, rows))
         # Empty documents at the end: a tensor takes rows of one length.
         return tuple((*row, *row[-1:] * (most - len(row))) for row in rows)

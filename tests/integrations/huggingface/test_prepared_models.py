@@ -415,6 +415,14 @@ def documents_given_by_offsets():
     offsets = torch.tensor([0, 9, 10, 23])
     given = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 13}
     assert torch.equal(model(**batch, **given, max_length_k=13).logits, expected)
+    # Of every row.
+    rows = torch.cat([batch["position_ids"], torch.arange(23)[None]])
+    twice = {"input_ids": batch["input_ids"].expand(2, -1), "position_ids": rows}
+    found = model(**twice, **given).logits[:1]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    whole = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 23]))
+    with pytest.raises(ValueError, match="position_ids to count up from 0 .* around position 9"):
+        model(**twice | {"position_ids": rows.flip(0)}, **whole)
 
 
 @check(*[(name,) for name in RECOMPUTED])
