@@ -181,9 +181,10 @@ def check_batch(batch: Mapping[str, Tensor], operation: str) -> Tensor:
     require = requires(operation)
     name = "input_ids" if "input_ids" in batch else "inputs_embeds"
     require(tokens.dim() >= 2, name, "[B, S] or [B, S, D]", list(tokens.shape))
+    rows, length = tokens.shape[:2]
     for key, x in batch.items():
-        fits = x.dim() >= 2 and x.shape[1] == tokens.shape[1]
-        require(fits, key, f"{tokens.shape[1]} long", list(x.shape))
+        fits = x.dim() >= 2 and len(x) in (1, rows) and x.shape[1] == length
+        require(fits, key, f"of shape [{rows} or 1, {length}, ...]", list(x.shape))
     return tokens
 
 

@@ -352,8 +352,11 @@ def test_options_are_checked():
     for key in ("input_ids", "inputs_embeds"):
         with pytest.raises(ValueError, match=rf"expected {key} to be \[B, S\] or .*, got \[8\]"):
             shard_batch({key: torch.zeros(8, dtype=torch.int64)}, group=None)
-    with pytest.raises(ValueError, match="expected labels to be 6 long"):
-        shard_batch({"input_ids": ids, "labels": ids[:, :4]}, group=None)
+    rule = r"of shape \[1 or 1, 6, ...\]"
+    for key in ("labels", "attention_mask", "token_type_ids", "position_ids"):
+        for x in (ids[:, :4], ids[0], ids.expand(2, -1)):
+            with pytest.raises(ValueError, match=f"expected {key} to be {rule}, got"):
+                shard_batch({"input_ids": ids, key: x}, group=None)
     with pytest.raises(ValueError, match="expected position_ids to count up from 0"):
         shard_batch({"input_ids": ids, "position_ids": ids + 3}, group=None)
 
