@@ -198,6 +198,15 @@ def test_arrays_of_numpy_are_rows_of_integers(rows):
     assert torch.equal(attend(**arrays), attend(**rows))
 
 
+@pytest.mark.parametrize("of", [torch.tensor, list])
+def test_graphs_break_at_documents_of_each_row(of):
+    q, k, v, _ = make_inputs()
+    attend = functools.partial(ring_attention, q, k, v, group=None)
+    rows = [[0, 9, 37], [0, 5, 37]]
+    graph = torch.compile(lambda cu_seqlens: attend(cu_seqlens=cu_seqlens) * 2, backend="eager")
+    assert torch.equal(graph(of(rows)), attend(cu_seqlens=rows) * 2)
+
+
 FUNCTIONS = pytest.mark.parametrize("function", [ring_attention, ring_self_attention])
 
 
