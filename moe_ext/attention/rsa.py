@@ -434,10 +434,12 @@ class RingSelfAttention(nn.Module):
         projections = (made.q_proj, made.k_proj, made.v_proj)
         with torch.no_grad():
             for i, projection in enumerate(projections):
-                projection.weight.copy_(weight.chunk(3)[i])
+                projection.weight.copy_(weight.chunk(3)[i]).requires_grad_(weight.requires_grad)
                 if bias is not None:
-                    projection.bias.copy_(bias.chunk(3)[i])
-            made.out_proj.load_state_dict(module.out_proj.state_dict())
+                    projection.bias.copy_(bias.chunk(3)[i]).requires_grad_(bias.requires_grad)
+            for name, parameter in module.out_proj.named_parameters():
+                copy = made.out_proj.get_parameter(name).copy_(parameter)
+                copy.requires_grad_(parameter.requires_grad)
         return made.train(module.training)
 
     def forward(

@@ -1,6 +1,7 @@
 """Published ring self-attention on ranks against one process; all cases share a spawn of ranks."""
 
 import functools
+import re
 
 import pytest
 import torch
@@ -286,3 +287,19 @@ def test_modules_of_torch_refused(options, message):
     theirs = nn.MultiheadAttention(16, 4, **{"batch_first": True, **options})
     with pytest.raises(ValueError, match=message):
         RingSelfAttention.from_multihead_attention(theirs, group=None)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "names"),
+    [
+        ("in_proj_weight", r"[qkv]_proj\.weight"),
+        ("in_proj_bias", r"[qkv]_proj\.bias"),
+        ("out_proj", r"out_proj\..*"),
+    ],
+)
+def test_frozen_parameters_of_torch_stay_frozen(frozen, names):
+    theirs = nn.MultiheadAttention(16, 4, batch_first=True)
+    getattr(theirs, frozen).requires_grad_(False)
+    made = RingSelfAttention.from_multihead_attention(theirs, group=None)
+    for name, parameter in made.named_parameters():
+        assert parameter.requires_grad != bool(re.fullmatch(names, name)), name
