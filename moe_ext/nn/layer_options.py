@@ -73,6 +73,7 @@ def _take_part(layer: MoELayer, part: nn.Module | None) -> nn.Module | None:
 def _take_router(layer: MoELayer, router: nn.Module) -> nn.Module | None:
     """A router in the place of that which the layer was made with."""
     if "router" in layer._modules:
+        check_kind("MoELayer", "router", router, nn.Module, required=True)
         sizes = {"num_experts": layer.num_experts, "model_dim": layer.model_dim}
         check_sizes_of("router", router, **sizes)
         check_combination("MoELayer", capacity=layer.capacity, router=router)

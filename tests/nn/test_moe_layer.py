@@ -515,17 +515,20 @@ def test_a_capacity_that_draws_may_be_set_later():
         ("top_k", 3, AttributeError, "top_k"),
         ("balance", "batch", ValueError, "expected balance to be one of"),
         ("router", TopKRouter(8, 5), ValueError, "expected router to have num_experts=4, got 5"),
+        ("router", "sigmoid", TypeError, "expected router to be of type Module, got 'sigmoid'"),
         ("capacity", "1.25", TypeError, "to be of type Real or Capacity, got '1.25'"),
         ("row_budget", True, TypeError, "to be of type Real or RowBudget, got True"),
         ("dispatcher", "dedup", TypeError, "to be a TokenDispatcher once the layer is made"),
     ],
 )
 def test_wrong_attributes_change_nothing(name, value, error, message):
-    layer = moe_ext.MoELayer(8, 6, 4)
-    before = getattr(layer, name)
+    options = {"score_fn": "sigmoid", "selection_bias": True, "bias_update": "quantile"}
+    layer = moe_ext.MoELayer(8, 6, 4, router=TopKRouter(8, 4, **options))
+    before, histogram = getattr(layer, name), layer.required_bias
     with pytest.raises(error, match=message):
         setattr(layer, name, value)
     assert getattr(layer, name) is before or getattr(layer, name) == before
+    assert layer.required_bias is histogram is not None
 
 
 OTHER_DEFAULTS = {"dtype": (torch.float32, torch.bfloat16), "device": (None, "meta")}
