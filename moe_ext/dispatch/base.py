@@ -709,4 +709,7 @@ class _Telling(AbstractContextManager[object]):
 
 def take_part(rows: Tensor) -> Tensor:
     """Rows in a graph, for an exchange through which gradients of another rank come back."""
-    return rows if rows.requires_grad else rows.detach().requires_grad_()
+    if rows.requires_grad:
+        return rows
+    # A tensor that was made in inference mode can be in no graph.
+    return (rows.clone() if rows.is_inference() else rows.detach()).requires_grad_()

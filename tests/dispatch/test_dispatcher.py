@@ -323,6 +323,27 @@ def check_an_input_that_needs_no_gradient_on_one_rank():
                 assert one is None or torch.equal(one, other)
 
 
+def check_an_input_of_inference_mode_on_one_rank():
+    mine, x = dist.get_rank() == dist.get_world_size() - 1, batches([5])[0]
+    with torch.inference_mode():
+        other = x.clone()
+    linears = ModuleExperts.build(lambda _: nn.Linear(8, 8).double(), E, ep_group=world())
+    for options in (
+        *({"dispatcher": name} for name in ("alltoall", "dedup", "allgather")),
+        {"row_budget": RowBudget(4 * E, static=True)},
+        {"experts": linears},
+    ):
+        torch.manual_seed(3)
+        layer = MoELayer(8, 6, E, 2, ep_group=world(), dtype=x.dtype, **options)
+        layer.router.requires_grad_(False)
+        found = []
+        for one in (x, other if mine else x.clone().requires_grad_()):
+            layer.zero_grad()
+            layer(one).square().sum().backward()
+            found.append([local_part(p.grad) for p in layer.experts.parameters()])
+        torch.testing.assert_close(*found)
+
+
 def check_experts_that_are_frozen_on_some_ranks():
     """The others train theirs, with nothing before them that needs a gradient."""
     x, rank, num_local = batches([5])[0], dist.get_rank(), E // dist.get_world_size()
