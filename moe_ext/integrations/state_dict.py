@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_ext._checks import check_rule
+from moe_ext.distributed.dtensor import is_dtensor
 
 __all__ = ["LAYOUTS", "ExpertNames", "convert"]
 
@@ -319,6 +320,12 @@ def _write(
         if "{e}" not in key:
             state[key] = _in_order(value, _DIMS[part], dims, sizes)
             continue
+        if is_dtensor(value):
+            raise ValueError(
+                f"convert: expected whole tensors for layout {name!r}, whose experts are modules, "
+                f"got parts over ranks of {part.replace('_', ' ')}; take those of "
+                "moe_ext.distributed.full_state_dict(model)"
+            )
         stacked = _in_order(value, _DIMS[part], f"E {dims}", sizes)
         for e, own in enumerate(stacked):
             state[key.replace("{e}", str(e))] = own.clone()
@@ -336,12 +343,12 @@ def convert(
 ) -> dict[str, Tensor]:
     """Rename and rearrange the parameters of one layer; lossless, or refused.
 
-    Layouts: "moe_ext" (`MoELayer` with `GroupedExperts`); "huggingface" (stacked, gate half first);
-    "gpt_oss" (stacked, transposed, gate and up in turn); "mixtral" and "qwen_moe" (files of one
-    module an expert); "paddle" (PaddlePaddle's own [in, out] weights; arrays of numpy are taken
-    too); "paddle_torch" (`integrations.paddle.MoELayer`); "deepspeed", "fairscale", "fastmoe",
-    "megablocks", "tutel", "torchtitan". All experts must be there: an expert-parallel job gathers
-    them first.
+    Layouts: "moe_ext" (`MoELayer` with `GroupedExperts` of the default layout, not transposed);
+    "huggingface" (stacked, gate half first); "gpt_oss" (stacked, transposed, gate and up in turn);
+    "mixtral" and "qwen_moe" (files of one module an expert); "paddle" (PaddlePaddle's own [in, out]
+    weights; arrays of numpy are taken too); "paddle_torch" (`integrations.paddle.MoELayer`);
+    "deepspeed", "fairscale", "fastmoe", "megablocks", "tutel", "torchtitan". All experts must be
+    there: an expert-parallel job gathers them first.
 
     Args:
         state: state dict of a model; it is left as it is.

@@ -3,10 +3,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import moe_ext
 from moe_ext.integrations import deepspeed, fastmoe, megablocks, paddle, tutel
 from moe_ext.integrations.state_dict import LAYOUTS, ExpertNames, convert
+from moe_ext.testing import spawn_ranks
 
 D, H, E = 6, 10, 4
 GATED = ExpertNames(gate="a.gate", up="a.up", down="b")
@@ -210,3 +212,27 @@ def test_what_does_not_fit_is_refused_by_name():
     biased = convert(layer_state(gated=False, expert_bias=True), "moe_ext", "fastmoe")
     del biased["experts.2.htoh4.bias"]
     refused("key 'experts.2.htoh4.bias'", biased, "fastmoe", "")
+
+
+def converted_on_rank(rank):
+    """Parts over ranks go to stacks as they are, and to modules when they are gathered."""
+    layer = moe_ext.MoELayer(D, H, E, 2, ep_group=moe_ext.distributed.MoEMesh(ep=2).ep_group)
+    parts, whole = layer.state_dict(), moe_ext.distributed.full_state_dict(layer)
+    for layout in LAYOUTS:
+        if layout in ONLY_PLAIN:
+            continue
+        names = GATED if layout in USER_NAMED else None
+        wanted = convert(whole, "moe_ext", layout, target_names=names)
+        if layout in (*USER_NAMED, "mixtral", "qwen_moe"):
+            with pytest.raises(ValueError, match="whole tensors .* got parts over ranks of "):
+                convert(parts, "moe_ext", layout, target_names=names)
+            continue
+        found = convert(parts, "moe_ext", layout, target_names=names)
+        for name, tensor in found.items():
+            tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            assert torch.equal(tensor, wanted[name]), (layout, name)
+    return True
+
+
+def test_experts_over_ranks():
+    assert spawn_ranks(converted_on_rank, 2) == [True] * 2
