@@ -176,11 +176,12 @@ class DeMo(CheckedOptimizer):
         self._round += 1
         signs = iter(memory.pieces(mean_N.sign_()))
         for group in self.param_groups:
+            lr = float(group["lr"])
             for parameter in group["params"]:
                 p, sign = local_part(parameter), next(signs)
                 if parameter.requires_grad:
-                    p.mul_(1.0 - group["lr"] * group["weight_decay"])
-                    p.add_(sign.to(p.dtype), alpha=-group["lr"])
+                    p.mul_(1.0 - lr * group["weight_decay"])
+                    p.add_(sign.to(p.dtype), alpha=-lr)
         return loss
 
     def _refuse(self) -> None:

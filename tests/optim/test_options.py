@@ -73,3 +73,14 @@ def test_states_have_options_in_range(name):
     state["param_groups"][0]["lr"] = 0.5
     optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["weight_decay"] == optimizer.defaults["weight_decay"]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_rate_is_a_number_or_a_tensor_of_one(name):
+    found = []
+    for rate in (0.5, torch.tensor(0.5), torch.tensor([0.5])):
+        p = parameter()
+        p.grad = torch.eye(4)
+        OPTIMIZERS[name]([p], lr=rate).step()
+        found.append(p.detach())
+    torch.testing.assert_close(found[1:], found[:1] * 2)
