@@ -234,6 +234,8 @@ def fingerprint(parameters: Sequence[tuple[str, Tensor]]) -> int:
     for _, parameter in parameters:
         if parameter.numel():
             flat = parameter.detach().reshape(-1)
+            if flat.is_complex():
+                flat = torch.view_as_real(flat).reshape(-1)
             bits = flat.view(_BITS[min(flat.element_size(), 8)])
             # hash_tensor is an exclusive or: an even number of equal values gives 0, whatever they
             # are. Sums of integers have the same bits in any order.

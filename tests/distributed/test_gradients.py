@@ -166,7 +166,7 @@ def check_a_problem_on_one_rank_raises_everywhere():
 def check_buckets_of_every_dtype_and_size():
     from moe_ext.distributed import gradients
 
-    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
     shapes = [(3,), (), (0, 4), (70,), (2, 3, 4), (1,)]
     old = gradients._BUCKET_BYTES
     gradients._BUCKET_BYTES = 64
