@@ -85,6 +85,7 @@ class DeMo(CheckedOptimizer):
         ValueError: an argument is out of its range, or a step meets gradients of other parameters
             than the first one; on every rank: a gradient of any rank is NaN or infinite, or
             options, steps or, at first, parameters differ between ranks.
+        TypeError: in `step`: a gradient is not dense, or a parameter not real floating-point.
 
     A step that fails leaves parameters and momentums as they were.
 
@@ -155,6 +156,7 @@ class DeMo(CheckedOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step on all ranks (collective)."""
         loss = loss_of(closure)
+        self._trained()  # refuses what has no flat row of real numbers
         memory = self._new_memory() if self._memory is None else self._memory
         if memory.numel != sum(local_part(p).numel() for p in self._parameters()):
             raise ValueError(

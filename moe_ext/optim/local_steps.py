@@ -142,6 +142,7 @@ class DiLoCo:
     Raises:
         ValueError: an argument is out of its range, or workers give different ones; by the inner
             step that ends a round, on every worker: weights of any of them are NaN or infinite.
+        TypeError: a parameter is not real floating-point.
 
     A round that fails, for a rank that died, for weights that are not finite or for a manager that
     does not commit, leaves what is owed as it was. With a process group the weights stay those of
@@ -239,6 +240,11 @@ class DiLoCo:
             if not parameter.requires_grad:
                 self._frozen.append((name, parameter))
                 continue
+            if not parameter.is_floating_point():
+                raise TypeError(
+                    f"{type(self).__name__}: expected parameters to be real floating-point "
+                    f"tensors, got {parameter.dtype} for {name}"
+                )
             group = self._group
             if divided_within(parameter, group):
                 assert group is not None

@@ -594,3 +594,22 @@ def test_refuses(options, message):
         DiLoCo(Manager(), [net], sgd(net, lr=0.1), **args)
     with pytest.raises(ValueError, match="expected an outer_optimizer without momentum"):
         SparseLoCo(Manager(), [net], sgd(net, lr=0.1), nesterov(net), 2)
+
+
+@pytest.mark.parametrize("kind", [DeMo, DiLoCo])
+def test_complex_parameters_are_refused(kind):
+    net = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
+    net[0].grad = torch.ones_like(net[0])
+    with pytest.raises(TypeError, match=f"{kind.__name__}: .* real floating-point tensors, got"):
+        if kind is DeMo:
+            DeMo(net.parameters()).step()
+        else:
+            DiLoCo(Manager(), [net], sgd(net, lr=0.1), sgd(net, lr=1.0), 2)
+
+
+def test_demo_refuses_sparse_gradients():
+    net = nn.Embedding(4, 3, sparse=True)
+    optimizer = DeMo(net.parameters())
+    net(torch.tensor([1])).sum().backward()
+    with pytest.raises(TypeError, match="DeMo: expected gradients to be dense, got torch.sp"):
+        optimizer.step()
