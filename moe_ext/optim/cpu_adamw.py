@@ -21,6 +21,7 @@ from moe_ext.optim._arguments import (
     loss_of,
     options_in,
 )
+from moe_ext.optim._saved_states import by_name
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -93,7 +94,8 @@ class CPUAdamW(CheckedOptimizer):
         def kept(parameter: Tensor, group: dict[str, Any], name: str, value: Any) -> Tensor:
             return torch.as_tensor(value).detach().to("cpu", torch.float32, copy=True)
 
-        self._load_uncast(take_states(self, state_dict), kept)
+        saved = by_name(self._op, self.param_groups, state_dict)
+        self._load_uncast(take_states(self, saved), kept)
 
     def _check_options(self, group: dict[str, Any]) -> None:
         check_positive(self._op, group, "lr", "eps", "weight_decay")

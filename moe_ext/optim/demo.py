@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from moe_ext.distributed.dtensor import dtensor_of, is_dtensor, local_part, mesh
 from moe_ext.distributed.gradients import fingerprint
 from moe_ext.distributed.state_dict import OF_RANKS
 from moe_ext.optim._arguments import CheckedOptimizer, divided_within, is_own_part, loss_of
+from moe_ext.optim._saved_states import by_name
 
 _MARK_BYTES = 8
 
@@ -219,7 +220,16 @@ class DeMo(CheckedOptimizer):
                 "moe_ext.distributed.checkpoint"
             )
         owed, rounds = state.pop("momentum"), state.pop("round")
-        super().load_state_dict(state)
+        saved = by_name(self._op, self.param_groups, state)
+        super().load_state_dict(saved)
+        if saved is not state:  # the names are in another order
+            names, there = _names(self.param_groups), _names(state["param_groups"])
+            sizes = dict(
+                zip(names, (local_part(p).numel() for p in self._parameters()), strict=True)
+            )
+            for kind, row_N in owed.items():
+                rows = dict(zip(there, row_N.split([sizes[name] for name in there]), strict=True))
+                owed = {**owed, kind: torch.cat([rows[name] for name in names])}
         self._round = rounds
         self._new_memory().take(owed)
 
@@ -280,6 +290,10 @@ class DeMo(CheckedOptimizer):
                 own = state.get(f"momentum{OF_RANKS}", state.get("momentum"))
                 owed.append(_flat(p, own))
             memory.put("residual", torch.cat(owed))
+
+
+def _names(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [name for group in groups for name in group["param_names"]]
 
 
 def _flat(parameter: Tensor, value: Tensor | None) -> Tensor:

@@ -344,6 +344,27 @@ def check_demo_of_experts():
 
 
 @checks()
+def check_demo_loads_by_name():
+    """Whole chunks of 64 elements a parameter, so that the order of these is of no matter."""
+    shapes = {"a": (4, 16), "b": (64,), "c": (2, 64)}
+    first, other = ({n: nn.Parameter(torch.ones(s)) for n, s in shapes.items()} for _ in range(2))
+    one = DeMo([*first.items()], lr=0.1)
+    two = DeMo([(name, other[name]) for name in "cab"], lr=0.1)
+    for step in range(4):
+        trained = [(one, first), (two, other)][: 1 + step // 2]
+        for optimizer, net in trained:
+            generator = torch.Generator().manual_seed(RANKS * step + dist.get_rank())
+            for p in net.values():
+                p.grad = torch.randn(p.shape, generator=generator)
+            optimizer.step()
+        if step == 1:
+            two.load_state_dict(copy.deepcopy(one.state_dict()))
+            for p, q in zip(first.values(), other.values(), strict=True):
+                q.data.copy_(p.data)
+    assert all(map(torch.equal, first.values(), other.values()))
+
+
+@checks()
 def check_demo_equals_the_formula():
     net = model().float()
     optimizer = DeMo(

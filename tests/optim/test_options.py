@@ -84,3 +84,26 @@ def test_a_rate_is_a_number_or_a_tensor_of_one(name):
         OPTIMIZERS[name]([p], lr=rate).step()
         found.append(p.detach())
     torch.testing.assert_close(found[1:], found[:1] * 2)
+
+
+def train(optimizer, parameters, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for p in parameters.values():
+        p.grad = torch.randn(p.shape, generator=generator)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_go_by_the_names_of_parameters(name):
+    first, other = ({key: parameter() for key in "abc"} for _ in range(2))
+    one = OPTIMIZERS[name]([*first.items()], lr=0.1)
+    two = OPTIMIZERS[name]([(key, other[key]) for key in "cab"], lr=0.1)
+    for seed in range(4):
+        train(one, first, seed)
+        if seed == 1:
+            two.load_state_dict(copy.deepcopy(one.state_dict()))
+            for p, q in zip(first.values(), other.values(), strict=True):
+                q.data.copy_(p.data)
+        if seed > 1:
+            train(two, other, seed)
+    assert all(map(torch.equal, first.values(), other.values()))
