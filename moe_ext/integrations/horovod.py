@@ -45,6 +45,7 @@ from moe_ext.comm.groups import (
 )
 from moe_ext.distributed import sync_gradients
 from moe_ext.distributed.dtensor import is_dtensor
+from moe_ext.distributed.gradients import gradient_dtype
 
 __all__ = [
     "Adasum",
@@ -721,7 +722,7 @@ class _Gradients:
         made = []
         for p in parameters:
             if p.grad is None:
-                p.grad = torch.zeros_like(p)
+                p.grad = torch.zeros_like(p, dtype=gradient_dtype(p))
             made.append(self._compression.compress(p.grad.detach()))
         for dtype in sorted({sent.dtype for sent, _ in made}, key=str):
             chosen = [i for i, (sent, _) in enumerate(made) if sent.dtype == dtype]

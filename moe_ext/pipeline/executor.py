@@ -22,6 +22,7 @@ from moe_ext.comm.groups import backends, check_group, group_rank, group_size
 from moe_ext.comm.interleaving import run_in_turns
 from moe_ext.comm.reports import look, telling
 from moe_ext.distributed.clipping import is_scaled_alike, note_stage
+from moe_ext.distributed.gradients import gradient_dtype
 from moe_ext.nn.model_layers import set_loss_scale
 from moe_ext.pipeline.check import check_table, kept_versions, messages_of_pairs, updates_of
 from moe_ext.pipeline.messages import add_messages
@@ -299,8 +300,10 @@ class Pipeline:
         name = f"Pipeline.step, sum of the gradients of copies on {self._messages.place}"
         with telling(self._group, _HOST, name):
             for (number, ranks, p), earlier in zip(shared, before, strict=True):
-                own = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
-                total, sent = self._messages.sum_over(own, ranks, number, name)
+                own = p.grad
+                if own is None:
+                    own = torch.zeros_like(p, dtype=gradient_dtype(p))
+                total, sent = self._messages.sum_over(own.contiguous(), ranks, number, name)
                 run.sent += sent
                 if p.requires_grad:
                     p.grad = total if earlier is None else total.add_(earlier)
