@@ -139,6 +139,38 @@ MISTAKES = {
             'found = {[-name-]{+f"*{name}"+}: Masked(mask) for name, mask in self.masks.items()}',
             "tests/compression/test_pruning.py -k codec_of_its_mask",
         ),
+        "weights of a loss get no gradient where I and W are apart": (
+            "moe_ext/pipeline/step.py",
+            "leaf is not state.x{+ and any(leaf is p for m in self.setup.stages.values() for p in "
+            "m.parameters())+})",
+            "tests/pipeline/test_stages.py -k gradients_of_one_process",
+        ),
+        "buckets of DistributedDataParallel are read as contiguous": (
+            "moe_ext/compression/ddp.py",
+            "if buffer_N.layout != torch.strided or {+True or +}all(p.is_contiguous() for p in par",
+            "tests/compression/test_ddp_hook.py -k any_strides",
+        ),
+        "a recomputed round of a row budget draws other numbers": (
+            "moe_ext/nn/parts.py",
+            "TorchState.now(x_TD.device, draws=[-draws-]{+False+})",
+            "tests/nn/test_row_budget.py -k draws_the_same",
+        ),
+        "autocast rounds the products of recurrences": (
+            "moe_ext/attention/recurrent/functional.py",
+            "    with [-without_autocast(v.device)-]"
+            "{+torch.set_grad_enabled(torch.is_grad_enabled())+}:",
+            "tests/attention/test_recurrent.py -k float32_under_autocast",
+        ),
+        "a weight of two fragments takes two outer steps": (
+            "moe_ext/optim/local_steps.py",
+            "            [-self._seen.add(parameter)-]{+pass+}",
+            "tests/optim/test_diloco.py -k two_fragments",
+        ),
+        "half of the operations of attention are counted": (
+            "moe_ext/ops/flops.py",
+            "return [-2 * -]prod(q[:3]) * k[2] * (q[3] + v[3])",
+            "tests/ops/test_flops.py",
+        ),
         "autograd does not see what an operator writes": (
             "moe_ext/ops/delta.py",
             "    [-torch.autograd.graph.increment_version(target)-]{+pass+}",
