@@ -464,7 +464,7 @@ def search(
         ranked = sorted(ranked, key=lambda each: each.seconds)[:_RANKED]
     found_best = ranked[0] if ranked else None
     if found_best is None and least is not None and nearest <= 1.0:
-        # It fits with layers of the mean alone.
+        # The placement fits with layers of the mean alone.
         columns = columns_of([least.choice])
         even = even_stages(cost.model.num_layers, columns)
         fullest = float(cost.memory.fullest(rank_columns(cost, columns, even)).max())

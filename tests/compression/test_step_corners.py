@@ -201,7 +201,7 @@ def test_experts_that_something_else_than_the_router_reaches(shared):
 
 
 def test_a_model_that_a_state_watches():
-    """It is pickled and copied as before, and watched for as long as the state is there."""
+    """A model is pickled and copied as before, and watched for as long as the state is there."""
     model = moe_ext.MoELayer(4, 64, 8, 1)
     for _ in range(2):
         state = CompressionState(model=model, codec="none")
@@ -258,7 +258,7 @@ def test_bounds_are_those_of_gradients_before_a_scaler(bound):
 @pytest.mark.parametrize("how", ["loaded", "changed"])
 @pytest.mark.parametrize("scales", [(1024.0, None), (None, 1024.0), (1024.0, None, None, 64.0)])
 def test_a_scaler_that_comes_or_goes(scales, how):
-    """Of the gradients of the loss nothing is lost, whatever the loss is multiplied by."""
+    """Whatever the loss is multiplied by, nothing of its gradients is lost."""
     model, total, applied = Two(), 0.0, 0.0
     saved = state = None
     for step, scale in enumerate(scales):
@@ -311,7 +311,7 @@ def test_undo_after_flushes(flushes):
 
 
 def test_undo_leaves_a_flush_before_a_step_of_rows_alone():
-    """Such a step has no group that would be made anew."""
+    """A step of rows alone has no group that would be made anew."""
     model, state = two(TopK(0.1))
     for seed in range(2):
         step_of(model, state, seed)

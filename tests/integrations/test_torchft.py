@@ -289,7 +289,7 @@ class Prepared(torch.optim.Optimizer):
 
 
 def goes_on(rank):
-    """What a rank has got from its counterpart, it goes on from as that does."""
+    """A rank goes on from the state of its counterpart as that one does."""
     mesh = md.MoEMesh(dp=1, ep=2)
 
     def made(cls, options):

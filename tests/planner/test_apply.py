@@ -380,6 +380,18 @@ def staged(name, tied, dtype=torch.float64):
     return applied_to(model, LAYERS if name.startswith("layers") else (), **axes), names, options
 
 
+def losses_of(applied, optimizers):
+    """Losses of this rank's own batches, a step each."""
+    own, losses = own_batches(applied), []
+    for _ in range(SEEN):
+        losses.append(run_step(applied, own) * applied.mesh.pp_size)
+        applied.sync_gradients()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
 # "tp" is repeated with norms of each head by "tp-Qwen3Moe".
 @CHECKS(*((name, name in ("1f1b", "gpipe")) for name in PIPELINES if FULL or name != "tp"))
 def trains_stages_as_one_process(name, tied):
@@ -388,13 +400,7 @@ def trains_stages_as_one_process(name, tied):
     if name.startswith("layers"):
         again = {i for i, layer in enumerate(model.model.layers) if _runs_again(layer)}
         assert again == set(LAYERS[applied.mesh.pp_rank].again)
-    optimizers, own, losses = applied.optimizers(torch.optim.SGD, **SGD), own_batches(applied), []
-    for _ in range(SEEN):
-        losses.append(run_step(applied, own) * applied.mesh.pp_size)
-        applied.sync_gradients()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    losses = losses_of(applied, applied.optimizers(torch.optim.SGD, **SGD))
     assert_mean_losses(losses, want[:SEEN], ROUNDED if name == "etp" else TIGHT)
     in_turn = applied.pipeline.turns
     assert (in_turn is not None) == name.startswith("turns")
@@ -407,7 +413,7 @@ def trains_stages_as_one_process(name, tied):
     assert own == set(names) and sum(map(len, stages)) == len(names) + tied
 
 
-# What is trained alone: of two stages the last one, and experts.
+# Parts that are trained alone: of two stages the last one, and experts.
 UNFROZEN = {"pp": ("layers.1.", {"pp": 2, "ep": 1}), "zero": (".experts.", {"ep": 2, "zero": 1})}
 
 
@@ -421,17 +427,11 @@ def trains_parts_as_one_process(name):
     alone = [torch.optim.SGD([p for p in models[1].parameters() if p.requires_grad], **SGD)]
     want = train(models[1], [whole_batch()], lambda: None, alone)
     applied = applied_to(models[0], **axes)
-    optimizers, own, losses = applied.optimizers(torch.optim.SGD, **SGD), own_batches(applied), []
+    optimizers = applied.optimizers(torch.optim.SGD, **SGD)
     # The first stage trains nothing, and nothing dense is trained.
     assert len(optimizers) == (name == "zero" or applied.mesh.pp_rank)
-    for _ in range(SEEN):
-        losses.append(run_step(applied, own) * applied.mesh.pp_size)
-        applied.sync_gradients()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
     want = torch.tensor(want[:SEEN], dtype=torch.float64)
-    assert_mean_losses(losses, want)
+    assert_mean_losses(losses_of(applied, optimizers), want)
 
 
 SENDING = [("1f1b",), ("tp", False), ("layers-Qwen3Moe",), ("cp",), ("turns-1f1b",)]

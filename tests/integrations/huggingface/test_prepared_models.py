@@ -415,7 +415,7 @@ def documents_given_by_offsets():
     offsets = torch.tensor([0, 9, 10, 23])
     given = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 13}
     assert torch.equal(model(**batch, **given, max_length_k=13).logits, expected)
-    # Of every row.
+    # Offsets of every row.
     rows = torch.cat([batch["position_ids"], torch.arange(23)[None]])
     twice = {"input_ids": batch["input_ids"].expand(2, -1), "position_ids": rows}
     found = model(**twice, **given).logits[:1]
