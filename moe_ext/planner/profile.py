@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_ext._checks import check_kind
 from moe_ext.comm.collectives import gather_objects
 from moe_ext.comm.groups import group_rank, group_size
 from moe_ext.comm.link import link_of, max_over_ranks, seconds_of
@@ -118,8 +119,11 @@ def measure_cluster(
             one switch, and with it what messages of a step take over their formulas.
 
     Raises:
+        TypeError: a model or cluster of another form, as by name.
         RankFailureError: a rank died or did not answer.
     """
+    check_kind("measure_cluster", "model", model, ModelSpec, required=True)
+    check_kind("measure_cluster", "cluster", cluster, ClusterSpec, required=True)
     on, kind = torch.device(device), getattr(torch, dtype)
     one = _one_layer(model)
     tiny = replace(one, model_dim=16, ffn_dim=16, num_heads=1, num_kv_heads=1, head_dim=16)

@@ -150,3 +150,15 @@ def test_factors_of_unknown_parts_are_refused():
 @pytest.mark.parametrize("name", CHECKS)
 def test_over_two_ranks(name):
     CHECKS.assert_passed(2, name)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("mixtral-8x7b", CLUSTERS["h100"]), "expected model to be of type ModelSpec"),
+        ((MODEL, "h100"), "expected cluster to be of type ClusterSpec"),
+    ],
+)
+def test_names_are_told_from_specs(arguments, message):
+    with pytest.raises(TypeError, match=f"measure_cluster: {message}"):
+        measure_cluster(*arguments)
