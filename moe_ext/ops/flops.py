@@ -14,6 +14,16 @@ _OPS = torch.ops.moe_ext
 _CHUNK = 64
 
 
+def delta_rule_flops(dim: int, v_dim: int, *, has_beta: bool) -> int:
+    """Operations of a head and position of `gated_delta_rule`, forward."""
+    # Queries and the state; keys and values to the state; scores of a chunk and their values.
+    found = 4 * dim * v_dim + 2 * _CHUNK * (dim + v_dim)
+    if has_beta:
+        # The system of a chunk, its solution by a triangle, and what the state takes of it.
+        found += 2 * _CHUNK * dim + _CHUNK * (v_dim + dim) + 2 * dim * v_dim
+    return found
+
+
 @register_flop_formula(
     [
         *(_OPS.grouped_mm, _OPS.masked_mm, _OPS.quantized_mm),
@@ -31,7 +41,7 @@ def _weight_gradient(grad: Any, x: Any, *_: Any, **__: Any) -> int:
 
 @register_flop_formula(_OPS._grouped_mm_backward_weight_add_)
 def _added_weight_gradient(_sum: Any, grad: Any, x: Any, *_: Any, **__: Any) -> int:
-    return 2 * prod(grad) * x[-1]
+    return _weight_gradient(grad, x)
 
 
 @register_flop_formula(_OPS.attention_block)
@@ -53,12 +63,7 @@ def _attention_backward(
 
 @register_flop_formula(_OPS.gated_delta_rule)
 def _delta_rule(q: Any, _k: Any, v: Any, _g: Any, beta: Any, *_: Any, **__: Any) -> int:
-    dim, v_dim = q[3], v[3]
-    each = 4 * dim * v_dim + 2 * _CHUNK * (dim + v_dim)
-    if beta is not None:
-        # The system of a chunk, its solution by a triangle, and what the state takes of it.
-        each += 2 * _CHUNK * dim + _CHUNK * (v_dim + dim) + 2 * dim * v_dim
-    return prod(v[:3]) * each
+    return prod(v[:3]) * delta_rule_flops(q[3], v[3], has_beta=beta is not None)
 
 
 @register_flop_formula(_OPS._gated_delta_rule_backward)

@@ -227,9 +227,11 @@ class DeMo(CheckedOptimizer):
             sizes = dict(
                 zip(names, (local_part(p).numel() for p in self._parameters()), strict=True)
             )
-            for kind, row_N in owed.items():
-                rows = dict(zip(there, row_N.split([sizes[name] for name in there]), strict=True))
-                owed = {**owed, kind: torch.cat([rows[name] for name in names])}
+            lengths, places = [sizes[name] for name in there], [there.index(n) for n in names]
+            owed = {
+                kind: torch.cat([row_N.split(lengths)[place] for place in places])
+                for kind, row_N in owed.items()
+            }
         self._round = rounds
         self._new_memory().take(owed)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from torch.distributed import ProcessGroup
 from moe_ext import _runtime_library
 from moe_ext._checks import check_kind, check_rule
 from moe_ext.comm import point_to_point
-from moe_ext.comm.agreement import Agreement
+from moe_ext.comm.agreement import Agreement, checksum
 from moe_ext.comm.groups import backends, check_group, group_rank, group_size
 from moe_ext.comm.interleaving import run_in_turns
 from moe_ext.comm.reports import look, telling
@@ -337,8 +336,8 @@ def _kinds_of_weights(
         f"stage {s}, but for frozen weights,": _trained(stages[s]) if s in stages else []
         for s in range(table.num_stages)
     }
-    kinds = {name: [(tuple(p.shape), p.dtype) for p in own] for name, own in weights.items()}
-    return {name: zlib.crc32(repr(own).encode()) if own else 0 for name, own in kinds.items()}
+    kinds = {n: {str(i): (p.shape, p.dtype) for i, p in enumerate(w)} for n, w in weights.items()}
+    return {name: checksum(own) if own else 0 for name, own in kinds.items()}
 
 
 def _trained(stage: nn.Module) -> list[nn.Parameter]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from moe_ext._checks import check_choice, check_fields, check_rule
-from moe_ext.attention.recurrent.local import CHUNK
+from moe_ext.ops.flops import delta_rule_flops
 
 # Numbers of a model that may be 0.
 _MAY_BE_ZERO = (
@@ -99,16 +99,11 @@ class RecurrentSpec:
         """
         dim = self.head_dim
         values = self.v_dim + by_state * self.has_beta * dim
-        # Queries and the state; keys and values to the state, which decays element by element, or
-        # with scores of a chunk and their values.
-        each = 2 * dim * values
         if self.by_element and not self.has_beta:
-            each += 3 * dim * values
+            # Queries and the state; keys and values to the state, which decays element by element.
+            each = 5 * dim * values
         else:
-            each += 2 * (dim * values + CHUNK * (dim + values))
-        if self.has_beta:
-            # The system of a chunk, its solution by a triangle, and what the state takes of it.
-            each += 2 * CHUNK * dim + CHUNK * (values + dim) + 2 * dim * values
+            each = delta_rule_flops(dim, values, has_beta=self.has_beta)
         if by_state:
             each += 2 * dim * self.v_dim
         return 2 * self.channels * self.taps + self.num_heads * each
