@@ -1,12 +1,12 @@
 """Agreement: ranks compare their arguments before they communicate, in one message.
 
-Every rank of a group makes an `Agreement`, checks its arguments in it, and compares what has to be
-equal everywhere. Afterwards all of them go on, or all of them raise the same error. The message has
-one length (a second one follows where a call takes more than a kilobyte to tell), so that ranks
-that call different operations understand each other, too.
+Every rank of a group makes an `Agreement`, checks its arguments inside it, and compares the values
+that must be equal on every rank. Then either all ranks go on, or all ranks raise the same error.
+The message has a fixed length, so that ranks that call different operations can still compare. A
+call that needs more than a kilobyte is followed by a second message.
 
-Who exchanges gives its options as one fact, a mapping: it takes no more room than a number, and the
-option that differs is named.
+A module passes all of its options as a single fact, a mapping. The message holds only a checksum of
+the mapping; if the checksums differ, a second message finds the option that differs and names it.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ from moe_ext.comm.shared_memory import NOBODY, Neighbours, known
 
 _TEXT_BYTES = 1024
 _LONGEST_FACT = 64
-# Bits of a checksum; its square, summed over ranks in float64, is exact for 2^13 ranks.
+# Bits of a checksum. With 20 bits the sum over ranks of squared checksums is exact in float64 for
+# up to 2^13 ranks.
 _MARK_BITS = 20
-# Integers of `process_identity`.
+# Number of integers that `process_identity` returns.
 _IDENTITY = 2
 _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (ValueError, TypeError, RuntimeError, FileNotFoundError)
@@ -53,9 +54,10 @@ _ERRORS: dict[str, type[Exception]] = {
 
 Problem = str | Exception | None
 
-# Other work of a rank may come between two ranks' calls: writing a file, a validation.
+# Seconds that `meet` waits. Two ranks may reach the call at different times because one of them
+# writes a file or validates first.
 MEETING_SECONDS = 60.0
-# Calls whose answers are kept for a group, and messages that may be unread.
+# Limits for each group: calls whose answers are kept, and messages that may wait to be read.
 _MOST_ANSWERS = 64
 _MOST_UNREAD = 64
 
@@ -65,7 +67,8 @@ def share(
 ) -> list[list[int]]:
     """Gather a fixed number of integers from every rank, in group order.
 
-    It also learns which process runs which rank, for messages about later failures.
+    The message also carries the process identity of every rank, so that later errors can name the
+    process of a rank that failed.
 
     NOTE: device-to-host sync, since the callers branch on the result.
     """
@@ -75,7 +78,10 @@ def share(
 
 
 def neighbours(group: ProcessGroup, device: torch.device, operation: str) -> Neighbours:
-    """The ranks of this host, found out by all ranks of a group before their first message."""
+    """Return the ranks of this group that are on this host.
+
+    The first call for a group exchanges messages, so every rank of the group must make it.
+    """
     if device.type != "cpu":
         return NOBODY
 
@@ -88,7 +94,7 @@ def neighbours(group: ProcessGroup, device: torch.device, operation: str) -> Nei
 
 
 def gather_into(found: Tensor, sent: Tensor, group: ProcessGroup, operation: str) -> Tensor:
-    """Gather a contiguous tensor of every rank, neither counted nor compared.
+    """Gather a contiguous tensor of every rank, without counting or comparing the call.
 
     Raises:
         RankFailureError: a rank died or did not answer; the message names it.
@@ -103,7 +109,7 @@ def gather_into(found: Tensor, sent: Tensor, group: ProcessGroup, operation: str
 
 
 def _gathered(message: Tensor, group: ProcessGroup, operation: str) -> Tensor:
-    """The messages of all ranks, which nobody counts as traffic."""
+    """Gather the messages of all ranks, without counting them as traffic."""
     size = group_size(group)
     if size == 1:
         return message
@@ -112,40 +118,43 @@ def _gathered(message: Tensor, group: ProcessGroup, operation: str) -> Tensor:
 
 
 def _message(values: Sequence[int], device: torch.device) -> Tensor:
-    """A row of what `share` gathers."""
+    """Return this rank's row of the table that `share` gathers."""
     return torch.tensor([[*process_identity(), *values]], dtype=torch.int64, device=device)
 
 
 class Agreement:
     """Agreement of the ranks of a group before they exchange: all go on, or all raise one error.
 
-    Who exchanges makes one for a call, checks the arguments inside, and compares at the end::
+    A function that exchanges opens an agreement, checks its arguments inside, and compares last::
 
         with Agreement("ring_attention", group, q.device) as agreement:
             check(q, k, v)
             rows = agreement.compare({"dtype": q.dtype}, values=[q.shape[2]])
 
-    With nothing to check it is `Agreement("DeMo", group).compare(facts)`. It promises:
+    With nothing to check, write `Agreement("DeMo", group).compare(facts)`. An agreement promises:
 
-    - An error before `compare` goes to the other ranks in the place of the facts, and all raise it
-      with its words and the rank; a ValueError where its class is not one of those in `_ERRORS`.
-    - A fact that differs is a ValueError on every rank, with the value of each.
-    - A rank that died or does not answer is named by a RankFailureError; so is one that another
-      group misses, where that is this rank's error.
-    - All ranks have sent the same messages then, so that the group stays usable where none is gone.
-    - Without an error and without `compare` nothing is sent: checks before a function that compares
-      under the same name. An error after `compare` is not told, since it has to follow from what is
-      equal by then; `reports.telling` tells those of code that runs between two exchanges.
+    - An error before `compare` is sent to the other ranks instead of the facts. Every rank raises
+      it with its text and the number of the rank. Its class is kept if it is in `_ERRORS`, and is
+      ValueError otherwise.
+    - A fact that differs raises a ValueError on every rank, with the value of each rank.
+    - A rank that died or does not answer is named by a RankFailureError. If the error of a rank is
+      itself a RankFailureError of another group, every rank raises it with the ranks it names.
+    - When an error is raised, every rank has sent the same messages. The group therefore stays
+      usable as long as all of its processes live.
+    - A block that ends without an error and without `compare` sends nothing. A caller uses this
+      form before it calls a function that compares under the same name.
+    - An error after `compare` is not sent to other ranks, because it must follow from values that
+      are equal on all of them. For code that runs between two exchanges, use `reports.telling`.
 
     Args:
         operation: name for messages, compared like a fact.
         group: the ranks; None is this process alone.
-        device: where messages of the group live; None is that of small messages.
-        validate: compare with the other ranks. Without it only an error of this rank is raised.
-        repeats: the values of all ranks follow from the facts and values of any. On a device with
-            streams, a call like an earlier one then goes on with what was told there, and the
-            device is not waited for. Its message travels all the same, and a difference that it
-            brings is raised by the next call that finds it.
+        device: device of the group's messages; None chooses the one for small messages.
+        validate: compare with the other ranks. If False, only an error of this rank is raised.
+        repeats: equal facts and values on this rank imply equal values on all ranks. On a device
+            with streams, a repeated call then returns the answer of the earlier call without a
+            host synchronisation. Its message is still sent, and a later call raises any
+            difference that the message shows.
     """
 
     __slots__ = ("_compared", "_device", "_group", "_operation", "_validate", "repeats")
@@ -177,25 +186,25 @@ class Agreement:
         values: Sequence[int] = (),
         problem: Problem = None,
     ) -> list[list[int]]:
-        """Tell the other ranks, and hear from them.
+        """Send facts and values to the other ranks, and compare the facts with theirs.
 
         NOTE: device-to-host sync, with `validate` and more than one rank.
 
         Args:
-            facts: what must print alike on every rank, by the name to use in messages. A long text
-                is compared by its checksum, and told from its first difference in one message
-                more; so is a mapping of more facts, of which the first that differs is told by its
-                own name.
-            values: integers to tell the others, who need not have the same.
-            problem: what is wrong on this rank, "expected <arg> to be <rule>, got <value>", or the
-                error to raise, where it was not raised in the context; None if nothing is.
+            facts: name to value; the text of each value must be equal on every rank. A long text
+                is compared by its checksum. If the checksums differ, a second message finds the
+                first difference. A fact may be a mapping of further facts, which is also compared
+                by checksum; the error then names the entry that differs.
+            values: integers to send to the other ranks; they may differ between ranks.
+            problem: an error that was not raised inside the context, or its text in the form
+                "expected <arg> to be <rule>, got <value>"; None if this rank has none.
 
         Returns:
-            The values of every rank, in group order; of this rank alone without `validate`.
+            The values of every rank, in group order; without `validate` those of this rank alone.
 
         Raises:
-            ValueError: on every rank: a fact differs, or a rank has a problem, with the rank. An
-                error given as `problem` keeps its class.
+            ValueError: on every rank, if a fact differs or a rank has a problem; the message names
+                the rank. An exception passed as `problem` keeps its class.
             RankFailureError: a rank died or did not answer.
         """
         self._compared = True
@@ -222,7 +231,8 @@ class Agreement:
             told.unread.append((streams.HostCopy(gathered), answer, compare))
             return answer.values
         if len(mine) > _TEXT_BYTES and problem is not None:
-            # Ranks that went on take part in no further message.
+            # Ranks that already know the answer to their call send no second message, so the
+            # problem is shortened until it fits into the first one.
             mine = _encoded(operation, {}, ValueError(str(problem)[: _TEXT_BYTES // 2]), ())
         texts = _share_bytes(mine, group, device, operation)
         found = _compared(operation, facts, problem, group, texts, None)
@@ -233,7 +243,7 @@ class Agreement:
 
 @dataclass
 class _Answer:
-    """Values that the ranks told each other in a call, and this rank's message on the device."""
+    """Values and texts that the ranks sent in a call, and this rank's message on the device."""
 
     values: list[list[int]]
     texts: list[bytes]
@@ -242,7 +252,7 @@ class _Answer:
 
 @dataclass
 class _Told:
-    """Answers of the ranks of a group, by this rank's message, and those not read yet."""
+    """Answers of a group's ranks by this rank's message, and messages that are not read yet."""
 
     answers: dict[bytes, _Answer] = field(default_factory=dict)
     unread: deque[tuple[streams.HostCopy, _Answer, Callable[..., object]]] = field(
@@ -255,7 +265,7 @@ class _Told:
         self.answers[mine] = answer
 
     def read(self) -> None:
-        """Compare what has arrived; waits where the host is too far ahead."""
+        """Compare the messages that have arrived. Wait if more than `_MOST_UNREAD` are unread."""
         while self.unread and (len(self.unread) > _MOST_UNREAD or self.unread[0][0].is_there()):
             copy, answer, compare = self.unread.popleft()
             texts = _texts([row[_IDENTITY:] for row in copy.rows()])
@@ -274,9 +284,13 @@ def _compared(
     texts: Sequence[bytes],
     device: torch.device | None,
 ) -> list[list[int]]:
-    """The values of every rank, from its message; with a device, ranks show more of long facts."""
+    """Return the values of every rank from the texts of all ranks, or raise.
+
+    With a device, ranks exchange further messages to find the first difference in long facts.
+    """
     ranks = group_ranks(group)
-    # A rank that went on has only the beginning of a call longer than the message.
+    # A rank that reuses an earlier answer reads the first message only. A call longer than that
+    # message arrives without its end.
     cut = [rank for rank, text in zip(ranks, texts, strict=True) if not text.endswith(b"}")]
     if cut:
         raise ValueError(
@@ -287,7 +301,7 @@ def _compared(
     for rank, call in zip(ranks, calls, strict=True):
         if call["problem"] is not None:
             text, missed = f"{operation}: {call['problem']} on rank {rank}", call["ranks"]
-            # The others have to know, too, which ranks are gone.
+            # A RankFailureError is raised here with the ranks that it names on the other rank.
             error = (
                 _ERRORS[call["error"]](text)
                 if missed is None
@@ -312,7 +326,7 @@ def _compared(
 def _check_by_name(
     facts: Mapping[str, object], group: ProcessGroup, device: torch.device, operation: str
 ) -> None:
-    """ValueError for the first fact that differs, where ranks may have facts of other names."""
+    """Raise ValueError for the first fact that differs, where ranks may have different names."""
     mine: dict[str, str] = {}
     for name, fact in facts.items():
         options = fact if isinstance(fact, Mapping) else {name: fact}
@@ -327,10 +341,11 @@ def _check_by_name(
 
 
 class SummedOptions:
-    """Comparison of options that travels with sums over ranks, for who makes sums in any case.
+    """Comparison of options that travels inside a sum over ranks which is made in any case.
 
-    Behind the numbers go a checksum and its square: P times the sum of squares is the square of the
-    sum where all of P ranks have one checksum, and more where not.
+    The caller appends a checksum and its square to the numbers that it sums. If all P ranks have
+    the same checksum, P times the sum of squares equals the square of the sum. Otherwise it is
+    larger.
 
     Args:
         operation: name for messages.
@@ -346,11 +361,11 @@ class SummedOptions:
         self._unread: tuple[streams.HostCopy, list[Sequence[ProcessGroup]]] | None = None
 
     def begin(self, over: Sequence[Sequence[ProcessGroup]] = ()) -> None:
-        """Look at what the sums before have brought, where a device was not waited for.
+        """Check the sums of the step before, which `check` left unread on a device with streams.
 
         Args:
-            over: groups whose messages have other lengths with other options, which are compared in
-                a message of their own first, once.
+            over: groups whose message lengths depend on the options. The options are compared over
+                each such group in a separate message, once.
         """
         self._read()
         new = dict.fromkeys(g for groups in over for g in groups if g not in self._compared)
@@ -359,7 +374,7 @@ class SummedOptions:
             self._compared.update(new)
 
     def marks(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """`[2]`, to be summed over ranks; float64 or int64."""
+        """Return the checksum of `now` and its square, `[2]`, to be summed over the ranks."""
         number = checksum(self.now) % (1 << _MARK_BITS)
         return torch.tensor([number, number * number], dtype=dtype, device=device)
 
@@ -367,8 +382,8 @@ class SummedOptions:
         """Compare sums of `marks`, each over some groups.
 
         Raises:
-            ValueError: on every rank: options differ. On a device with streams the next `begin`
-                raises it.
+            ValueError: options differ; raised on every rank. On a device with streams the next
+                `begin` raises it.
         """
         if sums:
             self._unread = streams.HostCopy(torch.stack([*sums])), [*over]
@@ -389,7 +404,7 @@ class SummedOptions:
                 )
 
     def _agree(self, groups: Sequence[ProcessGroup]) -> None:
-        """Every rank of all groups raises where two of one differ."""
+        """Compare the options over each group; a difference in one is raised in all of them."""
         problem: Problem = None
         for group in groups:
             try:
@@ -401,17 +416,19 @@ class SummedOptions:
 
 
 def meet(operation: str, group: ProcessGroup | None, *, hint: str) -> None:
-    """Wait until every rank of a group makes this call, for calls that one rank makes by mistake.
+    """Wait until every rank of a group makes this call; guards calls that one rank may make alone.
 
-    Nothing is sent over the group, so that it stays usable where a rank does not come.
+    Ranks meet through the store. Nothing is sent over the group, which stays usable if a rank does
+    not come.
 
     Args:
-        operation: name for messages; ranks meet under it, as often as each of them calls.
+        operation: name for messages, and for the meeting; the n-th call of a rank meets the n-th
+            call of the others.
         group: the ranks; None is this process alone.
-        hint: what to do, behind the message.
+        hint: advice, appended to the message.
 
     Raises:
-        RuntimeError: a rank did not come for a minute.
+        RuntimeError: a rank did not come within a minute.
     """
     if group_size(group) == 1:
         return
@@ -427,7 +444,7 @@ def meet(operation: str, group: ProcessGroup | None, *, hint: str) -> None:
     except RuntimeError as error:
         missing = [rank for rank, key in keys.items() if not store.check([key])]
         if missing:
-            # A rank that comes later must not think that this one still waits.
+            # A rank that comes later must not find this key and take this rank for waiting.
             store.delete_key(keys[me])
             raise RuntimeError(
                 f"{operation}: expected every rank of {list(ranks)} to call it, since each holds "
@@ -439,8 +456,8 @@ def meet(operation: str, group: ProcessGroup | None, *, hint: str) -> None:
 def check_equal_over_ranks(
     name: str, values: Sequence[object], group: ProcessGroup, operation: str
 ) -> None:
-    """ValueError naming every rank's value unless all are equal; `values` in group order."""
-    # NaN is not equal to itself.
+    """Raise ValueError with every rank's value unless all are equal; `values` in group order."""
+    # The texts are compared, since NaN is not equal to itself.
     if any(repr(value) != repr(values[0]) for value in values):
         found = ", ".join(
             f"{v} on rank {r}" for r, v in zip(group_ranks(group), values, strict=True)
@@ -449,7 +466,7 @@ def check_equal_over_ranks(
 
 
 def is_nonfinite(x: Tensor) -> bool:
-    """True if an element is NaN or infinite; one pass. NOTE: device-to-host sync."""
+    """Return True if an element is NaN or infinite; one pass. NOTE: device-to-host sync."""
     if x.numel() == 0:
         return False
     low, high = torch.aminmax(x.detach())
@@ -457,17 +474,18 @@ def is_nonfinite(x: Tensor) -> bool:
 
 
 def options_of(owner: object, name: str = "") -> dict[str, object]:
-    """Arguments that an object was made with, as far as it keeps them by their names.
+    """Return the arguments that an object was made with, if it keeps them under their names.
 
     Args:
-        owner: of a class of this package, or of one derived from it, whose own arguments are left
-            out: they may have a reason to differ. Of another class there are none.
-        name: that stands before theirs in messages.
+        owner: object of a class of this package or of a user's subclass. Arguments that only the
+            subclass has are left out, since they may differ between ranks for a good reason. An
+            object of any other class has no options.
+        name: prefix of the names in messages.
 
     Returns:
-        By name. Objects are told by their classes, functions by their names, the fields of a
-        dataclass each by itself. Tensors, groups and devices are left out: each rank has its own.
-        So are the names in `FREE_TO_DIFFER` of the class.
+        Name to value. An object is represented by its class, a function by its name, a dataclass
+        by its fields. Tensors, groups and devices are left out because each rank has its own, and
+        so are the names in `FREE_TO_DIFFER` of the class.
     """
     found: dict[str, object] = {}
     for argument in option_names(owner):
@@ -477,7 +495,7 @@ def options_of(owner: object, name: str = "") -> dict[str, object]:
 
 
 def option_names(owner: object) -> list[str]:
-    """Names of the arguments that `options_of` tells."""
+    """Return the names of the arguments that `options_of` returns."""
     ours = [c for c in type(owner).__mro__ if c.__module__.startswith("moe_ext.")]
     free = getattr(owner, "FREE_TO_DIFFER", ())
     found = []
@@ -496,17 +514,17 @@ def _arguments_of(made: type) -> tuple[str, ...]:
 
 
 def told_option(name: str, value: object) -> dict[str, object]:
-    """An option by its name, and the fields of a dataclass by theirs."""
+    """Return an option under its name, and the fields of a dataclass under theirs."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {name: type(value).__name__, **options_of(value, name)}
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype, tuple, list)):
         return {name: value}
-    # Not as it prints: that may hold an address, another on every rank.
+    # The repr of an object may hold its address, which differs between ranks.
     return {name: getattr(value, "__qualname__", type(value).__qualname__)}
 
 
 def checksum(options: Mapping[str, object]) -> int:
-    """A number of 32 bits that differs where options do."""
+    """Return a checksum of 32 bits over names and values."""
     return zlib.crc32(json.dumps({name: str(value) for name, value in options.items()}).encode())
 
 
@@ -520,12 +538,12 @@ def _shortened(fact: object) -> str:
 
 
 def _from_first_difference(texts: list[str]) -> list[str]:
-    """Rows of values from shortly before the first that differs, with the number of that one."""
+    """Return each text from shortly before the first difference, with the number of that item."""
     same = len(os.path.commonprefix(texts))
     item = texts[0].count(", ", 0, same)
     start = texts[0].rfind(", ", 0, max(texts[0].rfind(", ", 0, same), 0)) + 2 if item > 1 else 0
     if same - start >= _LONGEST_FACT // 2:
-        # Items longer than what is shown.
+        # The differing item begins too early for its difference to be shown.
         start = same - _LONGEST_FACT // 2
     ends = [min(start + _LONGEST_FACT, len(text)) for text in texts]
     return [
@@ -537,7 +555,7 @@ def _from_first_difference(texts: list[str]) -> list[str]:
 def _encoded(
     operation: str, facts: Mapping[str, object], problem: Problem, values: Sequence[int]
 ) -> bytes:
-    """A call as JSON."""
+    """Return operation, facts, values and problem of a call as JSON."""
     text = None if problem is None else str(problem).removeprefix(f"{operation}: ")
     kind = type(problem).__name__
     call = {
@@ -555,7 +573,10 @@ def _encoded(
 def _share_bytes(
     mine: bytes, group: ProcessGroup, device: torch.device, operation: str
 ) -> list[bytes]:
-    """The bytes of every rank, in group order: one message, and a second one where any is long."""
+    """Return the bytes of every rank, in group order.
+
+    One message, and a second one if the bytes of any rank do not fit into the first.
+    """
     rows = share(_first_words(mine), group, device, operation=operation)
     longest = max(row[0] for row in rows)
     if longest > _TEXT_BYTES:
@@ -565,12 +586,12 @@ def _share_bytes(
 
 
 def _first_words(mine: bytes) -> list[int]:
-    """The length of a text, and as much of it as a first message holds."""
+    """Return the length of a text and the part of it that fits into the first message."""
     return [len(mine), *_words(mine[:_TEXT_BYTES], _TEXT_BYTES // 8)]
 
 
 def _texts(rows: list[list[int]]) -> list[bytes]:
-    """The bytes of every rank, from their lengths and words."""
+    """Return the bytes of every rank from rows of length and words."""
     return [struct.pack(f"<{len(words)}q", *words)[:length] for length, *words in rows]
 
 

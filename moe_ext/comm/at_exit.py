@@ -1,8 +1,9 @@
 """Waits at the exit of a process, so that no thread needs the interpreter afterwards.
 
-A thread of C++ that asks for the interpreter just before that ends is unwound through destructors,
-and the process aborts: "terminate called without an active exception". Threads of a backend do ask:
-they tell that a message is done, and let go of its tensors, which are objects of Python, later.
+A C++ thread that asks for the interpreter while the interpreter shuts down is unwound through
+destructors, and the process aborts with "terminate called without an active exception". The threads
+of a backend do ask for it: after a message has completed they release its tensors, which are Python
+objects.
 """
 
 from __future__ import annotations
@@ -13,21 +14,23 @@ import os
 import time
 from collections.abc import Callable
 
-# For what threads of ours still have to do, which may wait for a peer that never answers.
+# Seconds for the unfinished tasks of our threads. The limit is there because a task may wait for a
+# peer that never answers.
 _TASK_SECONDS = 1.0
-# A backend's thread takes some microseconds, once the interpreter is free and a core as well.
+# Seconds for the threads of a backend. A thread needs some microseconds once it gets a core and the
+# interpreter's lock.
 _BACKEND_SECONDS = 0.1
 
 _waits: list[Callable[[float], None]] = []
 
 
 def call_at_exit(wait: Callable[[float], None]) -> None:
-    """Have the exit of the process call `wait` with the number of seconds that it may take."""
+    """Register a function that is called at exit with the number of seconds that it may take."""
     _waits.append(wait)
 
 
 def wait_at_exit() -> None:
-    """Have the exit of this process wait, briefly; to be called before others wait for it."""
+    """Make this process wait briefly at exit; called before other ranks can wait for it."""
     _register(os.getpid())
 
 
@@ -37,7 +40,7 @@ def _register(process: int) -> None:
 
 
 def _wait(process: int) -> None:
-    # A fork has none of the threads.
+    # A forked child inherits the registration but none of the threads.
     if process == os.getpid():
         for wait in _waits:
             wait(_TASK_SECONDS)

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
-# torch 2.13 warns of the names that earlier versions have.
+# torch 2.13 renamed these functions, and warns about the earlier names.
 ALL_GATHER, REDUCE_SCATTER = (
     new if hasattr(c10d, new) else old
     for new, old in (
@@ -32,13 +32,13 @@ ALL_GATHER, REDUCE_SCATTER = (
         ("reduce_scatter_single", "reduce_scatter_tensor"),
     )
 )
-# From torch 2.13 on the ranks of a group may be in another order than that of their numbers.
+# From torch 2.13 on, `new_group` can keep the given order of ranks instead of sorting them.
 IN_ORDER: dict[str, Any] = (
     {"sort_ranks": False} if "sort_ranks" in inspect.signature(c10d.new_group).parameters else {}
 )
-# Ends a recomputation where the backward pass has all that it needs.
+# Raised inside a recomputation of `torch.utils.checkpoint` as soon as all saved tensors are there.
 END_OF_RECOMPUTATION: type[Exception] = torch.utils.checkpoint._StopRecomputationError
-# Number of the backward pass that this thread runs, -1 outside of one.
+# Returns the number of the backward pass that this thread runs, -1 outside of a backward pass.
 backward_number: Callable[[], int] = torch._C._current_graph_task_id
 
 
@@ -48,10 +48,10 @@ def default_store() -> c10d.Store:
 
 
 def add_ddp_ignored(module: nn.Module, names: Iterable[str]) -> None:
-    """Have a later `DistributedDataParallel(module)` leave the named tensors alone, too."""
+    """Add names to the tensors that a later `DistributedDataParallel(module)` leaves alone."""
     known = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    # DDP looks up the bucketed parameters of the root module under a name with a leading dot, and
-    # torch.compile puts the module into another one.
+    # DDP looks up parameters of the root module under a name with a leading dot. torch.compile
+    # wraps the module, which adds the prefix `_orig_mod`.
     found = [form for name in names for form in (name, f".{name}", f"_orig_mod.{name}")]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         module, list(dict.fromkeys([*known, *found]))
@@ -64,7 +64,7 @@ def ddp_ignored(ddp: DistributedDataParallel) -> set[str]:
 
 
 def inner_model(model: nn.Module) -> nn.Module:
-    """The module that `DistributedDataParallel` and `torch.compile` wrap, one in the other too."""
+    """Return the module inside any nesting of `DistributedDataParallel` and `torch.compile`."""
     while True:
         is_ddp = isinstance(model, DistributedDataParallel)
         inner: Any = model.module if is_ddp else model._modules.get("_orig_mod")
@@ -101,14 +101,16 @@ def expects_uneven_inputs(ddp: Any) -> bool:
 
 
 def call_after_backward(function: Callable[[], None], *, num_before: int = 3) -> None:
-    """Call a function when the backward pass that runs has ended.
+    """Call a function when the current backward pass has ended.
 
-    By default when DDP has ended its part, too, but not if a communication hook raises at the end.
+    With the default the function runs after DDP's own end of the pass, and does not run if a
+    communication hook raised there.
 
     Args:
         function: to be called.
-        num_before: callbacks of which each queues the next one. Callbacks that callbacks queue come
-            after all others: DDP ends by the first or second of a chain, hooks raise by the third.
+        num_before: number of callbacks before the call, each of which queues the next. A callback
+            that is queued by a callback runs after all that were queued before. DDP finishes in the
+            first or second callback of such a chain, and hooks raise by the third.
     """
     queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
     for _ in range(num_before):
@@ -124,7 +126,7 @@ def group_of_name(name: str) -> ProcessGroup | None:
 
 
 def group_timeout(group: ProcessGroup, device: torch.device) -> timedelta | None:
-    """Timeout of a group, for another one like it; None if its backend does not say."""
+    """Return the timeout of a group, to make another like it; None if its backend has none."""
     options = getattr(group._get_backend(device), "options", None)
     return getattr(options, "_timeout", None)
 
@@ -146,23 +148,25 @@ def flat_group(mesh: DeviceMesh) -> ProcessGroup:
     return mesh.get_group() if mesh.ndim == 1 else flat_mesh(mesh).get_group()
 
 
-# By default group: a process may join another one, whose members were elsewhere before.
+# Counters by default group. A process may end its default group and join another, whose members
+# have counted differently before.
 _times: weakref.WeakKeyDictionary[ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 
 
 def times() -> Counter[str]:
-    """Counts of what ranks of the default group have done together: the same on each."""
+    """Return counters of joint calls of the default group, which are equal on all of its ranks."""
     return _times.setdefault(c10d._get_default_group(), Counter())
 
 
 def local_group(ranks: Sequence[int], like: ProcessGroup, device: torch.device) -> ProcessGroup:
-    """A new group of some global ranks, with the backends and the timeout of another group.
+    """Make a group of some global ranks, with the backends and the timeout of another group.
 
-    Group ranks go by the place in `ranks`. Only its members take part, each as often as the others.
+    The rank in the group is the place in `ranks`. Only the members make this call, and each member
+    makes it equally often.
 
-    torch names such a group by its ranks and by the number of groups that the process belongs to.
-    Members that belong to unequal numbers of groups would wait for each other under different
-    names, for ever; so the name is made here.
+    torch would name the group by its ranks and by the number of groups that the process belongs to.
+    If members belong to different numbers of groups, their names would differ and they would wait
+    for each other for ever. The name is therefore made here.
     """
     key = f"moe_ext/{'_'.join(map(str, ranks))}"
     times()[key] += 1
@@ -170,8 +174,8 @@ def local_group(ranks: Sequence[int], like: ProcessGroup, device: torch.device) 
     name = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
     config = dist.get_backend_config(like)
     backend = None if config == dist.get_backend_config() else config
-    # With a device bound to the default group, NCCL would split that group, which is a collective
-    # of all of its ranks.
+    # If a device is bound to the default group, NCCL would make the new group by a split of the
+    # default group, which is a collective of all ranks. `_get_split_source` prevents that.
     with (
         mock.patch.object(c10d, "_hash_ranks_to_str", lambda _: name),
         mock.patch.object(c10d, "_get_split_source", lambda _: None, create=True),
@@ -186,5 +190,5 @@ def local_group(ranks: Sequence[int], like: ProcessGroup, device: torch.device) 
 
 
 def twin_group(group: ProcessGroup, device: torch.device) -> ProcessGroup:
-    """A new group of the same ranks; for messages that may come in another order than its own."""
+    """Make a second group of the same ranks, for messages that are not in order with the first."""
     return local_group(dist.get_process_group_ranks(group), group, device)

@@ -1,7 +1,7 @@
-"""Collectives over a process group: each call counted, each failure with the ranks that caused it.
+"""Collectives over a process group that count their traffic and name the ranks that failed.
 
-The collectives of all packages go through this module. A group of None is this process alone:
-nothing is sent, and the input comes back.
+All packages send their collectives through this module. A group of None stands for this process
+alone: nothing is sent, and the input is the result.
 
 Shapes: P ranks of the group.
 """
@@ -29,31 +29,32 @@ from moe_ext.comm.traffic import record_traffic
 
 T = TypeVar("T")
 
-# Shorter rows, such as weights, travel in one call whatever joins the ranks.
+# Rows of fewer bytes, such as router weights, are exchanged in one call even over a network.
 _LEAST_BYTES = 256
-# Groups that rows for lower ranks travel over, by a group whose ranks are in several networks.
+# For groups that span several networks: the second group, over which rows go to lower ranks.
 _ways_down: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
-# By default group.
+# Results of `host_group`, by default group.
 _host_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
-# For c10d, and of two tensors.
+# Name of a reduction to the operation of c10d and the function of two tensors.
 _REDUCE_OPS: dict[str, tuple[Any, Any]] = {
     "sum": (dist.ReduceOp.SUM, torch.add),
     "max": (dist.ReduceOp.MAX, torch.maximum),
     "min": (dist.ReduceOp.MIN, torch.minimum),
 }
-# Shorter tensors are reduced by every rank whole: a second message takes longer than that.
+# Below this size every rank reduces the whole tensor. Reducing a part on each rank would need a
+# second message, which takes longer.
 _SHARED_BYTES = 2**16
-# Longer ones are reduced in pieces, which stay in the caches.
+# Larger tensors are reduced in pieces of this size, which stay in the caches.
 _PIECE_BYTES = 2**22
 
 
 def all_reduce_bytes(num_bytes: int, num_ranks: int) -> int:
-    """Bytes that leave a rank in an all-reduce by the algorithm that sends least."""
+    """Return the bytes that each rank sends in a bandwidth-optimal all-reduce."""
     return 2 * (num_ranks - 1) * num_bytes // num_ranks
 
 
 def _note(kind: str, x: Tensor, group: ProcessGroup | None, operation: str, num_bytes: int) -> None:
-    """Compare a call over the ranks where they are asked to, and count what it sends."""
+    """Count the bytes of a call, and with MOE_EXT_DEBUG compare the call over the ranks."""
     if debugging.enabled():
         debugging.compare(kind, x, group, operation)
     record_traffic(kind, num_bytes)
@@ -69,10 +70,10 @@ def start_all_reduce_(
     """Begin to sum a contiguous tensor over the ranks, in place.
 
     Args:
-        x: of the same shape and dtype on every rank; it is the result, too.
+        x: of the same shape and dtype on every rank; overwritten with the sums.
         group: the P ranks.
         operation: name for error messages.
-        finish: makes the result of the sums, when it is waited for.
+        finish: computes the result from the sums, when the caller waits for it.
 
     Raises:
         RankFailureError: a rank died or did not answer; the message names it.
@@ -122,7 +123,7 @@ def all_reduce_(
 
 
 def _reduce_in_memory_(x_N: Tensor, group: ProcessGroup, op: str, operation: str) -> None:
-    """Reduce over ranks that share memory, in the order of ranks."""
+    """Reduce over ranks that share memory. Every rank adds in the order of ranks."""
     size, combine = group_size(group), _REDUCE_OPS[op][1]
 
     def reduce(rows: Tensor, out: Tensor) -> Tensor:
@@ -135,7 +136,7 @@ def _reduce_in_memory_(x_N: Tensor, group: ProcessGroup, op: str, operation: str
         length = piece.numel() // size
         whole = piece
         if piece.nbytes >= _SHARED_BYTES:
-            # Each rank reduces a part.
+            # Each rank reduces one of `size` equal parts, then all gather the reduced parts.
             parts, whole = piece[: size * length], piece[size * length :]
             rows = all_to_all(parts.view(size, length), group, operation=operation, counted=False)
             gather_into(parts, reduce(rows, rows.new_empty(length)), group, operation)
@@ -158,7 +159,7 @@ def start_all_gather(
         x: `[n, ...]`, of the same shape and dtype on every rank.
         group: the P ranks.
         operation: name for error messages.
-        out: where to put the result, a contiguous tensor; None makes one.
+        out: contiguous tensor for the result; None allocates one.
         counted: see `all_reduce_`.
 
     Returns:
@@ -198,12 +199,13 @@ def all_gather(
 
 
 def reduce_scale(op: Any, num_ranks: int, operation: str) -> float:
-    """The factor on the sum over ranks that a reduction of c10d stands for.
+    """Return the factor by which a reduction of c10d multiplies the sum over ranks.
 
     Raises:
-        ValueError: it is none of SUM, AVG and PREMUL_SUM.
+        ValueError: op is none of SUM, AVG and PREMUL_SUM.
     """
-    # The factor of PREMUL_SUM has no other accessor. (Both types pass for `ReduceOp`.)
+    # `ReduceOp` accepts its enumeration `RedOpType` as an instance. Only `__getstate__` gives the
+    # factor of PREMUL_SUM.
     kind, factor = (op, None) if isinstance(op, dist.ReduceOp.RedOpType) else op.__getstate__()
     if kind == dist.ReduceOp.AVG:
         return 1.0 / num_ranks
@@ -224,14 +226,14 @@ def start_reduce_scatter(
     op: Any = dist.ReduceOp.SUM,
     out: Tensor | None = None,
 ) -> Pending[Tensor]:
-    """Begin to sum over the ranks, of which each keeps its part.
+    """Begin to sum over the ranks; each rank gets its part of the sums.
 
     Args:
         x: `[P * n, ...]`, of the same shape and dtype on every rank.
         group: the P ranks.
         operation: name for error messages.
-        op: SUM, AVG or PREMUL_SUM of c10d, as FSDP2 asks for it.
-        out: where to put the result, a contiguous tensor; None makes one.
+        op: SUM, AVG or PREMUL_SUM of c10d, which FSDP2 uses.
+        out: contiguous tensor for the result; None allocates one.
 
     Returns:
         `[n, ...]`, the part of this rank.
@@ -240,7 +242,7 @@ def start_reduce_scatter(
         RankFailureError: a rank died or did not answer; the message names it.
     """
     size = group_size(group)
-    # Gloo does not know PREMUL_SUM.
+    # Gloo has no PREMUL_SUM: the sum is multiplied by the factor when it has arrived.
     is_known = x.is_cuda or op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
     scale = 1.0 if is_known else reduce_scale(op, size, operation)
     if size == 1 and out is None:
@@ -254,7 +256,7 @@ def start_reduce_scatter(
         work = getattr(dist, c10d.REDUCE_SCATTER)(
             found, sent, op=op if is_known else dist.ReduceOp.SUM, group=group, async_op=True
         )
-    # It keeps what is sent alive.
+    # `Collective` holds a reference to the sent tensor, which must outlive the call.
     works = [Underway(work, Collective("reduce_scatter", group, sent))]
     return Pending.of_works(
         works, lambda: found if scale == 1.0 else found.mul_(scale), group, operation
@@ -269,7 +271,7 @@ def reduce_scatter(
     op: Any = dist.ReduceOp.SUM,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Sum over the ranks, of which each keeps its part; see `start_reduce_scatter`."""
+    """Sum over the ranks; each rank gets its part. See `start_reduce_scatter`."""
     return start_reduce_scatter(x, group, operation=operation, op=op, out=out).wait()
 
 
@@ -288,8 +290,8 @@ def all_to_all(
         x: `[N, ...]`; the first `send[0]` rows are for rank 0 of the group, and so on.
         group: the P ranks.
         operation: name for error messages.
-        send: P numbers of rows that sum to N; None for equal parts.
-        receive: P numbers of rows, of what each rank sends here; None for equal parts.
+        send: number of rows for each of the P ranks, in sum N; None for equal parts.
+        receive: number of rows from each of the P ranks; None for equal parts.
         counted: see `all_reduce_`.
 
     Returns:
@@ -322,10 +324,11 @@ def all_to_all(
 
 
 def _way_down(group: ProcessGroup, device: torch.device) -> ProcessGroup:
-    """The twin of a group, made by all of its ranks at their first message between networks.
+    """Return a second group of the same ranks, which all of them make at their first such message.
 
-    Gloo asks for data behind the data that it sends: over one connection, a rank that comes late
-    gets nothing before all that it sends has left. Over two, a network carries both at once.
+    Over one Gloo connection the request for data queues behind the data being sent. A rank that
+    comes late therefore receives nothing until it has sent everything. Over two connections both
+    directions of the network are used at once.
     """
     if group not in _ways_down:
         _ways_down[group] = c10d.twin_group(group, device)
@@ -340,15 +343,15 @@ def post_rows(
     receive: Sequence[int],
     exchange: Callable[..., None] | None,
 ) -> list[Underway] | streams.Beside:
-    """Begin to exchange rows; on a device with streams on that of tokens.
+    """Begin to exchange rows. On CUDA the exchange runs on the side stream of tokens.
 
     Args:
-        out: `[sum(receive), ...]`, which is filled once what is returned was waited for.
+        out: `[sum(receive), ...]`, filled once the returned works have been waited for.
         x: as in `all_to_all`, or messages `[bytes]`.
         group: the P ranks.
-        send: P numbers of rows.
-        receive: P numbers of rows.
-        exchange: what sends them, called as `all_to_all_single` is; None for that.
+        send: number of rows for each of the P ranks.
+        receive: number of rows from each of the P ranks.
+        exchange: function with the arguments of `all_to_all_single`, which is the default.
     """
     if exchange is not None or streams.has_streams(x.device):
         function = exchange or dist.all_to_all_single
@@ -359,7 +362,7 @@ def post_rows(
     if near.are_all or short or not near.over_network:
         return [_post(out, x, group, send, receive, near.memory if near.are_all else None)]
     size, first, end = len(send), near.first, near.end
-    # Rows of this rank for itself go up where no memory takes them.
+    # Without shared memory, this rank's rows for itself go with those for higher ranks.
     shares = near.memory is not None
     up = slice(end if shares else first, size), slice(0, first if shares else end)
     down = slice(0, first), slice(end, size)
@@ -382,7 +385,7 @@ def _cut(
     source: slice,
     group: ProcessGroup,
 ) -> tuple[Tensor, Tensor, ProcessGroup, list[int], list[int]]:
-    """The rows of an exchange for some ranks, and from some."""
+    """Restrict an exchange to the rows for ranks `to` and from ranks `source`."""
 
     def part(rows: Tensor, sizes: Sequence[int], ranks: slice) -> tuple[Tensor, list[int]]:
         begin = sum(sizes[: ranks.start])
@@ -402,7 +405,7 @@ def _post(
     receive: Sequence[int] | None,
     memory: Any,
 ) -> Underway:
-    """Begin to exchange rows through memory, or over c10d where it is None."""
+    """Begin to exchange rows through shared memory, or over c10d if `memory` is None."""
     if memory is not None:
         post = functools.partial(memory.all_to_all, out, x, receive or (), send or ())
         return Underway(post, Collective(SHARED_ALL_TO_ALL, group, x, send, receive))
@@ -426,7 +429,7 @@ def broadcast_(x: Tensor, group: ProcessGroup | None, source: int, *, operation:
 
 
 def gather_objects(value: T, group: ProcessGroup | None, *, operation: str) -> list[T]:
-    """Gather an object of every rank, pickled, in group order; slow, for what is done once.
+    """Gather a pickled object of every rank, in group order. Slow: not for use in a step.
 
     Raises:
         RankFailureError: a rank died or did not answer; the message names it.
@@ -450,10 +453,10 @@ def barrier(group: ProcessGroup, *, operation: str) -> None:
 
 
 def subgroups(ranks_of: Sequence[Sequence[int]]) -> ProcessGroup | None:
-    """Make a group of each list of global ranks; every rank of the job calls it alike.
+    """Make a group of each list of global ranks. Every rank of the job makes the same call.
 
     Returns:
-        The last of them that this rank belongs to; None where there is none.
+        The last of these groups that this rank belongs to, or None.
     """
     own: ProcessGroup | None = None
     for ranks in ranks_of:
@@ -464,9 +467,9 @@ def subgroups(ranks_of: Sequence[Sequence[int]]) -> ProcessGroup | None:
 
 
 def host_group() -> ProcessGroup:
-    """A group of all ranks with Gloo, made once: for threads that send beside what trains.
+    """Return a Gloo group of all ranks, made once, for threads that send while the model trains.
 
-    Every rank of the job calls it alike.
+    The first call is collective: every rank of the job makes it.
     """
     world = dist.group.WORLD
     assert world is not None

@@ -1,9 +1,10 @@
-"""Comparison of collectives over their ranks before they are sent.
+"""Compares collectives over their ranks before they are sent.
 
-With MOE_EXT_DEBUG=1 those of all code are compared, with `Dispatch(debug=True)` those of the layer.
+MOE_EXT_DEBUG=1 compares all collectives of this package, `Dispatch(debug=True)` those of a layer.
 
-A collective that some ranks call otherwise than others hangs, or mixes up bytes. Every call then
-costs one message more, and a wait of the host.
+If ranks call a collective with different arguments, it hangs or mixes up bytes. With the
+comparison, every rank raises an error instead. Each call then costs one more message and a host
+synchronisation.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.failures import running, with_layer
 from moe_ext.comm.groups import global_rank, group_ranks, group_size
 
-# Name of what `enabled` says, where ranks compare it.
+# Name under which ranks compare the result of `enabled`.
 OPTION = "debug (or else MOE_EXT_DEBUG)"
 ENABLED = os.environ.get("MOE_EXT_DEBUG", "0") not in ("", "0")
 
 
 def enabled() -> bool:
-    """True if calls are compared: as the running layer says, else as the environment says."""
+    """Return the `debug` option of the running layer, or ENABLED if the layer leaves it open."""
     layer = running.get()
     wanted: bool | None = None if layer is None else getattr(layer(), "debug", None)
     return ENABLED if wanted is None else wanted
@@ -44,13 +45,13 @@ def compare(
         kind: of the collective.
         x: what this rank sends, `[N, ...]`.
         group: the P ranks.
-        operation: name for messages, compared, too: ranks call them in one order.
-        send: P numbers of rows, for an exchange of unequal parts.
-        receive: P numbers of rows.
+        operation: name for messages; compared as well, since ranks must call in the same order.
+        send: number of rows for each of the P ranks, if parts are unequal.
+        receive: number of rows from each of the P ranks.
 
     Raises:
-        ValueError: the operation, the kind, the shape, the dtype or the splits differ; it names the
-            ranks and what each has.
+        ValueError: the operation, the kind, the shape, the dtype or the splits differ; the message
+            names the ranks and the value of each.
     """
     if group_size(group) == 1:
         return

@@ -1,10 +1,10 @@
-"""Says which rank is missing when a collective fails.
+"""Names the rank that is missing when a collective fails.
 
-A backend's own message names a socket address at best. Here every process that sees a failure
-writes a key into the default store, and looks for the keys of the others; the ranks that stay
-silent are named. For ranks on the same host the process table gives certainty: a dead process is
-told from a slow one. An error of this rank alone, such as one of shapes, is no failed rank: it
-stays as it is, and the others learn of it if they come to miss this rank.
+The error of a backend names a socket address at best. Here every process that sees a failure writes
+a key into the default store and looks for the keys of the other ranks. Ranks without a key are
+named in the error. For ranks on the same host the process table tells a dead process from a slow
+one. An error of this rank alone, such as a wrong shape, is not a rank failure: it is raised
+unchanged, and is stored for ranks that later find this rank missing.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ from moe_ext.comm.groups import group_ranks
 
 GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
-# The host of the store must outlive the last look of the others at it; and where the store is gone,
-# a process that ends at once would be taken for another dead one.
+# Seconds that a rank stays alive after its diagnosis. The rank that hosts the store must outlive
+# the other ranks' last read of it. Without a store, the other ranks would take a process that ends
+# at once for a second dead one.
 _LINGER_SECONDS = 0.5
 _LINGER_WITHOUT_STORE_SECONDS = 2.0
 
-# Words in errors of Gloo, NCCL and c10d about lost connections, which have no class of their own.
+# Words of Gloo, NCCL and c10d in errors about lost connections. These errors have no own class.
 _OF_CONNECTIONS = re.compile(
     r"(?<!ProcessGroup)gloo|nccl|connect|time(d |-)?out|socket|broken pipe|reset by peer|closed",
     re.IGNORECASE,
 )
 _ERROR_KEY = "moe_ext/error"
 _BLAME_KEY = "moe_ext/blamed"
-# A rank that misses another one leaves its other groups at once, whose ranks then all answer: what
-# it found is there by then, or a moment later.
+# Seconds to wait for the finding of a rank in another group. A rank that finds another rank missing
+# also stops using its other groups. There all ranks answer, and its finding follows shortly after.
 _BLAME_SECONDS = 2.0
 
 # (host id, process id) of every global rank seen so far; filled by `remember_processes`.
 _processes: dict[int, tuple[int, int]] = {}
 
 
-# The layer of a model that runs, or whose backward pass does.
+# The layer whose forward or backward pass is running.
 running: ContextVar[weakref.ref[nn.Module] | None] = ContextVar("running", default=None)
 
 
@@ -58,7 +59,7 @@ class RankFailureError(RuntimeError):
     """A collective failed because ranks died or did not answer.
 
     Attributes:
-        ranks: the global ranks named, empty if every rank answered.
+        ranks: the global ranks that failed; empty if every rank answered.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
@@ -67,9 +68,9 @@ class RankFailureError(RuntimeError):
 
 
 class in_layer:
-    """Context in which messages about failures name the layer, by its path in the model."""
+    """Context in which errors about failed ranks name the layer by its path in the model."""
 
-    # A class, as `naming_failed_ranks` is: a generator takes several times as long to enter.
+    # This is a class because entering a generator-based context takes several times as long.
     __slots__ = ("_layer", "_token")
 
     def __init__(self, layer: weakref.ref[nn.Module] | None) -> None:
@@ -83,14 +84,14 @@ class in_layer:
 
 
 def with_layer(operation: str) -> str:
-    """The name of an operation, with that of the layer that runs; slow, for what has failed."""
+    """Add the path of the running layer to the name of an operation. Slow: only for errors."""
     layer = running.get()
     module = None if layer is None else layer()
     if module is None:
         return operation
     parents: dict[int, tuple[str, nn.Module]] = {}
     for found in gc.get_objects():
-        # By the type: proxies may do anything when they are asked for their class.
+        # `isinstance` would ask an object for its `__class__`, and proxies may run code for that.
         if issubclass(type(found), nn.Module):
             parents |= {id(child): (name, found) for name, child in found._modules.items()}
     path: list[str] = []
@@ -101,17 +102,17 @@ def with_layer(operation: str) -> str:
 
 
 def process_identity() -> tuple[int, int]:
-    """(id of the host and its process namespace, process id); the first fits in an int64."""
+    """Return (id of host and process namespace, process id). The first fits into an int64."""
     return _host_identity("pid"), os.getpid()
 
 
 def network_identity() -> int:
-    """Id of the host and its network namespace."""
+    """Return an id of the host and its network namespace."""
     return _host_identity("net")
 
 
 def _host_identity(kind: str) -> int:
-    """Id of the host and a namespace of this process; it fits in an int64."""
+    """Return an id of the host and one namespace of this process. It fits into an int64."""
     namespace = Path(f"/proc/self/ns/{kind}")
     scope = str(namespace.stat().st_ino) if namespace.exists() else ""
     digest = hashlib.sha256(f"{platform.node()}/{scope}".encode()).digest()
@@ -119,12 +120,12 @@ def _host_identity(kind: str) -> int:
 
 
 def remember_processes(ranks: tuple[int, ...], identities: list[tuple[int, int]]) -> None:
-    """Keep who runs which global rank."""
+    """Remember which process runs which global rank."""
     _processes.update(zip(ranks, identities, strict=True))
 
 
 def known_hosts(ranks: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The host of each global rank, counted from 0; None unless all are known."""
+    """Return the host of each global rank as a number from 0; None unless all are known."""
     if any(rank not in _processes for rank in ranks):
         return None
     numbers: dict[int, int] = {}
@@ -132,9 +133,9 @@ def known_hosts(ranks: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 def _state_here(rank: int) -> str:
-    """Letter of the state of a rank's process on this host, as in /proc; "" if that is unknown.
+    """Return the state letter of a rank's process as in /proc; "" if it is not known here.
 
-    X and Z are of a process that has ended, T and t of one that a signal or a debugger has stopped.
+    X and Z mean that the process has ended, T and t that a signal or a debugger has stopped it.
     """
     host, pid = _processes.get(rank, (0, 0))
     if pid == 0 or host != process_identity()[0]:
@@ -147,7 +148,7 @@ def _state_here(rank: int) -> str:
         return ""
     stat = Path(f"/proc/{pid}/stat")
     try:
-        # A killed child that its parent has not reaped still takes signals; its state is Z.
+        # A killed child that its parent has not reaped still accepts signals; its state is Z.
         return stat.read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "X" if stat.parent.parent.exists() and not stat.exists() else ""
@@ -155,22 +156,25 @@ def _state_here(rank: int) -> str:
 
 @dataclass
 class _RollCall:
-    """Knowledge about the members of a group after a failure."""
+    """Findings about the members of a group after a failure."""
 
     silent: set[int]
     dead: set[int] = field(default_factory=set)
-    # They may have gone on since, and have answered then.
+    # Ranks seen in the stopped state. They may have continued and answered since.
     stopped: set[int] = field(default_factory=set)
     store_lost: bool = False
     looked: bool = False
-    # Own errors of the missing, by rank.
+    # The last error that each silent rank has stored.
     errors: dict[int, str] = field(default_factory=dict)
-    # Collectives that failed on those who answered, by rank.
+    # The collective that failed on each rank that answered.
     operations: dict[int, str] = field(default_factory=dict)
 
 
 def _roll_call(group: ProcessGroup, operation: str, grace: float) -> _RollCall:
-    """Answer; wait until every other member has answered or is known dead, or `grace` is over."""
+    """Write this rank's answer, then wait for the answers of the others for up to `grace` seconds.
+
+    The wait ends early when every other member has answered or is known to be dead.
+    """
     me = dist.get_rank()
     prefix = "moe_ext/failed"
     call = _RollCall(silent=set(group_ranks(group)) - {me})
@@ -191,7 +195,7 @@ def _roll_call(group: ProcessGroup, operation: str, grace: float) -> _RollCall:
         call.dead = {rank for rank, state in states.items() if state in ("X", "Z")}
         call.stopped |= {rank for rank, state in states.items() if state in ("T", "t")}
         known = call.silent == call.dead
-        # Without the store only processes of this host tell anything.
+        # Without the store, only the process table of this host gives information.
         if call.store_lost and (call.dead or not any(states.values())):
             break
         if known or time.monotonic() > deadline:
@@ -206,7 +210,7 @@ def _roll_call(group: ProcessGroup, operation: str, grace: float) -> _RollCall:
 
 
 def _write(prefix: str, text: str) -> None:
-    """Write a text of this rank under a prefix, if the store is there."""
+    """Store a text of this rank under a prefix. Does nothing if the store is gone."""
     with contextlib.suppress(RuntimeError, ValueError):
         c10d.default_store().set(f"{prefix}/{dist.get_rank()}", text)
 
@@ -221,7 +225,7 @@ def _texts(prefix: str, ranks: set[int]) -> dict[int, str]:
 
 
 def same_class(name: str) -> type[Exception]:
-    """The class in which an error of another rank is raised here."""
+    """Return the class with which this rank raises an error of another rank."""
     return {"ValueError": ValueError, "TypeError": TypeError}.get(name, RuntimeError)
 
 
@@ -236,7 +240,7 @@ def is_told(error: Exception) -> bool:
 
 
 def tell_own_error(operation: str, error: Exception) -> None:
-    """Keep an error of this rank alone, for those who come to miss it."""
+    """Store an error of this rank, for ranks that later find this rank missing."""
     _write(_ERROR_KEY, f"{operation}: {first_line(error)}")
 
 
@@ -251,7 +255,7 @@ def _named(ranks: set[int]) -> str:
 
 
 def _describe(call: _RollCall, grace: float) -> tuple[str, set[int]]:
-    """The finding in words, and the ranks that it blames."""
+    """Return the finding as text, and the ranks at fault."""
     if call.dead:
         return f"{_named(call.dead)} died", call.dead
     if call.store_lost and not call.looked:
@@ -271,10 +275,10 @@ def _describe(call: _RollCall, grace: float) -> tuple[str, set[int]]:
 
 
 def _blamed_by_others(group: ProcessGroup) -> tuple[int, set[int]]:
-    """A rank that failed and the ranks that it misses, where all ranks of this group answered."""
+    """Return a rank outside this group, and the ranks that it has found missing."""
     deadline = time.monotonic() + _BLAME_SECONDS
     others = set(range(dist.get_world_size())) - {dist.get_rank()}
-    # With nobody outside of the group there is no other group to miss anyone in.
+    # A group of all ranks has no rank outside.
     if others < set(group_ranks(group)):
         return -1, set()
     while time.monotonic() < deadline:
@@ -301,7 +305,7 @@ def diagnose(
         if blamed:
             finding = f"{_named({by})} misses {_named(blamed)} in another group"
     if not call.store_lost:
-        # For those who come to miss this one.
+        # Ranks of other groups read this finding when they find this rank missing.
         _write(_BLAME_KEY, " ".join(map(str, sorted(blamed))))
     reason = first_line(error)
     for rank, text in call.errors.items():
@@ -317,11 +321,11 @@ class naming_failed_ranks:
     """Context that turns a failure of its collectives into a `RankFailureError` that names ranks.
 
     Args:
-        group: the group that the collectives run on, None for the default group.
-        operation: what to call the code inside in the message.
+        group: group of the collectives inside, None for the default group.
+        operation: name of the code inside, for the message.
 
     Raises:
-        RankFailureError: in the place of a RuntimeError that says that ranks are gone or silent.
+        RankFailureError: instead of a RuntimeError about a lost connection or a timeout.
     """
 
     __slots__ = ("_group", "_operation")
@@ -338,7 +342,11 @@ class naming_failed_ranks:
 
 
 def name_failed_ranks(group: ProcessGroup | None, operation: str, error: RuntimeError) -> None:
-    """Raise for an error as `naming_failed_ranks` does, in code that is too short for a context."""
+    """Raise the RankFailureError for an error, as the context `naming_failed_ranks` does.
+
+    Hot paths call this in an except clause, which costs less than a context. Errors of other kinds
+    are stored for the other ranks, and this function returns.
+    """
     if isinstance(error, RankFailureError) or is_told(error):
         return
     if not isinstance(error, dist.DistError) and not _OF_CONNECTIONS.search(str(error)):

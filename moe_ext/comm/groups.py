@@ -1,4 +1,4 @@
-"""Small facts about process groups, with None standing for "this process alone"."""
+"""Queries about process groups. A group of None stands for this process alone."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class GroupHandle:
 
 
 def check_group(group: object, owner: str, *, name: str = "ep_group") -> None:
-    """TypeError in the name of `owner` unless argument `name` is None or a group of this rank."""
-    # new_group returns a number on ranks that do not belong to the group.
+    """Raise TypeError for `owner` unless its argument is None or a group of this rank."""
+    # On ranks outside the group, `new_group` returns an integer instead of a ProcessGroup.
     if group is not None and not isinstance(group, ProcessGroup):
-        # A mesh, ours or torch's, has groups.
+        # A mesh was given: the message names the attribute or method that returns its group.
         held = [each for each in (name, "get_group") if hasattr(group, each)]
         call = "()" * (held == ["get_group"])
         raise TypeError(
@@ -53,10 +53,11 @@ def backends(group: ProcessGroup) -> dict[str, str]:
 
 
 def resolve_group(group: ProcessGroup | None, owner: str) -> ProcessGroup | None:
-    """The group to use: the default one for None; None where there is no torch.distributed.
+    """Return the group, the default group for None, or None without torch.distributed.
 
-    TypeError in the name of `owner` if it is no group of this rank, RuntimeError if a launcher
-    started other processes that this one has not joined.
+    Raises:
+        TypeError: group is no group of this rank.
+        RuntimeError: a launcher started several processes, and this one has joined no group.
     """
     check_group(group, owner, name="group")
     if group is None and _has_joined(owner):
@@ -65,16 +66,17 @@ def resolve_group(group: ProcessGroup | None, owner: str) -> ProcessGroup | None
 
 
 def shares_communicator(group: ProcessGroup | None) -> bool:
-    """True for the default group over NCCL, whose messages queue up behind those of all others."""
+    """Return True for the default group over NCCL, in whose queue all other users' messages are."""
     if group_size(group) == 1 or group is not dist.group.WORLD:
         return False
     return "nccl" in dist.get_backend_config(group)
 
 
 def _has_joined(owner: str) -> bool:
-    """True with a default group; RuntimeError where this process only seems to be alone.
+    """Return True if there is a default group.
 
-    Every rank of a job without one would train by itself, and write the same files.
+    RuntimeError if there is none but a launcher started several processes. Each of them would
+    otherwise train alone and write the same files.
     """
     if is_initialized():
         return True

@@ -1,4 +1,4 @@
-"""Functions in turn: while one waits for other ranks, another one computes."""
+"""Runs functions alternately: while one waits for other ranks, another one computes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class _Turns:
-    """Who of some functions runs: one at a time, in a circle."""
+    """Passes the turn to run among several functions, in a circle. One runs at a time."""
 
     def __init__(self, count: int) -> None:
         self._changed = threading.Condition()
@@ -26,7 +26,7 @@ class _Turns:
         self.error: BaseException | None = None
 
     def begin(self, own: int) -> None:
-        """Wait for the own turn."""
+        """Wait for the turn of function `own`."""
         with self._changed:
             self._changed.wait_for(lambda: self._now == own)
         if self.error is not None:
@@ -35,7 +35,7 @@ class _Turns:
             raise error
 
     def pass_on(self, own: int) -> None:
-        """Let the next one run, until it passes on."""
+        """Give the turn to the next function, and wait until it comes back."""
         if len(self._left) > 1:
             state = torch.get_rng_state()
             self._give(own)
@@ -43,7 +43,7 @@ class _Turns:
             torch.set_rng_state(state)
 
     def end(self, own: int, error: BaseException | None) -> None:
-        """Let the others run; after an error they end at their next turn."""
+        """Leave the circle. After an error the other functions raise at their next turn."""
         self.error = self.error or error
         self._give(own, leave=True)
 
@@ -57,7 +57,7 @@ class _Turns:
 
 
 class _OwnTurns(threading.local):
-    """Function, and its turns, that a thread runs."""
+    """The function that this thread runs, as its number and its circle."""
 
     turns: _Turns | None = None
     own: int = 0
@@ -67,32 +67,32 @@ lane = _OwnTurns()
 
 
 def pass_turn() -> None:
-    """Say that what follows is a wait for other ranks."""
+    """Give the turn to another function, since this one is about to wait for other ranks."""
     if lane.turns is not None:
         lane.turns.pass_on(lane.own)
 
 
 def run_in_turns(functions: Sequence[Callable[[], T]]) -> list[T]:
-    """Run functions of which one computes while the others wait for other ranks.
+    """Run functions alternately: one computes while the others wait for other ranks.
 
-    The turn passes in a circle, at the end of a function and at every wait for a collective of CPU
-    tensors, also of one that is done: so every rank that is given the same functions sends the same
-    messages in the same order. Passes forward and backward of layers with experts over ranks, say:
-    each has the bits that it has alone, as long as the functions write to nothing in common. None
-    may take what another one makes.
+    Typical functions are the forward and backward passes of several micro-batches through layers
+    with experts over ranks. The turn passes in a circle. It passes at the end of a function and at
+    every wait for a collective of CPU tensors, even if the collective is complete. Ranks that are
+    given the same functions therefore send the same messages in the same order. Each function
+    computes the same bits as alone, if no function writes to memory that another one uses.
 
-    The first one runs in this thread, the others have its state of autocast and of gradients. Each
-    draws random numbers as if it began alone; behind all of them stands the generator where the
-    first one has left it.
+    The first function runs in this thread. The others run in threads with the same autocast and
+    gradient modes. Each function starts from the same state of the random generator. Afterwards the
+    generator is in the state in which the first function left it.
 
     Args:
-        functions: without arguments.
+        functions: functions without arguments.
 
     Returns:
         The results of the functions.
 
     Raises:
-        Exception: the first that one of them raises; the others end at their next wait.
+        Exception: the first error of a function. The others end at their next wait.
     """
     if len(functions) < 2 or lane.turns is not None:
         return [function() for function in functions]
@@ -135,7 +135,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _setting() -> Callable[[Callable[[], T]], T]:
-    """Runs a function in another thread with what this one has set."""
+    """Return a call that runs a function of another thread under the modes of this thread."""
     grad, threads = torch.is_grad_enabled(), torch.get_num_threads()
     cast = torch.is_autocast_enabled("cpu")
     dtype: Any = torch.get_autocast_dtype("cpu")

@@ -1,4 +1,4 @@
-"""Measures what a link takes: once for a process group."""
+"""Measures latency and bandwidth of the link of a process group, once for each group."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from moe_ext.comm.failures import naming_failed_ranks
 from moe_ext.comm.groups import check_group, group_size
 from moe_ext.comm.workers import Messages
 
-# Bytes that leave a rank in a message of either size. The large one takes 40 ms at 200 Mbit/s; on
-# an accelerator's network it must be larger to last longer than its latency.
+# Bytes that a rank sends in a small and in a large message. The large one takes 40 ms at 200
+# Mbit/s. On an accelerator's network it must be larger, so that its time is more than latency.
 SMALL_BYTES = 1024
 LARGE_BYTES = {"cpu": 2**20, "cuda": 2**24}
 SMALL_REPEATS, LARGE_REPEATS = 3, 2
@@ -30,9 +30,10 @@ class Link:
     """Latency and bandwidth of a group's messages.
 
     Attributes:
-        latency: seconds of a message of no length.
-        exchange_bandwidth: bytes a second that leave a rank in all-gathers and all-to-alls.
-        reduce_bandwidth: the same in dense all-reduces, whose sums take time too.
+        latency: seconds of an empty message.
+        exchange_bandwidth: bytes a second that a rank sends in all-gathers and all-to-alls.
+        reduce_bandwidth: bytes a second that a rank sends in dense all-reduces, including the time
+            of the sums.
     """
 
     latency: float
@@ -40,7 +41,7 @@ class Link:
     reduce_bandwidth: float
 
     def __post_init__(self) -> None:
-        """Refuse what no link has."""
+        """Raise ValueError for impossible numbers."""
         check_numbers_of_fields(self)
         for name in ("exchange_bandwidth", "reduce_bandwidth"):
             value = getattr(self, name)
@@ -49,11 +50,11 @@ class Link:
 
     @classmethod
     def of_rate(cls, bits_per_second: float, *, latency: float = 50e-6) -> Link:
-        """A link by its nominal rate.
+        """Make a link from its nominal rate.
 
         Args:
-            bits_per_second: of the network, in one direction.
-            latency: seconds of a message.
+            bits_per_second: rate of the network in one direction.
+            latency: seconds of an empty message.
         """
         return cls(latency, bits_per_second / 8, bits_per_second / 8)
 
@@ -62,18 +63,18 @@ _links: weakref.WeakKeyDictionary[ProcessGroup, Link] = weakref.WeakKeyDictionar
 
 
 def max_over_ranks(seconds: list[float], group: ProcessGroup, device: torch.device) -> list[float]:
-    """The slowest rank's numbers, on every rank; one small all-reduce.
+    """Return the maximum of each number over the ranks; one small all-reduce.
 
     NOTE: device-to-host sync, since the callers branch on the result.
     """
-    # Not every device has float64, and 24 bits of a time are enough.
+    # Some devices have no float64, and the 24 bits of float32 are enough for a time.
     agreed = torch.tensor(seconds, dtype=torch.float32, device=device)
     collectives.all_reduce_(agreed, group, operation=_OPERATION, op="max", counted=False)
     return agreed.tolist()
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what is queued on a device."""
+    """Wait for the work that is queued on a device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -90,30 +91,34 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
 def quickest(
     send: Callable[[Tensor], object], x: Tensor, repeats: int, *, warm_ups: int = 0
 ) -> float:
-    """Least seconds of a few calls, after some that do not count: what disturbs makes it longer."""
+    """Return the least seconds of a few calls; disturbances only make a call longer.
+
+    The first `warm_ups` of the calls do not count.
+    """
     times = [seconds_of(lambda: send(x), x.device) for _ in range(repeats)]
     return min(times[warm_ups:])
 
 
 def _line(send: Callable[[Tensor], object], sizes: list[Tensor], sent: int) -> tuple[float, float]:
-    """(seconds of a small message, seconds a byte) of one kind of collective."""
+    """Return (seconds of a small message, seconds a byte) of one kind of collective."""
     small, large = sizes
-    send(large)  # connections are made, and their windows opened
+    # The first call makes the connections, and grows their TCP windows.
+    send(large)
     least = quickest(send, small, SMALL_REPEATS)
     most = quickest(send, large, LARGE_REPEATS)
-    # On a link too fast for the clock, a tenth of the time is taken to be bytes.
+    # If both sizes take the same time, a tenth of it is attributed to the bytes.
     return least, max(most - least, 0.1 * most, 1e-9) / sent
 
 
 def measure_link(group: ProcessGroup, device: torch.device) -> Link:
-    """Six messages of two sizes in each of two kinds of collectives; agreed over the ranks.
+    """Measure messages of two sizes in two kinds of collectives; six messages of each kind.
 
     Args:
-        group: of P > 1 ranks.
-        device: of the messages.
+        group: process group of P > 1 ranks.
+        device: device of the messages.
 
     Returns:
-        Link: of the slowest rank, the same on all of them.
+        Link: numbers of the slowest rank, equal on all ranks.
 
     Raises:
         RankFailureError: a rank died or did not answer.
@@ -122,7 +127,7 @@ def measure_link(group: ProcessGroup, device: torch.device) -> Link:
     large = LARGE_BYTES.get(device.type, LARGE_BYTES["cpu"])
 
     def exchange(x: Tensor) -> None:
-        # As codecs send: Gloo's own all-to-all takes twice the time on a slow link.
+        # Codecs send by `Messages`. Gloo's own all-to-all takes twice the time on a slow link.
         with naming_failed_ranks(group, _OPERATION):
             Messages(group).exchange(x)
 
@@ -144,14 +149,14 @@ def measure_link(group: ProcessGroup, device: torch.device) -> Link:
 
 
 def link_of(group: ProcessGroup, device: torch.device, *, again: bool = False) -> Link:
-    """The link of a group, measured at the first call.
+    """Return the link of a group, which is measured at the first call.
 
-    All ranks of the group call it together.
+    All ranks of the group make the call together.
 
     Args:
         group: process group.
-        device: of the messages.
-        again: measure even if it has been; for a link that has changed.
+        device: device of the messages.
+        again: measure again, for a link that has changed.
 
     Raises:
         TypeError: ``group`` is no process group.

@@ -1,4 +1,4 @@
-"""Messages that are underway."""
+"""Handles of messages that are underway."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ U = TypeVar("U")
 
 
 class Future(Protocol):
-    """`torch.futures.Future`, or the class in C++ below it."""
+    """Interface of `torch.futures.Future`, and of the C++ class that it derives from."""
 
     def wait(self) -> Any:
-        """The value."""
+        """Wait for the value, and return it."""
 
     def done(self) -> bool:
-        """True if the value is there."""
+        """Return True if the value is there."""
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
-        """A future of what the callback makes of this one."""
+        """Return a future of the result that the callback computes from this future."""
 
 
 class Pending(Generic[T]):
-    """A message underway; `wait` gives its result, to as many callers as ask.
+    """A message underway. `wait` returns its result, and may be called several times.
 
     Args:
-        future: ends when the message has come and gone.
-        finish: makes the result of what the future holds; called once, by the first who waits.
-        group: the ranks that take part, to be named when one of them fails.
+        future: completes when the message has been sent and received.
+        finish: computes the result from the value of the future. The first `wait` calls it, once.
+        group: the ranks that take part; a rank that fails is named in the error.
         operation: name for error messages.
     """
 
@@ -55,12 +55,12 @@ class Pending(Generic[T]):
         self._finish: Callable[[Any], T] | None = finish
         self._group, self._operation = group, operation
         self._result: list[T] = []
-        # `wait` and the callbacks of a future may come from two threads.
+        # `wait` and a callback of the future may run in two threads at once.
         self._lock = threading.Lock()
 
     @classmethod
     def done(cls, result: T) -> Pending[T]:
-        """A message that has ended, with this result."""
+        """Return a message that has completed with this result."""
         future: torch.futures.Future[T] = torch.futures.Future()
         future.set_result(result)
         return cls(future, lambda found: found, None, "")
@@ -73,11 +73,14 @@ class Pending(Generic[T]):
         group: ProcessGroup | None,
         operation: str,
     ) -> Pending[T]:
-        """The calls of c10d that were posted as one message; it, or `finish`, has their memory."""
+        """Join several calls of c10d into one message.
+
+        The works, or `finish`, must hold references to the tensors of the calls.
+        """
         return cls(_Works(works), lambda _: finish(), group, operation)
 
     def wait(self) -> T:
-        """The result, once it is there; on CUDA the current stream waits, not the host.
+        """Wait for the result, and return it. On CUDA the current stream waits, not the host.
 
         Raises:
             RankFailureError: a rank died or did not answer; the message names it.
@@ -91,20 +94,20 @@ class Pending(Generic[T]):
         return self._result[0]
 
     def then(self, finish: Callable[[T], U]) -> Pending[U]:
-        """The same message with a result that `finish` makes of this one's."""
+        """Return the same message with a result that `finish` computes from this result."""
         return Pending(_Future(self), finish, self._group, self._operation)
 
     def is_completed(self) -> bool:
-        """True if `wait` returns, or raises, at once."""
+        """Return True if `wait` would return or raise without waiting."""
         return self._future.done()
 
     def get_future(self) -> torch.futures.Future[T]:
-        """A future of what `wait` returns or raises, as hooks want it."""
+        """Return a future with the result or the error of `wait`, for communication hooks."""
         return self._future.then(lambda _: self.wait())
 
 
 class _Future:
-    """A message as the future of another one."""
+    """Adapts a message to the interface `Future`, for `Pending.then`."""
 
     def __init__(self, pending: Pending[Any]) -> None:
         self.wait, self.done = pending.wait, pending.is_completed
@@ -115,7 +118,7 @@ class _Future:
 
 
 class _Works:
-    """Several calls of c10d as one future."""
+    """Adapts several calls of c10d to the interface `Future`."""
 
     def __init__(self, works: Sequence[dist.Work | Underway]) -> None:
         self._works = works
@@ -133,14 +136,14 @@ class _Works:
 
 
 class PendingWork(dist.Work):
-    """A message underway as FSDP2 wants it: a `Work` of c10d, whose `wait` makes the result."""
+    """Message underway in the form that FSDP2 expects: a `Work` whose `wait` makes the result."""
 
     def __init__(self, finish: Callable[[], object]) -> None:
         super().__init__()
         self._finish: Callable[[], object] | None = finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """End the message; always True."""
+        """Complete the message. Always returns True."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
@@ -150,15 +153,15 @@ class PendingWork(dist.Work):
 def start_gather_into(
     found: Tensor, sent: Tensor, group: ProcessGroup, operation: str
 ) -> Pending[Tensor]:
-    """Begin to gather a contiguous tensor of every rank, neither counted nor compared.
+    """Begin to gather a contiguous tensor of every rank, without counting or comparing the call.
 
     Raises:
         RankFailureError: a rank died or did not answer; the message names it.
     """
-    # Gloo knows neither float8 nor 16-bit integers.
+    # The tensors are sent as bytes, since Gloo has neither float8 nor 16-bit integers.
     rows, sent = as_bytes(found), as_bytes(sent)
     with naming_failed_ranks(group, operation):
         work = getattr(dist, c10d.ALL_GATHER)(rows, sent, group=group, async_op=True)
-    # It keeps what is sent alive.
+    # `Collective` holds a reference to the sent tensor, which must outlive the call.
     works = [Underway(work, Collective("all_gather", group, sent))]
     return Pending.of_works(works, lambda: found, group, operation)

@@ -1,9 +1,10 @@
-"""Messages between two ranks: over connections of their own, by number or in order.
+"""Messages between two ranks, over process groups of their own.
 
-A backend serves the messages of a group in turn, so that an all-to-all of the layers could stand
-behind a tensor of another stage: these go over groups of their own. Gloo knows messages by number;
-threads wait for them, and a wait for one looks for errors of other ranks, as those of collectives
-do. NCCL knows their order alone; there streams wait, and the host goes on.
+A backend serves the messages of a group in order. In the group of the layers, an all-to-all could
+queue behind a tensor for another pipeline stage; point-to-point messages therefore use groups of
+their own. Gloo matches messages by tag: threads wait for them, and a wait also looks for reported
+errors of other ranks, as waits for collectives do. NCCL matches messages by their order alone:
+there a CUDA stream waits, and the host goes on.
 """
 
 from __future__ import annotations
@@ -27,30 +28,33 @@ from moe_ext.comm.workers import Tasks
 
 
 def goes_in_order(device: torch.device) -> bool:
-    """True if messages of a device are `OrderedMessages`: its backend, NCCL, knows no tags."""
+    """Return True if messages of a device need `OrderedMessages`, because NCCL has no tags."""
     return streams.has_streams(device)
 
 
 class PointToPoint:
-    """Sends tensors to ranks of a group, and receives theirs; all ranks make it alike.
+    """Sends tensors to ranks of a group, and receives tensors from them, matched by tag.
+
+    All ranks of the group construct it together.
 
     Args:
-        group: the ranks, with a backend that knows tags (Gloo).
-        device: where tensors live.
+        group: the ranks, with a backend that has tags (Gloo).
+        device: device of the tensors.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._group = c10d.twin_group(group, device)
-        # By peer, sends and receives apart: none is waited for behind one of another rank.
+        # Threads that wait, one for each peer and direction. In a single thread the wait for a slow
+        # rank would delay the messages of the others.
         self._threads: dict[tuple[int, bool], Tasks] = {}
 
     def send(self, x: Tensor, rank: int, tag: int, *, operation: str) -> PeerMessage:
         """Begin to send a contiguous tensor, which must not change until the message has ended.
 
         Args:
-            x: what to send.
-            rank: of the group.
-            tag: number of the message, which its receive has, too.
+            x: tensor to send.
+            rank: receiver, as a rank of the group.
+            tag: tag of the message; the receiver passes the same.
             operation: name for error messages.
         """
         record_traffic("send", x.nbytes)
@@ -73,20 +77,21 @@ class PointToPoint:
 
 
 class OrderedMessages:
-    """The same over NCCL: a communicator of two ranks, with a stream, for each ordered pair.
+    """Point-to-point messages over NCCL, with a communicator for each pair of sender and receiver.
 
-    The messages of a pair come in the order of the calls, which have to be alike on both ranks, and
-    stand behind none of another pair. One leaves when the current stream has come to its call, and
-    `wait` lets the stream that is current then wait for it.
+    Messages of a pair are matched by the order of the calls, which must be the same on both ranks.
+    Messages of different pairs do not wait for each other. A message is sent when the current
+    stream reaches the call. `wait` makes the stream that is current then wait for the message.
 
     Args:
         group: the ranks, with NCCL for the device.
-        device: where tensors live.
-        pairs: (sender, receiver) of all messages, ranks of the group; both ranks of a pair name it.
+        device: device of the tensors.
+        pairs: (sender, receiver) of all messages, as ranks of the group. Both ranks of a pair must
+            name it.
     """
 
-    # NOTE: ProcessGroupNCCL has a stream for each communicator. It waits for the current stream at
-    # a call, and `Work.wait` lets the current stream wait for it.
+    # NOTE: ProcessGroupNCCL has a stream for each communicator. At a call, that stream waits for
+    # the current stream. `Work.wait` makes the current stream wait for that stream.
 
     def __init__(
         self, group: ProcessGroup, device: torch.device, pairs: Iterable[tuple[int, int]]
@@ -94,16 +99,18 @@ class OrderedMessages:
         self._group, self._rank, self._ranks = group, group_rank(group), group_ranks(group)
         self._of_pair: dict[tuple[int, int], ProcessGroup] = {}
         first = torch.zeros(1, device=device)
-        # In one order on all ranks: nobody waits in a ring.
+        # All ranks go through the pairs in the same order. Otherwise ranks could wait for each
+        # other in a circle.
         for pair in sorted(set(pairs)):
             if self._rank in pair:
                 members = sorted(self._ranks[rank] for rank in pair)
                 self._of_pair[pair] = c10d.local_group(members, group, device)
-                # The host waits for the other rank while NCCL connects, and not in a step.
+                # The first message makes NCCL connect, for which the host waits. It is sent here
+                # so that no training step has to wait for it.
                 self._post(pair, first, 0, "OrderedMessages").wait()
 
     def send(self, x: Tensor, rank: int, tag: int, *, operation: str) -> Pending[Tensor]:
-        """As `PointToPoint.send`; the number is for those who look at the messages."""
+        """Begin to send, as `PointToPoint.send` does. The tag is not sent; traces show it."""
         record_traffic("send", x.nbytes)
         return self._post((self._rank, rank), x, tag, operation)
 
@@ -121,7 +128,7 @@ class OrderedMessages:
             else:
                 work = dist.irecv(x, source, self._of_pair[pair], tag)
         assert work is not None
-        # It holds the tensor.
+        # The lambda holds a reference to the tensor, which must outlive the message.
         return Pending.of_works([work], lambda: x, self._group, operation)
 
 
@@ -134,7 +141,11 @@ class PeerMessage:
         self._error: Exception | None = None
 
     def watch(self) -> None:
-        """Wait in a thread: a wait of Gloo that runs out of time closes the connections."""
+        """Wait for the message; runs in a thread of `Tasks`.
+
+        The thread waits without a short timeout, because Gloo closes its connections when a wait
+        times out.
+        """
         try:
             self._work.wait()
         except Exception as error:
@@ -142,21 +153,21 @@ class PeerMessage:
         self._ended.set()
 
     def is_completed(self) -> bool:
-        """True if `wait` returns at once."""
+        """Return True if `wait` would return at once."""
         return self._ended.is_set() and self._error is None
 
     def wait(self) -> Tensor:
-        """The tensor, once it has been sent or received.
+        """Wait until the tensor has been sent or received, and return it.
 
         Raises:
-            RankFailureError: a rank died, did not answer, or raised an error of its own; the
-                message names it, and the messages after it are lost.
+            RankFailureError: a rank died, did not answer, or raised an error; the message names
+                the rank. Later messages of the group are lost.
         """
         with naming_failed_ranks(self._group, self._operation):
             try:
                 wait_for_message(self._ended, self._group)
             except RankFailureError as error:
-                # It says what the other rank was at.
+                # The text names the operation of the other rank. That of this rank is added.
                 raise RankFailureError(f"{self._operation}: {error}", error.ranks) from None
             if self._error is not None:
                 raise self._error

@@ -1,4 +1,4 @@
-"""Rates of codecs, products, copies and links of one processor, in a file that costs come from."""
+"""Measured rates of codecs, products, copies and links of a processor, saved in a cost table."""
 
 from __future__ import annotations
 
@@ -17,30 +17,33 @@ from moe_ext._files import replacing
 from moe_ext.comm.link import Link, quickest, seconds_of
 
 SCHEMA = 1
-# Elements at which a codec is measured: in the second-level cache, and past all caches.
+# Numbers of elements at which codecs are measured. The tensors fit into the second-level cache,
+# into the last-level cache of a server, and into no cache.
 SIZES = (2**14, 2**20, 2**24)
 _DTYPES = (torch.float32, torch.bfloat16)
-# Bytes of a copy that no cache holds, and rows of the square products.
+# Bytes of the measured copy, which fit into no cache, and dimension of the square products.
 _COPY_BYTES, _PRODUCT_DIM = 2**26, 1024
 _REPEATS, _QUICK_REPEATS = 5, 2
-# Calls that take longer are timed once: a product in bfloat16 takes seconds where the CPU has none.
+# A call that takes longer is timed only once. On a CPU without bfloat16 instructions, a product in
+# bfloat16 takes seconds.
 _LONG_SECONDS = 0.2
 
-# Bytes of some elements, bytes of their payload, calls that encode and decode; by their number.
+# A rehearsal takes a number of elements, and returns their bytes, the bytes of their payload, a
+# call that encodes them and a call that decodes them.
 Rehearsed = tuple[int, int, Callable[[], object], Callable[[], object]]
 Rehearsal = Callable[[int], Rehearsed]
 
 
 @dataclass(frozen=True)
 class CodecRate:
-    """A codec at one size.
+    """Measured times of a codec at one size.
 
     Attributes:
-        numel: elements.
+        numel: number of elements.
         input_bytes: bytes of these elements.
-        payload_bytes: bytes that they are encoded in.
-        encode_seconds: to encode.
-        decode_seconds: to decode.
+        payload_bytes: bytes of their payload.
+        encode_seconds: seconds to encode them.
+        decode_seconds: seconds to decode them.
     """
 
     numel: int
@@ -50,14 +53,17 @@ class CodecRate:
     decode_seconds: float
 
     def __post_init__(self) -> None:
-        """ValueError for numbers that no codec has."""
+        """Raise ValueError for impossible numbers."""
         check_fields(self, may_be_zero=("encode_seconds", "decode_seconds"), below=2**63)
 
 
 def least_seconds(
     call: Callable[[], object], repeats: int = _REPEATS, *, device: torch.device | str = "cpu"
 ) -> float:
-    """Least seconds of a few calls after one that is not timed; of one call that takes long."""
+    """Return the least seconds of a few calls, after a first call that does not count.
+
+    A call that takes longer than `_LONG_SECONDS` is repeated only once.
+    """
     on = torch.empty(0, device=device)
     is_long = seconds_of(call, on.device) > _LONG_SECONDS
     return max(quickest(lambda _: call(), on, 1 if is_long else repeats), 1e-9)
@@ -70,13 +76,13 @@ def measure_codec(
     repeats: int = _REPEATS,
     device: torch.device | str = "cpu",
 ) -> tuple[CodecRate, ...]:
-    """Rates of one codec, each time the least of a few.
+    """Measure a codec at several sizes. Each time is the least of a few calls.
 
     Args:
         rehearsal: see `CostTable.measure`.
         sizes: numbers of elements, ascending.
-        repeats: calls that are timed, after one that is not.
-        device: that is waited for.
+        repeats: number of timed calls, after a first one that is not timed.
+        device: device to synchronise with around each call.
     """
     rows = []
     for numel in sizes:
@@ -92,9 +98,9 @@ _known: dict[tuple[str, str], tuple[CodecRate, ...]] = {}
 def known_codec(
     name: str, rehearsal: Rehearsal, device: torch.device | str = "cpu"
 ) -> tuple[CodecRate, ...]:
-    """Rates of a codec at the smaller two of `SIZES`, by this rank's clock.
+    """Return the rates of a codec at the two smaller sizes of `SIZES`, measured on this rank.
 
-    Measured at the first call for a name and a device, and kept for the life of the process.
+    The first call for a name and a device measures. The result is kept for the life of the process.
     """
     key = (name, str(device))
     if key not in _known:
@@ -109,12 +115,12 @@ class CostTable:
     Attributes:
         processor: name of the CPU or GPU.
         device: "cpu" or "cuda".
-        threads: threads of torch while it was measured.
-        torch_version: that it was measured with.
-        copy_bandwidth: bytes a second of a tensor that is copied, each counted once.
-        product_rates: floating point operations a second of a product, by dtype.
-        codecs: by name, rates in ascending order of size.
-        links: by name, such as "node" and "network".
+        threads: number of torch's threads during the measurement.
+        torch_version: torch version of the measurement.
+        copy_bandwidth: bytes a second of a copy; each copied byte counts once.
+        product_rates: dtype to floating point operations a second of a matrix product.
+        codecs: name to rates, in ascending order of size.
+        links: name, such as "node" or "network", to link.
     """
 
     processor: str
@@ -127,7 +133,7 @@ class CostTable:
     links: Mapping[str, Link] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """ValueError for rates that no processor has."""
+        """Raise ValueError for impossible rates."""
         check_fields(self, may_be_zero=("copy_bandwidth",))
         for name, kind in (("codecs", CodecRate), ("links", Link)):
             held = getattr(self, name)
@@ -147,17 +153,17 @@ class CostTable:
         links: Mapping[str, Link] | None = None,
         sizes: tuple[int, ...] = SIZES,
     ) -> CostTable:
-        """Measures this process's device: copy, products in float32 and bfloat16, and codecs.
+        """Measure a device of this process: a copy, products in float32 and bfloat16, and codecs.
 
         Args:
-            device: the device.
-            codecs: by name, a function that takes a number of elements and returns their bytes,
-                those of their payload, a call that encodes them and one that decodes them.
-            links: as measured between ranks, by name.
+            device: device to measure.
+            codecs: name to a function that takes a number of elements. The function returns their
+                bytes, the bytes of their payload, a call that encodes and a call that decodes them.
+            links: name to a link that was measured between ranks.
             sizes: numbers of elements at which codecs are measured, ascending.
 
         Returns:
-            CostTable: each time the least of five, or the second one of a call over 0.2 s.
+            CostTable: each time is the least of five calls. A call over 0.2 s is repeated once.
         """
         device = torch.device(device)
         source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
@@ -183,7 +189,7 @@ class CostTable:
 
     @classmethod
     def of_process(cls, device: torch.device | str = "cpu") -> CostTable:
-        """A table of this process's device without any rates, to be filled."""
+        """Return a table without rates for a device of this process."""
         device = torch.device(device)
         return cls(
             processor=_processor(device),
@@ -194,13 +200,13 @@ class CostTable:
 
     @classmethod
     def load(cls, path: str | Path) -> CostTable:
-        """Reads a table that `save` wrote.
+        """Read a table that `save` has written.
 
         Args:
-            path: of the JSON file.
+            path: path of the JSON file.
 
         Raises:
-            ValueError: the file has no JSON or another schema, or lacks a field.
+            ValueError: the file is not JSON, has another schema, or lacks a field.
         """
         try:
             text = json.loads(Path(path).read_text())
@@ -213,14 +219,14 @@ class CostTable:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], owner: str = "CostTable.of") -> CostTable:
-        """A table by its fields, as `dataclasses.asdict` gives them.
+        """Make a table from a mapping of its fields, as `dataclasses.asdict` returns it.
 
         Args:
-            fields: by name.
-            owner: for error messages.
+            fields: field name to value.
+            owner: name for error messages.
 
         Raises:
-            ValueError: one is missing, or there are others.
+            ValueError: a field is missing, or there are other fields.
         """
         text = dict(fields)
         try:
@@ -234,20 +240,20 @@ class CostTable:
             raise ValueError(f"{owner}: expected the fields of CostTable, got {error}") from error
 
     def save(self, path: str | Path) -> None:
-        """Writes the table as JSON, with its schema's number; the file is replaced in one step."""
+        """Write the table as JSON with the schema number. The file is replaced atomically."""
         text = json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
         with replacing(path) as file:
             file.write_text(text + "\n")
 
     def codec_seconds(self, name: str, numel: int) -> tuple[float, float]:
-        """Seconds to encode and to decode, on a line between the sizes that were measured.
+        """Return the seconds to encode and to decode, interpolated between the measured sizes.
 
-        Beyond the largest size each element takes as long as there; below the smallest a call takes
-        what it takes there.
+        Above the largest size, the time grows in proportion to the elements. Below the smallest
+        size, a call takes as long as at the smallest.
 
         Args:
-            name: of the codec.
-            numel: elements.
+            name: name of the codec.
+            numel: number of elements.
 
         Raises:
             ValueError: the table has no such codec.
@@ -265,13 +271,13 @@ class CostTable:
         return low[1] + share * (high[1] - low[1]), low[2] + share * (high[2] - low[2])
 
     def payload_bytes(self, name: str, numel: int) -> float:
-        """Bytes that so many elements are encoded in, by the ratio of the nearest larger size."""
+        """Return the payload bytes of `numel` elements, by the ratio at the next larger size."""
         rows = self._rows(name)
         row = next((row for row in rows if row.numel >= numel), rows[-1])
         return row.payload_bytes / row.numel * numel
 
     def product_seconds(self, flops: float, dtype: torch.dtype | str) -> float:
-        """Seconds of a product by its operations, two for each multiplication and sum.
+        """Return the seconds of a matrix product; a multiply-add counts as two operations.
 
         Raises:
             ValueError: the table has no such dtype.
@@ -284,9 +290,9 @@ class CostTable:
         return flops / self.product_rates[name]
 
     def share_of_copy(self, name: str) -> tuple[float, float]:
-        """Rate of encoding and decoding at the largest size, as shares of the copy bandwidth.
+        """Return the rates of encoding and decoding at the largest size, over the copy bandwidth.
 
-        Bytes of a codec are those of the elements, read by `encode` and written by `decode`.
+        Both rates count the bytes of the elements: `encode` reads them, `decode` writes them.
         """
         row = self._rows(name)[-1]
         copied = row.input_bytes / self.copy_bandwidth

@@ -1,14 +1,16 @@
 """Ends the waits of the other ranks when code of this rank raises between two exchanges.
 
-An expert, a shared expert or a function of autograd may raise on one rank while the others wait for
-its rows. That rank writes a report into the job's store and waits for the others. Their waits look
-there once they have taken half a second, so that nothing is sent or read where nothing fails. Each
-rank then says in which collective it waits; those that do not wait in it take part with zeros, so
-that the group stays usable; and all of them raise. An error that ends the process of a rank is
-reported to all ranks of the job as it exits; their group is unusable then.
+An expert, a shared expert or an autograd function may raise on one rank while the other ranks wait
+for its rows. The rank that raised writes a report into the job's store and waits for the others. A
+wait looks into the store each time it has lasted half a second, so a job without errors sends and
+reads nothing. Each rank then says in which collectives it waits. The ranks that do not wait in one
+of them take part in it with zeros, so that the group stays usable. Then all ranks raise the error.
+An error that ends the process of a rank is reported to all ranks of the job at its exit. The group
+is unusable after that.
 
-Waits of CPU tensors alone can look: on CUDA the host does not wait. There a rank keeps its error
-for those who come to miss it, and who exchanges step by step may look in between (`look`).
+Only waits for CPU tensors can look into the store, because on CUDA the host does not wait. There a
+rank stores its error for ranks that later find it missing. Code on CUDA that exchanges step by step
+may call `look` between its steps.
 """
 
 from __future__ import annotations
@@ -54,14 +56,14 @@ _CLOSED = "-"
 
 @dataclass
 class _Job:
-    """Knowledge of this rank about reports, as long as the default group lives.
+    """State of this rank's reports, for one default group.
 
     Attributes:
-        groups: those that it has exchanged messages over: their members may come to wait for it.
-        next: number of the first report that it has not read.
-        open: its own reports that others still may heed.
-        num_posted: of each group, the collectives that it has posted so far.
-        underway: of these, those that somebody may still wait for.
+        groups: groups over which this rank has exchanged messages. Their members may wait for it.
+        next: number of the first report that this rank has not read.
+        open: numbers of this rank's reports that other ranks may still act on.
+        num_posted: group to the number of collectives that this rank has posted over it.
+        underway: posted collectives that somebody may still wait for.
     """
 
     groups: weakref.WeakSet[ProcessGroup] = field(default_factory=weakref.WeakSet)
@@ -75,7 +77,7 @@ class _Job:
 
 _jobs: weakref.WeakKeyDictionary[ProcessGroup, _Job] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
-# Numbers of the backward passes that have exchanged rows and have not ended.
+# Numbers of the running backward passes that have exchanged rows.
 _passes: set[int] = set()
 
 
@@ -89,19 +91,20 @@ def _job() -> _Job:
     return job
 
 
-# Through the memory of the neighbours, not over c10d.
+# Kinds of collectives that go through shared memory instead of c10d.
 SHARED_ALL_TO_ALL, SHARED_ALL_GATHER = "shared all_to_all", "shared all_gather"
 
 
 class Collective(NamedTuple):
-    """A collective that a rank waits in, for others to take part with zeros.
+    """Arguments of a posted collective, from which other ranks can take part with zeros.
 
     Attributes:
-        kind: "all_to_all", "all_gather", "all_reduce", "reduce_scatter", or one of those above.
-        group: its ranks.
-        x: what this rank gives.
-        send: rows for each rank, of an all-to-all of unequal parts.
-        receive: rows from each rank.
+        kind: "all_to_all", "all_gather", "all_reduce", "reduce_scatter", SHARED_ALL_TO_ALL or
+            SHARED_ALL_GATHER.
+        group: ranks of the collective.
+        x: tensor that this rank sends.
+        send: number of rows for each rank, in an all-to-all of unequal parts.
+        receive: number of rows from each rank.
     """
 
     kind: str
@@ -112,13 +115,14 @@ class Collective(NamedTuple):
 
 
 class Underway:
-    """A collective that was posted, whose wait an error of another rank ends.
+    """A posted collective, whose wait ends when another rank reports an error.
 
-    Every rank of the group posts the same ones in the same order.
+    Every rank of the group posts the same collectives in the same order.
 
     Args:
-        work: of c10d; or what posts it, called with its number in the group.
-        call: what is posted.
+        work: work of c10d, or a function that posts the collective. The function is called with
+            the number of the collective in its group.
+        call: arguments of the collective.
     """
 
     def __init__(self, work: dist.Work | Callable[[int], dist.Work], call: Collective) -> None:
@@ -138,23 +142,23 @@ class Underway:
             job.underway.add(self)
 
     def is_completed(self) -> bool:
-        """True if `wait` returns, or raises, at once."""
+        """Return True if `wait` would return or raise without waiting."""
         return self._work.is_completed()
 
     def get_future(self) -> Any:
-        """The future of the collective."""
+        """Return the future of the collective."""
         return self._work.get_future()
 
     def wait(self, *, passes_turn: bool = True) -> None:
-        """Wait for it, or until a rank of its group reports an error.
+        """Wait for the collective, or until a rank of its group reports an error.
 
         Args:
-            passes_turn: let another function of `run_in_turns` go on meanwhile.
+            passes_turn: let another function of `run_in_turns` run during the wait.
 
         Raises:
-            RuntimeError: code of another rank has raised: an error of its class where that is
-                ValueError or TypeError, with the rank and its words. The group stays usable, or it
-                is a RankFailureError.
+            RuntimeError: code of another rank has raised; the message has its text and the rank. A
+                ValueError or TypeError keeps its class. If the group is unusable afterwards, the
+                error is a RankFailureError.
         """
         job = self._job
         if job is None:
@@ -170,16 +174,18 @@ class Underway:
                 self._work.wait(_LOOK_EVERY)
                 return
             except RuntimeError:
+                # The work may have ended, or failed, since the wait timed out.
                 if self._work.is_completed():
-                    self._work.wait()  # ended meanwhile, or failed
+                    self._work.wait()
                     return
-                # A failed reduce-scatter of Gloo does not say that it has ended.
+                # A failed reduce-scatter of Gloo never reports completion. An error before the
+                # timeout is such a failure.
                 if monotonic() - start < _LOOK_EVERY.total_seconds():
                     raise
             _heed(job, self.call.group)
 
     def described(self) -> dict[str, Any]:
-        """The same in numbers and names, for other ranks."""
+        """Return the arguments of the collective as numbers and names, for other ranks."""
         kind, group, x, send, receive = self.call
         assert group is not None
         row = x.shape[1:].numel()
@@ -194,7 +200,7 @@ class Underway:
         }
 
     def end(self) -> None:
-        """Wait a while for it, whatever the others report."""
+        """Wait for the collective for a limited time, without looking for reports."""
         self._work.wait(_GRACE)
 
 
@@ -202,7 +208,7 @@ def wait_for_message(ended: threading.Event, group: ProcessGroup) -> None:
     """Wait for a message between two ranks, or until a rank of its group reports an error.
 
     Raises:
-        RankFailureError: code of another rank has raised; the messages of the group are lost.
+        RankFailureError: code of another rank has raised. Messages of the group are lost.
     """
     job = _joined(group)
     while not ended.wait(_LOOK_EVERY.total_seconds()):
@@ -210,10 +216,10 @@ def wait_for_message(ended: threading.Event, group: ProcessGroup) -> None:
 
 
 def look(group: ProcessGroup) -> None:
-    """Raise as `wait_for_message` does, for a host that waits for no message; asks the store once.
+    """Ask the store once for errors of other ranks, where the host waits for no message.
 
     Raises:
-        RankFailureError: code of another rank has raised; the messages of the group are lost.
+        RankFailureError: code of another rank has raised. Messages of the group are lost.
     """
     _heed(_joined(group), group, is_lost=True)
 
@@ -228,11 +234,11 @@ def _joined(group: ProcessGroup) -> _Job:
 
 @dataclass(frozen=True)
 class telling(contextlib.AbstractContextManager[object]):
-    """Context that tells the other ranks when the code inside raises.
+    """Context that reports an error of the code inside to the other ranks.
 
     Args:
-        group: the ranks that then wait for this one; None tells nobody.
-        device: of the tensors that they wait for.
+        group: ranks that would wait for this rank; None reports to nobody.
+        device: device of the tensors that they would wait for.
         operation: name for messages.
     """
 
@@ -251,10 +257,10 @@ class telling(contextlib.AbstractContextManager[object]):
 
 
 class _BackwardPass:
-    """A backward pass that has exchanged rows: the others are told if it raises.
+    """Callback that reports the error of a backward pass that has exchanged rows.
 
-    The engine calls it after the pass. It drops it without a call where the pass raises, before the
-    error reaches the frame of Python that runs the pass.
+    The autograd engine calls it after the pass. If the pass raises, the engine destroys it without
+    a call, before the error reaches the Python frame that runs the pass.
     """
 
     def __init__(self, number: int) -> None:
@@ -273,16 +279,17 @@ class _BackwardPass:
 
 
 def _tell_error_in(caller: FrameType) -> None:
-    """Tell the others of the error that C++ is about to raise in a frame of this thread.
+    """Report the error that C++ is about to raise in a Python frame of this thread.
 
-    NOTE: autograd calls nothing of ours with it, and only C++ knows it until it gets there. So the
-    thread is traced up to the next event of the frame.
+    NOTE: The error is known only to C++ until it reaches the frame, and the autograd engine has no
+    hook for it. The thread is therefore traced up to the next event of the frame.
     """
     before = sys.gettrace(), caller.f_trace
 
     def trace(frame: FrameType, event: str, details: Any) -> None:
+        # A destructor may run on the way to the frame; its events are not the error.
         if frame is not caller and any(f is caller for f, _ in traceback.walk_stack(frame)):
-            return  # in a destructor, on the way
+            return
         sys.settrace(before[0])
         caller.f_trace = before[1]
         if frame is caller and event == "exception" and isinstance(details[1], Exception):
@@ -293,14 +300,14 @@ def _tell_error_in(caller: FrameType) -> None:
 
 
 def exchanged_rows(x: Tensor) -> None:
-    """Note that the backward pass that runs, if any, has exchanged rows."""
+    """Note that the current backward pass, if there is one, has exchanged rows."""
     number = c10d.backward_number()
     if number != -1 and number not in _passes and not x.is_cuda:
         c10d.call_after_backward(_BackwardPass(number))
 
 
 def _tell_end(_: float) -> None:
-    """Report the error that ends this process; Python has printed it and keeps it."""
+    """Report the uncaught error that ends this process, which Python keeps in `sys.last_value`."""
     error = getattr(sys, "last_value", None)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -313,12 +320,12 @@ at_exit.call_at_exit(_tell_end)
 
 
 def _is_known(error: Exception) -> bool:
-    """True if the others know it, or it is none."""
+    """Return True if the other ranks know the error, or if it only ends a recomputation."""
     return isinstance(error, (RankFailureError, c10d.END_OF_RECOMPUTATION)) or is_told(error)
 
 
 def _tell(error: Exception, operation: str, *, ends: bool = False) -> None:
-    """Report an error of this rank's own, unless the others know it."""
+    """Report an error of this rank, unless the other ranks know it."""
     if _is_known(error):
         return
     mark_told(error)
@@ -332,10 +339,11 @@ def _tell(error: Exception, operation: str, *, ends: bool = False) -> None:
         "class": same_class(type(error).__name__).__name__,
         "text": f"{type(error).__name__}: {first_line(error)}",
     }
-    # The error of this rank says more than one of the store.
+    # Errors of the store are dropped, so that the caller raises the original error.
     with contextlib.suppress(RuntimeError, ValueError), _lock:
         number = _publish(job, report)
-        # Another rank may have been first, or the same error is everywhere.
+        # Another rank may have reported first, for example the same error. Then this rank takes
+        # part in ending the waits of that report.
         for other, earlier in _unread(job, number):
             if me in earlier["ranks"]:
                 _take_back(job)
@@ -345,10 +353,10 @@ def _tell(error: Exception, operation: str, *, ends: bool = False) -> None:
 
 
 def _ranks(job: _Job) -> list[int]:
-    """Ranks that may wait for this one, and itself."""
+    """Return the ranks that may wait for this one, including this rank."""
     found = set[int]()
     for group in job.groups:
-        with contextlib.suppress(KeyError, ValueError):  # destroyed
+        with contextlib.suppress(KeyError, ValueError):  # raised for a destroyed group
             found.update(group_ranks(group))
     return sorted(found)
 
@@ -362,14 +370,17 @@ def _publish(job: _Job, report: dict[str, Any]) -> int:
 
 
 def _take_back(job: _Job) -> None:
-    """Close this rank's reports: it takes part again."""
+    """Close the reports of this rank, which takes part in collectives again."""
     with contextlib.suppress(RuntimeError, ValueError):
         while job.open:
             c10d.default_store().set(f"{_KEY}/{job.open.pop()}", _CLOSED)
 
 
 def _unread(job: _Job, end: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Reports that this rank has not read, by number; those before `end` come for certain."""
+    """Yield number and content of the reports that this rank has not read.
+
+    With `end`, wait for all reports of smaller numbers. Otherwise stop at the first missing report.
+    """
     store = c10d.default_store()
     while job.next < end if end is not None else store.check([f"{_KEY}/{job.next}"]):
         number, job.next = job.next, job.next + 1
@@ -379,9 +390,9 @@ def _unread(job: _Job, end: int | None = None) -> Iterator[tuple[int, dict[str, 
 
 
 def _heed(job: _Job, group: Any, *, is_lost: bool = False) -> None:
-    """Raise the error of another rank where it keeps a wait for this group from ending.
+    """Raise the error of another rank if a wait for this group cannot end because of it.
 
-    `is_lost`: what is waited for will not come, whatever the others take part in.
+    `is_lost`: the awaited message is lost, even if the collectives of the group can be completed.
     """
     me, found = dist.get_rank(), None
     with contextlib.suppress(RuntimeError, ValueError), _lock:
@@ -393,7 +404,8 @@ def _heed(job: _Job, group: Any, *, is_lost: bool = False) -> None:
                 break
             if set(report["ranks"]) & set(group_ranks(group)):
                 found = report, False
-                # Ranks that wait for this one learn of it in turn.
+                # This rank will raise as well, so it reports the error to the ranks that wait
+                # for it in other groups.
                 _publish(job, {**report, "rank": me, "ranks": [me]})
                 break
     if found is None:
@@ -411,7 +423,10 @@ def _heed(job: _Job, group: Any, *, is_lost: bool = False) -> None:
 
 
 def _meet(number: int, report: dict[str, Any]) -> bool:
-    """Wait for the ranks of a report, and end what they wait in; whether all of it has ended."""
+    """Wait for the ranks of a report and complete the collectives in which they wait.
+
+    Returns True if all of these collectives have ended, so that the groups stay usable.
+    """
     store, me, ranks = c10d.default_store(), dist.get_rank(), report["ranks"]
     keys = [f"{_KEY}/{number}/{rank}" for rank in ranks]
     verdict = f"{_KEY}/{number}/verdict"
@@ -421,7 +436,8 @@ def _meet(number: int, report: dict[str, Any]) -> bool:
     store.set(f"{_KEY}/{number}/{me}", json.dumps([one.described() for one in ending]))
     if report["ends"]:
         if me == report["rank"]:
-            store.wait(keys, _GRACE)  # the store may end with this process
+            # This process may host the store, so it lives until the other ranks have read.
+            store.wait(keys, _GRACE)
         return False
     if me == report["rank"]:
         try:
@@ -432,7 +448,7 @@ def _meet(number: int, report: dict[str, Any]) -> bool:
     store.wait([verdict], 2 * _GRACE)
     if store.get(verdict) != b"all":
         return False
-    # Reports of each rank on a collective, by group and number.
+    # Group name, number of the collective and rank, to the description by that rank.
     posted: dict[str, dict[int, dict[int, dict[str, Any]]]] = {}
     for rank, key in zip(ranks, keys, strict=True):
         for found in json.loads(store.get(key)):
@@ -445,7 +461,7 @@ def _meet(number: int, report: dict[str, Any]) -> bool:
         for each in ending:
             each.end()
     except (RuntimeError, IndexError):
-        # Messages of one number need not be alike.
+        # Ranks may have posted different collectives under the same number.
         return False
     return True
 
@@ -453,13 +469,13 @@ def _meet(number: int, report: dict[str, Any]) -> bool:
 def _take_part(
     name: str, members: Sequence[int], collectives: dict[int, dict[int, dict[str, Any]]]
 ) -> list[Underway]:
-    """Post, with zeros, the collectives of a group that other ranks have posted."""
+    """Post with zeros the collectives of a group that other ranks have posted."""
     group, size = group_of_name(name), len(members)
     assert group is not None
     me, found = members.index(dist.get_rank()), []
     near = shared_memory.known.get(group)
     for number in range(_job().num_posted.get(group, 0), max(collectives) + 1):
-        # Nobody sends if nobody waits.
+        # No rank may wait in the collective of this number; then all send empty messages.
         waiting = collectives.get(number, {})
         nothing: dict[str, Any] = {
             "kind": SHARED_ALL_TO_ALL if near is not None and near.are_all else "all_to_all",

@@ -1,8 +1,7 @@
-"""Hops of a ring, posted early and awaited late.
+"""Messages of ring attention, posted early and awaited late.
 
-They go over c10d by the compiled `moe_ext._runtime.RingExchange`, or by the same in Python.
-
-Shapes: none; messages are flat rows of bytes.
+The compiled `moe_ext._runtime.RingExchange` posts them over c10d. Without it,
+`PythonRingExchange` does the same. Messages are flat rows of bytes.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from moe_ext.comm.traffic import record_traffic
 class Exchange:
     """Posts the messages of one pass around a ring, counts them, and names ranks that fail.
 
-    Every rank computes by arithmetic what it sends and receives at each stage, so that posts match
-    without any talk; the tag is the stage and the kind of message.
+    Every rank computes from its position what it sends and receives at each stage, so sends and
+    receives match without an exchange of sizes. The tag encodes the stage and the kind of message.
 
     Args:
         group: the ranks of the ring; None is this process alone.
@@ -40,7 +39,7 @@ class Exchange:
     def post(
         self, sends: Sequence[tuple[Tensor, int]], buffer: Tensor | None, source: int, tag: int
     ) -> Pending[Tensor | None]:
-        """As `PythonRingExchange.post`."""
+        """Post messages as `PythonRingExchange.post` does."""
         if self._ring is None:
             assert not sends and buffer is None, "one process has nobody to talk to"
             return Pending.done(None)
@@ -52,7 +51,7 @@ class Exchange:
 
 
 class Buffers:
-    """Two byte buffers that take turns: one is read and sent while the other is filled."""
+    """Two byte buffers used alternately: one is read and sent while the other is filled."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._bytes = num_bytes
@@ -60,7 +59,7 @@ class Buffers:
         self._pair: list[Tensor | None] = [None, None]
 
     def take(self, turn: int, num_bytes: int) -> Tensor:
-        """The buffer of a turn, cut to a length."""
+        """Return the first `num_bytes` bytes of the buffer for a turn."""
         found = self._pair[turn & 1]
         if found is None:
             found = torch.empty(self._bytes, dtype=torch.uint8, device=self._device)
@@ -69,7 +68,7 @@ class Buffers:
 
 
 def ring_exchange(group: ProcessGroup) -> PythonRingExchange:
-    """The compiled exchange where this installation has it for this torch, else that in Python."""
+    """Return the compiled exchange, or the one in Python if it is not built for this torch."""
     module = _runtime_library.load()
     return PythonRingExchange(group) if module is None else module.RingExchange(group)
 
@@ -93,25 +92,25 @@ class PythonHop:
         self.works: list[dist.Work] = []
 
     def wait(self) -> Tensor | None:
-        """The filled buffer, or None where there was none, once all that was posted is done."""
+        """Wait for all messages of the hop, and return the filled buffer, if there is one."""
         for work in self.works:
             work.wait()
         self.works, self.sent = [], []
         return self.received
 
     def sends(self, memory: Tensor) -> bool:
-        """True if any of `memory` is being sent."""
+        """Return True if part of `memory` is being sent."""
         return any(_overlap(message, memory) for message in self.sent)
 
     def fills(self, memory: Tensor) -> bool:
-        """True if any of `memory` is being received."""
+        """Return True if part of `memory` is being received into."""
         return self.received is not None and _overlap(self.received, memory)
 
 
 class PythonRingExchange:
     """Posts the messages of one pass around a ring; for one thread at a time.
 
-    `csrc/runtime/ring_exchange.cpp` in Python.
+    This is the Python version of `csrc/runtime/ring_exchange.cpp`.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -124,11 +123,12 @@ class PythonRingExchange:
     ) -> PythonHop:
         """Start to send (message, rank) pairs and to fill `buffer` from rank `source`.
 
-        Ranks are those of the group. Empty messages are left out on both sides. The hop keeps its
-        tensors alive; what one underway uses cannot be filled by another.
+        Ranks are numbered as in the group. Empty messages are left out by sender and receiver. The
+        returned hop holds references to its tensors. Memory of a hop that is underway cannot be
+        filled by another hop.
 
         Raises:
-            ValueError: something is not a row of bytes or is in use, or a rank is not of the group.
+            ValueError: a message is not a row of bytes or is in use, or a rank is not in the group.
             RuntimeError: the backend failed.
         """
         for message, rank in sends:
@@ -145,7 +145,8 @@ class PythonRingExchange:
         posts = [dist.P2POp(dist.isend, x, None, group, tag, rank) for x, rank in messages]
         if filled is not None:
             receive = dist.P2POp(dist.irecv, filled, None, group, tag, source)
-            # A backend whose sends wait for their receiver finds one in every ring.
+            # Odd ranks receive before they send, so that a backend whose sends wait for the
+            # receiver cannot deadlock in a ring.
             posts.insert(0 if self._rank % 2 else len(posts), receive)
         hop.works = dist.batch_isend_irecv(posts)
         self._underway.append(weakref.ref(hop))

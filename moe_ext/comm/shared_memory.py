@@ -1,10 +1,11 @@
-"""The ranks of a group that are on one host, and the memory through which they exchange.
+"""Finds the ranks of a group that are on one host, and the memory through which they exchange.
 
-Gloo sends over sockets, by threads that need the cores on which the ranks compute: half of the time
-of a small layer. csrc/runtime/shared_memory.cpp copies rows through memory instead, which all ranks
-of the host map. It is used for CPU tensors of groups over Gloo, between processes of one host and
-one network, where every one of them has `moe_ext._runtime` and may open the files of the others;
-Gloo carries the rest. Rows have the same bits; sums go in the order of ranks.
+Gloo sends over sockets, with threads that need the cores on which the ranks compute. In a small
+layer this takes half of the time. csrc/runtime/shared_memory.cpp instead copies rows through memory
+that all ranks of the host map. It serves CPU tensors of Gloo groups, between processes of one host
+and one network namespace. Each process must have `moe_ext._runtime`, and must be allowed to open
+the files of the others. Gloo carries all other messages. Rows arrive with the same bits either way.
+Reductions add in the order of ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from moe_ext.comm import c10d
 from moe_ext.comm.failures import network_identity, process_identity, remember_processes
 from moe_ext.comm.groups import backends, group_rank, group_ranks, group_size
 
-# Timeout of a group that tells none: that of c10d.
+# Timeout in seconds for a group whose backend reports none. It equals the default of c10d.
 _SECONDS = 1800.0
 
 
@@ -31,12 +32,12 @@ class Neighbours:
     """The ranks of a group that share memory with this one.
 
     Attributes:
-        memory: `moe_ext._runtime.SharedMemory` of the ranks from `first` up to `end`, which are on
-            this host; None where Gloo carries everything, and they are this rank alone.
-        first: rank of the group.
-        end: rank of the group.
-        are_all: they are the whole group.
-        over_network: some ranks of the group are in another network than others.
+        memory: `moe_ext._runtime.SharedMemory` of the ranks `first` to `end - 1`, which are on this
+            host. None if Gloo carries everything; the range then holds this rank alone.
+        first: first rank of the range, as a rank of the group.
+        end: rank after the last of the range.
+        are_all: True if the range is the whole group.
+        over_network: True if ranks of the group are in different network namespaces.
     """
 
     memory: Any = None
@@ -46,18 +47,18 @@ class Neighbours:
     over_network: bool = False
 
 
-# On devices whose collectives are their own.
+# For devices other than the CPU, whose collectives do not go through shared memory.
 NOBODY = Neighbours()
-# Neighbours by group, of those whose ranks have met.
+# Results of `meet`, by group.
 known: weakref.WeakKeyDictionary[ProcessGroup, Neighbours] = weakref.WeakKeyDictionary()
 
 
 def meet(group: ProcessGroup, tell: Callable[[list[int]], list[list[int]]]) -> Neighbours:
-    """Find the neighbours of this rank; all ranks of a group do, before their first message.
+    """Find the neighbours of this rank. All ranks of a group call it before their first message.
 
     Args:
         group: the ranks.
-        tell: gathers integers of every rank, in group order.
+        tell: function that gathers integers of every rank, in group order.
     """
     memory: Any = None
     me, place = group_rank(group), (-1, 0)
@@ -75,7 +76,8 @@ def meet(group: ProcessGroup, tell: Callable[[list[int]], list[list[int]]]) -> N
     if len(set(hosts)) < len(hosts):
         here = [rank for rank, host in enumerate(hosts) if host == hosts[me]]
         first, end = here[0], here[-1] + 1
-        # Rows for them are cut out of a message as one piece.
+        # The ranks of this host must be consecutive, because the rows for them are cut out of a
+        # message as one slice.
         can = memory is not None and len(here) == end - first
         for rank in here if can else ():
             _, process, _, fd, token = rows[rank]

@@ -1,7 +1,6 @@
-"""Side streams for what travels between ranks, so that kernels of the caller run beside it.
+"""Side streams for messages between ranks, so that kernels of the caller run at the same time.
 
-The collectives of a device without streams have ended when they return: there all of this is a call
-in line.
+On a device without streams a collective has ended when it returns, and everything here runs inline.
 """
 
 from __future__ import annotations
@@ -15,27 +14,27 @@ _side_streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 
 
 def has_streams(device: torch.device) -> bool:
-    """True if work on the device is queued on streams."""
+    """Return True if work on the device is queued on streams."""
     return device.type == "cuda"
 
 
 def side_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
-    """The side stream of a device for one purpose, made at its first use."""
+    """Return the side stream of a device for one purpose, which is made at the first call."""
     if (device, purpose) not in _side_streams:
         _side_streams[device, purpose] = torch.cuda.Stream(device)
     return _side_streams[device, purpose]
 
 
 def is_capturing(device: torch.device) -> bool:
-    """True while a CUDA graph records what the current stream of the device is given."""
+    """Return True while a CUDA graph captures the current stream of the device."""
     return has_streams(device) and torch.cuda.is_current_stream_capturing()
 
 
 class HostCopy:
-    """A tensor of integers on its way to the host, which does not wait for it.
+    """Asynchronous copy of an integer tensor to the host.
 
     Args:
-        source: `[N, M]`; of a device without streams it is kept as it is.
+        source: `[N, M]`. On a device without streams it is kept without a copy.
     """
 
     def __init__(self, source: Tensor) -> None:
@@ -48,27 +47,27 @@ class HostCopy:
             self._event = torch.cuda.current_stream(source.device).record_event()
 
     def is_there(self) -> bool:
-        """True once `rows` returns without a wait."""
+        """Return True if `rows` would return without waiting."""
         return self._event is None or bool(self._event.query())
 
     def rows(self) -> list[list[int]]:
-        """The numbers. NOTE: device-to-host sync, for what the device was given before alone."""
+        """Return the rows. NOTE: device-to-host sync, for work queued before the copy only."""
         if self._event is not None:
             self._event.synchronize()
         return self._host.tolist()
 
 
 class Beside:
-    """Work on a side stream, and what it reads and writes, which lives until others wait for it.
+    """Work on a side stream, with references to the memory that it uses until `join`.
 
     Args:
-        side: the stream; None for work that has ended.
-        main: that of the caller, which the memory goes back to.
-        held: what has the memory that the work reads or writes.
+        side: the side stream; None for work that has ended.
+        main: stream of the caller, which reuses the memory afterwards.
+        held: objects that own the memory which the work reads or writes.
     """
 
-    # NOTE: A reference in the place of `record_stream`, which would keep freed memory from the next
-    # tensors until the host asks again whether the side stream has come by.
+    # NOTE: References are held instead of calling `record_stream`. After `record_stream` the
+    # allocator cannot reuse freed memory before the host has polled the event of the side stream.
 
     def __init__(
         self,
@@ -80,31 +79,34 @@ class Beside:
         self._event = None if side is None else side.record_event()
 
     def join(self) -> None:
-        """Let the current stream wait for this work alone; the host goes on."""
+        """Make the current stream wait for this work. The host does not wait."""
         event, held = self._event, self._held
         self._event, self._held = None, ()
         if event is not None:
             assert self._main is not None
             for stream in {self._main, torch.cuda.current_stream(self._main.device)}:
                 stream.wait_event(event)
-        del held  # behind the waits
+        # The references are dropped after the waits are queued: later users of the memory, on these
+        # streams, then run after the side stream.
+        del held
 
     def __del__(self) -> None:
-        """Wait for what nobody asked for, after an error: its memory goes to the next tensors."""
+        """Join work that nobody waited for, after an error, before its memory is reused."""
         self.join()
 
 
 def run_beside(
     work: Callable[[], None], *tensors: Tensor, purpose: str, held: tuple[object, ...] = ()
 ) -> Beside:
-    """Queue work on a side stream, behind all that the current stream holds by now.
+    """Queue work on a side stream, after everything that is queued on the current stream.
 
     Args:
-        work: what to queue.
-        tensors: what it reads or writes, on one device. Nothing else may touch what it writes
-            before `join`.
-        purpose: work of one purpose runs in order, and beside that of others.
-        held: what has other memory that the work reads, such as nodes of autograd.
+        work: function that queues the work.
+        tensors: tensors that it reads or writes, on one device. Before `join`, no other work may
+            touch the tensors that it writes.
+        purpose: name of the side stream. Work of one purpose runs in order, and concurrently with
+            work of other purposes.
+        held: owners of other memory that the work reads, such as autograd nodes.
 
     Returns:
         Work to join before the result is used.

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 class Traffic:
     """Messages and bytes that this rank sent while `count_traffic` was open.
 
-    Bytes are those that leave this rank where each collective is done by the algorithm that sends
-    least: (P - 1) times its shard for an all-gather, all shards but its own for a reduce-scatter,
-    2 (P - 1) / P times the tensor for an all-reduce.
+    Bytes are those that this rank sends if each collective runs the algorithm that sends least. An
+    all-gather sends (P - 1) times the rank's shard, a reduce-scatter all shards but its own, and
+    an all-reduce 2 (P - 1) / P times the tensor.
 
     Attributes:
         calls: kind ("send", "all_gather", "reduce_scatter", "all_reduce", "all_to_all") to number
-            of calls; an empty message is not one.
+            of calls. Empty messages do not count.
         sent_bytes: kind to bytes.
     """
 
@@ -28,28 +28,28 @@ class Traffic:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all kinds."""
+        """Sum of the bytes of all kinds."""
         return sum(self.sent_bytes.values())
 
 
-# Mutated in place: what sends looks at it.
+# Open counts. The list is changed in place, because modules that send have imported its name.
 open_counts: list[Traffic] = []
-# A backward pass on an accelerator runs in a thread of its own.
+# The lock is needed because the backward pass of an accelerator runs in another thread.
 _lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def count_traffic() -> Iterator[Traffic]:
-    """Count what this process sends inside.
+    """Count the messages that this process sends inside the context.
 
-    Counted are the rows that layers send to experts and back; the tensors of `moe_ext.attention`:
-    hops of a ring, all-gathers, reduce-scatters, all-to-alls, and all-reduces of gradients; all of
-    these forward and backward; and the messages of `moe_ext.compression`, with ``async_op=True``
-    those of calls made inside. Not counted are the messages of fixed size by which ranks compare
-    their arguments.
+    Counted are, in forward and backward passes, the rows that layers send to experts and back, and
+    the tensors of `moe_ext.attention`: hops of a ring, all-gathers, reduce-scatters, all-to-alls,
+    and all-reduces of gradients. The messages of `moe_ext.compression` are counted too, with
+    ``async_op=True`` for calls made inside the context. Messages of fixed size by which ranks
+    compare their arguments are not counted.
 
     Yields:
-        The counts, which grow until the context ends.
+        Traffic: the counts, which grow until the context ends.
     """
     traffic = Traffic()
     with _lock:
@@ -58,13 +58,13 @@ def count_traffic() -> Iterator[Traffic]:
         yield traffic
     finally:
         with _lock:
-            # By identity: two counts may be equal.
+            # Counts are compared by identity, since two of them may hold equal numbers.
             open_counts[:] = [other for other in open_counts if other is not traffic]
 
 
 @contextlib.contextmanager
 def not_counted() -> Iterator[None]:
-    """Leave what this process sends inside out of all counts that are open."""
+    """Exclude the messages that this process sends inside from all open counts."""
     with _lock:
         held, open_counts[:] = open_counts[:], []
     try:

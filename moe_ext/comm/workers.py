@@ -1,8 +1,8 @@
-"""Collectives that compute on the way: their messages, and the threads that they run in.
+"""Runs collectives that encode and decode their messages, with their messages and threads.
 
 A collective is a method of `moe_ext._runtime.CollectiveWorker`, which runs without the
-interpreter's lock, or a function of Python over `Messages` that does the same with the same bits:
-for a torch that the library was not built for, and for codecs that are written in Python.
+interpreter's lock. Each has a Python version over `Messages` that gives the same bits. It is used
+with a torch for which the library was not built, and with codecs that are written in Python.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from moe_ext.comm.traffic import open_counts, record_traffic
 T = TypeVar("T")
 OnSent = Callable[[str, int], None]
 
-# Tag of messages that csrc/runtime/messages.cpp sends too, apart from the caller's; the number of
-# the message is added.
+# First tag of these messages, as in csrc/runtime/messages.cpp. The number of the message is added.
+# Tags of this range do not collide with tags of the caller.
 _TAG = 0x6D780000
 
 
@@ -44,7 +44,7 @@ class Message:
         self.sent: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """A row of bytes: what came from all ranks, in rank order."""
+        """Wait, and return the bytes from all ranks as one row, in rank order."""
         for work in self.works:
             work.wait()
         self.works, self.sent = [], None
@@ -52,11 +52,11 @@ class Message:
 
 
 class Messages:
-    """The messages of one collective, and what to put back where it fails.
+    """Messages of one collective, and copies of tensors that `undo` restores after a failure.
 
-    `Messages` of csrc/runtime/messages.h in Python. Gloo's own collectives ask for data behind the
-    data that they send, so that what comes waits for what goes: twice the time on a slow link. Here
-    everything is asked for first, by all ranks in the same order.
+    This is the Python version of `Messages` in csrc/runtime/messages.h. In Gloo's own collectives,
+    the request for data queues behind the data being sent, which doubles the time on a slow link.
+    Here all ranks post all receives first, in the same order.
     """
 
     def __init__(self, group: ProcessGroup | None, on_sent: OnSent | None = None) -> None:
@@ -66,7 +66,7 @@ class Messages:
         self._kept: list[tuple[Tensor, Tensor]] = []
 
     def ask(self, num_bytes: int, like: Tensor) -> Message:
-        """Ask for so many bytes from every rank, to the device of a tensor."""
+        """Post receives of `num_bytes` bytes from every rank, on the device of `like`."""
         received = torch.empty(self.size * num_bytes, dtype=torch.uint8, device=like.device)
         message = Message(received, _TAG + self._num_asked)
         self._num_asked += 1
@@ -79,7 +79,7 @@ class Messages:
         return message
 
     def all_to_all(self, message: Message, row: Tensor) -> None:
-        """Send part p of P equal parts of a row of bytes to rank p."""
+        """Send part p of a row of bytes, cut into P equal parts, to rank p."""
         self._send("all_to_all", message, row, row.view(self.size, row.numel() // self.size))
 
     def all_gather(self, message: Message, row: Tensor) -> None:
@@ -87,30 +87,30 @@ class Messages:
         self._send("all_gather", message, row, row.expand(self.size, -1))
 
     def exchange(self, row: Tensor) -> Tensor:
-        """Send part p of a row of bytes to rank p, and wait for what comes: [P, N / P]."""
+        """Send part p of a row of N bytes to rank p; return the received bytes, [P, N / P]."""
         num_bytes = row.numel() // self.size
         message = self.ask(num_bytes, row)
         self.all_to_all(message, row)
         return message.wait().view(self.size, num_bytes)
 
     def gather(self, row: Tensor) -> Tensor:
-        """Send a row of bytes to every rank, and wait for theirs: [P, N]."""
+        """Send a row of N bytes to every rank; return the rows of all ranks, [P, N]."""
         message = self.ask(row.numel(), row)
         self.all_gather(message, row)
         return message.wait().view(self.size, row.numel())
 
     def all_reduce(self, x: Tensor) -> None:
-        """Sum over the ranks, in place; waits."""
+        """Sum over the ranks in place, and wait."""
         if self.size > 1 and x.numel():
             self._note("all_reduce", collectives.all_reduce_bytes(x.nbytes, self.size))
             dist.all_reduce(x, group=self._group)
 
     def keep(self, x: Tensor) -> None:
-        """Remember a tensor that is about to change, for `undo` to put it back."""
+        """Copy a tensor that is about to change, so that `undo` can restore it."""
         self._kept.append((x, x.clone()))
 
     def undo(self) -> None:
-        """After a failure."""
+        """Restore the kept tensors after a failure."""
         for changed, saved in self._kept:
             changed.copy_(saved)
 
@@ -148,21 +148,21 @@ def start(
     finish: Callable[[list[Tensor]], T],
     async_op: bool,
 ) -> Pending[T]:
-    """Run a collective, here or beside the caller.
+    """Run a collective, in this thread or in the background.
 
     Args:
-        twin: called with `args` and the messages.
-        args: all tensors that it reads and writes, on one device, alone or in tuples, and numbers.
+        twin: Python version of the collective, called with `args` and the messages.
+        args: numbers, and all tensors that it reads and writes, single or in tuples, on one device.
         group: the ranks; None is this process alone.
         operation: name for error messages.
-        compiled: name of a method of `CollectiveWorker` that does the same, and what it takes in
-            front of `args`; empty where there is none.
-        finish: makes the result of the tensors that the method returns.
-        async_op: do not wait. One collective after the other then runs in a thread of the group (on
-            CUDA on a side stream). Otherwise all is done when this returns.
+        compiled: name of the method of `CollectiveWorker`, followed by the arguments that precede
+            `args`. Empty if the collective has no compiled version.
+        finish: computes the result from the returned tensors.
+        async_op: return at once. The collectives of a group then run one after the other in a
+            thread of the group, or on CUDA on a side stream. If False, wait for the end.
 
     Raises:
-        RankFailureError: a rank died or did not answer; where `async_op` is set, by the handle.
+        RankFailureError: a rank died or did not answer. With `async_op` the handle raises it.
     """
     module = _compiled() if compiled else None
     on_sent: OnSent | None = record_traffic if open_counts else None
@@ -188,7 +188,8 @@ def start(
     device = tensors[0].device
     with naming_failed_ranks(group, operation):
         if streams.has_streams(device):
-            # In the caller's thread: messages stay in order.
+            # On CUDA the collective is queued from the caller's thread, so that messages stay in
+            # order.
             future: Any = torch.futures.Future(devices=[device])
             work = streams.run_beside(
                 lambda: future.set_result(run_here()), *tensors, purpose="gradients"
@@ -214,7 +215,7 @@ def _run(twin: Twin, group: ProcessGroup | None, on_sent: OnSent | None) -> list
 
 
 class Tasks:
-    """A thread that runs functions one after the other, and keeps the process until they end."""
+    """A thread that runs functions in order. The process waits for them at exit."""
 
     def __init__(self, name: str) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -224,20 +225,20 @@ class Tasks:
         self._tasks.put(None)
 
     def start(self, task: Callable[[], None]) -> None:
-        """Queue a function, which does not raise."""
+        """Queue a function. It must not raise."""
         _unfinished.add(1)
         self._tasks.put(task)
 
 
 class _PythonWorker:
-    """A thread that runs collectives of Python one after the other, over a group of its own."""
+    """A thread that runs collectives in Python one after the other, over a separate group."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._tasks = Tasks("moe_ext.compression")
 
     def start(self, twin: Twin, on_sent: OnSent | None) -> Future:
-        """Queue a collective; returns a future of its tensors."""
+        """Queue a collective, and return a future of its tensors."""
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         run = functools.partial(_run, twin, self._group, on_sent)
         num_threads = torch.get_num_threads()
@@ -257,7 +258,7 @@ class _PythonWorker:
 
 
 class _Unfinished:
-    """Counts the collectives of all workers in Python that have not ended."""
+    """Counts the unfinished collectives of all Python workers."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -269,7 +270,7 @@ class _Unfinished:
             self._changed.notify_all()
 
     def wait(self, seconds: float) -> None:
-        """Until none is left, at most so long."""
+        """Wait for up to `seconds` until no collective is unfinished."""
         with self._changed:
             self._changed.wait_for(lambda: self._count == 0, seconds)
 
@@ -280,34 +281,36 @@ _unfinished = _Unfinished()
 def _serve(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (task := tasks.get()) is not None:
         task()
-        # Its objects may need C++ to be freed.
+        # Freeing the objects of the task may enter C++, so they are freed before the task counts
+        # as finished and the process may exit.
         del task
         _unfinished.add(-1)
 
 
-# Workers of the caller's groups, by whether it is the compiled one.
+# Caller's group to its workers. The key True is the compiled worker, False the Python worker.
 _workers: WeakKeyDictionary[ProcessGroup, dict[bool, Any]] = WeakKeyDictionary()
 
 
 def _worker(group: ProcessGroup, module: Any, device: torch.device) -> Any:
-    """The worker of a group, made at its first use, which all ranks of the group take part in."""
+    """Return the worker of a group. All ranks of the group make the first call together."""
     found = _workers.setdefault(group, {})
     compiled = module is not None
     if compiled not in found:
-        # Messages of the caller and of the worker must not meet.
+        # The worker gets its own group, so that its messages cannot match those of the caller.
         own = c10d.twin_group(group, device)
         found[compiled] = module.CollectiveWorker(own, True) if compiled else _PythonWorker(own)
     return found[compiled]
 
 
 def _compiled() -> Any:
-    """`moe_ext._runtime`, or None: what is built in place may be older than these sources."""
+    """Return `moe_ext._runtime`, or None if it is missing or older than these sources."""
     module = _runtime_library.load()
     return module if hasattr(module, "CollectiveWorker") else None
 
 
 def _wait_for_workers(seconds: float) -> None:
-    # Whatever the environment says by now.
+    # The loaded module is looked up directly, because the environment variable that disables it
+    # may have been set since it was loaded.
     module: Any = sys.modules.get("moe_ext._runtime")
     if hasattr(module, "wait_for_workers"):
         module.wait_for_workers(seconds)
