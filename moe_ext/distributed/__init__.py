@@ -87,7 +87,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    # Dispatchers and optimizers stand on this package.
+    # `moe_ext.dispatch` and `moe_ext.integrations` import this package, so their names are imported
+    # on first use.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = "integrations.deepspeed_config" if name == "from_ds_config" else "dispatch"

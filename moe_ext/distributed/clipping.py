@@ -1,4 +1,4 @@
-"""The norm of all gradients, experts and shards on other ranks included."""
+"""Clips by the norm of all gradients, including those of experts and shards on other ranks."""
 
 from __future__ import annotations
 
@@ -28,31 +28,33 @@ from moe_ext.distributed.placement import known_shard, sharded_parameters
 if TYPE_CHECKING:
     from moe_ext.distributed.mesh import MoEMesh
 
-# Parameters of a pipeline's stages to its ranks, which all take a step or none; and those of which
-# another of these ranks holds a copy that counts in the norm.
+# Parameter of a pipeline stage to the ranks of the pipeline, which skip a step together. Parameters
+# that are a copy of one on another rank of the pipeline, which counts in the norm instead.
 _pipelines, _copies = WeakIdKeyDictionary(), WeakIdKeyDictionary()
-# Attribute of a tensor that `GradScaler` has scaled.
+# Attribute of a loss that `GradScaler` has scaled.
 _SCALED = "_moe_ext_scaled"
 
 
 def note_stage(
     parameters: Iterable[Tensor], group: ProcessGroup, copies: Iterable[Tensor] = ()
 ) -> None:
-    """Note parameters of a stage: a `GradScaler` skips a step on all ranks of the group, or none.
+    """Note parameters of a stage, for `GradScaler` and `clip_grad_norm_`.
+
+    A `GradScaler` then skips a step on all ranks of the group or on none.
 
     Args:
-        parameters: of this rank's stages.
+        parameters: parameters of this rank's stages.
         group: the ranks of the pipeline.
-        copies: those of them that another rank holds, too, and counts in the norm.
+        copies: parameters that another rank holds too, and counts in the norm.
     """
     _pipelines.update(dict.fromkeys(parameters, group))
     _copies.update(dict.fromkeys(copies, True))
 
 
 def is_scaled_alike(scale: object) -> bool:
-    """True for a factor of losses whose ranks skip a step together, if any does.
+    """Return True unless a loss scale comes from a scaler whose ranks may skip different steps.
 
-    A number is of no scaler.
+    A plain number comes from no scaler.
     """
     return not isinstance(scale, Tensor) or hasattr(scale, _SCALED)
 
@@ -67,29 +69,29 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients of a whole model, in place, to a norm of at most `max_norm`.
 
-    The norm is that of all parameters, each expert and each shard counted once wherever it lives:
-    the value that one process with the same gradients would compute, and the same bits on every
-    rank. Call it on all ranks, after `sync_gradients` where that is needed. DTensors, such as those
-    of FSDP2, may lie on several meshes, beside plain parameters.
+    The norm covers all parameters, and counts each expert and each shard once, on whichever rank it
+    is. It is the value that one process with the same gradients would compute, with the same bits
+    on every rank. Call it on all ranks, after `sync_gradients` if that is needed. DTensors, such as
+    those of FSDP2, may lie on several meshes, and may be mixed with plain parameters.
 
     Args:
-        model: the module, or a DistributedDataParallel around it; or parameters alone, or one, the
-            same ones on every rank.
-        max_norm: positive.
-        norm_type: positive; `math.inf`, or "inf", for the largest magnitude.
-        error_if_nonfinite: raise instead of scaling by a norm that is NaN or infinite. It costs a
+        model: the module, or a DistributedDataParallel around it; or one or more parameters, the
+            same on every rank.
+        max_norm: largest norm, positive.
+        norm_type: exponent of the norm, positive; `math.inf` or "inf" for the largest magnitude.
+        error_if_nonfinite: raise an error if the norm is NaN or infinite. This costs a
             device-to-host synchronisation.
-        mesh: of a job with pipeline stages, of which each has other parameters; None if all ranks
-            have the same model.
+        mesh: mesh of a job with pipeline stages, each of which has other parameters. None if all
+            ranks have the same model.
 
     Returns:
-        The norm before scaling, 0-d float32 (float64 if every gradient is).
+        The norm before scaling, 0-d float32; float64 if every gradient is float64.
 
     Raises:
-        ValueError: on every rank, gradients unchanged: max_norm or norm_type is not allowed, or an
-            argument differs between ranks.
-        RuntimeError: on every rank, gradients unchanged: the norm is not finite and
-            `error_if_nonfinite` is set, or expert gradients were not synchronised.
+        ValueError: on every rank, with gradients unchanged, if max_norm or norm_type is not
+            positive, or an argument differs between ranks.
+        RuntimeError: on every rank, with gradients unchanged, if the norm is not finite and
+            `error_if_nonfinite` is set, or if expert gradients were not synchronised.
         RankFailureError: a rank died or did not answer.
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
@@ -99,13 +101,13 @@ def clip_grad_norm_(
         "error_if_nonfinite": bool(error_if_nonfinite),
     }
     if isinstance(model, nn.Module):
-        sharded_parameters(model)  # notes them
+        sharded_parameters(model)  # notes placements on the parameters, for `known_shard`
     given = [model] if isinstance(model, Tensor) else model
     parameters = list(given.parameters() if isinstance(given, nn.Module) else given)
     with torch.no_grad():
         gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     total = _power_of_norm(parameters, norm_type, mesh, options)
-    # After the comparison: all ranks refuse the same value, and none waits for another.
+    # These checks come after the ranks have compared the values, so that all ranks raise.
     check_rule("clip_grad_norm_", "max_norm", max_norm, "positive", max_norm > 0)
     check_rule("clip_grad_norm_", "norm_type", norm_type, "positive", norm_type > 0)
     norm = total if norm_type == math.inf else total ** (1 / norm_type)
@@ -120,7 +122,7 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def _scale_(gradients: list[Tensor], coefficient: Tensor) -> None:
-    """Multiply gradients, in place; those that were synchronised stay so."""
+    """Multiply gradients in place. Gradients that are synchronised stay marked as synchronised."""
     for gradient in gradients:
         synced = is_synced(gradient)
         gradient.mul_(coefficient.to(gradient.device))
@@ -129,7 +131,7 @@ def _scale_(gradients: list[Tensor], coefficient: Tensor) -> None:
 
 
 def _power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Sum of the magnitudes to the power of `norm_type`, or the largest one, in float64."""
+    """Return the sum of magnitudes to the power of `norm_type`, or the largest, in float64."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in filter(torch.Tensor.numel, gradients):
         acc_dtype = torch.promote_types(gradient.dtype, torch.float32)
@@ -146,13 +148,14 @@ def _power_of_norm(
     mesh: MoEMesh | None,
     options: Mapping[str, float],
 ) -> Tensor:
-    """Norm over all ranks, which compare `options`, to the power of `norm_type`, if it is finite.
+    """Return the norm over all ranks to the power of `norm_type`; for an infinite one the norm.
 
-    0-d float64, the same bits on every rank.
+    The ranks compare `options` on the way. The result is 0-d float64, with the same bits on every
+    rank.
     """
     world = resolve_group(None, "clip_grad_norm_")
     stage_size = group_size(world if mesh is None else mesh.stage_group)
-    # A rank of each stage.
+    # One rank of each stage, whose plain parameters count in the norm.
     leaders = [0] if mesh is None else [ranks[0] for ranks in mesh.rank_groups("stage")]
     device = parameters[0].device if parameters else torch.device("cpu")
     whole, parts, unsynced = [], torch.zeros((), dtype=torch.float64, device=device), False
@@ -171,7 +174,7 @@ def _power_of_norm(
         if norm_type == math.inf:
             parts = torch.maximum(parts, part)
         else:
-            # Every part is held by stage/parts ranks; each adds its share.
+            # Each part is on `stage_size / num_parts` ranks, and each of them adds its share.
             parts = parts + part * num_parts / stage_size
     total = _power_sum(whole, norm_type, device)
     if world is not None and group_size(world) > 1:
@@ -181,8 +184,8 @@ def _power_of_norm(
         rows = collectives.all_gather(
             local[None], world, operation="clip_grad_norm_", counted=False
         )
-        # NOTE: device-to-host sync: clipping by a norm of unsynchronised gradients, or by another
-        # one than on other ranks, must not pass.
+        # NOTE: device-to-host sync, to refuse unsynchronised gradients, and options that differ
+        # between ranks.
         any_unsynced, *compared = rows[:, 2:].T.tolist()
         for (name, value), values in zip(options.items(), compared, strict=True):
             check_equal_over_ranks(name, [*map(type(value), values)], world, "clip_grad_norm_")
@@ -199,15 +202,15 @@ def _power_of_norm(
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch's, for models whose experts lie over ranks, and for stages of a pipeline.
+    """`torch.amp.GradScaler` for models with experts over ranks, and for pipeline stages.
 
-    All ranks skip a step if gradients of some expert, or some stage, overflow: otherwise they would
-    go on with different weights of what they hold copies of. torch's own raises over DTensors
-    beside other tensors, and each stage of a pipeline would decide by itself.
+    If the gradients of an expert or of a stage overflow on one rank, all ranks skip the step.
+    Otherwise copies of the other parameters would differ afterwards. torch's own scaler raises an
+    error if DTensors are mixed with other tensors, and each stage of a pipeline would decide alone.
     """
 
     def scale(self, outputs: Any) -> Any:
-        """As torch's; a pipeline takes the result for `loss_scale`."""
+        """Scale as torch's scaler does; the result can be passed to a pipeline as `loss_scale`."""
         found = super().scale(outputs)
         if isinstance(found, Tensor):
             setattr(found, _SCALED, True)
@@ -217,9 +220,10 @@ class GradScaler(torch.amp.GradScaler):
         held = [p for group in optimizer.param_groups for p in group["params"]]
         over = dict.fromkeys(group for p in held for group in sharding_groups(p))
         found = super()._unscale_grads_(_parts_of(held) if over else optimizer, *args)
-        # Stages last: each of their ranks then knows of the ranks of its stage.
+        # The group of the pipeline comes last. An overflow within a stage is known to all ranks of
+        # the stage by then.
         over |= dict.fromkeys(_pipelines[p] for p in held if p in _pipelines)
-        if over and not found:  # without a gradient this rank takes part, too
+        if over and not found:  # a rank without gradients takes part in the reductions, too
             found = {held[0].device: torch.zeros((), device=held[0].device, dtype=torch.float32)}
         for group in over:
             for overflow in found.values():
@@ -230,7 +234,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _parts_of(parameters: list[Tensor]) -> Any:
-    """Gradients of this rank's parts, as of an optimizer."""
+    """Return an object with the `param_groups` of an optimizer over this rank's local parts."""
     parts = [local_part(parameter.detach()) for parameter in parameters]
     for part, parameter in zip(parts, parameters, strict=True):
         part.grad = None if parameter.grad is None else local_part(parameter.grad)

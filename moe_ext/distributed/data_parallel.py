@@ -1,8 +1,9 @@
-"""DistributedDataParallel for models whose experts, or columns of layers, lie over ranks.
+"""DistributedDataParallel for models whose experts, or columns of layers, are divided over ranks.
 
-Such parameters are DTensors, which DDP refuses unless its module names them as ignored.
-`parallelize` names them, and puts hooks on the module: at the end of the backward passes in which
-DDP reduces the rest they average the gradients over the ranks that hold the same parts.
+Divided parameters are DTensors, which DDP refuses unless its module lists them as ignored.
+`parallelize` lists them, and registers hooks on the module. At the end of each backward pass in
+which DDP reduces the other gradients, the hooks average the gradients of divided parameters over
+the ranks that hold the same parts.
 """
 
 from __future__ import annotations
@@ -38,22 +39,23 @@ from moe_ext.distributed.replicas import grid_of, replica_group
 from moe_ext.distributed.spread import spread_layers
 
 _OPERATION = "DistributedDataParallel"
-# Attribute of a module that `parallelize` was called for.
+# Attribute of a module that `parallelize` was called for: its `_Averaging`.
 _AVERAGING = "_moe_ext_averaging"
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
-# Communication hook to what reduces a wrapper's shards in its place, with the hook's state.
+# Communication hook of DDP to the function that reduces the divided parameters of a wrapper with
+# that hook, see `reduce_shards_with`.
 _reduce_with: dict[Callable[..., Any], Callable[[DistributedDataParallel, Any], bool]] = {}
 
 
 def broadcast_experts(model: nn.Module) -> None:
-    """Give all ranks with the same ep_rank the expert parameters of the first of them, in place.
+    """Copy expert parameters from the first of the ranks with the same ep_rank to the others.
 
-    `GroupedExperts` draws the same experts on ranks with the same seed; this makes them the same
-    where seeds differ, or after a checkpoint was read on one rank only. Call it on all ranks. Of
-    experts that FSDP2 has sharded no rank has a copy; they stay as they are, and so do those on the
-    meta device.
+    `GroupedExperts` draws the same experts on ranks with the same seed. This function makes them
+    equal after ranks had different seeds, or after a checkpoint was read on one rank only. Call it
+    on all ranks. Experts that FSDP2 has sharded have no copies, and are not changed. Parameters on
+    the meta device are not changed either.
 
     Args:
         model: any module.
@@ -74,38 +76,39 @@ def broadcast_experts(model: nn.Module) -> None:
 def parallelize(model: _Model, mesh: MoEMesh | DeviceMesh | None = None) -> _Model:
     """Spread the experts of a model over ranks, and prepare it for data parallelism, in place.
 
-    With a mesh, each `MoELayer` that was made without an `ep_group` keeps this rank's experts, as
-    DTensors on the dimension "ep"; the layer is then as one made with `mesh.ep_group`. Every rank
-    holds the same model before. Make optimizers and wrappers afterwards.
+    With a mesh, each `MoELayer` that was made without an `ep_group` keeps only the experts of this
+    rank, as DTensors on the mesh dimension "ep". The layer then equals one made with
+    `mesh.ep_group`. Before the call every rank must hold the same model. Make optimizers and
+    wrappers after the call.
 
-    `DistributedDataParallel` refuses DTensors. This has DDP leave them alone, and gives the ranks
-    that hold the same experts equal values. It averages the gradients of experts over these ranks
-    at the end of each backward pass in which DDP reduces the rest: accumulation under `no_sync`
-    counts as in DDP. Columns of layers are treated likewise, and so are the parameters that torch's
-    `fully_shard(model, ignored_params=...)` leaves whole.
+    `DistributedDataParallel` refuses DTensors. This function lists them as ignored by DDP, and
+    gives equal values to the ranks that hold the same experts. It averages the gradients of experts
+    over these ranks, at the end of each backward pass in which DDP reduces the other gradients.
+    Accumulation under `no_sync` works as in DDP. The same is done for divided columns of layers,
+    and for the parameters that torch's `fully_shard(model, ignored_params=...)` leaves whole.
 
-    Call it on all ranks for the module that DDP is to wrap, or a tool that calls DDP (Accelerate,
-    the Trainer of transformers, Lightning, Fabric). Call it again for a module that is built around
-    it (a `PeftModel`). `data_parallel` and `replace(model, ep_group=...)` call it. For layers with
-    an `ep_group` a plain loop with `sync_gradients`, and `moe_ext.distributed.fully_shard`, need no
-    such call.
+    Call it on all ranks, for the module that DDP will wrap. DDP may be called by a tool:
+    Accelerate, the Trainer of transformers, Lightning, Fabric. Call it again for a module that is
+    built around that module, such as a `PeftModel`. `data_parallel` and `replace(model,
+    ep_group=...)` include this call. Layers with an `ep_group` need no such call in a plain loop
+    with `sync_gradients`, or under `moe_ext.distributed.fully_shard`.
 
-    torch's `replicate(model, ignored_modules=[layer.experts, ...])` works likewise, where all
+    torch's `replicate(model, ignored_modules=[layer.experts, ...])` works in the same way, if all
     modules with experts are ignored.
 
     Args:
         model: any module.
-        mesh: the ranks: a `MoEMesh`, or a DeviceMesh that `MoEMesh.from_device_mesh` takes, such as
-            one of dimensions "edp" and "ep"; None leaves experts where they are.
+        mesh: a `MoEMesh`, or a DeviceMesh that `MoEMesh.from_device_mesh` accepts, such as one with
+            dimensions "edp" and "ep". None does not move any experts.
 
     Returns:
         The same module.
 
     Raises:
-        TypeError: mesh is none.
-        ValueError: parameters are divided in a way that a mean over ranks does not serve; and on
-            every rank, the model unchanged: experts that cannot be spread (of another class, held
-            by an optimizer, over other ranks, ...), or that differ between ranks.
+        TypeError: mesh is neither of these.
+        ValueError: parameters are divided in a way for which means over ranks are wrong. Also, on
+            every rank and with the model unchanged: experts cannot be spread (they are of another
+            class, in an optimizer, over other ranks, ...) or differ between ranks.
         RankFailureError: a rank died or did not answer.
     """
     check_kind("parallelize", "model", model, nn.Module, required=True)
@@ -128,7 +131,7 @@ def parallelize(model: _Model, mesh: MoEMesh | DeviceMesh | None = None) -> _Mod
     if _begin_forward not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_begin_forward)
         model.register_forward_hook(_end_forward, always_call=True)
-    # Not by setattr, which torch.compile's module hands on to the one inside.
+    # `setattr` on the module of torch.compile would set the attribute of the module inside.
     vars(model)[_AVERAGING] = _Averaging()
     return model
 
@@ -136,18 +139,18 @@ def parallelize(model: _Model, mesh: MoEMesh | DeviceMesh | None = None) -> _Mod
 def data_parallel(model: nn.Module, **ddp_kwargs: Any) -> DistributedDataParallel:
     """Wrap a model in DistributedDataParallel over all ranks.
 
-    The same as `DistributedDataParallel(parallelize(model), **ddp_kwargs)`.
+    Equivalent to `DistributedDataParallel(parallelize(model), **ddp_kwargs)`.
 
     Args:
-        model: the module; its parameters are made equal over their replicas.
-        ddp_kwargs: passed on, but `process_group`, which is the default group here.
+        model: the module. Its parameters are made equal over their replicas.
+        ddp_kwargs: arguments of DDP, except `process_group`; the default group is used.
 
     Returns:
         The wrapper.
 
     Raises:
-        ValueError: torch.distributed is not initialised, or `process_group` is given; and on every
-            rank what DistributedDataParallel cannot serve.
+        ValueError: torch.distributed is not initialised, `process_group` is given, or, on every
+            rank, DistributedDataParallel cannot serve the model.
     """
     if not is_initialized():
         raise ValueError(
@@ -162,46 +165,48 @@ def data_parallel(model: nn.Module, **ddp_kwargs: Any) -> DistributedDataParalle
 def reduce_shards_with(
     hook: Callable[..., Any], reduce: Callable[[DistributedDataParallel, Any], bool]
 ) -> None:
-    """Have wrappers with a communication hook reduce what DDP leaves alone by a function.
+    """Register the function that reduces divided parameters for DDP wrappers with a hook.
 
     Args:
-        hook: the function that `register_comm_hook` takes.
+        hook: communication hook, as passed to `register_comm_hook`.
         reduce: called with the wrapper and the state of the hook, at the end of each backward pass
-            in which DDP has reduced the rest. It marks the gradients as synchronised, or returns
-            False if it cannot serve the state; they become the exact mean then.
+            in which DDP has reduced the other gradients. It marks the gradients as synchronised. It
+            returns False if it does not serve the state; the gradients then become the exact mean.
     """
     _reduce_with[hook] = reduce
 
 
 class _Averaging:
-    """Averages the gradients of a model's experts over the ranks that hold the same ones.
+    """Averages the gradients of a model's experts over the ranks that hold the same experts.
 
-    Passes count as in the wrapper, which is DDP or the model itself under FSDP2: gradients are
-    reduced at the end of a backward pass if the wrapper's forward pass came outside `no_sync`, and
-    what earlier passes have accumulated is in them.
+    The wrapper is a DDP, or under FSDP2 the model itself. As in the wrapper, gradients are reduced
+    at the end of a backward pass whose forward pass ran outside `no_sync`. They then include what
+    earlier passes have accumulated.
     """
 
     def __init__(self) -> None:
         self._wrapper: weakref.ref[nn.Module] | None = None
-        # A wrapper whose forward pass has raised, and that torch's `replicate` takes for running.
+        # A wrapper of another model. After an error in its forward pass, torch still returns it as
+        # the active wrapper.
         self._stranger: weakref.ref[nn.Module] | None = None
         self._groups: list[tuple[ProcessGroup | None, list[nn.Parameter]]] = []
-        # Modules and names of these parameters, and their hooks.
+        # Module, name and parameter of everything in the groups, and the hooks on the parameters.
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._hooks: list[RemovableHandle] = []
-        # True if there was a forward pass since the last reduction, and whether one asks for it.
+        # True if a forward pass has run since the last reduction, and if one of these passes
+        # wants a reduction.
         self._ran = self._wants = False
         self._is_queued = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the model finds its own parameters and wrapper.
+        # A copy of the model starts with an empty state, and finds its own parameters and wrapper.
         return (_Averaging, ())
 
     def begin_forward(self, model: nn.Module, wrapper: nn.Module) -> bool:
-        """Get ready for a pass of a wrapper, on all of its ranks; False if it is of another model.
+        """Prepare for a pass of a wrapper, on all of its ranks. False if it wraps another model.
 
         Raises:
-            ValueError: on every rank: the wrapper's ranks, or its inputs, do not fit.
+            ValueError: on every rank, if the wrapper's ranks or its inputs cannot be served.
         """
         is_new = self._wrapper is None or self._wrapper() is not wrapper
         if is_new and isinstance(wrapper, DistributedDataParallel):
@@ -224,7 +229,7 @@ class _Averaging:
         return True
 
     def _adopt(self, model: nn.Module, wrapper: nn.Module) -> None:
-        """Find the parameters: `Module.to` may have put others in their places."""
+        """Find the parameters, at the first pass and after `Module.to` has replaced some."""
         found = sharded_parameters(model)
         sharded = {n: (p, place) for n, (p, place) in found.items() if not place.is_managed(p)}
         device = next(model.parameters()).device
@@ -239,11 +244,11 @@ class _Averaging:
                 _check_ranks(sharded, world)
                 agreement.compare(facts)
             if self._wrapper is None:
-                # As its constructor has done for the rest: they may have been drawn, or read by
-                # one rank, since the model was prepared.
+                # DDP's constructor has broadcast the other parameters. Experts are broadcast here,
+                # since they may have been drawn, or read by one rank, after `parallelize`.
                 with torch.no_grad():
                     broadcast_experts(model)
-        # Every parameter, frozen or not: one that is trained from later on has a gradient then.
+        # Frozen parameters are included, because they may be unfrozen later.
         self._groups = replicated_groups(sharded.values(), device)
         if not isinstance(wrapper, DistributedDataParallel):
             self._groups += _left_whole(model, set(found))
@@ -257,8 +262,8 @@ class _Averaging:
         ]
         for hook in self._hooks:
             hook.remove()
-        # For a loss that was not made of the outputs. (The outputs come first: a recomputation may
-        # run a backward pass inside the one that is meant.)
+        # These hooks serve a loss that does not depend on the outputs. Otherwise the hooks on the
+        # outputs run first. They are needed because a recomputation may run a nested backward pass.
         this = weakref.ref(self)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(lambda _: _begin(this()))
@@ -267,7 +272,7 @@ class _Averaging:
         ]
 
     def end_forward(self, wrapper: nn.Module, output: Any) -> None:
-        """Note that a backward pass may follow."""
+        """Note that a backward pass may follow, and put hooks on the outputs."""
         if not self._groups:
             return
         self._ran, self._is_queued = True, False
@@ -277,7 +282,7 @@ class _Averaging:
                 tensor.register_hook(lambda _: _begin(self))
 
     def begin_backward(self) -> None:
-        """Average when the pass that runs has ended."""
+        """Queue the averaging for the end of the current backward pass."""
         if self._ran and not self._is_queued:
             self._is_queued = True
             c10d.call_after_backward(self._end_backward)
@@ -285,7 +290,8 @@ class _Averaging:
     def _end_backward(self) -> None:
         self._is_queued = False
         wrapper = None if self._wrapper is None else self._wrapper()
-        # Accelerate asks for a reduction between the forward and the backward pass.
+        # The wrapper is asked again, because Accelerate switches the reduction on between the
+        # forward and the backward pass.
         if wrapper is None or not (self._wants or _reduces(wrapper)):
             return
         self._ran = self._wants = False
@@ -299,9 +305,10 @@ class _Averaging:
 
 
 class _Running(threading.local):
-    """Prepared models whose forward pass this thread runs, the outermost first.
+    """Prepared models whose forward pass runs in this thread, the outermost first.
 
-    With the wrapper that each of them serves; None where it has none, or another one serves it.
+    Each comes with the wrapper that it serves. None means that it has no wrapper, or that a
+    prepared model around it serves the wrapper.
     """
 
     def __init__(self) -> None:
@@ -319,7 +326,7 @@ def _begin(averaging: _Averaging | None) -> None:
 def _left_whole(
     model: nn.Module, experts: Collection[str]
 ) -> list[tuple[ProcessGroup | None, list[nn.Parameter]]]:
-    """Parameters that FSDP2 was told to ignore, held by all ranks, with these."""
+    """Return the parameters that FSDP2 was told to ignore, and the group of all ranks."""
     from moe_ext.distributed import fsdp_state
 
     managed = {name: shards for name, shards, _ in fsdp_state.wrapped_parameters(model)}
@@ -332,17 +339,17 @@ def _left_whole(
 
 
 def _reduces(wrapper: nn.Module) -> bool:
-    """True if a wrapper reduces gradients in the pass that runs."""
+    """Return True if a wrapper reduces gradients in the current pass."""
     if isinstance(wrapper, DistributedDataParallel):
         return wrapper.require_backward_grad_sync
-    # Not at the top: FSDP takes a second to import.
+    # The import is local because FSDP takes a second to import.
     from moe_ext.distributed import fsdp_state
 
     return fsdp_state.reduces_gradients(wrapper)
 
 
 def _wrapper_of(model: nn.Module) -> nn.Module | None:
-    """The wrapper that reduces gradients after a pass of a model; None where none does."""
+    """Return the wrapper that reduces gradients after a pass of a model, or None."""
     if not torch.is_grad_enabled():
         return None
     if (ddp := c10d.active_ddp() or c10d.ddp_of_replicate(model)) is not None:
@@ -351,7 +358,7 @@ def _wrapper_of(model: nn.Module) -> nn.Module | None:
         return None
     from moe_ext.distributed import fsdp_state
 
-    # Around one that runs, this is a part.
+    # Inside a prepared model that serves FSDP2, this model is only a part of it.
     is_part = any(wrapper is outer for outer, wrapper in _running.passes)
     return None if is_part or not fsdp_state.holds_wrapped(model) else model
 
@@ -360,7 +367,7 @@ def _wrapper_of(model: nn.Module) -> nn.Module | None:
 def _begin_forward(model: nn.Module, _inputs: object) -> None:
     averaging, wrapper = vars(model).get(_AVERAGING), _wrapper_of(model)
     if any(wrapper is served for _, served in _running.passes):
-        wrapper = None  # by the model around this one
+        wrapper = None  # a prepared model around this one serves the wrapper
     if averaging is None or wrapper is None or not averaging.begin_forward(model, wrapper):
         wrapper = None
     _running.passes.append((model, wrapper))
@@ -373,21 +380,21 @@ def _end_forward(model: nn.Module, _inputs: object, output: object) -> None:
         if found is model:
             break
     else:
-        return  # its pass could not begin
+        return  # `_begin_forward` of this model has raised
     if wrapper is not None:
         vars(model)[_AVERAGING].end_forward(wrapper, output)
         return
-    # Hooks of `replicate` come after those of the model.
+    # In its first pass, `replicate` makes its wrapper after the model's pre-hooks have run.
     made = c10d.ddp_of_replicate(model) if torch.is_grad_enabled() else None
     if made is not None and not any(served for _, served in _running.passes):
         expect_backward(model, made, output)
 
 
 def expect_backward(model: nn.Module, wrapper: nn.Module, output: object) -> None:
-    """Average at the end of the backward pass of an output, if the wrapper reduces in it.
+    """Average at the end of the backward pass of an output, if the wrapper reduces in that pass.
 
-    A prepared model does so at the end of each of its forward passes. Call it for a backward pass
-    that begins before that.
+    A prepared model calls this after each of its forward passes. Other code calls it for a backward
+    pass that begins before the forward pass of the model has ended.
     """
     averaging = vars(model).get(_AVERAGING)
     if averaging is not None and averaging.begin_forward(model, wrapper):
@@ -395,13 +402,13 @@ def expect_backward(model: nn.Module, wrapper: nn.Module, output: object) -> Non
 
 
 def _check_ranks(sharded: dict[str, tuple[nn.Parameter, Placement]], world: ProcessGroup) -> None:
-    """ValueError where the ranks of a wrapper are not those of its parameters."""
+    """Raise ValueError if the ranks of a wrapper do not fit those of its divided parameters."""
     members = set(group_ranks(world))
     whole = True
     for _, place in sharded.values():
         assert place.group is not None
         grid = grid_of(place.group)
-        # The ranks of its stage, or those that hold the parts of this one.
+        # The wrapper may cover all ranks of the stage, or the ranks with the parts of this rank.
         stage, replicas = {r for row in grid for r in row}, {row[place.part] for row in grid}
         whole = whole and members in (stage, replicas)
     if len(members) != world_size() and not whole:

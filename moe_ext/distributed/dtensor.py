@@ -1,6 +1,6 @@
 """DTensors of parameters that are divided over ranks.
 
-`torch.distributed.tensor` takes a second to import, so it is imported by who makes a DTensor.
+`torch.distributed.tensor` takes a second to import. Only functions that make DTensors import it.
 """
 
 from __future__ import annotations
@@ -29,23 +29,25 @@ if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
     from torch.distributed.tensor.placement_types import Placement
 
-# Group to the meshes on which it divides experts, or layers, by type of device.
+# Group to type of device to the mesh on which parameters of the group are DTensors.
 _meshes: weakref.WeakKeyDictionary[ProcessGroup, dict[str, DeviceMesh]]
 _meshes = weakref.WeakKeyDictionary()
 
 
-# True if state dicts hold whole tensors in the place of DTensors, and this rank keeps them.
+# None: state dicts hold DTensors. Otherwise state dicts hold whole tensors, on ranks with True, or
+# empty tensors, on ranks with False.
 _keeps_wholes: ContextVar[bool | None] = ContextVar("_keeps_wholes", default=None)
 
 
 @contextlib.contextmanager
 def keeping_wholes(keep: bool | None) -> Iterator[None]:
-    """Have `keeps_wholes` say so inside."""
+    """Context that sets the result of `keeps_wholes`."""
     token = _keeps_wholes.set(keep)
     try:
         with contextlib.ExitStack() as stack:
             if torch.is_inference_mode_enabled():
-                # torch detaches no DTensor in that mode, as state_dict() does.
+                # `state_dict()` detaches parameters, which torch cannot do with a DTensor in
+                # inference mode.
                 stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.no_grad())
             yield
@@ -53,25 +55,26 @@ def keeping_wholes(keep: bool | None) -> Iterator[None]:
         _keeps_wholes.reset(token)
 
 
-# Undoes `whole_state_dicts` inside.
+# Context inside `whole_state_dicts` in which state dicts hold DTensors again.
 state_dicts_of_parts = functools.partial(keeping_wholes, None)
 
 
 def keeps_wholes() -> bool | None:
-    """True if this rank gets whole tensors in state dicts; None outside `whole_state_dicts`."""
+    """Return True if state dicts of this rank hold whole tensors; None if they hold DTensors."""
     return _keeps_wholes.get()
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """True if a value is a DTensor; there is none before someone has imported its module."""
+    """Return True for a DTensor. Cheap: if the module of DTensor is not loaded, there is none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def warn_of_mixed_groups(caller: str, optimizer: Optimizer) -> None:
-    """Warn if an optimizer has DTensors beside tensors in one group on a GPU.
+    """Warn if a parameter group on a GPU mixes DTensors with plain tensors.
 
-    torch steps through such a group tensor by tensor, on the CPU through all groups by default.
+    torch then updates the group in a loop over tensors, instead of with its foreach kernels. On the
+    CPU the loop is the default for every group.
     """
     for group in optimizer.param_groups:
         on_gpu = [p for p in group["params"] if p.device.type != "cpu"]
@@ -86,20 +89,20 @@ def warn_of_mixed_groups(caller: str, optimizer: Optimizer) -> None:
 
 
 def is_fsdp(module: nn.Module) -> bool:
-    """True for a module whose parameters FSDP2 gathers in its forward pass."""
+    """Return True for a module that FSDP2 has wrapped."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def declare_mesh(group: ProcessGroup, mesh: DeviceMesh) -> None:
-    """Have experts, or layers, that a group divides lie on a mesh; once for a group.
+    """Set the mesh on which the parameters that a group divides are DTensors; once for a group.
 
     Args:
-        group: of `Placement`.
-        mesh: the group's dimension of a mesh, or its two.
+        group: group of a `Placement`.
+        mesh: mesh of the group's ranks, of one dimension, or of two with etp.
     """
-    # `pickle` and `copy` ask an object before its class. The file of one rank would hold its own
-    # part, and be read by all.
+    # `pickle` and `copy` look for these methods on the object before its class. Pickling is refused
+    # because the file would hold this rank's part only, and every rank would read it.
     mesh.__reduce_ex__ = functools.partial(_refuse_file, mesh)  # type: ignore[method-assign]
     mesh.__deepcopy__ = lambda _memo: mesh  # type: ignore[attr-defined]
     _meshes.setdefault(group, {})[mesh.device_type] = mesh
@@ -121,27 +124,27 @@ def _is_declared(mesh: DeviceMesh) -> bool:
 
 
 def is_part(parameter: Tensor) -> bool:
-    """True for a parameter that is divided as `Placement` says, not by FSDP2 or another tool."""
+    """Return True for a parameter that a `Placement` divides, rather than FSDP2 or another tool."""
     return is_dtensor(parameter) and _is_declared(parameter.device_mesh)
 
 
 def group_of_mesh(mesh: DeviceMesh) -> ProcessGroup | None:
-    """The group whose parts lie on a mesh; None for a mesh that was not declared."""
+    """Return the group for which a mesh was declared, or None."""
     if not _is_declared(mesh):
         return None
     return next((g for g, meshes in _meshes.items() if mesh in meshes.values()), None)
 
 
 def mesh_of(group: ProcessGroup, device: torch.device, names: tuple[str, ...]) -> DeviceMesh:
-    """The mesh of a group; one of its own, of one dimension, if it is of no `MoEMesh`."""
-    # A tensor on the meta device has no memory that a mesh of that kind could tell of.
+    """Return the declared mesh of a group, or declare a mesh of one dimension."""
+    # A mesh needs a real type of device. For meta tensors it is that of the group's messages.
     kind = small_message_device(group).type if device.type == "meta" else device.type
     meshes = _meshes.setdefault(group, {})
     if kind not in meshes:
         found = next(iter(meshes.values()), None)
         if found is None:
             found = DeviceMesh.from_group(group, kind, mesh_dim_names=names)
-        else:  # of tensors on another device
+        else:  # the declared mesh is for another type of device
             groups = [found.get_group(axis) for axis in range(found.ndim)]
             found = DeviceMesh.from_group(groups, kind, found.mesh, mesh_dim_names=names)
         declare_mesh(group, found)
@@ -149,9 +152,9 @@ def mesh_of(group: ProcessGroup, device: torch.device, names: tuple[str, ...]) -
 
 
 def shard_of(dim: int, pieces: int) -> Placement:
-    """Shards along a dimension, of `pieces` that follow each other and are divided each by itself.
+    """Return the placement that shards each of `pieces` equal pieces of a dimension by itself.
 
-    Such as the gates and the ups of a layer, one above the other.
+    For example, the rows of a weight may hold all gates followed by all ups. Then pieces is 2.
     """
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -162,7 +165,7 @@ def shard_of(dim: int, pieces: int) -> Placement:
 def dtensor_of(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size
 ) -> DTensor:
-    """The DTensor of which this rank holds `local`, and shares memory with it; nothing is sent."""
+    """Return the DTensor whose part on this rank is `local`. Shares its memory; sends nothing."""
     strides = torch.empty(shape, device="meta").stride()
     return _from_local(local.contiguous(), mesh, placements, shape, strides)
 
@@ -180,30 +183,30 @@ def _from_local(
 
 
 def refusing_files(whole: Tensor, *, has_pieces: bool) -> Tensor:
-    """The same DTensor, for a state dict: who writes its memory is told what to write instead.
+    """Make a DTensor of a state dict raise an error when a tool writes its local memory to a file.
 
-    With `has_pieces` it is of `unflattened`, and who gathers it is told so, too.
+    With `has_pieces`, for a result of `unflattened`, gathering it raises an error as well.
     """
     if is_dtensor(whole):
         if has_pieces:
             whole.redistribute = _refuse_gathering  # type: ignore[method-assign]
-        # safetensors and Accelerate ask for the memory of what they write; this is their second
-        # try.
+        # safetensors and Accelerate read the memory of a tensor that they write. They call
+        # `storage()` after `untyped_storage()` has failed.
         mesh = whole.device_mesh
         whole.storage = functools.partial(_refuse_file, mesh)  # type: ignore[method-assign]
     return whole
 
 
 def unflattened(whole: DTensor, dim: int, pieces: int, *, stacked: bool) -> DTensor:
-    """The same tensor with a dimension of `pieces` in front of `dim`, for `state_dict()`.
+    """Return the tensor with its dimension `dim` split into [pieces, ...], for `state_dict()`.
 
-    `torch.distributed.checkpoint` writes no pieces that are divided each by itself.
+    `torch.distributed.checkpoint` cannot write a dimension whose pieces are sharded one by one.
 
     Args:
-        whole: divided along `dim` on the last dimension of its mesh.
-        dim: of the tensor.
-        pieces: their number.
-        stacked: each of them is the part of one rank; else each is divided over the ranks.
+        whole: DTensor that is sharded along `dim` on the last dimension of its mesh.
+        dim: dimension to split.
+        pieces: number of pieces.
+        stacked: each piece is the part of one rank. If False, each piece is sharded over the ranks.
     """
     from torch.distributed.tensor import Shard
 
@@ -227,13 +230,13 @@ def _refuse_gathering(*_placements: object, **_options: object) -> DTensor:
 
 
 def gathered(whole: DTensor) -> Tensor:
-    """The whole tensor, with the dimension of `unflattened`; a collective."""
+    """Return the whole tensor, in the form of `unflattened`; a collective."""
     from torch.distributed.tensor import Replicate
 
     *others, last = whole.placements
     dim, pieces = getattr(last, "dim", -1), getattr(last, "split_factor", 1)
     if pieces > 1 and all(getattr(place, "dim", -1) != dim for place in others):
-        # torch 2.11 gathers no pieces that are divided each by itself.
+        # torch 2.11 cannot gather a dimension whose pieces are sharded one by one.
         apart = unflattened(whole, dim, pieces, stacked=False)
         return gathered(apart).flatten(dim, dim + 1)
     along = [Replicate()] * whole.device_mesh.ndim
@@ -241,7 +244,7 @@ def gathered(whole: DTensor) -> Tensor:
 
 
 def flattened(whole: Tensor, dim: int, like: Tensor) -> Tensor:
-    """Undo `unflattened`, of a DTensor or of a plain tensor."""
+    """Undo `unflattened`, for a DTensor or a plain tensor."""
     if not is_dtensor(whole) or not is_dtensor(like):
         return whole.flatten(dim, dim + 1)
     if whole.device_mesh != like.device_mesh:
@@ -251,7 +254,7 @@ def flattened(whole: Tensor, dim: int, like: Tensor) -> Tensor:
 
 
 def own_part(value: DTensor) -> DTensor:
-    """ValueError for a DTensor that another rank has pickled: it holds the part of that rank."""
+    """Return a DTensor if it holds this rank's part. ValueError if another rank has pickled it."""
     mesh = value.device_mesh
     here = (mesh.mesh == global_rank()).nonzero()
     if here.numel() and tuple(here[0].tolist()) != tuple(mesh.get_coordinate() or ()):
@@ -264,9 +267,10 @@ def own_part(value: DTensor) -> DTensor:
 
 
 def divided_as(tensor: Tensor, like: Tensor) -> Tensor:
-    """A tensor that every rank holds, divided as another one is; itself if that is not divided.
+    """Distribute a tensor that every rank holds in full, with the placements of `like`.
 
-    A dimension that is of another length there stays whole.
+    Returns the tensor unchanged if `like` is plain. A dimension whose length differs from that of
+    `like` is not sharded.
     """
     if not is_dtensor(like):
         return tensor
@@ -277,20 +281,23 @@ def divided_as(tensor: Tensor, like: Tensor) -> Tensor:
         p if lengths.get(getattr(p, "dim", -1)) == like.shape[getattr(p, "dim", 0)] else Replicate()
         for p in like.placements
     ]
-    # torch refuses the result of an operator, such as a mean of two models.
+    # The tensor is detached, because `distribute_tensor` refuses tensors with an autograd history.
     return distribute_tensor(tensor.detach(), like.device_mesh, placements, src_data_rank=None)
 
 
 def map_gathered(
     function: Callable[[Tensor], Tensor], local: Tensor, *, like: Tensor, num_dims: int
 ) -> Tensor:
-    """This rank's part of a function of tensors whose last dimensions it needs whole.
+    """Apply a function that needs the last dimensions of its argument whole.
 
     Args:
-        function: of a tensor, to one of its shape.
+        function: function of a tensor, which returns a tensor of the same shape.
         local: this rank's part of the argument.
-        like: a tensor that is placed as the argument; a plain one needs no message.
-        num_dims: the last dimensions, over which parts are gathered where they are divided.
+        like: tensor with the placements of the argument. If it is plain, nothing is sent.
+        num_dims: number of last dimensions over which shards are gathered first.
+
+    Returns:
+        This rank's part of the result.
 
     Raises:
         RankFailureError: a rank died or did not answer.
@@ -307,40 +314,41 @@ def map_gathered(
     parts = dtensor_of(local, mesh, like.placements, like.shape)
     with naming_failed_ranks(cut[0] if cut else None, "optimizer step"):
         whole = parts.redistribute(placements=gathered).to_local()
-    # Cutting sends nothing.
+    # Sharding a replicated result is local and sends nothing.
     result = dtensor_of(function(whole), mesh, gathered, like.shape)
     return result.redistribute(placements=like.placements).to_local()
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's shard, which shares memory with the tensor."""
+    """Return this rank's shard, which shares memory with the tensor."""
     if not is_dtensor(tensor):
         return tensor
-    # Without a graph `to_local()` would make a view, in four calls more.
+    # Without a graph the local tensor is read directly, which saves the four calls of `to_local()`.
     return tensor.to_local() if torch.is_grad_enabled() else tensor._local_tensor
 
 
 def _whole_gradient(parameter: DTensor, grad: Tensor) -> DTensor:
-    """The gradient of a DTensor, of which a backward pass has found this rank's part."""
+    """Return the gradient of a DTensor as a DTensor, from the gradient of this rank's part."""
     return _with_layout(grad, parameter._local_tensor.stride(), parameter._spec)
 
 
 def _with_layout(grad: Tensor, strides: tuple[int, ...], spec: DTensorSpec) -> DTensor:
-    """A gradient of the spec, of a part with these strides."""
+    """Return a gradient DTensor with this spec, whose local tensor has these strides."""
     if grad.stride() != strides:
-        # `.grad` would be made so from it anyway.
+        # Autograd would copy the gradient to the strides of the parameter when it sets `.grad`.
         laid = torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device)
         grad = laid.copy_(grad)
-    if torch.is_grad_enabled():  # create_graph=True
+    if torch.is_grad_enabled():  # the backward pass runs with create_graph=True
         return _from_local(grad, spec.mesh, spec.placements, spec.shape, spec.stride)
     from torch.distributed.tensor import DTensor
 
-    # The constructor is this behind a switch of torch.compile.
+    # `DTensor.__new__` is called directly. The constructor is the same behind a switch that
+    # disables torch.compile.
     return DTensor.__new__(DTensor, grad, spec, requires_grad=False)
 
 
 def _own_gradient(parameter: DTensor) -> tuple[Tensor, Tensor] | None:
-    """This rank's parts of `.grad` and of the parameter; None if they are divided in two ways."""
+    """Return this rank's parts of `.grad` and parameter; None if their placements differ."""
     grad = parameter.grad
     if not is_dtensor(grad) or grad._spec != parameter._spec:
         return None
@@ -350,7 +358,8 @@ def _own_gradient(parameter: DTensor) -> tuple[Tensor, Tensor] | None:
 class _PartInGraph(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
-        # The layout as it is now: `Module.to` may give the parameter another part.
+        # The layout is saved in the forward pass, because `Module.to` may replace the part before
+        # the backward pass.
         local: Tensor = parameter._local_tensor
         ctx.layout = local.stride(), parameter._spec
         ctx.set_materialize_grads(False)
@@ -362,40 +371,43 @@ class _PartInGraph(torch.autograd.Function):
 
 
 def part_in_graph(parameter: DTensor, runtime: Any = None) -> Tensor:
-    """This rank's part, with gradients: `to_local()` without the second node of its backward pass.
+    """Return this rank's part in the graph, as `to_local()` but with one autograd node less.
 
     Args:
-        parameter: requires gradients.
-        runtime: `moe_ext._runtime`. Its node, of a leaf, adds products to this rank's part of a
-            `.grad` that is there. The engine runs it after all nodes that were recorded later.
+        parameter: DTensor that requires gradients.
+        runtime: `moe_ext._runtime`. For a leaf, its autograd node adds weight gradients directly to
+            this rank's part of an existing `.grad`. The engine runs the node after all nodes that
+            were recorded later.
     """
     if runtime is not None and parameter.is_leaf:
         local = parameter._local_tensor
         return runtime.part_in_graph(local, parameter, _whole_gradient, _own_gradient)
-    # Without what `Function.apply` asks of torch.func, whose transforms refuse it by themselves.
+    # The C++ `apply` of the base class is called directly. This skips the checks for torch.func of
+    # `Function.apply`; transforms of torch.func refuse DTensors in any case.
     return super(torch.autograd.Function, _PartInGraph).apply(parameter)
 
 
 def placed_as(tensor: Tensor, like: Tensor) -> Tensor:
-    """A DTensor with the placements of another one on its mesh; sums that are due are made.
+    """Redistribute a DTensor to the mesh and placements of `like`, which reduces partial sums.
 
-    A plain tensor comes back as it is.
+    Returns a plain tensor unchanged.
     """
     if not is_dtensor(tensor) or not is_dtensor(like):
         return tensor
-    # The object itself may refuse, see `refusing_files`.
+    # The method of the class is called, because `refusing_files` may have replaced that of the
+    # object.
     return type(tensor).redistribute(tensor, like.device_mesh, like.placements)
 
 
 def with_local(like: Tensor, local: Tensor) -> Tensor:
-    """A DTensor as another one, of other shards; `local` itself if that is a plain tensor."""
+    """Return a DTensor with the layout of `like` and the part `local`; `local` if like is plain."""
     if not is_dtensor(like):
         return local
     return _from_local(local, like.device_mesh, like.placements, like.shape, like.stride())
 
 
 def num_shards(tensor: Tensor) -> int:
-    """Parts that the ranks of a DTensor's mesh hold between them; 1 for a plain tensor."""
+    """Return the number of shards of a DTensor over its mesh; 1 for a plain tensor."""
     if not is_dtensor(tensor):
         return 1
     axes = enumerate(tensor.placements)
@@ -403,21 +415,24 @@ def num_shards(tensor: Tensor) -> int:
 
 
 def without_partials(tensor: Tensor) -> Tensor:
-    """The whole tensor instead of sums that are still to be made, if it is a DTensor of such."""
+    """Return the full tensor for a DTensor with partial sums; any other tensor unchanged."""
     if is_dtensor(tensor) and any(place.is_partial() for place in tensor.placements):
         return tensor.full_tensor()
     return tensor
 
 
 def sharding_groups(parameter: Tensor, dims: Collection[int] | None = None) -> list[ProcessGroup]:
-    """Groups over which parts of a DTensor are summed, of all or some of its sharded dimensions."""
+    """Return the groups over which a DTensor is sharded, for all or some of its dimensions.
+
+    A sum over the whole tensor has to be reduced over these groups.
+    """
     if not is_dtensor(parameter):
         return []
     mesh = parameter.device_mesh
     return [
         mesh.get_group(axis)
         for axis, placement in enumerate(parameter.placements)
-        # A strided shard (FSDP over tensor parallelism) has a dim too, and is no Shard by type.
+        # `_StridedShard`, which FSDP over tensor parallelism makes, has a dim but is no `Shard`.
         if not placement.is_replicate()
         and mesh.size(axis) > 1
         and (dims is None or getattr(placement, "dim", None) in dims)

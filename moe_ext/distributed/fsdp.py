@@ -1,7 +1,8 @@
 """FSDP2 for models with expert-parallel layers.
 
-`fully_shard` shards what it finds on each rank, and takes it for the same on all ranks of its mesh.
-So experts want a mesh of the ranks that hold the same ones, and everything else one of all ranks.
+torch's `fully_shard` shards the parameters of each rank over a mesh, and assumes that they are the
+same on all ranks of that mesh. Experts therefore need a mesh of the ranks that hold the same
+experts. All other parameters need a mesh of all ranks.
 """
 
 from __future__ import annotations
@@ -24,43 +25,43 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import Shard
 
-# Share of a parameter's elements, in messages.
+# Largest share of padding in a parameter's messages. Beyond it another dimension is sharded.
 _MOST_PADDING = 0.01
 
 
 def fully_shard(module: nn.Module, mesh: MoEMesh, **options: Any) -> FSDPModule:
-    """Shard a module by FSDP2, its experts between the ranks that hold the same ones.
+    """Shard a module by FSDP2, with its experts sharded over the ranks that hold the same experts.
 
-    As `torch.distributed.fsdp.fully_shard`: call it for the blocks of a model, then for the model.
-    For each it is the same as::
+    Like `torch.distributed.fsdp.fully_shard`, call it for the blocks of a model and then for the
+    model. Each call is equivalent to::
 
         fully_shard(block.moe.experts, mesh=mesh.replica_mesh, **options)
         fully_shard(block, mesh=mesh.world_mesh, **options)
 
-    Layers that `parallelize_module` has divided over `mesh.data_mesh["tp"]` are sharded once more,
-    each over the ranks that hold the same shards.
+    Layers that `parallelize_module` has divided over `mesh.data_mesh["tp"]` are also sharded over
+    the ranks that hold the same tensor-parallel shards.
 
-    Gradients become those of the mean over all ranks of the local losses: no `sync_gradients` is
-    needed. Where the ranks that share them do not divide the experts, these are sharded along the
-    next dimension that they divide, since FSDP2 would pad the first: six experts over four ranks as
-    eight, in every message.
+    Gradients become those of the mean over all ranks of the local losses, so `sync_gradients` is
+    not needed. If the number of experts is not a multiple of the number of ranks, experts are
+    sharded along the next dimension that is. FSDP2 would pad the first dimension: every message of
+    six experts over four ranks would hold eight.
 
     Args:
-        module: holds layers with `ep_group=mesh.ep_group`, or none.
-        mesh: of the job.
-        options: of torch's function, such as `mp_policy` and `reshard_after_forward`; used for
-            experts and for the rest.
+        module: module whose layers with experts, if it has any, have `ep_group=mesh.ep_group`.
+        mesh: mesh of the job.
+        options: options of torch's function, such as `mp_policy` and `reshard_after_forward`. They
+            are used for experts and for all other parameters.
 
     Returns:
         The module.
 
     Raises:
-        ValueError: torch.distributed is not initialised, or experts lie over another group; nothing
-            is sharded.
+        ValueError: torch.distributed is not initialised, or experts are divided over another group.
+            Nothing has been sharded then.
 
-    Reference: Liang et al., TorchTitan, 2024 (arXiv 2410.06511), where experts are sharded so.
+    Reference: Liang et al., TorchTitan, 2024 (arXiv 2410.06511), which shards experts in this way.
     """
-    # Not at the top: FSDP takes a second to import.
+    # The import is local because FSDP takes a second to import.
     from torch.distributed import fsdp
 
     if mesh.replica_mesh is None or mesh.world_mesh is None:
@@ -87,7 +88,7 @@ def fully_shard(module: nn.Module, mesh: MoEMesh, **options: Any) -> FSDPModule:
         except ValueError:
             if not isinstance(wrapped, nn.ModuleList):
                 raise
-            # torch 2.11 refuses lists of modules, with a forward pass of their own or without.
+            # torch 2.11 refuses every ModuleList, even one with a forward method.
             for expert in wrapped:
                 fsdp.fully_shard(expert, **of_experts)
     divided = [] if mesh.tp_size == 1 else list(_outermost(module, _tensor_parallel(module, mesh)))
@@ -96,14 +97,14 @@ def fully_shard(module: nn.Module, mesh: MoEMesh, **options: Any) -> FSDPModule:
         fsdp.fully_shard(wrapped, mesh=flat_mesh(mesh.data_mesh["data", "cp"]), **options)
     if module in experts or module in divided:
         return cast("FSDPModule", module)
-    # On one rank all experts are held by all, and are wrapped with the rest.
+    # With an ep_group of one rank, experts are not divided, and are sharded with the rest here.
     dim = _dim_to_shard(mesh.world_mesh.size(), held)
     rest = {"mesh": mesh.world_mesh, "shard_placement_fn": dim, **options}
     return fsdp.fully_shard(module, **rest)
 
 
 def _tensor_parallel(module: nn.Module, mesh: MoEMesh) -> set[int]:
-    """Ids of the parameters that torch's tensor parallelism has divided, and FSDP2 has not."""
+    """Return the ids of tensor-parallel parameters that FSDP2 has not sharded yet."""
     assert mesh.tp_group is not None
     ranks = list(group_ranks(mesh.tp_group))
     return {
@@ -114,7 +115,10 @@ def _tensor_parallel(module: nn.Module, mesh: MoEMesh) -> set[int]:
 
 
 def _outermost(module: nn.Module, shards: set[int]) -> Iterator[nn.Module]:
-    """Modules with a forward pass that hold nothing but shards, and are not sharded yet."""
+    """Yield the outermost modules with a forward method all of whose parameters are in `shards`.
+
+    Modules that FSDP2 has sharded are left out.
+    """
     from torch.distributed.fsdp import FSDPModule
 
     own = [id(parameter) for parameter in module.parameters()]
@@ -128,7 +132,11 @@ def _outermost(module: nn.Module, shards: set[int]) -> Iterator[nn.Module]:
 
 
 def _dim_to_shard(num_ranks: int, experts: set[int]) -> Callable[[nn.Parameter], Shard | None]:
-    """For experts, by the ids of their parameters, the first dimension unless it pads too much."""
+    """Return the function that chooses the sharded dimension of a parameter, None for the first.
+
+    `experts` holds the ids of expert parameters. They get another dimension if sharding the first
+    would need too much padding.
+    """
     from torch.distributed.tensor import Shard
 
     def dim_of(parameter: nn.Parameter) -> Shard | None:
@@ -136,7 +144,8 @@ def _dim_to_shard(num_ranks: int, experts: set[int]) -> Callable[[nn.Parameter],
         padded = -num_experts % num_ranks
         if id(parameter) not in experts or padded <= _MOST_PADDING * num_experts:
             return None
-        # FSDP2 pads the first dimension alone, and refuses others that the ranks do not divide.
+        # FSDP2 pads only the first dimension. It refuses any other that is not a multiple of the
+        # number of ranks.
         even = [d for d, size in enumerate(parameter.shape) if d and size % num_ranks == 0]
         return Shard(even[0]) if even else None
 

@@ -22,9 +22,9 @@ _RECIPE = (
     "torch's fully_shard(layer.experts, mesh=mesh.replica_mesh) first, and then the rest with "
     "mesh=mesh.world_mesh"
 )
-# Modules of this process that `fully_shard`, or another function like it, has wrapped.
+# All modules of this process that `fully_shard`, or another composable function, has wrapped.
 _wrapped = _composable_state._module_state_mapping
-# Modules with experts, and the number of wrapped modules in the process when they were checked.
+# Module to the number of wrapped modules in the process when it was last checked.
 _checked: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
@@ -33,11 +33,12 @@ class ManagedParameter:
     """A parameter that one FSDP module gathers and reduces.
 
     Attributes:
-        owner: the module that holds it, and its name there.
+        owner: module that holds the parameter.
+        name: name of the parameter in its owner.
         param: the sharded parameter.
-        shard_numel: elements of a rank's shard in the messages, padding included.
-        shape: of what the ranks of the messages hold between them: a part, of experts over ranks.
-        dim: the dimension that the messages divide.
+        shard_numel: elements of a rank's shard in messages, including padding.
+        shape: shape of the unsharded parameter; for experts over ranks, of this rank's part.
+        dim: dimension that is sharded.
     """
 
     owner: nn.Module
@@ -49,12 +50,12 @@ class ManagedParameter:
 
     @property
     def sharded(self) -> DTensor:
-        """The parameter, as what it is."""
+        """The sharded parameter as a DTensor."""
         return cast(DTensor, self.param.data)
 
 
 def _param_groups(module: Any) -> list[Any]:
-    """Parameter groups of a module that `fully_shard` has wrapped; an empty list for others."""
+    """Return FSDP2's parameter groups of a wrapped module; an empty list for other modules."""
     state: Any = _composable_state._get_module_state(module)
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -63,7 +64,7 @@ def _param_groups(module: Any) -> list[Any]:
 
 
 def managed_parameters(module: FSDPModule) -> list[ManagedParameter]:
-    """Parameters of one FSDP module, in the order of its messages."""
+    """Return the parameters of one FSDP module, in the order of its messages."""
     groups = _param_groups(module)
     if len(groups) > 1:
         raise ValueError(
@@ -85,7 +86,7 @@ def managed_parameters(module: FSDPModule) -> list[ManagedParameter]:
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
-    """Names and modules that send messages; one for modules that were wrapped together."""
+    """Yield names and modules that send messages. Modules wrapped together appear once."""
     seen: set[int] = set()
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
@@ -96,35 +97,38 @@ def fsdp_modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
 
 
 def shard_group(module: FSDPModule) -> ProcessGroup:
-    """The ranks that a module's parameters are sharded over."""
+    """Return the group over which the parameters of a module are sharded."""
     return _param_groups(module)[0].mesh_info.shard_process_group
 
 
 def replicate_group(module: FSDPModule) -> ProcessGroup | None:
-    """The ranks that hold the same shard, where FSDP itself reduces between them."""
+    """Return the group with the same shard if FSDP2 reduces over it (HSDP), otherwise None."""
     info = _param_groups(module)[0].mesh_info
     return getattr(info, "replicate_process_group", None)
 
 
 def resharded_over(module: FSDPModule) -> int:
-    """Ranks that share the parameters after the forward pass; 1 where each rank keeps them all."""
+    """Return the number of ranks over which parameters are sharded after the forward pass.
+
+    1 means that each rank keeps them whole until the backward pass.
+    """
     info = _param_groups(module)[0].post_forward_mesh_info
     return 1 if info is None else int(info.shard_mesh_size)
 
 
 def holds_wrapped(model: nn.Module) -> bool:
-    """True if a model holds modules that `fully_shard` has wrapped."""
+    """Return True if a model holds modules that `fully_shard` has wrapped."""
     return len(_wrapped) > 0 and any(_param_groups(module) for module in model.modules())
 
 
 def reduces_gradients(root: nn.Module) -> bool:
-    """True if the backward pass that runs reduces the gradients of a model's wrapped modules."""
+    """Return True if the current backward pass reduces gradients of all wrapped modules."""
     groups = (group for module in root.modules() for group in _param_groups(module))
     return all(group.reduce_grads for group in groups)
 
 
 def messages_of(module: FSDPModule) -> dict[str, Any]:
-    """The objects that send a module's messages, by kind."""
+    """Return the objects that send the messages of a module, by kind of message."""
     group = _param_groups(module)[0]
     return {
         "all-gather": getattr(group, "_all_gather_comm", None),
@@ -134,16 +138,16 @@ def messages_of(module: FSDPModule) -> dict[str, Any]:
 
 
 def wrapped_roots() -> list[nn.Module]:
-    """The outermost wrapped modules, of those that have begun a forward pass."""
+    """Return the outermost wrapped modules that have begun a forward pass."""
     modules = list(_wrapped)
     states = [_composable_state._get_module_state(module) for module in modules]
     return [m for m, s in zip(modules, states, strict=True) if getattr(s, "_is_root", False)]
 
 
 def wrapped_parameters(root: nn.Module) -> Iterator[tuple[str, DTensor, Any]]:
-    """Every parameter that wrapped modules manage: its name, its shards, and FSDP2's group of it.
+    """Yield name, sharded parameter and FSDP2's parameter group of every managed parameter.
 
-    Gathered now or not.
+    The sharded parameter is yielded even while the module holds the gathered one.
     """
     path_of = {module: f"{path}." if path else "" for path, module in root.named_modules()}
     for module in path_of:
@@ -153,23 +157,23 @@ def wrapped_parameters(root: nn.Module) -> Iterator[tuple[str, DTensor, Any]]:
                 yield name, entry.sharded_param, group
 
 
-# The parameters of a model that ranks hold between them, and the function of the name of any of its
-# parameters: sets of ranks, each of which its mesh has to hold, since gradients are averaged over
-# them.
+# Names of the divided parameters of a model, and a function from the name of any parameter to sets
+# of ranks. Its mesh must contain each of these sets, since gradients are averaged over them.
 Divided = tuple[Collection[str], Callable[[str], list[set[int]]]]
 
 
 def check_wrapping(experts: nn.Module, divided_of: Callable[[nn.Module], Divided]) -> None:
-    """Refuse meshes of `fully_shard` that mix experts, or that let copies drift apart.
+    """Refuse meshes of `fully_shard` that mix different experts, or that let copies drift apart.
 
-    And divisors of gradients that make those of experts other multiples of a mean than the rest.
+    Also refuse gradient divisors that give experts another multiple of the mean gradient than other
+    parameters.
 
-    Called before every forward pass of a module with experts: what was wrapped over which ranks is
-    known only then. It looks when something was wrapped since the last time.
+    A module with experts calls this before every forward pass, because only then all wrapping is
+    done. The check runs only if modules were wrapped since the last call.
 
     Args:
         experts: the module with experts.
-        divided_of: tells of a model.
+        divided_of: function from a model to its `Divided`.
 
     Raises:
         ValueError: on every rank, before the first step.
@@ -187,13 +191,13 @@ def check_wrapping(experts: nn.Module, divided_of: Callable[[nn.Module], Divided
 def _check_meshes(
     root: nn.Module, divided: Collection[str], needed_by: Callable[[str], list[set[int]]]
 ) -> None:
-    """Refuse a parameter whose gradient is not averaged over all ranks that have one."""
-    # Gradients as multiples of the mean over the mesh.
+    """Raise ValueError if a gradient is not averaged over all ranks that compute a part of it."""
+    # Name to the factor between the reduced gradient and the mean over the mesh.
     scale_of = dict[str, float]()
     for name, shards, group in wrapped_parameters(root):
         size, ranks = group.mesh_info.mesh.size(), shards.device_mesh.mesh.flatten().tolist()
         scale_of[name] = size / (group.gradient_divide_factor or size)
-        # A hook reduces over more ranks than those of the mesh.
+        # With a hook, gradients are reduced over further ranks than those of the mesh.
         is_hooked = getattr(group, "_all_reduce_hook", None) is not None
         for needed in () if is_hooked else needed_by(name):
             if not needed <= set(ranks):
@@ -203,7 +207,7 @@ def _check_meshes(
                 )
     scales = {scale: name for name, scale in scale_of.items() if name not in divided}
     for name in divided:
-        # Gradients of parameters that no wrapped module manages become means.
+        # A divided parameter that FSDP2 does not manage gets the mean gradient.
         scale = scale_of.get(name, 1.0)
         if scales and not any(math.isclose(scale, other) for other in scales):
             other, rest = scales.popitem()

@@ -1,10 +1,10 @@
-"""Gradients of the mean loss over all ranks, for dense and expert parameters alike.
+"""Makes gradients those of the mean loss over all ranks, for dense and expert parameters.
 
-The backward pass of an expert-parallel layer leaves an expert's gradient as that of the mean over
-its expert-parallel group (see `AllToAllDispatcher`). So every parameter needs one thing only: the
-mean over the ranks that hold a copy of it, all ranks for a dense parameter and those of the same
-ep_rank for an expert. A mean of equal values changes nothing, which is why gradients that were
-synchronised may be accumulated into and synchronised again.
+After the backward pass of an expert-parallel layer, an expert has the gradient of the mean loss
+over its expert-parallel group, see `AllToAllDispatcher`. Every parameter then only needs the mean
+over the ranks that hold a copy of it: all ranks for a dense parameter, the ranks of the same
+ep_rank for an expert. The mean of equal values is that value. Synchronised gradients may therefore
+be accumulated into and synchronised again.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     from moe_ext.distributed.mesh import MoEMesh
 
 _BUCKET_BYTES = 25 * 2**20
-# Integers of as many bytes.
+# Bytes of an element to the integer type of that size.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Set on a gradient tensor: its version when it was last synchronised. A new tensor or one that
-# was written to since does not match.
+# Attribute of a gradient tensor: its version counter when it was last synchronised. A new tensor
+# lacks the attribute, and a tensor that was written to since has another version.
 _SYNCED = "_moe_ext_synced_version"
-# Set on a parameter whose values may differ between ranks for some steps.
+# Attribute of a parameter whose values may differ between ranks for some steps.
 _APART = "_moe_ext_apart"
 
-# Models whose dense parameters were found equal on all ranks.
+# Models whose dense parameters have been compared, and were equal on all ranks.
 _compared: WeakSet[nn.Module] = WeakSet()
 
 
@@ -52,37 +52,36 @@ def sync_gradients(model: nn.Module, *, mesh: MoEMesh | None = None) -> None:
     """Make every gradient that of the mean over all ranks of the local losses.
 
     Call it on all ranks, after the last backward pass of a step and before clipping and the
-    optimizer. Without torch.distributed, or with one rank, it does nothing. A plain module gets all
-    of its gradients reduced. Gradients that DistributedDataParallel or FSDP2 has reduced in the
-    backward pass are left as they are, those of experts too. Gradients of shards of tensor
-    parallelism, DTensors on a mesh of one dimension, become means over the ranks that hold the same
-    ones.
+    optimizer. Without torch.distributed, or with one rank, it does nothing. For a plain module all
+    gradients are reduced. Gradients that DistributedDataParallel or FSDP2 has reduced in the
+    backward pass are not changed, including those of experts. Gradients of tensor-parallel shards,
+    DTensors on a mesh of one dimension, become means over the ranks that hold the same shards.
 
-    The first call for a model also compares the values of the dense parameters: a mean of gradients
-    keeps replicas equal, it does not make them so.
+    The first call for a model also compares the values of the dense parameters, since averaging
+    gradients keeps equal replicas equal, but does not make them equal.
 
-    A gradient that is None on some ranks counts as zero there, and one that is None on every rank
-    stays None. Everything that can be checked is checked before the first gradient changes. If a
-    rank dies in the middle, the gradients of the buckets already reduced (25 MiB each) keep the
-    mean, all others are as before.
+    A gradient that is None on some ranks counts as zero there. A gradient that is None on every
+    rank stays None. All checks come before the first gradient changes. If a rank dies during the
+    call, gradients in buckets (25 MiB each) that were already reduced keep the mean, and all other
+    gradients are unchanged.
 
     Args:
-        model: the module, the same on every rank; with pipeline parallelism the same on every rank
-            of a stage, and all modules of that in one.
-        mesh: of a job with pipeline stages: means are over the ranks of this rank's stage; None for
-            all ranks.
+        model: the module, the same on every rank. With pipeline parallelism it is a module that
+            holds all modules of a stage, the same on every rank of the stage.
+        mesh: mesh of a job with pipeline stages: gradients are averaged over the ranks of this
+            rank's stage. None averages over all ranks.
 
     Raises:
-        ValueError: on every rank: the parameters differ between ranks, by name, shape, dtype or (at
-            the first call, the dense ones) by value; a DistributedDataParallel reduces expert
-            parameters; a gradient is sparse; or a DTensor lies over a part of the ranks in several
-            dimensions.
-        RuntimeError: on every rank, when no gradient changed since the last call, of a model
+        ValueError: on every rank, if parameters differ between ranks by name, shape or dtype, or,
+            at the first call, dense ones by value; if a DistributedDataParallel reduces expert
+            parameters; if a gradient is sparse; or if a DTensor lies on a mesh of several
+            dimensions over a part of the ranks.
+        RuntimeError: on every rank, if no gradient has changed since the last call, for a model
             without DistributedDataParallel.
         RankFailureError: a rank died or did not answer; the message names it.
 
-    Determinism: as the backend's all-reduce; every rank gets the same bits. One device-to-host
-    synchronisation for the checks and one for the None gradients of each group.
+    Determinism: that of the backend's all-reduce; every rank gets the same bits. There is one
+    device-to-host synchronisation for the checks, and one for each group to find None gradients.
     """
     check_kind("sync_gradients", "model", model, nn.Module, required=True)
     world = resolve_group(None, "sync_gradients") if mesh is None else mesh.stage_group
@@ -129,35 +128,35 @@ def sync_gradients(model: nn.Module, *, mesh: MoEMesh | None = None) -> None:
 
 
 def let_differ(parameters: Iterable[nn.Parameter]) -> None:
-    """Note parameters that ranks train apart and average later, as local steps do."""
+    """Note parameters that ranks train separately and average later, as in local steps."""
     for parameter in parameters:
         setattr(parameter, _APART, True)
 
 
 def may_differ(parameter: nn.Parameter) -> bool:
-    """True for parameters that `let_differ` was given."""
+    """Return True for a parameter that was passed to `let_differ`."""
     return hasattr(parameter, _APART)
 
 
 def was_synced(gradient: Tensor) -> bool:
-    """True if `sync_gradients` handled this gradient tensor at some time."""
+    """Return True if this gradient tensor has ever been synchronised."""
     return hasattr(gradient, _SYNCED)
 
 
 def is_synced(gradient: Tensor) -> bool:
-    """True if nothing wrote to this gradient tensor since `sync_gradients` handled it."""
+    """Return True if this gradient tensor was synchronised, and not written to since."""
     return getattr(gradient, _SYNCED, None) == gradient._version
 
 
 def mark_synced(gradient: Tensor) -> None:
-    """Note that the values now in this gradient tensor are synchronised."""
+    """Note that the current values of this gradient tensor are synchronised."""
     setattr(gradient, _SYNCED, gradient._version)
 
 
 def _find_problem(
     model: nn.Module, sharded: dict[str, tuple[nn.Parameter, Placement]], world: ProcessGroup
 ) -> str | None:
-    """Problem of this rank's model, or None."""
+    """Return the reason why this rank's model cannot be synchronised, or None."""
     for name, parameter in model.named_parameters():
         if is_dtensor(parameter):
             ranks, place = parameter.device_mesh.size(), sharded.get(name, (None, None))[1]
@@ -184,7 +183,7 @@ def _find_problem(
 
 
 def reduction_problem(sharded: dict[str, tuple[nn.Parameter, Placement]]) -> str | None:
-    """The reason why gradients of these parameters cannot be means over ranks, or None."""
+    """Return the reason why gradients of these parameters cannot become means, or None."""
     for name, (_, placement) in sharded.items():
         if placement.grad_reduction != "mean":
             return (
@@ -195,7 +194,7 @@ def reduction_problem(sharded: dict[str, tuple[nn.Parameter, Placement]]) -> str
 
 
 def reduced_by_ddp(model: nn.Module) -> set[int]:
-    """Ids of the parameters that a DistributedDataParallel in the model reduces."""
+    """Return the ids of the parameters that a DistributedDataParallel in the model reduces."""
     reduced: set[int] = set()
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
@@ -217,7 +216,7 @@ def _dense_parameters(
 
 
 def _tensor_parallel(model: nn.Module, world: ProcessGroup) -> list[tuple[str, nn.Parameter]]:
-    """DTensors on a mesh of some ranks, which hold the same shards on others."""
+    """Return tensor-parallel DTensors, whose mesh of one dimension covers a part of the ranks."""
     placed = placements(model)
 
     def is_shard(tensor: Tensor) -> bool:
@@ -229,7 +228,7 @@ def _tensor_parallel(model: nn.Module, world: ProcessGroup) -> list[tuple[str, n
 
 
 def fingerprint(parameters: Sequence[tuple[str, Tensor]]) -> int:
-    """A number from the bits of all values, equal for equal parameters."""
+    """Return a checksum over the bits of all values. NOTE: device-to-host sync."""
     hashes = []
     for _, parameter in parameters:
         if parameter.numel():
@@ -237,10 +236,10 @@ def fingerprint(parameters: Sequence[tuple[str, Tensor]]) -> int:
             if flat.is_complex():
                 flat = torch.view_as_real(flat).reshape(-1)
             bits = flat.view(_BITS[min(flat.element_size(), 8)])
-            # hash_tensor is an exclusive or: an even number of equal values gives 0, whatever they
-            # are. Sums of integers have the same bits in any order.
+            # `hash_tensor` is an exclusive or, in which an even number of equal values cancels. The
+            # sum of the bits as integers is added; it does not depend on the order of addition.
             hashes += [torch.hash_tensor(flat).view(torch.int64), bits.sum(dtype=torch.int64)]
-    # NOTE: device-to-host sync, once for a model.
+    # NOTE: device-to-host sync; `sync_gradients` calls this once for a model.
     text = repr(torch.stack(hashes).tolist()) if hashes else ""
     return zlib.crc32(text.encode())
 
@@ -251,9 +250,10 @@ def _check_on_all_ranks(
     world: ProcessGroup,
     agreement: Agreement,
 ) -> bool:
-    """True if some rank has a new gradient or no rank has any; all ranks raise, or none does.
+    """Compare the parameters over ranks. True if a rank has a new gradient, or no rank has any.
 
-    `values` is the fingerprint of the dense parameters, None where it was compared before.
+    Either all ranks raise or none does. `values` is the fingerprint of the dense parameters, or
+    None if it was compared before.
     """
     gradients = [parameter.grad for _, parameter in handled if parameter.grad is not None]
     fresh = not all(is_synced(grad) for grad in gradients)
@@ -273,9 +273,9 @@ def _check_on_all_ranks(
 
 
 def average_gradients(group: ProcessGroup | None, parameters: list[nn.Parameter]) -> None:
-    """Make gradients the mean over a group, bucket by bucket, and mark them as synchronised.
+    """Average gradients over a group, bucket by bucket, and mark them as synchronised.
 
-    One that is None on some ranks counts as zero there. A group of None is this rank alone.
+    A gradient that is None on some ranks counts as zero there. A group of None is this rank alone.
     """
     if group is not None and parameters:
         present = torch.tensor(
@@ -284,7 +284,7 @@ def average_gradients(group: ProcessGroup | None, parameters: list[nn.Parameter]
             device=parameters[0].device,
         )
         collectives.all_reduce_(present, group, operation="sync_gradients", op="max", counted=False)
-        # NOTE: device-to-host sync: which gradients exist decides what is sent.
+        # NOTE: device-to-host sync, since the existing gradients determine what is sent.
         flags = present.tolist()
         pairs = zip(parameters, flags, strict=True)
         for bucket in gradient_buckets([parameter for parameter, flag in pairs if flag]):
@@ -295,13 +295,13 @@ def average_gradients(group: ProcessGroup | None, parameters: list[nn.Parameter]
 
 
 def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """The dtype of the gradient, which may be None on this rank."""
+    """Return the dtype of a parameter's gradient, also if there is no gradient on this rank."""
     found: torch.dtype | None = parameter.grad_dtype
     return found or parameter.dtype
 
 
 def flat_gradient(parameter: nn.Parameter) -> Tensor:
-    """The gradient of this rank's part in a row, zeros for None."""
+    """Return the gradient of this rank's part as a flat tensor; zeros if there is none."""
     if parameter.grad is None:
         part, dtype = local_part(parameter.detach()), gradient_dtype(parameter)
         return torch.zeros_like(part, dtype=dtype).reshape(-1)
@@ -309,7 +309,7 @@ def flat_gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def put_gradients(bucket: Sequence[nn.Parameter], flat: Tensor) -> None:
-    """Give parameters, this rank's parts of which lie side by side in `flat`, their gradients."""
+    """Set the gradients of parameters from `flat`, the concatenation of their local parts."""
     parts = [local_part(parameter.detach()) for parameter in bucket]
     pieces = flat.split([part.numel() for part in parts])
     for parameter, part, piece in zip(bucket, parts, pieces, strict=True):
@@ -320,7 +320,10 @@ def put_gradients(bucket: Sequence[nn.Parameter], flat: Tensor) -> None:
 
 
 def gradient_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Split into runs of one dtype and device of about `_BUCKET_BYTES`; the same on every rank."""
+    """Group parameters of one dtype and device into buckets of about `_BUCKET_BYTES`.
+
+    The buckets are the same on every rank.
+    """
     buckets: list[list[nn.Parameter]] = []
     open_buckets: dict[tuple[object, ...], tuple[list[nn.Parameter], int]] = {}
     for parameter in parameters:
@@ -337,7 +340,7 @@ def gradient_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]
 def _average_bucket(bucket: list[nn.Parameter], group: ProcessGroup) -> None:
     with torch.no_grad():
         flat = torch.cat([flat_gradient(parameter) for parameter in bucket])
-        # Before the sum, so that the sum of many float16 gradients does not overflow.
+        # The division comes before the sum, so that a sum of float16 gradients cannot overflow.
         flat.div_(group_size(group))
         collectives.all_reduce_(flat, group, operation="sync_gradients")
         put_gradients(bucket, flat)

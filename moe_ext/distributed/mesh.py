@@ -1,4 +1,4 @@
-"""Division of the ranks of a job into groups, for attention and for experts over the same ranks."""
+"""Divides the ranks of a job into groups, for attention and for experts on the same ranks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from moe_ext.distributed.dtensor import declare_mesh
 from moe_ext.distributed.replicas import declare_expert_shards, declare_replicas
 
 _ORDER = "tp-cp-ep-dp-pp"
-# Dimensions of a DeviceMesh that hold other batches, or other copies, by the names in use.
+# Names that other libraries give to mesh dimensions of data parallelism: ranks along them have
+# different batches, or other copies of the parameters.
 _DATA_NAMES = {"dp", "data", "dp_replicate", "dp_shard", "fsdp", "edp", "efsdp"}
-# Thing that the ranks of a group share, by axis.
+# Axis to the thing that the ranks of one group along it share, for `explain`.
 _SHARED = {
     "stage": "a pipeline stage",
     "pp": "a pipeline",
@@ -42,31 +43,34 @@ _SHARED = {
 class MoEMesh:
     """Ranks as two grids, one for attention and one for experts.
 
-    The ranks fall into `pp` stages. Ranks of a stage are laid out twice: for attention as data x cp
-    x tp, and for experts as edp x ep x etp; neither costs ranks of the other. The last axis changes
-    fastest, as in Megatron and torchtitan: a rank is `((pp_rank * data + data_rank) * cp + cp_rank)
-    * tp + tp_rank`, and also `((pp_rank * edp + edp_rank) * ep + ep_rank) * etp + etp_rank`.
+    The ranks are divided into `pp` stages. The ranks of a stage form two grids: data x cp x tp for
+    attention, and edp x ep x etp for experts. Both grids cover the same ranks. The last axis
+    changes fastest, as in Megatron and torchtitan: a rank is `((pp_rank * data + data_rank) * cp +
+    cp_rank) * tp + tp_rank`, and also `((pp_rank * edp + edp_rank) * ep + ep_rank) * etp +
+    etp_rank`.
 
-    The ranks of one ep group share one set of experts, those of one edp group hold the same ones.
-    The ranks of one cp group hold shards of the same sequences, those of one tp group shards of the
-    same layers. The number of ranks and the other sizes say what data and edp are, and dp is either
-    of them. With cp beside ep, `dp * cp * ep` ranks of a stage, the rank there is
-    `(dp_rank * cp + cp_rank) * ep + ep_rank`: the ranks of an ep group hold the same shard of
+    Ranks of one ep group hold one set of experts between them; ranks of one edp group hold the same
+    experts. Ranks of one cp group hold shards of the same sequences; ranks of one tp group hold
+    shards of the same layers. The sizes data and edp follow from the number of ranks and the other
+    sizes, and `dp` must equal one of them.
+
+    A third arrangement, called cp beside ep, has `dp * cp * ep` ranks in a stage. There a rank is
+    `(dp_rank * cp + cp_rank) * ep + ep_rank`, and the ranks of an ep group hold the same shard of
     different sequences.
 
-    Construct it on all ranks, after `torch.distributed.init_process_group`; a job of one process
-    needs no process group. Each rank makes its own groups and no others.
+    Construct it on all ranks, after `torch.distributed.init_process_group`. A job of one process
+    needs no process group. Each rank makes only the groups that it belongs to.
 
     Args:
-        dp: copies of the experts (edp), or different batches (data); or with cp beside ep, what
-            these leave.
-        ep: sets of whole experts that an expert-parallel group divides into, on etp ranks each.
-        tp: ranks of each tensor-parallel group.
-        cp: ranks of each context-parallel group.
-        pp: pipeline stages.
-        etp: ranks that share each expert, by shards of its ffn dimension.
-        order: axes, that which changes fastest first, as Megatron takes them; tp is also the place
-            of etp, and dp that of edp.
+        dp: number of copies of the experts (edp), or of different batches (data). With cp beside
+            ep, the number of ranks of a stage divided by `cp * ep`.
+        ep: number of sets of whole experts in an expert-parallel group, each on `etp` ranks.
+        tp: number of ranks of a tensor-parallel group.
+        cp: number of ranks of a context-parallel group.
+        pp: number of pipeline stages.
+        etp: number of ranks that share each expert, by shards of its ffn dimension.
+        order: order of the axes, the one that changes fastest first, as in Megatron. The place of
+            tp holds for etp as well, and the place of dp for edp.
 
     Attributes:
         dp_size: dp.
@@ -75,30 +79,30 @@ class MoEMesh:
         cp_size: cp.
         pp_size: pp.
         etp_size: etp.
-        edp_size: ranks with the same experts.
-        data_size: that many different batches make a step.
-        dp_rank: this rank's index along dp.
-        ep_rank: which experts this rank holds.
+        edp_size: number of ranks with the same experts.
+        data_size: number of different batches in a step.
+        dp_rank: index of this rank along dp.
+        ep_rank: index of this rank's experts.
         tp_rank: rank in the tensor-parallel group.
         cp_rank: rank in the context-parallel group.
         pp_rank: stage of this rank.
-        etp_rank: which shard of the experts this rank holds.
-        edp_rank: which copy of the experts this rank holds.
-        data_rank: which of the batches this rank works on.
+        etp_rank: index of this rank's shard of the experts.
+        edp_rank: index of this rank's copy of the experts.
+        data_rank: index of this rank's batch.
         ep_group: ep * etp ranks that share one set of experts; None without torch.distributed.
-        etp_group: those of them that share each expert; None with etp = 1.
+        etp_group: ranks of `ep_group` that share each expert; None with etp = 1.
         cp_group: context-parallel process group; None with cp = 1.
         tp_group: tensor-parallel process group; None with tp = 1.
         pp_group: ranks of one pipeline, in order of stages; None with pp = 1.
         stage_group: all ranks of this rank's stage; None without torch.distributed.
         device_mesh: DeviceMesh with dimensions "edp" and "ep", with etp "edp", "ep" and "etp",
             or with cp beside ep "dp", "cp" and "ep", of this stage; None without torch.distributed.
-        data_mesh: DeviceMesh with dimensions "data" and "cp", with tp "data", "cp" and "tp", over
-            the same ranks; None with cp beside ep, without either, or without torch.distributed.
+        data_mesh: DeviceMesh of this stage with dimensions "data" and "cp", with tp "data", "cp"
+            and "tp". None with cp beside ep, with cp = tp = 1, or without torch.distributed.
         world_mesh: DeviceMesh of one dimension, "fsdp", with all ranks of this stage; None without
             torch.distributed.
-        replica_mesh: DeviceMesh of one dimension with the ranks that hold the experts of this one,
-            itself included; None without torch.distributed.
+        replica_mesh: DeviceMesh of one dimension with the ranks that hold the same experts as this
+            rank, including this rank; None without torch.distributed.
 
     Raises:
         TypeError: a size is not an int.
@@ -123,7 +127,7 @@ class MoEMesh:
     ) -> None:
         sizes = {"dp": dp, "ep": ep, "cp": cp, "tp": tp, "pp": pp, "etp": etp}
         world = resolve_group(None, "MoEMesh")
-        # A group of fake ranks has nobody to ask.
+        # The other ranks of a "fake" process group do not exist, so nothing can be compared.
         is_fake = world is not None and dist.get_backend(world) == "fake"
         with Agreement("MoEMesh", world, validate=not is_fake) as agreement:
             beside = _check_sizes(sizes, order, group_size(world))
@@ -145,20 +149,20 @@ class MoEMesh:
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, experts: DeviceMesh | None = None) -> MoEMesh:
-        """The mesh of a job that has a DeviceMesh already, such as torchtitan's; its groups serve.
+        """Make the mesh of a job that has a DeviceMesh, such as torchtitan's, and use its groups.
 
         Args:
-            mesh: over all ranks, with dimensions among "pp", "cp", "tp", "ep" and names of data
-                parallelism: "dp", "data", "dp_replicate", "dp_shard", "fsdp". Ranks along "ep" hold
-                other data.
-            experts: the same ranks as they share experts, with dimensions "pp", "ep", and "edp",
-                "efsdp" or another name of data parallelism; None if `mesh` says that, too.
+            mesh: mesh of all ranks, with dimensions named "pp", "cp", "tp", "ep", or after data
+                parallelism: "dp", "data", "dp_replicate", "dp_shard", "fsdp". Ranks along "ep" have
+                different data.
+            experts: mesh of the same ranks for experts, with dimensions "pp", "ep" and "edp",
+                "efsdp" or another name of data parallelism. None if `mesh` has the dimension "ep".
 
         Returns:
-            The `MoEMesh`; what has no dimension has size 1.
+            The `MoEMesh`. An axis without a dimension has size 1.
 
         Raises:
-            ValueError: a dimension has another name, or the two do not fit together.
+            ValueError: a dimension has another name, or the two meshes do not fit together.
         """
         own, grids = cls.__new__(cls), list[Tensor]()
         groups: dict[str, ProcessGroup] = {}
@@ -192,7 +196,7 @@ class MoEMesh:
         beside: bool = False,
         groups: dict[str, ProcessGroup] | None = None,
     ) -> None:
-        """Take ranks [pp, data, cp, tp] and [pp, edp, ep, etp]."""
+        """Set sizes, ranks and groups from grids [pp, data, cp, tp] and [pp, edp, ep, etp]."""
         stages = [grid.flatten(1).sort().values for grid in (attention, experts)]
         if attention.numel() != experts.numel() or not torch.equal(*stages):
             raise ValueError(
@@ -241,13 +245,14 @@ class MoEMesh:
                 list(axes.values()), device_type, grid.reshape(shape), mesh_dim_names=names
             )
 
-        # In one order on all ranks: groups of one axis do not overlap, so nobody waits in a ring.
+        # All ranks make their groups in the same order of axes. Groups of one axis do not overlap,
+        # so ranks cannot wait for each other in a circle.
         self.stage_group, self.ep_group = group("stage"), group("ep")
         replicas = group("edp")
         self.cp_group = group("cp") if self.cp_size > 1 else None
         self.tp_group = group("tp") if self.tp_size > 1 else None
         self.pp_group = group("pp") if self.pp_size > 1 else None
-        # Tools tell meshes apart by their names.
+        # The mesh gets a name because tools distinguish meshes by the names of their dimensions.
         self.world_mesh = DeviceMesh.from_group(
             self.stage_group, device_type, mesh_dim_names=("fsdp",)
         )
@@ -283,20 +288,20 @@ class MoEMesh:
         self.data_mesh = mesh(attention, **axes)
 
     def _declare_experts(self, mesh: DeviceMesh) -> None:
-        """Take the dimensions that experts lie on, and the one that holds their copies."""
+        """Set `replica_mesh`, and declare the mesh on which expert parameters are DTensors."""
         assert self.ep_group is not None
         self.replica_mesh = mesh["edp"]
         declare_mesh(self.ep_group, mesh["ep", "etp"] if self.etp_size > 1 else mesh["ep"])
 
     def rank_groups(self, axis: str) -> list[list[int]]:
-        """Global ranks of all groups of one axis.
+        """Return the global ranks of all groups along one axis.
 
         Args:
-            axis: "stage" all ranks of a stage, "pp" those of a pipeline, "data", "cp", "tp", "ep"
-                (with etp), "etp", "edp", or "dense", those with the same shards of layers.
+            axis: "pp", "data", "cp", "tp", "ep" (which includes etp), "etp", "edp"; or "stage" for
+                all ranks of a stage, or "dense" for the ranks with the same shards of dense layers.
 
         Returns:
-            The groups in order of their first rank, the ranks of each in its order.
+            The groups, ordered by their first rank, each with its ranks in group order.
         """
         attention, experts = self._attention, self._experts
         found = {
@@ -319,10 +324,10 @@ class MoEMesh:
         return next(group for group in self.rank_groups(axis) if rank in group)
 
     def explain(self, rank: int | None = None) -> str:
-        """Who shares what, in lines to print.
+        """Return a text that lists the groups along each axis, for printing.
 
         Args:
-            rank: one rank, with which others it shares each; None lists all groups.
+            rank: show only the groups of this rank; None shows all groups.
         """
         sizes = [("data", self.data_size), ("cp", self.cp_size), ("tp", self.tp_size)]
         others = [("edp", self.edp_size), ("ep", self.ep_size), ("etp", self.etp_size)]
@@ -355,9 +360,9 @@ class MoEMesh:
 
 
 def _grid(sizes: dict[str, int], order: str, axes: tuple[str, ...]) -> Tensor:
-    """Ranks in four dimensions, for an order whose first axis changes fastest."""
+    """Return the grid of ranks with dimensions `axes`. The first axis of `order` is fastest."""
     names = order.split("-")[::-1]
-    # The default device may be meta, on which models are built.
+    # The device is explicit because a user may construct the mesh under `torch.device("meta")`.
     ranks = torch.arange(math.prod(sizes.values()), device="cpu")
     ranks = ranks.view([sizes[name] for name in names])
     (left,) = set(names) - set(axes)
@@ -365,12 +370,12 @@ def _grid(sizes: dict[str, int], order: str, axes: tuple[str, ...]) -> Tensor:
 
 
 def _coordinates(grid: Tensor, rank: int) -> list[int]:
-    """Coordinates of a rank in a grid."""
+    """Return the coordinates of a rank in a grid."""
     return (grid == rank).nonzero()[0].tolist()
 
 
 def _ranges(ranks: list[int]) -> str:
-    """Ranks in a line, runs of equal steps as first-last:step."""
+    """Return ranks as text; four or more with equal steps become "first-last:step"."""
     steps = {after - before for before, after in zip(ranks, ranks[1:], strict=False)}
     if len(ranks) < 4 or len(steps) > 1:
         return ",".join(map(str, ranks))
@@ -379,9 +384,9 @@ def _ranges(ranks: list[int]) -> str:
 
 
 def _check_sizes(sizes: dict[str, int], order: str, ranks: int) -> bool:
-    """True for cp beside ep; TypeError or ValueError for sizes that fit no arrangement."""
+    """Return True for cp beside ep. TypeError or ValueError if no arrangement has these sizes."""
     for name, size in sizes.items():
-        # A quotient of numbers of ranks is a float.
+        # Users who compute a size as `num_ranks / n` pass a float.
         if not isinstance(size, int):
             raise TypeError(f"MoEMesh: expected {name} to be an int, got {size!r}")
         check_rule("MoEMesh", name, size, "at least 1", size >= 1)

@@ -1,10 +1,11 @@
-"""Placement: the part of each parameter that this rank holds, and the ranks of the others.
+"""Placement: which part of each parameter this rank holds, and which ranks hold the other parts.
 
-A module whose parameters differ between the ranks of a group says so once, with
-`declare_placement`, which makes DTensors of them: torch's own tools then know the whole. What a
-DTensor does not tell (which experts, that they are experts, what a mean of gradients is over) is
-asked of `placements(model)`. Nothing is read off attribute or class names. Declarations stay with
-the module: they survive `deepcopy`, `to`, `to_empty` and new parameters.
+A module whose parameters differ between the ranks of a group declares that once, with
+`declare_placement`. Its parameters become DTensors, so that torch's own tools see the whole
+parameters. `placements(model)` returns what a DTensor does not tell: that a parameter belongs to
+experts, to which ones, and how its gradients are averaged. Attribute and class names are never
+interpreted. Declarations are kept by the module, and survive `deepcopy`, `to`, `to_empty` and new
+parameters.
 """
 
 from __future__ import annotations
@@ -54,15 +55,16 @@ if TYPE_CHECKING:
 
     from moe_ext.distributed.fsdp_state import Divided
 
-# Attribute of a module: parameter name, or "" for all, to placement.
+# Attribute of a module: mapping of parameter name, or "" for all parameters, to placement.
 _DECLARED = "_moe_ext_placements"
-# Attribute of a module whose forward pass runs: parameters that it holds as parts meanwhile.
+# Attribute of a module during its forward pass: the DTensors that `_give_parts` has replaced.
 _GIVEN = "_moe_ext_given_parts"
 
-# Attribute of a parameter that is divided over ranks: its placement. (A weak dictionary would keep
-# `Module.to` from putting another tensor in its place.)
+# Attribute of a divided parameter: its placement. A dictionary with weak keys could not replace the
+# attribute, because `Module.to` does not swap a tensor that has weak references.
 _PLACED = "_moe_ext_placement"
-# And what tells that its `data` was assigned.
+# Attribute of a divided parameter: its identity and storage when it was divided. Another storage
+# means that a user has assigned `parameter.data`.
 _OWN_STORAGE = "_moe_ext_own_storage"
 # Attribute of a module: names of its own parameters that became DTensors.
 _DIVIDED = "_moe_ext_divided"
@@ -73,19 +75,19 @@ class Placement:
     """Part of a parameter that this rank holds, out of the whole that one process would hold.
 
     Args:
-        axis: what is divided over the ranks: "ep" the experts, "tp" the columns of a layer.
-        group: ranks that hold the parts between them; None where this rank holds all.
-        held: global indices along the axis (experts, columns) of this rank's part.
-        size: indices along the axis, over all ranks.
-        dim: dimension of the parameter that runs along the axis; its length is a multiple of
-            `len(held)`, each index taking as many neighbouring rows. None: no dimension does, and
-            the parameter is of the held experts in a way of its own.
-        blocks: pieces of that dimension that are divided each by itself: 2 where the gates and the
-            ups of a layer lie one above the other.
-        one_expert: the declaring module is a single expert, in a container that counts the experts
-            of this rank only; its name in the whole model has the global index.
-        grad_reduction: gradients are those of the "mean" or the "sum" over the group of the ranks'
-            losses.
+        axis: "ep" if experts are divided over the ranks, "tp" if columns of a layer are.
+        group: ranks that together hold all parts; None if this rank holds everything.
+        held: global indices, of experts or columns, of this rank's part.
+        size: number of indices over all ranks.
+        dim: dimension of the parameter that runs along the axis. Its length is a multiple of
+            `len(held)`, and each index has an equal number of neighbouring rows. None if no
+            dimension runs along the axis; how the parameter belongs to the experts is then unknown.
+        blocks: number of equal pieces of that dimension, each of which is divided by itself. For
+            example 2, if the dimension holds all gates followed by all ups.
+        one_expert: the module is a single expert, in a container that numbers the experts of this
+            rank only. In the whole model its name has the global index.
+        grad_reduction: whether gradients belong to the "mean" or the "sum" of the losses of the
+            group's ranks.
     """
 
     axis: Literal["ep", "tp"]
@@ -109,14 +111,14 @@ class Placement:
     def of_experts(
         cls, num_experts: int, group: ProcessGroup | None, *, dim: int | None = 0
     ) -> Placement:
-        """Stacked experts: rank r of P holds experts [r*E/P, (r+1)*E/P)."""
+        """Return the placement of stacked experts: rank r of P holds [r*E/P, (r+1)*E/P)."""
         num_local = num_experts // group_size(group)
         first = group_rank(group) * num_local
         return cls("ep", group, range(first, first + num_local), num_experts, dim)
 
     @property
     def num_parts(self) -> int:
-        """Ranks that the parameter is divided over."""
+        """Number of ranks over which the parameter is divided."""
         return group_size(self.group)
 
     @property
@@ -125,36 +127,36 @@ class Placement:
         return group_rank(self.group)
 
     def logical_shape(self, local: Iterable[int]) -> torch.Size:
-        """Shape of the whole parameter, from that of this rank's part."""
+        """Return the shape of the whole parameter, from the shape of this rank's part."""
         shape = list(local)
         if self.dim is not None:
             shape[self.dim] = shape[self.dim] // len(self.held) * self.size
         return torch.Size(shape)
 
     def mesh(self, device: torch.device) -> DeviceMesh:
-        """The mesh of the group, with dimension "ep" or "tp"."""
+        """Return the mesh of the group, with dimension "ep" or "tp"."""
         assert self.group is not None
         return mesh_of(self.group, device, (self.axis,))
 
     def along(self) -> list[TensorPlacement]:
-        """Placements of the parameter on the dimensions of the mesh."""
+        """Return the DTensor placements of the parameter on the dimensions of the mesh."""
         return [shard_of(self.dim or 0, self.blocks)]
 
     def holds(self, parameter: Tensor) -> bool:
-        """True for a parameter that is divided so, by FSDP2 further or not."""
+        """Return True if a parameter has this placement. FSDP2 may divide it further."""
         if self.num_parts == 1 or not is_dtensor(parameter):
             return self.num_parts == 1
         return self.is_managed(parameter) or list(parameter.placements) == self.along()
 
     def is_managed(self, parameter: Tensor) -> bool:
-        """True for a parameter whose copies of this rank's part FSDP2 divides further."""
+        """Return True if FSDP2 divides this rank's part further, over ranks with copies of it."""
         return is_dtensor(parameter) and parameter.device_mesh.ndim > len(self.along())
 
     def whole(self, local: Tensor) -> Tensor:
-        """The DTensor of which this rank holds `local`, and shares memory with it.
+        """Return the DTensor whose part on this rank is `local`. Shares its memory; sends nothing.
 
-        Of a parameter that has no dimension for the parts, theirs lie one after the other. Nothing
-        is sent. A tensor that is held whole comes back as it is.
+        If no dimension runs along the axis, the parts are joined along dimension 0. A tensor that
+        every rank holds whole is returned unchanged.
         """
         if self.num_parts == 1 or is_dtensor(local):
             return local
@@ -170,11 +172,11 @@ class Placement:
 
     @property
     def pieces(self) -> tuple[int, int]:
-        """Dimension and number of what `shown` makes a dimension."""
+        """Dimension that `shown` splits, and the number of its pieces."""
         return (0, self.num_parts) if self.dim is None else (self.dim, self.blocks)
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """This rank's part of a plain tensor as one process holds it."""
+        """Return this rank's part of a plain whole tensor."""
         if self.dim is None or self.num_parts == 1:
             return whole
         pieces = whole.unflatten(self.dim, (self.blocks, -1))
@@ -183,10 +185,10 @@ class Placement:
         return part.flatten(self.dim, self.dim + 1)
 
     def shown(self, value: Tensor) -> Tensor:
-        """The DTensor that stands for a divided tensor in `state_dict()`.
+        """Return the DTensor that represents a divided tensor in `state_dict()`.
 
-        It is the tensor itself, where `torch.distributed.checkpoint` can write it; pieces that are
-        divided each by itself, and parts of which no dimension is divided, are a dimension.
+        `torch.distributed.checkpoint` can write only plain shards of a dimension. If a dimension
+        has several pieces, or no dimension runs along the axis, the pieces become a dimension.
         """
         if self.dim is None and self.num_parts == 1:
             return value
@@ -201,12 +203,12 @@ class Placement:
         return unflattened(value, dim, pieces, stacked=self.dim is None)
 
     def of_expert(self, value: Tensor) -> Tensor:
-        """The tensor of this rank's expert alone, where each expert is a module.
+        """Return the tensor of this rank's expert alone, if each expert is a module.
 
-        A DTensor where FSDP2 divides it further.
+        The result is a DTensor if FSDP2 divides it further.
 
         Args:
-            value: the parameter, or as `shown` makes it.
+            value: the parameter, or the result of `shown`.
         """
         if not is_dtensor(value):
             return value
@@ -222,11 +224,11 @@ class Placement:
         return dtensor_of(local, mesh[names[:-1]], plain, torch.Size(shape))
 
     def taken(self, value: Tensor, like: Tensor) -> Tensor:
-        """The tensor for `load_state_dict`, divided as the parameter `like`.
+        """Return a loaded tensor in the layout of the parameter `like`, for `load_state_dict`.
 
         Args:
-            value: as `shown` makes it, a plain tensor of that or of the logical shape, or of this
-                rank's expert, where each is a module.
+            value: result of `shown`; or a plain tensor of the shape of that result, of the logical
+                shape, or of this rank's expert if each expert is a module.
             like: the parameter, or a plain buffer.
         """
         if value.shape == (0,) != like.shape:
@@ -246,17 +248,18 @@ class Placement:
         if is_dtensor(value):
             if value.shape == like.shape:
                 return placed_as(own_part(value), like)
-            # The value is that of this rank's expert alone, see `of_expert`.
+            # Without a dimension along the axis, the value is a result of `of_expert`.
             return with_local(like, local_part(value)) if self.dim is None else value
         if value.shape == like.shape:
             return divided_as(value, like)
-        # Parts of stacked experts are refused by torch: a file of one rank would hold them.
+        # A plain part of stacked experts comes from a file of one rank. It is returned as it is,
+        # and torch then refuses its shape.
         is_own = self.dim is None and value.shape == local_part(like).shape
         return with_local(like, value) if is_own else value
 
     @property
     def _stack(self) -> Placement:
-        """Placement of the parts of all ranks in a dimension of their own, in front."""
+        """Placement of the stack of all ranks' parts, along a new dimension 0."""
         held = range(self.part, self.part + 1)
         return dataclasses.replace(self, held=held, size=self.num_parts, dim=0, one_expert=False)
 
@@ -272,11 +275,11 @@ class Placement:
 
 @dataclass(frozen=True)
 class ExpertShards(Placement):
-    """Stacked experts of a mesh with etp: neighbours in the group hold shards of the same ones.
+    """Stacked experts of a mesh with etp: etp neighbouring ranks hold shards of the same experts.
 
     Args:
-        cut: dimension of the parameter that the shards divide.
-        cut_blocks: pieces of that dimension that are divided each by itself.
+        cut: dimension of the parameter that etp divides.
+        cut_blocks: number of equal pieces of that dimension, each of which is divided by itself.
     """
 
     cut: int = 1
@@ -286,7 +289,7 @@ class ExpertShards(Placement):
     def of_stacked(
         cls, num_experts: int, group: ProcessGroup, *, cut: int, blocks: int
     ) -> ExpertShards:
-        """Rank r holds shard r % etp of the experts of place r // etp."""
+        """Return the placement: rank r holds shard r % etp of expert set r // etp."""
         shards = shards_of_experts(group)
         num_local = num_experts * shards // group_size(group)
         first = group_rank(group) // shards * num_local
@@ -302,14 +305,14 @@ class ExpertShards(Placement):
         transposed: bool,
         pairs: bool,
     ) -> Placement:
-        """Matrices of stacked experts that shards divide by their width, the ffn dimension.
+        """Return the placement of matrices of stacked experts that etp divides along F.
 
         Args:
-            num_experts: E, experts of a layer.
-            group: ranks that share them.
-            is_down: `[L, D, F]`, else `[L, F, D]`.
-            transposed: the other way round.
-            pairs: gates and ups are one above the other, and divided each by itself.
+            num_experts: E, number of experts of a layer.
+            group: ranks that share the experts.
+            is_down: the matrix is `[L, D, F]`; if False, `[L, F, D]`.
+            transposed: the last two dimensions are exchanged.
+            pairs: the matrix holds gates followed by ups, each of which is divided by itself.
         """
         if group is None or shards_of_experts(group) == 1:
             return Placement.of_experts(num_experts, group)
@@ -328,7 +331,7 @@ class ExpertShards(Placement):
         return torch.Size(shape)
 
     def shard(self, experts: Tensor) -> Tensor:
-        """This rank's columns of whole experts."""
+        """Return this rank's etp shard of whole experts."""
         pieces = experts.unflatten(self.cut, (self.cut_blocks, group_size(self._groups[1]), -1))
         return pieces.select(self.cut + 1, group_rank(self._groups[1])).flatten(
             self.cut, self.cut + 1
@@ -354,12 +357,12 @@ class ExpertShards(Placement):
 
 
 def plain(place: Placement, value: Tensor, num_dims: int | None = None) -> Tensor:
-    """A DTensor in one piece; a collective.
+    """Gather a DTensor into a plain tensor; a collective.
 
     Args:
-        place: of the parameter.
-        value: the parameter, or as `shown` makes it.
-        num_dims: of the parameter, to undo `shown`; None keeps the form.
+        place: placement of the parameter.
+        value: the parameter, or the result of `shown`.
+        num_dims: number of dimensions of the parameter, to undo `shown`; None keeps the form.
     """
     if not is_dtensor(value):
         return value
@@ -370,7 +373,7 @@ def plain(place: Placement, value: Tensor, num_dims: int | None = None) -> Tenso
 
 
 def kept(place: Placement, value: Tensor) -> Tensor:
-    """Tensor that a state dict holds inside `whole_state_dicts`, in the place of a DTensor."""
+    """Return the tensor that replaces a DTensor in state dicts inside `whole_state_dicts`."""
     found = plain(place, value)
     return found.to("cpu").contiguous() if keeps_wholes() else torch.empty(0, dtype=found.dtype)
 
@@ -378,18 +381,18 @@ def kept(place: Placement, value: Tensor) -> Tensor:
 def declare_placement(
     module: nn.Module, placement: Placement, names: Iterable[str] | None = None
 ) -> None:
-    """Say which part of its parameters a module holds on this rank.
+    """Declare which part of its parameters a module holds on this rank.
 
-    Where modules inside one another declare, the innermost decides. A later call for the same names
+    For nested modules, the declaration of the innermost applies. A later call for the same names
     replaces an earlier one.
 
     Args:
-        module: holds the parameters.
-        placement: of each of them.
-        names: parameters and buffers of the module that it is true of, by their names there; None
-            is all of them, those added later too, except for names that were declared apart.
+        module: module that holds the parameters.
+        placement: placement of each of the parameters.
+        names: names of the module's parameters and buffers that have this placement. None means
+            all without a declaration of their own, including parameters that are added later.
     """
-    # A new dictionary: copies of the module share the old one.
+    # The dictionary is copied, because shallow copies of the module share the old one.
     declared = dict(vars(module).get(_DECLARED, {}))
     has_hooks = _check_wrapping in module._forward_pre_hooks.values()
     declared.update(dict.fromkeys([""] if names is None else names, placement))
@@ -397,25 +400,26 @@ def declare_placement(
         module.register_state_dict_post_hook(_show_wholes)
         module.register_load_state_dict_pre_hook(_take_parts)
         module.register_forward_pre_hook(_check_wrapping)
-        # Submodules too: a recomputation calls them when the forward pass of the module is over.
+        # Submodules get the hooks as well, because a recomputation under activation checkpointing
+        # calls them after the forward pass of the module.
         for owner in () if getattr(module, "takes_dtensors", False) else module.modules():
             owner.register_forward_pre_hook(_give_parts)
             owner.register_forward_hook(_take_back, always_call=True)
     setattr(module, _DECLARED, declared)
     _distribute(module)
-    # Optimizers ask for parameters alone.
+    # The call notes placements on the parameters, for optimizers, which see no modules.
     sharded_parameters(module)
 
 
 def successor(parameter: nn.Parameter, tensor: Tensor) -> nn.Parameter:
-    """A parameter of another tensor, with what is known of the one whose place it takes."""
+    """Return a parameter of another tensor, with the attributes of the parameter it replaces."""
     found = nn.Parameter(tensor, parameter.requires_grad)
     vars(found).update(vars(parameter))
     return found
 
 
 def _distribute(module: nn.Module) -> None:
-    """Put DTensors in the place of parameters that hold this rank's part."""
+    """Replace the declared parameters of a module with DTensors."""
     places = {module.get_parameter(name): place for name, place in placements(module).items()}
     made: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
@@ -424,7 +428,7 @@ def _distribute(module: nn.Module) -> None:
             if parameter is None or place is None:
                 continue
             if place.num_parts > 1:
-                # A new set: copies of the module share the old one.
+                # The set is not changed in place, because copies of the module share it.
                 divided = vars(owner).get(_DIVIDED, frozenset()) | {name}
                 object.__setattr__(owner, _DIVIDED, divided)
             if place.holds(parameter):
@@ -435,7 +439,10 @@ def _distribute(module: nn.Module) -> None:
 
 
 def _give_parts(module: nn.Module, _inputs: object) -> None:
-    """Give a module that knows nothing of DTensors this rank's parts, for one forward pass."""
+    """Replace the DTensors of a module with this rank's parts for one forward pass.
+
+    Modules of other libraries compute with plain tensors only.
+    """
     given = []
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
@@ -454,9 +461,9 @@ def _take_back(module: nn.Module, _inputs: object, _output: object) -> None:
 def _show_wholes(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: dict[str, Any]
 ) -> None:
-    """Put DTensors of the whole into a state dict, for `torch.distributed.checkpoint`.
+    """State dict hook: put DTensors into the state dict, for `torch.distributed.checkpoint`.
 
-    Inside `whole_state_dicts` what they stand for.
+    Inside `whole_state_dicts` put whole tensors instead.
     """
     for name, (own, placement) in _shown_tensors(module).items():
         value = state_dict.get(prefix + name)
@@ -464,7 +471,7 @@ def _show_wholes(
         if not isinstance(value, Tensor) or value is own or value.shape != own.shape:
             continue
         if placement.one_expert and placement is not placement_of(module):
-            continue  # the expert has done it
+            continue  # the hook of the expert's own module has done it
         if keeps_wholes() is None:
             shown, has_pieces = placement.shown(value), placement.pieces[1] > 1
             state_dict[prefix + name] = refusing_files(shown, has_pieces=has_pieces)
@@ -475,12 +482,12 @@ def _show_wholes(
             whole = kept(placement, placement.shown(value))
             paths = _names_on_ranks(placement, prefix[:-1])
             for index, path in enumerate(paths):
-                # Copies, since files with shared memory are not everybody's.
+                # The slices are copied, because some file formats refuse tensors that share memory.
                 state_dict[f"{path}.{name}"] = whole[index].clone() if len(whole) else whole
 
 
 def check_known(name: str, placement: Placement, operation: str) -> None:
-    """ValueError unless it is known how a parameter, or a buffer, of experts is part of a whole."""
+    """Raise ValueError if it is unknown how a tensor of experts is part of a whole tensor."""
     if placement.num_parts > 1 and placement.dim is None and not placement.one_expert:
         raise ValueError(
             f"{operation}: expected {name} to be stacked over the experts of this rank, or "
@@ -492,7 +499,7 @@ def check_known(name: str, placement: Placement, operation: str) -> None:
 def _take_parts(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, *_arguments: object
 ) -> None:
-    """Take this rank's part out of DTensors, and out of plain tensors of the whole."""
+    """Load hook: convert DTensors and plain whole tensors to the layout of the parameters."""
     for name, (own, placement) in _shown_tensors(module).items():
         value = state_dict.get(prefix + name)
         if isinstance(value, Tensor):
@@ -504,14 +511,14 @@ def _shown_tensors(module: nn.Module) -> dict[str, tuple[Tensor, Placement]]:
 
 
 def own_part_of(module: nn.Module, name: str, parameter: Tensor, runtime: Any = None) -> Tensor:
-    """This rank's part of a module's parameter, for a forward pass; ValueError as `_check_part`.
+    """Return this rank's part of a parameter for a forward pass; ValueError as in `_check_part`.
 
-    With `runtime` as `part_in_graph`.
+    `runtime` is passed to `part_in_graph`.
     """
     if not is_dtensor(parameter):
         _check_part(module, name, parameter)
         return parameter
-    # In each pass: as `_was_assigned` found it.
+    # The test of `_was_assigned` is repeated inline here, since this runs in every pass.
     own = id(parameter), parameter.untyped_storage()._cdata
     if getattr(parameter, _OWN_STORAGE, None) != own:
         _check_part(module, name, parameter)
@@ -519,8 +526,9 @@ def own_part_of(module: nn.Module, name: str, parameter: Tensor, runtime: Any = 
 
 
 def _check_part(module: nn.Module, name: str, parameter: Tensor) -> None:
-    """ValueError where a tool has replaced a DTensor, or assigned its `data`."""
-    # Not what `functional_call`, or a module around this one, has given it for this pass.
+    """Raise ValueError if a tool has replaced a DTensor parameter, or assigned its `data`."""
+    # A plain `Tensor`, as opposed to a `Parameter`, was put there for this pass by
+    # `functional_call` or by a module around this one.
     if type(parameter) is nn.Parameter:
         if name in module.__dict__.get(_DIVIDED, ()):
             raise ValueError(
@@ -528,7 +536,7 @@ def _check_part(module: nn.Module, name: str, parameter: Tensor) -> None:
                 "got a plain tensor, which a tool has put in its place; for torch's replicate call "
                 "moe_ext.parallelize(model) and give it ignored_modules=[layer.experts, ...]"
             )
-    # An assigned tensor lies beside the part, where no operator looks.
+    # Assigning `data` of a DTensor does not change its local tensor, with which operators compute.
     elif _was_assigned(parameter):
         raise ValueError(
             f"forward: expected the values of {name}, a DTensor, to be changed in place, got a "
@@ -539,27 +547,31 @@ def _check_part(module: nn.Module, name: str, parameter: Tensor) -> None:
 
 @outside_graphs
 def _check_wrapping(module: nn.Module, _inputs: object) -> None:
-    """Refuse a tool that took parts for wholes, and what FSDP2 was told."""
+    """Raise ValueError if a tool or FSDP2 has wrapped the module in a way that is not served."""
     for owner in module.modules() if module._modules else (module,):
         for name, parameter in owner._parameters.items():
-            # Plain tensors have been given for this pass.
+            # A plain `Tensor` was put there for this pass.
             if parameter is not None and type(parameter) is not Tensor:
                 _check_part(owner, name, parameter)
     if "torch.distributed.fsdp" in sys.modules:
-        # Not at the top: FSDP takes a second to import.
+        # The import is local because FSDP takes a second to import.
         from moe_ext.distributed.fsdp_state import check_wrapping
 
         check_wrapping(module, _divided)
 
 
 def _divided(model: nn.Module) -> Divided:
-    """Parameters that ranks hold between them, and the ranks whose gradients are averaged."""
+    """Return the divided parameters, and a function from name to sets of ranks for its mesh.
+
+    The mesh of FSDP2 must contain each of these sets, since gradients are averaged over them.
+    """
     divided = {name: place for name, place in placements(model).items() if place.num_parts > 1}
     groups = {place.group for place in divided.values() if place.group is not None}
     sharers = [set(group_ranks(group)) for group in groups]
 
     def ranks(name: str) -> list[set[int]]:
-        # Experts are DTensors, whose mesh has the ranks of their group already.
+        # For a divided parameter, its own mesh covers the ranks of its group. FSDP2's mesh must
+        # cover all ranks of the grid.
         group = divided[name].group if name in divided else None
         return sharers if group is None else [{rank for row in grid_of(group) for rank in row}]
 
@@ -567,14 +579,14 @@ def _divided(model: nn.Module) -> Divided:
 
 
 def declare_experts(module: nn.Module, num_experts: int, group: ProcessGroup | None) -> None:
-    """Declare a module of experts that does not do so itself, as stacked ones `[E/P, ...]`.
+    """Declare the placement of stacked experts `[E/P, ...]` for a module without a declaration.
 
-    Parameters of another first dimension belong to this rank's experts in a way that is not known.
+    If the first dimension of a parameter is not E/P, how it belongs to the experts is unknown.
 
     Args:
         module: the experts of this rank.
-        num_experts: E, over all ranks.
-        group: ranks that share the experts; None keeps them on this rank.
+        num_experts: E, number of experts over all ranks.
+        group: ranks that share the experts; None if this rank holds all.
     """
     if placement_of(module) is not None:
         return
@@ -586,28 +598,27 @@ def declare_experts(module: nn.Module, num_experts: int, group: ProcessGroup | N
 
 
 def placement_of(module: nn.Module) -> Placement | None:
-    """Placement that a module declared for all of its parameters; None if it declared none."""
+    """Return the placement that a module declares for all of its parameters, or None."""
     return vars(module).get(_DECLARED, {}).get("")
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """True if a module declared itself that its parameters are those of experts."""
+    """Return True if a module declares that its parameters belong to experts."""
     placement = placement_of(module)
     return placement is not None and placement.axis == "ep"
 
 
 def placements(model: nn.Module) -> dict[str, Placement]:
-    """Name to placement, of the parameters that a module of the model declared.
+    """Return name to placement, for the parameters with a declared placement.
 
     Args:
         model: any module.
 
     Returns:
-        In the order of `model.named_parameters()`. A parameter that is not there is held whole, by
-        every rank.
+        In the order of `model.named_parameters()`. Every rank holds the other parameters whole.
     """
     found: dict[nn.Parameter, Placement] = {}
-    # Parents come before children: the innermost declaration stays.
+    # Children come after their parents, so the innermost declaration overwrites the others.
     for module in model.modules():
         declared = vars(module).get(_DECLARED)
         if not declared:
@@ -616,12 +627,13 @@ def placements(model: nn.Module) -> dict[str, Placement]:
             placement = declared.get(name, declared.get(""))
             if placement is not None:
                 found[parameter] = placement
-    # Not by paths: torch's `checkpoint_wrapper` leaves itself out of the names of its parameters.
+    # Parameters are matched by identity, because torch's `checkpoint_wrapper` leaves its own path
+    # out of the names of its parameters.
     return {name: found[p] for name, p in model.named_parameters() if p in found}
 
 
 def _names_on_ranks(place: Placement, path: str) -> list[str]:
-    """Names of the experts that stand on each rank in the place of this one, a module."""
+    """Return the global name of the expert module at this path, for each rank."""
     parent, dot, _ = path.rpartition(".")
     num_local = place.size // place.num_parts
     first = place.held.start - place.part * num_local
@@ -629,15 +641,15 @@ def _names_on_ranks(place: Placement, path: str) -> list[str]:
 
 
 def logical_names(model: nn.Module) -> dict[str, str]:
-    """Names of parameters that count the experts of this rank, to those that count all.
+    """Return parameter names with local expert numbers, to names with global expert numbers.
 
-    Only of experts that are modules each (see `Placement.one_expert`).
+    Only for experts that are modules of their own, see `Placement.one_expert`.
     """
     return {name: found[part] for name, (found, part) in logical_names_by_rank(model).items()}
 
 
 def logical_names_by_rank(model: nn.Module) -> dict[str, tuple[list[str], int]]:
-    """Names that count the experts of this rank, to those on every rank, and which one this is."""
+    """Return local names, to the global names on all ranks and the index of this rank's name."""
     names: dict[str, tuple[list[str], int]] = {}
     for path, module in model.named_modules():
         place = placement_of(module)
@@ -650,7 +662,10 @@ def logical_names_by_rank(model: nn.Module) -> dict[str, tuple[list[str], int]]:
 
 
 def sharded_parameters(model: nn.Module) -> dict[str, tuple[nn.Parameter, Placement]]:
-    """Name to (parameter, placement) of those that are divided over more than one rank."""
+    """Return name to (parameter, placement), for parameters that are divided over several ranks.
+
+    The placement is also noted on the parameter, for `known_shard`.
+    """
     parameters = dict(model.named_parameters())
     found = {
         name: (parameters[name], placement)
@@ -658,17 +673,16 @@ def sharded_parameters(model: nn.Module) -> dict[str, tuple[nn.Parameter, Placem
         if placement.num_parts > 1
     }
     for parameter, placement in found.values():
-        # It is known by itself then, see `known_shard`.
         setattr(parameter, _PLACED, placement)
         _was_assigned(parameter)
     return found
 
 
 def sharded_buffers(model: nn.Module) -> dict[str, tuple[Tensor, Placement]]:
-    """Name to (buffer, placement), of those of experts that lie over several ranks.
+    """Return name to (buffer, placement), for buffers of experts over several ranks.
 
-    Next to stacked experts, those of their number are stacked like them. How others are part of the
-    whole is not known, unless their names were declared.
+    A buffer whose first dimension is the number of stacked experts is divided as they are. For
+    other buffers the placement is unknown, unless their names were declared.
     """
     found: dict[str, tuple[Tensor, Placement]] = {}
     for path, module in model.named_modules():
@@ -687,9 +701,10 @@ def sharded_buffers(model: nn.Module) -> dict[str, tuple[Tensor, Placement]]:
 
 
 def _was_assigned(parameter: Tensor) -> bool:
-    """True if the `data` of a DTensor is another tensor's than when it was seen first.
+    """Return True if a user has assigned `data` of a DTensor since it was seen first.
 
-    A DTensor has a storage without memory. False for other tensors.
+    The storage of a DTensor itself has no memory; that of an assigned tensor may have. Returns
+    False for other tensors.
     """
     noted = getattr(parameter, _OWN_STORAGE, None)
     if noted is None and not is_dtensor(parameter):
@@ -699,14 +714,15 @@ def _was_assigned(parameter: Tensor) -> bool:
         return False
     if noted is not None and noted[0] == own[0]:
         return True
-    setattr(parameter, _OWN_STORAGE, own)  # copies have the attribute of another one
+    # A copy of a parameter has the attribute of the original, whose identity differs.
+    setattr(parameter, _OWN_STORAGE, own)
     return bool(parameter.data_ptr())
 
 
 def known_shard(parameter: Tensor) -> Placement | None:
-    """Placement of a parameter by itself, if it is divided over ranks.
+    """Return the placement of a divided parameter without its model, or None.
 
-    It is read off the DTensor where no model was asked since `Module.to` has changed the parameter.
+    `Module.to` may have dropped the noted placement. It is then derived from the DTensor.
     """
     found: Placement | None = getattr(parameter, _PLACED, None)
     if found is not None or not is_dtensor(parameter):
@@ -725,12 +741,12 @@ def known_shard(parameter: Tensor) -> Placement | None:
 
 
 def is_expert_shard(parameter: Tensor) -> bool:
-    """True if other ranks hold other shards of the same experts, in a mesh with etp."""
+    """Return True if this is an etp shard, so that other ranks hold shards of the same experts."""
     return isinstance(known_shard(parameter), ExpertShards)
 
 
 def sharded_tensors(model: nn.Module) -> list[str]:
-    """Names, all of each, of parameters and buffers that differ between the ranks of a group."""
+    """Return all names of the parameters and buffers that are divided over ranks."""
     shards = {id(tensor) for tensor, _ in _shown_tensors(model).values()}
     named = [
         *model.named_parameters(remove_duplicate=False),
@@ -742,9 +758,9 @@ def sharded_tensors(model: nn.Module) -> list[str]:
 def replicated_groups(
     sharded: Iterable[tuple[nn.Parameter, Placement]], device: torch.device
 ) -> list[tuple[ProcessGroup | None, list[nn.Parameter]]]:
-    """Sharded parameters by the ranks that hold the same part, None where there are no others.
+    """Return divided parameters by the group of ranks with the same part; None for a single rank.
 
-    All ranks of the job call it alike, see `replica_group`.
+    May make groups: all ranks of the job make the call together, see `replica_group`.
     """
     by_group: dict[ProcessGroup, list[nn.Parameter]] = {}
     for parameter, placement in sharded:
@@ -758,14 +774,14 @@ def expert_parameters(
 ) -> Iterator[tuple[str, nn.Parameter, ProcessGroup | None, int]]:
     """Yield the parameters of all experts of a model.
 
-    They are the parameters of modules that declared them (see `declare_placement`): the experts of
-    a `MoELayer`, whatever their class, and those of a model that `replace` was called for.
+    The experts of every `MoELayer`, and of a model passed to `replace`, are found by their
+    declarations, see `declare_placement`.
 
     Args:
         model: any module.
 
     Yields:
-        Name in the model, parameter (this rank's experts), expert-parallel group (None when all
+        Name in the model, parameter (of this rank's experts), expert-parallel group (None if all
         experts are on this rank), number of experts over all ranks.
     """
     parameters = dict(model.named_parameters())
@@ -775,7 +791,7 @@ def expert_parameters(
 
 
 def expert_param_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer: the dense part and the experts apart.
+    """Return parameter groups for an optimizer: one of dense parameters, one of experts.
 
     Args:
         model: any module.

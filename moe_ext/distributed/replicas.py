@@ -1,6 +1,6 @@
-"""Replicas: ranks that hold the same parts of parameters as others, and shards of one expert.
+"""Finds replicas, the ranks that hold the same parts of parameters, and etp shards of experts.
 
-A `MoEMesh` declares them; of groups that were made otherwise they are found out.
+A `MoEMesh` declares the replicas of its groups. For other groups the ranks find them together.
 """
 
 from __future__ import annotations
@@ -14,59 +14,59 @@ from moe_ext.comm import collectives
 from moe_ext.comm.agreement import share
 from moe_ext.comm.groups import group_rank, group_ranks, group_size, resolve_group
 
-# Ranks with the same coordinate in a group; None where this rank has no such peer.
+# Group to the ranks of other such groups with the same place in it; None if there are no others.
 _replica_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup | None]
 _replica_groups = weakref.WeakKeyDictionary()
-# Ranks with the same shards, and neighbours, of a group whose neighbours share each expert.
+# Group with etp to the ranks with the same shard, and the ranks with shards of the same experts.
 _expert_shards: weakref.WeakKeyDictionary[ProcessGroup, tuple[ProcessGroup, ProcessGroup]]
 _expert_shards = weakref.WeakKeyDictionary()
-# The groups that divide the ranks as this one does: a row each, with the ranks of its parts.
+# Group to the ranks of all groups that partition the job in the same way, one row for each.
 _grids: weakref.WeakKeyDictionary[ProcessGroup, list[list[int]]] = weakref.WeakKeyDictionary()
 
 
 def declare_replicas(
     group: ProcessGroup, replicas: ProcessGroup | None, grid: list[list[int]]
 ) -> None:
-    """Note which ranks hold the same parts, for parameters divided over `group`.
+    """Note which ranks hold the same parts of parameters that are divided over `group`.
 
     Args:
-        group: that of this rank.
-        replicas: ranks with the part of this rank; None where there are no others.
-        grid: global ranks, a row for each group that divides as this one does, in order of parts.
+        group: group of this rank.
+        replicas: ranks with the same part as this rank; None if there are no others.
+        grid: global ranks, one row for each group of the partition, in order of parts.
     """
     _replica_groups[group], _grids[group] = replicas, grid
 
 
 def declare_expert_shards(group: ProcessGroup, same: ProcessGroup, shards: ProcessGroup) -> None:
-    """Note that neighbours in a group of experts hold shards of each expert.
+    """Note that neighbouring ranks of a group hold etp shards of the same experts.
 
     Args:
         group: ranks that share a set of experts.
-        same: those of them that hold the same shard of different experts.
-        shards: those that hold shards of the same experts.
+        same: ranks of the group with the same shard of different experts.
+        shards: ranks of the group with shards of the same experts.
     """
     _expert_shards[group] = same, shards
 
 
 def groups_of_shards(group: ProcessGroup) -> tuple[ProcessGroup, ProcessGroup]:
-    """The groups that `declare_expert_shards` was given."""
+    """Return the arguments `same` and `shards` of `declare_expert_shards` for a group."""
     return _expert_shards[group]
 
 
 def shards_of_experts(group: ProcessGroup | None) -> int:
-    """Ranks that each expert of a group is divided over; 1 for a group without etp."""
+    """Return etp, the number of ranks over which each expert is divided; 1 without etp."""
     return 1 if group is None or group not in _expert_shards else _expert_shards[group][1].size()
 
 
 def replica_group(group: ProcessGroup, device: torch.device) -> ProcessGroup | None:
-    """Ranks that hold the same parts as this one of what `group` divides; None if there is none.
+    """Return the ranks that hold the same part as this rank, of parameters over `group`, or None.
 
-    A `MoEMesh` knows them. For a group made otherwise, the first call finds them out and makes the
-    process groups: all ranks of the default group must then call it, in the same order, with their
-    own group.
+    A `MoEMesh` has declared it for its groups. For any other group the first call finds the ranks
+    and makes process groups. All ranks of the default group must make this first call, in the same
+    order, each with its own group.
 
     Raises:
-        ValueError: on every rank, when the groups do not partition the ranks into groups of one
+        ValueError: on every rank, if the groups do not partition the ranks into groups of equal
             size.
     """
     if group in _replica_groups:
@@ -96,8 +96,8 @@ def replica_group(group: ProcessGroup, device: torch.device) -> ProcessGroup | N
 
 
 def grid_of(group: ProcessGroup) -> list[list[int]]:
-    """Global ranks, a row for each group that divides parameters as this one; empty if not known.
+    """Return the global ranks of all groups of the partition, one row for each; empty if unknown.
 
-    They are known of groups of a `MoEMesh`, and of others once `replica_group` has found them.
+    The partition is known for groups of a `MoEMesh`, and for others after `replica_group`.
     """
     return _grids.get(group, [])

@@ -1,7 +1,7 @@
-"""Spread experts that every rank holds: each keeps its part, as a DTensor.
+"""Spreads experts that every rank holds: each rank keeps its part of them, as a DTensor.
 
-`parallelize(model, mesh)` does so for layers of this package, `replace(model, ep_group=...)` for
-experts of transformers.
+`parallelize(model, mesh)` uses this for layers of this package, and `replace(model, ep_group=...)`
+for experts of transformers.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from moe_ext.distributed.placement import Placement, placements, successor
 if TYPE_CHECKING:
     from moe_ext.distributed.mesh import MoEMesh
 
-# Name in the model, parameter of all experts, and the placement that it is to have.
+# Name in the model, parameter of all experts, and the placement that it will have.
 Whole = tuple[str, nn.Parameter, Placement]
 
 
 class SpreadsExperts:
-    """Mixed into layers whose experts may come to lie over ranks after they were made."""
+    """Mixin of layers whose experts can be spread over ranks after construction."""
 
     def _placements_over(self, ep_group: ProcessGroup) -> dict[str, Placement]:
-        """Placements that the parameters of experts would have, by their names in the layer.
+        """Return the placements that the expert parameters would have, by names in the layer.
 
         Raises:
-            ValueError: the layer, as it is, cannot lie over these ranks.
+            ValueError: the layer cannot be spread over these ranks.
         """
         raise NotImplementedError
 
     def _dispatcher_over(self, ep_group: ProcessGroup | None) -> Any:
-        """Dispatcher for these ranks, which call this together."""
+        """Make the dispatcher for these ranks, which call this together."""
         raise NotImplementedError
 
     def _lie_over(self, ep_group: ProcessGroup, dispatcher: Any) -> None:
-        """Take the group, once the parameters are those of this rank."""
+        """Set group and dispatcher, after the parameters were reduced to those of this rank."""
         raise NotImplementedError
 
 
 def spread_layers(model: nn.Module, mesh: MoEMesh) -> None:
-    """Spread the layers of a model whose experts are all on this rank, on every rank or on none."""
+    """Spread all layers of a model that hold all experts. Either every rank does, or none does."""
     group, layers = mesh.ep_group, dict[str, SpreadsExperts]()
     assert group is not None
 
@@ -72,7 +72,7 @@ def spread_layers(model: nn.Module, mesh: MoEMesh) -> None:
 
 
 def _is_spread(layer: nn.Module, group: ProcessGroup, path: str) -> bool:
-    """True if the experts of a layer lie over these ranks already; ValueError if over others."""
+    """Return True if a layer is already spread over this group. ValueError if over another."""
     groups = {p.group for p in placements(layer).values() if p.axis == "ep" and p.num_parts > 1}
     for other in groups:
         assert other is not None
@@ -85,7 +85,7 @@ def _is_spread(layer: nn.Module, group: ProcessGroup, path: str) -> bool:
 
 
 def _check_found(model: nn.Module, wholes: list[Whole], mesh: MoEMesh) -> None:
-    """ValueError for experts that no layer spreads."""
+    """Raise ValueError for experts outside the layers that can be spread."""
     known, places = {name for name, _, _ in wholes}, placements(model)
     left = [
         name
@@ -93,7 +93,7 @@ def _check_found(model: nn.Module, wholes: list[Whole], mesh: MoEMesh) -> None:
         if place.axis == "ep" and place.num_parts == 1 and name not in known
         if place.dim is not None or place.one_expert
     ]
-    # A stage of a pipeline may have none.
+    # A pipeline stage may have no experts.
     if left or (not places and mesh.pp_size == 1):
         raise ValueError(
             "parallelize: expected experts to be those of a MoELayer (replace(model, ep_group="
@@ -109,17 +109,17 @@ def spreading(
     group: ProcessGroup | None,
     find: Callable[[], tuple[list[Whole], dict[str, object]]],
 ) -> Iterator[None]:
-    """Put this rank's parts in the place of whole parameters; an error undoes it on every rank.
+    """Context that replaces whole parameters with this rank's parts, and undoes it after an error.
 
     Args:
         operation: name for messages.
         model: any module.
-        group: ranks that compare what they spread.
-        find: the parameters, and other facts that must be equal on all ranks.
+        group: ranks that compare the parameters which they spread.
+        find: returns the parameters, and further facts that must be equal on all ranks.
 
     Raises:
-        ValueError: on every rank: a parameter cannot be cut, or something else holds it; or facts,
-            names, shapes or values differ between ranks.
+        ValueError: on every rank, if a parameter cannot be divided or another object holds it, or
+            if facts, names, shapes or values differ between ranks.
     """
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:
@@ -136,7 +136,7 @@ def spreading(
 def _cut(
     operation: str, wholes: list[Whole], facts: dict[str, object]
 ) -> tuple[dict[str, object], dict[nn.Parameter, nn.Parameter]]:
-    """All facts, and the parameters with this rank's parts of them."""
+    """Return all facts to compare, and a mapping from whole parameters to this rank's parts."""
     parts: dict[nn.Parameter, nn.Parameter] = {}
     for name, whole, place in wholes:
         found = None
@@ -163,17 +163,17 @@ def _cut(
 def _exchange(
     operation: str, model: nn.Module, new: dict[nn.Parameter, nn.Parameter]
 ) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Put parameters in the place of others; all of them or, with ValueError, none.
+    """Replace parameters of a model by others. ValueError, with nothing replaced, if one is held.
 
-    An optimizer that held one of those before would train what no module has any more.
+    An optimizer that holds a replaced parameter would train a tensor that no module uses.
 
     Args:
         operation: name for messages.
         model: any module.
-        new: empty afterwards.
+        new: whole parameter to its replacement; cleared, so that no reference remains.
 
     Returns:
-        Module, name and parameter for `_put`, which undoes it.
+        Module, name and parameter of each place, with which `_put` undoes the replacement.
     """
     found = [(m, n, p) for m in model.modules() for n, p in m._parameters.items() if p in new]
     twins = {id(p): successor(p, p.data) for p in new}
