@@ -353,7 +353,7 @@ def post_rows(
         receive: number of rows from each of the P ranks.
         exchange: function with the arguments of `all_to_all_single`, which is the default.
     """
-    if exchange is not None or streams.has_streams(x.device):
+    if exchange is not None or x.is_cuda:
         function = exchange or dist.all_to_all_single
         call = functools.partial(function, out, x, list(receive), list(send), group=group)
         return streams.run_beside(call, x, out, purpose="tokens")

@@ -39,7 +39,7 @@ from moe_ext.distributed.gradients import fingerprint
 from moe_ext.distributed.placement import Placement, declare_experts
 from moe_ext.distributed.replicas import shards_of_experts
 from moe_ext.distributed.spread import SpreadsExperts
-from moe_ext.nn.balance.counts import CountingModule, add_once
+from moe_ext.nn.balance.counts import UNSET_SCALE, CountingModule, add_once
 from moe_ext.nn.balance.losses import (
     Balance,
     Documents,
@@ -139,7 +139,7 @@ class MoELayer(CountingModule, SpreadsExperts):
         balance_loss_coef, z_loss_coef, loss_mode: coef, z_coef and mode of `balance`; may be set
             between steps, as `balance`, `capacity`, `router`, `row_budget` and `debug` may.
         loss_scale: factor on the injected losses, a number or a 0-d tensor, 1.0 at first; see
-            `set_loss_scale`.
+            `set_loss_scale`. A warning tells if gradients accumulate and no factor was set.
         metrics: of the last forward pass on this rank, detached: `num_tokens_per_expert` [E] int64
             (chosen, before any drop), `num_dropped`, `balance_loss`, `z_loss`, and `<name>_loss` of
             each of the router's own; with rebalance `num_moved_experts` (whose weights came to this
@@ -197,7 +197,7 @@ class MoELayer(CountingModule, SpreadsExperts):
         self.row_budget: RowBudget | None = row_budget  # type: ignore[assignment]
         self.balance: Balance = balance  # type: ignore[assignment]
         self.debug = self._dispatch.debug
-        self.loss_scale: float | Tensor = 1.0
+        self.loss_scale: float | Tensor = UNSET_SCALE
         self._record: Record = {}
         self._check_group(ep_group, experts=experts, router=router)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -658,6 +658,8 @@ class MoELayer(CountingModule, SpreadsExperts):
                 step=step,
             )
         if terms and self.balance.mode != "return" and self.training and torch.is_grad_enabled():
+            if step is not None or self.loss_scale is UNSET_SCALE:
+                self.check_step()
             y_TD = inject_losses(y_TD, terms, self.loss_scale)
         if self.balance.mode == "inject":
             for name, (coef, term) in terms.items():

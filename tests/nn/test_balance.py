@@ -1,5 +1,6 @@
 import contextlib
 import copy
+import warnings
 
 import pytest
 import torch
@@ -575,3 +576,81 @@ def test_a_layer_with_losses_in_the_graph_is_copied_without_them():
 def test_wrong_options(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def warnings_of_steps(layer, steps):
+    """Texts of the warnings in steps, each given as the batches of its passes."""
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for batches in steps:
+            for x in batches:
+                loss = layer(x).square().mean()
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(each.message) for each in found]
+
+
+ACCUMULATING = [micro_batches()[:1], micro_batches()[:3]]
+
+
+@pytest.mark.parametrize("mode", ["inject", "return"])
+def test_passes_that_add_up_want_a_loss_scale(mode):
+    layer = make_model("micro_batch", mode)[0]
+    found = warnings_of_steps(copy.deepcopy(layer), ACCUMULATING)
+    assert len(found) == (mode == "inject"), found
+    assert all("expected moe_ext.nn.set_loss_scale(model, 1 / n)" in text for text in found)
+    set_loss_scale(layer, 1.0)
+    assert warnings_of_steps(layer, ACCUMULATING) == []
+
+
+def late_zero_grad(layer, optimizer, x):
+    loss = layer(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def two_passes_of_one_loss(layer, optimizer, x):
+    optimizer.zero_grad(set_to_none=False)
+    (layer(x) + layer(2 * x)).square().mean().backward()
+    optimizer.step()
+
+
+def recomputed_pass(layer, optimizer, x):
+    checkpoint(layer, x, use_reentrant=False).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("step", [late_zero_grad, two_passes_of_one_loss, recomputed_pass])
+def test_passes_that_do_not_add_up_want_no_loss_scale(step):
+    layer = make_model("micro_batch")[0]
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for x in micro_batches()[:3]:
+            step(layer, optimizer, x)
+
+
+@pytest.mark.parametrize("counted_first", [False, True])
+def test_a_step_that_goes_on_counting_is_refused(counted_first):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = micro_batches()
+
+    def step(resets):
+        if resets:
+            reset_token_counts(model)
+        if resets and counted_first:
+            with count_tokens(model):
+                [model(x) for x in batches]
+        for x in batches:
+            model(x).square().mean().backward()
+        optimizer.step()
+
+    step(resets=True)
+    step(resets=True)
+    with pytest.raises(RuntimeError, match="expected (moe_ext.nn.reset|4 training passes)"):
+        step(resets=False)

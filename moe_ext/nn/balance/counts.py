@@ -6,6 +6,7 @@ Shapes: E experts, C counters.
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,10 @@ from moe_ext.comm import collectives
 from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import group_size
 from moe_ext.nn.torch_state import in_backward, moved
+from moe_ext.ops.autograd import is_transformed
+
+# Value of `loss_scale` until a user sets one, known by its identity.
+UNSET_SCALE = float("1.0")
 
 # An operator takes numbers, not groups: a group travels as its id, 0 for none.
 _groups: weakref.WeakValueDictionary[int, ProcessGroup] = weakref.WeakValueDictionary()
@@ -55,6 +60,7 @@ class StepCounts:
             "complete", where all passes of the step were counted before.
         passes_left: training passes of this rank still to come, when complete.
         num_passes: passes counted on this rank.
+        version: version counter of the router's weight in the first pass of a running count.
     """
 
     def __init__(
@@ -70,6 +76,7 @@ class StepCounts:
         self.state = "running"
         self.num_passes = 0
         self.passes_left = 0
+        self.version: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepCounts:
         return StepCounts(self.total.shape[0] - 1, self.group, self.total.device)
@@ -79,6 +86,17 @@ class StepCounts:
         self.total.zero_()
         self.state = "running"
         self.num_passes = self.passes_left = 0
+        self.version = None
+
+    def begin(self, version: int) -> None:
+        """Note the version of the router's weight. RuntimeError if the count has begun before."""
+        if self.state == "running" and self.version is not None:
+            raise RuntimeError(
+                "MoELayer: expected moe_ext.nn.reset_token_counts(model) before the first pass of "
+                "each step with Balance('global_batch'), got a pass after the router's weight has "
+                "changed"
+            )
+        self.version = version
 
     def add(self, counts_E: Tensor) -> None:
         """Take part in the count with one forward pass."""
@@ -110,8 +128,11 @@ class CountingModule(nn.Module):
             where the router's bias moves in another way.
         counting: inside `count_tokens`: this pass counts and nothing else.
         global_counts: counts of the step, None where no loss wants them.
+        loss_scale: factor on the losses that the layer injects.
     """
 
+    router: nn.Module
+    loss_scale: float | Tensor
     choices: Tensor
     required_bias: Tensor | None
     counting: bool
@@ -125,6 +146,36 @@ class CountingModule(nn.Module):
         self.required_bias = None
         self.counting = False
         self.global_counts = step
+        self._version = -1
+
+    def check_step(self) -> None:
+        """Look for a pass that needs a call to `reset_token_counts` or `set_loss_scale`.
+
+        Within a step the version counter of the router's weight stays the same, and an optimizer
+        changes it.
+        """
+        if torch.compiler.is_compiling() or is_transformed():
+            return
+        for weight in self.router.parameters():
+            if weight.requires_grad and weight.is_leaf:
+                break
+        else:
+            return
+        before, version, counts = self._version, weight._version, self.global_counts
+        self.__dict__["_version"] = version
+        if counts is not None and counts.version != version:
+            counts.begin(version)
+        if self.loss_scale is UNSET_SCALE and version == before and weight.grad is not None:
+            # NOTE: device-to-host sync, in passes that follow a backward pass of the same step.
+            if not in_backward() and weight.grad.any():
+                warnings.warn(
+                    "MoELayer: expected moe_ext.nn.set_loss_scale(model, 1 / n) where the "
+                    "gradients of n passes add up, since each pass injects its balance losses, "
+                    "got loss_scale=1.0 in the second pass of a step; set_loss_scale(model, 1.0) "
+                    "keeps the sum of all passes",
+                    stacklevel=2,
+                )
+                self.loss_scale = 1.0
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> CountingModule:
         """Move the counters along."""
