@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from moe_ext.comm.c10d import flat_mesh
 from moe_ext.comm.groups import group_ranks
@@ -56,14 +57,20 @@ def fully_shard(module: nn.Module, mesh: MoEMesh, **options: Any) -> FSDPModule:
         The module.
 
     Raises:
-        ValueError: torch.distributed is not initialised, or experts are divided over another group.
-            Nothing has been sharded then.
+        TypeError: mesh is a DeviceMesh.
+        ValueError: torch.distributed is not initialised, or experts are not divided over
+            `mesh.ep_group`. Nothing has been sharded then.
 
     Reference: Liang et al., TorchTitan, 2024 (arXiv 2410.06511), which shards experts in this way.
     """
     # The import is local because FSDP takes a second to import.
     from torch.distributed import fsdp
 
+    if isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            "fully_shard: expected mesh to be a MoEMesh, got a DeviceMesh; make one for all calls "
+            "by MoEMesh.from_device_mesh(mesh)"
+        )
     if mesh.replica_mesh is None or mesh.world_mesh is None:
         raise ValueError(
             "fully_shard: expected mesh to be made after torch.distributed was initialised, got "
@@ -77,6 +84,13 @@ def fully_shard(module: nn.Module, mesh: MoEMesh, **options: Any) -> FSDPModule:
             raise ValueError(
                 f"fully_shard: expected {name} to be of experts over mesh.ep_group, got "
                 f"{place.axis!r} over another group"
+            )
+    for name, parameter, group, _ in expert_parameters(module) if mesh.ep_size > 1 else ():
+        if group is None and not is_dtensor(parameter):
+            raise ValueError(
+                f"fully_shard: expected experts to be divided over mesh.ep_group, got {name} with "
+                f"all experts on each rank, and a mesh of ep={mesh.ep_size}; call "
+                "moe_ext.parallelize(model, mesh) first"
             )
     experts = list(_outermost(module, {id(parameter) for parameter, _ in sharded.values()}))
     held = {id(parameter) for _, parameter, _, _ in expert_parameters(module)}

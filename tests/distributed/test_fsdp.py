@@ -254,6 +254,17 @@ def wrong_meshes_are_refused(name):
             experts_in_part(Model(own_groups()), diagonal)
 
 
+@FOUR()
+def undivided_experts_are_refused():
+    """Before anything is sharded; a mesh of torch needs groups, which are made once."""
+    mesh, model = mesh_of(2), Model(None)
+    text = r"fully_shard: expected experts to be divided .*experts.*ep=2; call moe_ext.parallelize"
+    raised(ValueError, text, md.fully_shard, model, mesh)
+    text = r"fully_shard: expected mesh to be a MoEMesh, got .*from_device_mesh"
+    raised(TypeError, text, md.fully_shard, model, mesh.device_mesh)
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
 @FOUR(("sharded",), ("left whole",), ("averaged",))
 def divisors_of_gradients(name):
     """torchtitan has FSDP2 divide by 1; our layers have divided by the ranks that share experts."""
