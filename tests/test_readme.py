@@ -87,7 +87,7 @@ COMPARED = {
     "the same, bfloat16": " experts) | 1024 | bfloat16 | even |",
     "64 narrow experts, top 8, float32": "| B (many narrow experts) | 1024 | float32 | even |",
     "a model like Qwen3-MoE, relative speed": "| Qwen3-MoE |",
-    '2 nodes × 2 ranks × 512 tokens, 1 Gbit/s, narrow experts, `combine="reduced"`': (
+    "2 nodes × 2 ranks × 512 tokens, 1 Gbit/s, narrow experts": (
         "| 2 x 2 | T=512 D=512 F=192 E=64 K=8 | 1 Gbit/s |"
     ),
     "ring attention, float32, relative CPU time": "| float32 | ours |",

@@ -27,10 +27,16 @@ from moe_ext.comm import c10d, collectives
 from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import group_ranks, group_size, is_initialized, world_size
 from moe_ext.distributed.dtensor import is_dtensor, local_part
-from moe_ext.distributed.gradients import average_gradients, reduction_problem
+from moe_ext.distributed.gradients import (
+    average_gradients,
+    fingerprint,
+    may_differ,
+    reduction_problem,
+)
 from moe_ext.distributed.mesh import MoEMesh
 from moe_ext.distributed.placement import (
     Placement,
+    placements,
     replicated_groups,
     sharded_parameters,
     sharded_tensors,
@@ -39,6 +45,12 @@ from moe_ext.distributed.replicas import grid_of, replica_group
 from moe_ext.distributed.spread import spread_layers
 
 _OPERATION = "DistributedDataParallel"
+# Fact that ranks compare of a model without a wrapper.
+_DENSE_BITS = (
+    "the checksum of the dense parameters (seed every rank alike, and call "
+    "moe_ext.distributed.sync_gradients after each backward pass, or wrap the model in "
+    "DistributedDataParallel or FSDP2)"
+)
 # Attribute of a module that `parallelize` was called for: its `_Averaging`.
 _AVERAGING = "_moe_ext_averaging"
 
@@ -197,6 +209,7 @@ class _Averaging:
         # wants a reduction.
         self._ran = self._wants = False
         self._is_queued = False
+        self._num_passes = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the model starts with an empty state, and finds its own parameters and wrapper.
@@ -227,6 +240,32 @@ class _Averaging:
                 "with one of no tokens, and the sum of its outputs as its loss"
             )
         return True
+
+    def compare_dense(self, model: nn.Module) -> None:
+        """Compare the dense parameters over the ranks that share experts, in a loop of the user's.
+
+        Looks in passes 1, 2, 4, 8, ...: a forgotten `sync_gradients` is found soon, and a long run
+        does not pay for it. NOTE: device-to-host sync in these passes.
+
+        Raises:
+            ValueError: on every rank, if dense parameters differ between ranks.
+        """
+        if not (model.training and torch.is_grad_enabled()) or c10d.backward_number() != -1:
+            return
+        if self._num_passes & (self._num_passes + 1) == 0:
+            placed = placements(model)
+            experts = (p for p in placed.values() if p.axis == "ep" and p.num_parts > 1)
+            groups = dict.fromkeys(place.group for place in experts)
+            dense = [
+                (name, parameter)
+                for name, parameter in model.named_parameters()
+                if parameter.requires_grad and name not in placed
+                if not (is_dtensor(parameter) or may_differ(parameter))
+            ]
+            for group in groups if dense else ():
+                facts = {_DENSE_BITS: fingerprint(dense)}
+                Agreement("forward", group, dense[0][1].device).compare(facts)
+        self._num_passes += 1
 
     def _adopt(self, model: nn.Module, wrapper: nn.Module) -> None:
         """Find the parameters, at the first pass and after `Module.to` has replaced some."""
@@ -366,6 +405,8 @@ def _wrapper_of(model: nn.Module) -> nn.Module | None:
 @outside_graphs
 def _begin_forward(model: nn.Module, _inputs: object) -> None:
     averaging, wrapper = vars(model).get(_AVERAGING), _wrapper_of(model)
+    if averaging is not None and wrapper is None and not _running.passes:
+        averaging.compare_dense(model)
     if any(wrapper is served for _, served in _running.passes):
         wrapper = None  # a prepared model around this one serves the wrapper
     if averaging is None or wrapper is None or not averaging.begin_forward(model, wrapper):

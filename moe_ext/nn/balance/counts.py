@@ -165,17 +165,18 @@ class CountingModule(nn.Module):
         self.__dict__["_version"] = version
         if counts is not None and counts.version != version:
             counts.begin(version)
-        if self.loss_scale is UNSET_SCALE and version == before and weight.grad is not None:
-            # NOTE: device-to-host sync, in passes that follow a backward pass of the same step.
-            if not in_backward() and weight.grad.any():
-                warnings.warn(
-                    "MoELayer: expected moe_ext.nn.set_loss_scale(model, 1 / n) where the "
-                    "gradients of n passes add up, since each pass injects its balance losses, "
-                    "got loss_scale=1.0 in the second pass of a step; set_loss_scale(model, 1.0) "
-                    "keeps the sum of all passes",
-                    stacklevel=2,
-                )
-                self.loss_scale = 1.0
+        if self.loss_scale is not UNSET_SCALE or version != before or weight.grad is None:
+            return
+        # NOTE: device-to-host sync, in passes that follow a backward pass of the same step.
+        if not in_backward() and weight.grad.any():
+            warnings.warn(
+                "MoELayer: expected moe_ext.nn.set_loss_scale(model, 1 / n) where the gradients of "
+                "n passes add up, since each pass injects its balance losses, got loss_scale=1.0 "
+                "in the second pass of a step; set_loss_scale(model, 1.0) keeps the sum of all "
+                "passes",
+                stacklevel=2,
+            )
+            self.loss_scale = 1.0
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> CountingModule:
         """Move the counters along."""

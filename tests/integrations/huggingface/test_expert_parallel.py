@@ -70,6 +70,34 @@ def replaced():
         assert_near(again(**batch_of(rank)).logits, logits[rank])
 
 
+@CHECKS(("replicas",), ("seeds",))
+def a_loop_without_averages_is_refused(kind):
+    """At the second training pass; other dense parameters at the first one."""
+    rank, model = dist.get_rank(), make("mixtral")
+    spread(model)
+    if kind == "seeds":
+        with torch.no_grad():
+            model.lm_head.weight += rank
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(sync):
+        model(**batch_of(rank)).loss.backward()
+        if sync:
+            moe_ext.distributed.sync_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model.train()
+    text = "forward: expected the checksum of the dense parameters .*sync_gradients.* on rank 1"
+    if kind == "replicas":
+        for _ in range(3):
+            step(sync=True)
+        step(sync=False)
+    with pytest.raises(ValueError, match=text):
+        for _ in range(4):
+            step(sync=kind == "replicas")
+
+
 @CHECKS()
 def refusals():
     rank = dist.get_rank()
