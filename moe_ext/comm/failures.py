@@ -257,7 +257,7 @@ def _named(ranks: set[int]) -> str:
 def _describe(call: _RollCall, grace: float) -> tuple[str, set[int]]:
     """Return the finding as text, and the ranks at fault."""
     if call.dead:
-        return f"{_named(call.dead)} died", call.dead
+        return f"{_named(call.dead)} died or ended", call.dead
     if call.store_lost and not call.looked:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return "the launcher that hosts the store is gone; no rank could be asked", set()

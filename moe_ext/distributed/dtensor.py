@@ -34,6 +34,10 @@ _meshes: weakref.WeakKeyDictionary[ProcessGroup, dict[str, DeviceMesh]]
 _meshes = weakref.WeakKeyDictionary()
 
 
+# Attribute of a mesh that `declare_mesh` was called for: weak reference to its group. Equality of
+# meshes does not serve, since a user may make an equal mesh.
+_GROUP = "_moe_ext_group"
+
 # None: state dicts hold DTensors. Otherwise state dicts hold whole tensors, on ranks with True, or
 # empty tensors, on ranks with False.
 _keeps_wholes: ContextVar[bool | None] = ContextVar("_keeps_wholes", default=None)
@@ -105,6 +109,7 @@ def declare_mesh(group: ProcessGroup, mesh: DeviceMesh) -> None:
     # because the file would hold this rank's part only, and every rank would read it.
     mesh.__reduce_ex__ = functools.partial(_refuse_file, mesh)  # type: ignore[method-assign]
     mesh.__deepcopy__ = lambda _memo: mesh  # type: ignore[attr-defined]
+    setattr(mesh, _GROUP, weakref.ref(group))
     _meshes.setdefault(group, {})[mesh.device_type] = mesh
 
 
@@ -119,20 +124,15 @@ def _refuse_file(mesh: DeviceMesh, *_protocol: object) -> NoReturn:
     )
 
 
-def _is_declared(mesh: DeviceMesh) -> bool:
-    return "__deepcopy__" in vars(mesh)
-
-
 def is_part(parameter: Tensor) -> bool:
     """Return True for a parameter that a `Placement` divides, rather than FSDP2 or another tool."""
-    return is_dtensor(parameter) and _is_declared(parameter.device_mesh)
+    return is_dtensor(parameter) and hasattr(parameter.device_mesh, _GROUP)
 
 
 def group_of_mesh(mesh: DeviceMesh) -> ProcessGroup | None:
     """Return the group for which a mesh was declared, or None."""
-    if not _is_declared(mesh):
-        return None
-    return next((g for g, meshes in _meshes.items() if mesh in meshes.values()), None)
+    group: Callable[[], ProcessGroup | None] = getattr(mesh, _GROUP, lambda: None)
+    return group()
 
 
 def mesh_of(group: ProcessGroup, device: torch.device, names: tuple[str, ...]) -> DeviceMesh:

@@ -172,7 +172,7 @@ def test_a_rank_on_another_host_is_named_by_its_silence():
 
 def test_only_the_dead_are_blamed_where_some_are_slow():
     text, ranks = describe(silent={1, 2}, dead={2}, looked=True)
-    assert text == "rank 2 died"
+    assert text == "rank 2 died or ended"
     assert ranks == {2}
 
 
