@@ -20,7 +20,7 @@ from moe_ext._files import replacing
 from moe_ext.sync.update import Update, UpdateEntry
 
 Pieces = Sequence[tuple[str, tuple[int, ...]]]
-_FUSED = re.compile(r"(.*experts\.)(gate_up_proj|down_proj)$")
+_FUSED = re.compile(r"(.*experts\.)(gate_up_proj|down_proj)(_scale_inv)?$")
 _FP8_MAX = 448.0
 _FORMAT = "moe_ext patches 2"
 
@@ -52,7 +52,7 @@ def hugging_face_names(name: str, shape: tuple[int, ...]) -> Pieces:
 
     `...experts.gate_up_proj` `[E, 2F, D]` is, for each expert, `gate_proj.weight` and
     `up_proj.weight` `[F, D]`; `...experts.down_proj` `[E, D, F]` is `down_proj.weight` `[D, F]`.
-    Others keep their name.
+    Factors of `fp8_blocks` follow, such as `gate_proj.weight_scale_inv`. Others keep their name.
     """
     found = _FUSED.match(name)
     if found is None or len(shape) != 3:
@@ -63,7 +63,7 @@ def hugging_face_names(name: str, shape: tuple[int, ...]) -> Pieces:
     else:
         parts = [(part, (rows // 2, columns)) for part in ("gate_proj", "up_proj")]
     return [
-        (f"{found[1]}{expert}.{part}.weight", size)
+        (f"{found[1]}{expert}.{part}.weight{found[3] or ''}", size)
         for expert in range(num_experts)
         for part, size in parts
     ]
@@ -239,21 +239,31 @@ def fp8_blocks(name: str, tensor: Tensor) -> Mapping[str, Tensor]:
 
     Matrices `[..., M, N]` become `name` in float8_e4m3fn and `name_scale_inv`
     `[..., ceil(M / 128), ceil(N / 128)]` in float32, the factors that give the weight back, one for
-    each block of 128 x 128, as in DeepSeek-V3's checkpoints. Other tensors stay.
+    each block of 128 x 128, as in DeepSeek-V3's checkpoints. In `...experts.gate_up_proj`
+    `[E, 2F, D]` blocks begin anew at the ups, whose factors follow those of the gates. Other
+    tensors stay.
 
     Reference: DeepSeek-V3 (arXiv 2412.19437), section 3.3.2.
     """
     if tensor.dim() < 2 or not tensor.is_floating_point():
         return {name: tensor}
-    *_, rows, columns = tensor.shape
+    weight = tensor.detach()
+    fused = _FUSED.match(name)
+    halves = fused is not None and fused[2] == "gate_up_proj" and tensor.dim() == 3
+    if halves:
+        weight = weight.unflatten(1, (2, -1))
+    *_, rows, columns = weight.shape
     pad = (0, -columns % 128, 0, -rows % 128)
-    blocks = torch.nn.functional.pad(tensor.detach().float(), pad)
+    blocks = torch.nn.functional.pad(weight.float(), pad)
     blocks = blocks.unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128))
     largest = blocks.abs().amax((-3, -1), keepdim=True)
     smallest = torch.finfo(torch.float32).tiny  # a denormal quotient may be rounded to 0
     scale = torch.where(largest > 0, (largest / _FP8_MAX).clamp_min(smallest), 1.0)
     codes = (blocks / scale).flatten(-4, -3).flatten(-2)[..., :rows, :columns]
+    scale = scale.squeeze(-1).squeeze(-2)
+    if halves:
+        codes, scale = codes.flatten(1, 2), scale.flatten(1, 2)
     return {
         name: codes.contiguous().to(torch.float8_e4m3fn),
-        f"{name}_scale_inv": scale.squeeze(-1).squeeze(-2).contiguous(),
+        f"{name}_scale_inv": scale.contiguous(),
     }

@@ -391,6 +391,27 @@ def test_quantised_then_compared():
     assert torch.equal(here["w"].view(torch.uint8), want["w"].view(torch.uint8))
 
 
+@pytest.mark.parametrize("ffn_dim", [128, 96, 200])
+def test_quantised_experts_in_the_names_of_checkpoints(ffn_dim):
+    """Each expert's matrix has the codes and the factors that it has by itself."""
+    torch.manual_seed(0)
+    fused = torch.randn(2, 2 * ffn_dim, 130) * (1 + torch.arange(2 * ffn_dim)[:, None])
+    state = {"experts.gate_up_proj": fused, "experts.down_proj": torch.randn(2, 130, ffn_dim)}
+    encoder = sync.DeltaEncoder(state, transform=sync.fp8_blocks)
+    found = {p.name: p for p in sync.patches(encoder.full(), sync.hugging_face_names)}
+    want = {}
+    for expert in range(2):
+        gate, up = state["experts.gate_up_proj"][expert].split(ffn_dim)
+        parts = {"gate": gate, "up": up, "down": state["experts.down_proj"][expert]}
+        for part, weight in parts.items():
+            want |= sync.fp8_blocks(f"experts.{expert}.{part}_proj.weight", weight)
+    assert found.keys() == want.keys()
+    for name, tensor in want.items():
+        assert found[name].shape == tensor.shape, name
+        values = found[name].values.view(tensor.shape)
+        assert torch.equal(values.view(torch.uint8), tensor.view(torch.uint8)), name
+
+
 @pytest.mark.parametrize("flushed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_smallest_weights_are_quantised(dtype, flushed):
