@@ -146,11 +146,15 @@ def save_patches(path: str | os.PathLike[str], found: Sequence[WeightPatch], ver
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    tensors, about = {}, []
+    tensors, about, places = {}, [], set[int]()
     for number, patch in enumerate(found):
-        tensors[f"{number}.values"] = patch.values.contiguous()
-        if patch.indices is not None:
-            tensors[f"{number}.indices"] = patch.indices.contiguous()
+        for part, tensor in (("values", patch.values), ("indices", patch.indices)):
+            if tensor is None:
+                continue
+            # safetensors refuses tensors that share memory, as those of tied weights do.
+            repeats = tensor.data_ptr() in places
+            tensors[f"{number}.{part}"] = tensor.clone() if repeats else tensor.contiguous()
+            places.add(tensor.data_ptr())
         about.append([patch.name, list(patch.shape), str(patch.dtype).removeprefix("torch.")])
     text = json.dumps({"version": version, "patches": about}, default=int)  # of numpy
     metadata = {"format": _FORMAT, "table": text, "crc32": f"{_checksum(text, tensors):08x}"}

@@ -702,6 +702,20 @@ def test_files_of_patches_keep_all_and_find_damage(tmp_path):
         sync.load_patches(path)
 
 
+def test_patches_may_share_memory(tmp_path):
+    """Those of tied weights, under a name each."""
+    pytest.importorskip("safetensors")
+    _, _, one = patches_of(3)
+    whole = sync.WeightPatch("w", (1,), torch.bfloat16, None, one.values)
+    found = [whole, one, dataclasses.replace(one, name="tied")]
+    sync.save_patches(tmp_path / "patches", found, 3)
+    again, _ = sync.load_patches(tmp_path / "patches")
+    for a, b in zip(found, again, strict=True):
+        assert a.name == b.name and torch.equal(a.values, b.values)
+        assert (a.indices is None) == (b.indices is None)
+        assert a.indices is None or torch.equal(a.indices, b.indices)
+
+
 def test_a_full_disk_leaves_the_last_file(tmp_path):
     """Files may have 64 KiB and no more: the next version does not fit."""
     pytest.importorskip("safetensors")
