@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ext import ops
+from moe_ext.comm.c10d import inner_model
 from moe_ext.distributed.dtensor import local_part
 from moe_ext.ops.delta import as_signed
 from moe_ext.sync.region import Region
@@ -19,13 +20,15 @@ _STRIDE = 0x9E3779B97F4A7C15
 
 
 def tensors_of(state: State, operation: str) -> dict[str, Tensor]:
-    """Tensors by name; of a module, those of its state dict.
+    """Tensors by name; of a module, those of its state dict, by their names without wrappers.
 
     Raises:
         TypeError: a value is no dense real tensor that has memory.
     """
-    found = state.state_dict() if isinstance(state, nn.Module) else state
-    for name, value in found.items():
+    if isinstance(state, nn.Module):
+        named = inner_model(state).state_dict()
+        state = {name.replace("_orig_mod.", ""): value for name, value in named.items()}
+    for name, value in state.items():
         if not _is_plain(value):
             about = type(value).__name__
             if isinstance(value, Tensor):
@@ -33,7 +36,7 @@ def tensors_of(state: State, operation: str) -> dict[str, Tensor]:
             raise TypeError(
                 f"{operation}: expected state to hold dense real tensors, got {name!r} of {about}"
             )
-    return dict(found)
+    return dict(state)
 
 
 def _is_plain(value: object) -> bool:

@@ -18,6 +18,7 @@ import torch
 from forked import forkserver
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import moe_ext
 from moe_ext import sync
@@ -441,6 +442,20 @@ def test_a_module_of_experts():
     optimizer.step()
     receiver.apply(encoder.encode())
     assert torch.equal(layer(x), other(x))
+
+
+@pytest.mark.parametrize("end", [0, 1])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_compiled_module_has_the_names_of_a_plain_one(end, whole):
+    modules = [nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)) for _ in range(2)]
+    weights = [module[1].weight for module in modules]
+    if whole:
+        modules[end] = torch.compile(modules[end])
+    else:
+        modules[end][1] = torch.compile(modules[end][1])
+    encoder, receiver = sync.DeltaEncoder(modules[0]), sync.DeltaReceiver(modules[1])
+    receiver.apply(encoder.full())
+    assert torch.equal(*weights)
 
 
 def test_regions_of_dtensors():
