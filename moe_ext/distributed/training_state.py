@@ -260,6 +260,8 @@ class TrainingState:
                             f"{key}={read.get(key)} for {name}"
                         )
                     options = read
+                if options and not isinstance(optimizer, ChecksOptions):
+                    _check_class(optimizer, options)
                 groups.append((group, {k: _typed(v, group.get(k)) for k, v in options.items()}))
             if isinstance(optimizer, ChecksOptions):
                 optimizer._check_groups([{**group, **options} for group, options in groups])
@@ -423,6 +425,18 @@ def _written(group: Mapping[str, Any]) -> Tensor:
     return torch.frombuffer(
         bytearray(json.dumps(options, sort_keys=True).encode()), dtype=torch.uint8
     )
+
+
+def _check_class(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
+    """ValueError where an optimizer of torch takes a number that those which were saved do not."""
+    for name, value in optimizer.defaults.items():
+        # Flags come with new versions of torch.
+        is_flag = isinstance(value, bool | None)
+        if not is_flag and name not in options and name not in _NO_OPTIONS:
+            raise ValueError(
+                f"checkpoint: expected optimizers to be of the classes that were saved, got "
+                f"{type(optimizer).__name__} for one without {name}"
+            )
 
 
 def _number(value: Any) -> Any:

@@ -4,6 +4,7 @@ Rates that a resumed run did not have again: pytorch-lightning #5455, ColossalAI
 """
 
 import copy
+import functools
 import inspect
 import itertools
 import os
@@ -800,6 +801,39 @@ def test_options_that_do_not_fit_are_refused(tmp_path):
     assert_unchanged(layer, optimizer, before)
     with pytest.raises(ValueError, match="each parameter in one optimizer, got weight in two"):
         md.checkpoint.save(tmp_path / "both", layer, [optimizer, optimizer])
+
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("saved", "other", "option"),
+    [
+        (SGD, torch.optim.Adam, "betas"),
+        (SGD, torch.optim.RMSprop, "alpha"),
+        (torch.optim.Adam, SGD, "momentum"),
+        (torch.optim.Adam, torch.optim.NAdam, "momentum_decay"),
+    ],
+)
+def test_another_optimizer_is_refused_before_a_change(tmp_path, saved, other, option):
+    """torch's own load_state_dict fails once the model is read, or takes a state that it drops."""
+    layer = nn.Linear(2, 2)
+    first = saved(layer.parameters())
+    layer(torch.ones(1, 2)).sum().backward()
+    first.step()
+    md.checkpoint.save(tmp_path, layer, first)
+    state = values(layer, first)
+    optimizer = other(layer.parameters())
+    nn.init.ones_(layer.weight)
+    before = values(layer, optimizer)
+    text = f"of the classes that were saved, got {type(optimizer).__name__} for one without "
+    for load in (
+        lambda: md.checkpoint.load(tmp_path, layer, optimizer),
+        lambda: md.checkpoint.TrainingState(layer, optimizer).load_state_dict(state),
+    ):
+        with pytest.raises(ValueError, match=text + option):
+            load()
+        assert_unchanged(layer, optimizer, before)
 
 
 def test_groups_may_be_others(tmp_path):
