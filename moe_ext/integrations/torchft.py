@@ -107,6 +107,7 @@ class ReplicaState:
         """The parts of this rank; tensors are live ones."""
         return {
             "held": self._held(),
+            "trained": self._trained(),
             "model": {name: local_part(t).detach() for name, t in self._tensors().items()},
             "optimizers": [_state_of(optimizer) for optimizer in self._optimizers],
             "others": {name: other.state_dict() for name, other in self._others.items()},
@@ -116,7 +117,8 @@ class ReplicaState:
         """Go on from the parts of the rank with this number in another group.
 
         Raises:
-            ValueError: that rank held other experts or tensors; nothing has changed.
+            ValueError: that rank held other experts, tensors, optimizers or others; nothing has
+                changed.
         """
         held, tensors = self._held(), self._tensors()
         for name in sorted(held.keys() | state["held"].keys()):
@@ -134,6 +136,11 @@ class ReplicaState:
                 f"ReplicaState: expected every group to have the same model, got {name} of shape "
                 f"{found.get(name)}, and {own.get(name)} on this rank"
             )
+        if state["trained"] != self._trained():
+            raise ValueError(
+                "ReplicaState: expected every group to have the same optimizers and others, got "
+                f"{state['trained']}, and {self._trained()} on this rank"
+            )
         with torch.no_grad():
             for name, tensor in tensors.items():
                 local_part(tensor).copy_(state["model"][name])
@@ -147,6 +154,14 @@ class ReplicaState:
             name: (place.held.start, place.held.stop, place.size, place.num_parts)
             for name, (_, place) in sharded_parameters(self._model).items()
         }
+
+    def _trained(self) -> list[object]:
+        """Optimizers, with the numbers of parameters in their groups, and the names of others."""
+        optimizers = [
+            (type(optimizer).__name__, [len(group["params"]) for group in optimizer.param_groups])
+            for optimizer in self._optimizers
+        ]
+        return [*optimizers, *sorted(self._others)]
 
     def _tensors(self) -> dict[str, Tensor]:
         """Parameters, and the buffers that are saved."""

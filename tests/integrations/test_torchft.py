@@ -358,3 +358,55 @@ def test_the_manager_has_the_signatures_of_torchft():
         assert list(mine) == list(theirs), name
     names = inspect.signature(real.__init__).parameters
     assert set(inspect.signature(Manager.__init__).parameters) <= set(names)
+
+
+def of_sgd(parameters):
+    return [torch.optim.SGD(parameters, lr=0.1, momentum=0.9)]
+
+
+def of_adam(parameters):
+    return [torch.optim.Adam(parameters)]
+
+
+def of_two_groups(parameters):
+    return [torch.optim.Adam([{"params": [parameter]} for parameter in parameters])]
+
+
+def of_two_optimizers(parameters):
+    return [torch.optim.Adam([parameter]) for parameter in parameters]
+
+
+def of_demo(parameters):
+    return [moe_ext.optim.DeMo(parameters, lr=0.1)]
+
+
+@pytest.mark.parametrize(
+    ("sent", "here"),
+    [
+        (of_two_optimizers, of_adam),
+        (of_adam, of_two_optimizers),
+        (of_adam, of_two_groups),
+        (of_sgd, of_adam),
+        (of_adam, of_sgd),
+        (of_adam, of_demo),
+    ],
+)
+@pytest.mark.parametrize("others", [True, False])
+def test_another_group_that_trains_otherwise_changes_nothing(sent, here, others):
+    def made(optimizers_of):
+        layer = nn.Linear(3, 4)
+        optimizers = optimizers_of(list(layer.parameters()))
+        layer(torch.ones(1, 3)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        return layer, optimizers
+
+    model, optimizers = made(here)
+    more = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizers[0], 2)} if others else {}
+    state = ReplicaState(model, optimizers, more)
+    before = repr((model.state_dict(), [optimizer.state_dict() for optimizer in optimizers]))
+    for how in (sent, here) if others else (sent,):
+        with pytest.raises(ValueError, match="every group to have the same optimizers and others"):
+            state.load_state_dict(ReplicaState(*made(how)).state_dict())
+    after = repr((model.state_dict(), [optimizer.state_dict() for optimizer in optimizers]))
+    assert before == after
