@@ -139,12 +139,11 @@ def replace(
     check_choice("replace", "dispatcher", dispatcher, DISPATCHERS)
     check_choice("replace", "combine", combine, COMBINES)
     options.check(None)
-    found = find(model, "replace")
+    found = _find_whole(model)
     _run_by_us(found)
     for experts in found.experts.values():
         experts._capacity = options.capacity
-        if not isinstance(experts, ShardedExperts):
-            declare_placements(experts, None)
+        declare_placements(experts, None)
     _protect_inputs(found.model)
     return len(found.experts)
 
@@ -194,6 +193,18 @@ def from_pretrained(
     return found
 
 
+def _find_whole(model: nn.Module) -> ReplacedParts:
+    """The experts of a model, all of them on this rank; ValueError for others."""
+    found = find(model, "replace")
+    for path, module in found.experts.items():
+        if isinstance(module, ShardedExperts):
+            raise ValueError(
+                f"replace: expected all experts of {path} on this rank, got experts that an "
+                "earlier call has spread over ranks"
+            )
+    return found
+
+
 def _run_by_us(found: ReplacedParts) -> None:
     before = found.implementations()
     try:
@@ -211,13 +222,7 @@ def _replace_over_ranks(model: nn.Module, ep_group: ProcessGroup, options: RowOp
     def whole() -> tuple[list[Whole], dict[str, object]]:
         nonlocal found
         options.check(ep_group)
-        found = find(model, "replace")
-        for path, module in found.experts.items():
-            if isinstance(module, ShardedExperts):
-                raise ValueError(
-                    f"replace: expected all experts of {path} on this rank, got experts that an "
-                    "earlier call has spread over ranks"
-                )
+        found = _find_whole(model)
         return wholes(found, ep_group), {
             "the number of expert blocks": len(found.experts),
             "num_experts": sorted({str(m.num_experts) for m in found.experts.values()}),

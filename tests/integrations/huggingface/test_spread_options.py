@@ -112,6 +112,18 @@ def capacity_drops_the_last_rows():
 
 
 @CHECKS()
+def a_second_call_changes_nothing():
+    """It could move no experts, and would take options of one rank for those of all."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    model = spread(make("mixtral"), capacity_factor=1.0)
+    logits = model(**batch_of(0)).logits
+    for options in ({}, {"rebalance": "exact"}, {"ep_group": alone, "capacity_factor": 2.0}):
+        with pytest.raises(ValueError, match="that an earlier call has spread over ranks"):
+            moe_ext.replace(model, **options)
+    assert torch.equal(model(**batch_of(0)).logits, logits)
+
+
+@CHECKS()
 def refusals():
     world, shared = dist.group.WORLD, MoEMesh(ep=2, etp=2).ep_group
     for family, group, options, text in (
