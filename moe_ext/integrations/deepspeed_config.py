@@ -342,8 +342,11 @@ def _precision(left: _Keys) -> tuple[torch.dtype, dict[str, Any] | None]:
     static = fp16.number("loss_scale", 0.0)
     rule = "0, a scale that adapts itself"
     check_rule(_OP, "fp16.loss_scale", static, rule, not (half and static))
+    power = fp16.number("initial_scale_power", 16)
+    rule = "at most 127, the largest power of 2 in float32"
+    check_rule(_OP, "fp16.initial_scale_power", power, rule, power <= 127)
     scale = {
-        "init_scale": 2.0 ** fp16.number("initial_scale_power", 16),
+        "init_scale": 2.0**power,
         "growth_interval": fp16.number("loss_scale_window", 1000),
     }
     bf16.end()

@@ -113,6 +113,10 @@ def test_float16_has_a_scaler():
         ({"scheduler": {"type": "WarmupLR"}}, "got 'scheduler'; use one of torch.optim.lr_sched"),
         ({"zero_optimization": {"stage": 4}}, "stage to be 0, 1, 2 or 3, got 4"),
         ({"gradient_clipping": "auto"}, "gradient_clipping to be a value, got 'auto'"),
+        *(
+            ({"fp16": {"enabled": True, "initial_scale_power": power}}, "to be at most 127, the")
+            for power in (128, 10**9)
+        ),
         ({"gradient_clipping": -1}, "gradient_clipping to be a number, at least 0, got -1"),
         ({"train_batch_size": 4.0}, "train_batch_size to be a whole number, at least 0, got 4.0"),
         ({"train_batch_size": 6}, "to be train_micro_batch_size_per_gpu .* got 6, 4 and 1"),
