@@ -147,7 +147,7 @@ def load(
             parameter of those here; or the model is on the meta device; or `.metadata` is not
             whole; or see `TrainingState.load_state_dict`. Nothing has changed.
         RuntimeError: on every rank: a tensor has another shape, or a file is not whole, and nothing
-            has changed; or a file could not be read later on.
+            has changed; or a file could not be read later on, or what loads a state raised.
         RankFailureError: a rank died or did not answer.
 
     Warns:
@@ -220,14 +220,20 @@ def load(
             found, storage_reader=reader, no_dist=not is_initialized(), **options
         )
     alone = {name: found[name] for name, value in state.items() if isinstance(value, tuple)}
-    training.load_state_dict({**state, **alone})
-    for name in more:
-        assert extra is not None
-        loaded = _like(before[name], found[name])
-        if _has_state(extra[name]):
-            extra[name].load_state_dict(loaded)
-        else:
-            extra[name] = loaded
+    with _on_every_rank("checkpoint.load", options):
+        try:
+            training.load_state_dict({**state, **alone})
+            for name in more:
+                assert extra is not None
+                loaded = _like(before[name], found[name])
+                if _has_state(extra[name]):
+                    extra[name].load_state_dict(loaded)
+                else:
+                    extra[name] = loaded
+        except RankFailureError:
+            raise
+        except Exception as error:
+            raise RuntimeError(f"checkpoint.load: {_HALF_WAY}, after {error!r}") from error
 
 
 def _to_save(

@@ -888,6 +888,41 @@ def stepped(steps):
     return optimizer, scheduler
 
 
+class Refuses(nn.Linear):
+    """Refuses its extra state, as a module, and its state, as one of `extra`."""
+
+    def __init__(self, refuses):
+        super().__init__(2, 2)
+        self.refuses = refuses
+
+    def get_extra_state(self):
+        return {"rows": 0}
+
+    def set_extra_state(self, state):
+        if self.refuses:
+            raise KeyError("seen")
+
+
+def load_on_one_rank_alone(rank, folder):
+    """All ranks raise what one of them raises once the model is written."""
+    layer, optimizer = trained()
+    md.checkpoint.save(folder / "module", Refuses(False))
+    md.checkpoint.save(folder / "extra", layer, optimizer, extra={"more": Refuses(False)})
+    text = r"hold parts of two states now: load again .*, after KeyError\('seen'\) on rank 1"
+    for load in (
+        lambda: md.checkpoint.load(folder / "module", Refuses(rank == 1)),
+        lambda: md.checkpoint.load(
+            folder / "extra", layer, optimizer, extra={"more": Refuses(rank == 1)}
+        ),
+    ):
+        with pytest.raises(RuntimeError, match=text):
+            load()
+
+
+def test_a_load_that_one_rank_refuses_late(tmp_path):
+    spawn_ranks(load_on_one_rank_alone, 2, tmp_path)
+
+
 @pytest.mark.parametrize("way", (md.checkpoint.save, md.checkpoint.async_save))
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_extra_comes_back(tmp_path, way):
