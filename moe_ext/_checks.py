@@ -74,8 +74,8 @@ def check_numbers(
     """Refuse a value that is none where the annotation of an argument is int, float or bool.
 
     Bounds are left to the class, but for ints of which it asks nothing but that they be at least 0.
-    A float is not NaN. A tensor of one element stands for a float, and anything but a text for a
-    bool: "False" would be true.
+    A float is not NaN. A tensor without dimensions stands for a float, one of one element for a
+    "float | Tensor", and anything but a text for a bool: "False" would be true.
 
     Args:
         owner: class that the error names.
@@ -88,11 +88,11 @@ def check_numbers(
         ValueError: one of these ints is negative, or a float NaN.
     """
     for name, annotation in annotations.items():
-        kind, _, optional = str(annotation).partition(" | ")
-        if kind not in ("int", "float", "bool") or optional not in ("", "None"):
+        kind, _, other = str(annotation).partition(" | ")
+        if kind not in ("int", "float", "bool") or other not in ("", "None", "Tensor"):
             continue
         value = values[name]
-        if value is None and optional:
+        if value is None and other == "None":
             continue
         if kind == "int":
             check_integer(owner, name, value)
@@ -102,7 +102,8 @@ def check_numbers(
             if isinstance(value, str):
                 raise TypeError(f"{owner}: expected {name} to be True or False, got {value!r}")
         elif not isinstance(value, numbers.Real) and not (
-            isinstance(value, Tensor) and value.numel() == 1
+            isinstance(value, Tensor)
+            and (value.numel() == 1 if other == "Tensor" else value.dim() == 0)
         ):
             raise TypeError(f"{owner}: expected {name} to be a number, got {value!r}")
         elif value != value:

@@ -226,10 +226,11 @@ def check_range(op: str, options: Mapping[str, Any], low: str, high: str) -> Non
     check_rule(op, high, options[high], rule, options[high] >= options[low])
 
 
-def check_betas(op: str, betas: Sequence[float]) -> None:
+def check_betas(op: str, betas: Sequence[float], name: str = "betas") -> None:
     """ValueError unless there are two numbers in [0, 1)."""
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"{op}: expected betas to be two numbers in [0, 1), got {betas}")
+    rows = [beta for beta in betas if isinstance(beta, Tensor) and beta.dim()]
+    if len(betas) != 2 or rows or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"{op}: expected {name} to be two numbers in [0, 1), got {betas}")
 
 
 def is_own_part(parameter: Tensor) -> bool:

@@ -208,9 +208,11 @@ def move_moments(
     firsts: list[Tensor], seconds: list[Tensor], grads: list[Tensor], betas: tuple[float, float]
 ) -> None:
     """Adam's running means of gradients and of their squares."""
-    torch._foreach_lerp_(firsts, grads, 1 - betas[0])
-    torch._foreach_mul_(seconds, betas[1])
-    torch._foreach_addcmul_(seconds, grads, grads, 1 - betas[1])
+    # A tensor would be taken for a row of a number for each parameter.
+    beta1, beta2 = map(float, betas)
+    torch._foreach_lerp_(firsts, grads, 1 - beta1)
+    torch._foreach_mul_(seconds, beta2)
+    torch._foreach_addcmul_(seconds, grads, grads, 1 - beta2)
 
 
 def state_dtype(parameter: Tensor, group: dict[str, Any]) -> torch.dtype:

@@ -96,7 +96,7 @@ class DeMo(CheckedOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         compression_decay: float = 0.999,
         compression_topk: int = 8,
         compression_chunk: int = 64,

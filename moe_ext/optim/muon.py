@@ -128,7 +128,7 @@ class Muon(SlicedOptimizer):
 
     def _check_options(self, group: dict[str, Any]) -> None:
         check_positive(self._op, group, "lr", "weight_decay", "eps", "adamw_eps")
-        check_betas(self._op, group["adamw_betas"])
+        check_betas(self._op, group["adamw_betas"], "adamw_betas")
         if not 0 <= group["momentum"] < 1:
             raise ValueError(f"Muon: expected momentum to be in [0, 1), got {group['momentum']}")
         coefficients = group["ns_coefficients"]

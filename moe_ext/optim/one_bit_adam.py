@@ -233,7 +233,7 @@ class OneBitAdam(CompressedOptimizer):
     def _apply(self, group: dict[str, Any], entries: list[Entry]) -> None:
         if not entries:
             return
-        lr, beta1 = float(group["lr"]), group["betas"][0]
+        lr, beta1 = float(group["lr"]), float(group["betas"][0])
         parameters, states = [e.part for e in entries], [e.state for e in entries]
         if group["weight_decay"] != 0:
             torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])

@@ -86,6 +86,37 @@ def test_a_rate_is_a_number_or_a_tensor_of_one(name):
     torch.testing.assert_close(found[1:], found[:1] * 2)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_rate_that_is_no_number(name):
+    for rate in ("1e-3", None, torch.tensor([0.5, 0.5])):
+        with pytest.raises(TypeError, match=f"{name}: expected lr to be a number, got"):
+            OPTIMIZERS[name]([parameter()], lr=rate)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_other_options_are_numbers_or_tensors_without_dimensions(name):
+    cls, found = OPTIMIZERS[name], {}
+    arguments = inspect.signature(cls).parameters.items()
+    fixed = {"freeze_step": 2} if name.startswith("OneBit") else {}
+    for option, given in arguments:
+        is_pair = option.endswith("betas")
+        if not is_pair and not isinstance(given.default, float) or option == "lr":
+            continue
+        numbers = given.default if is_pair else [given.default]
+        rows = [torch.tensor([number], dtype=torch.float64) for number in numbers]
+        with pytest.raises((TypeError, ValueError), match=f"{name}: expected {option} to be "):
+            cls([parameter()], **{option: tuple(rows) if is_pair else rows[0]})
+        scalars = [row.view(()) for row in rows]
+        for value in (given.default, tuple(scalars) if is_pair else scalars[0]):
+            p = parameter()
+            optimizer = cls([p], **{option: value}, **fixed)
+            for seed in range(4):
+                train(optimizer, {"p": p}, seed)
+            found.setdefault(option, []).append(p.detach())
+    for one, other in found.values():
+        torch.testing.assert_close(one, other)
+
+
 def train(optimizer, parameters, seed):
     generator = torch.Generator().manual_seed(seed)
     for p in parameters.values():
