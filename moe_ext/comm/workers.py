@@ -56,7 +56,7 @@ class Messages:
 
     This is the Python version of `Messages` in csrc/runtime/messages.h. In Gloo's own collectives,
     the request for data queues behind the data being sent, which doubles the time on a slow link.
-    Here all ranks post all receives first, in the same order.
+    Here every rank posts the receives of a message before it sends its own part, in the same order.
     """
 
     def __init__(self, group: ProcessGroup | None, on_sent: OnSent | None = None) -> None:

@@ -1,5 +1,6 @@
 """A codec that is registered from outside trains like the others; two ranks, and one alone."""
 
+import contextlib
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,6 +17,7 @@ from moe_ext.compression import (
     Quantize,
     Threshold,
     TopK,
+    TwoOfFour,
     codec_of,
     compress_gradients,
     flush,
@@ -52,6 +54,21 @@ class Loudest(PayloadCodec):
 
 
 @dataclass(frozen=True)
+class Careless(Short):
+    """The same with payloads of another length or type than it says."""
+
+    more: int = 0
+    dtype: torch.dtype = torch.uint8
+    shardable: bool = True
+
+    def payload_bytes(self, numel):
+        return super().payload_bytes(numel) + self.more
+
+    def encode(self, x_N, residual_N=None, *, rng_state=None):
+        return super().encode(x_N, residual_N, rng_state=rng_state).view(self.dtype)
+
+
+@dataclass(frozen=True)
 class Forgetful(Short):
     """The same without error feedback."""
 
@@ -63,6 +80,7 @@ for made in (Short, Loudest, Forgetful):
     register_codec(made.name, lambda density, made=made: made())
 register_codec("one_scale", lambda density: Quantize("int3", block=None))
 NAMES = ("short", "loudest", "forgetful", "int6", "int3", "int2", "one_scale")
+WRONG = [(-2, torch.uint8), (32, torch.uint8), (0, torch.int8), (0, torch.bfloat16)]
 two = Checks()
 
 
@@ -101,6 +119,30 @@ def costs_what_it_says(name):
     for call in codec.rehearsal(grad, codec.new_memory(grad)):
         call()
     assert codec.num_rounds(1) == 0 < codec.num_rounds(2)
+
+
+@two()
+def a_codec_that_refuses_to_encode_leaves_ranks_in_step():
+    codec = TwoOfFour("fp32")
+    with pytest.raises(ValueError, match="TwoOfFour: expected two of four"):
+        codec.start(torch.ones(1000), codec.new_memory(torch.ones(1000))).wait()
+    grad = torch.tensor([1.0, 0.0]).repeat(500) * (1.0 + dist.get_rank())
+    found = codec.start(grad.clone(), codec.new_memory(grad)).wait()
+    assert torch.equal(found, torch.tensor([1.5, 0.0]).repeat(500))
+
+
+@two(*[(shardable, *wrong) for shardable in (True, False) for wrong in WRONG])
+def payloads_that_are_not_as_they_say_are_refused(shardable, more, dtype):
+    """And the next step is as if nothing had been."""
+    options = {"more": more, "dtype": dtype, "shardable": shardable}
+    text = r"Careless: expected encode to give uint8 of shape \(\d+,\), as payload_bytes says, got "
+    for codec in (Careless(**options), Short()):
+        grad = torch.full((1000,), 1.0 + dist.get_rank())
+        is_wrong = isinstance(codec, Careless)
+        refused = pytest.raises(ValueError, match=text) if is_wrong else contextlib.nullcontext()
+        with refused:
+            found = codec.start(grad, codec.new_memory(grad)).wait()
+    assert torch.equal(found, torch.full((1000,), 1.5))
 
 
 @pytest.mark.parametrize(

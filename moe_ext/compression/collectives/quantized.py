@@ -491,10 +491,12 @@ class _Shards:
         """Number of elements of a piece that lie before the end of the tensor."""
         return min(max(self.numel - rank * self.shard - first, 0), room)
 
-    def ask(self, like: Tensor) -> list[Message]:
-        """Ask for a payload of each piece from every rank."""
-        payload_bytes = self.coding.payload_bytes
-        return [self.messages.ask(payload_bytes(room), like) for _, room in self.pieces()]
+    def ask(self, room: int, like: Tensor) -> Message:
+        """Ask for a payload of a piece from every rank.
+
+        After this rank's own is made: a codec may refuse to, and what was asked for stays so.
+        """
+        return self.messages.ask(self.coding.payload_bytes(room), like)
 
     def owed_at(self, owed: _Owed, start: int, length: int) -> list[Any]:
         """The owed of some elements; kept if an error must restore it, and no other is read."""
@@ -518,18 +520,19 @@ class _Shards:
                 self.sums.append(owed[0].sum())
         return row
 
-    def scatter(
-        self, arriving: list[Message], x: Tensor, owed: _Owed, rng_state: Tensor | None
-    ) -> None:
-        """Send every piece to the owner of its shard."""
-        for message, (first, room) in zip(arriving, self.pieces(), strict=True):
+    def scatter(self, x: Tensor, owed: _Owed, rng_state: Tensor | None) -> list[Message]:
+        """Send every piece to the owner of its shard; what comes of this rank's own."""
+        arriving = []
+        for first, room in self.pieces():
             payloads = []
             for rank in range(self.messages.size):
                 start, length = rank * self.shard + first, self.length(rank, first, room)
                 found = self.owed_at(owed, start, length)
                 stream = _stream(rng_state, shard=rank)
                 payloads.append(self.encode(x[start : start + length], room, found, stream, first))
-            self.messages.all_to_all(message, torch.cat(payloads))
+            arriving.append(self.ask(room, x))
+            self.messages.all_to_all(arriving[-1], torch.cat(payloads))
+        return arriving
 
     def payload(self, row: Tensor, rank: int, room: int, length: int) -> Tensor:
         """Payload of a rank, in what came for a piece."""
@@ -577,15 +580,16 @@ def _all_reduce(
 ) -> list[Tensor]:
     residual, server, rng_state, residual_in, server_in = states
     shards = _Shards(messages, coding, x_N.numel(), shard, piece, looks, restores)
-    arriving, gathered = shards.ask(x_N), shards.ask(x_N)
-    shards.scatter(arriving, x_N, (residual, residual_in), rng_state)
+    arriving, gathered = shards.scatter(x_N, (residual, residual_in), rng_state), []
     stream = _stream(rng_state, seed=_SECOND_SEED)
     for i, (first, room) in enumerate(shards.pieces()):
         length = shards.length(messages.rank, first, room)
         total = torch.empty(length, device=x_N.device, dtype=torch.float32)
         shards.add_up(total, arriving[i], room)
         owed_of_sum = shards.owed_at((server, server_in), first, length)
-        messages.all_gather(gathered[i], shards.encode(total, room, owed_of_sum, stream, first))
+        row = shards.encode(total, room, owed_of_sum, stream, first)
+        gathered.append(shards.ask(room, x_N))
+        messages.all_gather(gathered[i], row)
     if server is not None and server_in is not None:
         # Elements behind the end stay as they were.
         length = shards.length(messages.rank, 0, shard)
@@ -609,8 +613,7 @@ def _reduce_scatter(
     messages: Messages,
 ) -> list[Tensor]:
     shards = _Shards(messages, coding, x_N.numel(), out_M.numel(), piece)
-    arriving = shards.ask(x_N)
-    shards.scatter(arriving, x_N, (states.residual, states.residual_in), states.rng_state)
+    arriving = shards.scatter(x_N, (states.residual, states.residual_in), states.rng_state)
     total = torch.empty(out_M.numel(), device=x_N.device, dtype=torch.float32)
     for message, (first, room) in zip(arriving, shards.pieces(), strict=True):
         shards.add_up(total[first : first + room], message, room)
@@ -627,10 +630,11 @@ def _all_gather(
     messages: Messages,
 ) -> list[Tensor]:
     shards = _Shards(messages, coding, out_N.numel(), x_M.numel(), piece)
-    gathered = shards.ask(x_M)
-    for message, (first, room) in zip(gathered, shards.pieces(), strict=True):
-        part = x_M[first : first + room]
-        messages.all_gather(message, shards.encode(part, room, (None, None), rng_state, first))
+    gathered = []
+    for first, room in shards.pieces():
+        row = shards.encode(x_M[first : first + room], room, (None, None), rng_state, first)
+        gathered.append(shards.ask(room, x_M))
+        messages.all_gather(gathered[-1], row)
     for message in gathered:
         message.wait()
     for message, (first, room) in zip(gathered, shards.pieces(), strict=True):
