@@ -388,6 +388,12 @@ class _PayloadCoding(Coding):
             # Pieces of one tensor round differently.
             rng_state = rng_state + torch.tensor([0, first, 0, 0], device=rng_state.device)
         payload = self.codec.encode(x_N, residual_N, rng_state=rng_state)
+        length = self.codec.payload_bytes(x_N.numel())
+        if payload.dtype != torch.uint8 or payload.shape != (length,):
+            raise ValueError(
+                f"{type(self.codec).__name__}: expected encode to give uint8 of shape ({length},), "
+                f"as payload_bytes says, got {payload.dtype} of shape {tuple(payload.shape)}"
+            )
         return nn.functional.pad(payload, (0, -payload.numel() % 16))
 
     def decode_add_(
