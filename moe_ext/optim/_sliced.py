@@ -152,8 +152,9 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
         """Count a step of one parameter; its number."""
         state = self.state[entry.parameter]
         if "step" not in state:
-            # On the host, as torch's optimizers keep it: reading it costs nothing.
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            # On the host, as torch's optimizers keep it: reading it costs nothing. FakeTensorMode
+            # follows the value of a constant.
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)
         state["step"] += 1
         return int(state["step"])
 

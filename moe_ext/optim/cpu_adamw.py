@@ -122,7 +122,7 @@ class CPUAdamW(CheckedOptimizer):
         parameter, group, state = entry.parameter, entry.group, self.state[entry.parameter]
         in_place = parameter.is_cpu and parameter.dtype == torch.float32
         if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)
         if not in_place and "master" not in state:
             state["master"] = parameter.detach().to("cpu", torch.float32, copy=True)
         for name in _MOMENTS:

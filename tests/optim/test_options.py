@@ -117,6 +117,23 @@ def test_other_options_are_numbers_or_tensors_without_dimensions(name):
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(name, {}) for name in ("Adafactor", "CPUAdamW", "LAMB", "LARS", "Muon")]
+    + [("Muon", {"use_muon": False})],
+)
+def test_steps_without_values(name, options, dtype):
+    """As tools that estimate memory take them; those that look for NaN have values to look at."""
+    with torch._subclasses.FakeTensorMode():
+        p = nn.Parameter(torch.ones(4, 4, dtype=dtype))
+        optimizer = OPTIMIZERS[name]([p], **options)
+        for _ in range(2):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+        assert optimizer.state[p]
+
+
 def train(optimizer, parameters, seed):
     generator = torch.Generator().manual_seed(seed)
     for p in parameters.values():
