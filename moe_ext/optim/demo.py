@@ -110,10 +110,16 @@ class DeMo(CheckedOptimizer):
         )
         self._group = resolve_group(process_group, "DeMo")
         self._round = 0
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         self._memory: CodecMemory | None = None
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         # True once ranks have compared options and parameters.
         self._compared = False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, with options of its own; before the first step."""
+        if self._memory is not None:
+            raise ValueError(f"{self._op}: expected all groups to be added before the first step")
+        super().add_param_group(param_group)
 
     def _options(self) -> dict[str, object]:
         """Options equal on all ranks in a step, by name; lists have one for each group."""

@@ -628,6 +628,16 @@ def test_complex_parameters_are_refused(kind):
             DiLoCo(Manager(), [net], sgd(net, lr=0.1), sgd(net, lr=1.0), 2)
 
 
+def test_demo_refuses_groups_after_the_first_step():
+    net = model()
+    optimizer = DeMo(net[0].parameters())
+    backward(net, 0, 0)
+    optimizer.step()
+    with pytest.raises(ValueError, match="DeMo: expected all groups to be added before the first"):
+        optimizer.add_param_group({"params": net[2].parameters()})
+    optimizer.step()
+
+
 def test_demo_refuses_sparse_gradients():
     net = nn.Embedding(4, 3, sparse=True)
     optimizer = DeMo(net.parameters())
