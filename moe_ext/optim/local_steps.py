@@ -121,7 +121,8 @@ class DiLoCo:
         model_fragments: modules; what lies in none is left to the inner optimizer, and what lies in
             several, such as tied weights, goes with the first. With a process group the weights
             that they begin with are compared by a checksum: seed every worker alike. A manager
-            brings them to a new group, as torchft does.
+            brings them to a new group, as torchft does. What is frozen later, by all workers, stays
+            as it is once the steps before are averaged.
         inner_optimizer: its steps are counted. Workers may have different ones, and other options.
         outer_optimizer: of the fragment's parameters; a list with one for each of several. Its
             options are compared in every round, with those of this object.
@@ -301,6 +302,8 @@ class DiLoCo:
     def _options(self) -> dict[str, object]:
         """Options equal on all workers in a round, by name."""
         outers = [fragment.outer for fragment in self._fragments]
+        parts = [part for fragment in self._fragments for part in fragment.parts]
+        named = [each for part in parts for each in zip(part.names, part.parameters, strict=True)]
         found: dict[str, object] = {
             "codec": self._codec,
             "model_fragments": len(outers),
@@ -308,6 +311,7 @@ class DiLoCo:
             "fragment_sync_delay": self._delay,
             "fragment_update_alpha": self._alpha,
             "outer_optimizer": [type(outer).__name__ for outer in outers],
+            "parameters that are frozen by now": [n for n, p in named if not p.requires_grad],
         }
         groups = [group for outer in outers for group in outer.param_groups]
         for name in dict.fromkeys(name for group in groups for name in group if name != "params"):
@@ -471,7 +475,12 @@ class DiLoCo:
             p.grad = None
         for part, mean_N in zip(fragment.parts, means, strict=True):
             for p, mean in zip(part.parameters, part.memory.pieces(mean_N), strict=True):
-                p.grad = with_local(p, mean.to(local_part(p)))
+                mean = mean.to(local_part(p))
+                if p.requires_grad:
+                    p.grad = with_local(p, mean)
+                else:
+                    # Steps from before it was frozen; the outer momentum would go on moving it.
+                    local_part(p).sub_(mean)
         stepped = False
         try:
             fragment.outer.step()

@@ -398,6 +398,27 @@ def check_workers_that_differ_are_named():
         DiLoCo(None, [net], inner, sgd(net, lr=1.0), 8, fragment_sync_delay=dist.get_rank() % 2)
 
 
+@checks()
+def check_what_is_frozen_later_stays():
+    net = model()
+    weight, inner = net[0].weight, sgd(net, lr=0.1)
+    with DiLoCo(None, [net], inner, nesterov(net), 2):
+        for step in range(8):
+            if step == 3:
+                # Workers differ by the first step of the second round.
+                weight.requires_grad_(False)
+                want = weight.clone()
+                dist.all_reduce(want)
+            backward(net, dist.get_rank(), step)
+            inner.step()
+        torch.testing.assert_close(weight, want / RANKS, rtol=0, atol=1e-6)
+        net[0].bias.requires_grad_(dist.get_rank() > 0)
+        with pytest.raises(ValueError, match="parameters that are frozen by now"):
+            for step in range(2):
+                backward(net, dist.get_rank(), step)
+                inner.step()
+
+
 @pytest.mark.parametrize("name", checks)
 def test_over_ranks(name):
     checks.assert_passed(RANKS, name, timeout=120)
