@@ -155,7 +155,8 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
             # On the host, as torch's optimizers keep it: reading it costs nothing. FakeTensorMode
             # follows the value of a constant.
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
-        state["step"] += 1
+        # Not in place: torch keeps the tensor of a loaded state, which another optimizer may have.
+        state["step"] = state["step"] + 1
         return int(state["step"])
 
     def _adam_directions(

@@ -155,3 +155,16 @@ def test_states_go_by_the_names_of_parameters(name):
         if seed > 1:
             train(two, other, seed)
     assert all(map(torch.equal, first.values(), other.values()))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_leave_a_loaded_state_alone(name):
+    one, other = {"p": parameter()}, {"p": parameter()}
+    first, second = (OPTIMIZERS[name]([*p.items()], lr=0.1) for p in (one, other))
+    train(first, one, 0)
+    state = first.state_dict()
+    before = copy.deepcopy(state)
+    second.load_state_dict(state)
+    train(second, other, 1)
+    del state["param_groups"], before["param_groups"]
+    torch.testing.assert_close(state, before, rtol=0, atol=0)
