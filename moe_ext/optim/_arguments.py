@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +31,52 @@ _HOW = {"foreach", "fused", "capturable", "per_expert", "float32_state"}
 _ALWAYS = {"bias_correction": True, "decoupled_weight_decay": True}
 # Arguments of the optimizers of this package.
 _own_options: set[str] = set()
+
+
+@contextlib.contextmanager
+def _hooks(optimizer: Optimizer, kind: str) -> Iterator[list[dict[int, Callable[..., Any]]]]:
+    """Hooks before and after a method of torch's, which does not run them meanwhile."""
+    names = [f"_optimizer_{kind}_{when}_hooks" for when in ("pre", "post")]
+    found = [vars(optimizer)[name] for name in names]
+    vars(optimizer).update({name: OrderedDict() for name in names})
+    try:
+        yield found
+    finally:
+        vars(optimizer).update(zip(names, found, strict=True))
+
+
+def saving(method: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    """Have hooks of `state_dict` get all of the state, and once, from a method that adds to it."""
+
+    @functools.wraps(method)
+    def call(self: Optimizer) -> dict[str, Any]:
+        with _hooks(self, "state_dict") as (before, after):
+            for hook in before.values():
+                hook(self)
+            state = method(self)
+            for hook in after.values():
+                changed = hook(self, state)
+                state = state if changed is None else changed
+        return state
+
+    return call
+
+
+def loading(method: Callable[..., None]) -> Callable[..., None]:
+    """The same of hooks of `load_state_dict`, from a method that keeps some of it from torch."""
+
+    @functools.wraps(method)
+    def call(self: Optimizer, state_dict: dict[str, Any], **options: Any) -> None:
+        with _hooks(self, "load_state_dict") as (before, after):
+            state_dict = dict(state_dict)
+            for hook in before.values():
+                changed = hook(self, state_dict)
+                state_dict = state_dict if changed is None else changed
+            method(self, state_dict, **options)
+            for hook in after.values():
+                hook(self)
+
+    return call
 
 
 class CheckedOptimizer(Optimizer):
@@ -109,6 +157,7 @@ class CheckedOptimizer(Optimizer):
             )
         return None
 
+    @loading
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state; options that it does not have stay as they are.
 

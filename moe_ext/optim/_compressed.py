@@ -28,8 +28,10 @@ from moe_ext.optim._arguments import (
     check_positive,
     divided_within,
     is_own_part,
+    loading,
     loss_of,
     placed_alike,
+    saving,
 )
 from moe_ext.optim._compressed_mean import CompressedMean
 from moe_ext.optim._entries import Entry, alike, clip, mask_problem
@@ -318,6 +320,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
 
     # -- saved states
 
+    @saving
     def state_dict(self) -> dict[str, Any]:
         """The state of all ranks, of torch's form, for any number of ranks; all must call it.
 
@@ -373,6 +376,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
         }
         return found
 
+    @loading
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned anywhere, or `rank_state_dict` on this rank.
 

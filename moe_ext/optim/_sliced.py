@@ -29,6 +29,7 @@ from moe_ext.distributed.state_dict import take_states
 from moe_ext.optim._arguments import (
     CheckedOptimizer,
     Trained,
+    loading,
     loss_of,
     placed_alike,
 )
@@ -44,6 +45,7 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
     # Made by the first step, since copies of an optimizer begin without.
     _options: SummedOptions | None = None
 
+    @loading
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state; by the names of the parameters, where both have names.
 
@@ -56,6 +58,7 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
         """
         self.take_over(by_name(self._op, self.param_groups, state_dict), copy=True)
 
+    @loading
     def take_over(self, state_dict: dict[str, Any], *, copy: bool = False) -> None:
         """Go on from a state as `load_state_dict` does, by the numbers of the parameters.
 

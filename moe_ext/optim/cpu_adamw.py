@@ -18,6 +18,7 @@ from moe_ext.optim._arguments import (
     Trained,
     check_betas,
     check_positive,
+    loading,
     loss_of,
     options_in,
 )
@@ -88,6 +89,7 @@ class CPUAdamW(CheckedOptimizer):
         super().__setstate__(state)
         self._versions = {}
 
+    @loading
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state, whose tensors stay in float32 on the CPU; torch's AdamW has such."""
 

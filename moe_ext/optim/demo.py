@@ -21,7 +21,14 @@ from moe_ext.compression.feedback import CodecMemory, committing
 from moe_ext.distributed.dtensor import dtensor_of, is_dtensor, local_part, mesh_of, shard_of
 from moe_ext.distributed.gradients import fingerprint
 from moe_ext.distributed.state_dict import OF_RANKS
-from moe_ext.optim._arguments import CheckedOptimizer, divided_within, is_own_part, loss_of
+from moe_ext.optim._arguments import (
+    CheckedOptimizer,
+    divided_within,
+    is_own_part,
+    loading,
+    loss_of,
+    saving,
+)
 from moe_ext.optim._saved_states import by_name
 
 _MARK_BYTES = 8
@@ -203,6 +210,7 @@ class DeMo(CheckedOptimizer):
             agreement.compare({})
         raise ValueError(f"DeMo.step: {rule}, got momentums that overflow float32")
 
+    @saving
     def state_dict(self) -> dict[str, Any]:
         """The state, with this rank's momentum, which differs between ranks.
 
@@ -212,6 +220,7 @@ class DeMo(CheckedOptimizer):
         owed = {} if memory is None else {kind: memory.copy_of(kind) for kind in memory.kinds()}
         return {**super().state_dict(), "momentum": owed, "round": self._round}
 
+    @loading
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state of this rank.
 

@@ -168,3 +168,41 @@ def test_steps_leave_a_loaded_state_alone(name):
     train(second, other, 1)
     del state["param_groups"], before["param_groups"]
     torch.testing.assert_close(state, before, rtol=0, atol=0)
+
+
+def tensors(value):
+    """Number of tensors of more than one element in a state."""
+    if isinstance(value, torch.Tensor):
+        return int(value.numel() > 1)
+    parts = value.values() if isinstance(value, dict) else value
+    return sum(map(tensors, parts)) if isinstance(value, (dict, list, tuple)) else 0
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_hooks_of_states_get_all_of_them(name):
+    """And once: a hook may rename what another program has saved, or wrap what this one saves."""
+    one, other = {"p": parameter()}, {"p": parameter()}
+    first, second = (OPTIMIZERS[name]([*p.items()], lr=0.1) for p in (one, other))
+    seen = []
+    first.register_state_dict_pre_hook(lambda _: seen.append("before"))
+
+    def wrap(optimizer, state):
+        seen.append(tensors(state))
+        return {"wrapped": state}
+
+    def unwrap(optimizer, state):
+        seen.append(tensors(state))
+        return state["wrapped"]
+
+    first.register_state_dict_post_hook(wrap)
+    second.register_load_state_dict_pre_hook(unwrap)
+    second.register_load_state_dict_post_hook(lambda o: seen.append(tensors(o.state_dict())))
+    for seed in range(3):
+        train(first, one, seed)
+    second.load_state_dict(first.state_dict())
+    assert seen[0] == "before" and seen[1:] == seen[1:2] * 3 and seen[1] > 0
+    with torch.no_grad():
+        other["p"].copy_(one["p"])
+    train(first, one, 3)
+    train(second, other, 3)
+    assert torch.equal(one["p"], other["p"])
