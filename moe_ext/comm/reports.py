@@ -345,7 +345,7 @@ def _tell(error: Exception, operation: str, *, ends: bool = False) -> None:
         # Another rank may have reported first, for example the same error. Then this rank takes
         # part in ending the waits of that report.
         for other, earlier in _unread(job, number):
-            if me in earlier["ranks"]:
+            if earlier["rank"] != me and me in earlier["ranks"]:
                 _take_back(job)
                 if _meet(other, earlier) or earlier["ends"]:
                     return

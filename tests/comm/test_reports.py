@@ -212,6 +212,20 @@ def an_error_on_a_device_is_kept():
     assert store.get("moe_ext/error/1").decode() == "f: 'no such weight'"
 
 
+@CHECKS()
+def errors_of_a_rank_are_told_one_after_the_other():
+    """A rank raises twice, and waits for nobody in between."""
+    reports._LOOK_EVERY = timedelta(seconds=0.05)
+    world, x = dist.group.WORLD, torch.ones(3)
+    for word in ("first", "second", "third"):
+        with pytest.raises(ValueError, match=f"{word} error"):
+            with reports.telling(world, x.device, "f"):
+                if dist.get_rank() == 1:
+                    raise ValueError(f"{word} error")
+            collectives.all_reduce_(x.clone(), world, operation="sum")
+    assert collectives.all_reduce_(x, world, operation="sum")[0] == dist.get_world_size()
+
+
 @CHECKS((None,), (4,))
 def results_of_another_dtype_on_one_rank_are_refused_on_all(rows):
     reports._LOOK_EVERY = timedelta(seconds=0.05)
