@@ -475,9 +475,11 @@ class MoELayer(CountingModule, SpreadsExperts):
         return DispatchChoice(type(self.dispatcher).__name__, self.dispatcher.reason)
 
     def _forward(self, x: Tensor, per_token: dict[str, Tensor | None], packed: _Packed) -> Tensor:
-        if not isinstance(x, Tensor):
-            raise TypeError(f"MoELayer: expected x to be a tensor, got {type(x).__name__}")
         dispatcher, cut, experts = self.dispatcher, self._cut(), self.experts
+        if not isinstance(x, Tensor):
+            # The others may choose a dispatcher before they tell each other anything.
+            with dispatcher.computing(self.choices):
+                raise TypeError(f"MoELayer: expected x to be a tensor, got {type(x).__name__}")
         weighed = isinstance(experts, GroupedExperts) and experts.weighs_rows
         if dispatcher.choose is not None:
             # It looks at its choice again.

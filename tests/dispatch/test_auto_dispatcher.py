@@ -298,6 +298,7 @@ def check_a_bad_input_on_one_rank_raises_everywhere():
     where = "" if mine else " on rank 1"
     for size in (5, MANY):
         one, x = layer(), tokens(size)
+        raised(TypeError, "expected x to be a tensor, got NoneType", one, None if mine else x)
         text = r"expected x to be of shape \[..., 8\], got .*" + where
         raised(ValueError, text, one, x[:, :5] if mine else x)
         one(x)

@@ -406,6 +406,8 @@ def check_a_bad_input_on_one_rank_raises_everywhere():
         (RuntimeError, r"(?i)nan.*", nan),
     ):
         raised(error, text + where, layer, wrong if mine else x)
+    for _ in range(2):
+        raised(TypeError, "expected x to be a tensor, got NoneType", layer, None if mine else x)
     good, told = torch.ones(4, dtype=torch.bool), "expected token_mask to be "
     for moe in (layer, ResidualMoE(8, 6, E, 2, ep_group=world())):
         for error, text, wrong in (
