@@ -25,6 +25,7 @@ from moe_ext.comm import collectives
 from moe_ext.comm.agreement import Agreement, SummedOptions
 from moe_ext.comm.groups import check_group, group_rank, group_ranks, group_size
 from moe_ext.comm.pending import Pending
+from moe_ext.comm.reports import telling
 from moe_ext.comm.streams import is_capturing
 from moe_ext.comm.traffic import record_traffic
 
@@ -379,15 +380,17 @@ def token_mean_loss(
         grad_scale: factor on the gradient, the same on every rank.
 
     Raises:
-        ValueError: on every rank: `grad_scale` differs. On a device with streams, which is not
-            waited for, the next call raises it.
+        ValueError: on every rank: a rank gave no scalars, or `grad_scale` differs. On a device with
+            streams, which is not waited for, the next call raises that.
         RankFailureError: a rank died or did not answer.
     """
-    group = ranks_of(group, "token_mean_loss")
-    count = torch.as_tensor(num_tokens, device=loss_sum.device)
-    fits = loss_sum.dim() == 0 and count.dim() == 0
-    found = f"shapes {list(loss_sum.shape)} and {list(count.shape)}"
-    requires("token_mean_loss")(fits, "loss_sum and num_tokens", "scalars", found)
+    op = "token_mean_loss"
+    group = ranks_of(group, op)
+    with telling(group, loss_sum.device, op):
+        count = torch.as_tensor(num_tokens, device=loss_sum.device)
+        fits = loss_sum.dim() == 0 and count.dim() == 0
+        found = f"shapes {list(loss_sum.shape)} and {list(count.shape)}"
+        requires(op)(fits, "loss_sum and num_tokens", "scalars", found)
     mean: Tensor = _TokenMean.apply(loss_sum, count, group, grad_scale)
     return mean
 

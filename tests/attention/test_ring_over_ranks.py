@@ -19,6 +19,7 @@ from moe_ext.attention import (
     ring_attention_varlen,
     shard_sequence,
     shift_labels,
+    token_mean_loss,
     unshard_sequence,
 )
 
@@ -138,6 +139,9 @@ def helpers_of_sequences(layout):
     learns = part.detach().requires_grad_(rank == 1)
     with pytest.raises(ValueError, match="requiring a gradient to be equal .* 1 on rank 1"):
         unshard_sequence(learns, dim=1, **where)
+    total = x.sum() if rank == 1 else x.sum((0, 1))
+    with pytest.raises(ValueError, match=r"token_mean_loss: expected loss_sum .* got shapes \[2\]"):
+        token_mean_loss(total, 4, group=group())
 
 
 def refused(match, *tensors, **kwargs):

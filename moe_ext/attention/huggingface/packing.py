@@ -27,6 +27,7 @@ from moe_ext.comm.groups import (
     group_size,
     resolve_group,
 )
+from moe_ext.comm.reports import telling
 
 KEYS = (
     "input_ids",
@@ -247,16 +248,19 @@ def causal_lm_loss(
     Raises:
         RankFailureError: a rank died or did not answer.
     """
-    total = F.cross_entropy(
-        logits.flatten(0, 1).float(),
-        shift_labels.flatten().to(logits.device),
-        ignore_index=ignore_index,
-        reduction="sum",
-    )
+    op = "causal_lm_loss"
+    ranks = ranks_of(group, op)
+    with telling(ranks, logits.device, op):
+        total = F.cross_entropy(
+            logits.flatten(0, 1).float(),
+            shift_labels.flatten().to(logits.device),
+            ignore_index=ignore_index,
+            reduction="sum",
+        )
     count = (shift_labels != ignore_index).sum()
-    num_ranks = group_size(ranks_of(group, "causal_lm_loss"))
+    num_ranks = group_size(ranks)
     scale = float(num_ranks) if grad_scale is None else grad_scale
-    return token_mean_loss(total, count, group=group, grad_scale=scale)
+    return token_mean_loss(total, count, group=ranks, grad_scale=scale)
 
 
 def group_sampler(

@@ -143,6 +143,13 @@ def equals_one_process_with_our_loss_and_experts(name, spread):
 
 
 @check()
+def labels_beyond_the_vocabulary_on_one_rank_are_refused_on_all():
+    labels = torch.full((1, 3), 5 if dist.get_rank() == 1 else 4)
+    with pytest.raises((IndexError, RuntimeError), match="Target 5 is out of bounds"):
+        causal_lm_loss(torch.zeros(1, 3, 5), labels, group=group())
+
+
+@check()
 def reentrant_checkpointing():
     register_ring_attention(group())
     model = make("llama", attn_implementation="moe_ext_ring", attention_dropout=0.2).train()
