@@ -247,6 +247,19 @@ def test_a_step_skipped_by_a_scaler_updates_nothing(kind, fused):
     assert not counted(model).any()
 
 
+@both_kinds
+def test_a_router_of_several_layers_is_updated_once(kind):
+    one, several, x = make_model(kind), make_model(kind, layers=2), tokens()
+    several[1].router = several[0].router
+    one(x)
+    for layer, part in zip(several, x.split(5), strict=True):
+        layer(part)
+    for model in (one, several):
+        assert update_selection_bias(model, rate=0.25) == 1
+    assert torch.equal(biases(several)[1], biases(one)[0]) and biases(one)[0].any()
+    assert not any(counted(several[i:]).any() for i in range(2))
+
+
 @pytest.mark.parametrize("rate", [-1.0, float("nan"), float("inf")])
 def test_wrong_rate(rate):
     with pytest.raises(ValueError, match=r"update_selection_bias: expected rate to be at least 0"):

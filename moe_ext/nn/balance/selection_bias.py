@@ -76,8 +76,7 @@ def update_selection_bias(
     section 2.3.3 and appendix D.
     """
     layers = _check(model, rate, group, "update_selection_bias")
-    _update(layers, rate, group, center, None)
-    return len(layers)
+    return _update(layers, rate, group, center, None)
 
 
 def register_bias_update(
@@ -152,7 +151,8 @@ def _update(
     group: ProcessGroup | None,
     center: bool,
     skipped: Tensor | None,
-) -> None:
+) -> int:
+    layers = _one_for_each_bias(layers)
     by_sign = [layer for layer in layers if layer.required_bias is None]
     by_quantile = [layer for layer in layers if layer.required_bias is not None]
     options = None
@@ -169,6 +169,20 @@ def _update(
         _set(layer, bias + step_E, skipped)
     for layer, total_EB in _summed(by_quantile, "required_bias", group):
         _set(layer, balanced_bias(total_EB, _bias(layer), layer.top_k), skipped)
+    return len(layers)
+
+
+def _one_for_each_bias(layers: list[MoELayer]) -> list[MoELayer]:
+    """A layer for each bias, with the counts of all layers whose router has it."""
+    found: dict[int, MoELayer] = {}
+    for layer in layers:
+        first = found.setdefault(id(_bias(layer)), layer)
+        for name in ("choices", "required_bias") if first is not layer else ():
+            counts = getattr(layer, name)
+            if counts is not None:
+                getattr(first, name).add_(counts)
+                counts.zero_()
+    return [*found.values()]
 
 
 def _summed(
