@@ -34,7 +34,7 @@ from moe_ext.nn.experts import (
     runs_own_forward,
     take_weights,
 )
-from moe_ext.nn.torch_state import TorchState, has_hooks
+from moe_ext.nn.torch_state import TorchState, has_hooks, without_autocast
 from moe_ext.ops.grouped_gemm import wants_ends
 
 
@@ -252,9 +252,11 @@ class _RunRounds(torch.autograd.Function):
             for one in work.rounds:
                 rows = one.take(x_TD.detach()).requires_grad_()
                 part_TD, _, metadata = work.run(one, rows, weights, leaves)
-                grad_rows, *found = torch.autograd.grad(
-                    part_TD, [rows, *wanted], grad_y_TD, allow_unused=True
-                )
+                # Autocast is for the second forward pass alone.
+                with without_autocast(rows.device):
+                    grad_rows, *found = torch.autograd.grad(
+                        part_TD, [rows, *wanted], grad_y_TD, allow_unused=True
+                    )
                 del part_TD
                 with torch.no_grad():
                     while found:

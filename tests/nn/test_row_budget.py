@@ -129,6 +129,31 @@ def test_autocast():
     assert_all_close(*found, rtol=3e-2, atol=3e-1)
 
 
+class Exact(nn.Module):
+    """Experts that compute in float32 under autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, rows, expert_offsets):
+        with torch.autocast("cpu", enabled=False):
+            return rows.float() @ self.weight
+
+
+def test_gradients_of_products_that_autocast_leaves_alone():
+    bounded, _ = layers(RowBudget(100), dtype=torch.float32, experts=Exact())
+    free, x = copy.deepcopy(bounded), torch.randn(301, 8)
+    free.row_budget = None
+    found = []
+    for layer in (bounded, free):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+        y.sum().backward()
+        found.append([y, *[p.grad for p in layer.parameters()]])
+    assert_all_close(*found, rtol=1e-4, atol=1e-4)
+
+
 class Drawing(nn.Module):
     """Experts that draw random numbers."""
 
