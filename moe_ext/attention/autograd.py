@@ -24,6 +24,7 @@ from moe_ext.attention.call import OPERATION, AttentionOptions, Inputs, agree_on
 from moe_ext.attention.layouts import Grid, Layout
 from moe_ext.attention.schemes.base import Call, Saved
 from moe_ext.comm.groups import group_of_name, group_size
+from moe_ext.nn.torch_state import without_autocast
 from moe_ext.ops.attention import attention_delta, merge_attention_sinks
 from moe_ext.ops.autograd import refuse_second_derivative
 
@@ -74,7 +75,8 @@ def _backward_pass(
     delta = attention_delta(wide, exact, None if grad_lse is None else grad_lse.contiguous())
     if grad_lse is not None:
         saved = replace(saved, call=saved.call.exact)
-    grads = saved.call.scheme.backward(saved, wide, lse, delta)
+    with without_autocast(wide.device):
+        grads = saved.call.scheme.backward(saved, wide, lse, delta)
     grad_q, grad_k, grad_v = (grad.to(saved.q.dtype) for grad in grads)
     grad_sinks = None
     if sinks is not None:

@@ -59,6 +59,21 @@ def test_one_process_equals_expanded_keys(name):
         torch.testing.assert_close(one, other, **TIGHT)
 
 
+def test_a_backward_pass_inside_autocast_has_the_same_bits():
+    found = []
+    for inside in (False, True):
+        *inputs, grad = make_inputs(torch.float32)
+        leaves = [x.requires_grad_() for x in inputs]
+        with torch.autocast("cpu", torch.bfloat16):
+            out = latent_ring_attention(*leaves, group=None)
+            if inside:
+                out.backward(grad)
+        if not inside:
+            out.backward(grad)
+        found.append([x.grad for x in leaves])
+    assert all(map(torch.equal, *found))
+
+
 @check(*zip(itertools.cycle(SCHEMES), LAYOUTS * 4, list(MASKS) * 3 + ["causal"]))
 def equals_expanded_keys_of_one_process(scheme, layout, name):
     masks, group = MASKS[name], dist.group.WORLD
