@@ -118,6 +118,9 @@ class Pipeline:
         self.rank = group_rank(group)
         with Agreement("Pipeline", group) as agreement:
             check_table(table, max_in_flight=max_in_flight)
+            check_kind("Pipeline", "stages", stages, Mapping, required=True)
+            for number, stage in stages.items():
+                check_kind("Pipeline", f"stage {number}", stage, nn.Module, required=True)
             parameters = (p for stage in stages.values() for p in stage.parameters())
             self._device = next((p.device for p in parameters), _HOST)
             self._in_order = point_to_point.goes_in_order(self._device)
@@ -275,8 +278,9 @@ class Pipeline:
             last = self.table.num_stages - 1
             for stage, name, given in ((0, "inputs", inputs), (last, "targets", targets)):
                 if stage in self.stages:
-                    rule, fits = f"{micro}, one for each micro-batch", len(given) == micro
-                    check_rule("Pipeline.step", name, len(given), rule, fits)
+                    rule = f"{micro}, one for each micro-batch"
+                    count = len(given) if hasattr(given, "__len__") else given
+                    check_rule("Pipeline.step", name, count, rule, count == micro)
         self._note_parameters()
         shared = self._shared if torch.is_grad_enabled() else []
         before = [p.grad for _, _, p in shared]

@@ -423,7 +423,14 @@ def test_refuses_other_kinds_and_numbers_of_arguments():
         one_rank(table="1f1b")
     with pytest.raises(TypeError, match="Pipeline: expected group to be None or a ProcessGroup"):
         one_rank(group=3)
+    with pytest.raises(TypeError, match="Pipeline: expected stages to be of type Mapping, got"):
+        one_rank(stages=[nn.Linear(3, 3)])
+    with pytest.raises(TypeError, match="Pipeline: expected stage 0 to be of type Module, got"):
+        one_rank(stages={0: torch.tanh})
     x = torch.ones(2, 3)
+    for nothing in (None, iter([x, x])):
+        with pytest.raises(ValueError, match="expected inputs to be 2, one for each micro-batch"):
+            one_rank().step(nothing, [x, x])
     with pytest.raises(ValueError, match="expected inputs to be 2, one for each micro-batch, got"):
         one_rank().step([x], [x, x])
     with pytest.raises(ValueError, match="expected targets to be 2, one for each micro-batch, got"):
