@@ -52,15 +52,17 @@ class Layout:
         """Refuse shards that do not hold every position once."""
         parts = [part for shard in self.shards for part in shard]
         inside = all(part.step > 0 and 0 <= part.start < self.seq_len for part in parts if part)
-        held_S = torch.zeros(self.seq_len, dtype=torch.bool)
+        # Not as a tensor: it may have no values, in FakeTensorMode or on the meta device.
+        held = bytearray(self.seq_len)
         if inside:
             for part in parts:
-                held_S[part.start : part.stop : part.step] = True
-        if sum(self.sizes) != self.seq_len or not bool(held_S.all()):
+                places = slice(part.start, part.stop, part.step)
+                held[places] = b"\1" * len(held[places])
+        if sum(self.sizes) != self.seq_len or held.count(1) != self.seq_len:
             raise ValueError(
                 f"Layout: expected shards to hold each of the {self.seq_len} positions once, "
                 f"ascending in each range, got {sum(self.sizes)} positions, "
-                f"{int(held_S.sum())} of them different and inside"
+                f"{held.count(1)} of them different and inside"
             )
 
     @property

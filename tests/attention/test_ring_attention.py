@@ -393,6 +393,15 @@ def test_autocast_holds_as_for_torch(way):
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="typing.get_overloads")
+@pytest.mark.parametrize("mode", [torch._subclasses.FakeTensorMode, lambda: torch.device("meta")])
+def test_tensors_may_have_no_values(mode):
+    with mode():
+        q = torch.ones(2, 4, 47, 8, requires_grad=True)
+        out = ring_attention(q, q, q, group=None, is_causal=True)
+        out.sum().backward()
+    assert out.shape == q.grad.shape == q.shape
+
+
 def test_types_of_the_result_have_every_keyword():
     defined = inspect.signature(ring_attention).parameters
     keywords = {n: p.annotation for n, p in defined.items() if p.kind is p.KEYWORD_ONLY}
