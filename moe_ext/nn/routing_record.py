@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import hashlib
 import json
+import operator
 import os
 import struct
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from moe_ext._checks import check_integer, check_rule
 from moe_ext._files import replacing
 from moe_ext.nn.model_layers import moe_layers
 from moe_ext.nn.replay import can_replay, close_session, open_session
@@ -159,7 +161,7 @@ class RoutingRecord:
             micro_batch: number of the forward pass in the step.
 
         Raises:
-            TypeError: topk_idx is not of an integer dtype.
+            TypeError: topk_idx is not of an integer dtype, or a number is none.
             ValueError: its shape or a value is wrong, or there is such an entry already.
         """
         operation = "RoutingRecord.add"
@@ -173,7 +175,8 @@ class RoutingRecord:
                 f"1..num_experts={num_experts}, got {tuple(topk_idx.shape)}"
             )
         if topk_idx.numel():
-            low, high = (int(bound) for bound in topk_idx.aminmax())
+            # Some unsigned dtypes have no extremes.
+            low, high = (int(bound) for bound in topk_idx.long().aminmax())
             if low < -1 or high >= num_experts:
                 raise ValueError(
                     f"{operation}: expected topk_idx to be in -1..{num_experts - 1}, got "
@@ -183,7 +186,7 @@ class RoutingRecord:
         if key in self._entries:
             raise ValueError(f"{operation}: expected a new entry, got {where(key)} again")
         copied = topk_idx.to(index_dtype(num_experts), copy=True)
-        self._entries[key] = RecordEntry(copied, num_experts)
+        self._entries[key] = RecordEntry(copied, operator.index(num_experts))
 
     def update(self, other: RoutingRecord) -> None:
         """Take over the entries of another record.
@@ -244,8 +247,8 @@ class RoutingRecord:
         """
         operation = "RoutingRecord.recording"
         names = _names_of_layers(operation, model)
-        keys = [_checked_key(operation, step, micro_batch, name) for name in names.values()]
-        before = {key: self._entries[key] for key in keys if key in self._entries}
+        keys = {n: _checked_key(operation, step, micro_batch, n) for n in names.values()}
+        before = {key: self._entries[key] for key in keys.values() if key in self._entries}
         if token_idx is None and before:
             raise ValueError(
                 f"{operation}: expected a new entry, got {where(next(iter(before)))} again"
@@ -260,15 +263,15 @@ class RoutingRecord:
             layer: Any, routed: RouterOutput, topk_idx_TK: Tensor, mask_T: Tensor | None
         ) -> None:
             if layer in names and not in_backward():
-                key = RecordKey(step, micro_batch, names[layer])
-                self._enter(key, topk_idx_TK, layer.num_experts, token_idx, num_rows)
+                experts = operator.index(layer.num_experts)
+                self._enter(keys[names[layer]], topk_idx_TK, experts, token_idx, num_rows)
 
         open_session(record)
         try:
             yield self
         except BaseException:
             # Half a forward pass is none: it can be recorded again.
-            for key in keys:
+            for key in keys.values():
                 self._entries.pop(key, None)
             self._entries.update(before)
             raise
@@ -543,8 +546,6 @@ def _check_rows(operation: str, token_idx: Tensor | None, num_rows: int | None) 
 
 def _checked_key(operation: str, step: int, micro_batch: int, layer: str) -> RecordKey:
     for name, value in (("step", step), ("micro_batch", micro_batch)):
-        if not isinstance(value, int) or value < 0:
-            raise ValueError(
-                f"{operation}: expected {name} to be an int of at least 0, got {value}"
-            )
-    return RecordKey(step, micro_batch, layer)
+        check_integer(operation, name, value)
+        check_rule(operation, name, value, "at least 0", value >= 0)
+    return RecordKey(operator.index(step), operator.index(micro_batch), layer)

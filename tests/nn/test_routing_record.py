@@ -4,6 +4,7 @@ import contextlib
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -276,6 +277,20 @@ def test_bytes_of_something_else_are_refused_by_what_is_wrong():
         RoutingRecord.from_bytes(raw + b"x")
 
 
+def test_numbers_of_numpy_and_unsigned_indices_are_kept():
+    one, (experts, step) = RoutingRecord(), np.array([E, 3])
+    model = Model(1, num_experts=experts)
+    with one.recording(model, step=step, micro_batch=step):
+        model(tokens())
+    chosen = one[3, 3, "blocks.0.moe"].topk_idx
+    for dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64):
+        one.add(str(dtype), chosen.to(dtype), experts, step=step)
+        assert torch.equal(one[3, 0, str(dtype)].topk_idx, chosen)
+    assert RoutingRecord.from_bytes(one.to_bytes()) == one
+    with pytest.raises(TypeError, match="step to be an integer, got 1.5"):
+        one.add("x", chosen, E, step=1.5)
+
+
 def test_agreement_counts_choices_in_any_order():
     one, two = RoutingRecord(), RoutingRecord()
     one.add("a", torch.tensor([[0, 1], [2, 3], [-1, -1]]), 6)
@@ -364,8 +379,8 @@ def test_recording_refuses_a_second_pass_and_bad_arguments():
     record = record_of(model, x)
     for context, message in (
         (record.recording(model), r"a new entry, got blocks.0.moe at step 0, micro-batch 0 again"),
-        (record.recording(model, step=-1), r"step to be an int of at least 0, got -1"),
-        (record.recording(model, micro_batch=-1), r"micro_batch to be an int of at least 0"),
+        (record.recording(model, step=-1), r"step to be at least 0, got -1"),
+        (record.recording(model, micro_batch=-1), r"micro_batch to be at least 0"),
         (record.recording(model, step=1, num_rows=3), r"num_rows together with token_idx, got num"),
     ):
         with pytest.raises(ValueError, match=r"^RoutingRecord.recording: .*" + message):
