@@ -52,7 +52,7 @@ TELLS = {
 }
 BESIDE_AGREEMENT = {
     # Options go with sums that are made in any case.
-    "moe_ext.attention.sharding": {"SummedOptions"},
+    "moe_ext.attention.sharding": {"SummedOptions", "telling"},
     "moe_ext.nn.balance.selection_bias": {"SummedOptions"},
     "moe_ext.optim._sliced": {"SummedOptions"},
     # The message is numbers alone, of which a part is compared.
@@ -74,6 +74,8 @@ BESIDE_AGREEMENT = {
     "moe_ext.distributed.placement": {"naming_failed_ranks"},
     "moe_ext.distributed.replicas": {"share"},
     "moe_ext.integrations.grace": {"naming_failed_ranks"},
+    # The others wait in a sum.
+    "moe_ext.attention.huggingface.packing": {"telling"},
     # Code of the user runs between two exchanges.
     "moe_ext.dispatch.base": {"check_equal_over_ranks", "is_told", "share", "telling"},
     "moe_ext.dispatch.static_sizes": {"is_told", "mark_told"},

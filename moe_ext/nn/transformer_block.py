@@ -16,7 +16,9 @@ from torch.distributed import ProcessGroup
 
 from moe_ext._checks import check_numbers
 from moe_ext.attention import Layout, RingAttention
+from moe_ext.attention.layouts import ranks_of
 from moe_ext.attention.sharding import document_ids, rotate
+from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import group_size
 from moe_ext.nn.moe_layer import MoELayer
 
@@ -135,9 +137,12 @@ class TransformerBlock(nn.Module):
         cu_seqlens: Tensor | Sequence[int] | None,
         token_mask: Tensor | None,
     ) -> Tensor:
-        parts = self.qkv_proj(x_BLD).split(self._widths, dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
-        q, k = (rotate(x, position_ids, self.rope_base) for x in (q, k))
+        group = ranks_of(self.attention.group, "TransformerBlock")
+        # Without an error the attention compares.
+        with Agreement("TransformerBlock", group, x_BLD.device):
+            parts = self.qkv_proj(self.attention_norm(x_BLD)).split(self._widths, dim=-1)
+            q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
+            q, k = (rotate(x, position_ids, self.rope_base) for x in (q, k))
         eps = self.attention_norm.eps
         self.attention._told = (f"rope_base={self.rope_base}", f"eps={eps}")
         mixed_BHLC = self.attention(q, k, v, cu_seqlens=cu_seqlens, key_mask=token_mask)
@@ -167,7 +172,7 @@ class TransformerBlock(nn.Module):
             ValueError: a `token_mask`, or documents for a balance by sequence, and the network has
                 a `MoELayer` inside but does not take them.
         """
-        x = x + self._attend(self.attention_norm(x), position_ids, cu_seqlens, token_mask)
+        x = x + self._attend(x, position_ids, cu_seqlens, token_mask)
         told: dict[str, Tensor] = {}
         if token_mask is not None and _takes(self.ffn, "token_mask"):
             told["token_mask"] = token_mask

@@ -146,7 +146,16 @@ def check_all(rank):
         check_equal(rank, sizes, "zigzag", None, False, True)
         check_equal(rank, sizes, "per_document", packed, True, True, "sequence")
     check_groups(rank)
+    check_positions_of_another_length_on_one_rank(rank)
     return True
+
+
+def check_positions_of_another_length_on_one_rank(rank):
+    block = TransformerBlock(16, 2, nn.Identity(), cp_group=dist.group.WORLD)
+    x, ids = torch.randn(1, 6, 16), position_ids(24, group=dist.group.WORLD)
+    with pytest.raises(RuntimeError, match=r"tensor a \(6\) must match the size of tensor b \(5\)"):
+        block(x, position_ids=ids[: 5 if rank == 1 else 6])
+    assert block(x, position_ids=ids).shape == x.shape
 
 
 def check_groups(rank):
