@@ -504,20 +504,7 @@ def _(out_a: Tensor, lse_a: Tensor, out_b: Tensor | None, lse_b: Tensor) -> tupl
 register_fake_like("moe_ext::merge_attention_")
 
 
-@torch.library.register_fake("moe_ext::_merge_attention_backward")
-def _(
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    out_a: Tensor,
-    lse_a: Tensor,
-    out_b: Tensor | None,
-    lse_b: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grad_a = out_a.new_empty(out_a.shape)
-    grad_b = out_a.new_empty((0,)) if out_b is None else out_b.new_empty(out_b.shape)
-    return grad_a, lse_a.new_empty(lse_a.shape), grad_b, lse_b.new_empty(lse_b.shape)
-
-
+register_fake_like("moe_ext::_merge_attention_backward", 2, 3, 4, 5)
 register_derivatives(
     "merge_attention",
     {

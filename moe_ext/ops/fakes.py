@@ -11,17 +11,24 @@ def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def register_fake_like(name: str, *places: int) -> None:
+def register_fake_like(name: str, *places: int, laid_out: int = 0) -> None:
     """Registers a fake kernel: one result for each place, like the argument that stands there.
+
+    The result of an argument that is None is empty, and otherwise like the first one.
 
     Args:
         name: of the operator, with its namespace.
         places: numbers of arguments; without any, the operator returns nothing.
+        laid_out: so many results, the first ones, lie in memory as their arguments do; the others
+            are contiguous.
     """
 
     def fake(*args: Any, **_options: Any) -> Any:
-        found = tuple(args[place].new_empty(args[place].shape) for place in places)
-        return found if len(found) > 1 else found[0] if found else None
+        likes = [args[place] for place in places]
+        found = [torch.empty_like(like) for like in likes[:laid_out]]
+        for like in likes[laid_out:]:
+            found.append(likes[0].new_empty(0) if like is None else like.new_empty(like.shape))
+        return tuple(found) if len(found) > 1 else found[0] if found else None
 
     torch.library.register_fake(name, fake)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_ext.ops.autograd import register_derivatives
+from moe_ext.ops.fakes import register_fake_like
 
 
 def gated_delta_rule(
@@ -70,22 +71,7 @@ def _(
     return v.new_empty(v.shape), state.new_empty(state.shape), news
 
 
-@torch.library.register_fake("moe_ext::_gated_delta_rule_backward")
-def _(
-    grad_out: Tensor,
-    grad_last: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    state: Tensor,
-    *_rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    of_q, of_k, of_v, of_g, of_state = (x.new_empty(x.shape) for x in (q, k, v, g, state))
-    return of_q, of_k, of_v, of_g, g.new_empty(0 if beta is None else g.shape), of_state
-
-
+register_fake_like("moe_ext::_gated_delta_rule_backward", 2, 3, 4, 5, 6, 7)
 _ARGUMENTS = "q, k, v, g, beta, state, documents"
 _BACKWARD = f"_gated_delta_rule_backward(grad_out, grad_last, {_ARGUMENTS}, news)"
 register_derivatives("gated_delta_rule", {"q, k, v, g, beta, state": _BACKWARD})
@@ -142,21 +128,7 @@ def _(
     return torch.empty_like(x), state.new_empty(state.shape), states
 
 
-@torch.library.register_fake("moe_ext::_selective_scan_backward")
-def _(
-    grad_out: Tensor,
-    grad_last: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *_rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    of_A, of_B, of_C, of_state = (t.new_empty(t.shape) for t in (A, B, C, grad_last))
-    return torch.empty_like(x), torch.empty_like(dt), of_A, of_B, of_C, of_state
-
-
+register_fake_like("moe_ext::_selective_scan_backward", 2, 3, 4, 5, 6, 1, laid_out=2)
 register_derivatives(
     "selective_scan",
     {
@@ -200,20 +172,8 @@ def causal_conv1d(
     return torch.ops.moe_ext.causal_conv1d(x_BDL, weight_DW, bias_D, halo, documents, silu)
 
 
-@torch.library.register_fake("moe_ext::causal_conv1d")
-def _(x: Tensor, *_rest: Any) -> Tensor:
-    return torch.empty_like(x)
-
-
-@torch.library.register_fake("moe_ext::_causal_conv1d_backward")
-def _(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, halo: Tensor, *_rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    of_bias = x.new_empty(0 if bias is None else bias.shape)
-    of_weight, of_halo = weight.new_empty(weight.shape), halo.new_empty(halo.shape)
-    return torch.empty_like(x), of_weight, of_bias, of_halo
-
-
+register_fake_like("moe_ext::causal_conv1d", 0, laid_out=1)
+register_fake_like("moe_ext::_causal_conv1d_backward", 1, 2, 3, 4, laid_out=1)
 register_derivatives(
     "causal_conv1d",
     {
