@@ -39,19 +39,9 @@ def _weight_gradient(grad: Any, x: Any, *_: Any, **__: Any) -> int:
     return 2 * prod(grad) * x[-1]
 
 
-@register_flop_formula(_OPS._grouped_mm_backward_weight_add_)
-def _added_weight_gradient(_sum: Any, grad: Any, x: Any, *_: Any, **__: Any) -> int:
-    return _weight_gradient(grad, x)
-
-
 @register_flop_formula(_OPS.attention_block)
 def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
     return 2 * prod(q[:3]) * k[2] * (q[3] + v[3])
-
-
-@register_flop_formula(_OPS.attention_block_)
-def _added_attention(_out: Any, _lse: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    return _attention(q, k, v)
 
 
 @register_flop_formula(_OPS.attention_block_backward)
@@ -66,21 +56,9 @@ def _delta_rule(q: Any, _k: Any, v: Any, _g: Any, beta: Any, *_: Any, **__: Any)
     return prod(v[:3]) * delta_rule_flops(q[3], v[3], has_beta=beta is not None)
 
 
-@register_flop_formula(_OPS._gated_delta_rule_backward)
-def _delta_rule_backward(
-    _out: Any, _last: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, *_: Any, **__: Any
-) -> int:
-    return 2 * _delta_rule(q, k, v, g, beta)
-
-
 @register_flop_formula(_OPS.selective_scan)
 def _scan(x: Any, _dt: Any, rates: Any, *_: Any, **__: Any) -> int:
     return 2 * prod(x) * rates[1]
-
-
-@register_flop_formula(_OPS._selective_scan_backward)
-def _scan_backward(_out: Any, _last: Any, x: Any, dt: Any, rates: Any, *_: Any, **__: Any) -> int:
-    return 2 * _scan(x, dt, rates)
 
 
 @register_flop_formula(_OPS.causal_conv1d)
@@ -88,6 +66,16 @@ def _convolution(x: Any, weight: Any, *_: Any, **__: Any) -> int:
     return 2 * prod(x) * weight[-1]
 
 
-@register_flop_formula(_OPS._causal_conv1d_backward)
-def _convolution_backward(_grad: Any, x: Any, weight: Any, *_: Any, **__: Any) -> int:
-    return 2 * _convolution(x, weight)
+def _register_behind(operator: Any, count: int, formula: Any, *, times: int = 1) -> None:
+    """Register a formula, times a number, for an operator with `count` arguments more in front."""
+
+    @register_flop_formula(operator)
+    def _(*arguments: Any, **_: Any) -> int:
+        return times * formula(*arguments[count:])
+
+
+_register_behind(_OPS._grouped_mm_backward_weight_add_, 1, _weight_gradient)
+_register_behind(_OPS.attention_block_, 2, _attention)
+_register_behind(_OPS._gated_delta_rule_backward, 2, _delta_rule, times=2)
+_register_behind(_OPS._selective_scan_backward, 2, _scan, times=2)
+_register_behind(_OPS._causal_conv1d_backward, 1, _convolution, times=2)
