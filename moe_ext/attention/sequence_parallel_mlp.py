@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from moe_ext._checks import check_choice, check_integer, check_numbers
@@ -416,25 +415,6 @@ class _RowParallel(torch.autograd.Function):
         return grad_x, grad_weight, grad_ND.sum(0) if of_bias else None, None
 
 
-class _SummedGrads(torch.autograd.Function):
-    """Parameters as they are; their gradients are summed over the ranks, in one all-reduce."""
-
-    @staticmethod
-    def forward(ctx: Any, group: ProcessGroup | None, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        return tuple(parameter.view_as(parameter) for parameter in parameters)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # A sum of rounded sums would cost a bfloat16 parameter half of its digits.
-        dtype = torch.float64 if grads[0].dtype == torch.float64 else torch.float32
-        row = torch.cat([grad.reshape(-1).to(dtype) for grad in grads])
-        all_reduce_(row, ctx.group, operation="SequenceParallelMLP backward")
-        parts = row.split([grad.numel() for grad in grads])
-        return None, *(p.view_as(g).to(g.dtype) for p, g in zip(parts, grads, strict=True))
-
-
 def _dropped(x_nD: Tensor, p: float, seed: int, token_idx_n: Tensor) -> Tensor:
     state = torch.tensor([seed, 0, 0, 0], device=x_nD.device)
     drawn_nD = routing_uniform(state, *x_nD.shape, stream=_DROPOUT_STREAM, token_idx=token_idx_n)
@@ -445,13 +425,19 @@ def _with_summed_grads(
     group: ProcessGroup | None, parameters: list[Tensor | None]
 ) -> list[Tensor | None]:
     """The parameters, for use on this rank's rows alone; their gradients are those of all rows."""
-    found = list(parameters)
-    trained = [i for i, p in enumerate(parameters) if p is not None and p.requires_grad]
-    if trained and torch.is_grad_enabled():
-        summed = _SummedGrads.apply(group, *(parameters[i] for i in trained))
-        for i, tensor in zip(trained, summed, strict=True):
-            found[i] = tensor
-    return found
+    trained = [p for p in parameters if p is not None and p.requires_grad]
+    if not trained or not torch.is_grad_enabled():
+        return parameters
+
+    def summed(grad_N: Tensor) -> Tensor:
+        # A sum of rounded sums would cost a bfloat16 parameter half of its digits.
+        wide_N = grad_N.to(torch.promote_types(grad_N.dtype, torch.float32), copy=True)
+        return all_reduce_(wide_N, group, operation="SequenceParallelMLP backward").to(grad_N.dtype)
+
+    # As one row, which takes one all-reduce.
+    row_N = linear_map(torch.cat([p.reshape(-1) for p in trained]), lambda same: same, summed)
+    parts = iter(row_N.split([p.numel() for p in trained]))
+    return [next(parts).view_as(p) if p is not None and p.requires_grad else p for p in parameters]
 
 
 def _with_scaled_grad(x: Tensor | None, factor: float) -> Tensor | None:
