@@ -34,6 +34,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext._bytes import as_bytes
 from moe_ext._checks import check_choice, check_numbers, check_rule
+from moe_ext.attention.sharding import Shards
 from moe_ext.comm.agreement import Agreement, is_nonfinite, options_of
 from moe_ext.comm.collectives import all_gather, all_reduce_
 from moe_ext.comm.failures import naming_failed_ranks
@@ -318,15 +319,12 @@ class Allgather(Communicator):
             mine = torch.tensor(sizes[:1], device=parts[0].device)
             # NOTE: device-to-host sync, since messages are cut by these sizes.
             sizes = all_gather(mine, self.group, operation=_OP).tolist()
-        row = torch.zeros(max(map(sum, sizes)), dtype=torch.uint8, device=parts[0].device)
-        row[: sum(part.numel() for part in parts)] = torch.cat(parts)
+        totals = [sum(lengths) for lengths in sizes]
+        row = Shards(self.group, tuple(totals), _OP).gathered(torch.cat(parts))
         decoded = []
-        for sent, lengths in zip(
-            all_gather(row[None], self.group, operation=_OP), sizes, strict=True
-        ):
-            pieces = sent[: sum(lengths)].split(lengths)
+        for sent, lengths in zip(row.split(totals), sizes, strict=True):
             # A copy is aligned, wherever the piece begins.
-            pairs = zip(pieces, tensors, strict=True)
+            pairs = zip(sent.split(lengths), tensors, strict=True)
             codes = [piece.clone().view(own.dtype) for piece, own in pairs]
             if self.compressor.tensors_size_are_same:
                 codes = [code.view(own.shape) for code, own in zip(codes, tensors, strict=True)]

@@ -33,7 +33,8 @@ from torch.optim.optimizer import Optimizer
 from moe_ext._bytes import as_bytes
 from moe_ext._checks import check_rule, refuse_copy
 from moe_ext._compile import outside_graphs
-from moe_ext.comm.collectives import all_gather, all_reduce_, gather_objects
+from moe_ext.attention.sharding import Shards
+from moe_ext.comm.collectives import all_reduce_, gather_objects
 from moe_ext.comm.collectives import broadcast_ as _send
 from moe_ext.comm.groups import (
     global_rank,
@@ -404,13 +405,8 @@ class _AllGather(torch.autograd.Function):
         facts = f"allgather {name} of rows {tuple(tensor.shape[1:])} {tensor.dtype}"
         rows = [value for _, value in _begin(_CALL, "allgather", facts, tensor.shape[0])]
         ctx.rows = rows
-        padded = tensor.detach().new_zeros((max(rows), *tensor.shape[1:]))
-        padded[: tensor.shape[0]] = tensor.detach()
-        group = _group("allgather")
-        if group is None or not padded.numel():
-            return padded.new_empty((sum(rows), *tensor.shape[1:])) if group else padded
-        parts = all_gather(padded, group, operation="allgather").split(max(rows))
-        return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)])
+        own = tensor.detach().clone(memory_format=torch.contiguous_format)
+        return Shards(_group("allgather"), tuple(rows), "allgather").gathered(own)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
