@@ -39,6 +39,17 @@ _REFUSED = ("position_bias", "head_mask", "cache", "block_table", "output_attent
 CACHES = ("past_key_values", "cache_params", "cache")
 
 
+def of_transformers(operation: str, module: str, name: str) -> Any:
+    """An object of a module of transformers 5; ImportError where there is none."""
+    try:
+        return getattr(importlib.import_module(f"transformers.{module}"), name)
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"{operation}: expected transformers 5 or later to be installed, "
+            f"try `pip install 'transformers>=5'` ({error})"
+        ) from error
+
+
 def forward_arguments(model: Any) -> tuple[Mapping[str, inspect.Parameter], dict[str, Any]]:
     """Parameters of a model's forward pass, under adapters too, and arguments without a cache."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -443,14 +454,8 @@ def install(name: str, ring: Callable[..., Any], documents: PassDocuments) -> No
     Raises:
         ImportError: transformers 5 is not installed.
     """
-    try:
-        attention = importlib.import_module("transformers.modeling_utils").AttentionInterface
-        masks = importlib.import_module("transformers.masking_utils").AttentionMaskInterface
-    except (ImportError, AttributeError) as error:
-        raise ImportError(
-            f"{documents.name}: expected transformers 5 or later to be installed, "
-            f"try `pip install 'transformers>=5'` ({error})"
-        ) from error
+    attention = of_transformers(documents.name, "modeling_utils", "AttentionInterface")
+    masks = of_transformers(documents.name, "masking_utils", "AttentionMaskInterface")
     attention.register(name, functools.partial(_ring_forward, ring, documents))
     masks.register(name, functools.partial(_ring_mask, documents))
     _INSTALLED[name] = documents

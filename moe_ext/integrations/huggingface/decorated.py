@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moe_ext._checks import check_rule
+from moe_ext.attention.huggingface.interface import of_transformers
 from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.distributed.placement import placement_of
 from moe_ext.integrations.huggingface.experts import KNOWN_FLAGS, weight_names
@@ -44,17 +45,9 @@ def restore(implementations: list[tuple[Any, str | None]]) -> None:
         config._experts_implementation = name
 
 
-def import_transformers() -> Any:
-    """The module transformers.integrations.moe of transformers 5."""
-    try:
-        moe = importlib.import_module("transformers.integrations.moe")
-        moe.ExpertsInterface.register  # noqa: B018
-    except (ImportError, AttributeError) as error:
-        raise ImportError(
-            "replace: expected transformers 5 or later to be installed, "
-            f"try `pip install 'transformers>=5'` ({error})"
-        ) from error
-    return moe
+def experts_interface() -> Any:
+    """The registry of implementations of transformers 5."""
+    return of_transformers("replace", "integrations.moe", "ExpertsInterface")
 
 
 def _is_decorated(module: nn.Module) -> bool:
@@ -63,7 +56,7 @@ def _is_decorated(module: nn.Module) -> bool:
 
 def find(model: nn.Module, operation: str) -> ReplacedParts:
     """The experts of a model; ValueError where they cannot be replaced."""
-    import_transformers()
+    experts_interface()
     transformers = importlib.import_module("transformers")
     if hasattr(model, "get_base_model"):  # a PeftModel
         model = model.get_base_model()  # type: ignore[operator]

@@ -21,8 +21,8 @@ from moe_ext.distributed.replicas import shards_of_experts
 from moe_ext.distributed.spread import Whole, spreading
 from moe_ext.integrations.huggingface.decorated import (
     ReplacedParts,
+    experts_interface,
     find,
-    import_transformers,
     restore,
 )
 from moe_ext.integrations.huggingface.expert_parallel import (
@@ -47,7 +47,7 @@ def register() -> None:
     Raises:
         ImportError: transformers 5 is not installed.
     """
-    import_transformers().ExpertsInterface.register(IMPLEMENTATION, experts_forward)
+    experts_interface().register(IMPLEMENTATION, experts_forward)
     try:
         parallel = importlib.import_module("transformers.distributed.expert_parallel")
         interface = parallel.EPImplementationInterface
@@ -169,7 +169,7 @@ def from_pretrained(
     Raises:
         As `replace` and `from_pretrained`; ValueError for an ep_group with etp.
     """
-    import_transformers()
+    experts_interface()
     if shards_of_experts(ep_group) > 1:
         raise ValueError(
             "from_pretrained: expected an ep_group with etp=1, since files are read by whole "
