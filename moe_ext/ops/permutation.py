@@ -73,25 +73,17 @@ def permute_tokens(
 
     Deterministic, with the same bits for any number of threads; does not synchronise the device.
     """
-    rows_ND, slot_of_row, row_of_slot, expert_offsets, num_tokens_per_expert, num_dropped = (
-        torch.ops.moe_ext.permute_tokens(
-            x_TD,
-            topk_idx_TK,
-            num_experts,
-            None if topk_weights is None else topk_weights.detach(),
-            capacity,
-            drop_policy,
-            align,
-        )
+    rows_ND, *tables = torch.ops.moe_ext.permute_tokens(
+        x_TD,
+        topk_idx_TK,
+        num_experts,
+        None if topk_weights is None else topk_weights.detach(),
+        capacity,
+        drop_policy,
+        align,
     )
-    return rows_ND, Permutation(
-        slot_of_row=slot_of_row,
-        row_of_slot=row_of_slot,
-        expert_offsets=expert_offsets,
-        num_tokens_per_expert=num_tokens_per_expert,
-        num_dropped=num_dropped,
-        top_k=topk_idx_TK.shape[1],
-    )
+    fields = (*tables, topk_idx_TK.shape[1])
+    return rows_ND, Permutation(*fields)
 
 
 @torch.library.register_fake("moe_ext::permute_tokens")
