@@ -136,8 +136,6 @@ class FMoELinear(nn.Module):
         rank: 0; FastMoE does not use it either.
     """
 
-    bias: nn.Parameter | None
-
     def __init__(
         self, num_expert: int, in_feat: int, out_feat: int, bias: bool = True, rank: int = 0
     ) -> None:
@@ -147,8 +145,7 @@ class FMoELinear(nn.Module):
         self.in_feat = in_feat
         self.out_feat = out_feat
         self.weight = nn.Parameter(torch.empty(num_expert, out_feat, in_feat))
-        zeros = nn.Parameter(torch.zeros(num_expert, out_feat))
-        self.register_parameter("bias", zeros if bias else None)
+        self.bias = nn.Parameter(torch.zeros(num_expert, out_feat)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

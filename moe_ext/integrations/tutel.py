@@ -122,9 +122,6 @@ def _make_gate(config: dict[str, Any], model_dim: int, num_experts: int) -> nn.M
 class _FFNExperts(FacadeExperts):
     """`act(x @ fc1[e].T + b1[e]) @ fc2[e] + b2[e]`; fc1 and fc2 are `[L, F, D]`."""
 
-    batched_fc1_bias: nn.Parameter | None
-    batched_fc2_bias: nn.Parameter | None
-
     def __init__(
         self,
         model_dim: int,
@@ -138,12 +135,9 @@ class _FFNExperts(FacadeExperts):
         self.activation_fn = F.relu if activation_fn is None else activation_fn
         self.batched_fc1_w = nn.Parameter(torch.empty(num_local, ffn_dim, model_dim))
         self.batched_fc2_w = nn.Parameter(torch.empty(num_local, ffn_dim, model_dim))
-        for name, dim, wanted in (
-            ("batched_fc1_bias", ffn_dim, biases[0]),
-            ("batched_fc2_bias", model_dim, biases[1]),
-        ):
-            zeros = nn.Parameter(torch.zeros(num_local, dim))
-            self.register_parameter(name, zeros if wanted else None)
+        zeros_LF, zeros_LD = torch.zeros(num_local, ffn_dim), torch.zeros(num_local, model_dim)
+        self.batched_fc1_bias = nn.Parameter(zeros_LF) if biases[0] else None
+        self.batched_fc2_bias = nn.Parameter(zeros_LD) if biases[1] else None
         self._spread()
         self.reset_parameters()
 
@@ -172,10 +166,6 @@ class _FFNExperts(FacadeExperts):
 class _LlamaExperts(FacadeExperts):
     """`(act(x @ fc1[e]) * (x @ fc2[e])) @ fc3[e]`; each parameter is flat, as in Tutel."""
 
-    W_fc1: nn.Parameter
-    W_fc2: nn.Parameter
-    W_fc3: nn.Parameter
-
     def __init__(
         self,
         model_dim: int,
@@ -187,8 +177,9 @@ class _LlamaExperts(FacadeExperts):
         super().__init__(num_local, group)
         self.activation_fn = F.silu if activation_fn is None else activation_fn
         self.shape = (num_local, model_dim, ffn_dim)
-        for name in ("W_fc1", "W_fc2", "W_fc3"):
-            self.register_parameter(name, nn.Parameter(torch.empty(math.prod(self.shape))))
+        self.W_fc1, self.W_fc2, self.W_fc3 = (
+            nn.Parameter(torch.empty(math.prod(self.shape))) for _ in range(3)
+        )
         self._spread()
         self.reset_parameters()
 
