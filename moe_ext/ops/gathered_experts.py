@@ -29,18 +29,13 @@ def gather_of(x_TD: Tensor, topk_idx_TK: Tensor, num_experts: int) -> Permutatio
 def gathers(x_TD: Tensor, gate_up_EUD: Tensor, down_EDF: Tensor, kind: str) -> bool:
     """True if `gathered_experts` serves these, and was right when it was tried; where it is chosen.
 
+    Tensors are plain and of one dtype, outside of graphs of compile.
+
     NOTE: device-to-host sync, at the first call for a device and dtype.
     """
-    # Parameters that FSDP2 has sharded are whole again only inside the experts' forward.
-    plain = {type(x_TD), type(gate_up_EUD), type(down_EDF)} <= {Tensor, torch.nn.Parameter}
-    serves = (
-        plain
-        and kind in _GATES
-        and x_TD.dtype == gate_up_EUD.dtype == down_EDF.dtype
-        and down_EDF.shape[2] % 8 == 0
-        and grouped_providers.chosen_product(x_TD, gate_up_EUD) is not None
-    )
-    if not serves or torch.compiler.is_compiling():
+    if kind not in _GATES or down_EDF.shape[2] % 8 != 0:
+        return False
+    if grouped_providers.chosen_product(x_TD, gate_up_EUD) is None:
         return False
     key = (x_TD.device, x_TD.dtype)
     if key not in grouped_providers.faults:

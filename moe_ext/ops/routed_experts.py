@@ -45,6 +45,11 @@ def routed_experts(
         `[T, D]`, and the `num_dropped` of `permute_tokens`. None inside a graph of compile, without
         the compiled module, and for others than plain tensors of one dtype.
     """
+    # Parameters that FSDP2 has sharded are whole again only inside the experts' forward.
+    plain = {type(x_TD), type(gate_up_EUD), type(down_EDF)} <= {Tensor, torch.nn.Parameter}
+    one_dtype = x_TD.dtype == gate_up_EUD.dtype == down_EDF.dtype
+    if torch.compiler.is_compiling() or not plain or not one_dtype:
+        return None
     if grouped_providers.CHOSEN == "quack":
         stored = gate_up_EUD.is_contiguous() and down_EDF.is_contiguous()
         if not stored or not gathers(x_TD, gate_up_EUD, down_EDF, kind):
@@ -54,11 +59,8 @@ def routed_experts(
             *(x_TD, gate_up_EUD, down_EDF, topk_weights_TK, gather), kind=kind, layout=layout
         )
         return y_TD, gather.num_dropped
-    module = None if torch.compiler.is_compiling() else _runtime_library.load()
-    # Parameters that FSDP2 has sharded are whole again only inside the experts' forward.
-    plain = {type(x_TD), type(gate_up_EUD), type(down_EDF)} <= {Tensor, torch.nn.Parameter}
-    one_dtype = x_TD.dtype == gate_up_EUD.dtype == down_EDF.dtype
-    if module is None or not plain or not one_dtype or x_TD.is_meta:
+    module = _runtime_library.load()
+    if module is None or x_TD.is_meta:
         return None
     weights_TK = topk_weights_TK.to(torch.float64 if x_TD.dtype == torch.float64 else torch.float32)
     align = row_alignment(x_TD, topk_idx_TK.numel(), gate_up_EUD.shape[0])
