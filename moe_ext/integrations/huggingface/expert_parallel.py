@@ -54,7 +54,7 @@ from moe_ext.integrations.huggingface.experts import (
     run_rows,
     weight_names,
 )
-from moe_ext.integrations.huggingface.tensor_parallel import part_of_tokens
+from moe_ext.integrations.huggingface.tensor_parallel import part_of_tokens, whole_of_tokens
 from moe_ext.nn.balance.moved import Rebalance, Rebalancer
 from moe_ext.nn.capacity import Capacity
 from moe_ext.nn.combinations import check_combination
@@ -529,8 +529,6 @@ def shard(
 
 def ep_implementation(base: type) -> type:
     """The class that transformers registers, derived from its `EPImplementation`."""
-    # Not at the top: it takes a second to import.
-    from torch.distributed.tensor import DTensor, Shard
 
     class MoeExtEP(base):  # type: ignore[misc]
         """Rows by moe_ext's dispatcher: one exchange of counts, two of rows, zero rows included.
@@ -547,7 +545,7 @@ def ep_implementation(base: type) -> type:
         def __call__(
             self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
         ) -> Tensor:
-            num_tokens, model_dim = hidden_states.shape
+            num_tokens = len(hidden_states)
             shared = self.tp_mesh.size() > 1
             if shared:  # every rank of the mesh holds this batch: each takes a slice of the tokens
                 hidden_states, top_k_index, top_k_weights = (
@@ -562,16 +560,7 @@ def ep_implementation(base: type) -> type:
             if self._is_ours():
                 back_ND = after_experts(self.experts, back_ND)
             y_TD = self.dispatcher.weighted_sum(back_ND, metadata)
-            if not shared:
-                return y_TD
-            placed = DTensor.from_local(
-                y_TD.contiguous(),
-                self.tp_mesh,
-                [Shard(0)],
-                shape=torch.Size((num_tokens, model_dim)),
-                stride=(model_dim, 1),
-            )
-            return placed.full_tensor()
+            return whole_of_tokens(y_TD, self.tp_mesh, num_tokens) if shared else y_TD
 
         def _is_ours(self) -> bool:
             config = getattr(self.experts, "config", None)

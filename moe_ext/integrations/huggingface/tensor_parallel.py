@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -167,9 +168,16 @@ def part_of_tokens(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return whole.redistribute(placements=[Shard(0)]).to_local()
 
 
-def _share_tokens(experts: nn.Module, mesh: DeviceMesh) -> None:
+def whole_of_tokens(part: Tensor, mesh: DeviceMesh, num_tokens: int) -> Tensor:
+    """Rows of all ranks of a mesh, of which each has the part that `part_of_tokens` gives it."""
     from torch.distributed.tensor import DTensor, Shard
 
+    shape, stride = torch.Size((num_tokens, part.shape[1])), (part.shape[1], 1)
+    placed = DTensor.from_local(part.contiguous(), mesh, [Shard(0)], shape=shape, stride=stride)
+    return placed.full_tensor()
+
+
+def _share_tokens(experts: nn.Module, mesh: DeviceMesh) -> None:
     def scaled(x: Tensor, factor: float) -> Tensor:
         if x.requires_grad:
             x.register_hook(lambda grad: grad * factor)
@@ -182,8 +190,7 @@ def _share_tokens(experts: nn.Module, mesh: DeviceMesh) -> None:
 
     def join(_: nn.Module, __: Any, out: Tensor) -> Tensor:
         # Each token reaches experts once, where a mean over ranks expects it from all of the mesh.
-        part = scaled(out.contiguous(), mesh.size())
-        return DTensor.from_local(part, mesh, [Shard(0)], run_check=False).full_tensor()
+        return whole_of_tokens(scaled(out, mesh.size()), mesh, mesh.size() * len(out))
 
     experts.register_forward_pre_hook(cut)
     experts.register_forward_hook(join)
