@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -42,7 +42,8 @@ from moe_ext.ops import routing_uniform
 from moe_ext.ops.autograd import refuse_second_derivative
 
 _NAME = "SequenceParallelMLP"
-_NORMS = ("layer_norm", "rms_norm", None)
+_NORMS: dict[str | None, Callable[..., nn.Module]]
+_NORMS = {"layer_norm": nn.LayerNorm, "rms_norm": nn.RMSNorm, None: nn.Identity}
 _REDUCTIONS = ("sum", "mean")
 _DROPOUT_STREAM = 4
 _require = requires(_NAME)
@@ -131,11 +132,7 @@ class SequenceParallelMLP(nn.Module):
         self.layout, self.regather, self.grad_reduction = layout, regather, grad_reduction
         self._group = GroupHandle(group)
         where = torch.get_default_device() if device is None else device
-        self.norm: nn.Module = nn.Identity()
-        if norm == "layer_norm":
-            self.norm = nn.LayerNorm(model_dim, norm_eps, device=where, dtype=dtype)
-        elif norm == "rms_norm":
-            self.norm = nn.RMSNorm(model_dim, norm_eps, device=where, dtype=dtype)
+        self.norm = _NORMS[norm](model_dim, norm_eps, device=where, dtype=dtype)
         up_dim = (2 if self.gated else 1) * (ffn_dim // ranks)
         self._up_name = "gate_up_proj" if self.gated else "up_proj"
         # Without a draw by torch: the state of the generator must not depend on P.

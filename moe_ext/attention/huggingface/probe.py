@@ -122,7 +122,8 @@ class _Probe:
         changed = ids.clone()
         changed[:, self._middle] = tokens[1]
         same = self._run(input_ids=changed, position_ids=torch.full_like(ids, first))
-        rows = [x.index_select(-2, self._others(device)) for x in same]
+        others = [i for i in range(self._length) if i != self._middle]
+        rows = [x[..., others, :] for x in same]
         apart = any(not _close(x, x[..., :1, :].expand_as(x)) for x in rows)
         _require(not apart, "take its positions from position_ids alone", f"others in {title}")
         mask = torch.ones_like(ids)
@@ -139,9 +140,6 @@ class _Probe:
         size = self._embedding.weight.shape[0]
         free = [i for i in range(size // 2, size) if i not in special]
         return [free[i * i % len(free)] for i in range(self._length)]
-
-    def _others(self, device: torch.device) -> Tensor:
-        return torch.tensor([i for i in range(self._length) if i != self._middle], device=device)
 
     def _own_values(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
         """Attention of each token to itself."""
