@@ -463,17 +463,6 @@ def _joined(runs: list[_Run]) -> list[_Run]:
     return joined
 
 
-def _visible(q: _Run, k: _Run, left: int, right: int) -> str:
-    if q.document != k.document:
-        return "empty"
-    if (right >= 0 and k.first > q.last + right) or (left >= 0 and k.last < q.first - left):
-        return "empty"
-    before = left < 0 or k.first >= q.last - left
-    if before and (right < 0 or k.last <= q.first + right):
-        return "full"
-    return "right" if before else "masked"
-
-
 def _aligned(q: _Run, k: _Run, right: int) -> Iterator[Piece]:
     """Pieces of two evenly spaced runs of which the keys' is cut at the right of each query."""
     step = q.step or k.step or 1
@@ -489,13 +478,17 @@ def _aligned(q: _Run, k: _Run, right: int) -> Iterator[Piece]:
 
 
 def _pair(q: _Run, k: _Run, left: int, right: int) -> Iterator[Piece]:
-    kind = _visible(q, k, left, -1 if k.in_prefix else right)
-    if kind == "full":
-        yield Piece((q.begin, q.end), (k.begin, k.end), "full")
-    elif kind == "right" and _evenly(q, k):
+    """Pieces of two runs: none where no query sees a key."""
+    right = -1 if k.in_prefix else right
+    hidden = (right >= 0 and k.first > q.last + right) or (left >= 0 and k.last < q.first - left)
+    if q.document != k.document or hidden:
+        return
+    is_cut_left, is_cut_right = 0 <= left < q.last - k.first, 0 <= right < k.last - q.first
+    if is_cut_right and not is_cut_left and _evenly(q, k):
         yield from _aligned(q, k, right)
-    elif kind != "empty":
-        yield Piece((q.begin, q.end), (k.begin, k.end), "masked")
+    else:
+        kind: Kind = "masked" if is_cut_left or is_cut_right else "full"
+        yield Piece((q.begin, q.end), (k.begin, k.end), kind)
 
 
 def _evenly(q: _Run, k: _Run) -> bool:
