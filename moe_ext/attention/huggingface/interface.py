@@ -10,7 +10,6 @@ import functools
 import importlib
 import inspect
 import sys
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakIdRef
 
 from moe_ext._compile import outside_graphs
 from moe_ext.attention.call import AttentionOptions
@@ -155,41 +155,6 @@ def _ring_mask(
     return RingMask(causal, window, key_mask, chunk, documents.batch)
 
 
-@dataclass(frozen=True)
-class _Known:
-    """Tensors that documents were found in, to tell whether others are these.
-
-    Every rank has to find anew or none, so values, which may change on one rank alone, cannot tell.
-    """
-
-    tensors: tuple[Callable[[], Tensor | None], ...]
-    versions: tuple[int, ...]
-    values: Tensor | None
-
-    @staticmethod
-    def of(position_ids: Tensor, given: Tensor | None) -> _Known:
-        """Without a reference to them."""
-        found = [x for x in (position_ids, given) if x is not None]
-        versions = tuple(_version(x) for x in found)
-        values = position_ids.clone() if position_ids.is_inference() else None
-        return _Known(tuple(weakref.ref(x) for x in found), versions, values)
-
-    def is_of(self, name: str, position_ids: Tensor, given: Tensor | None) -> bool:
-        """True if they are the same; ValueError where they changed and no version counts it."""
-        found = [x for x in (position_ids, given) if x is not None]
-        same = [reference() is x for reference, x in zip(self.tensors, found, strict=False)]
-        if len(found) != len(self.tensors) or not all(same):
-            return False
-        if self.values is not None and not torch.equal(self.values, position_ids):
-            rule = "a new tensor where its values change in inference mode"
-            refuse(name, "position_ids", rule, "the same one")
-        return self.versions == tuple(_version(x) for x in found)
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
-
-
 class PassDocuments:
     """The documents of a forward pass, known to a prepared model or found once for all layers."""
 
@@ -200,7 +165,9 @@ class PassDocuments:
         self.group = options.group
         self.name = name
         self._options = options
-        self._known: _Known | None = None
+        # Tensors that offsets were found in, without a reference to them, and their versions.
+        self._known: list[tuple[WeakIdRef, int]] = []
+        self._values: Tensor | None = None
         self._offsets: FoundOffsets | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -218,13 +185,19 @@ class PassDocuments:
             rule = "handed on to it by the model (prepare_model serves models that do not)"
             refuse(self.name, "position_ids of the attention", rule, "None")
         if position_ids.dim() != 2:
-            found = list(position_ids.shape)
-            refuse(self.name, "position_ids of the attention", "[B, L] or [1, L]", found)
-        if self._known is not None and self._known.is_of(self.name, position_ids, given):
-            return self._offsets
-        self._known = None
-        self._offsets = self._find(position_ids, given)
-        self._known = _Known.of(position_ids, given)
+            shape = list(position_ids.shape)
+            refuse(self.name, "position_ids of the attention", "[B, L] or [1, L]", shape)
+        found = [x for x in (position_ids, given) if x is not None]
+        known = [(WeakIdRef(x), 0 if x.is_inference() else x._version) for x in found]
+        # Every rank has to find anew or none: values may change on one rank alone.
+        if known != self._known:
+            self._known = []
+            self._offsets = self._find(position_ids, given)
+            self._known = known
+            self._values = position_ids.clone() if position_ids.is_inference() else None
+        elif self._values is not None and not torch.equal(self._values, position_ids):
+            rule = "a new tensor where its values change in inference mode"
+            refuse(self.name, "position_ids", rule, "the same one")
         return self._offsets
 
     def _find(self, position_ids: Tensor, given: Tensor | None) -> FoundOffsets | None:
