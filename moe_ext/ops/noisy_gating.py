@@ -129,8 +129,6 @@ def _jitter_setup_context(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _jitter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     rng_state, token_idx = ctx.saved_tensors
-    if not ctx.needs_input_grad[0]:
-        return None, None, None, None
     return torch.ops.moe_ext.routing_jitter(grad, rng_state, ctx.eps, token_idx), None, None, None
 
 
