@@ -259,14 +259,12 @@ def given_offsets(name: str, kwargs: Mapping[str, Any]) -> Tensor | None:
 
 
 def _window(name: str, mask: RingMask, sliding_window: int | None) -> tuple[int, int] | None:
-    # ModernBERT's layers count the query itself where its mask does not.
-    own = mask.window is not None and not mask.is_causal and sliding_window == mask.window + 1
-    if mask.window is not None and not own and sliding_window not in (None, mask.window):
-        rule = f"{mask.window}, that of the mask"
-        refuse(name, "sliding_window", rule, sliding_window)
     width = mask.window
     if width is None:
         return None
+    # ModernBERT's layers count the query itself where its mask does not.
+    if sliding_window not in ((None, width) if mask.is_causal else (None, width, width + 1)):
+        refuse(name, "sliding_window", f"{width}, that of the mask", sliding_window)
     return (width - 1, -1) if mask.is_causal else (width, width)
 
 
