@@ -17,7 +17,7 @@ from moe_ext.dispatch.wire import Formats, Wire
 
 
 class AllToAllDispatcher(TokenDispatcher):
-    """Experts spread over a group: two all-to-alls of rows, one of counts, one of weights.
+    """Exchanges by all-to-all: rows to experts and back, counts, and weights of the rows.
 
     Args:
         num_experts: E, a multiple of the size of the group.
@@ -30,7 +30,7 @@ class AllToAllDispatcher(TokenDispatcher):
         ValueError: the size of the group does not divide E.
     """
 
-    # Sends rows, called as `all_to_all_single` is; None for that.
+    # Function with the arguments of `all_to_all_single` that sends rows; None for that function.
     _exchange: Callable[..., None] | None = None
 
     def __init__(

@@ -57,7 +57,7 @@ from moe_ext.dispatch.static_sizes import static_rounds, telling_in_agreement
 from moe_ext.dispatch.wire import Formats, Wire
 from moe_ext.ops.grouped_gemm import row_alignment
 
-# Features of a layer that its dispatcher has to serve.
+# Features of a layer that need support by its dispatcher.
 CAPABILITIES = (
     "an ep_group of several ranks",
     "overlap",
@@ -73,7 +73,7 @@ _SILENT = contextlib.nullcontext()
 
 @functools.cache
 def _warn_of_shared_communicator() -> None:
-    """Warns once in a process."""
+    """Warn, once in a process."""
     warnings.warn(
         "moe_ext: ep_group is the default process group: over NCCL, tokens wait for reductions of "
         "gradients in its queue, and do not travel beside them; give experts a group of their own, "
@@ -83,47 +83,49 @@ def _warn_of_shared_communicator() -> None:
 
 
 class TokenDispatcher:
-    """Brings every row to the rank of its expert, and back; base of the transports.
+    """Brings every row to the rank of its expert, and back; base class of the transports.
 
-    A transport subclasses it and says how messages travel, by `exchange_counts` and
-    `exchange_rows`; everything that a layer uses follows from these two: `plan`, which makes the
-    parts of a batch, and `combine`. A dispatcher holds no parameters and no state of a step. One
-    with a `dispatch` of its own brings its own `combine`: a batch is then one part.
+    A transport is a subclass that defines how messages travel, by `exchange_counts` and
+    `exchange_rows`. Everything that a layer calls is built on these two: `plan` makes the parts of
+    a batch, and `combine` sums the results. A dispatcher has no parameters, and no state that
+    outlives a step. A subclass may instead define `dispatch` and `combine`; a batch is then always
+    one part.
 
-    Rank r of P holds experts [r*E/P, (r+1)*E/P). Splits may be uneven or zero; every rank sends the
-    same messages whatever is in them. The gradient that reaches the expert outputs is divided by P,
-    and the one that goes back to the tokens multiplied by P: so a gradient of an expert's
-    parameter is that of the mean over the group of the local losses, while gradients of everything
-    before the experts are unchanged.
+    Rank r of P holds experts [r*E/P, (r+1)*E/P). The numbers of rows may be uneven or zero, but
+    every rank always sends the same messages. The gradient of the expert outputs is divided by P,
+    and the gradient that returns to the tokens is multiplied by P. The gradient of an expert's
+    parameter is therefore that of the mean of the local losses over the group, and gradients of
+    everything before the experts are unchanged.
 
     Args:
         num_experts: E, a multiple of P.
         group: process group of P ranks; None keeps all rows on this rank, and nothing travels.
         drop_policy: which slots of an expert beyond its capacity go, "position" or "score".
-        average: False leaves out both factors: a gradient of an expert's parameter is then that of
-            the sum over the group.
+        average: if False, both factors are left out. The gradient of an expert's parameter is then
+            that of the sum of the losses over the group.
         wire: formats in which rows travel, for transports whose `exchange_rows` takes `formats`: a
-            `Wire`, or "int8", "fp8" or "mx" for what goes to the experts, or "lossless" for all
-            rows. Where coding loses anything all rows are coded, those for this rank too: a result
-            does not depend on which rank an expert is on, and has the same bits for 2 ranks and
-            more. Alone a rank sends nothing, and codes nothing. Rows that coding does not make
-            shorter travel as they are.
+            `Wire`; or "int8", "fp8" or "mx" for rows that go to experts; or "lossless" for all
+            rows. A lossy format codes all rows, even those that stay on this rank. The result then
+            does not depend on the rank of an expert, and has the same bits for any number of ranks
+            above 1. In a group of one rank nothing is sent or coded. Rows that a lossless format
+            does not make shorter are sent unchanged.
 
     Raises:
-        ValueError: P does not divide E, or wire is no such format.
+        ValueError: P does not divide E, or wire is not one of these formats.
     """
 
-    # For subclasses that do all by themselves and never call __init__.
+    # Default for subclasses that define everything themselves and do not call `__init__`.
     _group = GroupHandle(None)
-    # A graph of `torch.compile` can hold it: split sizes are known only after an exchange.
+    # True if a graph of `torch.compile` can contain the dispatcher. With several ranks it cannot,
+    # because split sizes are known only after an exchange.
     in_graph = True
     wire = Wire()
     operation = "dispatch"
-    # Capabilities of the class, and the reason for which a layer has it.
+    # Entries of CAPABILITIES that the class supports, and the reason why a layer uses the class.
     serves = frozenset(CAPABILITIES) - {"combine='reduced'"}
     reason = "named by the caller"
-    # Functions that choose another dispatcher at the first forward pass, and that run experts
-    # without any rows.
+    # Optional functions: `choose` replaces the dispatcher at the first forward pass, and
+    # `routed_experts` runs the experts without materialising rows.
     choose: Callable[..., Any] | None = None
     routed_experts: Callable[..., tuple[Tensor, Tensor] | None] | None = None
 
@@ -149,7 +151,8 @@ class TokenDispatcher:
         check_sizes(name, num_experts=num_experts)
         self.num_ranks = group_size(group)
         if self.num_ranks > 1:
-            at_exit.wait_at_exit()  # which tells of an error that ends it before the first message
+            # An error that ends the process before its first message is then reported at exit.
+            at_exit.wait_at_exit()
         if shares_communicator(group):
             _warn_of_shared_communicator()
         rule = f"a multiple of the group size {self.num_ranks}"
@@ -160,7 +163,8 @@ class TokenDispatcher:
         self.average = average
         wire = Wire.of(name, wire)
         self.wire = wire if self.num_ranks > 1 else Wire()
-        # Arguments of `exchange_rows`, which need not know of formats where there is no wire.
+        # Extra arguments of `exchange_rows`. Without a wire there are none, so that a transport
+        # need not accept `formats`.
         self._formats_out, self._formats_back = [
             {} if formats == (None, None) else {"formats": formats}
             for formats in (self.wire.out, self.wire.back)
@@ -172,34 +176,34 @@ class TokenDispatcher:
         self._result_dtypes: dict[torch.dtype, torch.dtype] = {}
 
     def tell_apart(self, layers: Sequence[str], layer: int) -> None:
-        """Compare with every exchange which layer runs, for models that may skip one on a rank.
+        """Compare in every exchange which layer runs, for models that may skip a layer on a rank.
 
-        Ranks that run different layers then raise, all of them, where rows would go to experts of
-        another layer.
+        If ranks run different layers, all of them raise an error. Otherwise rows would go to
+        experts of another layer.
 
         Args:
-            layers: names of the layers that share the group, with as many experts each, the same on
-                every rank.
-            layer: index of this one.
+            layers: names of the layers that share the group, the same on every rank. All have the
+                same number of experts.
+            layer: index of this layer.
         """
         self._calls.tell_apart(layers, layer)
 
     def declare(self, options: Mapping[str, object]) -> None:
-        """Take the options of a layer, which its ranks have compared, into every exchange.
+        """Compare a checksum of the layer's options in every exchange.
 
-        A later change on some ranks alone then raises on all of them, with its name.
+        If an option later changes on some ranks only, all ranks raise an error that names it.
 
         Args:
-            options: what must be equal on every rank, by name.
+            options: name to value of options that must be equal on every rank.
         """
         self._calls.declare(options)
 
     @property
     def group(self) -> Any:
-        """The process group, None where nothing travels."""
+        """The process group, or None if all experts are on this rank."""
         return self._group.group
 
-    # The part of a transport: messages.
+    # Messages, which a transport defines.
 
     def exchange_counts(self, message_PM: Tensor, *, operation: str) -> Tensor:
         """Send row p of an int64 message to rank p.
@@ -227,37 +231,37 @@ class TokenDispatcher:
         meanwhile: Callable[[], None] | None = None,
         formats: Formats = (None, None),
     ) -> Tensor:
-        """Send rows to every rank; differentiable, the gradients travel back by the same way.
+        """Send rows to every rank. Differentiable: gradients travel the same way back.
 
         Args:
-            rows_ND: the first `send[0]` for rank 0 of the group, then `send[1]` for rank 1, and so
-                on.
-            send: P row counts that sum to N.
-            receive: P row counts, what each rank sends here.
+            rows_ND: the first `send[0]` rows are for rank 0 of the group, the next `send[1]` for
+                rank 1, and so on.
+            send: number of rows for each of the P ranks, in sum N.
+            receive: number of rows from each of the P ranks.
             grad_scale: factor on the gradient.
             operation: name for error messages.
-            meanwhile: to be called once, while the rows are underway where the transport can.
-            formats: in which the rows travel, and their gradients; given where there is a wire.
+            meanwhile: function to call once, if possible while the rows are underway.
+            formats: formats of the rows and of their gradients. Passed only with a wire.
 
         Returns:
             `[R, D]`, ordered by source rank.
 
         Raises:
-            RankFailureError: a rank died or did not answer. Forward and backward.
+            RankFailureError: a rank died or did not answer, in the forward or the backward pass.
         """
         raise NotImplementedError(f"{type(self).__name__} has no exchange_rows")
 
-    # The part that a layer calls.
+    # Methods that a layer calls.
 
     def routing(self, x: Tensor, cut: Cut = WHOLE) -> AbstractContextManager[object]:
-        """Context for what comes before `plan` and can fail on one rank alone.
+        """Context for the code before `plan`, such as checks of x and the router.
 
-        Checks of x, the router: when the code inside fails, the other ranks get the same error
-        from their `plan`, with this rank's name, in the place of waiting for it.
+        If the code inside raises on one rank, the other ranks do not wait for it. Their `plan`
+        raises the same error, with the number of that rank.
 
         Args:
-            x: the input that is looked at, `[..., D]`.
-            cut: that `plan` will be given.
+            x: input of the layer, `[..., D]`.
+            cut: the cut that will be passed to `plan`.
         """
         own = type(self).exchange_counts is not TokenDispatcher.exchange_counts
         if self._group.group is None or not own:
@@ -280,21 +284,21 @@ class TokenDispatcher:
         weighed: bool = False,
         place: Callable[[SharedCounts], PlacedRows] | None = None,
     ) -> BatchPlan:
-        """Cut a batch into parts that travel to their experts; the ranks exchange their counts.
+        """Cut a batch into parts that travel to their experts, and exchange the counts of rows.
 
-        NOTE: device-to-host sync, but where sizes are static or nothing travels.
+        NOTE: device-to-host sync, unless sizes are static or nothing travels.
 
         Args:
-            x_TD: tokens of this rank; T may differ between ranks and may be 0.
-            choice: their experts.
-            cut: how, equal on every rank.
-            weighed: whether `row_weights` will be asked for.
-            place: gives the rows their places, by the counts of all ranks.
+            x_TD: tokens of this rank. T may differ between ranks, and may be 0.
+            choice: experts of the tokens.
+            cut: how to cut the batch, equal on every rank.
+            weighed: True if `row_weights` will be called, so that weights travel with the rows.
+            place: function that assigns rows to places, from the counts of all ranks.
 
         Raises:
-            TypeError: x_TD is of a dtype that is not exchanged.
-            ValueError: on every rank, when num_experts, top_k, model_dim, the dtype, whether there
-                is a capacity or whether gradients are recorded differ between ranks.
+            TypeError: x_TD has a dtype that is not exchanged.
+            ValueError: on every rank, if num_experts, top_k, model_dim or the dtype differ between
+                ranks, or whether there is a capacity, or whether gradients are recorded.
             RankFailureError: a rank died or did not answer.
         """
         if type(self).dispatch is not TokenDispatcher.dispatch:
@@ -331,19 +335,19 @@ class TokenDispatcher:
         return BatchPlan([part], first.whole.num_dropped, later)
 
     def computing(self, x: Tensor) -> AbstractContextManager[object]:
-        """Context for what comes after `plan`, up to the end of `combine`.
+        """Context for the code between `plan` and the end of `combine`, such as the experts.
 
-        Experts: when the code inside fails, the other ranks get the same error in the place of
-        waiting for this rank's rows, with its name. So they do where its backward pass fails.
+        If the code inside raises on one rank, the other ranks do not wait for its rows. They raise
+        the same error, with the number of that rank. The same holds for its backward pass.
 
         Args:
-            x: the input that is looked at.
+            x: input of the layer.
         """
         group = self._group.group
         return _SILENT if group is None else telling(group, x.device, self.operation)
 
     def agree_on_results(self, rows: Tensor, results: Tensor) -> None:
-        """Compare the dtype of experts' results over the ranks, once for each dtype of rows."""
+        """Compare the dtype of the experts' results over the ranks, once for each dtype of rows."""
         if self.group is None:
             return
         known = self._result_dtypes.get(rows.dtype)
@@ -366,15 +370,15 @@ class TokenDispatcher:
         capacity: int | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor, DispatchMetadata]:
-        """Bring every row to its expert: the one part of a whole batch.
+        """Bring every row of a batch to its expert, as a single part.
 
         Args:
             x_TD: as in `plan`.
-            topk_idx_TK: experts of every token, -1 = none.
-            topk_weights_TK: their weights.
-            capacity: rows that an expert takes from this rank, None for all.
-            meanwhile: called while the rows are underway, if they travel: its backward pass runs
-                beside the exchange of their gradients.
+            topk_idx_TK: experts of every token; -1 for none.
+            topk_weights_TK: weights of the experts.
+            capacity: largest number of rows that an expert takes from this rank, None for all.
+            meanwhile: function to call while the rows are underway. Its backward pass runs during
+                the exchange of the rows' gradients.
 
         Returns:
             rows `[R, D]` grouped by local expert, expert offsets `[L + 1]`, metadata.
@@ -386,17 +390,17 @@ class TokenDispatcher:
         return self._plan_parts(x_TD, choice).parts.pop()(meanwhile)
 
     def row_weights(self, rows: Tensor, metadata: DispatchMetadata) -> RowWeights | None:
-        """The weights of the rows, for experts that take them into their second product.
+        """Return the weights of rows, for experts that multiply by them in their second product.
 
-        The results are then combined with `replace(metadata, topk_weights=None)`.
+        The results must then be combined with `replace(metadata, topk_weights=None)`.
 
         Args:
-            rows: what a part of a plan with `weighed` gave.
-            metadata: what it returned.
+            rows: rows that a part of a plan with `weighed` returned.
+            metadata: metadata that it returned.
 
         Returns:
-            None where weights did not travel, or `dispatch` or `combine` are not those of this
-            class: `combine` multiplies by the weights then.
+            The weights. None if weights did not travel, or if a subclass defines `dispatch` or
+            `combine`; then `combine` multiplies by the weights.
         """
         own = TokenDispatcher.dispatch, TokenDispatcher.combine
         if (type(self).dispatch, type(self).combine) != own or metadata.topk_weights is None:
@@ -417,27 +421,27 @@ class TokenDispatcher:
         meanwhile: Callable[[], None] | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Weighted sum of every token's rows, `[T, D]`, on the rank of the token.
+        """Return the weighted sum of every token's rows, `[T, D]`, on the rank of the token.
 
         Args:
             rows: expert outputs, `[R, D]`.
-            metadata: what `dispatch` returned.
-            meanwhile: called while the rows travel, for kernels that do not need them. On CUDA they
-                and their backward pass run beside the exchange.
-            dtype: of the sums, None for that of the rows.
+            metadata: metadata that `dispatch` returned.
+            meanwhile: function to call while the rows travel, for work that does not need them. On
+                CUDA its kernels and their backward pass run during the exchange.
+            dtype: dtype of the sums, None for that of the rows.
         """
         rows_ND = self.bring_back(rows, metadata, meanwhile=meanwhile)
         return self.weighted_sum(rows_ND if dtype is None else rows_ND.to(dtype), metadata)
 
     def weighted_sum(self, rows_ND: Tensor, metadata: DispatchMetadata) -> Tensor:
-        """Weighted sum of every token's rows, `[T, D]`: the second half of `combine`.
+        """Return the weighted sum of every token's rows, `[T, D]`; second half of `combine`.
 
         Args:
-            rows_ND: what `bring_back` returned.
-            metadata: what `dispatch` returned.
+            rows_ND: rows that `bring_back` returned.
+            metadata: metadata that `dispatch` returned.
         """
         permutation = metadata.permutation
-        # Masked and dropped slots sent no row: the last of the T*K that the permutation may count.
+        # The permutation has T*K rows. Rows without an expert come last, and were not sent.
         if metadata.sent is not None:
             sent_N = permutation.slot_of_row[: rows_ND.shape[0]]
             permutation = replace(permutation, slot_of_row=sent_N)
@@ -450,11 +454,11 @@ class TokenDispatcher:
         *,
         meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:
-        """Bring expert outputs to the ranks of their tokens, unweighted; differentiable.
+        """Bring expert outputs to the ranks of their tokens, without weights. Differentiable.
 
         Args:
-            rows: expert outputs, in the order in which they came.
-            metadata: what it returned.
+            rows: expert outputs, in the order of the rows from `dispatch`.
+            metadata: metadata that `dispatch` returned.
             meanwhile: as in `combine`.
 
         Returns:
@@ -476,7 +480,7 @@ class TokenDispatcher:
             **self._formats_back,
         )
 
-    # The above, from the two messages.
+    # How the methods above use the two messages.
 
     def _plan_parts(
         self,
@@ -486,14 +490,14 @@ class TokenDispatcher:
         weighed: bool = False,
         counts: RowCounts | None = None,
     ) -> BatchPlan:
-        """Runs of the tokens as parts; their counts travel in one message.
+        """Cut the tokens into equal runs, the parts. One message carries the counts of all parts.
 
         Args:
             x_TD: as in `plan`.
-            choice: as there.
-            num_parts: how many.
-            weighed: as there.
-            counts: of the one part, where the ranks know them.
+            choice: as in `plan`.
+            num_parts: number of parts.
+            weighed: as in `plan`.
+            counts: counts of the single part, if the ranks know them already.
         """
         idx_TK, weights_TK, capacity, _, filled = choice
         if self._group.group is None:
@@ -520,11 +524,11 @@ class TokenDispatcher:
         return BatchPlan(parts, num_dropped, filled=filled or capacity is None)
 
     def _plan_rounds(self, x_TD: Tensor, choice: Choice, budget: RowBudget) -> list[Round]:
-        """Rounds of at most the rows of a budget, at least one."""
+        """Cut the rows into rounds within a budget. There is at least one round."""
         idx_TK, weights_TK, capacity, _, _ = choice
         max_rows, drop = budget.rows, budget.overflow == "drop"
         if self.group is None:
-            # Rows without columns: only the tables are wanted, and they cost no row.
+            # The rows have no columns, because only the tables of the permutation are needed.
             none_TD = x_TD.detach()[:, :0]
             _, tables = self._group_by_expert(none_TD, idx_TK, weights_TK, capacity)
             if drop and tables.slot_of_row.shape[0] > max_rows:
@@ -536,7 +540,7 @@ class TokenDispatcher:
         ((_, tables),), (counts,) = self._group_and_count(x_TD, choice, with_rows=False)
         align = row_alignment(x_TD, max_rows, self.num_local_experts)
         limit = max_rows - self.num_local_experts * (align - 1)
-        # Rows from each rank (first dimension) to each other, on the host of every rank.
+        # Number of rows from each rank (first dimension) to each rank, known to every rank.
         values = [max_rows, *counts.sent]
         table = share(values, self.group, x_TD.device, operation="RowBudget")
         check_equal_over_ranks("rows", [row[0] for row in table], self.group, "RowBudget")
@@ -559,12 +563,12 @@ class TokenDispatcher:
         weighed: bool,
         meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor, DispatchMetadata]:
-        """Bring the rows of a round to their experts; differentiable.
+        """Bring the rows of a round to their experts. Differentiable.
 
         Args:
-            rows_ND: in the order of `part.slot_of_row`.
+            rows_ND: rows in the order of `part.slot_of_row`.
             part: the round.
-            topk_weights_TK: of all slots.
+            topk_weights_TK: weights of all slots.
             weighed: as in `plan`.
             meanwhile: as in `dispatch`.
 
@@ -585,7 +589,7 @@ class TokenDispatcher:
         weighed: bool,
         meanwhile: Callable[[], None] | None,
     ) -> tuple[Tensor, Tensor, DispatchMetadata]:
-        """Send the rows of a part, and beside them, in a message of their own, their weights."""
+        """Send the rows of a part, and at the same time their weights in another message."""
         if counts.has_backward and not rows_ND.requires_grad:
             rows_ND = take_part(rows_ND)
         arrived: list[Tensor] = []
@@ -602,7 +606,8 @@ class TokenDispatcher:
             send_rows()
         else:
             weights_TK = topk_weights_TK.to(sum_dtype(rows_ND.dtype))
-            # A slot gets the gradient of its row.
+            # `unpermute_tokens` serves as a gather: its backward pass returns the gradient of a row
+            # to the slot of the row.
             sent_N = tables.slot_of_row[: rows_ND.shape[0]]
             column_N1 = torch.ops.moe_ext.unpermute_tokens(
                 weights_TK.reshape(-1, 1), tables.row_of_slot, sent_N, 1
@@ -612,7 +617,7 @@ class TokenDispatcher:
             name = f"{self.operation} weights"
             weights_R1 = exchange(column_N1, *splits, operation=name, meanwhile=send_rows)
         rows_RD = arrived.pop()
-        # From the order (rank, expert) to (expert, rank).
+        # Received rows are ordered by (rank, expert), and become ordered by (expert, rank).
         expert_R = counts.expert_of_row()
         align = row_alignment(rows_RD, rows_RD.shape[0], self.num_local_experts)
         grouped, permutation = ops.permute_tokens(
@@ -632,10 +637,10 @@ class TokenDispatcher:
     def _group_by_expert(
         self, x_TD: Tensor, topk_idx_TK: Tensor, topk_weights_TK: Tensor, capacity: int | None
     ) -> tuple[Tensor, ops.Permutation]:
-        """The rows of this rank's tokens, grouped by expert."""
+        """Return the rows of this rank's tokens grouped by expert, and the permutation."""
         align = 1
         if self._group.group is None:
-            # Padding would travel with the rows: it is added on arrival.
+            # Only rows that stay are padded here. Rows that travel are padded on arrival.
             align = row_alignment(x_TD, topk_idx_TK.numel(), self.num_experts)
         return ops.permute_tokens(
             x_TD,
@@ -650,7 +655,10 @@ class TokenDispatcher:
     def _group_and_count(
         self, x_TD: Tensor, choice: Choice, num_parts: int = 1, *, with_rows: bool = True
     ) -> tuple[list[tuple[Tensor, ops.Permutation]], list[RowCounts]]:
-        """Rows of parts grouped by expert, without columns if not wanted; who sends how many."""
+        """Group the rows of each part by expert, and exchange the counts of all parts.
+
+        Without `with_rows` the rows have no columns.
+        """
         idx_TK, weights_TK, capacity, _, _ = choice
         size = self.num_ranks, self.num_local_experts
         grouped, own = list[tuple[Tensor, ops.Permutation]](), list[Tensor]()
@@ -686,7 +694,7 @@ class TokenDispatcher:
 
 @dataclass(frozen=True)
 class _Telling(AbstractContextManager[object]):
-    """Context that tells the other ranks when the code inside fails, in the place of the counts."""
+    """Context that sends an error of the code inside to the other ranks, instead of counts."""
 
     dispatcher: TokenDispatcher
     x: Tensor
@@ -702,14 +710,17 @@ class _Telling(AbstractContextManager[object]):
             dtype=torch.int64,
             device=self.x.device,
         )
-        # The error of this rank says more than that of the exchange.
+        # The exchange raises as well, since ranks have no counts. The original error is kept.
         with contextlib.suppress(ValueError, TypeError, RuntimeError):
             dispatcher._calls.exchange(dispatcher, self.x, nothing_PL, problem=error)
 
 
 def take_part(rows: Tensor) -> Tensor:
-    """Rows in a graph, for an exchange through which gradients of another rank come back."""
+    """Return rows that require a gradient.
+
+    If the rows of another rank have gradients, this rank has to take part in their exchange.
+    """
     if rows.requires_grad:
         return rows
-    # A tensor that was made in inference mode can be in no graph.
+    # A tensor that was made in inference mode cannot enter a graph, so it is copied.
     return (rows.clone() if rows.is_inference() else rows.detach()).requires_grad_()

@@ -1,4 +1,4 @@
-"""Message of counts, in which the ranks of a group compare their calls of a layer.
+"""Message of counts, in which the ranks of a group also compare their calls of a layer.
 
 Shapes: P ranks, M numbers for each of them.
 """
@@ -23,40 +23,42 @@ from moe_ext.dispatch.wire import Wire
 if TYPE_CHECKING:
     from moe_ext.dispatch.base import TokenDispatcher
 
-# State of the backward pass: not recorded, recorded, or recorded with this rank's rows in it, which
-# is the largest number.
+# State of autograd in the forward pass: no gradients are recorded, they are, or they are and this
+# rank's rows need one. The maximum over ranks tells if any rank's rows need a gradient.
 _NOT_RECORDED, _RECORDED, _IN_GRAPH = range(3)
 _GRAPH_CODES = 3
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DTYPE_CODES = len(DTYPES) + 1
-# Headers kept on the device: a layer has a few, or one for each number of tokens with a capacity.
+# Largest number of headers that are kept on the device. A layer needs a few, but with a capacity
+# one for each number of tokens.
 _MOST_HEADERS = 64
-# Causes for which a rank may run another layer than the others.
+# Reason, for messages, why a rank may run another layer than the others.
 SKIPPED = (
     "a batch without tokens of a kind, such as images, skips layers of that kind; give every rank "
     "some"
 )
-# Layers are numbered by their first calls.
+# Layers are numbered in the order of their first calls.
 _numbers = itertools.count()
-# Layers that have exchanged rows over a group, by their numbers. Every rank sees all exchanges, and
-# comes to the same verdict on the next one.
+# Group to the sets of layers, one layer number for each rank, that have exchanged rows. Every rank
+# sees the same exchanges, so all ranks judge the next one alike.
 _met: weakref.WeakKeyDictionary[ProcessGroup, set[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
-# Numbers of a header: model_dim, dtype and wire, top_k, layer and failure, capacity, options and
-# state of the backward pass.
+# Number of integers in a header: model_dim, dtype with wire, top_k, layer with failure, capacity,
+# and checksum of options with state of autograd.
 _HEAD = 6
 
 
 @dataclass(frozen=True)
 class ExchangedCounts:
-    """Numbers that the ranks told each other, on the host but for `received_PM`.
+    """Result of an exchange of counts. All attributes but `received_PM` are on the host.
 
     Attributes:
         received: for each total, the number from every rank.
         sent: for each total, the number for every rank.
-        received_PM: the numbers themselves.
-        expert_capacity: rows that an expert gets at most from all ranks; None without limit.
-        has_backward: whether rows of some rank get a gradient: all ranks then take part.
+        received_PM: the received numbers.
+        expert_capacity: largest number of rows of an expert from all ranks; None for no limit.
+        has_backward: True if rows of any rank need a gradient. All ranks then take part in the
+            exchange of gradients.
     """
 
     received: tuple[tuple[int, ...], ...]
@@ -70,13 +72,14 @@ class CallComparison:
     """Comparison of the calls of one layer over its ranks, which travels with their counts.
 
     Args:
-        facts: what the ranks compare at the first call, by the name to use in messages.
+        facts: name to value of what the ranks compare at the first call.
 
     Attributes:
-        facts: these.
-        options: of the layer that runs, which its ranks have compared; None where it has none.
-        layers: names of the layers that share the group; empty where they have none.
-        layer: index of this one, or its number in the order of first calls; None before the first.
+        facts: the argument.
+        options: options that the ranks of the layer have compared; None before `declare`.
+        layers: names of the layers that share the group; empty before `tell_apart`.
+        layer: index of this layer, or its number in the order of first calls; None before its first
+            call.
     """
 
     def __init__(self, facts: Mapping[str, object]) -> None:
@@ -91,7 +94,8 @@ class CallComparison:
     def tell_apart(self, layers: Sequence[str], layer: int) -> None:
         """See `TokenDispatcher.tell_apart`."""
         self.layers, self.layer = tuple(layers), layer
-        # The first message of one layer must not meet a later one of another.
+        # No Agreement is sent at the first call. It could be matched with the counts of another
+        # layer, if ranks run different layers.
         self._agreed = True
 
     def declare(self, options: Mapping[str, object]) -> None:
@@ -110,26 +114,27 @@ class CallComparison:
         num_parts: int | None = None,
         problem: Exception | None = None,
     ) -> ExchangedCounts:
-        """Tell rank p row p of some numbers, and check that the ranks make the same call.
+        """Send row p of some numbers to rank p, and check that all ranks make the same call.
 
-        The message carries a header, since an exchange of rows of different sizes, or a backward
-        pass on some ranks alone, would hang or mix up bytes.
+        A header in the message is compared. If rows had different sizes, or a backward pass ran on
+        some ranks only, the following exchanges would hang or mix up bytes.
 
         Args:
-            dispatcher: that sends it.
+            dispatcher: dispatcher that sends the message.
             x: the rows.
             own_PM: the numbers, int64.
-            top_k: columns of the choice.
-            capacity: rows that an expert takes from this rank, None for all.
-            in_graph: whether gradients reach this rank's rows, where they are recorded.
-            num_parts: equal runs of the numbers, whose sums the host reads; None for each number.
-            problem: error of this rank, to tell the others.
+            top_k: number of experts of a token.
+            capacity: largest number of rows that an expert takes from this rank, None for all.
+            in_graph: True if this rank's rows need a gradient, when gradients are recorded.
+            num_parts: number of equal runs of a row, whose sums are read on the host; None to read
+                every number.
+            problem: error of this rank, to be sent to the other ranks.
         """
         group, operation = dispatcher._group.group, dispatcher.operation
         if self.layer is None:
             self.layer = next(_numbers)
         if not self._agreed:
-            # The length of the message depends on num_experts.
+            # The length of later messages depends on num_experts, so it is compared first.
             Agreement(operation, group, own_PM.device).compare(self.first_facts())
             self._agreed = True
         dim, code = x.shape[-1] if x.dim() else 0, len(DTYPES)
@@ -146,14 +151,14 @@ class CallComparison:
         if key not in self._heads:
             if len(self._heads) == _MOST_HEADERS:
                 self._heads.clear()
-            # A copy to the device, which waits, happens once.
+            # Copying a header to the device synchronises, so headers are kept.
             self._heads[key] = own_PM.new_tensor(header).expand(len(own_PM), -1)
         message = torch.cat([self._heads[key], own_PM], dim=1)
         received = dispatcher.exchange_counts(message, operation=f"{operation} counts")
         received_PM = received[:, _HEAD:]
-        # NOTE: device-to-host sync, the only one of the layer: the collective takes its splits, and
-        # the allocator its size, on the host; and every rank must reach the same verdict before
-        # rows move.
+        # NOTE: device-to-host sync, the only one of the layer. The host needs the counts for the
+        # splits of the collective and the size of its output, and the headers to decide before rows
+        # are sent.
         told = received_PM, own_PM
         if num_parts is not None:
             size = len(own_PM), num_parts, -1
@@ -184,14 +189,14 @@ class CallComparison:
         operation: str,
         device: torch.device,
     ) -> None:
-        """ValueError on every rank for what differs in the headers of all ranks and must not."""
+        """Raise ValueError on every rank for the first entry of the headers that differs."""
         dims, codes, top_ks, states, limits, graphs = columns
         if any(state % 2 for state in states):
-            # One more message, with the reason.
+            # One more message tells the error of the rank that failed.
             Agreement(operation, group, device).compare({}, problem=problem)
         self._check_layers(tuple(state // 2 for state in states), group, operation)
         if any(graph // _GRAPH_CODES != graphs[0] // _GRAPH_CODES for graph in graphs):
-            # One more message, with the option that has changed on some ranks.
+            # One more message finds the option that has changed on some ranks.
             Agreement(operation, group, device).compare({"options": self.options or {}})
         names = [*map(str, DTYPES), "another dtype"]
         for name, values in (
@@ -208,11 +213,11 @@ class CallComparison:
             check_equal_over_ranks(name, values, group, operation)
 
     def first_facts(self) -> dict[str, object]:
-        """Facts that the ranks compare at the first call: every later message depends on them."""
+        """Return the facts that the ranks compare at the first call."""
         return {**self.facts, debugging.OPTION: debugging.enabled()}
 
     def _check_layers(self, layers: tuple[int, ...], group: ProcessGroup, operation: str) -> None:
-        """ValueError if a rank runs another layer than the others, where that can be known."""
+        """Raise ValueError if a rank is found to run another layer than the others."""
         if self.layers:
             names = [self.layers[i] if i < len(self.layers) else "another" for i in layers]
             name = f"the layer that runs ({SKIPPED})"

@@ -14,7 +14,8 @@ class LocalDispatcher(TokenDispatcher):
         drop_policy: which slots of an expert beyond its capacity go, "position" or "score".
     """
 
-    # No properties: a small layer would ask them longer than it runs a kernel.
+    # These are plain class attributes, since in a small layer properties would take longer than a
+    # kernel.
     group = None
     in_graph = True
     serves = frozenset(CAPABILITIES) - {"an ep_group of several ranks"}

@@ -1,4 +1,4 @@
-"""Parts of a batch: the rows that travel together, how they are cut, and what is kept of them.
+"""Parts of a batch: rows that travel together, how a batch is cut, and the tables of each part.
 
 Shapes: T tokens, D model, E experts, K top-k, N = T*K rows, R rows of a part, P ranks, L = E/P
     local experts.
@@ -24,15 +24,16 @@ class RowBudget:
     """Limit on the rows that a rank holds at once, however the router spreads the tokens.
 
     Attributes:
-        rows: rows that a rank runs through its experts at once, alignment padding included. In an
-            expert-parallel layer it is also the most that a rank sends or receives at once.
-        overflow: "rounds" runs the rows beyond the budget in further rounds, with the exact result;
-            "drop" leaves them out and counts them in `num_dropped`.
-        static: across ranks, every rank sends `rows / P` rows to each of the P ranks, padding
-            included, so that sizes follow from no count: nothing waits for the device before the
-            rows travel. "rounds" then reads one number behind the queued work of the first round,
-            "drop" nothing, and a CUDA graph can hold it. It is for `dispatcher="alltoall"` (or
-            "symm_mem"). On one rank it changes nothing: sizes never follow from counts there.
+        rows: largest number of rows that a rank runs through its experts at once, including
+            alignment padding. In an expert-parallel layer a rank also sends and receives at most
+            this many rows at once.
+        overflow: "rounds" runs the rows beyond the budget in further rounds, and the result is
+            exact. "drop" leaves them out, and counts them in `num_dropped`.
+        static: every rank sends `rows / P` rows to each of the P ranks, including padding. Sizes do
+            not depend on counts, so the host does not wait for the device before the rows travel.
+            "rounds" reads one number after the work of the first round was queued. "drop" reads
+            none, and can be captured in a CUDA graph. Needs `dispatcher="alltoall"` or "symm_mem".
+            On one rank sizes never depend on counts, and this option has no effect.
 
     Raises:
         ValueError: a value is out of its range.
@@ -44,21 +45,21 @@ class RowBudget:
     static: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what is not allowed."""
+        """Raise ValueError for values that are not allowed."""
         check_numbers("RowBudget", RowBudget.__annotations__, vars(self))
         check_rule("RowBudget", "rows", self.rows, "at least 1", self.rows >= 1)
         check_choice("RowBudget", "overflow", self.overflow, BUDGET_OVERFLOWS)
 
 
 class Choice(NamedTuple):
-    """Experts of the tokens, within the capacity.
+    """Experts of the tokens, after the layer has applied its capacity.
 
     Attributes:
-        topk_idx: `[T, K]`, -1 for none.
-        topk_weights: `[T, K]`.
-        capacity: rows that an expert takes from this rank, None for all.
-        num_dropped: slots that found no room, 0-d; None without a capacity of the layer.
-        filled: whether the host knows that no slot is -1.
+        topk_idx: experts, `[T, K]`, -1 for none.
+        topk_weights: weights, `[T, K]`.
+        capacity: largest number of rows that an expert takes from this rank, None for all.
+        num_dropped: number of slots beyond the layer's capacity, 0-d; None without a capacity.
+        filled: True if it is known on the host that no slot is -1.
     """
 
     topk_idx: Tensor
@@ -70,13 +71,13 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """The way in which the rows of a batch are cut into parts, the same on every rank.
+    """How a batch is cut into parts, equal on every rank.
 
     Attributes:
-        num_parts: runs of the tokens, of which one travels while the experts work on another.
-        budget: limit on the rows of a part; None for none.
-        num_shared: experts whose counts all ranks tell each other, for a caller who places rows by
-            them; None for none.
+        num_parts: number of parts. One part travels while the experts work on another.
+        budget: limit on the rows of a part; None for no limit.
+        num_shared: number of experts whose counts every rank sends to all ranks, so that the caller
+            can assign rows to places; None to exchange counts only for the rows to be sent.
     """
 
     num_parts: int = 1
@@ -85,7 +86,7 @@ class Cut:
 
     @property
     def is_static(self) -> bool:
-        """Sizes follow from no count."""
+        """True if sizes do not depend on counts."""
         return self.budget is not None and self.budget.static
 
 
@@ -94,15 +95,16 @@ WHOLE = Cut()
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Rows that travel at once.
+    """Numbers of rows of one exchange.
 
     Attributes:
-        sent: rows that this rank sends to each rank of the group.
-        received: rows that it receives from each.
-        received_PL: rows that it receives from each rank for each of its experts.
-        expert_capacity: rows that a local expert gets at most, from all ranks; None without limit.
-        has_backward: whether rows of some rank get a gradient: all ranks then take part.
-        padded: whether the rows from each rank end with rows of no expert.
+        sent: number of rows that this rank sends to each rank of the group.
+        received: number of rows that it receives from each rank.
+        received_PL: number of rows from each rank for each local expert.
+        expert_capacity: largest number of rows of a local expert from all ranks; None for no limit.
+        has_backward: True if rows of any rank need a gradient. All ranks then take part in the
+            exchange of gradients.
+        padded: True if the rows from each rank end with padding rows, which have no expert.
     """
 
     sent: tuple[int, ...]
@@ -116,7 +118,7 @@ class RowCounts:
     def of_all(
         cls, rows_PE: Tensor, rank: int, *, has_backward: bool, device: torch.device
     ) -> RowCounts:
-        """The part of a rank in the rows `[P, E]` of every rank for every expert."""
+        """Return the counts of one rank from the rows `[P, E]` of every rank for every expert."""
         num_ranks = rows_PE.shape[0]
         rows_PPL = rows_PE.view(num_ranks, num_ranks, -1)
         between_PP, received_PL = rows_PPL.sum(2), rows_PPL[:, rank]
@@ -128,7 +130,7 @@ class RowCounts:
         )
 
     def expert_of_row(self) -> Tensor:
-        """The local expert of every received row `[R]`, -1 for none."""
+        """Return the local expert of every received row, `[R]`, -1 for padding rows."""
         num_ranks, num_experts = self.received_PL.shape
         if not self.padded:
             expert_PL = torch.arange(num_experts, device=self.received_PL.device)
@@ -143,11 +145,11 @@ class RowCounts:
 
 @dataclass(frozen=True)
 class SharedCounts:
-    """Rows of every rank for every expert, which all ranks know.
+    """Numbers of rows of every rank for every expert, known to all ranks.
 
     Attributes:
-        tables: this rank's slots, grouped by expert.
-        counts_PE: int64, on the host.
+        tables: slots of this rank, grouped by expert.
+        counts_PE: numbers of rows, int64, on the host.
         has_backward: see `ExchangedCounts`.
     """
 
@@ -157,13 +159,14 @@ class SharedCounts:
 
 
 class PlacedRows(NamedTuple):
-    """Rows of a rank, each at a rank that has room for it.
+    """Assignment of this rank's rows to expert slots on all ranks, under rebalance.
 
     Attributes:
-        slot_idx: `[T, K]` slots in the place of experts, -1 for none. Slot `rank * S + s` is expert
-            s of a rank, and a moved one from L on.
-        counts: rows that travel.
-        moves: experts that travel, with the numbers that each rank gives, `receive`; None for none.
+        slot_idx: `[T, K]`, expert slots instead of experts, -1 for none. Slot `rank * S + s` is
+            slot s of a rank. Slots from L on hold experts that have moved there.
+        counts: numbers of rows that travel.
+        moves: experts whose weights travel, with their number from each rank in `receive`; None if
+            none do.
     """
 
     slot_idx: Tensor
@@ -171,10 +174,10 @@ class PlacedRows(NamedTuple):
     moves: Any
 
     def offsets(self, slot_offsets: Tensor) -> Tensor:
-        """Offsets of the experts that are here, of those of all slots: the others have no rows.
+        """Return the offsets of the slots that hold an expert; the other slots have no rows.
 
         Args:
-            slot_offsets: `[S + 1]`.
+            slot_offsets: offsets of all slots of this rank, `[S + 1]`.
         """
         held = slot_offsets.shape[0] // 2 + (0 if self.moves is None else sum(self.moves.receive))
         return slot_offsets[: held + 1]
@@ -182,13 +185,13 @@ class PlacedRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """A part that is sent by `TokenDispatcher.send`, and once more in the backward pass.
+    """A part that `TokenDispatcher.send` sends in the forward pass, and again in the backward pass.
 
     Attributes:
-        whole: tables of all rows of the rank.
-        slot_of_row: `[R]` slots of this round's rows, ordered by expert; -1 for a padding row.
-        expert_offsets: `[E + 1]` of the experts in these rows, where nothing travels.
-        counts: how the rows travel; None where nothing travels.
+        whole: permutation of all rows of this rank.
+        slot_of_row: `[R]`, slots of this round's rows, ordered by expert; -1 for a padding row.
+        expert_offsets: `[E + 1]`, offsets of the experts in these rows, if nothing travels.
+        counts: numbers of rows that travel; None if nothing travels.
     """
 
     whole: ops.Permutation
@@ -197,18 +200,18 @@ class Round:
     counts: RowCounts | None = None
 
     def take(self, x_TD: Tensor) -> Tensor:
-        """The rows `[R, D]` of this round, copied from their tokens; differentiable."""
+        """Copy the rows `[R, D]` of this round from their tokens. Differentiable."""
         return torch.ops.moe_ext._gather_tokens(x_TD, self.slot_of_row, self.whole.top_k)
 
     def return_sums(self, grad_RD: Tensor, tables: ops.Permutation) -> Tensor:
-        """The gradient `[T, D]` of the tokens of the rows that `take` gave, summed in its dtype."""
+        """Sum gradients of the rows from `take` into gradients `[T, D]` of the tokens."""
         return ops.unpermute_tokens(grad_RD, tables)
 
     @property
     def tables(self) -> ops.Permutation:
-        """Tables of these rows alone; made when asked for, since they are as long as all slots."""
+        """Permutation of this round's rows, computed on demand: it is as long as all slots."""
         slots, num_slots = self.slot_of_row, self.whole.row_of_slot.shape[0]
-        # Padding rows (-1) write to the last entry, which is cut off.
+        # Index -1 of a padding row addresses the extra last entry, which is cut off.
         row_of_slot = self.whole.row_of_slot.new_full((num_slots + 1,), -1)
         row_of_slot[slots] = torch.arange(slots.shape[0], device=slots.device)
         return replace(
@@ -220,18 +223,18 @@ class Round:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums of rows are taken in."""
+    """Return the dtype in which rows of a dtype are summed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class RowWeights:
-    """Weights of the rows that `dispatch` brought, for experts that multiply by them.
+    """Weights of the rows from `dispatch`, for experts that multiply by them.
 
-    Neither a tuple nor a dataclass: FSDP2 would cast the tensors in these.
+    This is neither a tuple nor a dataclass, because FSDP2 casts the tensors in those.
 
     Attributes:
-        slot_weights: a weight a slot, in the graph, in the dtype of sums.
-        slot_of_row: `[R]` slots, -1 for a padding row.
+        slot_weights: weight of each slot, in the graph, in the dtype of sums.
+        slot_of_row: `[R]`, slots of the rows, -1 for a padding row.
     """
 
     def __init__(self, slot_weights: Tensor, slot_of_row: Tensor) -> None:
@@ -241,16 +244,16 @@ class RowWeights:
 
 @dataclass(frozen=True)
 class DispatchMetadata:
-    """Tables that `combine` undoes `dispatch` by.
+    """Tables from `dispatch` with which `combine` brings results back.
 
     Attributes:
-        permutation: of this rank's tokens, over all E experts.
-        topk_weights: `[T, K]`, in the graph; None where the experts have multiplied by them.
-        sent: rows sent to each rank of the group, None when nothing was sent.
-        received: rows received from each rank.
-        received_permutation: groups the received rows by local expert.
-        expert_capacity: rows that a local expert gets at most, from all ranks; None without limit.
-        weights_R1: weights of the received rows, where they have come already.
+        permutation: permutation of this rank's tokens over all E experts.
+        topk_weights: `[T, K]`, in the graph; None if the experts have multiplied by the weights.
+        sent: number of rows sent to each rank of the group, None if nothing was sent.
+        received: number of rows received from each rank.
+        received_permutation: permutation that groups the received rows by local expert.
+        expert_capacity: largest number of rows of a local expert from all ranks; None for no limit.
+        weights_R1: weights of the received rows, if they travelled with the rows.
     """
 
     permutation: ops.Permutation
@@ -267,22 +270,24 @@ class DispatchMetadata:
         return self.permutation.num_dropped
 
 
-# Brings the rows of a part to their experts, with something to do while they are underway, if they
-# travel: rows `[R, D]` grouped by local expert, offsets `[L + 1]`, and what `combine` takes.
+# Function that brings the rows of a part to their experts. Its argument is called while the rows
+# are underway. It returns rows `[R, D]` grouped by local expert, offsets `[L + 1]`, and the
+# metadata for `combine`.
 Part = Callable[[Callable[[], None] | None], tuple[Tensor, Tensor, Any]]
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Parts of a batch, of which all ranks have as many.
+    """Parts of a batch. All ranks have the same number of parts.
 
     Attributes:
-        parts: those that run once, to be called in this order by all ranks; a caller may take them
-            out, and with them their rows.
-        num_dropped: slots of this rank that were left out, 0-d int64.
-        later: gives the rounds behind the parts; their backward pass runs them once more.
-        placed: where rows were placed; None where each is at the rank of its expert.
-        filled: whether every row of the parts has an expert.
+        parts: parts that all ranks call in this order. A caller may remove parts from the list, so
+            that their rows are freed.
+        num_dropped: number of slots of this rank that were left out, 0-d int64.
+        later: function that returns the rounds after the parts. Rounds run again in the backward
+            pass.
+        placed: assignment of rows to slots; None if each row goes to the rank of its expert.
+        filled: True if every row of the parts has an expert.
     """
 
     parts: list[Part]
@@ -293,7 +298,7 @@ class BatchPlan:
 
 
 def cut_rows(tables: ops.Permutation, max_rows: int) -> list[Round]:
-    """Rounds of at most `max_rows` consecutive rows, at least one, where nothing travels."""
+    """Cut rows that do not travel into rounds of at most `max_rows` rows, at least one round."""
     num_rows = tables.slot_of_row.shape[0]
     rounds = []
     for start in range(0, max(num_rows, 1), max_rows):
@@ -306,12 +311,12 @@ def cut_rows(tables: ops.Permutation, max_rows: int) -> list[Round]:
 def cut_exchange(
     tables: ops.Permutation, counts: RowCounts, shares: Iterable[Tensor], rank: int
 ) -> list[Round]:
-    """Rounds of rows that travel.
+    """Cut rows that travel into rounds.
 
     Args:
-        tables: of all rows of this rank.
-        counts: of all these rows.
-        shares: of `schedule`, rows from each rank to each other in every round.
+        tables: permutation of all rows of this rank.
+        counts: numbers of all these rows.
+        shares: result of `schedule`: rows from each rank to each rank, for every round.
         rank: this rank in its group.
     """
     device = tables.slot_of_row.device
@@ -322,7 +327,7 @@ def cut_exchange(
     rounds = []
     for share_PP in shares:
         send_P, receive_P = share_PP[rank], share_PP[:, rank]
-        # Rows from a rank come ordered by expert: this round has those between two marks.
+        # Rows from a rank are ordered by expert. This round has those from `begin` to `end`.
         begin_P1 = received_P[:, None].to(device)
         end_P1 = begin_P1 + receive_P[:, None].to(device)
         reached_PL = torch.minimum(torch.maximum(ends_PL, begin_P1), end_P1)
@@ -347,16 +352,16 @@ def cut_evenly(
     *,
     has_backward: bool,
 ) -> Round:
-    """A round in which every rank sends each other `share` rows, padding behind its own.
+    """Make a round in which every rank sends `share` rows to each rank, padded at the end.
 
-    Its sizes depend on no count, so that the host need not know one.
+    The sizes do not depend on counts, which the host therefore need not know.
 
     Args:
-        tables: of all rows of this rank.
-        own_PL: rows that it has for each expert of each rank.
-        received_PL: rows that each rank has for each of its experts.
-        share: rows from a rank to another.
-        number: of the round: it has the `share` rows behind those of the rounds before.
+        tables: permutation of all rows of this rank.
+        own_PL: number of this rank's rows for each expert of each rank.
+        received_PL: number of rows of each rank for each expert of this rank.
+        share: number of rows from a rank to another.
+        number: number of the round, which begins after `number * share` rows.
         has_backward: see `RowCounts`.
     """
     num_ranks = own_PL.shape[0]
@@ -365,7 +370,8 @@ def cut_evenly(
     first_P1 = count_P1.cumsum(0) - count_P1
     place_S = torch.arange(begin, end, device=own_PL.device)
     row_PS = (first_P1 + place_S).clamp(max=max(tables.slot_of_row.shape[0] - 1, 0))
-    # Without slots there is nothing to take, and nothing is counted.
+    # A rank without tokens has an empty `slot_of_row`, which cannot be indexed. Its rows are all
+    # masked below, so any tensor serves.
     all_slots = tables.slot_of_row if tables.slot_of_row.shape[0] else place_S
     slots_PS = all_slots[row_PS].masked_fill(place_S >= count_P1, -1)
     reached_PL = received_PL.cumsum(1).clamp(begin, end)
@@ -380,7 +386,7 @@ def cut_evenly(
 
 
 def _slots_of_runs(tables: ops.Permutation, begin_P: Tensor, count_P: Tensor) -> Tensor:
-    """The slots of P runs of rows, one behind the other."""
+    """Return the slots of P runs of rows, concatenated."""
     total = int(count_P.sum())
     shift_P = begin_P - (count_P.cumsum(0) - count_P)
     rows = shift_P.repeat_interleave(count_P, output_size=total)
@@ -389,9 +395,9 @@ def _slots_of_runs(tables: ops.Permutation, begin_P: Tensor, count_P: Tensor) ->
 
 
 def keep_first(tables: ops.Permutation, topk_idx_TK: Tensor, allowed_P: Tensor) -> Tensor:
-    """The choices with every slot taken out beyond the first `allowed` of its destination.
+    """Return the choices with at most `allowed` slots for each destination; others become -1.
 
-    Slots are counted in the order of the tokens, for each of P equal runs of experts apart.
+    The P destinations are equal runs of experts. The first slots in the order of tokens are kept.
     """
     num_experts = tables.expert_offsets.shape[0] - 1
     routed = tables.row_of_slot >= 0
@@ -406,23 +412,23 @@ def keep_first(tables: ops.Permutation, topk_idx_TK: Tensor, allowed_P: Tensor) 
 
 
 def count_dropped(before: ops.Permutation, kept: ops.Permutation) -> ops.Permutation:
-    """The tables of what was kept, with all slots that were left out counted."""
+    """Return the permutation of the kept slots, whose `num_dropped` counts all other slots."""
     routed = before.num_tokens_per_expert.sum() - kept.num_tokens_per_expert.sum()
     return replace(kept, num_dropped=before.num_dropped + routed)
 
 
 def fair_share(counts: Tensor, limit: int, *, dim: int) -> Tensor:
-    """Cut counts so that those along `dim` sum to at most `limit`: the large ones to one level."""
+    """Reduce counts so that they sum to at most `limit` along `dim`, large ones to one level."""
     lines = counts.movedim(dim, -1)
     ordered = lines.sort(-1).values
     size = lines.shape[-1]
-    # With the i smallest kept whole, the others share the rest of the limit.
+    # If the i smallest counts are kept, the other counts share the rest of the limit equally.
     kept = ordered.cumsum(-1) - ordered
     levels = (limit - kept) // torch.arange(size, 0, -1, device=counts.device)
     level = levels.clamp(min=0).minimum(ordered).amax(-1, keepdim=True)
     cut = lines.minimum(level)
     over = lines > cut
-    # The rest below a whole level goes to the first lines that want more, one each.
+    # The remainder of the division goes to the first counts that were reduced, one row each.
     spare = (limit - cut.sum(-1, keepdim=True)).clamp(min=0)
     cut = cut + (over & (over.cumsum(-1) <= spare)).long()
     return cut.movedim(-1, dim)
@@ -432,8 +438,8 @@ def schedule(pairs_PP: Tensor, limit: int) -> list[Tensor]:
     """Spread the rows of every pair of ranks over rounds.
 
     Args:
-        pairs_PP: rows from each rank (first dimension) to each other.
-        limit: rows that a rank sends, and that it receives, in one round, at most.
+        pairs_PP: number of rows from each rank (first dimension) to each rank.
+        limit: largest number of rows that a rank sends, and that it receives, in a round.
 
     Returns:
         `[P, P]` for each round, at least one; they sum to `pairs_PP`.

@@ -34,14 +34,15 @@ from moe_ext.dispatch.wire import (
 
 @dataclass
 class _RowsUnderway:
-    """One exchange of rows and its backward, each of them started in one place, awaited in another.
+    """An exchange of rows and that of their gradients, each started and awaited in two nodes.
 
-    The node of autograd that waits in the forward pass starts the exchange of the backward pass,
-    and the other way round: what ran beside the one has its backward beside the other. Since a
-    node's gradient must have the shape of its output, and bytes of coded rows have none, what is
-    exchanged goes by `underway`, and an empty tensor in its place joins the nodes.
+    The autograd node that waits for the rows in the forward pass starts the exchange of gradients
+    in the backward pass, and the other way round. Work between the two nodes therefore runs during
+    the exchange in both passes. The rows pass between the nodes in `underway`, and an empty tensor
+    connects the nodes in the graph. The rows themselves cannot connect them, because coded rows are
+    bytes, and a gradient must have the shape of its output.
 
-    On CUDA it runs on a side stream.
+    On CUDA the exchange runs on a side stream.
     """
 
     group: ProcessGroup
@@ -55,10 +56,10 @@ class _RowsUnderway:
     underway: Tensor | None = None
     works: list[Underway] | streams.Beside | None = None
     layer: weakref.ref[nn.Module] | None = field(default_factory=running.get)
-    lengths: list[int] = field(default_factory=list)  # of messages that arrive
+    lengths: list[int] = field(default_factory=list)  # bytes of each arriving message
 
     def start(self, rows: Tensor, backward: bool) -> None:
-        """Begin to send rows, or their gradients the other way."""
+        """Begin to send rows, or with `backward` their gradients in the other direction."""
         send, receive = (self.receive, self.send) if backward else (self.send, self.receive)
         if self.formats[backward] is not None:
             rows = encode(rows, self.formats[backward])
@@ -68,7 +69,7 @@ class _RowsUnderway:
             told_P = collectives.all_to_all(
                 own_P, self.group, operation=self.operation, counted=False
             )
-            # NOTE: device-to-host sync, of the lengths that the next message has.
+            # NOTE: device-to-host sync, since the lengths are the splits of the next message.
             lengths, receive = torch.stack([own_P, told_P]).tolist()
             sent, send = join_messages(sent, send, messages, lengths), lengths
             self.lengths = receive
@@ -87,7 +88,7 @@ class _RowsUnderway:
             raise
 
     def finish(self, like: Tensor, dim: int, backward: bool) -> Tensor:
-        """Rows that arrived, in the dtype asked for."""
+        """Wait for the rows, and return them decoded, in the dtype of `like`."""
         assert self.underway is not None
         arrived, works = self.underway, self.works
         self.underway = self.works = None
@@ -96,7 +97,8 @@ class _RowsUnderway:
         elif works is not None:
             try:
                 for i, work in enumerate(works):
-                    work.wait(passes_turn=i == 0)  # once for an exchange, however it travels
+                    # An exchange passes the turn once, even if it consists of several messages.
+                    work.wait(passes_turn=i == 0)
             except RuntimeError as error:
                 self._name_failed_ranks(error, backward)
                 raise
@@ -109,12 +111,12 @@ class _RowsUnderway:
         return decode(arrived, self.formats[backward], dim, like.dtype)
 
     def start_back(self, grad_RD: Tensor) -> None:
-        """Begin to send gradients, in a thread that knows nothing of the layer."""
+        """Begin to send gradients. The thread of autograd has no layer set, so it is set here."""
         with in_layer(self.layer):
             self.start(grad_RD, backward=True)
 
     def finish_back(self, like: Tensor, dim: int) -> Tensor:
-        """Gradients that arrived, times the factor."""
+        """Wait for the gradients, and return them multiplied by the factor."""
         with in_layer(self.layer):
             grad_ND = self.finish(like, dim, backward=True)
         return grad_ND if self.grad_scale == 1.0 else grad_ND.mul_(self.grad_scale)
@@ -124,7 +126,7 @@ class _RowsUnderway:
 
 
 class _Exchange(torch.autograd.Function):
-    """Exchanges rows, where nothing runs beside."""
+    """Exchanges rows when no other work runs at the same time."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, rows: _RowsUnderway) -> Tensor:
@@ -140,7 +142,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Start(torch.autograd.Function):
-    """Sends rows; its backward awaits their gradient."""
+    """Starts to send rows. The backward pass waits for their gradients."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, rows: _RowsUnderway) -> Tensor:
@@ -155,7 +157,7 @@ class _Start(torch.autograd.Function):
 
 
 class _Finish(torch.autograd.Function):
-    """Awaits rows; its backward sends their gradient by the reversed splits."""
+    """Waits for rows. The backward pass starts to send their gradients, with reversed splits."""
 
     @staticmethod
     def forward(ctx: Any, empty: Tensor, rows: _RowsUnderway, dim: int) -> Tensor:
@@ -182,29 +184,29 @@ def all_to_all_rows(
     exchange: Callable[..., None] | None = None,
     counted: bool = True,
 ) -> Tensor:
-    """Exchange rows with every rank of a group; differentiable.
+    """Exchange rows with every rank of a group. Differentiable.
 
-    On CUDA the rows travel on a stream of their own, elsewhere beside `meanwhile` alone.
+    On CUDA the rows travel on a side stream. Elsewhere only `meanwhile` runs during the exchange.
 
     Args:
-        x_ND: rows, the first `send[0]` for rank 0 of the group, then `send[1]` for rank 1, and so
-            on.
+        x_ND: rows; the first `send[0]` are for rank 0 of the group, the next `send[1]` for rank 1,
+            and so on.
         group: process group of P ranks.
-        send: P row counts that sum to N.
-        receive: P row counts, what each rank sends here.
+        send: number of rows for each of the P ranks, in sum N.
+        receive: number of rows from each of the P ranks.
         grad_scale: factor on the gradient, applied once in the backward pass.
         operation: name for error messages.
-        meanwhile: called once the rows are underway; it runs beside the exchange, and its backward
-            beside that of the gradients.
-        formats: in which the rows travel, and their gradients; see `Wire`.
-        exchange: what sends them, called as `all_to_all_single` is, which is the default.
-        counted: count what is sent, forward and backward; False where `exchange` does so itself.
+        meanwhile: function to call while the rows are underway. Its backward pass runs during the
+            exchange of the gradients.
+        formats: formats of the rows and of their gradients, see `Wire`.
+        exchange: function with the arguments of `all_to_all_single`, which is the default.
+        counted: count the traffic of both passes; False if `exchange` counts it.
 
     Returns:
-        `[R, D]`, ordered by source rank. Ranks with no row take part like any other.
+        `[R, D]`, ordered by source rank. Ranks without rows take part like all others.
 
     Raises:
-        RankFailureError: a rank died or did not answer; the message names it. Forward and backward.
+        RankFailureError: a rank died or did not answer, in either pass; the message names it.
     """
     rows = _RowsUnderway(group, send, receive, grad_scale, operation, formats, exchange, counted)
     if meanwhile is None:
@@ -223,18 +225,18 @@ def start_rows(
     format: str | None,
     operation: str,
 ) -> Callable[[], Tensor]:
-    """Begin an exchange of rows that no graph records.
+    """Begin an exchange of rows outside of autograd.
 
     Args:
         rows: as in `all_to_all_rows`.
-        group: as there.
-        send: as there.
-        receive: as there.
-        format: in which they travel.
+        group: as in `all_to_all_rows`.
+        send: as in `all_to_all_rows`.
+        receive: as in `all_to_all_rows`.
+        format: format of the rows.
         operation: name for error messages.
 
     Returns:
-        A handle that waits for the rows and gives them.
+        Function that waits for the rows and returns them.
     """
     underway = _RowsUnderway(group, send, receive, 1.0, operation, (format, None))
     underway.start(rows, backward=False)
@@ -248,11 +250,11 @@ def start_rows(
 
 
 def join_parts(parts: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> Tensor:
-    """Rows of several parts as one message: all for rank 0, in the order of parts, and so on.
+    """Join the rows of several parts into one message: first all rows for rank 0, and so on.
 
     Args:
-        parts: of each its rows, ordered by rank.
-        counts: of each its numbers of rows by rank.
+        parts: rows of each part, ordered by rank.
+        counts: number of rows for each rank, of each part.
     """
     if len(parts) == 1:
         return parts[0]
@@ -261,7 +263,7 @@ def join_parts(parts: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> Tens
 
 
 def split_parts(rows: Tensor, counts: Sequence[Sequence[int]]) -> list[Tensor]:
-    """The parts of what `join_parts` gave with these counts."""
+    """Undo `join_parts` with the same counts."""
     if len(counts) == 1:
         return [rows]
     pieces = rows.split([count for by_rank in zip(*counts, strict=True) for count in by_rank])
@@ -269,5 +271,5 @@ def split_parts(rows: Tensor, counts: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def total(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Rows by rank of all parts together."""
+    """Return the number of rows for each rank, summed over all parts."""
     return tuple(map(sum, zip(*counts, strict=True)))
