@@ -480,7 +480,7 @@ class TokenDispatcher:
             **self._formats_back,
         )
 
-    # How the methods above use the two messages.
+    # Implementation of the methods above by the two messages.
 
     def _plan_parts(
         self,

@@ -71,7 +71,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """How a batch is cut into parts, equal on every rank.
+    """Rule by which a batch is cut into parts, equal on every rank.
 
     Attributes:
         num_parts: number of parts. One part travels while the experts work on another.

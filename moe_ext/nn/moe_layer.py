@@ -80,9 +80,9 @@ from moe_ext.nn.routers import BalanceTerms, Router, RouterOutput
 from moe_ext.nn.torch_state import as_autocast, has_hooks, in_backward
 from moe_ext.ops.autograd import is_transformed
 
-# The documents of a call, as numbers of tokens or as offsets.
+# Arguments `document_ids` and `cu_seqlens` of a call.
 _Packed = tuple[Tensor | None, Offsets | None]
-# The fact that ranks compare of the router's parameters.
+# Name, for messages, of the checksum that ranks compare.
 _ROUTER_BITS = (
     "the checksum of the router's parameters (seed every rank alike, and call "
     "moe_ext.distributed.sync_gradients after each backward pass, or wrap the model in "
@@ -91,7 +91,7 @@ _ROUTER_BITS = (
 
 
 def _field_of_balance(name: str) -> Any:
-    """A field of the layer's `Balance` as an attribute, which may be set between steps."""
+    """Return a property of the layer for a field of its `Balance`; it can be set between steps."""
     return property(
         lambda layer: getattr(layer.balance, name),
         lambda layer, value: setattr(layer, "balance", replace(layer.balance, **{name: value})),
@@ -99,68 +99,72 @@ def _field_of_balance(name: str) -> Any:
 
 
 class MoELayer(CountingModule, SpreadsExperts):
-    """Mixture of experts, `[..., D] -> [..., D]`, in the place of a dense feed-forward network.
+    """Mixture of experts, `[..., D] -> [..., D]`, that replaces a dense feed-forward network.
 
-    `y[t] = sum_k w[t, k] * expert[idx[t, k]](x[t]) (+ shared_expert(x[t]))`. Dropless unless a
-    capacity is given. The balance loss, the z-loss and the router's own losses act by themselves:
-    in training mode a backward pass through the output also adds the gradient of
-    `loss_scale * (balance.coef * balance_loss + balance.z_coef * z_loss + ...)`.
+    `y[t] = sum_k w[t, k] * expert[idx[t, k]](x[t]) (+ shared_expert(x[t]))`. No token is dropped
+    unless a capacity is given. By default the layer injects the balance loss, the z-loss and the
+    router's own losses: in training mode, a backward pass through the output also adds the gradient
+    of `loss_scale * (balance.coef * balance_loss + balance.z_coef * z_loss + ...)`.
 
     Args:
-        model_dim: D, the elements of a token.
-        ffn_dim: F of each expert.
-        num_experts: E, over all ranks of `ep_group`.
-        top_k: K, experts per token; None is that of the router module, else 2.
-        router: score function of a `TopKRouter`, "softmax", "topk_softmax", "sigmoid" or
+        model_dim: D, number of elements of a token.
+        ffn_dim: F, hidden size of each expert.
+        num_experts: E, number of experts over all ranks of `ep_group`.
+        top_k: K, number of experts per token. None takes that of a router module, otherwise 2.
+        router: score function of a `TopKRouter`: "softmax", "topk_softmax", "sigmoid" or
             "sqrtsoftplus"; or a module that maps `(x_TD, token_mask=)` to a `RouterOutput`.
-        experts: module that maps `(rows [N, D], expert_offsets)` to `[N, D]`; by default
-            `GroupedExperts`. An expert's rows may end in zero rows, whose results go nowhere. In an
-            expert-parallel layer it holds this rank's experts and has the attributes `ep_group` and
-            `num_experts` (E).
-        activation: of the default experts and of the shared expert; see `GroupedExperts`.
-        bias: biases in the default experts and in the shared expert.
-        capacity: how many rows an expert takes from the T tokens of this rank (masked ones included
-            in T), and what becomes of the others; None takes all, a number is `Capacity(number)`.
-        row_budget: how many rows this rank holds at once; None holds all that come, a number is
-            `RowBudget(number)`.
-        balance: the losses: over which tokens the balance loss counts, and factors. None is
-            `Balance()`; "sequence" or "global_batch" is that of the scope, a number that of the
-            factor.
-        shared_expert: an expert that sees every token, masked ones too; a number is its F, and 0
-            or None is none.
-        ep_group: process group to spread the experts over; None keeps all experts on this rank.
-        dispatcher: how rows travel between its ranks: a `Dispatch`, or for `Dispatch(dispatcher)`
-            "auto", "local", "alltoall", "dedup", "hierarchical", "allgather", "nccl_ep", "deep_ep",
-            "symm_mem" or a `TokenDispatcher`.
+        experts: module that maps `(rows [N, D], expert_offsets)` to `[N, D]`; None makes
+            `GroupedExperts`. The rows of an expert may end with padding rows of zeros, whose
+            results are ignored. In an expert-parallel layer the module holds the experts of this
+            rank, and has the attributes `ep_group` and `num_experts` (E).
+        activation: activation of the default experts and of the shared expert, see
+            `GroupedExperts`.
+        bias: give the default experts and the shared expert biases.
+        capacity: limit on the rows of an expert from the T tokens of this rank (T includes masked
+            tokens), and what happens to rows beyond it. None sets no limit, and a number is short
+            for `Capacity(number)`.
+        row_budget: limit on the rows that this rank holds at once. None sets no limit, and a number
+            is short for `RowBudget(number)`.
+        balance: losses, with their factors and the tokens over which they count. None is short for
+            `Balance()`, "sequence" and "global_batch" for that scope, a number for that factor.
+        shared_expert: expert that processes every token, including masked ones. A number is its F;
+            0 or None makes no shared expert.
+        ep_group: process group over which the experts are divided; None keeps all experts on this
+            rank.
+        dispatcher: how rows travel between the ranks: a `Dispatch`; or "auto", "local", "alltoall",
+            "dedup", "hierarchical", "allgather", "nccl_ep", "deep_ep", "symm_mem" or a
+            `TokenDispatcher`, which are short for `Dispatch(dispatcher)`.
         device: device of the parameters.
         dtype: dtype of the parameters.
 
     Attributes:
-        balance_loss_coef, z_loss_coef, loss_mode: coef, z_coef and mode of `balance`; may be set
-            between steps, as `balance`, `capacity`, `router`, `row_budget` and `debug` may.
+        balance_loss_coef, z_loss_coef, loss_mode: coef, z_coef and mode of `balance`. These, and
+            `balance`, `capacity`, `router`, `row_budget` and `debug`, may be set between steps.
         loss_scale: factor on the injected losses, a number or a 0-d tensor, 1.0 at first; see
             `set_loss_scale`. A warning tells if gradients accumulate and no factor was set.
-        metrics: of the last forward pass on this rank, detached: `num_tokens_per_expert` [E] int64
-            (chosen, before any drop), `num_dropped`, `balance_loss`, `z_loss`, and `<name>_loss` of
-            each of the router's own; with rebalance `num_moved_experts` (whose weights came to this
-            rank) and `moved_bytes` (that left it); and what follows from them, see
-            `LayerMetrics`. Overwritten, never accumulated, so a recomputation leaves the same
-            values. Reading them is what synchronises with the device, and what computes those that
-            no loss needed.
-        losses: the terms of the last forward pass, `balance`, `z` and the router's own: coefficient
-            times loss; detached where `balance.mode` is "inject". Of a micro-batch they are
-            computed when they are read where no gradients are recorded.
-        choices: `[E]` int64, choices of each expert by this rank's tokens in training, counted for
-            `update_selection_bias`, once a token; only where the router has a `selection_bias`.
+        metrics: detached metrics of the last forward pass on this rank: `num_tokens_per_expert`
+            ([E] int64, choices before any drop), `num_dropped`, `balance_loss`, `z_loss`, and
+            `<name>_loss` for each loss of the router. With rebalance also `num_moved_experts`, the
+            number of experts whose weights came to this rank, and `moved_bytes`, the bytes of
+            weights that left it. `LayerMetrics` lists derived metrics. Each pass overwrites them,
+            so a recomputation leaves the same values. Reading a metric synchronises with the
+            device, and computes it if no loss needed it.
+        losses: loss terms of the last forward pass, `balance`, `z` and those of the router, each
+            multiplied by its coefficient. They are detached if `balance.mode` is "inject". Without
+            gradients, the terms of a micro-batch are computed when they are read.
+        choices: `[E]` int64, number of choices of each expert by this rank's training tokens, for
+            `update_selection_bias`. Counted only if the router has a `selection_bias`.
 
     Raises:
-        ValueError: sizes or options out of range, or E not a multiple of the size of `ep_group`.
+        ValueError: sizes or options are out of range, or E is not a multiple of the size of
+            `ep_group`.
 
-    Determinism: the same input gives the same bits. A layer on one rank does not synchronise; an
-    expert-parallel one reads the split sizes once per forward pass.
+    Determinism: the same input gives the same bits. A layer on one rank does not synchronise. An
+    expert-parallel layer reads the split sizes on the host once per forward pass.
     """
 
-    # Told by names of their own, since they stand for what ranks may have in several ways.
+    # Ranks compare these options under other names, because equal behaviour can be given in several
+    # ways.
     FREE_TO_DIFFER = ("dispatcher", "top_k")
 
     @takes_earlier_names
@@ -210,7 +214,7 @@ class MoELayer(CountingModule, SpreadsExperts):
             sizes = {"num_experts": num_experts, "model_dim": model_dim, "top_k": top_k}
             check_sizes_of("router", router, **sizes)
         self.router = router
-        # For routers that do not say it.
+        # top_k for router modules that have no such attribute.
         self._top_k = 2 if top_k is None else top_k
         made.update(activation=activation, bias=bias)
         if experts is None:
@@ -236,26 +240,26 @@ class MoELayer(CountingModule, SpreadsExperts):
         keep_for_router(self, router, device)
 
     def _take_group(self, ep_group: ProcessGroup | None, dispatcher: TokenDispatcher) -> None:
-        """Set what follows from the ranks that share the experts."""
+        """Set the attributes that depend on the group."""
         self.dispatcher = dispatcher
         self._dispatch_choice: DispatchChoice | None = None
         self._chooser: AutoDispatcher | None = None
-        # With etp each shard of an expert is an expert of its own to the dispatcher: their sum
-        # is what the expert makes of a token.
+        # With etp the dispatcher treats each shard of an expert as an expert. The output of an
+        # expert is the sum of those of its shards.
         self._shards = shards_of_experts(ep_group)
-        # Alone a rank sends nothing.
+        # On a single rank nothing travels, so nothing can overlap.
         is_alone = group_size(ep_group) == 1
         self.overlap = 1 if is_alone else self._dispatch.overlap
         self._rebalancer: Rebalancer | None = None
         if self._dispatch.moves is not None and not is_alone:
             assert runs_own_forward(self.experts)
             self._rebalancer = Rebalancer(self._dispatch.moves, self.experts)
-        # Options whose values the ranks have compared, and these values.
+        # Reader of the options that the ranks compare, and the values at the last comparison.
         self._watched: operator.attrgetter[Any] | None = None
         self._compared: object = None
-        # Options that do not change with attributes.
+        # Options that are fixed once the layer is constructed.
         self._made_with: dict[str, object] = {}
-        # The cut of the first pass: the messages of a pass follow from it.
+        # Cut of the first pass. It must not change later, because it determines the messages.
         self._first_cut: Cut | None = None
         self._num_passes = 0
 
@@ -423,7 +427,7 @@ class MoELayer(CountingModule, SpreadsExperts):
     def _forward_outside_of_graphs(
         self, x: Tensor, per_token: dict[str, Tensor | None], packed: _Packed
     ) -> Tensor:
-        # As `in_layer`, without the calls of a context.
+        # The same as the context `in_layer`, but cheaper.
         token = running.set(weakref.ref(self))
         try:
             self._compare_options(x)
@@ -432,13 +436,13 @@ class MoELayer(CountingModule, SpreadsExperts):
             running.reset(token)
 
     def _check_combination(self, **more: Any) -> None:
-        """Refuse options that do not go together, as they are now; see `check_combination`."""
+        """Refuse current options that cannot be combined, see `check_combination`."""
         names = ("capacity", "row_budget", "overlap", "balance")
         now: dict[str, Any] = {name: getattr(self, name) for name in names}
         check_combination("MoELayer", **{**now, "etp": self._shards, **more})
 
     def _compare_options(self, x: Tensor) -> None:
-        """Compare the options over the ranks, with the first pass and where one has changed."""
+        """Compare the options over the ranks, in the first pass and after an option has changed."""
         watched = self._watched
         # NOTE: device-to-host sync, in passes 1, 2, 4, 8, ....
         looks = not self._num_passes & (self._num_passes + 1) and looks_at_router(self)
@@ -456,17 +460,20 @@ class MoELayer(CountingModule, SpreadsExperts):
             self._made_with[_ROUTER_BITS] = fingerprint([*self.router.named_parameters()])
         now, read = options_now(self)
         options = {**now, **self._made_with}
-        # The first message of one layer must not meet a later one of another.
+        # Only the very first layer of a group compares in a separate message. Later layers compare
+        # with their counts: a separate message could be matched with the counts of another layer,
+        # if ranks run different layers.
         if watched is None and not dispatcher._calls.layers:
             Agreement("MoELayer", dispatcher.group).compare({"options": options})
         self._watched, self._compared = read, read(self)
         dispatcher.declare(options)
 
     def explain_dispatch(self) -> DispatchChoice:
-        """Dispatcher that the layer uses and why, with bytes and times where it was chosen.
+        """Return the dispatcher of the layer and the reason for it.
 
         Returns:
-            DispatchChoice: print it for a table.
+            DispatchChoice: its text is a table with the bytes and times of the candidates, if there
+            was a choice.
         """
         if self.dispatcher.choose is not None:
             return DispatchChoice("auto", self.dispatcher.reason)
@@ -482,7 +489,7 @@ class MoELayer(CountingModule, SpreadsExperts):
                 raise TypeError(f"MoELayer: expected x to be a tensor, got {type(x).__name__}")
         weighed = isinstance(experts, GroupedExperts) and experts.weighs_rows
         if dispatcher.choose is not None:
-            # It looks at its choice again.
+            # The chooser is kept, because it reconsiders its choice in later passes.
             self._chooser = cast(AutoDispatcher, dispatcher)
         chooser = self._chooser
         if chooser is not None and chooser.is_due(dispatcher, trains=self._trains()):
@@ -495,12 +502,12 @@ class MoELayer(CountingModule, SpreadsExperts):
             dispatcher = self.dispatcher
         with dispatcher.routing(x, cut):
             if cut is not WHOLE and not torch.compiler.is_compiling():
-                # Options may have been set since the layer was made.
+                # The options are checked again, since they may have been set after construction.
                 moved = self._rebalancer and self._rebalancer.options
                 self._check_combination(dispatcher=dispatcher, experts=experts, rebalance=moved)
             documents = None
             if self.balance.scope == "sequence" and self._wants_balance_loss():
-                # Ranks that share sequences learn what is wrong with the inputs of one.
+                # An error in the inputs of this rank is sent to the ranks that share its sequences.
                 problem: Exception | None = None
                 try:
                     check_inputs(self, x, per_token)
@@ -517,7 +524,7 @@ class MoELayer(CountingModule, SpreadsExperts):
                     flat[name] = value.reshape(-1)
             mask_T = flat.pop("token_mask", None)
             router = self.router
-            # A router of the caller's own may know no others than the mask.
+            # Only the given arguments are passed, since a user's router may accept only the mask.
             routed: RouterOutput = router(x_TD, token_mask=mask_T, **flat)
             if routed.score_fn is None and self._wants_balance_loss():
                 check_combination("MoELayer", balance=self.balance, unknown_scores=router)
@@ -536,18 +543,19 @@ class MoELayer(CountingModule, SpreadsExperts):
             )
         if self.shared_expert is not None:
             x_TD = without_bad_padding(x_TD, mask_T)
-        # Under autocast the experts would cast anyway; here it halves what is permuted and sent.
+        # Under autocast the experts would cast x anyway. Casting before the dispatch halves the
+        # bytes that are permuted and sent.
         y_TD, num_dropped = self._run_experts(as_autocast(x_TD), choice, cut, weighed)
         sequences = math.prod(x.shape[:-2]), documents
         y_TD = self._account(y_TD, routed, top_k, mask_T, sequences, num_dropped)
         return y_TD.reshape(x.shape)
 
     def _trains(self) -> bool:
-        """A pass whose gradients are wanted; counting tokens is none."""
+        """Return True in a training pass with gradients, outside `count_tokens`."""
         return self.training and torch.is_grad_enabled() and not self.counting
 
     def _cut(self) -> Cut:
-        """The cut of a batch into parts, by the options as they are now."""
+        """Return the cut of a batch into parts that follows from the current options."""
         moves = self._rebalancer is not None
         if self.overlap == 1 and self.row_budget is None and not moves:
             return WHOLE
@@ -556,13 +564,13 @@ class MoELayer(CountingModule, SpreadsExperts):
     def _run_experts(
         self, x_TD: Tensor, choice: Choice, cut: Cut, weighed: bool
     ) -> tuple[Tensor, Tensor]:
-        """All experts: `y [T, D]`, and the number of slots that were dropped."""
+        """Run the experts; return `y [T, D]` and the number of dropped slots."""
         dispatcher, experts, limited = self.dispatcher, self.experts, choice.num_dropped
         beside = None
         if self.shared_expert is not None:
             beside = functools.partial(self._run_shared_expert, x_TD)
         run = dispatcher.routed_experts
-        # In one call where nobody sends or sees the rows.
+        # If rows neither travel nor are seen by hooks, one operator does all, without rows.
         if run and weighed and cut is WHOLE and choice.capacity is None and not has_hooks(experts):
             assert isinstance(experts, GroupedExperts)
             summed = run(
@@ -586,11 +594,12 @@ class MoELayer(CountingModule, SpreadsExperts):
             place = functools.partial(self._rebalancer.place, x_TD, choice.topk_idx, counts=counts)
         own = not (dispatcher.in_graph or isinstance(experts, GroupedExperts))
         if own and torch.is_grad_enabled() and any(p.requires_grad for p in experts.parameters()):
-            # Ranks whose own experts are frozen take part in the backward pass of the others.
+            # A module of the user's may have trained experts on some ranks and frozen ones on
+            # others. All ranks must take part in the exchange of gradients.
             x_TD = take_part(x_TD)
         plan = dispatcher.plan(x_TD, choice, cut, weighed=weighed, place=place)
         if not dispatcher.in_graph:
-            # A pass that one rank has refused counts on none.
+            # The count comes after `plan`, so that a pass which a rank has refused counts on none.
             self.__dict__["_num_passes"] += 1
         if self._chooser is not None and self._trains():
             may_change = not in_backward() and not is_transformed() and place is None
@@ -614,7 +623,7 @@ class MoELayer(CountingModule, SpreadsExperts):
         return y_TD
 
     def _wants_balance_loss(self) -> bool:
-        """A router that is balanced by construction gets none."""
+        """Return False without a coefficient, or if the router is balanced by construction."""
         return bool(self.balance.coef) and not getattr(self.router, "balanced", False)
 
     def _account(
@@ -626,11 +635,12 @@ class MoELayer(CountingModule, SpreadsExperts):
         sequences: tuple[int, Documents | None],
         num_dropped: Tensor,
     ) -> Tensor:
-        """Count the tokens, attach the losses to y, and keep the record of the pass."""
+        """Count the tokens, inject the losses into y, and keep the record of the pass."""
         chosen_E = routed.gate.num_tokens_per_expert
         counted = routed.balance or BalanceTerms(routed.gate.score_sum, chosen_E, top_k)
         if self.choices.device != chosen_E.device:
-            # Parameters of another device were assigned, as to a layer made on the meta device.
+            # The parameters were assigned on another device, for example to a layer that was made
+            # on the meta device.
             self._move_counters(lambda _: chosen_E)
         step = self.global_counts if self.training else None
         bias_E = getattr(self.router, "selection_bias", None)
@@ -643,11 +653,11 @@ class MoELayer(CountingModule, SpreadsExperts):
         balance_coef = (self.balance.coef or 0.0) if self._wants_balance_loss() else 0.0
         coefs = {"balance": balance_coef, "z": self.balance.z_coef}
         unread = {}
-        # Without a graph nobody but a reader wants them.
+        # Without gradients, the losses of a micro-batch are computed only if someone reads them.
         if not torch.is_grad_enabled() and self.balance.scope == "micro_batch":
             unread, coefs = coefs, dict.fromkeys(coefs, 0.0)
         terms = {}
-        # Inside count_tokens the counts of the step are not complete, and nobody wants the losses.
+        # Inside `count_tokens` the counts of the step are incomplete, so there are no losses.
         if not self.counting:
             terms = loss_terms(
                 routed,
@@ -678,10 +688,10 @@ class MoELayer(CountingModule, SpreadsExperts):
             "unread": {} if self.counting else unread,
             "moved": {} if self._rebalancer is None else self._rebalancer.metrics(chosen_E.device),
         }
-        # Not an option: past the look at these.
+        # `__setattr__` of the layer checks options. The record is not an option.
         object.__setattr__(self, "_record", record)
         return y_TD
 
     def __getstate__(self) -> dict[str, Any]:
-        # Tensors in the graph can be neither copied nor stored.
+        # The record may hold tensors of a graph, which cannot be copied or pickled.
         return {**self.__dict__, "_record": {}}

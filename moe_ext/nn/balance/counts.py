@@ -24,11 +24,11 @@ from moe_ext.ops.autograd import is_transformed
 # Value of `loss_scale` until a user sets one, known by its identity.
 UNSET_SCALE = float("1.0")
 
-# An operator takes numbers, not groups: a group travels as its id, 0 for none.
+# Groups by id. An operator takes no process groups, so the id is passed, 0 for no group.
 _groups: weakref.WeakValueDictionary[int, ProcessGroup] = weakref.WeakValueDictionary()
 
 
-# An operator, so that a compiled layer asks at run time whether it is being recomputed.
+# This is an operator so that a compiled layer checks at run time whether it is being recomputed.
 @torch.library.custom_op("moe_ext::_tally_once", mutates_args={"total_C"})
 def add_once(total_C: Tensor, counts_C: Tensor, group: int) -> None:
     """Add counts, summed over a group, to a running total, unless a backward pass is running.
@@ -51,15 +51,15 @@ def _(total_C: Tensor, counts_C: Tensor, group: int) -> None:
 
 
 class StepCounts:
-    """Choices of each expert over the ranks and micro-batches of a step, of one layer.
+    """Choices of each expert over the ranks and micro-batches of a step, for one layer.
 
     Attributes:
-        total: `[E + 1]` int64: choices of each expert, and the number of forward passes, over the
+        total: `[E + 1]` int64: choices of each expert, then the number of forward passes; over the
             group once they are summed.
-        state: "running", where each pass adds its own counts; "counting", inside `count_tokens`;
-            "complete", where all passes of the step were counted before.
-        passes_left: training passes of this rank still to come, when complete.
-        num_passes: passes counted on this rank.
+        state: "running" if each pass adds its own counts, "counting" inside `count_tokens`, or
+            "complete" after `count_tokens` has counted all passes of the step.
+        passes_left: number of training passes still to come on this rank, if complete.
+        num_passes: number of passes counted on this rank.
         version: version counter of the router's weight in the first pass of a running count.
     """
 
@@ -82,7 +82,7 @@ class StepCounts:
         return StepCounts(self.total.shape[0] - 1, self.group, self.total.device)
 
     def reset(self) -> None:
-        """Forget the step."""
+        """Begin a new step."""
         self.total.zero_()
         self.state = "running"
         self.num_passes = self.passes_left = 0
@@ -99,12 +99,12 @@ class StepCounts:
         self.version = version
 
     def add(self, counts_E: Tensor) -> None:
-        """Take part in the count with one forward pass."""
+        """Add the choices of one forward pass."""
         if self.state == "complete":
             if not torch.compiler.is_compiling() and not in_backward():
                 self._use_up_a_pass()
             return
-        # A counting pass is summed over the group once, when all micro-batches are through.
+        # Inside `count_tokens` the counts are summed over the group once, after all micro-batches.
         group = 0 if self.state == "counting" else self._group_key
         add_once(self.total, torch.cat((counts_E, counts_E.new_ones(1))), group)
 
@@ -118,16 +118,17 @@ class StepCounts:
 
 
 class CountingModule(nn.Module):
-    """Base of the layer: its counters, which are no buffers.
+    """Base of the layer with its counters.
 
-    `DistributedDataParallel` would overwrite buffers with those of rank 0.
+    Counters are not buffers, because `DistributedDataParallel` would overwrite them with those of
+    rank 0.
 
     Attributes:
         choices: `[E]` int64, choices of each expert in training since the last bias update.
-        required_bias: `[E, NUM_BINS]` int32, histograms of `balance.quantile` since then; None
-            where the router's bias moves in another way.
-        counting: inside `count_tokens`: this pass counts and nothing else.
-        global_counts: counts of the step, None where no loss wants them.
+        required_bias: `[E, NUM_BINS]` int32, histograms of `balance.quantile` since the last bias
+            update; None if the router's bias is updated in another way.
+        counting: True inside `count_tokens`, where a pass only counts.
+        global_counts: counts of the step; None if no loss needs them.
         loss_scale: factor on the losses that the layer injects.
     """
 
@@ -141,7 +142,7 @@ class CountingModule(nn.Module):
     def add_counters(
         self, num_experts: int, step: StepCounts | None, device: torch.device | str | None
     ) -> None:
-        """Begin to count."""
+        """Create the counters."""
         self.choices = torch.zeros(num_experts, dtype=torch.int64, device=device)
         self.required_bias = None
         self.counting = False
@@ -179,7 +180,7 @@ class CountingModule(nn.Module):
             self.loss_scale = 1.0
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> CountingModule:
-        """Move the counters along."""
+        """Apply `fn` as `nn.Module` does, and move the counters to the same device."""
         super()._apply(fn, recurse)
         self._move_counters(fn)
         return self
@@ -194,7 +195,7 @@ class CountingModule(nn.Module):
 
 
 def reset_token_counts(model: nn.Module) -> None:
-    """Begin a step: layers with `Balance("global_batch")` forget the tokens of the last one.
+    """Begin a step: layers with `Balance("global_batch")` reset their token counts.
 
     Args:
         model: any module.
@@ -207,27 +208,27 @@ def reset_token_counts(model: nn.Module) -> None:
 def count_tokens(model: nn.Module) -> Iterator[None]:
     """Count the tokens of a whole step before its training passes.
 
-    Inside, run the model forward on every micro-batch of the step, in training mode; it runs
-    without gradients. As many training passes follow, and know the counts of the step from the
-    first one on. The mean of their gradients over ranks and micro-batches is that of one batch of
-    all tokens, in any order, with activation checkpointing or without. Another pass is refused, but
-    not in graphs of `torch.compile`, which count none. It costs one more forward pass of each
-    micro-batch, and one all-reduce a group.
+    Inside the context, run the model forward on every micro-batch of the step, in training mode. It
+    runs without gradients. Then make the same number of training passes. All of them use the counts
+    of the whole step, so that the mean of their gradients over ranks and micro-batches is that of
+    one batch of all tokens. This holds for any order of passes, and with activation checkpointing.
+    A further pass is refused, except in graphs of `torch.compile`, which do not count passes. The
+    cost is one more forward pass of each micro-batch, and one all-reduce for each group.
 
-    Dropout draws the same numbers in both, where nothing else draws in between and the training
-    passes come in the same order: the states of the generators are put back at the end.
+    The random generators are restored at the end. Dropout therefore draws the same numbers in both
+    passes of a micro-batch, if the order of the passes is the same and nothing else draws between.
 
     Args:
-        model: a module with layers of `Balance("global_batch")`; a stage of a pipeline counts its
-            own.
+        model: module with layers of `Balance("global_batch")`. A pipeline stage counts its own
+            layers.
 
     Raises:
-        ValueError: the model has no such layer, or, on every rank, ranks ran different numbers of
+        ValueError: the model has no such layer; or, on every rank, ranks ran different numbers of
             passes.
-        RuntimeError: a layer saw no pass in training mode.
+        RuntimeError: a layer had no pass in training mode.
         RankFailureError: a rank died or did not answer.
 
-    One device-to-host synchronisation at the end.
+    NOTE: one device-to-host synchronisation at the end.
     """
     counts = _global_counts(model)
     if not counts:
@@ -264,8 +265,8 @@ def _global_counts(model: nn.Module) -> dict[str, StepCounts]:
 
 
 def _complete(counts: dict[str, StepCounts]) -> None:
-    """Sum over the groups, and be ready for as many training passes."""
-    # NOTE: device-to-host sync: the number of passes is compared on the host.
+    """Sum the counts over the groups, and set the number of training passes to come."""
+    # NOTE: device-to-host sync, since the number of passes is compared on the host.
     passes = torch.stack([count.total[-1].cpu() for count in counts.values()]).tolist()
     for name, number in zip(counts, passes, strict=True):
         if number == 0:
