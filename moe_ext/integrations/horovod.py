@@ -670,9 +670,9 @@ class _Gradients:
         self._follow()
 
     def _follow(self) -> nn.ParameterList:
-        """The parameters, with those of groups that were added meanwhile."""
+        """The parameters, which may be others by now: of a new group, or in the place of some."""
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        if len(parameters) != len(self._holder):
+        if list(map(id, parameters)) != list(map(id, self._holder)):
             self._holder = nn.ParameterList(parameters)
         for p in parameters:
             if p.requires_grad and p not in self._hooked:

@@ -313,7 +313,15 @@ def frozen(optimizer, model, backward, step):
     plain(optimizer, model, backward, step)
 
 
-LOOPS = [plain, clipped, clipped_at_times, skipped, closure, twice, frozen]
+def exchanged(optimizer, model, backward, step):
+    """A parameter takes the place of another, as where an embedding is made larger."""
+    if step == 2:
+        model[0].weight = torch.nn.Parameter(model[0].weight.detach() / 2)
+        optimizer.param_groups[0]["params"][0] = model[0].weight
+    plain(optimizer, model, backward, step)
+
+
+LOOPS = [plain, clipped, clipped_at_times, skipped, closure, twice, frozen, exchanged]
 
 
 def train(loop, ranks, wrap, **options):
