@@ -109,7 +109,7 @@ def two_levels(x: Tensor, node_size: int) -> None:
     For M nodes of L ranks; inside a node each rank sends 2 (L - 1) / L of the tensor.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    if size % node_size:
+    if node_size < 1 or size % node_size:
         raise ValueError(f"two_levels: expected node_size to divide {size} ranks, got {node_size}")
     first = rank - rank % node_size
     node, peers = range(first, first + node_size), range(rank % node_size, size)

@@ -128,6 +128,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=50, help="of training (%(default)s)")
     args = parser.parse_args(argv)
+    if args.steps < 1:
+        parser.error(f"expected --steps to be at least 1, got {args.steps}")
     rank = int(os.environ["RANK"])
     found = run(rank, int(os.environ["WORLD_SIZE"]), "env://", args.steps)
     if rank == 1:

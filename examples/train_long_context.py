@@ -56,7 +56,7 @@ import moe_ext
 ROUNDING = {"fp32": 2.0**-24, "bf16": 2.0**-9}
 # Roundings that a gradient meets in one layer on its way there and back, about.
 ROUNDINGS_PER_LAYER = 16
-POSITIVE = ("steps", "seq_len", "longest", "lr", "clip", "timeout")
+POSITIVE = ("steps", "seq_len", "lr", "clip", "timeout")
 
 
 def tolerance(args: argparse.Namespace) -> float:
@@ -123,8 +123,13 @@ def check_args(args: argparse.Namespace) -> None:
         if not getattr(args, name) > 0:
             option = name.replace("_", "-")
             raise UserError(f"expected --{option} to be positive, got {getattr(args, name)}")
-    if args.check_every < 0:
-        raise UserError(f"expected --check-every to be at least 0, got {args.check_every}")
+    # The label of a byte is the next one of its document.
+    for name, least in (("longest", 2), ("warmup", 0), ("check_every", 0)):
+        if getattr(args, name) < least:
+            option = name.replace("_", "-")
+            raise UserError(
+                f"expected --{option} to be at least {least}, got {getattr(args, name)}"
+            )
     if any(ranks < 1 for ranks in args.measure):
         raise UserError(f"expected --measure to be numbers of ranks, got {args.measure}")
 

@@ -77,6 +77,7 @@ def sizes_that_do_not_fit(rank):
     for algorithm, *args in (
         (all_reduce.halving_doubling,),
         (all_reduce.two_levels, 2),
+        (all_reduce.two_levels, 0),
         (all_reduce.servers, 2),
     ):
         try:
@@ -91,6 +92,7 @@ def test_refuses_ranks_that_do_not_fit():
         assert texts == [
             "halving_doubling: expected a power of two of ranks, got 3",
             "two_levels: expected node_size to divide 3 ranks, got 2",
+            "two_levels: expected node_size to divide 3 ranks, got 0",
             "servers: expected num_servers to be in [1, half of 3 ranks], got 2",
         ]
 

@@ -1,6 +1,7 @@
 """A table behind a server, trained by two workers, against one process; what they send."""
 
 import parameter_server as ps
+import pytest
 import torch
 from torch import nn
 
@@ -47,3 +48,9 @@ def test_equals_one_process_and_sends_rows_alone(tmp_path):
         assert through_calls == bytes_moved
         # A table that is sent whole both ways, as a dense all-reduce of its gradient would.
         assert bytes_moved < 0.02 * 2 * STEPS * 4 * ps.DIM * ps.ROWS
+
+
+def test_no_steps_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        ps.main(["--steps", "0"])
+    assert "expected --steps to be at least 1, got 0" in capsys.readouterr().err

@@ -55,6 +55,20 @@ def test_one_process(dtype, long_context, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("option", "value", "rule"),
+    [
+        ("--steps", 0, "positive, got 0"),
+        ("--longest", 1, "at least 2, got 1"),
+        ("--warmup", -1, "at least 0, got -1"),
+        ("--check-every", -1, "at least 0, got -1"),
+    ],
+)
+def test_what_is_refused(option, value, rule, long_context):
+    code, _, stderr = long_context(f"{option}={value}")
+    assert code != 0 and f"expected {option} to be {rule}" in stderr
+
+
+@pytest.mark.parametrize(
     "options",
     [
         ["--layout=striped", "--scheme=all_gather"],
