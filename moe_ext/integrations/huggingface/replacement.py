@@ -105,7 +105,8 @@ def replace(
     and wrappers afterwards; every rank must hold the same model.
 
     Args:
-        model: a transformers 5 model, or a `PeftModel` of one.
+        model: a transformers 5 model, or a `PeftModel` of one. With `ep_group` the outermost, since
+            the `save_pretrained` of a model around it would know nothing of the other ranks.
         ep_group: process group to spread the experts over; None keeps them on this rank.
         dispatcher: "alltoall", "dedup", "hierarchical", "allgather", or "auto" for what takes least
             time in a rehearsal at the first forward pass, as in `MoELayer`. Families with a norm
