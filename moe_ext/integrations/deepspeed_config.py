@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -263,11 +264,11 @@ class _Keys:
     def number(self, key: str, default: float) -> Any:
         value = self.take(key, default)
         whole = isinstance(default, int)
-        is_number = isinstance(value, int if whole else int | float)
+        is_number = isinstance(value, Integral if whole else Real)
         is_number = is_number and not isinstance(value, bool)
         rule = "a whole number, at least 0" if whole else "a number, at least 0"
         check_rule(_OP, f"{self._path}{key}", value, rule, is_number and value >= 0)
-        return value
+        return int(value) if whole else value
 
     def flag(self, key: str, default: bool) -> bool:
         value: bool = self.take(key, default)

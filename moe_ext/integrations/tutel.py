@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, ClassVar
 
 import torch
@@ -210,7 +211,7 @@ def _make_experts(
     sizes = ("type", "num_experts_per_device", "count_per_node", "hidden_size_per_expert")
     check_known_keys(_OWNER, config, sizes + _EXPERT_KEYS[kind], f"experts of type {kind!r}")
     ffn_dim = config.get("hidden_size_per_expert")
-    fits = isinstance(ffn_dim, int) and ffn_dim >= 1
+    fits = isinstance(ffn_dim, Integral) and int(ffn_dim) >= 1
     check_rule(_OWNER, "experts['hidden_size_per_expert']", ffn_dim, "at least 1", fits)
     check_option(_OWNER, "experts['output_dim']", config.get("output_dim"), model_dim, None)
     activation_fn = config.get("activation_fn")
@@ -225,9 +226,9 @@ def _local_count(config: dict[str, Any]) -> int:
     """Experts of each rank."""
     count = config.get("num_experts_per_device", config.get("count_per_node", 1))
     rule = "at least 1, since an expert is not split over ranks"
-    fits = isinstance(count, int) and count >= 1
+    fits = isinstance(count, Integral) and int(count) >= 1
     check_rule(_OWNER, "experts['num_experts_per_device']", count, rule, fits)
-    return count
+    return int(count)
 
 
 @dataclass

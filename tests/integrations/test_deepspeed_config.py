@@ -1,5 +1,6 @@
 """DeepSpeed's configurations: what each key becomes, and which are refused."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -43,6 +44,24 @@ def test_all_that_is_taken():
     assert type(optimizer) is torch.optim.AdamW
     (group,) = optimizer.param_groups
     assert (group["lr"], group["betas"], group["weight_decay"]) == (0.01, (0.8, 0.9), 0.0)
+
+
+def test_numbers_of_numpy_are_taken():
+    """Those of a search over options, say."""
+    config = {
+        "train_batch_size": np.int64(8),
+        "train_micro_batch_size_per_gpu": np.int32(4),
+        "gradient_clipping": np.float32(1.5),
+        "zero_optimization": {"stage": np.int64(0)},
+        "fp16": {"enabled": True, "initial_scale_power": np.int64(8)},
+        "optimizer": {"type": "Adam", "params": {"lr": np.float32(0.5)}},
+    }
+    found = md.from_ds_config(config)
+    assert (found.micro_batch_size, found.accumulation_steps) == (4, 2)
+    assert (found.max_grad_norm, found.zero_stage) == (1.5, 0)
+    assert found.grad_scaler("cpu").get_scale() == 256.0
+    (optimizer,) = found.optimizers(nn.Linear(2, 2))
+    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -79,6 +80,15 @@ def test_arguments_of_a_call_stand_before_those_of_the_gate():
     torch.testing.assert_close(y.view(30, D), expected, **TIGHT)
     expected, _, _ = expected_of(layer, x.view(30, D), 2, 1.0, normalize=False)
     torch.testing.assert_close(layer(x, inequivalent_tokens=True).view(30, D), expected, **TIGHT)
+
+
+def test_numbers_of_numpy_are_taken():
+    sizes = {
+        name: np.int64(FFN[name]) for name in ("num_experts_per_device", "hidden_size_per_expert")
+    }
+    x = torch.randn(3, D, dtype=torch.float64)
+    found = make({"type": "top", "k": np.int64(2)}, {**FFN, **sizes})(x)
+    assert torch.equal(found, make()(x))
 
 
 def test_gates_of_a_list_and_noise():
