@@ -121,8 +121,8 @@ class DiLoCo:
         model_fragments: modules; what lies in none is left to the inner optimizer, and what lies in
             several, such as tied weights, goes with the first. With a process group the weights
             that they begin with are compared by a checksum: seed every worker alike. A manager
-            brings them to a new group, as torchft does. A parameter that all workers freeze later
-            stays as it is once the steps before are averaged.
+            brings them to a new group, as torchft does. Parameters that all
+            workers freeze later stay as they are, once the steps before are averaged.
         inner_optimizer: its steps are counted. Workers may have different ones, and other options.
         outer_optimizer: of the fragment's parameters; a list with one for each of several. Its
             options are compared in every round, with those of this object.
