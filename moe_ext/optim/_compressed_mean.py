@@ -70,6 +70,7 @@ class CompressedMean:
         # True if all ranks know that none of them owes anything.
         self.settled = True
         self._masks: dict[int, Tensor] = {}
+        self._versions: dict[int, tuple[int, int]] = {}  # which masks these were, as last seen
         # Elements that stay zero, padding among them, and the blocks that they share with others.
         self._zeros_N: Tensor | None = None
         self._partial: PartialBlocks | None = None
@@ -190,9 +191,9 @@ class CompressedMean:
         """Keep elements zero where a mask is zero: of as many elements, or one that broadcasts."""
         found = {i: entry.group.get("exp_avg_mask") for i, entry in enumerate(self.entries)}
         masks = {index: mask for index, mask in found.items() if mask is not None}
-        same = masks.keys() == self._masks.keys()
-        if not same or any(masks[index] is not self._masks[index] for index in masks):
-            self._masks = masks
+        versions = {i: (id(m), 0 if m.is_inference() else m._version) for i, m in masks.items()}
+        if versions != self._versions:
+            self._masks, self._versions = masks, versions
             self._refresh()
 
     def _refresh(self) -> None:

@@ -374,6 +374,18 @@ def check_non_freeze_stays_dense():
 
 
 @over_3()
+def check_a_mask_that_is_written_between_steps():
+    params, mask = parameters(), torch.ones(9, 20)
+    groups = [{"params": params[:1], "exp_avg_mask": mask}, {"params": params[1:]}]
+    optimizer = MAKERS["OneBitAdam"](groups, lr=0.05)
+    run(optimizer, params, range(6))
+    mask[4:, ::2] = 0
+    run(optimizer, params, range(6, 8))
+    state = optimizer.rank_state_dict()["state"][0]
+    assert not bool(state["exp_avg"][mask == 0].any() or state["worker_error"][mask == 0].any())
+
+
+@over_3()
 def check_masks():
     mask = torch.ones(9, 20)
     mask[4:, ::2] = 0
