@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
+from torch import overrides
 
 from moe_ext.comm.failures import mark_told
 
@@ -82,8 +83,9 @@ def run_in_turns(functions: Sequence[Callable[[], T]]) -> list[T]:
     computes the same bits as alone, if no function writes to memory that another one uses.
 
     The first function runs in this thread. The others run in threads with the same autocast and
-    gradient modes. Each function starts from the same state of the random generator. Afterwards the
-    generator is in the state in which the first function left it.
+    gradient modes, and function modes such as `sequence_parallel`. Each function starts from the
+    same state of the random generator. Afterwards the generator is in the state in which the first
+    function left it.
 
     Args:
         functions: functions without arguments.
@@ -137,13 +139,26 @@ def _threads() -> ThreadPoolExecutor:
 def _setting() -> Callable[[Callable[[], T]], T]:
     """Return a call that runs a function of another thread under the modes of this thread."""
     grad, threads = torch.is_grad_enabled(), torch.get_num_threads()
-    cast = torch.is_autocast_enabled("cpu")
+    cast, inference = torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled()
     dtype: Any = torch.get_autocast_dtype("cpu")
+    # Function modes of torch, such as `sequence_parallel` and the default device.
+    modes = overrides._get_current_function_mode_stack()
 
     def run(function: Callable[[], T]) -> T:
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
-        with torch.set_grad_enabled(grad), torch.autocast("cpu", dtype, enabled=cast):
-            return function()
+        with (
+            torch.inference_mode(inference),
+            torch.set_grad_enabled(grad),
+            torch.autocast("cpu", dtype, enabled=cast),
+        ):
+            # Not entered: a mode that is entered twice forgets what it replaced first.
+            for mode in modes:
+                overrides._push_mode(mode)
+            try:
+                return function()
+            finally:
+                for _ in modes:
+                    overrides._pop_mode()
 
     return run

@@ -11,6 +11,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 import moe_ext
+from moe_ext.attention import sequence_parallel
+from moe_ext.attention.context import shared_sequences
 from moe_ext.comm import collectives, reports, shared_memory
 from moe_ext.comm.interleaving import pass_turn
 from moe_ext.comm.shared_memory import Neighbours
@@ -155,6 +157,20 @@ def test_random_numbers_and_settings_are_those_of_each_alone():
         assert torch.equal(numbers, want[:length])
     # The first one's are behind it, the other one's are not.
     assert torch.equal(torch.rand(2), want[2])
+
+
+@pytest.mark.parametrize(
+    "context", [lambda: sequence_parallel(None), lambda: torch.device("meta"), torch.inference_mode]
+)
+def test_modes_hold_for_all(context):
+    def look():
+        pass_turn()
+        return shared_sequences(), torch.ones(2).device.type, torch.is_inference_mode_enabled()
+
+    with context():
+        assert run_in_turns([look] * 3) == [look()] * 3
+        assert run_in_turns([look] * 3) == [look()] * 3
+    assert run_in_turns([look] * 3) == [(None, "cpu", False)] * 3
 
 
 def test_nothing_and_one_alone():
