@@ -184,7 +184,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
             for parameter, index, name in self._named():
                 group, ranks = self.param_groups[index], self._ranks[index]
                 dtype, place = self._wire_dtype or parameter.dtype, (index, group, name)
-                found.append(Entry(parameter, len(found), *place, ranks, self.state, dtype))
+                found.append(Entry(parameter, len(found), *place, ranks, self, dtype))
             self._made = [entry for entry in found if entry.parameter.requires_grad]
             self._frozen = [entry for entry in found if not entry.parameter.requires_grad]
         return self._made

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.optim.optimizer import Optimizer
 
 from moe_ext.comm.collectives import all_reduce_
 from moe_ext.comm.groups import group_size
@@ -27,7 +28,7 @@ class Entry:
         group: its options.
         label: its name in messages.
         ranks: those that hold copies of it; None is this one alone.
-        states: of all parameters of the optimizer.
+        optimizer: that has its state.
         sent_dtype: the type as which an averaged gradient travels.
         grad: of this rank, later the mean of all; None where no rank has one.
         active: whether any rank has a gradient.
@@ -39,7 +40,7 @@ class Entry:
     group: dict[str, Any]
     label: str
     ranks: ProcessGroup | None
-    states: Mapping[Tensor, dict[str, Any]]
+    optimizer: Optimizer
     sent_dtype: torch.dtype
     grad: Tensor | None = None
     active: bool = True
@@ -57,7 +58,8 @@ class Entry:
     @property
     def state(self) -> dict[str, Any]:
         """State that the optimizer keeps for the parameter."""
-        return self.states[self.parameter]
+        state: dict[str, Any] = self.optimizer.state[self.parameter]
+        return state
 
     @property
     def is_compressed(self) -> bool:
@@ -67,7 +69,7 @@ class Entry:
     @property
     def is_apart(self) -> bool:
         """True if the parameter differs between ranks now."""
-        return bool(self.states.get(self.parameter, {}).get("apart", False))
+        return bool(self.optimizer.state.get(self.parameter, {}).get("apart", False))
 
     @property
     def is_idle(self) -> bool:

@@ -1,5 +1,6 @@
 """Options of other optimizers, in a group or in a state: refused, or of no matter."""
 
+import collections
 import copy
 import inspect
 
@@ -168,6 +169,20 @@ def test_steps_leave_a_loaded_state_alone(name):
     train(second, other, 1)
     del state["param_groups"], before["param_groups"]
     torch.testing.assert_close(state, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"DeMo"}))
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_state_that_is_replaced_is_begun_anew(name, steps):
+    """As programs reset an optimizer in a restart; the momentum of DeMo is not in it."""
+    parameters = {"p": parameter()}
+    options = {"freeze_step": 2} if name.startswith("OneBit") else {}
+    optimizer = OPTIMIZERS[name]([*parameters.items()], lr=0.1, **options)
+    for seed in range(steps):
+        train(optimizer, parameters, seed)
+    optimizer.state = collections.defaultdict(dict)
+    train(optimizer, parameters, steps)
+    assert tensors(optimizer.state_dict()["state"]) > 0
 
 
 def tensors(value):
