@@ -118,14 +118,17 @@ def check_one_micro_batch_of_even_ranks_equals_one_batch_without_counting():
 def check_different_numbers_of_passes_are_refused_on_every_rank():
     model = make_model(Balance("global_batch", world()))
 
-    def count():
+    def count(passes):
         with count_tokens(model):
-            for _ in range(1 + dist.get_rank()):
+            for _ in range(passes):
                 model(batches()[0][1])
 
-    raised(
-        ValueError, r"count_tokens: expected the passes of layer 0 to be equal.*2 on rank 1", count
-    )
+    for first, others in ((1, 2), (0, 2)):
+        raised(
+            ValueError,
+            r"count_tokens: expected the passes of layer 0 to be equal.*2 on rank 1",
+            *(count, others if dist.get_rank() else first),
+        )
     assert model[0].global_counts.state == "running"
 
 

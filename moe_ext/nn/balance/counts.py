@@ -268,12 +268,6 @@ def _complete(counts: dict[str, StepCounts]) -> None:
     """Sum the counts over the groups, and set the number of training passes to come."""
     # NOTE: device-to-host sync, since the number of passes is compared on the host.
     passes = torch.stack([count.total[-1].cpu() for count in counts.values()]).tolist()
-    for name, number in zip(counts, passes, strict=True):
-        if number == 0:
-            raise RuntimeError(
-                f"count_tokens: expected a forward pass in training mode of layer {name!r}, got "
-                "none"
-            )
     by_group: dict[ProcessGroup, list[StepCounts]] = {}
     for count, number in zip(counts.values(), passes, strict=True):
         count.num_passes = count.passes_left = number
@@ -289,3 +283,10 @@ def _complete(counts: dict[str, StepCounts]) -> None:
         pieces = totals.split([member.total.shape[0] for member in members])
         for member, piece in zip(members, pieces, strict=True):
             member.total.copy_(piece)
+    # Now on all ranks alike.
+    for name, number in zip(counts, passes, strict=True):
+        if number == 0:
+            raise RuntimeError(
+                f"count_tokens: expected a forward pass in training mode of layer {name!r}, got "
+                "none"
+            )
