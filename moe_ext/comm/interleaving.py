@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import threading
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import overrides
+from torch.utils import _python_dispatch
 
 from moe_ext.comm.failures import mark_told
 
@@ -141,24 +143,24 @@ def _setting() -> Callable[[Callable[[], T]], T]:
     grad, threads = torch.is_grad_enabled(), torch.get_num_threads()
     cast, inference = torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled()
     dtype: Any = torch.get_autocast_dtype("cpu")
-    # Function modes of torch, such as `sequence_parallel` and the default device.
+    # Function modes of torch, such as `sequence_parallel` and the default device. Dispatch modes
+    # count operators, or replace them by fakes.
     modes = overrides._get_current_function_mode_stack()
+    of_operators = _python_dispatch._get_current_dispatch_mode_stack()
 
     def run(function: Callable[[], T]) -> T:
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
-        with (
-            torch.inference_mode(inference),
-            torch.set_grad_enabled(grad),
-            torch.autocast("cpu", dtype, enabled=cast),
-        ):
-            # Not entered: a mode that is entered twice forgets what it replaced first.
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(inference))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            stack.enter_context(torch.autocast("cpu", dtype, enabled=cast))
             for mode in modes:
+                # Not entered: a default device that is entered twice forgets the one before it.
                 overrides._push_mode(mode)
-            try:
-                return function()
-            finally:
-                for _ in modes:
-                    overrides._pop_mode()
+                stack.callback(overrides._pop_mode)
+            for each in of_operators:
+                stack.enter_context(each)
+            return function()
 
     return run

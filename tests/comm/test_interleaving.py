@@ -9,6 +9,7 @@ from rank_checks import Checks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import moe_ext
 from moe_ext.attention import sequence_parallel
@@ -171,6 +172,17 @@ def test_modes_hold_for_all(context):
         assert run_in_turns([look] * 3) == [look()] * 3
         assert run_in_turns([look] * 3) == [look()] * 3
     assert run_in_turns([look] * 3) == [(None, "cpu", False)] * 3
+
+
+def test_operators_of_all_are_counted_and_faked():
+    x = torch.ones(4, 4)
+    with FlopCounterMode(display=False) as counter:
+        run_in_turns([lambda: x @ x] * 3)
+    assert counter.get_total_flops() == 3 * 2 * 4**3
+    with torch._subclasses.FakeTensorMode():
+        found = run_in_turns([lambda: torch.ones(2)] * 3)
+    assert all(type(each) is not torch.Tensor for each in found)
+    assert all(type(each) is torch.Tensor for each in run_in_turns([lambda: x + x] * 3))
 
 
 def test_nothing_and_one_alone():
