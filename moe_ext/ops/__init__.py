@@ -1,4 +1,8 @@
-"""Operators, each also registered as ``torch.ops.moe_ext.<name>``."""
+"""Operators, each also registered as ``torch.ops.moe_ext.<name>``.
+
+By that name, an operator that writes into an argument does not move its version counter, by which
+autograd finds that a tensor was changed; the functions of this package do.
+"""
 
 # ruff: noqa: E402
 
