@@ -167,6 +167,7 @@ def check_inputs(layer: MoELayer, x: Tensor, per_token: dict[str, Tensor | None]
     for name, value in per_token.items():
         if value is None:
             continue
+        check_kind("MoELayer", name, value, Tensor)
         wanted, word = (torch.bool, "bool") if name == "token_mask" else (torch.int64, "int64")
         if value.dtype != wanted:
             raise TypeError(f"MoELayer: expected {name} to be {word}, got {value.dtype}")

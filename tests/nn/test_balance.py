@@ -421,6 +421,7 @@ def test_a_transformer_block_tells_of_its_documents(wrap):
 @pytest.mark.parametrize(
     ("told", "error", "message"),
     [
+        ({"document_ids": [0] * 12}, TypeError, r"document_ids to be of type Tensor, got \[0"),
         ({"document_ids": torch.zeros(3, 12)}, TypeError, r"document_ids to be int64, got .*32"),
         (
             {"document_ids": torch.zeros(12, 3, dtype=torch.int64)},

@@ -4,6 +4,7 @@ import inspect
 import io
 import math
 
+import numpy as np
 import pytest
 import torch
 from layer_oracle import assert_all_close, layer_output, outcome
@@ -436,6 +437,8 @@ def test_what_is_left_out_is_that_of_the_router():
         ({"x": torch.ones(3, 8).double() * math.nan}, RuntimeError, "(?i)nan"),
         ({"token_mask": torch.ones(3)}, TypeError, "token_mask to be bool, got torch.float32"),
         ({"token_mask": torch.ones(2) > 0}, ValueError, r"mask to be of shape \(3,\), got \(2,\)"),
+        ({"token_mask": [True] * 3}, TypeError, "token_mask to be of type Tensor, got .True"),
+        ({"token_ids": np.ones(3)}, TypeError, "token_ids to be of type Tensor, got array"),
         ({"token_ids": torch.ones(3).int()}, TypeError, "token_ids to be int64, got torch.int32"),
         ({"token_ids": torch.ones(1, 3).long()}, ValueError, r"ids to be of shape \(3,\), got \(1"),
         ({"token_idx": torch.ones(3).int()}, TypeError, "token_idx to be int64, got torch.int32"),

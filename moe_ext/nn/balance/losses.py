@@ -228,6 +228,7 @@ def _numbered(document_ids: Tensor, x: Tensor, token_mask: Tensor | None) -> tup
     """Numbers of the documents, of the shape of the tokens, and how many there may be."""
     wanted = x.shape[:-1]
     # A TypeError or a ValueError of the layer is raised by every rank of the group.
+    check_kind("MoELayer", "document_ids", document_ids, Tensor)
     if document_ids.dtype != torch.int64:
         raise TypeError(f"MoELayer: expected document_ids to be int64, got {document_ids.dtype}")
     if document_ids.shape not in (wanted, wanted[-1:]):
