@@ -124,17 +124,8 @@ def tensor_parallel_fully_shard(model, mesh):
     return fully_shard(model, mesh)
 
 
-@into(CLIPS, "torch's `clip_grad_norm_`")
-def clip_by_torch(model):
-    return nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-
-
-@into(CLIPS, "the same, `foreach=False`")
-def clip_by_loop(model):
-    return nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, foreach=False)
-
-
-def _in_two(model, foreach):
+def clip_in_two(model, foreach):
+    """The norm by one function of torch, whole, and the scaling by another."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norm = nn.utils.get_total_norm(gradients, foreach=foreach)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -142,24 +133,25 @@ def _in_two(model, foreach):
     return norm
 
 
-@into(CLIPS, "`get_total_norm`, `clip_grads_with_norm_`")
-def clip_in_two(model):
-    return _in_two(model, None)
+def clip_by_torch(model, foreach):
+    """Both by one function."""
+    return nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, foreach=foreach)
 
 
-@into(CLIPS, "the same two, `foreach=False`, with `norm.full_tensor()` between them")
-def clip_in_two_by_loop(model):
-    return _in_two(model, False)
-
-
-@into(CLIPS, "`moe_ext.distributed.clip_grad_norm_(model)`")
-def clip_model(model):
-    return md.clip_grad_norm_(model, MAX_NORM)
-
-
-@into(CLIPS, "the same, `(model.parameters())`")
-def clip_parameters(model):
-    return md.clip_grad_norm_(model.parameters(), MAX_NORM)
+CLIPS |= {
+    "torch's `clip_grad_norm_`": functools.partial(clip_by_torch, foreach=None),
+    "the same, `foreach=False`": functools.partial(clip_by_torch, foreach=False),
+    "`get_total_norm`, `clip_grads_with_norm_`": functools.partial(clip_in_two, foreach=None),
+    "the same two, `foreach=False`, with `norm.full_tensor()` between them": functools.partial(
+        clip_in_two, foreach=False
+    ),
+    "`moe_ext.distributed.clip_grad_norm_(model)`": lambda model: md.clip_grad_norm_(
+        model, MAX_NORM
+    ),
+    "the same, `(model.parameters())`": lambda model: md.clip_grad_norm_(
+        model.parameters(), MAX_NORM
+    ),
+}
 
 
 def _accelerator():

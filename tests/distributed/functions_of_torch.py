@@ -59,8 +59,9 @@ class Job:
             md.sync_gradients(model)
         return loss
 
-    def train(self, model, optimizer):
-        """Two steps; the model."""
+    def train(self, model, optimizer=None):
+        """Two steps, by SGD where no optimizer is given; the model."""
+        optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
         for number in range(2):
             optimizer.zero_grad()
             self.backward(model, number)
@@ -90,7 +91,7 @@ def replicate_all(job):
         from torch.distributed._composable.replicate import replicate
 
         replicate(model)
-    return job.train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return job.train(model)
 
 
 @function("`PostLocalSGDOptimizer`")
@@ -111,29 +112,32 @@ def average_models(job):
     return model
 
 
+def of_all(model):
+    """All parameters."""
+    return model.parameters()
+
+
+def of_experts(model):
+    """Those of experts."""
+    return parts(model)[1]
+
+
+def _train_by(kind, arrange, job):
+    model = job.model()
+    return job.train(model, kind(arrange(model), lr=0.01))
+
+
 @function("`ZeroRedundancyOptimizer` of all parameters")
 def zero_of_all(job):
+    kind = torch.optim.AdamW
+    if job.mesh is not None:
+        kind = functools.partial(ZeroRedundancyOptimizer, optimizer_class=kind)
+    return _train_by(kind, of_all, job)
+
+
+def _lbfgs(arrange, job):
     model = job.model()
-    if job.mesh is None:
-        return job.train(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-    make = functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
-    return job.train(model, make(model.parameters(), lr=0.01))
-
-
-@function("`Adafactor`")
-def adafactor(job):
-    model = job.model()
-    return job.train(model, torch.optim.Adafactor(model.parameters(), lr=0.01))
-
-
-@function("`Adafactor` of experts alone")
-def adafactor_of_experts(job):
-    model = job.model()
-    return job.train(model, torch.optim.Adafactor(parts(model)[1], lr=0.01))
-
-
-def _lbfgs(job, model, parameters):
-    optimizer = torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
+    optimizer = torch.optim.LBFGS(arrange(model), lr=0.1, max_iter=3)
 
     def closure():
         model.zero_grad()
@@ -147,16 +151,12 @@ def _lbfgs(job, model, parameters):
     return model
 
 
-@function("`LBFGS`")
-def lbfgs(job):
-    model = job.model()
-    return _lbfgs(job, model, model.parameters())
-
-
-@function("`LBFGS` of experts alone")
-def lbfgs_of_experts(job):
-    model = job.model()
-    return _lbfgs(job, model, parts(model)[1])
+FUNCTIONS |= {
+    "`Adafactor`": functools.partial(_train_by, torch.optim.Adafactor, of_all),
+    "`Adafactor` of experts alone": functools.partial(_train_by, torch.optim.Adafactor, of_experts),
+    "`LBFGS`": functools.partial(_lbfgs, of_all),
+    "`LBFGS` of experts alone": functools.partial(_lbfgs, of_experts),
+}
 
 
 def _saved(thing):
@@ -167,44 +167,32 @@ def _saved(thing):
     return torch.load(file, weights_only=False)
 
 
-@function("`torch.save(dict(model.named_parameters()))`")
-def save_parameters(job):
-    return _saved(dict(job.model().named_parameters()))
-
-
-@function("`torch.save` of each `p.data`")
-def save_data(job):
-    return _saved({n: p.data for n, p in job.model().named_parameters()})
-
-
-@function("`torch.save(model.state_dict())`")
-def save_state_dict(job):
-    return _saved(job.model().state_dict())
-
-
-@function("`torch.save(model)`")
-def save_model(job):
-    return _saved(job.model())
-
-
-@function("`torch.save` of an optimizer's state")
-def save_optimizer(job):
+def _trained(job):
+    """An optimizer that has taken steps."""
     model = job.model()
     optimizer = torch.optim.AdamW(model.parameters())
     job.train(model, optimizer)
-    return _moments(_saved(optimizer.state_dict()))
-
-
-@function("`torch.save` of an optimizer")
-def save_whole_optimizer(job):
-    model = job.model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    job.train(model, optimizer)
-    return _moments(_saved(optimizer).state_dict())
+    return optimizer
 
 
 def _moments(state_dict):
     return {str(n): state["exp_avg"] for n, state in state_dict["state"].items()}
+
+
+FUNCTIONS |= {
+    "`torch.save(dict(model.named_parameters()))`": lambda job: _saved(
+        dict(job.model().named_parameters())
+    ),
+    "`torch.save` of each `p.data`": lambda job: _saved(
+        {n: p.data for n, p in job.model().named_parameters()}
+    ),
+    "`torch.save(model.state_dict())`": lambda job: _saved(job.model().state_dict()),
+    "`torch.save(model)`": lambda job: _saved(job.model()),
+    "`torch.save` of an optimizer's state": lambda job: _moments(
+        _saved(_trained(job).state_dict())
+    ),
+    "`torch.save` of an optimizer": lambda job: _moments(_saved(_trained(job)).state_dict()),
+}
 
 
 @function("`AveragedModel`")
@@ -212,7 +200,7 @@ def averaged_model(job, **options):
     model = job.model()
     average = AveragedModel(model, **options)
     for _ in range(2):
-        job.train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        job.train(model)
         average.update_parameters(model)
     return average.module
 
@@ -222,23 +210,27 @@ def ema_model(job):
     return averaged_model(job, multi_avg_fn=get_ema_multi_avg_fn(0.5))
 
 
-@function("EMA by hand, `lerp_` in a loop")
-def ema_by_hand(job):
+def _ema(job, move):
+    """An average of the parameters' first values and those after two steps, by hand."""
     model = job.model()
     average = {n: p.detach().clone() for n, p in model.named_parameters()}
-    job.train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for name, parameter in model.named_parameters():
-        average[name].lerp_(parameter.detach(), 0.5)
+    job.train(model)
+    move([*average.values()], [p.detach() for p in model.parameters()])
     return average
+
+
+@function("EMA by hand, `lerp_` in a loop")
+def ema_by_hand(job):
+    def move(averages, values):
+        for average, value in zip(averages, values, strict=True):
+            average.lerp_(value, 0.5)
+
+    return _ema(job, move)
 
 
 @function("EMA by hand, `torch._foreach_lerp_`")
 def ema_by_foreach(job):
-    model = job.model()
-    average = {n: p.detach().clone() for n, p in model.named_parameters()}
-    job.train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    torch._foreach_lerp_([*average.values()], [p.detach() for p in model.parameters()], 0.5)
-    return average
+    return _ema(job, lambda averages, values: torch._foreach_lerp_(averages, values, 0.5))
 
 
 @function("`load_state_dict(strict=False)` of a file of one rank")
@@ -275,34 +267,23 @@ def _normalised(job, norm_of):
     return model
 
 
-@function("a step divided by `torch.stack([p.grad.norm(), ...]).norm()`")
-def norm_of_stack(job):
-    return _normalised(job, lambda gs: torch.stack([g.norm() for g in gs]).norm())
-
-
-@function("a step divided by the root of `sum(float(p.grad.norm()) ** 2, ...)`")
-def norm_of_floats(job):
-    return _normalised(job, lambda gs: sum(float(g.norm()) ** 2 for g in gs) ** 0.5)
-
-
-@function("a step divided by the root of `sum(p.grad.square().sum().item(), ...)`")
-def norm_of_items(job):
-    return _normalised(job, lambda gs: sum(g.square().sum().item() for g in gs) ** 0.5)
-
-
-@function("a step divided by the root of `sum(p.grad.square().sum(), ...)`")
-def norm_of_squares(job):
-    return _normalised(job, lambda gs: sum(g.square().sum() for g in gs).sqrt())
-
-
-@function("Prodigy's estimate, products over all parameters by `.item()`")
-def prodigy_by_items(job):
-    return _prodigy(job, lambda x: x.item())
-
-
-@function("Prodigy's estimate, products over all parameters as tensors")
-def prodigy_by_tensors(job):
-    return _prodigy(job, lambda x: x)
+# By what a step is divided, to the norm of the gradients.
+NORMS = {
+    "`torch.stack([p.grad.norm(), ...]).norm()`": lambda gs: torch.stack(
+        [g.norm() for g in gs]
+    ).norm(),
+    "the root of `sum(float(p.grad.norm()) ** 2, ...)`": lambda gs: (
+        sum(float(g.norm()) ** 2 for g in gs) ** 0.5
+    ),
+    "the root of `sum(p.grad.square().sum().item(), ...)`": lambda gs: (
+        sum(g.square().sum().item() for g in gs) ** 0.5
+    ),
+    "the root of `sum(p.grad.square().sum(), ...)`": lambda gs: sum(
+        g.square().sum() for g in gs
+    ).sqrt(),
+}
+for _name, _norm_of in NORMS.items():
+    FUNCTIONS[f"a step divided by {_name}"] = functools.partial(_normalised, norm_of=_norm_of)
 
 
 def _prodigy(job, number):
@@ -328,12 +309,22 @@ def _prodigy(job, number):
     return model
 
 
+FUNCTIONS |= {
+    "Prodigy's estimate, products over all parameters by `.item()`": lambda job: _prodigy(
+        job, lambda x: x.item()
+    ),
+    "Prodigy's estimate, products over all parameters as tensors": lambda job: _prodigy(
+        job, lambda x: x
+    ),
+}
+
+
 @function("`set_swap_module_params_on_conversion(True)`, `model.to(...)`")
 def swap(job):
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         model = job.model().to(torch.float32).to(torch.float64)
-        return job.train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return job.train(model)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
 
@@ -341,7 +332,7 @@ def swap(job):
 @function("`copy.deepcopy(model)`")
 def copied(job):
     model = copy.deepcopy(job.model())
-    return job.train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return job.train(model)
 
 
 @function("`parameters_to_vector`")
@@ -354,7 +345,7 @@ def from_vector(job):
     model = job.model()
     size = sum(p.numel() for p in model.parameters())
     nn.utils.vector_to_parameters(torch.arange(size).double() / size, model.parameters())
-    return job.train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return job.train(model)
 
 
 def _clip_value(job, **options):
@@ -364,14 +355,10 @@ def _clip_value(job, **options):
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-@function("`clip_grad_value_`")
-def clip_value(job):
-    return _clip_value(job)
-
-
-@function("`clip_grad_value_(foreach=False)`")
-def clip_value_by_loop(job):
-    return _clip_value(job, foreach=False)
+FUNCTIONS |= {
+    "`clip_grad_value_`": _clip_value,
+    "`clip_grad_value_(foreach=False)`": functools.partial(_clip_value, foreach=False),
+}
 
 
 @function("`p.data = other`, as many EMAs do")
@@ -382,7 +369,7 @@ def assign_data(job):
     with torch.no_grad():
         for parameter, source in zip(model.parameters(), other.parameters(), strict=True):
             parameter.data = source * 0.5
-    return job.train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return job.train(model)
 
 
 @function("`p.data.copy_(other)`")
@@ -390,28 +377,12 @@ def copy_data(job):
     model, other = job.model(), job.model()
     for parameter, source in zip(model.parameters(), other.parameters(), strict=True):
         parameter.data.copy_(source.detach() * 0.5)
-    return job.train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-@function("`functional_call` with the model's parameters")
-def call_with_own(job):
-    return _functional_call(job, lambda p: p.detach() * 2)
-
-
-@function("`functional_call` with this rank's parts")
-def call_with_parts(job):
-    return _functional_call(job, lambda p: local_part(p.detach()) * 2)
-
-
-@function("`functional_call` with whole tensors")
-def call_with_wholes(job):
-    whole = dict(Model(bias=job.bias, num_layers=1).named_parameters())
-    return _functional_call(job, lambda p: p.detach() * 2, whole)
+    return job.train(model)
 
 
 def _functional_call(job, change, source=None):
     model = job.model()
-    given = {n: change(p) for n, p in (source or dict(model.named_parameters())).items()}
+    given = {n: change(p) for n, p in (source or model).named_parameters()}
     rank, size = (0, 1) if job.mesh is None else (job.mesh.data_rank, job.mesh.data_size)
     found = functional_call(model, given, (), batches(rank, size)[0])["logits"]
     if size > 1:
@@ -419,6 +390,19 @@ def _functional_call(job, change, source=None):
         dist.all_gather(gathered, found.detach().contiguous())
         found = torch.cat(gathered)
     return {"logits": found}
+
+
+FUNCTIONS |= {
+    "`functional_call` with the model's parameters": lambda job: _functional_call(
+        job, lambda p: p.detach() * 2
+    ),
+    "`functional_call` with this rank's parts": lambda job: _functional_call(
+        job, lambda p: local_part(p.detach()) * 2
+    ),
+    "`functional_call` with whole tensors": lambda job: _functional_call(
+        job, lambda p: p.detach() * 2, Model(bias=job.bias, num_layers=1)
+    ),
+}
 
 
 @function("`get_model_state_dict(full_state_dict=True)`")
@@ -475,13 +459,8 @@ def _optimizers():
             yield name, found
 
 
-def _train_by(kind, arrange, job):
-    model = job.model()
-    return job.train(model, kind(arrange(model), lr=0.01))
-
-
 GROUPS = {
-    "one group": lambda model: model.parameters(),
+    "one group": of_all,
     "`expert_param_groups`": lambda model: [{"params": held} for held in parts(model)],
 }
 for _name, _kind in _optimizers():

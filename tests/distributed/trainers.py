@@ -4,6 +4,7 @@ A new one is a function here under `@trainer(...)`, nothing else. It takes a `Jo
 tool wants around `job.model`, and ends with that model trained on `job.batches`.
 """
 
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,11 +26,16 @@ MAX_NORM, LEARNING_RATE = 0.05, 1e-2
 TRAINERS: dict[str, Callable[["Job"], None]] = {}
 
 
-def trainer(name):
-    """Register a function as a way to train, under the name that docs/parallelism.md gives it."""
+def trainer(name, *, has_files=False):
+    """Register a function as a way to train, under the name that docs/parallelism.md gives it.
+
+    `has_files`: it is another way, too, that saves and loads by the tool, with `own_files`.
+    """
 
     def register(function):
         TRAINERS[name] = function
+        if has_files:
+            TRAINERS[f"{name}, its files"] = functools.partial(function, own_files=True)
         return function
 
     return register
@@ -112,30 +118,28 @@ class Job:
         return torch.compile(model, backend="eager") if self.compiled else model
 
 
-@trainer("plain loop")
-def plain_loop(job):
-    """`sync_gradients` and `clip_grad_norm_` of the library."""
-    optimizer, model = job.optimizer(job.model), job.compile(job.model)
+def take_steps(job, wrapped, after_backward=lambda model: None):
+    """Steps that clip by `clip_grad_norm_` of the library, and the job's checkpoints."""
+    optimizer, model = job.optimizer(job.model), job.compile(wrapped)
     for batch in job.batches:
         optimizer.zero_grad()
         model(**batch)["loss"].backward()
-        md.sync_gradients(job.model)
+        after_backward(job.model)
         md.clip_grad_norm_(job.model, MAX_NORM)
         optimizer.step()
     job.save(job.model, optimizer)
+
+
+@trainer("plain loop")
+def plain_loop(job):
+    """`sync_gradients` of the library."""
+    take_steps(job, job.model, md.sync_gradients)
 
 
 @trainer("DDP")
 def data_parallel(job):
     """torch's own around a model that `parallelize` has prepared."""
-    wrapped = DistributedDataParallel(moe_ext.parallelize(job.model))
-    optimizer, model = job.optimizer(job.model), job.compile(wrapped)
-    for batch in job.batches:
-        optimizer.zero_grad()
-        model(**batch)["loss"].backward()
-        md.clip_grad_norm_(job.model, MAX_NORM)
-        optimizer.step()
-    job.save(job.model, optimizer)
+    take_steps(job, DistributedDataParallel(moe_ext.parallelize(job.model)))
 
 
 def as_torchrun():
@@ -145,19 +149,9 @@ def as_torchrun():
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
 
 
-@trainer("Accelerate")
-def accelerate(job):
-    """`prepare`, `backward` and `clip_grad_norm_` of an Accelerator."""
-    _accelerate(job)
-
-
-@trainer("Accelerate, its files")
-def accelerate_files(job):
-    """The same with `save_state` and `load_state`."""
-    _accelerate(job, own_files=True)
-
-
-def _accelerate(job, own_files=False):
+@trainer("Accelerate", has_files=True)
+def accelerate(job, own_files=False):
+    """`prepare`, `backward` and `clip_grad_norm_` of an Accelerator; `save_state`, `load_state`."""
     as_torchrun()
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
@@ -195,19 +189,9 @@ def _accelerate(job, own_files=False):
         job.save(job.model, optimizer)
 
 
-@trainer("Trainer")
-def transformers_trainer(job):
-    """The Trainer of transformers, which clips by default."""
-    _transformers_trainer(job)
-
-
-@trainer("Trainer, its files")
-def transformers_trainer_files(job):
-    """The same with `save_strategy="steps"` and `resume_from_checkpoint=`."""
-    _transformers_trainer(job, own_files=True)
-
-
-def _transformers_trainer(job, own_files=False):
+@trainer("Trainer", has_files=True)
+def transformers_trainer(job, own_files=False):
+    """The Trainer of transformers, which clips by default; `save_strategy="steps"`, resumed."""
     as_torchrun()
     from accelerate.state import AcceleratorState
     from transformers import Trainer, TrainingArguments
@@ -248,19 +232,9 @@ def _transformers_trainer(job, own_files=False):
         job.save(job.model, optimizer)
 
 
-@trainer("Lightning")
-def lightning(job):
-    """`ExpertParallel` around its `DDPStrategy`; `gradient_clip_val` clips."""
-    _lightning(job)
-
-
-@trainer("Lightning, its files")
-def lightning_files(job):
-    """The same with `ModelCheckpoint` and `ckpt_path=`."""
-    _lightning(job, own_files=True)
-
-
-def _lightning(job, own_files=False):
+@trainer("Lightning", has_files=True)
+def lightning(job, own_files=False):
+    """`ExpertParallel` around its `DDPStrategy`; `gradient_clip_val`; `ModelCheckpoint`."""
     as_torchrun()
     import lightning.pytorch as pl
     from lightning.pytorch.plugins.environments import LightningEnvironment
@@ -314,19 +288,9 @@ def _lightning(job, own_files=False):
         Model().load_state_dict({n.removeprefix("model."): t for n, t in found.items()})
 
 
-@trainer("Fabric")
-def lightning_fabric(job):
-    """`FabricExpertParallel` around its `DDPStrategy`; `clip_gradients` clips."""
-    _lightning_fabric(job)
-
-
-@trainer("Fabric, its files")
-def lightning_fabric_files(job):
-    """The same with `save` and `load`."""
-    _lightning_fabric(job, own_files=True)
-
-
-def _lightning_fabric(job, own_files=False):
+@trainer("Fabric", has_files=True)
+def lightning_fabric(job, own_files=False):
+    """`FabricExpertParallel` around its `DDPStrategy`; `clip_gradients`; `save` and `load`."""
     as_torchrun()
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
@@ -364,14 +328,7 @@ def _lightning_fabric(job, own_files=False):
 
 @trainer("FSDP2")
 def fully_sharded(job):
-    """`fully_shard` and `clip_grad_norm_` of the library."""
-    for layer in job.model.layers:
-        md.fully_shard(layer, job.mesh)
-    md.fully_shard(job.model, job.mesh)
-    optimizer, model = job.optimizer(job.model), job.compile(job.model)
-    for batch in job.batches:
-        optimizer.zero_grad()
-        model(**batch)["loss"].backward()
-        md.clip_grad_norm_(job.model, MAX_NORM)
-        optimizer.step()
-    job.save(job.model, optimizer)
+    """`fully_shard` of the library."""
+    for module in (*job.model.layers, job.model):
+        md.fully_shard(module, job.mesh)
+    take_steps(job, job.model)
