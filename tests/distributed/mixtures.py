@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.checkpoint import checkpoint
 from trainers import as_torchrun
 
@@ -48,6 +49,21 @@ class Mixture:
         limit = moe_ext.nn.Capacity(draw.choice([0.8, 1.3]), drop=drop, overflow=overflow)
         self.capacity = draw.choice([None, limit])
         self.frozen = draw.choice(["none", "none", "first.experts", "router"])
+        self.to_none = draw.random() < 0.5
+        # Of DistributedDataParallel alone, and a branch that some ranks take in a step.
+        draw = random.Random(self.seed + len(CELLS))
+        self.options = {
+            "gradient_as_bucket_view": draw.random() < 0.5,
+            "bucket_cap_mb": draw.choice([None, 0.0002, 0.001]),
+            "broadcast_buffers": draw.random() < 0.5,
+            "find_unused_parameters": True,
+        }
+        self.hook = draw.random() < 0.5
+        self.has_branch = self.tool == "DDP"
+        if self.has_branch:
+            self.norm_type = draw.choice([2.0, 1.0, float("inf")])
+            frozen = ["none", "first.experts", "second.experts.down", "router", "inp"]
+            self.frozen = draw.choice(frozen)
 
     def model(self, ep_group, dtype):
         """On this rank, or with all experts in one process."""
@@ -76,6 +92,12 @@ class Mixture:
             for _ in range(self.passes)
         ]
 
+    def branches(self, step):
+        """Whether each rank takes the branch in the passes of a step."""
+        draw = random.Random(self.seed * STEPS + step)
+        takes = self.has_branch and draw.random() < 0.5
+        return [takes and draw.random() < 0.7 for _ in range(RANKS)]
+
 
 class Model(nn.Module):
     """Two mixtures of experts between dense layers."""
@@ -84,6 +106,7 @@ class Model(nn.Module):
         super().__init__()
         self.recompute = mixture.recompute
         self.inp, self.norm, self.out = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+        self.branch = nn.Linear(8, 3) if mixture.has_branch else None
         for name, activation in (("first", "swiglu"), ("second", "gelu")):
             router = mixture.router
             if router == "cosine":
@@ -102,14 +125,14 @@ class Model(nn.Module):
             )
             self.add_module(name, layer)
 
-    def forward(self, x):
-        """The outputs of tokens x."""
+    def forward(self, x, branch=False):
+        """The outputs of tokens x, by the branch too or not."""
         h = self.inp(x)
         for layer in (self.first, self.second):
             normed = self.norm(h)
             run = checkpoint(layer, normed, use_reentrant=False) if self.recompute else None
             h = h + (layer(normed) if run is None else run)
-        return self.out(h)
+        return self.out(h) + self.branch(h) if branch else self.out(h)
 
 
 def one_process(seed):
@@ -127,9 +150,10 @@ def one_process(seed):
     share = mixture.passes * RANKS
     moe_ext.nn.set_loss_scale(model, 1 / share)
     for step in range(STEPS):
-        optimizer.zero_grad()
-        for x in (x for ranks in mixture.batches(step) for x in ranks):
-            (model(x).square().mean() / share).backward()
+        optimizer.zero_grad(set_to_none=mixture.to_none)
+        for ranks in mixture.batches(step):
+            for x, branch in zip(ranks, mixture.branches(step), strict=True):
+                (model(x, branch).square().mean() / share).backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, mixture.norm_type))
         optimizer.step()
     return {name: p.detach() for name, p in model.named_parameters()}, norms, min(gaps)
@@ -147,7 +171,9 @@ def train(mixture, mesh):
     optimizer, norms = mixture.optimizer(model), []
     accelerator, run = None, model
     if mixture.tool == "DDP":
-        run = md.data_parallel(model)
+        run = md.data_parallel(model, **mixture.options)
+        if mixture.hook:
+            run.register_comm_hook(None, allreduce_hook)
     elif mixture.tool == "Accelerate":
         as_torchrun()
         from accelerate import Accelerator
@@ -157,6 +183,7 @@ def train(mixture, mesh):
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=mixture.passes)
         run, optimizer = accelerator.prepare(moe_ext.parallelize(model), optimizer)
     for step in range(STEPS):
+        branch = mixture.branches(step)[dist.get_rank()]
         for number, ranks in enumerate(mixture.batches(step)):
             x, is_last = ranks[dist.get_rank()].to(mixture.dtype), number == mixture.passes - 1
             if accelerator is not None:
@@ -167,7 +194,7 @@ def train(mixture, mesh):
                 model.set_requires_gradient_sync(is_last)
             waits = mixture.tool == "DDP" and not is_last
             with run.no_sync() if waits else contextlib.nullcontext():
-                (run(x).square().mean() / mixture.passes).backward()
+                (run(x, branch).square().mean() / mixture.passes).backward()
         if accelerator is not None:
             clip, what = accelerator.clip_grad_norm_, run.parameters()
         else:
@@ -176,7 +203,7 @@ def train(mixture, mesh):
             clip, what = md.clip_grad_norm_, model
         norms.append(clip(what, MAX_NORM, norm_type=mixture.norm_type))
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=mixture.to_none)
     return model, norms
 
 
