@@ -32,19 +32,6 @@ def examples(count):
     return settings(max_examples=count, deadline=None, suppress_health_check=checks)
 
 
-def thread_counts(num_threads, counts=(1, 2, 3)):
-    """Sets each number of threads; yields what compares tensors with the first ones, by bits."""
-    first = []
-
-    def compare(*tensors):
-        first.append(tensors)
-        assert all(torch.equal(a, b) for a, b in zip(first[0], tensors, strict=True))
-
-    for count in counts:
-        num_threads(count)
-        yield compare
-
-
 def saved_by(function):
     """Tensors that autograd saves in a call."""
     saved = []

@@ -8,7 +8,7 @@ import torch
 from attention_cases import MASKS, assert_close, mask_options, positions, qkv
 from hypothesis import given
 from hypothesis import strategies as st
-from ops_helpers import DTYPES, acc_dtype, examples, thread_counts
+from ops_helpers import DTYPES, acc_dtype, examples
 
 from moe_ext import ops, reference
 
@@ -303,17 +303,6 @@ def test_the_backward_pass_keeps_the_seed_of_the_forward_pass(device):
     expected = torch.autograd.grad(out.sum(), v, retain_graph=True)
     seed += 1
     assert torch.equal(torch.autograd.grad(out.sum(), v)[0], expected[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_same_bits_for_any_number_of_threads(isa, num_threads, dtype):
-    q, k, v = qkv(1, 4, 1, 300, 700, 16, dtype=dtype)
-    inputs = [t.requires_grad_() for t in (q, k, v)]
-    at = positions(300, 700)
-    options = mask_options("all", 1, 4, *at)
-    for compare in thread_counts(num_threads):
-        out, lse = ops.attention_block(*inputs, *at, **options)
-        compare(out, lse, *torch.autograd.grad(out.sum(), inputs))
 
 
 @pytest.mark.parametrize("mask", MASKS)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ops_helpers import examples, thread_counts
+from ops_helpers import examples
 
 from moe_ext import ops, reference
 
@@ -151,14 +151,6 @@ def test_groups_beyond_the_tokens_are_empty(device, policy):
     for num_groups in (10, 2**62, 2**63 - 1):
         actual = ops.limit_capacity(idx, 4, 1, num_groups=num_groups, **options)
         assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_same_bits_for_any_number_of_threads(num_threads, policy):
-    idx, ranked, numbers = make(4000, 2, 16)
-    for compare in thread_counts(num_threads):
-        options = dict(policy=policy, num_groups=7, ranked_idx=ranked, overflow="reroute")
-        compare(*ops.limit_capacity(idx, 16, 60, **options, **numbers))
 
 
 def test_strided_inputs(device):

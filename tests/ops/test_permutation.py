@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ops_helpers import DTYPES, NUM_TOKENS, examples, thread_counts
+from ops_helpers import DTYPES, NUM_TOKENS, examples
 
 from moe_ext import ops, reference
 
@@ -81,36 +81,13 @@ def test_unpermute_equals_the_reference(backend, dtype, dim, weighted):
     ).all()
 
 
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-def test_strided_inputs_and_both_index_dtypes(device, index_dtype):
-    x, idx, weights = make(257, device=device)
-    strided_x = torch.stack([x, -x], dim=2)[:, :, 0]
-    strided_idx = torch.stack([idx, idx + 1], dim=2)[:, :, 0].to(index_dtype)
-    strided_weights = weights.t().contiguous().t()
-    rows, permutation = ops.permute_tokens(strided_x, strided_idx, 8)
-    expected_rows, expected = ops.permute_tokens(x, idx, 8)
+def test_indices_of_32_bits(device):
+    x, idx, _ = make(257, device=device)
+    (rows, permutation), (expected_rows, expected) = (
+        ops.permute_tokens(x, idx.to(dtype), 8) for dtype in (torch.int32, torch.int64)
+    )
     assert torch.equal(rows, expected_rows)
     assert_same_permutation(permutation, expected)
-    columns_first = rows.t().contiguous().t()
-    assert torch.equal(
-        ops.unpermute_tokens(columns_first, permutation, strided_weights),
-        ops.unpermute_tokens(rows, permutation, weights),
-    )
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_same_bits_for_any_number_of_threads(num_threads, dtype):
-    # Slots span three blocks of the sort, and the rows several tasks.
-    x, idx, weights = make(3001, dim=257, dtype=dtype)
-    weights.requires_grad_()
-    for compare in thread_counts(num_threads):
-        leaf = x.clone().requires_grad_()
-        rows, permutation = ops.permute_tokens(
-            leaf, idx, 8, topk_weights=weights, capacity=900, drop_policy="score"
-        )
-        y = ops.unpermute_tokens(rows, permutation, weights)
-        grads = torch.autograd.grad(y, (leaf, weights), torch.ones_like(y))
-        compare(y, *grads, permutation.slot_of_row)
 
 
 @pytest.mark.parametrize("option", OPTIONS)

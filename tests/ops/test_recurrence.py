@@ -137,18 +137,6 @@ def test_no_positions(device, name):
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_same_bits_for_any_number_of_threads(num_threads, name):
-    arguments = made(name, 150, dtype=torch.float32, packed=1, heads=34)
-    found = []
-    for threads in (1, 2, 3):
-        num_threads(threads)
-        found.append(with_grads(ops, name, arguments))
-    for other in found[1:]:
-        for a, b in zip(found[0], other, strict=True):
-            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-@pytest.mark.parametrize("name", OPERATORS)
 def test_strided_arguments(device, name):
     arguments = made(name, 70, packed=1)
     views = [

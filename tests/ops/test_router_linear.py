@@ -106,26 +106,15 @@ def test_an_expanded_gradient(device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_same_bits_for_any_number_of_threads_and_any_batch(isa, num_threads, dtype):
+def test_a_token_does_not_depend_on_its_neighbours(isa, dtype):
+    """Ranks may cut anywhere."""
     x, weight = torch.randn(1500, 96).to(dtype), torch.randn(24, 96).to(dtype)
     grad = torch.randn(1500, 24, dtype=acc_dtype(dtype))
-    op, results = torch.ops.moe_ext, []
-    for threads in (1, 2, 3):
-        num_threads(threads)
-        results.append(
-            (
-                ops.router_logits(x, weight),
-                op._router_logits_backward_x(grad, weight, dtype),
-                op._router_logits_backward_weight(grad, x, dtype),
-            )
-        )
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-    # A token's logits and gradient do not depend on its neighbours: ranks may cut anywhere.
-    logits, grad_x, _ = results[0]
+    logits = ops.router_logits(x, weight)
+    grad_x = torch.ops.moe_ext._router_logits_backward_x(grad, weight, dtype)
     for begin, end in ((0, 1), (77, 78), (1, 1500), (500, 1013), (1499, 1500)):
         assert torch.equal(ops.router_logits(x[begin:end], weight), logits[begin:end])
-        part = op._router_logits_backward_x(grad[begin:end], weight, dtype)
+        part = torch.ops.moe_ext._router_logits_backward_x(grad[begin:end], weight, dtype)
         assert torch.equal(part, grad_x[begin:end])
 
 

@@ -51,18 +51,6 @@ def test_sums_to_what_the_gate_returns(device):
         assert torch.equal(load.num_tokens_per_expert.sum(0), gate.num_tokens_per_expert)
 
 
-def test_masked_tokens_count_nowhere(device):
-    logits = torch.randn(40, 6)
-    mask = torch.rand(40) > 0.4
-    idx = torch.randint(0, 6, (40, 2))
-    load = ops.sequence_load(logits, idx, 4, token_mask=mask)
-    other = ops.sequence_load(
-        logits.masked_fill(~mask[:, None], float("nan")), idx, 4, token_mask=mask
-    )
-    assert all(torch.equal(a, b) for a, b in zip(load, other, strict=True))
-    assert torch.equal(load.num_tokens_per_expert.sum(1), 2 * mask.view(4, 10).sum(1))
-
-
 @pytest.mark.parametrize("score_fn", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_gradcheck(backend, score_fn):
     logits = torch.randn(12, 5, dtype=torch.float64, requires_grad=True)
