@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from peak_memory import peak_bytes
 
 from moe_ext.attention import ring_attention
 from moe_ext.testing import spawn_ranks
@@ -13,27 +14,17 @@ LENGTH = 384
 CASES = (("exact", torch.float32), ("exact", torch.bfloat16), ("fast", torch.bfloat16))
 
 
-def peak_bytes(precision, dtype):
+def peak_of(precision, dtype):
     """Most bytes of tensors alive at once in forward and backward, beside the inputs."""
     where = {"group": dist.group.WORLD, "is_causal": True, "precision": precision}
     q, k, v, grad = (torch.randn(1, 4, LENGTH, 32).to(dtype) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     torch.autograd.grad(ring_attention(*leaves, **where), leaves, grad)
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        torch.autograd.grad(ring_attention(*leaves, **where), leaves, grad)
-    events = profile.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    alive = most = 0
-    for _, change in changes:
-        alive += change
-        most = max(most, alive)
-    return most
+    return peak_bytes(lambda: torch.autograd.grad(ring_attention(*leaves, **where), leaves, grad))
 
 
 def all_peaks(rank):
-    return {case: peak_bytes(*case) for case in CASES}
+    return {case: peak_of(*case) for case in CASES}
 
 
 @functools.cache

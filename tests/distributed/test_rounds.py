@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from layer_oracle import outcome
+from peak_memory import peak_bytes
 from rank_checks import Checks, raised
 from torch.utils.checkpoint import checkpoint
 
@@ -34,19 +35,6 @@ def make(budget=None, ep=True, **options):
 def batch(sizes, rank, dtype=torch.float64):
     generator = torch.Generator().manual_seed(5 + rank)
     return torch.randn(sizes[rank], 8, dtype=dtype, generator=generator)
-
-
-def peak_bytes(function):
-    """Most bytes that the allocator of the CPU had handed out during a call, above the start."""
-    activity = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activity, profile_memory=True) as profiler:
-        function()
-    now = peak = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-    return peak
 
 
 class Exchanged:

@@ -4,6 +4,7 @@ import lean_block
 import pytest
 import torch
 from lean_block import Block, kept_bytes
+from peak_memory import peak_bytes
 
 B, S, D, H = 2, 48, 32, 4
 
@@ -56,16 +57,7 @@ def peak(attention, length):
     """Most bytes of tensors alive at once in forward and backward, beside the inputs."""
     leaves = [torch.randn(1, 2, length, 16, requires_grad=True) for _ in range(3)]
     grad = torch.randn(1, 2, length, 16)
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        torch.autograd.grad(attention(*leaves), leaves, grad)
-    events = profile.profiler.kineto_results.events()
-    alive = most = 0
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    for _, change in changes:
-        alive += change
-        most = max(most, alive)
-    return most
+    return peak_bytes(lambda: torch.autograd.grad(attention(*leaves), leaves, grad))
 
 
 def test_peak_memory_grows_with_the_length_alone():

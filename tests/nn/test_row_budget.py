@@ -1,10 +1,10 @@
 import copy
 import functools
-import gc
 
 import pytest
 import torch
 from layer_oracle import assert_all_close, outcome
+from peak_memory import peak_bytes
 from test_saved_bytes import saved_bytes
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -246,21 +246,6 @@ def test_same_bits_for_any_number_of_threads(num_threads):
         num_threads(threads)
         found.append(outcome(bounded, x))
     assert_all_close(*found, rtol=0, atol=0)
-
-
-def peak_bytes(function):
-    """Most bytes that the allocator of the CPU had handed out during a call, above the start."""
-    gc.collect()
-    gc.collect()  # garbage of earlier tests must not be freed meanwhile
-    activity = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activity, profile_memory=True) as profiler:
-        function()
-    now = peak = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-    return peak
 
 
 T, D, F = 512, 32, 256

@@ -7,6 +7,7 @@ import emulation
 import numpy as np
 import pytest
 import torch
+from peak_memory import peak_bytes
 
 import moe_ext
 from moe_ext import _runtime_library, ops
@@ -157,19 +158,6 @@ def test_refuses_a_sum_of_another_shape():
         torch.ops.moe_ext._grouped_mm_backward_weight_add_(
             weight.grad.transpose(1, 2), grad, x.detach(), offsets
         )
-
-
-def peak_bytes(function):
-    """Most bytes that the allocator of the CPU had handed out during a call, above the start."""
-    activity = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activity, profile_memory=True) as profiler:
-        function()
-    now = peak = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-    return peak
 
 
 def test_micro_batches_of_a_layer_take_no_memory_for_weight_gradients():
