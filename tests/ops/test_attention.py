@@ -215,6 +215,16 @@ def test_nan_is_handed_on(device):
     assert out[0, 0, 3].isnan().all() and lse[0, 0, 3].isnan()
 
 
+def of_keys(options, part):
+    """Options for some of the keys."""
+    found = dict(options)
+    if "k_documents" in options:
+        found["k_documents"] = options["k_documents"][part]
+    if "key_mask" in options:
+        found["key_mask"] = options["key_mask"][:, part]
+    return found
+
+
 @examples(25)
 @given(data=st.data(), mask=st.sampled_from(MASKS))
 def test_any_two_parts_of_the_keys_merge_into_the_whole(device, data, mask):
@@ -228,12 +238,8 @@ def test_any_two_parts_of_the_keys_merge_into_the_whole(device, data, mask):
     )
     parts = []
     for part in (chosen, ~chosen):
-        of_part = dict(options)
-        if "k_documents" in options:
-            of_part["k_documents"] = options["k_documents"][part]
-        if "key_mask" in options:
-            of_part["key_mask"] = options["key_mask"][:, part]
-        parts += ops.attention_block(q, k[:, :, part], v[:, :, part], at[0], at[1][part], **of_part)
+        given = q, k[:, :, part], v[:, :, part], at[0], at[1][part]
+        parts += ops.attention_block(*given, **of_keys(options, part))
     out, lse = ops.merge_attention(*parts)
     assert_close(out, whole[0], dtype=torch.float64)
     assert_close(lse, whole[1], dtype=torch.float64)
@@ -249,12 +255,9 @@ def test_any_order_of_queries_and_keys(device, data, mask):
     out, lse = ops.attention_block(*inputs, *at, **options)
     rows = torch.tensor(data.draw(st.permutations(range(19))))
     cols = torch.tensor(data.draw(st.permutations(range(23))))
-    permuted = dict(options)
+    permuted = of_keys(options, cols)
     if "q_documents" in options:
         permuted["q_documents"] = options["q_documents"][rows]
-        permuted["k_documents"] = options["k_documents"][cols]
-    if "key_mask" in options:
-        permuted["key_mask"] = options["key_mask"][:, cols]
     other, other_lse = ops.attention_block(
         q[:, :, rows], k[:, :, cols], v[:, :, cols], at[0][rows], at[1][cols], **permuted
     )
@@ -312,14 +315,9 @@ def test_in_place_equals_the_merge(device, mask):
     options = mask_options(mask, 2, 4, *at)
     whole = ops.attention_block(q, k, v, *at, **options)
     out, lse = torch.full_like(whole[0], math.nan), torch.full_like(whole[1], -math.inf)
-    for begin, end in ((0, 30), (30, 30), (30, 80)):
-        of_part = dict(options)
-        if "k_documents" in options:
-            of_part["k_documents"] = options["k_documents"][begin:end]
-        if "key_mask" in options:
-            of_part["key_mask"] = options["key_mask"][:, begin:end]
-        k_part, v_part = k[:, :, begin:end], v[:, :, begin:end]
-        ops.attention_block_(out, lse, q, k_part, v_part, at[0], at[1][begin:end], **of_part)
+    for part in (slice(0, 30), slice(30, 30), slice(30, 80)):
+        given = q, k[:, :, part], v[:, :, part], at[0], at[1][part]
+        ops.attention_block_(out, lse, *given, **of_keys(options, part))
     assert_close(out, whole[0])
     assert_close(lse, whole[1])
 

@@ -1,6 +1,7 @@
 """limit_capacity against a walk over the slots, and beside permute_tokens."""
 
 import pytest
+import refusals
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -191,37 +192,37 @@ def test_compiles_as_one_graph_for_any_number_of_tokens(device):
 IDX = torch.zeros(4, 2, dtype=torch.int64)
 
 
-@pytest.mark.parametrize(
-    ("args", "options", "message"),
-    [
-        ((IDX.int(), 3, 1), {}, r"^limit_capacity: expected topk_idx to be Long, got Int"),
-        ((IDX[0], 3, 1), {}, r"topk_idx to be a 2-D tensor \[T, K\]"),
-        ((IDX[:, :0], 3, 1), {}, r"topk_idx to have at least 1 column"),
-        ((IDX[0], 3, 1), {"policy": "choice"}, r"topk_idx to be a 2-D tensor \[T, K\]"),
+REROUTE = {"overflow": "reroute"}
+REFUSED = {
+    "limit_capacity": [
+        {"topk_idx_TK": IDX, "num_experts": 3, "capacity": 1},
+        ({"topk_idx_TK": IDX.int()}, "topk_idx to be Long, got Int"),
+        ({"topk_idx_TK": IDX[0]}, r"topk_idx to be a 2-D tensor \[T, K\]"),
+        ({"topk_idx_TK": IDX[:, :0]}, "topk_idx to have at least 1 column"),
+        ({"topk_idx_TK": IDX[0], "policy": "choice"}, r"topk_idx to be a 2-D tensor \[T, K\]"),
         (
-            (IDX[:, :0], 3, 1),
-            {"policy": "batch_prioritized", "topk_weights": IDX[:, :0]},
-            r"topk_idx to have at least 1 column",
+            {
+                **{"topk_idx_TK": IDX[:, :0], "topk_weights": IDX[:, :0]},
+                "policy": "batch_prioritized",
+            },
+            "topk_idx to have at least 1 column",
         ),
-        ((IDX, 0, 1), {}, r"num_experts to be at least 1, got 0"),
-        ((IDX, 2**61, 1), {}, r"num_experts to be below 2\^31, got 2305843009213693952"),
-        ((IDX, 3, 0), {}, r"capacity to be at least 1, got 0"),
-        ((IDX, 3, 1), {"num_groups": 0}, r"num_groups to be at least 1, got 0"),
+        ({"num_experts": 0}, "num_experts to be at least 1, got 0"),
+        ({"num_experts": 2**61}, r"num_experts to be below 2\^31, got 2305843009213693952"),
+        ({"capacity": 0}, "capacity to be at least 1, got 0"),
+        ({"num_groups": 0}, "num_groups to be at least 1, got 0"),
+        ({"ranked_idx": IDX.int(), **REROUTE}, "ranked_idx to be Long, got Int"),
         (
-            (IDX, 3, 1),
-            {"ranked_idx": IDX.int(), "overflow": "reroute"},
-            r"ranked_idx to be Long, got Int",
-        ),
-        (
-            (IDX, 3, 1),
-            {"ranked_idx": IDX[:3], "overflow": "reroute"},
+            {"ranked_idx": IDX[:3], **REROUTE},
             r"ranked_idx to be of size 4 in dim 0 \(the tokens of topk_idx\)",
         ),
     ],
-)
-def test_refuses(moved, args, options, message):
-    with pytest.raises(RuntimeError, match=message):
-        ops.limit_capacity(*moved(args), **moved(options))
+}
+
+
+@refusals.parametrize(REFUSED)
+def test_refuses(moved, name, given, message):
+    refusals.check(name, moved(given), message)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import math
 
 import emulation
 import pytest
+import refusals
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -130,23 +131,41 @@ LOGITS = torch.zeros(4, 6)
 IDX = torch.tensor([[0, 1]] * 4)
 
 
-@pytest.mark.parametrize(
-    ("logits", "idx", "options", "message"),
-    [
-        (LOGITS[0], IDX, {}, r"expected logits to be a 2-D tensor \[T, E\], got shape \[6\]"),
-        (LOGITS.int(), IDX, {}, r"expected logits to be float32, .* got Int"),
-        (LOGITS, IDX.int(), {}, r"expected topk_idx to be Long, got Int"),
-        (LOGITS, IDX[0], {}, r"expected topk_idx to be a 2-D tensor \[T, K\]"),
-        (LOGITS, IDX[:3], {}, r"expected topk_idx to be of size 4 in dim 0"),
-        (LOGITS, IDX[:, :0], {}, r"expected topk_idx to have at least 1 column"),
-        (LOGITS, IDX[:, [0] * 7], {}, r"topk_idx to have at most 6 columns, .* got shape \[4, 7\]"),
-        (LOGITS, IDX, {"score_fn": "tanh"}, r"score_fn to be softmax, .* got tanh"),
-        (LOGITS, IDX, {"scale": math.nan}, r"expected scale to be finite, got nan"),
+def with_row(row):
+    return torch.cat([IDX[:2], torch.tensor([row]), IDX[3:]])
+
+
+REFUSED = {
+    "gate_weights": [
+        {"logits_TE": LOGITS, "topk_idx_TK": IDX},
+        ({"logits_TE": LOGITS[0]}, r"logits to be a 2-D tensor \[T, E\], got shape \[6\]"),
+        ({"logits_TE": LOGITS.int()}, "logits to be float32, .* got Int"),
+        ({"topk_idx_TK": IDX.int()}, "topk_idx to be Long, got Int"),
+        ({"topk_idx_TK": IDX[0]}, r"topk_idx to be a 2-D tensor \[T, K\]"),
+        ({"topk_idx_TK": IDX[:3]}, "topk_idx to be of size 4 in dim 0"),
+        ({"topk_idx_TK": IDX[:, :0]}, "topk_idx to have at least 1 column"),
+        (
+            {"topk_idx_TK": IDX[:, [0] * 7]},
+            r"topk_idx to have at most 6 columns, .* got shape \[4, 7\]",
+        ),
+        ({"score_fn": "tanh"}, "score_fn to be softmax, .* got tanh"),
+        ({"scale": math.nan}, "scale to be finite, got nan"),
+        (
+            {"topk_idx_TK": with_row([0, 6])},
+            r"topk_idx to be in \[0, 6\) or -1, got 6 at token 2, choice 1",
+        ),
+        ({"topk_idx_TK": with_row([-2, 0])}, "got -2 at token 2, choice 0"),
+        (
+            {"topk_idx_TK": with_row([3, 3])},
+            "topk_idx to hold an expert once a token, got 3 again at token 2, choice 1",
+        ),
     ],
-)
-def test_refuses(device, logits, idx, options, message):
-    with pytest.raises(RuntimeError, match=r"^gate_weights: .*" + message):
-        ops.gate_weights(logits, idx, **options)
+}
+
+
+@refusals.parametrize(REFUSED)
+def test_refuses(moved, name, given, message):
+    refusals.check(name, moved(given), message)
 
 
 @pytest.mark.parametrize("score_fn", ["softmax", "topk_softmax", "sigmoid"])
@@ -165,21 +184,6 @@ def test_refuses_values_by_token(isa, score_fn):
     message = rf"logits to be above -inf .* got -inf at token 302, expert {int(idx[302, 1])}$"
     with pytest.raises(RuntimeError, match=message):
         ops.gate_weights(logits, idx, score_fn=score_fn)
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ([0, 6], r"expected topk_idx to be in \[0, 6\) or -1, got 6 at token 2, choice 1"),
-        ([-2, 0], r"got -2 at token 2, choice 0"),
-        ([3, 3], r"topk_idx to hold an expert once a token, got 3 again at token 2, choice 1"),
-    ],
-)
-def test_refuses_an_index_by_token_and_choice(row, message):
-    idx = IDX.clone()
-    idx[2] = torch.tensor(row)
-    with pytest.raises(RuntimeError, match=r"^gate_weights: .*" + message):
-        ops.gate_weights(LOGITS, idx)
 
 
 @pytest.mark.parametrize("option", FORMULAS)

@@ -4,6 +4,7 @@ import math
 
 import emulation
 import pytest
+import refusals
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -358,61 +359,57 @@ def test_compiles_as_one_graph_for_any_number_of_tokens(device):
 LOGITS = torch.zeros(4, 6)
 
 
-@pytest.mark.parametrize(
-    ("logits", "top_k", "options", "message"),
-    [
-        (LOGITS.int(), 2, {}, r"expected logits to be float32, .* got Int"),
-        (LOGITS[0], 2, {}, r"expected logits to be a 2-D tensor \[T, E\], got shape \[6\]"),
-        (LOGITS[:, :0], 1, {}, r"expected logits to have at least 1 expert, got shape \[4, 0\]"),
-        (LOGITS, 0, {}, r"expected top_k to be in \[1, 6\], the experts of logits, got 0"),
-        (LOGITS, 7, {}, r"expected top_k to be in \[1, 6\], the experts of logits, got 7"),
-        (LOGITS, 2, {"score_fn": "tanh"}, r"topk_softmax, sigmoid or sqrtsoftplus, got tanh"),
-        (LOGITS, 2, {"group_score": "mean"}, r"group_score to be max, top2 or topk, got mean"),
+REFUSED = {
+    "topk_gate": [
+        {"logits_TE": LOGITS, "top_k": 2},
+        ({"logits_TE": LOGITS.int()}, "logits to be float32, .* got Int"),
+        ({"logits_TE": LOGITS[0]}, r"logits to be a 2-D tensor \[T, E\], got shape \[6\]"),
+        ({"logits_TE": LOGITS[:, :0]}, r"logits to have at least 1 expert, got shape \[4, 0\]"),
+        ({"top_k": 0}, r"top_k to be in \[1, 6\], the experts of logits, got 0"),
+        ({"top_k": 7}, r"top_k to be in \[1, 6\], the experts of logits, got 7"),
+        ({"score_fn": "tanh"}, "topk_softmax, sigmoid or sqrtsoftplus, got tanh"),
+        ({"group_score": "mean"}, "group_score to be max, top2 or topk, got mean"),
         (
-            LOGITS,
-            1,
-            {"num_groups": 3, "top_groups": 2, "group_score": "topk"},
-            r"expected top_k to be at least top_groups = 2 with group_score topk, got 1",
+            {"top_k": 1, "num_groups": 3, "top_groups": 2, "group_score": "topk"},
+            "top_k to be at least top_groups = 2 with group_score topk, got 1",
         ),
-        (LOGITS, 2, {"scale": math.nan}, r"expected scale to be finite, got nan"),
-        (LOGITS, 2, {"num_groups": 4}, r"num_groups to be a divisor of the 6 experts, got 4"),
-        (LOGITS, 2, {"num_groups": 0}, r"num_groups to be a divisor of the 6 experts, got 0"),
-        (LOGITS, 2, {"num_groups": 2, "top_groups": 3}, r"top_groups to be in \[1, 2\].* got 3"),
-        (LOGITS, 2, {"top_groups": 0}, r"expected top_groups to be in \[1, 1\].* got 0"),
-        (LOGITS, 5, {"num_groups": 3, "top_groups": 2}, r"top_k to be at most 4, .* got 5"),
-        (LOGITS, 2, {"selection_bias": LOGITS[0].int()}, r"selection_bias to be float32, .* Int"),
-        (LOGITS, 2, {"selection_bias": LOGITS}, r"selection_bias to be a 1-D tensor \[E\]"),
-        (LOGITS, 2, {"selection_bias": LOGITS[:, 0]}, r"selection_bias to be of size 6 in dim 0"),
+        ({"scale": math.nan}, "scale to be finite, got nan"),
+        ({"num_groups": 4}, "num_groups to be a divisor of the 6 experts, got 4"),
+        ({"num_groups": 0}, "num_groups to be a divisor of the 6 experts, got 0"),
+        ({"num_groups": 2, "top_groups": 3}, r"top_groups to be in \[1, 2\].* got 3"),
+        ({"top_groups": 0}, r"top_groups to be in \[1, 1\].* got 0"),
+        ({"top_k": 5, "num_groups": 3, "top_groups": 2}, "top_k to be at most 4, .* got 5"),
+        ({"selection_bias": LOGITS[0].int()}, "selection_bias to be float32, .* Int"),
+        ({"selection_bias": LOGITS}, r"selection_bias to be a 1-D tensor \[E\]"),
+        ({"selection_bias": LOGITS[:, 0]}, "selection_bias to be of size 6 in dim 0"),
         (
-            LOGITS,
-            2,
             {"selection_bias": torch.tensor([0, 0, math.inf, 0, 0, 0])},
-            r"expected selection_bias to be finite, got inf at expert 2",
+            "selection_bias to be finite, got inf at expert 2",
         ),
-        (LOGITS, 2, {"token_mask": LOGITS[:, 0]}, r"expected token_mask to be Bool, got Float"),
-        (LOGITS, 2, {"token_mask": LOGITS.bool()}, r"token_mask to be a 1-D tensor \[T\]"),
-        (LOGITS, 2, {"token_mask": LOGITS[0].bool()}, r"token_mask to be of size 4 in dim 0"),
+        ({"token_mask": LOGITS[:, 0]}, "token_mask to be Bool, got Float"),
+        ({"token_mask": LOGITS.bool()}, r"token_mask to be a 1-D tensor \[T\]"),
+        ({"token_mask": LOGITS[0].bool()}, "token_mask to be of size 4 in dim 0"),
     ],
-)
-def test_gate_refuses(moved, logits, top_k, options, message):
-    logits, options = moved((logits, options))
-    with pytest.raises(RuntimeError, match=r"^topk_gate: .*" + message):
-        ops.topk_gate(logits, top_k, **options)
+    "_topk_gate_backward": [
+        {
+            **{"grad_weights": torch.zeros(1, 2), "grad_score_sum": None, "logits": LOGITS[:1]},
+            **{"score_fn": "softmax", "renormalize": True, "scale": 1.0},
+        },
+        *(
+            ({"topk_idx": torch.tensor([row])}, rf"topk_idx to be in \[0, 6\) or -1, got {got}")
+            for row, got in (
+                ([0, 6], "6 at token 0, choice 1"),
+                ([-2, 0], "-2 at token 0, choice 0"),
+                ([0, -3], "-3 at token 0, choice 1"),
+            )
+        ),
+    ],
+}
 
 
-@pytest.mark.parametrize(
-    ("idx", "message"),
-    [
-        ([[0, 6]], r"expected topk_idx to be in \[0, 6\) or -1, got 6 at token 0, choice 1"),
-        ([[-2, 0]], r"expected topk_idx to be in \[0, 6\) or -1, got -2 at token 0, choice 0"),
-        ([[0, -3]], r"expected topk_idx to be in \[0, 6\) or -1, got -3 at token 0, choice 1"),
-    ],
-)
-def test_gate_backward_refuses_an_index_that_points_outside(idx, message):
-    with pytest.raises(RuntimeError, match=r"^_topk_gate_backward: .*" + message):
-        torch.ops.moe_ext._topk_gate_backward(
-            torch.zeros(1, 2), None, LOGITS[:1], torch.tensor(idx), "softmax", True, 1.0
-        )
+@refusals.parametrize(REFUSED)
+def test_refuses(moved, name, given, message):
+    refusals.check(name, moved(given), message)
 
 
 # Sums and differences of the two extremes wrap around; 300 tokens are two blocks with a short tile.

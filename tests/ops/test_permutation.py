@@ -4,6 +4,7 @@ import dataclasses
 
 import emulation
 import pytest
+import refusals
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -209,48 +210,42 @@ X = torch.zeros(4, 2)
 IDX = torch.zeros(4, 1, dtype=torch.int64)
 
 
-@pytest.mark.parametrize(
-    ("args", "options", "message"),
-    [
-        ((X, IDX.float(), 2), {}, r"expected topk_idx to be int32 or int64, got Float"),
-        ((X[0], IDX, 2), {}, r"expected x to be a 2-D tensor \[T, D\], got shape \[2\]"),
-        ((X, IDX[:, 0], 2), {}, r"expected topk_idx to be a 2-D tensor \[T, K\], got shape \[4\]"),
-        ((X, IDX[:3], 2), {}, r"expected topk_idx to be of size 4 in dim 0 \(the tokens of x\)"),
-        ((X, IDX[:, :0], 2), {}, r"expected topk_idx to have at least 1 column"),
-        ((X, IDX, 0), {}, r"expected num_experts to be at least 1, got 0"),
-        ((X, IDX, 2), {"capacity": 0}, r"expected capacity to be at least 1, got 0"),
-        ((X, IDX, 2), {"align": 0}, r"expected align to be at least 1, got 0"),
+REFUSED = {
+    "permute_tokens": [
+        {"x_TD": X, "topk_idx_TK": IDX, "num_experts": 2},
+        ({"topk_idx_TK": IDX.float()}, "topk_idx to be int32 or int64, got Float"),
+        ({"x_TD": X[0]}, r"x to be a 2-D tensor \[T, D\], got shape \[2\]"),
+        ({"topk_idx_TK": IDX[:, 0]}, r"topk_idx to be a 2-D tensor \[T, K\], got shape \[4\]"),
+        ({"topk_idx_TK": IDX[:3]}, r"topk_idx to be of size 4 in dim 0 \(the tokens of x\)"),
+        ({"topk_idx_TK": IDX[:, :0]}, "topk_idx to have at least 1 column"),
+        ({"num_experts": 0}, "num_experts to be at least 1, got 0"),
+        ({"num_experts": 2**61}, r"num_experts to be below 2\^31, got 2305843009213693952"),
+        ({"capacity": 0}, "capacity to be at least 1, got 0"),
+        ({"align": 0}, "align to be at least 1, got 0"),
+        ({"align": 2**61}, "align to be at most 65536, got 2305843009213693952"),
+        ({"drop_policy": "last"}, "to be position or score, got last"),
         (
-            (X, IDX, 2),
-            {"align": 2**61},
-            r"expected align to be at most 65536, got 2305843009213693952",
-        ),
-        ((X, IDX, 2**61), {}, r"expected num_experts to be below 2\^31, got 2305843009213693952"),
-        ((X, IDX, 2), {"drop_policy": "last"}, r"to be position or score, got last"),
-        (
-            (X, IDX, 2),
             {"capacity": 1, "drop_policy": "score"},
-            r"expected topk_weights to be given with drop_policy score, got None",
+            "topk_weights to be given with drop_policy score, got None",
         ),
         (
-            (X, IDX, 2),
             {"topk_weights": IDX, "capacity": 1},
-            r"expected topk_weights to be float32, float64, bfloat16 or float16, got Long",
+            "topk_weights to be float32, float64, bfloat16 or float16, got Long",
         ),
-        ((X, IDX, 2), {"topk_weights": X}, r"expected topk_weights to be of size 1 in dim 1"),
-        ((X, IDX + 2, 2), {}, r"to be in \[0, 2\) or -1, got 2 at token 0, choice 0"),
-        ((X, IDX - 2, 2), {}, r"to be in \[0, 2\) or -1, got -2 at token 0, choice 0"),
+        ({"topk_weights": X}, "topk_weights to be of size 1 in dim 1"),
+        ({"topk_idx_TK": IDX + 2}, r"to be in \[0, 2\) or -1, got 2 at token 0, choice 0"),
+        ({"topk_idx_TK": IDX - 2}, r"to be in \[0, 2\) or -1, got -2 at token 0, choice 0"),
         (
-            (X, IDX, 2),
             {"topk_weights": X[:, :1] / 0, "capacity": 1, "drop_policy": "score"},
-            r"expected topk_weights to be free of NaN with drop_policy score",
+            "topk_weights to be free of NaN with drop_policy score",
         ),
     ],
-)
-def test_permute_refuses(moved, args, options, message):
-    args, options = moved((args, options))
-    with pytest.raises(RuntimeError, match=r"permute_tokens: .*" + message):
-        ops.permute_tokens(*args, **options)
+}
+
+
+@refusals.parametrize(REFUSED)
+def test_permute_refuses(moved, name, given, message):
+    refusals.check(name, moved(given), message)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import emulation
 import pytest
+import refusals
 import torch
 from ops_helpers import DTYPES, GRAD_ULP, tolerance
 
@@ -91,40 +92,31 @@ LOGITS = torch.zeros(4, 6)
 IDX = torch.zeros(4, 2, dtype=torch.int64)
 
 
-@pytest.mark.parametrize(
-    ("op", "args", "options", "message"),
-    [
-        (ops.sequence_load, (LOGITS.int(), IDX, 2), {}, r"^sequence_load: .* got Int"),
-        (ops.sequence_load, (LOGITS, IDX.int(), 2), {}, r"topk_idx to be Long, got Int"),
-        (ops.sequence_load, (LOGITS, IDX[0], 2), {}, r"topk_idx to be a 2-D tensor \[T, K\]"),
-        (ops.sequence_load, (LOGITS, IDX[:3], 2), {}, r"topk_idx to be of size 4 in dim 0"),
-        (ops.sequence_load, (LOGITS, IDX, 3), {}, r"to be a divisor of the 4 tokens, got 3"),
-        (ops.sequence_load, (LOGITS, IDX, 0), {}, r"to be a divisor of the 4 tokens, got 0"),
+REFUSED = {
+    "sequence_load": [
+        {"logits_TE": LOGITS, "topk_idx_TK": IDX, "num_sequences": 2},
+        ({"logits_TE": LOGITS.int()}, "got Int"),
+        ({"topk_idx_TK": IDX.int()}, "topk_idx to be Long, got Int"),
+        ({"topk_idx_TK": IDX[0]}, r"topk_idx to be a 2-D tensor \[T, K\]"),
+        ({"topk_idx_TK": IDX[:3]}, "topk_idx to be of size 4 in dim 0"),
+        ({"num_sequences": 3}, "to be a divisor of the 4 tokens, got 3"),
+        ({"num_sequences": 0}, "to be a divisor of the 4 tokens, got 0"),
         (
-            ops.sequence_load,
-            (LOGITS, IDX, 2),
             {"score_fn": "topk_softmax"},
-            r"score_fn to be softmax, sigmoid or sqrtsoftplus, got topk_softmax",
+            "score_fn to be softmax, sigmoid or sqrtsoftplus, got topk_softmax",
         ),
+        ({"token_mask": LOGITS[:, 0]}, "token_mask to be Bool"),
         (
-            ops.sequence_load,
-            (LOGITS, IDX, 2),
-            {"token_mask": LOGITS[:, 0]},
-            r"token_mask to be Bool",
+            {"topk_idx_TK": torch.tensor([[0, 0], [0, 0], [0, 6], [0, 0]])},
+            r"topk_idx to be in \[0, 6\) or -1, got 6 at token 2, choice 1",
         ),
     ],
-)
-def test_refuses(moved, op, args, options, message):
-    with pytest.raises(RuntimeError, match=message):
-        op(*moved(args), **moved(options))
+}
 
 
-def test_refuses_an_index_that_points_outside():
-    idx = IDX.clone()
-    idx[2, 1] = 6
-    message = r"expected topk_idx to be in \[0, 6\) or -1, got 6 at token 2, choice 1"
-    with pytest.raises(RuntimeError, match=message):
-        ops.sequence_load(LOGITS, idx, 2)
+@refusals.parametrize(REFUSED)
+def test_refuses(moved, name, given, message):
+    refusals.check(name, moved(given), message)
 
 
 def test_balance_loss_refuses():
