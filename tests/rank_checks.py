@@ -32,6 +32,23 @@ class Checks(dict):
         """Those of a module, which begin with check_."""
         return cls({name: f for name, f in namespace.items() if name.startswith("check_")})
 
+    def test(self, *num_ranks, **limits):
+        """A test of each check on so many ranks, or on each of these numbers of ranks.
+
+        It has the name that a module gives it: `test_over_ranks = CHECKS.test(4)`.
+        """
+
+        @pytest.mark.parametrize("name", self)
+        def on_ranks(name):
+            self.assert_passed(*num_ranks, name, **limits)
+
+        @pytest.mark.parametrize("count", num_ranks)
+        @pytest.mark.parametrize("name", self)
+        def on_each(count, name):
+            self.assert_passed(count, name, **limits)
+
+        return on_ranks if len(num_ranks) == 1 else on_each
+
     def assert_passed(self, num_ranks, name, **limits):
         """Assert that a check passed on every one of so many ranks, which run all of them once.
 
@@ -74,6 +91,15 @@ class ChecksOn(dict):
     def names(self):
         """(setting, name) of all checks."""
         return [(setting, name) for setting, checks in self.items() for name in checks]
+
+    def test(self, **limits):
+        """A test of all checks, each on its number of ranks; as that of `Checks`."""
+
+        @pytest.mark.parametrize(("num_ranks", "name"), self.names())
+        def on_ranks(num_ranks, name):
+            self.assert_passed(num_ranks, name, **limits)
+
+        return on_ranks
 
     def assert_passed(self, num_ranks, name, **limits):
         """As that of `Checks`; a single rank is this process, without a group."""

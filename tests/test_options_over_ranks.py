@@ -1608,6 +1608,4 @@ def test_each_argument_is_varied_or_free(kind):
         assert words in text, f"{kind.__name__}.{argument}: no docstring says {words!r}"
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_over_ranks(name):
-    CHECKS.assert_passed(2, name, group_timeout=20, timeout=200)
+test_over_ranks = CHECKS.test(2, group_timeout=20, timeout=200)

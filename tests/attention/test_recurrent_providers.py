@@ -319,9 +319,7 @@ def a_library_serves_over_ranks(kind, scheme):
         torch.testing.assert_close(found, part, rtol=ROUNDED["rtol"], atol=atol)
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_ranks(name):
-    ALL.assert_passed(2, name)
+test_ranks = ALL.test(2)
 
 
 def test_stand_ins_have_what_is_passed():

@@ -185,13 +185,7 @@ def check_long_facts():
     )
 
 
-CHECKS = Checks.of(globals())
-
-
-@pytest.mark.parametrize("name", CHECKS)
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_over_ranks(num_ranks, name):
-    CHECKS.assert_passed(num_ranks, name)
+test_over_ranks = Checks.of(globals()).test(2, 3)
 
 
 def test_this_process_alone():

@@ -132,12 +132,7 @@ def check_an_error_ends_all():
         run_in_turns(others[::-1])
 
 
-CHECKS = Checks.of(globals())
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_over_ranks(name):
-    CHECKS.assert_passed(2, name)
+test_over_ranks = Checks.of(globals()).test(2)
 
 
 def test_random_numbers_and_settings_are_those_of_each_alone():

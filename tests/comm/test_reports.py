@@ -485,9 +485,7 @@ def the_engine_of_torch_is_not_replaced():
     assert engines == after and after[0] is after[1] and not reports._passes
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_over_two_ranks(name):
-    CHECKS.assert_passed(2, name)
+test_over_two_ranks = CHECKS.test(2)
 
 
 def wait_in_unlike_messages(rank):

@@ -279,12 +279,7 @@ def check_a_fork_closes_nothing():
     assert time.monotonic() - started < 5
 
 
-CHECKS = Checks.of(globals())
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_over_ranks(name):
-    CHECKS.assert_passed(4, name)
+test_over_ranks = Checks.of(globals()).test(4)
 
 
 def a_rank_does_not_come(rank, how):

@@ -184,9 +184,4 @@ def check_a_device_without_streams_calls_in_line():
         step(layer())
 
 
-CHECKS = Checks.of(globals())
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_streams(name):
-    CHECKS.assert_passed(2, name)
+test_streams = Checks.of(globals()).test(2)

@@ -176,6 +176,4 @@ def experts_that_stay_gathered_are_refused():
         model(batch(2, num_tokens=64))
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_over_two_ranks(name):
-    CHECKS.assert_passed(2, name)
+test_over_two_ranks = CHECKS.test(2)

@@ -128,9 +128,7 @@ class InTurn(CostModel):
         return next(self.codecs)
 
 
-@pytest.mark.parametrize("name", two)
-def test_two_ranks(name):
-    two.assert_passed(2, name)
+test_two_ranks = two.test(2)
 
 
 @pytest.mark.parametrize("name", CODECS)

@@ -403,9 +403,4 @@ def check_bytes_are_those_that_a_codec_announces():
             assert sent == announced, codec
 
 
-CHECKS = Checks.of(globals())
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_hook(name):
-    CHECKS.assert_passed(2, name)
+test_hook = Checks.of(globals()).test(2)

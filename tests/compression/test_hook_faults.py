@@ -308,12 +308,7 @@ def check_a_nan_reaches_a_rank_that_has_joined():
     assert state.step == 2
 
 
-CHECKS = Checks.of(globals())
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_fault(name):
-    CHECKS.assert_passed(2, name)
+test_fault = Checks.of(globals()).test(2)
 
 
 def rank_dies(rank):

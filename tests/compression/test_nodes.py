@@ -331,9 +331,7 @@ def what_is_refused():
         CompressionState(node_size=0)
 
 
-@pytest.mark.parametrize("name", list(CHECKS))
-def test_nodes(name):
-    CHECKS.assert_passed(4, name, timeout=150, group_timeout=20)
+test_nodes = CHECKS.test(4, timeout=150, group_timeout=20)
 
 
 def rank_elastic(rank, states, node_size):

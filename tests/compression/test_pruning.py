@@ -422,9 +422,7 @@ def replicas_with_other_masks_are_refused():
     assert model.experts.down_proj.all()
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_over_two_ranks(name):
-    CHECKS.assert_passed(2, name)
+test_over_two_ranks = CHECKS.test(2)
 
 
 # -- over ranks that share the experts ------------------------------------------------------------

@@ -317,13 +317,7 @@ def check_names():
     assert "all experts are on this rank" in str(alone.explain_dispatch())
 
 
-CHECKS = Checks.of(globals())
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", CHECKS)
-def test_over_ranks(num_ranks, name):
-    CHECKS.assert_passed(num_ranks, name)
+test_over_ranks = Checks.of(globals()).test(2, 4)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import functools
 import itertools
 import math
 
-import pytest
 import torch
 import torch.distributed as dist
 from dispatchers import assert_same_bits, dispatcher, sent_messages, tokens
@@ -366,10 +365,4 @@ def check_options_that_cannot_be_served():
     assert by_name.dispatcher.combine_by == "reduced"
 
 
-CHECKS = Checks.of(globals())
-
-
-@pytest.mark.parametrize("num_ranks", [3, 4])
-@pytest.mark.parametrize("name", CHECKS)
-def test_over_ranks(num_ranks, name):
-    CHECKS.assert_passed(num_ranks, name)
+test_over_ranks = Checks.of(globals()).test(3, 4)

@@ -573,13 +573,7 @@ def check_a_part_in_the_place_of_another():
         raised(ValueError, text, sharded, x)
 
 
-CHECKS = Checks.of(globals())
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("name", CHECKS)
-def test_expert_parallel(num_ranks, name):
-    CHECKS.assert_passed(num_ranks, name)
+test_expert_parallel = Checks.of(globals()).test(2, 3)
 
 
 def test_local_dispatch_and_combine():

@@ -229,12 +229,7 @@ def check_rows_beyond_the_memory_are_refused_everywhere():
     raised(ValueError, "expected max_rows to be equal", uneven, x)
 
 
-CHECKS = Checks.of(globals())
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_over_two_ranks(name):
-    CHECKS.assert_passed(2, name)
+test_over_two_ranks = Checks.of(globals()).test(2)
 
 
 @pytest.mark.parametrize("library", [nccl_ep.LIBRARY, deep_ep.LIBRARY], ids=lambda lib: lib.module)

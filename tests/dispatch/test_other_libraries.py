@@ -2,7 +2,6 @@
 
 import re
 
-import pytest
 import torch
 import torch.distributed as dist
 from rank_checks import Checks, full, raised
@@ -265,9 +264,4 @@ def check_groups_that_do_not_fit():
         raised(ValueError, text, build)
 
 
-CHECKS = Checks.of(globals())
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_two_ranks_give_what_one_process_gives(name):
-    CHECKS.assert_passed(2, name)
+test_two_ranks_give_what_one_process_gives = Checks.of(globals()).test(2)

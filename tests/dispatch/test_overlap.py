@@ -312,12 +312,7 @@ def check_no_part_is_refused():
         make(0)
 
 
-CHECKS = Checks.of(globals())
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_over_ranks(name):
-    CHECKS.assert_passed(4, name)
+test_over_ranks = Checks.of(globals()).test(4)
 
 
 def test_one_rank_sends_nothing():

@@ -627,6 +627,4 @@ def sequence_parallel_dense_layers():
     train_shards(mesh, Model(mesh.ep_group, sequence=(mesh.tp_group,)), sequence=(None,))
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_over_four_ranks(name):
-    CHECKS.assert_passed(4, name)
+test_over_four_ranks = CHECKS.test(4)

@@ -1,6 +1,5 @@
 from dataclasses import replace
 
-import pytest
 import torch
 import torch.distributed as dist
 from pairwise import pairs
@@ -314,9 +313,4 @@ def check_wrong_documents_are_refused_on_every_rank():
     layer(x, document_ids=ids)
 
 
-CHECKS = Checks.of(globals())
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_ranks(name):
-    CHECKS.assert_passed(4, name)
+test_on_ranks = Checks.of(globals()).test(4)

@@ -497,9 +497,4 @@ def check_wrapping_before_the_library_knows():
     )
 
 
-CHECKS = Checks.of(globals())
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_four_ranks(name):
-    CHECKS.assert_passed(4, name, timeout=120.0)
+test_four_ranks = Checks.of(globals()).test(4, timeout=120.0)

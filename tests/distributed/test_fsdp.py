@@ -515,9 +515,7 @@ def what_the_library_does_not_wrap():
     raised(ValueError, text, loss_of, model, dist.get_rank())
 
 
-@pytest.mark.parametrize("name", FOUR)
-def test_over_four_ranks(name):
-    FOUR.assert_passed(4, name)
+test_over_four_ranks = FOUR.test(4)
 
 
 def wholes(model, optimizer):

@@ -303,12 +303,7 @@ def check_ranks_compare_routers_in_the_same_passes_after_one_was_refused():
             raised(ValueError, "the layer that ran", layers[dist.get_rank() == 1], x)
 
 
-CHECKS = Checks.of(globals())
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_four_ranks(name):
-    CHECKS.assert_passed(4, name)
+test_four_ranks = Checks.of(globals()).test(4)
 
 
 def test_without_process_group():

@@ -370,12 +370,7 @@ def check_fabric_saves_for_all_ranks_or_none():
             assert torch.equal(*map(local_part, pair))
 
 
-CHECKS = Checks.of(globals())
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_four_ranks(check):
-    CHECKS.assert_passed(4, check)
+test_four_ranks = Checks.of(globals()).test(4)
 
 
 PACKAGES = {

@@ -1,4 +1,3 @@
-import pytest
 import torch
 import torch.distributed as dist
 from rank_checks import Checks, full
@@ -125,10 +124,4 @@ def check_noise_does_not_depend_on_the_number_of_ranks_under_ddp():
     assert layer.router.rng_state.tolist() == [0, 0, 3, 4 * rank]
 
 
-CHECKS = Checks.of(globals())
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_ranks(num_ranks, name):
-    CHECKS.assert_passed(num_ranks, name)
+test_on_ranks = Checks.of(globals()).test(2, 4)

@@ -379,9 +379,7 @@ def refused():
         raised(ValueError, match, functools.partial(Rebalance, flops=flops, flops_alone=1.0))
 
 
-@pytest.mark.parametrize("name", RANKS)
-def test_over_four_ranks(name):
-    RANKS.assert_passed(4, name)
+test_over_four_ranks = RANKS.test(4)
 
 
 @pytest.mark.parametrize("name", [name for name in RANKS if "equal" in name or "bits" in name])

@@ -1,6 +1,5 @@
 """Recording, replay, pinning and metrics of expert-parallel layers."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from rank_checks import Checks, raised
@@ -91,9 +90,4 @@ def check_reduced_metrics_are_those_of_all_tokens():
         torch.testing.assert_close(metrics[name], mean / dist.get_world_size())
 
 
-CHECKS = Checks.of(globals())
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_two_ranks(name):
-    CHECKS.assert_passed(2, name)
+test_two_ranks = Checks.of(globals()).test(2)

@@ -1,7 +1,6 @@
 import functools
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from layer_oracle import outcome
@@ -214,6 +213,4 @@ def what_a_static_budget_cannot_do_is_refused():
             outcome(make(RowBudget(6, static=True, overflow="drop")), x)
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_ranks(name):
-    CHECKS.assert_passed(RANKS, name)
+test_on_ranks = CHECKS.test(RANKS)

@@ -324,9 +324,7 @@ def a_compressor_of_ones_own():
         made("topk", world_size=4)
 
 
-@pytest.mark.parametrize("name", three)
-def test_three_ranks(name):
-    three.assert_passed(3, name)
+test_three_ranks = three.test(3)
 
 
 @settings(max_examples=60, deadline=None)

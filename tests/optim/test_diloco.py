@@ -419,9 +419,7 @@ def check_what_is_frozen_later_stays():
                 inner.step()
 
 
-@pytest.mark.parametrize("name", checks)
-def test_over_ranks(name):
-    checks.assert_passed(RANKS, name, timeout=120)
+test_over_ranks = checks.test(RANKS, timeout=120)
 
 
 class Manager:

@@ -475,11 +475,7 @@ def check_convergence():
     assert one_bit_lamb < 1.3 * lamb, found
 
 
-@pytest.mark.parametrize("name", over_3)
-def test_over_three_ranks(name):
-    over_3.assert_passed(3, name)
+test_over_three_ranks = over_3.test(3)
 
 
-@pytest.mark.parametrize("name", over_4)
-def test_over_four_ranks(name):
-    over_4.assert_passed(4, name)
+test_over_four_ranks = over_4.test(4)

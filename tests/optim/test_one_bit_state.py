@@ -440,14 +440,10 @@ def lose_a_rank(rank):
     return True
 
 
-@pytest.mark.parametrize("name", over_3)
-def test_state_over_three_ranks(name):
-    over_3.assert_passed(3, name)
+test_state_over_three_ranks = over_3.test(3)
 
 
-@pytest.mark.parametrize("name", over_4)
-def test_other_numbers_of_ranks(name):
-    over_4.assert_passed(4, name, timeout=90, group_timeout=20)
+test_other_numbers_of_ranks = over_4.test(4, timeout=90, group_timeout=20)
 
 
 def test_a_rank_that_dies_is_named_and_nothing_changes():

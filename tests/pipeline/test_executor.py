@@ -197,9 +197,7 @@ def a_table_of_torch_with_messages():
     assert_same(table, rank, found, one_process()[0])
 
 
-@pytest.mark.parametrize("name", over_2)
-def test_ranks_have_the_gradients_of_one_process(name):
-    over_2.assert_passed(2, name)
+test_ranks_have_the_gradients_of_one_process = over_2.test(2)
 
 
 @functools.cache
@@ -250,9 +248,7 @@ def experts_and_shards_of_fsdp(name):
     assert_same(table, mesh().pp_rank, found, one_process(2)[0])
 
 
-@pytest.mark.parametrize("name", over_4)
-def test_ranks_have_the_gradients_of_one_process_with_experts_over_them(name):
-    over_4.assert_passed(4, name)
+test_ranks_have_the_gradients_of_one_process_with_experts_over_them = over_4.test(4)
 
 
 class Fails(nn.Module):

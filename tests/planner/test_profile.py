@@ -147,9 +147,7 @@ def test_factors_of_unknown_parts_are_refused():
             dataclasses.replace(CLUSTERS["h100"], measured=measured)
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_over_two_ranks(name):
-    CHECKS.assert_passed(2, name)
+test_over_two_ranks = CHECKS.test(2)
 
 
 @pytest.mark.parametrize(

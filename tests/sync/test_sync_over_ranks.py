@@ -232,9 +232,7 @@ def check_regions_of_dtensors():
         assert torch.equal(part, tensor.to_local()), tensor.placements
 
 
-@pytest.mark.parametrize("name", checks)
-def test_over_ranks(name):
-    checks.assert_passed(RANKS, name, timeout=120)
+test_over_ranks = checks.test(RANKS, timeout=120)
 
 
 def lose_the_source(rank):

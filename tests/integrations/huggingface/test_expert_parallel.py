@@ -343,9 +343,7 @@ def a_rank_without_images():
                 model(**options, moe_mm_token_type_ids=images & (rank == 0))
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_two_ranks(name):
-    CHECKS.assert_passed(RANKS, name)
+test_two_ranks = CHECKS.test(RANKS)
 
 
 @families

@@ -155,6 +155,4 @@ def refusals():
             assert torch.equal(parameter, before[name])
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_over_ranks(name):
-    CHECKS.assert_passed(RANKS, name)
+test_over_ranks = CHECKS.test(RANKS)
