@@ -387,6 +387,8 @@ def _checksums(path: str, value: object) -> tuple[int, int]:
         content = as_bytes(plain).numpy().tobytes()
     elif isinstance(value, int | float | complex | str | bytes):
         content = repr(value).encode()
+    elif hasattr(value, "tobytes"):  # numbers and arrays of numpy, such as its random state
+        content = value.tobytes()
     return zlib.crc32(path.encode()), zlib.crc32(content)
 
 

@@ -12,6 +12,7 @@ import pickle
 from collections import Counter, OrderedDict
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import restarted
 import torch
@@ -985,14 +986,18 @@ def test_extra_takes_no_name_of_the_model(tmp_path, extra):
 
 
 def save_what_differs(rank, folder):
-    extra = {"step": 3, "random": {"state": torch.tensor([rank])}, f"rank{rank}": rank}
-    with pytest.warns(UserWarning, match=r"random.state of extra differs between ranks") as caught:
-        md.checkpoint.save(folder, nn.Linear(2, 2), extra=extra)
-    return [str(w.message) for w in caught if "of extra differs" in str(w.message)]
+    found = []
+    for state in (torch.tensor([rank]), np.int64(rank), np.arange(3) + rank, f"of {rank}"):
+        alike = {"step": 3, "order": np.arange(3)}
+        extra = {**alike, "random": {"state": state}, f"rank{rank}": rank}
+        with pytest.warns(UserWarning, match=r"random.state of extra differs between") as caught:
+            md.checkpoint.save(folder, nn.Linear(2, 2), extra=extra)
+        found.append(len([w for w in caught if "of extra differs" in str(w.message)]))
+    return found
 
 
 def test_extra_that_differs_between_ranks(tmp_path):
-    assert [len(texts) for texts in spawn_ranks(save_what_differs, 2, tmp_path)] == [1, 1]
+    assert spawn_ranks(save_what_differs, 2, tmp_path) == [[1] * 4] * 2
 
 
 def save_apart(rank, folder):
