@@ -27,3 +27,23 @@ def check(name, given, message):
     whole = message if message.startswith("^") else f"^{name}: expected .*{message}"
     with pytest.raises(RuntimeError, match=whole):
         call(**given)
+
+
+def test(table):
+    """A test of every case of a table: `test_refuses = refusals.test(REFUSED)`."""
+
+    @parametrize(table)
+    def refuses(name, given, message):
+        check(name, given, message)
+
+    return refuses
+
+
+def test_on_devices(table):
+    """The same with tensors on each device."""
+
+    @parametrize(table)
+    def refuses(moved, name, given, message):
+        check(name, moved(given), message)
+
+    return refuses

@@ -339,11 +339,7 @@ REFUSED = {
         ({"grad": X[0]}, "grad to be shaped"),
     ],
 }
-
-
-@refusals.parametrize(REFUSED)
-def test_refuses(device, name, given, message):
-    refusals.check(name, given, message)
+test_refuses = refusals.test_on_devices(REFUSED)
 
 
 def test_the_operator_refuses_weights_that_are_not_cast(device):

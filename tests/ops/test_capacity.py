@@ -218,11 +218,7 @@ REFUSED = {
         ),
     ],
 }
-
-
-@refusals.parametrize(REFUSED)
-def test_refuses(moved, name, given, message):
-    refusals.check(name, moved(given), message)
+test_refuses = refusals.test_on_devices(REFUSED)
 
 
 @pytest.mark.parametrize(

@@ -405,11 +405,7 @@ REFUSED = {
         ),
     ],
 }
-
-
-@refusals.parametrize(REFUSED)
-def test_refuses(moved, name, given, message):
-    refusals.check(name, moved(given), message)
+test_refuses = refusals.test_on_devices(REFUSED)
 
 
 # Sums and differences of the two extremes wrap around; 300 tokens are two blocks with a short tile.

@@ -124,8 +124,4 @@ REFUSED = {
         ),
     ],
 }
-
-
-@refusals.parametrize(REFUSED)
-def test_losses_refuse(name, given, message):
-    refusals.check(name, given, message)
+test_losses_refuse = refusals.test(REFUSED)

@@ -448,11 +448,7 @@ REFUSED = {
         ({"x": torch.ones(4, 3).double()}, "x to be Float as grad, got Double"),
     ],
 }
-
-
-@refusals.parametrize(REFUSED)
-def test_refuses(moved, name, given, message):
-    refusals.check(name, moved(given), message)
+test_refuses = refusals.test_on_devices(REFUSED)
 
 
 @pytest.mark.parametrize(

@@ -108,8 +108,4 @@ REFUSED = {
         ),
     ],
 }
-
-
-@refusals.parametrize(REFUSED)
-def test_refuses(device, name, given, message):
-    refusals.check(name, given, message)
+test_refuses = refusals.test_on_devices(REFUSED)

@@ -241,11 +241,7 @@ REFUSED = {
         ),
     ],
 }
-
-
-@refusals.parametrize(REFUSED)
-def test_permute_refuses(moved, name, given, message):
-    refusals.check(name, moved(given), message)
+test_permute_refuses = refusals.test_on_devices(REFUSED)
 
 
 @pytest.mark.parametrize(

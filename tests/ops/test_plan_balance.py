@@ -108,11 +108,7 @@ REFUSED = {
         ),
     ],
 }
-
-
-@refusals.parametrize(REFUSED)
-def test_errors(name, given, message):
-    refusals.check(name, given, message)
+test_errors = refusals.test(REFUSED)
 
 
 def test_fakes():

@@ -394,11 +394,7 @@ REFUSED = {
         ({"bits": 4}, "codes to be of size 128 in dim 0"),
     ],
 }
-
-
-@refusals.parametrize(REFUSED)
-def test_refuses(name, given, message):
-    refusals.check(name, given, message)
+test_refuses = refusals.test(REFUSED)
 
 
 def test_refuses_a_number_of_bits():

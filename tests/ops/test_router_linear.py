@@ -199,8 +199,4 @@ REFUSED = {
         ({"grad": X.double(), "x": X}, "grad to be Float, got Double"),
     ],
 }
-
-
-@refusals.parametrize(REFUSED)
-def test_refuses(device, name, given, message):
-    refusals.check(name, given, message)
+test_refuses = refusals.test_on_devices(REFUSED)

@@ -80,6 +80,13 @@ def scaled_into(dtype):
     return scale
 
 
+def adam(x):
+    found = [x.clone(), x.abs(), x.square()]
+    copy = torch.empty_like(x, dtype=torch.bfloat16)
+    ops.adam_step_(found[0], x, *found[1:], step=1, lr=0.02, weight_decay=0.1, copy=copy)
+    return *found, copy
+
+
 def recurrence(name, inputs):
     """An operator of the tensors that need gradients."""
 
@@ -142,6 +149,8 @@ def cases(dtype):
     yield ops.router_logits, numbers(1500, 96, dtype=dtype), numbers(24, 96, dtype=dtype)
     yield permutation, numbers(T, 257, dtype=dtype), numbers(T, 3, dtype=acc_dtype(dtype))
     yield scaled_into(torch.bfloat16), numbers(100_003, dtype=dtype, grad=False)
+    if dtype == torch.float32:
+        yield adam, numbers(70_001, dtype=dtype, grad=False)
     if dtype != torch.float64:
         yield ops.encode_exponents, numbers(2**19, dtype=dtype, grad=False)
     if dtype == acc_dtype(dtype):

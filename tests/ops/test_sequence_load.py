@@ -112,11 +112,7 @@ REFUSED = {
         ),
     ],
 }
-
-
-@refusals.parametrize(REFUSED)
-def test_refuses(moved, name, given, message):
-    refusals.check(name, moved(given), message)
+test_refuses = refusals.test_on_devices(REFUSED)
 
 
 def test_balance_loss_refuses():

@@ -139,8 +139,4 @@ REFUSED = {
         ({"num_rows": -1}, "num_rows to be at least 0, got -1"),
     ],
 }
-
-
-@refusals.parametrize(REFUSED)
-def test_refuses(name, given, message):
-    refusals.check(name, given, message)
+test_refuses = refusals.test(REFUSED)

@@ -115,11 +115,7 @@ REFUSED = {
         ),
     ],
 }
-
-
-@refusals.parametrize(REFUSED)
-def test_refuses(name, given, message):
-    refusals.check(name, given, message)
+test_refuses = refusals.test(REFUSED)
 
 
 @pytest.mark.parametrize("scope", ["column", 0, -4, True, 2.0])

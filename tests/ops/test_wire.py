@@ -285,11 +285,7 @@ REFUSED = {
         ),
     ],
 }
-
-
-@refusals.parametrize(REFUSED)
-def test_refuses(name, given, message):
-    refusals.check(name, given, message)
+test_refuses = refusals.test(REFUSED)
 
 
 def test_refuses_missing_indices():
