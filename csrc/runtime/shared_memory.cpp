@@ -26,6 +26,7 @@
 #include <chrono>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <numeric>
@@ -310,7 +311,10 @@ class Exchanges {
       from += is_same ? 0 : bytes[rank];
     }
     own().read(number).store(0, std::memory_order_relaxed);
-    underway_.push_back({number, place, place + total, readers});
+    underway_.push_back({number, place, readers});
+    if (total > 0) {
+      taken_[place] = place + total;
+    }
     // Before the look at `sleepers`, as a sleeper adds itself before it looks at `posted`.
     Header& header = own().header();
     header.posted.store(static_cast<uint32_t>(number + 1), std::memory_order_seq_cst);
@@ -372,7 +376,7 @@ class Exchanges {
  private:
   struct Sent {
     uint64_t number;
-    size_t begin, end;
+    size_t begin;
     uint32_t readers;
   };
 
@@ -403,6 +407,9 @@ class Exchanges {
       if (own().read(first.number).load(std::memory_order_acquire) < first.readers) {
         break;
       }
+      if (first.readers > 0) {
+        taken_.erase(first.begin);
+      }
       underway_.pop_front();
     }
     if (underway_.empty() && used_ > kKeptBytes) {
@@ -414,10 +421,11 @@ class Exchanges {
   // The first place that is free.
   size_t find_place(size_t total) {
     size_t begin = 0;
-    for (auto each = underway_.begin(); each != underway_.end();) {
-      const bool overlaps = begin < each->end && each->begin < begin + total;
-      begin = overlaps ? each->end : begin;
-      each = overlaps ? underway_.begin() : each + 1;
+    for (const auto& [from, to] : taken_) {
+      if (total <= from - begin) {
+        break;
+      }
+      begin = to;
     }
     TORCH_CHECK(
         begin + total <= own().data_bytes(), "shared memory: expected at most ", own().data_bytes(),
@@ -435,6 +443,7 @@ class Exchanges {
   std::vector<std::unique_ptr<Region>> regions_;
   std::mutex mutex_;
   std::deque<Sent> underway_;
+  std::map<size_t, size_t> taken_; // by begin, the end of what is underway
   std::vector<std::pair<size_t, uint64_t>> abandoned_;
   size_t used_ = 0;
 };

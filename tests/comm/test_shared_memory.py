@@ -106,6 +106,17 @@ def check_messages_are_read_in_any_order_and_late():
             posted.clear()
 
 
+def check_a_rank_far_ahead_takes_no_longer():
+    memory = near(dist.new_group()).memory
+    x, works, seconds = torch.ones(4, 5), [], []
+    for number in range(4000 if dist.get_rank() == 0 else 0):
+        started = time.thread_time()
+        works.append(memory.all_to_all(torch.empty(4, 5), x, [], [], number))
+        seconds.append(time.thread_time() - started)
+    assert sum(seconds[-200:]) <= 50 * sum(seconds[:200])
+    dist.barrier()
+
+
 def mapped_bytes():
     """Memory that the files of this process take."""
     links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
