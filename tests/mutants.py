@@ -968,7 +968,7 @@ MISTAKES = {
         ),
         "a killed rank is waited for": (
             "csrc/runtime/shared_memory.cpp",
-            "const bool is_gone = header.closed.load() != 0[- || !from.is_owned()-];",
+            "return region(rank).header().closed.load() != 0[- || !region(rank).is_owned()-];",
             "tests/comm/test_shared_memory.py -k killed",
         ),
         "a fork closes the memory of its parent": (

@@ -323,6 +323,11 @@ class Exchanges {
     }
   }
 
+  // True if a rank posts nothing any more.
+  bool is_gone(size_t rank) const {
+    return region(rank).header().closed.load() != 0 || !region(rank).is_owned();
+  }
+
   // Waits until a rank has posted an exchange; false if the time is over first.
   bool await(size_t rank, uint64_t number, Clock::time_point end) const {
     const Region& from = region(rank);
@@ -345,11 +350,11 @@ class Exchanges {
       if (from.has_posted(number)) {
         break;
       }
-      const bool is_gone = header.closed.load() != 0 || !from.is_owned();
+      const bool has_gone = is_gone(rank);
       if (from.has_posted(number)) {
         break; // before it went
       }
-      TORCH_CHECK_WITH(DistNetworkError, !is_gone, "shared memory: connection closed by rank ", rank);
+      TORCH_CHECK_WITH(DistNetworkError, !has_gone, "shared memory: connection closed by rank ", rank);
       if (Clock::now() >= end) {
         return false;
       }
@@ -475,10 +480,16 @@ class SharedWork : public c10d::Work {
     }
   }
 
+  // True if `wait` returns, or raises, at once.
   bool isCompleted() override {
-    const std::lock_guard guard(mutex_);
-    const auto has_come = [&](const Due& each) { return exchanges_->region(each.from).has_posted(number_); };
-    return has_failed_ || std::all_of(due_.begin(), due_.end(), has_come);
+    const std::unique_lock guard(mutex_, std::try_to_lock);
+    if (!guard.owns_lock()) {
+      return false; // another thread waits
+    }
+    const auto is_awaited = [&](const Due& each) {
+      return !exchanges_->region(each.from).has_posted(number_) && !exchanges_->is_gone(each.from);
+    };
+    return has_failed_ || Clock::now() >= end_ || std::none_of(due_.begin(), due_.end(), is_awaited);
   }
   bool isSuccess() const override {
     return !has_failed_;

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -115,6 +116,22 @@ def check_a_rank_far_ahead_takes_no_longer():
         seconds.append(time.thread_time() - started)
     assert sum(seconds[-200:]) <= 50 * sum(seconds[:200])
     dist.barrier()
+
+
+def check_a_message_that_another_thread_waits_for_is_asked_about():
+    memory, rank = near(dist.new_group()).memory, dist.get_rank()
+    if rank == 0:
+        work = memory.all_gather(torch.empty(4), torch.ones(1), 0)
+        waiting = threading.Thread(target=work.wait)
+        waiting.start()
+        time.sleep(0.1)
+        assert not work.is_completed()
+    dist.barrier()
+    if rank != 0:
+        memory.all_gather(torch.empty(4), torch.ones(1), 0).wait()
+    else:
+        waiting.join()
+        assert work.is_completed()
 
 
 def mapped_bytes():
@@ -325,3 +342,35 @@ def test_a_rank_that_does_not_come_is_named(how):
         said = "connection closed by rank 1" if how == "killed" else "timed out after 1.5 s"
         assert f"reports: shared memory: {said}" in text
         assert seconds < (4 if how == "killed" else 5)
+
+
+def asked_until_it_ends(rank, how):
+    """(error, seconds) on the others of three ranks, of which one posts nothing."""
+    group = dist.new_group(timeout=timedelta(seconds=20 if how != "silent" else 1.5))
+    memory = near(group).memory
+    dist.barrier()
+    if rank == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "left":
+            shared_memory.known.pop(group)
+            del memory
+            gc.collect()
+        time.sleep(6)
+        return None
+    started = time.monotonic()
+    work = memory.all_gather(torch.empty(3), torch.ones(1), 50)
+    while not work.is_completed() and time.monotonic() - started < 10:
+        time.sleep(0.01)
+    assert work.is_completed()
+    with pytest.raises(RuntimeError) as error:
+        work.wait()
+    return str(error.value), time.monotonic() - started
+
+
+@pytest.mark.parametrize("how", ["killed", "left", "silent"])
+def test_who_asks_learns_that_a_rank_does_not_come(how):
+    found = spawn_ranks(asked_until_it_ends, 3, how, may_die=(1,))
+    for text, seconds in (found[0], found[2]):
+        assert ("timed out after 1.5 s" if how == "silent" else "closed by rank 1") in text
+        assert seconds < 5
