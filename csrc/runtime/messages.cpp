@@ -1,6 +1,8 @@
 // Messages of a collective: asked for early, sent while later parts compute, awaited when they are wanted.
 #include "runtime/messages.h"
 
+#include <c10/core/InferenceMode.h>
+
 #include <deque>
 #include <mutex>
 
@@ -59,6 +61,8 @@ class Pool {
         return found;
       }
     }
+    // Tensors of inference mode could not be written to outside of it.
+    const c10::InferenceMode off(false);
     return at::empty({num_bytes}, like.options().dtype(at::kByte));
   }
 

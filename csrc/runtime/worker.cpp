@@ -5,6 +5,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 
 #include <chrono>
 #include <exception>
@@ -86,10 +87,11 @@ class CollectiveWorker {
     }
     auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
     auto task = [collective = std::move(collective), on_sent = on_sent_of(on_sent), group = group_, future,
-                 num_threads = at::get_num_threads()]() mutable {
+                 num_threads = at::get_num_threads(), is_inference = c10::InferenceMode::is_enabled()]() mutable {
       if (at::get_num_threads() != num_threads) {
         at::set_num_threads(num_threads);
       }
+      const c10::InferenceMode of_caller(is_inference);
       Tensors found;
       std::exception_ptr error;
       try {

@@ -241,13 +241,14 @@ class _PythonWorker:
         """Queue a collective, and return a future of its tensors."""
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         run = functools.partial(_run, twin, self._group, on_sent)
-        num_threads = torch.get_num_threads()
+        num_threads, is_inference = torch.get_num_threads(), torch.is_inference_mode_enabled()
 
         def task() -> None:
             if torch.get_num_threads() != num_threads:
                 torch.set_num_threads(num_threads)
             try:
-                found = run()
+                with torch.inference_mode(is_inference):
+                    found = run()
             except Exception as error:
                 future.set_exception(error)  # type: ignore[arg-type]
             else:

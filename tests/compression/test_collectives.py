@@ -457,6 +457,23 @@ def several_underway_end_in_order_and_leave_the_group_free(rank, size):
     assert torch.equal(doubled.wait(), 2 * direct)
 
 
+@check(2)
+def calls_of_inference_mode_and_others_take_turns(rank, size):
+    numel = 400_000  # the first call of that size
+    given = whole_numbers(rank, numel)
+    for reduce, async_op in itertools.product(
+        (quantized_all_reduce_, block_sparse_all_reduce_), (False, True)
+    ):
+        found = []
+        for enabled in (True, False, True):
+            with torch.inference_mode(enabled):
+                x = given.clone()
+                done = reduce(x, async_op=async_op)
+                assert (done.wait() if async_op else done) is x
+                found.append(x)
+        assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
 @check(2, 3)
 def async_counts_bytes_and_updates_regions_once(rank, size):
     numel, k = 20_000, 500
