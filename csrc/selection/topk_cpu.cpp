@@ -107,7 +107,8 @@ bool topk_large_scope(const Feedback<T>& args, int64_t n, int64_t k, int64_t bas
 // where what it reads stays as it is, or where it is alone and large, and can be undone.
 template <typename T, typename F>
 void for_scopes(const char* op, const Feedback<T>& args, const Scopes& scopes, bool check, F&& run) {
-  const bool large = scopes.size > kSegment, within = !args.in_place() || (large && scopes.count() == 1);
+  const bool large = std::min(scopes.size, scopes.numel) > kSegment;
+  const bool within = !args.in_place() || (large && scopes.count() == 1);
   if (check && !within) {
     check_finite(op, args, scopes.numel);
   }

@@ -351,7 +351,7 @@ def test_strided_gradients(backend):
 @pytest.mark.parametrize("numel", [300, 40000])
 def test_refuses_what_is_not_finite_and_changes_nothing(isa, bad, numel, elsewhere):
     half = numel // 2 + 1
-    bounds = [torch.tensor(1.0), torch.ones(-(-numel // 64)), torch.ones(2)]
+    bounds = [torch.tensor(1.0), torch.ones(-(-numel // 64)), torch.ones(2), torch.ones(1)]
     for where, poisoned in itertools.product((0, numel - 1), (0, 1, 2)):
         state = make(numel)
         state[poisoned][where] = bad
@@ -362,11 +362,12 @@ def test_refuses_what_is_not_finite_and_changes_nothing(isa, bad, numel, elsewhe
             lambda g=grad, e=e, o=options: ops.topk_compress_(g, e, 20, **o),
             lambda g=grad, e=e, o=options: ops.topk_compress_(g, e, 2, scope=64, **o),
             lambda g=grad, e=e, o=options: ops.topk_compress_(g, e, 2, scope=half, **o),
+            lambda g=grad, e=e, o=options: ops.topk_compress_(g, e, 2, scope=10**6, **o),
         ] + [
             lambda g=grad, e=e, b=bound, o=options | {"scope": scope}: ops.threshold_compress_(
                 g, e, b, 2, target=1, **o
             )
-            for bound, scope in zip(bounds, ("tensor", 64, half), strict=True)
+            for bound, scope in zip(bounds, ("tensor", 64, half, 10**6), strict=True)
         ]
         message = rf"expected grad plus residual to be finite, got (nan|inf) at element {where} "
         for call in calls:
