@@ -18,7 +18,7 @@ struct Scopes {
   int64_t k;
 
   int64_t count() const {
-    return numel == 0 ? 0 : (numel + size - 1) / size;
+    return numel == 0 ? 0 : (numel - 1) / size + 1;
   }
   int64_t length(int64_t scope) const {
     return scope + 1 < count() ? size : numel - scope * size;
