@@ -1,5 +1,5 @@
-"""Collectives that send less than a tensor: what a codec makes of it, or what is not zero in it.
+"""Collectives that send less than the whole tensor: encoded values, or only the non-zero parts.
 
-`quantized` has the pattern for codecs that can be sharded (reduce-scatter and all-gather), `sparse`
-that for others (all-gather and add), each written once over any `coding.Coding`.
+`quantized` runs codecs that can be sharded (reduce-scatter, then all-gather). `sparse` runs the
+others (all-gather, then add). Both accept any `coding.Coding`.
 """

@@ -1,4 +1,7 @@
-"""Checks of the arguments of collectives: a text for `check_call`, or None if nothing is wrong."""
+"""Checks of the arguments of collectives.
+
+Functions named `*_problem` return an error text for `check_call`, or None if nothing is wrong.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from moe_ext.comm.agreement import Agreement, is_nonfinite
 
-# Dtypes of tensors that are summed as they are.
+# Dtypes that collectives can sum without a codec.
 DENSE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -23,7 +26,7 @@ def check_call(
     *,
     validate: bool,
 ) -> None:
-    """Raise on every rank where one has a problem, or numel and dtype of x or facts differ."""
+    """Raise on every rank if one has a problem, or if numel or dtype of x, or facts, differ."""
     agreement = Agreement(operation, ranks, x.device, validate=validate)
     agreement.compare({"numel": x.numel(), "dtype": x.dtype, **facts}, problem=problem)
 
@@ -31,7 +34,7 @@ def check_call(
 def tensor_problem(
     x: Tensor, name: str, dtypes: tuple[torch.dtype, ...] = DENSE_DTYPES
 ) -> str | None:
-    """Problem of a tensor that is reduced, or None."""
+    """Check dtype, layout and strides of a tensor that is reduced."""
     if x.dtype in dtypes and x.layout == torch.strided and x.is_contiguous():
         return None
     *names, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -43,7 +46,7 @@ def tensor_problem(
 
 
 def flat_problem(x: Tensor | None, name: str, numel: int) -> str | None:
-    """Problem of a residual, or of another tensor beside the one that is reduced, or None."""
+    """Check a residual, or another float32 tensor that accompanies the one that is reduced."""
     if x is None or (x.dtype == torch.float32 and x.numel() == numel and x.is_contiguous()):
         return None
     return (
@@ -53,12 +56,12 @@ def flat_problem(x: Tensor | None, name: str, numel: int) -> str | None:
 
 
 def finite_problem(x: Tensor, name: str) -> str | None:
-    """NOTE: device-to-host sync."""
+    """Search a tensor for NaN and infinity. NOTE: device-to-host sync."""
     return f"expected {name} to be finite, got NaN or infinity" if is_nonfinite(x) else None
 
 
 def range_problem(indices: Tensor, what: str, numel: int) -> str | None:
-    """Problem of indices into some elements, or None. NOTE: device-to-host sync."""
+    """Check that indices lie in [0, numel). NOTE: device-to-host sync."""
     if indices.shape[0] == 0:
         return None
     low, high = int(indices.min()), int(indices.max())
@@ -68,5 +71,5 @@ def range_problem(indices: Tensor, what: str, numel: int) -> str | None:
 
 
 def choice_problem(value: object, name: str, allowed: tuple[object, ...]) -> str | None:
-    """Problem of an option, or None."""
+    """Check that an option has one of the allowed values."""
     return None if value in allowed else f"expected {name} to be one of {allowed}, got {value!r}"

@@ -1,4 +1,4 @@
-"""Payloads: tensors as rows of bytes, of a size that both ends know beforehand.
+"""Payloads: tensors encoded as rows of bytes whose length sender and receiver know beforehand.
 
 Shape suffixes: N elements of a tensor, K pairs of a value and an index.
 """
@@ -16,39 +16,39 @@ from moe_ext.ops import packed_index_bytes
 from moe_ext.ops.quantize import code_bytes, num_scales
 
 FORMATS = ("int8", "int6", "int4", "int3", "int2", "fp8", "sign")
-# Signs cannot say that a slot is unused.
+# "sign" is missing because it cannot encode zero, the value of an unused slot.
 PAIR_CODECS = ("fp32", "bf16", "fp8", "int8", "int6", "int4", "int3", "int2")
 _PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# Elements that a shard is a multiple of where all of a payload share a scale.
+# The length of a shard is a multiple of this number if a whole payload shares one scale.
 LEAST_BLOCK = 64
-# Values of pairs that share a scale.
+# Number of values of pairs that share a scale.
 _PAIR_BLOCK = 128
 
 
 class Coding(ABC):
-    """Turns the elements of a flat tensor into one row of bytes, and back.
+    """Encodes the elements of a flat tensor as one row of bytes, and decodes them.
 
-    A value that is equal on all ranks; what collectives ask of a codec.
+    The interface of a codec for collectives. A coding compares equal on all ranks.
     """
 
     @property
     def align(self) -> int:
-        """A shard of a tensor is a whole number of so many elements; 1 for any."""
+        """Divisor of the number of elements of a shard; 1 allows any number."""
         return 1
 
     @property
     def native(self) -> tuple[str, int] | None:
-        """Format and block of `QuantizedCoding`, where the compiled collectives do the same."""
+        """Format and block for the compiled collectives; None if only Python can run the coding."""
         return None
 
     @property
     def means_of_blocks(self) -> bool:
-        """True if codes are signs and scales mean magnitudes, in which padding counts."""
+        """True if scales are mean magnitudes of blocks, so that padding in a block changes them."""
         return False
 
     @abstractmethod
     def payload_bytes(self, numel: int) -> int:
-        """Length of the payload of so many elements: it depends on nothing else."""
+        """Return the length of the payload of `numel` elements, which must not depend on data."""
 
     @abstractmethod
     def encode(
@@ -60,32 +60,32 @@ class Coding(ABC):
         rng_state: Tensor | None = None,
         first: int = 0,
     ) -> Tensor:
-        """The payload of a tensor plus what is owed.
+        """Encode the sum of a tensor and a residual.
 
         Args:
             x_N: float32, bfloat16 or float16; not changed.
-            residual_N: float32 [N], overwritten with what the payload leaves out, exactly; it is
-                added to x before. None: what is left out is lost.
-            residual_in: float32 [N], added to x in the place of ``residual_N``, which is only
-                written then.
+            residual_N: float32 [N], added to x, then overwritten with the exact encoding error.
+                None adds nothing, and the encoding error is lost.
+            residual_in: float32 [N], added to x instead of ``residual_N``, which is then
+                write-only.
             rng_state: int64 [4], a stream of random numbers; given to codecs that round at random.
-            first: the number of the first element in that stream; given with it.
+            first: the number of the first element in that stream; given with ``rng_state``.
         """
 
     @abstractmethod
     def decode_add_(
         self, out_N: Tensor, payload: Tensor, *, divisor: int = 1, overwrite: bool = False
     ) -> None:
-        """Add what a payload of N elements stands for, divided, or overwrite with it."""
+        """Decode a payload of N elements, divide, and add to `out_N`, or overwrite it."""
 
 
 def aligned(num_bytes: int) -> int:
-    """Up to the next multiple of 16, so that parts can be read as numbers."""
+    """Round up to a multiple of 16, so that a part that follows can be viewed in any dtype."""
     return -(-num_bytes // 16) * 16
 
 
 def joined(*parts: Tensor) -> Tensor:
-    """One row of bytes of some parts, each padded to 16."""
+    """Concatenate parts into one row of bytes, each padded to a multiple of 16 bytes."""
     rows = map(as_bytes, parts)
     padded = ((row, row.new_zeros(aligned(row.numel()) - row.numel())) for row in rows)
     return torch.cat([part for pair in padded for part in pair])
@@ -93,11 +93,11 @@ def joined(*parts: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class QuantizedCoding(Coding):
-    """Blocks of elements that share a scale: the codes of `quantize_blockwise`, then the scales.
+    """Payloads that hold the codes of `quantize_blockwise`, then the scales of the blocks.
 
     Args:
         format: one of `FORMATS`.
-        block: elements that share a scale; None for all of a payload.
+        block: number of elements that share a scale; None for one scale per payload.
     """
 
     format: str
@@ -163,14 +163,14 @@ class QuantizedCoding(Coding):
 
 @dataclass(frozen=True)
 class PairCoding:
-    """K values with indices into N elements, which never descend and may repeat (unused slots).
+    """Payloads of K values with indices into N elements.
 
-    Unlike the wire format of `moe_ext.ops.encode_gradient` a payload has no header. Its numbers are
-    brought into range as they are read: a foreign payload gives wrong numbers, never a write
-    elsewhere.
+    Indices never descend; an unused slot repeats an index. Unlike the wire format of
+    `moe_ext.ops.encode_gradient` a payload has no header. Indices are clamped into range as they
+    are decoded, so that a damaged payload gives wrong sums but never writes outside the tensor.
 
     Args:
-        count: K, values.
+        count: K, number of pairs.
         numel: N, elements of the tensor.
         value_codec: one of `PAIR_CODECS`.
     """
@@ -185,7 +185,7 @@ class PairCoding:
 
     @property
     def value_bytes(self) -> int:
-        """Codes and scales."""
+        """Bytes of the values: codes and scales."""
         if self.value_codec in _PLAIN:
             return aligned(self.count * _PLAIN[self.value_codec].itemsize)
         return self._values.payload_bytes(self.count)
@@ -196,7 +196,7 @@ class PairCoding:
         return self.value_bytes + packed_index_bytes(self.count, self.numel)
 
     def encode(self, values_K: Tensor, indices_K: Tensor) -> Tensor:
-        """The payload of pairs."""
+        """Encode pairs as a payload."""
         packed = torch.ops.moe_ext.pack_indices(indices_K, self.numel)
         if self.value_codec in _PLAIN:
             return joined(values_K.to(_PLAIN[self.value_codec]), packed)
@@ -206,7 +206,7 @@ class PairCoding:
         return payload[self.value_bytes : self.num_bytes]
 
     def values(self, payload: Tensor) -> Tensor:
-        """Values of a payload, float32."""
+        """Decode the values of a payload, as float32."""
         if self.value_codec in _PLAIN:
             dtype = _PLAIN[self.value_codec]
             return payload[: self.count * dtype.itemsize].view(dtype).to(torch.float32)
@@ -215,7 +215,7 @@ class PairCoding:
         return found
 
     def indices(self, payload: Tensor) -> Tensor:
-        """Indices of a payload."""
+        """Decode the indices of a payload."""
         found: Tensor = torch.ops.moe_ext.unpack_indices(
             self._packed(payload), self.count, self.numel
         )
@@ -224,13 +224,13 @@ class PairCoding:
     def decode_add_(
         self, out: Tensor, payload: Tensor, *, divisor: int = 1, start: int = 0
     ) -> None:
-        """Add the values, divided, to elements of which the first is that with index `start`."""
+        """Divide the values and add them to `out`, whose first element has the index `start`."""
         if self.count:
             values_K, packed = self.values(payload), self._packed(payload)
             torch.ops.moe_ext.add_pairs_(out, values_K, packed, self.numel, start, float(divisor))
 
     def add_lost_(self, residual_N: Tensor, payload: Tensor, values_K: Tensor) -> None:
-        """Add what a payload has lost of its values."""
+        """Add the encoding error of the values to the residual."""
         if self.count and self.value_codec != "fp32":
             lost_K = values_K - self.values(payload)
             torch.ops.moe_ext.add_pairs_(

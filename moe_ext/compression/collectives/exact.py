@@ -1,6 +1,6 @@
-"""Reductions that leave out what is zero everywhere: blocks, masked elements, untouched rows.
+"""Exact reductions that skip blocks, masked elements or rows that are zero on every rank.
 
-Shape suffixes: N rows, D their width, U rows of the union.
+Shape suffixes: N rows, D elements of a row, U rows of the union.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moe_ext.ops import block_indices
 
 
 def bitmap_bytes(numel: int, block: int = 256) -> int:
-    """Bytes of the map of blocks that `nonzero_blocks` returns."""
+    """Return the bytes of the bitmap that `nonzero_blocks` makes for `numel` elements."""
     return ((numel + block - 1) // block + 7) // 8
 
 
@@ -41,32 +41,33 @@ def block_sparse_all_reduce_(
     validate: bool = True,
     async_op: bool = False,
 ) -> Tensor | Pending[Tensor]:
-    """The exact mean over ranks, in place, without the blocks that are zero on every rank.
+    """Take the exact mean over ranks, in place, and skip blocks that are zero on every rank.
 
-    Ranks join their maps of non-zero blocks, and reduce the blocks of the union densely.
+    Ranks exchange bitmaps of their non-zero blocks, and reduce the blocks of the union densely.
 
     Args:
         x (Tensor): float32, float64, bfloat16 or float16, contiguous, of any shape; changed in
             place.
         block (int): elements of a block, at least 1.
-        bitmap (Tensor): uint8, as `nonzero_blocks`: the blocks that may be other than zero, where
-            they are known without a look (experts that got tokens). Others stay as they are.
+        bitmap (Tensor): uint8, in the format of `nonzero_blocks`: the blocks that may be non-zero,
+            if the caller knows them (experts that got tokens). Blocks outside the union of all
+            ranks' bitmaps stay unchanged. None searches x.
         group: the ranks; None is the default group.
         average (bool): divide by P.
         validate (bool): compare the arguments of all ranks first.
         async_op (bool): return a `Reduction` at once. Nothing may touch the tensors before its end.
 
     Returns:
-        Tensor: x, with the same bits on all ranks but for the sign of zeros: -0.0 counts as zero,
-            and stays in blocks that are left out. Or a `Reduction` of it.
+        Tensor: x, or a `Reduction` of it. All ranks get the same bits, except for the sign of
+            zeros: -0.0 counts as zero, and a skipped block keeps it.
 
     Raises:
-        ValueError: on every rank (of the others only with ``validate``): an argument has the wrong
-            dtype, shape or value, or differs between ranks; the message names them.
-        RankFailureError: a rank died or did not answer; x is as it was.
+        ValueError: an argument has the wrong dtype, shape or value, or differs between ranks; the
+            message names them. With ``validate`` every rank raises it.
+        RankFailureError: a rank died or did not answer; x is unchanged.
 
-    Deterministic as the backend's all-reduce of the union. Synchronises a device with its host,
-    since the size of the union depends on the data.
+    As deterministic as the backend's all-reduce of the union. Synchronises a device with its host,
+    because the size of the union depends on the data.
 
     Reference: Fei et al., OmniReduce, SIGCOMM 2021.
     """
@@ -100,29 +101,30 @@ def masked_all_reduce_(
     validate: bool = True,
     async_op: bool = False,
 ) -> Tensor | Pending[Tensor]:
-    """The exact mean over ranks, in place, of the elements that a mask names on all of them.
+    """Take the exact mean over ranks, in place, of the elements that a mask selects.
 
-    For weights that are pruned alike everywhere: no indices travel. Other elements stay.
+    Meant for weights that are pruned alike on every rank, because no indices are sent. Elements
+    outside the mask stay unchanged.
 
     Args:
         x (Tensor): float32, float64, bfloat16 or float16, contiguous, of any shape; changed in
             place.
-        mask (Tensor): bool of as many elements, or int64 indices into the flattened x, ascending
-            and all different (which saves their search); the same on every rank.
+        mask (Tensor): bool with as many elements as x, or int64 indices into the flattened x,
+            ascending and all different. Indices need no search of the mask. Equal on every rank.
         group: the ranks; None is the default group.
         average (bool): divide by P.
         validate (bool): compare the arguments of all ranks first, the mask by a checksum.
         async_op (bool): return a `Reduction` at once. Nothing may touch the tensors before its end.
 
     Returns:
-        Tensor: x, with the same bits on all ranks in what the mask names; or a `Reduction` of it.
+        Tensor: x, or a `Reduction` of it. Selected elements have the same bits on all ranks.
 
     Raises:
-        ValueError: on every rank (of the others only with ``validate``): an argument has the wrong
-            dtype, shape or value, or differs between ranks; the message names them.
-        RankFailureError: a rank died or did not answer; x is as it was.
+        ValueError: an argument has the wrong dtype, shape or value, or differs between ranks; the
+            message names them. With ``validate`` every rank raises it.
+        RankFailureError: a rank died or did not answer; x is unchanged.
 
-    Deterministic as the backend's all-reduce of what is named.
+    As deterministic as the backend's all-reduce of the selected elements.
     """
     name = "masked_all_reduce_"
     ranks = resolve_group(group, name)
@@ -161,7 +163,7 @@ def _mask_problem(mask: Tensor, x: Tensor) -> str | None:
 
 
 def _indices_problem(indices: Tensor, numel: int) -> str | None:
-    """NOTE: device-to-host sync."""
+    """Check that a mask of indices is ascending and in range. NOTE: device-to-host sync."""
     problem = range_problem(indices, "mask to be indices", numel)
     if problem is None and bool((indices[1:] <= indices[:-1]).any()):
         return "expected mask to be ascending indices, all different, got others"
@@ -176,10 +178,10 @@ def row_sparse_all_reduce(
     validate: bool = True,
     async_op: bool = False,
 ) -> Tensor | Pending[Tensor]:
-    """The exact mean over ranks of an embedding's sparse gradient: of the rows touched by any.
+    """Take the exact mean over ranks of an embedding's sparse gradient.
 
-    Rows that occur twice are added up first; then ranks join their maps of touched rows and reduce
-    the rows of the union densely. A rank without any row takes part like the others.
+    Each rank first adds up rows that occur twice. Ranks then exchange bitmaps of their touched
+    rows, and reduce the rows of the union densely. A rank without any row takes part as well.
 
     Args:
         grad (Tensor[N, D]): torch.sparse_coo with one sparse dimension, coalesced or not; float32,
@@ -191,15 +193,15 @@ def row_sparse_all_reduce(
 
     Returns:
         Tensor[N, D]: torch.sparse_coo, coalesced, with the same bits on all ranks; or a
-        `Reduction` of it. Rows that cancel stay in it.
+        `Reduction` of it. Rows that cancel to zero are kept.
 
     Raises:
-        ValueError: on every rank (of the others only with ``validate``): an argument has the wrong
-            layout, dtype or shape, or differs between ranks; the message names them.
+        ValueError: an argument has the wrong layout, dtype or shape, or differs between ranks; the
+            message names them. With ``validate`` every rank raises it.
         RankFailureError: a rank died or did not answer.
 
-    Deterministic as the backend's all-reduce of the union. Synchronises a device with its host,
-    since the size of the union depends on the data.
+    As deterministic as the backend's all-reduce of the union. Synchronises a device with its host,
+    because the size of the union depends on the data.
     """
     name = "row_sparse_all_reduce"
     ranks = resolve_group(group, name)
@@ -242,7 +244,7 @@ def _started(
     finish: Callable[[list[Tensor]], Tensor],
     async_op: bool,
 ) -> Tensor | Pending[Tensor]:
-    """The result of a collective, or its handle; `compiled` does the same as `twin`."""
+    """Run `compiled`, or its Python version `twin`; return the result, or a handle of it."""
     pending = workers.start(
         twin, args, ranks, name, compiled=(compiled,), finish=finish, async_op=async_op
     )
@@ -250,7 +252,7 @@ def _started(
 
 
 def _union(bitmap: Tensor, messages: Messages) -> Tensor:
-    """Indices of the bits that are set on any rank."""
+    """Return the indices of the bits that are set in the bitmap of at least one rank."""
     found = messages.gather(bitmap)
     joined = found[0].clone()
     for theirs in found[1:]:
@@ -288,7 +290,8 @@ def _row_sum(
     marks = torch.zeros(-(-num_rows // 8) * 8, device=touched_U.device)
     marks[touched_U] = 1
     union = _union(torch.ops.moe_ext.nonzero_blocks(marks, 1), messages)
-    # Place of each union index among this rank's rows: the zero row in front if it has none.
+    # Row of this rank's sums for each row of the union. Row 0 is the zero row that `pad` puts in
+    # front, for rows that this rank did not touch.
     place = touched_U.new_zeros(num_rows)
     place[touched_U] = torch.arange(1, touched_U.shape[0] + 1, device=touched_U.device)
     packed = torch.nn.functional.pad(sums_UD, (0, 0, 1, 0))[place[union]]

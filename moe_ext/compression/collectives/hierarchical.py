@@ -1,4 +1,4 @@
-"""All-reduce in two levels: dense inside a node, anything between nodes.
+"""All-reduce in two levels: dense inside a node, any reduction between nodes.
 
 Shapes: N elements, L ranks of a node.
 """
@@ -23,13 +23,13 @@ class Reduce(Protocol):
     """Reduction between nodes: any collective of moe_ext.compression that returns a tensor."""
 
     def __call__(self, x: Tensor, *, group: ProcessGroup, average: bool) -> Tensor:
-        """The sum over `group` of x (its mean with `average`), in place or not."""
+        """Return the sum over `group` of x (the mean with `average`), in place or not."""
 
 
 def sum_in_node(
     x_N: Tensor, shard: int, local_group: ProcessGroup | None, operation: str
 ) -> Tensor:
-    """This rank's shard of the sum over the ranks of a node, float32 (float64 for float64)."""
+    """Return this rank's shard of the sum over a node, in float32 (float64 for float64)."""
 
     def add_up(x_N: Tensor, messages: Messages) -> list[Tensor]:
         missing = messages.size * shard - x_N.numel()
@@ -49,7 +49,7 @@ def sum_in_node(
 def share_in_node(
     x_N: Tensor, shard_S: Tensor, local_group: ProcessGroup | None, operation: str
 ) -> None:
-    """Write the shards of the ranks of a node into x, whose dtype they have."""
+    """Gather the shards of the ranks of a node into x. Shards have the dtype of x."""
 
     def gather(x_N: Tensor, shard_S: Tensor, messages: Messages) -> list[Tensor]:
         found = messages.gather(as_bytes(shard_S)).view(x_N.dtype).view(-1)
@@ -67,32 +67,32 @@ def hierarchical_all_reduce_(
     average: bool = True,
     validate: bool = True,
 ) -> Tensor:
-    """The mean over all ranks, in place: dense inside a node, `reduce` between nodes.
+    """Take the mean over all ranks, in place: dense inside a node, by `reduce` between nodes.
 
-    The ranks of a node add up their tensors, each of them one shard; shards go between the nodes,
-    all at a time; at last the ranks of a node share them.
+    Each rank of a node adds up one shard of the node's tensors. All shards are reduced between the
+    nodes at the same time. Then the ranks of a node gather the reduced shards.
 
     Args:
         x (Tensor): float32, float64, bfloat16 or float16, contiguous, of any shape; changed in
             place.
         local_group: the L ranks of this node.
-        node_group: one rank of every node: those with this rank's place in their local_group.
-        reduce: called as ``reduce(shard, group=node_group, average=False)`` with the sum over the
-            node: a vector of ``shard_numel(N, L, 1)`` elements, float32 (float64 for float64),
-            which it may change. Its result has the same shape. State that it keeps (a
-            residual) is of that shape, too.
+        node_group: one rank of every node: those that have the same rank in their local_group.
+        reduce: called as ``reduce(shard, group=node_group, average=False)`` with this rank's shard
+            of the sum over the node. The shard is a vector of ``shard_numel(N, L, 1)`` elements,
+            float32 (float64 for float64), that `reduce` may change. Its result, and any state such
+            as a residual, have the same shape.
         average (bool): divide by the number of all ranks.
         validate (bool): compare the arguments over each group first.
 
     Returns:
-        Tensor: x. It has the same bits on all ranks if what `reduce` returns has.
+        Tensor: x. All ranks get the same bits if `reduce` returns the same bits on all nodes.
 
     Raises:
-        ValueError: on every rank of a group: an argument has the wrong dtype, shape or value, or
-            differs between ranks; the message names them.
-        RankFailureError: a rank died or did not answer; x is as it was.
+        ValueError: an argument has the wrong dtype, shape or value, or differs between ranks; the
+            message names them. With ``validate`` every rank of a group raises it.
+        RankFailureError: a rank died or did not answer; x is unchanged.
 
-    Deterministic if `reduce` is: inside a node the sum is taken in the order of the ranks.
+    Deterministic if `reduce` is. Inside a node the sum is taken in the order of the ranks.
     """
     name = "hierarchical_all_reduce_"
     for group, what in ((local_group, "local_group"), (node_group, "node_group")):
@@ -110,7 +110,8 @@ def hierarchical_all_reduce_(
     except ValueError as error:
         if not validate:
             raise
-        # The other nodes have found nothing, and wait to be told.
+        # Other nodes may have found no problem and wait for this rank in the next comparison, so
+        # the problem is raised there, on every rank.
         problem = str(error).removeprefix(f"{name}: ")
     check_call(name, x, nodes, problem, facts, validate=validate)
     if numel == 0:

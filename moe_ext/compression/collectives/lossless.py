@@ -1,8 +1,10 @@
-"""Collectives whose payloads keep every bit: exponents are coded (see `ops.encode_exponents`).
+"""Collectives whose payloads keep every bit, by coded exponents (see `ops.encode_exponents`).
 
-Payloads have lengths of their own. Ranks tell each other theirs first, in messages of 8 bytes, and
-pad to the longest: the one thing that the host has to know before it can send them. Shape suffixes:
-N elements, P ranks, B bytes.
+The length of a payload depends on the data. Ranks therefore first exchange the lengths of their
+longest payloads, in messages of 8 bytes, and pad to the longest of all. The host waits for that
+length alone.
+
+Shape suffixes: N elements, P ranks, B bytes.
 """
 
 from __future__ import annotations
@@ -55,12 +57,12 @@ def lossless_all_reduce_(
     validate: bool = True,
     async_op: bool = False,
 ) -> Tensor | Pending[Tensor]:
-    """The mean over ranks, in place, of which nothing is lost on the way.
+    """Take the mean over ranks, in place, with messages that are compressed without loss.
 
-    Each rank gets one shard of all ranks' tensors, sums it up in float32 in the order of the ranks,
-    rounds once to the dtype, and sends the sum. Of two ranks that is `torch.distributed`'s mean
-    (scaled before it is summed, as DDP does), bit for bit; of more it is its own order alone that
-    makes rounding differ.
+    Each rank receives one shard of all ranks' tensors, sums it in float32 in the order of the
+    ranks, rounds once to the dtype, and sends the sum. With two ranks the result equals
+    `torch.distributed`'s mean (scaled before the sum, as DDP does) bit for bit. With more ranks
+    rounding differs, only because of the order of the sum.
 
     Args:
         x (Tensor): float32, bfloat16 or float16, contiguous, of any shape; changed in place.
@@ -73,14 +75,14 @@ def lossless_all_reduce_(
         Tensor: x, with the same bits on all ranks; or a `Reduction` of it.
 
     Raises:
-        ValueError: on every rank (of the others only with ``validate``): an argument has the wrong
-            dtype, device or shape, or differs between ranks; the message names them.
-        RankFailureError: a rank died or did not answer; x is as it was.
-        RuntimeError: on the rank that it reached, a payload is damaged; x may have changed.
+        ValueError: an argument has the wrong dtype, device or shape, or differs between ranks; the
+            message names them. With ``validate`` every rank raises it.
+        RankFailureError: a rank died or did not answer; x is unchanged.
+        RuntimeError: this rank received a damaged payload; x may have changed.
 
-    Deterministic: the same on every rank and in every run, and on CUDA as on the CPU. There nothing
-    but numbers of bytes comes to the host: one for each of the two messages, for which it waits
-    when this is called, and a mark of damage, when the result is asked for.
+    Deterministic: the same bits on every rank and in every run, on CUDA as on the CPU. On CUDA the
+    host waits for the length of each of the two messages during the call. When the result is asked
+    for, the host also waits for a mark of damage.
     """
     name = "lossless_all_reduce_"
     ranks = resolve_group(group, name)
@@ -97,7 +99,7 @@ def lossless_all_gather(
     validate: bool = True,
     async_op: bool = False,
 ) -> Tensor | Pending[Tensor]:
-    """Gather what all ranks hold, bit for bit, in fewer bytes.
+    """Gather the tensors of all ranks, bit for bit, in fewer bytes.
 
     Args:
         output (Tensor): as x of `lossless_all_reduce_`, N elements; filled.
@@ -111,7 +113,7 @@ def lossless_all_gather(
 
     Raises:
         ValueError: as `lossless_all_reduce_`.
-        RankFailureError: a rank died or did not answer; output is as it was.
+        RankFailureError: a rank died or did not answer; output is unchanged.
     """
     name = "lossless_all_gather"
     ranks = resolve_group(group, name)
@@ -129,7 +131,7 @@ def lossless_reduce_scatter(
     validate: bool = True,
     async_op: bool = False,
 ) -> Tensor | Pending[Tensor]:
-    """The mean over ranks of one shard, as `lossless_all_reduce_` has it.
+    """Return this rank's shard of the mean over ranks, as `lossless_all_reduce_` computes it.
 
     Args:
         output (Tensor): of the dtype and device of ``input``, contiguous, N / P elements; filled.
@@ -144,7 +146,7 @@ def lossless_reduce_scatter(
 
     Raises:
         ValueError: as `lossless_all_reduce_`.
-        RankFailureError: a rank died or did not answer; output is as it was.
+        RankFailureError: a rank died or did not answer; output is unchanged.
     """
     name = "lossless_reduce_scatter"
     ranks = resolve_group(group, name)
@@ -158,7 +160,7 @@ def lossless_reduce_scatter(
 def start_all_reduce(
     x: Tensor, group: ProcessGroup | None, average: bool, *, operation: str, async_op: bool = True
 ) -> Pending[Tensor]:
-    """`lossless_all_reduce_` without its checks."""
+    """Start `lossless_all_reduce_` without its checks."""
     factor = 1 / group_size(group) if average else 1.0
     return _start(_all_reduce, (x.detach().view(-1), factor), group, operation, x, async_op)
 
@@ -171,20 +173,20 @@ def start_all_gather(
     operation: str,
     async_op: bool = True,
 ) -> Pending[Tensor]:
-    """`lossless_all_gather` without its checks."""
+    """Start `lossless_all_gather` without its checks."""
     args = (output.detach().view(-1), input.detach().view(-1))
     return _start(_all_gather, args, group, operation, output, async_op)
 
 
 class _Payloads(Payloads):
-    """Payloads of one collective as they are sent and read."""
+    """Payloads of one collective, padded before they are sent."""
 
     def padded(self, rows_PB: Tensor, num_bytes_P: Tensor, messages: Messages) -> Tensor:
-        """The rows with as many bytes as the longest payload of any rank."""
+        """Pad or cut each row to the length of the longest payload of any rank."""
         most = messages.gather(as_bytes(num_bytes_P.max()))
-        # NOTE: device-to-host sync, of the length that the next message has.
+        # NOTE: device-to-host sync of the length of the next message.
         longest = int(most.view(-1).view(torch.int64).max())
-        # The last ranks' own parts have fewer elements.
+        # Rows may be narrower than `longest`, because shards of the last ranks hold fewer elements.
         return nn.functional.pad(rows_PB, (0, longest - rows_PB.shape[1])).reshape(-1)
 
 
@@ -210,7 +212,7 @@ def _start(
 def _sum_of_shard(
     x_N: Tensor, factor: float, payloads: _Payloads, messages: Messages
 ) -> tuple[Tensor, list[Tensor]]:
-    """The sum of this rank's shard, and the shards of x."""
+    """Return the sum over ranks of this rank's shard, and the shards of x as views."""
     count = -(-x_N.numel() // messages.size)
     shards = [x_N[rank * count : (rank + 1) * count] for rank in range(messages.size)]
     own = shards[messages.rank]
@@ -226,7 +228,7 @@ def _sum_of_shard(
 
 
 def _gather(own: Tensor, shards: list[Tensor], payloads: _Payloads, messages: Messages) -> None:
-    """Fills the shards, of which this rank has its own."""
+    """Fill all shards: this rank's with a copy of `own`, the others with what their owners send."""
     rows_PB = messages.gather(payloads.padded(*ops.encode_exponent_rows(own, 1), messages))
     for rank, (shard, row) in enumerate(zip(shards, rows_PB, strict=True)):
         if rank == messages.rank:

@@ -1,7 +1,6 @@
-"""Sums of signs in blocks that hold padding: it counts in no scale, neither of a rank nor of a sum.
+"""All-reduce of signs that keeps padding out of the scales, those of ranks and those of sums.
 
-Shape suffixes: N elements, M of a rank's shard, K blocks of which a part is padding, B elements of
-a block.
+Shape suffixes: N elements, M elements of a rank's shard, K partial blocks, B elements of a block.
 """
 
 from __future__ import annotations
@@ -25,11 +24,13 @@ from moe_ext.compression.collectives.quantized import (
 
 @dataclass(frozen=True)
 class PartialBlocks:
-    """Blocks of a tensor of which a part is padding, whose values nobody reads.
+    """Partial blocks of a tensor: blocks that hold both elements and padding.
+
+    The values of padding are never read.
 
     Attributes:
-        numbers_K: int64, ascending.
-        is_real_KB: which elements are no padding, at least one in each block.
+        numbers_K: int64, ascending: the numbers of the partial blocks.
+        is_real_KB: False for padding; each block has at least one True.
     """
 
     numbers_K: Tensor
@@ -38,13 +39,13 @@ class PartialBlocks:
 
     @classmethod
     def of(cls, is_padding_N: Tensor, block: int) -> PartialBlocks:
-        """Partial blocks of a tensor that consists of whole blocks."""
+        """Find the partial blocks of a tensor whose length is a multiple of `block`."""
         is_real = ~is_padding_N.view(-1, block)
         numbers_K = (is_real.any(dim=1) & ~is_real.all(dim=1)).nonzero()[:, 0]
         return cls(numbers_K, is_real[numbers_K])
 
     def within(self, first: int, last: int) -> PartialBlocks:
-        """Partial blocks in the range [first, last), renumbered from 0."""
+        """Return the partial blocks in the range [first, last) of blocks, renumbered from 0."""
         if (first, last) not in self._of_shards:
             here = (self.numbers_K >= first) & (self.numbers_K < last)
             found = PartialBlocks(self.numbers_K[here] - first, self.is_real_KB[here])
@@ -52,13 +53,15 @@ class PartialBlocks:
         return self._of_shards[first, last]
 
     def fill_(self, x: Tensor, beside: Tensor | None = None) -> None:
-        """Make padding as large as the other elements of its block are on average.
+        """Set padding so that its magnitude is the mean magnitude of the elements of its block.
 
-        The scale of a block of signs, the mean of its magnitudes, is then that of its elements.
+        The scale of a block of signs is the mean of all magnitudes in it. With this padding the
+        scale equals the mean over the elements alone.
 
         Args:
-            x: float32, of whole blocks.
-            beside: what is added to x before it is coded; not changed.
+            x: float32, a whole number of blocks.
+            beside: residual that is added to x before it is coded; not changed. The sum of x and
+                beside gets the mean magnitude.
         """
         if not len(self.numbers_K):
             return
@@ -67,7 +70,7 @@ class PartialBlocks:
         if beside is not None:
             beside_KB += beside.view(-1, x_KB.shape[1])[self.numbers_K]
         counts_K1 = self.is_real_KB.sum(dim=1, keepdim=True)
-        # Divided first: a sum of large numbers might be infinite.
+        # Each term is divided before the sum, because a sum of large numbers might overflow.
         share_KB = torch.where(self.is_real_KB, (x_KB + beside_KB).abs() / counts_K1, 0.0)
         padding_KB = share_KB.sum(dim=1, keepdim=True) - beside_KB
         filled_KB = torch.where(self.is_real_KB, x_KB, padding_KB)
@@ -84,19 +87,21 @@ def padded_all_reduce_(
     *,
     operation: str,
 ) -> None:
-    """`start_all_reduce` of signs with padding, awaited.
+    """Run `start_all_reduce` on signs with padding, and wait for the result.
 
-    The two halves run one after the other, since padding is filled anew between them. An error
-    leaves x and what is owed in any state, but for ``residual_in`` and ``server_residual_in``.
+    The reduce-scatter ends before the all-gather begins, because padding is filled again between
+    the two. After an error x and the residuals that are written are undefined; ``residual_in`` and
+    ``server_residual_in`` are unchanged.
 
     Args:
-        x: float32 [N], whole blocks; in place. Padding in it, and in what is owed, has any value.
-        coding: of signs.
-        states: with both residuals.
-        partial: blocks of x.
+        x: float32 [N], a whole number of blocks; changed in place. Padding in x and in the
+            residuals may have any value.
+        coding: coding of signs.
+        states: both residuals must be given.
+        partial: the partial blocks of x.
         group: the ranks.
-        average: as there.
-        operation: as there.
+        average: as `start_all_reduce`.
+        operation: as `start_all_reduce`.
     """
     residual, server, _, residual_in, server_in = states
     assert residual is not None and server is not None

@@ -1,4 +1,4 @@
-"""Reductions in shards: ranks code their tensors, the owner of a shard adds up and codes the sum.
+"""Sharded reductions: ranks encode their tensors, the owner of a shard sums and encodes the sum.
 
 Shapes: N elements, P ranks, M elements of a shard.
 """
@@ -35,16 +35,18 @@ from moe_ext.compression.collectives.coding import (
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCKS = (64, 128, 256, 512, 1024)
-# Pieces of a shard are multiples of this, so that their codes and scales have no padding in them.
+# Elements of a piece of a shard are a multiple of this number, so that its codes and scales need
+# no padding.
 _GRAIN = 4096
-# Least bytes of a piece: below, latency takes longer than the piece hides. Most pieces of a shard.
+# Least bytes of a piece, and most pieces of a shard. The latency of a smaller piece is longer than
+# the encoding that can overlap with it.
 _LEAST_BYTES, _MAX_PIECES = 131072, 8
-# The second rounding of a step draws from another stream than the first.
+# Combined with the seed for the rounding of sums, so that it draws other numbers than the first.
 _SECOND_SEED = 0x5851F42D4C957F2D
 
 
 class States(NamedTuple):
-    """Tensors that a reduction reads and writes beside its own; see `quantized_all_reduce_`."""
+    """Residuals and random state of a reduction; see the arguments of `quantized_all_reduce_`."""
 
     residual: Tensor | None = None
     server_residual: Tensor | None = None
@@ -53,20 +55,20 @@ class States(NamedTuple):
     server_residual_in: Tensor | None = None
 
     def flat(self) -> States:
-        """All of them as vectors."""
+        """Return views of all tensors as vectors."""
         return States(*(None if x is None else x.view(-1) for x in self))
 
 
 def shard_numel(numel: int, world_size: int, block: int | None = 256) -> int:
-    """Elements of a rank's shard in `quantized_all_reduce_`: whole blocks, the same for all.
+    """Return the elements of a shard in `quantized_all_reduce_`: whole blocks, equal on all ranks.
 
     Args:
         numel (int): N.
         world_size (int): P.
-        block (int or None): as there.
+        block (int or None): as `quantized_all_reduce_`.
 
     Returns:
-        int: M, with P M at least N; the last shards may lie behind the end.
+        int: M, with P M at least N. The last shards may lie partly or fully past the end.
     """
     block = block or LEAST_BLOCK
     return -(-numel // (world_size * block)) * block
@@ -90,7 +92,7 @@ def _option_problem(format: str, block: int | None, rng_state: Tensor | None) ->
 
 
 def _state_problem(old: Tensor | None, new: Tensor | None, name: str, numel: int) -> str | None:
-    """Problem of a residual and of the one that it is made from, or None."""
+    """Check a residual that is written (`new`), and the one that is read instead (`old`)."""
     problem = flat_problem(new, name, numel)
     if problem is not None or old is None:
         return problem
@@ -133,44 +135,45 @@ def quantized_all_reduce_(
     validate: bool = True,
     async_op: bool = False,
 ) -> Tensor | Pending[Tensor]:
-    r"""The mean over ranks, in place, of which only codes travel.
+    r"""Take the mean over ranks, in place, with messages of quantised values.
 
-    Every rank quantises its tensor (with ``residual``) and sends each shard to its owner, who adds
-    them up in float32, quantises the sum (with ``server_residual``) and sends it to all. On a CPU a
-    large shard goes in up to 8 pieces, some of which travel while others are coded. Both residuals
-    are in units of the sum: :math:`P` times the mean, plus all residuals and server residuals, is
-    conserved up to the rounding of float32.
+    Every rank quantises its tensor (with ``residual``) and sends each shard to its owner. The owner
+    adds the shards up in float32, quantises the sum (with ``server_residual``) and sends it to all
+    ranks. On a CPU a large shard is sent in up to 8 pieces, so that encoding overlaps with sending.
+    Both residuals are in units of the sum: :math:`P` times the mean, plus all residuals and server
+    residuals, is conserved up to the rounding of float32.
 
     Args:
         x (Tensor): float32, bfloat16 or float16, contiguous, of any shape; changed in place.
         format (str): "int8", "int6", "int4", "int3", "int2", "fp8" or "sign", see
             `quantize_blockwise`.
         block (int or None): elements that share a scale, a power of two from 64 to 1024. None is
-            one scale for each payload: what a rank sends of a shard, or of a piece of it. No scale
-            has to be agreed on, and each is as small as its own elements allow.
-        residual (Tensor[N]): float32, contiguous: what this rank owes; changed in place.
-        server_residual (Tensor[M]): float32, of `shard_numel` elements: what the owner of a shard
-            owes; changed in place.
-        rng_state (Tensor[4]): int64, as `quantize_blockwise`: rounds at random. Its rank must
-            differ between ranks for the errors to be independent.
-        residual_in (Tensor[N]): what this rank owes is read here, and not changed; ``residual`` is
-            only written. No copy has to be made then to put it back after an error.
+            one scale per payload, for what a rank sends of a shard, or of a piece of a shard.
+            Ranks need not agree on a scale, and each is as small as its own elements allow.
+        residual (Tensor[N]): float32, contiguous: quantisation error of this rank's tensor; changed
+            in place.
+        server_residual (Tensor[M]): float32, of `shard_numel` elements: quantisation error of the
+            sum of this rank's shard; changed in place.
+        rng_state (Tensor[4]): int64, as `quantize_blockwise`, for stochastic rounding. The rank
+            in it must differ between ranks, otherwise their errors are correlated.
+        residual_in (Tensor[N]): read instead of ``residual``, which is then only written; not
+            changed. Without it, a copy of ``residual`` is made to restore it after an error.
         server_residual_in (Tensor[M]): the same for ``server_residual``.
         group: the ranks; None is the default group.
         average (bool): divide by P.
         validate (bool): compare the arguments of all ranks first, and look for NaN and infinity.
-            False is for layouts that were agreed on, and numbers that were checked: a block that
-            holds NaN or infinity comes back as NaN on all ranks, and so do the residuals.
+            If False, the caller has agreed on layouts and checked the numbers. A block that holds
+            NaN or infinity then becomes NaN on all ranks, as do the residuals.
         async_op (bool): return a `Reduction` at once. Nothing may touch the tensors before its end.
 
     Returns:
-        Tensor: x, with the same bits on all ranks; or a `Reduction` of it. A rank alone sends
-        nothing and loses nothing: x plus both residuals, which become zero.
+        Tensor: x, with the same bits on all ranks; or a `Reduction` of it. A group of one rank
+        sends nothing and loses nothing: x gets both residuals added, which become zero.
 
     Raises:
-        ValueError: on every rank (of the others only with ``validate``): an argument has the wrong
-            dtype, shape or value, or differs between ranks; the message names them.
-        RankFailureError: a rank died or did not answer; x and what is owed are as they were.
+        ValueError: an argument has the wrong dtype, shape or value, or differs between ranks; the
+            message names them. With ``validate`` every rank raises it.
+        RankFailureError: a rank died or did not answer; x and the residuals are unchanged.
 
     Deterministic: shards are added in the order of the ranks.
 
@@ -214,15 +217,16 @@ def quantized_reduce_scatter(
     validate: bool = True,
     async_op: bool = False,
 ) -> Tensor | Pending[Tensor]:
-    """This rank's shard of the mean over ranks, of which only codes travel.
+    """Return this rank's shard of the mean over ranks, with messages of quantised values.
 
-    The first half of `quantized_all_reduce_`: one quantisation, sum in float32 (ZeRO++ qgZ).
+    This is the first half of `quantized_all_reduce_`: values are quantised once and summed in
+    float32 (ZeRO++ qgZ).
 
     Args:
         output (Tensor): float32, bfloat16 or float16, contiguous, N / P elements; filled.
         input (Tensor): float32, bfloat16 or float16, contiguous, N elements: shard p is for rank p.
         format (str): as `quantized_all_reduce_`.
-        block (int or None): as `quantized_all_reduce_`; blocks begin anew in each shard.
+        block (int or None): as `quantized_all_reduce_`; each shard starts a new block.
         residual (Tensor[N]): as `quantized_all_reduce_`.
         rng_state (Tensor[4]): as `quantized_all_reduce_`.
         residual_in (Tensor[N]): as `quantized_all_reduce_`.
@@ -232,12 +236,12 @@ def quantized_reduce_scatter(
         async_op (bool): as `quantized_all_reduce_`.
 
     Returns:
-        Tensor: output; or a `Reduction` of it. A rank alone copies input plus residual, which
-        becomes zero.
+        Tensor: output; or a `Reduction` of it. A group of one rank copies input plus residual, and
+        the residual becomes zero.
 
     Raises:
         ValueError: as `quantized_all_reduce_`.
-        RankFailureError: a rank died or did not answer; output and residual are as they were.
+        RankFailureError: a rank died or did not answer; output and residual are unchanged.
 
     Deterministic: shards are added in the order of the ranks.
     """
@@ -275,25 +279,25 @@ def quantized_all_gather(
     validate: bool = True,
     async_op: bool = False,
 ) -> Tensor | Pending[Tensor]:
-    """Gather what all ranks hold; only codes travel (ZeRO++ qwZ).
+    """Gather the tensors of all ranks, with messages of quantised values (ZeRO++ qwZ).
 
     Args:
-        output (Tensor): float32, bfloat16 or float16, contiguous, N elements; filled. Every rank's
-            own shard is read from its codes too, so that all hold the same.
+        output (Tensor): float32, bfloat16 or float16, contiguous, N elements; filled. A rank
+            decodes its own shard as well, so that all ranks get the same bits.
         input (Tensor): float32, bfloat16 or float16, contiguous, N / P elements.
         format (str): as `quantized_all_reduce_`.
-        block (int or None): as `quantized_all_reduce_`; blocks begin anew in each shard.
+        block (int or None): as `quantized_all_reduce_`; each shard starts a new block.
         rng_state (Tensor[4]): as `quantized_all_reduce_`.
         group: as `quantized_all_reduce_`.
         validate (bool): as `quantized_all_reduce_`.
         async_op (bool): as `quantized_all_reduce_`.
 
     Returns:
-        Tensor: output; or a `Reduction` of it. A rank alone copies its input.
+        Tensor: output; or a `Reduction` of it. A group of one rank copies its input.
 
     Raises:
         ValueError: as `quantized_all_reduce_`.
-        RankFailureError: a rank died or did not answer; output is as it was.
+        RankFailureError: a rank died or did not answer; output is unchanged.
 
     Deterministic.
     """
@@ -314,7 +318,7 @@ def quantized_all_gather(
 
 
 def piece_numel(x: Tensor, shard: int, coding: Coding) -> int:
-    """Elements of a shard that travel at a time; all where there is nothing to hide."""
+    """Return the elements of a piece of a shard; the whole shard if nothing would overlap."""
     if x.device.type != "cpu" or coding.native is None:
         return max(shard, 1)
     count = min(max(coding.payload_bytes(shard) // _LEAST_BYTES, 1), _MAX_PIECES)
@@ -333,17 +337,17 @@ def start_all_reduce(
     restores: bool = True,
     on_nonfinite: Callable[[Tensor], None] | None = None,
 ) -> Pending[Tensor]:
-    """`quantized_all_reduce_` by any codec, without its checks.
+    """Start `quantized_all_reduce_` with any coding, without its checks.
 
-    Args as there, but
+    Further arguments are:
 
-        coding: of what travels.
+        coding: encodes and decodes the messages.
         operation: name for error messages.
-        restores: whether an error leaves x and the residuals as they were. Without it x is
-            overwritten while some of it is still on its way, and no residual is copied.
-        on_nonfinite: called at the end with what holds NaN or infinity: x plus the residual, or
-            numbers like it where only a sum over ranks does. Needs a codec that finds these, both
-            residuals, and a CPU. None does not look.
+        restores: an error leaves x and the residuals unchanged. If False, x is overwritten while
+            messages are still underway, and no residual is copied.
+        on_nonfinite: called at the end with a tensor that holds NaN or infinity, if any was found:
+            the new residual, or a tensor of infinity if only the sum over ranks overflowed. Needs a
+            coding that passes NaN on to residuals, both residuals, and a CPU. None does not look.
     """
     size, numel, states = group_size(group), x.numel(), states.flat()
     if size == 1 or numel == 0:
@@ -382,13 +386,17 @@ def start_all_reduce(
 
 
 def _find_nonfinite(states: States, on_nonfinite: Callable[[Tensor], None]) -> None:
-    """Tell what new residuals keep that is not finite, if anything is: sums of scales overflow."""
+    """Call `on_nonfinite` if a new residual is not finite.
+
+    The search is needed because sums of scales may overflow although all residuals are finite.
+    """
     owed, of_sum = states.residual, states.server_residual
     assert owed is not None and of_sum is not None
     if is_nonfinite(owed):
         on_nonfinite(owed)
     elif bool(of_sum.isinf().any()):
-        # Finite numbers add up to infinity at most; NaN has come from a rank that tells of it.
+        # Finite tensors of all ranks may overflow to infinity in the sum, but not to NaN. NaN comes
+        # from the tensor of one rank, and that rank reports it.
         on_nonfinite(torch.full_like(owed, torch.inf))
 
 
@@ -403,7 +411,7 @@ def start_reduce_scatter(
     operation: str,
     async_op: bool = True,
 ) -> Pending[Tensor]:
-    """`quantized_reduce_scatter` by any codec, without its checks; args as `start_all_reduce`."""
+    """Start `quantized_reduce_scatter` with any coding, unchecked; args as `start_all_reduce`."""
     size, states = group_size(group), states.flat()
     if size == 1 or input.numel() == 0:
         output.view(-1).copy_(input.view(-1))
@@ -440,7 +448,7 @@ def start_all_gather(
     operation: str,
     async_op: bool = True,
 ) -> Pending[Tensor]:
-    """`quantized_all_gather` by any codec, without its checks; args as `start_all_reduce`."""
+    """Start `quantized_all_gather` with any coding, unchecked; args as `start_all_reduce`."""
     if group_size(group) == 1 or input.numel() == 0:
         output.view(-1).copy_(input.view(-1))
         return Pending.done(output)
@@ -458,19 +466,19 @@ def start_all_gather(
 
 
 def _compiled(method: str, coding: Coding) -> tuple[Any, ...]:
-    """The compiled method and its first argument, where the coding is one that it knows."""
+    """Return the compiled method and its first argument, or () if it does not know the coding."""
     return () if coding.native is None else (method, coding.native)
 
 
-# Residual that a coding overwrites, and the one that it adds to a tensor in the place of it.
+# `residual_N` and `residual_in` of `Coding.encode`.
 _Owed = tuple[Tensor | None, Tensor | None]
 
 
 @dataclass
 class _Shards:
-    """N elements in shards of M, one for each rank; the last ones may lie behind the end.
+    """N elements in shards of M, one for each rank; the last shards may lie past the end.
 
-    `Shards` of csrc/runtime/quantized.cpp in Python.
+    This is the Python version of `Shards` in csrc/runtime/quantized.cpp.
     """
 
     messages: Messages
@@ -480,26 +488,27 @@ class _Shards:
     piece: int
     looks: bool = False
     restores: bool = True
-    # Sums of the residuals of the pieces, where anyone looks: NaN where one was not finite.
+    # With `looks`, the sum of each piece's residual, which is NaN if the piece was not finite.
     sums: list[Tensor] = field(default_factory=list)
 
     def pieces(self) -> list[tuple[int, int]]:
-        """First element of each piece of a shard, and elements, of which some may be missing."""
+        """Return the first element and the length of each piece of a shard."""
         return [(at, min(self.piece, self.shard - at)) for at in range(0, self.shard, self.piece)]
 
     def length(self, rank: int, first: int, room: int) -> int:
-        """Number of elements of a piece that lie before the end of the tensor."""
+        """Return the number of elements of a piece that lie before the end of the tensor."""
         return min(max(self.numel - rank * self.shard - first, 0), room)
 
     def ask(self, room: int, like: Tensor) -> Message:
-        """Ask for a payload of a piece from every rank.
+        """Post receives of the payload of a piece from every rank.
 
-        After this rank's own is made: a codec may refuse to, and what was asked for stays so.
+        This comes after the payload of this rank was made, because a codec may refuse to make it,
+        and a posted receive cannot be withdrawn.
         """
         return self.messages.ask(self.coding.payload_bytes(room), like)
 
     def owed_at(self, owed: _Owed, start: int, length: int) -> list[Any]:
-        """The owed of some elements; kept if an error must restore it, and no other is read."""
+        """Slice both residuals. Keep a copy if an error must restore a residual read in place."""
         found = [None if x is None else x[start : start + length] for x in owed]
         if self.restores and found[0] is not None and found[1] is None:
             self.messages.keep(found[0])
@@ -508,7 +517,7 @@ class _Shards:
     def encode(
         self, x: Tensor, room: int, owed: Sequence[Any], rng_state: Tensor | None, first: int
     ) -> Tensor:
-        """The payload of a piece, with zeros up to the length of a whole one."""
+        """Encode a piece, padded with zero bytes to the payload of `room` elements."""
         row = x.new_zeros(self.coding.payload_bytes(room), dtype=torch.uint8)
         if x.numel():
             stream: dict[str, Any] = {}
@@ -535,12 +544,12 @@ class _Shards:
         return arriving
 
     def payload(self, row: Tensor, rank: int, room: int, length: int) -> Tensor:
-        """Payload of a rank, in what came for a piece."""
+        """Slice the payload of a rank from the row that arrived for a piece."""
         start = rank * self.coding.payload_bytes(room)
         return row[start : start + self.coding.payload_bytes(length)]
 
     def add_up(self, total: Tensor, arriving: Message, room: int) -> None:
-        """Overwrite with the sum over ranks of this rank's piece, in their order."""
+        """Overwrite `total` with the sum of a piece over ranks, added in the order of ranks."""
         row = arriving.wait()
         if total.numel():
             for rank in range(self.messages.size):
@@ -548,7 +557,7 @@ class _Shards:
                 self.coding.decode_add_(total, payload, overwrite=rank == 0)
 
     def spread(self, x: Tensor, gathered: Message, first: int, room: int, divisor: int) -> None:
-        """Overwrite a piece of every shard with what came, divided."""
+        """Decode and divide what arrived for a piece, and overwrite the piece of every shard."""
         row = gathered.wait()
         for rank in range(self.messages.size):
             start, length = rank * self.shard + first, self.length(rank, first, room)
@@ -559,7 +568,7 @@ class _Shards:
 
 
 def _stream(rng_state: Tensor | None, *, shard: int = 0, seed: int = 0) -> Tensor | None:
-    """The numbers of an element start at 0 in every shard, each of which has its own stream."""
+    """Return the random stream of a shard, in which elements are counted from 0."""
     if rng_state is None:
         return None
     moved = rng_state.clone()
@@ -591,11 +600,11 @@ def _all_reduce(
         gathered.append(shards.ask(room, x_N))
         messages.all_gather(gathered[i], row)
     if server is not None and server_in is not None:
-        # Elements behind the end stay as they were.
+        # No rank encodes elements past the end, so their residuals are copied.
         length = shards.length(messages.rank, 0, shard)
         server[length:] = server_in[length:]
     if restores:
-        # None of them can fail any more when x is touched.
+        # x may only be overwritten when no message can fail any more.
         for message in gathered:
             message.wait()
     for message, (first, room) in zip(gathered, shards.pieces(), strict=True):

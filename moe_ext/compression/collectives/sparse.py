@@ -1,6 +1,6 @@
-"""Sums of sparse gradients over ranks: by all-gather, by split and reduce, or dense.
+"""Sums of sparse gradients over ranks by all-gather, by split and reduce, or dense.
 
-Shape suffixes: N elements, K pairs that a rank gives, P ranks, S slots for a region.
+Shape suffixes: N elements, K pairs of a rank, P ranks, S slots of a region.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from moe_ext.compression.collectives.coding import PAIR_CODECS, Coding, PairCodi
 
 _NAME = "sparse_all_reduce"
 ALGORITHMS = ("auto", "all_gather", "split", "dense")
-# A smaller region is not worth a second round of messages.
+# Least elements of a region. Below, a second round of messages takes longer than it saves.
 _MIN_REGION = 64
-# Cutting twice and waiting for two rounds take time that all-gathering spends on the wire, so that
-# splitting must send this much less.
+# Largest ratio of bytes, "split" to "all_gather", at which "auto" splits. Splitting selects pairs
+# twice and waits for two rounds of messages, which takes as long as an all-gather may send.
 _SPLIT_GAIN = 0.4
-# Behind the pairs of a payload: how many there were, padded.
+# Bytes behind the pairs of a payload that hold the number of pairs found, padded to 16.
 _LOAD_BYTES = 16
 
 
@@ -54,9 +54,9 @@ class SparseLayout:
 
     @property
     def slots(self) -> PairCoding:
-        """Coding of the pairs for one region: room for a quarter more than its even share.
+        """Coding of the pairs sent to one region: a quarter more slots than K / P.
 
-        Pairs that do not fit wait for the next step.
+        Pairs that find no slot stay in the residual for the next step.
         """
         return self._pairs(min(-(-5 * self.count // (4 * self.world_size)), self.count))
 
@@ -66,7 +66,7 @@ class SparseLayout:
         return self._pairs(-(-self.count // self.world_size))
 
     def sent_bytes(self, algorithm: str) -> int:
-        """Bytes that leave a rank."""
+        """Return the bytes that each rank sends."""
         others = self.world_size - 1
         if algorithm == "dense":
             return all_reduce_bytes(4 * self.numel, self.world_size)
@@ -75,7 +75,7 @@ class SparseLayout:
         return others * (self.slots.num_bytes + self.kept.num_bytes + 2 * _LOAD_BYTES)
 
     def choose(self, algorithm: str, *, may_split: bool) -> str:
-        """The algorithm to use: "auto" sends least, and splits by a clear margin only."""
+        """Resolve "auto" to the algorithm that sends least; "split" must win by `_SPLIT_GAIN`."""
         can_split = self.world_size > 1 and self.numel >= _MIN_REGION * self.world_size
         if algorithm == "split" and (not can_split or self.count == 0):
             return "all_gather"
@@ -90,9 +90,9 @@ class SparseLayout:
 class SplitRegions:
     """Bounds of the regions that `sparse_all_reduce(algorithm="split")` gives to the ranks.
 
-    One object serves one tensor over all steps. The regions of a step hold as many of the pairs
-    that were sent in the last one each. They follow from what every rank has received, so that they
-    are equal on all ranks without a message.
+    One object serves one tensor over all steps. Bounds are chosen so that each region would have
+    held equally many pairs in the last step. Every rank computes them from the same received data,
+    so they are equal on all ranks without a message.
 
     Args:
         numel (int): elements of the tensor.
@@ -100,9 +100,9 @@ class SplitRegions:
 
     Attributes:
         bounds (tuple[int, ...]): region p is ``[bounds[p], bounds[p + 1])``.
-        step (int): how often they were used.
+        step (int): number of reductions that have used the regions.
         loads (tuple[int, ...]): pairs that all ranks had for each region in the last step.
-        pending (Pending): one with ``async_op=True`` that uses them.
+        pending (Pending): reduction underway that uses the regions (``async_op=True``), or None.
     """
 
     def __init__(self, numel: int, world_size: int) -> None:
@@ -120,27 +120,27 @@ class SplitRegions:
         return len(self.bounds) - 1
 
     def state_dict(self) -> dict[str, Any]:
-        """State that the next step continues from, in plain numbers."""
+        """Return the state from which the next step continues, as plain numbers."""
         return {"bounds": list(self.bounds), "step": self.step, "loads": list(self.loads)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned, for as many elements and ranks."""
+        """Load the result of `state_dict`, for the same numbers of elements and ranks."""
         self.bounds, self.loads = tuple(state["bounds"]), tuple(state["loads"])
         self.step = state["step"]
 
     def settle(self) -> None:
-        """Wait for a reduction underway: the next one takes its regions from it, on every rank."""
+        """Wait for the reduction underway, because the next one takes its regions from it."""
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.wait()
 
     def update(self, loads_P: Tensor, kept_idx_PK: Tensor) -> None:
-        """Move the bounds to where the pairs of the last step were.
+        """Move the bounds so that regions would have held equal numbers of the last step's pairs.
 
         Args:
             loads_P (Tensor[P]): pairs that all ranks had for each region.
-            kept_idx_PK (Tensor[P, K]): ascending indices of each region that were kept: how the
-                pairs are spread inside it.
+            kept_idx_PK (Tensor[P, K]): indices that the owner of each region kept, ascending. They
+                show the distribution of the pairs inside the region.
         """
         # NOTE: device-to-host sync.
         loads = [max(int(load), 0) for load in loads_P.tolist()]
@@ -156,7 +156,7 @@ class SplitRegions:
             share = (part * total - before * size) / max(loads[region] * size, 1)
             column = min(int(share * kept_idx_PK.shape[1]), kept_idx_PK.shape[1] - 1)
             found = int(kept_idx_PK[region, column])
-            # Every region keeps an element at least.
+            # Every region holds at least one element.
             bounds.append(min(max(found, bounds[-1] + 1), self.numel - (size - part)))
         self.bounds = (*bounds, self.numel)
 
@@ -176,43 +176,45 @@ def sparse_all_reduce(
     validate: bool = True,
     async_op: bool = False,
 ) -> Tensor | Pending[Tensor]:
-    r"""The mean over ranks of sparse gradients, as a dense tensor.
+    r"""Return the mean over ranks of sparse gradients, as a dense tensor.
 
-    "all_gather" sends all pairs to all ranks: exact, and the volume grows with P. "split" gives
-    each rank a region of the elements (Ok-Topk): every rank sends it at most :math:`1.25 K / P`
-    pairs, its owner adds them up, keeps the largest :math:`K / P` sums and sends those to all.
-    Whatever is left out on the way goes into ``residual``: :math:`P` times the mean, plus the sum
-    of all residuals, is what it was. "dense" scatters and takes a dense all-reduce, which is less
-    once the union of the pairs fills the tensor. "auto" takes what sends least, but "split" only
-    where it sends less than two fifths of what "all_gather" does: from about six ranks on. One
-    rank, and fewer than 64 elements a rank, are not split but gathered.
+    "all_gather" sends all pairs to all ranks. The result is exact, and the volume grows with P.
+    "split" gives each rank a region of the elements (Ok-Topk). Every rank sends at most
+    :math:`1.25 K / P` pairs to the owner of a region, who adds them up, keeps the largest
+    :math:`K / P` sums and sends these to all. Pairs that are not sent, and sums that are not kept,
+    are added to ``residual``, so that :math:`P` times the mean plus all residuals is conserved.
+    "dense" scatters the pairs into a tensor and all-reduces it, which sends less once the union of
+    the pairs fills the tensor. "auto" takes the algorithm that sends least, but "split" only below
+    two fifths of the bytes of "all_gather": from about six ranks on. With one rank, or fewer than
+    64 elements per rank, "split" falls back to "all_gather".
 
     Args:
         values_K (Tensor[K]): float32; as `topk_compress_` and `threshold_compress_` return them.
-        indices_K (Tensor[K]): int64, ascending and all different (a zero may repeat the last one).
+        indices_K (Tensor[K]): int64, ascending and all different, except that a pair with the value
+            zero may repeat the index before it.
         numel (int): elements of the result.
         group: the ranks; None is the default group.
         average (bool): divide by P.
         algorithm (str): "auto", "all_gather", "split" or "dense".
-        value_codec (str): what values travel as: "fp32", "bf16", "fp8", "int8" or "int4". The
-            rounded part goes into ``residual``, and is lost where there is none.
-        residual (Tensor[numel]): float32, contiguous; what is left out is added to it at the end.
-            "split" needs it.
+        value_codec (str): format of the sent values: "fp32", "bf16", "fp8", "int8" or "int4". The
+            rounding error is added to ``residual``, and lost without one.
+        residual (Tensor[numel]): float32, contiguous. Everything that the result lacks is added at
+            the end. "split" needs it.
         regions (SplitRegions): carried from step to step, for "split"; None takes equal regions.
-        out (Tensor[numel]): float32, contiguous: where to put the result. Undefined after an error.
-        validate (bool): compare the arguments of all ranks first, and look at the numbers.
+        out (Tensor[numel]): float32, contiguous; receives the result. Undefined after an error.
+        validate (bool): compare the arguments of all ranks first, and check values and indices.
         async_op (bool): return a `Reduction` at once. Nothing may touch the tensors before its end.
 
     Returns:
         Tensor[numel]: float32, with the same bits on all ranks; or a `Reduction` of it.
 
     Raises:
-        ValueError: on every rank (of the others only with ``validate``): an argument has the wrong
-            dtype, shape or value, or differs between ranks; the message names them.
-        RankFailureError: a rank died or did not answer; the residual is as it was.
+        ValueError: an argument has the wrong dtype, shape or value, or differs between ranks; the
+            message names them. With ``validate`` every rank raises it.
+        RankFailureError: a rank died or did not answer; the residual is unchanged.
 
-    Deterministic: an element's values are added in the order of the ranks, but for "dense", where
-    the backend adds them.
+    Deterministic: the values of an element are added in the order of the ranks. With "dense" the
+    backend adds them, in its own order.
 
     Reference: Li and Hoefler, Near-Optimal Sparse Allreduce for Distributed Deep Learning, 2022
     (arXiv 2201.07598); Renggli et al., SparCML, SC 2019 (the dense hand-over).
@@ -277,7 +279,7 @@ def sparse_all_reduce(
 
 
 def _problem(values: Tensor, indices: Tensor, numel: int) -> str | None:
-    """Problem of the shapes and dtypes of the pairs, or None."""
+    """Check the shapes and dtypes of the pairs; return an error text or None."""
     if values.dtype != torch.float32 or values.dim() != 1:
         return (
             f"expected values to be a vector of float32, got {values.dtype} of shape "
@@ -294,7 +296,7 @@ def _problem(values: Tensor, indices: Tensor, numel: int) -> str | None:
 
 
 def _content_problem(values: Tensor, indices: Tensor, numel: int) -> str | None:
-    """Problem of the values of the pairs, or None. NOTE: device-to-host sync."""
+    """Check the values and indices of the pairs. NOTE: device-to-host sync."""
     problem = finite_problem(values, "values") or range_problem(indices, "indices to be", numel)
     if problem is not None:
         return problem
@@ -316,7 +318,7 @@ def _option_problem(
     numel: int,
     size: int,
 ) -> str | None:
-    """Problem of the options, or None."""
+    """Check the options; return an error text or None."""
     problem = choice_problem(algorithm, "algorithm", ALGORITHMS)
     problem = problem or choice_problem(value_codec, "value_codec", PAIR_CODECS)
     if problem is not None:
@@ -340,12 +342,12 @@ def start_gather_sum(
     *,
     operation: str,
 ) -> Pending[Tensor]:
-    """The mean over ranks of what their payloads stand for: for codecs that cannot be sharded.
+    """Start to gather and average the decoded payloads, for codecs that cannot be sharded.
 
     Args:
-        payload: what the codec made of this rank's tensor.
-        out_N: float32, overwritten.
-        coding: the codec.
+        payload: this rank's tensor, encoded.
+        out_N: float32, overwritten with the result.
+        coding: decodes the payloads.
         group: the ranks; None is this process alone.
         average: divide by P.
         operation: name for error messages.
@@ -392,7 +394,7 @@ def _dense_sum(
 
 
 def _with_load(payload: Tensor, load: Tensor) -> Tensor:
-    """A payload, and behind it how many pairs there were."""
+    """Append the number of pairs to a payload."""
     padding = payload.new_zeros(_LOAD_BYTES - 8)
     return torch.cat([payload, as_bytes(load), padding])
 
@@ -404,18 +406,22 @@ def _load(row: Tensor) -> Tensor:
 def _fill_slots(
     values_K: Tensor, indices_K: Tensor, bounds: Tensor, slots: int, step: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Values and indices [P, S] in slots, pairs found for each region [P], what did not fit [K].
+    """Put pairs into the S slots of each region.
 
-    Where a region has L pairs, more than slots, those j are sent for which j S mod L is less than
-    S: S pairs, evenly spread, others in the next step. Cutting at the end would leave out the same
-    elements again and again, and tell nothing of where they are.
+    If a region has L > S pairs, pair number j is sent if (j - step) S mod L < S. The S pairs are
+    evenly spread and differ between steps. Taking the first S pairs would leave out the same
+    elements in every step, and hide from `SplitRegions.update` where the pairs are.
+
+    Returns:
+        values [P, S], indices [P, S], pairs found for each region [P], and values that got no
+        slot [K], with zeros for the others.
     """
     size = bounds.shape[0] - 1
     starts = torch.searchsorted(indices_K, bounds)
     region = torch.searchsorted(bounds[1:-1].contiguous(), indices_K, right=True)
 
     def counted(mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Number of set elements of the mask up to each pair, and before each region."""
+        """Count the set elements of the mask up to each pair, and before each region."""
         upto = mask.cumsum(0)
         return upto, torch.nn.functional.pad(upto, (1, 0))[starts]
 
@@ -425,7 +431,7 @@ def _fill_slots(
     turned = (upto - before[region] - (1 + step)) * slots
     kept = wanted & (turned.remainder(loads[region].clamp(1)) < slots)
     upto, before = counted(kept)
-    # Counted from 1: place 0 takes what has no slot.
+    # Slots are counted from 1. All pairs without a slot are written to place 0, which is dropped.
     place = (upto - before[region] + region * slots) * kept
     unused = (bounds[1:] - 1).repeat_interleave(slots)
     slot_indices = torch.nn.functional.pad(unused, (1, 0)).index_copy_(0, place, indices_K)
@@ -462,7 +468,8 @@ def _split_sum(
     for theirs in arriving.wait().view(size, -1):
         sent.decode_add_(total, theirs, start=start)
         load += _load(theirs)
-    # Nothing is owed of the sum: the result, which is zero so far, stands for that.
+    # `topk_compress_` needs a residual to add, but sums have none. This part of `out_N` is still
+    # zero and serves as one.
     nothing = out_N[start:stop]
     values, indices = torch.ops.moe_ext.topk_compress_(
         total, rest, min(kept, stop - start), check_finite=False, residual_in=nothing
@@ -475,7 +482,7 @@ def _split_sum(
     found = messages.gather(row)
     for theirs in found:
         summed.decode_add_(out_N, theirs, divisor=divisor)
-    # No message can fail any more.
+    # The residual changes only now, because no message can fail any more.
     residual_N[start:stop] += rest
     residual_N.index_add_(0, indices_K, left_K)
     for part in range(size):
