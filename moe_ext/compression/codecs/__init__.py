@@ -1,4 +1,4 @@
-"""Codecs, the ways to send a gradient, and their registry by name."""
+"""Codecs, which encode gradients for the network, and their registry by name."""
 
 from moe_ext.compression.codecs.base import Codec, OnNonfinite, PayloadCodec, Unsent
 from moe_ext.compression.codecs.chunked import ChunkedTopK

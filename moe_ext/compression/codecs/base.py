@@ -1,8 +1,8 @@
-"""The base of all codecs: what patterns, steps and cost models ask of one.
+"""Base classes of codecs: the interface for collectives, training steps and cost models.
 
-A codec is a frozen dataclass, hashable and equal on all ranks. `PayloadCodec` turns a gradient into
-a row of bytes and back; any pattern of `moe_ext.compression` can send that. A codec whose messages
-depend on each other, as those of PowerSGD, is a `Codec` with a `start` of its own.
+A codec is a frozen dataclass, hashable and equal on all ranks. `PayloadCodec` encodes a gradient as
+a row of bytes, which any collective of `moe_ext.compression` can send. A codec whose messages
+depend on each other, such as PowerSGD, derives from `Codec` and implements `start` itself.
 
 Shape suffixes: N elements of a flat gradient.
 """
@@ -25,16 +25,16 @@ from moe_ext.compression.collectives.quantized import States, shard_numel, start
 from moe_ext.compression.collectives.sparse import start_gather_sum
 from moe_ext.compression.feedback import CodecMemory, committing
 
-# Called with a gradient, and what was owed in it, that holds NaN or infinity, or may hold it. On
-# CPU, by codecs that find these in their own pass over the gradient: by quantisers at the end, when
-# all ranks have got NaN, by others before anything is sent.
+# Callback for a gradient (with its residual added) that holds, or may hold, NaN or infinity. Codecs
+# that find them in their own pass over the gradient call it, on CPU. Quantisers call it at the end,
+# when all ranks have received NaN; other codecs call it before they send.
 OnNonfinite = Callable[[Tensor], None]
-# Encodes, and decodes what was encoded.
+# Two functions: the first encodes a gradient, the second decodes the result.
 Calls = tuple[Callable[[], object], Callable[[], object]]
 
 
 class StartOptions(NamedTuple):
-    """The arguments of `Codec.start` beside the gradient, with the default group found."""
+    """Options of `Codec.start`, with the default group in place of None."""
 
     group: ProcessGroup | None
     average: bool
@@ -46,17 +46,17 @@ class Codec(ABC):
     """A way to reduce a gradient over ranks.
 
     Attributes:
-        density: share of the elements that a sparse codec sends; None for others.
+        density: share of the elements that a sparse codec sends; None for other codecs.
     """
 
     density: float | None = None
 
-    # -- flags: what a step does about a codec follows from these, never from its type ----------
+    # -- flags: a step treats a codec according to its flags, never according to its type -------
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """For tables and policies."""
+        """Name for tables and policies."""
 
     @property
     def lossy(self) -> bool:
@@ -65,12 +65,12 @@ class Codec(ABC):
 
     @property
     def feeds_back(self) -> bool:
-        """True if the residual keeps all that is not sent."""
+        """True if the residual keeps everything that is not sent."""
         return True
 
     @property
     def shardable(self) -> bool:
-        """True if it may reduce any part of the parameters, cut anywhere."""
+        """True if it may reduce any part of the flat parameters, even a part of one parameter."""
         return True
 
     @property
@@ -85,46 +85,46 @@ class Codec(ABC):
 
     @property
     def linear(self) -> bool:
-        """True if it adds gradients up as they are: NaN and infinity reach the result unaided."""
+        """True if gradients are summed unchanged, so that NaN and infinity reach the result."""
         return self.plain or self.skips_zeros
 
     @property
     def finds_nonfinite(self) -> bool:
-        """True if it calls `OnNonfinite` on CPU, so that nobody has to search the gradient.
+        """True if it calls `OnNonfinite` on CPU, so that the caller need not search the gradient.
 
-        Where it is `plain`, too, NaN or infinity on any rank makes the first element of the result
-        NaN on every rank.
+        If the codec is also `plain`, NaN or infinity on any rank makes the first element of the
+        result NaN on every rank.
         """
         return False
 
     @property
     def narrow_dtype(self) -> torch.dtype | None:
-        """The dtype of what is sent, where finite numbers of float32 overflow in it."""
+        """The sent dtype, if finite float32 numbers can overflow in it; otherwise None."""
         return None
 
-    # -- what it costs ---------------------------------------------------------------------------
+    # -- costs -----------------------------------------------------------------------------------
 
     @abstractmethod
     def sent_bytes(self, numel: int, world_size: int) -> int:
-        """Bytes that leave a rank in one reduction."""
+        """Return the bytes that each rank sends in one reduction."""
 
     @abstractmethod
     def num_rounds(self, world_size: int) -> int:
-        """Messages that follow each other in one reduction."""
+        """Return the number of messages of one reduction that must follow each other."""
 
     @abstractmethod
     def rehearsal(self, grad_N: Tensor, memory: CodecMemory) -> Calls:
-        """Calls that encode and decode a gradient; neither changes it, and nothing is sent."""
+        """Return functions that encode and decode a gradient for timing, without sending it."""
 
     def passes(self, world_size: int) -> tuple[float, float]:
-        """Passes over a gradient that a rank encodes and decodes to reduce it."""
+        """Return how often a rank encodes, and decodes, N elements in one reduction."""
         return 1.0, 1.0
 
     def new_memory(self, grad_N: Tensor) -> CodecMemory:
-        """An empty memory for one flat gradient."""
+        """Make an empty memory for one flat gradient."""
         return CodecMemory([grad_N.shape], grad_N.device)
 
-    # -- what it does ----------------------------------------------------------------------------
+    # -- reduction -------------------------------------------------------------------------------
 
     def start(
         self,
@@ -140,60 +140,63 @@ class Codec(ABC):
 
         Args:
             grad_N: float32, bfloat16 or float16.
-            memory: what is owed; what changes in it is kept by its `commit`.
-            group: the ranks. None is the default group, and this process alone where there is no
-                torch.distributed.
-            average: the mean, or the sum.
-            step: its number, equal on all ranks, for random numbers.
-            on_nonfinite: only for codecs that say `finds_nonfinite`; None does not look.
+            memory: residuals and other state; the caller commits the changes.
+            group: the ranks. None is the default group, or this process alone if torch.distributed
+                is not initialised.
+            average: take the mean; if False, the sum.
+            step: number of the step, equal on all ranks, for random numbers.
+            on_nonfinite: used by codecs with `finds_nonfinite` only; None does not look.
         """
         ranks = resolve_group(group, type(self).__name__)
         return self._start(grad_N, memory, StartOptions(ranks, average, step, on_nonfinite))
 
     def _start(self, grad_N: Tensor, memory: CodecMemory, how: StartOptions) -> Pending[Tensor]:
-        """See `start`, which a codec may also have of its own."""
+        """Implement `start`. A codec may override `start` instead."""
         raise NotImplementedError(f"{type(self).__name__} has no start")
 
     def find_zeros(
         self, grad_N: Tensor, memory: CodecMemory, reached: Callable[[], Tensor | None]
     ) -> float:
-        """Note in the memory which blocks may not be zero, before `start`.
+        """Note in the memory which blocks may be non-zero. Called before `start`.
 
         Args:
             grad_N: the gradient.
-            memory: of the codec.
-            reached: gives the rows that are known not to be zero, as `nonzero_blocks`, or None.
+            memory: memory of the codec.
+            reached: returns the bitmap of the rows that may be non-zero, in the format of
+                `nonzero_blocks`, or None if these are not known.
 
         Returns:
-            Share of the blocks that may not be zero; 0 for codecs that do not `skips_zeros`.
+            Share of the blocks that may be non-zero; 0 for codecs without `skips_zeros`.
         """
         return 0.0
 
-    # -- codecs in its place ---------------------------------------------------------------------
+    # -- substitutes for a codec -----------------------------------------------------------------
 
     def with_density(self, density: float) -> Codec:
-        """The same codec that sends another share of the elements; others as they are."""
+        """Return a sparse codec with another density; other codecs return themselves."""
         return self
 
     def skipping_zeros(self) -> Codec:
-        """The same with rows that are zero everywhere left out, where that changes no bit."""
+        """Return a codec that skips rows of zeros, if no bit of the result changes by that."""
         return self
 
     def keeping_zeros(self) -> Codec:
-        """The same with all rows."""
+        """Return the codec that sends all rows."""
         return self
 
     def alone(self) -> Codec:
-        """In its place where no other rank holds the parameters."""
+        """Return the codec to use if no other rank holds the parameters."""
         return Unsent()
 
 
 @dataclass(frozen=True)
 class Unsent(Codec):
-    """All of the gradient and of what is owed, for what no other rank has; whatever the group.
+    """Sends nothing: the result is the gradient plus the residual, whatever the group.
+
+    For parameters that no other rank holds.
 
     Args:
-        momentum: of the codec in whose place it stands.
+        momentum: momentum of the codec that it replaces.
     """
 
     name: ClassVar[str] = "unsent"
@@ -227,12 +230,12 @@ class Unsent(Codec):
 
 
 def nothing_to_do() -> Calls:
-    """The rehearsal of what is sent as it is."""
+    """Return the rehearsal of a codec that sends gradients unchanged."""
     return lambda: None, lambda: None
 
 
 def with_velocity(grad_N: Tensor, memory: CodecMemory, momentum: float | None) -> Tensor:
-    """For a step that leaves nothing out: momentum as the optimizer would have it."""
+    """Apply momentum as an optimizer would, in a step in which a sparse codec sends everything."""
     if momentum is None:
         return grad_N
     velocity_N = memory.tensor("velocity")
@@ -240,31 +243,31 @@ def with_velocity(grad_N: Tensor, memory: CodecMemory, momentum: float | None) -
 
 
 class PayloadCodec(Codec):
-    """A codec that turns a gradient into one row of bytes, and back.
+    """A codec that encodes a gradient as one row of bytes.
 
-    A subclass needs a `name` and the three abstract methods; everything else follows. Where it is
-    `shardable`, each rank adds up one shard of the gradient and codes the sum again; otherwise all
-    ranks get all payloads.
+    A subclass needs a `name` and the three abstract methods. If it is `shardable`, each rank adds
+    up one shard of the gradient and encodes the sum again. Otherwise all ranks receive all
+    payloads.
     """
 
     @property
     def align(self) -> int:
-        """A part of a gradient that is coded alone is a whole number of so many elements."""
+        """Divisor of the number of elements of a part that is encoded on its own."""
         return 1
 
     @property
     def stochastic(self) -> bool:
-        """True if it rounds at random, and `encode` wants an `rng_state`."""
+        """True if it rounds at random, so that `encode` needs an `rng_state`."""
         return False
 
     @property
     def needs_feedback(self) -> bool:
-        """True if what payloads leave out must be kept: the rest alone is too little."""
+        """True if training needs the residual, because payloads leave out too much."""
         return False
 
     @abstractmethod
     def payload_bytes(self, numel: int) -> int:
-        """Length of the payload of so many elements, which depends on nothing else."""
+        """Return the length of the payload of `numel` elements, which must not depend on data."""
 
     @abstractmethod
     def encode(
@@ -274,20 +277,20 @@ class PayloadCodec(Codec):
         *,
         rng_state: Tensor | None = None,
     ) -> Tensor:
-        """uint8, of `payload_bytes` elements.
+        """Encode a tensor plus a residual as uint8 of `payload_bytes` elements.
 
         Args:
             x_N: float32, bfloat16 or float16; not changed.
-            residual_N: float32, added to x before; overwritten with what the payload leaves out.
+            residual_N: float32, added to x, then overwritten with what the payload leaves out.
             rng_state: int64 [4], only for codecs that are `stochastic`.
         """
 
     @abstractmethod
     def decode_add_(self, out_N: Tensor, payload: Tensor) -> None:
-        """Add what a payload stands for to float32 numbers."""
+        """Decode a payload and add it to float32 numbers."""
 
     def coding(self) -> Coding:
-        """The codec as collectives take it: as it is, where it is a `Coding` itself."""
+        """Return the codec as a `Coding` for collectives: itself, or wrapped if it is none."""
         return self if isinstance(self, Coding) else _PayloadCoding(self)
 
     def sent_bytes(self, numel: int, world_size: int) -> int:
@@ -313,7 +316,8 @@ class PayloadCodec(Codec):
             payload = coding.encode(grad_N, residual_N, rng_state=rng_state)
             out_N = torch.empty_like(grad_N, dtype=torch.float32)
             return start_gather_sum(payload, out_N, coding, group, average, operation=operation)
-        # The kept tensors are only read, so that nothing has to be restored.
+        # `restores=False` is safe, because the memory rolls back after an error: its kept tensors
+        # are only read.
         return start_all_reduce(
             grad_N,
             self.coding(),
@@ -326,13 +330,16 @@ class PayloadCodec(Codec):
         )
 
     def _states(self, memory: CodecMemory, size: int, rank: int) -> States:
-        """Residuals of this rank and of its shard of the sum; read where they lie, if possible."""
+        """Return the residuals of this rank and of its shard of the sum, without a copy if it can.
+
+        `restores` of the collective is off, so the kept tensors themselves are never written.
+        """
         if not self.feeds_back:
             return States()
         shard = shard_numel(memory.numel, size, self.align)
         kinds = ("residual", "server") if size > 1 else ("residual",)
         fits = size == 1 or memory.keeps_shard(rank * shard, shard)
-        # The operator has no factor.
+        # A residual in other units must be multiplied by a factor, which collectives cannot do.
         found = memory.read_write(*kinds) if fits and memory.factor("residual") == 1.0 else None
         if found is not None:
             names = {"server": "server_residual", "server_in": "server_residual_in"}
@@ -341,7 +348,11 @@ class PayloadCodec(Codec):
         return States(residual_N, memory.shard(rank * shard, shard) if size > 1 else None)
 
     def passes(self, world_size: int) -> tuple[float, float]:
-        """See `Codec`: P shards of N / P elements come in, and their sums go out, or P payloads."""
+        """See `Codec`.
+
+        A shardable codec encodes N elements and a sum of N / P, and decodes P shards and P sums.
+        Another codec encodes N elements and decodes P payloads.
+        """
         return (1.0 + 1.0 / world_size, 2.0) if self.shardable else (1.0, float(world_size))
 
     def rehearsal(self, grad_N: Tensor, memory: CodecMemory) -> Calls:
@@ -359,7 +370,7 @@ class PayloadCodec(Codec):
 
 @dataclass(frozen=True)
 class _PayloadCoding(Coding):
-    """A `PayloadCodec` as `Coding`, with payloads that begin where any number may lie."""
+    """A `PayloadCodec` as a `Coding`, with payloads padded to a multiple of 16 bytes."""
 
     codec: PayloadCodec
 
@@ -385,7 +396,8 @@ class _PayloadCoding(Coding):
         if residual_N is not None and residual_in is not None:
             residual_N.copy_(residual_in)
         if rng_state is not None:
-            # Pieces of one tensor round differently.
+            # The codec counts random numbers from 0 in each piece, so `first` changes the key, and
+            # pieces of one tensor do not round alike.
             rng_state = rng_state + torch.tensor([0, first, 0, 0], device=rng_state.device)
         payload = self.codec.encode(x_N, residual_N, rng_state=rng_state)
         length = self.codec.payload_bytes(x_N.numel())

@@ -1,6 +1,6 @@
 """Codec that keeps the largest elements of each chunk, of the gradient or of its cosine transform.
 
-Shape suffixes: C chunks of L elements, k kept ones each, N elements.
+Shape suffixes: C chunks of L elements, k of them kept in each chunk, N elements.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _MOST_TRANSFORMED = 1024
 
 @dataclass(frozen=True)
 class ChunkedTopK(PayloadCodec):
-    """The k largest of each chunk of elements, in 2 bits or float32, with error feedback.
+    """Sends the k largest elements of each chunk, in 2 bits or float32, with error feedback.
 
-    A chunk of L elements takes k ceil(log2 L) / 8 bytes for places. Its values take 4 k bytes, or 2
-    k / 8 + 4: a sign, one of two magnitudes, and these in bfloat16. With `decay` the residual is a
-    momentum: what is kept of it shrinks by that factor each time, as SparseLoCo and DeMo have it in
-    the place of a momentum of their own.
+    A chunk of L elements takes k ceil(log2 L) / 8 bytes for places. With 32 bits its values take
+    4 k bytes. With 2 bits they take 2 k / 8 + 4 bytes: each value is a sign and one of two
+    magnitudes, and a chunk has both magnitudes in bfloat16. The residual is multiplied by `decay`
+    before the gradient is added, which makes it a momentum. SparseLoCo and DeMo use it as theirs.
 
     Args:
         k: elements kept of a chunk.
-        chunk: L; the last chunk is filled up with zeros.
-        bits: of a value, 2 or 32.
+        chunk: L; the last chunk is padded with zeros.
+        bits: bits of a value, 2 or 32.
         dct: keep the largest coefficients of the orthonormal cosine transform (DCT-II) of each
-            chunk, of 1024 elements at most.
-        decay: of the residual.
+            chunk, which may then have at most 1024 elements.
+        decay: factor on the residual in each step.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -65,7 +65,7 @@ class ChunkedTopK(PayloadCodec):
         check_rule(owner, "decay", self.decay, "in [0, 1]", 0.0 <= self.decay <= 1.0)
 
     def _sizes(self, numel: int) -> tuple[int, int, int]:
-        """Bytes of the places, codes or values, and magnitudes of a payload."""
+        """Return the bytes of a payload's places, of its codes or values, and of its magnitudes."""
         chunks = -(-numel // self.chunk)
         count = chunks * self.k
         places = math.ceil(count * self._width / 8)
@@ -96,7 +96,7 @@ class ChunkedTopK(PayloadCodec):
         found_CL = padded.view(-1, self.chunk)
         if self.dct:
             found_CL = found_CL @ _cosines(self.chunk, total_N.device).T
-        # In the order of their places, so that equal inputs have equal payloads.
+        # Places are sorted so that equal inputs have equal payloads.
         places_Ck = found_CL.abs().topk(self.k, dim=1).indices.sort(dim=1).values
         values_Ck = found_CL.gather(1, places_Ck)
         payload = torch.cat([_pack(places_Ck.flatten(), self._width), *self._coded(values_Ck)])
@@ -122,7 +122,8 @@ class ChunkedTopK(PayloadCodec):
     def _add(self, out_N: Tensor, payload: Tensor, factor: float) -> None:
         chunks = -(-out_N.numel() // self.chunk)
         places, codes, magnitudes = payload.split(self._sizes(out_N.numel()))
-        # Bytes of another rank: a place past the chunk would be written outside.
+        # Places come from another rank. One past the end of the chunk would be written out of
+        # bounds.
         places_Ck = _unpack(places, chunks * self.k, self._width).view(chunks, self.k)
         places_Ck = places_Ck.clamp(max=self.chunk - 1)
         if self.bits == 32:
@@ -140,13 +141,13 @@ class ChunkedTopK(PayloadCodec):
 
 
 def _mean_of(sizes_Ck: Tensor, mask_Ck: Tensor) -> Tensor:
-    """Mean of the marked ones of each row; 0 where there is none."""
+    """Return the mean of the marked elements of each row; 0 for a row without any."""
     return (sizes_Ck * mask_Ck).sum(dim=1) / mask_Ck.sum(dim=1).clamp(min=1)
 
 
 @functools.lru_cache(maxsize=8)
 def _cosines(length: int, device: torch.device) -> Tensor:
-    """The matrix of the orthonormal DCT-II: coefficients of x are `matrix @ x`."""
+    """Return the matrix of the orthonormal DCT-II: the coefficients of x are `matrix @ x`."""
     row = torch.arange(length, dtype=torch.float64)
     matrix = torch.cos(math.pi / length * row[:, None] * (row + 0.5)) * math.sqrt(2 / length)
     matrix[0] /= math.sqrt(2)
@@ -154,12 +155,12 @@ def _cosines(length: int, device: torch.device) -> Tensor:
 
 
 def _pack(numbers_n: Tensor, width: int) -> Tensor:
-    """The lowest `width` bits of each number, one after the other, the lowest bit first."""
+    """Pack the lowest `width` bits of each number, the lowest bit first."""
     bits = (numbers_n[:, None] >> torch.arange(width, device=numbers_n.device)) & 1
     return ops.pack_bits(bits)
 
 
 def _unpack(packed: Tensor, count: int, width: int) -> Tensor:
-    """The numbers of `_pack`, int64."""
+    """Unpack `count` numbers of `_pack`, as int64."""
     rows = unpacked_bits(packed, count * width).view(count, width).long()
     return (rows << torch.arange(width, device=packed.device)).sum(dim=1)

@@ -1,6 +1,6 @@
-"""Codecs that add gradients up as they are: all, the blocks that are not zero, or every bit coded.
+"""Codecs that sum gradients unchanged: all elements, non-zero blocks, or losslessly compressed.
 
-Shape suffixes: N elements of a flat gradient, B blocks that are not zero, or bytes of a payload.
+Shape suffixes: N elements of a flat gradient, B non-zero blocks, or B bytes of a payload.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moe_ext.compression.collectives.lossless import start_all_reduce
 from moe_ext.compression.collectives.quantized import shard_numel
 from moe_ext.compression.feedback import CodecMemory
 
-# Bytes of four of float32 that normally distributed numbers take.
+# Share of the bytes of float32 that `Lossless` sends for normally distributed numbers.
 _SHARE = 26.8 / 32
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -38,7 +38,7 @@ class Dense(Codec):
     """A plain all-reduce.
 
     Args:
-        dtype: "fp32" sends a gradient as it is, "bf16" and "fp16" round it on the way.
+        dtype: "fp32" sends a gradient unchanged; "bf16" and "fp16" round it before it is sent.
     """
 
     feeds_back: ClassVar[bool] = False
@@ -61,7 +61,7 @@ class Dense(Codec):
 
     @property
     def finds_nonfinite(self) -> bool:
-        """See `Codec`; a number that only overflows in half precision is searched for before."""
+        """See `Codec`. False for "fp16": the caller searches for numbers that overflow in it."""
         return self.dtype != "fp16"
 
     @property
@@ -101,15 +101,15 @@ class Dense(Codec):
 def _to_send(
     x_N: Tensor, dtype: torch.dtype, factor: float, on_nonfinite: OnNonfinite | None
 ) -> Tensor:
-    """A gradient times a factor as it travels; in place where it has that dtype."""
+    """Round and scale a gradient for sending; in place if it already has the dtype."""
     if on_nonfinite is None:
-        # Rounded before it is scaled, as the hooks of torch do: what they overflow, this does.
+        # Rounding comes before scaling, as in torch's hooks, so that the same numbers overflow.
         sent_N = x_N.to(dtype)
         return sent_N if factor == 1.0 else sent_N.mul_(factor)
     sent_N = x_N if x_N.dtype == dtype else torch.empty_like(x_N, dtype=dtype)
     if bool(ops.scale_into_(sent_N, x_N, scale=factor)):
         on_nonfinite(sent_N)
-        # So that every rank finds it without a search.
+        # NaN in the first element of the sum tells every rank without a search.
         sent_N[0] = math.nan
     return sent_N
 
@@ -121,21 +121,22 @@ def dense_reduction(
     dtype: str = "fp32",
     on_nonfinite: OnNonfinite | None = None,
 ) -> Pending[Tensor]:
-    """All-reduce; a mean is scaled first, as DDP does. The result is in `x_N`.
+    """Start an all-reduce. For a mean, x is scaled before it is sent, as DDP does.
 
     Args:
-        x_N: overwritten.
+        x_N: overwritten with the result.
         group: the ranks.
-        average: the mean, or the sum.
-        dtype: as of `Dense`.
-        on_nonfinite: see `OnNonfinite`; the first element of the result is NaN on every rank then.
-            None does not look.
+        average: take the mean; if False, the sum.
+        dtype: as `Dense`.
+        on_nonfinite: see `OnNonfinite`. If it is called, the first element of the result is NaN on
+            every rank. None does not look.
     """
     operation = f"all-reduce in {dtype}"
     group = resolve_group(group, operation)
     size = group_size(group)
     sent = _DTYPES[dtype] or x_N.dtype
-    # Half precision may hold all numbers, and not their sum: that travels as a mean.
+    # A sum may overflow in float16 although each number fits. The ranks then reduce the mean, and
+    # multiply it by their number on arrival.
     back = size if sent == torch.float16 and x_N.dtype != sent and not average else 1
     factor = 1.0 / size if average or back > 1 else 1.0
     sent_N = _to_send(x_N, sent, factor, on_nonfinite)
@@ -150,11 +151,11 @@ def dense_reduction(
 
 @dataclass(frozen=True)
 class BlockSparse(Codec):
-    """Only blocks that are not zero on some rank; exact.
+    """Sends only blocks that are non-zero on at least one rank; exact.
 
     Args:
-        block: elements of a block; "row" takes those of one index of the first dimension of a
-            parameter, which is a row of an embedding or one expert of several.
+        block: elements of a block; "row" makes a block of each index of the first dimension of a
+            parameter, which is a row of an embedding or one of several experts.
     """
 
     name: ClassVar[str] = "block_sparse"
@@ -170,7 +171,7 @@ class BlockSparse(Codec):
         check_rule("BlockSparse", "block", block, "'row' or at least 1", block == "row" or counts)
 
     def sent_bytes(self, numel: int, world_size: int) -> int:
-        """See `Codec`; the most it can be, since the rest depends on the gradient."""
+        """See `Codec`; an upper bound, because the true number depends on the gradient."""
         block = 256 if isinstance(self.block, str) else self.block
         bitmap = (world_size - 1) * bitmap_bytes(numel, block)
         return Dense().sent_bytes(numel, world_size) + bitmap
@@ -180,7 +181,7 @@ class BlockSparse(Codec):
         return 3 * (world_size - 1)
 
     def _block_of(self, memory: CodecMemory) -> int:
-        """Elements of a block."""
+        """Return the elements of a block."""
         if not isinstance(self.block, str):
             return self.block
         shape = memory.shapes[0]
@@ -188,7 +189,7 @@ class BlockSparse(Codec):
 
     def _start(self, grad_N: Tensor, memory: CodecMemory, how: StartOptions) -> Pending[Tensor]:
         """See `Codec`."""
-        # The owed part may lie in blocks that nothing was added to.
+        # A residual may be non-zero in blocks that the gradient's bitmap does not mark.
         bitmap = None if memory.take_owed(grad_N) else memory.bitmap
         found = block_sparse_all_reduce_(
             grad_N,
@@ -222,15 +223,15 @@ class BlockSparse(Codec):
     ) -> float:
         """See `Codec`.
 
-        Rows that the router has not reached are looked at, too: a penalty on the weights reaches
-        them, or another layer.
+        Rows that the router has not reached are searched as well, because a penalty on the weights
+        or another layer that shares them may add to their gradients.
         """
         block = self._block_of(memory)
         knows = self.block == "row" and memory.packing.window is None
         bitmap = reached() if knows else None
         num_blocks = -(-grad_N.numel() // block)
         if bitmap is None or ops.block_indices(bitmap).numel() < num_blocks:
-            # Takes no time where a block begins with other numbers than zero.
+            # The search of a block ends at its first non-zero element.
             seen = ops.nonzero_blocks(grad_N, block=block)
             bitmap = seen if bitmap is None else bitmap | seen
         memory.bitmap = bitmap
@@ -239,10 +240,10 @@ class BlockSparse(Codec):
 
 @dataclass(frozen=True)
 class Lossless(Codec):
-    """Every bit, with exponents in two or three bits instead of eight.
+    """Sends every bit, with exponents in two or three bits instead of eight.
 
-    Float32 takes 0.84 of its bytes, float16 0.86, bfloat16 0.67. The sum is that of
-    `lossless_all_reduce_`. Float64 is reduced as by `Dense`.
+    Messages take 0.84 of the bytes of float32, 0.86 of float16, 0.67 of bfloat16. The sum is that
+    of `lossless_all_reduce_`. Float64 is reduced as by `Dense`.
     """
 
     name: ClassVar[str] = "lossless"
@@ -251,7 +252,7 @@ class Lossless(Codec):
     linear: ClassVar[bool] = True
 
     def sent_bytes(self, numel: int, world_size: int) -> int:
-        """See `Codec`; of float32 in a normal distribution, since the rest depends on the data."""
+        """See `Codec`; an estimate for normally distributed float32, as lengths depend on data."""
         if world_size == 1:
             return 0
         payload = int(4 * _SHARE * shard_numel(numel, world_size, 1)) + 64
@@ -269,7 +270,7 @@ class Lossless(Codec):
         return start_all_reduce(grad_N, how.group, how.average, operation="Lossless")
 
     def passes(self, world_size: int) -> tuple[float, float]:
-        """See `Codec`: shards come from all others, and their sums go to all others."""
+        """See `Codec`: a rank decodes P - 1 shards of N / P elements, then P - 1 sums of shards."""
         return 1.0, 2.0 * (world_size - 1) / world_size
 
     def rehearsal(self, grad_N: Tensor, memory: CodecMemory) -> Calls:

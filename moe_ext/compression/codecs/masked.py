@@ -1,6 +1,6 @@
-"""Codecs of pruned weights: only what a mask keeps, and two of four.
+"""Codecs for pruned weights: elements that a mask keeps, and two of four neighbours.
 
-Shape suffixes: N elements of a flat gradient, n of them that are kept.
+Shape suffixes: N elements of a flat gradient, n of them kept.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True, eq=False)
 class Masked(Codec):
-    """A plain all-reduce of the elements that a mask keeps; the others are zero in the result.
+    """A plain all-reduce of the elements that a mask keeps; other elements become zero.
 
-    All ranks have the same mask, so that no indices travel. It is compared when a bucket is made,
-    and by `Pruning.update`.
+    No indices are sent, because all ranks have the same mask. Ranks compare masks when a bucket is
+    made, and in `Pruning.update`.
 
     Args:
-        mask: of the one parameter that it is for, as `Pruning.codecs` gives them.
+        mask: mask of the one parameter that this codec reduces, as from `Pruning.codecs`.
     """
 
     name: ClassVar[str] = "masked"
@@ -44,7 +44,7 @@ class Masked(Codec):
     mask: ElementMask
 
     def __repr__(self) -> str:
-        """Alike on ranks with the same mask."""
+        """Return a text that is equal on ranks with the same mask, for comparison over ranks."""
         return f"Masked({self.mask.count} elements, checksum {self.mask.checksum})"
 
     def sent_bytes(self, numel: int, world_size: int) -> int:
@@ -78,13 +78,13 @@ class Masked(Codec):
 
 @dataclass(frozen=True)
 class TwoOfFour(PayloadCodec):
-    """Values of which two in four neighbours are zero, with two bits for the place of each; exact.
+    """Sends two of four neighbours, and two bits for the place of each; the other two must be zero.
 
-    For masks that not all ranks know: 9/16 of the bytes of bfloat16. Where they do, `Masked` and
-    `pack_fsdp_messages` send half. -0.0 comes back as 0.0.
+    Exact, except that -0.0 becomes 0.0. For masks that not all ranks know: a message takes 9/16 of
+    the bytes of bfloat16. If all ranks know the mask, `Masked` and `pack_fsdp_messages` send half.
 
     Args:
-        dtype: "bf16", "fp16" or "fp32", of what is sent.
+        dtype: dtype of the sent values, "bf16", "fp16" or "fp32".
 
     Raises:
         ValueError: by `encode`, for another dtype, or for four neighbours with three values.
@@ -101,7 +101,7 @@ class TwoOfFour(PayloadCodec):
         check_choice("TwoOfFour", "dtype", self.dtype, tuple(_DTYPES))
 
     def payload_bytes(self, numel: int) -> int:
-        """See `PayloadCodec`: values, and a bit an element, which is two bits a value."""
+        """See `PayloadCodec`: values, and one bit per element, which is two bits per value."""
         whole = -(-numel // 8) * 8
         return whole // 2 * _DTYPES[self.dtype].itemsize + whole // 8
 
@@ -115,7 +115,8 @@ class TwoOfFour(PayloadCodec):
         """See `PayloadCodec`."""
         dtype = _DTYPES[self.dtype]
         check_rule("TwoOfFour", "x", x_N.dtype, str(dtype), x_N.dtype == dtype)
-        # Plus zero: products with a mask leave -0.0.
+        # Products with a mask may be -0.0, which `pack_bits` counts as non-zero. Adding zero turns
+        # -0.0 into 0.0.
         x_N = torch.nn.functional.pad(x_N, (0, -x_N.numel() % 8)) + 0.0
         bitmap = _completed(x_N.device)[ops.pack_bits(x_N).int()]
         if bool((bitmap == 0).any()):
@@ -138,7 +139,7 @@ class TwoOfFour(PayloadCodec):
 
 @functools.cache
 def _completed(device: torch.device) -> Tensor:
-    """For each byte of a bitmap, the byte with two bits in each half; 0 where a half has three."""
+    """Map each byte of a bitmap to one with two bits set in each half; to 0 if a half has three."""
 
     def half(bits: int) -> int:
         for place in range(4):

@@ -1,4 +1,4 @@
-"""PowerSGD as a codec: torch's own hook, behind the policy that the other codecs have.
+"""PowerSGD as a codec: runs torch's DDP hook, with residual and Q in the codec's memory.
 
 Shape suffixes: N elements of a flat gradient, B matrices of one shape, n by m, r their rank.
 """
@@ -41,32 +41,32 @@ class _Matrices(NamedTuple):
 class PowerSGD(Codec):
     r"""Low-rank factors of matrices, with error feedback and warm start.
 
-    Each matrix :math:`M = g + e` is sent as :math:`P Q^T`: :math:`P = M Q` is summed over ranks and
-    orthogonalised, :math:`Q = M^T P` is averaged and is what the next step starts from, and
-    :math:`e = M - P Q^T` stays. Stacked experts ``[E, n, m]`` are factored one by one (batched);
-    other parameters of more than two dimensions as ``[n, all others]``. A parameter that is too
-    small for a gain of ``min_compression_rate`` is reduced densely in the same step.
+    Each matrix :math:`M = g + e` is sent as :math:`P Q^T`. :math:`P = M Q` is summed over ranks and
+    orthogonalised. :math:`Q = M^T P` is averaged, and the next step starts from it. The residual
+    keeps :math:`e = M - P Q^T`. Stacked experts ``[E, n, m]`` are factored one by one (batched);
+    other parameters of more than two dimensions are flattened to ``[n, all others]``. A parameter
+    that is too small for a gain of ``min_compression_rate`` is reduced densely in the same step.
 
-    The algorithm is `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook`; residual and Q are
-    kept with those of the other codecs, by parameter name: DDP may rebuild its buckets, a step that
-    fails leaves both as they were, and both are in the `state_dict`. Hence there is no
-    ``start_powerSGD_iter`` of at least 2, a warm-up of the state does the same. A column of Q that
-    has become zero, since no token reached an expert for a step, starts anew from random numbers;
-    it would stay zero for ever. All of them do after a step with another rank.
+    The algorithm is `torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook`. Residual and Q are
+    kept by parameter name, as for other codecs: DDP may rebuild its buckets, a step that fails
+    leaves both unchanged, and the `state_dict` holds both. Torch's ``start_powerSGD_iter`` is
+    therefore not needed; a warm-up of the state replaces it. A column of Q that has become zero,
+    because no token reached an expert for a step, starts anew from random numbers; otherwise it
+    would stay zero for ever. All columns start anew if the rank r has changed.
 
-    On CPU `start` returns when the result is there: torch's hook waits for one message in the
-    callback of another, which with two buckets at a time blocks all of Gloo's threads.
+    On CPU `start` waits for the result, because torch's hook waits for one message in the callback
+    of another. With two buckets at a time this would block all of Gloo's threads.
 
     Args:
         rank: r, columns of P and Q; 1 to 4 for image models, up to 32 for transformers.
-        min_compression_rate: n m over (n + m) r must be above it.
+        min_compression_rate: a matrix is factored if n m is larger than (n + m) r times this rate.
         warm_start: start from the last Q, not from random numbers.
-        feedback: keep the error.
-        epsilon: added to the norm of a column before it is divided by it, for ranks up to 2.
-        seed: of the random numbers.
+        feedback: keep the error in the residual.
+        epsilon: added to the norm by which a column is divided, for ranks r up to 2.
+        seed: seed of the random numbers.
 
     Raises:
-        ValueError: a number out of its range.
+        ValueError: a number is out of its range.
 
     Deterministic, with the same bits on all ranks.
 
@@ -84,7 +84,7 @@ class PowerSGD(Codec):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range."""
+        """Raise ValueError for a number out of its range."""
         check_numbers_of_fields(self)
         rate, epsilon = self.min_compression_rate, self.epsilon
         check_rule("PowerSGD", "rank", self.rank, "at least 1", self.rank >= 1)
@@ -98,30 +98,31 @@ class PowerSGD(Codec):
         return self.feedback
 
     def sent_bytes(self, numel: int, world_size: int) -> int:
-        """Bytes that leave a rank in one all-reduce, if the gradient were one square matrix."""
+        """See `Codec`; an estimate, as if the gradient were one square matrix."""
         side = math.isqrt(max(numel, 1))
         coded = 2 * side * min(self.rank, side)
         sent = coded if coded * self.min_compression_rate < numel else numel
         return all_reduce_bytes(4 * sent, world_size)
 
     def num_rounds(self, world_size: int) -> int:
-        """Messages that follow each other: all-reduces of what is dense, of P and of Q."""
+        """See `Codec`: all-reduces of the dense parameters, of P and of Q follow each other."""
         return 6 * (world_size - 1)
 
     def matrices_of(self, shapes: Sequence[torch.Size]) -> list[tuple[int, ...]]:
-        """The matrices that parameters are taken as, in order: ``(n, m)``, or ``(n,)`` if dense."""
+        """Return the matrices into which parameters are split: ``(n, m)``, or ``(n,)`` if dense."""
         found: list[tuple[int, ...]] = []
         for shape in shapes:
             found += [self._matrix(part) for part in self._parts(shape)]
         return found
 
     def _start(self, grad_N: Tensor, memory: CodecMemory, how: StartOptions) -> Pending[Tensor]:
-        """See `Codec`; the result has the dtype of the gradient."""
+        """See `Codec`. The result has the dtype of the gradient."""
         group, size = how.group, group_size(how.group)
         x_N = grad_N.reshape(-1).float()
         residual_N = memory.whole_residual() if self.feedback else None
         if (size == 1 or not self.feedback) and memory.has("residual"):
-            # A rank alone loses nothing; without feedback another codec has left it.
+            # The residual is sent once and cleared. One rank loses nothing, and without feedback
+            # the residual stems from another codec.
             owed_N = memory.whole_residual()
             x_N = x_N + owed_N
             owed_N.zero_()
@@ -133,7 +134,8 @@ class PowerSGD(Codec):
             state.error_dict[0] = residual_N
         self._record(plan, x_N, size)
         views = self._views(memory.pieces(x_N))
-        # The part of a bucket of DDP that torch's hook uses: the last one only for its statistics.
+        # Stands in for a DDP bucket, with the methods that torch's hook calls. The hook needs
+        # `is_last` for its statistics only.
         bucket: Any = SimpleNamespace(
             buffer=lambda: x_N, gradients=lambda: views, index=lambda: 0, is_last=lambda: False
         )
@@ -142,7 +144,8 @@ class PowerSGD(Codec):
             reduced_N: Tensor = found
             if residual_N is not None:
                 residual_N.copy_(state.error_dict[0])
-                # Torch keeps there how far a rank was from the mean, of which nothing is owed.
+                # For dense parameters torch stores the difference between this rank's gradient and
+                # the mean. Nothing was left out of that mean, so the residual is zero.
                 for view in self._views(memory.pieces(residual_N)):
                     if view.dim() == 1:
                         view.zero_()
@@ -159,7 +162,7 @@ class PowerSGD(Codec):
         return reduction
 
     def passes(self, world_size: int) -> tuple[float, float]:
-        """See `Codec`: factors are multiplied for the result, and for what they leave out."""
+        """See `Codec`: factors are multiplied once for the result, and once for the residual."""
         return 1.0, 2.0
 
     def rehearsal(self, grad_N: Tensor, memory: CodecMemory) -> Calls:
@@ -188,7 +191,7 @@ class PowerSGD(Codec):
         return (math.prod(shape),)
 
     def _parts(self, shape: torch.Size) -> list[torch.Size]:
-        """The parameter, or the experts that it stacks."""
+        """Return the shape of a parameter, or the shapes of the experts that it stacks."""
         if len(shape) == 3 and self._gains(shape[1], shape[2]):
             return [torch.Size(shape[1:])] * shape[0]
         return [shape]
@@ -202,7 +205,7 @@ class PowerSGD(Codec):
         return found
 
     def _plan(self, shapes: Sequence[torch.Size]) -> list[_Matrices]:
-        """The matrices that are factored, in the order of torch's hook: by shape."""
+        """Return the matrices that are factored, grouped by shape in the order of torch's hook."""
         counts: dict[tuple[int, ...], int] = {}
         for shape in self.matrices_of(shapes):
             if len(shape) == 2:
@@ -212,7 +215,7 @@ class PowerSGD(Codec):
     def _state(
         self, plan: list[_Matrices], memory: CodecMemory, group: ProcessGroup | None, step: int
     ) -> tuple[_State, Tensor | None]:
-        """The hook's state, and where the next step will look for Q."""
+        """Return the hook's state, and the tensor that keeps Q for the next step."""
         state = _State(self, group, step)
         numel = sum(count * cols * rank for count, _, cols, rank in plan)
         if not self.warm_start or numel == 0:
@@ -220,7 +223,7 @@ class PowerSGD(Codec):
         is_first = not memory.has(_FACTORS)
         warm = memory.tensor(_FACTORS, numel)
         if warm.numel() != numel:
-            # The rank was another: a cost model has changed its mind, or a state was loaded.
+            # The rank r has changed, by a cost model or by a loaded state.
             is_first, warm = True, memory.fresh(_FACTORS, numel)
         if not is_first:
             generator = torch.Generator().manual_seed(state.rng.randint(1_000_000_000))
@@ -242,7 +245,7 @@ class PowerSGD(Codec):
 def _without_zero_columns(
     warm: Tensor, plan: list[_Matrices], generator: torch.Generator
 ) -> Tensor:
-    """A copy of all Qs in which columns of zeros are random; no synchronisation."""
+    """Copy all Qs, with random numbers in columns of zeros; no host synchronisation."""
     found, start = [], 0
     for count, _, cols, rank in plan:
         numel = count * cols * rank
@@ -256,18 +259,18 @@ def _without_zero_columns(
 
 
 class _Numbers:
-    """Seeds for torch's hook, which asks a numpy generator for them; numpy is optional here."""
+    """Stands in for the numpy generator from which torch's hook draws seeds; numpy is optional."""
 
     def __init__(self, seed: int, step: int) -> None:
         self._generator = torch.Generator().manual_seed((int(seed) << 32) + step + 1)
 
     def randint(self, high: int) -> int:
-        """One below `high`."""
+        """Draw a number in [0, high)."""
         return int(torch.randint(high, (), generator=self._generator, device="cpu"))
 
 
 class _State(PowerSGDState):
-    """The state of one call; what lives longer is in the codec's memory."""
+    """State of torch's hook for one call. The codec's memory keeps residual and Q between calls."""
 
     def __init__(self, codec: PowerSGD, group: ProcessGroup | None, step: int) -> None:
         self.process_group = group
@@ -275,7 +278,8 @@ class _State(PowerSGDState):
         self.start_powerSGD_iter = 0
         self.min_compression_rate = codec.min_compression_rate
         self.use_error_feedback = codec.feedback
-        # Otherwise the hook drops Q, which is dropped with this state anyway.
+        # `PowerSGD._state` decides if the hook starts from the last Q. With False here, the hook
+        # would clear `q_memory_dict`, from which `finish` reads Q.
         self.warm_start = True
         self.orthogonalization_epsilon = codec.epsilon
         self.batch_tensors_with_same_shape = True

@@ -1,4 +1,4 @@
-"""Codecs of few bits an element.
+"""Codecs with few bits per element.
 
 Shape suffixes: N elements of a flat gradient.
 """
@@ -28,12 +28,10 @@ from moe_ext.compression.collectives.quantized import BLOCKS
 
 @dataclass(frozen=True)
 class Rounded(Coding, PayloadCodec):
-    """Numbers of bfloat16 that are summed in float32, with error feedback.
-
-    Unlike `Dense` in bfloat16, which sums as it sends.
+    """Sends bfloat16 and sums in float32, with error feedback. (`Dense` sums in bfloat16.)
 
     Args:
-        feedback: keep what rounding lost.
+        feedback: keep the rounding error in the residual.
     """
 
     name: ClassVar[str] = "bf16"
@@ -76,16 +74,16 @@ class Rounded(Coding, PayloadCodec):
 
 @dataclass(frozen=True)
 class Quantize(QuantizedCoding, PayloadCodec):
-    """Blocks of few bits with a scale each, summed in float32 by the owner of a shard.
+    """Sends blocks of few bits with one scale each; the owner of a shard sums in float32.
 
     Args:
         format: "int8", "int6", "int4", "int3", "int2", "fp8" (e4m3) or "sign".
-        block: elements that share a scale, a power of two from 64 to 1024; None for one scale a
+        block: elements that share a scale, a power of two from 64 to 1024; None for one scale per
             payload (see `quantized_all_reduce_`), not for signs.
-        stochastic: round up or down at random, which is right in expectation, instead of to the
-            nearest.
-        feedback: keep what rounding lost, on the ranks and on the owners, and send it with the
-            next gradient. Without it nothing has to be stored, and what is lost is lost.
+        stochastic: round up or down at random, without bias, instead of to the nearest.
+        feedback: keep the rounding errors, those of this rank and those of its shard of the sum,
+            and send them with the next gradient. If False, no residual is stored and the errors
+            are lost.
     """
 
     format: str = "int8"
@@ -114,7 +112,7 @@ class Quantize(QuantizedCoding, PayloadCodec):
 
     @property
     def finds_nonfinite(self) -> bool:
-        """See `Codec`; it shows in the residuals."""
+        """See `Codec`. NaN and infinity show in the residuals, so these are needed."""
         return self.feedback
 
     @property
@@ -125,13 +123,13 @@ class Quantize(QuantizedCoding, PayloadCodec):
 
 @dataclass(frozen=True)
 class Outliers(PayloadCodec):
-    """The largest elements exactly, and codes of few bits for the rest.
+    """Sends the largest elements exactly, and few bits per element for the rest.
 
-    For weights, of which few are large: without these the scale of a block is smaller, and so is
-    the error of all others.
+    For weights, of which few are large. Without the large elements the scale of a block is smaller,
+    and so is the error of the other elements.
 
     Args:
-        format: of the rest, as of `Quantize`, without signs.
+        format: format of the rest, as `Quantize`, except "sign".
         fraction: share of the elements that are exact, in (0, 1).
         block: elements that share a scale.
 
@@ -201,7 +199,7 @@ class Outliers(PayloadCodec):
 
 @dataclass(frozen=True)
 class OneBit(Quantize):
-    """Signs with the mean magnitude of each block, and error feedback.
+    """Sends signs and the mean magnitude of each block, with error feedback.
 
     For momentum rather than for gradients of Adam (see `moe_ext.optim.OneBitAdam`).
 

@@ -1,4 +1,4 @@
-"""Codecs by name. To add one, write its class in a file and register it here, or from outside.
+"""Registry of codecs by name. A new codec is a class, registered here or by its user.
 
 Shape suffixes: N elements of a flat gradient.
 """
@@ -31,7 +31,7 @@ def register_codec(name: str, factory: CodecFactory) -> None:
 
     Args:
         name: as for ``CompressionState(codec=name)``; the same on every rank.
-        factory: makes the codec from the density that the user wants, which most have no use for.
+        factory: makes the codec from a density, which only sparse codecs use.
 
     Raises:
         ValueError: the name is taken.
@@ -41,12 +41,12 @@ def register_codec(name: str, factory: CodecFactory) -> None:
 
 
 def codec_names() -> tuple[str, ...]:
-    """Names that policies and states take; "auto" chooses between codecs."""
+    """Return the names that policies and states accept; "auto" chooses between codecs."""
     return (*_factories, "auto")
 
 
 def codec_of(codec: str | Codec, density: float = 0.01, *, owner: str = "codec_of") -> Codec:
-    """The codec of a name.
+    """Make the codec of a name.
 
     Args:
         codec: a name, or a codec, which is returned.
@@ -54,7 +54,7 @@ def codec_of(codec: str | Codec, density: float = 0.01, *, owner: str = "codec_o
         owner: for error messages.
 
     Raises:
-        ValueError: an unknown name, or "auto", which is no codec but a choice between some.
+        ValueError: the name is unknown, or is "auto", which stands for a choice between codecs.
     """
     if isinstance(codec, str):
         check_choice(owner, "codec", codec, tuple(_factories))
@@ -65,7 +65,7 @@ def codec_of(codec: str | Codec, density: float = 0.01, *, owner: str = "codec_o
 
 
 def rate_name(codec: Codec) -> str:
-    """Name of a codec in a `CostTable`; its repr if its options are not those of the name."""
+    """Return the name of a codec in a `CostTable`, or its repr if options are not the defaults."""
     named = codec.name in codec_names()[:-1] and codec_of(codec.name) == codec
     return codec.name if named else repr(codec)
 
@@ -75,17 +75,17 @@ def rehearsal_of(
     device: torch.device | str = "cpu",
     memory_of: MemoryFactory | None = None,
 ) -> Rehearsal:
-    """Encode and decode calls for `CostTable.measure`, of float32 gradients and a residual.
+    """Return encode and decode calls for `CostTable.measure`, of float32 gradients and a residual.
 
     Args:
         codec: the codec to rehearse.
-        device: of the gradients.
-        memory_of: makes what ``codec.rehearsal`` takes as memory; None for `Codec.new_memory`.
+        device: device of the gradients.
+        memory_of: makes the memory for ``codec.rehearsal``; None for `Codec.new_memory`.
     """
 
     def rehearse(numel: int) -> tuple[int, int, Callable[[], object], Callable[[], object]]:
         generator = torch.Generator().manual_seed(0)
-        # Random, so that nothing is known of the next step: a constant would compress too well.
+        # Numbers are random, because a constant gradient would compress too well.
         grad_N = torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu").to(
             device
         )
@@ -101,7 +101,7 @@ def _quantize(format: str, density: float) -> Codec:
 
 
 def _powersgd(density: float) -> Codec:
-    # Imports torch's hook, which needs numpy.
+    # torch's PowerSGD hook needs numpy, so it is imported only on demand.
     from moe_ext.compression.codecs.powersgd import PowerSGD
 
     return PowerSGD()

@@ -1,6 +1,6 @@
 """Codecs that send some elements with their indices, and keep the others in the residual.
 
-Shape suffixes: N elements of a flat gradient, K selected ones.
+Shape suffixes: N elements of a flat gradient, K selected elements.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from moe_ext.ops.topk import scope_size_of
 
 # Above this share of selected elements a dense message is smaller than values with indices.
 _DENSE_ABOVE = 0.5
-# Slots that a threshold may fill beyond what it aims at.
+# Ratio of the slots of a message to the number of elements that a threshold aims at.
 _CAPACITY_FACTOR = 1.25
 
 
 class _Sparse(PayloadCodec):
     """Base of `TopK` and `Threshold`, which differ in the selection.
 
-    A payload alone holds the largest elements of all that it is made of: what a threshold, a
-    velocity or the scopes of several parameters need is in the memory that `start` is given.
+    `encode` selects the largest elements of the whole tensor, because it has no memory. A
+    threshold, a velocity and scopes by parameter need the memory that `start` receives.
     """
 
     finds_nonfinite: ClassVar[bool] = True
@@ -74,19 +74,19 @@ class _Sparse(PayloadCodec):
     def select(
         self, grad_N: Tensor, memory: CodecMemory, *, check_finite: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Values and indices that leave this rank; the residual keeps the rest."""
+        """Return the values and indices that this rank sends; the residual keeps the rest."""
 
     def _capacity(self, numel: int) -> int:
-        """Number of elements that are sent of so many."""
+        """Return the number of pairs that are sent for `numel` elements."""
         return num_selected(numel, self.density)
 
     def with_density(self, density: float) -> Codec:
         """See `Codec`."""
-        # Its subclasses are dataclasses.
+        # `replace` needs a dataclass; this class is none, but every subclass is one.
         return replace(self, density=density)  # type: ignore[type-var]
 
     def coding(self) -> Coding:
-        """See `PayloadCodec`; ValueError for what payloads alone do not hold."""
+        """See `PayloadCodec`; ValueError for options that need the memory of `start`."""
         for option, value, plain in (
             ("momentum", self.momentum, None),
             ("scope", self.scope, "bucket"),
@@ -126,7 +126,7 @@ class _Sparse(PayloadCodec):
         return self.density > _DENSE_ABOVE
 
     def _layout(self, count: int, numel: int, world_size: int) -> tuple[SparseLayout, str]:
-        """Sizes of the messages, and the algorithm that sends them."""
+        """Return the sizes of the messages, and the algorithm that sends them."""
         layout = SparseLayout(count, numel, world_size, self.value_codec)
         return layout, layout.choose(self.algorithm, may_split=True)
 
@@ -153,7 +153,7 @@ class _Sparse(PayloadCodec):
             return dense_reduction(x_N, how.group, how.average, on_nonfinite=how.on_nonfinite)
         values_K, indices_K = self._select_finite(grad_N, memory, how.on_nonfinite)
         size = group_size(how.group)
-        # The gradient has gone into the selection and the residual.
+        # The selection and the residual hold the gradient by now, so the result may overwrite it.
         out_N = grad_N if grad_N.dtype == torch.float32 and grad_N.is_contiguous() else None
         regions = None
         if self._layout(values_K.shape[0], memory.numel, size)[1] == "split":
@@ -178,7 +178,10 @@ class _Sparse(PayloadCodec):
     def _select_finite(
         self, grad_N: Tensor, memory: CodecMemory, on_nonfinite: OnNonfinite | None
     ) -> tuple[Tensor, Tensor]:
-        """Selects; from zeros where something is not finite, since this step fails anyway."""
+        """Select elements; if one is not finite, report it and select from zeros.
+
+        The step fails in that case, but other ranks still wait for this rank's message.
+        """
         if on_nonfinite is None:
             return self.select(grad_N, memory)
         try:
@@ -192,7 +195,7 @@ class _Sparse(PayloadCodec):
         return self.select(torch.zeros_like(grad_N), memory)
 
     def _whole(self, grad_N: Tensor, memory: CodecMemory) -> Tensor:
-        """The numbers that the operators select from."""
+        """Return the numbers that the operators select from: gradient, velocity and residual."""
         for kind, factor in (("velocity", self.momentum), ("residual", 1.0)):
             kept_N = memory.kept(kind)
             if factor is not None and kept_N is not None:
@@ -200,7 +203,7 @@ class _Sparse(PayloadCodec):
         return grad_N
 
     def _arguments(self, memory: CodecMemory) -> dict[str, Any]:
-        """Arguments of the operators: residual, velocity, and where to write them."""
+        """Return the residual and the velocity for the operators, as tensors to read and write."""
         kinds = ["residual"] if self.momentum is None else ["residual", "velocity"]
         common: dict[str, Any] = {"momentum": self.momentum or 0.0}
         found = memory.read_write(*kinds)
@@ -228,12 +231,12 @@ class _Sparse(PayloadCodec):
 
 
 def num_selected(numel: int, density: float) -> int:
-    """Number of elements of a scope that are sent: rounded up, so that a small one sends some."""
+    """Return how many elements of a scope are sent, rounded up so that a small scope sends one."""
     return min(numel, math.ceil(density * numel))
 
 
 def _pieces_of(states: dict[str, Any], memory: CodecMemory) -> list[dict[str, Any]]:
-    """The arguments of the operators for each parameter."""
+    """Split the arguments of the operators by parameter."""
     cut = {k: memory.pieces(x) if isinstance(x, Tensor) else x for k, x in states.items()}
     return [
         {name: x[i] if isinstance(x, list) else x for name, x in cut.items()}
@@ -243,16 +246,16 @@ def _pieces_of(states: dict[str, Any], memory: CodecMemory) -> list[dict[str, An
 
 @dataclass(frozen=True)
 class TopK(_Sparse):
-    """The largest elements with their indices; the rest stays in the residual.
+    """Sends the largest elements with their indices; the residual keeps the rest.
 
     Args:
-        density: share of the elements to send, in [0, 1]; above one half everything is sent
-            densely, since indices would cost more than the zeros.
-        scope: which elements compete: all of the "bucket", those of a "parameter", of a "row", of
-            an "expert" (one index of the first dimension), or a number of neighbours.
-        algorithm: of `sparse_all_reduce`.
-        value_codec: what values travel as: "fp32" or a smaller format; what it loses stays in the
-            residual.
+        density: share of the elements to send, in [0, 1]. Above one half everything is sent
+            densely, because indices would take more bytes than zeros.
+        scope: elements that compete with each other: all of the "bucket", of a "parameter", of a
+            "row", of an "expert" (one index of the first dimension), or a number of neighbours.
+        algorithm: algorithm of `sparse_all_reduce`.
+        value_codec: format of the sent values, "fp32" or a smaller format; the residual keeps the
+            rounding error.
         momentum: momentum correction and factor masking; the optimizer then runs without momentum.
 
     Reference: Lin et al., Deep Gradient Compression, 2018 (arXiv 1712.01887).
@@ -302,11 +305,13 @@ class TopK(_Sparse):
 
 @dataclass(frozen=True)
 class Threshold(_Sparse):
-    """All elements above a threshold that is carried from step to step: one pass, no search.
+    """Sends all elements above a threshold that is carried from step to step.
+
+    The selection is one pass without a search.
 
     Args:
-        density: share of the elements that the threshold aims at; a quarter more has room.
-        algorithm: of `sparse_all_reduce`.
+        density: share of the elements that the threshold aims at; up to a quarter more are sent.
+        algorithm: algorithm of `sparse_all_reduce`.
         value_codec: as `TopK`.
         momentum: as `TopK`.
 
@@ -328,12 +333,13 @@ class Threshold(_Sparse):
     ) -> tuple[Tensor, Tensor]:
         """See `Codec.start`."""
         kept = memory.kept("threshold")
-        # NOTE: only on CPU, where looking waits for nothing.
+        # NOTE: the value is read on CPU only. On other devices this would be a host
+        # synchronisation.
         known = kept is not None and (kept.device.type != "cpu" or float(kept) > 0.0)
         threshold = memory.tensor("threshold", 1).view(())
         if not known:
-            # The first step searches once for what later ones carry; gradients of zero tell
-            # nothing, and a threshold of zero would stay.
+            # The first threshold is found by a search, and later steps adapt it. A threshold of
+            # zero, after gradients of zero, would stay zero, so the search is repeated.
             owed_N = memory.whole_residual() + grad_N
             start = ops.topk_compress_(
                 owed_N, torch.zeros_like(owed_N), num_selected(memory.numel, self.density)

@@ -346,8 +346,8 @@ def start_all_reduce(
         restores: an error leaves x and the residuals unchanged. If False, x is overwritten while
             messages are still underway, and no residual is copied.
         on_nonfinite: called at the end with a tensor that holds NaN or infinity, if any was found:
-            the new residual, or a tensor of infinity if only the sum over ranks overflowed. Needs a
-            coding that passes NaN on to residuals, both residuals, and a CPU. None does not look.
+            x or the new residual, or infinity if only the sum over ranks overflowed. Needs a CPU,
+            both residuals, and a coding that turns NaN into NaN residuals. None does not look.
     """
     size, numel, states = group_size(group), x.numel(), states.flat()
     if size == 1 or numel == 0:
@@ -388,7 +388,7 @@ def start_all_reduce(
 def _find_nonfinite(states: States, on_nonfinite: Callable[[Tensor], None]) -> None:
     """Call `on_nonfinite` if a new residual is not finite.
 
-    The search is needed because sums of scales may overflow although all residuals are finite.
+    The sums that `looks` asks for are a hint alone: a sum of finite numbers may overflow, too.
     """
     owed, of_sum = states.residual, states.server_residual
     assert owed is not None and of_sum is not None
