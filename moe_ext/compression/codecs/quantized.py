@@ -28,7 +28,7 @@ from moe_ext.compression.collectives.quantized import BLOCKS
 
 @dataclass(frozen=True)
 class Rounded(Coding, PayloadCodec):
-    """Sends bfloat16 and sums in float32, with error feedback. (`Dense` sums in bfloat16.)
+    """Sends bfloat16 and sums in float32, with error feedback. `Dense("bf16")` sums in bfloat16.
 
     Args:
         feedback: keep the rounding error in the residual.

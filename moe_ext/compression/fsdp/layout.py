@@ -1,7 +1,8 @@
-"""The places of an FSDP module's parameters in its messages, and which of them are compressed.
+"""Layout of an FSDP module's parameters in its messages: compressed and dense parts.
 
-Shape suffixes: P ranks of the group, S elements of a rank's shard, Q of its packed part that is
-compressed (each parameter padded to whole blocks), D of the part that is sent as it is.
+Shape suffixes: P ranks of the group, S elements of a rank's shard, Q elements of its packed part,
+which is compressed (each parameter padded to whole blocks), D elements of its dense part, which is
+sent uncompressed.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ KeepDense = Callable[[str, nn.Module, nn.Parameter], bool]
 
 
 def keep_small_dense(name: str, owner: nn.Module, param: nn.Parameter) -> bool:
-    """The default rule: norms, biases and routers are sent as they are.
+    """Return True for norms, biases and routers, which are not compressed by default.
 
     Args:
-        name (str): of the parameter in the model.
-        owner (nn.Module): the module that holds it.
-        param (nn.Parameter): of any kind, sharded or not.
+        name (str): name of the parameter in the model.
+        owner (nn.Module): the module that holds the parameter.
+        param (nn.Parameter): the parameter, sharded or not.
 
     Returns:
-        bool: True for parameters of one dimension, those whose name ends in "bias" (of stacked
-        experts), and those of a router.
+        bool: True for parameters of one dimension, parameters whose name ends in "bias" (of stacked
+        experts), and parameters of a router.
     """
     return param.dim() <= 1 or name.endswith("bias") or isinstance(owner, Router)
 
@@ -43,12 +44,12 @@ class Segment:
     """One parameter in the shard of a rank.
 
     Attributes:
-        name: of the parameter in the model, "" where parameters are not told apart.
-        start: its first element in the shard.
-        numel: its elements there, padding included.
-        packed_start: its first element in the part it belongs to.
-        compressed: which of the two parts.
-        source: the parameter, None where parameters are not told apart.
+        name: name of the parameter in the model; "" if the segment is a whole message.
+        start: offset of the segment in the shard.
+        numel: elements of the segment in the shard, padding included.
+        packed_start: offset of the segment in the packed or the dense part.
+        compressed: True if the segment is in the packed part, False if in the dense part.
+        source: the parameter; None if the segment is a whole message.
     """
 
     name: str
@@ -60,10 +61,10 @@ class Segment:
 
 
 class ShardLayout:
-    """Splits shards into what is compressed and what is not, and puts them together again."""
+    """Splits shards into a packed and a dense part, and joins the parts again."""
 
     def __init__(self, segments: Sequence[Segment], block: int) -> None:
-        """Take segments in the order of the message."""
+        """Store the segments, which must be in the order of the message."""
         self.segments = tuple(segments)
         self.block = block
         self.shard_numel = sum(segment.numel for segment in segments)
@@ -81,15 +82,15 @@ class ShardLayout:
         return (segment for segment in self.segments if segment.compressed)
 
     def pack(self, flat: Tensor, num_shards: int) -> tuple[Tensor, Tensor]:
-        """Copies the two parts out of shards that follow each other.
+        """Copy the two parts out of consecutive shards.
 
         Args:
             flat (Tensor[P * S]): contiguous.
             num_shards (int): P.
 
         Returns:
-            Packed part ``[P, Q]`` (a view of ``flat`` where it is all of it; read only), and dense
-            part ``[P, D + 1]``, where a zero behind each shard is for the sender's status.
+            Packed part ``[P, Q]``, read-only (a view if it is all of ``flat``), and dense part
+            ``[P, D + 1]``. The last element of each dense row is 0, room for the sender's status.
         """
         flat_PS = flat.view(num_shards, self.shard_numel)
         dense_PD = flat.new_zeros((num_shards, self.dense_numel + 1))
@@ -100,7 +101,7 @@ class ShardLayout:
         return packed_PQ, dense_PD
 
     def unpack_(self, flat: Tensor, packed_PQ: Tensor, dense_PD: Tensor) -> None:
-        """Writes the two parts back into shards; the arguments as `pack` returns them."""
+        """Write the two parts, in the shapes that `pack` returns, back into shards."""
         self._copy(flat.view(packed_PQ.shape[0], self.shard_numel), packed_PQ, dense_PD, back=True)
 
     def _copy(self, flat_PS: Tensor, packed_PQ: Tensor, dense_PD: Tensor, *, back: bool) -> None:
@@ -117,12 +118,12 @@ class ShardLayout:
     def partial_blocks(
         self, first_shard: int, num_shards: int, device: torch.device
     ) -> PartialBlocks:
-        """The blocks of packed parts, ``[P, Q]``, that a parameter ends in, in some of its shards.
+        """Find the blocks of the packed parts ``[P, Q]`` of some shards that hold padding.
 
         Args:
-            first_shard (int): the first of the shards.
+            first_shard (int): number of the first shard.
             num_shards (int): P.
-            device (torch.device): of the result.
+            device (torch.device): device of the result.
         """
         key = (first_shard, num_shards, device)
         if key not in self._partial:
@@ -130,7 +131,7 @@ class ShardLayout:
             for segment in self.compressed:
                 numel = segment.numel if segment.source is None else segment.source.shape.numel()
                 for row in range(num_shards):
-                    # FSDP pads the last shards, and packing pads all of them.
+                    # FSDP pads the last shards of a parameter, and packing pads every shard.
                     left = numel - (first_shard + row) * segment.numel
                     stop = segment.packed_start + min(max(left, 0), segment.numel)
                     is_padding_PQ[row, segment.packed_start : stop] = False
@@ -140,9 +141,9 @@ class ShardLayout:
 
 @dataclass(kw_only=True, eq=False)
 class LayoutFinder:
-    """The layouts of one FSDP module's messages.
+    """Finds the layouts of one FSDP module's messages.
 
-    It names the parameters of ``module`` as ``model`` does, else as the module itself does.
+    Names of the parameters of ``module`` are those in ``model``, or in the module if there is none.
     """
 
     op: str
@@ -176,14 +177,14 @@ class LayoutFinder:
         return {"keep_dense": name, "min_numel": self.min_numel}
 
     def parameters(self) -> list[tuple[str, ManagedParameter]]:
-        """Names and parameters, in the order of the messages."""
+        """Return names and parameters, in the order of the messages."""
         if self.module is None:
             return []
         entries = managed_parameters(self.module)
         return [(f"{self._names.get(e.owner, '')}.{e.name}".lstrip("."), e) for e in entries]
 
     def logical_names(self) -> dict[str, str]:
-        """Names of experts that are a module each, to those in the model of all ranks."""
+        """Map local names of experts that are a module each to their names in the whole model."""
         return {} if self._root is None else spread_names(self._root)
 
     def find(
@@ -193,19 +194,19 @@ class LayoutFinder:
         trainable_only: bool,
         frozen_only: bool = False,
     ) -> ShardLayout | None:
-        """The layout of a message.
+        """Find the layout of a message.
 
         Args:
-            shard_numel (int): S, elements of a rank's shard in it.
-            trainable_only (bool): it holds gradients, hence nothing of frozen parameters.
+            shard_numel (int): S, elements of a rank's shard in the message.
+            trainable_only (bool): the message holds gradients, so it has no frozen parameters.
             frozen_only (bool): compress frozen parameters alone.
 
         Returns:
-            ShardLayout | None: None where the message does not hold what it should, since a
-            parameter took no part in the backward pass; a warning tells so once.
+            ShardLayout | None: None if the message does not have the length of its parameters, for
+            instance because one took no part in the backward pass. A warning says so once.
         """
         if self.module is None:
-            # All compressed, as one.
+            # Parameters are not known, so the whole message is one compressed segment.
             whole = Segment("", 0, shard_numel, 0, True, None)
             return ShardLayout([whole] if shard_numel else [], self.block)
         entries = self.parameters()
@@ -231,7 +232,7 @@ class LayoutFinder:
     def build(
         self, entries: list[tuple[str, ManagedParameter]], *, frozen_only: bool = False
     ) -> ShardLayout:
-        """The layout of a message of some of the parameters."""
+        """Build the layout of a message that holds the given parameters."""
         segments: list[Segment] = []
         start, ends = 0, {True: 0, False: 0}
         for name, entry in entries:

@@ -1,4 +1,4 @@
-"""The ledger of one model's messages: what they owe, and whether a backward pass was finite.
+"""The ledger of one model's messages: their residuals, and whether a backward pass was finite.
 
 Shape suffixes: see `layout`.
 """
@@ -15,12 +15,12 @@ from moe_ext.comm.collectives import all_reduce_
 from moe_ext.compression.feedback import FeedbackStore, Packing
 from moe_ext.compression.fsdp.layout import ShardLayout
 
-# A gradient above this counts as overflowed: adding the residual must not reach infinity.
+# Largest magnitude of a gradient that counts as finite. Gradient plus residual must not overflow.
 LARGEST_GRADIENT = 1e38
 
 
 def is_finite(flat: Tensor) -> Tensor:
-    """Tensor[]: whether every element is finite and small enough; no synchronisation."""
+    """Return a 0-d bool tensor: no magnitude is above `LARGEST_GRADIENT`. No host sync."""
     if flat.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=flat.device)
     largest = torch.linalg.vector_norm(flat, float("inf"), dtype=torch.float32)
@@ -28,7 +28,7 @@ def is_finite(flat: Tensor) -> Tensor:
 
 
 class ShardPacking(Packing):
-    """Packing of the compressed parameters of a layout in P shards, ``[P, Q]``."""
+    """Packing of the compressed parameters of a layout into P shards, ``[P, Q]``."""
 
     def __init__(self, layout: ShardLayout, num_shards: int) -> None:
         self._segments = [segment for segment in layout.compressed if segment.numel]
@@ -37,7 +37,7 @@ class ShardPacking(Packing):
         self.numel = self.shape.numel()
 
     def by_parameter(self, flat_N: Tensor) -> list[Tensor]:
-        """``[P, elements of the parameter's shard]`` of each parameter, views."""
+        """Return views of each parameter, ``[P, elements of the parameter's shard]``."""
         packed_PQ = flat_N.view(self.shape)
         return [packed_PQ.narrow(1, s.packed_start, s.numel) for s in self._segments]
 
@@ -53,15 +53,16 @@ class Residual:
     """The residual of one message, by parameter, in the store of a ledger."""
 
     def __init__(self, store: FeedbackStore, key: int) -> None:
-        """Nothing is owed."""
+        """Start without a residual."""
         self._store, self._key = store, key
         self.layout: ShardLayout | None = None
         self._names: tuple[str, ...] = ()
 
     def open(self, layout: ShardLayout, num_shards: int, device: torch.device) -> Tensor:
-        """The residual of this step ``[P, Q]``, float32, to change in place."""
+        """Return the residual of this step ``[P, Q]``, float32, to change in place."""
         if layout is not self.layout:
-            # Also after a parameter was frozen, or was no longer: the store moves what is owed.
+            # The layout changes when a parameter is frozen or unfrozen. The store then moves the
+            # residuals by name.
             names = (segment.name for segment in layout.compressed if segment.numel)
             self.layout, self._names = layout, tuple(f"{self._key}.{name}" for name in names)
         packing = ShardPacking(layout, num_shards)
@@ -70,12 +71,12 @@ class Residual:
 
     @property
     def kept(self) -> Tensor | None:
-        """The residual as the last step has left it, ``[P * Q]``."""
+        """The residual after the last step, ``[P * Q]``; None if there is none."""
         memory = self._store.memories.get(self._names)
         return None if memory is None else memory.kept("residual")
 
     def by_name(self) -> dict[str, Tensor]:
-        """Name to what is owed after the last step ``[P, elements of its shard]``, views."""
+        """Map each name to its residual after the last step, a view [P, elements of its shard]."""
         kept = self.kept
         if kept is None:
             return {}
@@ -84,7 +85,7 @@ class Residual:
         return dict(zip(names, pieces, strict=True))
 
     def put(self, layout: ShardLayout, packed_PQ: Tensor | None) -> None:
-        """Owe this, or nothing, after the last step."""
+        """Replace the residual of the last step; None clears it."""
         if packed_PQ is None and self.kept is None:
             return
         if packed_PQ is not None:
@@ -95,14 +96,14 @@ class Residual:
 
 
 class StepLedger:
-    """Knows when one backward pass ends, and whether every message of it was finite.
+    """Finds the end of each backward pass, and whether all of its messages were finite.
 
-    A pass ends where a message is sent for the second time, or where `settle` is called. What
-    messages owe is then kept, or what the pass has changed of it is dropped.
+    A pass ends when a module sends its message for the second time, or when `settle` is called.
+    Changes of residuals are committed if the pass was finite, and rolled back otherwise.
     """
 
     def __init__(self) -> None:
-        """No message yet."""
+        """Start without messages."""
         self._store = FeedbackStore()
         self._num_residuals = 0
         self._finite: list[Tensor] = []
@@ -112,12 +113,12 @@ class StepLedger:
         self._since: Tensor | None = None
         self._was_asked = False
         self._failed = False
-        # True if a message that is sent as it is owes something.
+        # True if a message of this pass was sent uncompressed while its residual was kept back.
         self._left_out = False
         self.flushing = False
 
     def new_residual(self) -> Residual:
-        """A residual for another message."""
+        """Make the residual of another message."""
         self._num_residuals += 1
         return Residual(self._store, self._num_residuals)
 
@@ -126,7 +127,7 @@ class StepLedger:
         self._groups.setdefault(id(group), group)
 
     def begin(self, sender: object, name: str) -> None:
-        """Note that a message is sent; settles the last pass where it belongs to a new one."""
+        """Note that a message is sent, and settle the last pass if the message begins a new one."""
         if id(sender) in self._senders:
             self.settle()
         if not self._senders and self._was_asked:
@@ -135,17 +136,17 @@ class StepLedger:
         self._senders[id(sender)] = name
 
     def note(self, finite: Tensor) -> None:
-        """Note how a message ended, a bool tensor of one element."""
+        """Note whether a message was finite, as a bool tensor of one element."""
         self._finite.append(finite)
 
     def leave_out(self, residual: Residual | None) -> None:
-        """Note that a message was sent without its residual; a flush goes on with the next pass."""
+        """Note that a message is sent without its residual, so that a flush must be repeated."""
         self._left_out |= residual is not None and residual.kept is not None
 
     def watch_whole(
         self, name: str, layout: ShardLayout | None, flat: Tensor, num_shards: int
     ) -> None:
-        """Note how a module's message ends that is sent as it is, shards one after the other."""
+        """Note whether a message that is sent uncompressed, as consecutive shards, is finite."""
         if layout is None:
             finite = is_finite(flat)
             self._note_bad(finite, [f"module {name!r}"])
@@ -156,7 +157,7 @@ class StepLedger:
     def watch_gradients(
         self, sender: object, name: str, gradients: Mapping[str, Tensor], group: ProcessGroup
     ) -> None:
-        """Note whether gradients that no message of a sender was asked about are finite."""
+        """Note whether gradients are finite that no gradient message has checked."""
         self.begin(sender, name)
         self.add_group(group)
         for parameter, grad in gradients.items():
@@ -167,21 +168,23 @@ class StepLedger:
     def guard(
         self, layout: ShardLayout, flat: Tensor, packed_PQ: Tensor, dense_PD: Tensor
     ) -> Tensor:
-        """Keeps what is not finite from the coders, which refuse it on one rank alone.
+        """Replace a message that is not finite by zeros, and mark it for all ranks.
+
+        Otherwise the encoder would raise on this rank alone, and the other ranks would wait.
 
         Args:
-            layout (ShardLayout): of the message.
+            layout (ShardLayout): layout of the message.
             flat (Tensor[P * S]): the message.
-            packed_PQ (Tensor): as `ShardLayout.pack` returns it.
-            dense_PD (Tensor): likewise, with one spare element a shard, that tells all ranks: NaN
-                where the message is not finite. Changed in place.
+            packed_PQ (Tensor): packed part, from `ShardLayout.pack`.
+            dense_PD (Tensor): dense part, from `ShardLayout.pack`; changed in place. The last
+                element of each row becomes NaN if the message is not finite.
 
         Returns:
-            Tensor[P, Q]: what to code, zeros where the message is not finite.
+            Tensor[P, Q]: the packed part to encode; zeros if the message is not finite.
         """
         finite = self._watch(layout, flat, packed_PQ.shape[0])
         if flat.is_cuda:
-            # Without waiting for the device.
+            # `torch.where` avoids a host synchronisation.
             dense_PD[:, -1] = torch.where(finite, 0.0, float("nan")).to(dense_PD.dtype)
             return torch.where(finite, packed_PQ, packed_PQ.new_zeros(()))
         if bool(finite):
@@ -190,10 +193,11 @@ class StepLedger:
         return torch.zeros_like(packed_PQ)
 
     def _watch(self, layout: ShardLayout, flat: Tensor, num_shards: int) -> Tensor:
-        """True if a message is finite; notes the names of parameters where it is not."""
+        """Return whether a message is finite, and note the names of parameters that are not."""
         finite = is_finite(flat)
         if flat.is_cuda:
-            # Without waiting for the device: names of single parameters would need that.
+            # All names are noted, because a search for the bad parameters would need a host
+            # synchronisation.
             self._note_bad(finite, sorted({segment.name for segment in layout.segments}))
         elif not bool(finite):
             flat_PS = flat.view(num_shards, layout.shard_numel)
@@ -202,34 +206,36 @@ class StepLedger:
         return finite
 
     def _note_bad(self, finite: Tensor, names: list[str]) -> None:
-        """Note which parameters are not finite on this rank, where the tensor is False."""
+        """Note that some parameters of this rank are not finite if the tensor is False."""
         key = tuple(names)
-        # Nobody may ever ask: what is noted must not grow with the steps.
+        # Each set of names has one tensor. The caller may never ask for the names, so notes must
+        # not pile up over the steps.
         self._bad[key] = finite & self._bad[key] if key in self._bad else finite
 
     def bad_parameters(self) -> list[str]:
-        """Parameters whose gradients were not finite on this rank, in the passes of `finite`."""
+        """Return parameters with non-finite gradients on this rank, in the passes of `finite`."""
         found = (n for names, finite in self._bad.items() if not bool(finite) for n in names)
         return list(dict.fromkeys(found))
 
     def fail(self) -> None:
-        """Count the pass as failed: an exception has stopped it."""
+        """Count the pass as failed, because an exception has stopped it."""
         self._failed = True
 
     def finite(self) -> bool:
-        """True if all passes since the last call were finite on every rank; ends the last pass.
+        """End the pass; return True if all passes since the last call were finite on every rank.
 
-        Gradients of several passes add up: a finite one does not make up for another.
+        Gradients of several passes add up, so a single pass that was not finite spoils the sum.
         """
         self.settle()
         self._was_asked = True
         return self._since is None or bool(self._since)
 
     def settle(self) -> None:
-        """End the pass: keep what it has left of the residuals, or put them back on every rank."""
+        """End the pass: commit the residuals, or roll them back on every rank."""
         if not self._senders:
             return
-        # After an exception there may be no rank to agree with.
+        # After an exception other ranks may never reach this point. The pass then counts as not
+        # finite without an agreement.
         finite = flushed = torch.zeros((), dtype=torch.bool)
         if not self._failed:
             finite, flushed = self._agree()
@@ -241,11 +247,11 @@ class StepLedger:
         self._senders.clear()
         self._failed = self._left_out = False
         if self.flushing:
-            # NOTE: device-to-host sync, after a pass that flushes.
+            # NOTE: device-to-host sync, only after a pass that flushes.
             self.flushing = not bool(finite & flushed)
 
     def _agree(self) -> tuple[Tensor, Tensor]:
-        """(all messages were finite, no message left out its residual), of all ranks."""
+        """Agree over ranks on two flags: all messages were finite; none left its residual out."""
         finite = torch.stack(self._finite).all()
         flags = torch.stack([finite, torch.full_like(finite, not self._left_out)]).to(torch.int32)
         for group in self._groups.values():

@@ -1,7 +1,7 @@
-"""Compressed messages for FSDP2: for weights, for gradients, and for these between nodes.
+"""Compressed messages for FSDP2: weights, gradients, and gradients between nodes.
 
-Shape suffixes: P ranks of the group, S elements of a rank's shard, Q of its packed part that is
-compressed, D of the part that is sent as it is.
+Shape suffixes: P ranks of the group, S elements of a rank's shard, Q elements of its packed part,
+which is compressed, D elements of its dense part, which is not.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class _Message:
 
     Args:
         made: class of the message, which error messages name.
-        format: of what is compressed.
-        given: arguments of its constructor by name, those of `LayoutFinder` among them.
+        format: format of the compressed part.
+        given: arguments of the constructor by name, including the arguments of `LayoutFinder`.
     """
 
     def __init__(self, made: type, format: str | PayloadCodec, given: Mapping[str, Any]) -> None:
@@ -74,20 +74,21 @@ class _Message:
         self._compared: set[ProcessGroup] = set()
         self.codec = _codec_of(op, format, block, density, feedback)
         self.coding = None if self.codec is None else self.codec.coding()
-        # A share of the elements is sent as whole blocks.
+        # A codec with a density takes its share of parameters that are padded to whole `block`s.
         takes_share = self.codec is None or self.codec.density is not None
         self.block = block if self.coding is None or takes_share else self.coding.align
         self.fills_padding = self.coding is not None and self.coding.means_of_blocks
         names = ("module", "name", "model", "keep_dense", "min_numel")
         where = {name: given[name] for name in names}
         self.finder = LayoutFinder(op=op, block=self.block, **where)
-        # All arguments but these are equal on every rank, and told by name.
+        # Arguments that `_options` leaves out, because ranks may differ in them or compare them in
+        # another way.
         apart = {"module", "name", "model", "ledger", "node_group", "return"}
         options = {name: given[name] for name in annotations if name not in apart}
         self._options: dict[str, object] = {**options, **self.finder.options}
 
     def _compare_options(self, group: ProcessGroup) -> None:
-        """Before the first message, since the bytes of all follow from the options."""
+        """Compare options before a group's first message; they determine the length of messages."""
         if group not in self._compared:
             Agreement(self.op, group).compare({"name": self.name, "options": self._options})
             self._compared.add(group)
@@ -95,14 +96,14 @@ class _Message:
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """A buffer for FSDP to send from or receive in."""
+        """Allocate a buffer that FSDP sends from or receives into."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 def _codec_of(
     op: str, format: str | PayloadCodec, block: int, density: float, feedback: bool
 ) -> PayloadCodec | None:
-    """A codec that takes any part of a gradient; None sends messages as they are."""
+    """Make a codec that accepts any part of a gradient; None if messages are not compressed."""
     codec: object = format
     if isinstance(format, str):
         if format == "none":
@@ -122,7 +123,7 @@ def _codec_of(
 
 
 class GradientMessage(_Message):
-    """Base of the messages of gradients: the ledger, and the steps that a message takes."""
+    """Base of gradient messages: residual, ledger, and the steps that all of them share."""
 
     def __init__(self, made: type, format: str | PayloadCodec, given: Mapping[str, Any]) -> None:
         super().__init__(made, format, given)
@@ -139,11 +140,12 @@ class GradientMessage(_Message):
         check_kind(op, "ledger", ledger, StepLedger)
         self.ledger = ledger if ledger is not None else StepLedger()
         self.residual = self.ledger.new_residual() if keeps else None
-        # Random numbers: equal elements of two modules must not be rounded alike.
+        # The random stream depends on the module's name, so that equal elements of two modules are
+        # not rounded alike.
         self.step, self._key = 0, zlib.crc32(self.name.encode()) & 0xFFFF
 
     def _reduce(self, out: Tensor, flat: Tensor, num_shards: int) -> None:
-        """Reduce shards that follow each other, ``[P * S]``, to one, ``[S]``."""
+        """Reduce consecutive shards, ``[P * S]``, to one, ``[S]``."""
         layout = None
         if self.codec is not None and flat.dtype in _CODED:
             layout = self.finder.find(out.numel(), trainable_only=True)
@@ -180,52 +182,52 @@ class GradientMessage(_Message):
 
     @abstractmethod
     def _send_whole(self, out: Tensor, flat: Tensor, layout: ShardLayout | None) -> None:
-        """Reduce a message as it is, and have the ledger watch it."""
+        """Reduce a whole message uncompressed, and have the ledger check that it is finite."""
 
     @abstractmethod
     def _reduce_dense(self, part: Tensor) -> Tensor:
-        """Reduce a part of every shard as it is, ``[P, n]`` to ``[n]``; may change it."""
+        """Reduce a part of every shard uncompressed, ``[P, n]`` to ``[n]``; may overwrite it."""
 
     @abstractmethod
     def _reduce_packed(
         self, packed_PQ: Tensor, owed_PQ: Tensor | None, layout: ShardLayout
     ) -> Tensor:
-        """Reduce the packed parts by codes to ``[Q]``, float32; changes what is owed."""
+        """Reduce the packed parts, compressed, to ``[Q]`` float32; update the residual in place."""
 
 
 class CompressedAllGather(_Message, AllGather):
-    """Gathers the weights of an FSDP module as codes of 8 or 4 bits (qwZ of ZeRO++).
+    """Gathers the weights of an FSDP module in 8 or 4 bits per element (qwZ of ZeRO++).
 
-    Every rank computes with the same bits, those that the codes stand for, its own shard included;
-    the shards themselves, which the optimizer changes, stay as they are. Weights are coded again
-    from them in every step, hence errors do not pile up.
+    Every rank computes with the same decoded weights, also for its own shard. The shards that the
+    optimizer updates stay exact, and each step encodes them again, so errors do not pile up.
 
-    Set it on each module by itself::
+    Set a separate object on each module::
 
         block.set_custom_all_gather(CompressedAllGather("int8", module=block))
 
-    Norms, biases and routers (``keep_dense``) travel beside the codes as they are, and a parameter
-    never shares a scale with another one. Where FSDP gathers over fewer ranks than it shards over
-    (``reshard_after_forward=<int>``, hpZ), the second gather stays inside a node and is not
-    compressed: the backward pass sees the bits of the forward pass. Messages in other dtypes than
-    float32, bfloat16 and float16 are not compressed.
+    Norms, biases and routers (``keep_dense``) are sent uncompressed in a second message. Two
+    parameters never share a scale. If FSDP gathers over fewer ranks than it shards over
+    (``reshard_after_forward=<int>``, hpZ), the gather for the backward pass stays inside a node. It
+    is not compressed, so that the backward pass sees the bits of the forward pass. Messages in
+    other dtypes than float32, bfloat16 and float16 are not compressed.
 
     Args:
-        format: "int8", "int6", "int4", "int3", "int2", "fp8", "bf16", or a `PayloadCodec`, also by
-            the name that it was registered with; "lossless" keeps every bit of all that is gathered
-            (see `lossless_all_gather`), "none" is FSDP's own message.
+        format: "int8", "int6", "int4", "int3", "int2", "fp8", "bf16", or a `PayloadCodec` or its
+            registered name. "lossless" keeps every bit of the whole message (see
+            `lossless_all_gather`), "none" is FSDP's own message.
         block (int): elements that share a scale.
-        module (FSDPModule): what it is set on; None takes a message as one tensor.
-        name (str): the module's, for messages of errors.
+        module (FSDPModule): the module whose messages these are; None treats a message as one
+            tensor.
+        name (str): name of the module, for error messages.
         model (nn.Module): gives parameters their names; None is ``module``.
-        keep_dense (callable): (name, owner, parameter) to bool, what is not compressed; default
-            `keep_small_dense`.
+        keep_dense (callable): (name, owner, parameter) to bool, True for parameters that are not
+            compressed; default `keep_small_dense`.
         min_numel (int): parameters of fewer elements are not compressed either.
         frozen_only (bool): compress only parameters that do not train
             (``zero_quantized_nontrainable_weights``).
 
     Raises:
-        ValueError: an unknown format or block; a format that needs error feedback.
+        ValueError: the format or block is unknown, or the format needs error feedback.
     """
 
     def __init__(
@@ -254,7 +256,7 @@ class CompressedAllGather(_Message, AllGather):
         group: ProcessGroup,
         async_op: bool = False,
     ) -> Work | None:
-        """Gathers ``[S]`` of every rank into ``[P * S]``, of which the former may be a part."""
+        """Gather ``[S]`` of every rank into ``[P * S]``. The input may be a view of the output."""
         self._compare_options(group)
         layout = None
         module = self.finder.module
@@ -282,7 +284,8 @@ class CompressedAllGather(_Message, AllGather):
     ) -> Pending[Tensor]:
         packed_1Q, dense_1D = layout.pack(shard, 1)
         if not shard.is_cuda and not bool(is_finite(shard)):
-            # The coder would refuse it on this rank alone, and the others would wait.
+            # The encoder would raise on this rank alone, and the other ranks would wait. They learn
+            # of it from NaN in the dense part.
             packed_1Q, dense_1D[:, -1] = torch.zeros_like(packed_1Q), float("nan")
         packed_PQ = shard.new_empty((group.size(), layout.packed_numel))
         beside = collectives.start_all_gather(dense_1D, group, operation=self.op)
@@ -309,24 +312,26 @@ class CompressedAllGather(_Message, AllGather):
 
 
 class CompressedReduceScatter(GradientMessage, ReduceScatter):
-    """Reduces the gradients of an FSDP module as codes (qgZ of ZeRO++).
+    """Reduces the gradients of an FSDP module, compressed (qgZ of ZeRO++).
 
-    Each rank sends to each other one the codes of its shard, which sums them in float32 in rank
-    order: the same bits in every run, and one rounding to the dtype of the message at the end.
-    AVG, SUM and PREMUL_SUM are understood, so that FSDP's own divide factors keep their meaning.
+    Each rank sends every other rank the encoded shard that the other rank owns. The owner sums in
+    float32 in rank order, with the same bits in every run, and rounds once to the dtype of the
+    message. AVG, SUM and PREMUL_SUM are supported, so that FSDP's divide factors keep their
+    meaning.
 
-    **Error feedback** keeps what rounding loses for the next step: 4 bytes for each element of the
-    whole (not the sharded) parameter on every rank, and as much again during a backward pass.
+    **Error feedback** keeps rounding errors for the next step. It takes 4 bytes for each element of
+    the whole (not the sharded) parameter on every rank, and as much again during a backward pass.
 
     **Gradients that are not finite** on any rank make the message's whole result NaN on every rank,
-    as a sum would. Residuals stay as they were before the backward pass (`FSDPCompression.finite`).
+    as a sum would. Residuals return to their state before the backward pass
+    (`FSDPCompression.finite`).
 
-    Set it on each module by itself::
+    Set a separate object on each module::
 
         block.set_custom_reduce_scatter(CompressedReduceScatter("int8", module=block))
 
-    Where a parameter took no part in the backward pass, FSDP leaves it out of its message without
-    saying which; that message is not compressed, and a warning tells so once
+    If a parameter took no part in the backward pass, FSDP leaves it out of the message and does not
+    say which it was. That message is not compressed, and a warning says so once
     (``set_reduce_scatter_unused_params`` of torch 2.13 avoids it).
 
     Args:
@@ -335,8 +340,8 @@ class CompressedReduceScatter(GradientMessage, ReduceScatter):
         block (int): elements that share a scale.
         error_feedback (bool): keep residuals; needs ``module``.
         stochastic (bool): round at random, so that the expected result is exact.
-        seed (int): of the random numbers.
-        ledger (StepLedger): shared by the messages of one model, None for one of its own.
+        seed (int): seed of the random numbers.
+        ledger (StepLedger): shared by the messages of one model; None makes one.
         module (FSDPModule): as `CompressedAllGather`.
         name (str): as `CompressedAllGather`.
         model (nn.Module): as `CompressedAllGather`.
@@ -344,8 +349,8 @@ class CompressedReduceScatter(GradientMessage, ReduceScatter):
         min_numel (int): as `CompressedAllGather`.
 
     Raises:
-        ValueError: an unknown format or block; signs or top-k without error feedback; error
-            feedback without a module; another reduction than those above.
+        ValueError: the format or block is unknown; signs or top-k have no error feedback; error
+            feedback has no module; the reduction is none of the three above.
 
     Reference: Wang et al., ZeRO++, 2023 (arXiv 2306.10209), section 3.3.
     """
@@ -377,7 +382,7 @@ class CompressedReduceScatter(GradientMessage, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> Work | None:
-        """Reduces ``[P * S]`` of every rank to its ``[S]``."""
+        """Reduce ``[P * S]`` of every rank to this rank's ``[S]``."""
         self._compare_options(group)
         self._group, self._reduce_op = group, op
         self._scale = collectives.reduce_scale(op, group.size(), self.op)
@@ -386,7 +391,8 @@ class CompressedReduceScatter(GradientMessage, ReduceScatter):
 
     def _send_whole(self, out: Tensor, flat: Tensor, layout: ShardLayout | None) -> None:
         self.ledger.watch_whole(self.name, layout, flat, self._group.size())
-        # Nothing in this message tells other ranks.
+        # An uncompressed message has no status for other ranks, so the group agrees on it at the
+        # end of the pass.
         self.ledger.add_group(self._group)
         collectives.reduce_scatter(
             flat, self._group, operation=self.op, op=self._reduce_op, out=out
@@ -426,42 +432,43 @@ class CompressedReduceScatter(GradientMessage, ReduceScatter):
 class CompressedAllReduce(GradientMessage):
     """Averages the gradients of an FSDP module over nodes, compressed; a hook for FSDP2.
 
-    FSDP shards and reduces inside a node, over its fast links; each rank then holds a shard of the
-    node's gradient, and this hook reduces it with the ranks of the same place in the other nodes::
+    FSDP shards and reduces inside a node, over its fast links, so that each rank holds a shard of
+    the node's gradient. This hook reduces the shard over the ranks that hold it in all nodes::
 
         mesh = init_device_mesh("cpu", (nodes, 8), mesh_dim_names=("node", "local"))
         fully_shard(block, mesh=mesh["local"])
         hook = CompressedAllReduce("topk", mesh["node"].get_group(), density=0.01, module=block)
         block.set_all_reduce_hook(hook)
 
-    The mesh that is given to FSDP has one dimension: with two, FSDP reduces between the nodes
+    The mesh that is given to FSDP must have one dimension. With two, FSDP reduces between the nodes
     itself, densely, before it calls a hook. Every node must start from the same weights.
 
-    Residuals are kept by parameter and sharded as it is (4 bytes for an element of the shard, and
-    as much again during a backward pass). The loss of the second rounding of a quantised all-reduce
-    is added to the residual of the rank that did it. Nothing is lost: the sum over steps of what
-    was applied, plus the mean over nodes of the residuals, is the sum of the dense means.
+    Residuals are kept by parameter, and sharded like the parameter: 4 bytes for each element of the
+    shard, and as much again during a backward pass. A quantised all-reduce rounds a second time;
+    the rank that does it adds the error to its residual. Nothing is lost: the applied gradients,
+    summed over steps, plus the mean over nodes of the residuals equal the sum of the dense means.
 
-    Gradients that are not finite: as `CompressedReduceScatter`.
+    Gradients that are not finite are treated as by `CompressedReduceScatter`.
 
     Args:
         codec: "int8", "int6", "int4", "int3", "int2", "fp8", "sign", "bf16", "topk", "none", or a
-            `PayloadCodec`, also by the name that it was registered with.
+            `PayloadCodec` or its registered name.
         node_group (ProcessGroup): the ranks that hold the same shard, one in each node.
         density (float): share of the shard's elements that top-k sends, in (0, 1].
         block (int): elements that share a scale.
-        error_feedback (bool): keep residuals; signs and top-k cannot do without.
-        average (bool): mean over nodes, else sum.
+        error_feedback (bool): keep residuals; signs and top-k need them.
+        average (bool): take the mean over nodes; if False, the sum.
         ledger (StepLedger): as `CompressedReduceScatter`.
-        module (FSDPModule): what it is set on; None takes a shard as one tensor, and cannot keep
-            residuals.
+        module (FSDPModule): the module whose gradients these are; None treats a shard as one
+            tensor, and cannot keep residuals.
         name (str): as `CompressedAllGather`.
         model (nn.Module): as `CompressedAllGather`.
         keep_dense (callable): as `CompressedAllGather`.
         min_numel (int): as `CompressedAllGather`.
 
     Raises:
-        ValueError: an unknown codec, block or density; no error feedback where it is needed.
+        ValueError: codec, block or density is unknown or out of range; the codec needs error
+            feedback.
     """
 
     def __init__(
@@ -488,7 +495,7 @@ class CompressedAllReduce(GradientMessage):
 
     @torch.no_grad()
     def __call__(self, reduce_output: Tensor) -> None:
-        """Reduces a shard ``[S]`` over the nodes, in place."""
+        """Reduce a shard ``[S]`` over the nodes, in place."""
         self._compare_options(self.group)
         self._reduce(reduce_output, reduce_output, 1)
 
@@ -512,7 +519,8 @@ class CompressedAllReduce(GradientMessage):
         codec: Codec = self.codec
         numel = whole_Q.numel()
         if codec.density is not None:
-            # The nearest number of elements, at least one.
+            # The share is rounded to the nearest number of elements, at least one. Codecs round
+            # up, so half an element is subtracted.
             codec = codec.with_density((max(1, round(codec.density * numel)) - 0.5) / numel)
         memory = CodecMemory([whole_Q.shape], whole_Q.device, key=self._key)
         memory.put("residual", owed_Q)

@@ -1,4 +1,4 @@
-"""Messages of FSDP2 without what all ranks know to be zero: pruned elements, experts not chosen.
+"""Messages of FSDP2 without pruned elements and unused experts, which all ranks know to be zero.
 
 Shape suffixes: P ranks of the group, S elements of a rank's shard, E experts of this rank's module.
 """
@@ -44,11 +44,11 @@ class _Segment:
     """One parameter in the shard of one rank.
 
     Attributes:
-        start: its first element in the shard.
-        numel: its elements there, padding included.
-        bitmap: marks those that travel, where elements are left out.
-        rows: numbers of the rows that travel, where rows are left out.
-        count: how many elements travel.
+        start: offset of the parameter in the shard.
+        numel: elements of the parameter in the shard, padding included.
+        bitmap: marks the elements that are sent; None if all elements, or whole rows, are sent.
+        rows: numbers of the rows that are sent; None if rows are not left out.
+        count: number of elements that are sent.
     """
 
     start: int
@@ -58,7 +58,7 @@ class _Segment:
     count: int
 
     def pack(self, shard_S: Tensor, packed: Tensor) -> None:
-        """Copy what travels."""
+        """Copy the elements that are sent into `packed`."""
         part = shard_S.narrow(0, self.start, self.numel)
         if self.bitmap is not None:
             ops.pack_masked_(packed, part, self.bitmap)
@@ -69,7 +69,7 @@ class _Segment:
             torch.index_select(part.view(-1, width), 0, self.rows, out=packed.view(-1, width))
 
     def unpack(self, shard_S: Tensor, packed: Tensor) -> None:
-        """Copy it back, with zeros in the place of the rest."""
+        """Copy `packed` back into the shard, and zero the elements that were not sent."""
         part = shard_S.narrow(0, self.start, self.numel)
         if self.bitmap is not None:
             ops.unpack_masked_(part, packed, self.bitmap)
@@ -87,7 +87,7 @@ def _count(segments: Sequence[_Segment]) -> int:
 
 
 def _copy(segments: Sequence[_Segment], shard_S: Tensor, packed: Tensor, *, back: bool) -> None:
-    """Copy what travels of one rank's shard, or copy it back."""
+    """Pack the segments of one rank's shard, or unpack them if `back`."""
     parts = packed.narrow(0, 0, _count(segments)).split([s.count for s in segments])
     for segment, part in zip(segments, parts, strict=True):
         (segment.unpack if back else segment.pack)(shard_S, part)
@@ -96,7 +96,7 @@ def _copy(segments: Sequence[_Segment], shard_S: Tensor, packed: Tensor, *, back
 def _segments_of(
     entry: ManagedParameter, start: int, size: int, experts_E: Tensor | None
 ) -> list[_Segment]:
-    """The segments of one parameter, for each rank."""
+    """Return the segment of one parameter in the shard of each rank."""
     numel, dim, shape = entry.shard_numel, entry.dim, entry.shape
     mask = mask_of(entry.owner, entry.name)
     row_numel = shape[1:].numel() if dim == 0 else numel // max(shape[0], 1)
@@ -123,7 +123,7 @@ def _segments_of(
 
 
 def _rows_of(experts_E: Tensor, size: int, dim: int, num_rows: int) -> list[Tensor]:
-    """True for the rows of each rank's shard whose experts were chosen: bool `[R]`."""
+    """For each rank's shard, mark the rows of chosen experts: bool `[R]`."""
     if dim != 0:
         return [experts_E] * size
     parts = [*experts_E.chunk(size), *[experts_E[:0]] * size][:size]
@@ -131,7 +131,7 @@ def _rows_of(experts_E: Tensor, size: int, dim: int, num_rows: int) -> list[Tens
 
 
 def _only(bitmap: Tensor, rows_R: Tensor, numel: int) -> Tensor:
-    """A bitmap without the marks in other rows."""
+    """Clear the bits of a bitmap in rows that are not marked in `rows_R`."""
     rows_R1 = rows_R.to(bitmap.device)[:, None]
     if numel // rows_R.shape[0] % 8 == 0:
         return (bitmap.view(rows_R.shape[0], -1) * rows_R1).view(-1)
@@ -142,7 +142,7 @@ def _only(bitmap: Tensor, rows_R: Tensor, numel: int) -> Tensor:
 def _bitmaps_of(
     marks: Tensor, size: int, dim: int, numel: int, row_numel: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """Bitmaps of the shards of all ranks, which FSDP pads at the end, and the marks of each row."""
+    """Return the bitmap of each rank's shard, with FSDP's padding, and the marks in each row."""
     parts = [part.reshape(-1) for part in marks.chunk(size, dim)]
     parts += [marks.new_zeros(0)] * (size - len(parts))
     padded = [nn.functional.pad(part, (0, numel - part.numel())).contiguous() for part in parts]
@@ -150,19 +150,19 @@ def _bitmaps_of(
 
 
 class _LivePass:
-    """A forward pass whose graph is alive: its output holds this."""
+    """Chosen experts of a forward pass. A hook on its output keeps this alive with the graph."""
 
     def __init__(self, flags_E: Tensor) -> None:
         self.flags_E = flags_E
 
 
 class _ChosenExperts:
-    """The experts that the routers of a group's ranks have chosen, from the offsets of their rows.
+    """Finds the experts that routers of a group's ranks have chosen, by the offsets of their rows.
 
     Attributes:
-        now_E: of the forward pass that is about to gather.
-        since_E: of all passes since the last reduction.
-        held_E: those that the last gather has brought, alike on all ranks.
+        now_E: experts of the forward pass that is about to gather.
+        since_E: experts of all passes since the last reduction.
+        held_E: experts that the last gather has brought, equal on all ranks.
     """
 
     def __init__(self, experts: GroupedExperts) -> None:
@@ -206,12 +206,12 @@ class _ChosenExperts:
         self.since_E = flags_E if self.since_E is None else self.since_E | flags_E
 
     def agreed(self, group: ProcessGroup, gradients: bool) -> Tensor:
-        """Experts that any rank needs in a message; one small message of E bytes."""
+        """Return the experts that any rank needs in a message. One message of E bytes is sent."""
         known = [self.now_E]
         if gradients or in_backward():
             known += [self.since_E, *(p.flags_E for p in self._open)]
         wanted = [flags_E for flags_E in known if flags_E is not None]
-        # Gathered ahead of its pass: nobody knows what it will need.
+        # A gather ahead of its forward pass cannot know the experts of that pass, so it brings all.
         wanted = wanted or [torch.ones(self.num_experts, dtype=torch.bool)]
         flags_E = torch.stack(wanted).any(0)
         device = small_message_device(group)
@@ -226,11 +226,11 @@ class _ChosenExperts:
 
 
 class _PackedMessage:
-    """Base of both messages.
+    """Base of `_PackedAllGather` and `_PackedReduceScatter`.
 
     Args:
-        module: that FSDP has wrapped.
-        chosen: the experts that passes need; None where that is not asked for.
+        module: module that FSDP has wrapped.
+        chosen: finds the experts that passes need; None to send all experts.
     """
 
     def __init__(self, module: FSDPModule, chosen: _ChosenExperts | None) -> None:
@@ -239,7 +239,10 @@ class _PackedMessage:
     def _segments(
         self, shard_numel: int, group: ProcessGroup, gradients: bool
     ) -> list[list[_Segment]] | None:
-        """For each rank; None where the message does not hold what it should, and goes whole."""
+        """Return the segments of each rank; None if the message must be sent whole.
+
+        That is so if it does not hold all parameters, or if the group is not the shard group.
+        """
         entries = [
             e for e in managed_parameters(self.module) if e.param.requires_grad or not gradients
         ]
@@ -260,12 +263,12 @@ class _PackedMessage:
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """A buffer for FSDP to send from or receive in."""
+        """Allocate a buffer that FSDP sends from or receives into."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class _PackedAllGather(_PackedMessage, AllGather):
-    """Gathers what travels of each shard, padded to the longest; the rest becomes zero."""
+    """Gathers the packed shards, padded to the longest; elements that are not sent become zero."""
 
     def __call__(
         self,
@@ -274,7 +277,7 @@ class _PackedAllGather(_PackedMessage, AllGather):
         group: ProcessGroup,
         async_op: bool = False,
     ) -> Work | None:
-        """Gathers `[S]` of every rank into `[P * S]`, of which the former may be a part."""
+        """Gather `[S]` of every rank into `[P * S]`. The input may be a view of the output."""
         kept = self._segments(input_tensor.numel(), group, gradients=False)
         pending = self._start(output_tensor, input_tensor, group, kept)
         if async_op:
@@ -300,7 +303,7 @@ class _PackedAllGather(_PackedMessage, AllGather):
 
 
 class _PackedReduceScatter(_PackedMessage, ReduceScatter):
-    """Reduces what travels of each shard, padded to the longest; the rest becomes zero."""
+    """Reduces the packed shards, padded to the longest; elements that are not sent become zero."""
 
     def __call__(
         self,
@@ -310,7 +313,7 @@ class _PackedReduceScatter(_PackedMessage, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> Work | None:
-        """Reduces `[P * S]` of every rank to its `[S]`."""
+        """Reduce `[P * S]` of every rank to this rank's `[S]`."""
         kept = self._segments(output_tensor.numel(), group, gradients=True)
         if kept is None:
             collectives.reduce_scatter(input_tensor, group, operation=_OP, op=op, out=output_tensor)
@@ -326,33 +329,35 @@ class _PackedReduceScatter(_PackedMessage, ReduceScatter):
 
 
 def pack_fsdp_messages(model: nn.Module, *, chosen_experts: bool = False) -> list[str]:
-    """Leave out of the messages of FSDP2 what all ranks know to be zero; exact.
+    """Leave zeros that all ranks know out of the messages of FSDP2; exact.
 
-    Of parameters that `prune` has pruned, the kept elements travel, without indices: weights in the
-    all-gathers and gradients in the reduce-scatters. With ``chosen_experts`` the gather of experts
-    waits for the gate, and brings the experts that the router of any rank of the group has chosen;
-    their gradients alone are reduced. The others are zero in both, as no row needs them.
+    For parameters that `prune` has pruned, messages hold the kept elements, without indices:
+    weights in the all-gathers, gradients in the reduce-scatters. With ``chosen_experts`` the gather
+    of experts waits for the gate. It brings the experts that the router of any rank of the group
+    has chosen, and only their gradients are reduced. Other experts are zero in both messages,
+    because no row needs them.
 
-    A message is as long as its longest shard. Where experts are sharded along their second
-    dimension (`Shard(1)`), all shards are alike: chosen / E of the bytes. `fully_shard` of
-    moe_ext.distributed does that where it pads less.
+    A message is as long as its longest shard. If experts are sharded along their second dimension
+    (`Shard(1)`), all shards are equally long, and a message takes chosen / E of the bytes.
+    `fully_shard` of moe_ext.distributed shards so if this pads less.
 
-    Call it on all ranks after the last `fully_shard`. Results have the bits of the whole messages
-    where the backend adds the ranks in the same order: always with two ranks.
+    Call this on all ranks after the last `fully_shard`. Results have the bits of whole messages if
+    the backend adds the ranks in the same order, which is always so with two ranks.
 
     Args:
         model: holds FSDP modules, or is one.
-        chosen_experts: for `GroupedExperts` that are an FSDP module by themselves.
+        chosen_experts: gather only chosen experts, of each `GroupedExperts` that is an FSDP module
+            of its own.
 
     Returns:
         Names of the modules whose messages are packed.
 
     Raises:
         ValueError: nothing is pruned and ``chosen_experts`` is off, or there are no such experts; a
-            module's messages are compressed already, or its experts are not resharded after the
-            forward pass; nothing is changed.
-        RuntimeError: in a forward pass for which experts were not gathered, on ranks that need
-            others than they have.
+            module's messages are compressed already; experts are not resharded after the forward
+            pass. Nothing is changed.
+        RuntimeError: raised by a forward pass that needs experts which the last gather has not
+            brought.
 
     On CUDA a gather of chosen experts waits for their counts. NOTE: device-to-host sync.
     """

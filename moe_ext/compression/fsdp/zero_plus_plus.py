@@ -1,6 +1,6 @@
 """ZeRO++ for FSDP2 under DeepSpeed's names, and the state of its messages.
 
-Shape suffixes: as `fsdp`.
+Shape suffixes: see `layout`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _LOCO_KEYS = {"err_beta", "reset_T"}
 
 
 class FSDPCompression:
-    """The messages that `zero_plus_plus` has set on a model, their residuals, and how steps ended.
+    """The messages that `zero_plus_plus` has set on a model, with residuals and finite checks.
 
     Attributes:
         all_gathers: module name to `CompressedAllGather`.
@@ -67,7 +67,7 @@ class FSDPCompression:
     """
 
     def __init__(self) -> None:
-        """Nothing is compressed yet."""
+        """Start without messages; `zero_plus_plus` adds them."""
         self.ledger = StepLedger()
         self.all_gathers: dict[str, CompressedAllGather] = {}
         self.reduce_scatters: dict[str, CompressedReduceScatter] = {}
@@ -76,9 +76,9 @@ class FSDPCompression:
     def finite(self) -> bool:
         """True if all backward passes since the last call were finite on every rank (collective).
 
-        Where one was not, gradients are NaN, and the residuals are what they were before it: skip
-        the optimizer's step. Called or not, a pass ends with the next one. Where weights alone are
-        compressed, the gradients are looked at as they are now.
+        If a pass was not finite, the gradients are NaN and the residuals are those from before the
+        pass. The caller must then skip the optimizer's step. A pass also ends, without this call,
+        when the next one begins. If only weights are compressed, the present gradients are checked.
 
         NOTE: device-to-host sync.
         """
@@ -94,10 +94,10 @@ class FSDPCompression:
         return self.ledger.finite()
 
     def check(self) -> None:
-        """As `finite`, but raises.
+        """Call `finite`, and raise if it returns False.
 
         Raises:
-            ValueError: on every rank, naming the ranks and parameters.
+            ValueError: on every rank, with the ranks and parameters that were not finite.
         """
         if self.finite():
             return
@@ -109,18 +109,18 @@ class FSDPCompression:
     def flush(self) -> None:
         """Have the next backward pass send gradients plus residuals densely.
 
-        Afterwards nothing is owed, on any rank, until a later pass compresses again: where each of
-        several micro-batches reduces its gradients, call it before the pass of the last one.
+        After that pass all residuals are zero on every rank, until a later pass compresses again.
+        If each of several micro-batches reduces its gradients, call this before the last one.
 
-        For the last step before something that cannot take residuals along, a change of the
-        optimizer for instance; `state_dict` can. It stays ordered until a pass is finite in which
-        every parameter has a gradient.
+        Use it for the last step before a change that loses residuals, such as a new optimizer.
+        `state_dict` keeps residuals, so a checkpoint needs no flush. The request stays until a
+        finite pass in which every parameter has a gradient.
         """
         self.ledger.settle()
         self.ledger.flushing = True
 
     def _counted(self) -> dict[str, GradientMessage]:
-        """The messages of gradients, by the names under which their steps are saved."""
+        """Return the gradient messages by the names under which their steps are saved."""
         between = {f"all_reduce.{name}": message for name, message in self.all_reduces.items()}
         return {**self.reduce_scatters, **between}
 
@@ -140,16 +140,16 @@ class FSDPCompression:
                 yield f"all_reduce.{name}", named
 
     def state_dict(self, *, sharded: bool = True) -> dict[str, Any]:
-        """The residuals, by module and parameter name (collective).
+        """Return the residuals by module and parameter name (collective).
 
         Args:
-            sharded (bool): True gives the mean over ranks of each residual as a DTensor, sharded as
-                the parameter: torch.distributed.checkpoint saves it, and it can be loaded on any
-                number of ranks. False gives this rank's own residuals, for its own file: training
-                goes on with the same bits, on the same number of ranks.
+            sharded (bool): if True, return the mean over ranks of each residual as a DTensor,
+                sharded like the parameter. torch.distributed.checkpoint can save it, and any number
+                of ranks can load it. If False, return this rank's own residuals, for a file of this
+                rank. Training then continues with the same bits, on the same number of ranks.
 
         Returns:
-            dict: for `load_state_dict`.
+            dict: state for `load_state_dict`.
         """
         self.ledger.settle()
         residuals = {
@@ -166,15 +166,15 @@ class FSDPCompression:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes residuals back; nothing has changed where it raises.
+        """Load residuals. Nothing is changed if this raises.
 
         Args:
-            state (dict): of `state_dict`, on any number of ranks where it is sharded. DTensors may
-                lie on another mesh; plain tensors hold whole parameters.
+            state (dict): from `state_dict`; a sharded state may stem from any number of ranks.
+                DTensors may lie on another mesh; plain tensors hold whole parameters.
 
         Raises:
-            ValueError: another version, rank or number of ranks (own residuals), a name or shape
-                that the model does not have, or one that is missing.
+            ValueError: the state has another version; own residuals stem from another rank or
+                number of ranks; a name or shape is missing or is not in the model.
         """
         version = state.get("version")
         check_rule(_OP, "state", version, "of version 1", version == 1)
@@ -222,7 +222,7 @@ def zero_plus_plus(
     keep_dense: KeepDense = keep_small_dense,
     min_numel: int = 1024,
 ) -> FSDPCompression:
-    """Compresses the messages of a model that `fully_shard` has wrapped; DeepSpeed's names.
+    """Compress the messages of a model that `fully_shard` has wrapped, under DeepSpeed's names.
 
     ============================= ==============================================================
     name                          in FSDP2
@@ -231,21 +231,22 @@ def zero_plus_plus(
     zero_quantized_gradients      `CompressedReduceScatter` on every module (qgZ), in one hop: codes
                                   are decoded and summed once, in float32
     zero_hpz_partition_size (hpZ) ``fully_shard(..., reshard_after_forward=<that number>)``: after
-                                  the forward pass parameters stay with groups of that many ranks, a
-                                  node, which gather them for the backward pass; checked here
+                                  the forward pass groups of that many ranks, such as a node, keep
+                                  the parameters and gather them for the backward pass; checked here
     zeropp_loco_param             error feedback
     ============================= ==============================================================
 
-    Call it after the last `fully_shard`, and before the first step.
+    Call this after the last `fully_shard`, and before the first step.
 
     Args:
         model (nn.Module): holds FSDP modules, or is one.
         zero_quantized_weights (bool): as above.
         zero_quantized_gradients (bool): as above.
         zero_hpz_partition_size (int): as above; 1 is off.
-        zero_quantized_nontrainable_weights (bool): code frozen parameters alone (LoRA).
-        zeropp_loco_param (dict): turns error feedback on. Its ``err_beta`` and ``reset_T`` forget
-            a part of what is owed; here nothing is forgotten, and they are not used (a warning).
+        zero_quantized_nontrainable_weights (bool): compress frozen parameters alone (LoRA).
+        zeropp_loco_param (dict): turns error feedback on. In DeepSpeed, ``err_beta`` and
+            ``reset_T`` discard a part of the residual. Here nothing is discarded, so both are
+            ignored with a warning.
         weight_format: as `CompressedAllGather`.
         gradient_format: as `CompressedReduceScatter`.
         block (int): elements that share a scale.
@@ -253,18 +254,18 @@ def zero_plus_plus(
         stochastic (bool): as `CompressedReduceScatter`.
         seed (int): as `CompressedReduceScatter`.
         node_group (ProcessGroup): reduce over these ranks too, by `CompressedAllReduce`.
-        node_codec: its codec.
-        density (float): its density.
+        node_codec: codec of `CompressedAllReduce`.
+        density (float): density of `CompressedAllReduce`.
         keep_dense (callable): as `CompressedAllGather`.
         min_numel (int): as `CompressedAllGather`.
 
     Returns:
-        FSDPCompression: keep it: `FSDPCompression.finite`, `FSDPCompression.state_dict`.
+        FSDPCompression: handle for `FSDPCompression.finite` and `FSDPCompression.state_dict`.
 
     Raises:
         ValueError: the model has no FSDP module; modules are not wrapped as
             ``zero_hpz_partition_size`` says; a message of a module is compressed already; experts
-            are spread over ranks and there is a ``node_group``; what the three classes refuse.
+            are spread over ranks and there is a ``node_group``; one of the three classes raises.
 
     Reference: Wang et al., ZeRO++: Extremely Efficient Collective Communication for Giant Model
     Training, 2023 (arXiv 2306.10209).
@@ -289,7 +290,8 @@ def zero_plus_plus(
         "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
         "node_group": "None" if node_group is None else "given",
     }
-    # A rank that codes nothing sends FSDP's own messages, which compare nothing.
+    # Options are compared here, because a rank that compresses nothing sends FSDP's own messages,
+    # which compare no options.
     for group in dict.fromkeys(shard_group(module) for _, module in modules):
         Agreement(_OP, group).compare({"options": options})
     found = FSDPCompression()
@@ -341,7 +343,7 @@ def _is_loco(param: Mapping[str, float] | None) -> bool:
 
 
 def _wrapped_modules(model: nn.Module, hpz_size: int) -> list[tuple[str, FSDPModule]]:
-    """Names and modules that send messages; ValueError where they are not wrapped as they must."""
+    """Return names and FSDP modules; ValueError if they are not wrapped for `hpz_size`."""
     modules = list(fsdp_modules(model))
     if not modules:
         raise ValueError(
@@ -350,7 +352,8 @@ def _wrapped_modules(model: nn.Module, hpz_size: int) -> list[tuple[str, FSDPMod
     counts = isinstance(hpz_size, int) and not isinstance(hpz_size, bool) and hpz_size >= 1
     check_rule(_OP, "zero_hpz_partition_size", hpz_size, "a number of ranks", counts)
     ranks_of = {name or "the model": resharded_over(module) for name, module in modules}
-    # The outermost module keeps its parameters where it was told nothing.
+    # 1 is allowed, because by default the outermost module keeps its parameters after the forward
+    # pass.
     wrong = {name: ranks for name, ranks in ranks_of.items() if ranks not in (1, hpz_size)}
     if hpz_size > 1 and (wrong or set(ranks_of.values()) == {1}):
         raise ValueError(
@@ -365,7 +368,7 @@ def _check_free(modules: list[tuple[str, FSDPModule]], kinds: list[str]) -> None
     ours = (CompressedAllGather, CompressedReduceScatter, CompressedAllReduce)
     for name, module in modules:
         for kind in kinds:
-            # Its residual would be lost without a word.
+            # Replacing a compressed message would drop its residual without an error.
             if isinstance(messages_of(module)[kind], ours):
                 raise ValueError(
                     f"{_OP}: expected modules without a compressed {kind}, got "
@@ -380,7 +383,8 @@ def _check_free(modules: list[tuple[str, FSDPModule]], kinds: list[str]) -> None
 
 
 def _install(modules: list[tuple[str, FSDPModule]], found: FSDPCompression) -> None:
-    # Ranks of one mesh do not see the messages of another.
+    # If modules are sharded over different groups, the ranks of one group do not receive the
+    # messages of another. All of these groups must then agree at the end of a pass.
     several = len({group_ranks(shard_group(module)) for _, module in modules}) > 1
     for name, module in modules:
         if name in found.all_gathers:
@@ -393,19 +397,19 @@ def _install(modules: list[tuple[str, FSDPModule]], found: FSDPCompression) -> N
         if between is not None:
             found.ledger.add_group(between)
         if found.all_reduces or several:
-            # Ranks of other shards do not see what a hook sees.
+            # An all-reduce between nodes tells its status only to ranks that hold the same shard.
             found.ledger.add_group(shard_group(module))
 
 
 @dataclass
 class NamedResiduals:
-    """The residual of one message as tensors by parameter name.
+    """The residual of one message, as tensors by parameter name.
 
     Attributes:
-        finder: gives the layout.
-        residual: what is read and written.
-        shards: ranks that the message is scattered over; None where it is a shard itself.
-        copies: ranks that owe for the same elements besides; None where there are none.
+        finder: finds the layout of the message.
+        residual: residual that is read and written.
+        shards: ranks over which the message is scattered; None if the message is a single shard.
+        copies: further ranks with residuals of the same elements; None if there are none.
     """
 
     finder: LayoutFinder
@@ -414,11 +418,11 @@ class NamedResiduals:
     copies: ProcessGroup | None
 
     def local(self) -> dict[str, Tensor]:
-        """Name to this rank's residual ``[P, elements of a shard]``, a copy."""
+        """Map each name to a copy of this rank's residual, ``[P, elements of a shard]``."""
         return {name: part.clone() for name, part in self.residual.by_name().items()}
 
     def mean(self) -> dict[str, Tensor]:
-        """Name to the mean over all ranks, a DTensor like the parameter (collective)."""
+        """Map each name to the mean over all ranks, a DTensor like the parameter (collective)."""
         kept, layout = self.residual.kept, self.residual.layout
         if kept is None or layout is None:
             return {}
@@ -437,7 +441,7 @@ class NamedResiduals:
         return found
 
     def _in_whole_model(self, layout: ShardLayout) -> Iterator[tuple[str, Segment, DTensor]]:
-        """Names in the model of all ranks, and DTensors like the residuals."""
+        """Yield names in the whole model, segments, and DTensors shaped like the residuals."""
         wholes = self.finder.logical_names()
         for segment in layout.compressed:
             assert segment.source is not None
@@ -447,10 +451,10 @@ class NamedResiduals:
     def packed(
         self, saved: Mapping[str, Tensor], *, own: bool
     ) -> tuple[ShardLayout, Tensor | None]:
-        """``[P, Q]`` of what `local` (``own``) or `mean` returned; ValueError where it misfits."""
+        """Pack the result of `local` (``own``) or `mean` into ``[P, Q]``; ValueError if misfit."""
         wholes = {} if own else self.finder.logical_names()
         entries = self.finder.parameters()
-        # Parameters may be frozen that were not when they were saved.
+        # A parameter that is frozen now may have had a residual when the state was saved.
         kept = [(n, e) for n, e in entries if e.param.requires_grad or wholes.get(n, n) in saved]
         layout = self.finder.build(kept)
         if not saved:
@@ -465,7 +469,7 @@ class NamedResiduals:
             )
         ranks = group_size(self.shards)
         _, first = next(iter(sources.values()))
-        # Not that of the shard, which may be offloaded.
+        # The device is taken from the mesh, because the shard may be offloaded to the CPU.
         packed_PQ = torch.zeros(
             (ranks, layout.packed_numel), device=first.device_mesh.device_type, dtype=torch.float32
         )
@@ -477,7 +481,8 @@ class NamedResiduals:
                 place.copy_(saved[name])
                 continue
             local = _shard_like(name, saved[name], like)
-            # Each rank owes its own shard of the sum over ranks, hence as many times the mean.
+            # Each rank gets a residual for its own shard alone. The sum over ranks must be kept,
+            # so this one is `ranks` times the mean.
             place[row, : local.numel()] = local.reshape(-1) * ranks
         return layout, packed_PQ
 
@@ -488,9 +493,10 @@ def _check_shape(name: str, found: Tensor, shape: torch.Size) -> None:
 
 
 def _like(source: ManagedParameter, *, is_alone: bool) -> DTensor:
-    """A parameter, or what this rank and its copies hold of it where it is alone with its name.
+    """Return a DTensor in the layout of a parameter.
 
-    So are experts that are a module each: other ranks hold others in its place.
+    If experts are a module each (`is_alone`), other ranks hold other experts, with other names, in
+    this place. The DTensor then lacks the mesh dimension over which experts are spread.
     """
     like = source.sharded
     if not is_alone or like.shape == source.shape:
