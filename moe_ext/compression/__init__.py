@@ -113,7 +113,7 @@ __all__ = [
     "zero_plus_plus",
 ]
 
-# Imported when they are asked for: FSDP2 takes a second to import, and PowerSGD wants numpy.
+# Names that are imported on first use: FSDP2 takes a second to import, and PowerSGD needs numpy.
 _LATER = {
     "PowerSGD": "codecs.powersgd",
     "CompressedAllGather": "fsdp",

@@ -1,4 +1,4 @@
-"""Buckets of gradients, and their parts that one codec reduces together.
+"""Buckets of gradients, and parts of buckets that one codec reduces together.
 
 Shape suffixes: N elements of a bucket.
 """
@@ -29,15 +29,15 @@ class Part:
     """Parameters of a bucket with one codec.
 
     Attributes:
-        names: of the parameters.
-        indices: of the parameters in the bucket.
-        spans: (start, stop) in the bucket, one for each.
-        codec: None where the cost model chooses.
-        rate_group: which of the optimizer's parameter groups they are in.
-        memory: what the codec remembers.
-        exact: whether blocks that are zero may be left out of a plain all-reduce.
-        reached: the rows that are known not to be zero in this step, or None.
-        dense_until: step up to which few enough blocks were zero to send them all.
+        names: names of the parameters.
+        indices: numbers of the parameters in the bucket.
+        spans: (start, stop) of each parameter in the bucket.
+        codec: the codec; None if the cost model chooses.
+        rate_group: number of the optimizer's parameter group that holds the parameters.
+        memory: residual and other state of the codec.
+        exact: a plain all-reduce may leave out blocks of zeros.
+        reached: returns the rows that may be non-zero in this step, or None if not known.
+        dense_until: all blocks are sent up to this step, because few of them were zero.
         used: the codec of the last step.
     """
 
@@ -54,23 +54,23 @@ class Part:
 
     @property
     def label(self) -> str:
-        """For tables."""
+        """Name for tables."""
         more = len(self.names) - 1
         return f"{self.names[0]} +{more}" if more else self.names[0]
 
     @property
     def is_numbered(self) -> bool:
-        """True if ranks tell each other of it how full or how fast it was, alike on all holders."""
+        """True if step reports hold numbers (filled blocks, seconds) of this part."""
         return self.exact or self.codec is None
 
     @functools.cached_property
     def _run(self) -> tuple[int, int] | None:
-        """(start, stop) where the parameters are neighbours."""
+        """(start, stop) of the part if its parameters are neighbours, else None."""
         is_run = all(a[1] == b[0] for a, b in itertools.pairwise(self.spans))
         return (self.spans[0][0], self.spans[-1][1]) if is_run else None
 
     def take(self, flat_N: Tensor) -> Tensor:
-        """The part of a bucket, a view where its parameters are neighbours."""
+        """Return the part of a bucket, as a view if its parameters are neighbours."""
         if self._run is not None:
             return flat_N[slice(*self._run)]
         return torch.cat([flat_N[start:stop] for start, stop in self.spans])
@@ -89,14 +89,14 @@ class Part:
 
 @dataclass
 class Bucket:
-    """Parameters whose gradients lie side by side, as it was agreed on with the other ranks.
+    """Parameters whose gradients lie side by side; all ranks have agreed on them.
 
     Attributes:
-        names: of the parameters, in the order in which they lie in the bucket.
-        shapes: of the parameters.
-        group: ranks that hold copies of them; None is this process alone.
-        levels: how these lie on nodes, if they are to be reduced there first.
-        parts: none for a sparse gradient, which goes by rows.
+        names: names of the parameters, in their order in the bucket.
+        shapes: shapes of the parameters.
+        group: ranks that hold copies of the parameters; None is this process alone.
+        levels: groups for a reduction inside nodes first; None for one level.
+        parts: parts of the bucket; none for a sparse gradient, which is reduced by rows.
     """
 
     names: tuple[str, ...]
@@ -107,12 +107,12 @@ class Bucket:
 
     @property
     def exchange_group(self) -> ProcessGroup | None:
-        """The ranks that a codec reduces over; None if there are no others."""
+        """The ranks over which a codec reduces; None if there are no others."""
         return self.group if self.levels is None else self.levels.node_group
 
     @property
     def node_size(self) -> int:
-        """Ranks that reduce densely first; 1 without nodes."""
+        """Number of ranks that first reduce densely inside a node; 1 without nodes."""
         return 1 if self.levels is None else self.levels.node_size
 
     @property
@@ -125,9 +125,9 @@ class Buckets:
     """All buckets that the ranks have agreed on.
 
     Args:
-        options: of the state.
-        parameters: of the model.
-        feedback: keeps what the parts of buckets owe.
+        options: options of the state.
+        parameters: parameters of the model.
+        feedback: keeps the residuals of the parts.
     """
 
     def __init__(
@@ -151,19 +151,19 @@ class Buckets:
         step: int,
         problem: str | None = None,
     ) -> Bucket:
-        """The bucket of some parameters, agreed on with the other ranks when it is new.
+        """Return the bucket of some parameters; agree on it with the other ranks if it is new.
 
         Args:
-            parameters: in the order in which their gradients lie in the bucket.
+            parameters: the parameters, in the order of their gradients in the bucket.
             flat_N: the gradients.
             group: ranks that hold copies of the parameters; None is this process alone.
             common: the ranks of the state.
-            operation: for messages.
-            step: its number, which must be equal on all ranks.
-            problem: what is wrong on this rank, if anything.
+            operation: name for error messages.
+            step: number of the step, which must be equal on all ranks.
+            problem: problem of this rank, or None.
 
         Raises:
-            ValueError: on every rank, when the ranks do not agree, or one has a problem.
+            ValueError: on every rank, if the ranks do not agree, or one has a problem.
         """
         names, strange = self.parameters.names_of(parameters)
         sparse = flat_N.layout == torch.sparse_coo
@@ -187,7 +187,8 @@ class Buckets:
             "the optimizer's groups": _joined(rates),
             "the step": step,
             **options.facts(),
-            # With nodes it is brought to others; and where nothing is kept, steps may be silent.
+            # Ranks must hold the same kinds of tensors: with nodes `NodeShard.packed` sends them to
+            # other ranks, and without a residual a step may end without a report.
             "what is kept of them": _joined(self.feedback.kinds_of(names)),
         }
         Agreement(operation, group, flat_N.device).compare(facts, problem=problem)
@@ -203,8 +204,8 @@ class Buckets:
     ) -> None:
         """Find the parts of a bucket.
 
-        Rows of different parameters have different sizes, so that those of which rows may be left
-        out are a part each. Float64, in which nobody trains for speed, has no compressed form.
+        Rows of different parameters have different sizes, so each parameter whose rows may be left
+        out is a part of its own. Float64 is never compressed.
         """
         spans = list(itertools.pairwise(itertools.accumulate(bucket.sizes, initial=0)))
         found: dict[tuple[Codec | None, int, int], list[int]] = {}
@@ -218,7 +219,7 @@ class Buckets:
             shapes = [bucket.shapes[i] for i in indices]
             levels = bucket.levels
             packing = None if levels is None else NodeShard(levels, alone >= 0, shapes)
-            # Tells the random streams of parts apart, the same in every process.
+            # Key of the part's random stream; it must be the same in every process.
             key = zlib.crc32("\n".join(names).encode()) & 0x7FFFFFFF
             part = Part(
                 names,
@@ -231,7 +232,8 @@ class Buckets:
                 functools.partial(self.parameters.reached.bitmap, names[0]),
             )
             bucket.parts.append(part)
-        # Buckets are rebuilt after a step: what the others owed is now in this one.
+        # DDP may rebuild its buckets after a step. Residuals of the old buckets with these
+        # parameters have moved to this bucket, so the old buckets are dropped.
         self._agreed = {
             key: other
             for key, other in self._agreed.items()
@@ -239,8 +241,9 @@ class Buckets:
         }
 
     def watches(self, bucket: Bucket) -> bool:
-        """True if the gradients of a bucket are looked at; the same on every rank."""
-        # A NaN anywhere makes the optimizer skip the step, and puts back what all buckets owe.
+        """Return True if gradients of a bucket are checked for NaN; the same on every rank."""
+        # NaN in any bucket rolls back the residuals of all buckets, so all buckets are checked if
+        # any parameter of the model may have a residual.
         if self.options.nonfinite == "raise" or self.parameters.compresses:
             return True
         return any(
@@ -249,11 +252,11 @@ class Buckets:
         )
 
     def forget(self) -> None:
-        """Agree on all buckets anew."""
+        """Forget all buckets, so that the ranks agree on them again."""
         self._agreed = {}
 
     def rollback(self) -> None:
-        """End the step, and forget what it has changed."""
+        """End the step, and drop its changes."""
         if self.feedback.rollback():
             self.forget()
 

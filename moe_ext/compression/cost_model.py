@@ -1,12 +1,12 @@
-r"""Picks what to send for each bucket: dense, 16 bits, quantised or sparse.
+r"""Chooses a codec for each bucket: dense, 16 bits, quantised or sparse.
 
 A reduction takes
 
 .. math:: T = \mathrm{bytes} / BW + \mathrm{rounds} \cdot \alpha + e E(n) + d D(n)
 
-with the latency and bandwidth of the group, the times E and D of a `CostTable` to encode and to
-decode n elements on this device, and how often a rank does either. Compression pays where it saves
-more on the wire than it computes, which is far from always.
+with latency :math:`\alpha` and bandwidth BW of the group, the times E and D of a `CostTable` to
+encode and decode n elements on this device, and the numbers e and d of such passes. Compression
+pays if the time saved on the wire exceeds the time to compute, which is far from always.
 """
 
 from __future__ import annotations
@@ -32,30 +32,34 @@ from moe_ext.compression.explain import aligned_table
 if TYPE_CHECKING:
     from moe_ext.compression.buckets import Bucket
 
-# A bucket of fewer bytes in float32 is sent as it is: all it costs is latency.
+# A bucket of fewer bytes in float32 is sent uncompressed, because its time is all latency.
 SMALL_BUCKET_BYTES = 64 * 1024
-# Another codec must be this much better than the one in use, which at first is dense and exact.
+# Least relative gain for which another codec replaces the one in use (at first dense and exact).
 HYSTERESIS = 0.10
-# Share of plain all-reduce's time by which a codec may be slower before it is given up.
+# Largest relative slowdown over plain all-reduce that a codec may show before it is dropped.
 ALLOWED_BEHIND = 0.03
-# Share of the time that rounding, once in use, must save: less may be noise, and costs accuracy.
+# Least share of the time that a codec in use must save if it rounds. A smaller saving may be noise,
+# and rounding costs accuracy.
 LEAST_SAVING = 0.03
-# Plain all-reduce is not measured where the chosen codec takes less than these shares of what it is
-# taken to need: the first time, and again. The link was measured by all-reduces, if smaller ones.
+# Plain all-reduce is not measured if the chosen codec takes less than this share of the time
+# predicted for plain all-reduce: before its first measurement, and after it. The prediction is
+# trusted that far because the link was measured by (smaller) all-reduces.
 CLEAR_SHARE, CLEAR_SHARE_AGAIN = 1 / 3, 0.5
-# Turns that a comparison with plain all-reduce takes, and before which no other codec is taken to
-# be slower than predicted: the first of them warms up, and of five two may be disturbed.
+# Turns of a comparison with plain all-reduce. Only after as many turns may a codec count as slower
+# than predicted. The first turn warms up, and two of the other five may be disturbed.
 TRIAL_TURNS = 6
-# Turns after which it ends where plain all-reduce takes twice the time, by the formula too.
+# Turns after which a comparison ends early if plain all-reduce takes twice the time, both measured
+# and predicted.
 CLEAR_TURNS = 2
+# Number of measured times of which the median is taken.
 REMEMBERED = 5
-# A codec that has been compared is measured for one turn again after at least so many turns: as
-# many as make the time lost in that turn this share of the whole.
+# A plain codec that has been compared is measured again for one turn, at the earliest after
+# `LEAST_INTERVAL` turns, and so rarely that it costs at most `TRIAL_SHARE` of the total time.
 LEAST_INTERVAL, TRIAL_SHARE = 16, 0.005
-# A plain codec that is known well is timed now and then: when its time is not asked for, ranks need
-# no message to agree on it.
+# Turns between timings of a well-known plain codec. Without a timing, ranks need no message to
+# agree on the time.
 TIMED_EVERY = 32
-# A shorter time is that of a clock that was not read, not that of a message.
+# A shorter time means that the clock was not read; no message is so fast.
 LEAST_SECONDS = 1e-6
 TRIAL = "measured, to compare with"
 
@@ -70,7 +74,7 @@ class _Measured:
     turn: int = 0
 
     def add(self, seconds: float, turn: int) -> None:
-        """The first one counts until there is another: it touches new memory."""
+        """Add a time. The second one replaces the first, which was slowed by new memory."""
         if self.count == 1:
             self.seconds.clear()
         self.seconds.append(seconds)
@@ -86,7 +90,7 @@ class _Measured:
 
 @dataclass
 class BucketState:
-    """A bucket: its codecs, the choice and the measurements; equal on all ranks."""
+    """Codecs, choice and measurements of one bucket; equal on all ranks."""
 
     numel: int = 0
     codecs: tuple[Codec, ...] = ()
@@ -99,27 +103,26 @@ class BucketState:
 
 
 class CostModel:
-    """Chooses a codec for every bucket from what link and device were measured to do.
+    """Chooses a codec for every bucket from measurements of the link and the device.
 
-    Every choice follows from numbers that all ranks agreed on, so that all choose alike; each
-    method marked *collective* is called by all ranks of the group in the same order.
+    Every choice follows from numbers that all ranks have agreed on, so all ranks choose alike. A
+    method marked *collective* must be called by all ranks of the group in the same order.
 
     Args:
         group: process group of P ranks; None is the default group, or this process alone.
-        device: where buckets are.
-        link: what is known of the network; measured by `probe` where it is None.
-        num_ranks: P, for the question what would be chosen on another group than this one; with
-            ``link``. Nothing is agreed then.
-        agreed_over: ranks that choose alike, if they are more than those of ``group``: every one of
-            them has a group of this kind. None for those of ``group``.
-        memory_of: makes the memory that ``codec.rehearsal`` takes, from codec and gradient; None
-            for ``codec.new_memory(grad)``.
-        costs: rates of codecs; those that it lacks are measured, once in the life of the process.
+        device: device of the buckets.
+        link: bandwidths and latency of the network; if None, `probe` measures them.
+        num_ranks: P, to ask for the choice on a group of another size; needs ``link``. Ranks then
+            exchange nothing.
+        agreed_over: ranks that must choose alike, if they are more than the ranks of ``group``,
+            such as all ranks whose groups connect the same nodes. None for the ranks of ``group``.
+        memory_of: makes the memory for ``codec.rehearsal`` from codec and gradient; None for
+            ``codec.new_memory(grad)``.
+        costs: rates of codecs; missing rates are measured, once in the life of the process.
 
     Raises:
-        TypeError: ``group`` is not a process group that this rank belongs to, or an argument is of
-            another type.
-        ValueError: ``num_ranks`` without ``link``.
+        TypeError: ``group`` is not a process group of this rank, or an argument has the wrong type.
+        ValueError: ``num_ranks`` is given without ``link``.
     """
 
     def __init__(
@@ -148,7 +151,7 @@ class CostModel:
         self.num_ranks = group_size(self._group) if num_ranks is None else num_ranks
         self._memory_of = memory_of
         self._given = costs or CostTable.of_process(self.device)
-        # As all ranks agreed.
+        # Rates that all ranks have agreed on.
         self.costs = replace(self._given, codecs={})
         self.buckets: dict[Hashable, BucketState] = {}
         self._observed: list[tuple[Hashable, Codec, float]] = []
@@ -156,17 +159,17 @@ class CostModel:
         self._corrections: dict[Codec, float] = {}
 
     def _agreed(self, seconds: list[float]) -> list[float]:
-        """The slowest rank's; collective."""
+        """Return the largest seconds over the ranks, element by element; *collective*."""
         if self._alone or self.num_ranks == 1 or not seconds:
             return seconds
         assert self._agreed_over is not None
         return max_over_ranks(seconds, self._agreed_over, self.device)
 
     def probe(self, *, again: bool = False) -> Link | None:
-        """Measures the group with a dozen messages of two sizes, at the first call; *collective*.
+        """Measure the link with a dozen messages of two sizes, at the first call; *collective*.
 
         Args:
-            again: measure even if it has been, since the link has changed.
+            again: measure again, because the link has changed.
 
         Returns:
             Link: agreed over the ranks and kept for the group; None for P = 1.
@@ -186,10 +189,10 @@ class CostModel:
         return self.link
 
     def prepare(self, codecs: Sequence[Codec]) -> None:
-        """Looks the codecs up that are new to this model, or times them; *collective*.
+        """Look up the rates of codecs that are new to this model, or measure them; *collective*.
 
-        Rates that the table lacks are rehearsed on a million elements, at the first call in the
-        life of the process. `choose` calls it for what it is given.
+        Rates that the table lacks are measured on a million elements, at the first call in the life
+        of the process. `choose` calls this for its codecs.
         """
         new = [codec for codec in dict.fromkeys(codecs) if not self._has(codec)]
         if not new or self.num_ranks == 1:
@@ -216,17 +219,17 @@ class CostModel:
         return rate_name(codec) in self.costs.codecs
 
     def knows(self, codecs: Sequence[Codec]) -> bool:
-        """True if link and codecs have been measured, so that `predict` works."""
+        """Return True if link and codecs have been measured, so that `predict` works."""
         return self.link is not None and all(map(self._has, codecs))
 
     def compute_seconds(self, codec: Codec, numel: int) -> float:
-        """To encode and decode; after `prepare`."""
+        """Return the seconds to encode and decode; after `prepare`."""
         encodes, decodes = codec.passes(self.num_ranks)
         encode, decode = self.costs.codec_seconds(rate_name(codec), numel)
         return encodes * encode + decodes * decode
 
     def wire_seconds(self, codec: Codec, numel: int) -> float:
-        """On the wire; after `probe`."""
+        """Return the seconds on the wire; after `probe`."""
         assert self.link is not None
         plain = codec.plain
         bandwidth = self.link.reduce_bandwidth if plain else self.link.exchange_bandwidth
@@ -234,19 +237,20 @@ class CostModel:
         return sent / bandwidth + codec.num_rounds(self.num_ranks) * self.link.latency
 
     def predict(self, codec: Codec, numel: int) -> float:
-        """Seconds of one reduction by the formula; after `probe` and `prepare`."""
+        """Return the seconds of one reduction by the formula; after `probe` and `prepare`."""
         return self.wire_seconds(codec, numel) + self.compute_seconds(codec, numel)
 
     def estimate(self, codec: Codec, bucket: Hashable) -> float:
-        """Seconds as measured for the bucket, or as predicted and corrected by other buckets.
+        """Return the seconds measured for the bucket, or predicted and corrected by other buckets.
 
-        A codec that is not plain counts with the least of its times and of the prediction until six
-        were measured.
+        A codec that is not plain counts with the least of its times and the prediction until six
+        times were measured.
         """
         state = self.buckets[bucket]
         known = state.measured.get(codec)
-        # A codec that was given up is not measured again: before, it is measured as often as in a
-        # trial. By the formula alone, since the same turns were disturbed in other buckets.
+        # A codec that was dropped is not measured again, so it may be dropped only after as many
+        # measurements as a trial has. The prediction is not corrected by other buckets here,
+        # because the same turns may have been disturbed in them.
         if known and not codec.plain and known.count < TRIAL_TURNS and self.knows([codec]):
             return min(known.least, self.predict(codec, state.numel))
         if known:
@@ -256,18 +260,18 @@ class CostModel:
         return self.predict(codec, state.numel) * self._corrections.get(codec, 1.0)
 
     def break_even(self, codec: Codec, against: Codec, numel: int) -> float:
-        r"""Bandwidth above which a codec is slower than another one; after `prepare`.
+        r"""Return the bandwidth above which a codec is slower than another; after `prepare`.
 
         .. math:: BW^* = \frac{\mathrm{bytes}_a - \mathrm{bytes}_c}{t_c - t_a}
 
         Args:
-            codec: c, the one that computes more.
-            against: a, as a rule dense.
+            codec: c, the codec that computes more.
+            against: a, usually dense.
             numel: elements of the bucket.
 
         Returns:
-            float: bytes a second; infinite where the codec computes no more than the other, 0 where
-            it sends no less.
+            float: bytes per second; infinite if c does not compute more than a, and 0 if c does not
+            send less than a.
         """
         saved = against.sent_bytes(numel, self.num_ranks) - codec.sent_bytes(numel, self.num_ranks)
         more = self.compute_seconds(codec, numel) - self.compute_seconds(against, numel)
@@ -283,28 +287,27 @@ class CostModel:
         bucket: Hashable,
         current: Codec | None = None,
     ) -> Codec:
-        """The codec for the next reduction of a bucket; *collective* where codecs are new.
+        """Choose the codec for the next reduction of a bucket; *collective* if codecs are new.
 
-        P = 1 and buckets below 64 KiB stay dense, and so does what would send more bytes than the
-        dense bucket. Otherwise the least estimate wins, where it is 10 % below that of the codec in
-        use, which at first is the exact one. Where the choice is not clear, plain all-reduce is
-        measured for six turns, or for two that make it clear, and now and then again. A codec that
-        is more than 3 % behind it in six turns is given up. A codec that rounds, and saves less
-        than 3 % of the time, is given up too.
+        With P = 1 and for buckets below 64 KiB the choice is dense. Codecs that send no fewer bytes
+        than the dense bucket are left out. Otherwise the least estimate wins if it is 10 % below
+        that of the codec in use, which at first is the exact one. If the choice is not clear, plain
+        all-reduce is measured for six turns, or for two that make it clear, and from time to time
+        again. A codec that is more than 3 % slower in six turns is dropped. A codec that rounds and
+        saves less than 3 % of the time is dropped, too.
 
         Args:
             numel: elements of the bucket.
-            codecs: to choose from, or their names, the same in the same order on all ranks; the
-                first plain one (dense in float32 or 16 bits), of which there must be one, is taken
-                where a rule says dense.
-            bucket: what to remember measurements by, as a name or a number.
-            current: the codec in use; None for the one chosen last.
+            codecs: candidates or their names, in the same order on all ranks. At least one must be
+                plain (dense in float32 or 16 bits); the first plain one is the dense choice.
+            bucket: key of the bucket's measurements, such as a name or a number.
+            current: the codec in use; None for the last choice.
 
         Returns:
             Codec: one of ``codecs``.
 
         Raises:
-            ValueError: no plain codec in ``codecs``, or an unknown name.
+            ValueError: ``codecs`` has no plain codec, or a name is unknown.
             RankFailureError: a rank died or did not answer.
         """
         made = tuple(
@@ -329,7 +332,7 @@ class CostModel:
         if chosen is None:
             self.probe()
             self.prepare(state.codecs)
-            # Compressed forms that send no less than the dense bucket are left out.
+            # Codecs that send no fewer bytes than the dense bucket are left out.
             dense = max(codec.sent_bytes(numel, self.num_ranks) for codec in plain)
             seconds = {
                 codec: self.estimate(codec, bucket)
@@ -354,7 +357,7 @@ class CostModel:
     def _least(
         self, state: BucketState, plain: list[Codec], seconds: dict[Codec, float]
     ) -> tuple[Codec, str]:
-        """The least estimate, unless what is in use is as good."""
+        """Return the codec with the least estimate, or the codec in use if that is about as good."""
         best = min(seconds, key=lambda codec: seconds[codec])
         baseline = min(plain, key=lambda codec: seconds[codec])
         exact = next((codec for codec in plain if not codec.lossy), plain[0])
@@ -384,17 +387,17 @@ class CostModel:
         seconds: dict[Codec, float],
         chosen: Codec,
     ) -> Codec | None:
-        """A plain codec that should be measured beside the chosen one, if there is one."""
+        """Return a plain codec to measure in this turn instead of the chosen one, or None."""
         for codec in plain:
             known = state.measured.get(codec)
             share = seconds[chosen] / seconds[codec]
             interval = max(LEAST_INTERVAL, (1 / share - 1) / TRIAL_SHARE)
             since = state.turn - state.trial_turn.get(codec, -math.inf)
-            # The result of a turn or two may be a disturbance. By turns too, not by measurements
-            # alone: where nobody measures, a trial must end.
+            # A trial goes on for several turns, because one or two may be disturbed. The limit on
+            # turns ends a trial whose times the caller never records.
             begun = known is not None and known.count < TRIAL_TURNS and since < 4 * TRIAL_TURNS
             if known is not None and begun and known.count >= CLEAR_TURNS:
-                # A disturbed turn is longer: the least of two is not far off.
+                # A disturbance makes a turn longer, so the least of two times is reliable.
                 predicted = self.predict(chosen, state.numel) / self.predict(codec, state.numel)
                 begun = max(seconds[chosen] / known.least, predicted) > CLEAR_SHARE_AGAIN
             clear = CLEAR_SHARE_AGAIN if known else CLEAR_SHARE
@@ -409,9 +412,9 @@ class CostModel:
         return None
 
     def is_timed(self, bucket: Hashable) -> bool:
-        """True if the time of the chosen codec should be measured in this turn, on all ranks alike.
+        """Return True if the chosen codec should be timed in this turn; equal on all ranks.
 
-        Of a plain codec in use only now and then, once it is known.
+        A plain codec in use is timed only every `TIMED_EVERY` turns once its time is known.
         """
         state = self.buckets.get(bucket)
         if (
@@ -426,14 +429,14 @@ class CostModel:
         return state.reason == TRIAL or state.turn - known.turn >= TIMED_EVERY
 
     def record(self, bucket: Hashable, codec: Codec, seconds: float) -> None:
-        """Takes in what a reduction took; the number must be the same on all ranks.
+        """Record the time of a reduction, which must be the same number on all ranks.
 
-        It corrects the estimates of this bucket, and those of the codec in other buckets.
+        The time corrects the estimates of this bucket, and those of the codec in other buckets.
 
         Args:
             bucket: as in `choose`.
-            codec: what was used.
-            seconds: from its start to its end, on the slowest rank.
+            codec: the codec that was used.
+            seconds: time from start to end of the reduction, on the slowest rank.
         """
         state = self.buckets.get(bucket)
         if state is None or not seconds >= LEAST_SECONDS:
@@ -445,21 +448,21 @@ class CostModel:
             self._corrections.pop(codec, None)
 
     def observe(self, bucket: Hashable, codec: Codec, seconds: float) -> None:
-        """Keeps what a reduction took on this rank until `settle`, or until `pending` is sent."""
+        """Keep the time of a reduction on this rank until `settle`."""
         self._observed.append((bucket, codec, seconds))
 
     def pending(self) -> list[float]:
-        """Seconds observed on this rank since the last `settle`, for a message of the caller's."""
+        """Return the seconds observed on this rank since `settle`, for a message of the caller."""
         return [seconds for _, _, seconds in self._observed]
 
     def settle(self, agreed: Sequence[float] | None = None) -> None:
-        """Records what was observed since the last call; *collective* without ``agreed``.
+        """Record the times observed since the last call; *collective* without ``agreed``.
 
-        All ranks have observed the same reductions in the same order.
+        All ranks must have observed the same reductions in the same order.
 
         Args:
-            agreed: the largest over the ranks of what `pending` returned, element by element; None
-                to find them with one small all-reduce.
+            agreed: element-wise maximum over the ranks of the results of `pending`; None to compute
+                it with one small all-reduce.
 
         Raises:
             ValueError: ``agreed`` is not as long as `pending`.
@@ -474,14 +477,14 @@ class CostModel:
         self._observed.clear()
 
     def explain(self) -> str:
-        """A table of the choice for each bucket and its reason.
+        """Make a table of the choice for each bucket and its reason.
 
         Returns:
             str: a line about the link, a table with the milliseconds of every codec (`estimate`,
-            with a star where measured), and the bandwidth up to which each codec pays.
+            with a star if measured), and the bandwidth up to which each codec pays.
         """
         codecs = list(dict.fromkeys(c for state in self.buckets.values() for c in state.codecs))
-        # Codecs of one kind with other options would share a name.
+        # Codecs of one class with different options share a name. Their heads are then the repr.
         names = [codec.name for codec in codecs]
         heads = [n if names.count(n) == 1 else repr(c) for n, c in zip(names, codecs, strict=True)]
         rows = [["bucket", "elements", *(f"{head} ms" for head in heads), "choice", "why"]]
@@ -516,7 +519,7 @@ def _about(model: CostModel) -> str:
 
 
 def _break_even(model: CostModel) -> list[str]:
-    """A line for every codec, beside the leanest plain one, for the largest bucket timed."""
+    """For the largest known bucket, compare every codec with the plain one that sends least."""
     buckets = [state for state in model.buckets.values() if model.knows(state.codecs)]
     if not buckets:
         return []
@@ -537,33 +540,33 @@ def _break_even(model: CostModel) -> list[str]:
 class CostModels:
     """One cost model for each group of ranks that reduce together.
 
-    It is made at the first bucket of the group, which its ranks reach together: ranks of different
-    groups come to their groups in the order of the layers, which is one for all, so that no two
-    wait for each other in two groups.
+    A cost model is made at the first bucket of its group, which all ranks of the group reach
+    together. Every rank comes to its groups in the order of the layers, so no two ranks wait for
+    each other in different groups.
 
     Args:
-        given: the one for the ranks of the state; where these lie on nodes, its link is taken as
-            that between nodes.
+        given: cost model for the ranks of the state; with nodes, its link is the link between
+            nodes.
 
     Attributes:
-        common: the one for the ranks of the state.
+        common: cost model for the ranks of the state.
     """
 
     def __init__(self, given: CostModel | None) -> None:
         self.common = given
-        # Ranks of a node that `common` looks upon as one.
+        # Number of ranks of a node; `common` describes the link between such nodes.
         self._node_size = 1
         self._others: dict[ProcessGroup, CostModel] = {}
 
     def of(self, bucket: Bucket, common: ProcessGroup | None, device: torch.device) -> CostModel:
-        """The cost model of the ranks that reduce a bucket.
+        """Return the cost model of the ranks that reduce a bucket; make it if there is none.
 
-        With nodes it measures what is between them; all ranks agree on what these have found.
+        With nodes, it measures the link between nodes, and all ranks of the bucket agree on it.
 
         Args:
-            bucket: its ranks.
+            bucket: the bucket.
             common: the ranks of the state.
-            device: of the bucket.
+            device: device of the bucket.
         """
         make = functools.partial(
             CostModel,
@@ -581,13 +584,13 @@ class CostModels:
         return self.common
 
     def known(self, bucket: Bucket, common: ProcessGroup | None) -> CostModel | None:
-        """As `of`, without making one."""
+        """Return the cost model of the ranks that reduce a bucket; None if there is none yet."""
         if bucket.group is not None and bucket.group is not common:
             return self._others.get(bucket.group)
         return self.common
 
     def explain(self) -> str:
-        """The tables, those of some of the ranks under a line that names them."""
+        """Return the tables of all cost models; a line above names nodes or ranks of a group."""
         where = f"between nodes of {self._node_size} ranks:\n" if self._node_size > 1 else ""
         tables = [] if self.common is None else [where + self.common.explain()]
         for group, model in self._others.items():

@@ -1,8 +1,8 @@
 """The hook for DistributedDataParallel.
 
 DDP hands over one bucket of gradients after the other while the backward pass runs, and waits for
-all of them at its end. The results stay here until the last bucket is there: only then it is known
-whether the step went well on every rank.
+all of them at the end of the pass. The hook holds results back until the last bucket has arrived,
+because only then is it known whether the step succeeded on every rank.
 """
 
 import functools
@@ -24,29 +24,30 @@ from moe_ext.distributed.data_parallel import reduce_shards_with
 _Future = torch.futures.Future[Tensor]
 
 
-# DistributedDataParallel compares the annotations, which must not be text.
+# DistributedDataParallel compares the annotations with types, so they must not be strings. This
+# file therefore does not import `annotations`.
 def compress_hook(
     state: CompressionState,
     bucket: GradBucket,
 ) -> torch.futures.Future[Tensor]:
-    """Reduces a bucket as the state says: `ddp.register_comm_hook(state, compress_hook)`.
+    """Reduce a bucket with a state: `ddp.register_comm_hook(state, compress_hook)`.
 
     Works with rebuilt buckets, `no_sync`, `static_graph`, `find_unused_parameters`,
     `gradient_as_bucket_view` and sparse embeddings. Parameters without a gradient on any rank keep
-    what they are owed.
+    their residuals.
 
     Args:
-        state: made for the model that DDP wraps; one state for one DDP.
-        bucket: of gradients of this rank.
+        state: made for the model that DDP wraps; one state serves one DDP.
+        bucket: gradients of this rank.
 
     Returns:
-        A future of the mean over ranks, which is there when the last bucket of the pass is.
+        A future of the mean over ranks, which completes after the last bucket of the pass.
 
     Raises:
         ValueError: on every rank, at the end of the backward pass: a gradient is NaN or infinite
-            (unless the state lets it pass), the ranks have different options, or the state serves
-            another model or other ranks than DDP. Gradients are zero then, and what is owed is as
-            it was; the next step may go on.
+            (unless the state propagates it), the ranks have different options, or the state serves
+            another model or other ranks than DDP. Gradients are then zero, residuals are
+            unchanged, and training may continue with the next step.
         RankFailureError: at the end of the backward pass: a rank died or did not answer.
         TypeError: state is no `CompressionState`.
     """
@@ -60,7 +61,8 @@ def compress_hook(
 
 def _take(state: CompressionState, bucket: Any) -> _Future:
     step, problem, parameters = state.open_step, None, bucket.parameters()
-    # The first pass of a static graph hands over all of its buckets at its end, each as number 0.
+    # In the first pass of a static graph, DDP hands over all buckets at the end of the pass, each
+    # with index 0.
     is_static = (
         step is not None and bucket.index() == 0 and step.taken.isdisjoint(map(id, parameters))
     )
@@ -71,7 +73,7 @@ def _take(state: CompressionState, bucket: Any) -> _Future:
         )
     if step is None or (bucket.index() == 0 and not is_static):
         if step is not None:
-            # An error has ended that pass early.
+            # The last pass ended early with an error and left its step open.
             step.abandon()
         error = None if state.is_hooked else _adopt(state)
         step = state.open_step = state.begin_step("compress_hook")
@@ -90,9 +92,10 @@ def _take(state: CompressionState, bucket: Any) -> _Future:
 
 
 def _strided_views(buffer_N: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """The gradients in a bucket with the strides that DDP lays them out by; none for rows alone.
+    """Return views of a bucket's gradients in DDP's strides; none if all are row-major.
 
-    DDP takes the strides of a parameter that has no gaps, as one of `torch.channels_last`.
+    DDP lays out the gradient of a dense strided parameter, for instance in `torch.channels_last`,
+    in the strides of the parameter.
     """
     if buffer_N.layout != torch.strided or all(p.is_contiguous() for p in parameters):
         return []
@@ -107,7 +110,7 @@ def _strided_views(buffer_N: Tensor, parameters: Sequence[nn.Parameter]) -> list
 
 
 def _lay_out(buffer_N: Tensor, views: Sequence[Tensor], done: _Future) -> Tensor:
-    """A result in the order of `CompressionState`, as DDP lays out its bucket."""
+    """Copy a result, whose gradients are row-major, into DDP's bucket with its strides."""
     pieces = done.value().split([view.numel() for view in views])
     for view, piece in zip(views, pieces, strict=True):
         view.copy_(piece.view(view.shape))
@@ -115,24 +118,25 @@ def _lay_out(buffer_N: Tensor, views: Sequence[Tensor], done: _Future) -> Tensor
 
 
 def _adopt(state: CompressionState) -> ValueError | None:
-    """Take the ranks of DDP, and how many parameters it reduces; a bucket tells neither."""
+    """Take the ranks of DDP and its number of parameters, which a bucket does not know."""
     parallel = _find_ddp(state)
     try:
         if parallel is not None:
             state.adopt_ddp(parallel)
     except ValueError as error:
-        # Without a message: all ranks of DDP find the same, and others wait for none.
+        # No message to other ranks is needed: every rank of this DDP module finds the same error
+        # here, and no other rank is waiting for one.
         return error
     state.is_hooked = True
     return None
 
 
 def _find_ddp(state: CompressionState) -> Any:
-    """The DistributedDataParallel that a state is registered with, if found.
+    """Return the DistributedDataParallel that a state is registered with, or None.
 
-    Looked for among all objects, once. DDP lists its hooks in `_comm_hooks`, but tells them nothing
-    of itself: a bucket has gradients and parameters only, and the reducer in C++, which calls the
-    hook, has no attribute that leads to it.
+    All objects of the process are searched, once. DDP lists its hooks in `_comm_hooks`, but a hook
+    has no way back to DDP: a bucket holds gradients and parameters only, and the C++ reducer that
+    calls the hook has no reference to the module.
     """
     for one in gc.get_objects():
         is_wrapper = issubclass(type(one), DistributedDataParallel)
@@ -153,20 +157,22 @@ def _finish(state: CompressionState, step: Reducer) -> None:
 
 
 def _raise_after_backward(error: Exception) -> None:
-    """Raise when DDP has ended its pass: it cannot be used again if a hook raises."""
+    """Raise after DDP has ended its pass, because DDP is unusable after a hook has raised."""
     if c10d.backward_number() < 0:
-        # This rank has no more batches, and joins in the passes of the others.
+        # No backward pass runs: this rank has no more batches and shadows the passes of the other
+        # ranks (`join`).
         raise error
 
     def boom() -> None:
         raise error
 
-    # The first callback is queued before that of DDP, and the second one after it.
+    # This callback is queued before the callback of DDP. The callback that it queues runs after
+    # that of DDP.
     c10d.call_after_backward(boom, num_before=1)
 
 
 def _compress_shards(ddp: DistributedDataParallel, state: CompressionState) -> bool:
-    """Reduce what DDP leaves alone, as the second half of the step; its names are the model's."""
+    """Reduce the parameters that DDP ignores, as the second half of the step; needs the model."""
     if state.model is not None:
         compress_gradients(ddp, state)
     return state.model is not None

@@ -1,4 +1,4 @@
-"""A table of what each bucket is sent as."""
+"""A table of the codec of each bucket."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ class BucketChoice:
     """Parameters of a bucket that one codec reduces.
 
     Attributes:
-        bucket: its number, in the order in which the ranks agreed on them.
-        parameters: their names.
-        elements: of all of them; of the shard that travels between nodes, where there are any.
-        bytes_before: that leave a rank in a dense all-reduce.
-        bytes_after: that leave it in one reduction by the codec, as far as that is known before.
-        codec: its name, with the options that are not the usual ones.
-        milliseconds: of one reduction, estimated or measured by the cost model; None without one.
-        why: what decided.
+        bucket: number of the bucket, in the order in which the ranks agreed on buckets.
+        parameters: names of the parameters.
+        elements: elements of all parameters, or of the shard that is sent between nodes.
+        bytes_before: bytes that a rank sends in a dense all-reduce.
+        bytes_after: bytes that a rank sends in one reduction by the codec, as far as they are known
+            beforehand.
+        codec: name of the codec, with the options that are not the defaults.
+        milliseconds: duration of one reduction, estimated or measured by the cost model; None
+            without one.
+        why: the rule or measurement that decided.
     """
 
     bucket: int
@@ -35,11 +37,11 @@ class BucketChoice:
 
     @property
     def ratio(self) -> float:
-        """Bytes before over bytes after; 1 where nothing is sent."""
+        """Bytes before over bytes after; 1 if nothing is sent."""
         return self.bytes_before / self.bytes_after if self.bytes_after else 1.0
 
     def cells(self) -> list[str]:
-        """The cells of this row of the table."""
+        """Return the cells of this row of the table."""
         more = len(self.parameters) - 1
         return [
             str(self.bucket),
@@ -60,14 +62,14 @@ class Explanation(str):
     """The table as text.
 
     Attributes:
-        rows: its data.
+        rows: data of the table.
     """
 
     rows: tuple[BucketChoice, ...]
 
     @classmethod
     def of(cls, rows: Sequence[BucketChoice], notes: str = "") -> Explanation:
-        """A table with notes under it."""
+        """Make a table with notes under it."""
         table = "no gradient was reduced yet"
         if rows:
             table = "\n".join(aligned_table([_HEAD, *(row.cells() for row in rows)]))
@@ -77,7 +79,7 @@ class Explanation(str):
 
 
 def described(codec: Codec) -> str:
-    """Name of a codec, with the options that are not the usual ones."""
+    """Return the name of a codec, with the options that are not the defaults."""
     known: tuple[Any, ...] = fields(codec) if is_dataclass(codec) else ()
     values = {option.name: getattr(codec, option.name) for option in known}
     usual = {option.name: option.default for option in known}
@@ -86,7 +88,7 @@ def described(codec: Codec) -> str:
 
 
 def aligned_table(rows: list[list[str]]) -> list[str]:
-    """Lines of a table in Markdown; the first row is its head."""
+    """Return the lines of a table in Markdown; the first row is the head."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:

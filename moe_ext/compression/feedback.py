@@ -1,9 +1,9 @@
-"""Error feedback: what ranks still owe, kept by the name of the parameter.
+"""Error feedback: residuals and other state of codecs, kept by the name of the parameter.
 
-`CodecMemory` keeps it for parameters that are reduced together, side by side in one flat tensor;
+`CodecMemory` keeps them for parameters that are reduced together, side by side in one flat tensor.
 `FeedbackStore` holds these memories and regroups them by name. Every step begins, and then commits
-or rolls back. It writes to other tensors than it reads, so that one that fails leaves everything as
-it was, bit for bit.
+or rolls back. A step writes to other tensors than it reads, so that a failed step leaves
+everything unchanged, bit for bit.
 
 Shape suffixes: N elements of the parameters that are reduced together.
 """
@@ -21,25 +21,25 @@ from torch import Tensor
 
 from moe_ext._checks import check_numbers, check_rule
 
-# Kinds of tensors that have an element for each one of the gradient.
+# Kinds of tensors with one element for each element of the gradient.
 ELEMENTWISE = ("residual", "velocity")
 
 _T = TypeVar("_T")
 
 
 class Packing:
-    """Order of parameters in one flat tensor of N elements: one after the other.
+    """Layout of parameters in one flat tensor of N elements: one after the other.
 
-    A subclass may hold a part of them only, or lay them out otherwise.
+    A subclass may hold a part of the parameters only, or use another layout.
 
     Args:
-        shapes: of the parameters.
+        shapes: shapes of the parameters.
 
     Attributes:
-        shapes: of the tensors that make up the N elements; those of the parameters here.
+        shapes: shapes of the tensors that make up the N elements; here of the parameters.
         numel: N, elements of the tensor.
-        window: (start, N) where the N elements are a part of the parameters, else None.
-        place: which one of several parts they are; these have random numbers of their own.
+        window: (start, N) if the N elements are a part of the parameters, else None.
+        place: number of that part; each part has random numbers of its own.
     """
 
     def __init__(self, shapes: Sequence[torch.Size]) -> None:
@@ -51,53 +51,53 @@ class Packing:
 
     @property
     def start(self) -> int:
-        """Place of the first one among the elements of the parameters."""
+        """Place of the first of the N elements among the elements of the parameters."""
         return 0 if self.window is None else self.window[0]
 
     def pieces(self, flat_N: Tensor) -> list[Tensor]:
-        """Views of a flat tensor in `shapes`."""
+        """Split a flat tensor into views in `shapes`."""
         parts = flat_N.split(self.sizes)
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def spans(self) -> list[tuple[int, int]]:
-        """(start, stop) of each parameter among the N elements."""
+        """Return (start, stop) of each parameter among the N elements."""
         return list(itertools.pairwise(itertools.accumulate(self.sizes, initial=0)))
 
     def by_parameter(self, flat_N: Tensor) -> list[Tensor]:
-        """A flat tensor as one in the shape of each parameter."""
+        """Split a flat tensor into one tensor in the shape of each parameter."""
         return self.pieces(flat_N)
 
     def packed(self, whole: Tensor) -> Tensor:
-        """The N elements, of a flat tensor of all elements of the parameters."""
+        """Return the N elements, from a flat tensor of all elements of the parameters."""
         return whole
 
 
 class _KeptTensors:
-    """Tensors of a memory between steps, by kind."""
+    """Tensors that a memory keeps between steps, by kind."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
-        # Tensors that nobody reads any more, to be written next.
+        # Tensors that are not read any more; the next step writes into them.
         self._spare: dict[str, Tensor] = {}
 
     def kinds(self) -> list[str]:
-        """Kinds of tensors that are kept."""
+        """Return the kinds of tensors that are kept."""
         return sorted(self._kept)
 
     def kept(self, kind: str) -> Tensor | None:
-        """The tensor of a kind as the last step that was committed has left it."""
+        """Return the tensor of a kind after the last committed step; None if there is none."""
         return self._kept.get(kind)
 
     def kept_tensor(self, kind: str) -> Tensor:
-        """As `kept`, of a kind that there is."""
+        """Return the kept tensor of a kind, which must exist."""
         return self._kept[kind]
 
     def copy_of(self, kind: str) -> Tensor:
-        """A copy of what is kept."""
+        """Copy the kept tensor of a kind, which must exist."""
         return self._kept[kind].clone()
 
     def put(self, kind: str, value: Tensor | None) -> None:
-        """Replace what is kept; None forgets it."""
+        """Replace the kept tensor of a kind; None drops it."""
         self._spare.pop(kind, None)
         if value is None:
             self._kept.pop(kind, None)
@@ -108,22 +108,23 @@ class _KeptTensors:
 class CodecMemory(_KeptTensors):
     """Memory of a codec for parameters that are reduced together.
 
-    Tensors are kept by kind: "residual" is what this rank owes, "server" what it owes for the shard
-    of the sum that it owns, "velocity" the momentum of a sparse codec; codecs may add others.
+    Tensors are kept by kind. "residual" is the part of this rank's gradients that is not sent yet,
+    "server" the residual of the sum of this rank's shard, and "velocity" the momentum of a sparse
+    codec. Codecs may add other kinds.
 
     Args:
-        shapes: of the parameters, in the order in which they lie in the flat gradient.
-        device: of the gradient.
-        key: tells the streams of random numbers of different memories apart.
-        seed: of the random numbers.
-        packing: how they lie there, if not one after the other.
+        shapes: shapes of the parameters, in their order in the flat gradient.
+        device: device of the gradient.
+        key: number that gives each memory its own stream of random numbers.
+        seed: seed of the random numbers.
+        packing: layout of the flat gradient, if parameters do not follow each other.
 
     Attributes:
         numel: N, elements of the tensor.
-        bitmap: what the caller knows of the blocks that are not zero (see `nonzero_blocks`).
+        bitmap: blocks that may be non-zero (see `nonzero_blocks`), if the caller knows them.
         server_start: first element of the shard whose sum this rank owns.
-        units: numbers that tell in which units everything is kept: learning rate and loss scale.
-        saved_objects: what `carry` restores objects from, by name, when they are first asked for.
+        units: units of the kept tensors: learning rate and loss scale.
+        saved_objects: saved state by name; `carry` loads it when an object is first asked for.
     """
 
     def __init__(
@@ -147,14 +148,15 @@ class CodecMemory(_KeptTensors):
         self.units: dict[str, float] = {}
         self.saved_objects: dict[str, Any] = {}
         self._objects: dict[str, Any] = {}
-        # The open step: tensors that it has written, kinds that it forgets otherwise, its units.
+        # The open step: tensors and objects that it has written, first element of its shard, kinds
+        # that it has taken (dropped unless written), factors on kinds, and its units.
         self._open: dict[str, Tensor] = {}
         self._open_objects: dict[str, Any] = {}
         self._open_start: int | None = None
         self._taken: set[str] = set()
         self._scales: dict[str, float] = {}
         self._open_units: dict[str, float] = {}
-        # Tensors that the last `commit` has replaced.
+        # State that the last `commit` has replaced, for `undo`.
         self._before: tuple[dict[str, Any], dict[str, float], dict[str, Any], int] | None = None
 
     # -- a step ------------------------------------------------------------------------------
@@ -162,21 +164,22 @@ class CodecMemory(_KeptTensors):
     def begin(
         self, scales: Mapping[str, float] | None = None, units: Mapping[str, float] | None = None
     ) -> None:
-        """Begin a step; what an unfinished one has changed is dropped.
+        """Begin a step, after dropping the changes of an unfinished one.
 
         Args:
-            scales: factors on kinds of tensors, as on the residual for a new learning rate.
-            units: kept with what this step leaves.
+            scales: factors on kinds of tensors, for instance on the residual after a change of the
+                learning rate.
+            units: units of the tensors that this step leaves.
         """
         self.rollback()
         self._scales, self._open_units = dict(scales or {}), dict(units or {})
 
     def factor(self, kind: str) -> float:
-        """Factor from the units of what is kept to those of this step."""
+        """Return the factor from the units of a kept tensor to the units of this step."""
         return self._scales.get(kind, 1.0)
 
     def tensor(self, kind: str, numel: int | None = None) -> Tensor:
-        """The copy of this step of a float32 tensor, zeros at first, to change in place."""
+        """Return this step's copy of a float32 tensor, zeros at first, to change in place."""
         if kind in self._open:
             return self._open[kind]
         kept, scale = self._kept.get(kind), self.factor(kind)
@@ -188,21 +191,22 @@ class CodecMemory(_KeptTensors):
         return self.write(kind, working)
 
     def write(self, kind: str, working: Tensor) -> Tensor:
-        """Have this step leave a tensor, which is the memory's from now on."""
-        # The tensor that `undo` would bring back may be the one that is written to.
+        """Set the tensor of a kind that this step leaves; the memory owns it from now on."""
+        # `working` may be the tensor that `undo` would restore, so `undo` is ruled out.
         self._before = None
         self._spare.pop(kind, None)
         self._open[kind] = working
         return working
 
     def fresh(self, kind: str, numel: int) -> Tensor:
-        """Zeros in the place of what was kept, from this step on; for what has another size now."""
+        """Replace the kept tensor by zeros from this step on, possibly of another size."""
         return self.write(kind, torch.zeros(numel, device=self.device, dtype=torch.float32))
 
     def read_write(self, *kinds: str) -> dict[str, Tensor] | None:
-        """Tensors to be written in this step, and as `<kind>_in` those of the last, to be read.
+        """Return tensors to write in this step and, as `<kind>_in`, those of the last step to read.
 
-        None where `tensor` is needed: for new or open ones, and units other than the residual's.
+        Returns None if the caller must use `tensor` instead: if a kind is new or already open, or
+        if a kind other than the residual changes its units.
         """
         found: dict[str, Tensor] = {}
         unused = {*self._kept} - {*self._open, *self._taken}
@@ -217,9 +221,9 @@ class CodecMemory(_KeptTensors):
         return found
 
     def whole_residual(self) -> Tensor:
-        """The copy of this step of the residual, with what the owner of a shard owes in it.
+        """Return this step's copy of the residual, with the residual of the shard's sum added.
 
-        For codecs that do not divide the gradient into shards, or divide it otherwise.
+        For codecs that do not divide the gradient into shards, or divide it in another way.
         """
         residual_N = self.tensor("residual")
         if "server" in self._kept and "server" not in {*self._open, *self._taken}:
@@ -228,12 +232,12 @@ class CodecMemory(_KeptTensors):
         return residual_N
 
     def keeps_shard(self, start: int, numel: int) -> bool:
-        """True if the kept residual of a shard of the sum is that of this shard."""
+        """Return True if the kept residual of the sum belongs to exactly this shard."""
         kept = self._kept.get("server")
         return kept is not None and (self.server_start, kept.numel()) == (start, numel)
 
     def shard(self, start: int, numel: int) -> Tensor:
-        """The copy of this step of what is owed for the shard of the sum that this rank owns.
+        """Return this step's copy of the residual of the sum, for the shard that this rank owns.
 
         Args:
             start: first element of the shard.
@@ -245,10 +249,10 @@ class CodecMemory(_KeptTensors):
         return self.tensor("server", numel)
 
     def take_owed(self, grad_N: Tensor) -> bool:
-        """Add to a gradient, in place, all that is owed, which is then owed no more.
+        """Add all residuals to a gradient, in place, and drop them.
 
         Returns:
-            True if anything was owed.
+            True if there was any residual.
         """
         found = False
         for kind in ("residual", "server"):
@@ -268,11 +272,11 @@ class CodecMemory(_KeptTensors):
         return found
 
     def is_taken(self, kind: str) -> bool:
-        """True if this step has taken the tensor of a kind, and left nothing instead."""
+        """Return True if this step has taken the tensor of a kind and has not written another."""
         return kind in self._taken and kind not in self._open
 
     def carry(self, name: str, make: Callable[[], _T], copy: Callable[[_T], _T]) -> _T:
-        """The copy of this step of an object that is no tensor, to change in place."""
+        """Return this step's copy of an object that is no tensor, to change in place."""
         if name not in self._open_objects:
             kept = self._objects.get(name)
             made: Any = make() if kept is None else copy(kept)
@@ -283,16 +287,16 @@ class CodecMemory(_KeptTensors):
         return found
 
     def rng_state(self, step: int, rank: int) -> Tensor:
-        """The `rng_state` of `quantize_blockwise`, for rounding at random."""
+        """Return the `rng_state` of `quantize_blockwise`, for stochastic rounding."""
         return torch.tensor([self.seed, self.key, step, rank], device=self.device)
 
     def commit(self, *, continues: bool = False, finite: Tensor | None = None) -> None:
-        """End the step and keep what it has changed.
+        """End the step and keep its changes.
 
         Args:
-            continues: it is the rest of the last step, so that `undo` takes both back.
-            finite: bool, 0-d: where it is False the step is rolled back instead. On CUDA nobody
-                waits for it, and the old tensors are kept.
+            continues: the step is the second half of the last one, so that `undo` reverts both.
+            finite: 0-d bool; if it is False, the step is rolled back instead. On CUDA this needs
+                no host synchronisation: the old values are selected on the device.
         """
         if finite is not None and finite.is_cuda:
             for kind, working in self._open.items():
@@ -305,7 +309,8 @@ class CodecMemory(_KeptTensors):
                 self._before = None
             return None
         for kind in {*self._kept} - {*self._open, *self._taken}:
-            # A codec that was not used: into the units that it is kept with from now on.
+            # The codec did not use this kind in this step. The tensor still has to be converted to
+            # the units of this step.
             if self.factor(kind) != 1.0:
                 self.tensor(kind)
         replaced = {kind: self._kept.get(kind) for kind in {*self._open, *self._taken}}
@@ -327,7 +332,7 @@ class CodecMemory(_KeptTensors):
         return self.rollback()
 
     def undo(self) -> None:
-        """Take the last `commit` back; nothing where another step has begun since."""
+        """Revert the last `commit`. Nothing happens if another step has written since."""
         if self._before is None:
             return
         replaced, self.units, self._objects, self.server_start = self._before
@@ -336,12 +341,12 @@ class CodecMemory(_KeptTensors):
             self.put(kind, tensor)
 
     def keep_no_spare(self) -> None:
-        """Free what is there for `undo` and for the next step to write to."""
+        """Free the tensors that `undo` would restore and that the next step would overwrite."""
         self._spare.clear()
         self._before = None
 
     def rollback(self) -> None:
-        """End the step and forget what it has changed."""
+        """End the step and drop its changes."""
         for kind, working in self._open.items():
             if kind in self._kept and self._kept[kind].shape == working.shape:
                 self._spare[kind] = working
@@ -351,11 +356,11 @@ class CodecMemory(_KeptTensors):
     # -- between steps -----------------------------------------------------------------------
 
     def has(self, kind: str) -> bool:
-        """True if there is a tensor of this kind, kept or written in this step."""
+        """Return True if there is a tensor of this kind, kept or written in this step."""
         return kind in self._kept or kind in self._open
 
     def whole(self, kind: str) -> Tensor | None:
-        """A copy of what is kept, N elements; in the residual, what the shard of the sum owes."""
+        """Copy a kept tensor, N elements; a residual includes that of the shard's sum."""
         kept, server = self._kept.get(kind), self._kept.get("server")
         if kind != "residual" or server is None:
             return None if kept is None else kept.clone()
@@ -364,7 +369,7 @@ class CodecMemory(_KeptTensors):
         return found
 
     def extras(self) -> dict[str, Any]:
-        """Copies of what is not by element, for `FeedbackStore.state_dict`."""
+        """Copy the state that is not kept by element, for `FeedbackStore.state_dict`."""
         objects = {name: made.state_dict() for name, made in self._objects.items()}
         return {
             "server_start": self.packing.start + self.server_start,
@@ -376,11 +381,11 @@ class CodecMemory(_KeptTensors):
     def take(self, tensors: Mapping[str, Tensor]) -> None:
         """Keep copies of tensors by kind, from any device."""
         for kind, tensor in tensors.items():
-            # Later steps write to the kept tensors.
+            # A copy is needed because later steps write to the kept tensors.
             self.put(kind, tensor.to(self.device, torch.float32, copy=True))
 
     def load_extras(self, extras: Mapping[str, Any]) -> None:
-        """Take over what `extras` returned."""
+        """Load the result of `extras`."""
         self.server_start = extras["server_start"] - self.packing.start
         self.saved_objects = extras["carried"]
         self.take(extras["tensors"])
@@ -388,7 +393,7 @@ class CodecMemory(_KeptTensors):
 
 @contextlib.contextmanager
 def committing(*memories: CodecMemory) -> Iterator[None]:
-    """A step of some memories: begun, then committed in all of them, or rolled back on an error."""
+    """Begin a step of some memories; commit it at the end, or roll it back on an error."""
     for memory in memories:
         memory.begin()
     try:
@@ -402,7 +407,11 @@ def committing(*memories: CodecMemory) -> Iterator[None]:
 
 
 class _Table(NamedTuple):
-    """Everything that a store keeps: in groups, by name, and loaded for groups to come."""
+    """Everything that a store keeps.
+
+    `groups` are the memories, `loose` tensors by name and kind, `units` their units by name, and
+    `loaded` saved extras of groups that are not made yet.
+    """
 
     groups: dict[tuple[str, ...], CodecMemory]
     loose: dict[str, dict[str, Tensor]]
@@ -418,19 +427,20 @@ class FeedbackStore:
     """The memories of all groups of parameters, which may be regrouped at any time.
 
     Args:
-        seed: of random numbers.
+        seed: seed of the random numbers.
     """
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self._table = _Table({}, {}, {}, {})
-        # As it was before a step that has regrouped parameters, and before `ungroup`.
+        # Copies of the table from before a step that regrouped parameters, for `rollback`, and from
+        # before `ungroup`, for `undo`.
         self._before: _Table | None = None
         self._grouped: _Table | None = None
 
     @property
     def memories(self) -> dict[tuple[str, ...], CodecMemory]:
-        """Names of parameters to the memory of their group; not to be changed."""
+        """Names of parameters to the memory of their group; read only."""
         return self._table.groups
 
     def group(
@@ -441,17 +451,17 @@ class FeedbackStore:
         key: int = 0,
         packing: Packing | None = None,
     ) -> CodecMemory:
-        """The memory of parameters that are reduced together, made of what is kept by name.
+        """Return the memory of a group of parameters; make it from tensors kept by name if new.
 
         Args:
-            names: of the parameters.
-            shapes: of the parameters.
-            device: of their gradients.
-            key: of random numbers.
-            packing: how they lie in the flat tensor, if not one after the other.
+            names: names of the parameters.
+            shapes: shapes of the parameters.
+            device: device of the gradients.
+            key: as `CodecMemory`.
+            packing: as `CodecMemory`.
 
         Raises:
-            ValueError: what was loaded for a parameter has another shape.
+            ValueError: a tensor that was loaded for a parameter has another shape.
         """
         if names in self._table.groups:
             return self._table.groups[names]
@@ -484,7 +494,7 @@ class FeedbackStore:
     def _side_by_side(
         self, kind: str, names: Sequence[str], shapes: Sequence[torch.Size], memory: CodecMemory
     ) -> Tensor:
-        """Tensors by name in the units of a memory, side by side; zeros where there is none."""
+        """Concatenate tensors by name, in the units of a memory; zeros for missing tensors."""
         found = []
         for name, shape in zip(names, shapes, strict=True):
             tensor = self._table.loose.get(name, {}).get(kind)
@@ -499,11 +509,11 @@ class FeedbackStore:
         return torch.cat(found)
 
     def units_of(self, name: str) -> dict[str, float]:
-        """Units of what is kept of a parameter that is in no group."""
+        """Return the units of the tensors of a parameter that is in no group."""
         return self._table.units.get(name, {})
 
     def _dissolve(self, names: tuple[str, ...]) -> None:
-        """Keep the tensors of a group by name instead."""
+        """Drop a group and keep its tensors by name."""
         memory = self._table.groups.pop(names)
         if memory.units:
             self._table.units.update((name, dict(memory.units)) for name in names)
@@ -515,7 +525,7 @@ class FeedbackStore:
                 self._table.loose.setdefault(name, {})[kind] = piece
 
     def ungroup(self) -> None:
-        """Keep everything by name, shards included; groups are made anew when asked for."""
+        """Drop all groups and keep everything by name, including residuals of shards."""
         self._before = None
         if self._grouped is None:
             self._grouped = self._table.copy()
@@ -525,23 +535,23 @@ class FeedbackStore:
             add_loaded_shard(self._table.loose, names, self._table.loaded.pop(names))
 
     def commit(self, *, continues: bool = False, finite: Tensor | None = None) -> None:
-        """End the step in all groups and keep what it has changed; see `CodecMemory.commit`."""
+        """End the step in all groups and keep its changes; see `CodecMemory.commit`."""
         self._before = self._grouped = None
         for memory in self._table.groups.values():
             memory.commit(continues=continues, finite=finite)
 
     def undo(self) -> None:
-        """Take the last `commit` of all groups back, and an `ungroup` after it."""
+        """Revert the last `commit` of all groups, and an `ungroup` after it."""
         if self._grouped is not None:
             self._table, self._grouped = self._grouped, None
         for memory in self._table.groups.values():
             memory.undo()
 
     def rollback(self) -> bool:
-        """End the step in all groups and forget what it has changed.
+        """End the step in all groups and drop its changes.
 
         Returns:
-            True if groups that `group` has made in this step are gone.
+            True if groups that `group` had made in this step were dropped.
         """
         regrouped = self._before is not None
         if self._before is not None:
@@ -551,7 +561,7 @@ class FeedbackStore:
         return regrouped
 
     def named(self, kind: str) -> dict[str, Tensor]:
-        """Name to tensor in the parameter's shape; views where the parameter is in a group."""
+        """Map names to tensors in the parameter's shape; views if the parameter is in a group."""
         found = {name: kinds[kind] for name, kinds in self._table.loose.items() if kind in kinds}
         for names, memory in self._table.groups.items():
             flat = memory.kept(kind)
@@ -560,16 +570,16 @@ class FeedbackStore:
         return dict(sorted(found.items()))
 
     def kinds_of(self, names: Sequence[str]) -> list[str]:
-        """The kinds of tensors that there are for any of some parameters."""
+        """Return the kinds of tensors that are kept for at least one of the parameters."""
         return [kind for kind in ELEMENTWISE if not set(names).isdisjoint(self.named(kind))]
 
     def clear(self, kind: str, names: set[str]) -> None:
-        """Forget the tensors of a kind that belong to some parameters; after `ungroup`."""
+        """Drop the tensors of a kind of some parameters. Call `ungroup` first."""
         for name in names:
             self._table.loose.get(name, {}).pop(kind, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of everything: by name, and for groups what is not by element."""
+        """Copy everything: tensors by name, and for each group the state not kept by element."""
         found: dict[str, Any] = {
             kind: {name: tensor.clone() for name, tensor in self.named(kind).items()}
             for kind in ELEMENTWISE
@@ -585,7 +595,7 @@ class FeedbackStore:
         return {**found, "layouts": layouts, "marks": marks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace everything."""
+        """Replace everything by a state of `state_dict`."""
         self._before = self._grouped = None
         units = {name: dict(numbers) for name, numbers in state["marks"].items()}
         self._table = _Table({}, _loose_tensors(state), units, {})
@@ -595,7 +605,7 @@ class FeedbackStore:
 
 
 def unit_factors(before: Mapping[str, float], units: Mapping[str, float]) -> dict[str, float]:
-    """Factors from some units to others, by kind of tensor; without a scaler the loss has 1."""
+    """Return the factors from some units to others, by kind; a missing loss scale counts as 1."""
     velocity = residual = units.get("loss_scale", 1.0) / before.get("loss_scale", 1.0)
     if "rate" in before and "rate" in units:
         residual *= before["rate"] / units["rate"]
@@ -603,7 +613,7 @@ def unit_factors(before: Mapping[str, float], units: Mapping[str, float]) -> dic
 
 
 def _loose_tensors(state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """Copies of the tensors of a saved store that are by element: name to tensor by kind."""
+    """Copy the elementwise tensors of a saved store: name to tensor by kind."""
     loose: dict[str, dict[str, Tensor]] = {}
     for kind in ELEMENTWISE:
         for name, tensor in state[kind].items():
@@ -612,7 +622,7 @@ def _loose_tensors(state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
 
 
 def by_name(state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """Name to tensors by kind of a saved store, with the residuals of shards of the sum in them."""
+    """Copy a saved store's tensors by name and kind; residuals include those of shards' sums."""
     loose = _loose_tensors(state)
     for layout in state["layouts"]:
         add_loaded_shard(loose, layout["names"], layout)
@@ -622,7 +632,7 @@ def by_name(state: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
 def add_loaded_shard(
     loose: dict[str, dict[str, Tensor]], names: Sequence[str], extras: Mapping[str, Any]
 ) -> None:
-    """Add a shard's residual to the residuals by name that its group is made of."""
+    """Add the residual of a shard's sum to the residuals by name of the group's parameters."""
     if "server" not in extras["tensors"]:
         return
     start = 0
@@ -635,7 +645,7 @@ def add_loaded_shard(
 
 
 def add_at(flat: Tensor, owed: Tensor, start: int, scale: float = 1.0) -> None:
-    """Add a tensor from an element on, in place; what lies before or past the other is left out."""
+    """Add `owed` to `flat` from element `start` on, in place; elements outside are left out."""
     owed, start = owed[max(-start, 0) :], max(start, 0)
     stop = min(start + owed.numel(), flat.numel())
     if stop > start:

@@ -1,4 +1,4 @@
-"""Compressed reduction for hand-written loops, and of what is owed before saving."""
+"""Compressed reduction of gradients for hand-written loops, and a flush of residuals."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from moe_ext.distributed.placement import Placement, replicated_groups, sharded_
 from moe_ext.distributed.replicas import replica_group
 
 _OPERATION = "compress_gradients"
-# Ranks, None for this process alone, and parameters that they hold copies of.
+# A group (None is this process alone), and the parameters of which its ranks hold copies.
 _Copies = tuple[ProcessGroup | None, list[nn.Parameter]]
-# Kinds of gradient that a rank has for a parameter.
+# Kinds of gradient that a rank may have for a parameter.
 _NOTHING, _DENSE, _SPARSE = 0, 1, 2
 
 
 def compress_gradients(model: nn.Module, state: CompressionState) -> bool:
-    """Make every gradient the mean over all ranks, compressed as the state says.
+    """Replace every gradient by the mean over all ranks, compressed by the codecs of the state.
 
-    The compressed form of `sync_gradients`: call it on all ranks, after the last backward pass of a
+    The compressed form of `sync_gradients`. Call it on all ranks, after the last backward pass of a
     step and before clipping and the optimizer. Experts of an expert-parallel model are reduced over
-    the ranks that hold the same ones. A `DistributedDataParallel` with `compress_hook` has called
-    it at the end of the backward pass, for the experts as the second half of the same step; another
-    call does nothing.
+    the ranks that hold the same experts. A `DistributedDataParallel` with `compress_hook` calls
+    this itself for the experts, as the second half of the step, at the end of the backward pass.
+    Another call then does nothing.
 
-    A gradient that is None on some ranks counts as zero there, and one that is None on every rank
-    stays None. Unlike with `sync_gradients`, gradients must not be accumulated into reduced ones:
-    what they have in common would be owed twice.
+    A gradient that is None on some ranks counts as zero there. A gradient that is None on every
+    rank stays None. Unlike with `sync_gradients`, gradients must not be accumulated into reduced
+    gradients, because the reduced part would enter the residuals again.
 
     Args:
         model: the module that the state was made for, the same on every rank.
@@ -55,22 +55,22 @@ def compress_gradients(model: nn.Module, state: CompressionState) -> bool:
 
     Returns:
         True if all gradients were finite on every rank; False only with nonfinite="propagate". With
-        it nobody looks at gradients that travel as they are, of which nothing is ever owed: NaN in
-        them goes on to the sum, as in torch.
+        "propagate", uncompressed gradients of a model without residuals are not searched: NaN in
+        them reaches the sum, as in torch.
 
     Raises:
-        ValueError: on every rank: a gradient is NaN or infinite (unless the state lets it pass),
-            the ranks have different codecs or parameters; a parameter is a DTensor, but no expert
-            over ranks, or is not of the state's model; a DistributedDataParallel reduces experts.
-            Gradients are zero where they were not finite, and what is owed is as it was.
-        RuntimeError: on every rank, when no gradient changed since the last call, of a model
+        ValueError: on every rank: a gradient is NaN or infinite (unless the state propagates it);
+            the ranks have different codecs or parameters; a parameter is a DTensor without being an
+            expert over ranks, or is not of the state's model; a DistributedDataParallel reduces
+            experts. Gradients are zero if they were not finite, and residuals are unchanged.
+        RuntimeError: on every rank: no gradient has changed since the last call, for a model
             without DistributedDataParallel.
-        RankFailureError: a rank died or did not answer; what is owed is as it was.
+        RankFailureError: a rank died or did not answer; residuals are unchanged.
     """
     check_kind(_OPERATION, "model", model, nn.Module, required=True)
     check_kind(_OPERATION, "state", state, CompressionState, required=True)
     if state.is_hooked and not state.was_finite:
-        # The optimizer will not step, for the half of the gradients that DDP has reduced.
+        # DDP has found NaN in its half of the gradients, so the optimizer will skip the step.
         return False
     experts = sharded_parameters(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -110,7 +110,7 @@ def _begin(
             for bucket, flat_N in _filled_buckets(parameters, group, device):
                 placed.append((bucket, step.add(bucket, flat_N, group)))
     except Exception as error:
-        # Nothing may write to what is owed any more.
+        # Reductions that have begun still write to residuals, so `abandon` waits for them.
         step.abandon(error)
         raise
     return placed
@@ -122,10 +122,10 @@ def _check(
     experts: dict[str, tuple[nn.Parameter, Placement]],
     device: torch.device,
 ) -> bool:
-    """Everything that can be checked before the first message; every rank raises or none does.
+    """Check everything that can be checked beforehand. Either every rank raises or none does.
 
     Returns:
-        Whether there is something to reduce.
+        True if there is something to reduce.
     """
     problem = None
     for name, parameter in model.named_parameters():
@@ -168,7 +168,7 @@ def _copies(
     experts: dict[str, tuple[nn.Parameter, Placement]],
     device: torch.device,
 ) -> list[_Copies]:
-    """The dense parameters that DDP does not reduce, and the experts by their groups."""
+    """Return the dense parameters that DDP does not reduce, and the experts by their groups."""
     elsewhere = reduced_by_ddp(model) | {id(parameter) for parameter, _ in experts.values()}
     dense = [p for p in model.parameters() if p.requires_grad and id(p) not in elsewhere]
     trained = [(p, placement) for p, placement in experts.values() if p.requires_grad]
@@ -178,7 +178,7 @@ def _copies(
 def _filled_buckets(
     parameters: list[nn.Parameter], group: ProcessGroup | None, device: torch.device
 ) -> list[tuple[list[nn.Parameter], Tensor]]:
-    """Parameters that some rank has a gradient for, with those of this rank side by side."""
+    """Make buckets of parameters with a gradient on at least one rank; zeros if not on this one."""
     kinds = _agreed_kinds(parameters, group, device)
     pairs = list(zip(parameters, kinds, strict=True))
     found = [
@@ -194,7 +194,7 @@ def _filled_buckets(
 def _agreed_kinds(
     parameters: list[nn.Parameter], group: ProcessGroup | None, device: torch.device
 ) -> list[int]:
-    """Kind of the gradient of each parameter, on the ranks that have one."""
+    """Agree on the kind of each parameter's gradient, over the ranks that have one."""
     kinds = [_kind(parameter) for parameter in parameters]
     if group is None or not kinds or group_size(group) == 1:
         return kinds
@@ -237,7 +237,7 @@ def _put_back(bucket: Sequence[nn.Parameter], flat_N: Tensor) -> None:
 
 
 def _local_norm(model: nn.Module) -> float:
-    """Norm of all gradients of this rank."""
+    """Return the norm of all gradients of this rank."""
     total = 0.0
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -248,23 +248,24 @@ def _local_norm(model: nn.Module) -> float:
 
 
 def flush(model: nn.Module, state: CompressionState) -> bool:
-    """Add all that is owed to the gradients: one dense all-reduce, after which nothing is owed.
+    """Add all residuals to the gradients by one dense all-reduce, and clear them.
 
     Call it on all ranks, between the reduction of a step and the step of the optimizer, in the step
-    after which the model is saved: a checkpoint then needs no state and fits any number of ranks.
-    With a `GradScaler`, before `unscale_`. A frozen parameter stays without a gradient, and owed.
+    after which the model is saved. The checkpoint then needs no state and fits any number of ranks.
+    With a `GradScaler`, call it before `unscale_`. A frozen parameter gets no gradient and keeps
+    its residual.
 
     Args:
         model: the module that the state was made for.
-        state: of every rank.
+        state: state of this rank; every rank passes its own.
 
     Returns:
-        True if it was done: with nonfinite="propagate" nothing is after a step that was not finite,
-        which the optimizer will not take. Flush the next one then.
+        True if residuals were flushed. False, with nonfinite="propagate", after a step that was not
+        finite, because the optimizer will skip that step. Flush after the next step instead.
 
     Raises:
-        ValueError: on every rank: the ranks owe for different parameters.
-        RankFailureError: a rank died or did not answer; gradients and what is owed are as before.
+        ValueError: on every rank: the ranks have residuals of different parameters.
+        RankFailureError: a rank died or did not answer; gradients and residuals are unchanged.
     """
     if state.options.nonfinite == "propagate" and not state.was_finite:
         return False

@@ -1,7 +1,7 @@
-"""Masks of pruned parameters: buffers beside them, a bit an element.
+"""Masks of pruned parameters: a buffer beside each parameter, with one bit per element.
 
-The buffer of a parameter `weight` is `weight_mask`, uint8 `[rows, bytes of a row]`. It lies over
-ranks as the parameter does, and is saved and loaded with it.
+The buffer of a parameter `weight` is `weight_mask`, uint8 `[rows, bytes of a row]`. It is divided
+over ranks as the parameter is, and saved and loaded with the parameter.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
-# Attribute of a module: masks by the name of the parameter. Copies of the module have their own.
+# Attribute of a module: its masks by the name of the parameter. A copy of the module copies them.
 _PRUNED = "_masks_of_parameters"
 
 _T = TypeVar("_T")
 
 
 def unpacked_bits(bitmap: Tensor, numel: int) -> Tensor:
-    """Bool of each element, `[numel]`, from the bitmap of `moe_ext.ops.pack_bits`."""
+    """Unpack a bitmap of `moe_ext.ops.pack_bits` into a bool for each element, `[numel]`."""
     places = torch.arange(8, dtype=torch.uint8, device=bitmap.device)
     return ((bitmap[:, None] >> places) & 1).view(-1)[:numel].bool()
 
 
 def count_bits(bitmap: Tensor) -> int:
-    """Bits that are set. NOTE: device-to-host sync."""
+    """Count the bits that are set. NOTE: device-to-host sync."""
     return int(unpacked_bits(bitmap, 8 * bitmap.numel()).sum())
 
 
 def checksum_of(bitmap: Tensor) -> int:
-    """Tells bitmaps apart. NOTE: device-to-host sync."""
+    """Return a checksum of a bitmap, for comparison over ranks. NOTE: device-to-host sync."""
     places = torch.arange(1, bitmap.numel() + 1, device=bitmap.device)
     return int((bitmap.long() * places).sum())
 
@@ -47,24 +47,25 @@ class ElementMask:
     """The elements of one parameter that are kept.
 
     Args:
-        module: holds the parameter, and the mask.
-        name: of the parameter.
+        module: the module that holds the parameter and the mask.
+        name: name of the parameter.
 
     Attributes:
-        shape: of the elements that it is of: this rank's part, before FSDP2 divides it further.
+        shape: shape of the mask: this rank's part of the parameter before FSDP2 divides it further.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module, self.name = module, name
         parameter: Any = self.parameter
         place = known_shard(parameter)
-        # The last dimensions of its mesh: experts over ranks. FSDP2 puts its own before them.
+        # Number of mesh dimensions over which experts are divided. They are the last dimensions of
+        # the parameter's mesh; FSDP2 puts its own before them.
         self.num_axes = 0 if place is None else len(place.along())
         shape = list(parameter.shape)
         for axis in range(-self.num_axes, 0):
             shape[parameter.placements[axis].dim] //= parameter.device_mesh.shape[axis]
         self.shape = torch.Size(shape)
-        # Results of one state of the bitmap, by the function that makes them.
+        # Results of `once` for one version of the bitmap, by key.
         self._version: tuple[int, int] | None = None
         self._found: dict[object, Any] = {}
 
@@ -72,7 +73,7 @@ class ElementMask:
         return {**vars(self), "_version": None, "_found": {}}
 
     def once(self, key: object, make: Callable[[], _T]) -> _T:
-        """The result of a function of the mask as it is now; made when it is first asked for."""
+        """Return the cached result of a function of the mask; made anew when the mask changes."""
         bitmap = self.bitmap
         version = (bitmap.data_ptr(), bitmap._version)
         if self._version != version:
@@ -84,7 +85,7 @@ class ElementMask:
 
     @property
     def held(self) -> nn.Parameter | None:
-        """The parameter as the module holds it now, or None: FSDP2 puts others in its place."""
+        """The parameter as the module holds it now, which FSDP2 may have replaced, or None."""
         return self.module._parameters.get(self.name)
 
     @property
@@ -101,7 +102,7 @@ class ElementMask:
 
     @property
     def bitmap(self) -> Tensor:
-        """See `moe_ext.ops.pack_bits`; of all elements of `shape`."""
+        """Bitmap of all elements of `shape`; see `moe_ext.ops.pack_bits`."""
         found = self.module._buffers.get(f"{self.name}_mask")
         if found is None:
             raise ValueError(
@@ -111,27 +112,27 @@ class ElementMask:
 
     @property
     def marks(self) -> Tensor:
-        """True for what is kept, of `shape`."""
+        """Bool of `shape`, True for kept elements."""
         return unpacked_bits(self.bitmap, self.shape.numel()).view(self.shape)
 
     @property
     def count(self) -> int:
-        """Elements that are kept. NOTE: device-to-host sync, once for each state of the mask."""
+        """Number of kept elements. NOTE: device-to-host sync, once for each state of the mask."""
         return self.once("count", lambda: count_bits(self.bitmap))
 
     @property
     def checksum(self) -> int:
-        """Equal where masks are. NOTE: device-to-host sync, once for each state of the mask."""
+        """Checksum of the bitmap. NOTE: device-to-host sync, once for each state of the mask."""
         return self.once("checksum", lambda: checksum_of(self.bitmap))
 
     def pack(self, x: Tensor) -> Tensor:
-        """The kept elements of a contiguous tensor like the parameter, side by side."""
+        """Pack the kept elements of a contiguous tensor like the parameter into a vector."""
         packed = x.new_empty(self.count)
         ops.pack_masked_(packed, x, self.bitmap)
         return packed
 
     def clear_(self, x: Tensor) -> None:
-        """Set to zero what is not kept, of a tensor like the parameter or its shards."""
+        """Zero the elements that are not kept, in a tensor like the parameter or its shard."""
         bitmap, local = self.bitmap, local_part(x.detach())
         if is_dtensor(x) and x.device_mesh.ndim > self.num_axes:
             key = (x.device_mesh, x.placements)
@@ -145,18 +146,18 @@ class ElementMask:
         ops.unpack_masked_(local, packed, bitmap)
 
     def gathered(self, x: Tensor) -> Tensor:
-        """The elements of `shape` of a tensor like the parameter; a collective under FSDP2."""
+        """Gather a tensor like the parameter to `shape`. Under FSDP2 this is a collective."""
         return x.redistribute(placements=self._along(x)).to_local() if is_dtensor(x) else x
 
     def local_marks(self, like: Tensor) -> Tensor:
-        """True for what is kept, in the shape of this rank's shard of a DTensor."""
+        """Return a bool, True for kept elements, in the shape of this rank's shard of a DTensor."""
         assert is_dtensor(like)
         marks = dtensor_of(self.marks, like.device_mesh, self._along(like), like.shape)
-        # Cutting sends nothing.
+        # From replicated to sharded, `redistribute` sends nothing.
         return marks.redistribute(placements=like.placements).to_local().contiguous()
 
     def _along(self, like: DTensor) -> list[Placement]:
-        """Placements of a tensor of `shape` on the mesh of a DTensor like the parameter."""
+        """Return the placements of a tensor of `shape` on the mesh of a DTensor `like`."""
         from torch.distributed.tensor import Replicate
 
         added = like.device_mesh.ndim - self.num_axes
@@ -169,22 +170,22 @@ def _own(module: nn.Module) -> dict[str, ElementMask]:
 
 
 def mask_of(module: nn.Module, name: str) -> ElementMask | None:
-    """The mask of a parameter of a module; None where it is not pruned."""
+    """Return the mask of a module's parameter; None if it is not pruned."""
     return _own(module).get(name)
 
 
 def masks_of(model: nn.Module) -> Iterator[tuple[str, ElementMask]]:
-    """Names in the model of all pruned parameters, and their masks."""
+    """Yield the name in the model and the mask of each pruned parameter."""
     for path, module in model.named_modules():
         for name, mask in _own(module).items():
             yield f"{path}.{name}" if path else name, mask
 
 
 def add_mask(module: nn.Module, name: str) -> ElementMask:
-    """Put a mask beside a parameter that keeps everything."""
+    """Add a mask that keeps all elements of a parameter."""
     mask = ElementMask(module, name)
     shape = (mask.shape[0], mask.shape[1:].numel() // 8)
-    # Tensors of inference_mode have no version, by which results of a mask are kept.
+    # Tensors of inference_mode have no version counter, which `ElementMask.once` needs.
     with torch.inference_mode(False):
         whole = torch.full(shape, 255, dtype=torch.uint8, device=mask.parameter.device)
     module.register_buffer(f"{name}_mask", whole)
@@ -193,7 +194,7 @@ def add_mask(module: nn.Module, name: str) -> ElementMask:
 
 
 def drop_mask(mask: ElementMask) -> None:
-    """Take the mask of a parameter away; nothing where it is gone, or another one there."""
+    """Remove a mask, if it is still the mask of its parameter."""
     own = dict(_own(mask.module))
     if own.get(mask.name) is mask:
         del own[mask.name], mask.module._buffers[f"{mask.name}_mask"]

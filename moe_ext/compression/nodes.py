@@ -1,6 +1,7 @@
-"""Reduction in two levels: dense among the ranks of a node, a codec between nodes.
+"""Reduction in two levels: dense among the ranks of a node, by a codec between nodes.
 
-Each rank of a node takes a shard of the node's sum to the ranks of its place in the other nodes.
+Each rank of a node owns a shard of the node's sum, and reduces it with the ranks that own the same
+shard in the other nodes.
 
 Shape suffixes: N elements of a part, L ranks of a node, M nodes, S elements of a shard.
 """
@@ -28,11 +29,11 @@ _OPERATION = "CompressionState"
 
 @dataclass(frozen=True, eq=False)
 class Levels:
-    """The ranks of a group, of which L > 1 are on each node.
+    """Groups for the two levels of a group that has L > 1 ranks on each node.
 
     Attributes:
-        local_group: those of this node.
-        node_group: those of this rank's place in every node; None where there is one node.
+        local_group: the ranks of this node.
+        node_group: the ranks with the same local rank in every node; None if there is one node.
     """
 
     local_group: ProcessGroup
@@ -40,47 +41,47 @@ class Levels:
 
     @property
     def node_size(self) -> int:
-        """L."""
+        """Number of ranks of a node, L."""
         return group_size(self.local_group)
 
     def shard_of(self, flat_N: Tensor, numel: int) -> Tensor:
-        """This rank's shard of the sum over the node, float32 or wider."""
+        """Return this rank's shard of the sum over the node, as float32 or wider."""
         return sum_in_node(flat_N, numel, self.local_group, _OPERATION)
 
     def share(self, target_N: Tensor, shard_S: Tensor) -> None:
-        """Make a whole of the shards of the ranks of this node."""
+        """Gather the shards of the ranks of this node into `target_N`."""
         share_in_node(target_N, shard_S.to(target_N.dtype), self.local_group, _OPERATION)
 
 
 class NodeShard(Packing):
-    """This rank's shard of parameters, which the ranks of a node divide among them.
+    """Packing of this rank's shard of parameters that the ranks of a node divide among them.
 
-    By name it is what the whole of the parameters is owed, with zeros outside of the shard: the sum
-    over ranks means the same with nodes and without.
+    A residual by name has the shape of the whole parameter, with zeros outside of the shard. The
+    sum over ranks is therefore the same with nodes and without.
 
     Args:
-        levels: the ranks that have the other shards.
-        exact: whether rows may be left out, so that no row is cut where there are enough of them.
-        shapes: of the parameters.
+        levels: groups of the ranks that own the other shards.
+        exact: rows may be left out, so no row is divided if there are enough rows for all ranks.
+        shapes: shapes of the parameters.
     """
 
     def __init__(self, levels: Levels, exact: bool, shapes: Sequence[torch.Size]) -> None:
         place = group_rank(levels.local_group)
         self._levels, self._whole = levels, Packing(shapes)
         row = _row(shapes[0], levels) if exact else 0
-        # Not of no element, for which there are no messages.
+        # A shard has at least one element, because collectives send no message for an empty one.
         numel = max(1, shard_numel(self._whole.numel, levels.node_size, row or 1))
         bounds = itertools.accumulate(self._whole.sizes, initial=-place * numel)
         clipped = [min(max(bound, 0), numel) for bound in bounds]
         self._spans = list(itertools.pairwise(clipped))
-        # The last one is padding.
+        # The last piece is padding.
         pieces = [stop - start for start, stop in itertools.pairwise([*clipped, numel])]
         rows = [torch.Size([numel // row, row])] if row else None
         super().__init__(rows or [torch.Size([piece]) for piece in pieces if piece])
         self.window, self.place = (place * numel, numel), place
 
     def spans(self) -> list[tuple[int, int]]:
-        """See `Packing`; empty ones for parameters that are in other shards."""
+        """See `Packing`; spans of parameters that are in other shards are empty."""
         return self._spans
 
     def by_parameter(self, flat_N: Tensor) -> list[Tensor]:
@@ -90,15 +91,15 @@ class NodeShard(Packing):
         return self._whole.pieces(whole)
 
     def packed(self, whole: Tensor) -> Tensor:
-        """See `Packing`: what this rank had of other shards goes to the ranks that have them.
+        """See `Packing`. Elements of other shards are sent to the ranks that own these.
 
-        All ranks of the node call it together.
+        All ranks of the node call this together.
         """
         return self._levels.shard_of(whole, self.numel)
 
 
 def _row(shape: torch.Size, levels: Levels) -> int:
-    """Elements that shards are made of: rows, or less where there are fewer rows than ranks."""
+    """Return the elements that a shard is a multiple of: a row, or less if ranks outnumber rows."""
     rows = shape[0] if len(shape) else 1
     if rows >= levels.node_size:
         return shape.numel() // rows
@@ -109,10 +110,10 @@ class Nodes:
     """Finds the ranks of a group that share a node.
 
     Args:
-        size: ranks of a node, neighbours in the group of the state; None for reduction at once.
+        size: ranks of a node, neighbours in the group of the state; None for one level.
 
     Raises:
-        ValueError: not a positive number.
+        ValueError: size is not positive.
     """
 
     def __init__(self, size: int | None) -> None:
@@ -126,7 +127,7 @@ class Nodes:
         codecs: Sequence[Codec | None],
         candidates: Sequence[Codec],
     ) -> str | None:
-        """An error in the number of ranks or the codecs; a codec of None is any candidate."""
+        """Check the number of ranks and the codecs; a codec of None stands for any candidate."""
         size, num_ranks = self.size, group_size(common)
         if size is None or num_ranks == 1:
             return None
@@ -145,15 +146,15 @@ class Nodes:
     def levels(
         self, group: ProcessGroup | None, common: ProcessGroup | None, device: torch.device
     ) -> Levels | None:
-        """The nodes of a group; None where no two of its ranks share one.
+        """Return the two levels of a group; None if no two of its ranks share a node.
 
-        All ranks of the group call it together. Groups of which nodes have different numbers of
-        ranks are reduced at once, which is right too.
+        All ranks of the group call this together. If nodes have different numbers of the group's
+        ranks, the result is None as well, and the group is reduced in one level.
 
         Args:
             group: the ranks that reduce a bucket.
             common: the ranks of the state.
-            device: of the bucket.
+            device: device of the bucket.
         """
         if self.size is None or group is None or common is None:
             return None

@@ -1,6 +1,6 @@
-"""Norms of gradients before they are sent: is any not finite, is there any at all.
+"""Norms of gradients before they are sent, to find gradients that are zero or not finite.
 
-On CPU every pass over a bucket counts, so that most of these need none of their own.
+On CPU every pass over a bucket takes time, so most functions here avoid a pass of their own.
 
 Shape suffixes: N elements of a bucket, or of a part of it.
 """
@@ -14,22 +14,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# Elements in which one that is not zero is looked for first.
+# Elements of the first piece that `_is_zero` searches.
 _HEAD = 2**10
 
 
 def norms_of(pieces: Sequence[Tensor]) -> Tensor:
-    """Norm of each tensor, float64; infinite or NaN only where one of its elements is."""
+    """Return the norm of each tensor as float64; infinite or NaN only if an element is."""
     if pieces[0].device.type != "cpu":
         return torch.stack([torch.linalg.vector_norm(p, dtype=torch.float64) for p in pieces])
     wide = torch.promote_types(pieces[0].dtype, torch.float32)
     if pieces[0].dtype == wide and all(piece.dim() == 1 for piece in pieces):
-        # Takes half the time of a norm.
+        # A dot product takes half the time of a norm.
         norms = [math.sqrt(float(torch.dot(piece, piece))) for piece in pieces]
     else:
         norms = [float(torch.linalg.vector_norm(piece, dtype=wide)) for piece in pieces]
     for i, norm in enumerate(norms):
-        # Squares overflow and vanish before the elements do.
+        # Squares overflow, or underflow to zero, before the elements do.
         wrong = bool(pieces[i].any()) if norm == 0.0 else not math.isfinite(norm)
         if wrong and bool(torch.isfinite(pieces[i]).all()):
             norms[i] = float(torch.linalg.vector_norm(pieces[i], dtype=torch.float64))
@@ -42,13 +42,13 @@ def note_overflow(
     indices: Sequence[int],
     owed: Sequence[Tensor] | None = None,
 ) -> None:
-    """Count a gradient that float16 does not hold as infinite, which is what it becomes.
+    """Set the norm of a gradient that would overflow in float16 to infinity.
 
     Args:
-        norms: of the gradients of a bucket.
-        pieces: these gradients.
-        indices: which of them to look at.
-        owed: what is added to each of those before it is sent.
+        norms: norms of the gradients of a bucket; changed in place.
+        pieces: the gradients.
+        indices: numbers of the gradients to check.
+        owed: residual that is added to each checked gradient before it is sent.
     """
     limit = torch.finfo(torch.float16).max
     for place, i in enumerate(indices):
@@ -62,14 +62,14 @@ def note_overflow(
 
 
 def infinite_as_half(x: Tensor) -> Tensor:
-    """True if an element overflows in float16, 0-d."""
+    """Return a 0-d bool tensor: at least one element overflows in float16."""
     return x.abs().amax().half().isinf()
 
 
 def presence_of(flat_N: Tensor, sizes: Sequence[int]) -> Tensor:
-    """For norms of which only zero counts: 0 for pieces of zeros and 1 for others; on CPU.
+    """Return 0 for each piece that is zero and 1 for others, in the place of norms; on CPU.
 
-    Takes no time where a piece begins with other numbers.
+    A piece is not read to its end if its first element is non-zero.
     """
     if flat_N.numel() == 0:
         return torch.zeros(len(sizes), dtype=torch.float64)
@@ -83,7 +83,7 @@ def presence_of(flat_N: Tensor, sizes: Sequence[int]) -> Tensor:
 
 @functools.lru_cache(256)
 def _firsts(sizes: tuple[int, ...]) -> Tensor:
-    """Places at which pieces begin; of empty ones any place."""
+    """Return the places at which pieces begin; any valid place for an empty piece."""
     starts = torch.tensor((0, *sizes[:-1])).cumsum(0)
     return starts.clamp(max=max(sum(sizes) - 1, 0))
 
@@ -92,7 +92,7 @@ def _is_zero(piece_N: Tensor) -> bool:
     start, length = 0, _HEAD
     while start < piece_N.numel():
         least, largest = torch.aminmax(piece_N[start : start + length])
-        # NaN equals nothing.
+        # The comparison is written so that NaN counts as non-zero.
         if not (float(least) == 0.0 == float(largest)):
             return False
         start, length = start + length, 4 * length
@@ -100,5 +100,5 @@ def _is_zero(piece_N: Tensor) -> bool:
 
 
 def not_finite(pieces: Sequence[Tensor]) -> list[int]:
-    """Indices of those that hold NaN or infinity."""
+    """Return the indices of the pieces that hold NaN or infinity."""
     return [i for i, piece in enumerate(pieces) if not bool(torch.isfinite(piece).all())]

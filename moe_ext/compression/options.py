@@ -22,10 +22,11 @@ class Warmup:
     """Dense steps, then a density that falls exponentially to that of the codec.
 
     Args:
-        dense_steps: steps in which every codec is dense.
-        ramp_steps: steps after them in which "topk" and "threshold" send more than later.
-        start_density: share of the elements that the first of these sends.
-        stages: the density falls that many times, by the same factor.
+        dense_steps: number of steps in which every codec is dense.
+        ramp_steps: number of steps after the dense steps in which "topk" and "threshold" send more
+            elements than later.
+        start_density: share of the elements that the first of these steps sends.
+        stages: number of times that the density falls, always by the same factor.
 
     Reference: Lin et al., Deep Gradient Compression, 2018 (arXiv 1712.01887), section 3.3.
     """
@@ -42,7 +43,7 @@ class Warmup:
         check_rule("Warmup", "stages", self.stages, "at least 1", self.stages >= 1)
 
     def density(self, step: int, target: float) -> float:
-        """Share of the elements to send in a step, 1 in the dense ones."""
+        """Return the share of the elements to send in a step; 1 in dense steps."""
         if step < self.dense_steps:
             return 1.0
         done = step - self.dense_steps
@@ -55,7 +56,7 @@ class Warmup:
         )
 
     def codec(self, codec: Codec, step: int) -> Codec:
-        """The codec to use in a step in the place of another one."""
+        """Return the codec to use in a step instead of `codec`."""
         if codec.density is not None:
             return codec.with_density(self.density(step, codec.density))
         return Dense() if step < self.dense_steps and codec.lossy else codec
@@ -63,11 +64,11 @@ class Warmup:
 
 @dataclass(frozen=True)
 class ResidualMonitor:
-    """Compares what is owed with the gradients, over all ranks: a residual that grows is a warning.
+    """Compares the norms of residuals and gradients over all ranks, and warns if residuals grow.
 
     Args:
-        every: steps between looks, each of which reads the residuals once; 0 never looks.
-        limit: norm of the residuals over that of the gradients that is too much.
+        every: steps between comparisons, each of which reads the residuals once; 0 for none.
+        limit: largest ratio of the residuals' norm to the gradients' norm without a warning.
         action: "warn", or "densify": double the density of "topk" and "threshold", up to 0.25, and
             warn.
     """
@@ -82,11 +83,11 @@ class ResidualMonitor:
         check_rule("ResidualMonitor", "limit", self.limit, "positive", self.limit > 0)
 
     def due(self, step: int) -> bool:
-        """True if to look after this step."""
+        """Return True if this step compares the norms."""
         return self.every > 0 and (step + 1) % self.every == 0
 
     def factor(self, ratio: float, factor: float) -> float:
-        """The factor on densities from the next step on; warns where the ratio is too much."""
+        """Return the factor on densities from the next step on; warn if the ratio is too large."""
         if ratio <= self.limit:
             return factor
         densify = self.action == "densify"
@@ -99,22 +100,22 @@ class ResidualMonitor:
         return 2.0 * factor if densify else factor
 
     def codec(self, codec: Codec, factor: float) -> Codec:
-        """A codec with the factor on its density."""
+        """Return a codec with the factor on its density."""
         if factor == 1.0 or codec.density is None:
             return codec
         return codec.with_density(min(codec.density * factor, max(codec.density, MAX_DENSITY)))
 
 
 class LossScaler(Protocol):
-    """A `torch.amp.GradScaler`, or what has its factor."""
+    """Interface of `torch.amp.GradScaler`."""
 
     def get_scale(self) -> float:
-        """The factor on the loss of this step."""
+        """Return the factor on the loss of this step."""
 
 
 @dataclass
 class Options:
-    """See `CompressionState`, whose arguments they are; they may change between steps."""
+    """Arguments of `CompressionState` that steps read; they may change between steps."""
 
     policy: Policy
     candidates: tuple[Codec, ...]
@@ -144,23 +145,23 @@ class Options:
             check_rule("CompressionState", name, norm, "positive", norm is None or norm > 0)
 
     def facts(self) -> dict[str, object]:
-        """Options that must be equal on every rank in a step, by name."""
+        """Return the options that must be equal on every rank in a step, by name."""
         names = ("warmup", "monitor", "candidates", "nonfinite", "average", "clip_norm")
         found = {name: getattr(self, name) for name in (*names, "local_clip_norm", "node_size")}
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return {**found, "lr": [float(group["lr"]) for group in groups]}
 
     def rate_groups(self) -> dict[int, int]:
-        """Id of a parameter to the number of its group in the optimizer."""
+        """Map the id of each parameter to the number of its group in the optimizer."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return {id(p): i for i, group in enumerate(groups) for p in group["params"]}
 
     def units_now(self, rate_group: int) -> dict[str, float]:
-        """In which units a step leaves what it owes: learning rate and loss scale."""
+        """Return the units of the residuals that this step leaves: learning rate and loss scale."""
         units: dict[str, float] = {}
         if self.optimizer is not None:
             rate = float(self.optimizer.param_groups[rate_group]["lr"])
-            # A rate of zero applies nothing that could be scaled.
+            # A rate of zero cannot be a unit, because `unit_factors` divides by it.
             units.update({"rate": rate} if rate > 0.0 else {})
         if self.grad_scaler is not None:
             units["loss_scale"] = self.loss_scale
@@ -177,11 +178,11 @@ class Progress:
     """Counters of the steps of a state.
 
     Attributes:
-        step: reductions that went well.
-        was_finite: whether the gradients of the last one were, on every rank.
-        can_undo: whether the last one may be taken back.
-        density_factor: of the monitor, on the densities of codecs.
-        residual_ratio: norm of what is owed over that of the gradients, when it looked last.
+        step: number of successful reductions.
+        was_finite: gradients of the last reduction were finite on every rank.
+        can_undo: the last reduction may be undone.
+        density_factor: the monitor's factor on the densities of codecs.
+        residual_ratio: norm of the residuals over that of the gradients, at the last comparison.
     """
 
     step: int = 0

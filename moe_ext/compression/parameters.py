@@ -20,15 +20,15 @@ class NamedParameters:
     """Names and roles of the parameters of one model.
 
     Args:
-        model: None numbers parameters in the order in which they come.
-        policy: their codecs, as the state is made.
+        model: the model; None numbers parameters in the order of their first reduction.
+        policy: codecs of the parameters when the state is made.
 
     Attributes:
-        by_name: name to parameter. They are held, so that an id means one of them for as long.
-        may_be_new: whether those that are not known are numbered: without a model, until a step of
-            this process has gone well.
+        by_name: name to parameter. References are held, so that an id is not used again.
+        may_be_new: unknown parameters get a number. True without a model, until the first
+            successful step of this process.
         sharded: name to (rank, size) of the expert-parallel group, for experts that have one.
-        compresses: whether any may have a residual; so as long as the model is not known.
+        compresses: at least one parameter may have a residual; True without a model.
         reached: watches the experts whose rows may be left out.
     """
 
@@ -51,7 +51,7 @@ class NamedParameters:
         self.reached = ReachedExperts(model, experts)
 
     def names_of(self, parameters: Sequence[nn.Parameter]) -> tuple[tuple[str, ...], str | None]:
-        """Names of parameters of the model, and what is wrong with them."""
+        """Return the names of parameters, and the problem of one of them or None."""
         names, problem = [], None
         for parameter in parameters:
             name = self._name_of.get(id(parameter))
@@ -71,16 +71,16 @@ class NamedParameters:
         return tuple(names), problem
 
     def codec(self, policy: Policy, name: str) -> Codec | None:
-        """The codec of a parameter; None where the cost model chooses."""
+        """Return the codec of a parameter; None if the cost model chooses."""
         return policy.codec_for(name, self._role(name), self.by_name[name])
 
     def why(self, policy: Policy, names: Sequence[str]) -> str:
-        """The rules by which the policy chose a codec for these parameters, as text."""
+        """Return the rules by which the policy chose codecs for these parameters, as text."""
         found = [policy.why(name, self._role(name), self.by_name[name]) for name in names]
         return ", ".join(dict.fromkeys(found))
 
     def is_exact(self, policy: Policy, name: str, codec: Codec | None) -> bool:
-        """True if rows of a parameter that are zero may be left out of a plain all-reduce."""
+        """Return True if a plain all-reduce may leave out rows of zeros of a parameter."""
         return policy.is_exact(self._role(name), self.by_name[name], codec)
 
     def _role(self, name: str) -> Role:
@@ -88,13 +88,13 @@ class NamedParameters:
 
 
 class ReachedExperts:
-    """The experts that tokens have reached since the last reduction, by the layers' own counts.
+    """Finds the experts that tokens have reached since the last reduction, by the layers' counts.
 
-    Watches the MoE layers that hold all of their experts. With an expert-parallel group tokens come
-    from other ranks, and the gradients are looked at instead.
+    Only MoE layers that hold all of their experts are watched. With an expert-parallel group tokens
+    come from other ranks, so the gradients are searched instead.
 
     Args:
-        model: any module; forward hooks are put on the MoE layers with parameters that are watched.
+        model: any module; MoE layers with watched parameters get a forward hook.
         names: parameters to watch.
     """
 
@@ -121,25 +121,25 @@ class ReachedExperts:
                 weakref.finalize(self, handle.remove)
 
     def note(self, path: str, layer: MoELayer) -> None:
-        """Add the experts that a pass of a layer has reached."""
+        """Add the experts that tokens have reached in a forward pass of a layer."""
         reached_E = layer.metrics["num_tokens_per_expert"] > 0
         before_E = self._reached.get(path)
         self._reached[path] = reached_E if before_E is None else before_E | reached_E
 
     def bitmap(self, name: str) -> Tensor | None:
-        """The experts of a parameter as `nonzero_blocks` marks them; None if they are not known."""
+        """Return the reached experts as a bitmap of `nonzero_blocks`; None if they are unknown."""
         if name not in self._layer_of:
             return None
         reached_E = self._reached.get(self._layer_of[name])
         return None if reached_E is None else ops.pack_bits(reached_E)
 
     def clear(self) -> None:
-        """Begin anew, after a reduction."""
+        """Forget the reached experts, after a reduction."""
         self._reached = {}
 
 
 class _Note:
-    """A layer's hook for `ReachedExperts`; a copy is of a layer that no state reduces."""
+    """A layer's hook for `ReachedExperts`. A copy does nothing: no state reduces a copied layer."""
 
     def __init__(self, reached: ReachedExperts | None, path: str) -> None:
         self._reached = None if reached is None else weakref.ref(reached)

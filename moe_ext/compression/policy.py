@@ -18,7 +18,7 @@ from moe_ext.nn.routers import Router
 Role = Literal["expert", "router", "norm", "bias", "embedding", "attention", "other"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
-# Last part of a module's name: "gate" is a router, "gate_proj" is not.
+# Patterns for the last part of a module's name: "gate" is a router, "gate_proj" is not.
 _ROUTER = re.compile(r"router|^w?gate$|expert_gate$")
 _NORM = re.compile(r"norm|^ln(_|\d|$)")
 _ATTENTION = re.compile(r"attn|attention")
@@ -26,7 +26,7 @@ _EMBEDDING = re.compile(r"embedding|^(wte|wpe)$")
 
 
 def _role_of_module(module: nn.Module, name: str) -> Role | None:
-    """The role of the parameters in a module, if it has one; `name` is the last part of its own."""
+    """Return the role of a module's parameters, or None; `name` is the last part of its path."""
     kind, name = type(module).__name__.lower(), name.lower()
     if isinstance(module, Router) or _ROUTER.search(name) or "router" in kind:
         return "router"
@@ -40,13 +40,13 @@ def _role_of_module(module: nn.Module, name: str) -> Role | None:
 
 
 def parameter_roles(model: nn.Module) -> dict[str, Role]:
-    """The role of every parameter, by its name in `model.named_parameters()`.
+    """Return the role of every parameter, by its name in `model.named_parameters()`.
 
-    The innermost module that says something decides. Routers are those of moe_ext, or modules
-    called `router` or `gate`. Norms have a class or name with "norm", or `ln_1` and the like. Then
-    there are embeddings, attention, and experts, which are declared: a `MoELayer` does so for its
-    own; see `moe_ext.distributed.declare_placement`. A parameter whose name ends with "bias" is a
-    bias, but in a router or norm.
+    The innermost module that has a role decides. Routers are the routers of moe_ext, and modules
+    called `router` or `gate`. Norms have a class or name with "norm", or a name like `ln_1`.
+    Further roles are embeddings, attention, and experts. Experts are declared (see
+    `moe_ext.distributed.declare_placement`), which a `MoELayer` does for its own. A parameter whose
+    name ends with "bias" is a bias, except in a router or norm.
 
     Args:
         model: any module.
@@ -70,8 +70,9 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
 class Policy:
     """Codecs by role; None means the default.
 
-    Routers, norms and biases are few and sensitive: dense. Of embeddings the touched rows are sent,
-    exactly. Experts that no token reached are left out where the codec is a plain all-reduce.
+    Routers, norms and biases have few elements and are sensitive, so they are dense. Embeddings
+    send the touched rows, exactly. If the codec is a plain all-reduce, experts that no token has
+    reached are left out.
 
     Args:
         default: a codec or its name; "auto" lets the cost model choose.
@@ -81,13 +82,13 @@ class Policy:
         bias: for biases.
         embedding: for embeddings.
         attention: for attention.
-        other: for what is none of these.
-        by_name: glob pattern of parameter names to codec; the first that fits comes before roles.
+        other: for all other parameters.
+        by_name: glob pattern of parameter names to codec; the first that fits precedes the role.
         dense_below: parameters of fewer elements are dense.
-        density: for the names "topk" and "threshold".
+        density: density for the names "topk" and "threshold".
 
     Raises:
-        ValueError: an unknown codec.
+        ValueError: a codec is unknown.
     """
 
     default: str | Codec = "auto"
@@ -111,12 +112,12 @@ class Policy:
                 _check_known(codec, "Policy")
 
     def codec_for(self, name: str, role: Role, parameter: nn.Parameter) -> Codec | None:
-        """The codec of a parameter; None where the cost model chooses."""
+        """Return the codec of a parameter; None if the cost model chooses."""
         codec, _ = self._rule(name, role, parameter)
         return None if codec == "auto" else codec_of(codec, self.density, owner="Policy")
 
     def why(self, name: str, role: Role, parameter: nn.Parameter) -> str:
-        """The rule by which a parameter got its codec, as text."""
+        """Return the rule by which a parameter got its codec, as text."""
         return self._rule(name, role, parameter)[1]
 
     def _rule(self, name: str, role: Role, parameter: nn.Parameter) -> tuple[str | Codec, str]:
@@ -129,7 +130,7 @@ class Policy:
         return (self.default, "default") if chosen is None else (chosen, f"role {role}")
 
     def is_exact(self, role: Role, parameter: nn.Parameter, codec: Codec | None) -> bool:
-        """True if rows that are zero are left out where the codec turns out to be "none"."""
+        """Return True if rows of zeros may be left out when the codec turns out to be "none"."""
         if codec is not None and codec.skips_zeros:
             return True
         may_skip = codec is None or codec.skipping_zeros().skips_zeros
@@ -137,10 +138,10 @@ class Policy:
 
 
 def policy_of(codec: str | Codec | Policy, density: float) -> Policy:
-    """A policy with the usual exceptions around one codec.
+    """Make a policy with one default codec and the usual exceptions.
 
     Raises:
-        ValueError: an unknown codec.
+        ValueError: the codec is unknown.
     """
     if isinstance(codec, Policy):
         return codec

@@ -1,4 +1,4 @@
-"""PowerSGD, which is not imported with the other codecs: torch's hook needs numpy."""
+"""PowerSGD, apart from the other codecs because torch's hook needs numpy."""
 
 from moe_ext.compression.codecs.powersgd import PowerSGD
 

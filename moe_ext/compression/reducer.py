@@ -1,4 +1,4 @@
-"""One step of a compressed reduction: all its messages, and what becomes of the residuals.
+"""One step of a compressed reduction: all of its messages, and the fate of its residuals.
 
 Shape suffixes: N elements of a bucket.
 """
@@ -34,10 +34,11 @@ from moe_ext.compression.norms import (
 from moe_ext.compression.options import Options, Progress
 from moe_ext.compression.report import StepOutcome, StepReport, exchange_reports
 
-# Above this share of the blocks, the sum over ranks, all of them are sent for a while.
+# If the shares of non-zero blocks, summed over ranks, exceed this, all blocks are sent for a while.
 _MOSTLY_FULL = 0.75
+# Number of steps for which all blocks are then sent.
 _DENSE_STEPS = 16
-# Two numbers below it have a finite sum in float32.
+# Two numbers of smaller magnitude have a finite sum in float32.
 _LARGE = 1e30
 
 
@@ -46,16 +47,17 @@ class PartInStep:
     """A part whose reduction has begun.
 
     Attributes:
-        codec: of this step.
-        reduction: what the codec has begun.
-        chooser: where a cost model has chosen.
-        is_timed: whether it asks for the time from `began` to `ended`.
-        prepared: whether the gradient went in without NaN and infinity.
-        shows_nonfinite: whether these, on any rank, show in the first element of the result.
-        filled: share of the blocks that are not zero here.
-        square: square of the norm of what went in, where that is the shard of a node's sum.
-        sent: what came out, of which the mean or sum over all ranks is `scale` times.
-        result: of the part, made of it.
+        codec: codec of this step.
+        chooser: the cost model that has chosen the codec, or None.
+        is_timed: the cost model asks for the time from `began` to `ended`.
+        prepared: NaN and infinity were removed from the gradient before it was encoded.
+        shows_nonfinite: NaN or infinity on any rank shows in the first element of the result.
+        filled: share of the blocks that may be non-zero on this rank.
+        square: squared norm of the encoded shard of a node's sum; None without nodes.
+        scale: factor from `sent` to the mean or sum over all ranks.
+        reduction: handle of the codec's reduction.
+        sent: result of the codec.
+        result: result for the part, computed from `sent`.
     """
 
     part: Part
@@ -74,7 +76,7 @@ class PartInStep:
     ended: float = 0.0
 
     def note_end(self) -> None:
-        """Remember when the reduction has ended, which may be long before anyone waits for it."""
+        """Note the end of the reduction, which may come long before anyone waits for it."""
 
         def note(_: object) -> None:
             self.ended = time.perf_counter()
@@ -83,21 +85,24 @@ class PartInStep:
         self.reduction.get_future().then(note)
 
     def end(self) -> Tensor:
-        """The result of the codec, once it is there."""
+        """Wait for the result of the codec and return it."""
         assert self.reduction is not None
         self.sent = self.reduction.wait()
         if self.ended == 0.0:
-            # The callback that notes the end has not had its turn yet.
+            # The callback of `note_end` may run only after `wait` has returned.
             self.ended = time.perf_counter()
         return self.sent
 
     @functools.cached_property
     def seconds(self) -> float:
-        """Seconds that it took, for good: its end may be noted late; 0 where nobody asks."""
+        """Seconds that the reduction took; 0 if it is not timed.
+
+        The value is cached, because `ended` may be written again by the late callback.
+        """
         return max(self.ended - self.began, 1e-9) if self.is_timed else 0.0
 
     def shows_nan(self) -> bool:
-        """True if the first element of the result says that a rank has met NaN or infinity."""
+        """Return True if the first element of the result tells of NaN or infinity on some rank."""
         assert self.sent is not None
         return self.sent.numel() > 0 and math.isnan(float(self.sent[0]))
 
@@ -107,11 +112,11 @@ class BucketInStep:
     """A bucket whose reduction has begun.
 
     Attributes:
-        flat_N: the gradients, and after `finish` the result.
-        norms: of the gradients, where they are watched; of gradients that a codec looks at by
-            itself only whether they are there (see `presence_of`), where `only_presence` is set.
-        rows: the reduction of a sparse gradient.
-        future: of the hook, ends when the step does.
+        flat_N: the gradients; after `finish` the result.
+        norms: norms of the gradients, or None if gradients are not checked.
+        only_presence: `norms` are 0 or 1 (see `presence_of`), because the codec finds NaN itself.
+        rows: reduction of a sparse gradient.
+        future: future of the DDP hook; completes at the end of the step.
     """
 
     bucket: Bucket
@@ -124,7 +129,7 @@ class BucketInStep:
 
     @property
     def is_silent(self) -> bool:
-        """True if the ranks have nothing to tell of it but what shows in the result."""
+        """True if the ranks need no report on it, because its result tells everything."""
         if self.norms is None:
             return self.rows is None
         return self.only_presence and all(
@@ -132,13 +137,13 @@ class BucketInStep:
         )
 
     def note_if(self, bad: Tensor, part: Part) -> None:
-        """Count all gradients of a part as not finite, where `bad` (0-d) is set."""
+        """Count all gradients of a part as not finite if `bad` (0-d) is True."""
         assert self.norms is not None
         places = list(part.indices)
         self.norms[places] = torch.where(bad, math.inf, self.norms[places])
 
     def note_nonfinite(self, part: Part, grad_N: Tensor) -> None:
-        """Find the gradients of a part that are not finite; all where a sum of ranks is not."""
+        """Mark the gradients of a part that are not finite; with nodes, all gradients of the part."""
         assert self.norms is not None
         whole = part.memory.packing.window is None
         pieces = part.memory.pieces(grad_N) if whole else [grad_N]
@@ -151,19 +156,19 @@ class Reducer:
     """Takes the buckets of one step, in the same order on every rank.
 
     Args:
-        options: of the state.
-        buckets: that the ranks have agreed on, and what they owe.
-        costs: choose codecs for "auto".
-        progress: counters, which go on when the step ends well.
+        options: options of the state.
+        buckets: buckets that the ranks have agreed on, with their residuals.
+        costs: cost models that choose codecs for "auto".
+        progress: counters, which advance if the step succeeds.
         group: the ranks of the state.
-        operation: for messages.
-        continues: this is the rest of a step that DDP has begun.
+        operation: name for error messages.
+        continues: the step is the second half of a step that DDP has begun.
 
     Attributes:
         running: the buckets that were added.
-        taken: ids of their parameters.
-        error: raised by `finish`.
-        whole_norm: norm of all gradients of this rank, where the caller has them at once.
+        taken: ids of the parameters in these buckets.
+        error: error that `finish` will raise.
+        whole_norm: norm of all gradients of this rank, if the caller knows it.
     """
 
     options: Options
@@ -177,13 +182,14 @@ class Reducer:
     taken: set[int] = field(default_factory=set)
     error: Exception | None = None
     whole_norm: float | None = None
-    # Parameters that other ranks of the state do not hold, to the ranks that do.
+    # Parameters that only some ranks of the state hold, to the group of these ranks.
     _held_by: dict[str, ProcessGroup | None] = field(default_factory=dict)
 
     def expect(self, parameters: Sequence[nn.Parameter], group: ProcessGroup | None) -> None:
-        """Keep places in the report for parameters that not all ranks hold.
+        """Reserve places in the report for parameters that not all ranks hold.
 
-        Ranks that hold others add other buckets, and none where no replica has a gradient.
+        Ranks add different buckets for them, or none if no replica has a gradient, but the report
+        must have the same length on all ranks.
         """
         names, _ = self.buckets.parameters.names_of(parameters)
         self._held_by.update(dict.fromkeys(names, group))
@@ -195,7 +201,7 @@ class Reducer:
         group: ProcessGroup | None,
         problem: str | None = None,
     ) -> BucketInStep:
-        """Begin to reduce a bucket; an error, or a problem of this rank, waits for `finish`."""
+        """Begin to reduce a bucket. An error is kept, and `finish` raises it."""
         running = BucketInStep(Bucket((), (), group), flat_N)
         self.running.append(running)
         self.taken.update(map(id, parameters))
@@ -227,7 +233,7 @@ class Reducer:
         return running
 
     def abandon(self, error: Exception | None = None) -> None:
-        """End a step that will get no more buckets, for an error of the caller's."""
+        """End a step early, because of an error of the caller."""
         self.error = self.error or error or RuntimeError("abandoned")
         with contextlib.suppress(Exception):
             self._wait()
@@ -239,7 +245,8 @@ class Reducer:
         """Reduce a sparse gradient."""
         running.norms = norms_of([running.flat_N._values()])
         if running.bucket.group is None and self.group is not None:
-            # No other rank has it; to collectives, None means the default group.
+            # No other rank holds the parameter. None must not be passed to collectives, for which
+            # it means the default group.
             running.rows = Pending.done(running.flat_N.coalesce())
             return
         found = row_sparse_all_reduce(
@@ -272,7 +279,8 @@ class Reducer:
         units = options.units_now(part.rate_group)
         memory.begin(unit_factors(memory.units, units), units)
         watched = running.norms is not None
-        # A dense sum over a node may hold the NaN of another rank, which that rank reports.
+        # The sum over a node may hold NaN of another rank. That rank reports it, so a plain codec
+        # must not report it here.
         finds = codec.finds_nonfinite and (bucket.levels is None or not codec.plain)
         finds = finds and watched and grad.device.type == "cpu"
         looked = watched and not (finds and running.only_presence)
@@ -307,7 +315,7 @@ class Reducer:
         return started
 
     def _codec_in_step(self, part: Part, chooser: CostModel | None) -> Codec:
-        """The codec of a part in this step; of a cost model's choice where there is one."""
+        """Return the codec of a part in this step, after cost model, warm-up and monitor."""
         options, step = self.options, self.progress.step
         codec = part.codec
         if codec is None and chooser is not None:
@@ -319,14 +327,15 @@ class Reducer:
         return codec
 
     def _take_norms(self, running: BucketInStep, part: Part, codec: Codec, grad: Tensor) -> None:
-        """Norms of a part, where its codec does not find NaN and infinity by itself."""
+        """Compute norms of a part whose codec does not find NaN and infinity itself."""
         assert running.norms is not None
         memory, no_nodes = part.memory, running.bucket.levels is None
         pieces = running.flat_N.split(running.bucket.sizes)
         if running.only_presence:
             running.norms[list(part.indices)] = norms_of([pieces[i] for i in part.indices])
         if codec.narrow_dtype is not None:
-            # Residual that a dense codec adds to the gradients before it sends them.
+            # A dense codec adds an old residual to the gradients before it sends them, so the sum
+            # is checked for overflow.
             owed_N = memory.whole("residual") if no_nodes else None
             if owed_N is not None:
                 owed_N.mul_(memory.factor("residual"))
@@ -339,7 +348,7 @@ class Reducer:
             running.note_nonfinite(part, grad + kept * memory.factor("residual"))
 
     def _prepared(self, running: BucketInStep, part: Part, grad: Tensor) -> Tensor:
-        """A gradient that is safe to compress: zeros for one that is not finite, and clipped."""
+        """Return a gradient that is safe to compress: zeros if it is not finite, and clipped."""
         assert running.norms is not None
         finite = torch.isfinite(running.norms[list(part.indices)]).all()
         if grad.device.type != "cpu":
@@ -356,7 +365,7 @@ class Reducer:
         return grad * (bound / (whole + 1e-12)).clamp(max=1.0).to(grad.dtype)
 
     def _sum_in_node(self, running: BucketInStep, started: PartInStep, grad: Tensor) -> Tensor:
-        """This rank's shard of the sum over its node; of the mean where no codec owes anything."""
+        """Return this rank's shard of the sum over its node, scaled already for a linear codec."""
         levels, memory, codec = running.bucket.levels, started.part.memory, started.codec
         average = self.options.average
         assert levels is not None
@@ -366,7 +375,7 @@ class Reducer:
             # The residual is in units of the sum.
             was_owed = memory.take_owed(shard_S)
             if codec.narrow_dtype is not None and not average:
-                # Half precision may hold all numbers, and not their sum.
+                # A sum may overflow in float16 although each number fits, so the mean is sent.
                 unit, started.scale = 1.0 / levels.node_size, float(levels.node_size)
             shard_S.mul_(unit)
             if codec.narrow_dtype is not None and was_owed:
@@ -376,21 +385,21 @@ class Reducer:
         assert running.norms is not None
         norm = norms_of([shard_S])[0]
         started.square = norm.square()
-        # A sum may overflow where no gradient does.
+        # A sum may overflow although no gradient does.
         running.note_if(~torch.isfinite(norm), started.part)
         return torch.where(torch.isfinite(norm), shard_S, 0.0)
 
     # -- end ---------------------------------------------------------------------------------
 
     def finish(self) -> bool:
-        """Wait for everything; keep the residuals of a step that went well, or put them back.
+        """Wait for all reductions; commit the residuals if the step succeeded, or roll them back.
 
         Returns:
             True if all gradients were finite on every rank.
 
         Raises:
-            ValueError: on every rank: a gradient is not finite anywhere (and the options do not
-                let it pass), or the ranks disagree.
+            ValueError: on every rank: a gradient of any rank is not finite (unless the options
+                propagate it), or the ranks disagree.
             RankFailureError: a rank died or did not answer.
         """
         progress = self.progress
@@ -430,14 +439,14 @@ class Reducer:
         return True
 
     def _rollback(self) -> None:
-        """Forget what the step has changed."""
+        """Drop the changes of the step."""
         self.buckets.rollback()
         self.progress.can_undo = self.progress.can_undo and self.continues
 
     def _wait(self) -> None:
-        """Wait for the results of all parts; of those begun none runs any more afterwards.
+        """Wait for the results of all parts. No reduction runs any more when this returns or raises.
 
-        An error reaches the ranks that hold other experts, which have met none.
+        An error is reported to ranks that hold other experts, because these have met no error.
         """
         for running in self.running:
             try:
@@ -461,7 +470,7 @@ class Reducer:
         raise self.error
 
     def _whole(self, running: BucketInStep, started: PartInStep) -> Tensor:
-        """The result of a part, from the shards of the ranks of a node where there are any."""
+        """Return the result of a part; with nodes, gathered from the shards of a node's ranks."""
         sent, levels = started.end(), running.bucket.levels
         if levels is None:
             return sent
@@ -470,9 +479,9 @@ class Reducer:
         return target
 
     def _agree(self) -> StepOutcome:
-        """Outcome of the step on all ranks, without a message if the sums have told all of it.
+        """Return the outcome of the step on all ranks, without a report if results tell everything.
 
-        Every rank sees the same there: NaN plus anything is NaN.
+        All ranks decide alike: NaN of any rank makes the sum NaN on every rank.
         """
         is_silent = not self._held_by and all(running.is_silent for running in self.running)
         if is_silent and not any(part.shows_nan() for _, part in self._parts()):
@@ -480,7 +489,7 @@ class Reducer:
         return self._report()
 
     def _report(self, *, failed: bool = False) -> StepOutcome:
-        """One small message: what is finite, used, owed and how long things took."""
+        """Exchange step reports with the other ranks, in one small message."""
         if not self._held_by and not any(running.norms is not None for running in self.running):
             return StepOutcome()
         common = [
@@ -518,7 +527,7 @@ class Reducer:
         return [(running, part) for running in self.running for part in running.parts]
 
     def _squares(self) -> tuple[float, float]:
-        """Squares of the norms of what is owed and of the gradients, where something is owed."""
+        """Return the squared norms of the residuals, and of the gradients that have a residual."""
         owed, given = 0.0, 0.0
         for running, started in self._parts():
             memory = started.part.memory
@@ -531,16 +540,16 @@ class Reducer:
         return owed, given
 
     def _keep_unused(self, unused: set[str]) -> None:
-        """Owe again what was sent for parameters that no rank has a gradient for.
+        """Put back the residuals that were sent for parameters without a gradient on any rank.
 
-        DistributedDataParallel drops the result of a parameter that nobody used.
+        DistributedDataParallel drops the result of a parameter that no rank has used.
         """
         for running, started in self._parts():
             part, memory, sent = started.part, started.part.memory, started.sent
             if not memory.has("residual") or unused.isdisjoint(part.names):
                 continue
             assert sent is not None and started.result is not None
-            # Every rank that has sent it keeps the mean, or its share of the sum.
+            # Every rank that took part keeps the mean, or an equal share of the sum.
             share_of = started.scale / group_size(running.bucket.exchange_group)
             if self.options.average:
                 share_of = started.scale * running.bucket.node_size
@@ -558,11 +567,11 @@ class Reducer:
             started.part.give(running.flat_N, started.result)
 
     def _clear(self) -> None:
-        """Leave gradients that move no parameter, alike on all ranks."""
+        """Zero the gradients, so that all ranks keep the same parameters if training goes on."""
         for running in self.running:
             flat_N = running.flat_N
             if flat_N.layout == torch.sparse_coo:
-                # Without a row; NaN times zero is NaN.
+                # A tensor without rows is needed, because NaN times zero is NaN.
                 rows, values = flat_N._indices()[:, :0], flat_N._values()[:0]
                 running.flat_N = torch.sparse_coo_tensor(
                     rows, values, tuple(flat_N.shape), is_coalesced=True
@@ -571,9 +580,9 @@ class Reducer:
                 flat_N.zero_()
 
     def _poison(self) -> None:
-        """Let the NaN of one rank reach the gradients of every rank.
+        """Write NaN to all compressed gradients, on every rank.
 
-        Of all that was compressed: what they owe is put back, so that no optimizer may take them.
+        Their residuals were rolled back, so the optimizer must not apply these gradients.
         """
         for running, started in self._parts():
             if started.prepared:
@@ -582,7 +591,7 @@ class Reducer:
 
     def _clip(self) -> None:
         limit = self.options.clip_norm
-        # With experts elsewhere these count, too: that is left to the caller.
+        # The norm must include experts of other ranks, so with those the caller clips.
         if limit is None or self.buckets.parameters.sharded or not self.running:
             return
         flats = [r.flat_N._values() if r.rows is not None else r.flat_N for r in self.running]
@@ -592,7 +601,7 @@ class Reducer:
             flat.mul_(coefficient.to(flat.dtype))
 
     def _learn(self, outcome: StepOutcome) -> None:
-        """Adapt to how full the blocks were and how long things took."""
+        """Adapt to the share of non-zero blocks and to the measured times."""
         timed: dict[int, tuple[CostModel, list[float]]] = {}
         for _, started in self._parts():
             part, codec, chooser = started.part, started.codec, started.chooser

@@ -1,7 +1,7 @@
-"""The one small message by which the ranks of a step tell each other how it went.
+"""The small message at the end of a step in which ranks report to each other.
 
-Its length follows from what all ranks have agreed on, whatever gradients there are: experts have
-their places in it even where no replica of them has a gradient.
+Its length follows from agreed facts alone, never from the gradients that a rank has. Experts have
+places in the message even if no replica of them has a gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from moe_ext.comm.agreement import Agreement, check_equal_over_ranks, share
 from moe_ext.comm.groups import group_rank, group_ranks, group_size
 
-# Flags of parameters that go in one number of a message.
+# Number of flags that one integer of a message holds, one for each parameter.
 _FLAGS = 62
 
 
@@ -27,15 +27,15 @@ class StepReport:
     """Report of one rank to the others at the end of a step.
 
     Attributes:
-        step: its number.
-        options: see `Options.facts`; a checksum travels, and all of it where that differs.
-        failed: whether it has met an error that the others may not know of.
+        step: number of the step.
+        options: see `Options.facts`. A checksum is sent; if it differs, the options follow.
+        failed: True if this rank has met an error that other ranks may not know of.
         names: parameters of the step, the same in the same order on every rank.
-        norms: of the gradients, for those that are here.
-        squares: of the norms of what is owed and of the gradients.
+        norms: norms of the gradients that this rank has, by name.
+        squares: squared norms of the residuals and of the gradients.
         parts: first names of the parts with numbers, the same in the same order on every rank.
-        filled: share of the blocks that are not zero, for those that are here.
-        seconds: that the reduction took, for those that are here.
+        filled: share of non-zero blocks, for the parts that this rank has.
+        seconds: duration of the reduction, for the parts that this rank has.
     """
 
     step: int
@@ -49,7 +49,7 @@ class StepReport:
     seconds: Mapping[str, float]
 
     def message(self) -> list[int]:
-        """The report as integers, as many as follow from `names` and `parts`."""
+        """Encode the report as integers, whose number follows from `names` and `parts`."""
         words = [0] * (-(-len(self.names) // _FLAGS))
         bad = -1
         for place, name in enumerate(self.names):
@@ -61,7 +61,7 @@ class StepReport:
         floats = [*self.squares]
         for numbers in (self.filled, self.seconds):
             floats += [numbers.get(name, 0.0) for name in self.parts]
-        # Their bits, in a message of integers.
+        # The message holds integers, so floats are sent as their bits.
         coded = struct.unpack(f"<{len(floats)}q", struct.pack(f"<{len(floats)}d", *floats))
         return [int(self.failed), bad, self.step, self.checksum, *coded, *words]
 
@@ -73,14 +73,14 @@ class StepReport:
 
 @dataclass
 class StepOutcome:
-    """Sum of the reports of all ranks.
+    """The combined reports of all ranks.
 
     Attributes:
         bad: (rank, parameter) of gradients that are not finite, the first of each rank.
         unused: parameters whose gradient is zero on every rank that holds them.
-        ratio: norm of what is owed over that of the gradients; None if nobody looked.
-        filled: first name of a part to the sum over its ranks.
-        seconds: first name of a part to those of the slowest of its ranks.
+        ratio: norm of the residuals over that of the gradients; None if they were not compared.
+        filled: first name of a part to the sum of `StepReport.filled` over the part's ranks.
+        seconds: first name of a part to the seconds of the slowest of its ranks.
     """
 
     bad: list[tuple[int, str]] = field(default_factory=list)
@@ -97,19 +97,18 @@ def exchange_reports(
     device: torch.device,
     operation: str,
 ) -> StepOutcome:
-    """Tell the other ranks, and hear from them.
+    """Exchange the reports of all ranks and combine them.
 
     Args:
-        report: of this rank.
+        report: report of this rank.
         group: the ranks of the step.
-        groups_of: parameters and parts that other ranks of the step do not hold, to those that do
-            (None is this process alone).
-        device: of messages.
-        operation: for error messages.
+        groups_of: parameters and parts that only some ranks of the step hold, to these ranks (None
+            is this process alone).
+        device: device of messages.
+        operation: name for error messages.
 
     Raises:
-        ValueError: on every rank: one of them has failed, or they are not at the same step, or
-            have other options.
+        ValueError: on every rank: a rank has failed, or steps or options of the ranks differ.
         RankFailureError: a rank died or did not answer.
     """
     message = report.message()
@@ -140,7 +139,7 @@ def exchange_reports(
     everyone = list(range(len(rows)))
 
     def holders(name: str) -> list[int]:
-        """Rows of the ranks that hold a parameter."""
+        """Return the rows of the ranks that hold a parameter."""
         if name not in groups_of:
             return everyone
         others = groups_of[name]

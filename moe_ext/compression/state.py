@@ -1,4 +1,4 @@
-"""The state of compressed data parallelism: codecs of a model's parameters, and what is owed."""
+"""The state of compressed data parallelism: codecs of a model's parameters, and residuals."""
 
 from __future__ import annotations
 
@@ -37,55 +37,56 @@ CANDIDATES = ("none", "bf16", "int8", "int4")
 class CompressionState:
     r"""Everything that compressed data parallelism keeps between steps, for one model.
 
-    Give it to `DistributedDataParallel.register_comm_hook(state, compress_hook)`, or to
-    `compress_gradients(model, state)` in a loop of your own. Every rank makes it alike.
+    Pass it to `DistributedDataParallel.register_comm_hook(state, compress_hook)`, or to
+    `compress_gradients(model, state)` in a loop of your own. Every rank makes it with the same
+    arguments.
 
-    The part of a gradient that one step leaves out is owed, and goes into the next ones (error
-    feedback): over all steps, P times what was applied plus what is owed is the sum of the
-    gradients. A step that fails, on any rank and for any reason, leaves all that is owed as it was,
-    bit for bit. For this the state keeps two float32 numbers for each element of a compressed
-    parameter, four with momentum.
+    The part of a gradient that one step leaves out is kept as a residual and sent in later steps
+    (error feedback). Over all steps, P times the applied gradients plus the residuals of all ranks
+    is the sum of the gradients. A step that fails, on any rank and for any reason, leaves residuals
+    unchanged, bit for bit. For this the state keeps two float32 numbers for each element of a
+    compressed parameter, four with momentum.
 
     Args:
-        group: the data-parallel ranks; None is those of the DistributedDataParallel that reduces
-            with this state, and the default group without one.
-        model: tells names and roles; a DistributedDataParallel its group, too. Without it
-            parameters are numbered in the order in which they come, and those of one dimension
-            count as biases.
+        group: the data-parallel ranks; None takes the ranks of the DistributedDataParallel that
+            reduces with this state, or the default group without one.
+        model: gives names and roles, and a DistributedDataParallel also its group. Without it,
+            parameters are numbered in the order of their first reduction, and parameters of one
+            dimension count as biases.
         codec: a codec, its name ("none", "bf16", "fp16", "int8", "int4", "fp8", "onebit", "topk",
             "threshold"), or "auto": the cost model chooses from `candidates` for every bucket.
         density: share of the elements for the names "topk" and "threshold".
-        policy: codecs by role, in the place of `codec`.
-        candidates: codecs or names for "auto"; "topk" is not among them unless it is named here,
-            since it costs accuracy.
+        policy: codecs by role, instead of `codec`.
+        candidates: codecs or names for "auto". "topk" must be named here to be considered, because
+            it costs accuracy.
         warmup: dense steps and a density that falls.
-        nonfinite: what a NaN or infinity in the gradient of any rank leads to: "raise" a ValueError
-            on every rank that names rank and parameter, or "propagate" it to the gradients of all
-            ranks, as `torch.amp.GradScaler` wants it.
-        clip_norm: bound on the norm of all gradients after the reduction, of a loss that is not
-            scaled where there is a `grad_scaler`.
+        nonfinite: reaction to NaN or infinity in the gradient of any rank: "raise" a ValueError
+            on every rank that names rank and parameter, or "propagate" NaN to the gradients of all
+            ranks, as `torch.amp.GradScaler` expects.
+        clip_norm: bound on the norm of all gradients after the reduction; with a `grad_scaler`, on
+            the norm of the unscaled gradients.
         local_clip_norm: c: gradients are scaled to a norm of at most :math:`c / \sqrt{P}` before
-            they are added to what is owed, for "topk" with momentum. In the hook of DDP bucket by
-            bucket, since the others are not there yet.
-        optimizer: whose learning rates the residuals follow: a gradient that was left out under a
-            rate counts as much as that rate made of it.
+            the residual is added, for "topk" with momentum. The hook of DDP scales each bucket on
+            its own, because the other buckets have not arrived yet.
+        optimizer: optimizer whose learning rates the residuals follow: a gradient that was left
+            out under one rate is applied later as if under that rate.
         grad_scaler: the scaler of the loss, whose factor the residuals and both bounds follow.
-        monitor: watches what is owed.
-        cost_model: for "auto", on the ranks of `group`, with `node_size` on the link between
-            nodes; None makes one at the first use. Experts have one for the ranks that hold them.
-        average: the mean over ranks, or the sum.
-        node_size: ranks of a node, neighbours in `group`: gradients are added up densely among
-            them, and codecs send shards of those sums between nodes. None reduces over all at once.
-        seed: of stochastic rounding.
+        monitor: watches the size of the residuals.
+        cost_model: for "auto", for the ranks of `group`; with `node_size`, for the link between
+            nodes. None makes one at the first use. Experts have one for the ranks that hold them.
+        average: take the mean over ranks; if False, the sum.
+        node_size: ranks of a node, neighbours in `group`. Gradients are summed densely inside a
+            node, and codecs send shards of these sums between nodes. None reduces in one level.
+        seed: seed of stochastic rounding.
 
     Attributes:
-        options: the arguments above that steps read; they may change between steps, a policy and
-            the groups of an optimizer with a call of `regroup`, and all but `node_size`.
-        is_hooked: whether DDP reduces with this state; experts are then the rest of the same step.
-        memory: what is owed (see `FeedbackStore`).
+        options: the arguments above that steps read. All but `node_size` may change between steps;
+            a new policy and changed groups of an optimizer need a call of `regroup`.
+        is_hooked: True if DDP reduces with this state; experts are then the rest of the same step.
+        memory: residuals and other state of codecs (see `FeedbackStore`).
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ValueError: an argument has a value that is not allowed.
     """
 
@@ -132,12 +133,13 @@ class CompressionState:
         self._progress = Progress()
         self._costs = CostModels(cost_model)
         self.is_hooked = False
-        # Parameters that DDP hands over in a pass, once it has been found.
+        # Number of parameters that DDP reduces in a pass; None until the DDP module is known.
         self.num_hooked: int | None = None
-        # The step of DDP whose last bucket has not come yet.
+        # The step of DDP whose last bucket has not arrived yet.
         self.open_step: Reducer | None = None
         self.model = None if model is None else inner_model(model)
-        # DDP reduces what is trained when it is made, which is now or soon.
+        # DDP reduces the parameters that require a gradient when it is made. It has been made or
+        # will be made soon, so they are noted now.
         self._trained = None if self.model is None else _trained(self.model)
         if isinstance(model, DistributedDataParallel):
             self.adopt_ddp(model)
@@ -146,27 +148,28 @@ class CompressionState:
         self._buckets = Buckets(self.options, self.parameters, self.memory)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Parameters, optimizer and process group are those of this job; copies would be others.
+        # A state refers to this job's parameters, optimizer and process group, which a copy in
+        # another process would not have.
         refuse_copy("CompressionState")
 
     @property
     def step(self) -> int:
-        """Reductions that went well."""
+        """Number of successful reductions."""
         return self._progress.step
 
     @property
     def was_finite(self) -> bool:
-        """True if the gradients of the last reduction were, on every rank."""
+        """True if the gradients of the last reduction were finite on every rank."""
         return self._progress.was_finite
 
     @property
     def residual_ratio(self) -> float | None:
-        """Norm of what is owed over that of the gradients, when the monitor looked last."""
+        """Norm of the residuals over that of the gradients, when the monitor last compared them."""
         return self._progress.residual_ratio
 
     @property
     def cost_model(self) -> CostModel | None:
-        """Cost model of the ranks of `group`, once "auto" has chosen; experts may have others."""
+        """Cost model of the ranks of `group`, after the first choice; experts may have others."""
         return self._costs.common
 
     @cost_model.setter
@@ -175,11 +178,11 @@ class CompressionState:
 
     @property
     def group(self) -> ProcessGroup | None:
-        """The data-parallel ranks; None as long as there is no torch.distributed."""
+        """The data-parallel ranks; None while torch.distributed is not initialised."""
         return resolve_group(self._group, "CompressionState")
 
     def adopt_ddp(self, parallel: DistributedDataParallel) -> None:
-        """Reduce over its ranks (see `adopt_group`), as many parameters in a pass as it does."""
+        """Take the ranks of a DDP module (see `adopt_group`) and its number of parameters."""
         trained = _trained(parallel) if self._trained is None else self._trained
         self.num_hooked = len(trained & reduced_by_ddp(parallel))
         self.adopt_group(parallel.process_group)
@@ -203,11 +206,11 @@ class CompressionState:
         )
 
     def begin_step(self, operation: str) -> Reducer:
-        """A reducer for the buckets of one step.
+        """Make a reducer for the buckets of one step.
 
         Args:
-            operation: name for messages; but for "compress_hook" it is the rest of the step of DDP
-                where DDP reduces with this state.
+            operation: name for error messages. If DDP reduces with this state, any name but
+                "compress_hook" continues the step that DDP has begun.
         """
         return Reducer(
             self.options,
@@ -220,10 +223,10 @@ class CompressionState:
         )
 
     def undo(self) -> None:
-        """Take the last reduction back: what is owed is as before, bit for bit.
+        """Revert the last reduction: residuals are as before it, bit for bit.
 
-        For a step that the optimizer does not take after all, on any rank; call it on all of them.
-        The gradients are not brought back. Nothing where the last reduction has failed.
+        For a step that the optimizer skips after all. Call it on all ranks if any rank skips. The
+        gradients are not restored. Nothing happens if the last reduction has failed.
         """
         if self._progress.can_undo:
             self.memory.undo()
@@ -231,7 +234,7 @@ class CompressionState:
         self._progress.can_undo = False
 
     def explain(self) -> Explanation:
-        """Table of the codec that each bucket had in the last step, then the tables of "auto".
+        """Make a table of the codec of each bucket in the last step, then the tables of "auto".
 
         Returns:
             Explanation: text, with a `BucketChoice` for each line of the table in ``rows``.
@@ -241,7 +244,7 @@ class CompressionState:
         return Explanation.of(rows, self._costs.explain())
 
     def _choices(self, number: int, bucket: Bucket) -> Iterator[BucketChoice]:
-        """Rows of the table for a bucket."""
+        """Yield the rows of the table for a bucket."""
         if not bucket.parts:
             numel = sum(bucket.sizes)
             dense = Dense().sent_bytes(numel, group_size(bucket.group))
@@ -273,21 +276,21 @@ class CompressionState:
     # -- saving ------------------------------------------------------------------------------
 
     def residuals(self) -> dict[str, Tensor]:
-        """Residuals of this rank, by the name of the parameter; not to be changed.
+        """Return the residuals of this rank, by the name of the parameter; read only.
 
-        They have what the rank owes for its shard of a quantised sum after `regroup` alone.
+        They include the residual of this rank's shard of quantised sums only after `regroup`.
         """
         return self.memory.named("residual")
 
     def regroup(self) -> None:
-        """Keep everything by name; buckets are agreed on anew."""
+        """Keep everything by name, and have ranks agree on buckets again."""
         self.memory.ungroup()
         self._buckets.forget()
 
     def owed_now(self) -> dict[str, Tensor]:
-        """Copies of what this rank owes, in units of this step; after `regroup`.
+        """Return this rank's residuals in units of this step, as copies. Call `regroup` first.
 
-        Without frozen parameters, which take no gradient.
+        Frozen parameters are left out, because they take no gradient.
         """
         rates, found = self.options.rate_groups(), {}
         for name, residual in self.residuals().items():
@@ -300,9 +303,9 @@ class CompressionState:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the residuals of this rank and of the counters; each rank has its own.
+        """Return copies of this rank's residuals and of the counters; ranks have different states.
 
-        Save one file for each rank, or `flush` first, after which nothing is owed.
+        Save one file for each rank, or call `flush` first, after which all residuals are zero.
         """
         return {
             "version": 1,
@@ -317,18 +320,18 @@ class CompressionState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Take over what `state_dict` returned.
+        """Load states of `state_dict`.
 
         Args:
-            state: that of this rank, for as many ranks as there are now; or the list of those of
-                all ranks, for any number: a rank takes over what one or several ranks owed, and
-                what the parameters are owed is conserved: with the mean over ranks the sum of the
-                residuals over their number, otherwise their sum.
+            state: the state of this rank, from the same number of ranks; or the list of the states
+                of all ranks, from any number. With a list, each rank takes over the residuals of
+                one or several ranks. The mean of the residuals over ranks is conserved, or their
+                sum if `average` is False.
 
         Raises:
-            ValueError: one state for another number of ranks, states of several runs, of another
-                version or `average`, or of expert-parallel groups of another size; names that the
-                model lacks.
+            ValueError: a single state is from another number of ranks; states are from several
+                runs, another version or `average`, or expert-parallel groups of another size; the
+                model lacks a name.
         """
         rank, size = group_rank(self.group), group_size(self.group)
         average = self.options.average
@@ -348,12 +351,12 @@ class CompressionState:
         self.memory.seed = state["seed"]
         self._progress.step, self._progress.can_undo = state["step"], False
         self._progress.density_factor = state["density_factor"]
-        # Agreed on anew: another rank may have loaded something else.
+        # Ranks agree on buckets again, because another rank may have loaded another state.
         self._buckets.forget()
 
 
 def _trained(model: nn.Module) -> set[int]:
-    """Ids of the parameters that require a gradient."""
+    """Return the ids of the parameters that require a gradient."""
     return {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
 
 
@@ -364,24 +367,24 @@ def merged_for(
     expert_parallel: Mapping[str, tuple[int, int]],
     average: bool,
 ) -> dict[str, Any]:
-    r"""The state of one of P' ranks, from those of P ranks.
+    r"""Make the state of one of P' ranks from the states of P ranks.
 
-    Rank j takes over :math:`e'_j = s \sum_r e_r` over the r with r mod P' = j. Steps apply the mean
-    over ranks: with :math:`s = P' / P` the parameters are owed what they were,
-    :math:`\frac{1}{P'} \sum e' = \frac{1}{P} \sum e`. Where it is the sum, s = 1. The replicas of
-    an expert all take over its mean.
+    Rank j takes over :math:`e'_j = s \sum_r e_r` over the r with r mod P' = j. If steps apply the
+    mean over ranks, :math:`s = P' / P` conserves the mean of the residuals:
+    :math:`\frac{1}{P'} \sum e' = \frac{1}{P} \sum e`. If steps apply the sum, s = 1. All replicas
+    of an expert take over the same residual.
 
     Args:
-        states: what `CompressionState.state_dict` returned on every rank, in any order.
+        states: states of `CompressionState.state_dict` of every rank, in any order.
         rank: j.
         world_size: P'.
-        expert_parallel: of the model that loads: name to (rank, size) of the expert-parallel group;
-            those parameters are different ones on its ranks.
-        average: whether the state that loads takes the mean, which must be what was saved.
+        expert_parallel: name to (rank, size) of the expert-parallel group, in the model that loads.
+            Ranks of such a group hold different experts under the same name.
+        average: `average` of the state that loads; must equal that of the saved states.
 
     Raises:
-        ValueError: states are missing or do not belong together, or expert-parallel groups have
-            another size than they had.
+        ValueError: states are missing or do not belong together, or the size of expert-parallel
+            groups has changed.
     """
     states = sorted(states, key=lambda state: state["rank"])
     _check(states, expert_parallel, average)
@@ -396,10 +399,11 @@ def merged_for(
                 ep_rank, ep_size = expert_parallel[name]
                 if state["expert_parallel"].get(name, (0, 1))[0] != ep_rank:
                     continue
-                # All replicas of an expert take over the same.
+                # Every replica of an expert takes over the same residual.
                 scale = ep_size / (size if average else world_size)
             elif state["rank"] % world_size != rank:
-                # Ranks that are owed nothing hold zeros: all hold tensors of the same names.
+                # Ranks that take over nothing hold zeros, because all ranks must hold tensors of
+                # the same names.
                 scale = 0.0
             for kind, tensor in kinds.items():
                 scaled = tensor * scale if scale else torch.zeros_like(tensor)
@@ -410,7 +414,7 @@ def merged_for(
 
 
 def _check_single(state: Mapping[str, Any], rank: int, world_size: int, average: bool) -> None:
-    """ValueError unless a state is that of this rank of as many ranks."""
+    """Raise ValueError unless a state is from this rank and from the same number of ranks."""
     _check_kind(state, average)
     found = (state["rank"], state["world_size"])
     if (rank, world_size) != found:
