@@ -41,9 +41,9 @@ ALLOWED_BEHIND = 0.03
 # Least share of the time that a codec in use must save if it rounds. A smaller saving may be noise,
 # and rounding costs accuracy.
 LEAST_SAVING = 0.03
-# Plain all-reduce is not measured if the chosen codec takes less than this share of the time
-# predicted for plain all-reduce: before its first measurement, and after it. The prediction is
-# trusted that far because the link was measured by (smaller) all-reduces.
+# Plain all-reduce is not measured if the chosen codec takes less than this share of the estimate
+# for plain all-reduce: before its first measurement, and after it. Even the first estimate is
+# trusted that far, because the link was measured by (smaller) all-reduces.
 CLEAR_SHARE, CLEAR_SHARE_AGAIN = 1 / 3, 0.5
 # Turns of a comparison with plain all-reduce. Only after as many turns may a codec count as slower
 # than predicted. The first turn warms up, and two of the other five may be disturbed.
@@ -114,8 +114,8 @@ class CostModel:
         link: bandwidths and latency of the network; if None, `probe` measures them.
         num_ranks: P, to ask for the choice on a group of another size; needs ``link``. Ranks then
             exchange nothing.
-        agreed_over: ranks that must choose alike, if they are more than the ranks of ``group``,
-            such as all ranks whose groups connect the same nodes. None for the ranks of ``group``.
+        agreed_over: ranks that must choose alike, if they are more than the ranks of ``group``.
+            Each of them has such a group of its own. None for the ranks of ``group``.
         memory_of: makes the memory for ``codec.rehearsal`` from codec and gradient; None for
             ``codec.new_memory(grad)``.
         costs: rates of codecs; missing rates are measured, once in the life of the process.
@@ -357,7 +357,7 @@ class CostModel:
     def _least(
         self, state: BucketState, plain: list[Codec], seconds: dict[Codec, float]
     ) -> tuple[Codec, str]:
-        """Return the codec with the least estimate, or the codec in use if that is about as good."""
+        """Return the codec with the least estimate, or the one in use if that is about as good."""
         best = min(seconds, key=lambda codec: seconds[codec])
         baseline = min(plain, key=lambda codec: seconds[codec])
         exact = next((codec for codec in plain if not codec.lossy), plain[0])

@@ -1,4 +1,4 @@
-"""Experts of packed weights, for inference with few tokens.
+"""Experts with packed weights, for inference with few tokens.
 
 Shape suffixes: N rows, D model, E experts, M rows and K columns of one weight.
 """
@@ -26,9 +26,9 @@ _OP = "PackedExperts"
 
 @dataclass(frozen=True)
 class _CodedWeights:
-    """Weights `[E, M, K]` of codes, with their largest elements beside them.
+    """Quantised weights `[E, M, K]`, with their largest elements stored exactly.
 
-    Codes, scales and offsets are those of all rows, `[E M, ...]`.
+    Codes, scales and offsets hold the rows of all experts, `[E M, ...]`.
     """
 
     codes: Tensor
@@ -40,7 +40,8 @@ class _CodedWeights:
     counts: tuple[int, ...]
     bits: int
 
-    # Rows above which a weight is unpacked once, for a dense product (`run.py sparsity`).
+    # Largest number of rows for a product with packed weights. With more rows a dense product with
+    # the unpacked weight is faster (`run.py sparsity`).
     few_rows: ClassVar[int] = 16
 
     @classmethod
@@ -66,7 +67,7 @@ class _CodedWeights:
         )
 
     def expert(self, expert: int) -> _CodedWeights:
-        """One weight, in the same memory."""
+        """Return the weight of one expert, in the same memory."""
         each = self.codes.shape[0] // len(self.counts)
         first = expert * each
         return dataclasses.replace(
@@ -86,7 +87,7 @@ class _CodedWeights:
         ).to(x.dtype)
 
     def dense(self) -> Tensor:
-        """The weights of one expert."""
+        """Unpack the weight; only after `expert`."""
         numel = self.codes.numel() * 8 // self.bits
         block = numel // self.scales.numel()
         flat = ops.dequantize_blockwise(
@@ -102,7 +103,7 @@ class _CodedWeights:
 
 @dataclass(frozen=True)
 class _Kept:
-    """Pruned weights `[E, M, K]`: what is kept of all, and a bit an element, `[E M, K / 8]`."""
+    """Pruned weights `[E, M, K]`: kept elements, and a bitmap of all elements `[E M, K / 8]`."""
 
     values: Tensor
     bitmap: Tensor
@@ -118,7 +119,7 @@ class _Kept:
         return cls(weight_EMK[mask], bitmap.view(-1, weight_EMK.shape[2] // 8), counts)
 
     def expert(self, expert: int) -> _Kept:
-        """One weight, in the same memory."""
+        """Return the weight of one expert, in the same memory."""
         each, first = self.bitmap.shape[0] // len(self.counts), sum(self.counts[:expert])
         values = self.values.narrow(0, first, self.counts[expert])
         return _Kept(values, self.bitmap.narrow(0, expert * each, each), (len(values),))
@@ -130,14 +131,14 @@ class _Kept:
         return found.to(x.dtype)
 
     def dense(self) -> Tensor:
-        """The weights of one expert."""
+        """Unpack the weight; only after `expert`."""
         weight = self.values.new_empty(len(self.bitmap), 8 * self.bitmap.shape[1])
         ops.unpack_masked_(weight, self.values, self.bitmap.view(-1))
         return weight
 
 
 def _versions(tensors: list[Tensor | None]) -> list[tuple[int, int | None]]:
-    """Tensors and their version counters, of which those of `inference_mode` have none."""
+    """Return ids and version counters of tensors; tensors of `inference_mode` have no counter."""
     return [(id(x), None if x is None or x.is_inference() else x._version) for x in tensors]
 
 
@@ -145,39 +146,39 @@ _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
 class PackedExperts(nn.Module):
-    """Experts whose weights are read packed: for decoding, where reading them takes the time.
+    """Experts with packed weights, for decoding, in which reading the weights takes the time.
 
-    Takes the place of a layer's `GroupedExperts`, without gradients::
+    Replaces a layer's `GroupedExperts`; has no gradients::
 
         layer.experts = PackedExperts(layer.experts, "int8")
 
-    A weight is read as codes of 8 or 4 bits, with a fraction of the elements exact; or, pruned, as
-    its kept elements and a bit an element, with the bits of weights that are not packed but for the
-    order of sums. Where an expert has more than sixteen rows, its weight is unpacked for a dense
-    product.
+    With "int8" and "int4" a weight is read in 8 or 4 bits per element, with a fraction of the
+    elements exact. With "pruned" it is read as its kept elements and one bit per element, which is
+    exact up to the order of sums. If an expert has more than sixteen rows, its weight is unpacked
+    for a dense product.
 
-    On a GPU a pass in which experts have few rows on average is one launch for all experts, and
-    does not wait for the device; another one reads the offsets back. Both take the memory of one
-    unpacked weight at most. `.to` moves the weights, and leaves their dtypes as they are; rows may
-    have another one, as under autocast.
+    On a GPU, a pass in which experts have few rows on average is one launch for all experts,
+    without a host synchronisation. Another pass reads the offsets back. Both need at most the
+    memory of one unpacked weight. `.to` moves the weights but keeps their dtypes; rows may have
+    another dtype, as under autocast.
 
-    While the experts that were packed exist, version counters show a write to their weights, and
-    they are packed anew before the next pass. Writes through `.data` and by collectives of torch
-    are not seen.
+    While the original experts exist, their version counters show writes to their weights, which are
+    then packed again before the next pass. Writes through `.data` and by collectives of torch go
+    unnoticed.
 
     Args:
         experts: float32 or bfloat16, with all experts on this rank.
         format: "int8", "int4" or "pruned".
-        outliers: share of each weight that is exact, of codes.
+        outliers: share of each weight that is exact; not used with "pruned".
         block: columns that share a scale.
 
     Attributes:
-        num_bytes: of all weights as they are read.
+        num_bytes: bytes of all packed weights.
 
     Raises:
-        ValueError: an unknown format or block, a share out of range; experts of another dtype, over
-            ranks, with a `post_norm`, or whose weights' columns are no multiple of the block (of 8,
-            pruned).
+        ValueError: format or block is unknown; a share is out of range; experts have another dtype,
+            lie over ranks or have a `post_norm`; the columns of a weight are not a multiple of the
+            block (of 8 if pruned).
 
     Reference: Dettmers et al., SpQR, 2023 (arXiv 2306.03078).
     """
@@ -216,13 +217,13 @@ class PackedExperts(nn.Module):
         self.num_experts, self.format = experts.num_experts, format
         self.activation, self.gated, self.layout = experts.activation, experts.gated, experts.layout
         self._transposed, self._block, self._outliers = experts.transposed, block, outliers
-        # Weakly: packed experts are there to save the memory of the others.
+        # The reference is weak, so that the memory of the original experts can be freed.
         self._source: weakref.ref[GroupedExperts] | None = weakref.ref(experts)
         self._names = names
         self._pack(sources)
 
     def _pack(self, sources: list[Tensor | None]) -> None:
-        """Pack two weights, whose two biases follow them."""
+        """Pack two weights; `sources` holds these and their two biases."""
         bits = {"int8": 8, "int4": 4}.get(self.format)
         self._weights: list[_CodedWeights | _Kept] = []
         for source in sources[:2]:
@@ -238,7 +239,7 @@ class PackedExperts(nn.Module):
         self._split()
 
     def _follow(self) -> None:
-        """Pack again what has been written since."""
+        """Pack the weights again if the original experts were written to since."""
         experts = None if self._source is None else self._source()
         sources = [getattr(experts, name, None) for name in self._names]
         if experts is None or _versions(sources) == self._versions:
@@ -249,7 +250,7 @@ class PackedExperts(nn.Module):
         self._versions = _versions(sources)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the experts, which a copy in another process has not."""
+        """Leave out the original experts, which a copy in another process does not have."""
         return {**self.__dict__, "_source": None}
 
     def _split(self) -> None:
@@ -274,7 +275,7 @@ class PackedExperts(nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all weights as they are read."""
+        """Bytes of all packed weights."""
         found = [x for weight in self._weights for x in vars(weight).values()]
         return sum(x.nbytes for x in found if isinstance(x, Tensor))
 
@@ -282,7 +283,8 @@ class PackedExperts(nn.Module):
     def forward(self, rows_ND: Tensor, expert_offsets: Tensor) -> Tensor:
         """Run every row through its expert; see `GroupedExperts.forward`."""
         self._follow()
-        # On a GPU the mean of the pass: to know more would be to wait.
+        # On a GPU the mean number of rows per expert decides, because the numbers of each expert
+        # would need a host synchronisation.
         few = self._weights[0].few_rows * (self.num_experts if rows_ND.is_cuda else 1)
         if rows_ND.shape[0] <= few:
             return self._forward_at_once(rows_ND, expert_offsets)
@@ -290,7 +292,7 @@ class PackedExperts(nn.Module):
 
     def _forward_by_expert(self, rows_ND: Tensor, expert_offsets: Tensor) -> Tensor:
         out_ND = torch.zeros_like(rows_ND)
-        # NOTE: device-to-host sync, of experts that have many rows.
+        # NOTE: device-to-host sync, only if experts have many rows.
         bounds = expert_offsets.tolist()
         bounds = bounds if len(bounds) > self.num_experts else [0, *bounds]
         for expert in range(self.num_experts):
@@ -304,8 +306,8 @@ class PackedExperts(nn.Module):
         return run_activation(up, self.activation, gated=self.gated, layout=self.layout)
 
     def _forward_at_once(self, rows_ND: Tensor, expert_offsets: Tensor) -> Tensor:
-        """All experts by the offsets on the device."""
-        # Rows of no expert take a bias of zeros: the first one or the last.
+        """Run all experts in one launch, by the offsets on the device."""
+        # `bias_EM` is padded with rows of zeros at both ends, for rows that belong to no expert.
         row_N = torch.arange(len(rows_ND), device=rows_ND.device, dtype=expert_offsets.dtype)
         place_N = torch.searchsorted(expert_offsets, row_N, right=True)
         pad = (0, 0, len(expert_offsets) - self.num_experts, 1)
@@ -328,5 +330,5 @@ class PackedExperts(nn.Module):
         return out if bias_EM is None else out + bias_EM[expert].to(x.dtype)
 
     def extra_repr(self) -> str:
-        """Sizes for `repr`."""
+        """Return sizes and format for `repr`."""
         return f"num_experts={self.num_experts}, format={self.format!r}, num_bytes={self.num_bytes}"

@@ -1,4 +1,4 @@
-"""Pruning that survives training: masks beside the parameters, in every checkpoint.
+"""Pruning that lasts through training and checkpoints, by masks beside the parameters.
 
 Shape suffixes: E experts of this rank, F ffn, D model.
 """
@@ -42,21 +42,21 @@ from moe_ext.nn import GroupedExperts
 PATTERNS = ("magnitude", "2:4", "movement", "experts", "neurons")
 
 _OP = "prune"
-# Modules with masks; optimizers' hooks go through them.
+# Modules with masks. The hook after each optimizer step visits all of them.
 _pruned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class Pruning:
-    """Handle of what `prune` has pruned.
+    """Handle of the parameters that `prune` has pruned.
 
     Attributes:
-        masks: by the name of the parameter in the model.
+        masks: masks by the name of the parameter in the model.
     """
 
     def __init__(self, model: nn.Module, pattern: str, masks: dict[str, ElementMask]) -> None:
         self._model, self.pattern, self.masks = model, pattern, masks
         self._hooks: list[Any] = []
-        # Scores of movement pruning, for this rank's shards.
+        # Scores of movement pruning, in the shapes of this rank's shards.
         self._scores: dict[str, Tensor] = {}
         if pattern == "movement":
             self._hooks.append(register_optimizer_step_pre_hook(self._add_scores))
@@ -69,13 +69,13 @@ class Pruning:
 
     @torch.no_grad()
     def update(self, density: float) -> None:
-        """Prune down to another density; what is pruned stays so. Collective, between steps.
+        """Prune to a lower density; pruned elements stay pruned. Collective, between steps.
 
         Args:
             density: in (0, 1]; for "2:4" 0.5.
 
         Raises:
-            ValueError: on every rank: a density out of range, or masks that differ between ranks
+            ValueError: on every rank: the density is out of range, or masks differ between ranks
                 with the same parameters.
         """
         _check_density(self.pattern, density)
@@ -95,29 +95,29 @@ class Pruning:
             mask.clear_(mask.parameter)
 
     def codecs(self) -> dict[str, Masked]:
-        """For `Policy(by_name=...)`, so that reductions by `CompressionState` send what is kept.
+        """Return codecs for `Policy(by_name=...)`: a `CompressionState` then sends kept elements.
 
         Make a new state after `update`.
         """
         found = {name: Masked(mask) for name, mask in self.masks.items()}
-        # Names in a model of which this one is a part. The first pattern that fits counts, and a
-        # name may end as a whole other one.
+        # Patterns for a larger model that holds this one. The first pattern that fits counts, so
+        # longer names come first: one name may be the end of another.
         ends = sorted(found, key=len, reverse=True)
         return found | {f"*.{name}": found[name] for name in ends}
 
     def remove(self) -> None:
-        """Take the masks away; pruned weights stay zero until an optimizer moves them."""
+        """Remove the masks; pruned weights stay zero until an optimizer changes them."""
         for mask in self.masks.values():
             drop_mask(mask)
         for hook in self._hooks:
             hook.remove()
 
     def to_semi_structured(self) -> None:
-        """Have the matrices of a "2:4" pruning in torch's semi-structured layout, for inference.
+        """Convert "2:4" pruned matrices to torch's semi-structured layout, for inference.
 
         Raises:
-            ValueError: another pattern; stacked experts or a device that torch has no kernels for
-                (CUDA of capability 8.0 at least); nothing is changed.
+            ValueError: the pattern is another one; torch has no kernels for stacked experts, or for
+                the device (CUDA of capability 8.0 at least). Nothing is changed.
         """
         parameters = [mask.parameter for mask in self.masks.values()]
         problem = None if self.pattern == "2:4" else f"pattern {self.pattern!r}"
@@ -134,10 +134,10 @@ class Pruning:
             packed = torch.sparse.to_sparse_semi_structured(mask.parameter.detach())
             mask.module._parameters[mask.name] = nn.Parameter(packed, requires_grad=False)
 
-    # -- what is kept ------------------------------------------------------------------------
+    # -- choice of the kept elements ---------------------------------------------------------
 
     def _whole(self, name: str, like: Tensor | None = None) -> Tensor:
-        """This rank's part of a parameter, or of a tensor like its shards, as FSDP2 gathers it."""
+        """Gather this rank's part of a parameter, or of a tensor like its shard, from FSDP2."""
         mask = self.masks[name]
         own = mask.parameter.detach()
         return mask.gathered(own if like is None else with_local(own, like))
@@ -153,14 +153,14 @@ class Pruning:
             if local is None:
                 local = torch.zeros_like(local_part(self.masks[name].parameter.detach()))
             importance = self._whole(name, local)
-        # Pruned elements are never among the largest of the others.
+        # Pruned elements must never be chosen again.
         importance = importance.float().masked_fill(~self.masks[name].marks, -math.inf)
         rows = importance.flatten(1) if importance.dim() > 2 else importance.view(1, -1)
         count = max(1, round(density * rows.shape[1]))
         return _largest(rows, count).view(weight.shape)
 
     def _structured(self, density: float) -> dict[str, Tensor]:
-        """By layer: its experts with the largest norms, or the hidden neurons of each."""
+        """Choose the largest experts of each layer, or the largest neurons of each expert."""
         by_module: dict[nn.Module, list[str]] = {}
         for name, mask in self.masks.items():
             by_module.setdefault(mask.module, []).append(name)
@@ -180,7 +180,7 @@ class Pruning:
 
     @torch.no_grad()
     def _add_scores(self, optimizer: Optimizer, *_args: object) -> None:
-        """Add -gradient * weight, of gradients as the optimizer takes them (Sanh et al.)."""
+        """Add -gradient * weight to the scores, before an optimizer step (Sanh et al.)."""
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, mask in self.masks.items():
             parameter = mask.held
@@ -190,7 +190,7 @@ class Pruning:
                 score.sub_(weight * grad)
 
     def _agree(self, bitmaps: dict[str, Tensor]) -> None:
-        """Refuse masks that differ between ranks which hold the same parameters."""
+        """Raise if masks differ between ranks that hold the same parameters."""
         places = sharded_parameters(self._model)
         world = resolve_group(None, _OP)
         by_group: dict[Any, dict[str, object]] = {world: {}}
@@ -214,28 +214,29 @@ def prune(
     density: float = 0.5,
     parameters: Collection[str] | None = None,
 ) -> Pruning:
-    """Set weights to zero, and keep them there: in gradients, optimizer steps and checkpoints.
+    """Set weights to zero, and keep them zero in optimizer steps and checkpoints.
 
-    A mask is a buffer beside its parameter (`gate_up_proj_mask`: a bit an element), which
-    `state_dict`, `moe_ext.distributed.checkpoint` and torch's save and load with it, over another
-    number of ranks too: call `prune` on the new model first, then load. Gradients are zero where a
-    mask is before they are reduced, and weights again after every step of any torch optimizer. With
-    `pack_fsdp_messages` and `Pruning.codecs` only what is kept travels between ranks.
+    A mask is a buffer beside its parameter (`gate_up_proj_mask`, one bit per element).
+    `state_dict`, `moe_ext.distributed.checkpoint` and torch's checkpoints save and load it with the
+    parameter, also over another number of ranks: call `prune` on the new model first, then load.
+    Gradients of pruned elements are zeroed before they are reduced, and pruned weights after every
+    step of any torch optimizer. With `pack_fsdp_messages` and `Pruning.codecs` ranks send only kept
+    elements.
 
     ============ ==================================================================================
     pattern      keeps
     ============ ==================================================================================
     "magnitude"  the largest weights of each expert (of each matrix, where there are no experts)
     "2:4"        the two largest of four neighbours in the last dimension
-    "movement"   all at first, then by `Pruning.update` those that training moves away from zero:
-                 the largest sums of -gradient * weight over the steps until then; these are not
-                 saved
+    "movement"   all at first; `Pruning.update` then keeps weights that training moves away from
+                 zero, with the largest sums of -gradient * weight over the steps until then. The
+                 sums are not saved.
     "experts"    the experts of a layer whose weights have the largest norms
     "neurons"    of each expert, the hidden units with the largest norms of rows and columns
     ============ ==================================================================================
 
-    Ties go to the lower index, so that ranks with the same weights agree. Collective, if the model
-    lies over ranks, before or after FSDP2 or DistributedDataParallel.
+    Ties go to the lower index, so that ranks with the same weights agree. If the model lies over
+    ranks, this is a collective, before or after FSDP2 or DistributedDataParallel wraps it.
 
     Args:
         model: any module.
@@ -244,12 +245,12 @@ def prune(
         parameters: names in the model; None takes the weights of all `GroupedExperts`.
 
     Returns:
-        Its masks, and what changes them.
+        Handle of the masks, with methods to change them.
 
     Raises:
-        ValueError: an unknown pattern or density; no such parameters, or pruned ones; rows that are
-            no multiples of 8 elements; experts divided by etp; "neurons" without `GroupedExperts`;
-            masks that differ between ranks. Nothing is changed.
+        ValueError: pattern or density is unknown; a parameter is missing or pruned already, or has
+            rows that are no multiples of 8 elements; experts are divided by etp; "neurons" is used
+            without `GroupedExperts`; masks differ between ranks. Nothing is changed.
 
     References: Zhu and Gupta, To prune, or not to prune, 2017 (arXiv 1710.01878); Sanh et al.,
     Movement pruning, 2020 (arXiv 2005.07683), equation 3; Mishra et al., Accelerating sparse deep
@@ -286,7 +287,7 @@ def _check_density(pattern: str, density: float) -> None:
 
 
 def _named(model: nn.Module, parameters: Collection[str] | None) -> dict[str, Any]:
-    """(module, name there) of each parameter."""
+    """Map each parameter's name in the model to its module, and its name in the module."""
     owners: dict[str, tuple[nn.Module, str]] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -325,7 +326,7 @@ def _problem(model: nn.Module, pattern: str, found: dict[str, Any]) -> str | Non
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
-    """True for so many of the largest along the last dimension, ties to the lower index."""
+    """Mark the `count` largest along the last dimension; ties go to the lower index."""
     order = x.argsort(dim=-1, descending=True, stable=True)[..., :count]
     return torch.zeros_like(x, dtype=torch.bool).scatter_(-1, order, True)
 
@@ -333,7 +334,7 @@ def _largest(x: Tensor, count: int) -> Tensor:
 def _experts(
     weights: dict[str, Tensor], density: float, place: Placement | None
 ) -> dict[str, Tensor]:
-    """Marks `[E, 1, 1]` of a layer's experts, ranked over all of its ranks."""
+    """Mark the kept experts of a layer, `[E, 1, 1]`; norms are compared over all of its ranks."""
     norms_E = torch.stack([w.flatten(1).square().sum(dim=1) for w in weights.values()]).sum(dim=0)
     first, num_local = 0, len(norms_E)
     if place is not None and place.num_parts > 1:
@@ -347,7 +348,7 @@ def _experts(
 def _neurons(
     experts: GroupedExperts, weights: dict[str, Tensor], density: float
 ) -> dict[str, Tensor]:
-    """Marks of the hidden units of each expert, in the shapes of the weights or broadcast."""
+    """Mark the kept hidden units of each expert, in shapes that broadcast to the weights."""
     up_name = next(name for name in ("gate_up_proj", "up_proj") if hasattr(experts, name))
     up, down = experts._parameters[up_name], experts._parameters["down_proj"]
     assert up is not None and down is not None
@@ -369,18 +370,20 @@ def _neurons(
     return {up_name: doubled.unsqueeze(3 - up_dim), "down_proj": marks_EF.unsqueeze(3 - down_dim)}
 
 
-# -- what keeps them there --------------------------------------------------------------------
+# -- hooks that keep pruned weights at zero ---------------------------------------------------
 
 
 def _hook_gradient(mask: ElementMask) -> None:
-    """Have the gradient of the parameter, as the module holds it now, be zero where pruned."""
+    """Add a hook that zeroes pruned elements of the gradient of the module's present parameter."""
     parameter = mask.parameter
-    # The gradient of a tensor that a call puts in a parameter's place reaches the parameter.
+    # A tensor that is no leaf, in the place of the parameter, needs no hook: its gradient flows on
+    # to the parameter, which has one.
     if not (parameter.requires_grad and parameter.is_leaf):
         return
     if is_dtensor(parameter) and parameter.device_mesh.ndim > mask.num_axes:
         return
-    # Attributes of a parameter are pickled with it, and hooks are not.
+    # The hooks themselves show if one was added. An attribute of the parameter would be pickled
+    # with it, but hooks are not.
     hooks: Any = parameter._backward_hooks or {}
     if any(getattr(hook, "mask", None) is mask for hook in hooks.values()):
         return
@@ -398,7 +401,7 @@ def _hook_gradient(mask: ElementMask) -> None:
 
 @outside_graphs
 def _watch(module: nn.Module, _inputs: object) -> None:
-    """Before a forward pass: parameters that FSDP2 has gathered are others than at first."""
+    """Add hooks before a forward pass, because FSDP2 puts gathered parameters into the module."""
     _pruned.add(module)
     for _, mask in masks_of(module):
         if mask.module is module:
@@ -406,11 +409,11 @@ def _watch(module: nn.Module, _inputs: object) -> None:
 
 
 def _mask_weights(optimizer: Optimizer, *_args: object) -> None:
-    """After a step: weights that decay or momentum has moved are zero again."""
+    """Zero pruned weights after an optimizer step; momentum, for instance, may have moved them."""
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for pruned in list(_pruned):
         for _, mask in masks_of(pruned):
-            # None may be that of a model which another optimizer has.
+            # `held` may be None for a model of another optimizer, so it is not an error here.
             parameter = mask.held
             if parameter is not None and mask.module is pruned and id(parameter) in owned:
                 mask.clear_(parameter)
@@ -418,5 +421,5 @@ def _mask_weights(optimizer: Optimizer, *_args: object) -> None:
 
 @functools.cache
 def _install() -> None:
-    """Have the steps of all optimizers end with `_mask_weights`; once in a process."""
+    """Run `_mask_weights` after the steps of all optimizers; registered once in a process."""
     register_optimizer_step_post_hook(_mask_weights)

@@ -143,7 +143,7 @@ class BucketInStep:
         self.norms[places] = torch.where(bad, math.inf, self.norms[places])
 
     def note_nonfinite(self, part: Part, grad_N: Tensor) -> None:
-        """Mark the gradients of a part that are not finite; with nodes, all gradients of the part."""
+        """Mark the gradients of a part that are not finite; with nodes, all of the part."""
         assert self.norms is not None
         whole = part.memory.packing.window is None
         pieces = part.memory.pieces(grad_N) if whole else [grad_N]
@@ -444,7 +444,7 @@ class Reducer:
         self.progress.can_undo = self.progress.can_undo and self.continues
 
     def _wait(self) -> None:
-        """Wait for the results of all parts. No reduction runs any more when this returns or raises.
+        """Wait for the results of all parts, so that no reduction runs any more, even on an error.
 
         An error is reported to ranks that hold other experts, because these have met no error.
         """
