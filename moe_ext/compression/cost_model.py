@@ -38,8 +38,8 @@ SMALL_BUCKET_BYTES = 64 * 1024
 HYSTERESIS = 0.10
 # Largest relative slowdown over plain all-reduce that a codec may show before it is dropped.
 ALLOWED_BEHIND = 0.03
-# Least share of the time that a codec in use must save if it rounds. A smaller saving may be noise,
-# and rounding costs accuracy.
+# Least share of the time that a rounding codec in use must save to be kept. A smaller saving may be
+# noise, and rounding costs accuracy.
 LEAST_SAVING = 0.03
 # Plain all-reduce is not measured if the chosen codec takes less than this share of the estimate
 # for plain all-reduce: before its first measurement, and after it. Even the first estimate is
@@ -340,7 +340,8 @@ class CostModel:
                 if codec.plain or codec.sent_bytes(numel, self.num_ranks) < dense
             }
             chosen, state.reason = self._least(state, plain, seconds)
-            state.current = chosen  # what a trial interrupts goes on after it
+            # `current` is not the codec of a trial, so that the choice continues after the trial.
+            state.current = chosen
             trial = self._trial(state, plain, seconds, chosen)
             if trial is not None:
                 chosen, state.reason = trial, TRIAL

@@ -108,9 +108,9 @@ class _KeptTensors:
 class CodecMemory(_KeptTensors):
     """Memory of a codec for parameters that are reduced together.
 
-    Tensors are kept by kind. "residual" is the part of this rank's gradients that is not sent yet,
-    "server" the residual of the sum of this rank's shard, and "velocity" the momentum of a sparse
-    codec. Codecs may add other kinds.
+    Tensors are kept by kind. "residual" is the part of this rank's gradients that is not sent yet.
+    "server" is the residual of the sum of the shard that this rank owns. "velocity" is the momentum
+    of a sparse codec. Codecs may add other kinds.
 
     Args:
         shapes: shapes of the parameters, in their order in the flat gradient.

@@ -279,8 +279,8 @@ class Reducer:
         units = options.units_now(part.rate_group)
         memory.begin(unit_factors(memory.units, units), units)
         watched = running.norms is not None
-        # The sum over a node may hold NaN of another rank. That rank reports it, so a plain codec
-        # must not report it here.
+        # The sum over a node may hold NaN of another rank, which reports the NaN itself. A plain
+        # codec must not report it as NaN of this rank.
         finds = codec.finds_nonfinite and (bucket.levels is None or not codec.plain)
         finds = finds and watched and grad.device.type == "cpu"
         looked = watched and not (finds and running.only_presence)
@@ -372,7 +372,7 @@ class Reducer:
         shard_S = levels.shard_of(grad, memory.numel)
         unit = 1.0 / levels.node_size if average else 1.0
         if codec.linear and levels.node_group is not None:
-            # The residual is in units of the sum.
+            # The residual is in units of the sum, so it is added before the shard is scaled.
             was_owed = memory.take_owed(shard_S)
             if codec.narrow_dtype is not None and not average:
                 # A sum may overflow in float16 although each number fits, so the mean is sent.

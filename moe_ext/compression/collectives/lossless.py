@@ -62,7 +62,7 @@ def lossless_all_reduce_(
     Each rank receives one shard of all ranks' tensors, sums it in float32 in the order of the
     ranks, rounds once to the dtype, and sends the sum. With two ranks the result equals
     `torch.distributed`'s mean (scaled before the sum, as DDP does) bit for bit. With more ranks
-    rounding differs, only because of the order of the sum.
+    rounding may differ, only because the backend sums in another order.
 
     Args:
         x (Tensor): float32, bfloat16 or float16, contiguous, of any shape; changed in place.

@@ -41,7 +41,8 @@ _GRAIN = 4096
 # Least bytes of a piece, and most pieces of a shard. The latency of a smaller piece is longer than
 # the encoding that can overlap with it.
 _LEAST_BYTES, _MAX_PIECES = 131072, 8
-# Combined with the seed for the rounding of sums, so that it draws other numbers than the first.
+# Mask that is XORed into the seed to round sums, so that the second rounding of a step draws other
+# random numbers than the first.
 _SECOND_SEED = 0x5851F42D4C957F2D
 
 

@@ -34,7 +34,7 @@ ALGORITHMS = ("auto", "all_gather", "split", "dense")
 # Least elements of a region. Below, a second round of messages takes longer than it saves.
 _MIN_REGION = 64
 # Largest ratio of bytes, "split" to "all_gather", at which "auto" splits. Splitting selects pairs
-# twice and waits for two rounds of messages, which takes as long as an all-gather may send.
+# twice and waits for two rounds of messages. An all-gather sends during that time.
 _SPLIT_GAIN = 0.4
 # Bytes behind the pairs of a payload that hold the number of pairs found, padded to 16.
 _LOAD_BYTES = 16
@@ -116,7 +116,7 @@ class SplitRegions:
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return len(self.bounds) - 1
 
     def state_dict(self) -> dict[str, Any]:
