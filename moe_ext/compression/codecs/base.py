@@ -330,9 +330,9 @@ class PayloadCodec(Codec):
         )
 
     def _states(self, memory: CodecMemory, size: int, rank: int) -> States:
-        """Return the residuals of this rank and of its shard of the sum, without a copy if it can.
+        """Return the residuals of this rank and of its shard of the sum.
 
-        `restores` of the collective is off, so the kept tensors themselves are never written.
+        The kept tensors are read in place if possible, and copied otherwise.
         """
         if not self.feeds_back:
             return States()

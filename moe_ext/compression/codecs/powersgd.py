@@ -134,8 +134,8 @@ class PowerSGD(Codec):
             state.error_dict[0] = residual_N
         self._record(plan, x_N, size)
         views = self._views(memory.pieces(x_N))
-        # Stands in for a DDP bucket, with the methods that torch's hook calls. The hook needs
-        # `is_last` for its statistics only.
+        # `bucket` stands in for a DDP bucket: it has the methods that torch's hook calls. The hook
+        # needs `is_last` for its statistics only.
         bucket: Any = SimpleNamespace(
             buffer=lambda: x_N, gradients=lambda: views, index=lambda: 0, is_last=lambda: False
         )

@@ -241,7 +241,8 @@ class _PackedMessage:
     ) -> list[list[_Segment]] | None:
         """Return the segments of each rank; None if the message must be sent whole.
 
-        That is so if it does not hold all parameters, or if the group is not the shard group.
+        A message is sent whole if it does not hold all parameters, or if its group is not the group
+        over which the module is sharded.
         """
         entries = [
             e for e in managed_parameters(self.module) if e.param.requires_grad or not gradients

@@ -74,13 +74,13 @@ class FSDPCompression:
         self.all_reduces: dict[str, CompressedAllReduce] = {}
 
     def finite(self) -> bool:
-        """True if all backward passes since the last call were finite on every rank (collective).
+        """Return True if all backward passes since the last call were finite on every rank.
 
         If a pass was not finite, the gradients are NaN and the residuals are those from before the
         pass. The caller must then skip the optimizer's step. A pass also ends, without this call,
         when the next one begins. If only weights are compressed, the present gradients are checked.
 
-        NOTE: device-to-host sync.
+        Collective. NOTE: device-to-host sync.
         """
         if not (self.reduce_scatters or self.all_reduces):
             for name, gather in self.all_gathers.items():
