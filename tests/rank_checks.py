@@ -7,11 +7,12 @@ import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+import torch
 import torch.distributed as dist
 from pairwise import pairs
 
 from moe_ext.comm import failures
-from moe_ext.distributed.dtensor import is_dtensor
+from moe_ext.distributed.dtensor import is_dtensor, local_part
 from moe_ext.testing import spawn_ranks
 
 
@@ -165,6 +166,14 @@ def shared_folder():
         dist.broadcast_object_list(names)
         yield names[0]
         dist.barrier()
+
+
+def of_ranks(tensor):
+    """A tensor of every rank, or of each its part of one; a collective."""
+    mine = local_part(tensor.detach()).contiguous()
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    return found
 
 
 def full(tensor):

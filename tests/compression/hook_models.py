@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from rank_checks import of_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -163,9 +164,8 @@ def summed_together(tensors):
 
 
 def same_on_all_ranks(tensor):
-    others = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(others, tensor.contiguous())
-    return all(torch.equal(other, others[0]) for other in others)
+    first, *others = of_ranks(tensor)
+    return all(torch.equal(other, first) for other in others)
 
 
 def state_bits(state):

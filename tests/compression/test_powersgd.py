@@ -9,7 +9,7 @@ from fsdp_checks import Model, is_compressed, local_gradients, loss_of
 from hook_models import opened, same_on_all_ranks, summed, wrapped
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_checks import Checks
+from rank_checks import Checks, of_ranks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 
 from moe_ext.compression.powersgd import PowerSGD
@@ -73,8 +73,7 @@ def full_rank_is_exact():
     y = torch.randn(2, 40, generator=torch.Generator().manual_seed(2 + dist.get_rank()))
     memory = opened([torch.Size((64, 40))])
     found = PowerSGD(4).start((x @ y).view(-1), memory).wait().view(64, 40)
-    both = [y.clone() for _ in range(2)]
-    dist.all_gather(both, y)
+    both = of_ranks(y)
     torch.testing.assert_close(found, x @ (both[0] + both[1]) / 2, rtol=1e-3, atol=1e-3)
 
 

@@ -35,13 +35,9 @@ class Model(nn.Module):
         return self.out(h) + self.branch(h) if branch else self.out(h)
 
 
-_meshes = {}
-
-
+@functools.cache
 def mesh(ep):
-    if ep not in _meshes:
-        _meshes[ep] = md.MoEMesh(dp=dist.get_world_size() // ep, ep=ep)
-    return _meshes[ep]
+    return md.MoEMesh(dp=dist.get_world_size() // ep, ep=ep)
 
 
 def batches(steps=1):

@@ -3,7 +3,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from pairwise import pairs
-from rank_checks import Checks, full, raised
+from rank_checks import Checks, full, of_ranks, raised
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -95,9 +95,7 @@ def check_running_counts_are_those_of_all_ranks():
         counts = model[0].global_counts.total
         assert int(counts[:-1].sum()) == num_tokens * K, "every token once"
         assert int(counts[-1]) == STEPS * dist.get_world_size()
-        gathered = [torch.empty_like(counts) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, counts)
-        assert all(torch.equal(other, counts) for other in gathered)
+        assert all(torch.equal(other, counts) for other in of_ranks(counts))
         reset_token_counts(model)
         assert not counts.any()
 

@@ -19,7 +19,7 @@ from parallel_models import (
     one_process,
     run_steps,
 )
-from rank_checks import Checks, full, raised
+from rank_checks import Checks, full, of_ranks, raised
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -49,21 +49,15 @@ def flat(model):
     return torch.cat([local_part(p.detach()).flatten() for p in model.parameters()])
 
 
-def on_all_ranks(tensor):
-    found = [torch.empty_like(local_part(tensor)) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, local_part(tensor))
-    return found
-
-
 def check_experts_become_equal_over_replicas_and_over_no_others():
     model = Model(mesh(2).ep_group, seed=dist.get_rank())
     with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
         DistributedDataParallel(model)
     wrapped(model)
-    everyone = on_all_ranks(flat(model))
+    everyone = of_ranks(flat(model))
     for rank, other in enumerate(everyone):
         assert torch.equal(other, flat(model)) == (rank % 2 == dist.get_rank() % 2)
-    dense = on_all_ranks(model.inp.weight.detach())
+    dense = of_ranks(model.inp.weight.detach())
     assert all(torch.equal(one, dense[0]) for one in dense)
 
 
@@ -87,7 +81,7 @@ def check_training_with_clipping_is_that_of_one_process():
             norm = md.clip_grad_norm_(model, 0.05)
             assert want > 0.1
             torch.testing.assert_close(norm, want, **TIGHT)
-            assert all(torch.equal(norm, other) for other in on_all_ranks(norm))
+            assert all(torch.equal(norm, other) for other in of_ranks(norm))
             for optimizer in optimizers:
                 optimizer.step()
         for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
@@ -107,7 +101,7 @@ def check_accumulation():
     with ddp.no_sync():
         (loss_of(ddp, first[rank]) / 2).backward()
     part = model.first.experts.down_proj.grad.clone()
-    everyone = on_all_ranks(part)
+    everyone = of_ranks(part)
     assert not torch.equal(everyone[rank], everyone[rank - 2])
     (loss_of(ddp, second[rank]) / 2).backward()
     assert_same_gradients(model, want, 2)
@@ -123,10 +117,10 @@ def check_accumulation():
     # Passes past the wrapper are nobody's to reduce.
     ddp.zero_grad()
     loss_of(model, batches()[0][rank]).backward()
-    assert not torch.equal(*on_all_ranks(model.first.experts.down_proj.grad)[rank % 2 :: 2])
+    assert not torch.equal(*of_ranks(model.first.experts.down_proj.grad)[rank % 2 :: 2])
     # All under no_sync, and reduced by hand: of what DDP holds, the experts alone.
     md.sync_gradients(ddp)
-    assert torch.equal(*on_all_ranks(model.first.experts.down_proj.grad)[rank % 2 :: 2])
+    assert torch.equal(*of_ranks(model.first.experts.down_proj.grad)[rank % 2 :: 2])
 
 
 def check_a_reduction_that_is_asked_for_after_the_forward_passes():
@@ -263,7 +257,7 @@ def check_an_overflow_on_one_rank_is_skipped_on_all():
         scaler.update()
         assert torch.equal(before, flat(model)) == overflow[0]
         assert scaler.get_scale() == (4.0 if overflow[0] else 8.0)
-    dense = on_all_ranks(model.inp.weight.detach())
+    dense = of_ranks(model.inp.weight.detach())
     assert all(torch.equal(one, dense[0]) for one in dense)
 
 
@@ -323,7 +317,7 @@ def check_experts_that_are_drawn_after_the_model_was_prepared():
     with torch.no_grad():
         local_part(model.first.experts.down_proj).add_(dist.get_rank())
     run_steps(wrapped_as_it_is(model))
-    everyone = on_all_ranks(model.first.experts.down_proj.detach())
+    everyone = of_ranks(model.first.experts.down_proj.detach())
     for rank, other in enumerate(everyone):
         same = torch.equal(other, everyone[dist.get_rank()])
         assert same == (rank % 2 == dist.get_rank() % 2)
@@ -441,7 +435,7 @@ def check_experts_that_are_modules_and_a_rank_without_gradients():
     has = [p.grad is not None for p in experts.parameters()]
     assert any(has) == (rank == 0)
     norm = md.clip_grad_norm_(model, 1e-3)
-    assert all(torch.equal(norm, other) for other in on_all_ranks(norm))
+    assert all(torch.equal(norm, other) for other in of_ranks(norm))
 
 
 def check_groups_of_ddp():
@@ -451,9 +445,9 @@ def check_groups_of_ddp():
     # The ranks that hold the same experts: nothing differs between them, and DDP does all.
     model = Model(grid.ep_group, seed=dist.get_rank() // 2)
     ddp = wrapped(model, process_group=across)
-    assert torch.equal(*on_all_ranks(flat(model))[dist.get_rank() % 2 :: 2])
+    assert torch.equal(*of_ranks(flat(model))[dist.get_rank() % 2 :: 2])
     run_steps(ddp)
-    assert torch.equal(*on_all_ranks(model.first.experts.down_proj.grad)[dist.get_rank() % 2 :: 2])
+    assert torch.equal(*of_ranks(model.first.experts.down_proj.grad)[dist.get_rank() % 2 :: 2])
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     text = r"expected process_group to be None or all ranks of the job .* got the ranks \[\d, \d\]"
     half = halves[dist.get_rank() // 2]

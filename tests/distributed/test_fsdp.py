@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_checks import Checks, raised
+from rank_checks import Checks, of_ranks, raised
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -165,12 +165,6 @@ def torch_clip(model, max_norm):
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def norms_of(norm):
-    found = [torch.empty_like(norm) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, norm)
-    return found
-
-
 @FOUR(("by library", 1), *[(name, 2) for name in WRAPS])
 def gradients_and_norms(name, ep):
     mesh, want = mesh_of(ep), one_process()
@@ -186,7 +180,7 @@ def gradients_and_norms(name, ep):
     torch.testing.assert_close(largest, max(grad.abs().max() for grad in grads_of(want)), **TIGHT)
     norm = md.clip_grad_norm_(model, 0.01)
     torch.testing.assert_close(norm, torch_clip(want, 0.01), **TIGHT)
-    assert all(torch.equal(other, norm) for other in norms_of(norm))
+    assert all(torch.equal(other, norm) for other in of_ranks(norm))
     assert_gradients(model, want)
     # torch's own takes one mesh alone.
     try:
@@ -341,9 +335,7 @@ def accumulation_of_what_is_left_whole():
     for step in range(2):
         model.set_requires_gradient_sync(step == 1)
         loss_of(model, rank, step).backward()
-        expert = model.blocks[0].moe.experts.down_proj.grad.to_local()
-        found = [torch.empty_like(expert) for _ in range(4)]
-        dist.all_gather(found, expert)
+        found = of_ranks(model.blocks[0].moe.experts.down_proj.grad)
         assert torch.equal(found[rank], found[(rank + 2) % 4]) == (step == 1)
     assert_gradients(model, want)
 

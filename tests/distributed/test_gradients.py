@@ -16,7 +16,7 @@ from parallel_models import (
     run_steps,
     sizes,
 )
-from rank_checks import Checks, full, raised
+from rank_checks import Checks, full, of_ranks, raised
 from torch import nn
 
 import moe_ext
@@ -29,11 +29,11 @@ from moe_ext.nn import Dispatch
 ON_GPUS = ("nccl_ep", "deep_ep", "symm_mem")
 
 
-def check_gradients_norm_and_step_of_one_process():
-    want = one_process()
+def check_accumulated_gradients_norm_and_step_of_one_process():
+    want = one_process(steps=3)
     for ep in sizes():
         model = Model(mesh(ep).ep_group)
-        run_steps(model)
+        run_steps(model, steps=3)
         md.sync_gradients(model)
         assert_same_gradients(model, want, ep)
         whole = copy.deepcopy(want)
@@ -42,23 +42,12 @@ def check_gradients_norm_and_step_of_one_process():
         want_norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.01)
         norm = md.clip_grad_norm_(model, 0.01)
         torch.testing.assert_close(norm, want_norm, **TIGHT)
-        norms = [torch.empty_like(norm) for _ in range(dist.get_world_size())]
-        dist.all_gather(norms, norm)
-        assert all(torch.equal(other, norm) for other in norms)
+        assert all(torch.equal(other, norm) for other in of_ranks(norm))
         assert_same_gradients(model, whole, ep)
         for module in (model, whole):
             torch.optim.SGD(md.expert_param_groups(module), lr=0.5).step()
         for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
             torch.testing.assert_close(full(p), q, msg=name, **TIGHT)
-
-
-def check_gradient_accumulation():
-    want = one_process(steps=3)
-    for ep in sizes():
-        model = Model(mesh(ep).ep_group)
-        run_steps(model, steps=3)
-        md.sync_gradients(model)
-        assert_same_gradients(model, want, ep)
 
 
 def check_accumulating_after_a_sync_is_still_the_mean():
