@@ -24,7 +24,7 @@ from fsdp_checks import (
 )
 from hook_models import summed
 from outside_codecs import Short
-from rank_checks import Checks
+from rank_checks import Checks, of_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -301,9 +301,7 @@ class ScatterRow(CollectiveRow):
     def step(self, step):
         x, part = rank_numbers(step), torch.empty(NUMEL // 2)
         compression.quantized_reduce_scatter(part, x, format="int3", residual=self.residual)
-        found = [torch.empty_like(part) for _ in range(2)]
-        dist.all_gather(found, part)
-        self.note(x, torch.cat(found))
+        self.note(x, torch.cat(of_ranks(part)))
 
 
 class SparseRow(CollectiveRow):
@@ -366,7 +364,7 @@ TABLE = {
         lambda _: StateRow("topk"),
         lambda _: StateRow("onebit", hooked=True),
     ],
-    "CompressedReduceScatter": [scattered("int4"), scattered("sign")],
+    "CompressedReduceScatter": [*map(scattered, ("int8", "int4", "bf16", "sign"))],
     "CompressedAllReduce": [lambda _: FsdpRow(True, node_codec="int3")],
     "OneBitAdam": [one_bit(optim.OneBitAdam, freeze_step=3, variance_interval=1)],
     "OneBitLamb": [one_bit(optim.OneBitLamb, freeze_step=3, block=64)],

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from fsdp_checks import (
     Model,
     assert_a_pass_is_not_finite,
-    assert_nothing_is_lost,
     assert_same,
     backward,
     batch,
@@ -135,13 +134,6 @@ def premultiplied_sums_are_understood():
         comm(out, flat, dist.group.WORLD, dist.ReduceOp.MAX)
 
 
-# Others are in the table of what owes.
-@two(("int8",), ("bf16",))
-def error_feedback_loses_nothing(format):
-    model, compression = quantized_gradients(gradient_format=format, error_feedback=True)
-    assert_nothing_is_lost(model, compression, num_steps=3)
-
-
 @two()
 def random_rounding_depends_on_the_seed_alone():
     found = []
@@ -254,23 +246,6 @@ def mixed_precision(kind):
         torch.testing.assert_close(found, want[name], rtol=0.02, atol=3 * bound.item() + 1e-6)
     zero_plus_plus(ours, zero_quantized_weights=True)
     assert abs(backward(ours, 1) - backward(plain, 1)) < 0.02
-
-
-@two()
-def own_residuals_resume_with_the_same_bits():
-    model, compression = quantized_gradients(error_feedback=True, stochastic=True)
-    train(model, range(2))
-    state, saved = compression.state_dict(sharded=False), weights(model)
-    train(model, range(2, 4))
-    other = Model()
-    other.load_state_dict(saved)
-    other = wrapped(mesh(), other)
-    resumed = zero_plus_plus(
-        other, zero_quantized_gradients=True, error_feedback=True, stochastic=True
-    )
-    resumed.load_state_dict(state)
-    train(other, range(2, 4))
-    assert_same(weights(other), weights(model))
 
 
 @two()

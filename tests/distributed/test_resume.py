@@ -40,6 +40,8 @@ from moe_ext.comm.groups import global_rank
 from moe_ext.compression import (
     CompressionState,
     PowerSGD,
+    Quantize,
+    TopK,
     compress_gradients,
     compress_hook,
     zero_plus_plus,
@@ -418,11 +420,11 @@ class Scaled(Loop):
 class Reduced(Loop):
     """A loop of one's own that compresses; feedback is each rank's own."""
 
-    codec = "int4"
+    codec = Quantize("int4", stochastic=True)
 
     def __init__(self, seed):
         model = network(seed, torch.float32)
-        state = CompressionState(model=model, codec=self.codec, density=0.1)
+        state = CompressionState(model=model, codec=self.codec)
         super().__init__(model, compression=state)
 
     def reduce(self):
@@ -430,7 +432,7 @@ class Reduced(Loop):
 
 
 class ReducedTopK(Reduced):
-    codec = "topk"
+    codec = TopK(0.1, algorithm="split")
 
 
 class ReducedPowerSGD(Reduced):
@@ -458,6 +460,7 @@ class Sharded(Loop):
     def __init__(self, seed):
         model = fully_shard(network(seed, torch.float32), mesh=world_mesh())
         options = {"zero_quantized_gradients": True, "error_feedback": True, "min_numel": 64}
+        options["stochastic"] = True
         super().__init__(model, compression=zero_plus_plus(model, **options))
 
     def state_of(self, part):
