@@ -23,6 +23,7 @@ from moe_ext.compression import (
     flush,
     register_codec,
 )
+from moe_ext.compression.codecs import registry
 from moe_ext.compression.feedback import committing
 from moe_ext.distributed import count_traffic
 
@@ -178,3 +179,11 @@ def test_alone_everything_is_applied():
 def test_names_are_taken_once(name):
     with pytest.raises(ValueError, match=f"expected name to be a new one, got '{name}'"):
         register_codec(name, lambda density: Short())
+
+
+def test_a_factory_that_makes_no_codec(monkeypatch):
+    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+    register_codec("none_at_all", lambda density: "int8")
+    text = "codec_of: expected codec 'none_at_all' to be made as a codec by its factory, got 'int8'"
+    with pytest.raises(ValueError, match=text):
+        codec_of("none_at_all")

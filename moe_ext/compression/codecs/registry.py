@@ -58,7 +58,10 @@ def codec_of(codec: str | Codec, density: float = 0.01, *, owner: str = "codec_o
     """
     if isinstance(codec, str):
         check_choice(owner, "codec", codec, tuple(_factories))
-        return _factories[codec](density)
+        made = _factories[codec](density)
+        rule = "made as a codec by its factory"
+        check_rule(owner, f"codec {codec!r}", made, rule, isinstance(made, Codec))
+        return made
     rule = f"a codec or one of {tuple(_factories)}"
     check_rule(owner, "codec", codec, rule, isinstance(codec, Codec))
     return codec
