@@ -300,8 +300,7 @@ def all_to_all(
     Raises:
         RankFailureError: a rank died or did not answer; the message names it.
     """
-    size = group_size(group)
-    if size == 1:
+    if group is None or (size := dist.get_world_size(group)) == 1:
         return x
     x = x.contiguous()
     if debugging.enabled():
@@ -312,7 +311,6 @@ def all_to_all(
         own = x.shape[0] // size if send is None else send[dist.get_rank(group)]
         row_bytes = x[:1].nbytes
         record_traffic("all_to_all", (x.shape[0] - own) * row_bytes)
-    assert group is not None
     try:
         near = known.get(group) if x.is_cpu else NOBODY
         near = near or neighbours(group, x.device, operation)
@@ -353,7 +351,7 @@ def post_rows(
         receive: number of rows from each of the P ranks.
         exchange: function with the arguments of `all_to_all_single`, which is the default.
     """
-    if exchange is not None or x.is_cuda:
+    if exchange is not None or streams.has_streams(x.device):
         function = exchange or dist.all_to_all_single
         call = functools.partial(function, out, x, list(receive), list(send), group=group)
         return streams.run_beside(call, x, out, purpose="tokens")
