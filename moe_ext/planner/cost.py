@@ -65,17 +65,9 @@ class StepCost(CostPart):
     def bound(self, c: Columns) -> Tensor:
         """Seconds of a step at least: products of stages alike, without messages or idle ranks."""
         even = {**c, "balance": torch.ones_like(c["pp"])}
-        each = 3.0 * (self.compute.products(self._alike(even)) + self.compute.output(c) / c["pp"])
+        products = self.compute.products(self.sizes.alike(even))
+        each = 3.0 * (products + self.compute.output(c) / c["pp"])
         return self.sizes.num_micro_batches(c) * each
-
-    def _alike(self, c: Columns, again: float | Tensor = 0.0) -> Columns:
-        """Stages that have the same share of layers and ends, a share of them computed again."""
-        m, pp = self.model, c["pp"].double()
-        ends = torch.where(c["pp"] > 1, 2.0 / pp, 1.0 if m.tied else 2.0)
-        here = [count / pp for count in m.all_parts]
-        shares = dict(zip(PARTS, here, strict=True))
-        shares |= {name: again * count for name, count in zip(AGAIN, here, strict=True)}
-        return {**c, **shares, "ends": ends}
 
     def least(self, c: Columns) -> Tensor:
         """Seconds of a step at least, whatever layers the stages have and compute again.
@@ -89,7 +81,7 @@ class StepCost(CostPart):
         chunk of each other rank where all are alike, and takes M t otherwise.
         """
         whole = runs(c, "zb-h1") & (c["recompute"] == 1)
-        alike = self._alike(c, whole.double())
+        alike = self.sizes.alike(c, whole.double())
         layers = self.passes.seconds(alike)
         each = layers + 3.0 * self.compute.output(c) / c["pp"]
         waits = torch.tensor([_WAITS[name] for name in SCHEDULES], dtype=torch.float64)
@@ -139,7 +131,7 @@ class StepCost(CostPart):
             again: share of the layers that are computed again.
         """
         pp, count = c["pp"].double(), float(self.model.num_layers)
-        mean = self._alike(c, again)
+        mean = self.sizes.alike(c, again)
         layer = self._each(mean) * pp / count
         w = 3.0 * self.compute.output(c) / layer
         even = (count + w) / pp

@@ -41,6 +41,28 @@ class StepMemory(CostPart):
         here, host = found <= self.cluster.memory, self.cluster.host
         return here if host is None else here & (self.host(c) <= host.memory)
 
+    def may_fit(self, c: Columns) -> Tensor:
+        """False for pipelines that do not fit, whatever layers their stages have.
+
+        Some stage takes the mean or more of weights, their states, and activations of as many
+        micro-batches as the last stage holds, which holds the fewest.
+        """
+        sizes, size = self.sizes, self.job.itemsize
+        mean = sizes.alike(c, c["recompute"].double())
+        shared, own = sizes.optimized(mean)
+        stepped = torch.where(c["zero"] == 1, shared / sizes.copies(c)[0], shared) + own
+        on_host = sizes.is_offloaded(c)
+        (dense, experts), host = sizes.parameters(mean), self.cluster.host
+        numel = dense + experts
+        numbers, _ = self._layer_numbers(mean)
+        each = self._each(mean, _sum(sizes.layers(mean), numbers), numbers)
+        before = torch.where(sizes.num_micro_batches(c) > 1, size * numel, 0.0)
+        held = before + self.in_flight(c, c["pp"] - 1) * each
+        held = held.maximum(size * numel) + size * numel + state_bytes(size) * stepped * ~on_host
+        found = MARGIN * held <= self.cluster.memory
+        most = torch.inf if host is None else host.memory
+        return found & (MARGIN * HOST_STATE * stepped * on_host <= most)
+
     def over(self, c: Columns, memory: Tensor) -> Tensor:
         """Memory that is taken over the memory that there is, of processor or host, the larger."""
         over, host = memory / self.cluster.memory, self.cluster.host
@@ -127,14 +149,8 @@ class StepMemory(CostPart):
         is_last = c.get("loss", torch.ones_like(layers))
         numbers, rise = self._layer_numbers(c)
         kept = _sum(here, numbers)
-        # Ranks of a tp group have hidden states and logits whole.
-        stream = tokens * c["tp"] * m.model_dim * size
-        # Layers keep their inputs and run again one by one. Where the backward pass is in two, a
-        # stage keeps its input and runs again whole.
-        in_two = runs(c, "zb-h1")
-        as_one = in_two & (again > 0)
-        each = kept - _sum(rerun, numbers) + again * stream
-        each = torch.where(as_one, stream, each)
+        stream, in_two = self._stream(c), runs(c, "zb-h1")
+        each, as_one = self._each(c, kept, numbers), in_two & (again > 0)
         # The layer that keeps most, of those that the stage has.
         one = torch.zeros_like(kept)
         for kind in self.model.kinds:
@@ -201,6 +217,20 @@ class StepMemory(CostPart):
                 "temporary": rise + 2 * stream,
             },
         ]
+
+    def _stream(self, c: Columns) -> Tensor:
+        """Bytes of the hidden states of a micro-batch, which ranks of a tp group have whole."""
+        return self.sizes.tokens(c) * c["tp"] * self.model.model_dim * self.job.itemsize
+
+    def _each(self, c: Columns, kept: Tensor, numbers: Sequence[Tensor]) -> Tensor:
+        """Bytes that a stage holds of a micro-batch, of those that its layers keep.
+
+        Layers that run again keep their inputs, and run one by one. Where the backward pass is in
+        two, a stage keeps its input and runs again whole.
+        """
+        rerun, stream = self.sizes.again(c), self._stream(c)
+        each = kept - _sum(rerun, numbers) + rerun.layers * stream
+        return torch.where(runs(c, "zb-h1") & (rerun.layers > 0), stream, each)
 
     def _due(self, here: LayerParts, c: Columns) -> Tensor:
         """Bytes of the gradients of what a stage's products and norms gave, of a micro-batch."""

@@ -39,6 +39,7 @@ from moe_ext.planner.cost import StepCost
 from moe_ext.planner.stage_layers import (
     StageLayers,
     divide,
+    divisible,
     even_stages,
     rank_columns,
     simulated,
@@ -57,6 +58,8 @@ SIMULATED = 50
 _PASSES = 2**15
 # The same for placements in turn, whose simulation takes longer.
 _TURN_PASSES = 2**13
+# Placements that fit by stages which are not even, of which so many more are simulated.
+_UNEVEN = 5
 # The best placement and its runners-up.
 _RANKED = 3
 _AT_ONCE = 2**18
@@ -356,8 +359,9 @@ def search(
     `StepCost.likely`, a closed form that leaves out hops, 50 placements get the layers of their
     stages (`stage_layers.divide`) and have their pipelines simulated; those whose bound
     (`StepCost.least`) is beyond the third best simulated one are none of them. Placements whose
-    exchanges go in turn come last, as many as have 8192 passes of micro-batches through stages.
-    Equal times go to the first in this order.
+    exchanges go in turn come later, as many as have 8192 passes of micro-batches through stages.
+    Placements that fit by uneven stages alone come last, five at most beyond the 50. Equal times go
+    to the first in this order.
 
     Args:
         cost: of placements.
@@ -413,15 +417,24 @@ def search(
             nearest = float(over[i])
             seconds = float(cost.seconds(one_of(columns, i)))
             least = Found(choice_of(columns, i), seconds, float(memory[i]))
-        if not bool(fits.any()):
+        # Other stages may fit where even ones do not: with recompute even those that compute no
+        # layers again.
+        others = ~fits & (columns["pp"] > 1)
+        if "recompute" not in fixed:
+            others &= (columns["recompute"] == 1) | runs(columns, "zb-h1")
+        some = fits.clone()
+        if bool(others.any()):
+            some[others] = cost.memory.may_fit(masked(columns, others))
+        if not bool(some.any()):
             continue
-        costed = _costed(cost, masked(columns, fits), memory[fits], all_again=all_again)
+        costed = {**masked(columns, some), "memory": memory[some], "even": fits[some]}
+        costed = _costed(cost, costed, all_again=all_again)
         if not exhaustive:
             best = _best(costed)
             left = min([left, *costed["bound"][~best].tolist()])
             costed = masked(costed, best)
         kept.append(costed)
-        plain = [each["likely"][each["turns"] == 0] for each in kept]
+        plain = [each["likely"][each["even"] & (each["turns"] == 0)] for each in kept]
         times = torch.cat(plain).sort().values
         if len(times) >= SIMULATED:
             limit = float(times[SIMULATED - 1])
@@ -430,11 +443,13 @@ def search(
     if not kept:
         return SearchResult(None, (), least, points, too_large, True)
     every = {name: torch.cat([each[name] for each in kept]) for name in kept[0]}
-    num_simulated = passes = turn_passes = 0
+    num_simulated = passes = turn_passes = num_uneven = 0
+    # True for placements that fit by other stages than even ones.
+    uneven: Tensor | None = None
     # The best ones, ascending.
     ranked: list[Found] = []
     order = torch.argsort(every["likely"], stable=True)
-    order = order[torch.argsort(every["turns"][order], stable=True)]
+    order = order[torch.argsort(_class(every)[order], stable=True)]
     for i in order.tolist():
         bound, most = float(every["bound"][i]), math.inf
         if len(ranked) == _RANKED and not exhaustive:
@@ -444,13 +459,31 @@ def search(
         one = one_of(every, i)
         here, in_turn = int(one["pp"] * cost.sizes.num_micro_batches(one)), bool(one["turns"])
         enough = num_simulated >= SIMULATED and passes >= _PASSES
-        if (turn_passes + here > _TURN_PASSES if in_turn else enough) and not exhaustive:
+        is_even = bool(every["even"][i])
+        spent = turn_passes + here > _TURN_PASSES if in_turn else enough and is_even
+        if not is_even:
+            if uneven is None:
+                uneven = ~every["even"] & (every["bound"] < most)
+                if enough:
+                    uneven &= every["likely"] < most
+                if bool(uneven.any()):
+                    uneven[uneven.clone()] = divisible(cost, masked(every, uneven))
+            likely = float(every["likely"][i])
+            spent |= enough and (likely >= most or num_uneven == _UNEVEN)
+            if not spent and not bool(uneven[i]):
+                continue
+            num_uneven += enough and not spent
+        if spent and not exhaustive:
             left = min(left, bound)
             continue
         if progress is not None:
             progress(len(mesh), len(mesh))
         passes, turn_passes = passes + here * (not in_turn), turn_passes + here * in_turn
         stages = divide(cost, one, all_again=all_again)
+        if stages is None and "recompute" not in fixed and not bool(runs(one, "zb-h1")):
+            # Even stages fit without, and need not be as full as others.
+            one = {**one, "recompute": torch.ones_like(one["recompute"])}
+            stages = divide(cost, one)
         if stages is None:
             continue
         seconds = simulated(cost, one, stages, most=most)
@@ -460,7 +493,7 @@ def search(
         if len(ranked) == _RANKED and seconds >= ranked[-1].seconds:
             continue
         fullest = float(cost.memory.fullest(rank_columns(cost, one, stages)).max())
-        ranked.append(Found(choice_of(every, i), seconds, fullest, stages))
+        ranked.append(Found(choice_of(one, 0), seconds, fullest, stages))
         ranked = sorted(ranked, key=lambda each: each.seconds)[:_RANKED]
     found_best = ranked[0] if ranked else None
     if found_best is None and least is not None and nearest <= 1.0:
@@ -470,6 +503,7 @@ def search(
         fullest = float(cost.memory.fullest(rank_columns(cost, columns, even)).max())
         least = replace(least, memory=fullest, stages=even)
     front, smallest = [], float("inf")
+    every = masked(every, every["even"])
     for i in torch.argsort(every["seconds"], stable=True).tolist():
         if float(every["memory"][i]) < smallest:
             smallest = float(every["memory"][i])
@@ -480,17 +514,16 @@ def search(
     )
 
 
-def _costed(cost: StepCost, c: Columns, memory: Tensor, *, all_again: bool) -> Columns:
-    """Candidates that fit with columns of closed forms, whose stages are even and all alike.
+def _costed(cost: StepCost, c: Columns, *, all_again: bool) -> Columns:
+    """Candidates that may fit with columns of closed forms, whose stages are even and all alike.
 
-    Beside "memory" these are "seconds" of a step with all layers computed again, or none; "likely",
-    with as few layers computed again as fit, by a line between none and all; and "bound", seconds
-    that a step takes at least, whatever layers its stages have.
+    Beside "memory", and "even" for those that fit so, these are "seconds" of a step with all layers
+    computed again, or none; "likely", with as few layers computed again as fit, by a line between
+    none and all; and "bound", seconds that a step takes at least, whatever layers its stages have.
 
     Args:
         cost: of placements.
         c: the candidates.
-        memory: bytes of the fullest rank of each.
         all_again: with recompute all layers are computed again.
     """
     seconds, bound = cost.seconds(c), cost.least(c)
@@ -500,12 +533,18 @@ def _costed(cost: StepCost, c: Columns, memory: Tensor, *, all_again: bool) -> C
     if bool(some.any()):
         part = masked(c, some)
         full = cost.memory.fullest({**part, "recompute": torch.zeros_like(part["recompute"])})
-        saved = (full - memory[some]).clamp(min=1e-9)
+        saved = (full - part["memory"]).clamp(min=1e-9)
         share[some] = ((full - cost.cluster.memory) / saved).clamp(0.0, 1.0)
     likely = torch.where(runs(c, "interleaved"), seconds, cost.likely(c, share))
     # A placement that fits without recompute is among the candidates already.
-    likely[some & (share == 0)] = bound[some & (share == 0)] = torch.inf
-    return {**c, "seconds": seconds, "memory": memory, "likely": likely, "bound": bound}
+    known = some & c["even"] & (share == 0)
+    likely[known] = bound[known] = torch.inf
+    return {**c, "seconds": seconds, "likely": likely, "bound": bound}
+
+
+def _class(c: Columns) -> Tensor:
+    """0 for candidates whose stages fit if even, 1 for those in turn, and 2 for all others."""
+    return torch.where(c["even"], c["turns"], 2)
 
 
 def _best(c: Columns) -> Tensor:
@@ -515,8 +554,8 @@ def _best(c: Columns) -> Tensor:
     falls = c["memory"][order].cummin(0).values
     found[order[0]] = True
     found[order[1:]] = falls[1:] < falls[:-1]
-    for in_turn in (0, 1):
-        others = c["turns"] != in_turn
+    for number in range(3):
+        others = _class(c) != number
         quick = torch.argsort(c["likely"].masked_fill(others, torch.inf), stable=True)
         quick = quick[: 10 * SIMULATED]
         found[quick[~others[quick]]] = True

@@ -137,6 +137,15 @@ class Sizes:
             return LayerParts(*(c[name] for name in AGAIN))
         return LayerParts(*(count * c["recompute"] for count in self.layers(c)))
 
+    def alike(self, c: Columns, again: float | Tensor = 0.0) -> Columns:
+        """Stages that have the same share of layers and ends, a share of them computed again."""
+        m, pp = self.model, c["pp"].double()
+        ends = torch.where(c["pp"] > 1, 2.0 / pp, 1.0 if m.tied else 2.0)
+        here = [count / pp for count in m.all_parts]
+        shares = dict(zip(PARTS, here, strict=True))
+        shares |= {name: again * count for name, count in zip(AGAIN, here, strict=True)}
+        return {**c, **shares, "ends": ends}
+
     def word_matrices(self, c: Columns) -> Tensor:
         """Matrices of words of a rank: a first stage has the embedding, a last one the output."""
         if "ends" in c:

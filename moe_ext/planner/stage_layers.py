@@ -104,6 +104,53 @@ def divide(
     return _Chain(cost, c, all_again).divided()
 
 
+def divisible(cost: StepCost, c: Columns) -> Tensor:
+    """True for pipelines whose layers fit with some division: each stage in turn takes most.
+
+    Args:
+        cost: of placements.
+        c: candidates with several ranks of a pipeline.
+    """
+    num_layers = cost.model.num_layers
+    before = torch.tensor([_sum(cost.model.parts[:i]) for i in range(num_layers + 1)])
+    end, found = torch.zeros_like(c["pp"]), c["pp"] > 1
+    for rank in range(int(c["pp"].max())):
+        rows = (found & (c["pp"] > rank)).nonzero().view(-1)
+        if not len(rows):
+            break
+        here, start = {name: column[rows] for name, column in c.items()}, end[rows]
+        behind = here["pp"] - 1 - rank
+        least, high = torch.where(behind > 0, start + 1, num_layers), num_layers - behind
+        found[rows] = _take(cost, here, rank, before, start, least)
+        low = least
+        while bool((low < high).any()):
+            middle = (low + high + 1) // 2
+            fits = _take(cost, here, rank, before, start, middle)
+            low, high = torch.where(fits, middle, low), torch.where(fits, high, middle - 1)
+        end[rows] = low
+    return found
+
+
+def _take(
+    cost: StepCost, c: Columns, rank: int, before: Tensor, start: Tensor, end: Tensor
+) -> Tensor:
+    """True where a rank has room for these layers, or for those of even chunks."""
+    counts, pp = before[end] - before[start], c["pp"]
+    chunks = torch.zeros_like(counts)
+    for i in (rank + pp * chunk for chunk in range(CHUNKS)):
+        cuts = [(i + more) * cost.model.num_layers // (pp * CHUNKS) for more in (0, 1)]
+        chunks += before[cuts[1]] - before[cuts[0]]
+    counts = torch.where(runs(c, "interleaved")[:, None], chunks, counts).double()
+    micro, is_last = cost.sizes.num_micro_batches(c).double(), (pp == rank + 1).double()
+    late = torch.where(runs(c, "zb-h1") & (rank > 0), micro.clamp(max=rank + 1), 0.0)
+    ends, in_flight = is_last + (rank == 0), cost.memory.in_flight(c, rank)
+    found = torch.zeros_like(pp, dtype=torch.bool)
+    for again in (c["recompute"], torch.zeros_like(pp)):
+        rows = (*counts.T, *(counts * again[:, None]).T, ends, in_flight, late, is_last)
+        found |= cost.memory.fits({**c, **dict(zip(STAGE, rows, strict=True))})
+    return found
+
+
 def simulated(
     cost: StepCost,
     c: Columns,

@@ -19,9 +19,11 @@ from moe_ext.planner import (
     preset,
     search,
 )
+from moe_ext.planner.axes import choice_of
 from moe_ext.planner.stage_layers import (
     StageLayers,
     divide,
+    divisible,
     rank_columns,
     simulated,
     split_evenly,
@@ -208,3 +210,24 @@ def test_the_smallest_that_does_not_fit_takes_more_than_there_is():
         with pytest.raises(ValueError, match=f"fits into memory, got none: the {text}"):
             plan(model, small, **vars(job) | {"fixed": fixed})
     assert told[0] and not told[-1]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "interleaved"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_search_finds_what_fits_by_some_division(name, schedule):
+    found = set()
+    for again, share in itertools.product(((0,), (0, 1)), (0.6, 0.8, 0.9, 1.0)):
+        given = [columns(pp=2, schedule=schedule, recompute=number) for number in again]
+        plain = cost_of(name, 1e12, 2)
+        most = plain.memory.fullest(rank_columns(plain, given[-1], divide(plain, given[-1]))).max()
+        cost = cost_of(name, float(most) * share, 2)
+        fit = [divide(cost, c) is not None for c in given]
+        assert [bool(divisible(cost, c)) for c in given] == fit
+        assert all(bool(cost.memory.may_fit(c)) for c, fits in zip(given, fit, strict=True) if fits)
+        fixed = choice_of(given[0], 0)
+        if len(again) > 1:
+            fixed.pop("recompute")
+        best = search(cost, fixed=fixed)
+        assert (best.best is not None) == any(fit) and (best.proven or not any(fit))
+        found.add(any(fit))
+    assert found == {True, False}
