@@ -1,4 +1,4 @@
-"""GRACE's interface, so that its users can move here.
+"""GRACE's interface on moe_ext, for scripts that use GRACE.
 
 The three interfaces have the methods of ``grace_dl.dist``, and `grace_from_params` takes its keys::
 
@@ -9,8 +9,8 @@ The three interfaces have the methods of ``grace_dl.dist``, and `grace_from_para
     for name, parameter in model.named_parameters():
         parameter.grad = grace.step(parameter.grad, name)
 
-New code is better off with `CompressionState`: here every tensor is a message of its own that is
-waited for.
+New code should use `CompressionState`, which is faster: this interface sends a separate message for
+every tensor, and waits for each.
 
 Shape suffixes: N elements of a tensor, K selected ones, P ranks.
 """
@@ -76,96 +76,96 @@ Codes = Sequence[Tensor]
 
 
 class Compressor(ABC):
-    """Codes a tensor as a list of tensors, and back.
+    """Encodes a tensor as a list of tensors, and decodes them.
 
     Args:
-        average: communicators divide the sum over ranks by their number.
-        tensors_size_are_same: what is sent has the same shapes on every rank; else it arrives flat.
+        average: communicators divide the sum over ranks by the number of ranks.
+        tensors_size_are_same: codes have equal shapes on all ranks. Otherwise the codes of other
+            ranks are flat when they are decoded.
 
     Attributes:
-        is_linear: a sum of codes decodes to the sum of the tensors, so that `Allreduce` can add
-            them up.
+        is_linear: True if a sum of codes decodes to the sum of the tensors, so that `Allreduce` can
+            add codes up.
     """
 
     is_linear = False
 
     def __init__(self, average: bool = True, tensors_size_are_same: bool = True) -> None:
-        """Keep what communicators look at."""
+        """Set the attributes that communicators read."""
         check_numbers(type(self).__name__, Compressor.__init__.__annotations__, locals())
         self.average = average
         self.tensors_size_are_same = tensors_size_are_same
 
     @abstractmethod
     def compress(self, tensor: Tensor, name: str) -> tuple[list[Tensor], Any]:
-        """Tensors to send, and what this rank needs to decode those of any rank."""
+        """Return the tensors to send, and a context to decode the tensors of any rank."""
 
     @abstractmethod
     def decompress(self, tensors: Codes, ctx: Any) -> Tensor:
-        """A tensor of the shape that was compressed."""
+        """Decode a tensor of the original shape."""
 
     def undo(self, name: str) -> None:  # noqa: B027
-        """The step has failed: forget what the last `compress` of a name left for the next one."""
+        """Revert the state that the last `compress` of a name changed, after a failed step."""
 
     def aggregate(self, tensors: Codes) -> Tensor:
-        """The sum of what was decoded of each rank, in rank order."""
+        """Sum the decoded tensors of all ranks, in rank order."""
         total = tensors[0].clone()
         for tensor in tensors[1:]:
             total += tensor
         return total
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that the next steps depend on."""
+        """Return the state on which the next steps depend."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
-        """Take back what `state_dict` returned."""
+        """Load the result of `state_dict`."""
 
 
 class Memory(ABC):
-    """Adds to a gradient what is owed, and remembers what compression leaves out.
+    """Adds the residual to a gradient, and keeps the part that compression leaves out.
 
-    The residual of a step counts once the step has ended on all ranks: `Communicator.step` calls
-    `commit` then, and `rollback` where it fails.
+    `Communicator.step` calls `commit` after a successful step, and `rollback` after a failed one.
     """
 
     @abstractmethod
     def compensate(self, tensor: Tensor, name: str) -> Tensor:
-        """The tensor to compress in the place of a gradient, a new one."""
+        """Return a new tensor to compress instead of the gradient."""
 
     def update(  # noqa: B027  (a memory may keep nothing)
         self, tensor: Tensor, name: str, compressor: Compressor, tensor_compressed: Codes, ctx: Any
     ) -> None:
-        """Note what is left; `tensor` is what `compensate` returned."""
+        """Compute the new residual; `tensor` is the result of `compensate`."""
 
     def commit(self) -> None:  # noqa: B027
-        """The step has ended well."""
+        """Keep the changes of this step."""
 
     def rollback(self) -> None:  # noqa: B027
-        """The step has failed: everything is as before it."""
+        """Drop the changes of this step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Residuals by name."""
+        """Return the residuals by name."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
-        """Take back what `state_dict` returned."""
+        """Load the result of `state_dict`."""
 
 
 class Communicator(ABC):
-    """Sends what a compressor made to all ranks.
+    """Sends the codes of a compressor to all ranks.
 
     Args:
-        compressor: codes tensors.
+        compressor: encodes and decodes tensors.
         memory: error feedback.
-        world_size: ranks of the group; None takes them from it.
+        world_size: number of ranks of the group, which is checked; None skips the check.
         group: the ranks, None for the default group.
 
     Raises:
-        ValueError: ``world_size`` is not that of the group, or the compressor is not linear where
-            codes are added.
+        ValueError: ``world_size`` is not that of the group, or codes are to be added but the
+            compressor is not linear.
 
     Attributes:
-        adds_codes: what compressors make is added up over ranks.
+        adds_codes: True if codes are added up over ranks, which needs a linear compressor.
     """
 
     adds_codes = False
@@ -194,23 +194,23 @@ class Communicator(ABC):
 
     @abstractmethod
     def send_receive(self, tensors: Codes, name: str, ctx: Any) -> Tensor:
-        """The mean (or sum) over ranks of what the tensors stand for."""
+        """Send codes, and return the mean (or sum) over ranks of the decoded tensors."""
 
     def step(self, tensor: Tensor, name: str) -> Tensor:
-        """One gradient of one step, the whole way.
+        """Reduce one gradient over ranks, with compression and error feedback.
 
         Args:
             tensor (Tensor): float32, bfloat16 or float16, of any shape; not changed.
-            name (str): of the parameter, by which its residual is kept.
+            name (str): name of the parameter, under which its residual is kept.
 
         Returns:
-            Tensor: of the same shape and dtype, a new one, with the same bits on all ranks.
+            Tensor: a new tensor of the same shape and dtype, with the same bits on all ranks.
 
         Raises:
-            ValueError: on every rank: an element is NaN or infinite on some rank, a dtype is
-                another, or ranks gave other tensors. Nothing is sent; memory and compressor are as
-                before.
-            RankFailureError: a rank died or did not answer; memory and compressor are as before.
+            ValueError: on every rank, if a tensor has NaN or infinity on some rank, is of another
+                dtype, or differs in name, shape or dtype between ranks. Nothing is sent; memory and
+                compressor are unchanged.
+            RankFailureError: a rank died or did not answer. Memory and compressor are unchanged.
         """
         with naming_failed_ranks(self.group, f"{_OP}: {name}"), ExitStack() as if_it_fails:
             self._check(tensor, name)
@@ -225,7 +225,7 @@ class Communicator(ABC):
         return found.to(tensor.dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """Residuals, momenta and factors by name: of this rank, for its own file."""
+        """Return the residuals, momenta and factors of this rank by name. Ranks' states differ."""
         return {
             "version": 1,
             "world_size": self.world_size,
@@ -234,10 +234,10 @@ class Communicator(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned on the same rank.
+        """Load the result of `state_dict` of the same rank.
 
         Raises:
-            ValueError: another version or number of ranks.
+            ValueError: the state has another version or number of ranks.
         """
         for key, want in (("version", 1), ("world_size", self.world_size)):
             found = state.get(key)
@@ -246,10 +246,10 @@ class Communicator(ABC):
         self.memory.load_state_dict(state["memory"])
 
     def _check(self, tensor: Tensor, name: str) -> None:
-        """ValueError on every rank where a rank holds NaN or infinity, or another tensor.
+        """Raise ValueError on every rank if a tensor is not finite, or differs between ranks.
 
-        The former would poison residuals; of the latter codes have other sizes, or mean others.
-        Residuals and codes have 32 bits at most.
+        NaN and infinity would remain in the residuals. Codes of different tensors cannot be decoded
+        or added. float64 is refused, because residuals and codes have 32 bits at most.
 
         NOTE: device-to-host sync.
         """
@@ -279,12 +279,12 @@ class Communicator(ABC):
 
 
 class Allreduce(Communicator):
-    """Adds up what compressors make, element by element; for those that are linear.
+    """Adds the codes of a linear compressor up by an all-reduce.
 
-    A sum of half-precision numbers that passes 65504 is sent again in float32, on all ranks.
+    If a sum of half-precision numbers exceeds 65504, all ranks send them again in float32.
 
     Raises:
-        ValueError: the compressor is not linear: a sum of its codes means nothing.
+        ValueError: the compressor is not linear, so that a sum of its codes has no meaning.
     """
 
     adds_codes = True
@@ -293,21 +293,21 @@ class Allreduce(Communicator):
         """See `Communicator`."""
         sums = [self._sum(tensor) for tensor in tensors]
         found = self.compressor.decompress(sums, ctx)
-        # A compressor that sends nothing has reduced on its own.
+        # A compressor that returns no tensors has already averaged over the ranks.
         divides = self.compressor.average and len(sums) > 0
         return found / self.world_size if divides else found
 
     def _sum(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.contiguous()  # gradients of channels-last weights are none such
+        tensor = tensor.contiguous()  # gradients of channels-last weights are not contiguous
         total = all_reduce_(tensor.clone(), self.group, operation=_OP)
-        # NOTE: device-to-host sync. Every rank has the same sum, and decides alike.
+        # NOTE: device-to-host sync. Every rank has the same sum, so all take the same branch.
         if tensor.dtype == torch.float16 and not bool(total.isfinite().all()):
             return all_reduce_(tensor.float(), self.group, operation=_OP)
         return total
 
 
 class Allgather(Communicator):
-    """Sends codes to all ranks, as one message of bytes; each decodes them in rank order."""
+    """Sends codes to all ranks as one message of bytes; every rank decodes them in rank order."""
 
     def send_receive(self, tensors: Codes, name: str, ctx: Any) -> Tensor:
         """See `Communicator`."""
@@ -317,13 +317,13 @@ class Allgather(Communicator):
         sizes = [[part.numel() for part in parts]] * self.world_size
         if not self.compressor.tensors_size_are_same:
             mine = torch.tensor(sizes[:1], device=parts[0].device)
-            # NOTE: device-to-host sync, since messages are cut by these sizes.
+            # NOTE: device-to-host sync, because the host needs these sizes to cut messages.
             sizes = all_gather(mine, self.group, operation=_OP).tolist()
         totals = [sum(lengths) for lengths in sizes]
         row = Shards(self.group, tuple(totals), _OP).gathered(torch.cat(parts))
         decoded = []
         for sent, lengths in zip(row.split(totals), sizes, strict=True):
-            # A copy is aligned, wherever the piece begins.
+            # A piece may begin at any byte. Its copy is aligned for the code's dtype.
             pairs = zip(sent.split(lengths), tensors, strict=True)
             codes = [piece.clone().view(own.dtype) for piece, own in pairs]
             if self.compressor.tensors_size_are_same:
@@ -334,23 +334,23 @@ class Allgather(Communicator):
 
 
 class _Memories(dict[str, CodecMemory]):
-    """A memory for each name, of one tensor."""
+    """Memories of single tensors, by name."""
 
     def make(self, name: str, like: Tensor) -> CodecMemory:
-        """A new memory for a tensor of this name."""
+        """Make a new memory for a tensor of this name."""
         self[name] = CodecMemory([like.shape], like.device)
         return self[name]
 
     def of(self, name: str, like: Tensor) -> CodecMemory:
-        """The memory of a name, on the device of a tensor."""
+        """Return the memory of a name, on the device of a tensor."""
         memory = self.get(name) or self.make(name, like)
-        if memory.device != like.device:  # of a state that was read to another one
+        if memory.device != like.device:  # a state was loaded from another device
             memory.device = like.device
             memory.take({kind: memory.kept_tensor(kind) for kind in memory.kinds()})
         return memory
 
     def kept(self, kind: str) -> dict[str, Tensor]:
-        """Name to the tensor of a kind, in the shape of the name's tensor."""
+        """Return name to kept tensor of a kind, each in the shape of its gradient."""
         return {
             name: memory.kept_tensor(kind).view(memory.shapes[0])
             for name, memory in sorted(self.items())
@@ -358,7 +358,7 @@ class _Memories(dict[str, CodecMemory]):
         }
 
     def load(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
-        """Keep copies of what `kept` returned."""
+        """Keep copies of a result of `kept`."""
         for name, tensor in tensors.items():
             memory = self.get(name) or self.make(name, tensor)
             memory.take({kind: tensor.detach().reshape(-1)})
@@ -369,13 +369,13 @@ class _Memories(dict[str, CodecMemory]):
 
 @dataclass
 class Context:
-    """Facts that a rank needs to decode, and that its memory may use.
+    """Values that a rank needs to decode, and that its memory may use.
 
     Attributes:
-        shape: of the tensor.
-        left_N: what is not sent, where the compressor knows it; saves the memory a decoding.
-        indices_K: what is sent, where that is some elements.
-        reduced: the mean over ranks, where the compressor has sent messages of its own.
+        shape: shape of the tensor.
+        left_N: the part that is not sent, if the compressor knows it; saves the memory a decoding.
+        indices_K: indices of the sent elements, if the compressor selects elements.
+        reduced: the mean over ranks, if the compressor has sent messages itself.
     """
 
     shape: torch.Size
@@ -400,7 +400,7 @@ def _check_ratio(owner: str, ratio: float) -> float:
 
 
 class NoneCompressor(Compressor):
-    """Sends tensors as they are."""
+    """Sends tensors unchanged."""
 
     is_linear = True
 
@@ -414,16 +414,17 @@ class NoneCompressor(Compressor):
 
 
 class FP16Compressor(Compressor):
-    """Sends half-precision numbers, of at most 65504; `Allreduce` adds them in half precision.
+    """Sends half-precision numbers, clamped to 65504.
 
-    Unless their sum does not fit, see `Allreduce`.
+    `Allreduce` adds them in half precision, or in float32 if a sum overflows.
     """
 
     is_linear = True
 
     def compress(self, tensor: Tensor, name: str) -> tuple[list[Tensor], Context]:
         """See `Compressor`."""
-        # Infinity would stay in the residual for ever; what is cut off is owed.
+        # An infinite code would make the residual infinite for all further steps. The clamped part
+        # goes into the residual.
         return [tensor.detach().clamp(-_LARGEST_HALF, _LARGEST_HALF).half()], Context(tensor.shape)
 
     def decompress(self, tensors: Codes, ctx: Context) -> Tensor:
@@ -432,14 +433,14 @@ class FP16Compressor(Compressor):
 
 
 class _SparseCompressor(Compressor):
-    """Sends values and int32 or int64 indices; zeros, of which nothing is owed, are not counted."""
+    """Sends the values of some elements, with int32 or int64 indices."""
 
     def compress(self, tensor: Tensor, name: str) -> tuple[list[Tensor], Context]:
         """See `Compressor`."""
         flat_N = _flat(tensor)
         left_N = torch.zeros_like(flat_N)
         values_K, indices_K = self._select(flat_N, left_N)
-        # Above 2^31 elements an int32 cannot tell them apart.
+        # int32 holds indices of at most 2^31 elements.
         dtype = torch.int32 if flat_N.numel() < 2**31 else torch.int64
         ctx = Context(tensor.shape, left_N=left_N, indices_K=indices_K)
         return [values_K, indices_K.to(dtype)], ctx
@@ -448,23 +449,23 @@ class _SparseCompressor(Compressor):
         """See `Compressor`."""
         values_K, indices_K = tensors
         dense_N = values_K.new_zeros(ctx.shape.numel())
-        # Indices differ from each other, but for zeros that fill up: adding is right for both.
+        # Indices are distinct, unless zeros fill up the message. Adding is correct in both cases.
         return dense_N.index_add_(0, indices_K.long(), values_K).view(ctx.shape)
 
     @abstractmethod
     def _select(self, flat_N: Tensor, left_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Values and indices that are sent; what is not goes into `left_N`."""
+        """Return the values and indices to send, and write all other elements to `left_N`."""
 
 
 class TopKCompressor(_SparseCompressor):
-    """Sends the largest elements, exactly, the lower index first among equals.
+    """Sends the largest elements. The choice is exact; ties go to the lower index.
 
     Args:
         compress_ratio: share of the elements, in (0, 1]; at least one is sent.
     """
 
     def __init__(self, compress_ratio: float) -> None:
-        """Check the share."""
+        """Check the ratio."""
         super().__init__()
         self.compress_ratio = _check_ratio(type(self).__name__, compress_ratio)
 
@@ -475,11 +476,14 @@ class TopKCompressor(_SparseCompressor):
 
 
 class DgcCompressor(TopKCompressor):
-    """The same choice that GRACE's samples for: of a tensor of zeros it sends no more than k."""
+    """Sends the k largest elements, which GRACE's compressor finds approximately, from a sample.
+
+    Unlike GRACE's, it sends no more than k elements of a tensor of zeros.
+    """
 
 
 class ThresholdCompressor(_SparseCompressor):
-    """Sends the elements whose magnitude reaches a threshold: more or fewer on each rank.
+    """Sends the elements whose magnitude reaches a threshold. Their number differs between ranks.
 
     Args:
         threshold: finite and at least 0.
@@ -497,12 +501,12 @@ class ThresholdCompressor(_SparseCompressor):
         found = threshold_compress_(
             flat_N, left_N, self.threshold, flat_N.numel(), check_finite=False
         )
-        count = int(found[2])  # NOTE: device-to-host sync, since as many are sent
+        count = int(found[2])  # NOTE: device-to-host sync, for the length of the message
         return found.values[:count], found.indices[:count]
 
 
 class _StatefulCompressor(Compressor):
-    """Numbers the steps of each name, and keeps tensors for the next one that may be undone."""
+    """Counts the steps of each name, and keeps tensors between steps; `undo` reverts a step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -515,7 +519,7 @@ class _StatefulCompressor(Compressor):
         return step
 
     def _memory(self, name: str, tensor: Tensor) -> CodecMemory:
-        """Memory of a name, with a step begun."""
+        """Return the memory of a name, after beginning a step."""
         memory = self._memories.of(name, tensor)
         if memory.shapes[0] != tensor.shape:
             memory = self._memories.make(name, tensor)
@@ -540,17 +544,17 @@ class _StatefulCompressor(Compressor):
 
 
 class RandomKCompressor(_StatefulCompressor):
-    """Sends elements at random places, the same on all ranks in every step: no indices travel.
+    """Sends elements at random places, which are equal on all ranks, so no indices are sent.
 
     Args:
         compress_ratio: share of the elements, in (0, 1].
-        seed: of the places, equal on all ranks.
+        seed: seed of the places, equal on all ranks.
     """
 
     is_linear = True
 
     def __init__(self, compress_ratio: float, seed: int = 0) -> None:
-        """Check the share."""
+        """Check the ratio."""
         super().__init__()
         check_numbers("RandomKCompressor", RandomKCompressor.__init__.__annotations__, locals())
         self.compress_ratio = _check_ratio("RandomKCompressor", compress_ratio)
@@ -561,7 +565,7 @@ class RandomKCompressor(_StatefulCompressor):
         flat_N = _flat(tensor)
         k = min(flat_N.numel(), max(1, int(flat_N.numel() * self.compress_ratio)))
         step = self._next_step(name)
-        # Not hash(): it differs between processes.
+        # `hash` of a string differs between processes.
         text = f"{self.seed}/{name}/{step}".encode()
         seed = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
         generator = torch.Generator().manual_seed(seed)
@@ -578,10 +582,10 @@ class RandomKCompressor(_StatefulCompressor):
 
 
 class _BlockCompressor(_StatefulCompressor):
-    """Sends codes of blocks with a scale each."""
+    """Sends quantised blocks, with one scale each."""
 
     def __init__(self, format: str, block: int, *, stochastic: bool = False, seed: int = 0) -> None:
-        """Check the size of blocks."""
+        """Check the block size."""
         super().__init__()
         owner = type(self).__name__
         check_numbers(owner, {"bucket_size": "int"}, {"bucket_size": block})
@@ -619,19 +623,19 @@ class _BlockCompressor(_StatefulCompressor):
             return None
         step = self._next_step(name)
         tensor_id = int.from_bytes(hashlib.sha256(name.encode()).digest()[:2], "little")
-        # Ranks round differently, so that their errors are independent.
+        # The state includes the rank, so that rounding errors of ranks are independent.
         return torch.tensor([self.seed, tensor_id, step, global_rank()], device=device)
 
 
 class QSGDCompressor(_BlockCompressor):
-    """Rounds to a whole number of steps at random, in blocks that are scaled by their largest.
+    """Rounds stochastically to a whole number of steps, in blocks scaled by their largest element.
 
-    GRACE scales a bucket by its norm; the largest element wastes no step.
+    GRACE scales a bucket by its norm, which leaves some steps unused.
 
     Args:
-        quantum_num: steps on either side of zero: up to 7 are sent as 4 bits, up to 127 as 8.
-        bucket_size: elements that share a scale.
-        seed: of the random numbers.
+        quantum_num: steps on either side of zero. Up to 7 are sent as 4 bits, up to 127 as 8 bits.
+        bucket_size: number of elements that share a scale.
+        seed: seed of the random numbers.
     """
 
     def __init__(self, quantum_num: int = 127, bucket_size: int = 128, seed: int = 0) -> None:
@@ -647,8 +651,8 @@ class BlockQuantizer(_BlockCompressor):
     """Rounds to the nearest code: "int8", "int4" or "fp8".
 
     Args:
-        format: as `moe_ext.ops.quantize_blockwise`.
-        bucket_size: elements that share a scale.
+        format: see `moe_ext.ops.quantize_blockwise`.
+        bucket_size: number of elements that share a scale.
     """
 
     def __init__(self, format: str = "int8", bucket_size: int = 256) -> None:
@@ -658,26 +662,28 @@ class BlockQuantizer(_BlockCompressor):
 
 
 class OneBitCompressor(_BlockCompressor):
-    """Signs, eight in a byte, with the mean magnitude of each block; a block of zeros stays zero.
+    """Sends signs, eight per byte, and the mean magnitude of each block.
+
+    A block of zeros decodes to zeros.
 
     Args:
-        bucket_size: elements that share a magnitude.
+        bucket_size: number of elements that share a magnitude.
     """
 
     def __init__(self, bucket_size: int = 256) -> None:
-        """Check the size of blocks."""
+        """Check the block size."""
         super().__init__("sign", bucket_size)
 
 
 class SignSGDCompressor(OneBitCompressor):
-    """The sign of most ranks: the result is -1, 0 (as many on either side) or 1.
+    """Takes the majority of the ranks' signs: the result is -1, 0 (a tie) or 1.
 
     Args:
-        bucket_size: elements that share the mark of a block of zeros.
+        bucket_size: number of elements of a block. A block of zeros decodes to zeros.
     """
 
     def __init__(self, bucket_size: int = 256) -> None:
-        """A sign is no mean."""
+        """Set `average` to False, because a majority of signs is not divided by the ranks."""
         super().__init__(bucket_size)
         self.average = False
 
@@ -688,7 +694,8 @@ class SignSGDCompressor(OneBitCompressor):
     def compress(self, tensor: Tensor, name: str) -> tuple[list[Tensor], Context]:
         """See `Compressor`."""
         tensors, ctx = super().compress(tensor, name)
-        # The quantiser's rest belongs to the mean magnitude, which is not used.
+        # The quantiser's residual assumes that signs decode to the mean magnitude. They decode to
+        # -1 and 1, so the memory has to compute the residual.
         ctx.left_N = None
         return tensors, ctx
 
@@ -698,11 +705,11 @@ class SignSGDCompressor(OneBitCompressor):
 
 
 class SignumCompressor(SignSGDCompressor):
-    """The same of a momentum.
+    """Takes the majority of the signs of the ranks' momenta.
 
     Args:
-        momentum: in [0, 1).
-        bucket_size: as `SignSGDCompressor`.
+        momentum: factor on the momentum of the last step, in [0, 1).
+        bucket_size: see `SignSGDCompressor`.
     """
 
     def __init__(self, momentum: float = 0.9, bucket_size: int = 256) -> None:
@@ -734,17 +741,17 @@ class SignumCompressor(SignSGDCompressor):
 
 
 class PowerSGDCompressor(_StatefulCompressor):
-    """Low-rank factors, see `PowerSGD`; sends its own messages while it compresses.
+    """Sends low-rank factors, see `PowerSGD`; `compress` itself reduces them over ranks.
 
     Args:
-        rank: columns of the factors.
+        rank: number of columns of the factors.
         group: the ranks, None for the default group.
     """
 
     is_linear = True
 
     def __init__(self, rank: int = 1, *, group: ProcessGroup | None = None) -> None:
-        """Without error feedback, which is the memory's."""
+        """Make a codec without error feedback, because the memory keeps the residual."""
         super().__init__()
         self.codec = PowerSGD(rank, feedback=False)
         self.group = group
@@ -784,7 +791,7 @@ class PowerSGDCompressor(_StatefulCompressor):
 
 
 class NoneMemory(Memory):
-    """Keeps nothing: what is left out is lost."""
+    """Keeps no residual, so that the part which compression leaves out is lost."""
 
     def compensate(self, tensor: Tensor, name: str) -> Tensor:
         """See `Memory`."""
@@ -792,10 +799,10 @@ class NoneMemory(Memory):
 
 
 class _StoredMemory(Memory):
-    """Tensors by kind and name.
+    """A memory that stores tensors by kind and name.
 
     Args:
-        kinds: kinds of tensors in a `state_dict`, and in a `CodecMemory`.
+        kinds: kind of tensor in a `state_dict`, to kind in a `CodecMemory`.
     """
 
     def __init__(self, **kinds: str) -> None:
@@ -804,7 +811,7 @@ class _StoredMemory(Memory):
         self._begun: list[CodecMemory] = []
 
     def _begin(self, name: str, like: Tensor) -> tuple[CodecMemory, list[Tensor | None]]:
-        """The memory of a name, and what it keeps of each kind in the shape of the tensor."""
+        """Return the memory of a name, and its tensor of each kind in the shape of `like`."""
         memory = self._memories.of(name, like)
         before, shape = tuple(memory.shapes[0]), tuple(like.shape)
         rule = f"of shape {before} as before"
@@ -848,17 +855,18 @@ class _StoredMemory(Memory):
 
 
 class ResidualMemory(_StoredMemory):
-    """Error feedback: what was left out is added to the next gradient.
+    """Error feedback: adds the part that compression left out to the next gradient.
 
-    With both factors at 1, what was applied plus the mean of what is owed is the sum of the means.
+    If both factors are 1, nothing is lost: the sum of all results plus the mean residual over ranks
+    equals the sum of the mean gradients.
 
     Args:
-        beta: factor on what is owed.
+        beta: factor on the residual.
         gamma: factor on the gradient.
     """
 
     def __init__(self, beta: float = 1.0, gamma: float = 1.0) -> None:
-        """Nothing is owed."""
+        """Begin without residuals."""
         check_numbers("ResidualMemory", ResidualMemory.__init__.__annotations__, locals())
         super().__init__(residuals="residual")
         self.beta = beta
@@ -866,7 +874,7 @@ class ResidualMemory(_StoredMemory):
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:
-        """Name to what is owed, after the last step."""
+        """Name to residual, after the last step."""
         return self._memories.kept("residual")
 
     def compensate(self, tensor: Tensor, name: str) -> Tensor:
@@ -888,13 +896,13 @@ class ResidualMemory(_StoredMemory):
 class DgcMemory(_StoredMemory):
     """Momentum correction and factor masking of Deep Gradient Compression.
 
-    ``u = momentum u + g``, ``v = v + u``; of v the largest are sent, and both are zero there. The
-    optimizer then runs without momentum.
+    ``u = momentum u + g``, ``v = v + u``. The largest elements of v are sent, and u and v become
+    zero there. The optimizer must run without momentum.
 
     Args:
-        momentum: in [0, 1).
+        momentum: factor on u, in [0, 1).
         gradient_clipping: clamp elements to the root of the mean over ranks of the squared norm.
-        world_size: not used; ranks are those of the group.
+        world_size: ignored; ranks are those of the group.
         group: the ranks, None for the default group.
 
     Reference: Lin et al., Deep Gradient Compression, 2018 (arXiv 1712.01887).
@@ -933,7 +941,7 @@ class DgcMemory(_StoredMemory):
         """See `Memory`.
 
         Raises:
-            ValueError: the compressor does not say which elements it sends.
+            ValueError: the compressor does not select elements.
         """
         indices_K = ctx.indices_K if isinstance(ctx, Context) else None
         if indices_K is None:
@@ -959,7 +967,7 @@ def _powersgd(compress_rank: int = 1, group: ProcessGroup | None = None) -> Comp
     return PowerSGDCompressor(compress_rank, group=group)
 
 
-# The class that a value stands for, and the keys that it reads.
+# For each value of a key: class, and further keys that are its arguments.
 _COMPRESSORS: dict[str, tuple[Callable[..., Compressor], tuple[str, ...]]] = {
     "none": (NoneCompressor, ()),
     "fp16": (FP16Compressor, ()),
@@ -997,7 +1005,7 @@ _DEFAULTS: dict[str, Any] = {
     "compress_ratio": 0.3,
     "threshold": 0.01,
 }
-# These belong to the kernels or the algebra of the original, and change nothing here.
+# Keys that only GRACE's own implementation needs, with the reason why they are ignored.
 _UNUSED = {
     "kernel": "selection is exact and fused here",
     "lr": "residuals are in units of the gradient here",
@@ -1011,41 +1019,43 @@ _KEYS = {key for table in _TABLES.values() for _, keys in table.values() for key
 
 
 def grace_from_params(params: Mapping[str, Any], *, group: ProcessGroup | None = None) -> Any:
-    """A communicator by GRACE's keys.
+    """Make a communicator from GRACE's keys.
 
     ============== =================================================================================
     key            values
     ============== =================================================================================
     compressor     none (default), fp16, topk, dgc, randomk, threshold, qsgd, qsgd_cuda (the same),
                    onebit, efsignsgd (the same), signsgd, signum, powersgd; and int8, int4, fp8
-    memory         none (default), residual, dgc; powersgd and efsignsgd are residual
+    memory         none (default), residual, dgc; powersgd and efsignsgd mean residual
     communicator   allreduce (default; none, fp16, randomk, powersgd), allgather, broadcast (the
                    same result, sent as allgather)
     compress_ratio topk, dgc and randomk: 0.3
     threshold      threshold: 0.01
     quantum_num    qsgd: 127; bucket_size: 128
     compress_rank  powersgd: 1
-    momentum       signum and dgc memory: 0.9; gradient_clipping of the latter: False
+    momentum       signum and dgc memory: 0.9; gradient_clipping of dgc memory: False
     world_size     checked, if it is given
     seed           randomk and qsgd: 0
     ============== =================================================================================
 
-    Differences from the original, on purpose: signs travel as bits and decode right; a
-    threshold is compared with magnitudes; a tensor of zeros is not sent whole; values and indices
-    are one message; residuals share no memory with gradients, are kept by name in a `state_dict`,
-    and stay as they were where a gradient is NaN or a rank is lost; only what can be added up may
-    be reduced by ``allreduce``; results have the same bits on all ranks.
+    Intended differences from GRACE:
+
+    - Signs are sent as bits, and decode correctly. Thresholds are compared with magnitudes. A
+      tensor of zeros is not sent whole. Values and indices are sent in one message.
+    - Residuals share no memory with gradients, are kept by name in a `state_dict`, and are
+      unchanged if a gradient is NaN or a rank is lost.
+    - ``allreduce`` accepts only linear compressors. Results have the same bits on all ranks.
 
     Args:
-        params (dict): as above.
+        params (dict): the keys of the table.
         group: the ranks; None is the default group.
 
     Returns:
-        Communicator: its ``step(tensor, name)`` does the rest.
+        Communicator: call its ``step(tensor, name)`` for every gradient.
 
     Raises:
-        ValueError: an unknown key or value, or a combination that has no meaning. A key that
-            nothing reads is a warning.
+        ValueError: a key or value is unknown, or a combination has no meaning. A key that nothing
+            reads causes a warning.
     """
     known = {*_TABLES, *_KEYS} - {"group"}
     unknown = set(params) - known - set(_UNUSED)

@@ -11,9 +11,10 @@ Scripts of `horovod.torch` run with another import::
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
 Arguments have Horovod's names and order. Gradients are averaged when the optimizer steps: after the
-backward pass, not during it. Calls are compared over ranks and end before they return, the `_async`
-ones too: ranks make them in the same order. A name of Horovod's that is not here says what to use
-instead. A model of which ranks hold different experts calls `sync_gradients(model)` itself.
+backward pass, not during it. Every call is compared over ranks, so ranks must make calls in the
+same order. `_async` calls, too, are complete when they return. The error for a missing name of
+Horovod says what to use instead. If ranks hold different experts, call `sync_gradients(model)`
+before the step, with the plain optimizer.
 """
 
 from __future__ import annotations
@@ -92,10 +93,10 @@ __all__ = [
 ]
 
 Average, Sum, Adasum, Min, Max, Product = "average", "sum", "adasum", "min", "max", "product"
-# Options of calls that are served; the others are refused.
+# Operations that calls accept; they refuse "adasum" and "product".
 _OPS = (Average, Sum, Min, Max)
 global_process_set = "global"
-# Names to use in the place of those of Horovod that are not here.
+# Replacement, for messages, to names of Horovod that this module does not have.
 _INSTEAD = {
     "torch.distributed.all_to_all_single": ("alltoall", "alltoall_async"),
     "torch.distributed.reduce_scatter_tensor": (
@@ -115,7 +116,7 @@ _INSTEAD = {
     ),
 }
 _ABSENT = {name: instead for instead, names in _INSTEAD.items() for name in names}
-# A rank begins the step of the optimizer of a number, or one of these.
+# Kinds of step for `_begin`. A kind of 0 or more is the step of the optimizer with that number.
 _JOINED, _CALL, _SCALED = -1, -2, -3
 
 
@@ -129,15 +130,15 @@ def __getattr__(name: str) -> NoReturn:
 
 
 class Compressor(Protocol):
-    """Makes a smaller tensor of one to be reduced, and one like the first of the result."""
+    """Makes tensors smaller before they are reduced, and restores dtype and shape afterwards."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """The tensor that is sent, and what `decompress` needs."""
+        """Return the tensor to send, and the context for `decompress`."""
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """A tensor like the first one."""
+        """Return a tensor like the argument of `compress`."""
 
 
 class _NoneCompressor:
@@ -161,23 +162,23 @@ class _FP16Compressor:
 
 
 class Compression:
-    """Codecs of a tensor on its way: none, or half precision."""
+    """Compressors of tensors that are sent: none, or half precision."""
 
     none: type[Compressor] = _NoneCompressor
     fp16: type[Compressor] = _FP16Compressor
 
 
 _optimizers: list[_Gradients] = []
-# Ranks that had data when ranks last compared what they begin.
+# Ranks that still had data at the last `_begin` in which any rank had.
 _active: list[int] = []
 
 
 def init(comm: None = None, process_sets: None = None) -> None:
-    """Join the processes that torchrun started; a process group that is there already is kept.
+    """Join the processes that torchrun started; an existing process group is kept.
 
     Args:
-        comm: None; ranks are those of torchrun.
-        process_sets: None; there is the global one.
+        comm: must be None; ranks are those of torchrun.
+        process_sets: must be None; the only set is the global one.
 
     Raises:
         ValueError: an argument is not None.
@@ -197,37 +198,37 @@ def shutdown() -> None:
 
 
 def rank() -> int:
-    """This process's number."""
+    """Return this process's rank."""
     return global_rank()
 
 
 def size() -> int:
-    """Number of processes."""
+    """Return the number of processes."""
     return world_size()
 
 
 def local_rank() -> int:
-    """This process's number on its machine, as torchrun says."""
+    """Return this process's rank on its machine, as set by torchrun."""
     return int(os.environ.get("LOCAL_RANK", global_rank()))
 
 
 def local_size() -> int:
-    """Number of processes on this machine, as torchrun says."""
+    """Return the number of processes on this machine, as set by torchrun."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
 
 
 def cross_rank() -> int:
-    """This machine's number."""
+    """Return this machine's index."""
     return int(os.environ.get("GROUP_RANK", global_rank() // local_size()))
 
 
 def cross_size() -> int:
-    """Number of machines."""
+    """Return the number of machines."""
     return -(-size() // local_size())
 
 
 def is_homogeneous() -> bool:
-    """True if every machine has as many processes as this one, judged by their number alone."""
+    """Return True if the number of processes is a multiple of that on this machine."""
     return size() % local_size() == 0
 
 
@@ -236,13 +237,13 @@ def _group(operation: str) -> ProcessGroup | None:
 
 
 def _begin(kind: int, operation: str, facts: object = None, value: Any = None) -> list[Any]:
-    """Compare what every rank begins.
+    """Compare the calls or steps that the ranks begin.
 
     Args:
-        kind: of step.
+        kind: kind of step.
         operation: name for messages.
-        facts: what has to be equal on all ranks that have not joined.
-        value: told to the others.
+        facts: must be equal on all ranks that have not joined.
+        value: any object to send to the other ranks.
 
     Returns:
         (kind, value) of every rank.
@@ -297,7 +298,7 @@ def _check_root(function: str, root_rank: int) -> None:
 
 
 def _op_of(function: str, average: bool | None, op: str | None) -> str:
-    """The operation; `average` is Horovod's older way to say it."""
+    """Return the operation, from `op` or from `average`, Horovod's older argument for it."""
     if average is not None and op is not None:
         raise ValueError(f"{function}: expected one of average and op, got {average!r} and {op!r}")
     if average not in (None, True, False):
@@ -312,7 +313,7 @@ def _op_of(function: str, average: bool | None, op: str | None) -> str:
 
 
 class _AllReduce(torch.autograd.Function):
-    """Reduces in the forward pass, and gradients by the same operation in the backward pass."""
+    """Reduces a tensor in the forward pass, and its gradient by the same operation in backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, op: str, name: str | None, scale: float) -> Tensor:
@@ -341,21 +342,21 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: object = global_process_set,
 ) -> Tensor:
-    """A tensor reduced over all ranks, as a new one; Average and Sum are differentiable.
+    """Reduce a tensor over all ranks to a new tensor. Average and Sum are differentiable.
 
     Args:
-        tensor: of the same shape and dtype on every rank.
-        average: True for Average, False for Sum, where `op` is None.
-        name: compared over ranks.
-        compression: what is sent for the tensor.
+        tensor: any tensor, with the same shape and dtype on every rank.
+        average: if `op` is None, True means Average and False means Sum.
+        name: any name, compared over ranks.
+        compression: makes the tensor that is sent.
         op: Average (the default), Sum, Min or Max.
-        prescale_factor: on the tensors before.
-        postscale_factor: on the result.
+        prescale_factor: multiplies the tensors before they are reduced.
+        postscale_factor: multiplies the result.
         process_set: `global_process_set`.
 
     Raises:
-        ValueError: an argument is none of these.
-        RuntimeError: on every rank: one has joined, or makes another call.
+        ValueError: an argument is invalid.
+        RuntimeError: on every rank, if a rank has joined or makes another call.
     """
     op = _op_of("allreduce", average, op)
     _check_set("allreduce", process_set)
@@ -388,7 +389,7 @@ def allreduce_(
 
 
 def grouped_allreduce(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
-    """Several tensors reduced, one after the other; arguments are those of `allreduce`."""
+    """Reduce several tensors, one after the other; arguments are those of `allreduce`."""
     return [allreduce(tensor, *args, **kwargs) for tensor in tensors]
 
 
@@ -398,7 +399,7 @@ def grouped_allreduce_(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> 
 
 
 class _AllGather(torch.autograd.Function):
-    """Concatenates; a rank's rows get the mean over ranks of their gradients, as in Horovod."""
+    """Concatenates rows; their gradient is the mean over ranks, as in Horovod."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, name: str | None) -> Tensor:
@@ -417,16 +418,16 @@ class _AllGather(torch.autograd.Function):
 def allgather(
     tensor: Tensor, name: str | None = None, process_set: object = global_process_set
 ) -> Tensor:
-    """Tensors of all ranks, one after the other; gradients are means over ranks, as in Horovod.
+    """Concatenate the tensors of all ranks. Gradients are means over ranks, as in Horovod.
 
     Args:
         tensor: `[n, ...]`; n may differ between ranks.
-        name: compared over ranks.
+        name: any name, compared over ranks.
         process_set: `global_process_set`.
 
     Raises:
-        ValueError: the tensor has no dimension, or an argument is none of these.
-        RuntimeError: on every rank: one has joined, or makes another call.
+        ValueError: the tensor has no dimension, or process_set is not the global one.
+        RuntimeError: on every rank, if a rank has joined or makes another call.
     """
     _check_set("allgather", process_set)
     if tensor.dim() == 0:
@@ -435,7 +436,7 @@ def allgather(
 
 
 class _Broadcast(torch.autograd.Function):
-    """Copies from one rank, which gets the mean over ranks of the gradients, as in Horovod."""
+    """Copies the tensor of one rank; its gradient is the mean over ranks, as in Horovod."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None) -> Tensor:
@@ -443,7 +444,7 @@ class _Broadcast(torch.autograd.Function):
         facts = f"broadcast {name} of {tuple(tensor.shape)} {tensor.dtype} from rank {root_rank}"
         _begin(_CALL, "broadcast", facts)
         out = tensor.detach().clone(memory_format=torch.contiguous_format)
-        # Gloo and NCCL know no 16-bit integers.
+        # The tensor is sent as bytes, because Gloo and NCCL cannot send 16-bit integers.
         _send(as_bytes(out), _group("broadcast"), root_rank, operation="broadcast")
         return out
 
@@ -459,11 +460,11 @@ def broadcast(
     name: str | None = None,
     process_set: object = global_process_set,
 ) -> Tensor:
-    """A rank's tensor, as a new one on every rank; its gradient is the mean over ranks.
+    """Copy a rank's tensor to a new tensor on every rank. Its gradient is the mean over ranks.
 
     Raises:
         ValueError: root_rank is no rank, or process_set is not the global one.
-        RuntimeError: on every rank: one has joined, or makes another call.
+        RuntimeError: on every rank, if a rank has joined or makes another call.
     """
     _check_set("broadcast", process_set)
     _check_root("broadcast", root_rank)
@@ -476,13 +477,13 @@ def broadcast_(
     name: str | None = None,
     process_set: object = global_process_set,
 ) -> Tensor:
-    """Overwrite a tensor with that of a rank; see `broadcast`."""
+    """Overwrite a tensor with the tensor of one rank; see `broadcast`."""
     with torch.no_grad():
         return tensor.copy_(broadcast(tensor, root_rank, name, process_set))
 
 
 class _EndedCall:
-    """A call that has ended, for `synchronize` and `poll`."""
+    """Result of a call that is complete, for `synchronize` and `poll`."""
 
     def __init__(self, result: Tensor) -> None:
         self.result = result
@@ -497,43 +498,43 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: object = global_process_set,
 ) -> _EndedCall:
-    """`allreduce` for `synchronize`, which returns its result."""
+    """Call `allreduce`, and return a handle for `synchronize`."""
     factors = (prescale_factor, postscale_factor)
     return _EndedCall(allreduce(tensor, average, name, Compression.none, op, *factors, process_set))
 
 
 def allreduce_async_(tensor: Tensor, *args: Any, **kwargs: Any) -> _EndedCall:
-    """`allreduce_` for `synchronize`; with its arguments."""
+    """Call `allreduce_` with these arguments, and return a handle for `synchronize`."""
     return _EndedCall(allreduce_(tensor, *args, **kwargs))
 
 
 def allgather_async(tensor: Tensor, *args: Any, **kwargs: Any) -> _EndedCall:
-    """`allgather` for `synchronize`; with its arguments."""
+    """Call `allgather` with these arguments, and return a handle for `synchronize`."""
     return _EndedCall(allgather(tensor, *args, **kwargs))
 
 
 def broadcast_async(tensor: Tensor, root_rank: int, *args: Any, **kwargs: Any) -> _EndedCall:
-    """`broadcast` for `synchronize`; with its arguments."""
+    """Call `broadcast` with these arguments, and return a handle for `synchronize`."""
     return _EndedCall(broadcast(tensor, root_rank, *args, **kwargs))
 
 
 def broadcast_async_(tensor: Tensor, root_rank: int, *args: Any, **kwargs: Any) -> _EndedCall:
-    """`broadcast_` for `synchronize`; with its arguments."""
+    """Call `broadcast_` with these arguments, and return a handle for `synchronize`."""
     return _EndedCall(broadcast_(tensor, root_rank, *args, **kwargs))
 
 
 def synchronize(handle: _EndedCall) -> Tensor:
-    """The result of a call whose name ends in `_async` or `_async_`."""
+    """Return the result of a call whose name ends in `_async` or `_async_`."""
     return handle.result
 
 
 def poll(handle: _EndedCall) -> bool:
-    """True: calls have ended when they return."""
+    """Return True for a handle, because calls are complete when they return."""
     return isinstance(handle, _EndedCall)
 
 
 def barrier(process_set: object = global_process_set) -> None:
-    """Wait until every rank is here."""
+    """Wait until every rank makes this call."""
     _check_set("barrier", process_set)
     _begin(_CALL, "barrier", "barrier")
 
@@ -544,11 +545,11 @@ def broadcast_object(
     name: str | None = None,
     process_set: object = global_process_set,
 ) -> Any:
-    """The object of a rank, pickled, on every rank.
+    """Send the object of one rank, pickled, to every rank.
 
     Raises:
         ValueError: root_rank is no rank, or process_set is not the global one.
-        RuntimeError: on every rank: one has joined, or makes another call.
+        RuntimeError: on every rank, if a rank has joined or makes another call.
     """
     _check_set("broadcast_object", process_set)
     _check_root("broadcast_object", root_rank)
@@ -560,11 +561,11 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: object = global_process_set
 ) -> list[Any]:
-    """The objects of all ranks, pickled, in their order.
+    """Gather the objects of all ranks, pickled, in rank order.
 
     Raises:
         ValueError: process_set is not the global one.
-        RuntimeError: on every rank: one has joined, or makes another call.
+        RuntimeError: on every rank, if a rank has joined or makes another call.
     """
     _check_set("allgather_object", process_set)
     return [
@@ -577,17 +578,17 @@ def broadcast_parameters(
     root_rank: int = 0,
     process_set: object = global_process_set,
 ) -> None:
-    """Overwrite tensors with those of a rank.
+    """Overwrite tensors with the tensors of one rank.
 
     Args:
         params: a state dict, `named_parameters()`, or a list of tensors.
-        root_rank: the rank.
+        root_rank: rank whose tensors are sent.
         process_set: `global_process_set`.
 
     Raises:
-        ValueError: root_rank is no rank, process_set is not the global one, or a tensor is this
-            rank's part of one that lies over several. Nothing is sent.
-        RuntimeError: on every rank: ranks have other names, shapes or dtypes.
+        ValueError: root_rank is no rank, process_set is not the global one, or a tensor is divided
+            over ranks. Nothing is sent.
+        RuntimeError: on every rank, if names, shapes or dtypes differ between ranks.
     """
     owner = "broadcast_parameters"
     _check_root(owner, root_rank)
@@ -616,16 +617,15 @@ def broadcast_parameters(
 def broadcast_optimizer_state(
     optimizer: Optimizer, root_rank: int, model: nn.Module | None = None
 ) -> None:
-    """Give an optimizer the state of a rank's, with the options of its parameter groups.
+    """Overwrite an optimizer's state and options of parameter groups with those of one rank.
 
     Args:
-        optimizer: of the same parameters on every rank.
-        root_rank: the rank.
-        model: not needed: a state that is empty stays empty.
+        optimizer: any optimizer, with the same parameters on every rank.
+        root_rank: rank whose state is sent.
+        model: ignored; Horovod needs it to fill an empty state, which here remains empty.
 
     Raises:
-        ValueError: root_rank is no rank, or a parameter is this rank's part of one that lies over
-            several.
+        ValueError: root_rank is no rank, or a parameter is divided over ranks.
     """
     owner = "broadcast_optimizer_state"
     _check_root(owner, root_rank)
@@ -648,7 +648,7 @@ def _check_copies(owner: str, optimizer: Optimizer) -> None:
 
 
 class _Gradients:
-    """Gradients of an optimizer, which are reduced over ranks once after each backward pass."""
+    """Reduces the gradients of an optimizer over ranks, once after each backward pass."""
 
     def __init__(
         self,
@@ -670,7 +670,10 @@ class _Gradients:
         self._follow()
 
     def _follow(self) -> nn.ParameterList:
-        """The parameters, which may be others by now: of a new group, or in the place of some."""
+        """Return the optimizer's current parameters, and hook new ones.
+
+        A user may have added a parameter group, or replaced parameters.
+        """
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         if list(map(id, parameters)) != list(map(id, self._holder)):
             self._holder = nn.ParameterList(parameters)
@@ -684,11 +687,11 @@ class _Gradients:
         self._synchronized = False
 
     def synchronize(self) -> None:
-        """Reduce the gradients; the step does not do it again, unless a backward pass follows."""
+        """Reduce the gradients. The step reduces them again only after another backward pass."""
         self._begin(None)
 
     def _begin(self, loss: float | None) -> float:
-        """Reduce the gradients; the mean of the ranks' losses."""
+        """Reduce the gradients, and return the mean of the ranks' losses."""
         holder = self._follow()
         has = [p.grad is not None for p in holder]
         told = _begin(self._number, "DistributedOptimizer", len(has), (loss, has))
@@ -697,7 +700,11 @@ class _Gradients:
         return sum(value[0] or 0.0 for _, value in told if value is not None) / len(told)
 
     def reduce(self, told: Sequence[tuple[float | None, Sequence[bool]]]) -> None:
-        """Reduce, where ranks that have data told which gradients they have."""
+        """Reduce the gradients.
+
+        Args:
+            told: for each rank that has data, its loss, and which parameters have a gradient.
+        """
         holder = list(self._follow())
         if self._sparse_as_dense:
             for p in holder:
@@ -714,7 +721,7 @@ class _Gradients:
                     p.grad.mul_(size())
 
     def _reduce_compressed(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Means of what the compression makes of gradients, in a message for each dtype."""
+        """Average the compressed gradients, in one message for each dtype."""
         made = []
         for p in parameters:
             if p.grad is None:
@@ -722,7 +729,8 @@ class _Gradients:
             made.append(self._compression.compress(p.grad.detach()))
         for dtype in sorted({sent.dtype for sent, _ in made}, key=str):
             chosen = [i for i, (sent, _) in enumerate(made) if sent.dtype == dtype]
-            # As early as Horovod does: a sum in half precision may be too large.
+            # Part of the division precedes the sum, as in Horovod, because a sum in half precision
+            # may overflow.
             flat = torch.cat([made[i][0].reshape(-1) for i in chosen]) / self._predivide
             all_reduce_(flat, _group("DistributedOptimizer"), operation="DistributedOptimizer")
             flat /= size() / self._predivide
@@ -740,7 +748,7 @@ class _Gradients:
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Inside, a step takes the gradients as `synchronize` and clipping left them."""
+        """Context in which a step uses the gradients as `synchronize` and clipping left them."""
         self._skips = True
         try:
             yield
@@ -749,7 +757,7 @@ class _Gradients:
 
     @outside_graphs
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Reduce gradients unless that is done, and step."""
+        """Reduce the gradients unless `synchronize` has reduced them, and step."""
         if hasattr(self._optimizer, "found_inf"):
             return self._scaled_step()
         if closure is not None:
@@ -772,14 +780,14 @@ class _Gradients:
         return self._step()
 
     def _averaged(self, closure: Callable[[], Any]) -> Any:
-        """The loss of a closure as the mean over ranks, and its gradients reduced."""
+        """Call a closure, reduce the gradients, and return the mean of its loss over ranks."""
         with torch.enable_grad():
             loss = closure()
         mean = self._begin(float(loss))
         return loss.detach().clone().fill_(mean) if isinstance(loss, Tensor) else mean
 
     def _scaled_step(self) -> Any:
-        """A step of GradScaler, which calls it on every rank, also where gradients overflow."""
+        """Step for GradScaler, which calls this on every rank, even after an overflow."""
         found_inf, scale = float(self._optimizer.found_inf), self._optimizer.grad_scale  # type: ignore[attr-defined]
         told = _begin(_SCALED, "DistributedOptimizer", None, (self._synchronized, found_inf))
         values = [value for _, value in told if value is not None]
@@ -803,7 +811,8 @@ class _Gradients:
             for p in self._follow():
                 if p.grad is not None:
                     p.grad.mul_(scale.double().reciprocal().to(p.grad.device, torch.float32))
-        # Some optimizers refuse these unless they are fused; GradScaler deletes them afterwards.
+        # Some optimizers raise if `found_inf` or `grad_scale` is set and they are not fused. The
+        # attributes become None, instead of being deleted, because GradScaler will delete them.
         optimizer: Any = self._optimizer
         optimizer.found_inf = optimizer.grad_scale = None
         return self._step()
@@ -824,28 +833,26 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     """Have an optimizer average gradients over all ranks before each step.
 
     Args:
-        optimizer: returned, with Horovod's methods: `synchronize()` before clipping; then
-            `step()` does not do it again, inside `skip_synchronize()` or not, unless a backward
-            pass came between. `step(closure)` averages the gradients and the loss of each call of
-            the closure. Under a `GradScaler` call `synchronize()` before it unscales or steps;
-            without it the step is refused on every rank.
-        named_parameters: names for all parameters, checked as Horovod does; those of the optimizer
-            are averaged.
+        optimizer: changed in place and returned, with Horovod's methods. Call `synchronize()`
+            before clipping; `step()` then reduces gradients again only after another backward pass,
+            inside `skip_synchronize()` or outside. `step(closure)` averages the gradients and the
+            loss of each call of the closure. With a `GradScaler` call `synchronize()` before it
+            unscales or steps; otherwise the step raises on every rank.
+        named_parameters: names for all parameters of the optimizer, checked as Horovod does.
         compression: `Compression.none`, `Compression.fp16`, or another class with `compress` and
-            `decompress`, whose results are averaged.
-        backward_passes_per_step: gradients of so many passes are added up. They are sent when the
-            optimizer steps, so that any other number serves as well.
+            `decompress`. Results of `compress` are averaged.
+        backward_passes_per_step: number of backward passes whose gradients are added up. Gradients
+            are sent when the optimizer steps, so every number of 1 or more has the same effect.
         op: Average or Sum.
         gradient_predivide_factor: positive, for Average. Compressed gradients are divided by it
-            before they are added up, and the sums multiplied by it.
-        num_groups: 0 or more. Messages are buckets here, whatever it says; so are `groups`.
-        groups: None, a number or lists of parameters.
-        sparse_as_dense: make sparse gradients dense first; they are refused otherwise.
+            before the sum, and multiplied by it after the sum.
+        num_groups: 0 or more; has no effect, because messages are buckets of gradients.
+        groups: None, a number or lists of parameters; has no effect either.
+        sparse_as_dense: make sparse gradients dense first; otherwise they are refused.
         process_set: `global_process_set`.
 
     Raises:
-        ValueError: an argument is none of these, or a parameter is this rank's part of one that
-            lies over several.
+        ValueError: an argument is invalid, or a parameter is divided over ranks.
     """
     owner = "DistributedOptimizer"
     _check_op(owner, op, (Average, Sum))
@@ -871,13 +878,14 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         return gradients.step(closure)
 
     made: Any = optimizer
-    # Schedulers of torch look for a bound method.
+    # torch's schedulers expect `step` to be a bound method.
     made.step = MethodType(step, optimizer)
     made.synchronize = gradients.synchronize
     made.skip_synchronize = gradients.skip_synchronize
-    # GradScaler then calls the step on every rank, and leaves the decision to it.
+    # With this attribute GradScaler calls the step on every rank, even after an overflow, and
+    # leaves unscaling and skipping to the step.
     made._step_supports_amp_scaling = True
-    # The step of a copy would be that of the class, which sends nothing.
+    # A copy would have the `step` of its class, which sends nothing.
     made.__reduce_ex__ = lambda _protocol: refuse_copy("DistributedOptimizer")
     return optimizer
 
@@ -901,16 +909,16 @@ def _check_names(owner: str, optimizer: Optimizer, named: Sequence[Any]) -> None
 
 
 def join(device: int = -1) -> int:
-    """Say that this rank has no more data, and help the others until none has any.
+    """Declare that this rank has no more data, and take part in steps until no rank has any.
 
-    Meanwhile its gradients count as zero: means are still over all ranks. Its parameters stay
-    behind; `broadcast_parameters(..., root_rank=join())` brings them on.
+    Meanwhile the gradients of this rank count as zero, and means are still over all ranks. Its
+    parameters are not updated; `broadcast_parameters(..., root_rank=join())` updates them.
 
     Args:
-        device: not needed; parameters know theirs.
+        device: ignored; parameters have a device.
 
     Returns:
-        The last rank to join, the highest of several.
+        The last rank to join; the highest, if several joined last.
     """
     while True:
         told = _begin(_JOINED, "join")

@@ -1,6 +1,6 @@
 """Low-rank adapters of PEFT on experts that are spread over ranks.
 
-Shapes: E experts, R the adapter's rank, I and O features in and out.
+Shapes: E experts, R rank of the adapter, I input features, O output features.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from moe_ext.distributed.placement import Placement
 
 
 def wrappers_of(model: nn.Module, path: str) -> list[Any]:
-    """PEFT's wrappers around the parameters of a module, from the outside.
+    """Return PEFT's wrappers around the parameters of a module, outermost first.
 
     Raises:
-        ValueError: other parameters around the module, whose experts are not known.
+        ValueError: the module is wrapped with other parameters, of which it is unknown how they
+            belong to the experts.
     """
     layer = sys.modules.get("peft.tuners.lora.layer")
     kind = getattr(layer, "ParamWrapper", ())
@@ -29,7 +30,8 @@ def wrappers_of(model: nn.Module, path: str) -> list[Any]:
     known = {*model.get_submodule(path).parameters(), *adapters.parameters()}
     root = next((m for n, m in zip(names, around, strict=False) if n == "experts"), None)
     others = [] if root is None else [n for n, p in root.named_parameters() if p not in known]
-    # A copy that is trained in the place of the experts is spread as they are.
+    # PEFT's `modules_to_save` holds a trained copy of the experts, which is spread like the experts
+    # themselves.
     if others := [name for name in others if "modules_to_save" not in name]:
         raise ValueError(
             f"replace: expected adapters of {path} to be of LoraConfig(target_parameters=...), "
@@ -41,9 +43,10 @@ def wrappers_of(model: nn.Module, path: str) -> list[Any]:
 def factors_of(
     model: nn.Module, path: str, experts: Placement
 ) -> Iterator[tuple[Any, str, nn.Linear, Placement]]:
-    """Wrapper, name in it, layer and placement of each factor of each adapter of a module.
+    """Yield (wrapper, name in it, layer, placement) for each factor of each adapter of a module.
 
-    The first is [E * R, I], experts one after the other; the second [O, R * E], experts in turn.
+    Factor A is [E * R, I]: the R rows of an expert are neighbours. Factor B is [O, R * E]: the R
+    columns of an expert are E apart.
     """
     for wrapper in wrappers_of(model, path):
         for name, layer in wrapper.lora_A.items():

@@ -1,4 +1,4 @@
-"""Experts of transformers models that can be replaced, and checks that refuse the others."""
+"""Finds the experts of transformers models that can be replaced, and refuses other models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_ext.distributed.dtensor import is_dtensor
 from moe_ext.distributed.placement import placement_of
 from moe_ext.integrations.huggingface.experts import KNOWN_FLAGS, weight_names
 
-# Attributes that `use_experts_implementation` sets on experts in every version of transformers 5.
+# Attributes that `use_experts_implementation` of transformers 5 sets on experts in every version.
 _MARKS = ("has_bias", "has_gate", "is_transposed")
 
 
@@ -26,27 +26,27 @@ class ReplacedParts:
     experts: dict[str, Any]
 
     def implementations(self) -> list[tuple[Any, str | None]]:
-        """Configs that name an implementation, outer ones first, with that name."""
+        """Return (config, name of its experts implementation) for each config, outer ones first."""
         configs = {id(m.config): m.config for m in self.model.modules() if hasattr(m, "config")}
         return [(config, config._experts_implementation) for config in configs.values()]
 
     def set_implementation(self, name: str) -> None:
-        """Run all experts by one implementation."""
+        """Set the implementation that runs all experts."""
         self.model.set_experts_implementation(name)
         for module in self.experts.values():
-            # A layer with a config of its own, which the model's method does not reach.
+            # The model's method does not reach a layer that has a config of its own.
             module.config._experts_implementation = name
 
 
 def restore(implementations: list[tuple[Any, str | None]]) -> None:
-    """Put back what `ReplacedParts.implementations` returned."""
-    # Setting that of a config sets those of the configs inside it, which follow.
+    """Set the implementations that `ReplacedParts.implementations` returned."""
+    # Assigning to a config also assigns to the configs inside it, so inner configs are set last.
     for config, name in implementations:
         config._experts_implementation = name
 
 
 def experts_interface() -> Any:
-    """The registry of implementations of transformers 5."""
+    """Return the class in which transformers 5 registers implementations of experts."""
     return of_transformers("replace", "integrations.moe", "ExpertsInterface")
 
 
@@ -55,7 +55,7 @@ def _is_decorated(module: nn.Module) -> bool:
 
 
 def find(model: nn.Module, operation: str) -> ReplacedParts:
-    """The experts of a model; ValueError where they cannot be replaced."""
+    """Find the experts of a model; ValueError if they cannot be replaced."""
     experts_interface()
     transformers = importlib.import_module("transformers")
     if hasattr(model, "get_base_model"):  # a PeftModel
@@ -73,7 +73,7 @@ def find(model: nn.Module, operation: str) -> ReplacedParts:
         )
     _check_model(model, operation)
     for path, module in model.named_modules():
-        # An adapter wraps the experts: their own class is then further down.
+        # If an adapter wraps the experts, a submodule has the decorated class.
         if path.endswith(".experts") and not any(map(_is_decorated, module.modules())):
             raise ValueError(
                 f"{operation}: expected {path} to be of a class that transformers decorates with "
@@ -85,7 +85,7 @@ def find(model: nn.Module, operation: str) -> ReplacedParts:
 
 
 def _check_model(model: Any, operation: str) -> None:
-    """Refuse what the config asks for and moe_ext would ignore."""
+    """Refuse a model whose config asks for features that moe_ext would ignore."""
     config = model.config
     method = getattr(config, "quantization_config", None)
     if method is not None or getattr(model, "hf_quantizer", None):

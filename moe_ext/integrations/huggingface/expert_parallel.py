@@ -63,12 +63,13 @@ from moe_ext.nn.torch_state import as_autocast, in_backward
 
 
 class _Spread(nn.Module):
-    """Mixed into the classes of what `replace(ep_group=...)` spread over ranks."""
+    """Base of the mixins for classes of modules that `replace(ep_group=...)` spread over ranks."""
 
     _ep_group: GroupHandle
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # Before the class, which no file could name: the group refuses, and says what to do.
+        # pickle cannot find a class that was made at runtime. The group's handle comes before the
+        # class, so that its error, which names the remedy, is raised first.
         return _new, (self._ep_group, type(self)), *super().__reduce_ex__(protocol)[2:]
 
 
@@ -77,12 +78,13 @@ def _new(handle: GroupHandle, cls: type[nn.Module]) -> nn.Module:
 
 
 class ShardedExperts(_Spread):
-    """Mixed into the class of experts that `replace(ep_group=...)` spread over ranks.
+    """Mixin for the class of experts that `replace(ep_group=...)` spread over ranks.
 
-    `num_experts` stays E, as in every module of moe_ext with an `ep_group`.
+    `num_experts` remains E, as in every module of moe_ext with an `ep_group`.
     """
 
-    # The forward pass takes this rank's parts of its parameters by itself.
+    # The forward pass itself takes this rank's parts of DTensor parameters, so that no forward hook
+    # of `declare_placement` has to.
     takes_dtensors = True
 
     num_experts: int
@@ -95,10 +97,10 @@ class ShardedExperts(_Spread):
         """The expert-parallel group."""
         return self._ep_group.group
 
-    # Split sizes are known on the host only after an exchange, so a graph cannot hold the layer.
+    # The host learns the split sizes from an exchange, so torch.compile cannot trace the layer.
     @outside_graphs
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Forward pass of the experts, whatever implementation the config names."""
+        """Run the experts by moe_ext, whichever implementation the config names."""
         with in_layer(weakref.ref(self)):
             return self._over_ranks(hidden_states, top_k_index, top_k_weights)
 
@@ -130,7 +132,8 @@ class ShardedExperts(_Spread):
         with dispatcher.computing(x_TD):
             out_RD = run_rows(self, rows, offsets, moves)
             if has_norm(self):
-                # The norm on the rank of the token: its weights are then as dense as those outside.
+                # The norm runs on the rank of the token. Its weights then get gradients from the
+                # rank's own tokens, like every dense parameter of the model.
                 back_ND = after_experts(self, dispatcher.bring_back(out_RD, metadata))
                 y_TD = dispatcher.weighted_sum(back_ND, metadata)
             else:
@@ -145,9 +148,10 @@ _OF_TRAINERS = (
 
 
 def _trainer_of_one_rank(*, saving: bool = False) -> Any:
-    """The Trainer of transformers that runs this, if rank 0 alone saves its models; else None.
+    """Find a Trainer of transformers among the callers, if it saves models on rank 0 alone.
 
-    With `saving` it has to be saving: its callbacks may save on all ranks.
+    With `saving`, its `_save` must be among the callers too, because a callback of the Trainer may
+    save on all ranks.
     """
     module: Any = sys.modules.get("transformers.trainer")
     frame: types.FrameType | None = None if module is None else sys._getframe()
@@ -155,7 +159,7 @@ def _trainer_of_one_rank(*, saving: bool = False) -> Any:
         if frame.f_globals is vars(module) and "self" in frame.f_locals:
             trainer: Any = frame.f_locals["self"]
             if hasattr(trainer, "is_fsdp_enabled"):
-                # SavesExperts has a `_save` of its own, and so may others that call all ranks.
+                # A subclass that overrides `_save`, as SavesExperts does, may save on all ranks.
                 alone = type(trainer)._save.__module__ == module.__name__
                 whole = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
                 here = not saving or frame.f_code.co_name == "_save"
@@ -166,20 +170,22 @@ def _trainer_of_one_rank(*, saving: bool = False) -> Any:
 
 _INDEX = "model.safetensors.index.json"
 _SAVE = "save_pretrained"
-# Whole tensors, on the CPU of the ranks that keep them.
+# Gathers whole tensors, on the CPU of the ranks that keep them.
 _gathered = functools.partial(gathered, operation=_SAVE, hint=_OF_TRAINERS, device="cpu")
 
 
 class WritesWhole(_Spread):
-    """Mixed into the class of a model whose experts `replace(ep_group=...)` spread over ranks."""
+    """Mixin for the class of a model whose experts `replace(ep_group=...)` spread over ranks."""
 
     _writes_part = False
 
     def train(self, mode: bool = True) -> Any:
-        """`nn.Module.train`, which a Trainer of transformers calls at the start of each step.
+        """Call `nn.Module.train`, after checking the Trainer of transformers that calls this.
+
+        A Trainer calls `train` at the start of each step, so the error comes before the first step.
 
         Raises:
-            ValueError: that Trainer is to save, and rank 0 alone would: steps would be lost.
+            ValueError: the Trainer saves on rank 0 alone, and would fail at its first checkpoint.
         """
         if mode and group_size(self._ep_group.group) > 1:
             trainer = _trainer_of_one_rank()
@@ -204,20 +210,20 @@ class WritesWhole(_Spread):
     ) -> None:
         """Write the files of all experts, or of all adapters, as the class's own method does.
 
-        Every rank of the expert-parallel group of rank 0 calls it, and rank 0 writes. With a
-        `state_dict` that holds all experts, such as that of `full_state_dict`, rank 0 may be alone.
+        Every rank of the expert-parallel group of rank 0 calls this, and rank 0 writes. Rank 0 may
+        call it alone with a `state_dict` that holds all experts, such as that of `full_state_dict`.
 
         Args:
             save_directory: folder; with `by_ranks` one that all ranks share.
             is_main_process: False for a rank that takes part and writes nothing.
-            state_dict: what to write in the place of the model's own.
-            by_ranks: each of these ranks writes files of some of the layers, so that none holds all
-                of them; rank 0 adds the index. Experts travel one tensor at a time.
-            options: of the class's own method.
+            state_dict: tensors to write instead of the model's own.
+            by_ranks: each of these ranks writes the files of some layers, so that no rank holds all
+                layers; rank 0 adds the index. Experts are gathered one tensor at a time.
+            options: further arguments of the class's own method.
 
         Raises:
-            RuntimeError: a rank of the group did not call it within a minute.
-            ValueError: `by_ranks` with adapters, a `state_dict`, or options of one writer.
+            RuntimeError: a rank of the group did not call this within a minute.
+            ValueError: `by_ranks` with adapters, a `state_dict`, or options that need one writer.
         """
         if by_ranks:
             told = {"state_dict": state_dict, "adapters": getattr(self, "peft_config", None)}
@@ -233,7 +239,7 @@ class WritesWhole(_Spread):
         with state_dicts_of_parts():
             state = dict(self.state_dict() if state_dict is None else state_dict)
         if getattr(self, "peft_config", None):
-            # The files are those of adapters alone.
+            # A model with adapters writes only the adapters, so experts are not gathered.
             trained = ("lora_", "modules_to_save")
             state = {
                 name: value
@@ -247,7 +253,7 @@ class WritesWhole(_Spread):
             for name, value in parts.items()
         }
         if groups and all(0 not in group_ranks(group) for group in groups):
-            return  # these ranks hold copies of what others write
+            return  # the group of rank 0 holds the same experts, and writes them
         writes = is_main_process and global_rank() == 0
         problem = None
         trainer = _trainer_of_one_rank(saving=True) if parts else None
@@ -273,13 +279,14 @@ class WritesWhole(_Spread):
     def _save_by_ranks(self, folder: Path, options: dict[str, Any]) -> None:
         group = self._ep_group.group
         if group is None or 0 not in group_ranks(group):
-            return  # these ranks hold copies of what others write
+            return  # the group of rank 0 holds the same experts, and writes them
         with state_dicts_of_parts():
             state: dict[str, Any] = dict(self.state_dict())
         device = next(value.device for value in state.values() if is_dtensor(value))
         blocks: dict[str, dict[str, Any]] = {}
         for name, value in state.items():
-            # Tensors of one layer may go into one of the file.
+            # transformers may write several tensors of a layer as one tensor of the file, so a
+            # single rank writes all tensors of a layer.
             block = re.match(r".*?\.\d+\.", name)
             blocks.setdefault(block[0] if block else "", {})[name] = value
         rank = group_rank(group)
@@ -303,13 +310,13 @@ class WritesWhole(_Spread):
             agreement.compare({})
 
     def should_save_on_this_rank(self, is_main_process: bool) -> bool:
-        """True if this rank writes files; transformers asks."""
+        """Return True if this rank writes files; overrides a method of transformers."""
         parent: Any = super()
         return self._writes_part or parent.should_save_on_this_rank(is_main_process)
 
 
 def _join_files(folder: Path, num_ranks: int) -> None:
-    """Make one checkpoint of those that ranks have written, each for some layers."""
+    """Join the files of the ranks, each of which wrote some layers, to one checkpoint."""
     parts = [folder / f".rank-{rank}" for rank in range(num_ranks)]
     for rank, part in enumerate(parts):
         if not part.is_dir():
@@ -332,7 +339,7 @@ def _join_files(folder: Path, num_ranks: int) -> None:
         file.replace(folder / name)
     for part in parts:
         (part / _INDEX).unlink(missing_ok=True)
-        for file in part.iterdir():  # configurations, the same of all
+        for file in part.iterdir():  # configuration files, which are equal on all ranks
             file.replace(folder / file.name)
         part.rmdir()
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -342,13 +349,16 @@ def _join_files(folder: Path, num_ranks: int) -> None:
 
 @functools.cache
 def _mixed(mixin: type, cls: type, prefix: str = "") -> type:
-    """A class of the two; transformers writes the name of a model's class into its files."""
+    """Make a class that derives from a mixin and another class.
+
+    A model's class keeps its name, without a prefix, because transformers writes it into files.
+    """
     return type(f"{prefix}{cls.__name__}", (mixin, cls), {"__module__": __name__})
 
 
 @dataclass(frozen=True)
 class RowOptions:
-    """Options of `replace` that say how rows travel to the experts."""
+    """Options of `replace` for the exchange of rows with the experts."""
 
     dispatcher: str = "alltoall"
     combine: str = "exact"
@@ -358,16 +368,16 @@ class RowOptions:
 
     @property
     def moves(self) -> Rebalance | None:
-        """When experts move."""
+        """Rule by which experts move between ranks; None if they do not."""
         return Rebalance(self.rebalance) if isinstance(self.rebalance, str) else self.rebalance
 
     @property
     def capacity(self) -> Capacity | None:
-        """Limit of the rows of an expert."""
+        """Limit of the rows of an expert; None without a limit."""
         return None if self.capacity_factor is None else Capacity(self.capacity_factor)
 
     def check(self, ep_group: ProcessGroup | None) -> None:
-        """ValueError or TypeError for options that are out of range or do not go together."""
+        """Raise ValueError or TypeError if options are out of range or exclude each other."""
         if self.rebalance is not None and not isinstance(self.rebalance, (Rebalance, str)):
             raise TypeError(
                 "replace: expected rebalance to be a Rebalance, 'exact' or 'periodic', got "
@@ -383,7 +393,7 @@ class RowOptions:
 
 
 def place_of(module: Any, name: str, group: ProcessGroup | None) -> Placement:
-    """Placement of a stacked parameter of the experts of a module."""
+    """Return the placement of a stacked parameter of the experts of a module."""
     return ExpertShards.of_ffn(
         module.num_experts,
         group,
@@ -394,8 +404,9 @@ def place_of(module: Any, name: str, group: ProcessGroup | None) -> Placement:
 
 
 def declare_placements(module: Any, group: ProcessGroup | None) -> None:
-    """Say what this rank holds of the parameters of experts."""
-    # First, or the next line would make this rank's part of the whole ones.
+    """Declare which part of the parameters of experts this rank holds."""
+    # Parameters that every rank holds whole are declared first, because the next call divides all
+    # parameters without a declaration.
     whole = Placement.of_experts(module.num_experts, None, dim=None)
     declare_placement(module, whole, [n for n, _ in module.named_parameters() if not _stacked(n)])
     declare_placement(module, place_of(module, "down_proj", group))
@@ -409,11 +420,11 @@ def _stacked(name: str) -> bool:
 
 
 def wholes(found: ReplacedParts, ep_group: ProcessGroup) -> list[Whole]:
-    """Parameters of experts and their adapters, to be spread over a group.
+    """Return the parameters of experts and their adapters, to be spread over a group.
 
     Raises:
-        ValueError: P does not divide E, a parameter is not stacked, a module has a forward of its
-            own, or there are adapters of another kind.
+        ValueError: P does not divide E, a parameter is not stacked, `forward` is set on a module
+            itself, or adapters are of another kind.
     """
     shards = shards_of_experts(ep_group)
     num_ranks = group_size(ep_group) // shards
@@ -422,7 +433,7 @@ def wholes(found: ReplacedParts, ep_group: ProcessGroup) -> list[Whole]:
         num_experts: int = module.num_experts
         rule, fits = f"a multiple of the group size {num_ranks}", num_experts % num_ranks == 0
         check_rule("replace", f"{path}.num_experts", num_experts, rule, fits)
-        if "forward" in vars(module):  # it would run in the place of that over ranks
+        if "forward" in vars(module):  # would hide `ShardedExperts.forward`
             raise ValueError(
                 f"replace: expected {path} to have the forward of its class, where its experts are "
                 "spread over ranks, got one that is set on the module, as hooks of Accelerate are; "
@@ -446,7 +457,7 @@ def wholes(found: ReplacedParts, ep_group: ProcessGroup) -> list[Whole]:
 
 
 def _check_shards(path: str, module: Any, found: ReplacedParts, shards: int) -> None:
-    """ValueError for experts that cannot be cut into shards."""
+    """Raise ValueError for experts that cannot be cut into shards."""
     names = weight_names(module)
     ffn_dim = module.down_proj.shape[1 if module.is_transposed else 2]
     problem = next((f"{path} with {name}" for name in names if name.endswith("_bias")), None)
@@ -466,10 +477,10 @@ def _check_shards(path: str, module: Any, found: ReplacedParts, shards: int) -> 
 def dispatchers_of(
     found: ReplacedParts, ep_group: ProcessGroup, options: RowOptions
 ) -> dict[str, TokenDispatcher]:
-    """A dispatcher for each block of experts, by its path.
+    """Make a dispatcher for each block of experts, by its path.
 
     Raises:
-        ValueError: options that do not go together, or a family whose experts need "alltoall".
+        ValueError: options exclude each other, or the family's experts need "alltoall".
     """
     made = {}
     for path, module in found.experts.items():
@@ -480,7 +491,8 @@ def dispatchers_of(
                 f"{options.dispatcher!r} and {path}"
             )
         num_experts: int = module.num_experts
-        # To a dispatcher shards, and slots for experts that move, are experts.
+        # A dispatcher counts each shard of an expert, and each slot for a moved expert, as an
+        # expert.
         spread = num_experts * shards_of_experts(ep_group) * (1 + (options.moves is not None))
         own = named_dispatcher(
             *("replace", options.dispatcher, spread, ep_group),
@@ -500,14 +512,14 @@ def shard(
     dispatchers: dict[str, TokenDispatcher],
     options: RowOptions,
 ) -> None:
-    """Let a model and its experts, whose parameters were cut, know the group that they are on.
+    """Set group, dispatchers and classes of a model whose expert parameters were divided.
 
     Args:
-        model: what the user holds: `found.model`, or the PeftModel around it.
+        model: the user's module: `found.model`, or the PeftModel around it.
         found: the experts.
         ep_group: the P ranks.
-        dispatchers: of `dispatchers_of`.
-        options: of the rows.
+        dispatchers: result of `dispatchers_of`.
+        options: options of the exchange of rows.
     """
     for path, module in found.experts.items():
         module._ep_group = GroupHandle(ep_group)
@@ -517,7 +529,7 @@ def shard(
         module._capacity, moves = options.capacity, options.moves
         module._rebalancer = None if moves is None else Rebalancer(moves, module)
         if shards_of_experts(ep_group) > 1:
-            continue  # there are no adapters
+            continue  # `_check_shards` refused adapters
         place = Placement.of_experts(module.num_experts, ep_group)
         for wrapper, name, _, own in factors_of(found.model, path, place):
             wrapper.takes_dtensors = True
@@ -528,12 +540,13 @@ def shard(
 
 
 def ep_implementation(base: type) -> type:
-    """The class that transformers registers, derived from its `EPImplementation`."""
+    """Make the class to register with transformers, derived from its `EPImplementation`."""
 
     class MoeExtEP(base):  # type: ignore[misc]
-        """Rows by moe_ext's dispatcher: one exchange of counts, two of rows, zero rows included.
+        """Exchanges rows by moe_ext's dispatcher: one exchange of counts, and two of rows.
 
-        Gradients are transformers': those of experts are the sum over the ranks of the group.
+        A rank takes part even with zero rows. As transformers expects, the gradients of experts are
+        sums over the ranks of the group.
         """
 
         def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
@@ -547,7 +560,7 @@ def ep_implementation(base: type) -> type:
         ) -> Tensor:
             num_tokens = len(hidden_states)
             shared = self.tp_mesh.size() > 1
-            if shared:  # every rank of the mesh holds this batch: each takes a slice of the tokens
+            if shared:  # all ranks of the mesh hold this batch, and each takes a slice of tokens
                 hidden_states, top_k_index, top_k_weights = (
                     part_of_tokens(x, self.tp_mesh)
                     for x in (hidden_states, top_k_index, top_k_weights)
@@ -567,16 +580,19 @@ def ep_implementation(base: type) -> type:
             return getattr(config, "_experts_implementation", None) == IMPLEMENTATION
 
         def _run(self, rows_RD: Tensor, offsets: Tensor) -> Tensor:
-            """This rank's experts, by moe_ext or by the implementation that the config names."""
+            """Run this rank's experts, by the implementation that the config names."""
             if self._is_ours():
                 return run_rows(self.experts, rows_RD, offsets)
             if rows_RD.shape[0] == 0:
-                # Other implementations lose the graph, and with it the exchange in the backward.
+                # For zero rows, other implementations return a tensor outside the autograd graph,
+                # and this rank would miss the exchange of the backward pass. One row is run instead
+                # and dropped.
                 one = rows_RD.sum(dim=0, keepdim=True)
                 index_11 = torch.zeros((1, 1), dtype=torch.int64, device=one.device)
                 return self.experts_forward(one, index_11, one.new_ones((1, 1)))[:0]
             position_R = torch.arange(rows_RD.shape[0], device=rows_RD.device)
-            # Past the last offset this is L, which transformers takes for an expert elsewhere.
+            # Rows past the last offset get index L, which means an expert of another rank to
+            # transformers.
             index_R = torch.searchsorted(offsets[1:].contiguous(), position_R, right=True)
             weight_R = (index_R < self.num_local_experts).to(rows_RD.dtype)
             return self.experts_forward(rows_RD, index_R[:, None], weight_R[:, None])

@@ -1,4 +1,4 @@
-"""The experts of a transformers block on the operators of moe_ext.
+"""Runs the experts of a transformers block by the operators of moe_ext.
 
 Shapes: T tokens, D model, F ffn, E experts, K top-k, N = T*K rows.
 """
@@ -32,12 +32,12 @@ KNOWN_FLAGS = frozenset(
 
 
 def has_norm(experts: Any) -> bool:
-    """True for experts with a norm behind each; transformers before 5.20 have none."""
+    """Return True if a norm follows the experts; transformers before 5.20 has no such experts."""
     return getattr(experts, "has_post_expert_norm", False)
 
 
 def weight_names(experts: Any) -> dict[str, int]:
-    """Stacked parameters of an experts module, with their numbers of dimensions."""
+    """Return name to number of dimensions of the stacked parameters of an experts module."""
     up = "gate_up_proj" if experts.has_gate else "up_proj"
     names = {up: 3, "down_proj": 3}
     if experts.has_bias:
@@ -46,11 +46,11 @@ def weight_names(experts: Any) -> dict[str, int]:
 
 
 def _activate(experts: Any, up: Tensor) -> Tensor:
-    """The module's own gate or activation, by a fused operator where one exists."""
+    """Run the module's own gate or activation, by a fused operator if one exists."""
     if not experts.has_gate:
         return activate(up, experts.act_fn)
     gate = getattr(experts._apply_gate, "__func__", None)
-    # By name: the function itself is in a package that may not be installed.
+    # The gate is compared by name, because transformers may not be installed.
     name = getattr(gate, "__qualname__", "")
     if name == "_default_apply_gate":
         gated = GATED_KIND_OF.get(plain_kind(experts.act_fn) or "")
@@ -65,9 +65,9 @@ def _activate(experts: Any, up: Tensor) -> Tensor:
 def run_rows(
     experts: Any, rows_ND: Tensor, expert_offsets: Tensor, moves: ExpertMoves | None = None
 ) -> Tensor:
-    """Rows grouped by expert through the experts of a transformers module, `[N, D] -> [N, D]`.
+    """Run rows grouped by expert through the experts of a module, `[N, D] -> [N, D]`.
 
-    Experts that moved to this rank are behind its own in the offsets.
+    In the offsets, experts that moved to this rank follow the rank's own experts.
     """
 
     def product(name: str, x: Tensor) -> Tensor:
@@ -84,17 +84,17 @@ def run_rows(
 
 
 def after_experts(experts: Any, rows_ND: Tensor) -> Tensor:
-    """The norm that some families put between the experts and the weighted sum."""
+    """Apply the norm that some families have between the experts and the weighted sum."""
     return experts.post_expert_norm(rows_ND) if has_norm(experts) else rows_ND
 
 
 def known_experts(topk_idx_TK: Tensor, num_experts: int) -> Tensor:
-    """-1 for the indices past the last expert, which eager experts skip."""
+    """Replace indices past the last expert by -1; eager experts skip such choices."""
     return torch.where(topk_idx_TK < num_experts, topk_idx_TK, -1)
 
 
 def expert_rows(experts: Any, topk_idx_TK: Tensor) -> int | None:
-    """Rows that an expert takes from these tokens at most, where `replace` set a capacity."""
+    """Return the most rows that an expert takes from these tokens; None without a capacity."""
     capacity: Capacity | None = getattr(experts, "_capacity", None)
     if capacity is None:
         return None
@@ -103,7 +103,10 @@ def expert_rows(experts: Any, topk_idx_TK: Tensor) -> int | None:
 
 
 def as_weight(experts: Any, hidden_states: Tensor) -> Tensor:
-    """The tokens in the dtype of the weights, as the other implementations cast them."""
+    """Cast tokens to the dtype of the weights, as transformers' implementations do.
+
+    Under autocast, tokens keep their dtype.
+    """
     if autocast_dtype(hidden_states.device) is not None:
         return hidden_states
     return hidden_states.to(experts.down_proj.dtype)
@@ -112,12 +115,12 @@ def as_weight(experts: Any, hidden_states: Tensor) -> Tensor:
 def experts_forward(
     experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Experts of a block, with the signature of transformers' `ExpertsInterface`.
+    """Run the experts of a block, with the signature of transformers' `ExpertsInterface`.
 
     Args:
         experts: module of a class that `use_experts_implementation` decorated, with any flags.
         hidden_states: `[T, D]`, not written to.
-        top_k_index: `[T, K]`, in [0, E), or E for no expert here.
+        top_k_index: `[T, K]`, in [0, E), or E for an expert that is not on this rank.
         top_k_weights: `[T, K]`.
 
     Returns:

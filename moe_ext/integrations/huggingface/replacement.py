@@ -1,4 +1,4 @@
-"""Replace the experts of a Hugging Face model, in place."""
+"""Replaces the experts of a Hugging Face model, in place."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def register() -> None:
     """Register "moe_ext" with transformers: the experts and the expert-parallel implementation.
 
     A model can then be loaded with `experts_implementation="moe_ext"`, and with
-    `DistributedConfig(ep_size=..., ep_implementation="moe_ext")`. `replace` calls this.
+    `DistributedConfig(ep_size=..., ep_implementation="moe_ext")`. `replace` calls this function.
 
     Raises:
         ImportError: transformers 5 is not installed.
@@ -52,7 +52,7 @@ def register() -> None:
         parallel = importlib.import_module("transformers.distributed.expert_parallel")
         interface = parallel.EPImplementationInterface
     except (ImportError, AttributeError):
-        return  # the first versions of transformers 5 have no such registry
+        return  # early versions of transformers 5 have no registry of expert parallelism
     if IMPLEMENTATION not in interface():
         interface.register(IMPLEMENTATION, ep_implementation(parallel.EPImplementation))
 
@@ -60,7 +60,7 @@ def register() -> None:
 def _copy_input(
     block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Hook of a block that multiplies its input by a jitter in place: hand it a copy."""
+    """Pre-hook that copies the input of a block, which multiplies it by a jitter in place."""
     if not block.training:
         return None
     if args:
@@ -90,48 +90,49 @@ def replace(
 ) -> int:
     """Run the experts of a Hugging Face mixture-of-experts model by moe_ext.
 
-    For every model whose experts are of a class that transformers decorates with
+    Every model works whose experts are of a class that transformers decorates with
     `use_experts_implementation` (docs/hugging_face.md has the table). The model keeps its modules,
-    parameters and their names; what changes is the function that its experts call, and that a block
-    with jitter no longer writes to its input. So the router, its logits, the auxiliary loss,
+    parameters and their names. Only two things change: the function that its experts call, and that
+    a block with jitter no longer writes to its input. The router, its logits, the auxiliary loss,
     gradient checkpointing, `save_pretrained`, adapters and optimizers that already hold the
-    parameters work as before. `model.set_experts_implementation("eager")` goes back. Importing this
-    package's integration registers nothing; the first call registers the implementation "moe_ext"
-    with transformers, and a model can then also be loaded with `experts_implementation="moe_ext"`.
+    parameters work as before. `model.set_experts_implementation("eager")` undoes the call.
+    Importing moe_ext registers nothing. The first call registers the implementation "moe_ext" with
+    transformers, and a model can then also be loaded with `experts_implementation="moe_ext"`.
 
-    With `ep_group` each rank keeps E/P of the experts of every block: their parameters become
-    DTensors of the same names. There is then no way back; `save_pretrained`, called by every rank,
-    writes all experts, and gradients follow `moe_ext.distributed.sync_gradients`. Make optimizers
-    and wrappers afterwards; every rank must hold the same model.
+    With `ep_group` each rank keeps E/P of the experts of every block, and their parameters become
+    DTensors of the same names. This cannot be undone. `save_pretrained`, called by every rank,
+    writes all experts, and gradients follow `moe_ext.distributed.sync_gradients`. Before the call
+    every rank must hold the same model. Make optimizers and wrappers after the call.
 
     Args:
-        model: a transformers 5 model, or a `PeftModel` of one. With `ep_group` the outermost, since
-            the `save_pretrained` of a model around it would know nothing of the other ranks.
+        model: a transformers 5 model, or a `PeftModel` of one. With `ep_group` give the outermost
+            model, because `save_pretrained` of a model around it would not gather the experts.
         ep_group: process group to spread the experts over; None keeps them on this rank.
-        dispatcher: "alltoall", "dedup", "hierarchical", "allgather", or "auto" for what takes least
-            time in a rehearsal at the first forward pass, as in `MoELayer`. Families with a norm
-            behind the experts take "alltoall" alone.
+        dispatcher: "alltoall", "dedup", "hierarchical", "allgather", or "auto" for the fastest in a
+            rehearsal at the first forward pass, as in `MoELayer`. Families with a norm behind the
+            experts take only "alltoall".
         combine: "exact" or "reduced", as in `MoELayer`; "reduced" needs another dispatcher.
-        wire: formats in which rows travel, as in `MoELayer`. On one rank nothing travels.
-        rebalance: "exact" or a `Rebalance`, as in `MoELayer`: every rank runs the same number of
-            rows, for which weights of experts travel where that pays. On one rank nothing does.
-        capacity_factor: rows that an expert takes of the tokens of a rank, over those of an even
-            load, as in `MoELayer`; the others go to no expert. None takes all.
+        wire: formats in which rows are sent, as in `MoELayer`. On one rank nothing is sent.
+        rebalance: "exact" or a `Rebalance`, as in `MoELayer`: weights of experts are sent to other
+            ranks so that all ranks run the same number of rows, if that saves time. No effect on
+            one rank.
+        capacity_factor: most rows that an expert takes from the tokens of a rank, as a multiple of
+            those of an even load, as in `MoELayer`. Further rows go to no expert. None takes all.
 
     Returns:
         Number of expert blocks that now run on moe_ext.
 
     Raises:
         ImportError: transformers 5 is not installed.
-        ValueError: no experts of a decorated class (`set_experts_implementation` silently changes
-            nothing there); a quantised model; experts of another class beside them, of another
-            layout, with unknown flags or already spread over ranks; a group whose size does not
-            divide E; parameters of experts that something else holds (an optimizer, a wrapper, a
-            graph, a variable); or options that do not go together. The model is unchanged.
+        ValueError: the model has no experts of a decorated class (`set_experts_implementation`
+            would silently change nothing), or is quantised; experts are of another class, of
+            another layout, have unknown flags or are already spread over ranks; the group's size
+            does not divide E; another object (an optimizer, a wrapper, a graph, a variable) holds
+            parameters of experts; or options exclude each other. The model is unchanged.
         TypeError: ep_group is no process group of this rank.
 
-    Synchronisation: none without ep_group. With it the ranks compare their experts in one message,
-    and the layer reads its split sizes once per forward pass.
+    Synchronisation: none without ep_group. With ep_group the ranks compare their experts in one
+    message, and the layer reads its split sizes once per forward pass.
     """
     check_group(ep_group, "replace")
     options = RowOptions(dispatcher, combine, wire, rebalance, capacity_factor)
@@ -152,20 +153,20 @@ def replace(
 def from_pretrained(
     cls: Any, path: str | os.PathLike[str], *, ep_group: ProcessGroup, **options: Any
 ) -> Any:
-    """Load a model whose experts lie over ranks; each rank reads its own of them alone.
+    """Load a model with experts spread over ranks, each of which reads only its own experts.
 
-    As `cls.from_pretrained(path)` and `replace(model, ep_group=...)`, whatever the layout of the
-    family's safetensors, with no more than this rank's part in memory; all ranks call it.
+    Equivalent to `cls.from_pretrained(path)` and `replace(model, ep_group=...)`, for every layout
+    of safetensors, but memory holds only this rank's part. All ranks call it.
 
     Args:
         cls: a model class of transformers, or one of its auto classes.
         path: folder or name, as `from_pretrained` takes it.
         ep_group: see `replace`.
-        options: `dispatcher`, `combine`, `wire`, `rebalance` and `capacity_factor` of `replace`,
-            all others of `from_pretrained`.
+        options: `dispatcher`, `combine`, `wire`, `rebalance` and `capacity_factor` of `replace`;
+            all others go to `from_pretrained`.
 
     Returns:
-        The model; what `from_pretrained` returns.
+        The result of `from_pretrained`, which is the model.
 
     Raises:
         As `replace` and `from_pretrained`; ValueError for an ep_group with etp.
@@ -182,20 +183,22 @@ def from_pretrained(
     load = base._load_pretrained_model
 
     def load_parts(model: nn.Module, *args: Any, **named: Any) -> Any:
-        # On the meta device, before transformers looks at what parameters need.
+        # The model is on the meta device here. Experts are divided before transformers looks at the
+        # parameters and allocates memory for them.
         replace(model, ep_group=ep_group, **own)
         with state_dicts_of_parts():
             return load(model, *args, **named)
 
     with mock.patch.object(base, "_load_pretrained_model", staticmethod(load_parts)):
         found = cls.from_pretrained(path, **options)
-    # With output_loading_info the model is the first of two.
-    sharded_parameters(found[0] if isinstance(found, tuple) else found)  # those are new
+    # With output_loading_info the result is a tuple of the model and the info. Loading made new
+    # parameters, on which the call notes their placements.
+    sharded_parameters(found[0] if isinstance(found, tuple) else found)
     return found
 
 
 def _find_whole(model: nn.Module) -> ReplacedParts:
-    """The experts of a model, all of them on this rank; ValueError for others."""
+    """Find the experts of a model; ValueError unless all of them are on this rank."""
     found = find(model, "replace")
     for path, module in found.experts.items():
         if isinstance(module, ShardedExperts):
@@ -217,7 +220,7 @@ def _run_by_us(found: ReplacedParts) -> None:
 
 
 def _replace_over_ranks(model: nn.Module, ep_group: ProcessGroup, options: RowOptions) -> int:
-    """`replace` with a group: every rank does it, or every rank raises."""
+    """Replace experts and spread them over a group. Either every rank does, or all raise."""
     found: Any = None
 
     def whole() -> tuple[list[Whole], dict[str, object]]:
@@ -231,7 +234,8 @@ def _replace_over_ranks(model: nn.Module, ep_group: ProcessGroup, options: RowOp
         }
 
     with spreading("replace", model, ep_group, whole):
-        # After the ranks agree, since "hierarchical" makes groups with the others.
+        # Dispatchers are made after the ranks have agreed, because "hierarchical" makes process
+        # groups, which is a collective call.
         dispatchers = dispatchers_of(found, ep_group, options)
         _run_by_us(found)
     shard(model, found, ep_group, dispatchers, options)

@@ -1,4 +1,4 @@
-"""Decoder layers of a transformers model, and its parts as stages of a pipeline."""
+"""Cuts a transformers model into stages of a pipeline, by its decoder layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OP = "Plan.apply"
 
 
 def decoder_of(model: nn.Module) -> Any:
-    """The module of a transformers model whose `layers` are all of its decoder layers.
+    """Return the module of a transformers model whose `layers` are all of its decoder layers.
 
     Raises:
         ValueError: the model has none.
@@ -36,32 +36,32 @@ def decoder_of(model: nn.Module) -> Any:
 
 
 class _Elsewhere(nn.Module):
-    """Stands for a decoder layer that another stage has."""
+    """Stands for a decoder layer of another stage, and returns its input."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        # Decoders choose the mask of a layer by it.
+        # Decoders choose the mask of a layer by this attribute.
         self.attention_type = getattr(layer, "attention_type", None)
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """The input."""
+        """Return the input."""
         return hidden_states
 
 
 class Stages:
-    """A causal language model of transformers, to be cut into stages of consecutive layers.
+    """A causal language model of transformers that is cut into stages of consecutive layers.
 
-    The first stage has the embedding, the last one the norm and the output behind the layers.
-    Nothing is changed before `keep`.
+    The first stage has the embedding; the last stage has the norm and the output behind the layers.
+    The model is unchanged until `keep`.
 
     Args:
         model: the whole model.
-        spans: of each stage the first layer and the one behind the last, in turn.
+        spans: (first layer, last layer + 1) of each stage, in order.
 
     Raises:
-        ValueError: the decoder does more than to pass hidden states through its layers and a norm;
-            stages have not all of its layers in turn; or losses of routers are asked for, which are
-            sums over all layers.
+        ValueError: the decoder does more than pass hidden states through its layers and a norm;
+            the stages do not have all of its layers in order; or the config asks for the routers'
+            losses, which are sums over all layers.
     """
 
     def __init__(self, model: Any, spans: Sequence[tuple[int, int]]) -> None:
@@ -95,7 +95,7 @@ class Stages:
         self._check()
 
     def _check(self) -> None:
-        """Refuse decoders that change what goes through no layer at all."""
+        """Refuse a decoder that changes its input even without layers and norm."""
         weight = self.model.get_input_embeddings().weight
         x = torch.linspace(-1, 1, 3 * weight.shape[1], dtype=weight.dtype, device=weight.device)
         x = x.view(1, 3, -1)
@@ -109,7 +109,7 @@ class Stages:
             )
 
     def _without(self, stages: Collection[int]) -> dict[str, nn.Module | None]:
-        """Stand-ins for the modules that none of these stages has."""
+        """Return path to stand-in, for the modules that none of these stages has."""
         found: dict[str, nn.Module | None] = {}
         here = {i for s in stages for i in range(*self._spans[s])}
         for i, path in enumerate(self._layers):
@@ -122,27 +122,28 @@ class Stages:
         return found
 
     def stage(self, number: int, sequences: BatchCutter | None = None) -> Stage:
-        """A stage; it shares its modules with the model.
+        """Make a stage, which shares its modules with the model.
 
         Args:
-            number: of the stage.
-            sequences: of a model whose sequences ranks share; hidden states are those of a part.
+            number: index of the stage.
+            sequences: cuts each sequence over the ranks that share it; hidden states are then those
+                of this rank's part. None leaves sequences whole.
         """
         shell = _with(self.model, self._without((number,)))
         ends = number == 0, number == self.num_stages - 1
         return Stage(shell, self._decoder, *ends, sequences)
 
     def keep(self, stages: Collection[int]) -> None:
-        """Drop from the model itself what none of these stages has; the rest keeps its names."""
+        """Drop all modules of other stages from the model itself; the rest keeps its names."""
         for path, module in self._without(stages).items():
             parent, _, name = path.rpartition(".")
             self.model.get_submodule(parent)._modules[name] = module
 
 
 class Stage(nn.Module):
-    """Tokens `[B, S]` or hidden states `[B, L, D]` to hidden states, or to logits `[B, L, V]`.
+    """Maps tokens `[B, S]` or hidden states `[B, L, D]` to hidden states or logits `[B, L, V]`.
 
-    L is S, or this rank's part of it.
+    L is S, or the length of this rank's part of the sequence.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class Stage(nn.Module):
 
 
 def _with(module: nn.Module, replaced: Mapping[str, nn.Module | None]) -> nn.Module:
-    """A copy of a module that shares all of its modules but those at these paths."""
+    """Copy a module; the copy shares all submodules except those at the replaced paths."""
     copied = copy.copy(module)
     copied._modules = {**module._modules}
     for name, child in module._modules.items():

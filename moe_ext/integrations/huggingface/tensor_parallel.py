@@ -1,4 +1,4 @@
-"""Tensor parallelism of the dense part of a transformers model, by the plan of its family."""
+"""Divides the dense layers of a transformers model over ranks, by the plan of its family."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from moe_ext._checks import check_rule
 
 _OP = "Plan.apply"
 _OF_EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
-# Norms of the heads that a rank has: their weights are whole, and get its part of the gradient.
+# Style of norms over heads. Every rank has the whole weights, but only the gradient of its own
+# heads, so that gradients must be summed.
 _SUMMED = "replicated_with_grad_allreduce"
-# The styles of transformers' plans that torch.distributed.tensor.parallel has, and the norms.
+# The styles of transformers' plans for which torch.distributed.tensor.parallel has a class, and the
+# style of norms over heads.
 _STYLES = (
     "colwise",
     "rowwise",
@@ -27,16 +29,16 @@ _STYLES = (
 
 
 def tensor_parallel_styles(model: Any, num_ranks: int) -> dict[str, str]:
-    """The style of each dense layer that the plan of the model's family divides, by its path.
+    """Return path to style, for each dense layer that the plan of the model's family divides.
 
     Args:
-        model: of transformers.
-        num_ranks: that share each layer.
+        model: a model of transformers.
+        num_ranks: number of ranks that share each layer.
 
     Raises:
-        ValueError: the family has no plan, or one with a style that is not known or that leaves
-            weights between columns and rows whole; ranks do not divide the heads of keys and
-            values that they do not gather; or the output's weights are the embedding's.
+        ValueError: the family has no plan, or its plan has an unknown style or leaves weights
+            between columns and rows whole; ranks do not divide the number of heads of keys and
+            values, unless they are gathered; or embedding and output share their weights.
     """
     title, config = type(model).__name__, model.config.get_text_config()
     modules, found = dict(model.named_modules()), dict[str, str]()
@@ -61,7 +63,7 @@ def tensor_parallel_styles(model: Any, num_ranks: int) -> dict[str, str]:
         parent = path.rpartition(".")[0]
         for name, _ in modules[parent].named_parameters(prefix=parent):
             if name.rpartition(".")[0] not in found:
-                # It would get the gradient of this rank's columns alone.
+                # An undivided weight would get only the gradient of this rank's columns.
                 raise ValueError(
                     f"{_OP}: expected the plan of {title} to divide all of {parent} for "
                     f"tp={num_ranks}, got {name} whole"
@@ -83,14 +85,14 @@ def tensor_parallel_styles(model: Any, num_ranks: int) -> dict[str, str]:
 def parallelize(model: nn.Module, styles: dict[str, str], mesh: DeviceMesh) -> None:
     """Divide layers over the ranks of a mesh, which call the model with the same tokens.
 
-    Experts get a part of these tokens from each rank, and their results are gathered.
+    Each rank gives a part of these tokens to the experts, and gathers the results of all parts.
 
     Args:
-        model: of transformers, whose experts are replaced; or one with the names of such a model.
+        model: a model of transformers with replaced experts, or one with the same names.
         styles: see `tensor_parallel_styles`.
-        mesh: of one dimension.
+        mesh: mesh of one dimension.
     """
-    # Not at the top: it takes a second to import.
+    # torch.distributed.tensor takes a second to import, so the import is local.
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -106,7 +108,7 @@ def parallelize(model: nn.Module, styles: dict[str, str], mesh: DeviceMesh) -> N
         "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
     }
     plan = {path: made[style] for path, style in styles.items() if style != _SUMMED}
-    # Every rank has the same weights.
+    # `src_data_rank=None` sends nothing, because every rank has the same weights.
     parallelize_module(model, mesh, plan, src_data_rank=None)
     for path, module in model.named_modules():
         columns = [
@@ -124,7 +126,11 @@ def parallelize(model: nn.Module, styles: dict[str, str], mesh: DeviceMesh) -> N
 
 
 def _share_input(parent: nn.Module, columns: list[nn.Module], mesh: DeviceMesh) -> None:
-    """Have one message add up what the columns of a module give to the gradient of their input."""
+    """Have the divided children of a module share one DTensor as input.
+
+    The gradients of the children with respect to the input are then summed over ranks in one
+    message instead of one for each child.
+    """
     from torch.distributed.tensor import DTensor, Replicate
 
     seen: list[tuple[Any, Any]] = []
@@ -141,9 +147,9 @@ def _share_input(parent: nn.Module, columns: list[nn.Module], mesh: DeviceMesh) 
 
 
 def _sum_gradients(norm: nn.Module, mesh: DeviceMesh) -> None:
-    """Give the weights of a module the sum of the gradients that the ranks have.
+    """Sum the gradients of a module's weights over the ranks.
 
-    Not by hooks of parameters, which FSDP2 replaces.
+    Hooks of parameters would not do, because FSDP2 replaces the parameters.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -161,7 +167,7 @@ def _sum_gradients(norm: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def part_of_tokens(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's part of rows that all ranks of a mesh hold, which gather its gradient."""
+    """Return this rank's part of rows that all ranks hold. The backward pass gathers gradients."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
@@ -169,7 +175,7 @@ def part_of_tokens(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def whole_of_tokens(part: Tensor, mesh: DeviceMesh, num_tokens: int) -> Tensor:
-    """Rows of all ranks of a mesh, of which each has the part that `part_of_tokens` gives it."""
+    """Gather the rows of all ranks of a mesh; inverse of `part_of_tokens`."""
     from torch.distributed.tensor import DTensor, Shard
 
     shape, stride = torch.Size((num_tokens, part.shape[1])), (part.shape[1], 1)
@@ -189,7 +195,9 @@ def _share_tokens(experts: nn.Module, mesh: DeviceMesh) -> None:
         return tuple(scaled(part_of_tokens(x, mesh), 1 / mesh.size()) for x in given)
 
     def join(_: nn.Module, __: Any, out: Tensor) -> Tensor:
-        # Each token reaches experts once, where a mean over ranks expects it from all of the mesh.
+        # The mean over ranks of experts' gradients expects each token from every rank of the mesh,
+        # but each token reaches the experts once. Its gradient is therefore scaled by the mesh's
+        # size inside the experts; `cut` scales the gradient of their input back.
         return whole_of_tokens(scaled(out, mesh.size()), mesh, mesh.size() * len(out))
 
     experts.register_forward_pre_hook(cut)

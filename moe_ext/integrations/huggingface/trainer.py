@@ -14,20 +14,20 @@ from moe_ext.integrations.huggingface.expert_parallel import WritesWhole
 
 
 class SavesExperts:
-    """Mixed into a Trainer of transformers: its checkpoints hold the experts of all ranks.
+    """Mixin for a Trainer of transformers, whose checkpoints then hold the experts of all ranks.
 
     ::
 
         class Trainer(moe_ext.integrations.huggingface.SavesExperts, transformers.Trainer):
             pass
 
-    The files are those of one process, so that `resume_from_checkpoint=` goes on with any number of
-    ranks. They are read as `from_pretrained` does: the Trainer by itself leaves experts as they
-    were, with a warning, where a family's files name them otherwise than the model (Mixtral's do).
-    It is for models that transformers does not shard itself (`fsdp`, DeepSpeed).
+    The files are those of one process, so that `resume_from_checkpoint=` works with any number of
+    ranks. They are read as by `from_pretrained`. The Trainer itself would warn and skip the experts
+    of families, such as Mixtral, whose files name experts differently from the model. The mixin is
+    for models that transformers does not shard itself (`fsdp`, DeepSpeed).
 
     Raises:
-        ValueError: `save_on_each_node`, which rank 0 alone would obey.
+        ValueError: `save_on_each_node` is set, but only rank 0 of the job writes.
     """
 
     args: Any
@@ -35,17 +35,19 @@ class SavesExperts:
     optimizer: Any
     lr_scheduler: Any
     state: Any
-    # Parameters in the groups of a model without DTensors, if there are others here, and the number
-    # of such a group for each one here.
+    # Parameters by the two groups (with and without weight decay) of a model without DTensors. None
+    # if the optimizer has the same groups.
     _split: list[list[nn.Parameter]] | None = None
+    # Index in `_split` of each parameter group of the optimizer.
     _numbers: list[int]
-    # True once `save_model` of the Trainer has called `_save`.
+    # True after `save_model` of the Trainer has called `_save`.
     _is_saved = False
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._check_nodes()
-        # The Trainer wraps it in DistributedDataParallel, and adapters may be around it.
+        # The Trainer will wrap `self.model` in DDP. If `self.model` is a PeftModel around the model
+        # that `replace` prepared, it needs a call of its own.
         parallelize(self.model)
 
     def _check_nodes(self) -> None:
@@ -57,27 +59,32 @@ class SavesExperts:
             )
 
     def train(self, *args: Any, **options: Any) -> Any:
-        """As the Trainer does, which after `evaluate` or `predict` leaves out its wrapper."""
-        # Accelerate marks a model that was prepared without DistributedDataParallel, too.
+        """Call `Trainer.train`, with DDP even after `evaluate` or `predict`."""
+        # `evaluate` prepares the model without DDP. Accelerate marks it as prepared all the same,
+        # and `train` would not wrap a marked model.
         vars(self.model).pop("_is_accelerate_prepared", None)
         return super().train(*args, **options)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As the Trainer does, which before transformers 5.23 saves on ranks that write alone."""
+        """Call `Trainer.save_model`, and have every rank save.
+
+        Before transformers 5.23 the Trainer calls `_save` only on ranks that write files.
+        """
         self._is_saved = False
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
         tools: Any = self
         if not (self._is_saved or tools.is_fsdp_enabled or tools.is_deepspeed_enabled):
             self._save(output_dir)
 
-    # Called on every rank, of which those that write take state dicts.
+    # Every rank calls this method, because a state dict gathers the experts of all ranks. Only
+    # ranks with `should_save` keep the gathered tensors and write.
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
         self._check_nodes()
         self._is_saved = True
         if isinstance(self.model, WritesWhole) and not self.args.should_save:
-            # It collects by itself, adapters alone where there are some.
+            # `save_pretrained` gathers the experts of all ranks, or only adapters if there are any.
             self.model.save_pretrained(output_dir or self.args.output_dir, is_main_process=False)
         elif state_dict is None and not isinstance(self.model, WritesWhole):
             with whole_state_dicts(keep=self.args.should_save):
@@ -86,7 +93,11 @@ class SavesExperts:
             super()._save(output_dir, state_dict)  # type: ignore[misc]
 
     def create_optimizer(self, *args: Any, **options: Any) -> Any:
-        """As the Trainer does; it puts DTensors into groups apart, of which no file tells."""
+        """Create the optimizer as the Trainer does, and remember the groups of its checkpoints.
+
+        The Trainer puts DTensors into parameter groups of their own, but a checkpoint has the
+        groups of a model without DTensors.
+        """
         is_own = self.optimizer is None
         found = super().create_optimizer(*args, **options)  # type: ignore[misc]
         decaying = set(self.get_decay_parameter_names(self.model))  # type: ignore[attr-defined]
@@ -96,14 +107,15 @@ class SavesExperts:
         groups = [group["params"] for group in found.param_groups]
         of_model = set(number) == {p for group in groups for p in group}
         if is_own:
-            self._split = None  # that of an earlier optimizer
+            self._split = None  # forget the groups of an earlier optimizer
         if is_own and of_model and [len(group) for group in groups] != [len(ps) for ps in split]:
             self._split, self._numbers = split, [number[group[0]] for group in groups]
         return found
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        # Its hook comes first: ours knows other groups.
+        # The hook of `whole_state_dicts` must run first, on the optimizer's own groups, because
+        # `_joined` replaces them.
         with (
             whole_state_dicts(optimizer, keep=self.args.should_save),
             optimizer.register_state_dict_post_hook(self._joined),
@@ -129,7 +141,7 @@ class SavesExperts:
         return self._numbers.index(number) if number in self._numbers else None
 
     def _joined(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The state with the groups and numbers of a model without DTensors."""
+        """Convert a state to the groups and parameter numbers of a model without DTensors."""
         if self._split is None:
             return state_dict
         here = [p for group in optimizer.param_groups for p in group["params"]]
@@ -146,7 +158,7 @@ class SavesExperts:
         return {**state_dict, "state": state, "param_groups": groups}
 
     def _parted(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Undo `_joined`."""
+        """Convert a result of `_joined` back to the groups of this optimizer."""
         saved = state_dict["param_groups"]
         keys = [key for group in saved for key in group["params"]]
         if self._split is None or len(keys) != sum(map(len, self._split)):
@@ -165,7 +177,8 @@ class SavesExperts:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
             return
         cls: Any = type(model).__bases__[1] if isinstance(model, WritesWhole) else type(model)
-        # The dtype in the files' config is that of one parameter, to which all would be rounded.
+        # The files' config has the dtype of one parameter. By default all parameters would be
+        # rounded to that dtype.
         dtypes = [t.dtype for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
         dtype = functools.reduce(torch.promote_types, dtypes)
         model.load_state_dict(cls.from_pretrained(resume_from_checkpoint, dtype=dtype).state_dict())
@@ -178,7 +191,7 @@ class SavesExperts:
 
 
 def _for_groups(state: dict[str, Any], length: int, picked: list[int]) -> dict[str, Any]:
-    """The state of a scheduler with its lists, an item for each group, for other groups."""
+    """Convert a scheduler's state to other groups, by picking items of lists of that length."""
     return {
         name: [value[index] for index in picked]
         if isinstance(value, list) and len(value) == length
@@ -188,5 +201,5 @@ def _for_groups(state: dict[str, Any], length: int, picked: list[int]) -> dict[s
 
 
 def _is_adapted(model: Any) -> bool:
-    """True if the files are not those of `from_pretrained`: of adapters, or of another library."""
+    """Return True if `from_pretrained` cannot read the model's files, such as those of adapters."""
     return not hasattr(model, "from_pretrained") or bool(getattr(model, "peft_config", None))

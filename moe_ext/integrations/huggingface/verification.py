@@ -1,4 +1,4 @@
-"""Compare a replaced model with the original, on the caller's own batch."""
+"""Compares a replaced model with the original, on the caller's own batch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class VerifyReport:
 
 
 def _logits(output: Any) -> Tensor:
-    """Logits of a model's output, or the hidden states of a model without a head."""
+    """Return the logits of an output, or the hidden states of a model without a head."""
     logits: Tensor | None = getattr(output, "logits", None)
     return output[0] if logits is None else logits
 
@@ -55,7 +55,7 @@ def _logits(output: Any) -> Tensor:
 def _run(
     found: ReplacedParts, batch: Mapping[str, Tensor], implementation: str, seed: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits and gradients under one implementation; leaves `.grad` alone."""
+    """Return logits and gradients with one implementation. `.grad` is not touched."""
     model = found.model
     found.set_implementation(implementation)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -65,7 +65,8 @@ def _run(
         loss = getattr(output, "loss", None)
         if loss is None:
             logits = _logits(output).float()
-            # Weighted, since the norm at the end of a model without a head keeps the plain mean.
+            # A model without a head ends in a norm, which nearly fixes the plain mean square, so
+            # that its gradient would be nearly zero. Columns are therefore weighted.
             columns = torch.linspace(0.5, 1.5, logits.shape[-1], device=logits.device)
             loss = (logits * columns).square().mean()
         gradients = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
@@ -74,7 +75,7 @@ def _run(
 
 
 def _compared(found: Tensor, wanted: Tensor) -> tuple[float, float]:
-    """Largest absolute difference, and largest magnitude that is wanted."""
+    """Return the largest absolute difference, and the largest magnitude in `wanted`."""
     return (found - wanted).abs().max().item(), wanted.abs().max().item()
 
 
@@ -82,10 +83,10 @@ def verify(model: nn.Module, batch: Mapping[str, Tensor], *, seed: int = 0) -> V
     """Compare moe_ext with the original experts on the caller's own batch, and print the result.
 
     Args:
-        model: a model that `replace` takes, replaced or not. Its implementation, its gradients and
-            the random state are afterwards as before.
-        batch: keyword arguments of the model, such as `input_ids` and `labels`. Without a loss in
-            the output the gradients are those of a weighted mean square of the logits.
+        model: a model that `replace` accepts, replaced or not. Its implementation, its gradients
+            and the random state are unchanged afterwards.
+        batch: keyword arguments of the model, such as `input_ids` and `labels`. If the output has
+            no loss, the gradients are those of a weighted mean square of the logits.
         seed: seed of both runs, for dropout.
 
     Returns:
@@ -93,7 +94,7 @@ def verify(model: nn.Module, batch: Mapping[str, Tensor], *, seed: int = 0) -> V
 
     Raises:
         ImportError: transformers 5 is not installed.
-        ValueError: a model that `replace` refuses.
+        ValueError: `replace` would refuse the model.
     """
     found = find(model, "verify")
     for name, module in found.experts.items():
