@@ -1,4 +1,4 @@
-"""Drop-in use in models of other libraries."""
+"""Layers, optimizers and calls with the interfaces of other libraries."""
 
 from moe_ext.integrations import (
     deepspeed,

@@ -31,18 +31,18 @@ GateHook = Callable[[Tensor, Tensor, Any], object]
 
 
 class Gate(Router):
-    """Base of the gates that are named and counted as another library does it.
+    """Base of gates with the parameter names, capacity and balance loss of another library.
 
     Attributes:
         loss: balance loss of the last forward pass, in the graph, as the library defines it.
-        num_dropped: slots of the last forward pass without room at their expert, 0-d int64.
+        num_dropped: number of slots of the last forward pass whose expert was full, 0-d int64.
     """
 
     loss: Tensor | None = None
     num_dropped: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A tensor inside a graph can be neither copied nor pickled.
+        # torch can neither copy nor pickle a tensor that has a grad_fn.
         return {**self.__dict__, "loss": None}
 
     def output(
@@ -54,14 +54,14 @@ class Gate(Router):
         counts: tuple[Tensor, Tensor],
         score_sum: Tensor,
     ) -> RouterOutput:
-        """Bundle a decision.
+        """Make the output from a decision, and drop slots without room.
 
         Args:
             logits_TE: `[T, E]`.
             topk_weights: `[T, K]`, zero where a slot has no expert.
             topk_idx: `[T, K]`, -1 where a slot has no expert.
-            kept: `[T, K]` bool, slots that their expert has room for; None for all.
-            counts: choices of each expert, and those that the balance loss counts, `[E]` each.
+            kept: `[T, K]` bool, True for slots whose expert has room; None keeps all.
+            counts: number of slots of each expert, and the number for the balance loss, `[E]` each.
             score_sum: `[E]`.
         """
         chosen = topk_idx >= 0
@@ -79,7 +79,7 @@ class Gate(Router):
 
 
 class FacadeExperts(nn.Module):
-    """Experts in stacked parameters, of which each rank of a group holds `num_local` experts."""
+    """Base of experts in stacked parameters; each rank of a group holds `num_local` experts."""
 
     def __init__(self, num_local: int, group: ProcessGroup | None) -> None:
         super().__init__()
@@ -88,20 +88,20 @@ class FacadeExperts(nn.Module):
         self.num_experts = num_local * group_size(group)
 
     def _spread(self) -> None:
-        """Make DTensors of the parameters of this rank's experts, once they are there."""
+        """Make DTensors of the parameters, after the subclass has created them."""
         declare_placement(self, Placement.of_experts(self.num_experts, self.ep_group))
 
     @property
     def ep_group(self) -> ProcessGroup | None:
-        """The expert-parallel group, None when every expert is local."""
+        """The expert-parallel group; None if every expert is local."""
         return self._ep_group.group
 
 
 class RenamedLayer(MoELayer):
-    """A `MoELayer` whose submodules stand where another library has them.
+    """A `MoELayer` whose submodules have the names of another library.
 
-    `paths` maps an attribute of `MoELayer` to the dotted name under which it is registered, so
-    that parameters and state dicts have the library's names.
+    `paths` maps an attribute of `MoELayer` to the dotted name under which the submodule is
+    registered, so that parameters and state dicts have the library's names.
     """
 
     paths: ClassVar[dict[str, str]] = {}
@@ -141,9 +141,10 @@ class RenamedLayer(MoELayer):
         return module
 
     def run(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
-        """The forward pass of `MoELayer`, for classes with another signature."""
+        """Run the forward pass of `MoELayer`, for subclasses whose `forward` differs."""
         y = MoELayer.forward(self, x, token_mask=token_mask)
-        # The gate drops, so that it can weigh what is left; the layer saw nothing of it.
+        # The gate drops slots, because it weights the remaining ones. The layer never sees the
+        # dropped slots, so their number comes from the gate.
         self._record["num_dropped"] = self.router.num_dropped
         return y
 
@@ -154,7 +155,7 @@ class LayerWithLoss(RenamedLayer):
     l_aux: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A tensor inside a graph can be neither copied nor pickled.
+        # torch can neither copy nor pickle a tensor that has a grad_fn.
         return {**super().__getstate__(), "l_aux": None}
 
 
@@ -163,12 +164,12 @@ _groups = weakref.WeakKeyDictionary()
 
 
 def expert_group(ep_size: int, owner: str) -> ProcessGroup | None:
-    """Group of `ep_size` consecutive ranks that this rank belongs to; None for one rank.
+    """Return this rank's group of `ep_size` consecutive ranks; None if `ep_size` is 1.
 
     All ranks call it in the same order. The groups of a size are made once.
 
     Raises:
-        ValueError: there are not so many ranks, or they do not divide into such groups.
+        ValueError: ep_size does not divide the number of ranks.
     """
     if ep_size < 1 or world_size() % ep_size != 0:
         raise ValueError(
@@ -188,7 +189,7 @@ def expert_group(ep_size: int, owner: str) -> ProcessGroup | None:
 
 
 def float32_logits(x_TD: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias` in float32, float64 for float64 tokens, outside autocast."""
+    """Compute `x @ weight.T + bias` outside autocast, in float32, or float64 for float64 tokens."""
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
     with without_autocast(x_TD.device):
         return nn.functional.linear(
@@ -197,7 +198,7 @@ def float32_logits(x_TD: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 def slots_with_room(topk_idx_TK: Tensor, num_experts: int, capacity: int, **options: Any) -> Tensor:
-    """Mask of the slots that experts take, `[T, K]` bool; `options` of `ops.limit_capacity`."""
+    """Return True for slots that experts take, `[T, K]`; `options` go to `ops.limit_capacity`."""
     if capacity < 1:
         return torch.zeros_like(topk_idx_TK, dtype=torch.bool)
     kept_idx, _ = ops.limit_capacity(topk_idx_TK, num_experts, capacity, **options)
@@ -205,9 +206,9 @@ def slots_with_room(topk_idx_TK: Tensor, num_experts: int, capacity: int, **opti
 
 
 def counts_of(idx: Tensor, num_experts: int) -> Tensor:
-    """Number of times that each expert occurs among indices, `[E]` int64; -1 counts for none."""
+    """Count how often each expert occurs among indices, `[E]` int64; -1 is not counted."""
     flat = idx.reshape(-1) + 1
-    # No bincount: on CUDA it waits for the device.
+    # torch.bincount would make the host wait for a CUDA device.
     counts = flat.new_zeros(num_experts + 1)
     return counts.scatter_add_(0, flat, torch.ones_like(flat))[1:]
 
@@ -215,9 +216,9 @@ def counts_of(idx: Tensor, num_experts: int) -> Tensor:
 def slots_with_room_on_all_ranks(
     topk_idx_TK: Tensor, num_experts: int, capacity: int, group: ProcessGroup | None
 ) -> Tensor:
-    """Mask of the slots that experts take where `capacity` holds for all ranks of a group together.
+    """Return True for slots that experts take if all ranks of a group share the `capacity`.
 
-    The ranks are served in their order. A collective over the group.
+    Lower ranks are served first. Collective over the group.
     """
     if group_size(group) == 1:
         return slots_with_room(topk_idx_TK, num_experts, capacity)
@@ -226,7 +227,7 @@ def slots_with_room_on_all_ranks(
     counts_PE = collectives.all_gather(own_E[None], group, operation="capacity of the experts")
     room_E = (capacity - counts_PE[: group_rank(group)].sum(0)).clamp(min=0)
     slots_S1 = topk_idx_TK.reshape(-1, 1)
-    # Rows without features: only the tables of the permutation are wanted.
+    # Only the tables of the permutation are needed, so rows have no features.
     _, permutation = ops.permute_tokens(
         slots_S1.new_empty((slots_S1.shape[0], 0), dtype=torch.float32), slots_S1, num_experts
     )
@@ -237,40 +238,40 @@ def slots_with_room_on_all_ranks(
 
 
 def gumbel_noise(like: Tensor) -> Tensor:
-    """Standard Gumbel noise from torch's generator: the draws of torch.distributions."""
+    """Draw standard Gumbel noise, bit for bit as torch.distributions does."""
     limits = torch.finfo(torch.float32)
     uniform = uniform_noise(like, limits.tiny, 1.0 - limits.eps)
     return -(-uniform.log()).log()
 
 
 def first_and_drawn(logits_TE: Tensor, noisy_TE: Tensor) -> Tensor:
-    """GShard's choice by the Gumbel trick, `[T, 2]`: first by logit, then by noise."""
+    """Return GShard's choice `[T, 2]`: the largest logit, then the largest other noisy logit."""
     first_T1 = logits_TE.argmax(dim=1, keepdim=True)
     others_TE = noisy_TE.scatter(1, first_T1, -math.inf)
     return torch.cat([first_T1, others_TE.argmax(dim=1, keepdim=True)], dim=1)
 
 
 def uniform_noise(like: Tensor, low: float, high: float) -> Tensor:
-    """Uniform noise from torch's generator: the draws of torch.distributions."""
+    """Draw uniform noise, bit for bit as torch.distributions does."""
     noise = torch.rand(like.shape, dtype=torch.float32, device=like.device)
     return noise.mul_(high - low).add_(low)
 
 
 def check_option(owner: str, name: str, value: object, *allowed: object) -> None:
-    """Raise the ValueError for a value that is none of those that have a meaning here."""
+    """Raise ValueError for a value that is not among the allowed ones."""
     *others, last = map(repr, allowed)
     rule = f"{', '.join(others)} or {last}" if others else last
     check_rule(owner, name, value, rule, value in allowed)
 
 
 def check_known_keys(owner: str, config: dict[str, Any], known: tuple[str, ...], what: str) -> None:
-    """ValueError that names the first unknown key of a configuration."""
+    """Raise ValueError for the first unknown key of a configuration."""
     for key in config:
         check_rule(owner, f"the keys of {what}", key, f"among {', '.join(known)}", key in known)
 
 
 def activate(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
-    """Run an activation function, fused where a kernel computes it."""
+    """Run an activation function, by a fused kernel if there is one."""
     function: Any = getattr(activation, "func", activation)
     if function is nn.functional.gelu:
         options = getattr(activation, "keywords", {})
@@ -283,13 +284,13 @@ def activate(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class LinearGate(Gate, abc.ABC):
-    """A linear gate; what it chooses is up to `decide` of the subclasses.
+    """Base of gates with linear logits, for which subclasses choose experts in `decide`.
 
     Args:
-        d_model: D, the elements of a token.
-        num_expert: experts of each rank.
-        world_size: ranks that the experts are spread over; E = num_expert * world_size.
-        top_k: K, experts of a token.
+        d_model: D, number of elements of a token.
+        num_expert: number of experts of each rank.
+        world_size: number of ranks that hold the experts; E = num_expert * world_size.
+        top_k: K, number of experts of a token.
         gate_bias: add a bias to the logits.
 
     Attributes:
@@ -297,7 +298,7 @@ class LinearGate(Gate, abc.ABC):
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """TypeError for a gate that was written for the library, which calls its forward pass."""
+        """Raise TypeError for a gate that overrides `forward`; layers call `decide` instead."""
         super().__init_subclass__(**kwargs)
         if "forward" in vars(cls):
             raise TypeError(
@@ -318,7 +319,7 @@ class LinearGate(Gate, abc.ABC):
 
     @property
     def group(self) -> ProcessGroup | None:
-        """The ranks that the experts are spread over, None for this one alone."""
+        """Ranks over which the experts are spread; None if this rank holds all of them."""
         return self._group.group
 
     @group.setter
@@ -331,7 +332,7 @@ class LinearGate(Gate, abc.ABC):
 
     @property
     def has_loss(self) -> bool:
-        """True if a loss waits to be fetched."""
+        """True if `get_loss` would return a loss."""
         return self.loss is not None
 
     def set_loss(self, loss: Tensor | None) -> None:
@@ -339,7 +340,7 @@ class LinearGate(Gate, abc.ABC):
         self.loss = loss
 
     def get_loss(self, clear: bool = True) -> Tensor | None:
-        """Balance loss of the last forward pass; `clear` forgets it and its graph."""
+        """Return the balance loss of the last forward pass; `clear` frees it and its graph."""
         loss = self.loss
         if clear:
             self.loss = None
@@ -350,11 +351,11 @@ class LinearGate(Gate, abc.ABC):
         """Choose experts from logits."""
 
     def logits(self, tokens: Tokens) -> Tensor:
-        """In float32."""
+        """Compute the logits, in float32."""
         return float32_logits(tokens.x_TD, self.gate.weight, self.gate.bias)
 
     def choose(self, logits_TE: Tensor, tokens: Tokens) -> RouterOutput:
-        """Choose K experts for every token, and tell the hook."""
+        """Choose K experts for every token, and call the hook."""
         assert tokens.mask_T is None, "the layers of these libraries take no mask"
         decided = self.decide(logits_TE)
         if self.hook is not None:
@@ -370,14 +371,16 @@ def gshard_output(
     *,
     random_routing: bool,
 ) -> RouterOutput:
-    """GShard: drop for lack of room, then drop second experts at random (kept iff u <= 2 * w2).
+    """Make GShard's output: drop slots without room, and second experts at random.
+
+    With u uniform in [0, 1), a second expert of weight w2 is kept if u <= 2 * w2.
 
     Args:
-        gate: whose loss is set.
+        gate: the gate, whose loss is set.
         logits_TE: `[T, E]`.
-        chosen: the two best experts; `u` is compared with the weight of the second.
-        kept: slots that their expert has room for, `[T, K]` bool.
-        random_routing: False drops none at random.
+        chosen: the two best experts of each token.
+        kept: True for slots whose expert has room, `[T, K]` bool.
+        random_routing: drop second experts at random.
     """
     weights_TK, idx = chosen.topk_weights, chosen.topk_idx
     first_E = counts_of(idx[:, 0], gate.num_experts)
@@ -393,13 +396,15 @@ def gshard_output(
 
 
 def switch_output(gate: LinearGate, logits_TE: Tensor, eps: float, capacity: int) -> RouterOutput:
-    """Switch: additive noise in training, top-1, capacity over all ranks, loss over what is kept.
+    """Make Switch's output: one expert per token, additive noise in training, a shared capacity.
+
+    The loss counts only kept slots.
 
     Args:
-        gate: whose loss is set.
+        gate: the gate, whose loss is set.
         logits_TE: `[T, E]`.
-        eps: the noise is uniform in 1 - eps .. 1 + eps.
-        capacity: rows that an expert takes from all ranks.
+        eps: the noise is uniform in [1 - eps, 1 + eps).
+        capacity: number of rows that an expert takes from all ranks together.
     """
     if gate.training:
         logits_TE = logits_TE + (torch.rand_like(logits_TE) * 2 * eps + 1.0 - eps)
@@ -415,7 +420,7 @@ def switch_output(gate: LinearGate, logits_TE: Tensor, eps: float, capacity: int
 
 
 def check_capacity(owner: str, capacity: tuple[float, float]) -> tuple[float, float]:
-    """The rates for training and evaluation; ValueError where they are not two positive ones."""
+    """Return the rates for training and evaluation; ValueError unless both are positive."""
     rates = tuple(capacity)
     if len(rates) != 2 or not all(0 < rate < math.inf for rate in rates):
         raise ValueError(f"{owner}: expected capacity to be two positive rates, got {capacity}")

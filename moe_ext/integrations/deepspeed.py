@@ -35,25 +35,25 @@ _MAX_GROUP_SIZE = 178956971
 
 
 class TopKGate(Gate):
-    """DeepSpeed's gate: Switch for k = 1, GShard for k = 2, top-k with drops by score above.
+    """DeepSpeed's gate: Switch for k = 1, GShard for k = 2, top-k with drops by score for k > 2.
 
-    Logits, scores and losses are in float32. Random numbers come from torch's generator, the same
-    draws as DeepSpeed's: equal seeds give equal decisions.
+    Logits, scores and losses are in float32. Random numbers are drawn as in DeepSpeed, so that
+    equal seeds give equal decisions.
 
     Args:
-        model_dim: D, the elements of a token.
-        num_experts: E, over all ranks.
-        k: K, experts of a token.
-        capacity_factor: in training mode an expert takes `ceil(T / E * k * capacity_factor)` rows
-            of each rank.
-        eval_capacity_factor: the same in evaluation mode.
-        min_capacity: an expert takes at least so many rows.
-        noisy_gate_policy: None or "None"; "Jitter", tokens times noise in 1 +- 0.01 before the
-            product; "RSample" (k = 1), the expert is drawn by Gumbel noise on the logits.
-        drop_tokens: False sets no capacity.
-        use_rts: k = 1: the rows that an expert has no room for are random ones, not the last.
-        ep_group: None; the layer knows its ranks.
-        top2_2nd_expert_sampling: k = 2: the second expert is drawn by Gumbel noise on the logits.
+        model_dim: D, number of elements of a token.
+        num_experts: E, number of experts of all ranks.
+        k: K, number of experts of a token.
+        capacity_factor: in training an expert takes `ceil(T / E * k * capacity_factor)` rows of
+            each rank.
+        eval_capacity_factor: the same in evaluation.
+        min_capacity: smallest number of rows that an expert takes.
+        noisy_gate_policy: None or "None"; "Jitter", which multiplies tokens by noise in 1 +- 0.01
+            before the logits; "RSample" (k = 1), which draws the expert by Gumbel noise on logits.
+        drop_tokens: drop tokens by a capacity; otherwise experts take all.
+        use_rts: for k = 1, a full expert drops random rows instead of the last ones.
+        ep_group: must be None; the layer knows its ranks.
+        top2_2nd_expert_sampling: for k = 2, draw the second expert by Gumbel noise on the logits.
     """
 
     def __init__(
@@ -96,16 +96,17 @@ class TopKGate(Gate):
         self.wg.reset_parameters()
 
     def capacity(self, num_tokens: int) -> int | None:
-        """Rows that an expert takes from a rank with so many tokens; None for all."""
+        """Return the rows that an expert takes from a rank's tokens; None if it takes all."""
         if not self.drop_tokens:
             return None
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
-        # DeepSpeed multiplies in float32, which decides where the product is close to an integer.
+        # The product is in float32, as in DeepSpeed. In float64, a product close to an integer
+        # could be rounded up to another capacity.
         rows = torch.tensor(num_tokens / self.num_experts) * torch.tensor(factor * self.k)
         return max(math.ceil(rows.item()), self.min_capacity, 1)
 
     def logits(self, tokens: Tokens) -> Tensor:
-        """In float32, of tokens that the jitter has moved."""
+        """Compute the logits in float32, of tokens with jitter in training."""
         x_TD = tokens.x_TD
         if self.noisy_gate_policy == "Jitter" and self.training:
             x_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
@@ -115,7 +116,7 @@ class TopKGate(Gate):
     def choose(self, logits_TE: Tensor, tokens: Tokens) -> RouterOutput:
         """Choose k experts for every token.
 
-        A token that is not used chooses no expert, but its scores count in the loss, as in
+        A token outside the mask chooses no expert, but its scores count in the loss, as in
         DeepSpeed.
         """
         num_tokens, token_mask = logits_TE.shape[0], tokens.mask_T
@@ -137,7 +138,7 @@ class TopKGate(Gate):
         return self.output(logits_TE, weights, idx, kept, (counts, counted), score_sum)
 
     def _gate(self, logits_TE: Tensor) -> ops.GateOutput:
-        """Chosen experts, weighed by their softmax scores."""
+        """Choose experts, with their softmax scores as weights."""
         drawn_first = self.k == 1 and self.noisy_gate_policy == "RSample" and self.training
         drawn_second = self.k == 2 and self.top2_2nd_expert_sampling
         if not drawn_first and not drawn_second:
@@ -150,11 +151,12 @@ class TopKGate(Gate):
         return ops.gate_weights(logits_TE, idx, renormalize=False)
 
     def _kept(self, logits_TE: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
-        """Slots with room at their expert."""
+        """Return True for slots whose expert has room."""
         capacity = self.capacity(logits_TE.shape[0])
         options: dict[str, Any] = {"policy": "choice"}
         if self.k == 1 and self.use_rts:
-            # Drawn even where nothing is dropped, as in DeepSpeed: later draws depend on it.
+            # As in DeepSpeed, numbers are drawn even if nothing is dropped. Otherwise later draws
+            # would differ from DeepSpeed's.
             drawn_TE = uniform_noise(logits_TE, 0.0, 1.0)
             options = {"policy": "random", "priority": drawn_TE.gather(1, idx.clamp(min=0))}
         elif self.k > 2:
@@ -168,24 +170,24 @@ class MoE(RenamedLayer):
     """Mixture of experts with the signature, results and parameter names of `deepspeed.moe.layer`.
 
     Args:
-        hidden_size: D, the elements of a token.
+        hidden_size: D, number of elements of a token.
         expert: module `[n, D] -> [n, D]`; every expert is a deep copy of it.
-        num_experts: E, over all ranks.
-        ep_size: consecutive ranks that share the experts.
-        k: experts per token.
+        num_experts: E, number of experts of all ranks.
+        ep_size: number of consecutive ranks that share the experts.
+        k: K, number of experts of a token.
         capacity_factor: see `TopKGate`.
         eval_capacity_factor: see `TopKGate`.
         min_capacity: see `TopKGate`.
-        use_residual: weigh the output with that of one dense expert, by a learned softmax.
+        use_residual: mix the output with that of a dense expert, by weights of a learned softmax.
         noisy_gate_policy: see `TopKGate`.
         drop_tokens: see `TopKGate`.
         use_rts: see `TopKGate`.
-        use_tutel: False; there is one implementation.
-        enable_expert_tensor_parallelism: False.
+        use_tutel: must be False; there is one implementation.
+        enable_expert_tensor_parallelism: must be False.
         top2_2nd_expert_sampling: see `TopKGate`.
 
     Raises:
-        ValueError: an option or a size has no meaning here; the message names it.
+        ValueError: an option or a size is not supported; the message names it.
     """
 
     paths: ClassVar[dict[str, str]] = {
@@ -248,7 +250,7 @@ class MoE(RenamedLayer):
             self.coefficient = nn.Linear(hidden_size, 2)
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Nothing to do: the groups exist since construction, of consecutive ranks."""
+        """Do nothing; the constructor has made the groups, of consecutive ranks."""
         name = "use_data_before_expert_parallel_"
         check_option("deepspeed.MoE", name, use_data_before_expert_parallel_, False)
 
@@ -259,11 +261,11 @@ class MoE(RenamedLayer):
 
         Args:
             hidden_states: `[..., D]`.
-            used_token: `[...]` or `[T]`, nonzero = used; another token reaches no expert.
+            used_token: `[...]` or `[T]`; a token with zero reaches no expert. None uses all tokens.
 
         Returns:
-            Output `[..., D]`; l_aux, 0-d, to be added to the loss; exp_counts `[E]` int64, choices
-            of each expert before any drop.
+            Output `[..., D]`; l_aux, 0-d, to add to the loss; exp_counts `[E]` int64, the number of
+            tokens that chose each expert, before any drop.
         """
         mask = None
         if used_token is not None:
@@ -281,7 +283,7 @@ class MoE(RenamedLayer):
 
 
 def _first_output(module: nn.Module, args: Any, output: Any) -> Any:
-    """Output of an expert that returns `(output, None)`, as Megatron's do."""
+    """Forward hook for an expert that returns `(output, None)`, as Megatron's experts do."""
     if not isinstance(output, tuple):
         return output
     if any(other is not None for other in output[1:]):
@@ -311,7 +313,7 @@ def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
 
 
 def _pieces(parameters: Sequence[nn.Parameter], limit: float | None) -> list[list[nn.Parameter]]:
-    """Cut a list into runs of at most `limit` elements; a larger parameter is a run of its own."""
+    """Cut a list into pieces of at most `limit` elements. A larger parameter is its own piece."""
     pieces: list[list[nn.Parameter]] = []
     size = 0.0
     for parameter in parameters:
@@ -330,15 +332,15 @@ def split_params_into_different_moe_groups_for_optimizer(
     """Split the expert parameters of optimizer groups into groups of their own.
 
     Args:
-        param_groups: groups with "params" and "name"; they are left as they are.
-        max_group_size: elements in an expert group; None for no limit.
+        param_groups: groups with "params" and "name"; they are not changed.
+        max_group_size: most elements of an expert group; None for no limit.
 
     Returns:
-        The groups without expert parameters, then groups with "moe": True and "name": "ep_size_N"
-        and the other entries of the group that they come from.
+        The groups without expert parameters, then the expert groups. These have "moe": True,
+        "name": "ep_size_N", and the other entries of their original group.
 
     Raises:
-        ValueError: something else than groups, or one without a name.
+        ValueError: param_groups are no groups, or a group has no name.
     """
     if isinstance(param_groups, dict):
         param_groups = [param_groups]
@@ -366,7 +368,7 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def configure_moe_param_groups(model_parameters: list[Any]) -> list[dict[str, Any]]:
-    """Optimizer groups with the experts apart, from parameters or from groups of them."""
+    """Make optimizer groups with separate groups of experts, from parameters or from groups."""
     if model_parameters and isinstance(model_parameters[0], dict):
         if any("moe" in group for group in model_parameters):
             return model_parameters

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration, as the objects that do the same here."""
+"""Converts DeepSpeed's configuration to objects of moe_ext and torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moe_ext.distributed.placement import expert_param_groups
 from moe_ext.optim import LAMB, OneBitAdam, OneBitLamb, ZeroOneAdam, param_groups
 
 _OP = "from_ds_config"
-# "bfp16" is DeepSpeed's word.
+# DeepSpeed also accepts "bfp16".
 _DTYPES = {
     "fp32": torch.float32,
     "fp16": torch.float16,
@@ -34,7 +34,7 @@ _COMPRESSED: dict[str, type[Optimizer]] = {
     "onebitlamb": OneBitLamb,
     "zerooneadam": ZeroOneAdam,
 }
-# By DeepSpeed's names, in any case of letters.
+# Optimizers by DeepSpeed's names, in lower case.
 _OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adam": torch.optim.AdamW,
     "adamw": torch.optim.AdamW,
@@ -43,13 +43,13 @@ _OPTIMIZERS: dict[str, type[Optimizer]] = {
     "lamb": LAMB,
     **_COMPRESSED,
 }
-# DeepSpeed's defaults where those of the classes are others.
+# DeepSpeed's defaults that differ from those of the classes.
 _DEFAULTS = {
     "adam": {"weight_decay": 0.0},
     "adamw": {"weight_decay": 0.0},
     "lamb": {"weight_decay": 0.0, "eps": 1e-8},
 }
-# These change how fast DeepSpeed does something, or what it prints, and no result.
+# Keys that change DeepSpeed's speed or its log, but no result.
 _IGNORED = {
     *("steps_per_print", "wall_clock_breakdown", "dump_state", "memory_breakdown", "moe.enabled"),
     *("prescale_gradients", "gradient_predivide_factor", "optimizer.legacy_fusion"),
@@ -86,21 +86,20 @@ _ZERO_PLUS_PLUS = (
 
 @dataclass(frozen=True)
 class DSConfig:
-    """Settings that a DeepSpeed configuration asks for.
+    """Settings of a DeepSpeed configuration.
 
     Attributes:
-        micro_batch_size: samples of a pass on one rank.
-        accumulation_steps: passes of a step.
+        micro_batch_size: number of samples of a micro-batch on one rank.
+        accumulation_steps: number of micro-batches of a step.
         mesh_sizes: arguments of `MoEMesh`.
         zero_stage: 0 to 3.
-        dtype: of the forward pass; weights of the optimizer are float32.
-        communication_dtype: of gradients in messages; None is their own.
-        max_grad_norm: to clip by; None for no clipping.
-        zero_plus_plus: arguments of `moe_ext.compression.zero_plus_plus`, which applies where any
-            is set.
+        dtype: dtype of the forward pass; the optimizer's weights are float32.
+        communication_dtype: dtype of gradients in messages; None keeps their own dtype.
+        max_grad_norm: limit of the gradient norm; None for no clipping.
+        zero_plus_plus: arguments of `moe_ext.compression.zero_plus_plus`; call it if any is set.
         loss_scale: options of `distributed.GradScaler`; None without float16.
-        optimizer_class: of the optimizer; None where the configuration has none.
-        optimizer_options: its arguments.
+        optimizer_class: class of the optimizer; None if the configuration has no optimizer.
+        optimizer_options: arguments of the optimizer.
     """
 
     micro_batch_size: int
@@ -116,12 +115,12 @@ class DSConfig:
     optimizer_options: dict[str, Any] = field(default_factory=dict)
 
     def mesh(self) -> MoEMesh:
-        """The ranks; all of them call it."""
+        """Make the mesh; collective over all ranks."""
         return MoEMesh(**self.mesh_sizes)
 
     def fsdp_options(self) -> dict[str, Any]:
-        """Options of `moe_ext.distributed.fully_shard` for stages 2 and 3."""
-        # Not at the top: FSDP takes a second to import.
+        """Return options of `moe_ext.distributed.fully_shard` for stages 2 and 3."""
+        # torch's FSDP takes a second to import, so the import is local.
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         low = None if self.dtype == torch.float32 else self.dtype
@@ -130,21 +129,22 @@ class DSConfig:
         return {"reshard_after_forward": self.zero_stage == 3, "mp_policy": policy}
 
     def autocast(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
-        """The forward pass in `dtype` where nothing is sharded, stages 0 and 1."""
+        """Return a context for forward passes in `dtype`; without effect for stages 2 and 3."""
         if self.dtype == torch.float32 or self.zero_stage > 1:
             return contextlib.nullcontext()
         return torch.autocast(device_type, self.dtype)
 
     def grad_scaler(self, device_type: str) -> GradScaler:
-        """Scaler of the loss, which acts with float16 alone."""
+        """Make the scaler of the loss, which is enabled only for float16."""
         options = self.loss_scale or {"enabled": False}
         return GradScaler(device_type, **options)
 
     def optimizers(self, model: nn.Module) -> list[Optimizer]:
-        """The optimizer; with stage 1 those of the dense part, sharded, and those of the experts.
+        """Make the optimizer; with stage 1, sharded ones for dense groups and plain for experts.
 
         Args:
-            model: after `fully_shard` and `to`; the same on all ranks, which call it together.
+            model: the model after `fully_shard` and `to`, equal on all ranks, which call this
+                together.
 
         Raises:
             ValueError: the configuration has no optimizer.
@@ -154,11 +154,13 @@ class DSConfig:
             raise ValueError(f"{_OP}: expected the configuration to have 'optimizer', got none")
         groups = expert_param_groups(model)
         if cls in (LAMB, *_COMPRESSED.values()):
-            # Norms and messages are those of each expert: in DeepSpeed a tensor of its own.
+            # In DeepSpeed each expert is a tensor of its own, with its own norm and messages.
+            # These groups treat stacked experts in the same way.
             groups = param_groups(model, process_groups=cls is not LAMB)
             for group in groups:
                 group["params"] = [parameter for _, parameter in group["params"]]
-                # DeepSpeed takes vectors as any other tensor.
+                # `param_groups` sets options for biases and norms, which DeepSpeed treats like any
+                # other tensor.
                 group.pop("weight_decay", None)
                 group.pop("adapt", None)
         if self.zero_stage != 1:
@@ -174,21 +176,21 @@ class DSConfig:
 
 
 def from_ds_config(config: Mapping[str, Any]) -> DSConfig:
-    """Read a DeepSpeed configuration, and refuse what has no meaning here.
+    """Read a DeepSpeed configuration, and refuse settings without a counterpart.
 
-    Keys that change speed alone are ignored with a warning. Beside DeepSpeed's own, `{"moe":
-    {"ep_size": n}}` gives the ranks that share experts, which DeepSpeed takes from its layers, and
-    `{"pipeline": {"stages": n}}` the stages.
+    Keys that change only speed are ignored with a warning. Two keys are added to DeepSpeed's:
+    `{"moe": {"ep_size": n}}` is the number of ranks that share experts, which DeepSpeed takes from
+    its layers, and `{"pipeline": {"stages": n}}` is the number of stages.
 
     Args:
-        config: as of `deepspeed.initialize(config=)`, read from its JSON file.
+        config: the argument of `deepspeed.initialize(config=)`, read from its JSON file.
 
     Returns:
-        The objects that it asks for, for the ranks of this job.
+        The settings, for the ranks of this job.
 
     Raises:
-        ValueError: a key is not known or has no counterpart; a value is out of its range or "auto";
-            or batch sizes do not fit each other and the number of ranks; the message names the key.
+        ValueError: a key is unknown or has no counterpart; a value is out of range or "auto"; or
+            batch sizes do not fit each other and the number of ranks. The message names the key.
     """
     left = _Keys(config)
     zero = left.section("zero_optimization")
@@ -223,7 +225,8 @@ def from_ds_config(config: Mapping[str, Any]) -> DSConfig:
             "gradients"
         )
         check_rule(_OP, "zero_optimization.stage", stage, rule, stage == 0)
-        # Its gradients are those of each rank, so it clips itself.
+        # A compressed optimizer gets gradients that are not averaged over ranks, so it has to clip
+        # by itself.
         if clipping:
             options.setdefault("max_grad_norm", clipping)
         clipping = 0.0
@@ -245,7 +248,7 @@ def from_ds_config(config: Mapping[str, Any]) -> DSConfig:
 
 
 class _Keys:
-    """A section of the configuration, from which keys are taken until none is left."""
+    """A section of the configuration. Reading a key removes it; `end` refuses remaining keys."""
 
     def __init__(self, values: Any, path: str = "") -> None:
         fits = isinstance(values, Mapping)
@@ -276,7 +279,7 @@ class _Keys:
         return value
 
     def option(self, key: str, default: object) -> Any:
-        """An argument of an optimizer, of the kind of its default."""
+        """Read an argument of an optimizer, whose type must be that of its default."""
         if isinstance(default, bool):
             return self.flag(key, default)
         if isinstance(default, int | float):
@@ -287,14 +290,14 @@ class _Keys:
         return _Keys(self.take(key, {}), f"{self._path}{key}.")
 
     def end(self) -> None:
-        """Refuse what is left."""
+        """Raise ValueError for remaining keys, except those that change no result."""
         ignored = []
         for key, value in self.left.items():
             path = f"{self._path}{key}"
             if path in _IGNORED:
                 ignored.append(path)
                 continue
-            # Sections that are switched off.
+            # A section that is switched off has no effect.
             if isinstance(value, Mapping) and value.get("enabled") is False:
                 continue
             advice = _ADVICE.get(path, "leave it out if it may be without effect")
@@ -306,14 +309,14 @@ class _Keys:
 
 
 def _only(section: _Keys, key: str) -> int:
-    """The one size of a section, 1 without it."""
+    """Return the size of a section that has a single key; 1 without the key."""
     size: int = section.number(key, 1)
     section.end()
     return max(size, 1)
 
 
 def _batches(left: _Keys, num_data: int) -> tuple[int, int]:
-    """Samples of a pass on one rank, and passes of a step; DeepSpeed's rule for what is missing."""
+    """Return the micro-batch size and the micro-batches per step, by DeepSpeed's rules."""
     names = (
         "train_batch_size",
         "train_micro_batch_size_per_gpu",
@@ -335,7 +338,7 @@ def _batches(left: _Keys, num_data: int) -> tuple[int, int]:
 
 
 def _precision(left: _Keys) -> tuple[torch.dtype, dict[str, Any] | None]:
-    """The dtype of the forward pass, and options of a scaler."""
+    """Return the dtype of the forward pass, and options of a scaler."""
     bf16, fp16 = left.section("bf16"), left.section("fp16")
     low, half = bf16.flag("enabled", False), fp16.flag("enabled", False)
     if low and half:
@@ -357,7 +360,7 @@ def _precision(left: _Keys) -> tuple[torch.dtype, dict[str, Any] | None]:
 
 
 def _optimizer(left: _Keys) -> tuple[str, type[Optimizer] | None, dict[str, Any]]:
-    """Name in small letters, class and arguments."""
+    """Return the optimizer's name in lower case, its class and its arguments."""
     section = left.section("optimizer")
     kind = section.take("type")
     if kind is None:
@@ -368,7 +371,7 @@ def _optimizer(left: _Keys) -> tuple[str, type[Optimizer] | None, dict[str, Any]
     check_rule(_OP, "optimizer.type", kind, rule, name in _OPTIMIZERS)
     cls, keys = _OPTIMIZERS[name], section.section("params")
     section.end()
-    # DeepSpeed's Adam decouples the decay unless it is told not to.
+    # DeepSpeed's Adam is AdamW, unless `adam_w_mode` is false.
     if name == "adam" and not keys.flag("adam_w_mode", True):
         cls = torch.optim.Adam
     keys.left.pop("adam_w_mode", None)

@@ -29,15 +29,15 @@ from moe_ext.nn.routers import RouterOutput, Tokens
 
 
 class Top2Gate(Gate):
-    """GShard's gate as fairscale has it.
+    """GShard's gate as in fairscale.
 
-    The second expert is drawn by Gumbel noise on the logits, from torch's generator and by the same
-    draws as fairscale's. An expert takes `2 * T // E` rows of each rank, first choices before
-    second ones, and the weights of a token are normalised over the choices that found room.
+    The second expert is drawn by Gumbel noise on the logits, bit for bit as in fairscale. An expert
+    takes `2 * T // E` rows of each rank, first choices before second choices. The weights of a
+    token are normalised over the choices whose experts have room.
 
     Args:
-        model_dim: D, the elements of a token.
-        num_experts: E, over all ranks.
+        model_dim: D, number of elements of a token.
+        num_experts: E, number of experts of all ranks.
     """
 
     def __init__(self, model_dim: int, num_experts: int) -> None:
@@ -49,7 +49,7 @@ class Top2Gate(Gate):
         self.wg.reset_parameters()
 
     def logits(self, tokens: Tokens) -> Tensor:
-        """In float32."""
+        """Compute the logits, in float32."""
         return float32_logits(tokens.x_TD, self.wg.weight)
 
     def choose(self, logits_TE: Tensor, tokens: Tokens) -> RouterOutput:
@@ -63,7 +63,7 @@ class Top2Gate(Gate):
         weights = gate.topk_weights * kept
         weights = weights / weights.sum(1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)
         first_E = counts_of(idx[:, 0], self.num_experts)
-        # fairscale takes the mean over experts where GShard has E times the sum.
+        # GShard's loss is E times the sum over experts; fairscale's is the mean over experts.
         self.loss = ops.load_balance_loss(gate.score_sum, first_E, 1) / self.num_experts**2
         counts = (gate.num_tokens_per_expert, first_E)
         return self.output(logits_TE, weights, idx, kept, counts, gate.score_sum)
@@ -75,16 +75,16 @@ class MOELayer(LayerWithLoss):
     Args:
         gate: a `Top2Gate` of this module.
         experts: the experts of this rank, one module or several, each `[n, D] -> [n, D]`.
-        group: expert-parallel group; None is the default group, or this process alone where
+        group: expert-parallel group; None is the default group, or this process alone if
             torch.distributed is not initialised.
 
     Attributes:
         l_aux: balance loss of the last forward pass, 0-d, in the graph. As in fairscale it is the
-            mean over experts of `f_e * P_e`: `1 / E^2` when the load is even.
+            mean over experts of `f_e * P_e`, which is `1 / E^2` for an even load.
 
     Raises:
         TypeError: the gate is not a gate of this module.
-        ValueError: the gate is not for as many experts as the ranks hold.
+        ValueError: the gate's number of experts is not that of all ranks.
     """
 
     paths: ClassVar[dict[str, str]] = {"router": "gate"}
@@ -122,7 +122,7 @@ class MOELayer(LayerWithLoss):
             `[S, T, D]`.
 
         Raises:
-            ValueError: not three dimensions.
+            ValueError: the input does not have three dimensions.
         """
         if input.dim() != 3:
             raise ValueError(
@@ -130,6 +130,6 @@ class MOELayer(LayerWithLoss):
             )
         output = self.run(input)
         gate: Any = self.router
-        # fairscale's loss has the dtype of its logits.
+        # In fairscale the loss has the dtype of the logits, which is that of the input.
         self.l_aux, gate.loss = gate.loss.to(input.dtype), None
         return output

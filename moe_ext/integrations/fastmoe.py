@@ -32,19 +32,19 @@ from moe_ext.nn.routers import RouterOutput
 
 
 class NaiveGate(LinearGate):
-    """Top-k of the logits, weighed by the softmax over the k; no balance loss.
+    """Chooses the top k logits, with their softmax as weights; no balance loss.
 
     Args:
-        d_model: D, the elements of a token.
-        num_expert: experts of each rank.
-        world_size: ranks that the experts are spread over.
-        top_k: K, experts of a token.
+        d_model: D, number of elements of a token.
+        num_expert: number of experts of each rank.
+        world_size: number of ranks that hold the experts.
+        top_k: K, number of experts of a token.
         gate_bias: add a bias to the logits.
     """
 
     def decide(self, logits_TE: Tensor) -> RouterOutput:
         """Choose experts from logits."""
-        # FastMoE sums the losses of all gates, those without one included.
+        # FastMoE adds up the losses of all gates, so a gate without a balance loss has a zero.
         self.loss = logits_TE.new_zeros(1, requires_grad=True)
         chosen = ops.topk_gate(logits_TE, self.top_k, score_fn="topk_softmax")
         weights, idx, counts_E, score_sum = chosen
@@ -52,13 +52,13 @@ class NaiveGate(LinearGate):
 
 
 class GShardGate(NaiveGate):
-    """Top-2 with a capacity, a balance loss, and second experts dropped at random.
+    """Chooses two experts, with a capacity, a balance loss, and random drops of second experts.
 
     Args:
-        d_model: D, the elements of a token.
-        num_expert: experts of each rank.
-        world_size: ranks that the experts are spread over.
-        topk: 2.
+        d_model: D, number of elements of a token.
+        num_expert: number of experts of each rank.
+        world_size: number of ranks that hold the experts.
+        topk: must be 2.
         capacity: rates for training and evaluation: an expert takes
             `ceil(rate * T) * 2 // E` rows of each rank.
         random_routing: drop a second expert of weight w with probability `1 - 2 * w`.
@@ -90,16 +90,16 @@ class GShardGate(NaiveGate):
 
 
 class SwitchGate(NaiveGate):
-    """Top-1 with noise on the logits in training, a capacity, and a balance loss.
+    """Chooses one expert, with noise on the logits in training, a capacity and a balance loss.
 
     Args:
-        d_model: D, the elements of a token.
-        num_expert: experts of each rank.
-        world_size: ranks that the experts are spread over.
-        topk: 1.
-        switch_eps: in training, noise uniform in 1 - eps .. 1 + eps is added to the logits.
+        d_model: D, number of elements of a token.
+        num_expert: number of experts of each rank.
+        world_size: number of ranks that hold the experts.
+        topk: must be 1.
+        switch_eps: in training, noise uniform in [1 - eps, 1 + eps) is added to the logits.
         capacity: rates for training and evaluation: an expert takes `ceil(rate * T / num_expert)`
-            rows, of the ranks in their order.
+            rows from all ranks together, lower ranks first.
         gate_bias: add a bias to the logits.
     """
 
@@ -129,11 +129,11 @@ class FMoELinear(nn.Module):
     """L linear layers over rows grouped by expert.
 
     Args:
-        num_expert: L, experts of this rank.
-        in_feat: input features.
-        out_feat: output features.
-        bias: add biases, zero at first.
-        rank: 0; FastMoE does not use it either.
+        num_expert: L, number of experts of this rank.
+        in_feat: number of input features.
+        out_feat: number of output features.
+        bias: add biases, which are initially zero.
+        rank: must be 0; FastMoE does not use it either.
     """
 
     def __init__(
@@ -149,14 +149,14 @@ class FMoELinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights as `nn.Linear` does, each from its own fan-in; biases zero."""
+        """Draw the weights of each expert as `nn.Linear` does, and set biases to zero."""
         bound = 1.0 / math.sqrt(self.in_feat)
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def forward(self, inp: Tensor, fwd_expert_count: Tensor) -> Tensor:
-        """Rows `[N, in]`, grouped by expert, and their numbers `[L]`, to `[N, out]`."""
+        """Map rows `[N, in]`, grouped by expert, to `[N, out]`; counts per expert are `[L]`."""
         counts_L = fwd_expert_count.to(inp.device, torch.int64)
         offsets = nn.functional.pad(counts_L.cumsum(0), (1, 0))
         rows = inp.to(self.weight.dtype)
@@ -167,23 +167,23 @@ class FMoE(RenamedLayer):
     """Mixture of experts with the signature and parameter names of FastMoE's `FMoE`.
 
     Args:
-        num_expert: experts of each rank.
-        d_model: D, the elements of a token.
-        world_size: ranks that the experts are spread over.
-        mp_group: None.
-        slice_group: None.
+        num_expert: number of experts of each rank.
+        d_model: D, number of elements of a token.
+        world_size: number of ranks that hold the experts.
+        mp_group: must be None.
+        slice_group: must be None.
         moe_group: the group of these ranks; None is the default group.
-        top_k: K, experts of a token.
+        top_k: K, number of experts of a token.
         gate: `NaiveGate`, `GShardGate`, `SwitchGate` or a subclass.
-        expert: called with D for every expert; or a list of such callables, one an expert. An
-            expert is called with rows `[n, D]` and their number, a `[1]` tensor.
+        expert: callable that makes an expert from D; or a list of such callables, one for each
+            expert. An expert is called with rows `[n, D]` and their number, a `[1]` tensor.
         gate_hook: called with (indices, weights, None) after every choice.
-        mask: None.
-        mask_dict: None.
+        mask: must be None.
+        mask_dict: must be None.
         gate_bias: add a bias to the logits of the gate.
 
     Raises:
-        ValueError: an option has no meaning here; the message names it.
+        ValueError: an option is not supported; the message names it.
         TypeError: the gate is not a gate of this module.
     """
 
@@ -231,7 +231,7 @@ class FMoE(RenamedLayer):
         self.world_size = world_size
 
     def mark_parallel_comm(self, expert_dp_comm: str = "none") -> None:
-        """Note on the parameters what synchronises them, as `dp_comm`, for code that reads it."""
+        """Set the attribute `dp_comm` of parameters, which FastMoE's data parallelism reads."""
         for module, comm in ((self.experts, expert_dp_comm), (self.router, "gate")):
             for parameter in module.parameters():
                 parameter.dp_comm = comm  # type: ignore[attr-defined]
@@ -256,16 +256,16 @@ class _Expert(nn.Module):
 
 
 class FMoETransformerMLP(FMoE):
-    """`FMoE` of two-layer feed-forward experts.
+    """`FMoE` with two-layer feed-forward experts.
 
     Args:
-        num_expert: experts of each rank.
-        d_model: D, the elements of a token.
-        d_hidden: F, the hidden units of an expert.
+        num_expert: number of experts of each rank.
+        d_model: D, number of elements of a token.
+        d_hidden: F, number of hidden units of an expert.
         activation: function or module between the layers.
         expert_dp_comm: "none" or "dp", see `FMoE.mark_parallel_comm`.
-        expert_rank: 0; FastMoE does not use it either.
-        kwargs: of `FMoE`.
+        expert_rank: must be 0; FastMoE does not use it either.
+        kwargs: further arguments of `FMoE`.
     """
 
     def __init__(
@@ -290,7 +290,7 @@ class FMoETransformerMLP(FMoE):
 
 
 def _group_of(owner: str, world_size: int, group: ProcessGroup | None) -> ProcessGroup | None:
-    """The expert-parallel group; ValueError unless it has `world_size` ranks."""
+    """Return the expert-parallel group; ValueError unless it has `world_size` ranks."""
     if group is None and world_size > 1:
         group = resolve_group(None, owner)
     check_group(group, owner)
@@ -301,5 +301,5 @@ def _group_of(owner: str, world_size: int, group: ProcessGroup | None) -> Proces
 
 
 def _add_count(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """FastMoE's experts take the number of their rows beside them."""
+    """Pre-hook that adds the number of rows to the arguments of an expert, as FastMoE does."""
     return (*args, torch.tensor([args[0].shape[0]])) if len(args) == 1 else args

@@ -37,10 +37,10 @@ InitFn = Callable[[Tensor], Any]
 
 @dataclasses.dataclass
 class Arguments:
-    """The configuration of MegaBlocks, field by field.
+    """The configuration of MegaBlocks, with the same fields.
 
-    The fields that differ: `device` is None for torch's default device; `mlp_impl` and the `fp32`
-    switches choose among ways to the same result and all lead to one here, with losses in float32.
+    Some fields differ in meaning: `device=None` means torch's default device. `mlp_impl` and the
+    `fp32` switches have no effect, and losses are always in float32.
     """
 
     FREE_TO_DIFFER: ClassVar[tuple[str, ...]] = ("device",)
@@ -94,21 +94,21 @@ class Arguments:
 
     @property
     def num_layers_here(self) -> int:
-        """Layers of this pipeline stage."""
+        """Number of layers of this pipeline stage."""
         if self.num_layers_per_virtual_pipeline_stage is not None:
             return self.num_layers_per_virtual_pipeline_stage
         return self.num_layers // self.pipeline_model_parallel_size
 
 
 def from_megatron(megatron_args: Any) -> Arguments:
-    """`Arguments` from an object that has some of the fields as attributes."""
+    """Make `Arguments` from an object that has some of the fields as attributes."""
     names = [field.name for field in dataclasses.fields(Arguments)]
     given = {name: getattr(megatron_args, name) for name in names if hasattr(megatron_args, name)}
     return Arguments(**given)
 
 
 def _made(args: Arguments) -> dict[str, Any]:
-    """Options of what makes parameters."""
+    """Return the options for creating parameters."""
     return {"dtype": args.dtype, "device": args.device}
 
 
@@ -135,7 +135,7 @@ class LearnedRouter(Gate):
             self.args.init_method(self.layer.weight)
 
     def logits(self, tokens: Tokens) -> Tensor:
-        """In float32, of tokens that the jitter has moved."""
+        """Compute the logits in float32, of tokens with jitter in training."""
         x_TD, eps = tokens.x_TD, self.args.moe_jitter_eps
         if self.training and eps is not None:
             noise = torch.rand(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
@@ -176,7 +176,10 @@ class _MLP(FacadeExperts):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all E experts and keep this rank's: equal seeds give equal experts on any ranks."""
+        """Draw all E experts, and keep those of this rank.
+
+        Equal seeds then give equal experts for every number of ranks.
+        """
         args, first = self.args, group_rank(self.ep_group) * self.num_local_experts
         shape = (self.num_experts, args.ffn_hidden_size, args.hidden_size)
         with torch.no_grad():
@@ -194,7 +197,8 @@ class _MLP(FacadeExperts):
 
     def _run(self, rows_ND: Tensor, expert_offsets: Tensor) -> Tensor:
         shape = (self.num_local_experts, self.args.ffn_hidden_size, self.args.hidden_size)
-        # A recomputation comes when the forward pass is over.
+        # `checkpoint` calls `_run` again in the backward pass, outside the forward hooks that give
+        # modules the parts of their DTensors.
         weights = {
             n: local_part(p).view(shape) for n, p in self._parameters.items() if p is not None
         }
@@ -206,7 +210,7 @@ class _MLP(FacadeExperts):
 
 
 class _Experts(nn.Module):
-    """The experts under their name in MegaBlocks, beside the bias, of which every rank has all."""
+    """Experts under their name in MegaBlocks, and the bias, which every rank holds whole."""
 
     def __init__(self, mlp: nn.Module, args: Arguments) -> None:
         super().__init__()
@@ -224,7 +228,7 @@ class _Experts(nn.Module):
 
 
 class _SharedMLP(nn.Module):
-    """The expert that sees every token; its output times `scale`."""
+    """The shared expert, which runs every token and multiplies its output by `scale`."""
 
     def __init__(self, args: Arguments, scale: float) -> None:
         super().__init__()
@@ -249,8 +253,8 @@ class _SharedMLP(nn.Module):
         return self.down_proj(hidden) * self.scale
 
 
-# Losses of the last forward pass of each layer, in the order of the passes. A layer that runs again
-# replaces its own, so that nothing grows where nobody clears.
+# Loss of the last forward pass of each layer, in the order of the passes. A layer that runs again
+# replaces its loss, so that the dictionaries do not grow if nobody clears them.
 _balance: weakref.WeakKeyDictionary[dMoE, Tensor] = weakref.WeakKeyDictionary()
 _zlosses: weakref.WeakKeyDictionary[dMoE, Tensor] = weakref.WeakKeyDictionary()
 
@@ -262,7 +266,7 @@ class dMoE(RenamedLayer):  # noqa: N801 - MegaBlocks' name
         args: the configuration.
 
     Raises:
-        ValueError: an option has no meaning here; the message names it.
+        ValueError: an option is not supported; the message names it.
     """
 
     def __init__(self, args: Arguments) -> None:
@@ -291,8 +295,8 @@ class dMoE(RenamedLayer):  # noqa: N801 - MegaBlocks' name
             x: `[S, B, D]`.
 
         Returns:
-            `[S, B, D]` with the bias added; or with `return_bias` and `bias`, the pair of the
-            output without it and the bias.
+            `[S, B, D]` with the bias added. With `return_bias` and `bias`, a pair of the output
+            without the bias, and the bias.
         """
         args = self.args
         y = self.run(x)
@@ -316,10 +320,10 @@ class dMoE(RenamedLayer):  # noqa: N801 - MegaBlocks' name
 
 
 def batched_load_balancing_loss(args: Arguments) -> Tensor | float:
-    """`moe_loss_weight / num_layers` times the sum of the balance losses of all layers.
+    """Return `moe_loss_weight / num_layers` times the sum of the balance losses of all layers.
 
     Raises:
-        ValueError: not as many layers have run as the pipeline stage has.
+        ValueError: the number of layers that have run is not that of the pipeline stage.
     """
     if args.moe_loss_weight == 0:
         return 0.0
@@ -333,12 +337,12 @@ def batched_load_balancing_loss(args: Arguments) -> Tensor | float:
 
 
 def clear_load_balancing_loss() -> None:
-    """Forget the balance losses of all layers."""
+    """Drop the balance losses of all layers."""
     _balance.clear()
 
 
 def batched_router_zloss(args: Arguments) -> Tensor:
-    """`moe_zloss_weight` times the z-loss of every layer, one entry a layer.
+    """Return `moe_zloss_weight` times the z-loss of every layer, one entry per layer.
 
     Raises:
         ValueError: the weight is zero, or no layer has run.
@@ -353,5 +357,5 @@ def batched_router_zloss(args: Arguments) -> Tensor:
 
 
 def clear_router_zloss() -> None:
-    """Forget the z-losses of all layers."""
+    """Drop the z-losses of all layers."""
     _zlosses.clear()

@@ -31,13 +31,13 @@ from moe_ext.nn.routers import RouterOutput
 
 
 class NaiveGate(LinearGate):
-    """Top-k of the logits, weighed by the logits themselves; no balance loss.
+    """Chooses the top k logits, which are also the weights; no balance loss.
 
     Args:
-        d_model: D, the elements of a token.
-        num_expert: experts of each rank.
-        world_size: ranks that the experts are spread over.
-        topk: K, experts of a token.
+        d_model: D, number of elements of a token.
+        num_expert: number of experts of each rank.
+        world_size: number of ranks that hold the experts.
+        topk: K, number of experts of a token.
     """
 
     def __init__(self, d_model: int, num_expert: int, world_size: int, topk: int = 2) -> None:
@@ -50,15 +50,15 @@ class NaiveGate(LinearGate):
 
 
 class GShardGate(NaiveGate):
-    """Top-2 weighed by logits, a capacity, a balance loss, second experts dropped at random.
+    """Chooses the top 2 logits as experts and weights, with a capacity and a balance loss.
 
     Args:
-        d_model: D, the elements of a token.
-        num_expert: experts of each rank.
-        world_size: ranks that the experts are spread over.
-        topk: 2.
-        capacity: rates for training and evaluation: an expert takes `ceil(rate * T)` rows, of the
-            ranks in their order.
+        d_model: D, number of elements of a token.
+        num_expert: number of experts of each rank.
+        world_size: number of ranks that hold the experts.
+        topk: must be 2.
+        capacity: rates for training and evaluation: an expert takes `ceil(rate * T)` rows from all
+            ranks together, lower ranks first.
         random_routing: drop a second expert of weight w with probability `1 - 2 * w`.
         group: the ranks; the layer sets it.
     """
@@ -88,15 +88,15 @@ class GShardGate(NaiveGate):
 
 
 class SwitchGate(NaiveGate):
-    """Top-1 with noise on the logits in training, a capacity, and a balance loss.
+    """Chooses one expert, with noise on the logits in training, a capacity and a balance loss.
 
     Args:
-        d_model: D, the elements of a token.
-        num_expert: experts of each rank.
-        world_size: ranks that the experts are spread over.
-        topk: 1.
-        switch_eps: in training, noise uniform in 1 - eps .. 1 + eps is added to the logits.
-        capacity: as `GShardGate`.
+        d_model: D, number of elements of a token.
+        num_expert: number of experts of each rank.
+        world_size: number of ranks that hold the experts.
+        topk: must be 1.
+        switch_eps: in training, noise uniform in [1 - eps, 1 + eps) is added to the logits.
+        capacity: see `GShardGate`.
         group: the ranks; the layer sets it.
     """
 
@@ -136,7 +136,7 @@ _GATES: dict[str | None, type[LinearGate]] = {
 
 
 class _RecomputedExperts(ModuleExperts):
-    """Experts that are run again in the backward pass instead of keeping what they computed."""
+    """Experts that are recomputed in the backward pass, which saves the memory of activations."""
 
     def forward(self, rows_ND: Tensor, expert_offsets: Tensor) -> Tensor:
         return checkpoint(super().forward, rows_ND, expert_offsets, use_reentrant=False)
@@ -151,14 +151,14 @@ class MoELayer(RenamedLayer):
         d_model: D, the elements of a token.
         experts: the experts of this rank, modules `[n, D] -> [n, D]`.
         gate: a dict with "type" ("naive", "gshard", "switch" or None; default "gshard") and "top_k"
-            (default 2), or a gate of this module. The dict is left as it is.
+            (default 2), or a gate of this module. The dict is not changed.
         moe_group: expert-parallel group; None keeps all experts on this rank.
-        mp_group: None, or a group of one rank.
-        recompute_interval: above 0, the experts are run again in the backward pass.
+        mp_group: must be None, or a group of one rank.
+        recompute_interval: if positive, the experts are recomputed in the backward pass.
         recompute_ctx: options of the recomputation; "offload" and "partition" must be false.
 
     Raises:
-        ValueError: an option has no meaning here; the message names it.
+        ValueError: an option is not supported; the message names it.
         TypeError: the gate is neither a dict nor a gate of this module.
     """
 
@@ -206,7 +206,7 @@ class MoELayer(RenamedLayer):
             `[B, S, D]`.
 
         Raises:
-            ValueError: not three dimensions.
+            ValueError: the input does not have three dimensions.
         """
         if inp.dim() != 3:
             raise ValueError(f"paddle.MoELayer: expected inp to have 3 dimensions, got {inp.dim()}")

@@ -1,4 +1,4 @@
-"""State dicts of mixture-of-experts layers from one library's layout to another's.
+"""Converts state dicts of mixture-of-experts layers between the layouts of libraries.
 
 Shapes: D model, F ffn, E experts.
 """
@@ -19,7 +19,7 @@ from moe_ext.distributed.dtensor import is_dtensor
 
 __all__ = ["LAYOUTS", "ExpertNames", "convert"]
 
-# Dimensions of the parts of a layer in a conversion. "2F" is gate and up in one.
+# Part of a layer to its dimensions during a conversion. "2F" holds gate and up together.
 _DIMS = {
     "router": "E D",
     "router_bias": "E",
@@ -34,8 +34,8 @@ _DIMS = {
     "count": "",
 }
 
-# Part to key and dimensions in a library's file: "EF" is one dimension for two, and a key with
-# "{e}" is that of each expert, which has the other dimensions.
+# Part to (key, dimensions) in a library's file. "EF" is one dimension of length E * F. A key with
+# "{e}" stands for one key per expert; its dimensions do not include E.
 Entries = dict[str, tuple[str, str]]
 
 
@@ -44,9 +44,9 @@ class ExpertNames:
     """Names of the linear layers inside an expert module.
 
     Attributes:
-        up: of the first layer, D to F.
-        down: of the last layer, F to D.
-        gate: of the gate layer, D to F; None for experts without a gate.
+        up: name of the first layer, D to F.
+        down: name of the last layer, F to D.
+        gate: name of the gate layer, D to F; None for experts without a gate.
     """
 
     up: str
@@ -56,9 +56,9 @@ class ExpertNames:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Entries of a layer whose experts have no gate, and of one whose experts have.
+    """Entries of a layer whose experts have no gate, and of a layer whose experts have one.
 
-    `pair_dim` is 1 where gates come before ups in "2F", 2 where they come in turn.
+    `pair_dim` is 1 if all gates come before all ups in "2F", and 2 if gates and ups alternate.
     """
 
     plain: Entries = field(default_factory=dict)
@@ -67,7 +67,7 @@ class _Layout:
 
 
 def _linear(part: str, path: str, dims: str, *, flipped: bool = False, lead: str = "") -> Entries:
-    """Entries of a linear layer; its weight has dimensions `dims`, or the reverse."""
+    """Return the entries of a linear layer, whose weight has dimensions `dims` or the reverse."""
     weight = dims[::-1] if flipped else dims
     return {
         part: (f"{path}.weight", lead + weight),
@@ -76,7 +76,7 @@ def _linear(part: str, path: str, dims: str, *, flipped: bool = False, lead: str
 
 
 def _modules(router: str, experts: str, names: ExpertNames, **options: Any) -> _Layout:
-    """Layout with one module an expert; `options` are those of `_linear`."""
+    """Make a layout with one module per expert; `options` go to `_linear`."""
     flipped = options.get("flipped", False)
     entries = _linear("router", router, "E D", flipped=flipped)
     for part, layer in (("up", names.up), ("gate", names.gate), ("down", names.down)):
@@ -87,7 +87,7 @@ def _modules(router: str, experts: str, names: ExpertNames, **options: Any) -> _
 
 
 def _fused(router: str, up: str, dims: str, down: str, *, part: str = "gate_up") -> Entries:
-    """Entries of stacked weights, with gate and up in one or with no gate."""
+    """Return the entries of stacked weights, with gate and up in one tensor, or without a gate."""
     return {
         **_linear("router", router, "E D"),
         part: (f"experts.{up}", dims),
@@ -143,7 +143,7 @@ _STACKED = {
     ),
 }
 _TWO_LINEAR = ExpertNames(up="htoh4", down="h4toh")
-# Router, experts and the names inside them, which are the user's where there is None.
+# Layout to (router, experts, names inside the experts). None means that a user chooses the names.
 _OF_MODULES: dict[str, tuple[str, str, ExpertNames | None]] = {
     "mixtral": ("gate", "experts.", ExpertNames(gate="w1", up="w3", down="w2")),
     "qwen_moe": ("gate", "experts.", ExpertNames("up_proj", "down_proj", "gate_proj")),
@@ -179,13 +179,13 @@ def _find(name: str, names: ExpertNames | None) -> _Layout:
 
 
 def _length(dim: str, sizes: Mapping[str, int]) -> int:
-    """Length of a dimension such as "F", "2F" or "EF"."""
+    """Return the length of a dimension such as "F", "2F" or "EF"."""
     factors = re.findall(r"\d+|[A-Z]", dim)
     return math.prod(int(f) if f.isdigit() else sizes[f] for f in factors)
 
 
 def _in_order(value: Tensor, dims: str, wanted: str, sizes: Mapping[str, int]) -> Tensor:
-    """A tensor of dimensions `dims` as one of dimensions `wanted`, in which the letters are."""
+    """Permute and reshape a tensor from dimensions `dims` to `wanted`, which has equal letters."""
     letters, order = (re.findall(r"2?[A-Z]", text) for text in (dims, wanted))
     apart = value.reshape([_length(letter, sizes) for letter in letters])
     moved = apart.permute([letters.index(letter) for letter in order]).contiguous()
@@ -193,12 +193,12 @@ def _in_order(value: Tensor, dims: str, wanted: str, sizes: Mapping[str, int]) -
 
 
 class _LayerReader:
-    """Takes the entries of one layer, and checks their shapes against each other.
+    """Reads the entries of one layer, and compares their shapes with each other.
 
     Args:
         state: state dict of the model.
-        prefix: of the names of the layer.
-        layout: for messages.
+        prefix: prefix of the layer's names.
+        layout: name of the layout, for messages.
     """
 
     def __init__(self, state: Mapping[str, Any], prefix: str, layout: str) -> None:
@@ -208,10 +208,10 @@ class _LayerReader:
         self.sizes: dict[str, int] = {}
 
     def read(self, layout: _Layout) -> dict[str, Tensor]:
-        """All parts of the layer.
+        """Return all parts of the layer.
 
         Raises:
-            ValueError: an entry is missing, does not fit, or is left.
+            ValueError: an entry is missing, has a wrong shape, or is unknown.
         """
         known = {key for key, _ in layout.plain.values()}
         has_gate = any(key in self._own for key, _ in layout.gated.values() if key not in known)
@@ -222,7 +222,7 @@ class _LayerReader:
             if optional and key.replace("{e}", "0") not in self._own:
                 continue
             if "{e}" in key:
-                if part == "up":  # the first of the experts
+                if part == "up":  # the first entry of experts in every layout
                     self._check_indices(key.partition("{e}")[0])
                 keys = [key.replace("{e}", str(e)) for e in range(self.sizes["E"])]
                 value, dims = torch.stack([self._take(key, dims) for key in keys]), f"E {dims}"
@@ -249,7 +249,7 @@ class _LayerReader:
         return parts
 
     def _take(self, name: str, dims: str) -> Tensor:
-        """An entry of a shape such as "E 2F D"; letters get their sizes as they come."""
+        """Remove and return an entry, after comparing its shape with `dims`, such as "E 2F D"."""
         if name not in self._own:
             raise ValueError(
                 f"convert: expected key {self._prefix + name!r} in a layer of layout "
@@ -268,7 +268,10 @@ class _LayerReader:
         return value
 
     def _fits(self, dim: str, size: int) -> bool:
-        """True if a size is the product that `dim` names; learns a letter of unknown size."""
+        """Return True if a size is the product that `dim` names.
+
+        If the size of one letter is unknown, `_fits` computes and remembers it.
+        """
         unknown = [c for c in dim if c.isalpha() and c not in self.sizes]
         known = _length(dim, {**self.sizes, **dict.fromkeys(unknown, 1)})
         if not unknown:
@@ -291,10 +294,10 @@ class _LayerReader:
 def _write(
     name: str, layout: _Layout, parts: dict[str, Tensor], sizes: Mapping[str, int]
 ) -> dict[str, Tensor]:
-    """Entries of a layer in a layout.
+    """Return the entries of a layer in a layout.
 
     Raises:
-        ValueError: the layout has no place for a part, or needs another one.
+        ValueError: the layout has no entry for a part, or needs a part that the layer lacks.
     """
     entries = layout.gated if "gate" in parts else layout.plain
     if not entries and "gate" not in parts:
@@ -341,31 +344,31 @@ def convert(
     source_names: ExpertNames | None = None,
     target_names: ExpertNames | None = None,
 ) -> dict[str, Tensor]:
-    """Rename and rearrange the parameters of one layer; lossless, or refused.
+    """Rename and rearrange the parameters of one layer, without loss.
 
     Layouts: "moe_ext" (`MoELayer` with `GroupedExperts` of the default layout, not transposed);
-    "huggingface" (stacked, gate half first); "gpt_oss" (stacked, transposed, gate and up in turn);
-    "mixtral" and "qwen_moe" (files of one module an expert); "paddle" (PaddlePaddle's own [in, out]
-    weights; arrays of numpy are taken too); "paddle_torch" (`integrations.paddle.MoELayer`);
-    "deepspeed", "fairscale", "fastmoe", "megablocks", "tutel", "torchtitan". All experts must be
-    there: an expert-parallel job gathers them first.
+    "huggingface" (stacked, gates before ups); "gpt_oss" (stacked, transposed, gates and ups
+    alternate); "mixtral" and "qwen_moe" (files with one module per expert); "paddle"
+    (PaddlePaddle's own [in, out] weights, also as arrays of numpy); "paddle_torch"
+    (`integrations.paddle.MoELayer`); "deepspeed", "fairscale", "fastmoe", "megablocks", "tutel",
+    "torchtitan". The state must hold all experts, so an expert-parallel job gathers them first.
 
     Args:
-        state: state dict of a model; it is left as it is.
-        source: its layout.
-        target: layout to bring the layer to.
-        prefix: where the layer is in the model, such as "layers.3.moe."; entries elsewhere are
-            passed on.
+        state: state dict of a model; it is not changed.
+        source: layout of the state.
+        target: layout of the result.
+        prefix: prefix of the layer's names in the model, such as "layers.3.moe."; other entries are
+            copied unchanged.
         source_names: linear layers inside the experts of the source; needed for "deepspeed" and
-            "fairscale", whose experts are modules of the user's.
+            "fairscale", whose experts are a user's modules.
         target_names: the same for the target.
 
     Returns:
         The state dict with the entries of the layer replaced.
 
     Raises:
-        ValueError: an unknown layout, a missing key, a key or a part that has no counterpart, or a
-            shape that does not fit the others; the message names it.
+        ValueError: a layout is unknown, a key is missing, a key or part has no counterpart, or a
+            shape does not fit the others. The message names it.
     """
     reading, writing = _find(source, source_names), _find(target, target_names)
     reader = _LayerReader(state, prefix, source)

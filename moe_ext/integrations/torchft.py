@@ -1,9 +1,9 @@
-"""Replica groups of torchft, each of which trains a model with experts over its ranks.
+"""Trains with torchft's replica groups, each of which spreads the experts over its own ranks.
 
-A replica group is a job of its own, with its own default process group and `MoEMesh`: experts lie
-over the ranks of one group, and every group holds all of them. torchft's `Manager` connects rank i
-of all groups. A group that dies takes no other with it, and one that comes back gets what it needs
-from one that lives.
+A replica group is a separate job, with its own default process group and `MoEMesh`. Experts are
+spread over the ranks of one group, and every group holds all experts. torchft's `Manager` connects
+rank i of all groups. If a group dies, the others go on; a group that returns gets its state from a
+living group.
 
 ::
 
@@ -20,12 +20,13 @@ from one that lives.
         if manager.should_commit():
             optimizer.step()
 
-All groups begin with the same weights. At step 0 torchft gives rank i of every group the weights of
-one of the groups, another one for each i (unless `Manager(init_sync=False)`), and takes gradients
-of that group alone: so means over the groups come first, and `average_over_groups` compares.
+All groups must begin with the same weights. At step 0, unless `Manager(init_sync=False)`, torchft
+copies one group's weights to rank i of every group, and uses only that group's gradients. It picks
+a different group for each i. Therefore `average_over_groups` compares the weights, and means over
+groups must come before means over the ranks of a group.
 
-A rank that loses another one of its own group raises a `RankFailureError`: end the group, and have
-its launcher start it anew. torchft itself is not imported.
+A rank that loses another rank of its own group raises a `RankFailureError`. End the group then, so
+that its launcher restarts it. This module does not import torchft.
 """
 
 from __future__ import annotations
@@ -64,33 +65,33 @@ _ONE_BIT = (OneBitAdam, OneBitLamb, ZeroOneAdam)
 
 
 class QuorumManager(Protocol):
-    """Methods of `torchft.Manager` in use."""
+    """Methods of `torchft.Manager` that this module calls."""
 
     def allreduce(self, tensor: Tensor) -> Work:
-        """Make a tensor the mean over the groups that take part."""
+        """Replace a tensor by its mean over the groups that take part."""
 
     def errored(self) -> object | None:
-        """The error for which the step will not be taken."""
+        """Return the error because of which the step will be skipped, or None."""
 
     def num_participants(self) -> int:
-        """Groups that take part."""
+        """Return the number of groups that take part."""
 
     def current_step(self) -> int:
-        """Number of the step."""
+        """Return the number of the step."""
 
 
 class ReplicaState:
-    """State that a rank hands to its counterpart in a group that joins, for `torchft.Manager`.
+    """State that a rank gives to its counterpart in a joining group, for `torchft.Manager`.
 
-    `model.state_dict()` would not do: it shows experts over ranks as DTensors of all of them, which
-    no rank pickles. Here each rank has its own part: of the parameters and buffers, the optimizers'
-    states, with what they owe on this rank, and the experts that it holds by their numbers in the
-    whole model. Nothing is sent.
+    `model.state_dict()` cannot be used, because it holds experts as DTensors, which cannot be
+    pickled. This state is the rank's own part: parameters, buffers, optimizer states with the
+    residuals of this rank, and the global indices of its experts. Nothing is sent.
 
     Args:
-        model: any module; the same on all groups, over the same `MoEMesh`.
-        optimizers: of its parameters.
-        others: more states by name: a `CompressionState`, whose errors go along, or a scheduler.
+        model: any module; equal on all groups, over equal meshes.
+        optimizers: optimizers of its parameters.
+        others: further states by name, such as a `CompressionState` with its residuals, or a
+            scheduler.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class ReplicaState:
         self._others = dict(others or {})
 
     def state_dict(self) -> dict[str, Any]:
-        """The parts of this rank; tensors are live ones."""
+        """Return the parts of this rank. Tensors share memory with the model."""
         return {
             "held": self._held(),
             "trained": self._trained(),
@@ -114,11 +115,11 @@ class ReplicaState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the parts of the rank with this number in another group.
+        """Load the state of the rank with the same number in another group.
 
         Raises:
-            ValueError: that rank held other experts, tensors, optimizers or others; nothing has
-                changed.
+            ValueError: that rank has different experts, tensors, optimizers or other states.
+                Nothing is changed.
         """
         held, tensors = self._held(), self._tensors()
         for name in sorted(held.keys() | state["held"].keys()):
@@ -156,7 +157,7 @@ class ReplicaState:
         }
 
     def _trained(self) -> list[object]:
-        """Optimizers, with the numbers of parameters in their groups, and the names of others."""
+        """Return optimizers, with the number of parameters of each group, and names of others."""
         optimizers = [
             (type(optimizer).__name__, [len(group["params"]) for group in optimizer.param_groups])
             for optimizer in self._optimizers
@@ -164,7 +165,7 @@ class ReplicaState:
         return [*optimizers, *sorted(self._others)]
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Parameters, and the buffers that are saved."""
+        """Return the parameters and the persistent buffers by name."""
         saved: dict[str, Tensor] = dict(self._model.named_parameters())
         for path, module in self._model.named_modules():
             for name, buffer in module.named_buffers(path, recurse=False):
@@ -178,7 +179,7 @@ def _state_of(optimizer: Optimizer) -> dict[str, Any]:
         return optimizer.rank_state_dict()
     if isinstance(optimizer, DeMo):
         return optimizer.state_dict()
-    # Not its own `state_dict()`, which may show the whole model's.
+    # The method of the base class is called, because a subclass may return the whole model's state.
     saved = Optimizer.state_dict(optimizer)
     states, placed = {}, {}
     for number, state in saved["state"].items():
@@ -194,7 +195,7 @@ def _load(optimizer: Optimizer, saved: dict[str, Any]) -> None:
         placed, states[number] = saved.get("placed", {}).get(number, {}), {}
         for key, value in state.items():
             if isinstance(value, Tensor):
-                value = value.clone()  # torchft's tensors may lie in memory that is read alone
+                value = value.clone()  # torchft's tensors may be in read-only memory
             if key in placed:
                 value = dtensor_of(value, parameters[number].device_mesh, *placed[key])
             states[number][key] = value
@@ -203,25 +204,26 @@ def _load(optimizer: Optimizer, saved: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def average_over_groups(manager: QuorumManager, model: nn.Module) -> None:
-    """Make gradients the mean over replica groups, each rank with those of its number.
+    """Average gradients over replica groups, among the ranks of the same number.
 
-    Call it after the backward pass and before what averages over the ranks of a group
-    (`sync_gradients`, `compress_gradients`, or the step of a 1-bit optimizer), on all ranks: a mean
-    over groups in which some ranks do not take part makes the ranks of a group differ, and the mean
-    over them makes them equal again. The choices of experts that layers count for
-    `update_selection_bias` become the sums over the groups, so that the biases stay equal.
+    Call it on all ranks after the backward pass, and before gradients are averaged over the ranks
+    of a group (by `sync_gradients`, `compress_gradients`, or the step of a 1-bit optimizer). If
+    only some ranks take part in the mean over groups, the ranks of a group get different gradients,
+    which the mean over ranks makes equal again. The counts of layers for `update_selection_bias`
+    become sums over the groups, so that biases stay equal.
 
-    A gradient that is None in some groups counts as zero there; one that is None in all stays so.
-    Where a message fails `manager.should_commit()` will be False, and nothing has changed here.
+    A gradient that is None in some groups counts as zero there; one that is None in all groups
+    remains None. If a message fails, gradients do not change, and `manager.should_commit()` will be
+    False.
 
     Args:
         manager: `torchft.Manager`, between `start_quorum` and `should_commit`.
         model: any module.
 
     Raises:
-        ValueError: a gradient is sparse. On every rank, at step 0 of groups of several ranks: the
-            groups, or the ranks of this one, have different weights; or gradients were averaged
-            over the ranks of the group before, and torchft takes those of some ranks alone.
+        ValueError: a gradient is sparse. Also on every rank, at step 0 of groups of several ranks:
+            weights differ between groups or ranks; or gradients were already averaged over the
+            ranks of the group, but torchft uses those of only some ranks.
         RankFailureError: at step 0, a rank of this group died or did not answer.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -235,7 +237,7 @@ def average_over_groups(manager: QuorumManager, model: nn.Module) -> None:
         return
     device, buckets = parameters[0].device, gradient_buckets(parameters)
     synced = any(p.grad is not None and is_synced(p.grad) for p in parameters)
-    # The step of a group that joins is known once the quorum is, which this waits for.
+    # `num_participants` waits for the quorum, after which a joining group knows its step.
     if manager.num_participants() and manager.current_step() == 0 and world_size() > 1:
         _check_first_step(manager, model, synced)
     has = torch.tensor([float(p.grad is not None) for p in parameters], device=device)
@@ -256,20 +258,22 @@ def average_over_groups(manager: QuorumManager, model: nn.Module) -> None:
         put_gradients(bucket, flat)
     for parameter in parameters:
         if parameter not in grown:
-            # A rank that heals has sent zeros, whatever it has.
+            # A healing rank sends zeros, even for its own gradient, which is dropped here if no
+            # rank that takes part has one.
             parameter.grad = None
         elif synced and parameter.grad is not None:
             mark_synced(parameter.grad)
 
 
 def _check_first_step(manager: QuorumManager, model: nn.Module, synced: bool) -> None:
-    """ValueError on every rank where the first step would leave ranks with different weights."""
+    """Raise ValueError on every rank if ranks would have different weights after step 0."""
     sharded = sharded_parameters(model)
     named = [(name, local_part(p.detach())) for name, p in model.named_parameters()]
     dense = fingerprint([(name, p) for name, p in named if name not in sharded])
     whole = fingerprint(named)
     device = named[0][1].device
-    # Ranks that heal send zeros: the mean over those that take part is a ratio.
+    # Healing ranks send zeros. The mean of the first number is therefore the share of other ranks,
+    # and dividing by it gives means over these ranks alone.
     numbers = [1.0, float(whole & 0xFFFF), float(whole >> 16)]
     message = torch.tensor(numbers, dtype=torch.float64, device=device)
     manager.allreduce(message).wait()

@@ -48,7 +48,7 @@ _MAX_TEMPERATURE = math.log(1.0 / 0.01)
 
 
 class _LinearTopKGate(nn.Module):
-    """`logits = x @ wg.T`, in float32."""
+    """Computes `logits = x @ wg.T` in float32."""
 
     def __init__(self, model_dim: int, num_global_experts: int, k: int, fp32_gate: bool) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class _LinearTopKGate(nn.Module):
 
 
 class _CosineTopKGate(nn.Module):
-    """Cosine of the projected token and each expert's embedding, over a learned temperature."""
+    """Logits are cosines of projected tokens and experts' embeddings, times a learned scale."""
 
     def __init__(
         self, model_dim: int, num_global_experts: int, k: int, proj_dim: int, init_t: float
@@ -80,7 +80,7 @@ class _CosineTopKGate(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the projection as `nn.Linear` does, and embeddings of width 0.01."""
+        """Draw the projection as `nn.Linear` does, and embeddings with standard deviation 0.01."""
         nn.init.constant_(self.temperature, math.log(1.0 / self.init_t))
         self.cosine_projector.reset_parameters()
         nn.init.normal_(self.sim_matrix, 0, 0.01)
@@ -96,7 +96,7 @@ class _CosineTopKGate(nn.Module):
 
 
 def _make_gate(config: dict[str, Any], model_dim: int, num_experts: int) -> nn.Module:
-    """A gate from Tutel's configuration, which is left as it is."""
+    """Make a gate from Tutel's configuration, which is not changed."""
     kind = config.get("type")
     k = int(config.get("k", 1))
     check_rule(_OWNER, "gate_type['k']", config.get("k"), "at least 1", k >= 1)
@@ -121,7 +121,7 @@ def _make_gate(config: dict[str, Any], model_dim: int, num_experts: int) -> nn.M
 
 
 class _FFNExperts(FacadeExperts):
-    """`act(x @ fc1[e].T + b1[e]) @ fc2[e] + b2[e]`; fc1 and fc2 are `[L, F, D]`."""
+    """Computes `act(x @ fc1[e].T + b1[e]) @ fc2[e] + b2[e]`; fc1 and fc2 are `[L, F, D]`."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class _FFNExperts(FacadeExperts):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw weights uniformly in +-1/sqrt(fan_in); biases zero."""
+        """Draw weights uniformly in +-1/sqrt(fan_in), and set biases to zero."""
         for weight, fan_in in (
             (self.batched_fc1_w, self.batched_fc1_w.shape[2]),
             (self.batched_fc2_w, self.batched_fc2_w.shape[1]),
@@ -165,7 +165,7 @@ class _FFNExperts(FacadeExperts):
 
 
 class _LlamaExperts(FacadeExperts):
-    """`(act(x @ fc1[e]) * (x @ fc2[e])) @ fc3[e]`; each parameter is flat, as in Tutel."""
+    """Computes `(act(x @ fc1[e]) * (x @ fc2[e])) @ fc3[e]`; parameters are flat, as in Tutel."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class _LlamaExperts(FacadeExperts):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw weights from a normal distribution of width 0.01."""
+        """Draw weights from a normal distribution with standard deviation 0.01."""
         for parameter in self.parameters():
             nn.init.normal_(local_part(parameter), 0, 0.01)
 
@@ -205,7 +205,7 @@ class _LlamaExperts(FacadeExperts):
 def _make_experts(
     config: dict[str, Any], model_dim: int, num_local: int, group: ProcessGroup | None
 ) -> FacadeExperts:
-    """Experts from Tutel's configuration, which is left as it is."""
+    """Make experts from Tutel's configuration, which is not changed."""
     kind = str(config.get("type"))
     check_option(_OWNER, "experts['type']", kind, *_EXPERT_KEYS)
     sizes = ("type", "num_experts_per_device", "count_per_node", "hidden_size_per_expert")
@@ -223,7 +223,7 @@ def _make_experts(
 
 
 def _local_count(config: dict[str, Any]) -> int:
-    """Experts of each rank."""
+    """Return the number of experts of each rank."""
     count = config.get("num_experts_per_device", config.get("count_per_node", 1))
     rule = "at least 1, since an expert is not split over ranks"
     fits = isinstance(count, Integral) and int(count) >= 1
@@ -233,7 +233,7 @@ def _local_count(config: dict[str, Any]) -> int:
 
 @dataclass
 class _Call:
-    """Arguments of one forward pass that concern the gate."""
+    """Arguments of one forward pass for the gate."""
 
     gate_index: int = 0
     capacity_factor: float | None = None
@@ -242,7 +242,7 @@ class _Call:
 
 
 class _Gates(Gate):
-    """The gates of a layer, registered as "0", "1", ...; each call goes through one of them."""
+    """The gates of a layer, registered as "0", "1", ...; each forward pass uses one of them."""
 
     def __init__(
         self,
@@ -271,13 +271,13 @@ class _Gates(Gate):
 
     @property
     def gates(self) -> tuple[dict[str, object], ...]:
-        """Options of the gates and of the call, which ranks compare under the argument's name."""
+        """Options of the gates and of the call, which ranks compare under the name "gates"."""
         names = ("top_k", "capacity_factor", "gate_noise")
         found = [{name: getattr(gate, name) for name in names} for gate in self.children()]
         return (*found, vars(self.call))
 
     def logits(self, tokens: Tokens) -> Tensor:
-        """Logits of the gate that this call goes through."""
+        """Return the logits of the gate that this call uses."""
         return self.get_submodule(str(self.call.gate_index))(tokens.x_TD)
 
     def choose(self, logits_TE: Tensor, tokens: Tokens) -> RouterOutput:
@@ -303,13 +303,13 @@ class _Gates(Gate):
         return self.output(logits_TE, weights, idx, kept, (counts_E, first_E), score_sum)
 
     def _kept(self, gate: Any, chosen: ops.GateOutput) -> Tensor | None:
-        """Slots with room at their expert; None for all."""
+        """Return True for slots whose expert has room; None if experts take all."""
         factor = self.call.capacity_factor
         factor = gate.capacity_factor if factor is None else factor
         idx = chosen.topk_idx
         num_tokens, top_k = idx.shape
         if self.call.inequivalent_tokens:
-            # On every rank alike, also where this one's factor drops nothing.
+            # This collective must run on every rank, even if this rank's factor drops nothing.
             num_tokens = _largest(num_tokens, self._group.group, idx.device)
         if factor == 0:
             return None
@@ -327,31 +327,31 @@ class MOELayer(LayerWithLoss):
     """Mixture of experts with the signature, results and parameter names of Tutel's `moe_layer`.
 
     Args:
-        gate_type: a dict or a list of them: "type" ("top", "cosine_top", or "custom" with "module",
-            a class of modules that return logits), "k", "capacity_factor" (positive or negative:
-            an expert takes `k * int(|f| * ceil(T / E))` rows of each rank; 0: all), "gate_noise",
-            "fp32_gate", and for "cosine_top" "proj_dim" and "init_t".
-        model_dim: D, the elements of a token.
+        gate_type: a dict or a list of dicts: "type" ("top", "cosine_top", or "custom" with
+            "module", a class of modules that return logits), "k", "capacity_factor" (positive or
+            negative: an expert takes `k * int(|f| * ceil(T / E))` rows of each rank; 0: all rows),
+            "gate_noise", "fp32_gate", and for "cosine_top" "proj_dim" and "init_t".
+        model_dim: D, number of elements of a token.
         experts: a dict: "type" ("ffn" or "llama_ffn"), "num_experts_per_device",
             "hidden_size_per_expert", "activation_fn", and for "ffn" "has_fc1_bias", "has_fc2_bias".
         scan_expert_func: called with the name and value of every expert parameter.
         result_func: applied to the output.
-        group: expert-parallel group; None is the default group, or this process alone where
+        group: expert-parallel group; None is the default group, or this process alone if
             torch.distributed is not initialised.
-        seeds: for `torch.manual_seed` before the gates, before the experts, and at the end.
-        a2a_ffn_overlap_degree: 1.
-        is_postscore: True, weights act on the outputs of the experts.
-        batch_prioritized_routing: where an expert is full, tokens with the largest score stay.
+        seeds: seeds for `torch.manual_seed` before the gates, before the experts, and at the end.
+        a2a_ffn_overlap_degree: must be 1.
+        is_postscore: must be True; weights multiply the outputs of the experts.
+        batch_prioritized_routing: a full expert keeps the tokens with the largest scores.
         normalize_gate: for k > 1, divide the weights of a token by their sum.
-        is_gshard_loss: GShard's balance loss; False for the mean of importance and load loss.
-        parallel_type: "adaptive:1", "data", "model" or "auto", the same for unsplit experts.
-        use_2dh: False.
+        is_gshard_loss: use GShard's balance loss; otherwise the mean of importance and load loss.
+        parallel_type: "adaptive:1", "data", "model" or "auto"; all the same for unsplit experts.
+        use_2dh: must be False.
 
     Attributes:
         l_aux: balance loss of the last forward pass, 0-d, in the graph.
 
     Raises:
-        ValueError: an option has no meaning here; the message names it. The dicts are unchanged.
+        ValueError: an option is not supported; the message names it. The dicts are unchanged.
     """
 
     paths: ClassVar[dict[str, str]] = {"router": "gates"}
@@ -412,7 +412,7 @@ class MOELayer(LayerWithLoss):
             parameter._tutel_expert = True  # type: ignore[attr-defined]
 
     def get_parameter_iterator(self, param_type: str) -> Any:
-        """Named parameters of the gates ("gate") or of this rank's experts ("local_experts")."""
+        """Return named parameters of gates ("gate") or this rank's experts ("local_experts")."""
         modules = {"gate": self.router, "local_experts": self.experts}
         check_option(_OWNER, "param_type", param_type, *modules)
         return modules[param_type].named_parameters()
@@ -433,18 +433,18 @@ class MOELayer(LayerWithLoss):
 
         Args:
             input: `[..., D]`.
-            gate_index: which gate.
-            capacity_factor: instead of the gate's.
-            top_k: instead of the gate's.
-            a2a_ffn_overlap_degree: None or 1.
-            reserve_dims: 1.
+            gate_index: index of the gate to use.
+            capacity_factor: replaces the gate's factor.
+            top_k: replaces the gate's k.
+            a2a_ffn_overlap_degree: must be None or 1.
+            reserve_dims: must be 1.
             inequivalent_tokens: the capacity follows the largest T of all ranks.
-            adaptive_r: None or 1.
-            megablocks_size: 0.
+            adaptive_r: must be None or 1.
+            megablocks_size: must be 0.
 
         Returns:
-            `[..., D]` with the balance loss as attribute `l_aux`; or what `result_func` makes of
-            it.
+            `[..., D]` with the balance loss as attribute `l_aux`; or the result of `result_func`
+            for this tensor.
         """
         degree = 1 if a2a_ffn_overlap_degree is None else a2a_ffn_overlap_degree
         check_option(_OWNER, "a2a_ffn_overlap_degree", degree, 1)
@@ -474,7 +474,7 @@ def _seed(seeds: Sequence[int | None] | None, place: int, offset: int = 0) -> No
 
 
 def _largest(value: int, group: ProcessGroup | None, device: torch.device) -> int:
-    """Largest value of all ranks; a collective and a synchronisation."""
+    """Return the largest value of all ranks. Collective, with a host synchronisation."""
     if group is None:
         return value
     largest = torch.tensor(value, device=device)
@@ -488,10 +488,10 @@ def _cv_squared(x_E: Tensor) -> Tensor:
 def _load_importance_loss(
     logits_TE: Tensor, noisy_TE: Tensor, idx_TK: Tensor, gate_noise: float
 ) -> Tensor:
-    """Mean of the squared coefficients of variation of importance and of load.
+    """Return the mean of the squared coefficients of variation of importance and of load.
 
-    The load of an expert is the sum over tokens of the probability that fresh noise would lift it
-    to the K-th of the noisy logits.
+    The load of an expert is the sum over tokens of a probability: that of its logit with fresh
+    noise to reach the K-th largest noisy logit.
     """
     rule = "positive for is_gshard_loss=False"
     check_rule(_OWNER, "gate_noise", gate_noise, rule, gate_noise > 0)
