@@ -1,4 +1,4 @@
-"""Checkpoints by `torch.distributed.checkpoint` that fit any number of ranks."""
+"""Saves and loads checkpoints by `torch.distributed.checkpoint`, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["TrainingState", "async_save", "load", "save"]
 
 _HALF_WAY = "model and optimizers hold parts of two states now: load again before going on"
 
-# Saves of `async_save` that are being written.
+# Last save of `async_save`, which may still be writing.
 _underway: list[Future[None]] = []
 
 
@@ -42,28 +42,28 @@ def save(
     extra: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """Write a checkpoint that fits any number of ranks; all ranks must call it.
+    """Write a checkpoint that any number of ranks can load; all ranks must call it.
 
     Args:
         path: folder that all ranks share.
         model: see `TrainingState`.
-        optimizers: one, or several, or none.
-        extra: more to save, by names of their own, such as a scheduler or its `state_dict()`.
+        optimizers: one optimizer, several or none.
+        extra: name to further object to save, such as a scheduler or its `state_dict()`.
         options: passed on to `torch.distributed.checkpoint.save`, such as `storage_writer`.
 
     Raises:
-        ValueError: on every rank: see `TrainingState.state_dict`.
-        RuntimeError: on every rank: a rank could not write, for a full disk for instance.
+        ValueError: on every rank; see `TrainingState.state_dict`.
+        RuntimeError: on every rank, if a rank could not write, for example because of a full disk.
         RankFailureError: a rank died or did not answer.
 
     Warns:
-        UserWarning: what is in `extra` differs between ranks under one name, of which a checkpoint
-            keeps that of one rank.
+        UserWarning: a value in `extra` differs between ranks; the checkpoint keeps that of one
+            rank.
 
-    A checkpoint that is in the folder stays whole until this one is, and is then replaced by it:
-    wherever ranks die, one of the two is there.
+    An earlier checkpoint in the folder remains until the new one is complete, and is then replaced.
+    If ranks die at any time, one of the two is whole.
     """
-    # Not at the top: it takes a second to import.
+    # torch.distributed.checkpoint takes a second to import, so the import is local.
     from torch.distributed.checkpoint import state_dict_saver
 
     state = _to_save("checkpoint.save", path, model, optimizers, extra, options)
@@ -79,9 +79,9 @@ def async_save(
     extra: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Future[None]:
-    """Copy what `save` writes, and write it while training goes on; all ranks must call it.
+    """Copy the state that `save` writes, and write it during training; all ranks must call it.
 
-    Messages go over a group of their own. The next call that saves or loads waits for the files.
+    Messages use a separate group. The next call that saves or loads waits until files are written.
 
     Args:
         path: see `save`.
@@ -91,8 +91,8 @@ def async_save(
         options: passed on to `torch.distributed.checkpoint.async_save`.
 
     Returns:
-        Done when the checkpoint is whole, on all ranks; `result()` raises what kept it from that,
-        as `save` does.
+        A future, done when the checkpoint is whole on all ranks. `result()` raises the errors of
+        writing, as `save` does.
 
     Raises:
         ValueError: see `save`.
@@ -117,7 +117,7 @@ def async_save(
         else:
             written.set_result(None)
 
-    # With a stager that copies by itself there are two futures.
+    # With an asynchronous stager, torch returns two futures: one for the copy, one for the upload.
     upload: Future[Any] = getattr(found, "upload_completion", found)
     upload.add_done_callback(finish)
     _underway[:] = [written]
@@ -136,27 +136,27 @@ def load(
 
     Args:
         path: folder that all ranks share.
-        model: of the same parameters as a whole; its experts may be spread otherwise.
-        optimizers: of the same classes; they may be new.
-        extra: filled in place by all that was saved under the names that are in it. Keys come back
-            as texts, but for those that are in it and those that count an optimizer's parameters.
+        model: model with the same whole parameters; its experts may be spread differently.
+        optimizers: optimizers of the saved classes; they may be new.
+        extra: mapping that is filled in place by everything that was saved under its names. Loaded
+            keys are strings, except keys that `extra` already has, and numbers of parameters in an
+            optimizer's state.
         options: passed on to `torch.distributed.checkpoint.load`, such as `storage_reader`.
 
     Raises:
-        ValueError: on every rank: the checkpoint lacks a tensor of the model, or its optimizers a
-            parameter of those here; or the model is on the meta device; or `.metadata` is not
-            whole; or see `TrainingState.load_state_dict`. Nothing has changed.
-        RuntimeError: on every rank: a tensor has another shape, or a file is not whole, and nothing
-            has changed; or a file could not be read later on, or what loads a state raised.
+        ValueError: on every rank, and nothing has changed: the checkpoint lacks a tensor of the
+            model or a parameter of the optimizers; the model is on the meta device; `.metadata` is
+            damaged; or see `TrainingState.load_state_dict`.
+        RuntimeError: on every rank. If a tensor has another shape or a file is damaged, nothing has
+            changed. It is also raised if a file cannot be read later, or if loading a state fails.
         RankFailureError: a rank died or did not answer.
 
     Warns:
-        UserWarning: the checkpoint has no options of parameter groups, since an earlier version
-            saved it: learning rates stay those of the optimizers here.
+        UserWarning: an earlier version saved the checkpoint, without options of parameter groups.
+            Learning rates remain those of the given optimizers.
 
-    Tensors are read into the parameters, and into the moments where there are such, by pieces of
-    8 MiB. A failure after ranks have begun to read leaves parts of two states behind, and the error
-    says so.
+    Tensors are read in pieces of 8 MiB, directly into the parameters and into existing moments. A
+    failure after the first read leaves parts of two states behind; the error then says so.
     """
     from torch.distributed.checkpoint import state_dict_loader
 
@@ -188,7 +188,8 @@ def load(
                 "into, got it on the meta device; call to_empty of the model first"
             )
         before = _states(extra)
-    # First what may be refused: nothing live is touched by it.
+    # Options of parameter groups are read and checked first, because they may be refused. Reading
+    # them changes no parameter.
     first = {name: tensor for name, tensor in state.items() if name.startswith(OPTIONS)}
     if any(name.startswith(OPTIONS) for name in saved):
         with _plain_errors("checkpoint.load", lambda: "nothing has changed"):
@@ -205,7 +206,8 @@ def load(
     for name, tensor in state.items():
         if isinstance(tensor, tuple):
             continue
-        # Ranks that share each expert show the gates and the ups as two pieces; others do not.
+        # A job with etp saves gates and ups as two pieces of a dimension; a job without saves them
+        # as one dimension. The job that loads may differ from the job that saved.
         shape, size = tensor.shape, saved[name].size
         if (dim := split_dim(shape, size)) is not None:
             found[name] = tensor.unflatten(dim, size[dim : dim + 2])
@@ -244,7 +246,7 @@ def _to_save(
     extra: Mapping[str, Any] | None,
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """State to save, once earlier files are written; adds a writer to the options."""
+    """Wait for earlier saves, and return the state to save. Adds a writer to the options."""
     from moe_ext.distributed.checkpoint_files import ReplacingWriter
 
     _check_kinds(operation, path, model)
@@ -274,13 +276,13 @@ def _to_save(
 
 
 def _check_kinds(operation: str, path: object, model: object) -> None:
-    """TypeError for a model in the place of the folder, say."""
+    """Raise TypeError for wrong arguments, such as a model instead of the folder."""
     check_kind(operation, "path", path, str, os.PathLike, required=True)
     check_kind(operation, "model", model, nn.Module, required=True)
 
 
 def _has_state(value: object) -> TypeGuard[Any]:
-    """True for what torch saves and loads by its `state_dict`, such as a scheduler."""
+    """Return True for an object that is saved by its `state_dict`, such as a scheduler."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
@@ -291,12 +293,14 @@ def _states(extra: Mapping[str, Any] | None) -> dict[str, Any]:
 def _with_all_saved(
     extra: Mapping[str, Any], saved: Mapping[str, Any], paths: Mapping[str, Sequence[Any]] | None
 ) -> dict[str, Any]:
-    """Extra to load into: as given, and what a new object's state has not yet, such as momenta.
+    """Return a copy of `extra` to load into, with all entries that were saved under its names.
+
+    For example, the state of a new optimizer does not have momenta yet.
 
     Args:
         extra: nested mappings and lists; they are not changed.
-        saved: as in `TrainingState.empty`.
-        paths: of what was saved, by its name: keys, which torch writes as texts, and indices.
+        saved: see `TrainingState.empty`.
+        paths: saved name to its path of keys, which torch writes as strings, and indices.
     """
     found = {name: _copied(value) for name, value in extra.items()}
     for full_name, path in (paths or {}).items():
@@ -306,10 +310,11 @@ def _with_all_saved(
         for key, below in itertools.pairwise(path):
             inside = _entry(inside, key, {} if isinstance(below, str) else [])
             if not isinstance(inside, dict | list):
-                break  # a value of another kind here
+                break  # `extra` has a value that is no container here
         else:
             entry: Any = saved.get(full_name)
-            default: Any = {} if entry is None else None  # no file has an empty mapping
+            # torch writes no entry for an empty mapping.
+            default: Any = {} if entry is None else None
             if hasattr(entry, "properties"):
                 default = torch.zeros(entry.size, dtype=entry.properties.dtype)
             here = _entry(inside, path[-1], default)
@@ -319,7 +324,7 @@ def _with_all_saved(
 
 
 def _entry(inside: Any, key: Any, default: Any) -> Any:
-    """An entry of a mapping or list, which is the default if there is none."""
+    """Return an entry of a mapping or list, after setting it to the default if it is missing."""
     if isinstance(inside, dict):
         inside.setdefault(key)
     else:
@@ -330,14 +335,14 @@ def _entry(inside: Any, key: Any, default: Any) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    """Nested mappings and lists anew, by keys as torch writes them, with the same leaves."""
+    """Copy nested mappings and lists, with string keys, as torch writes them, and equal leaves."""
     if isinstance(value, Mapping):
         return {str(key): _copied(item) for key, item in value.items()}
     return [_copied(item) for item in value] if type(value) is list else value
 
 
 def _like(given: Any, loaded: Any, *, numbered: bool = False) -> Any:
-    """A loaded value, in mappings of the classes and the keys of those that were given."""
+    """Return a loaded value with the classes of mappings and the keys of the given value."""
     if isinstance(loaded, list):
         known = given[: len(loaded)] if isinstance(given, list) else []
         return [_like(old, new) for old, new in itertools.zip_longest(known, loaded)]
@@ -347,7 +352,7 @@ def _like(given: Any, loaded: Any, *, numbered: bool = False) -> Any:
     own = {str(key): (key, value) for key, value in found.items()}
     found.clear()
     for text, value in loaded.items():
-        # Optimizers count their parameters.
+        # An optimizer's state has numbers of parameters as keys.
         new = int(text) if numbered and text.isdigit() else text
         key, old = own.get(text, (new, None))
         counts = text == "state" and "param_groups" in loaded
@@ -356,7 +361,7 @@ def _like(given: Any, loaded: Any, *, numbered: bool = False) -> Any:
 
 
 def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
-    """The leaves of nested mappings and lists, each with its path."""
+    """Yield (path, leaf) for nested mappings and lists."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _leaves(f"{path}.{key}" if path else str(key), item)
@@ -368,7 +373,7 @@ def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def _empty_mappings(value: object, *path: str | int) -> Iterator[tuple[str | int, ...]]:
-    """Paths to mappings without entries, of which torch writes nothing."""
+    """Yield the paths of empty mappings, which torch does not write."""
     if isinstance(value, Mapping):
         if path and not value:
             yield path
@@ -380,23 +385,24 @@ def _empty_mappings(value: object, *path: str | int) -> Iterator[tuple[str | int
 
 
 def _checksums(path: str, value: object) -> tuple[int, int]:
-    """Checksums of a name and of its value; values that cannot be compared have equal ones."""
+    """Return checksums of a name and of its value. A value that cannot be compared has 0."""
     content = b""
     if isinstance(value, Tensor) and not is_dtensor(value):
         plain = value.detach().cpu().resolve_conj().resolve_neg()
         content = as_bytes(plain).numpy().tobytes()
     elif isinstance(value, int | float | complex | str | bytes):
         content = repr(value).encode()
-    elif hasattr(value, "tobytes"):  # numbers and arrays of numpy, such as its random state
+    elif hasattr(value, "tobytes"):  # numpy's numbers and arrays, such as its random state
         content = value.tobytes()
     return zlib.crc32(path.encode()), zlib.crc32(content)
 
 
 @contextmanager
 def _on_every_rank(operation: str, options: Mapping[str, Any]) -> Iterator[list[list[int]]]:
-    """Raise on every rank what any of them raises inside.
+    """Context that raises the error of any rank on every rank.
 
-    Yields a row of integers to fill in, in whose place the rows of all ranks are afterwards.
+    Yields a list with one row of integers, which the caller fills. After the context the list holds
+    the rows of all ranks.
     """
     problem, group = None, resolve_group(options.get("process_group"), operation)
     told: list[list[int]] = [[]]
@@ -411,11 +417,13 @@ def _on_every_rank(operation: str, options: Mapping[str, Any]) -> Iterator[list[
 
 @contextmanager
 def _plain_errors(operation: str, means: Callable[[], str] | None = None) -> Iterator[None]:
-    """Name the ranks that died or did not answer, and raise torch's error as an Exception.
+    """Context that names ranks that died or did not answer, and simplifies torch's errors.
+
+    torch raises a `CheckpointException`, which is no Exception; it becomes a RuntimeError.
 
     Args:
-        operation: for messages.
-        means: tells what has become of the state.
+        operation: name for messages.
+        means: returns a text on whether the state has changed, for the end of the message.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 

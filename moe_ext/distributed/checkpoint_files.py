@@ -1,6 +1,6 @@
-"""Reader of checkpoint files by slices, and writer that keeps the checkpoint before it.
+"""Reads checkpoint files by slices, and writes files without damaging an earlier checkpoint.
 
-They take a second to import, as all of `torch.distributed.checkpoint`.
+This module imports `torch.distributed.checkpoint`, which takes a second. Import it locally.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-# Bytes that are read at once, unless a row of a matrix is longer.
+# Most bytes to read at once.
 _BLOCK = 8 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """Place of a tensor's bytes in its file, which holds them in order."""
+    """Place of a contiguous tensor's bytes in its file."""
 
     begin: int
     shape: torch.Size
@@ -45,13 +45,13 @@ class _Saved:
 
 
 class SliceReader(FileSystemReader):
-    """Reads the files of torch's writer by slices, with little memory beside the destination.
+    """Reads the files of torch's writer by slices, with little memory besides the destination.
 
-    torch's reader holds each saved tensor whole before it takes this rank's part of it. Files that
-    do not hold what the metadata says fail while ranks plan, before anything is written.
+    torch's reader first reads each saved tensor whole, and then takes this rank's part. This reader
+    also finds damaged files while ranks plan, before any tensor is changed.
 
     Attributes:
-        begun: whether this rank has begun to write into what it loads.
+        begun: True once this rank has begun to write into destinations.
     """
 
     def __init__(self, path: Any) -> None:
@@ -61,11 +61,11 @@ class SliceReader(FileSystemReader):
         self._split: dict[str, tuple[int, tuple[int, int]]] = {}
 
     def split(self, name: str, dim: int, sizes: tuple[int, int]) -> None:
-        """Show a dimension of a saved tensor as two, where no file cuts it."""
+        """Present a dimension of a saved tensor as two, unless it is cut into several files."""
         self._split[name] = dim, sizes
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Metadata of the files, with the shapes that `split` gave."""
+        """Read the metadata, and apply `split` to the shapes."""
         try:
             metadata = super().read_metadata(*args, **kwargs)
         except Exception as error:  # damaged bytes can make unpickling raise anything
@@ -86,7 +86,7 @@ class SliceReader(FileSystemReader):
         return metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Find the tensors in their files, whose ends must be there."""
+        """Find the tensors in their files, and raise for files that are too short."""
         for path, items in self._by_file(plan.items).items():
             with self.fs.create_stream(self.fs.concat_path(self.path, path), "rb") as stream:
                 for item in items:
@@ -94,7 +94,7 @@ class SliceReader(FileSystemReader):
         return plan
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the destinations; what torch did not write as usual is left to its reader."""
+        """Fill the destinations. Items that `_find` did not locate are left to torch's reader."""
         self.begun = True
         found = [item for item in plan.items if item.storage_index in self._saved]
         for path, items in self._by_file(found).items():
@@ -107,7 +107,7 @@ class SliceReader(FileSystemReader):
         return super().read_data(dataclasses.replace(plan, items=rest), planner)
 
     def _by_file(self, items: Sequence[ReadItem]) -> dict[str, list[ReadItem]]:
-        """In the order of their bytes."""
+        """Group items by file, in the order of their bytes."""
         found: dict[str, list[ReadItem]] = {}
         for item in sorted(items, key=lambda item: self.storage_data[item.storage_index].offset):
             path = self.storage_data[item.storage_index].relative_path
@@ -135,7 +135,7 @@ class SliceReader(FileSystemReader):
         if not isinstance(tensor, Tensor) or not tensor.numel() or not tensor.is_contiguous():
             return
         if tensor.is_conj() or tensor.is_neg():
-            return  # the bytes are not those of its values
+            return  # the bytes in the file are not the tensor's values
         begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
         if begin is not None:
             skipped = tensor.storage_offset() * tensor.element_size()
@@ -148,18 +148,21 @@ class SliceReader(FileSystemReader):
 
 class _Files(FileSystem):
     def rm_file(self, path: str | os.PathLike[str]) -> None:
-        """Leave a file that is going to be replaced, by renaming, where it is until then."""
+        """Do nothing. torch removes the old metadata before it renames the new file over it.
+
+        A crash between the two would leave a folder without metadata.
+        """
 
 
 class ReplacingWriter(FileSystemWriter):
-    """Writes beside the checkpoint of a folder, and takes its place by one renaming at the end.
+    """Writes new files next to an earlier checkpoint, and replaces it by one renaming at the end.
 
-    torch's writer overwrites the files of the earlier one. Where a rank dies meanwhile, metadata of
-    one state would be there with tensors of another.
+    torch's writer overwrites the earlier files. If a rank died meanwhile, the metadata of one state
+    would be left with tensors of another.
 
     Args:
         path: the folder.
-        more: paths of this rank to what has no entries, to be kept with those that torch keeps.
+        more: paths of empty mappings on this rank, which torch would not keep.
     """
 
     def __init__(
@@ -170,18 +173,18 @@ class ReplacingWriter(FileSystemWriter):
         self._more = {".".join(map(str, path)): path for path in more}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Stay at the folder; a thread calls this, where the working directory may be another."""
+        """Keep the absolute path. A thread of `async_save` calls this after a possible chdir."""
         super().reset(self.path)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As torch's, without its warning of an earlier checkpoint."""
+        """Plan as torch does, without its warning about an earlier checkpoint."""
         self.fs.mkdir(self.path)
         if plan.planner_data is None:
             return plan
         return dataclasses.replace(plan, planner_data={**self._more, **plan.planner_data})
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Files with names that no earlier save has used."""
+        """Give files names that no earlier save has used."""
         named = []
         for plan in super().prepare_global_plan(plans):
             prefix = f"{self.save_id[:8]}{plan.storage_data.prefix}"
@@ -227,7 +230,16 @@ def _fill_box(
     offsets: Sequence[int],
     dtype: torch.dtype,
 ) -> None:
-    """Copy the box at `offsets`, of the shape of the target, of a tensor whose bytes follow."""
+    """Read the slice at `offsets` of a saved tensor into `target`, which has the slice's shape.
+
+    Args:
+        target: destination.
+        stream: file of the tensor.
+        begin: position of the tensor's first byte.
+        shape: shape of the saved tensor.
+        offsets: first index of the slice in each dimension.
+        dtype: dtype of the saved tensor.
+    """
     row = math.prod(shape[1:]) * dtype.itemsize
     begin += offsets[0] * row
     if row > _BLOCK and len(shape) > 1:

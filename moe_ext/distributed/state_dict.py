@@ -1,8 +1,8 @@
-"""State dicts of whole models and their optimizers, where parameters lie over ranks.
+"""State dicts of models and optimizers whose parameters are divided over ranks.
 
-`state_dict()` of both holds DTensors, for `torch.distributed.checkpoint`; no rank can pickle them,
-since its file would hold its own part and look like all. Inside `whole_state_dicts` it holds plain
-tensors instead.
+`state_dict()` holds DTensors, for `torch.distributed.checkpoint`. They cannot be pickled, because
+the file of a rank would hold only its own part, but look complete. Inside `whole_state_dicts`,
+`state_dict()` holds plain whole tensors instead.
 """
 
 from __future__ import annotations
@@ -38,36 +38,40 @@ from moe_ext.distributed.placement import (
     sharded_buffers,
 )
 
-# Optimizers inside `whole_state_dicts`.
+# Optimizers that a `whole_state_dicts` context has hooked.
 _showing: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 ParameterStates = dict[nn.Parameter, dict[str, Any]]
 
-# End of the name of a tensor [P, ...] in a parameter's state with each rank's own. Only as many
-# ranks load it.
+# End of the name of a tensor [P, ...] in a parameter's state that stacks a separate tensor of each
+# rank. Only a job with the same number of ranks loads it.
 OF_RANKS = "_of_ranks"
 
 
 @runtime_checkable
 class SavesByParameter(Protocol):
-    """Optimizer with more to save than a state for each parameter that ranks hold alike."""
+    """Optimizer that saves more than a state per parameter that is equal on all of its ranks."""
 
     def checkpoint_state(self) -> tuple[ParameterStates, dict[str, int]]:
-        """States that all ranks with the same parameters hold alike, and counters; collective.
+        """Return states that are equal on all ranks of a parameter, and counters; collective.
 
-        A state holds numbers, and tensors whose first dimensions are those of the parameter; and
-        DTensors [P, ...] of what each rank has for itself, under names that end in `OF_RANKS`.
+        A state holds numbers, and tensors whose first dimensions are those of the parameter. It may
+        also hold DTensors [P, ...] that stack the ranks' own tensors, named `...` + `OF_RANKS`.
         """
 
     def tensors_to_load(self, owing: bool) -> tuple[ParameterStates, object]:
-        """Tensors to read a checkpoint into, with what ranks owe or not, and what holds them."""
+        """Return tensors to read a checkpoint into, and the objects that hold these tensors.
+
+        Args:
+            owing: the checkpoint has residuals.
+        """
 
     def load_checkpoint_state(
         self, states: ParameterStates, counters: Mapping[str, int], holders: object
     ) -> None:
-        """Go on from what `checkpoint_state` returned, on any number of ranks.
+        """Load a result of `checkpoint_state`, on any number of ranks.
 
-        The tensors are kept; those of `tensors_to_load` come with what holds them.
+        The optimizer keeps the tensors. `holders` is the second result of `tensors_to_load`.
         """
 
 
@@ -76,7 +80,7 @@ class TakesOver(Protocol):
     """Optimizer that can keep the tensors of a state, which its `load_state_dict` copies."""
 
     def take_over(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state, by the numbers of the parameters."""
+        """Load a state with numbers of parameters as keys, without copying tensors."""
 
 
 @runtime_checkable
@@ -84,32 +88,32 @@ class ChecksOptions(Protocol):
     """Optimizer that refuses options which it does not know."""
 
     def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """ValueError for options of parameter groups, in their order; changes nothing."""
+        """Raise ValueError for unknown options of parameter groups; changes nothing."""
 
 
 @contextlib.contextmanager
 def whole_state_dicts(*optimizers: Optimizer, keep: bool | None = None) -> Iterator[None]:
-    """Have `state_dict()` of models and optimizers hold whole tensors, for tools that save these.
+    """Have `state_dict()` of models and optimizers hold whole tensors, for tools that save them.
 
-    Inside, it is a collective: all ranks call it, as Accelerate does, and one of them writes what
-    it got. Experts, columns of layers, and what optimizers hold of them come as plain tensors on
-    the CPU, as one process has them. A job of any number of ranks loads them. A model's
-    `load_state_dict` may be called anywhere, that of an optimizer of `torch.optim` only inside this
-    context, with the optimizer as an argument. Parameters that FSDP2 shards beside them stay
-    DTensors.
+    Inside the context, `state_dict()` is collective: all ranks call it, as Accelerate does, and one
+    rank writes the result. Experts, columns of layers, and their optimizer states become plain
+    tensors on the CPU, as in one process. A job of any number of ranks can load them. A model's
+    `load_state_dict` may be called anywhere. That of an optimizer of `torch.optim` must be called
+    inside this context, with the optimizer as an argument. Other parameters that FSDP2 shards
+    remain DTensors.
 
     Args:
-        optimizers: those of `torch.optim`, or prepared by a tool, whose states are saved or loaded.
-        keep: whether this rank gets the tensors, and not empty ones in their place; None is true of
-            rank 0 alone.
+        optimizers: optimizers of `torch.optim`, possibly wrapped by a tool, to save or load.
+        keep: True if this rank gets whole tensors, False if it gets empty ones. None means True on
+            rank 0 only.
 
     Raises:
-        TypeError: what is given for an optimizer is none.
+        TypeError: an argument is no optimizer.
     """
     with contextlib.ExitStack() as stack:
         for given in optimizers:
             optimizer = unwrapped(given, "whole_state_dicts")
-            # Optimizers that save by parameter do so by themselves.
+            # Optimizers that are `SavesByParameter` convert their states themselves.
             if not isinstance(optimizer, SavesByParameter) and optimizer not in _showing:
                 _showing.add(optimizer)
                 stack.callback(_showing.discard, optimizer)
@@ -123,7 +127,7 @@ def whole_state_dicts(*optimizers: Optimizer, keep: bool | None = None) -> Itera
 
 
 def unwrapped(optimizer: Any, operation: str) -> Optimizer:
-    """The optimizer inside wrappers of Accelerate and Lightning; TypeError for none."""
+    """Return the optimizer inside wrappers of Accelerate and Lightning; TypeError if none is."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     check_kind(operation, "optimizers", optimizer, Optimizer, required=True)
@@ -131,22 +135,22 @@ def unwrapped(optimizer: Any, operation: str) -> Optimizer:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The state dict of a model as one process would hold it, on every rank.
+    """Return the state dict of a model as one process would hold it, on every rank.
 
-    One rank may write it by `torch.save` or `save_pretrained(dir, state_dict=...)`, and a model of
-    any number of ranks takes its part of it by `load_state_dict`.
+    One rank may write the result by `torch.save` or `save_pretrained(dir, state_dict=...)`. A model
+    on any number of ranks takes its part of it by `load_state_dict`.
 
     Args:
-        model: any module; its experts may lie over ranks.
+        model: any module; its experts may be spread over ranks.
 
     Returns:
-        `model.state_dict()`, detached, with whole tensors, which are copies, instead of DTensors.
+        `model.state_dict()`, detached. Whole tensors, which are copies, replace DTensors.
 
     Raises:
         RuntimeError: a rank of the groups did not call it within a minute.
         RankFailureError: a rank died.
 
-    A collective: every rank of the groups that hold parts calls it, and each then holds all.
+    Collective: every rank of the groups that hold parts calls it, and gets whole tensors.
     """
     with state_dicts_of_parts():
         state = model.state_dict()
@@ -162,15 +166,15 @@ def gathered(
     keep: bool = True,
     device: torch.device | str | None = None,
 ) -> dict[str, Any]:
-    """A state dict with whole tensors in the place of DTensors.
+    """Replace the DTensors of a state dict by whole tensors; collective.
 
     Args:
-        model: whose state it is.
-        state: of `model.state_dict()`, or some of it.
+        model: the model of the state.
+        state: result of `model.state_dict()`, or a part of it.
         operation: name for error messages.
-        hint: what to do where a rank does not call it, behind the message.
-        keep: False for a rank that takes part and wants nothing.
-        device: where to keep them; None leaves each where it is.
+        hint: end of the error message for a rank that does not call this, with the remedy.
+        keep: False for a rank that only takes part, and gets an empty result.
+        device: device of the result; None keeps the device of each tensor.
     """
     buffers = {name: place for name, (_, place) in sharded_buffers(model).items()}
     places, by_rank = {**placements(model), **buffers}, logical_names_by_rank(model)
@@ -197,9 +201,9 @@ def gathered(
 
 
 def whole_of(value: Tensor, parameter: Tensor, place: Placement | None, name: str) -> Tensor:
-    """A tensor of a parameter, as `state_dict()` shows it: a DTensor where that is one.
+    """Return a parameter's tensor as `state_dict()` shows it, a DTensor if it is divided.
 
-    It is of the parameter's shape, or has its first dimension.
+    The tensor has the parameter's shape, or only its first dimension.
     """
     if place is not None:
         check_known(name, place, "checkpoint")
@@ -231,23 +235,23 @@ def _shown(value: Any, parameter: Tensor, place: Placement, name: str) -> Any:
 
 
 def _part_of(value: Any, parameter: Tensor, place: Placement) -> Any:
-    """This rank's part of a loaded value, which is a DTensor, the whole, or already that part."""
+    """Return this rank's part of a loaded value: a DTensor, a whole tensor, or already the part."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     found = place.taken(value, parameter)
-    # Factored moments have some dimensions of the parameter.
+    # Factored moments have only some dimensions of the parameter.
     return found if is_dtensor(found) else divided_as(found, parameter)
 
 
 def _shards_of(optimizer: Optimizer) -> dict[int, tuple[Tensor, Placement]]:
-    """Number to parameter and placement, of those that lie over ranks."""
+    """Return number to (parameter, placement), for parameters that are divided over ranks."""
     parameters = enumerate(p for group in optimizer.param_groups for p in group["params"])
     found = {number: (p, known_shard(p)) for number, p in parameters}
     return {number: (p, place) for number, (p, place) in found.items() if place is not None}
 
 
 def show_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The whole in the place of parts, see `whole_state_dicts`; hook of `state_dict()`."""
+    """Hook of `state_dict()` that replaces parts by whole tensors, see `whole_state_dicts`."""
     state = dict(state_dict["state"])
     for number, (parameter, place) in _shards_of(optimizer).items():
         if number in state:
@@ -259,8 +263,8 @@ def show_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
 
 
 def take_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """This rank's parts of a state that `load_state_dict()` takes, whose hook it is, too."""
-    # By names or numbers, in the order of the parameters here.
+    """Hook of `load_state_dict()` that takes this rank's parts of a state."""
+    # Saved keys are names or numbers, in the order of this optimizer's parameters.
     saved = [key for group in state_dict["param_groups"] for key in group["params"]]
     state = dict(state_dict["state"])
     for number, (parameter, place) in _shards_of(optimizer).items():

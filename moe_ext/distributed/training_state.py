@@ -1,7 +1,8 @@
-"""Tensors of all that a job trains, under the names of the whole model.
+"""The state of training as tensors under the names of the whole model.
 
-Experts have their global index, columns of a layer their place in the whole, and optimizer states
-the name of their parameter. So what a job of one shape saved, a job of another shape loads.
+Experts have their global index, columns of a layer have their place in the whole layer, and
+optimizer states have the name of their parameter. A job with another number of ranks can therefore
+load the state.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from moe_ext.distributed.state_dict import (
 )
 
 MODEL = "model."
-# Options of the group of a parameter, as bytes of JSON: whoever reads them unpickles nothing.
+# Options of a parameter's group, as bytes of JSON, so that reading them unpickles nothing.
 OPTIONS = "optimizer_options."
 _STATE = "optimizer."
-# Python's numbers in the states of parameters, and the counters of an optimizer.
+# Python numbers in the states of parameters, and counters of an optimizer.
 _NUMBER = "optimizer_number."
 _COUNTER = "optimizer_counter."
-# Entries of a group that are no options, or that say in which form this job keeps its state.
+# Entries of a group that are no options, or that depend on how this job keeps its state.
 _NO_OPTIONS = {"params", "param_names", "name", "exp_avg_mask", "float32_state"}
-# Parts of parameters' names that torch's `checkpoint_wrapper` and `compile` add. The former leaves
-# its own out of state dicts.
+# Parts that torch's `checkpoint_wrapper` and `torch.compile` add to names of parameters. State
+# dicts do not have the part of `checkpoint_wrapper`.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 _T = TypeVar("_T")
@@ -54,39 +55,39 @@ _T = TypeVar("_T")
 class TrainingState:
     """Model and optimizers as tensors under the names of the whole model.
 
-    Experts, and what optimizers hold of them, are DTensors. `torch.distributed.checkpoint` takes
-    `state_dict()`, and loads into `empty(...)`. The 1-bit optimizers save the mean over ranks of
-    what they owe, and each rank of the next job owes it. Of `DeMo`, each of as many ranks gets its
-    own momentum back; of another number, each gets the mean.
+    Experts and their optimizer states are DTensors. `torch.distributed.checkpoint` saves
+    `state_dict()`, and loads into `empty(...)`. The 1-bit optimizers save the mean of the ranks'
+    residuals, which becomes the residual of each rank that loads it. With `DeMo` each rank loads
+    its own momentum if the number of ranks is equal, and the mean otherwise.
 
-    Options of parameter groups (learning rates, decays, what schedulers keep there) are saved by
-    parameter; a group that loads takes those of its parameters. Where ranks hold experts, single
-    numbers in the state of a parameter (a count of steps) are those of one of them.
+    Options of parameter groups (learning rates, decays, entries of schedulers) are saved by
+    parameter; a group loads the options of its parameters. If ranks hold different experts, single
+    numbers in the state of a parameter, such as a count of steps, are those of one rank.
 
     Args:
         model: any module.
-        optimizers: of its parameters; none for the model alone.
+        optimizers: optimizers of its parameters; none to save the model alone.
     """
 
     def __init__(self, model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] = ()) -> None:
         self._model = inner_model(model)
         given = optimizers if isinstance(optimizers, Iterable) else [optimizers]
         self._optimizers = [unwrapped(optimizer, "checkpoint") for optimizer in given]
-        # By optimizer, what holds tensors that are loaded into.
+        # Optimizer to second result of its `tensors_to_load`.
         self._holders: dict[Optimizer, object] = {}
-        sharded_parameters(self._model)  # notes them
+        sharded_parameters(self._model)  # the call notes placements on the parameters
 
     @state_dicts_of_parts()
     def state_dict(self) -> dict[str, Any]:
-        """The live tensors; all ranks must call it.
+        """Return the live tensors; all ranks must call it.
 
-        Extra state of a module (`get_extra_state`) that is no tensor is in a tuple of one.
+        Extra state of a module (`get_extra_state`) that is no tensor is in a tuple of one element.
 
         Raises:
-            ValueError: a parameter is divided over ranks in a way that was not declared, or an
-                optimizer's state does not tell how it is. Or an optimizer is between two
-                synchronisations, or has a state of more than numbers, and tensors no larger than
-                their parameters; or two optimizers hold a parameter.
+            ValueError: it is not declared how a parameter is divided over ranks, or unclear how an
+                optimizer's tensor is. Or an optimizer is between two synchronisations. Or its state
+                has a tensor larger than the parameter, or a value that is neither a tensor nor a
+                number. Or two optimizers hold a parameter.
         """
         state = {MODEL + name: value for name, value in self._model_values().items()}
         names, places = self._names(), self._placements()
@@ -117,17 +118,17 @@ class TrainingState:
         return state
 
     def empty(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Tensors to load a checkpoint into; nothing live is touched.
+        """Return tensors to load a checkpoint into; model and optimizers do not change.
 
         Args:
             saved: name to an object with `size` and `properties.dtype`, as in
                 `Metadata.state_dict_metadata` of torch.distributed.checkpoint.
 
         Returns:
-            Tensors of the model, and the optimizer's states that the checkpoint has.
+            Tensors of the model, and of those optimizer states that the checkpoint has.
 
         Raises:
-            ValueError: the optimizers of the checkpoint lack a parameter of those here.
+            ValueError: the checkpoint lacks a parameter of the optimizers.
 
         Warns:
             UserWarning: the checkpoint has no options of parameter groups.
@@ -136,14 +137,14 @@ class TrainingState:
 
     @state_dicts_of_parts()
     def _destinations(self, saved: Mapping[str, Any], *, live: bool) -> dict[str, Any]:
-        """See `empty`; with `live` those that are there already are themselves."""
-        # Earlier versions saved names as `torch.compile` has them.
+        """See `empty`; with `live`, existing tensors of model and optimizers are returned."""
+        # Earlier versions saved names with the part that `torch.compile` adds.
         as_saved = {**{_bare(name): name for name in saved}, **{name: name for name in saved}}
         found = self._bare_destinations({n: saved[old] for n, old in as_saved.items()}, live=live)
         return {as_saved.get(name, name): value for name, value in found.items()}
 
     def _bare_destinations(self, saved: Mapping[str, Any], *, live: bool) -> dict[str, Any]:
-        """The same for names without those of wrappers."""
+        """See `_destinations`; for names without the parts of wrappers."""
         state = {
             MODEL + name: value if live or isinstance(value, tuple) else torch.zeros_like(value)
             for name, value in self._model_values().items()
@@ -189,7 +190,7 @@ class TrainingState:
                 state[full_name] = torch.zeros((), dtype=dtype)
                 continue
             if isinstance(place, ExpertShards) and size.numel() < parameter.numel():
-                continue  # rows that 1-bit optimizers find out anew
+                continue  # flags of rows; 1-bit optimizers compute them from the moments
             shape = parameter.shape if _is_of(size, parameter, place) else size
             local = states.get(parameter, {}).get(key)
             if not isinstance(local, Tensor) or not _is_like(local, parameter, shape, dtype):
@@ -199,13 +200,13 @@ class TrainingState:
 
     @state_dicts_of_parts()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put loaded tensors into the model and the optimizers; all ranks must call it.
+        """Load tensors into the model and the optimizers; all ranks must call it.
 
-        Optimizers keep those of the right type.
+        Optimizers keep tensors of the right dtype without a copy.
 
         Raises:
-            ValueError: an optimizer does not know an option that the state has, or parameters of a
-                group had different ones; nothing has changed.
+            ValueError: an optimizer does not know an option in the state, or parameters of a group
+                were saved with different options. Nothing is changed.
         """
         state = _by_bare_name(state)
         options = self._options(state)
@@ -243,7 +244,11 @@ class TrainingState:
             _load_states(optimizer, held, counters, self._holders.pop(optimizer, None))
 
     def _options(self, state: Mapping[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Groups of the optimizers, and the options that each takes over; see `load_state_dict`."""
+        """Return (group, options to load) for each group of the optimizers.
+
+        Raises:
+            ValueError: see `load_state_dict`.
+        """
         names, found, state = self._names(), [], _by_bare_name(state)
         for optimizer in self._optimizers:
             groups = []
@@ -269,7 +274,7 @@ class TrainingState:
         return found
 
     def _held(self, names: Mapping[nn.Parameter, str]) -> list[str]:
-        """Names of the parameters of all optimizers."""
+        """Return the names of all optimizers' parameters; ValueError if two share one."""
         held: dict[str, None] = {}
         for parameter in (p for optimizer in self._optimizers for p in _parameters_of(optimizer)):
             name = _name_of(parameter, names)
@@ -286,7 +291,7 @@ class TrainingState:
         return {p: whole.get(name, name) for name, p in _by_bare_name(named).items()}
 
     def _logical_names(self) -> dict[str, str]:
-        """Names of the model's state dict, to those that count the experts of all ranks."""
+        """Return names of the model's state dict, to names with global indices of experts."""
         names = logical_names(self._model)
         return {_bare(name): _bare(whole) for name, whole in names.items()}
 
@@ -295,14 +300,14 @@ class TrainingState:
         return {parameters[name]: place for name, place in placements(self._model).items()}
 
     def _model_values(self) -> dict[str, Any]:
-        """Tensors of the model's state dict, whole, under their logical names; others in tuples."""
+        """Return whole tensors of the state dict by logical names, and other values in tuples."""
         places, whole_names = _by_bare_name(placements(self._model)), self._logical_names()
         parameters = _by_bare_name(dict(self._model.named_parameters()))
         buffers = _by_bare_name(sharded_buffers(self._model))
         found: dict[str, Any] = {}
         for name, value in _by_bare_name(self._model.state_dict()).items():
             if not isinstance(value, Tensor):
-                # In a tuple, into which torch's planners do not look.
+                # torch's planners flatten mappings and lists, but leave a tuple as one value.
                 found[whole_names.get(name, name)] = (value,)
                 continue
             if name in parameters and name in places:
@@ -314,7 +319,7 @@ class TrainingState:
 
 
 def _bare(name: str) -> str:
-    """The name in a checkpoint of what has this name in the model."""
+    """Return the name in a checkpoint for a name in the model."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -325,14 +330,14 @@ def _by_bare_name(named: Mapping[str, _T]) -> dict[str, _T]:
 
 
 def split_dim(whole: torch.Size, split: torch.Size) -> int | None:
-    """Dimension of a shape that is one of two pieces, and one more, in another shape."""
+    """Return the dimension of `whole` that `split` has as (2, half of its length), or None."""
     dims = range(len(whole) if len(split) == len(whole) + 1 else 0)
     fits = [d for d in dims if (*split[:d], 2 * split[d + 1], *split[d + 2 :]) == whole]
     return next((d for d in reversed(fits) if split[d] == 2), None)
 
 
 def _is_like(value: Tensor, parameter: Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
-    """True if an optimizer's tensor has this shape, and is divided as the parameter."""
+    """Return True if a tensor has this shape and dtype, and is divided like the parameter."""
     if value.shape != shape or value.dtype != dtype:
         return False
     if is_dtensor(value) and is_dtensor(parameter):
@@ -341,13 +346,14 @@ def _is_like(value: Tensor, parameter: Tensor, shape: torch.Size, dtype: torch.d
 
 
 def _fits(key: str, size: torch.Size, parameter: Tensor) -> bool:
-    """True for a state's tensor that is not larger than its parameter, or that of each rank."""
+    """Return True for a tensor no larger than its parameter, or with a part for each rank."""
     return key.endswith(OF_RANKS) or size.numel() <= max(1, parameter.numel())
 
 
 def _is_of(size: torch.Size, parameter: Tensor, place: Placement | None) -> bool:
-    """True for a saved tensor of a parameter's shape, in the form of `shown` or not."""
-    if place is not None and place.dim is None and place.num_parts > 1:  # of one expert
+    """Return True if a saved tensor has the parameter's shape, possibly as changed by `shown`."""
+    # Each expert is a module, and a rank's parameter is that of a single expert.
+    if place is not None and place.dim is None and place.num_parts > 1:
         return size.numel() * place.num_parts == parameter.numel()
     pieces = place is not None and place.pieces[1] > 1
     if size == parameter.shape or (pieces and size.numel() == parameter.numel()):
@@ -356,21 +362,21 @@ def _is_of(size: torch.Size, parameter: Tensor, place: Placement | None) -> bool
 
 
 def _zeros(shape: torch.Size, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros that are divided as a parameter, along the dimensions that they have of it."""
+    """Make zeros that are divided like a parameter, along the dimensions that they share."""
     if shape == parameter.shape:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     return divided_as(torch.zeros(shape, dtype=dtype, device=parameter.device), parameter)
 
 
 def _local(value: Tensor, place: Placement | None, parameter: Tensor | None) -> Tensor:
-    """Undo `whole_of`."""
+    """Return this rank's part of a loaded tensor; inverse of `whole_of`."""
     if place is None or value.dim() == 0 or parameter is None:
         return value
     return place.taken(value, parameter)
 
 
 def _of_ranks(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries of a parameter's state that each rank has for itself."""
+    """Return the entries of a parameter's state that have a part for each rank."""
     return {key: value for key, value in state.items() if key.endswith(OF_RANKS)}
 
 
@@ -409,7 +415,7 @@ def _load_states(
 
 
 def _written(group: Mapping[str, Any]) -> Tensor:
-    """The options of a parameter group; those that are no numbers or texts are left out."""
+    """Return the options of a parameter group as bytes, and warn of options that JSON lacks."""
     options = {}
     for name, value in group.items():
         if name in _NO_OPTIONS:
@@ -428,9 +434,9 @@ def _written(group: Mapping[str, Any]) -> Tensor:
 
 
 def _check_class(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
-    """ValueError where an optimizer of torch takes a number that those which were saved do not."""
+    """Raise ValueError if the saved options lack one of this optimizer, which is another class."""
     for name, value in optimizer.defaults.items():
-        # Flags come with new versions of torch.
+        # New versions of torch add flags, so a missing flag is accepted.
         is_flag = isinstance(value, bool | None)
         if not is_flag and name not in options and name not in _NO_OPTIONS:
             raise ValueError(
@@ -440,14 +446,14 @@ def _check_class(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
 
 
 def _number(value: Any) -> Any:
-    """The number in a tensor of one element, or in a scalar of numpy."""
+    """Return the number in a tensor of one element, or in a scalar of numpy."""
     if hasattr(value, "item"):
         return value.item()
     raise TypeError(type(value).__name__)
 
 
 def _typed(value: Any, like: Any) -> Any:
-    """An option that was read, of the type that it has here."""
+    """Convert an option that was read to the type of this optimizer's option."""
     if isinstance(like, Tensor):
         return torch.full_like(like, value)
     if isinstance(value, list) and not isinstance(like, list):
@@ -457,7 +463,11 @@ def _typed(value: Any, like: Any) -> Any:
 
 
 def _with_options(held: list[str], saved: Mapping[str, Any]) -> list[str]:
-    """The parameters whose options a checkpoint has: all of those given, or none."""
+    """Return the parameters whose options a checkpoint has: all given ones, or none.
+
+    Raises:
+        ValueError: the checkpoint has the options of some of them only.
+    """
     if any(name.startswith(OPTIONS) for name in saved):
         for name in held:
             if f"{OPTIONS}{name}" not in saved:
@@ -482,7 +492,7 @@ def _with_options(held: list[str], saved: Mapping[str, Any]) -> list[str]:
 
 
 def _by_parameter(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Name of a parameter to key to value."""
+    """Return name of a parameter, to key, to value."""
     found: dict[str, dict[str, Any]] = {}
     for full_name, tensor in state.items():
         kind, _, rest = full_name.partition(".")
