@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# The names of each module, which is loaded when one of them is asked for.
+# Public names of each module. A module is loaded when one of its names is first accessed.
 _NAMES = {
     "auto": "Candidate choose_scheme SchemeChoice",
     "context": "sequence_parallel",
@@ -23,7 +23,7 @@ _NAMES = {
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 if TYPE_CHECKING:
-    # A type checker takes names that stand for themselves for public ones.
+    # Type checkers treat a name as re-exported only in the form `import X as X`.
     from moe_ext.attention.auto import Candidate as Candidate
     from moe_ext.attention.auto import SchemeChoice as SchemeChoice
     from moe_ext.attention.auto import choose_scheme as choose_scheme

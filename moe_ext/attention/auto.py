@@ -1,4 +1,4 @@
-"""Chooses a scheme by what each would send, and says why.
+"""Choice of a scheme by the bytes that each scheme would send, with the reason.
 
 Shapes: B batch, H heads, Hkv heads of keys and values, S whole sequence, D and Dv head dims,
     P ranks of the group.
@@ -28,18 +28,19 @@ _OP = "choose_scheme"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A scheme and what it would cost, by the rank that sends most.
+    """A scheme and its cost. Each number is the maximum over ranks.
 
     Attributes:
         scheme: name for `ring_attention`.
-        shape: (rows, ranks of a row); rows are those of a 2-D mesh.
-        forward_bytes: that a rank sends in the forward pass.
-        backward_bytes: that a rank sends in the backward pass.
-        abroad_bytes: those of both that go to other hosts.
-        rounds: exchanges one after the other, of both.
-        held_bytes: keys, values, exchanged queries and all their gradients, beside its own shards.
-        cost: what the choice goes by, in bytes inside a host.
-        refused: why it cannot be or is not taken, None where it can.
+        shape: (rows, ranks of a row), as the shape of a 2-D mesh.
+        forward_bytes: bytes that a rank sends in the forward pass.
+        backward_bytes: bytes that a rank sends in the backward pass.
+        abroad_bytes: bytes that a rank sends to other hosts in both passes.
+        rounds: number of exchanges in both passes that follow one another.
+        held_bytes: bytes of keys, values, exchanged queries and all their gradients that a rank
+            holds in addition to its own shards.
+        cost: the number that the choice compares, in bytes inside a host.
+        refused: reason why the scheme is not considered, None if it is.
     """
 
     scheme: str
@@ -55,13 +56,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SchemeChoice:
-    """The scheme with the least cost, and all candidates; print it for a table.
+    """The scheme with the least cost, and all candidates. Its text is a table.
 
     Attributes:
         scheme: name for `ring_attention`.
-        grid: ranks of the group in rows, for the scheme.
-        reason: one line.
-        candidates: cheapest first, then those that are refused.
+        grid: arrangement of the group's ranks in rows, for the scheme.
+        reason: reason for the choice, one line.
+        candidates: all candidates, the cheapest first and refused ones last.
     """
 
     scheme: str
@@ -88,7 +89,7 @@ class SchemeChoice:
 
 
 def _amount(num_bytes: int) -> str:
-    """A number of bytes in three digits."""
+    """Text of a number of bytes, with three digits and a unit."""
     if num_bytes < 1024:
         return f"{num_bytes} B"
     size = float(num_bytes)
@@ -101,21 +102,21 @@ def _amount(num_bytes: int) -> str:
 
 @dataclass(frozen=True)
 class Prices:
-    """Rounds and products in bytes of a link inside a host.
+    """Costs of a round and of products, in bytes on a link inside a host.
 
     Attributes:
         round_bytes: bytes that a link carries while a message starts.
-        flops_per_byte: products that are done while a link carries a byte.
+        flops_per_byte: operations of products that run while a link carries a byte.
     """
 
-    # As much as a link of 12 GB/s carries in the 5 us that a message takes to start.
+    # The default is the bytes that a link of 12 GB/s carries in the 5 us in which a message starts.
     round_bytes: int = 1 << 16
-    # Products that an accelerator does while a link inside a host carries a byte.
+    # The default is the operations that an accelerator runs while such a link carries a byte.
     flops_per_byte: int = 2000
 
     @classmethod
     def of(cls, costs: CostTable | None, dtype: torch.dtype) -> Prices:
-        """As measured, of the link "node"; the constants without a table."""
+        """Prices from the rates of the link "node" in a table; without a table the defaults."""
         if costs is None:
             return cls()
         if "node" not in costs.links:
@@ -132,7 +133,7 @@ class Prices:
 def _judged(
     scheme: Scheme, work: Workload, grid: Grid, flops: tuple[list[int], list[int]], prices: Prices
 ) -> Candidate:
-    """One line of the table."""
+    """The candidate for a scheme with a grid."""
     refused = scheme.refusal(work.heads, len(work.hosts), grid)
     refused = refused or scheme.in_place_refusal(work.in_place, len(work.hosts))
     if refused is not None:
@@ -164,12 +165,13 @@ def _judged(
 
 @functools.lru_cache(maxsize=64)
 def choose(work: Workload, mesh: Grid | None, prices: Prices = Prices()) -> SchemeChoice:
-    """The cheapest of all schemes, by arithmetic on what every rank knows.
+    """The cheapest scheme, computed from values that every rank knows.
 
-    The cost of a rank is the bytes it sends, those to other hosts `ABROAD_FACTOR` times, and
-    `round_bytes` of `prices` for each round. Hops of a ring run beside products of blocks, so that
-    many bytes less are counted; as many more, where some ranks get more heads than others. The
-    highest of all ranks counts; of equals the simplest is taken.
+    The cost of a rank is the number of bytes that it sends, where bytes to other hosts count
+    `ABROAD_FACTOR` times, plus `round_bytes` for each round. Hops of a ring overlap with products
+    of blocks, so only the bytes that the products do not hide count. If some ranks get more heads
+    than others, their additional products count as bytes. The cost of a scheme is that of its
+    costliest rank; among equals the simplest scheme is taken.
     """
     areas = work.layout.areas(work.mask)
     each = 2 * work.form.batch * work.heads * sum(work.dims)
@@ -183,7 +185,7 @@ def choose(work: Workload, mesh: Grid | None, prices: Prices = Prices()) -> Sche
 
 
 def _reason(candidates: Sequence[Candidate]) -> str:
-    """The reason for the first of all candidates."""
+    """Text of the reason why the first candidate is taken."""
     best, *others = (c for c in candidates if c.refused is None)
     name = _titled(best)
     if not others:
@@ -223,41 +225,42 @@ def choose_scheme(
     mesh_shape: tuple[int, int] | None = None,
     costs: CostTable | None = None,
 ) -> SchemeChoice:
-    """The scheme that `ring_attention(..., scheme="auto")` takes for such sizes, without ranks.
+    """The scheme that `ring_attention(..., scheme="auto")` takes for given sizes, in one process.
 
-    The cost of a rank is the bytes it sends in both passes, those to other hosts 8 times, and 64
-    KiB for each round of exchange. A ring's hops run beside its blocks: a byte less for each 2000
-    operations of the products. All-gather is left out where it would hold more than 64 MiB.
+    The cost of a rank is the number of bytes that it sends in both passes, plus 64 KiB for each
+    round of exchange. Bytes to other hosts count 8 times. Hops of a ring overlap with the products
+    of blocks: 2000 operations hide one byte. All-gather is refused if a rank would hold more than
+    64 MiB.
 
     Args:
-        batch: B, sequences.
-        heads: H, heads.
-        seq_len: S, the positions of a whole sequence.
+        batch: B, number of sequences.
+        heads: H, number of heads.
+        seq_len: S, number of positions of the whole sequence.
         dim: D, elements of a head.
-        num_ranks: P, the ranks of the group.
+        num_ranks: P, number of ranks of the group.
         kv_heads: Hkv, None for H.
         v_dim: Dv, None for D.
-        dtype: of queries, keys and values.
+        dtype: dtype of queries, keys and values.
         layout: see `make_layout`.
         is_causal: see `ring_attention`.
         window: see `ring_attention`.
         cu_seqlens: see `ring_attention`.
         prefix_len: see `ring_attention`.
-        has_key_mask: whether a mask of keys travels with them.
-        has_attn_mask: whether each rank has rows of a mask of all pairs, which keeps queries where
-            they are.
+        has_key_mask: True if a `key_mask` travels with the keys.
+        has_attn_mask: True if there is an `attn_mask`. Schemes that move queries to other ranks are
+            refused then.
         kv_grad_dtype: see `ring_attention`.
         wire: see `ring_attention`.
         hosts: for each rank the number of its host; None for one host.
-        mesh_shape: (rows, ranks of a row) of a 2-D mesh, whose rows count as hosts then.
-        costs: rates of products and of a link named "node", inside a host, in the place of 64 KiB
-            and 2000 operations; `ring_attention` takes these.
+        mesh_shape: (rows, ranks of a row) of a 2-D mesh, whose rows then count as hosts.
+        costs: measured rates of products and of a link named "node", inside a host, to replace
+            64 KiB and 2000 operations. `ring_attention` always uses these two defaults.
 
     Returns:
-        The choice; `print` it for a table of all candidates.
+        The choice. `print` it for a table of all candidates.
 
     Raises:
-        ValueError: sizes that go with no attention, or costs without a link named "node".
+        ValueError: sizes that do not match, or costs without a link named "node".
     """
     kv_heads = heads if kv_heads is None else kv_heads
     sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "dim": dim}
@@ -287,7 +290,10 @@ def choose_scheme(
 
 
 def hosts_of(num_ranks: int, hosts: Sequence[int] | None, grid: Grid | None) -> tuple[int, ...]:
-    """For each rank the number of its host: its row of a grid, else what is known, else one."""
+    """For each rank the number of its host.
+
+    The rows of a grid count as hosts. Without a grid and known hosts, all ranks share one host.
+    """
     if grid is not None:
         return tuple(grid.place(rank)[0] for rank in range(num_ranks))
     return (0,) * num_ranks if hosts is None else tuple(hosts)

@@ -1,8 +1,8 @@
-"""Attention over a group in a graph of autograd, and as an operator that a compiled graph can hold.
+"""Attention over a group as an autograd function, and as an operator for compiled graphs.
 
-In a compiled graph the keys that came last on the ring are not kept for the backward pass: their
-size, that of another rank's shard, is not known to the graph. They come from home instead, in one
-hop more.
+The autograd function keeps the keys that arrived last on the ring for the backward pass. The
+operator cannot return them, because a graph does not know the size of another rank's shard. Its
+backward pass fetches those keys from their rank, in one more hop.
 
 Shapes: B batch, H heads, Hkv heads of keys and values, L positions of this rank, D and Dv head
     dims, P ranks of the group.
@@ -32,13 +32,14 @@ from moe_ext.ops.autograd import refuse_second_derivative
 def _forward_pass(
     q: Tensor, own: Keys, sinks: Tensor | None, attn_mask: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """(out, what rounding took from it or None, lse, keys to keep in the place of our own)."""
+    """(out, its rounding error or None, lse, keys to save in place of our own or None)."""
     call, own = replace(call, attn_mask=attn_mask), call.work.form.on_wire(own)
     exact, lse, kept = call.scheme.forward(q, own, call)
     if sinks is not None:
         exact, lse = merge_attention_sinks(exact, lse, sinks)
     out = exact.to(q.dtype)
-    # delta from the rounded output would cost dQ and dK a tenth of their last place.
+    # A delta that is computed from the rounded output would cost dQ and dK an error of a tenth of
+    # a unit in the last place. Blocks of a library are rounded anyway.
     fast = call.options.precision == "fast"
     rounded = fast and call.block(q, call.rank, own).library(call.options) is not None
     residual = None
@@ -59,7 +60,7 @@ def _backward_pass(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of q, k, v, the sinks and the mask.
 
-    `result` is (out, residual, lse) of the forward pass.
+    `result` is (out, rounding error of out or None, lse) of the forward pass.
     """
     out, residual, lse = result
     grad_mask = None
@@ -80,7 +81,8 @@ def _backward_pass(
     grad_q, grad_k, grad_v = (grad.to(saved.q.dtype) for grad in grads)
     grad_sinks = None
     if sinks is not None:
-        # A sink of -inf is none; beside a row without keys it would give NaN.
+        # A sink of -inf has weight 0. For a query without keys lse is -inf too, and the exponential
+        # of their difference would be NaN.
         sinks_H1 = sinks.to(lse.dtype)[:, None]
         weights = torch.where(sinks_H1 > -torch.inf, (sinks_H1 - lse).exp(), 0.0)
         grad_sinks = -(weights * delta).sum((0, 2)).to(sinks.dtype)
@@ -112,7 +114,8 @@ class _Attention(torch.autograd.Function):
         own = Keys(k.contiguous(), v.contiguous(), key_mask)
         out, residual, lse, kept = _forward_pass(q, own, sinks, attn_mask, call)
         saved = (None, None, None) if kept is not None else (own.k, own.v, key_mask)
-        # The call holds the slopes: torch sees here if they change before the backward pass.
+        # The backward pass reads the slopes from `call`. Saving them makes torch raise an error if
+        # they are changed in place before the backward pass.
         learned = (sinks, attn_mask, up_k, up_v)
         ctx.save_for_backward(q, out, residual, lse, *learned, kept, *saved, call.alibi_slopes)
         return out, lse
@@ -122,7 +125,7 @@ class _Attention(torch.autograd.Function):
     def backward(
         ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of q, k, v, the sinks and the mask."""
+        """Gradients of q, k, v, the sinks, the mask and the up-projections."""
         q, out, residual, lse, sinks, attn_mask, *rest = ctx.saved_tensors
         up_k, up_v, kept, k, v, key_mask, _ = rest
         call = ctx.call
@@ -162,7 +165,8 @@ _OPTIONS = (
     "str scheme, str precision, ScalarType? kv_grad_dtype, str? wire, str[] told, str group_name, "
     "str layout, int[] layout_ranges, int[] mesh, int mesh_columns"
 )
-# The host takes part: lengths are agreed on, and hops awaited.
+# CUDA graphs cannot capture the operators, because the host reads the agreed lengths and waits for
+# hops of the ring.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
@@ -170,9 +174,9 @@ _TAGS = (torch.Tag.cudagraph_unsafe,)
 def _encoded(
     group: ProcessGroup | None, layout: str | Layout, mesh: Grid | None
 ) -> tuple[str, str, tuple[int, ...], tuple[int, ...], int]:
-    """The objects among the options, as an operator can take them.
+    """Encode group, layout and mesh as types that an operator can take.
 
-    A layout of the user's own becomes (length, ranks, and (rank, start, stop, step) of each range).
+    A `Layout` becomes (length, ranks, and (rank, start, stop, step) of each range).
     """
     ranges: tuple[int, ...] = ()
     name = layout if isinstance(layout, str) else layout.name
@@ -184,9 +188,10 @@ def _encoded(
 
 
 def _graph_options(options: AttentionOptions) -> tuple[Any, ...]:
-    """Options as the operators take them."""
+    """Encode options as arguments of the operators."""
     left, right = (-1, -1) if options.window is None else options.window
-    # A graph breaks where the number of a tensor or of numpy is asked for.
+    # The operators take Python numbers. A tensor or a NumPy number among the options breaks the
+    # graph here.
     scale = None if options.scale is None else float(options.scale)
     cap, dropout = float(options.softcap or 0.0), float(options.dropout_p)
     numbers = (bool(options.is_causal), scale, left, right, cap, dropout)
@@ -195,8 +200,8 @@ def _graph_options(options: AttentionOptions) -> tuple[Any, ...]:
 
 
 def _options_of_graph(values: Sequence[Any]) -> AttentionOptions:
-    """The options of `_graph_options`."""
-    # All in the order of the fields.
+    """Decode the result of `_graph_options`."""
+    # `between` holds the fields from softcap to wire, in the order of `AttentionOptions`.
     is_causal, scale, left, right, *between, told, group_name = values[:12]
     layout, ranges, mesh, columns = values[12:]
     made: str | Layout = layout
@@ -219,7 +224,7 @@ def _options_of_graph(values: Sequence[Any]) -> AttentionOptions:
     "-> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out, lse, what rounding took from out, seed and lengths that the ranks agreed on)."""
+    """(out, lse, rounding error of out, seed and lengths that the ranks agreed on)."""
     inputs = Inputs(*arguments[:_COUNT])
     seed, seed_is_drawn, *graph_options = arguments[_COUNT:]
     number = None if seed is None else int(seed)
@@ -229,7 +234,8 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     out, residual, lse, _ = _forward_pass(q.contiguous(), own, inputs.sinks, inputs.attn_mask, call)
     agreed = torch.tensor([call.options.seed, *call.work.layout.sizes])
     if residual is None:
-        # Its shape has to follow from the dtype alone, as a graph knows no more.
+        # The shape of the residual has to follow from shapes and dtypes alone, because the fake
+        # implementation knows nothing else.
         residual = q.new_zeros(0 if out.dtype == lse.dtype else out.shape)
     return out, lse, residual, agreed
 
@@ -262,7 +268,7 @@ def _backward(
     needs_grad_mask: bool,
     *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, dsinks, dmask); the last two are empty without sinks, and where not needed."""
+    """(dq, dk, dv, dsinks, dmask); dsinks and dmask are empty if they are not needed."""
     seed, *lengths = agreed.tolist()
     inputs = Inputs(*arguments[:_COUNT])
     options = _options_of_graph(arguments[_COUNT:])
@@ -299,7 +305,8 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    # A gradient of lse, even of zeros, keeps blocks from kernels that have none.
+    # A materialised gradient of zeros for an unused lse would keep blocks from library kernels,
+    # because those have no gradient of lse.
     ctx.set_materialize_grads(False)
     ctx.options = inputs[_COUNT + 2 :]
     ctx.save_for_backward(*output, *inputs[:_COUNT])
@@ -333,11 +340,12 @@ _forward.register_autograd(_autograd_backward, setup_context=_setup_context)
 def attend_in_graph(
     inputs: Inputs, options: AttentionOptions, seed: int | None
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) by the operator; a seed is drawn outside of it, since a graph's operator must not.
+    """(out, lse) by the operator.
 
-    The ranks agree inside the operator, so what they refuse is raised when the graph runs.
+    The seed is drawn outside of the operator, because an operator in a graph must not draw. The
+    ranks agree inside of it, so that invalid arguments raise an error when the graph runs.
     """
-    # The operator could not tell: it sees tensors without autograd.
+    # Inside the operator tensors do not show whether they require a gradient.
     inputs.check_slopes(options.require)
     options.check_learned()
     drawn = seed is None and float(options.dropout_p) > 0

@@ -1,4 +1,4 @@
-"""One block of queries and keys, as the operators take it.
+"""One block: the queries of a rank against the keys of one shard, in the form that operators take.
 
 Shapes: B batch, H heads, Hkv heads of keys and values, L queries, M keys, D and Dv head dims.
 """
@@ -24,20 +24,21 @@ from moe_ext.ops.attention import (
 )
 from moe_ext.ops.quantize import dequantize_rows, quantize_rows, row_bytes
 
-# Pairs of a query and a key that a library should get in one call, on average over the block.
+# Least mean number of (query, key) pairs in a call of a library. Blocks with fewer pairs for each
+# piece go to our own kernel.
 _LEAST_PAIRS = 1 << 16
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, else float32."""
+    """Dtype of sums: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)
 class KeysForm:
-    """Sizes and dtype of the `Keys` of every rank; only the number of positions differs.
+    """Sizes and dtype of the `Keys` of every rank. Ranks differ only in the number of positions.
 
-    `wire` is the format of `quantize_rows` that messages have them in, None for their dtype.
+    `wire` is the format of `quantize_rows` in which keys and values travel, None for their dtype.
     """
 
     batch: int
@@ -49,11 +50,11 @@ class KeysForm:
     wire: str | None = None
 
     def num_elements(self, length: int) -> int:
-        """Elements of the keys and values of `length` positions."""
+        """Number of elements in the keys and values of `length` positions."""
         return self.batch * self.heads * length * (self.dim + self.v_dim)
 
     def num_bytes(self, length: int) -> int:
-        """Bytes of a message with the keys of `length` positions."""
+        """Bytes of a message with the keys, values and mask of `length` positions."""
         return sum(self._part_bytes(length)) + self.masked * self.batch * length
 
     def _part_bytes(self, length: int) -> tuple[int, int]:
@@ -66,13 +67,13 @@ class KeysForm:
         return rows * each[0], rows * each[1]
 
     def split(self, row: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """`row` of `num_elements` as tensors of the shapes of keys and of values."""
+        """View a row of `num_elements(length)` elements as keys and values."""
         end = self.batch * self.heads * length * self.dim
         k = row[:end].view(self.batch, self.heads, length, self.dim)
         return k, row[end:].view(self.batch, self.heads, length, self.v_dim)
 
     def unpacked(self, message: Tensor, length: int) -> Keys:
-        """The keys that a rank with `length` positions packed."""
+        """The keys in a message of a rank that holds `length` positions."""
         parts = self._part_bytes(length)
         end = sum(parts)
         mask = message[end:].view(torch.bool).view(self.batch, length) if self.masked else None
@@ -91,7 +92,7 @@ class KeysForm:
         return Keys(k, v, mask)
 
     def on_wire(self, keys: Keys) -> Keys:
-        """Keys as every rank gets them, the one that has them too: rounded as `wire` says."""
+        """Round keys and values to `wire`, so that all ranks compute with the same values."""
         if self.wire is None:
             return keys
         rows = [quantize_rows(x.flatten(0, 2), self.wire).view(-1) for x in (keys.k, keys.v)]
@@ -103,9 +104,9 @@ class KeysForm:
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys `[B, Hkv, M, D]`, values `[B, Hkv, M, Dv]` and `[B, M]` mask or None of one rank.
+    """Keys `[B, Hkv, M, D]`, values `[B, Hkv, M, Dv]` and mask `[B, M]` or None of one rank.
 
-    `message` is what they were unpacked from, where they were rounded on the way.
+    `message` holds their packed bytes if they were rounded to a wire format, else None.
     """
 
     k: Tensor
@@ -121,7 +122,7 @@ class Keys:
         return KeysForm(batch, heads, dim, self.v.shape[3], self.k.dtype, masked)
 
     def packed(self) -> Tensor:
-        """All of it as one row of bytes."""
+        """Keys, values and mask as one row of bytes."""
         if self.message is not None:
             return self.message
         parts = [self.k, self.v] + ([] if self.key_mask is None else [self.key_mask])
@@ -134,12 +135,12 @@ class BlockOptions:
 
     Attributes:
         scale: factor on q.k.
-        mask: which keys are seen, by position.
-        softcap: scores are cap * tanh(score / cap); 0 for none.
+        mask: which keys each query sees, by position.
+        softcap: scores are cap * tanh(score / cap); 0 for no cap.
         dropout_p: share of the softmax that is dropped.
-        seed: of the dropout.
-        first_head: number of the first head here in the whole model, for the dropout.
-        precision: "exact", or "fast": blocks may be rounded to the dtype of q.
+        seed: seed of the dropout.
+        first_head: global number of the first local head, on which the dropout depends.
+        precision: "exact", or "fast", which allows blocks to be rounded to the dtype of q.
     """
 
     scale: float
@@ -164,13 +165,14 @@ class Block:
         q_documents: `[L]` or None.
         k_documents: `[M]` or None.
         key_mask: `[B, M]` bool, True = real key.
-        in_prefix: `[B or 1, M]` bool, True = seen by all of its document; None for no such keys.
+        in_prefix: `[B or 1, M]` bool, True = seen by all queries of its document; None if no key
+            is in a prefix.
         alibi_slopes: `[H]`.
         bias: `[B or 1, H or 1, L, M]`, added to the scores.
-        grad_bias: `[B or 1, H or 1, L, S]`, to which a backward pass adds the gradient of the bias,
-            in the columns of the keys' positions.
-        q_runs: the positions of the queries as ranges, where they are known on the host.
-        k_runs: those of the keys.
+        grad_bias: `[B or 1, H or 1, L, S]`. The backward pass adds the gradient of the bias to the
+            columns of the keys' positions.
+        q_runs: the positions of the queries as ranges, if the host knows them.
+        k_runs: the positions of the keys as ranges, if the host knows them.
     """
 
     q: Tensor
@@ -189,7 +191,11 @@ class Block:
     k_runs: Runs | None = None
 
     def calls(self, options: BlockOptions) -> list[tuple[tuple[Tensor, ...], dict[str, Any]]]:
-        """Positional and keyword arguments of the operators, once for each part of the keys."""
+        """Positional and keyword arguments of the calls of an operator.
+
+        Without a prefix there is one call. With a prefix there are two: the keys of the prefix are
+        seen without the causal mask, and the other keys with it.
+        """
         causal = options.mask.is_causal
         if self.in_prefix is None:
             return [self._arguments(options, self.key_mask, causal)]
@@ -223,7 +229,10 @@ class Block:
         }
 
     def part(self, piece: Piece) -> Block:
-        """The queries and keys of a piece; masks that libraries do not serve are not cut."""
+        """The queries and keys of a piece.
+
+        Key masks, slopes and biases are left out, because a block with any of them has no pieces.
+        """
         rows, cols = slice(*piece.rows), slice(*piece.cols)
         return Block(
             self.q[:, :, rows],
@@ -237,17 +246,18 @@ class Block:
         )
 
     def library(self, options: BlockOptions) -> KernelLibrary | None:
-        """The library that blocks of these tensors and masks may go to, if any."""
+        """The library that may compute blocks of these tensors and masks, if any."""
         ours = options.precision == "exact" or options.softcap != 0 or options.dropout_p > 0
-        # NOTE: torch's CPU kernel takes the maximum before it scales: it overflows below 0.
-        # Runs of positions are cut alike for every row.
+        # NOTE: torch's CPU kernel takes the maximum of the scores before it scales them, so that
+        # the exponentials overflow for a negative scale.
+        # Pieces are cut once for all rows of the batch, so rows must not differ in their prefixes.
         ours = ours or options.scale <= 0 or len(options.mask.prefix_lens or ()) > 1
         if ours or any(x is not None for x in (self.key_mask, self.alibi_slopes, self.bias)):
             return None
         return library_for(self.q, self.k, self.v)
 
     def served(self, options: BlockOptions) -> tuple[KernelLibrary | None, tuple[Piece, ...]]:
-        """A library and the pieces of this block for it; None where all is for our kernel."""
+        """A library and the pieces of this block for it; None if our kernel takes the whole."""
         library = self.library(options)
         if library is None:
             return None, ()
@@ -261,9 +271,10 @@ class Block:
 
 
 def attend_(out: Tensor, lse: Tensor, block: Block, options: BlockOptions) -> None:
-    """Add the keys of a block to `out` `[B, H, L, Dv]` and `lse` `[B, H, L]`, in place.
+    """Attend to the keys of a block, and merge the result into `out` and `lse` in place.
 
-    Both are float32 (float64); 0 and -inf stand for no keys yet.
+    `out` is `[B, H, L, Dv]` and `lse` `[B, H, L]`, both float32 (float64). Before the first block
+    they hold 0 and -inf.
     """
     library, pieces = block.served(options)
     if library is None:
@@ -284,12 +295,12 @@ def attend_(out: Tensor, lse: Tensor, block: Block, options: BlockOptions) -> No
 
 @dataclass(frozen=True, eq=False)
 class Narrowed:
-    """Gradient and output of rows in the dtype that a library reads, made when it is called.
+    """Gradient and output in the dtype that a library reads, converted at the first access.
 
     Attributes:
-        wide: the gradient, `[B, H, L, Dv]` float32 (float64).
-        delta: `[B, H, L]`.
-        dtype: of q.
+        wide: the gradient of the output, `[B, H, L, Dv]` float32 (float64).
+        delta: `[B, H, L]`, see `block_backward`.
+        dtype: dtype of q.
     """
 
     wide: Tensor
@@ -305,10 +316,11 @@ class Narrowed:
     def out(self) -> Tensor:
         """`[B, H, L, Dv]` with rowsum(grad_out * out) = delta.
 
-        A library wants the output for that product alone. Along grad_out its terms do not cancel,
-        so that rounding it costs less than rounding the true output would.
+        A library reads the output only to compute this product. The output here is a multiple of
+        grad_out, so that no terms of the product cancel. Rounding then costs less accuracy than
+        rounding of the true output would.
         """
-        # Squares of small gradients would vanish in float32.
+        # The norm is taken in float64, because squares of small gradients underflow in float32.
         norm = torch.linalg.vector_norm(self.wide, dim=-1, dtype=torch.float64)
         factor = torch.where(norm > 0, self.delta / norm.square(), 0.0)
         return (self.wide * factor.to(self.delta.dtype)[..., None]).to(self.dtype)
@@ -327,10 +339,10 @@ def block_backward(
     Args:
         grad_out: `[B, H, L, Dv]` float32 (float64).
         lse: `[B, H, L]` over the keys of all blocks.
-        delta: `[B, H, L]`, rowsum(grad_out * out) - grad_lse, with the out of all blocks.
+        delta: `[B, H, L]`, rowsum(grad_out * out) - grad_lse, with the output of all blocks.
         block: as in the forward pass.
         options: as in the forward pass.
-        narrowed: of grad_out and delta, where several blocks share them.
+        narrowed: conversions of grad_out and delta that several blocks share, or None.
     """
     library, pieces = block.served(options)
     if library is None:
@@ -379,7 +391,7 @@ def _ours_backward(
 
 
 class _Sum:
-    """Gradients of parts of `like`, summed up in a wider dtype."""
+    """Sum of the gradients of slices of `like`, in a wider dtype."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
         self._like, self._dtype = like, dtype

@@ -1,4 +1,4 @@
-"""A call of ring attention: what the user asked, its checks, and what the ranks agree on.
+"""A call of ring attention: its arguments, their checks, and the agreement of the ranks on them.
 
 Shapes: B batch, H heads, Hkv heads of keys and values, L positions of this rank, D and Dv head
     dims, P ranks of the group.
@@ -56,7 +56,7 @@ from moe_ext.comm.streams import has_streams
 from moe_ext.dispatch.wire import ROW_WIRES
 
 OPERATION = "ring_attention"
-# Options by name, to the values that they may have.
+# Allowed values of options, by name.
 _CHOICES: dict[str, Collection[object]] = {
     "scheme": SCHEME_NAMES,
     "precision": ("exact", "fast"),
@@ -68,7 +68,7 @@ _CHOICES: dict[str, Collection[object]] = {
 class Inputs(NamedTuple):
     """The tensors of a call, in the order of the compiled operator; see `ring_attention`.
 
-    With `up_k` and `up_v`, which the operator has not, k is `[B, 1, L, C]` and v `[B, 1, L, R]`.
+    The operator has no `up_k` and `up_v`. With them, k is `[B, 1, L, C]` and v `[B, 1, L, R]`.
     """
 
     q: Tensor
@@ -84,7 +84,7 @@ class Inputs(NamedTuple):
     up_v: Tensor | None = None
 
     def check(self, require: Require) -> None:
-        """ValueError unless dtypes, devices and shapes go together."""
+        """ValueError unless dtypes, devices and shapes match."""
         if self.up is None:
             check_tensors(self.q, self.k, self.v, self.key_mask, require)
         else:
@@ -96,22 +96,22 @@ class Inputs(NamedTuple):
 
     @property
     def up(self) -> tuple[Tensor, Tensor] | None:
-        """The up-projections of latents."""
+        """The up-projections of latents, or None."""
         return None if self.up_k is None or self.up_v is None else (self.up_k, self.up_v)
 
     def check_slopes(self, require: Require) -> None:
-        """ValueError for slopes that would wait for their gradient in vain."""
+        """ValueError for slopes that require a gradient, because they would not get one."""
         wants = wants_grad(self.alibi_slopes)
         require(not wants, "alibi_slopes", "without gradient", "a tensor that requires one")
 
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Options of one or several calls, as the user gave them; see `ring_attention`.
+    """Options of one or several calls, as the user passed them; see `ring_attention`.
 
-    `group` is that of all ranks, `mesh` the rows that a 2-D mesh puts them in. `told` are options
-    of a module that calls it, "name=value", which the ranks compare too. Error messages have the
-    name `operation`.
+    `group` holds all ranks, and `mesh` their arrangement in rows if the user passed a 2-D mesh.
+    `told` has options "name=value" of the calling module, which the ranks compare as well. Error
+    messages begin with `operation`.
     """
 
     group: ProcessGroup | None
@@ -133,19 +133,19 @@ class AttentionOptions:
     def of(
         group: ProcessGroup | DeviceMesh | None, operation: str, **options: Any
     ) -> AttentionOptions:
-        """The options of a group or mesh as a user gives it.
+        """The options for a group or mesh that a user passed.
 
-        TypeError in the name of `operation` if it is none of this rank's.
+        TypeError with the name `operation` if this rank does not belong to the group.
         """
         return AttentionOptions(*split_group(group, operation), **options)
 
     @property
     def require(self) -> Require:
-        """The function that raises a ValueError of the operation, see `requires`."""
+        """Function that raises a ValueError with the name of the operation, see `requires`."""
         return requires(self.operation)
 
     def check(self, seed: int | None = None) -> None:
-        """ValueError or TypeError for options that no tensors could go with."""
+        """ValueError or TypeError for options that are invalid whatever the tensors are."""
         require = self.require
         annotations = {each.name: each.type for each in fields(self)}
         check_numbers(self.operation, annotations, vars(self))
@@ -168,7 +168,7 @@ class AttentionOptions:
         check_window(self.window, self.operation)
 
     def check_learned(self) -> None:
-        """ValueError for numbers that would wait for their gradient in vain."""
+        """ValueError for options that require a gradient, because they would not get one."""
         for name in ("scale", "softcap", "dropout_p"):
             value = getattr(self, name)
             wants = isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
@@ -176,7 +176,7 @@ class AttentionOptions:
             self.require(not wants, name, rule, "a tensor that requires one")
 
     def check_scheme(self, inputs: Inputs) -> None:
-        """ValueError for a scheme or wire that no such group, tensors or mask can go with."""
+        """ValueError for a scheme or wire that does not serve the group, tensors or mask."""
         rounds = self.wire is None or inputs.q.dtype != torch.float64
         self.require(rounds, "wire", "None for float64", repr(self.wire))
         if self.scheme != "auto":
@@ -198,9 +198,10 @@ class AttentionOptions:
 
 
 def rows_in_line(inputs: Inputs, options: AttentionOptions) -> tuple[Inputs, AttentionOptions]:
-    """A batch whose rows hold documents of their own, as one long sequence of all rows.
+    """Turn a batch whose rows have different documents into one sequence of all rows.
 
-    ValueError for rows of `cu_seqlens` that are not those of the batch.
+    If all rows have the same documents, a single row of offsets replaces those of all rows.
+    ValueError unless `cu_seqlens` has a row for each row of q.
     """
     rows = rows_of_offsets(inputs.cu_seqlens, options.operation)
     if rows is None:
@@ -229,7 +230,7 @@ def rows_in_line(inputs: Inputs, options: AttentionOptions) -> tuple[Inputs, Att
 
 @functools.lru_cache(maxsize=64)
 def _repeated(layout: Layout, times: int) -> Layout:
-    """The layout of so many sequences one after the other, each divided as by `layout`."""
+    """The layout of `times` concatenated sequences, each of which is divided as by `layout`."""
     starts = [i * layout.seq_len for i in range(times)]
     shards = tuple(
         tuple(range(at + p.start, at + p.stop, p.step) for at in starts for p in shard)
@@ -241,19 +242,18 @@ def _repeated(layout: Layout, times: int) -> Layout:
 def agree_on_call(
     inputs: Inputs, options: AttentionOptions, seed: int | None = None, drawn: int | None = None
 ) -> Call:
-    """Check a call on every rank and compare it between them.
+    """Check a call on every rank, and compare its arguments over the ranks.
 
-    NOTE: device-to-host sync, in the one message by which the ranks compare.
+    NOTE: device-to-host sync, for the single message in which the ranks compare.
 
     Args:
-        inputs: of this rank.
-        options: of the call.
-        seed: of the dropout, if the user gave one.
-        drawn: seed that this rank has drawn in the place of the missing one.
+        inputs: tensors of this rank.
+        options: options of the call.
+        seed: seed of the dropout that the user passed, or None.
+        drawn: seed that this rank has already drawn if the user passed none.
 
     Raises:
-        ValueError: on every rank: an argument that is wrong by itself on one of them, or that
-            differs between them.
+        ValueError: on every rank, if an argument is invalid on any rank, or differs between ranks.
         RankFailureError: a rank died or did not answer.
     """
     device, repeats = message_device(*inputs), inputs.attn_mask is not None
@@ -262,7 +262,8 @@ def agree_on_call(
         inputs.check(options.require)
         options.check_scheme(inputs)
         mask = options.mask(inputs)
-        # Their length tells those of all ranks.
+        # The last offset is S. The lengths of all shards follow from S, as they do from the
+        # columns of an attn_mask.
         agreement.repeats |= mask.cu_seqlens is not None
         facts = _facts(inputs, options, mask, seed) if group_size(options.group) > 1 else {}
         own_seed = seed if seed is not None else drawn
@@ -274,7 +275,7 @@ def agree_on_call(
 def _facts(
     inputs: Inputs, options: AttentionOptions, mask: Mask, seed: int | None
 ) -> dict[str, object]:
-    """Facts that have to be equal on every rank."""
+    """Name to value of facts that have to be equal on every rank."""
     q, k, v, key_mask, alibi_slopes, sinks, _, _, attn_mask, *up = inputs
     facts: dict[str, object] = {}
     if options.told:
@@ -312,7 +313,11 @@ def _facts(
 
 
 def _told_numbers(x: Tensor | None) -> str:
-    """The numbers of a row; on a device with streams, which would be waited for, their count."""
+    """Text of a row for the comparison.
+
+    The text holds the values, but only their number on a device with streams, where reading the
+    values would synchronise.
+    """
     if x is None:
         return "None"
     return f"{len(x)} numbers" if has_streams(x.device) else str(tuple(x.tolist()))
@@ -321,7 +326,7 @@ def _told_numbers(x: Tensor | None) -> str:
 def call_of(
     inputs: Inputs, options: AttentionOptions, mask: Mask, lengths: list[int], seed: int
 ) -> Call:
-    """The call that follows from the lengths of all shards and the seed of all ranks."""
+    """The call, once the lengths of all shards and the common seed are known."""
     q, group, seq_len = inputs.q, options.group, sum(lengths)
     check_end(mask.cu_seqlens, seq_len, options.operation)
     if inputs.attn_mask is not None:

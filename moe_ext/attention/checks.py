@@ -1,4 +1,4 @@
-"""Checks of the arguments that every attention has.
+"""Checks of the arguments that all attention functions share.
 
 Shapes: B batch, H heads, Hkv heads of keys and values, L positions of this rank, D and Dv head
     dims.
@@ -18,12 +18,12 @@ Require = Callable[[bool, str, str, object], None]
 
 
 def refuse(operation: str, argument: str, rule: str, value: object) -> NoReturn:
-    """Raise the ValueError of a wrong argument."""
+    """Raise a ValueError about an argument, with the rule that its value breaks."""
     raise ValueError(f"{operation}: expected {argument} to be {rule}, got {value}")
 
 
 def requires(operation: str) -> Require:
-    """A function (condition, argument, rule, value) that raises ValueError unless it holds."""
+    """A function (condition, argument, rule, value) that raises ValueError if not `condition`."""
 
     def require(condition: bool, argument: str, rule: str, value: object) -> None:
         if not condition:
@@ -35,7 +35,7 @@ def requires(operation: str) -> Require:
 def check_tensors(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, require: Require
 ) -> None:
-    """ValueError unless dtypes, devices and shapes go together."""
+    """ValueError unless dtypes, devices and shapes match."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         require(isinstance(x, Tensor), name, "a tensor of shape [B, H, L, D]", type(x).__name__)
         require(x.dtype in DTYPES, name, "float32, bfloat16, float16 or float64", x.dtype)
@@ -67,12 +67,13 @@ def check_latents(
     key_mask: Tensor | None,
     require: Require,
 ) -> None:
-    """ValueError unless latents `[B, 1, L, C]`, rope keys and up-projections go together."""
+    """ValueError unless latents `[B, 1, L, C]`, rope keys and up-projections match."""
 
     def named(condition: bool, argument: str, rule: str, value: object) -> None:
         require(condition, {"k": "latent", "v": "rope_key"}.get(argument, argument), rule, value)
 
-    # As keys and values of one head, of the width that the queries have.
+    # Latents and rope keys are checked as keys and values of one head. C differs from the head dim
+    # of q, so slices of width 0 stand for q and the latents.
     check_tensors(q[..., :0], latent[..., :0], rope, key_mask, named)
     for name, x in (("up_k", up_k), ("up_v", up_v)):
         require(x.dim() == 3, name, "of three dimensions, heads first", list(x.shape))
@@ -86,7 +87,7 @@ def check_latents(
 
 
 def check_per_head(name: str, values: Tensor | None, q: Tensor, require: Require) -> None:
-    """ValueError unless there is a number for each head of q, or None."""
+    """ValueError unless `values` is None or has a number for each head of q."""
     if values is not None:
         heads = q.shape[1]
         require(isinstance(values, Tensor), name, f"a tensor [{heads}]", type(values).__name__)
@@ -96,7 +97,7 @@ def check_per_head(name: str, values: Tensor | None, q: Tensor, require: Require
 
 
 def check_attn_mask(attn_mask: Tensor | None, q: Tensor, require: Require) -> None:
-    """ValueError unless there is a row for each query of this rank, or None."""
+    """ValueError unless `attn_mask` is None or has a row for each query of this rank."""
     if attn_mask is None:
         return
     rule = "a tensor (blocks of flex_attention: is_causal, window, cu_seqlens, prefix_len)"
@@ -111,21 +112,24 @@ def check_attn_mask(attn_mask: Tensor | None, q: Tensor, require: Require) -> No
 
 
 def message_device(*tensors: object) -> torch.device:
-    """Device for messages of a call: that of its first tensor."""
+    """Device for the messages of a call: the device of its first tensor."""
     return next((x.device for x in tensors if isinstance(x, Tensor)), torch.device("cpu"))
 
 
 def scale_of(scale: float | None, head_dim: int) -> float:
-    """The factor on scores, 1 / sqrt(D) where none is given."""
+    """The factor on scores, by default 1 / sqrt(D)."""
     return scale if scale is not None else 1 / math.sqrt(max(head_dim, 1))
 
 
 def draw_seed(dropout_p: float) -> int:
-    """A seed from torch's generator; without dropout none is drawn."""
+    """A seed from torch's generator; without dropout 0, and the generator is left alone."""
     return int(torch.randint(1 << 62, ())) if dropout_p > 0 else 0
 
 
 def wants_grad(*tensors: Tensor | None) -> int:
-    """1 if a backward pass will come: a rank without one would leave the others waiting."""
+    """Return 1 if the call will have a backward pass, else 0.
+
+    Ranks compare the result: the backward passes of other ranks would wait for a rank without one.
+    """
     learns = any(x is not None and x.requires_grad for x in tensors)
     return int(torch.is_grad_enabled() and learns)

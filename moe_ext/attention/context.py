@@ -1,4 +1,4 @@
-"""`torch.nn.functional.scaled_dot_product_attention` over a sharded sequence, inside a context.
+"""Context in which `scaled_dot_product_attention` of torch attends over a sharded sequence.
 
 Shapes: B batch, H heads, L positions of this rank, D head dim.
 """
@@ -48,9 +48,9 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Torch's function over the whole sequence; its signature but for the first two arguments."""
+    """Attend over the whole sequence; arguments from `query` on are those of torch's function."""
     options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
-    # Without an error `ring_attention` compares.
+    # An error of this rank is sent here. Without an error, the ranks compare in `ring_attention`.
     with Agreement(_OP, group, message_device(query)):
         _check(query, key, value, enable_gqa)
         if attn_mask is not None:
@@ -62,7 +62,7 @@ def _attend(
 
 def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
-        # A nested or distributed tensor has a length that is not this rank's.
+        # The length of a nested or distributed tensor is not the length of this rank's shard.
         if x.is_nested or type(x) not in (Tensor, torch.nn.Parameter):
             _refuse(name, "a plain tensor", type(x).__name__)
         if x.dim() not in (3, 4):
@@ -76,18 +76,18 @@ def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
 
 
 def _mask(attn_mask: Tensor, query: Tensor) -> Tensor:
-    """`[B or 1, H or 1, L, S]` of a mask that may have fewer dimensions, as torch takes it."""
+    """View a mask, of which torch lets dimensions be left out, as `[B or 1, H or 1, L, S]`."""
     if attn_mask.dim() not in (2, 3, query.dim()):
         _refuse("attn_mask", f"of 2 to {query.dim()} dimensions", list(attn_mask.shape))
     if attn_mask.dim() == 3:
-        # The first dimension is the batch if the query has no heads, otherwise the heads.
+        # The first dimension of the mask is the batch if the query has no heads, else the heads.
         attn_mask = attn_mask.unsqueeze(1 if query.dim() == 3 else 0)
     mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     return mask.expand(-1, -1, query.shape[-2], -1) if mask.shape[2] == 1 else mask
 
 
 def _open_checkpoints() -> int:
-    """Number of forward passes of reentrant checkpoints on this thread's stack."""
+    """Number of reentrant checkpoints whose forward pass is on this thread's stack."""
     wanted, count = CheckpointFunction.forward.__code__, 0
     frame: types.FrameType | None = sys._getframe()
     while frame is not None:
@@ -97,9 +97,10 @@ def _open_checkpoints() -> int:
 
 
 def _body(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
-    """A function of torch that does not ask for a mode first; `names` it sees in place of others.
+    """Copy a function of torch so that it does not dispatch to modes.
 
-    Under a mode, its own body would only call the mode again.
+    The unchanged function would call the active mode again, and never reach its own body. The
+    globals in `names` are replaced in the copy.
     """
     questions = ("has_torch_function", "has_torch_function_unary")
     unasked = dict.fromkeys(questions, lambda _: False)
@@ -107,7 +108,7 @@ def _body(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
 
 
 def with_globals(function: Any, names: dict[str, Any], closure: Any = None) -> Any:
-    """A function of the same code, with other globals and cells."""
+    """Copy a function with other globals and, if given, another closure."""
     closure = function.__closure__ if closure is None else closure
     arguments = (function.__name__, function.__defaults__, closure)
     made = types.FunctionType(function.__code__, names, *arguments)
@@ -115,20 +116,20 @@ def with_globals(function: Any, names: dict[str, Any], closure: Any = None) -> A
     return functools.update_wrapper(made, function)
 
 
-# The copy of a function is none that a graph could guard.
+# `_body` makes a new function at each call, which a compiled graph could not guard.
 @outside_graphs
 def _multi_head(
     ring: Callable[..., Any], group: ProcessGroup | None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Multi-head attention of torch with its inner function replaced."""
+    """`multi_head_attention_forward` of torch, with `_attend` in place of its inner attention."""
     with Agreement(_OP, group, message_device(*args)):
-        # Weights need the whole row of scores, which torch computes without the function.
+        # With `need_weights` torch computes the scores itself, and never calls the inner attention.
         if kwargs.get("need_weights", True):
             refuse(_OP, "need_weights of multi_head_attention_forward", "False", True)
         hidden = kwargs.get("key_padding_mask") is not None
         ignored = kwargs.get("is_causal", False) and not hidden
         for name in ("key_padding_mask", *([] if ignored else ["attn_mask"])):
-            # Torch takes no more columns than this rank has keys.
+            # torch accepts only masks over this rank's keys, not over those of all ranks.
             if group_size(group) > 1 and kwargs.get(name) is not None:
                 rule = f"None (key_mask is an argument of {_OP}, is_causal one of the layer)"
                 refuse(_OP, f"{name} of multi_head_attention_forward", rule, "a tensor")
@@ -141,17 +142,18 @@ def _multi_head(
 _aten = torch.ops.aten.scaled_dot_product_attention
 _FUNCTIONS = (F.scaled_dot_product_attention, _aten, _aten.default)
 _FLEX = getattr(torch.ops.higher_order, "flex_attention", None)
-# Within these a checkpoint computes its forward pass again, where the mode has to hold.
+# Functions that run a backward pass. Activation checkpointing recomputes forward passes in them,
+# and the mode has to be active there.
 _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
 class SharedSequences(NamedTuple):
-    """The sequences inside a context, for what counts by sequence.
+    """The sequences inside a context, for code that counts tokens of each sequence.
 
     Attributes:
-        group: the ranks that share each of them.
-        layout: of their shards.
-        cu_seqlens: offsets of packed documents in the whole sequence, None for a single one.
+        group: the ranks that share each sequence.
+        layout: layout of the shards.
+        cu_seqlens: offsets of packed documents in the whole sequence, None for one document.
     """
 
     group: ProcessGroup | None
@@ -160,7 +162,7 @@ class SharedSequences(NamedTuple):
 
 
 class _RingMode(TorchFunctionMode):
-    """Sends torch's attention round the ring, on the thread that entered it."""
+    """Replaces torch's attention by `ring_attention`, on the thread that entered the mode."""
 
     def __init__(self, ring: Callable[..., Any], sequences: SharedSequences) -> None:
         super().__init__()
@@ -193,7 +195,11 @@ class _RingMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _check_recompute(self) -> None:
-        """Refuse what autograd may run again where the context has ended, without a word."""
+        """Raise ValueError inside a reentrant checkpoint that began within the context.
+
+        Its recomputation may run after the context has ended, and would then silently compute
+        attention over this rank's shard alone.
+        """
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return
         if _open_checkpoints() > self._checkpoints:
@@ -205,7 +211,7 @@ class _RingMode(TorchFunctionMode):
 
 
 def shared_sequences() -> SharedSequences | None:
-    """The sequences of the innermost context of this thread; None outside of any."""
+    """The sequences of the innermost context of this thread; None outside of all contexts."""
     for mode in reversed(_get_current_function_mode_stack()):
         if isinstance(mode, _RingMode):
             return mode.sequences
@@ -227,27 +233,30 @@ def sequence_parallel(
     kv_grad_dtype: torch.dtype | None = None,
     wire: str | None = None,
 ) -> Iterator[None]:
-    """Inside, torch's `scaled_dot_product_attention` is attention over the whole sequence.
+    """Context in which torch's `scaled_dot_product_attention` attends over the whole sequence.
 
-    Queries, keys and values are then this rank's shards. It holds on the thread that enters the
-    context, for every way to call the function, and for `torch.nn.MultiheadAttention` and the
-    layers of `torch.nn.Transformer`; nothing of torch is replaced, so nothing has to be restored.
-    Contexts nest, the innermost holds. `is_causal`, `scale`, `dropout_p` and `enable_gqa` are
-    served, and an `attn_mask` whose rows are this rank's queries and whose columns all keys in the
-    order of the sequence (`[..., L, S]`, see `ring_attention`). A `MoELayer` with
-    `Balance("sequence")` counts by the whole sequences and documents of the context. Graphs of
-    `torch.compile` break at `MultiheadAttention`. The backward pass may be outside, unless
-    activation checkpointing computes the forward pass again there: decorate the checkpointed
-    function then, `checkpoint(sequence_parallel(group)(block), x)`.
+    Queries, keys and values are this rank's shards. The context applies on the thread that enters
+    it, to every way of calling the function, to `torch.nn.MultiheadAttention` and to the layers of
+    `torch.nn.Transformer`. No function of torch is patched. In nested contexts the innermost
+    applies.
+
+    Arguments `is_causal`, `scale`, `dropout_p` and `enable_gqa` of the function are supported. An
+    `attn_mask` has this rank's queries as rows and all keys of the sequence as columns (`[..., L,
+    S]`, see `ring_attention`). A `MoELayer` with `Balance("sequence")` counts over the whole
+    sequences and documents of the context. Graphs of `torch.compile` break at `MultiheadAttention`.
+
+    The backward pass may run outside the context, unless activation checkpointing recomputes the
+    forward pass there. In that case decorate the checkpointed function:
+    `checkpoint(sequence_parallel(group)(block), x)`.
 
     Args:
         group: the ranks that share each sequence, see `ring_attention`; None is this process alone.
         layout: see `make_layout`.
         window: (left, right) of every attention inside, -1 for no limit.
         cu_seqlens: offsets of packed documents in the whole sequence, see `ring_attention`.
-        prefix_len: positions at the start of each document that all of it sees, likewise; every
-            attention inside has to be causal then.
-        key_mask: `[B, L]` bool, False for this rank's keys that no query sees.
+        prefix_len: number of positions at the start of each document that all its queries see, see
+            `ring_attention`. Every attention inside has to be causal then.
+        key_mask: `[B, L]` bool, False for those of this rank's keys that no query sees.
         softcap: see `ring_attention`.
         scheme: see `ring_attention`.
         precision: see `ring_attention`.
@@ -255,10 +264,10 @@ def sequence_parallel(
         wire: see `ring_attention`.
 
     Raises:
-        ValueError: an option is out of range; inside: keys of another length than the queries,
-            weights of `MultiheadAttention`, its masks on several ranks (but for one that
-            `is_causal` stands for), and whatever `ring_attention` refuses.
-        TypeError: the group is none of this rank.
+        ValueError: an option is out of range. Inside the context: keys of another length than the
+            queries, weights of `MultiheadAttention`, its masks on several ranks (except a mask that
+            `is_causal` stands for), or an argument that `ring_attention` refuses.
+        TypeError: this rank does not belong to the group.
     """
     options: dict[str, Any] = {
         "layout": layout,

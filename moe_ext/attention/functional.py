@@ -1,8 +1,8 @@
-"""Attention over a sequence that the ranks of a group hold in parts: the public functions.
+"""Attention over a sequence that is sharded over the ranks of a group: the public functions.
 
 Shapes: B batch, H heads, Hkv heads of keys and values, S whole sequence, L positions (T tokens) of
-    this rank, D and Dv head dims, C of a latent, N of a key without rotation, R of the rotated key
-    that all heads share, P ranks of the group.
+    this rank, D and Dv head dims, C elements of a latent, N of a key without rotation, R of the
+    rotated key that all heads share, P ranks of the group.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class _Keywords(TypedDict, total=False):
-    """The keywords of `ring_attention` that its result's type does not follow from."""
+    """The keywords of `ring_attention` that do not change the type of its result."""
 
     group: Required[ProcessGroup | DeviceMesh | None]
     is_causal: bool
@@ -107,73 +107,75 @@ def ring_attention(
     wire: str | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over a sequence that the ranks of a group hold in parts, equal to one process's.
+    """Attention over a sequence that is sharded over the ranks of a group.
 
-    ``softmax(mask(softcap(scale * q k^T) - slope |i - j| + bias)) v`` over the whole sequence, by
-    the global positions i and j of queries and keys. A query without any key gives zeros, lse -inf
-    and zero gradients. Every rank has to run the backward pass too: it is one ring more.
+    Equal to attention in one process: ``softmax(mask(softcap(scale * q k^T) - slope |i - j| +
+    bias)) v`` over the whole sequence, with global positions i and j of queries and keys. A query
+    without any key gives zeros, lse -inf and zero gradients. Every rank has to run the backward
+    pass as well, because the ranks exchange messages in it.
 
-    Under `torch.autocast`, q, k and v are cast as those of torch's own attention are.
+    Under `torch.autocast`, q, k and v are cast as torch casts the inputs of its own attention.
 
-    NOTE: device-to-host sync, since the ranks agree on shapes in a message of fixed size first.
+    NOTE: device-to-host sync, because the ranks first agree on shapes in a message of fixed size.
 
     Args:
-        q: `[B, H, L, D]`, this rank's queries; L as `layout` says for any S.
+        q: `[B, H, L, D]`, this rank's queries. L follows from `layout`, for any S.
         k: `[B, Hkv, L, D]`; H is a multiple of Hkv.
         v: `[B, Hkv, L, Dv]`.
-        group: the P ranks; None is this process alone. A 2-D DeviceMesh ('ring', 'ulysses') holds
-            them in rows; shards then follow the group of all its ranks, whose order is that of
-            ascending ranks of the job: row by row for a mesh of `init_device_mesh`.
-        is_causal: a query sees no key after it.
+        group: the P ranks; None is this process alone. A 2-D DeviceMesh ('ring', 'ulysses')
+            arranges the ranks in rows. Shards then belong to its ranks in ascending order, which is
+            row by row for a mesh of `init_device_mesh`.
+        is_causal: if True, a query sees no key after it.
         scale: factor on q k^T; None for 1 / sqrt(D).
-        layout: who holds which positions, see `make_layout`.
-        window: (left, right): a query sees that many keys before and after it; -1 is no limit.
+        layout: which rank holds which positions, see `make_layout`.
+        window: (left, right), the number of keys before and after itself that a query sees; -1 for
+            no limit.
         cu_seqlens: offsets `[documents + 1]` of packed documents in the whole sequence, from 0 to
-            S; a query sees its own document alone. Empty documents are legal. Or `[B, n]`, or B
-            rows: offsets of the documents in each row of the batch; not with the layouts that
-            follow documents.
-        prefix_len: with `is_causal`, the number of positions at the start of each document that all
-            of it sees, after the query too (a prefix LM). An integer for every document; or one for
-            each row of the batch; with `cu_seqlens`, one for each document, or B rows of these.
-            Not with `window`.
-        key_mask: `[B, L]` bool, False for this rank's keys that no query sees.
-        attn_mask: `[B or 1, H or 1, L, S]`, this rank's queries by all keys in the order of the
-            sequence: bool, True for seen, or floating, a bias that is added to the scores, and
-            differentiable: its gradient is that of this rank's queries. Beside all other masks. Not
-            in the schemes that exchange heads, nor with other documents in each row.
+            S. A query sees only keys of its own document. Documents may be empty. If the rows of
+            the batch differ, `[B, n]` or B lists with the offsets of each row; then `layout` may
+            not be one that follows documents.
+        prefix_len: with `is_causal`, the number of positions at the start of each document that
+            every query of the document sees, even earlier queries (a prefix LM). An integer for all
+            documents; or one for each row of the batch; with `cu_seqlens`, one for each document,
+            or B rows with one for each document. Not together with `window`.
+        key_mask: `[B, L]` bool, False for those of this rank's keys that no query sees.
+        attn_mask: `[B or 1, H or 1, L, S]`, from this rank's queries to all keys in the order of
+            the sequence. Either bool, True for seen, or a floating-point bias that is added to the
+            scores and gets the gradient of this rank's queries. All other masks still apply. Not
+            for schemes that exchange heads, nor if documents differ between rows.
         alibi_slopes: `[H]`; not differentiable.
-        softcap: scores become softcap * tanh(score / softcap); None or 0 for none.
-        sinks: `[H]`: a score that takes part in the softmax and has no value. Its gradient is that
-            of this rank's queries, as for any parameter that every rank holds.
-        dropout_p: share of the softmax dropped. The draws depend on seed, batch, head and the two
-            positions alone: neither on P nor on the layout.
-        seed: of the dropout, equal on every rank; None draws one from torch's generator of the
+        softcap: scores become softcap * tanh(score / softcap); None or 0 for no cap.
+        sinks: `[H]`, for each head a score that takes part in the softmax without a value. Each
+            rank gets the gradient of its own queries, as for any replicated parameter.
+        dropout_p: share of the softmax that is dropped. The draws depend on seed, batch, head and
+            the two positions, but not on P or the layout.
+        seed: seed of the dropout, equal on every rank; None draws one from torch's generator of the
             first rank.
-        scheme: "ring", keys and values go round and memory stays that of a shard; "all_gather", all
-            keys and values on every rank at once; "ulysses", an all-to-all from shards of the
-            sequence to shards of the heads and back, for P heads at least; "hybrid", "ulysses" in
-            each row of a mesh, and a ring in each column; "double_ring", rings in rows and seldom a
-            hop between them, for a mesh, or a group with as many ranks on each host; "auto", the
-            one of least cost by the bytes it sends, see `explain_scheme`.
-        precision: "exact": blocks are summed up in float32 and rounded once. "fast": blocks of 16
-            bits that a kernel of torch serves are its, and rounded one by one; see the docs for the
-            error of both.
-        kv_grad_dtype: of dK and dV underway, None for float32 (float64 for float64);
-            torch.bfloat16 halves these bytes and rounds at every hop.
-        wire: format that K and V are rounded to once, and travel in: "int8", "fp8" or "mx", a byte
-            an element and the scales, see `moe_ext.ops.quantize_rows`. Their own rank too computes
-            with what is sent, so that results do not depend on P; gradients are those of the
-            rounded K and V and travel as `kv_grad_dtype` says. Not for float64, nor in the schemes
-            that exchange heads.
-        return_lse: return (out, lse).
+        scheme: "ring", keys and values travel round, and memory stays that of a shard;
+            "all_gather", all keys and values are on every rank at once; "ulysses", an all-to-all
+            from shards of the sequence to shards of the heads and back, for at least P heads;
+            "hybrid", "ulysses" in each row of a mesh and a ring in each column; "double_ring",
+            rings in rows with few hops between rows, for a mesh, or for hosts with equally many
+            ranks; "auto", the scheme of least cost by its bytes, see `explain_scheme`.
+        precision: "exact": blocks are summed up in float32 and rounded once. "fast": 16-bit blocks
+            that a kernel of torch supports go to that kernel, and each is rounded. The docs have
+            the errors of both.
+        kv_grad_dtype: dtype in which dK and dV travel, None for float32 (float64 for float64).
+            torch.bfloat16 halves their bytes and rounds at every hop.
+        wire: format in which K and V travel, after they are rounded once: "int8", "fp8" or "mx",
+            one byte an element and the scales, see `moe_ext.ops.quantize_rows`. A rank rounds its
+            own K and V as well, so that results do not depend on P. Gradients are those of the
+            rounded K and V, and travel in `kv_grad_dtype`. Not for float64, nor for schemes that
+            exchange heads.
+        return_lse: if True, return (out, lse).
 
     Returns:
-        `[B, H, L, Dv]` in the dtype of q; with `return_lse` also `[B, H, L]` float32 (float64), the
-        log of the sum of the exponentials of all scores, differentiable.
+        `[B, H, L, Dv]` in the dtype of q. With `return_lse` also `[B, H, L]` float32 (float64), the
+        log of the sum of the exponentials of all scores; differentiable.
 
     Raises:
-        ValueError: on every rank: an argument that is wrong by itself on one of them, arguments
-            that differ between ranks, or lengths that are not those of the layout.
+        ValueError: on every rank, if an argument is invalid on any rank or differs between ranks,
+            or if lengths do not match the layout.
         RankFailureError: a rank died or did not answer; the message names it.
 
     Reference:
@@ -200,14 +202,14 @@ def ring_attention(
 def run(
     inputs: Inputs, options: AttentionOptions, seed: int | None, *, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The result of `ring_attention` for its arguments."""
+    """Run `ring_attention`, whose arguments are collected in `inputs` and `options`."""
     if is_transformed():
         raise RuntimeError(
             f"{OPERATION}: expected to be called outside of torch.func, got {transforms()}"
         )
     q, k, v = map(as_autocast, (inputs.q, inputs.k, inputs.v))
     inputs = inputs._replace(q=q, k=k, v=v)
-    # Without an error the call itself compares.
+    # An error of this rank is sent here. Without an error, the ranks compare in the call itself.
     with Agreement(OPERATION, options.group, message_device(*inputs)):
         line, options = rows_in_line(inputs, options)
     attention = attend_in_graph if torch.compiler.is_compiling() else attend
@@ -220,8 +222,9 @@ def run(
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """As torch casts what its attention reads, which an operator of our own does not get."""
-    # Arguments that are no tensors of numbers are left to the checks, which all ranks hear of.
+    """Cast as `torch.autocast` casts inputs of torch's attention; custom operators are not cast."""
+    # Anything else than a floating-point tensor is left for the checks, whose errors are raised on
+    # all ranks.
     is_ours = isinstance(x, Tensor) and x.is_floating_point()
     return torch_state.as_autocast(x) if is_ours else x
 
@@ -251,47 +254,47 @@ def ring_attention_varlen(
     seed: int | None = None,
     wire: str | None = None,
 ) -> Tensor:
-    """`ring_attention` of one row of packed documents, called as flash_attn_varlen_func is.
+    """`ring_attention` of packed documents with the signature of `flash_attn_varlen_func`.
 
-    Tokens are those that `layout` gives this rank; the offsets are of the whole sequence.
+    Tensors hold the tokens that `layout` assigns to this rank. Offsets are in the whole sequence.
 
     Args:
         q: `[T, H, D]`, this rank's queries.
         k: `[T, Hkv, D]`; H is a multiple of Hkv.
         v: `[T, Hkv, Dv]`.
         cu_seqlens_q: `[documents + 1]`, offsets in the sequence of all ranks.
-        cu_seqlens_k: the same: queries and keys are those of the same tokens. Give the same tensor
-            under `torch.compile`, which cannot compare two.
+        cu_seqlens_k: equal to `cu_seqlens_q`, because queries and keys are of the same tokens.
+            Under `torch.compile` it has to be the same tensor, since a graph cannot compare values.
         max_seqlen_q: not needed, and not read.
-        max_seqlen_k: likewise.
-        dropout_p: share of the softmax dropped; 0 in evaluation.
+        max_seqlen_k: not needed, and not read.
+        dropout_p: share of the softmax that is dropped; pass 0 in evaluation.
         softmax_scale: factor on q k^T; None for 1 / sqrt(D).
-        causal: a query sees no key after it.
+        causal: if True, a query sees no key after it.
         window_size: (left, right), -1 for no limit.
-        softcap: scores become softcap * tanh(score / softcap); 0 for none.
+        softcap: scores become softcap * tanh(score / softcap); 0 for no cap.
         alibi_slopes: `[H]`.
-        group: see `ring_attention`, as for all that follows.
-        layout: see `make_layout`; `cu_seqlens` of its functions is `cu_seqlens_q`.
+        group: see `ring_attention`.
+        layout: see `make_layout`, with `cu_seqlens_q` for `cu_seqlens`.
         scheme: see `ring_attention`.
         precision: see `ring_attention`.
-        prefix_len: positions at the start of each document that all of it sees.
-        attn_mask: `[H or 1, T, S]`, this rank's queries by all tokens of all ranks: bool, or a bias
-            with its gradient, beside all other masks.
-        sinks: `[H]`.
-        seed: of the dropout.
-        wire: format that `k` and `v` are rounded to and travel in.
+        prefix_len: number of positions at the start of each document that all its queries see.
+        attn_mask: `[H or 1, T, S]`, from this rank's queries to the tokens of all ranks: bool, or a
+            differentiable bias. All other masks still apply.
+        sinks: `[H]`, see `ring_attention`.
+        seed: seed of the dropout.
+        wire: format in which `k` and `v` travel, after they are rounded.
 
     Returns:
         `[T, H, Dv]`.
 
     Raises:
-        ValueError: on every rank: tensors of another number of dims, offsets of keys that are not
-            those of queries, or what `ring_attention` refuses.
+        ValueError: on every rank, if tensors have another number of dims, offsets of keys and
+            queries differ, or `ring_attention` refuses an argument.
         RankFailureError: a rank died or did not answer; the message names it.
     """
     op = "ring_attention_varlen"
     require = requires(op)
-    # Without an error `ring_attention` compares.
+    # An error of this rank is sent here. Without an error, the ranks compare in `ring_attention`.
     with Agreement(op, ranks_of(group, op), message_device(q, k, v)):
         for name, x in (("q", q), ("k", k), ("v", v)):
             fits = isinstance(x, Tensor) and x.dim() == 3
@@ -348,35 +351,35 @@ def latent_ring_attention(
     kv_grad_dtype: torch.dtype | None = None,
     wire: str | None = None,
 ) -> Tensor:
-    """`ring_attention` of multi-head latent attention, with C + R numbers a position on the wire.
+    """`ring_attention` for multi-head latent attention, which sends C + R numbers a position.
 
-    The keys of head h are ``[latent @ up_k[h]^T, rope_key]``, its values ``latent @ up_v[h]^T``:
-    H (N + R + Dv) numbers a position, which each rank makes of what arrives, a shard at a time.
-    Gradients of `latent` and `rope_key` are summed over all heads before they travel home. The
-    gradients of `up_k` and `up_v` are of this rank's queries, as for any parameter that every rank
-    holds: sum them over the group.
+    The keys of head h are ``[latent @ up_k[h]^T, rope_key]``, its values ``latent @ up_v[h]^T``.
+    They have H (N + R + Dv) numbers a position. Each rank computes them from the latents that
+    arrive, one shard at a time. Gradients of `latent` and `rope_key` are summed over all heads
+    before they travel back. Gradients of `up_k` and `up_v` are those of this rank's queries, as for
+    any replicated parameter: sum them over the group.
 
-    A compiled graph breaks here.
+    A graph of `torch.compile` breaks here.
 
     Args:
         q: `[B, H, L, N + R]`, the rotated part last.
-        latent: `[B, L, C]`, as the up-projection takes it: normalised.
+        latent: `[B, L, C]`, the input of the up-projection, already normalised.
         rope_key: `[B, L, R]`, rotated.
         up_k: `[H, N, C]`.
         up_v: `[H, Dv, C]`.
-        group: see `ring_attention`, as all that follow.
-        is_causal: a query sees no key after it.
+        group: see `ring_attention`.
+        is_causal: if True, a query sees no key after it.
         scale: factor on q k^T; None for 1 / sqrt(N + R).
         layout: see `make_layout`.
         window: (left, right), -1 for no limit.
-        cu_seqlens: offsets of packed documents.
-        prefix_len: positions that all of a document sees.
-        key_mask: `[B, L]` bool.
-        scheme: "ring", "double_ring", "all_gather", or "auto" for the cheapest of these: a latent
-            has no heads to exchange.
-        precision: "exact" or "fast".
-        kv_grad_dtype: of the gradients of `latent` and `rope_key` underway.
-        wire: format that `latent` and `rope_key` are rounded to.
+        cu_seqlens: offsets of packed documents, see `ring_attention`.
+        prefix_len: number of positions at the start of each document that all its queries see.
+        key_mask: `[B, L]` bool, see `ring_attention`.
+        scheme: "ring", "double_ring", "all_gather", or "auto" for the cheapest of these. Schemes
+            that exchange heads are refused, because a latent has no heads.
+        precision: "exact" or "fast", see `ring_attention`.
+        kv_grad_dtype: dtype in which the gradients of `latent` and `rope_key` travel.
+        wire: format in which `latent` and `rope_key` travel, after they are rounded.
 
     Returns:
         `[B, H, L, Dv]` in the dtype of q.
@@ -425,11 +428,11 @@ def explain_scheme(
 ) -> SchemeChoice:
     """The scheme that `ring_attention(..., scheme="auto")` takes for these arguments, and why.
 
-    Every rank has to call it: they agree on lengths and learn who shares a host, as they do in
-    `ring_attention`. Without ranks, `choose_scheme` tells the same from sizes.
+    Every rank has to call it, because the ranks agree on lengths and exchange which ranks share a
+    host, as in `ring_attention`. `choose_scheme` gives the same answer from sizes, in one process.
 
     Returns:
-        The choice, equal on every rank; `print` it for a table of all candidates.
+        The choice, equal on every rank. `print` it for a table of all candidates.
     """
     options = AttentionOptions.of(
         group,

@@ -29,19 +29,22 @@ from moe_ext.attention.masks import (
 from moe_ext.comm.groups import flat_group, group_ranks
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "per_document", "cost_balanced")
+# Largest causal area of one rank of a zigzag layout, as a multiple of the mean over ranks.
 _BALANCE = 1.01
-# Chunks that each rank of a cost-balanced layout gets.
+# Number of chunks of a rank in a cost-balanced layout.
 _CHUNKS = 16
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Division of the positions of a sequence among ranks: any length, uneven shards, no padding.
+    """Division of the positions of a sequence among ranks, without padding.
+
+    The sequence may have any length, and shards may be uneven.
 
     Attributes:
-        name: one of `LAYOUTS`, or the caller's own.
+        name: one of `LAYOUTS`, or a name that the caller chose.
         seq_len: length of the whole sequence.
-        shards: for every rank the ranges of global positions that it holds, in its local order.
+        shards: for every rank the ranges of global positions that it holds, in local order.
     """
 
     name: str
@@ -49,10 +52,11 @@ class Layout:
     shards: tuple[tuple[range, ...], ...]
 
     def __post_init__(self) -> None:
-        """Refuse shards that do not hold every position once."""
+        """Raise ValueError unless the shards hold every position exactly once."""
         parts = [part for shard in self.shards for part in shard]
         inside = all(part.step > 0 and 0 <= part.start < self.seq_len for part in parts if part)
-        # Not as a tensor: it may have no values, in FakeTensorMode or on the meta device.
+        # Positions are marked in a bytearray, because a tensor has no values in FakeTensorMode or
+        # on the meta device.
         held = bytearray(self.seq_len)
         if inside:
             for part in parts:
@@ -67,32 +71,32 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        """Number of shards."""
+        """Number of ranks, each with one shard."""
         return len(self.shards)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Positions held by each rank."""
+        """Number of positions of each rank."""
         return tuple(sum(len(part) for part in shard) for shard in self.shards)
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
-        """`[L]` int64, the global positions that a rank holds, in its local order."""
+        """`[L]` int64, the global positions that a rank holds, in local order."""
         parts = [torch.arange(r.start, r.stop, r.step, device=device) for r in self.shards[rank]]
         empty = torch.empty(0, dtype=torch.int64, device=device)
         return torch.cat(parts) if parts else empty
 
     def areas(self, mask: Mask) -> tuple[int, ...]:
-        """Pairs of query and key that each rank computes under a mask."""
+        """For each rank the number of (query, key) pairs that a mask leaves."""
         areas_S = mask.areas(self.seq_len)
         return tuple(int(areas_S[self.positions(r)].sum()) for r in range(self.num_ranks))
 
     def local_cu_seqlens(
         self, cu_seqlens: Tensor | Sequence[int], rank: int
     ) -> tuple[Tensor, Tensor]:
-        """Offsets `[n + 1]` of the local runs of one document, and the document `[n]` of each run.
+        """Offsets `[n + 1]` of the n local runs, and the number of each run's document, `[n]`.
 
-        A run is a stretch of the local order that belongs to one document and one range of
-        positions; a document may have several runs on one rank.
+        A run is a stretch of the local order inside one document and one range of positions. A
+        document may have several runs on one rank.
         """
         offsets = check_cu_seqlens(cu_seqlens, "local_cu_seqlens")
         check_end(offsets, self.seq_len, "local_cu_seqlens")
@@ -110,13 +114,13 @@ class Layout:
 
 
 def check_layout(layout: str | Layout, require: Require) -> None:
-    """ValueError for a layout that is none."""
+    """ValueError unless `layout` is a Layout or a known name."""
     known = isinstance(layout, Layout) or layout in LAYOUTS
     require(known, "layout", f"a Layout or one of {LAYOUTS}", repr(layout))
 
 
 def order_of(layout: Layout, device: torch.device) -> Tensor:
-    """`[S]`, the global positions of all shards, one shard after the other."""
+    """`[S]`, the global positions of all shards, concatenated in the order of ranks."""
     return torch.cat([layout.positions(rank, device) for rank in range(layout.num_ranks)])
 
 
@@ -130,26 +134,27 @@ def make_layout(
     window: tuple[int, int] | None = None,
     prefix_len: PrefixLen | None = None,
 ) -> Layout:
-    """The layout of a sequence over ranks; a `Layout` is passed through after a check.
+    """The layout of a sequence over ranks, by name. A `Layout` is checked and returned.
 
     Args:
-        layout: "contiguous", one stretch a rank, least traffic under a window; "zigzag", stretch r
-            and stretch 2P - 1 - r of 2P, even work under a causal mask; "striped", every P-th
-            position; "per_document", zigzag inside each document; "cost_balanced", stretches dealt
-            out by the area of the mask.
+        layout: "contiguous", one stretch for each rank, with the least traffic under a window;
+            "zigzag", stretches r and 2P - 1 - r of 2P for rank r, with even work under a causal
+            mask; "striped", every P-th position; "per_document", a zigzag inside each document;
+            "cost_balanced", stretches dealt out by the area of the mask.
         seq_len: S, any length.
-        num_ranks: P, the ranks of the group.
-        cu_seqlens: offsets of packed documents; "per_document" and "cost_balanced" need them, one
-            row for the whole batch.
-        is_causal: of the mask that "cost_balanced" deals out. By its name alone, which is what the
-            other functions take, it stands for the causal mask; for another mask, make the layout
-            here and pass it on.
-        window: likewise.
-        prefix_len: likewise, one number for every document or one for each.
+        num_ranks: P, the number of ranks of the group.
+        cu_seqlens: offsets of packed documents, the same for all rows of the batch. Required for
+            "per_document" and "cost_balanced".
+        is_causal: as in the attention; used only by "cost_balanced". Other functions take
+            "cost_balanced" by name for a causal mask. For another mask, call `make_layout` and pass
+            the result to them.
+        window: as in the attention; used only by "cost_balanced".
+        prefix_len: as in the attention, one number for all documents or one for each; used only by
+            "cost_balanced".
 
     Raises:
-        ValueError: unknown name, a `Layout` for another length or number of ranks, or a mask for
-            "cost_balanced" that is none.
+        ValueError: unknown name, a `Layout` for another length or number of ranks, or an invalid
+            mask for "cost_balanced".
     """
     op = "make_layout"
     if isinstance(layout, Layout):
@@ -168,10 +173,12 @@ def make_layout(
         requires(op)(not follows, "cu_seqlens", rule, len(rows))
     offsets = check_cu_seqlens(cu_seqlens, op) if rows is None else rows[0]
     check_end(offsets, seq_len, op)
-    # By default "cost_balanced" could be one thing for the data and another for the attention.
+    # Missing offsets have no default. Otherwise a layout of one name would differ between the data
+    # and the attention if only one of the two calls passes offsets.
     is_given = offsets is not None or not follows
     requires(op)(is_given, "cu_seqlens", f"given for {layout!r}", None)
-    # The others do not depend on the mask; equal keys spare the cache.
+    # Layouts other than "cost_balanced" depend on the offsets at most. Leaving out the rest of the
+    # mask means that the cache of `_make` holds one entry for all masks.
     mask = Mask(cu_seqlens=offsets if follows else None)
     if layout == "cost_balanced":
         mask = make_mask(op, is_causal, window, offsets, prefix_len)
@@ -197,13 +204,13 @@ def _make(layout: str, seq_len: int, num_ranks: int, mask: Mask) -> Layout:
 
 
 def even_parts(whole: range, parts: int) -> list[range]:
-    """Stretches between the edges floor(i * n / parts)."""
+    """Cut a range of n positions at the edges floor(i * n / parts)."""
     edges = [i * len(whole) // parts for i in range(parts + 1)]
     return [whole[a:b] for a, b in itertools.pairwise(edges)]
 
 
 def _pairs(whole: range, num_ranks: int) -> list[list[range]]:
-    """Stretch r and stretch 2P - 1 - r of 2P, for each rank r; one range where they touch."""
+    """Stretches r and 2P - 1 - r of 2P for each rank r; those of the last rank are one range."""
     parts = even_parts(whole, 2 * num_ranks)
     pairs = [[parts[r], parts[-1 - r]] for r in range(num_ranks)]
     innermost = pairs[-1]
@@ -216,9 +223,9 @@ def _causal_area(part: range) -> int:
 
 
 def _balanced(shards: list[list[range]], seq_len: int) -> list[list[range]]:
-    """Swap single positions until no rank has more than 1.01 times the mean of the causal area.
+    """Swap single positions until no rank has more than 1.01 times the mean causal area.
 
-    Where even edges leave no remainder, or S is past some 200 P, there is nothing to swap.
+    No swap is needed if 2P divides S, or if S is larger than about 200 P.
     """
     num_ranks = len(shards)
     total = seq_len * (seq_len + 1) // 2
@@ -233,7 +240,7 @@ def _balanced(shards: list[list[range]], seq_len: int) -> list[list[range]]:
 
 
 def _swap(held: list[set[int]], areas: list[int]) -> bool:
-    """One exchange of two positions that brings the areas of two ranks closer together."""
+    """Exchange two positions so that the areas of two ranks differ less; False if none do."""
     pairs = sorted(
         itertools.permutations(range(len(areas)), 2), key=lambda p: areas[p[1]] - areas[p[0]]
     )
@@ -251,7 +258,7 @@ def _swap(held: list[set[int]], areas: list[int]) -> bool:
 
 
 def _per_document(offsets: tuple[int, ...], num_ranks: int) -> list[list[range]]:
-    """Each rank gets one pair of stretches of each document, the largest goes to the emptiest."""
+    """Deal out the pairs of each document, the largest to the rank with the least area so far."""
     rounds = []
     for start, stop in itertools.pairwise(offsets):
         dealt = []
@@ -264,7 +271,7 @@ def _per_document(offsets: tuple[int, ...], num_ranks: int) -> list[list[range]]
 
 
 def _by_cost(seq_len: int, num_ranks: int, mask: Mask) -> list[list[range]]:
-    """Deal stretches out in rounds: the costliest of a round goes to the rank with least cost."""
+    """Deal out stretches in rounds, the costliest of a round to the rank with the least cost."""
     sums = torch.cat([torch.zeros(1, dtype=torch.int64), mask.areas(seq_len).cumsum(0)])
     parts = even_parts(range(seq_len), min(_CHUNKS * num_ranks, max(seq_len, 1)))
     edges = torch.tensor([part.start for part in parts] + [seq_len])
@@ -277,9 +284,9 @@ def _by_cost(seq_len: int, num_ranks: int, mask: Mask) -> list[list[range]]:
 
 
 def _dealt(rounds: list[list[tuple[int, list[range]]]], num_ranks: int) -> list[list[range]]:
-    """Ranges of each rank, which in each round gets one item (cost, ranges) at most.
+    """Ranges of each rank. In each round a rank gets at most one item (cost, ranges).
 
-    The first of a round goes to the rank with least cost so far.
+    Items of a round go to ranks in order of rising cost so far.
     """
     shards: list[list[range]] = [[] for _ in range(num_ranks)]
     loads = [(0, rank) for rank in range(num_ranks)]
@@ -293,7 +300,7 @@ def _dealt(rounds: list[list[tuple[int, list[range]]]], num_ranks: int) -> list[
 
 
 def _joined(parts: list[range]) -> list[range]:
-    """Ascending ranges, those that touch as one."""
+    """Join ascending ranges that touch."""
     joined: list[range] = []
     for part in parts:
         if joined and joined[-1].stop == part.start:
@@ -305,7 +312,7 @@ def _joined(parts: list[range]) -> list[range]:
 
 @functools.lru_cache(maxsize=256)
 def merged_layout(layout: Layout, parts: tuple[tuple[int, ...], ...]) -> Layout:
-    """The layout whose shard i is that of all ranks of `parts[i]`, one after the other."""
+    """The layout whose shard i holds the shards of the ranks in `parts[i]`, concatenated."""
     shards = tuple(
         tuple(itertools.chain.from_iterable(layout.shards[rank] for rank in part)) for part in parts
     )
@@ -314,10 +321,10 @@ def merged_layout(layout: Layout, parts: tuple[tuple[int, ...], ...]) -> Layout:
 
 @dataclass(frozen=True)
 class Grid:
-    """Rows of ranks that are near to each other; ranks are those of the group.
+    """Arrangement of a group's ranks in rows. Links inside a row are the fast ones.
 
     Attributes:
-        rows: every rank of the group once, in rows of one length.
+        rows: rows of one length, which contain every rank of the group once.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -337,17 +344,17 @@ class Grid:
         return divmod(self.order.index(rank), self.shape[1])
 
     def column(self, index: int) -> tuple[int, ...]:
-        """One rank of each row."""
+        """The ranks of a column, one from each row."""
         return tuple(row[index] for row in self.rows)
 
 
 def even_grid(num_ranks: int, inner: int) -> Grid:
-    """Rows of `inner` neighbours."""
+    """A grid with rows of `inner` consecutive ranks."""
     return Grid(tuple(tuple(range(i, i + inner)) for i in range(0, num_ranks, inner)))
 
 
 def grid_of_hosts(hosts: Sequence[int]) -> Grid | None:
-    """One row for each host; None where some have more ranks than others."""
+    """A grid with one row for each host; None if hosts have different numbers of ranks."""
     rows = [tuple(r for r, h in enumerate(hosts) if h == host) for host in dict.fromkeys(hosts)]
     return Grid(tuple(rows)) if len({len(row) for row in rows}) == 1 else None
 
@@ -355,19 +362,20 @@ def grid_of_hosts(hosts: Sequence[int]) -> Grid | None:
 def split_group(
     group: ProcessGroup | DeviceMesh | None, operation: str
 ) -> tuple[ProcessGroup | None, Grid | None]:
-    """(group of all ranks, its rows), the latter for a 2-D mesh alone.
+    """(group of all ranks, its rows); the rows are None unless `group` is a 2-D mesh.
 
-    The first call with a 2-D mesh makes the group of all its ranks, on every rank of the job at
-    once; torch keeps it with the mesh.
+    The first call with a 2-D mesh is collective over all ranks of the job, because it creates the
+    group of all ranks of the mesh. torch caches that group with the mesh.
 
     Raises:
         TypeError: neither None nor a group or mesh that this rank belongs to.
-        ValueError: a mesh of another shape, or whose rows are not what they have to be.
+        ValueError: a mesh of another number of dims, or with dims without names or in the wrong
+            order.
     """
     if group is None or isinstance(group, ProcessGroup):
         return group, None
     if not isinstance(group, DeviceMesh) or group.get_coordinate() is None:
-        # new_group returns a number on ranks that do not belong to the group.
+        # On a rank outside the group, `dist.new_group` returns a number.
         raise TypeError(
             f"{operation}: expected group to be None or a ProcessGroup or DeviceMesh that this "
             f"rank belongs to, got {group!r}"
@@ -388,5 +396,5 @@ def split_group(
 
 
 def ranks_of(group: ProcessGroup | DeviceMesh | None, operation: str) -> ProcessGroup | None:
-    """The group of all ranks of what a user passed for a group."""
+    """The group of all ranks of a group or mesh that a user passed."""
     return split_group(group, operation)[0]

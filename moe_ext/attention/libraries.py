@@ -1,10 +1,10 @@
-"""Kernels of torch for whole and causal pieces of a block, and how blocks are cut for them.
+"""Kernels of torch for full and causal pieces of a block, and how blocks are cut for them.
 
-They read and write the dtype of their inputs, so each piece is rounded. A library never gets a
-piece without queries or keys, nor a row that sees no key: what they make of these differs.
+The kernels return the dtype of their inputs, so each piece is rounded. A library never gets a piece
+without queries or keys, nor a query that sees no key, because libraries differ in the results.
 
-Shapes: B batch, H heads, Hkv heads of keys and values, L queries and M keys of a block, by their
-    local order, D head dim.
+Shapes: B batch, H heads, Hkv heads of keys and values, L queries and M keys of a block in local
+    order, D head dim.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ Runs = tuple[range, ...]
 Span = tuple[int, int]  # (first, past the last)
 Kind = Literal["full", "causal", "masked"]
 Qkv = tuple[Tensor, Tensor, Tensor]
-# Beyond so many pairs of runs a block is left whole: to tell them apart would take longer.
+# Largest number of pairs of runs for which a block is cut. With more pairs, cutting would take
+# longer than it saves.
 _MOST_PAIRS = 4096
 _HALVES = (torch.bfloat16, torch.float16)
 _aten = torch.ops.aten
 
 
 class KernelLibrary(Protocol):
-    """A kernel with its backward pass; causal pieces have as many queries as keys."""
+    """A kernel with its backward pass. Causal pieces have as many queries as keys."""
 
     name: str
 
     def serves(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """True for tensors of devices, dtypes and shapes that it takes."""
+        """True if the kernel supports the device, dtype and shapes of the tensors."""
 
     def forward(self, qkv: Qkv, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """(out `[B, H, L, D]` in the dtype of q, lse `[B, H, L]` float32)."""
@@ -55,7 +56,7 @@ class KernelLibrary(Protocol):
 class _FlashCpu:
     """FlashAttention of torch's CPU backend.
 
-    For 16 bits alone: of float32 blocks ours takes no longer.
+    Used for 16 bits only, because our own kernel is as fast in float32.
     """
 
     name = "flash (CPU)"
@@ -78,20 +79,21 @@ class _FlashCpu:
         return dq, dk, dv
 
 
-# Capabilities that the implementations run on which a user can put in the place of torch's own.
+# Major compute capabilities that an implementation runs on, for implementations with which a user
+# can replace torch's own FlashAttention.
 _MAJORS = {"FA3": (9,), "FA4": (9, 10)}
 
 
 def active_flash() -> str | None:
-    """The implementation that `torch.nn.attention.activate_flash_attention_impl` has put in."""
+    """The implementation that `torch.nn.attention.activate_flash_attention_impl` activated."""
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     return None if current is None else current()
 
 
 class _FlashCuda:
-    """FlashAttention in torch's CUDA backend: its own 2, or the implementation that is active.
+    """FlashAttention in torch's CUDA backend: torch's own version 2, or the active implementation.
 
-    16 bits; its own on cards of capability 8.0 and later.
+    For 16 bits. Version 2 needs a card of capability 8.0 or later.
     """
 
     name = "flash (CUDA)"
@@ -112,7 +114,7 @@ class _FlashCuda:
         self, grad_out: Tensor, out: Tensor, lse: Tensor, qkv: Qkv, is_causal: bool, scale: float
     ) -> Qkv:
         lengths: list[Any] = [None, None, qkv[0].shape[2], qkv[1].shape[2]]
-        # Two states of a random generator that nothing is drawn from.
+        # The two states of a random generator are not read, because there is no dropout.
         states = lse.new_zeros((2, 2), dtype=torch.int64).unbind()
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
             grad_out, *qkv, out, lse, *lengths, 0.0, is_causal, *states, scale=scale
@@ -121,9 +123,9 @@ class _FlashCuda:
 
 
 class _FlashFour:
-    """FlashAttention-4 where the package `flash-attn-4` is installed, without torch's registry.
+    """FlashAttention-4 of the package `flash-attn-4`, called without torch's registry.
 
-    16 bits on cards of capability 9 and 10, as wide values as keys, at most 128.
+    For 16 bits on cards of capability 9 and 10, with values as wide as keys, at most 128.
     """
 
     name = "FlashAttention-4 (CUDA)"
@@ -167,10 +169,13 @@ def _flash_four() -> Any:
 
 
 class _EfficientCuda:
-    """The memory-efficient kernel of torch's CUDA backend: float32 too, a key head per head."""
+    """The memory-efficient kernel of torch's CUDA backend.
+
+    The kernel supports float32 as well, but needs as many heads of keys as of queries.
+    """
 
     name = "efficient (CUDA)"
-    # Rows that its log-sum-exp is filled up to a multiple of.
+    # The log-sum-exp is padded to a multiple of this number of queries.
     _ROWS = 32
 
     def serves(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -212,9 +217,9 @@ class _EfficientCuda:
 
 
 class _CudnnCuda:
-    """The kernel of cuDNN: 16 bits; values of another width than keys from capability 9.0 on.
+    """The kernel of cuDNN, for 16 bits.
 
-    It has no deterministic backward pass.
+    Values of another width than keys need capability 9.0. The backward pass is not deterministic.
     """
 
     name = "cuDNN (CUDA)"
@@ -253,7 +258,7 @@ class _CudnnCuda:
 
 
 def _are_halves(q: Tensor, v: Tensor, *, most: int) -> bool:
-    """True on CUDA for 16 bits and widths that are multiples of 8, up to `most`."""
+    """True for CUDA tensors of 16 bits whose widths are multiples of 8, up to `most`."""
     widths = (q.shape[3], v.shape[3])
     on_cuda = q.device.type in ("cuda", "meta")
     return on_cuda and q.dtype in _HALVES and max(widths) <= most and not any(w % 8 for w in widths)
@@ -265,7 +270,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 _FLASH, _FOUR, _CUDNN = _FlashCuda(), _FlashFour(), _CudnnCuda()
 LIBRARIES: tuple[KernelLibrary, ...] = (_FlashCpu(), _FLASH, _FOUR, _EfficientCuda(), _CUDNN)
-# torch's own switches, which `torch.nn.attention.sdpa_kernel` sets, too.
+# torch's own switches, which `torch.nn.attention.sdpa_kernel` also sets.
 _SWITCHES = {
     "flash (CUDA)": torch.backends.cuda.flash_sdp_enabled,
     "FlashAttention-4 (CUDA)": torch.backends.cuda.flash_sdp_enabled,
@@ -275,11 +280,11 @@ _SWITCHES = {
 
 
 def _order(capability: tuple[int, int]) -> tuple[KernelLibrary, ...]:
-    """All libraries, some of them a second time behind their place.
+    """All libraries in order of preference. A library may occur twice; its first place counts.
 
-    What the user has activated comes first. On cards of capability 9.0 cuDNN trains 1.7 to 2.3
-    times as fast as FlashAttention-2, and slower than it on those of 8.0 and 12.0, as transformers
-    measured; FlashAttention-4 is made for 10.
+    An implementation that the user activated comes first. On cards of capability 9.0 cuDNN trains
+    1.7 to 2.3 times as fast as FlashAttention-2, but slower on 8.0 and 12.0, as transformers
+    measured. FlashAttention-4 is made for capability 10.
     """
     if active_flash() is not None:
         return (_FLASH, *LIBRARIES)
@@ -290,8 +295,8 @@ def _order(capability: tuple[int, int]) -> tuple[KernelLibrary, ...]:
 def library_for(q: Tensor, k: Tensor, v: Tensor) -> KernelLibrary | None:
     """The kernel for blocks of these tensors, or None.
 
-    The first in order that serves them, that torch's switches leave on, and that gave the right
-    numbers when it was tried.
+    Returns the first in `_order` that supports the tensors, that is not switched off in torch, and
+    whose results were right when it was tried.
     """
     if not (q.numel() and k.numel() and v.numel()):
         return None
@@ -302,16 +307,19 @@ def library_for(q: Tensor, k: Tensor, v: Tensor) -> KernelLibrary | None:
     return None
 
 
-# Kinds of devices on which a library is tried before it is first used.
+# Types of devices on which a library is tried before it is first used.
 _TRIED_ON = ("cuda",)
-# Library, implementation, device, dtype, widths and whether heads share keys, to what was wrong.
+# Mistakes found by trials, or "". The key is library, active implementation, device, dtype, widths
+# and whether heads share keys.
 _faults: dict[tuple[object, ...], str] = {}
-# Relative error that a result in 16 bits stays far below, and a wrong one far above.
+# Largest relative error in a trial. Rounding to 16 bits stays far below, wrong results far above.
 _MOST_ERROR = 0.03
 
 
 def _fault(library: KernelLibrary, q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Why a library is passed over for such tensors, empty if it is not; tries it once.
+    """Reason why a library is passed over for tensors of this kind, or "".
+
+    The first call of a kind tries the library.
 
     NOTE: device-to-host sync, at the first call of a kind.
     """
@@ -322,16 +330,18 @@ def _fault(library: KernelLibrary, q: Tensor, k: Tensor, v: Tensor) -> str:
     key = (library.name, active_flash(), q.device, *kind)
     if key not in _faults:
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
-            return ""  # nothing may be waited for; the pass before a capture has tried it
+            # A capture forbids host synchronisation. The pass before it has tried the library.
+            return ""
         _faults[key] = _try(library, q.device, *kind)
     return _faults[key]
 
 
 @torch.no_grad()
 def _try(library: KernelLibrary, device: torch.device, dtype: torch.dtype, *sizes: int) -> str:
-    """Run two small blocks; the mistake in their results, empty if there is none."""
+    """Run two small blocks, and return the mistake in their results, or ""."""
     dim, v_dim, is_shared = sizes
-    # More than a tile, and no multiple of one. The user's generator is not drawn from.
+    # 160 positions are more than a tile of a kernel, and not a multiple of one. A generator of its
+    # own leaves the user's random state alone.
     generator = torch.Generator().manual_seed(0)
     heads = 2 - is_shared
     shapes = ((2, dim), (heads, dim), (heads, v_dim), (2, v_dim))
@@ -360,7 +370,7 @@ def _try(library: KernelLibrary, device: torch.device, dtype: torch.dtype, *size
 
 
 def state() -> str:
-    """Text of `info` for `precision="fast"`: the order on this card, and what was passed over."""
+    """Text of `info` for `precision="fast"`: libraries in order, and those passed over."""
     if not torch.cuda.is_available():
         return f"{LIBRARIES[0].name} for 16 bits"
     device = torch.device("cuda", torch.cuda.current_device())
@@ -374,13 +384,13 @@ def state() -> str:
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows and columns of a block, and what its mask makes of them.
+    """Rows and columns of a block, and the kind of mask on them.
 
     Attributes:
         rows: (first, past the last) of the queries.
         cols: (first, past the last) of the keys.
-        kind: "full", every query sees every key; "causal", as many queries as keys and the i-th
-            sees the first i + 1; "masked", anything else.
+        kind: "full", every query sees every key; "causal", there are as many queries as keys, and
+            query i sees keys 0 to i; "masked", anything else.
     """
 
     rows: Span
@@ -389,16 +399,16 @@ class Piece:
 
     @property
     def num_pairs(self) -> int:
-        """Pairs of a query and a key that are computed, seen or not."""
+        """Number of (query, key) pairs, including those that the mask hides."""
         return (self.rows[1] - self.rows[0]) * (self.cols[1] - self.cols[0])
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Ascending positions of one document that lie side by side in the local order.
+    """Ascending positions of one document that are consecutive in local order.
 
-    `step` is None where they are not evenly spaced; `in_prefix` is True for keys that all of the
-    document sees.
+    `begin` and `end` are local indices, `first` and `last` global positions. `step` is None for a
+    single position and for uneven spacing. `in_prefix` is True for keys of the document's prefix.
     """
 
     begin: int
@@ -411,14 +421,15 @@ class _Run:
 
 
 def runs_of(positions: Tensor) -> Runs:
-    """Evenly spaced ranges that make up positions in their order.
+    """Split a tensor of positions into evenly spaced ranges, in its order.
 
     NOTE: device-to-host sync.
     """
     values = positions.cpu()
     steps, counts = torch.unique_consecutive(values.diff(), return_counts=True)
     runs: list[range] = []
-    begin = end = 0  # of the positions that are in no run yet, and past the last one looked at
+    # Index of the first position that is in no run yet, and of the last one that was looked at.
+    begin = end = 0
     at = values.tolist()
     for step, count in zip(steps.tolist(), counts.tolist(), strict=True):
         end += count
@@ -432,7 +443,7 @@ def runs_of(positions: Tensor) -> Runs:
 
 
 def _cut(runs: Runs, mask: Mask, *, are_keys: bool = False) -> list[_Run]:
-    """Runs that end with their documents, and those of keys with prefixes."""
+    """Cut runs at the ends of documents, and runs of keys also at the ends of prefixes."""
     offsets, prefixes = mask.cu_seqlens, mask.prefixes if are_keys else ()
     cut, local = [], 0
     for run in runs:
@@ -452,7 +463,7 @@ def _cut(runs: Runs, mask: Mask, *, are_keys: bool = False) -> list[_Run]:
 
 
 def _joined(runs: list[_Run]) -> list[_Run]:
-    """Neighbours of one document in ascending order as one run."""
+    """Join neighbouring runs of one document whose positions ascend."""
     joined: list[_Run] = []
     for run in runs:
         last = joined[-1] if joined else None
@@ -464,9 +475,9 @@ def _joined(runs: list[_Run]) -> list[_Run]:
 
 
 def _aligned(q: _Run, k: _Run, right: int) -> Iterator[Piece]:
-    """Pieces of two evenly spaced runs of which the keys' is cut at the right of each query."""
+    """Pieces of two evenly spaced runs, if the mask hides keys to the right of some query."""
     step = q.step or k.step or 1
-    # The i-th query sees the first i + shift + 1 keys.
+    # Query i sees the first i + shift + 1 keys.
     shift = (q.first + right - k.first) // step
     row, col = q.begin + max(0, -shift), k.begin + max(0, shift)
     if col > k.begin:
@@ -478,7 +489,7 @@ def _aligned(q: _Run, k: _Run, right: int) -> Iterator[Piece]:
 
 
 def _pair(q: _Run, k: _Run, left: int, right: int) -> Iterator[Piece]:
-    """Pieces of two runs: none where no query sees a key."""
+    """Pieces of two runs; none if no query of the one sees a key of the other."""
     right = -1 if k.in_prefix else right
     hidden = (right >= 0 and k.first > q.last + right) or (left >= 0 and k.last < q.first - left)
     if q.document != k.document or hidden:
@@ -492,13 +503,13 @@ def _pair(q: _Run, k: _Run, left: int, right: int) -> Iterator[Piece]:
 
 
 def _evenly(q: _Run, k: _Run) -> bool:
-    """True if both have one spacing; a single position has any."""
+    """True if both runs have the same spacing. A single position goes with any spacing."""
     steps = [run.step for run in (q, k) if run.end - run.begin > 1]
     return None not in steps and len(set(steps)) <= 1
 
 
 def _merge_full(pieces: list[Piece]) -> tuple[Piece, ...]:
-    """Full pieces side by side as one, first along the keys and then along the queries."""
+    """Merge adjacent full pieces, first along the keys and then along the queries."""
     spans = [(piece.cols, piece.rows, piece.kind) for piece in pieces]
     for _ in range(2):
         merged: list[tuple[Span, Span, Kind]] = []
@@ -518,14 +529,14 @@ def _merge_full(pieces: list[Piece]) -> tuple[Piece, ...]:
 
 @functools.lru_cache(maxsize=256)
 def cut_block(q_runs: Runs, k_runs: Runs, mask: Mask) -> tuple[Piece, ...]:
-    """Pieces that hold every pair of query and key that is seen, each pair once.
+    """Pieces that together contain every visible (query, key) pair once.
 
-    No piece is without rows or columns, and in a full or causal one every query sees some key.
+    No piece is empty, and in a full or causal piece every query sees at least one key.
 
     Args:
-        q_runs: positions of the queries, in their local order.
-        k_runs: the same of the keys.
-        mask: of the whole sequence.
+        q_runs: positions of the queries, in local order.
+        k_runs: positions of the keys, in local order.
+        mask: mask of the whole sequence.
     """
     right = 0 if mask.is_causal else mask.right
     queries, keys = _cut(q_runs, mask), _cut(k_runs, mask, are_keys=True)

@@ -1,6 +1,6 @@
-"""Masks: the keys that a query may see, by global positions alone.
+"""Masks: the keys that a query may see, as functions of global positions.
 
-Shapes: S sequence, L some positions of it.
+Shapes: S sequence, L some of its positions.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from torch import Tensor
 
 from moe_ext.attention.checks import requires
 
-# Offsets of packed documents: one row for the whole batch, or one for each row of it.
+# Offsets of packed documents: one list for the whole batch, or one for each of its rows.
 Offsets = Tensor | Sequence[int] | Sequence[Sequence[int]]
-# One for all, one for each row of the batch or each document, or a row of them for each row.
+# Length of every document's prefix. A list has one length for each document (without documents, for
+# each row of the batch), or for each row of the batch a list with one length for each document.
 PrefixLen = int | Offsets
 
 
@@ -29,13 +30,13 @@ class Mask:
     """The part of an attention mask that follows from positions.
 
     Attributes:
-        is_causal: no key behind the query.
-        left: keys before the query that it sees, -1 without limit.
-        right: keys after the query that it sees, -1 without limit.
+        is_causal: if True, a query sees no key at a later position.
+        left: number of keys before a query that the query sees, -1 for no limit.
+        right: number of keys after a query that the query sees, -1 for no limit.
         cu_seqlens: offsets of packed documents, from 0 to S; None for one document.
-        prefix_lens: number of positions at the start of each document that all of it sees, before
-            or behind the query; one for each row of the batch, or one for all; None for none. Where
-            rows differ, a query sees here what it sees in some row.
+        prefix_lens: lengths of the documents' prefixes, once for the whole batch or for each of its
+            rows; None for no prefixes. Every query of a document sees all positions of its prefix,
+            even later ones. If rows differ, a key counts as seen if a query sees it in any row.
     """
 
     is_causal: bool = False
@@ -46,7 +47,7 @@ class Mask:
 
     @functools.cached_property
     def prefixes(self) -> tuple[tuple[int, int], ...]:
-        """(first, past the last) position of the prefix of each document; () for none at all."""
+        """(first, past the last) position of each document's prefix; () without `prefix_lens`."""
         if self.prefix_lens is None:
             return ()
         starts = (0,) if self.cu_seqlens is None else self.cu_seqlens[:-1]
@@ -56,14 +57,14 @@ class Mask:
         return tuple(zip(starts, ends, strict=True))
 
     def has_prefix(self, keys: Iterable[range]) -> bool:
-        """True if some of these positions are in a prefix."""
+        """True if any of the positions is inside a prefix."""
         filled = [(first, stop) for first, stop in self.prefixes if first < stop]
         return any(_any_inside(part, filled) for part in keys)
 
     def visible(self, position: int, seq_len: int) -> tuple[int, int]:
         """(first, past the last) of the keys that the query at `position` sees.
 
-        Both bounds grow with the position, and the position itself is inside.
+        Neither bound falls as the position grows, and a query always sees its own position.
         """
         first_1, stop_1 = bounds(self, _row([position]), seq_len)
         return int(first_1), int(stop_1)
@@ -74,9 +75,10 @@ class Mask:
         return stop_S - first_S
 
     def seen_keys(self, queries: Iterable[range], seq_len: int) -> list[tuple[int, int]]:
-        """Disjoint ascending (first, past the last) that hold every key that some query sees.
+        """Disjoint ascending intervals (first, past the last) of the keys that any query sees.
 
-        Exact for ranges of step 1; for others the keys between may be more than are seen.
+        Exact for ranges of step 1. For a larger step the intervals may contain keys between two
+        queries that no query sees.
         """
         parts = [part for part in queries if part]
         firsts, _ = bounds(self, _row(part[0] for part in parts), seq_len)
@@ -95,7 +97,7 @@ def _row(numbers: Iterable[Any]) -> Tensor:
 
 
 def bounds(mask: Mask, positions_L: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
-    """`Mask.visible` of each of some positions, on their device."""
+    """`Mask.visible` for a tensor of positions; the results are on the same device."""
     first_L, stop_L = torch.zeros_like(positions_L), torch.full_like(positions_L, seq_len)
     documents_L = first_L
     if mask.cu_seqlens is not None:
@@ -128,12 +130,12 @@ def _any_inside(keys: range, intervals: Sequence[tuple[int, int]]) -> bool:
 
 
 def listed(values: Any) -> Any:
-    """A tensor or an array of numpy as a list; anything else as it is."""
+    """Convert a tensor or a NumPy array to a list; return anything else unchanged."""
     return values.tolist() if hasattr(values, "tolist") else values
 
 
 def integers(values: Iterable[Any]) -> tuple[int, ...] | None:
-    """None where one of them is no integer."""
+    """The values as integers, or None if any of them is not an integer."""
     try:
         return tuple(operator.index(value) for value in values)
     except TypeError:
@@ -141,7 +143,7 @@ def integers(values: Iterable[Any]) -> tuple[int, ...] | None:
 
 
 def check_window(window: object, operation: str) -> tuple[int, int]:
-    """(left, right) of a window argument; ValueError unless None or two integers from -1 on."""
+    """(left, right) of a window argument; ValueError unless None or two integers, at least -1."""
     if window is None:
         return -1, -1
     require = requires(operation)
@@ -153,19 +155,20 @@ def check_window(window: object, operation: str) -> tuple[int, int]:
 
 
 def on_device(numbers: tuple[Any, ...], device: torch.device) -> Tensor:
-    """A tensor of integers that nobody writes to; they are copied to an accelerator once."""
+    """A tensor of integers, read-only because the copy on an accelerator is cached."""
     return _row(numbers) if device.type == "cpu" else _copied(numbers, device)
 
 
 @functools.lru_cache(maxsize=64)
 def _copied(numbers: tuple[Any, ...], device: torch.device) -> Tensor:
-    # No gradient flows, but what autograd saves must not be of an inference mode.
+    # Autograd cannot save a tensor that was made in inference mode. The first call may be in that
+    # mode, and later calls that get the cached tensor may need a backward pass.
     with torch.inference_mode(False):
         return torch.tensor(numbers, device=device)
 
 
 def check_cu_seqlens(cu_seqlens: Offsets | None, operation: str) -> tuple[int, ...] | None:
-    """Offsets of documents as integers; ValueError unless they start at 0 and never fall.
+    """Offsets of documents as integers; ValueError unless they start at 0 and are sorted.
 
     NOTE: device-to-host sync for a tensor on an accelerator.
     """
@@ -188,9 +191,9 @@ def check_cu_seqlens(cu_seqlens: Offsets | None, operation: str) -> tuple[int, .
 
 
 def rows_of_offsets(cu_seqlens: object, operation: str) -> tuple[tuple[int, ...], ...] | None:
-    """Offsets of each row of a batch; None where one row of offsets stands for all of them.
+    """Offsets of each row of a batch; None if a single list of offsets is for all rows.
 
-    ValueError unless every row starts at 0, never falls, and ends where the others end.
+    ValueError unless every list starts at 0, is sorted, and all end at the same position.
     """
     if not isinstance(cu_seqlens, Tensor):
         cu_seqlens = listed(cu_seqlens)
@@ -230,11 +233,11 @@ def make_mask(
     prefix_len: PrefixLen | None,
     batch: int = 1,
 ) -> Mask:
-    """The mask of a call's arguments, offsets as `check_cu_seqlens` gives them.
+    """The mask that the arguments of a call describe; `offsets` come from `check_cu_seqlens`.
 
-    NOTE: device-to-host sync for a prefix in a tensor on an accelerator.
+    NOTE: device-to-host sync if `prefix_len` is a tensor on an accelerator.
 
-    ValueError for a window or prefix that is none.
+    ValueError for an invalid window or prefix.
     """
     mask = Mask(is_causal, *check_window(window, operation), offsets)
     if prefix_len is None:
@@ -259,7 +262,7 @@ def make_mask(
     require, sides = requires(operation), (mask.left, mask.right)
     require(fits, "prefix_len", f"an integer from 0 on, or {rule}", prefix_len)
     require(is_causal, "is_causal", "True with prefix_len", False)
-    # Models differ in whether a prefix is seen beyond the window.
+    # Models do not agree on whether a query sees a prefix that is outside its window.
     require(max(sides) < 0, "window", "None with prefix_len", sides)
     return replace(mask, prefix_lens=found[:1] if len(set(found)) == 1 else found)
 
@@ -267,7 +270,7 @@ def make_mask(
 def prefixes_of_rows(
     prefix_len: PrefixLen | None, rows: Sequence[tuple[int, ...]], operation: str
 ) -> tuple[tuple[int, ...], ...] | None:
-    """Prefixes of the documents in each row of a batch, by the offsets of its rows."""
+    """Lengths of the documents' prefixes for each row of a batch whose rows have own offsets."""
     if prefix_len is None:
         return None
     given = listed(prefix_len)
@@ -283,7 +286,7 @@ def prefixes_of_rows(
 def needed_keys(
     shards: tuple[tuple[range, ...], ...], mask: Mask, seq_len: int
 ) -> tuple[tuple[bool, ...], ...]:
-    """`[r][c]`: some query of rank r sees some key of rank c, by their ranges of positions."""
+    """`[r][c]` is True if any query of rank r sees any key of rank c."""
     needs = []
     for queries in shards:
         seen = mask.seen_keys(queries, seq_len)

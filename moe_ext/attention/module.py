@@ -20,7 +20,7 @@ from moe_ext.attention.layouts import Layout
 from moe_ext.attention.masks import Offsets, PrefixLen
 from moe_ext.comm.groups import GroupHandle
 
-# Options that are attributes of the module, as they are.
+# Options that are stored as attributes of the module, unchanged.
 _OPTIONS = (
     *("layout", "is_causal", "scale", "window", "softcap", "scheme", "precision"),
     *("kv_grad_dtype", "wire"),
@@ -28,19 +28,20 @@ _OPTIONS = (
 
 
 class RingAttention(nn.Module):
-    """`ring_attention` with its options, for the place of an attention function in a model.
+    """`ring_attention` with fixed options, as a module that replaces the attention of a model.
 
-    It has no parameters: projections and rotary embeddings stay with the caller, who gives the
-    latter the `position_ids` of this rank's shard.
+    The module has no parameters. Projections and rotary embeddings stay with the caller, and the
+    rotary embeddings need the `position_ids` of this rank's shard.
 
     Args:
         group: the ranks that share each sequence, see `ring_attention`; None is this process alone.
         layout: see `make_layout`.
-        is_causal: a query sees no key after it.
+        is_causal: if True, a query sees no key after it.
         scale: factor on q k^T; None for 1 / sqrt(D).
         window: (left, right), -1 for no limit.
         softcap: see `ring_attention`.
-        dropout_p: in training; 0 in evaluation.
+        dropout_p: share of the softmax that is dropped in training. Nothing is dropped in
+            evaluation.
         scheme: see `ring_attention`.
         precision: see `ring_attention`.
         kv_grad_dtype: see `ring_attention`.
@@ -48,7 +49,7 @@ class RingAttention(nn.Module):
 
     Raises:
         ValueError: an option is out of range.
-        TypeError: the group is none of this rank.
+        TypeError: this rank does not belong to the group.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class RingAttention(nn.Module):
         self.precision = precision
         self.kv_grad_dtype = kv_grad_dtype
         self.wire = wire
-        # Options of the module around this one, see `AttentionOptions`.
+        # Options of an enclosing module that the ranks compare as well, see `AttentionOptions`.
         self._told: tuple[str, ...] = ()
         self._options("RingAttention").check()
 
@@ -118,12 +119,13 @@ class RingAttention(nn.Module):
             k: `[B, Hkv, L, D]`.
             v: `[B, Hkv, L, Dv]`.
             cu_seqlens: offsets of packed documents in the whole sequence, see `ring_attention`.
-            prefix_len: positions at the start of each document that all of it sees, likewise.
-            key_mask: `[B, L]` bool, False for this rank's keys that no query sees.
-            attn_mask: `[B or 1, H or 1, L, S]`, bool, or a bias of the scores.
+            prefix_len: number of positions at the start of each document that all its queries see,
+                see `ring_attention`.
+            key_mask: `[B, L]` bool, False for those of this rank's keys that no query sees.
+            attn_mask: `[B or 1, H or 1, L, S]`, bool, or a bias that is added to the scores.
             alibi_slopes: `[H]`.
-            sinks: `[H]`.
-            seed: of the dropout, equal on every rank; None draws one.
+            sinks: `[H]`, see `ring_attention`.
+            seed: seed of the dropout, equal on every rank; None draws one.
 
         Returns:
             `[B, H, L, Dv]`.
@@ -141,7 +143,7 @@ class RingAttention(nn.Module):
         __call__ = forward
 
     def _options(self, operation: str) -> AttentionOptions:
-        """The options as they are now; TypeError in the name of `operation` for another group."""
+        """The current options; TypeError with the name `operation` for an invalid group."""
         options = {name: getattr(self, name) for name in _OPTIONS}
         dropout_p = self.dropout_p if self.training else 0.0
         return AttentionOptions.of(

@@ -1,4 +1,4 @@
-"""Packing: documents that share rows, with even attention.
+"""Packing: documents are placed in rows such that all rows cost about the same attention.
 
 Shapes: R rows, S positions of a row.
 """
@@ -17,7 +17,8 @@ from moe_ext.attention.masks import integers, listed, make_mask
 
 OPERATION = "pack_documents"
 _require = requires(OPERATION)
-# Longer documents of padding would cost as much as real ones.
+# Padding at the end of a row is cut into documents of this length. As a single document its
+# attention would cost as much as that of real tokens.
 _PADDING = 128
 Rows = list[list[int]]
 
@@ -27,10 +28,11 @@ class PackedDocuments:
     """Rows of whole documents, the costliest row first.
 
     Attributes:
-        documents: for each row the indices of its documents, in their order in the row.
-        cu_seqlens: for each row the offsets of its documents and, up to S, of padding, in documents
-            of at most 128 positions; any of these rows are a `cu_seqlens` of `ring_attention`.
-        areas: for each row the pairs of query and key of its documents.
+        documents: for each row the indices of its documents, in the order of the row.
+        cu_seqlens: for each row the offsets of its documents, and of padding up to S, which is cut
+            into documents of at most 128 positions. A batch of these rows can be passed as
+            `cu_seqlens` to `ring_attention`.
+        areas: for each row the number of (query, key) pairs of its documents.
     """
 
     documents: tuple[tuple[int, ...], ...]
@@ -48,29 +50,30 @@ def pack_documents(
     window: tuple[int, int] | None = None,
     prefix_len: int | Tensor | Sequence[int] | None = None,
 ) -> PackedDocuments:
-    """Assigns documents to rows of one length such that the costliest row costs little.
+    """Assign documents to rows of one length such that the costliest row costs little.
 
-    The cost of a row is that of its attention: the pairs of query and key that see each other. All
-    other work goes by positions, of which every row has S. The result follows from the arguments
-    alone, so ranks that give the same arguments have the same rows.
+    The cost of a row is that of its attention: the number of (query, key) pairs that the mask
+    leaves. All other work depends on the number of positions, which is S in every row. The result
+    is a function of the arguments, so that ranks with equal arguments get equal rows.
 
-    Of several assignments it takes the one whose costliest row costs least, then the most even one:
-    by least cost, by first fit and by best fit, all in order of falling length. It is never worse
-    than first fit into as many rows. With T tokens of area A, R rows and R > k = T // (S - longest
-    + 1), no row costs more than A / (R - k) and the costliest document.
+    Three assignments are compared, all in order of falling length: to the row of least cost, by
+    first fit, and by best fit. The assignment whose costliest row costs least is taken, among
+    equals the most even one. It is never worse than first fit into the same number of rows. With T
+    tokens of area A, R rows and R > k = T // (S - longest + 1), no row costs more than A / (R - k)
+    plus the cost of the costliest document.
 
     Args:
-        lengths: of the documents, from 0 to `seq_len`. Cut longer ones before.
+        lengths: lengths of the documents, from 0 to `seq_len`. Cut longer documents before.
         seq_len: S, the positions of a whole sequence.
-        num_rows: R; None for the fewest that first or best fit needs, rounded up to a multiple of
-            `num_ranks`.
-        num_ranks: ranks, or groups that share sequences, which run a row each at the same time. R
-            is a multiple of it; rows i * num_ranks to (i + 1) * num_ranks - 1 run together, and
-            are neighbours in the order of cost.
-        is_causal: of the attention: a query sees no key after it.
+        num_rows: R; None for the smaller number of rows that first fit or best fit needs, rounded
+            up to a multiple of `num_ranks`.
+        num_ranks: number of ranks, or of groups that share sequences, that run one row each at the
+            same time. R has to be a multiple of it. Rows i * num_ranks to (i + 1) * num_ranks - 1
+            run together, and are neighbours in the order of cost.
+        is_causal: as in the attention: if True, a query sees no key after it.
         window: (left, right) of the attention, see `ring_attention`.
-        prefix_len: positions at the start of each document that all of it sees, see
-            `ring_attention`: one number for all documents, or one for each.
+        prefix_len: number of positions at the start of a document that all its queries see, see
+            `ring_attention`. One number for all documents, or one for each.
 
     Raises:
         ValueError: an argument out of its range, or too few rows.
@@ -93,7 +96,10 @@ def pack_documents(
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
 
     def deal(by: str, count: int) -> Rows | None:
-        """Each document to the first row by index, cost or room that has room; None if none has."""
+        """Assign each document to the row with room that is least by index, cost or room.
+
+        Return None if a document finds no row with room.
+        """
         rows: Rows = [[] for _ in range(count)]
         room, spent = [seq_len] * count, [0] * count
         keys = {"index": range(count), "cost": spent, "room": room}[by]
@@ -114,7 +120,8 @@ def pack_documents(
         spent = [cost(row) for row in rows]
         return max(spent, default=0), sum(x * x for x in spent)
 
-    # Both open a row for what no other has room for, so that any two hold more than S together.
+    # First fit and best fit open a row only for a document that no open row has room for. Any two
+    # rows hold more than S together then, so that `enough` rows are always enough.
     enough = 2 * sum(sizes) // seq_len + 1
     fewest = min(sum(map(bool, deal(by, enough) or [])) for by in ("index", "room"))
     count = -(-fewest // num_ranks) * num_ranks if num_rows is None else num_rows
@@ -131,9 +138,9 @@ def pack_documents(
 
 
 def _area(length: int, left: int, right: int) -> int:
-    """`Mask.areas` of one document, summed up: its square less a triangle at either side.
+    """Sum of `Mask.areas` over one document: its square less a triangle at each limited side.
 
-    A prefix gives the triangle of its own pairs back.
+    A prefix is left out; the caller adds the pairs of the triangle that a prefix makes visible.
     """
     cut = [max(length - 1 - side, 0) for side in (left, right) if side >= 0]
     return length * length - sum(n * (n + 1) // 2 for n in cut)

@@ -1,8 +1,8 @@
 """Ring self-attention as first published: a ring of keys, softmax of whole rows, a ring of values.
 
 Shapes: B batch, H heads, G heads of keys and values (Hkv), S whole sequence, L positions of this
-    rank, R rows = (H / G) * L, M positions of the rank whose keys or values are at hand, D and Dv
-    head dims, P ranks of the group. Columns S are in group order, shard after shard.
+    rank, R rows = (H / G) * L, M positions of the rank whose keys or values are being read, D and
+    Dv head dims, P ranks of the group. Columns S are in group order, shard after shard.
 """
 
 from __future__ import annotations
@@ -56,34 +56,37 @@ def ring_self_attention(
     dropout_p: float = 0.0,
     seed: int | None = None,
 ) -> Tensor:
-    """Self-attention over a sequence in shards, by one ring for q k^T and one for the output.
+    """Self-attention over a sharded sequence, by one ring for q k^T and one for the output.
 
-    Keys go round once; every rank then holds the scores of its queries over the whole sequence,
-    `[B, H, L, S]`, and takes their softmax; values go round once. The backward pass sends values
-    and keys round again and reduce-scatters dK and dV: 6 (P - 1) / P of B H S D elements altogether
-    where H = Hkv and D = Dv. Memory is O(S^2 / P), as published: `ring_attention` gives the same
-    numbers in O(S / P), for masks that follow from positions; this one takes any `attn_mask`.
+    Keys travel round the ring once. Every rank then holds the scores of its queries over the whole
+    sequence, `[B, H, L, S]`, and takes their softmax. Values travel round once. The backward pass
+    sends values and keys round again and reduce-scatters dK and dV. In total a rank sends
+    6 (P - 1) / P of B H S D elements if H = Hkv and D = Dv. Memory is O(S^2 / P), as published.
+    `ring_attention` computes the same in O(S / P) for masks that follow from positions.
 
-    Every rank has to run the backward pass too.
+    Every rank has to run the backward pass as well.
 
-    NOTE: device-to-host sync, since the ranks agree on shapes in a message of fixed size first.
+    NOTE: device-to-host sync, because the ranks first agree on shapes in a message of fixed size.
 
     Args:
-        q: `[B, H, L, D]`, this rank's queries; L as `layout` says for any S.
+        q: `[B, H, L, D]`, this rank's queries. L follows from `layout`, for any S.
         k: `[B, Hkv, L, D]`; H is a multiple of Hkv.
         v: `[B, Hkv, L, Dv]`.
         group: the P ranks; None is this process alone.
-        is_causal: a query sees no key after it.
+        is_causal: if True, a query sees no key after it.
         scale: factor on q k^T; None for 1 / sqrt(D).
-        layout: who holds which positions, see `make_layout`.
-        window: (left, right): a query sees that many keys before and after it; -1 is no limit.
-        cu_seqlens: offsets of packed documents in the whole sequence; a query sees its own alone.
-        key_mask: `[B, L]` bool, False for this rank's keys that no query sees.
-        attn_mask: `[B or 1, H or 1, L, S]`, this rank's queries by all keys in the order of the
-            sequence: bool, True for seen, or floating, added to the scores; not differentiable.
-        dropout_p: share of the softmax dropped: with one seed the same numbers as `ring_attention`
-            drops, for every P and layout.
-        seed: of the dropout, equal on every rank; None draws one from torch's generator of the
+        layout: which rank holds which positions, see `make_layout`.
+        window: (left, right), the number of keys before and after itself that a query sees; -1 for
+            no limit.
+        cu_seqlens: offsets of packed documents in the whole sequence. A query sees only keys of its
+            own document.
+        key_mask: `[B, L]` bool, False for those of this rank's keys that no query sees.
+        attn_mask: `[B or 1, H or 1, L, S]`, from this rank's queries to all keys in the order of
+            the sequence. Either bool, True for seen, or a floating-point bias that is added to the
+            scores; not differentiable.
+        dropout_p: share of the softmax that is dropped. The draws are those of `ring_attention`
+            with the same seed, for every P and layout.
+        seed: seed of the dropout, equal on every rank; None draws one from torch's generator of the
             first rank.
 
     Returns:
@@ -91,14 +94,14 @@ def ring_self_attention(
         once. A query that sees no key gives zeros and zero gradients.
 
     Raises:
-        ValueError: on every rank: an argument that is wrong by itself on one of them, arguments
-            that differ between ranks, or lengths that are not those of the layout.
+        ValueError: on every rank, if an argument is invalid on any rank or differs between ranks,
+            or if lengths do not match the layout.
         RankFailureError: a rank died or did not answer; the message names it.
 
     Reference:
         Li, Xue, Baranwal, Li, You: Sequence Parallelism: Long Sequence Training from System
         Perspective (2021, arXiv 2105.13120), section 3.2. The authors' code divides the scores by
-        the root of the model dim and gradients by P; here they are those of one process.
+        the root of the model dim, and gradients by P. Results here equal those of one process.
     """
     options = AttentionOptions(
         group,
@@ -116,7 +119,7 @@ def ring_self_attention(
 def _attend(inputs: Inputs, options: AttentionOptions, seed: int | None) -> Tensor:
     attn_mask = inputs.attn_mask
     check_group(options.group, OPERATION)
-    # Without an error the next message compares.
+    # An error of this rank is sent here. Without an error, the ranks compare in `agree_on_call`.
     with Agreement(OPERATION, options.group, message_device(*inputs)):
         learns = isinstance(attn_mask, Tensor) and attn_mask.requires_grad
         options.require(not learns, "attn_mask", "without gradient", "requires_grad=True")
@@ -128,10 +131,10 @@ def _attend(inputs: Inputs, options: AttentionOptions, seed: int | None) -> Tens
 def _shards(
     call: Call, own: Tensor, kind: int, key_mask: Tensor | None = None
 ) -> Iterator[tuple[int, slice, Tensor, Tensor | None]]:
-    """Keys or values of every rank in the order of the ring, while the next are underway.
+    """Iterate over the keys or values of all ranks, while the next ones are underway.
 
-    Each is (rank, columns of its shard, `[B, G, M, D]` ready for products, `[B, M]` mask or None),
-    valid until the next one is asked for.
+    Items are (rank, columns of its shard, `[B, G, M, D]` in the dtype of sums, `[B, M]` mask or
+    None). The tensors of an item are valid until the next item is requested.
     """
     num_ranks, rank, lengths = call.work.layout.num_ranks, call.rank, call.work.layout.sizes
     batch, heads, _, dim = own.shape
@@ -159,16 +162,16 @@ def _shards(
 
 
 def _kept(call: Call, weights_BGRS: Tensor) -> Tensor | None:
-    """Mask of the weights that dropout keeps, bool of their shape; None where it keeps all.
+    """Bool mask of the weights that dropout keeps, of their shape; None without dropout.
 
-    Drawn as the attention operators draw: by seed, head, batch, query and key.
+    Draws depend on seed, head, batch, query and key, as in the attention operators.
     """
     if call.options.dropout_p == 0:
         return None
     device, seq_len = weights_BGRS.device, call.work.layout.seq_len
     queries_L = call.work.layout.positions(call.rank, device)
     order_S = order_of(call.work.layout, device)
-    # In units of 2^-24, the distance between the numbers that are drawn.
+    # The threshold is rounded to a multiple of 2^-24, the spacing of the drawn numbers.
     threshold = int(call.options.dropout_p * 2**24 + 0.5) / 2**24
     kept = []
     for batch in range(weights_BGRS.shape[0]):
@@ -182,7 +185,7 @@ def _kept(call: Call, weights_BGRS: Tensor) -> Tensor | None:
 
 
 def _drop(call: Call, x: Tensor, kept: Tensor | None, columns: slice) -> Tensor:
-    """Weights (or their gradients) of some columns after dropout."""
+    """Apply dropout to the weights of some columns, or to their gradients."""
     if kept is None:
         return x
     return x * kept[..., columns] / (1 - call.options.dropout_p)
@@ -224,7 +227,8 @@ class _RingSelfAttention(torch.autograd.Function):
             return *(torch.zeros_like(x) for x in (q, k, v)), None, None, None
         with without_autocast(q.device):
             grad_scores, grad_v = _values_backward(weights_BGRS, v, grad_out, ctx.call)
-            # In place: rows of S numbers are what memory goes to.
+            # The backward pass of the softmax works in place, because tensors with S columns take
+            # most of the memory.
             sums_BGR = torch.einsum("bgrs,bgrs->bgr", grad_scores, weights_BGRS)
             grad_scores.sub_(sums_BGR[..., None]).mul_(weights_BGRS)
             grad_q, grad_k = _keys_backward(grad_scores, q, k, ctx.call)
@@ -232,14 +236,14 @@ class _RingSelfAttention(torch.autograd.Function):
 
 
 def _rows(x_BHLD: Tensor, kv_heads: int) -> Tensor:
-    """`[B, G, R, D]` float32 (float64): the heads that share keys, one below the other."""
+    """`[B, G, R, D]` float32 (float64), with the rows of heads that share keys concatenated."""
     batch, heads, length, dim = x_BHLD.shape
     rows = x_BHLD.reshape(batch, kv_heads, heads // kv_heads * length, dim)
     return rows.to(accumulation_dtype(x_BHLD.dtype))
 
 
 def _scores(q: Tensor, k: Tensor, key_mask: Tensor | None, call: Call) -> Tensor:
-    """`[B, G, R, S]`, -inf where a key is not seen; one pass of the ring."""
+    """Scores `[B, G, R, S]`, -inf for keys that are not seen; one pass of the ring."""
     length = k.shape[2]
     q_BGRD = _rows(q, k.shape[1]) * call.options.scale
     scores_BGRS = q_BGRD.new_empty((*q_BGRD.shape[:3], call.work.layout.seq_len))
@@ -255,7 +259,7 @@ def _scores(q: Tensor, k: Tensor, key_mask: Tensor | None, call: Call) -> Tensor
 
 
 def _hidden(call: Call, source: int, device: torch.device) -> Tensor | None:
-    """`[L, M]` bool, True for keys that a query may not see by their positions."""
+    """`[L, M]` bool, True for keys that the positional mask hides; None if it hides none."""
     if call.work.mask == Mask():
         return None
     queries_L = call.work.layout.positions(call.rank, device)
@@ -265,7 +269,7 @@ def _hidden(call: Call, source: int, device: torch.device) -> Tensor | None:
 
 
 def _add_mask_(scores_BGRS: Tensor, attn_mask: Tensor, call: Call) -> None:
-    """The caller's own mask, in place."""
+    """Apply the caller's `attn_mask` to the scores, in place."""
     mask = attn_mask.index_select(3, order_of(call.work.layout, scores_BGRS.device))
     by_head = scores_BGRS.view(scores_BGRS.shape[0], call.work.heads, *mask.shape[2:])
     if mask.dtype == torch.bool:
@@ -275,7 +279,7 @@ def _add_mask_(scores_BGRS: Tensor, attn_mask: Tensor, call: Call) -> None:
 
 
 def _softmax_(scores: Tensor) -> None:
-    """Softmax of each row, in place; a row of nothing but -inf becomes zeros."""
+    """Softmax of each row, in place. A row that is -inf everywhere becomes zeros."""
     most = scores.amax(-1, keepdim=True)
     scores.sub_(most.masked_fill(most == -torch.inf, 0)).exp_()
     total = scores.sum(-1, keepdim=True)
@@ -283,7 +287,7 @@ def _softmax_(scores: Tensor) -> None:
 
 
 def _output(weights_BGRS: Tensor, v: Tensor, call: Call) -> Tensor:
-    """`[B, H, L, Dv]`; one pass of the ring."""
+    """Output `[B, H, L, Dv]`; one pass of the ring."""
     out = weights_BGRS.new_zeros((*weights_BGRS.shape[:3], v.shape[3]))
     kept = _kept(call, weights_BGRS)
     for _, columns, v_BGMD, _ in _shards(call, v, _VALUES):
@@ -292,7 +296,7 @@ def _output(weights_BGRS: Tensor, v: Tensor, call: Call) -> Tensor:
 
 
 def _scattered(parts: list[Tensor], call: Call, like: Tensor) -> Tensor:
-    """This rank's shard of the sum over ranks of gradients of all keys or values."""
+    """Sum the gradients of all keys or values over ranks, and return this rank's shard."""
     sizes = tuple(part.numel() for part in parts)
     row = torch.cat([part.reshape(-1) for part in parts])
     return sum_shards(row, Shards(call.group, sizes, _BACKWARD)).view(like.shape)
@@ -301,7 +305,7 @@ def _scattered(parts: list[Tensor], call: Call, like: Tensor) -> Tensor:
 def _values_backward(
     weights_BGRS: Tensor, v: Tensor, grad_out: Tensor, call: Call
 ) -> tuple[Tensor, Tensor]:
-    """(gradient of the weights, that of v); one pass of the ring and a reduce-scatter."""
+    """(gradient of the weights, gradient of v); one pass of the ring and a reduce-scatter."""
     grad_BGRD = _rows(grad_out, v.shape[1]).to(weights_BGRS.dtype)
     grad_weights, kept = torch.empty_like(weights_BGRS), _kept(call, weights_BGRS)
     parts = [v] * call.work.layout.num_ranks
@@ -314,7 +318,7 @@ def _values_backward(
 def _keys_backward(
     grad_scores_BGRS: Tensor, q: Tensor, k: Tensor, call: Call
 ) -> tuple[Tensor, Tensor]:
-    """(gradient of q, that of k); one pass of the ring and a reduce-scatter."""
+    """(gradient of q, gradient of k); one pass of the ring and a reduce-scatter."""
     q_BGRD = _rows(q, k.shape[1]) * call.options.scale
     grad_q, parts = torch.zeros_like(q_BGRD), [k] * call.work.layout.num_ranks
     for source, columns, k_BGMD, _ in _shards(call, k, _KEYS_BACKWARD):
@@ -325,30 +329,31 @@ def _keys_backward(
 
 
 class RingSelfAttention(nn.Module):
-    """Self-attention with projections, each rank with its positions of the sequence.
+    """Self-attention with projections over a sharded sequence.
 
-    The sequence-parallel form of `nn.MultiheadAttention(batch_first=True)` for self-attention;
-    `ring_self_attention` between the projections. Every rank holds all parameters, and their
-    gradients are those of its own positions: sum them over the group, as for every parameter that
-    its ranks hold alike.
+    The sequence-parallel form of `nn.MultiheadAttention(batch_first=True)` for self-attention,
+    with `ring_self_attention` between the projections. Every rank holds all parameters. Their
+    gradients on a rank are those of its own positions, as for any replicated parameter: sum them
+    over the group.
 
     Args:
         model_dim: dim of inputs and outputs.
         num_heads: H, a divisor of model_dim.
         group: the P ranks; None is this process alone.
         num_kv_heads: Hkv, a divisor of H; None for H.
-        bias: add biases to the projections.
-        dropout: share of the softmax dropped in training.
-        is_causal: a query sees no key after it.
-        layout: who holds which positions, see `make_layout`.
-        rotary_base: rotate queries and keys by their positions with angles
-            position * rotary_base^(-2i/D), halves of the head as pairs (as Llama); None for none.
-        device: of the parameters.
-        dtype: of the parameters.
+        bias: if True, the projections have biases.
+        dropout: share of the softmax that is dropped in training.
+        is_causal: if True, a query sees no key after it.
+        layout: which rank holds which positions, see `make_layout`.
+        rotary_base: base of a rotary embedding of queries and keys, with angles
+            position * rotary_base^(-2i/D) and pairs from the two halves of a head, as in Llama.
+            None for no rotary embedding.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Raises:
         ValueError: a number out of its range.
-        TypeError: `group` is none of this rank's.
+        TypeError: this rank does not belong to `group`.
 
     Reference:
         Li, Xue, Baranwal, Li, You: Sequence Parallelism (2021, arXiv 2105.13120).
@@ -408,11 +413,11 @@ class RingSelfAttention(nn.Module):
         is_causal: bool = False,
         layout: str | Layout = "contiguous",
     ) -> RingSelfAttention:
-        """A copy of a self-attention of torch, with its parameters, dropout and mode.
+        """Copy a self-attention module of torch, with its parameters, dropout and training mode.
 
         Raises:
-            ValueError: the module has what this one has not: other dims for keys and values, added
-                keys, or a sequence in front of the batch.
+            ValueError: the module has a feature that is not supported: other dims for keys and
+                values, added keys, or the sequence as first dimension.
         """
         own_dims = module.in_proj_weight is not None
         _require(own_dims, "kdim and vdim", "embed_dim", (module.kdim, module.vdim))
@@ -453,36 +458,36 @@ class RingSelfAttention(nn.Module):
         layout: str | Layout | None = None,
         seed: int | None = None,
     ) -> Tensor:
-        """Attend from this rank's positions to those of all ranks.
+        """Attend from this rank's positions to the positions of all ranks.
 
         Args:
             x: `[B, L, model_dim]`, this rank's positions.
             key_mask: `[B, L]` bool, True for real keys: the opposite of torch's key_padding_mask.
-            attn_mask: as `ring_self_attention`; bool, True for seen, as in
-                `F.scaled_dot_product_attention` and the opposite of `nn.MultiheadAttention`.
+            attn_mask: see `ring_self_attention`. In a bool mask True means seen, as in
+                `F.scaled_dot_product_attention`, the opposite of `nn.MultiheadAttention`.
             cu_seqlens: offsets of packed documents in the whole sequence.
-            position_ids: `[L]` or `[B, L]`, for the rotation; None for the positions in the whole
-                sequence (from 0 in each document), at the cost of a small message.
-            layout: in the place of the module's.
-            seed: of the dropout, see `ring_self_attention`.
+            position_ids: `[L]` or `[B, L]`, for the rotary embedding. None for the positions in the
+                whole sequence (from 0 in each document), which costs a small message.
+            layout: replaces the layout of the module; None for the module's.
+            seed: seed of the dropout, see `ring_self_attention`.
 
         Returns:
             `[B, L, model_dim]`.
 
         Raises:
-            ValueError: on every rank: `x` of another shape, dtype or device on one of them,
-                `position_ids` of another shape, or what `ring_self_attention` refuses.
+            ValueError: on every rank, if `x` on any rank has another shape, dtype or device, if
+                `position_ids` has another shape, or if `ring_self_attention` refuses an argument.
             RankFailureError: a rank died or did not answer; the message names it.
         """
         made = self.layout if layout is None else layout
-        # Without an error the messages below compare.
+        # An error of this rank is sent here. Without an error, the ranks compare further down.
         with Agreement(_MODULE, self.group, message_device(x, self.out_proj.weight)):
             self._check(x, position_ids, made, cu_seqlens)
         q, k, v = (
             projection(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        # Options of this module alone, which the ranks compare in their first message.
+        # Options that `AttentionOptions` does not have. Ranks compare them in their first message.
         rotated = self.rotary_base is not None
         own = {
             "model_dim": self.model_dim,
@@ -543,11 +548,12 @@ class RingSelfAttention(nn.Module):
         cu_seqlens: Tensor | Sequence[int] | None,
         own: Mapping[str, object],
     ) -> Tensor:
-        # The others hear from it of a rank that has refused its arguments. What is raised below
-        # follows from what is equal on all.
+        # If another rank has refused its arguments, this comparison raises its error. The checks
+        # below depend only on values that are equal on all ranks, so all ranks raise alike.
         offsets = check_cu_seqlens(cu_seqlens, _MODULE)
         facts = {"options of the module": own, "layout": layout, "cu_seqlens": offsets}
-        # The name of the other message, which a rank without rotation or with positions sends here.
+        # The name is that of the agreement in `agree_on_call`. A rank without rotation, or with
+        # `position_ids`, reaches that agreement at this point, and the ranks then compare.
         agreement = Agreement(OPERATION, self.group, x.device)
         rows = agreement.compare(facts, values=(x.shape[1],))
         lengths = [row[0] for row in rows]
@@ -558,6 +564,6 @@ class RingSelfAttention(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """Options, for `repr`."""
+        """Options for `repr`."""
         heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
         return f"{heads}, is_causal={self.is_causal}, dropout={self.dropout}"

@@ -50,50 +50,50 @@ _require = requires(_NAME)
 
 
 class SequenceParallelMLP(nn.Module):
-    """Norm, two-layer feed-forward network and dropout, over a sequence in shards.
+    """Norm, two-layer feed-forward network and dropout over a sharded sequence.
 
-    Norm and dropout see this rank's positions alone. The rows are all-gathered before the first
-    layer, of which each rank has some columns, and reduce-scattered after the second, of which it
-    has the same rows: one all-gather and one reduce-scatter forward, and one of each backward.
-    There the product for the first weight's gradient runs while the reduce-scatter is underway. The
-    residual connection is the caller's: `x + mlp(x)`.
+    Norm and dropout work on this rank's positions. The rows are all-gathered before the first
+    layer, whose features are divided over ranks, and reduce-scattered after the second layer. The
+    forward pass has one all-gather and one reduce-scatter, and so has the backward pass, where the
+    gradient of the first weight is computed while the reduce-scatter is underway. The residual
+    connection is left to the caller: `x + mlp(x)`.
 
-    Nothing is left to do about gradients: those of the norm, which each rank computes from its own
-    positions, are summed over the group within the backward pass, in one all-reduce of the norm's
-    size; that of the last bias is whole on every rank. Every rank has to run the backward pass.
+    Gradients need no further reduction over the group. The backward pass sums those of the norm
+    over the group, in one all-reduce of the norm's size, and computes the whole gradient of the
+    last bias on every rank. Every rank has to run the backward pass.
 
-    Ranks that were seeded alike start from the slices of what one process draws; biases start at 0.
-    Dropout draws by position: with the same generator state on all ranks it drops what one process
-    drops, and with others it is as random.
+    With equal seeds on all ranks, the initial weights are slices of those that one process draws.
+    Biases start at 0. Dropout draws by position: with equal generator states on all ranks it drops
+    the same elements as one process, and with different states the ranks draw independently.
 
     Args:
         model_dim: D, the elements of a token.
         ffn_dim: F over all ranks, a multiple of P.
         group: the P ranks; None is this process alone.
-        activation: as in `GroupedExperts`; gated ones have `gate_up_proj`, plain ones `up_proj`.
+        activation: as in `GroupedExperts`. Gated ones have `gate_up_proj`, plain ones `up_proj`.
         norm: "layer_norm", "rms_norm" or None.
-        norm_eps: of the norm.
-        bias: biases in both layers.
-        dropout: share of the output dropped in training.
-        layout: who holds which positions, see `make_layout`.
-        regather: keep this rank's rows alone for the backward pass and all-gather them again there,
-            as Megatron does: one all-gather more for S - L rows less in memory.
+        norm_eps: epsilon of the norm.
+        bias: if True, both layers have biases.
+        dropout: share of the output that is dropped in training.
+        layout: which rank holds which positions, see `make_layout`.
+        regather: if True, save only this rank's rows for the backward pass and all-gather them
+            again there, as Megatron does. This costs one more all-gather, and saves S - L rows.
         grad_reduction: "sum": gradients of the parameters are those of the sum over ranks of the
-            local losses, as in Megatron. "mean": of their mean, as
-            `moe_ext.distributed.sync_gradients` takes it for all other parameters, which refuses
-            "sum". The gradient of the input is the same.
-        device: of the parameters.
-        dtype: of the parameters.
+            local losses, as in Megatron. "mean": they are those of the mean, which
+            `moe_ext.distributed.sync_gradients` takes for all other parameters; that function
+            refuses "sum". The gradient of the input is the same in both cases.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Attributes:
         norm: `nn.LayerNorm`, `nn.RMSNorm` or `nn.Identity`, equal on every rank.
-        gate_up_proj: `nn.Linear(D, 2F/P)`, this rank's gates above its ups; or up_proj:
+        gate_up_proj: `nn.Linear(D, 2F/P)`, with this rank's gates above its ups; or up_proj:
             `nn.Linear(D, F/P)`.
         down_proj: `nn.Linear(F/P, D)`; its bias is equal on every rank.
 
     Raises:
         ValueError: a number or name out of its range.
-        TypeError: `group` is none of this rank's.
+        TypeError: this rank does not belong to `group`.
 
     Reference: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models,
     2022 (arXiv 2205.05198), section 4.2.2.
@@ -135,7 +135,8 @@ class SequenceParallelMLP(nn.Module):
         self.norm = _NORMS[norm](model_dim, norm_eps, device=where, dtype=dtype)
         up_dim = (2 if self.gated else 1) * (ffn_dim // ranks)
         self._up_name = "gate_up_proj" if self.gated else "up_proj"
-        # Without a draw by torch: the state of the generator must not depend on P.
+        # On the meta device `nn.Linear` draws nothing. A draw of this rank's part would make the
+        # state of the generator depend on P.
         up = nn.Linear(model_dim, up_dim, bias, "meta", dtype).to_empty(device=where)
         down = nn.Linear(ffn_dim // ranks, model_dim, bias, "meta", dtype).to_empty(device=where)
         self.add_module(self._up_name, up)
@@ -155,15 +156,15 @@ class SequenceParallelMLP(nn.Module):
 
     @property
     def tp_sharded(self) -> tuple[str, ...]:
-        """Names of the parameters of which each rank holds another part."""
+        """Names of the parameters that are divided over the ranks."""
         names = [f"{self._up_name}.weight", f"{self._up_name}.bias", "down_proj.weight"]
         return tuple(name for name in names if name in dict(self.named_parameters()))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the parameters anew, as `nn.Linear` does, whole, of which this rank keeps its part.
+        """Draw the whole weights as `nn.Linear` does, and keep this rank's part of them.
 
-        Biases become 0, so that those that every rank holds are equal for any seeds.
+        Biases become 0, so that the bias that every rank holds is equal even if seeds differ.
         """
         if isinstance(self.norm, nn.LayerNorm | nn.RMSNorm):
             self.norm.reset_parameters()
@@ -181,13 +182,14 @@ class SequenceParallelMLP(nn.Module):
         return up
 
     def load_whole_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Load this rank's parts of the parameters of one process (`group=None`).
+        """Load this rank's parts from the state dict of a module of one process (`group=None`).
 
         Args:
-            state_dict: as `state_dict()` of such a module, or `whole_state_dict()` of one of any P.
+            state_dict: `state_dict()` of such a module, or `whole_state_dict()` of a module on any
+                number of ranks.
 
         Raises:
-            ValueError: a name is missing or unknown, or a shape is another; nothing has changed.
+            ValueError: a name is missing or unknown, or a shape differs. The module is unchanged.
         """
         own = self.state_dict(keep_vars=True)
         found = f"a difference in {sorted(set(own) ^ set(state_dict))}"
@@ -200,7 +202,7 @@ class SequenceParallelMLP(nn.Module):
 
     @torch.no_grad()
     def whole_state_dict(self) -> dict[str, Tensor]:
-        """The parameters as one process would hold them, on every rank; all ranks must call it."""
+        """The whole parameters, on every rank. Every rank must call this method."""
         return {name: tensor.clone() for name, tensor in full_state_dict(self).items()}
 
     def forward(
@@ -213,24 +215,24 @@ class SequenceParallelMLP(nn.Module):
     ) -> Tensor:
         """Run this rank's positions through the block.
 
-        The ranks compare their arguments first, in one small message: what is wrong on one of them
-        is raised on all, at every call.
+        At every call the ranks first compare their arguments in one small message. An argument that
+        is invalid on one rank raises an error on all ranks.
 
         NOTE: device-to-host sync in that message, with more than one rank.
 
         Args:
             x: `[..., L, D]`, this rank's positions.
-            seq_len: S; None for shards of one length, S = L P. For another S the shards are uneven,
-                and their lengths those of the layout.
-            layout: in the place of the module's; a `Layout` brings its S along.
-            seed: of the dropout; None draws one from torch's generator.
+            seq_len: S; None if all shards have the same length, S = L P. For another S the shards
+                are uneven, with the lengths of the layout.
+            layout: replaces the layout of the module. A `Layout` also determines S.
+            seed: seed of the dropout; None draws one from torch's generator.
 
         Returns:
             `[..., L, D]`.
 
         Raises:
-            ValueError: on every rank: an argument that is wrong by itself on one of them, arguments
-                that differ between ranks, or lengths that are not those of the layout.
+            ValueError: on every rank, if an argument is invalid on any rank or differs between
+                ranks, or if lengths do not match the layout.
             RankFailureError: a rank died or did not answer; the message names it.
         """
         made = self._agreed_layout(x, self.layout if layout is None else layout, seq_len, seed)
@@ -246,7 +248,7 @@ class SequenceParallelMLP(nn.Module):
             for p in (up.weight, up.bias, down.weight, down.bias)
         ]
         w_up, b_up, w_down, b_down = (None if w is None else as_autocast(w) for w in weights)
-        # Rows of all ranks, kept for the backward pass or gathered again there.
+        # The gathered rows are saved for the backward pass, unless `regather` is set.
         hidden_NF: Tensor = _ColumnParallel.apply(rows_nD, w_up, b_up, shards, not self.regather)
         hidden_NF = run_activation(
             hidden_NF, self.activation, gated=self.gated, layout="concatenated"
@@ -260,11 +262,12 @@ class SequenceParallelMLP(nn.Module):
         __call__ = forward
 
     def _check_input(self, x: Tensor, seed: int | None) -> None:
-        # Another module in their place would be left out.
+        # `forward` reads the parameters of these submodules, and does not call them. A module of
+        # another class, such as a LoRA layer, would be ignored without an error.
         kinds = {"norm": (nn.LayerNorm, nn.RMSNorm, nn.Identity), "down_proj": (nn.Linear,)}
         for name, kind in {**kinds, self._up_name: (nn.Linear,)}.items():
             part, rule = self.get_submodule(name), " or ".join(f"nn.{k.__name__}" for k in kind)
-            # LoRA's class has the name of torch's.
+            # The message has the whole type, because the LoRA layer of PEFT is also named Linear.
             _require(isinstance(part, kind), name, f"an {rule}", type(part))
         _require(isinstance(x, Tensor), "x", "a tensor", type(x).__name__)
         fits = x.dim() >= 2 and x.shape[-1] == self.model_dim
@@ -281,7 +284,7 @@ class SequenceParallelMLP(nn.Module):
     def _agreed_layout(
         self, x: Tensor, given: str | Layout, seq_len: int | None, seed: int | None
     ) -> Layout:
-        """The layout of a call, once the ranks are known to agree on it."""
+        """Compare a call over the ranks, and return its layout."""
         group, ranks = self.tp_group, group_size(self.tp_group)
         with Agreement(_NAME, group, self.down_proj.weight.device) as agreement:
             self._check_input(x, seed)
@@ -295,14 +298,14 @@ class SequenceParallelMLP(nn.Module):
         return made
 
     def _facts(self, x: Tensor, layout: str | Layout, seq_len: int) -> dict[str, object]:
-        """Facts that have to be equal on every rank."""
+        """Name to value of facts that have to be equal on every rank."""
         return {
             "seq_len (by default P times the shard)": seq_len,
             "the rows of x beside the sequence": math.prod(x.shape[:-2]),
             "the dtype of x": x.dtype,
             "autocast": autocast_dtype(x.device),
             "layout": layout,
-            # One fact, so that all of them fit into the first message.
+            # All options are a single fact, so that they fit into the first message.
             "options": {
                 "model_dim": self.model_dim,
                 "ffn_dim": self.ffn_dim,
@@ -340,12 +343,13 @@ class SequenceParallelMLP(nn.Module):
         positions_L = layout.positions(group_rank(self.tp_group), y_nD.device)
         starts_B = torch.arange(batch, device=y_nD.device) * layout.seq_len
         rows_n = (starts_B[:, None] + positions_L).flatten()
-        # By seed, row and column alone: nothing but the rows' numbers is kept.
+        # Draws depend only on the seed and on the numbers of row and column. The backward pass
+        # repeats them, so that no mask is saved.
         drop = functools.partial(_dropped, p=self.dropout, seed=seed, token_idx_n=rows_n)
         return linear_map(y_nD, drop, drop)
 
     def extra_repr(self) -> str:
-        """Options, for `repr`."""
+        """Options for `repr`."""
         return (
             f"model_dim={self.model_dim}, ffn_dim={self.ffn_dim}, activation={self.activation!r}, "
             f"ranks={group_size(self.tp_group)}, dropout={self.dropout}, regather={self.regather}"
@@ -357,7 +361,7 @@ def _weight_grad(grad_NM: Tensor, x_NK: Tensor) -> Tensor:
 
 
 class _ColumnParallel(torch.autograd.Function):
-    """All-gather, then the product with some rows of the weight."""
+    """All-gather of the rows, then the product with this rank's rows of the weight."""
 
     @staticmethod
     def forward(
@@ -377,7 +381,7 @@ class _ColumnParallel(torch.autograd.Function):
         if of_weight and not ctx.keep:
             gather = start_all_gather(kept, ctx.shards)
         scatter = start_reduce_scatter(grad_NF @ weight_FD, ctx.shards) if of_x else None
-        # While the gradient of x is underway.
+        # The gradients of the parameters are computed while the gradient of x is underway.
         grad_bias = grad_NF.sum(0) if of_bias else None
         grad_weight = None
         if of_weight:
@@ -387,9 +391,10 @@ class _ColumnParallel(torch.autograd.Function):
 
 
 class _RowParallel(torch.autograd.Function):
-    """The product with some columns of the weight, then reduce-scatter and the bias.
+    """The product with this rank's columns of the weight, then reduce-scatter and the bias.
 
-    The backward pass has the gradient of all rows on every rank: the bias needs no sum over ranks.
+    The backward pass gathers the gradient of all rows, so that every rank computes the whole
+    gradient of the bias without a sum over ranks.
     """
 
     @staticmethod
@@ -421,24 +426,25 @@ def _dropped(x_nD: Tensor, p: float, seed: int, token_idx_n: Tensor) -> Tensor:
 def _with_summed_grads(
     group: ProcessGroup | None, parameters: list[Tensor | None]
 ) -> list[Tensor | None]:
-    """The parameters, for use on this rank's rows alone; their gradients are those of all rows."""
+    """Parameters that are applied to this rank's rows, with gradients summed over all rows."""
     trained = [p for p in parameters if p is not None and p.requires_grad]
     if not trained or not torch.is_grad_enabled():
         return parameters
 
     def summed(grad_N: Tensor) -> Tensor:
-        # A sum of rounded sums would cost a bfloat16 parameter half of its digits.
+        # The all-reduce runs in float32. In bfloat16 it would round every partial sum, and cost the
+        # gradient half of its digits.
         wide_N = grad_N.to(torch.promote_types(grad_N.dtype, torch.float32), copy=True)
         return all_reduce_(wide_N, group, operation="SequenceParallelMLP backward").to(grad_N.dtype)
 
-    # As one row, which takes one all-reduce.
+    # The parameters are concatenated so that their gradients take one all-reduce.
     row_N = linear_map(torch.cat([p.reshape(-1) for p in trained]), lambda same: same, summed)
     parts = iter(row_N.split([p.numel() for p in trained]))
     return [next(parts).view_as(p) if p is not None and p.requires_grad else p for p in parameters]
 
 
 def _with_scaled_grad(x: Tensor | None, factor: float) -> Tensor | None:
-    """The tensor; its gradient times `factor`."""
+    """Return x, whose gradient is then multiplied by `factor`."""
     if x is None or factor == 1.0:
         return x
     return linear_map(x, lambda same: same, lambda grad: grad * factor)

@@ -1,4 +1,4 @@
-"""Sequences whole and in shards: parts, positions, labels, loss, and the way from one to the other.
+"""Sharded sequences: how to shard and gather them, and their positions, labels and loss.
 
 Shapes: S whole sequence, L shard of this rank, M the longest shard, P ranks of the group.
 """
@@ -57,12 +57,12 @@ class Shards:
         return min(self.sizes) == max(self.sizes)
 
     def without_padding(self, found: Tensor) -> Tensor:
-        """`[S, ...]` of gathered shards that are each as long as the longest."""
+        """`[S, ...]` of gathered shards, each of which is padded to the longest."""
         parts = zip(found.split(max(self.sizes)), self.sizes, strict=True)
         return torch.cat([part[:size] for part, size in parts])
 
     def gathered(self, x_L: Tensor) -> Tensor:
-        """The whole, of all shards."""
+        """The whole sequence, gathered from all ranks."""
         return start_all_gather(x_L, self).wait()
 
     def reduced(self, x_S: Tensor) -> Tensor:
@@ -70,12 +70,12 @@ class Shards:
         return start_reduce_scatter(x_S, self).wait()
 
     def part(self, x_S: Tensor) -> Tensor:
-        """This rank's shard of the whole, as a copy: a view would keep the whole alive."""
+        """This rank's shard of the whole, as a copy, because a view would keep the whole alive."""
         return x_S[self.own].clone()
 
 
 def start_all_gather(x_L: Tensor, shards: Shards) -> Pending[Tensor]:
-    """Post the all-gather of shards along dimension 0; one message a rank, padded if uneven."""
+    """Post the all-gather of shards along dimension 0. Uneven shards travel padded."""
     if len(shards.sizes) == 1 or not sum(shards.sizes):
         return Pending.done(x_L)
     sent_M = x_L if shards.is_even else _padded(x_L, max(shards.sizes))
@@ -84,9 +84,10 @@ def start_all_gather(x_L: Tensor, shards: Shards) -> Pending[Tensor]:
 
 
 def sum_shards(x_S: Tensor, shards: Shards) -> Tensor:
-    """This rank's shard of the sum over ranks, added up here in group order.
+    """This rank's shard of the sum over ranks, added up on this rank in group order.
 
-    Gloo's reduce-scatter sends every shard twice; this sends it once, to the rank that it is for.
+    Gloo's reduce-scatter would send every shard twice. The all-to-all here sends every shard once,
+    to the rank that holds it.
     """
     group, sizes, operation = shards.group, shards.sizes, shards.operation
     if len(sizes) == 1:
@@ -106,7 +107,7 @@ def sum_shards(x_S: Tensor, shards: Shards) -> Tensor:
 
 
 def start_reduce_scatter(x_S: Tensor, shards: Shards) -> Pending[Tensor]:
-    """Post the reduce-scatter along dimension 0: this rank's shard of the sum over ranks."""
+    """Post the reduce-scatter along dimension 0, for this rank's shard of the sum over ranks."""
     sizes = shards.sizes
     if len(sizes) == 1 or not sum(sizes):
         return Pending.done(x_S)
@@ -126,17 +127,17 @@ def shard_sequence(
     layout: str | Layout = "zigzag",
     cu_seqlens: Offsets | None = None,
 ) -> Tensor:
-    """This rank's part of a tensor that every rank holds whole; no communication.
+    """This rank's shard of a tensor that every rank holds whole, without communication.
 
     Args:
         x: any shape and dtype.
         group: the ranks that share the sequence, see `ring_attention`; None is this process alone.
         dim: dimension of the sequence, S long.
         layout: see `make_layout`.
-        cu_seqlens: offsets of packed documents, for the layouts that follow them.
+        cu_seqlens: offsets of packed documents, for layouts that follow documents.
 
     Returns:
-        A copy with L in the place of S; differentiable.
+        A copy with L in place of S; differentiable.
     """
     group = ranks_of(group, "shard_sequence")
     made = make_layout(layout, x.shape[dim], group_size(group), cu_seqlens=cu_seqlens)
@@ -151,20 +152,20 @@ def unshard_sequence(
     layout: str | Layout = "zigzag",
     cu_seqlens: Offsets | None = None,
 ) -> Tensor:
-    """The whole of a sharded tensor, on every rank; undoes `shard_sequence`.
+    """Gather a sharded tensor on every rank, the inverse of `shard_sequence`.
 
     Differentiable: the gradient of a shard is the sum over ranks of the gradients of its copies.
 
     Args:
-        x: this rank's part, L long in `dim`.
+        x: this rank's shard, L long in `dim`.
         group: see `shard_sequence`.
         dim: dimension of the sequence.
-        layout: as it was sharded.
-        cu_seqlens: as it was sharded.
+        layout: as in `shard_sequence`.
+        cu_seqlens: as in `shard_sequence`.
 
     Raises:
-        ValueError: on every rank, where the lengths are not those of the layout, or an argument
-            differs between ranks.
+        ValueError: on every rank, if the lengths do not match the layout, or an argument differs
+            between ranks.
         RankFailureError: a rank died or did not answer; the message names it.
     """
     op = "unshard_sequence"
@@ -198,7 +199,7 @@ def unshard_sequence(
 def check_lengths(
     layout: Layout, lengths: Sequence[int], operation: str, group: ProcessGroup | None
 ) -> None:
-    """ValueError, naming the ranks, unless every rank's shard is as long as its layout says."""
+    """ValueError that names the ranks whose shards have another length than in the layout."""
     if tuple(lengths) == layout.sizes:
         return
     ranks = (0,) if group is None else group_ranks(group)
@@ -220,17 +221,17 @@ def position_ids(
     restart: bool = True,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """`[L]` int64, the positions that this rank holds: what rotary embeddings take.
+    """`[L]` int64, the positions that this rank holds, for example for rotary embeddings.
 
-    With documents of each row of a batch, `[B, L]`.
+    `[B, L]` if `cu_seqlens` has offsets for each row of a batch.
 
     Args:
-        seq_len: S, the positions of a whole sequence.
+        seq_len: S, the number of positions of the whole sequence.
         group: see `shard_sequence`.
         layout: see `make_layout`.
-        cu_seqlens: offsets of packed documents, or a row of them for each row of a batch.
-        restart: count from 0 in each document; False for positions in the whole sequence.
-        device: of the result.
+        cu_seqlens: offsets of packed documents, or a list of offsets for each row of a batch.
+        restart: if True, positions count from 0 in each document; if False, in the whole sequence.
+        device: device of the result.
     """
     group = ranks_of(group, "position_ids")
     made = make_layout(layout, seq_len, group_size(group), cu_seqlens=cu_seqlens)
@@ -248,15 +249,15 @@ def position_ids(
 
 
 def rotate(x_BHLC: Tensor, position_ids: Tensor, base: float) -> Tensor:
-    """Rotary embedding: channel c turns with channel c + C / 2, by the positions given.
+    """Rotary embedding: rotates the pairs of channels c and c + C / 2 by angles of the positions.
 
     Args:
         x_BHLC: queries or keys, C even.
         position_ids: `[L]` or `[B, L]`.
-        base: of the frequencies.
+        base: base of the frequencies.
     """
     half = x_BHLC.shape[-1] // 2
-    # float64: a float32 angle of position 10^6 is off by a twentieth.
+    # Angles are computed in float64. In float32 an angle at position 10^6 has an error of 0.05.
     exponent = torch.arange(half, dtype=torch.float64, device=x_BHLC.device) / half
     angle = position_ids[..., None].double() * base**-exponent
     angle = angle if position_ids.dim() == 1 else angle[:, None]
@@ -274,14 +275,15 @@ def document_ids(
 ) -> Tensor:
     """`[L]` int64, the document of each position that this rank holds, counted from 0.
 
-    With documents of each row of a batch, `[B, L]`. `MoELayer.forward` takes the result.
+    `[B, L]` if `cu_seqlens` has offsets for each row of a batch. The result is an argument of
+    `MoELayer.forward`.
 
     Args:
-        cu_seqlens: offsets of packed documents in the whole sequence, or a row of them for each row
-            of a batch.
+        cu_seqlens: offsets of packed documents in the whole sequence, or a list of offsets for each
+            row of a batch.
         group: see `shard_sequence`.
         layout: see `make_layout`.
-        device: of the result.
+        device: device of the result.
     """
     op = "document_ids"
     where: dict[str, Any] = {"group": group, "layout": layout, "device": device}
@@ -301,16 +303,16 @@ def shift_labels(
     cu_seqlens: Offsets | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """The label of each position = the token after it, of the whole sequence.
+    """Shift labels of a whole sequence so that the label of a position is the next token.
 
-    It has to happen before `shard_sequence`: the token after the last of a shard is elsewhere. The
-    last position of each document has no label.
+    Shift before `shard_sequence`, because the token after the last one of a shard is on another
+    rank. The last position of each document has no label.
 
     Args:
         labels: token ids, S long in `dim`.
         dim: dimension of the sequence.
-        cu_seqlens: offsets of packed documents, or a row of them for each row of labels.
-        ignore_index: stands for no label.
+        cu_seqlens: offsets of packed documents, or a list of offsets for each row of labels.
+        ignore_index: value that stands for no label.
     """
     rows = rows_of_offsets(cu_seqlens, "shift_labels")
     if rows is not None:
@@ -328,12 +330,15 @@ def shift_labels(
     return shifted.index_fill_(dim, last, ignore_index)
 
 
-# Comparison of the options of `token_mean_loss`, by the ranks that share a loss.
+# Comparison of the options of `token_mean_loss`, for each group of ranks that share a loss.
 _compared: weakref.WeakKeyDictionary[ProcessGroup, SummedOptions] = weakref.WeakKeyDictionary()
 
 
 class _TokenMean(torch.autograd.Function):
-    """Sum over the group of (loss, tokens); the gradient of the local loss is 1 / tokens."""
+    """Loss over the group divided by tokens over the group.
+
+    The gradient of this rank's `loss_sum` is `scale` / tokens.
+    """
 
     @staticmethod
     def forward(
@@ -341,7 +346,7 @@ class _TokenMean(torch.autograd.Function):
     ) -> Tensor:
         sums = torch.stack([loss_sum.double(), num_tokens.double()])
         compared = None
-        # A CUDA graph holds no comparison, which ends on the host.
+        # The comparison is left out of a CUDA graph, because the host reads its result.
         if group is not None and not is_capturing(sums.device):
             compared = _compared.setdefault(group, SummedOptions("token_mean_loss"))
             compared.begin()
@@ -366,22 +371,23 @@ def token_mean_loss(
     group: ProcessGroup | DeviceMesh | None,
     grad_scale: float = 1.0,
 ) -> Tensor:
-    """Mean of the loss over the tokens of all ranks, as one process has it, equal on every rank.
+    """Mean of the loss over the tokens of all ranks, as in one process, equal on every rank.
 
-    The mean of the ranks' own means is another number wherever shards hold unequal counts of
-    labels. Gradients of parameters that every rank holds are those of this mean once they are
-    *summed* over the group; with `moe_ext.distributed.sync_gradients`, which takes the mean of the
-    ranks, `grad_scale` = number of ranks makes up for it.
+    The mean of the means of the ranks is another number if shards have unequal numbers of labels.
+    Gradients of replicated parameters are those of this mean after they are *summed* over the
+    group. `moe_ext.distributed.sync_gradients` averages over ranks instead; for it, set
+    `grad_scale` to the number of ranks.
 
     Args:
         loss_sum: 0-d, sum of the losses of this rank's tokens.
-        num_tokens: how many they are; 0 is legal.
+        num_tokens: how many they are; may be 0.
         group: ranks that share the sequence.
         grad_scale: factor on the gradient, the same on every rank.
 
     Raises:
-        ValueError: on every rank: a rank gave no scalars, or `grad_scale` differs. On a device with
-            streams, which is not waited for, the next call raises that.
+        ValueError: on every rank, if an argument of a rank is not a scalar, or if `grad_scale`
+            differs. On a device with streams, a difference is raised by the next call, so that the
+            host does not wait.
         RankFailureError: a rank died or did not answer.
     """
     op = "token_mean_loss"
@@ -409,7 +415,7 @@ class _LinearMap(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, there: Map, back: Map) -> Tensor:
         ctx.back = back
         found = there(x)
-        # An input that is handed on unchanged needs a tensor of its own in the graph.
+        # `there` may return its input unchanged, but the node's output must be a tensor of its own.
         return found.view_as(found)
 
     @staticmethod
@@ -419,13 +425,13 @@ class _LinearMap(torch.autograd.Function):
 
 
 def linear_map(x: Tensor, there: Map, back: Map) -> Tensor:
-    """`there(x)`, whose gradient goes back by `back`; nothing is saved in between."""
+    """`there(x)`, with `back` as the map of its gradient. No tensor is saved for the backward."""
     found: Tensor = _LinearMap.apply(x, there, back)
     return found
 
 
 def _along(x: Tensor, dim: int, there: Map, back: Map) -> Tensor:
-    """`linear_map` of a tensor whose sequence is in dimension `dim`, for maps of the first one."""
+    """`linear_map` along dimension `dim`, for maps that act on the first dimension."""
     return linear_map(x.movedim(dim, 0), there, back).movedim(0, dim)
 
 
@@ -437,24 +443,24 @@ def gather_from_sequence(
     sizes: Sequence[int] | None = None,
     whole_grad: bool = False,
 ) -> Tensor:
-    """All-gather the shards of a sequence, in group order: before a column-parallel product.
+    """All-gather the shards of a sequence in group order, for a column-parallel product after it.
 
-    The ranks compare nothing: shapes that do not fit each other are for the backend to find.
+    The ranks compare nothing. Shapes that do not match are left to the backend.
 
     Args:
         x: this rank's shard, L long in `dim`.
         group: the P ranks; None is this process alone.
         dim: dimension of the sequence.
-        sizes: length of every rank's shard; None for shards of one length.
-        whole_grad: False where ranks go on with different parts of the result, so that the
-            gradients of a position have to be summed (reduce-scatter); True where each rank
-            computes the same from it and already holds the whole gradient (no communication).
+        sizes: length of every rank's shard; None for shards of equal length.
+        whole_grad: False if ranks compute different things from the result, so that their gradients
+            have to be summed (reduce-scatter). True if all ranks compute the same from the result,
+            and each already has the whole gradient (no communication).
 
     Returns:
         S long in `dim`, equal on every rank.
 
     Raises:
-        ValueError: `sizes` does not fit, before any communication.
+        ValueError: `sizes` does not match x or the group; raised before any communication.
         RankFailureError: a rank died or did not answer; the message names it.
 
     Reference: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models,
@@ -467,9 +473,9 @@ def gather_from_sequence(
 def reduce_scatter_to_sequence(
     x: Tensor, *, group: ProcessGroup | None, dim: int, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """Sum over the ranks, of which each keeps its shard: after a row-parallel product.
+    """Sum over ranks and keep this rank's shard of the sum, after a row-parallel product.
 
-    The backward pass is an all-gather. The ranks compare nothing, as `gather_from_sequence`.
+    The backward pass is an all-gather. The ranks compare nothing.
 
     Args:
         x: this rank's summand, S long in `dim`.
@@ -481,10 +487,10 @@ def reduce_scatter_to_sequence(
         L long in `dim`.
 
     Raises:
-        ValueError: `sizes` does not fit, before any communication.
+        ValueError: `sizes` does not match x or the group; raised before any communication.
         RankFailureError: a rank died or did not answer; the message names it.
 
-    Reference: as `gather_from_sequence`: g-bar.
+    Reference: as for `gather_from_sequence`: g-bar.
     """
     shards = _shards(x, group, dim, sizes, "reduce_scatter_to_sequence", whole=True)
     return _along(x, dim, shards.reduced, shards.gathered)
@@ -493,10 +499,10 @@ def reduce_scatter_to_sequence(
 def scatter_to_sequence(
     x: Tensor, *, group: ProcessGroup | None, dim: int, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """This rank's shard of a tensor that all ranks hold whole; the backward pass is an all-gather.
+    """This rank's shard of a tensor that all ranks hold whole. The backward pass is an all-gather.
 
-    Unlike `shard_sequence`, for tensors that were computed alike on every rank: the whole gradient
-    comes back to each of them. The ranks compare nothing, as `gather_from_sequence`.
+    Unlike `shard_sequence`, this function is for a tensor that every rank has computed, because its
+    backward pass returns the whole gradient to every rank. The ranks compare nothing.
 
     Args:
         x: equal on every rank, S long in `dim`.
@@ -508,7 +514,7 @@ def scatter_to_sequence(
         L long in `dim`.
 
     Raises:
-        ValueError: `sizes` does not fit, before any communication.
+        ValueError: `sizes` does not match x or the group; raised before any communication.
         RankFailureError: a rank died or did not answer; the message names it.
     """
     shards = _shards(x, group, dim, sizes, "scatter_to_sequence", whole=True)
@@ -524,7 +530,7 @@ def _shards(
     *,
     whole: bool,
 ) -> Shards:
-    """The shards of a tensor that is whole, or one of them."""
+    """`Shards` for an x that is the `whole` sequence, or else this rank's shard of it."""
     check_group(group, operation)
     num_ranks, length = group_size(group), x.shape[dim]
     require = requires(operation)
