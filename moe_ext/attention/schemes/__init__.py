@@ -1,4 +1,4 @@
-"""The schemes of sequence parallelism by name; `auto` takes the first of equals."""
+"""The schemes of sequence parallelism by name. Among equal costs "auto" takes the first scheme."""
 
 from moe_ext.attention.schemes.base import Scheme
 from moe_ext.attention.schemes.double_ring import DoubleRing

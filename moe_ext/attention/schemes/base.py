@@ -1,4 +1,4 @@
-"""The interface of the schemes: a call that the ranks agreed on, and the traffic that it makes.
+"""The interface of the schemes: a call that the ranks agreed on, and the traffic that it causes.
 
 Shapes: B batch, H heads, Hkv heads of keys and values, S whole sequence, L positions of this rank,
     D and Dv head dims, P ranks of the group.
@@ -20,9 +20,9 @@ from moe_ext.attention.masks import Mask, needed_keys
 from moe_ext.comm.groups import group_rank
 from moe_ext.ops.attention import document_ids
 
-# A byte between hosts takes as long as so many inside one: 50 GB/s beside 400 GB/s.
+# Time of a byte between hosts relative to a byte inside a host: 400 GB/s against 50 GB/s.
 ABROAD_FACTOR = 8
-# Arguments that schemes refuse where heads change places.
+# Arguments that schemes which exchange heads refuse, with the reason for error messages.
 _IN_PLACE = {
     "attn_mask": "where queries leave the rank that has their rows",
     "wire": "which sends queries and outputs as well",
@@ -35,14 +35,14 @@ class Workload:
     """Sizes, mask and layout of an attention, the same on every rank.
 
     Attributes:
-        heads: H, heads.
-        form: of the keys.
-        grad_dtype: of their gradients on the wire.
-        layout: who holds which positions.
-        mask: who sees which keys.
-        hosts: for each rank the number of its host; exchanges inside one are taken to be faster.
-        has_attn_mask: each rank has rows of a mask of all pairs.
-        up: (H, N, Dv) of latents, whose `form` has one head of C and R elements; else None.
+        heads: H, number of heads.
+        form: sizes and dtype of the keys.
+        grad_dtype: dtype in which the gradients of keys and values travel.
+        layout: which rank holds which positions.
+        mask: which keys each query sees.
+        hosts: for each rank the number of its host. Messages inside a host count as faster.
+        has_attn_mask: True if the call has an `attn_mask`.
+        up: (H, N, Dv) for latents, whose `form` has one head of C and R elements; else None.
     """
 
     heads: int
@@ -56,7 +56,7 @@ class Workload:
 
     @property
     def in_place(self) -> tuple[str, ...]:
-        """Arguments that only go with schemes that leave heads in their places."""
+        """Names of this call's arguments that only schemes without an exchange of heads support."""
         found = {
             "attn_mask": self.has_attn_mask,
             "wire": self.form.wire is not None,
@@ -66,39 +66,40 @@ class Workload:
 
     @property
     def dims(self) -> tuple[int, int]:
-        """D and Dv of the keys and values that blocks see."""
+        """D and Dv of the keys and values in blocks; those of latents are projected up."""
         if self.up is None:
             return self.form.dim, self.form.v_dim
         return self.up[1] + self.form.v_dim, self.up[2]
 
     @property
     def needs(self) -> tuple[tuple[bool, ...], ...]:
-        """`[r][c]`: some query of rank r sees some key of rank c."""
+        """`[r][c]` is True if any query of rank r sees any key of rank c."""
         return needed_keys(self.layout.shards, self.mask, self.layout.seq_len)
 
     def grad_bytes(self, length: int) -> int:
-        """Bytes of the gradients of the keys of `length` positions, underway."""
+        """Bytes of a message with the gradients of the keys and values of `length` positions."""
         return self.form.num_elements(length) * self.grad_dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Call:
-    """An attention as the ranks agreed on it: all of it that is not a tensor of its graph.
+    """A call that the ranks have agreed on, without the tensors of its autograd graph.
 
     Attributes:
         group: the ranks; None is this process alone.
         work: sizes, mask and layout.
-        scheme: how queries and keys come together.
-        grid: the ranks in the rows that the scheme works with.
-        options: of every block.
+        scheme: scheme that brings queries and keys together.
+        grid: arrangement of the ranks in rows, for the scheme.
+        options: options of every block.
         offsets: cu_seqlens of the mask on the device, or None.
         prefix_ends: `[B or 1, documents]` on the device, past the last position of each prefix, or
             None.
         alibi_slopes: `[H]` or None.
-        attn_mask: `[B or 1, H or 1, L, S]` or None, while a pass runs.
-        grad_mask: of its shape, for its gradient, where a backward pass takes it.
-        up: `[H, N, C]` and `[H, Dv, C]` that make keys and values of latents, or None.
-        grad_up: of their shapes, float32 (float64), for their gradients.
+        attn_mask: `[B or 1, H or 1, L, S]` or None. Set during a pass only.
+        grad_mask: sum of the gradient of `attn_mask`, of its shape. Set during a backward pass that
+            needs it.
+        up: up-projections `[H, N, C]` of latents to keys and `[H, Dv, C]` to values, or None.
+        grad_up: sums of the gradients of `up`, float32 (float64). Set during a backward pass.
     """
 
     group: ProcessGroup | None
@@ -121,13 +122,13 @@ class Call:
 
     @property
     def exact(self) -> Call:
-        """Without library blocks, which have no gradient of a log-sum-exp."""
+        """The same call without library kernels, which do not support a gradient of the lse."""
         return replace(self, options=replace(self.options, precision="exact"))
 
     def block(self, q: Tensor, source: int, keys: Keys, *, place: int | None = None) -> Block:
-        """This rank's queries against the keys of rank `source`.
+        """The block of this rank's queries and the keys of shard `source`.
 
-        `place` is the shard of the queries, where shards are not those of the ranks.
+        `place` is the number of the queries' shard, by default this rank.
         """
         keys = self._expanded(keys)
         place, layout = self.rank if place is None else place, self.work.layout
@@ -162,7 +163,7 @@ class Call:
         )
 
     def _expanded(self, keys: Keys) -> Keys:
-        """Keys and values of all heads, of latents; others as they are."""
+        """Project latents up to the keys and values of all heads. Other keys are unchanged."""
         if self.up is None:
             return keys
         up_k, up_v = self.up
@@ -170,7 +171,10 @@ class Call:
         return Keys(torch.cat([nope, rope], 3), keys.k @ up_v.mT, keys.key_mask)
 
     def contracted(self, keys: Keys, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of what travels, of those of a block; adds up those of the up-projections."""
+        """Gradients of the keys and values that travel, from those of a block.
+
+        For latents, the gradients of a block are also added to those of the up-projections.
+        """
         if self.up is None:
             return grad_k, grad_v
         up_k, up_v = (weight.to(grad_k.dtype) for weight in self.up)
@@ -185,21 +189,24 @@ class Call:
 class Scheme(ABC):
     """A way to bring the queries and keys of all ranks together.
 
-    A new one is a file beside this and a line in the registry of `schemes/__init__.py`.
+    A new scheme is a file in this folder and a line in the registry of `schemes/__init__.py`.
     """
 
     name: str
-    # "auto" leaves the scheme out where a rank would hold more bytes than this.
+    # Largest number of bytes, as in `SchemeTraffic.held`, with which "auto" takes the scheme.
     most_held_bytes: int | None = None
-    # Queries stay where their rows of an attn_mask are, and keys travel alone.
+    # True if only keys and values travel. Queries then stay with their rows of an attn_mask.
     leaves_heads = True
 
     def refusal(self, heads: int, num_ranks: int, mesh: Grid | None) -> str | None:
-        """Why ranks, in the rows of a mesh or None, cannot share heads: "<arg> to be ..."."""
+        """Reason why the ranks cannot share the heads, "<arg> to be ...", or None if they can.
+
+        `mesh` is the arrangement of the ranks in rows that the user passed, or None.
+        """
         return None
 
     def in_place_refusal(self, names: Sequence[str], num_ranks: int) -> str | None:
-        """Why such arguments (see `Workload.in_place`) cannot be served: "<arg> to be ..."."""
+        """Reason why arguments of `Workload.in_place` are refused, "<arg> to be ...", or None."""
         if self.leaves_heads or num_ranks == 1 or not names:
             return None
         return (
@@ -208,35 +215,35 @@ class Scheme(ABC):
         )
 
     def rows(self, hosts: Sequence[int], mesh: Grid | None) -> Grid:
-        """The ranks in the rows that the scheme works with; the same on every rank.
+        """The arrangement of the ranks in rows for this scheme, the same on every rank.
 
         Args:
             hosts: for each rank the number of its host.
-            mesh: the rows that the user gave, or None.
+            mesh: the rows that the user passed, or None.
 
         Raises:
-            ValueError: there are no such rows: "<arg> to be <rule>, got <value>".
+            ValueError: the ranks cannot be arranged: "<arg> to be <rule>, got <value>".
         """
         return even_grid(len(hosts), len(hosts))
 
     def candidates(self, hosts: Sequence[int], mesh: Grid | None) -> list[Grid]:
-        """Every arrangement in rows that "auto" may take."""
+        """All arrangements of the ranks in rows that "auto" compares."""
         return [self.rows(hosts, mesh)]
 
     @abstractmethod
     def traffic(self, work: Workload, grid: Grid) -> SchemeTraffic:
-        """Bytes that each rank sends and holds with these rows, by formulas."""
+        """Bytes that each rank sends and holds with the rows of `grid`, by formulas."""
 
     @abstractmethod
     def forward(self, q: Tensor, own: Keys, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(out, lse, packed keys to keep in the place of our own or None).
+        """(out, lse, packed keys to save for the backward pass instead of `own`, or None).
 
         `out` and `lse` are float32 (float64).
         """
 
     @abstractmethod
     def backward(self, saved: Saved, grad_out: Tensor, lse: Tensor, delta: Tensor) -> Gradients:
-        """(dq, dk, dv); gradients, lse and delta are float32 (float64)."""
+        """(dq, dk, dv), float32 (float64) like grad_out, lse and delta."""
 
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -244,13 +251,13 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Saved:
-    """The tensors that a backward pass starts from.
+    """The inputs of a backward pass that the forward pass saved.
 
     Attributes:
         call: as in the forward pass.
         q: `[B, H, L, D]`.
-        own: this rank's keys; None where `kept` stands for them.
-        kept: keys that the forward pass asked to keep, packed.
+        own: this rank's keys; None if `kept` was saved instead.
+        kept: packed keys that `Scheme.forward` returned, or None.
     """
 
     call: Call
@@ -260,22 +267,23 @@ class Saved:
 
 
 def empty_sums(q: Tensor, v_dim: int) -> tuple[Tensor, Tensor]:
-    """(out, lse) of queries that have seen no keys yet, in the dtype of sums."""
+    """Initial (out, lse) before the first block, in the dtype of sums."""
     dtype = accumulation_dtype(q.dtype)
     out = q.new_zeros((*q.shape[:3], v_dim), dtype=dtype)
     return out, q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
 
 
 class Pass:
-    """Messages of each rank in one direction; at first none.
+    """Messages of each rank in one pass, forward or backward.
 
     Attributes:
         hosts: see `Workload`.
-        sent: bytes by rank.
-        abroad: those of them that go to another host.
-        awaited: bytes by rank that nothing is computed beside; those abroad `ABROAD_FACTOR` times.
-        beside: the same of hops that run beside blocks.
-        rounds: exchanges that one rank waits for, one after the other.
+        sent: for each rank the bytes that it sends.
+        abroad: for each rank the bytes that it sends to other hosts.
+        awaited: for each rank the bytes whose exchange overlaps with no computation. Bytes to
+            other hosts count `ABROAD_FACTOR` times.
+        beside: for each rank the bytes of hops that overlap with blocks, weighted like `awaited`.
+        rounds: number of exchanges that a rank waits for, one after the other.
     """
 
     def __init__(self, hosts: tuple[int, ...]) -> None:
@@ -283,7 +291,7 @@ class Pass:
         self.sent, self.abroad, self.awaited, self.beside = ([0] * len(hosts) for _ in range(4))
 
     def add(self, sender: int, receiver: int, num_bytes: int, *, hop: bool) -> None:
-        """One message; `hop`: of a ring, posted before a block and awaited behind it."""
+        """Count one message. A `hop` of a ring is posted before a block and awaited after it."""
         goes_abroad = self.hosts[sender] != self.hosts[receiver]
         self.sent[sender] += num_bytes
         self.abroad[sender] += num_bytes * goes_abroad
@@ -296,11 +304,11 @@ class SchemeTraffic:
     """Bytes that one scheme sends and holds.
 
     Attributes:
-        forward: of the forward pass.
-        backward: of the backward pass.
-        held: bytes of keys, values and their gradients, and of exchanged queries and theirs, that a
-            rank holds at once beside its own shards.
-        excess: what the rank with most heads computes beyond the mean, as a share of the mean.
+        forward: messages of the forward pass.
+        backward: messages of the backward pass.
+        held: bytes of keys, values, exchanged queries and all their gradients that a rank holds at
+            once in addition to its own shards.
+        excess: work of the rank with most heads beyond the mean, as a fraction of the mean.
     """
 
     forward: Pass

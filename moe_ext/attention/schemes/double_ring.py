@@ -1,4 +1,4 @@
-"""Rings of rings: keys go round the ranks of a row, and seldom hop to the next row."""
+"""Rings of rings: keys travel round the ranks of a row, and hop to the next row only rarely."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from moe_ext.attention.schemes.ring import Ring
 
 
 class DoubleRing(Ring):
-    """P - 1 hops like a ring: R - 1 between rings, posted I stages ahead, and R (I - 1) inside."""
+    """Ring over a grid of R rows with I ranks each.
+
+    Of P - 1 hops, R - 1 are between rows, posted I stages ahead, and R (I - 1) inside rows.
+    """
 
     name = "double_ring"
 
     def rows(self, hosts: Sequence[int], mesh: Grid | None) -> Grid:
-        """The user's rows, or the hosts."""
+        """The user's rows, or one row for each host."""
         found = grid_of_hosts(hosts) if mesh is None else mesh
         if found is None:
             counts = [hosts.count(host) for host in dict.fromkeys(hosts)]
@@ -25,6 +28,6 @@ class DoubleRing(Ring):
         return found
 
     def candidates(self, hosts: Sequence[int], mesh: Grid | None) -> list[Grid]:
-        """The user's rows; hosts where there are several of several ranks."""
+        """The user's rows, or one row for each of several hosts with several ranks."""
         found = grid_of_hosts(hosts) if mesh is None else mesh
         return [] if found is None or (mesh is None and min(found.shape) == 1) else [found]

@@ -24,14 +24,18 @@ from moe_ext.attention.sharding import Shards, sum_shards
 
 
 class AllGather(Scheme):
-    """Gathers again in the backward pass: between the two a rank holds its own keys alone."""
+    """All-gathers the keys in the forward pass, and again in the backward pass.
+
+    Between the passes a rank holds only its own keys.
+    """
 
     name = "all_gather"
-    # Keys of all ranks on each are no longer memory of a shard; up to here that does not matter.
+    # A rank holds the keys of the whole sequence, which grow with S. Up to this size the memory
+    # does not matter.
     most_held_bytes = 64 << 20
 
     def traffic(self, work: Workload, grid: Grid) -> SchemeTraffic:
-        """Every rank sends its keys to all, padded to the longest shard, and the gradients home."""
+        """Keys of every rank go to all ranks, padded to the longest shard, and gradients back."""
         forward, backward = Pass(work.hosts), Pass(work.hosts)
         sizes, ranks = work.layout.sizes, range(len(work.hosts))
         longest = max(sizes)
@@ -43,7 +47,8 @@ class AllGather(Scheme):
                     backward.add(sender, receiver, keys + grads[receiver], hop=False)
         if len(ranks) > 1 and longest:
             forward.rounds, backward.rounds = 1, 2
-        # Gradients of all keys here, and of this rank's keys from every rank.
+        # A rank holds all keys, its own gradients of all keys, and the gradients of its own keys
+        # from all ranks.
         return SchemeTraffic(forward, backward, len(ranks) * (keys + 2 * max(grads)))
 
     def forward(self, q: Tensor, own: Keys, call: Call) -> tuple[Tensor, Tensor, None]:
@@ -75,11 +80,12 @@ class AllGather(Scheme):
 
 
 def _gathered(own: Keys, call: Call, operation: str) -> list[Keys]:
-    """The keys of every rank."""
+    """All-gather the keys of every rank."""
     if call.group is None:
         return [own]
     form, lengths = call.work.form, call.work.layout.sizes
     shards = Shards(call.group, tuple(form.num_bytes(length) for length in lengths), operation)
     rows = shards.gathered(own.packed()).split(shards.sizes)
-    # A shard of odd length leaves the next one at an address that its dtype cannot have.
+    # Rows are copied, because after a shard with an odd number of bytes the next one begins at an
+    # address that is not aligned for its dtype.
     return [form.unpacked(row.clone(), n) for row, n in zip(rows, lengths, strict=True)]

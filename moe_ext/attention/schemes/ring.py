@@ -1,19 +1,20 @@
-"""Ring attention: every rank keeps its queries, keys and values go round one ring or several.
+"""Ring attention: queries stay on their rank, keys and values travel round one or several rings.
 
-P = R * I places lie in R rings of I. In stage t = o * I + i every place has the keys of one source:
-place (n, j) those of (n - o, j - i). Forward, keys go round inside their ring, i = 0 .. I - 1; at
-i = 0 they also set out for the next ring, where they are due I stages later. Backward the same film
-runs in reverse: keys set out at i = I - 1 for the ring before, gradients follow the stages of the
-forward pass back to their source. R = 1 is the plain ring.
+P = R * I places lie in R rings of I. In stage t = o * I + i every place has the keys of one source
+place: place (n, j) has those of place (n - o, j - i). In the forward pass keys travel round inside
+a ring, i = 0 .. I - 1. At i = 0 they are also sent to the next ring, where they are needed I stages
+later. The backward pass runs through the stages in reverse: keys are sent to the previous ring at
+i = I - 1, and gradients travel the paths of the forward pass back to their source. R = 1 is the
+plain ring.
 
-What the mask does not need is left out: a source's keys visit the stages between their first and
-their last use, and stages that would only pass them on from home are jumped.
+Messages that the mask makes unnecessary are left out. The keys of a source visit only the stages
+between their first and their last use, and skip stages that would only pass them on from home.
 
-Every rank computes by arithmetic alone what it sends and receives in each stage. Both ends of a
-message post it in the same stage and in the same order, which is what NCCL asks for.
+Every rank computes from the mask and the layout what it sends and receives in each stage. Both ends
+of a message post it in the same stage and in the same order, as NCCL requires.
 
 Shapes: B batch, H heads, Hkv heads of keys and values, L positions of this rank, M positions of the
-    rank whose keys are at hand, D and Dv head dims, P places, R rings of I.
+    place whose keys are being read, D and Dv head dims, P places, R rings of I.
 """
 
 from __future__ import annotations
@@ -54,61 +55,63 @@ _KEYS, _GRADS, _GRADS_HOME, _KINDS = 0, 1, 2, 3
 
 @dataclass(frozen=True)
 class Circuit:
-    """R rings of I places; R = 1 or I = 1 is a plain ring."""
+    """R rings of I places. With R = 1 or I = 1 the circuit is a plain ring."""
 
     rings: int
     inner: int
 
     @property
     def num_places(self) -> int:
-        """P."""
+        """P, the number of places."""
         return self.rings * self.inner
 
     def holder(self, source: int, stage: int) -> int:
-        """Place that has the keys of a source."""
+        """Place that has the keys of a source in a stage."""
         ring, index = divmod(source, self.inner)
         outer, step = divmod(stage, self.inner)
         return (ring + outer) % self.rings * self.inner + (index + step) % self.inner
 
     def source(self, place: int, stage: int) -> int:
-        """Whose keys a place has."""
+        """Source of the keys that a place has in a stage."""
         ring, index = divmod(place, self.inner)
         outer, step = divmod(stage, self.inner)
         return (ring - outer) % self.rings * self.inner + (index - step) % self.inner
 
     def before(self, stage: int) -> int:
-        """Stage of the forward pass that keys come from; messages are posted as it begins."""
+        """Stage that keys come from in the forward pass, at whose beginning they are posted."""
         return stage - (1 if stage % self.inner else self.inner)
 
     def after(self, stage: int) -> int:
-        """The same of the backward pass; P stands for home."""
+        """Stage that keys come from in the backward pass; P stands for home."""
         goes_round = stage % self.inner != self.inner - 1
         return min(stage + (1 if goes_round else self.inner), self.num_places)
 
     def crosses(self, stage: int, *, backward: bool = False) -> bool:
-        """True if keys come to this stage from another ring."""
+        """True if keys come to `stage` from another ring."""
         return self.rings > 1 and stage % self.inner == (self.inner - 1 if backward else 0)
 
     def following(self, stage: int) -> list[int]:
-        """Stages of the forward pass whose messages are posted in this one, nearest first."""
+        """Stages whose keys are posted in `stage` of the forward pass, nearest first."""
         found = (stage + 1, stage + self.inner)
         return [t for t in dict.fromkeys(found) if t < self.num_places and self.before(t) == stage]
 
     def preceding(self, stage: int) -> list[int]:
-        """The same of the backward pass, from `stage` = P on."""
+        """Stages whose keys are posted in `stage` of the backward pass, which begins with P."""
         found = (stage - 1, stage - self.inner)
         return [t for t in dict.fromkeys(found) if t >= 0 and self.after(t) == stage]
 
 
 @dataclass(frozen=True)
 class Paths:
-    """Origin of keys: for every source a dict of stage to stage.
+    """Paths of keys: for every source a dict from each stage to the stage that sends keys to it.
 
     Attributes:
-        forward: stage 0 is home. Gradients go the same way back.
-        is_full: keys visit every stage; they can be kept where the forward pass ends.
-        kept: of a backward pass that begins there, in stage P - 1.
-        home: of one that begins at home, which is stage P; nothing has to come back to stage 0.
+        forward: paths of the forward pass, from stage 0 at home. Gradients travel back on them.
+        is_full: True if all keys visit every stage. The keys that arrive last on a rank can then be
+            kept for the backward pass.
+        kept: paths of a backward pass that begins with the kept keys, in stage P - 1.
+        home: paths of a backward pass that begins with each place's own keys, as stage P. Stage 0
+            uses the own keys without a message.
     """
 
     forward: tuple[dict[int, int], ...]
@@ -118,7 +121,10 @@ class Paths:
 
 
 def _tree(needed: Iterable[int], parent: Callable[[int], int], root: int) -> dict[int, int]:
-    """Stage to the stage it comes from, of all stages on the way from the root to needed ones."""
+    """Paths from the root to needed stages, as a dict from a stage to the stage before it.
+
+    A stage next to the root that is not needed, and has one successor, is skipped.
+    """
     wanted = set(needed) - {root}
     edges: dict[int, int] = {}
     for stage in wanted:
@@ -137,7 +143,7 @@ def _tree(needed: Iterable[int], parent: Callable[[int], int], root: int) -> dic
 
 @functools.lru_cache(maxsize=256)
 def plan_paths(circuit: Circuit, needs: tuple[tuple[bool, ...], ...]) -> Paths:
-    """The paths of all keys; `needs[r][c]`: some query of place r sees some key of place c."""
+    """The paths of all keys. `needs[r][c]` is True if a query of place r sees a key of place c."""
     last = circuit.num_places - 1
     used = [
         [t for t in range(last + 1) if needs[circuit.holder(source, t)][source]]
@@ -155,10 +161,10 @@ class Tour:
     """A circuit whose places are ranks of a group.
 
     Attributes:
-        call: with one shard for each place.
-        circuit: the way of the keys.
-        ranks: rank in the group of each place.
-        place: of this rank.
+        call: the call, with one shard for each place.
+        circuit: rings that the places form.
+        ranks: for each place its rank in the group.
+        place: place of this rank.
     """
 
     call: Call
@@ -173,35 +179,35 @@ class Tour:
 
     @cached_property
     def needs(self) -> tuple[bool, ...]:
-        """For each place, True if a query of this rank sees a key of it."""
+        """For each place, True if a query of this rank sees any of its keys."""
         return self.call.work.needs[self.place]
 
     def holder(self, source: int, stage: int) -> int:
-        """Rank in the group that has the keys of a source."""
+        """Rank in the group that has the keys of a source in a stage."""
         return self.ranks[self.circuit.holder(source, stage)]
 
     def source(self, stage: int) -> int:
-        """Place whose keys this rank has."""
+        """Place whose keys this rank has in a stage."""
         return self.circuit.source(self.place, stage)
 
     def length(self, source: int) -> int:
-        """Positions of a place."""
+        """Number of positions of a place."""
         return self.call.work.layout.sizes[source]
 
     def keys(self, held: Tensor | None, source: int) -> Keys:
-        """The keys of a place, of the message that brought them."""
+        """The keys of a place, unpacked from their message."""
         assert held is not None, "keys go where they are needed"
         return self.call.work.form.unpacked(held, self.length(source))
 
     def block(self, q: Tensor, source: int, keys: Keys) -> Block:
-        """This rank's queries against the keys of a place."""
+        """The block of this rank's queries and the keys of a place."""
         return self.call.block(q, source, keys, place=self.place)
 
 
 class _KeysUnderway:
     """Posts and receives the keys of one pass.
 
-    Of the keys of another ring and of those of this one, two messages each are in memory at most.
+    At most two messages from inside the ring and two from another ring are in memory.
     """
 
     def __init__(
@@ -222,14 +228,14 @@ class _KeysUnderway:
             self.first = tour.source(self.root)
         self.exchange = Exchange(tour.call.group, "ring_attention" + " backward" * backward)
         largest = tour.call.work.form.num_bytes(max(tour.call.work.layout.sizes))
-        # For hops inside a ring, and for those that cross to another one.
+        # Buffers for hops inside a ring, and for hops from another ring.
         self.buffers = (Buffers(largest, device), Buffers(largest, device))
-        # The keys that are here as the pass begins, those of `first`.
+        # The keys that this rank has at the beginning of the pass, which belong to place `first`.
         self.start = own.packed() if own is not None and self.paths[tour.place] else kept
         self.hops: dict[int, Pending[Tensor | None]] = {}
 
     def post(self, stage: int, held: Tensor | None) -> None:
-        """All messages that are due for posting in this stage; `held` are its keys."""
+        """Post all messages of a stage. `held` are the keys that arrived for the stage."""
         circuit = self.tour.circuit
         for target in circuit.preceding(stage) if self.backward else circuit.following(stage):
             self._post(stage, target, held)
@@ -260,13 +266,16 @@ class _KeysUnderway:
         return self.buffers[crosses].take(turn, self.tour.call.work.form.num_bytes(length))
 
     def arrived(self, stage: int) -> Tensor | None:
-        """The keys of a stage, once they are here; None where nothing comes."""
+        """Wait for the keys of a stage; None if no message brings keys."""
         hop = self.hops.pop(stage, None)
         return None if hop is None else hop.wait()
 
 
 def circulate(q: Tensor, own: Keys, tour: Tour) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(out, lse) of this rank, and the keys that came last, packed, where all keys go all round."""
+    """(out, lse, packed keys that arrived last or None) of this rank.
+
+    The keys are None if some keys skip stages, because a backward pass could not begin with them.
+    """
     out, lse = empty_sums(q, tour.call.work.dims[1])
     underway, held = _KeysUnderway(tour, own, q.device), None
     for stage in range(tour.circuit.num_places):
@@ -288,7 +297,7 @@ class _GradsUnderway:
         self.outgoing: list[Pending[Tensor | None]] = []
 
     def post(self, stage: int, row: Tensor | None) -> None:
-        """Hand on the gradients of the keys of this stage, and expect what others hand on."""
+        """Send on the gradients of this stage's keys, and post receives for those due here."""
         tour, circuit, paths = self.tour, self.tour.circuit, self.tour.paths.forward
         before, source, me = circuit.before(stage), tour.source(stage), tour.place
         target = paths[source].get(stage)
@@ -300,7 +309,8 @@ class _GradsUnderway:
         arrives = before if paths[ours].get(stage) == before else None
         self._post(stage, _GRADS, sends if target == before else [], ours, arrives)
         if before != 0:
-            # Gradients of keys that only some places on the way see jump the other places.
+            # Keys that skipped the first stages came directly from home, and their gradients go
+            # directly home.
             arrives = 0 if paths[me].get(stage) == 0 else None
             self._post(stage, _GRADS_HOME, sends if target == 0 else [], me, arrives)
 
@@ -329,7 +339,7 @@ class _GradsUnderway:
             self.hops.setdefault(target, []).append(hop)
 
     def add_arrived(self, stage: int, row: Tensor | None) -> Tensor | None:
-        """`row` and the gradients that came to this stage, summed up."""
+        """Sum of `row` and of the gradients that arrived for this stage."""
         for hop in self.hops.pop(stage, []):
             arrived = hop.wait()
             assert arrived is not None
@@ -341,7 +351,7 @@ class _GradsUnderway:
         return row
 
     def finish(self) -> None:
-        """Wait for all that was sent."""
+        """Wait until everything is sent."""
         for hop in self.outgoing:
             hop.wait()
         self.outgoing.clear()
@@ -372,7 +382,7 @@ def circulate_back(
             grad_q = partial if grad_q is None else grad_q.add_(partial)
             parts = tour.call.contracted(keys, grad_k, grad_v)
             row = torch.cat([part.reshape(-1) for part in parts])
-            # Their memory goes before that of the next ones comes.
+            # The gradients of this block are freed before those of the next block are allocated.
             del partial, grad_k, grad_v, parts
         row = grads.add_arrived(stage, row)
         if stage > 0:
@@ -392,10 +402,10 @@ def add_ring_traffic(
     passes: tuple[Pass, Pass],
     ranks: Sequence[int],
 ) -> int:
-    """Count what the ranks at the places of a circuit send in (forward, backward) passes.
+    """Add the messages of a circuit to `passes`, (forward, backward).
 
-    Circuits of one shape may share passes: they run side by side, so that the rounds of one count.
-    Returns the bytes that a place holds beside its own keys.
+    Several circuits of one shape may share `passes`. They run at the same time, so that the rounds
+    of only one of them count. Returns the bytes that a place holds in addition to its own keys.
     """
     forward, backward = passes
 
@@ -422,19 +432,22 @@ def add_ring_traffic(
 
 
 class Ring(Scheme):
-    """Keys and values go round: P - 1 hops, then P - 1 back, and P - 1 for their gradients."""
+    """Keys and values travel round a ring.
+
+    The forward pass has P - 1 hops, the backward pass P - 1 for keys and P - 1 for gradients.
+    """
 
     name = "ring"
 
     def traffic(self, work: Workload, grid: Grid) -> SchemeTraffic:
-        """Keys of each rank go as far as they are needed, and back with their gradients."""
+        """Keys of each rank go as far as they are needed, and back, as do their gradients."""
         passes = Pass(work.hosts), Pass(work.hosts)
         layout = merged_layout(work.layout, tuple((rank,) for rank in grid.order))
         held = add_ring_traffic(work, Circuit(*grid.shape), layout, passes, grid.order)
         return SchemeTraffic(*passes, held)
 
     def forward(self, q: Tensor, own: Keys, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(out, lse, keys to keep in the place of our own)."""
+        """(out, lse, packed keys to save instead of `own`, or None)."""
         return circulate(q, own, self._tour(call))
 
     def backward(self, saved: Saved, grad_out: Tensor, lse: Tensor, delta: Tensor) -> Gradients:

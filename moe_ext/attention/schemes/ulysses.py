@@ -1,7 +1,7 @@
 """Attention by an all-to-all from shards of the sequence to shards of the heads, and back.
 
-Ranks lie in rows. Inside a row the all-to-all leaves each rank the whole row's positions of its own
-heads; in between, keys of these heads go round the ranks of a column. One row is Ulysses.
+Ranks lie in rows. An all-to-all inside each row gives a rank all positions of the row for some of
+the heads. Keys of these heads then travel round the ranks of a column. A single row is Ulysses.
 
 Shapes: B batch, H heads, Hkv heads of keys and values, S positions of a row, L positions of this
     rank, D and Dv head dims, U ranks of a row, P ranks of the group.
@@ -44,11 +44,12 @@ _CONTIGUOUS = torch.contiguous_format
 
 
 class _Share(NamedTuple):
-    """Heads of a rank of a row.
+    """Heads that a rank of a row gets.
 
     Attributes:
-        queries: heads of queries, side by side.
-        keys: heads of keys, in their order; one for each head of queries where groups are cut.
+        queries: heads of queries, consecutive.
+        keys: heads of keys in ascending order. If the queries are of several groups, of which some
+            are cut between ranks, one for each head of queries, with repetitions.
     """
 
     queries: range
@@ -57,7 +58,10 @@ class _Share(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _shares(heads: int, kv_heads: int, num_ranks: int) -> tuple[_Share, ...]:
-    """Heads of each rank, as even as they can be; several ranks get a head of keys if need be."""
+    """Heads of each rank, as even as possible.
+
+    With fewer heads of keys than ranks, several ranks get a copy of the same head of keys.
+    """
     whole = kv_heads >= num_ranks or heads == 0
     group = heads // kv_heads if kv_heads else 1
     parts = even_parts(range(kv_heads if whole else heads), num_ranks)
@@ -71,24 +75,25 @@ def _shares(heads: int, kv_heads: int, num_ranks: int) -> tuple[_Share, ...]:
 
 
 class Ulysses(Scheme):
-    """An all-to-all of heads inside rows, a ring of keys along columns; exchanges again backward.
+    """An all-to-all of heads inside rows, and a ring of keys along columns, in both passes.
 
-    All ranks are one row. Where ranks of a row outnumber the heads of keys, each head goes to every
-    rank that needs it, and no farther. Heads that the ranks do not divide are dealt out as evenly
-    as whole heads of keys allow, or, of fewer heads of keys than ranks, whole heads of queries.
+    In this class all ranks form one row. If a row has more ranks than there are heads of keys, a
+    head of keys is sent only to the ranks that need it. If the ranks do not divide the heads, ranks
+    get whole heads of keys with their queries, as evenly as possible. With fewer heads of keys than
+    ranks, they get whole heads of queries.
     """
 
     name = "ulysses"
     leaves_heads = False
 
     def refusal(self, heads: int, num_ranks: int, mesh: Grid | None) -> str | None:
-        """Heads that the ranks of a row cannot share."""
+        """Refuse fewer heads than ranks in a row."""
         if heads >= num_ranks or heads == 0:
             return None
         return f"the heads of q to be at least as many as the {num_ranks} ranks, got {heads}"
 
     def traffic(self, work: Workload, grid: Grid) -> SchemeTraffic:
-        """All-to-all of heads in rows, a ring of keys along each column."""
+        """All-to-all of heads in rows, and a ring of keys along each column."""
         rings, inner = grid.shape
         passes, form = (Pass(work.hosts), Pass(work.hosts)), work.form
         shares = _shares(work.heads, form.heads, inner)
@@ -106,14 +111,15 @@ class Ulysses(Scheme):
             form = replace(form, heads=max(len(share.keys) for share in shares))
             exact, positions = accumulation_dtype(form.dtype).itemsize, max(layout.sizes)
             queries = form.batch * most * positions * (form.dim + form.v_dim)
-            # Queries, the gradient of the output and that of the queries; keys and their gradients.
+            # A rank holds queries, the gradients of the output and of the queries, and keys with
+            # their gradients.
             held += queries * form.dtype.itemsize + queries * exact
             held += form.num_bytes(positions) + form.num_elements(positions) * exact
         excess = most * inner / work.heads - 1 if work.heads else 0.0
         return SchemeTraffic(*passes, held, excess)
 
     def forward(self, q: Tensor, own: Keys, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(out, lse, keys to keep in the place of our own)."""
+        """(out, lse, packed keys to save instead of `own`, or None)."""
         row, heads = _Row(call, "ring_attention"), q.shape[1]
         q_heads, k, v = row.to_heads([q, own.k, own.v])
         keys = Keys(k, v, row.mask(own.key_mask))
@@ -121,7 +127,8 @@ class Ulysses(Scheme):
         if row.keeps_keys:
             kept = keys.packed()
         both = row.to_positions(torch.cat([out, lse[..., None]], -1), heads)
-        # Copies, even of a single row: a graph's operator must not give two views of one tensor.
+        # Both results are copied, even in a row of one rank, because an operator in a graph must
+        # not return two views of one tensor.
         out, lse = (x.clone(memory_format=_CONTIGUOUS) for x in (both[..., :-1], both[..., -1]))
         return out, lse, kept
 
@@ -129,7 +136,7 @@ class Ulysses(Scheme):
         """(dq, dk, dv)."""
         call, q, own, form = saved.call, saved.q, saved.own, saved.call.work.form
         row, heads = _Row(call, "ring_attention backward"), q.shape[1]
-        # The gradient of the output had the dtype of q before: nothing is lost.
+        # `grad_out` was converted from the dtype of q, so converting it back loses nothing.
         narrow = grad_out.to(q.dtype)
         if own is None:
             q_heads, grad_heads = row.to_heads([q, narrow])
@@ -149,7 +156,8 @@ class Ulysses(Scheme):
             delta_heads[..., 0].contiguous(),
         )
         grad_q = row.to_positions(grad_q.to(q.dtype), heads)
-        # Copies of a head are summed up where they arrive.
+        # If ranks have copies of a head of keys, the gradients of the copies are summed on arrival.
+        # They travel in `grad_dtype`.
         wire = call.work.grad_dtype if len(row.ranks) > form.heads else q.dtype
         both = row.to_positions(torch.cat([grad_k, grad_v], dim=-1).to(wire), form.heads)
         return grad_q, both[..., : form.dim], both[..., form.dim :]
@@ -161,7 +169,7 @@ class Hybrid(Ulysses):
     name = "hybrid"
 
     def refusal(self, heads: int, num_ranks: int, mesh: Grid | None) -> str | None:
-        """A group without rows, or heads that the ranks of a row cannot share."""
+        """Refuse a group without rows, or fewer heads than ranks in a row."""
         if mesh is None and num_ranks > 1:
             return (
                 "group to be a 2-D DeviceMesh ('ring', 'ulysses') for scheme 'hybrid', got a group "
@@ -175,7 +183,7 @@ class Hybrid(Ulysses):
         return super().rows(hosts, mesh) if mesh is None else mesh
 
     def candidates(self, hosts: Sequence[int], mesh: Grid | None) -> list[Grid]:
-        """The user's rows, or every length of rows that divides the ranks."""
+        """The user's rows, or rows of every length that divides the number of ranks."""
         size = len(hosts)
         if mesh is not None:
             return [mesh]
@@ -186,8 +194,8 @@ class Hybrid(Ulysses):
 class _Row:
     """The all-to-all among the ranks of this rank's row.
 
-    It runs on the group of all ranks, with nothing for those of other rows: no further group is
-    needed, for whichever shape is asked for.
+    The all-to-all runs on the group of all ranks, with empty messages to other rows, so that no
+    shape of a grid needs further groups.
     """
 
     call: Call
@@ -205,17 +213,20 @@ class _Row:
 
     @property
     def sizes(self) -> list[int]:
-        """Positions of each rank of the row."""
+        """Number of positions of each rank of the row."""
         return [self.call.work.layout.sizes[rank] for rank in self.ranks]
 
     @property
     def keeps_keys(self) -> bool:
-        """True if the keys of this rank's heads are kept in the place of our own, of one size."""
+        """True if the keys of this rank's heads are saved for the backward pass instead of `own`.
+
+        Without copies of heads, both have the same size.
+        """
         rings, inner = self.call.grid.shape
         return rings == 1 and 1 < inner <= self.call.work.form.heads
 
     def tour(self) -> Tour:
-        """The ring of this rank's column, for its heads."""
+        """The ring of this rank's column, for this rank's heads."""
         call, work, grid = self.call, self.call.work, self.call.grid
         share = self.shares[self.index]
         form = replace(work.form, heads=len(share.keys))
@@ -236,13 +247,16 @@ class _Row:
         return _shares(work.heads, work.form.heads, len(self.ranks))
 
     def heads(self, total: int, index: int) -> tuple[int, ...]:
-        """Heads that a rank of the row gets of queries or keys (by `total`), else the only one."""
+        """Heads that a rank of the row gets of a tensor with `total` heads.
+
+        The total tells queries from keys. Any other tensor has one head, which every rank gets.
+        """
         if total == self.call.work.heads:
             return tuple(self.shares[index].queries)
         return self.shares[index].keys if total == self.call.work.form.heads else (0,)
 
     def exchange(self, messages: Sequence[Tensor], receive: Sequence[int]) -> tuple[Tensor, ...]:
-        """One message to each rank of the row, one from each."""
+        """Send one message to each rank of the row, and receive one from each."""
         group = self.call.group
         if group is None or len(self.ranks) == 1:
             return tuple(messages)
@@ -250,7 +264,7 @@ class _Row:
         send, due = [0] * num_ranks, [0] * num_ranks
         for rank, message, count in zip(self.ranks, messages, receive, strict=True):
             send[rank], due[rank] = len(message), count
-        # The group orders messages by rank, whatever the order of the row.
+        # The all-to-all takes messages in the order of the group, which may not be that of the row.
         by_rank = sorted(range(len(self.ranks)), key=lambda i: self.ranks[i])
         row = torch.cat([messages[i] for i in by_rank])
         found = all_to_all(row, group, operation=self.operation, send=send, receive=due)
@@ -258,7 +272,10 @@ class _Row:
         return tuple(parts[rank] for rank in self.ranks)
 
     def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Each `[B, heads, L, D]` as `[B, heads of this rank, S, D]`, positions rank by rank."""
+        """Exchange each `[B, heads, L, D]` for `[B, heads of this rank, S, D]`.
+
+        Positions S are those of the ranks of the row, concatenated.
+        """
         num_ranks, sizes = len(self.ranks), self.sizes
         if num_ranks == 1:
             return list(tensors)
@@ -278,7 +295,7 @@ class _Row:
         return [torch.cat(part, dim=2) for part in parts]
 
     def to_positions(self, x: Tensor, total: int) -> Tensor:
-        """`[B, heads of this rank, S, D]` as `[B, total, L, D]`; copies of a head are summed up."""
+        """Exchange `[B, heads of this rank, S, D]` for `[B, total, L, D]`, the sum over copies."""
         num_ranks, sizes = len(self.ranks), self.sizes
         if num_ranks == 1:
             return x
@@ -298,16 +315,16 @@ class _Row:
         return found.new_zeros(batch, total, length, dim).index_add_(1, index, found)
 
     def mask(self, key_mask: Tensor | None) -> Tensor | None:
-        """`[B, S]` of all positions of the row."""
+        """Exchange a key mask `[B, L]` for `[B, S]`, the mask of all positions of the row."""
         if key_mask is None:
             return None
-        # As a head that every rank has.
+        # The mask travels as a single head that every rank gets.
         bytes_B1L1 = key_mask[:, None, :, None].to(torch.uint8)
         return self.to_heads([bytes_B1L1])[0][:, 0, :, 0].bool()
 
 
 def _taken(x: Tensor, heads: tuple[int, ...]) -> Tensor:
-    """Some heads of `[B, heads, L, D]`."""
+    """Select heads of `[B, heads, L, D]`, as a view if they are consecutive."""
     first = heads[0] if heads else 0
     if heads == tuple(range(first, first + len(heads))):
         return x[:, first : first + len(heads)]
@@ -315,14 +332,14 @@ def _taken(x: Tensor, heads: tuple[int, ...]) -> Tensor:
 
 
 def _add_all_to_all(work: Workload, grid: Grid, passes: tuple[Pass, Pass], kept: bool) -> None:
-    """Heads out, positions back, in every row."""
+    """Add the all-to-alls of every row to `passes`, to heads and back to positions."""
     forward, backward = passes
     form, inner = work.form, grid.shape[1]
     itemsize, exact = form.dtype.itemsize, accumulation_dtype(form.dtype).itemsize
     wire = work.grad_dtype.itemsize if inner > form.heads else itemsize
     mask = form.batch if form.masked else 0
-    # By the positions that the sender holds, for the heads of the receiver; and by those that the
-    # receiver holds, for the heads of the sender.
+    # Bytes for each position in the four exchanges, by the index of a rank in its row. `out` is for
+    # positions of the sender and heads of the receiver, `back` the other way round.
     out, back, out_again, back_again = [], [], [], []
     for share in _shares(work.heads, form.heads, inner):
         rows, keys_rows = form.batch * len(share.queries), form.batch * len(share.keys)
