@@ -1,1 +1,1 @@
-"""Recurrences over sequences that ranks hold in parts: delta rules, state spaces, convolutions."""
+"""Recurrences over sharded sequences: delta rules, state spaces, convolutions."""

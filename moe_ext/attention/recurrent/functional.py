@@ -1,4 +1,4 @@
-"""Recurrences and convolutions over sequences that the ranks of a group hold in parts.
+"""Recurrences and convolutions over sequences that are sharded over the ranks of a group.
 
 Shapes: B batch, H heads, L positions of this rank, K dim of queries and keys, V dim of values, D
 channels, W taps, P ranks.
@@ -37,12 +37,13 @@ _Where = tuple[ProcessGroup | DeviceMesh | None, str | Layout | None, Offsets | 
 
 @dataclass(frozen=True)
 class _Sequences:
-    """The sequences of a call as the ranks agreed on them.
+    """The sequences of a call, after the ranks have agreed on them.
 
     Attributes:
         group: the ranks.
-        layout: who holds which positions.
-        offsets: of documents, a row for all rows of the batch or one for each; None for one.
+        layout: which rank holds which positions.
+        offsets: offsets of documents, once for all rows of the batch or for each row; None for one
+            document.
         operation: name for error messages.
     """
 
@@ -53,21 +54,24 @@ class _Sequences:
 
     @property
     def line(self) -> Layout:
-        """The same positions, one stretch on each rank."""
+        """The contiguous layout of the same positions, with one stretch on each rank."""
         return make_layout("contiguous", self.layout.seq_len, self.layout.num_ranks)
 
     @property
     def is_line(self) -> bool:
-        """True if each rank holds one stretch, those of lower ranks before it."""
+        """True if the layout of the call is already contiguous."""
         return self.layout.shards == self.line.shards
 
     def move(self, scheme: str, heads: int, count: int, *, back: bool = False) -> Move:
-        """The move of `count` rows of a position, which H heads share, or the way back."""
+        """The move of rows to where a scheme needs them, or back.
+
+        A position has `count` rows, which its heads share evenly.
+        """
         way = _way(scheme, self.layout, heads, count)
         return Move(self.group, *_turned(way, back), self.operation)
 
     def documents(self, positions: Tensor) -> Tensor | None:
-        """`[1 or B, L]`, the document of each position; -1 before the first."""
+        """`[1 or B, L]`, the document of each position, -1 for positions before the sequence."""
         if self.offsets is None:
             return None
         rows = [torch.tensor(row, device=positions.device) for row in self.offsets]
@@ -75,13 +79,13 @@ class _Sequences:
 
     @property
     def own(self) -> range:
-        """Positions of this rank where each has a part of its own, one after the other."""
+        """Positions of this rank in the contiguous layout."""
         sizes, rank = self.line.sizes, group_rank(self.group)
         start = sum(sizes[:rank])
         return range(start, start + sizes[rank])
 
     def stretch(self, positions: range, like: Tensor, dtype: torch.dtype, **more: Any) -> Stretch:
-        """The stretch of some positions for `local`, on the device of a tensor."""
+        """The `Stretch` of some positions, on the device of `like`."""
         at = torch.arange(positions.start, positions.stop, device=like.device)
         edges = None
         if self.offsets is not None:
@@ -97,13 +101,14 @@ def _sequences(
     tensors: Sequence[Any],
     given: _Where,
 ) -> _Sequences:
-    """Check a call on this rank, and compare it with those of the others.
+    """Check a call on this rank, and compare it with the calls of the other ranks.
 
     Args:
         operation: name for error messages.
-        check: gives L and what must be equal on all ranks.
-        tensors: of the call.
-        given: group, layout and documents, those of `sequence_parallel` where there are none.
+        check: function that checks the call, and returns L and the facts that must be equal on all
+            ranks.
+        tensors: tensors of the call.
+        given: group, layout and documents. Those that are None come from `sequence_parallel`.
     """
     group, layout, cu_seqlens = given
     shared = shared_sequences()
@@ -139,16 +144,16 @@ def _agree(
     decays: tuple[int, ...] = (3,),
     more: Mapping[str, tuple[Tensor, tuple[str, ...]]] | None = None,
 ) -> _Sequences:
-    """The sequences of a recurrence, once the ranks have compared it.
+    """Check and compare a call of a recurrence, and return its sequences.
 
     Args:
         op: name for error messages.
         names: q, k, v, g, beta and the state, by their names in the call.
-        facts: further options.
-        scheme: that was asked for.
+        facts: further facts to compare.
+        scheme: scheme that the caller passed.
         given: see `_sequences`.
         decays: numbers of dimensions that g may have.
-        more: further arguments by name, with the sizes of their dimensions, "H" or "K".
+        more: further arguments by name, each with its dimensions, "H" or "K".
     """
     tensors, require = [*names.values()], requires(op)
 
@@ -208,44 +213,44 @@ def gated_delta_rule(
     initial_state: Tensor | None = None,
     scheme: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    r"""A recurrence of states over the whole sequence, equal to one process's.
+    r"""Run a recurrence of states over the whole sequence, as in one process.
 
     .. math::
         S_t = e^{g_t} (I - \beta_t k_t k_t^T) S_{t-1} + \beta_t k_t v_t^T,\quad
         y_t = \mathrm{scale}\; S_t^T q_t
 
-    Without ``beta`` the state forgets by ``g`` alone, :math:`S_t = e^{g_t} S_{t-1} + k_t v_t^T`, as
-    in lightning attention and in the state space of Mamba-2 (see `selective_scan`). A decay by
-    element of a key, as in Kimi's delta attention, stands for
+    Without ``beta`` the state only decays, :math:`S_t = e^{g_t} S_{t-1} + k_t v_t^T`, as in
+    lightning attention and in the state space of Mamba-2 (see `selective_scan`). With a decay by
+    element of a key, as in Kimi's delta attention, the recurrence is
     :math:`S_t = (I - \beta_t k_t k_t^T)\, \mathrm{diag}(e^{g_t})\, S_{t-1} + \beta_t k_t v_t^T`.
-    Inside `sequence_parallel` it takes group, layout and documents from there.
+    Inside `sequence_parallel` the function takes group, layout and documents from the context.
 
     Args:
         q: `[B, Hk, L, K]`, this rank's positions.
         k: `[B, Hk, L, K]`.
-        v: `[B, H, L, V]`; H is a multiple of Hk, whose heads serve H / Hk side by side.
+        v: `[B, H, L, V]`; H is a multiple of Hk. A head of q and k is for H / Hk consecutive heads.
         g: `[B, H, L]`, logarithms of decays, not above 0, -inf to forget all; or `[B, H, L, K]`,
             one for each element of a key.
         beta: `[B, H, L]`, or None.
-        group: the ranks that share the sequence, see `ring_attention`; None is that of
+        group: the ranks that share the sequence, see `ring_attention`. None takes the group of
             `sequence_parallel`, and outside of it this process alone.
         layout: see `make_layout`; "zigzag" by default.
-        cu_seqlens: offsets of packed documents in the whole sequence, see `ring_attention`; a
-            document starts with a state of zeros, but for the first.
+        cu_seqlens: offsets of packed documents in the whole sequence, see `ring_attention`. Every
+            document except the first begins with a state of zeros.
         scale: factor on q; None for 1 / sqrt(K).
-        initial_state: `[B, H, K, V]`, that position 0 finds, equal on every rank; None for zeros.
+        initial_state: `[B, H, K, V]` before position 0, equal on every rank; None for zeros.
         scheme: "state", each rank runs its own stretch, and maps of states travel, whose bytes do
             not grow with the sequence; "heads", an all-to-all to shards of the heads and back;
-            "auto", the one that sends less.
+            "auto", the scheme that sends fewer bytes.
 
     Returns:
-        `[B, H, L, V]` in the dtype of v; and the state `[B, H, K, V]` behind the last position of
-        this rank's heads and stretch, float32 (float64): behind the whole sequence on the last
-        rank with "state" and a contiguous layout, or in one process.
+        `[B, H, L, V]` in the dtype of v; and the state `[B, H, K, V]` after the last position of
+        this rank's heads and stretch, float32 (float64). In one process, and on the last rank with
+        "state" and a contiguous layout, it is the state after the whole sequence.
 
     Raises:
-        ValueError: on every rank: an argument that is wrong by itself on one of them, arguments
-            that differ between ranks, or lengths that are not those of the layout.
+        ValueError: on every rank, if an argument is invalid on any rank or differs between ranks,
+            or if lengths do not match the layout.
         RankFailureError: a rank died or did not answer; the message names it.
 
     Reference: Yang, Kautz, Hatamizadeh: Gated Delta Networks, 2024 (arXiv 2412.06464); Kimi Linear,
@@ -258,7 +263,8 @@ def gated_delta_rule(
     q = q * (q.shape[3] ** -0.5 if scale is None else scale)
     g = g if g.dim() == 4 else g.unsqueeze(-1)
     if g.shape[-1] == 1:
-        # Sums of these are subtracted from each other. exp(-104) is 0 in float32.
+        # Sums of these logarithms are subtracted from each other, which would give NaN for -inf.
+        # exp(-104) is 0 in float32.
         g = g.masked_fill(g == -torch.inf, -104.0)
     rows = [q, k, v, g, *([] if beta is None else [beta.unsqueeze(-1)])]
     out, state = _recur(rows, None, initial_state, scheme, sequences)
@@ -280,16 +286,16 @@ def selective_scan(
     initial_state: Tensor | None = None,
     scheme: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    r"""The selective state space of Mamba over the whole sequence, equal to one process's.
+    r"""Run the selective state space of Mamba over the whole sequence, as in one process.
 
     .. math::
         S_t = e^{dt_t A} S_{t-1} + dt_t B_t x_t^T,\quad y_t = S_t^T C_t + D x_t
 
     Args:
-        x: `[B, H, L, V]`, this rank's positions; of Mamba-1 each channel is a head of V = 1.
-        dt: `[B, H, L]`, behind softplus.
-        A: `[H]`, not above 0, as of Mamba-2; or `[H, K]`, a decay for each element of a state, as
-            of Mamba-1.
+        x: `[B, H, L, V]`, this rank's positions. For Mamba-1 each channel is a head of V = 1.
+        dt: `[B, H, L]`, after softplus.
+        A: `[H]`, not above 0, as in Mamba-2; or `[H, K]`, a rate for each element of a state, as in
+            Mamba-1.
         B: `[B, G, L, K]`; H is a multiple of G.
         C: `[B, G, L, K]`.
         D: `[H]` or None.
@@ -300,10 +306,10 @@ def selective_scan(
         scheme: see `gated_delta_rule`.
 
     Returns:
-        `[B, H, L, V]` in the dtype of x, and the state as `gated_delta_rule` gives it.
+        `[B, H, L, V]` in the dtype of x, and the state as `gated_delta_rule` returns it.
 
     Raises:
-        ValueError: as `gated_delta_rule`.
+        ValueError: see `gated_delta_rule`.
         RankFailureError: a rank died or did not answer; the message names it.
 
     Reference: Gu, Dao: Mamba, 2023 (arXiv 2312.00752), equation 2; Dao, Gu: Transformers are SSMs,
@@ -328,21 +334,21 @@ def _recur(
     scheme: str,
     sequences: _Sequences,
 ) -> tuple[Tensor, Tensor]:
-    """A recurrence over the sequences.
+    """Run a recurrence over the sequences.
 
     Args:
         rows: q, k, v, logarithms of decays `[B, H, L, 1 or K]`, and with the delta rule beta
-            `[B, H, L, 1]`; with rates, C, B, x and dt `[B, H, L, 1]`.
+            `[B, H, L, 1]`. With rates: C, B, x and dt `[B, H, L, 1]`.
         rates: `[H, 1 or K]`, A of `selective_scan`, or None.
-        state: that position 0 finds; None for zeros.
-        scheme: that was asked for.
-        sequences: of the call.
+        state: state before position 0; None for zeros.
+        scheme: scheme that the caller passed.
+        sequences: sequences of the call.
     """
     v = rows[2]
     whole = sequences.stretch(range(sequences.layout.seq_len), v, v.dtype)
     dtype = torch.promote_types(v.dtype, torch.float32)
     state = None if state is None else state.to(dtype)
-    # Products with states are in float32.
+    # Autocast is off, because products with states are computed in float32.
     with without_autocast(v.device):
         if sequences.layout.num_ranks == 1:
             return _run(rows, rates, state, whole)
@@ -354,7 +360,7 @@ def _recur(
 
 
 def _is_diagonal(rows: list[Tensor], rates: Tensor | None) -> bool:
-    """True if states decay by element, and nothing else becomes of them."""
+    """True if states decay by element, without a delta rule."""
     return len(rows) == 4 and (rows[3] if rates is None else rates).shape[-1] > 1
 
 
@@ -362,7 +368,7 @@ def _run(
     rows: list[Tensor], rates: Tensor | None, state: Tensor | None, stretch: Stretch
 ) -> local.Scanned:
     q, k, v, g, *beta = rows
-    # Decays by element of keys that have one are those of heads.
+    # A last dimension of 1 means one decay a head.
     g = g.squeeze(-1) if g.shape[-1] == 1 else g
     if rates is not None:
         operator = "selective_scan" if rates.shape[1] == 1 else "selective_scan by element"
@@ -395,18 +401,18 @@ def sent_bytes(
 
     Args:
         scheme: "state" or "heads".
-        layout: of the positions.
-        rank: of the group.
-        batch: B, sequences.
-        heads: H, heads.
+        layout: layout of the positions.
+        rank: rank in the group.
+        batch: B, number of sequences.
+        heads: H, number of heads.
         dim: K, elements of a key.
         v_dim: V, elements of a value.
-        has_beta: with the delta rule.
-        g_dim: numbers of a decay, 1 or K.
-        kv_heads: of q and k (C and B); H if None.
-        by_element: states decay by element, without the delta rule.
+        has_beta: True with the delta rule.
+        g_dim: number of elements of a decay, 1 or K.
+        kv_heads: number of heads of q and k (C and B); H if None.
+        by_element: True if states decay by element without the delta rule.
         itemsize: bytes of an element.
-        backward: of the backward pass, in which all of these have gradients.
+        backward: if True, bytes of the backward pass, in which all rows have gradients.
     """
 
     def rows(count: int, *, back: bool = False) -> int:
@@ -424,7 +430,10 @@ def sent_bytes(
 
 @functools.lru_cache(maxsize=128)
 def _way(scheme: str, layout: Layout, heads: int, count: int) -> tuple[Spread, Spread]:
-    """Places of `count` rows of a position, which H heads share, before a recurrence and in it."""
+    """Distribution of `count` rows of a position before a recurrence, and during it.
+
+    The heads share the rows evenly.
+    """
     if scheme == "heads":
         target = Spread.of_heads(heads, layout, None if count == heads else count)
     else:
@@ -450,13 +459,13 @@ def conv_sent_bytes(
     """Bytes that a rank sends in a pass of `causal_conv1d`.
 
     Args:
-        layout: of the positions.
-        rank: of the group.
-        batch: B, sequences.
-        channels: D, channels.
-        taps: W, taps of the filter.
+        layout: layout of the positions.
+        rank: rank in the group.
+        batch: B, number of sequences.
+        channels: D, number of channels.
+        taps: W, number of taps of the filter.
         itemsize: bytes of an element.
-        backward: of the backward pass.
+        backward: if True, bytes of the backward pass.
     """
     way = _way("state", layout, 1, 1)
     moves = (Move(None, *_turned(way, back), "sent_bytes") for back in (False, True))
@@ -467,7 +476,7 @@ def conv_sent_bytes(
 
 @functools.lru_cache(maxsize=128)
 def most_sent_bytes(layout: Layout, **sizes: Any) -> dict[str, int]:
-    """Bytes of the rank that sends most, for each scheme; see `sent_bytes`."""
+    """For each scheme the bytes of the rank that sends most, see `sent_bytes`."""
     ranks = range(layout.num_ranks)
     return {
         name: max(sent_bytes(name, layout, rank, **sizes) for rank in ranks) for name in SCHEMES
@@ -475,7 +484,7 @@ def most_sent_bytes(layout: Layout, **sizes: Any) -> dict[str, int]:
 
 
 def _scheme(scheme: str, sequences: _Sequences, rows: list[Tensor], rates: Tensor | None) -> str:
-    """The scheme that is meant; the same on every rank."""
+    """Resolve "auto" to a scheme, the same on every rank."""
     if scheme != "auto":
         return scheme
     (batch, kv_heads, _, dim), heads = rows[0].shape, rows[2].shape[1]
@@ -493,7 +502,7 @@ def _by_heads(
     whole: Stretch,
     sequences: _Sequences,
 ) -> tuple[Tensor, Tensor]:
-    """All positions of this rank's heads in between."""
+    """Run a recurrence with scheme "heads": a rank has all positions of some heads."""
     heads = rows[2].shape[1]
     each = [heads // max(1, x.shape[1]) for x in rows]
     back = sequences.move("heads", heads, heads, back=True)
@@ -508,7 +517,11 @@ def _by_heads(
 
 
 def _of_heads(x: Tensor, own: range, each: int) -> Tensor:
-    """Rows of a rank's heads, `each` of which read one: side by side as many, or a row a head."""
+    """Adapt rows `[B, G, ...]` that this rank received to its heads `own`.
+
+    In the whole sequence `each` consecutive heads read one row. If this rank's heads do not divide
+    evenly over its rows, the rows are repeated for each head.
+    """
     count = len(own) // max(1, x.shape[1])
     places = [head // each - own.start // each for head in own]
     if places == [i // max(1, count) for i in range(len(own))]:
@@ -523,7 +536,7 @@ def _by_state(
     dtype: torch.dtype,
     sequences: _Sequences,
 ) -> tuple[Tensor, Tensor]:
-    """A stretch of positions of all heads on each rank, and states from rank to rank."""
+    """Run a recurrence with scheme "state": a rank has a stretch of positions of all heads."""
     heads, rank = rows[2].shape[1], group_rank(sequences.group)
     rows = rows if sequences.is_line else _moved(rows, sequences, "state")
     q, k, v, g, *beta = rows
@@ -533,12 +546,13 @@ def _by_state(
     if documents is not None and documents.shape[1]:
         is_first = (documents == documents[:, :1])[:, None, :, None]
     if rank > 0:
-        # In the graph, so that every rank has a gradient.
+        # Other ranks begin with zeros, which stay in the graph of `initial_state`, so that it gets
+        # a gradient on every rank.
         state = None if state is None else state.clone().zero_()
     reads: Tensor | None = None
     if beta:
-        # The same recurrence of a state of the identity and no values tells what positions do to a
-        # state (M), and what they read of it.
+        # The recurrence also runs on the identity as a state, without values. The last state is
+        # then M, the map of the stretch. Outputs are factors of the state before in `out`.
         eye = torch.eye(dim, dtype=v.dtype, device=v.device).expand(*v.shape[:2], -1, -1)
         wide = torch.cat([v, v.new_zeros(*v.shape[:3], dim)], -1)
         wider = [*rows[:2], wide, *rows[3:]]
@@ -557,7 +571,7 @@ def _by_state(
             reads = reads if is_first is None else reads * is_first
     found, last = _state_before(added, maps, sequences, by_element=not beta)
     if reads is None:
-        # The same recurrence without values tells what positions read of it.
+        # A run of the recurrence without values gives what the positions read of `found`.
         out = out + _run([q, k, torch.zeros_like(v), g], rates, found, stretch).out
     else:
         out = out + reads @ found
@@ -567,7 +581,10 @@ def _by_state(
 
 
 def _moved(rows: list[Tensor], sequences: _Sequences, scheme: str) -> list[Tensor]:
-    """Rows `[B, H or G, L, F]`, of H heads as v has them, in their places in a recurrence."""
+    """Exchange rows `[B, H or G, L, F]` to where a scheme needs them.
+
+    Rows with the same number of entries travel together in one exchange.
+    """
     found: dict[int, Tensor] = {}
     for count in dict.fromkeys(x.shape[1] for x in rows):
         places = [i for i, x in enumerate(rows) if x.shape[1] == count]
@@ -581,12 +598,14 @@ def _moved(rows: list[Tensor], sequences: _Sequences, scheme: str) -> list[Tenso
 def _state_before(
     added: Tensor, maps: Tensor, sequences: _Sequences, *, by_element: bool
 ) -> tuple[Tensor, Tensor]:
-    """The state that a stretch finds and its first document goes on with, and the one behind it.
+    """(state before this rank's stretch, state after the stretch).
+
+    The state before is zero if the first document of the stretch begins there.
 
     Args:
-        added: `[B, H, K, V]`, the state behind the stretch if it finds none of other ranks.
-        maps: what the stretch makes of a state that it finds, see `StateScan`.
-        sequences: of the call.
+        added: `[B, H, K, V]`, the state after the stretch without a state of other ranks.
+        maps: M of the stretch, see `StateScan`.
+        sequences: sequences of the call.
         by_element: see `StateScan`.
     """
     first = sequences.line.positions(group_rank(sequences.group), added.device)[:1]
@@ -612,11 +631,11 @@ def causal_conv1d(
     layout: str | Layout | None = None,
     cu_seqlens: Offsets | None = None,
 ) -> Tensor:
-    """Depthwise convolution of each position with the W - 1 before it, over the whole sequence.
+    """Depthwise causal convolution over the whole sequence.
 
     `y[d, t] = activation(bias[d] + sum_w weight[d, w] x[d, t - W + 1 + w])`, within the document of
-    t. Ranks send the last W - 1 positions of a stretch; layouts that are not contiguous change
-    places once each way.
+    t. Ranks send the last W - 1 positions of their stretch. With a layout that is not contiguous,
+    all positions are exchanged once before the convolution and once after it.
 
     Args:
         x: `[B, D, L]`, this rank's positions.
@@ -631,7 +650,7 @@ def causal_conv1d(
         `[B, D, L]` in the dtype of x.
 
     Raises:
-        ValueError: as `gated_delta_rule`.
+        ValueError: see `gated_delta_rule`.
         RankFailureError: a rank died or did not answer; the message names it.
     """
     op = "causal_conv1d"

@@ -1,13 +1,13 @@
-"""Recurrences over the positions of one process: by our operators, or by chunks.
+"""Recurrences over the positions of one process, by our operators or by formulas over chunks.
 
-They compute in float32, or in float64 if a tensor has it.
+All functions compute in float32, or in float64 if a tensor has that dtype.
 
-A state `S [K, V]` a head decays, may forget by the delta rule, and takes a key and a value at each
-position:
+Each head has a state `S [K, V]`. At each position the state decays, may forget by the delta rule,
+and takes in the product of a key and a value:
 
     S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,   y_t = S_t^T q_t
 
-Without beta it is gated linear attention, as of Mamba-2 and lightning attention:
+Without beta the recurrence is gated linear attention, as in Mamba-2 and lightning attention:
 `S_t = exp(g_t) S_{t-1} + k_t v_t^T`. The first position of a document sees no state. A decay by
 element of a key is a diagonal matrix: `S_t = (I - beta_t k_t k_t^T) diag(exp(g_t)) S_{t-1} + ...`.
 
@@ -37,8 +37,8 @@ _HAS_CUDA = has_cuda()
 
 
 def _has_operators(x: Tensor, dim: int = 0, most: int = 0) -> bool:
-    """True if an operator takes x, and dim K of states: on CUDA at most `most` elements."""
-    # A transform of torch.func takes formulas alone.
+    """True if an operator supports x and states of `dim` rows, on CUDA at most `most`."""
+    # Transforms of torch.func support the formulas only.
     return (x.is_cpu or (x.is_cuda and _HAS_CUDA and dim <= most)) and not is_transformed()
 
 
@@ -47,7 +47,7 @@ class Scanned(NamedTuple):
 
     Attributes:
         out: `[B, H, L, V]`.
-        state: `[B, H, K, V]` behind the last position.
+        state: `[B, H, K, V]` after the last position.
     """
 
     out: Tensor
@@ -67,13 +67,13 @@ def delta_rule(
 
     Args:
         q: `[B, G, L, K]`, scaled.
-        k: `[B, G, L, K]`, each for H / G heads side by side.
+        k: `[B, G, L, K]`; each of G entries is for H / G consecutive heads.
         v: `[B, H, L, V]`.
         g: `[B, H, L]`, logarithms of decays, not above 0; `[B, H, L, K]` by element of a key.
         beta: `[B, H, L]`; None for gated linear attention.
-        state: `[B, H, K, V]`, that the first position finds; None for zeros.
-        stretch: of the positions; its documents are `[B or 1, L]` int64, ascending numbers, and the
-            first position goes on with the document that `state` is of.
+        state: `[B, H, K, V]` before the first position; None for zeros.
+        stretch: the positions. Its documents are `[B or 1, L]` int64, ascending numbers, and
+            `state` is of the document of the first position.
 
     Reference: Yang, Kautz, Hatamizadeh: Gated Delta Networks, 2024 (arXiv 2412.06464), section 3.3,
         equations 10 to 12; Dao, Gu: Transformers are SSMs, 2024 (arXiv 2405.21060), section 6;
@@ -88,7 +88,8 @@ def delta_rule(
     q, k = by_head(q, v.shape[1]), by_head(k, v.shape[1])
     length = q.shape[2]
     if length == 0:
-        # In the graph of all arguments, so that a backward pass goes the way of other ranks.
+        # The results depend on all arguments, so that this rank's backward pass takes part in the
+        # exchanges of the other ranks.
         weight = (q * k * (g if g.dim() == 4 else g.unsqueeze(-1))).sum(-1)
         weight = weight if beta is None else weight * beta
         return Scanned(v * weight.unsqueeze(-1) + q @ state, state + (weight.sum() + v.sum()))
@@ -105,7 +106,7 @@ def delta_rule(
     reads = q * kept.carried
     if beta is not None:
         step = _chunked(beta.unsqueeze(-1), padding)
-        # The WY form: all updates of a chunk by one triangular system.
+        # In the WY form one triangular system gives all updates of a chunk.
         system = kept.scores(step * k, k)
         both = torch.cat([step * v, step * k * kept.carried], -1)
         solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
@@ -122,25 +123,25 @@ def delta_rule(
 
 
 def begin(state: Tensor | None, v: Tensor, dim: int) -> Tensor:
-    """The state `[B, H, dim, V]` that the first position finds, for values `[B, H, L, V]`."""
+    """The state `[B, H, dim, V]` before the first position, for values `[B, H, L, V]`."""
     return v.new_zeros(*v.shape[:2], dim, v.shape[3]) if state is None else state
 
 
 def _wide(*tensors: Tensor | None) -> Any:
-    """Tensors in float32, or float64 if one has it."""
+    """Convert tensors to float32, or to float64 if any of them has that dtype."""
     dtypes = [torch.float32, *(x.dtype for x in tensors if x is not None)]
     dtype = functools.reduce(torch.promote_types, dtypes)
     return [None if x is None else x.to(dtype) for x in tensors]
 
 
 class _Decays(NamedTuple):
-    """Decays between positions of a chunk; 0 where a document begins in between.
+    """Decays between positions of a chunk; 0 if a document begins in between.
 
     Attributes:
-        pairs: `[B, H, N, C, C]`, from the position of a column to that of a row.
-        carried: `[B, H, N, C, 1]`, from before the chunk.
-        to_end: `[B, H, N, C, 1]`, to the end of the chunk.
-        through: `[B, H, N, 1, 1]`, over the whole chunk.
+        pairs: `[B, H, N, C, C]`, decay from the position of a column to that of a row.
+        carried: `[B, H, N, C, 1]`, decay from before the chunk to a position.
+        to_end: `[B, H, N, C, 1]`, decay from a position to the end of the chunk.
+        through: `[B, H, N, 1, 1]`, decay over the whole chunk.
     """
 
     pairs: Tensor
@@ -167,18 +168,20 @@ class _Decays(NamedTuple):
         return cls(pairs, carried.unsqueeze(-1), to_end.unsqueeze(-1), through.unsqueeze(-1))
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """`[B, H, N, C, C]`, products of rows and columns, decayed in between."""
+        """`[B, H, N, C, C]`, products of rows q and columns k, times the decay between them."""
         return q @ k.mT * self.pairs
 
 
 class _ElementDecays(NamedTuple):
-    """The same by element of a key; every exponent is a sum of logarithms that are not above 0.
+    """As `_Decays`, by element of a key.
+
+    No exponential overflows, because every exponent is a sum of logarithms that are not above 0.
 
     Attributes:
-        steps: `[B, H, N, C, K]`, logarithm of the decay to each position from the one before.
-        carried: `[B, H, N, C, K]`, from before the chunk.
-        to_end: `[B, H, N, C, K]`, to the end of the chunk.
-        through: `[B, H, N, K, 1]`, over the whole chunk.
+        steps: `[B, H, N, C, K]`, logarithm of the decay from the position before to each position.
+        carried: `[B, H, N, C, K]`, decay from before the chunk to a position.
+        to_end: `[B, H, N, C, K]`, decay from a position to the end of the chunk.
+        through: `[B, H, N, K, 1]`, decay over the whole chunk.
     """
 
     steps: Tensor
@@ -193,9 +196,10 @@ class _ElementDecays(NamedTuple):
         return cls(steps, carried, _behind(steps).exp(), carried[..., -1, :, None])
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """As those of `_Decays`, by stretches of 1, 2, 4, ... positions and the one before each.
+        """As `_Decays.scores`, from pairs of neighbouring stretches of 1, 2, 4, ... positions.
 
-        Decays meet at the edge between both, since those of elements are no factor of a product.
+        Decays by element are inside the product over elements. They are therefore split at the
+        edge between the stretches: rows decay from the edge, and columns up to the edge.
         """
         found, size = (q * k).sum(-1)[..., None, None], 1
         while size < CHUNK:
@@ -211,12 +215,12 @@ class _ElementDecays(NamedTuple):
 
 
 def _behind(steps: Tensor) -> Tensor:
-    """Sum of the logarithms behind each position, `[..., C, K]`."""
+    """Sum of the logarithms after each position, `[..., C, K]`."""
     return F.pad(steps[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
 
 
 def _forgetting(decay: Tensor, documents: Tensor | None) -> Tensor:
-    """Logarithms `[B, H, L, K]`, by which nothing is left where a document begins."""
+    """Logarithms `[B, H, L, K]`, set to -inf at the beginning of a document."""
     if documents is None:
         return decay
     starts = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
@@ -224,7 +228,7 @@ def _forgetting(decay: Tensor, documents: Tensor | None) -> Tensor:
 
 
 def _chunked(x: Tensor, padding: int) -> Tensor:
-    """`[B, H, N, C, ...]` of `[B, H, L, ...]`; zeros behind the last position."""
+    """Cut `[B, H, L, ...]` into chunks `[B, H, N, C, ...]`, padded with zeros."""
     return F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, CHUNK))
 
 
@@ -237,15 +241,15 @@ def selective_scan(
     state: Tensor | None,
     stretch: Stretch,
 ) -> Scanned:
-    """A recurrence whose states decay: `S_t = exp(dt_t A) S_{t-1} + dt_t B_t x_t^T`.
+    """Run a recurrence whose states decay: `S_t = exp(dt_t A) S_{t-1} + dt_t B_t x_t^T`.
 
     Args:
         x: `[B, H, L, V]`.
         dt: `[B, H, L]`.
-        A: `[H, 1 or K]`, not above 0: a rate a head, or one for each element.
-        B: `[B, G, L, K]`, each for H / G heads side by side.
+        A: `[H, 1 or K]`, not above 0, a rate for each head or for each element.
+        B: `[B, G, L, K]`; each of G entries is for H / G consecutive heads.
         C: `[B, G, L, K]`; outputs are `S_t^T C_t`.
-        state: `[B, H, K, V]`, that the first position finds; None for zeros.
+        state: `[B, H, K, V]` before the first position; None for zeros.
         stretch: as in `delta_rule`.
 
     Reference: Gu, Dao: Mamba, 2023 (arXiv 2312.00752), equation 2.
@@ -270,14 +274,14 @@ def diagonal_scan(
     state: Tensor | None,
     documents: Tensor | None,
 ) -> Scanned:
-    """A recurrence whose states decay by element: `S_t = exp(decay_t) S_{t-1} + k_t v_t^T`.
+    """Run a recurrence whose states decay by element: `S_t = exp(decay_t) S_{t-1} + k_t v_t^T`.
 
     Args:
-        q: `[B, G, L, K]`, each for H / G heads side by side.
+        q: `[B, G, L, K]`; each of G entries is for H / G consecutive heads.
         k: `[B, G, L, K]`.
         v: `[B, H, L, V]`.
         decay: `[B, H, L, K]`, logarithms, not above 0.
-        state: `[B, H, K, V]`, that the first position finds; None for zeros.
+        state: `[B, H, K, V]` before the first position; None for zeros.
         documents: as in `delta_rule`.
     """
     q, k, v, decay, state = _wide(q, k, v, decay, state)
@@ -287,7 +291,8 @@ def diagonal_scan(
         weight = (q * k * decay).sum(-1, keepdim=True)
         return Scanned(v * weight + q @ state, state + (weight.sum() + v.sum()))
     decay = _forgetting(decay, documents)
-    # Stretches side by side, position after position; then one stretch after the other.
+    # The positions are cut into sqrt(L) stretches. The first loop runs through the positions of all
+    # stretches at once, and the second loop carries the state from stretch to stretch.
     size = math.isqrt(length - 1) + 1
     q_N, k_N, v_N, decay_N = (
         F.pad(x, (0, 0, 0, -length % size)).unflatten(2, (-1, size)) for x in (q, k, v, decay)
@@ -315,7 +320,7 @@ def causal_conv(
     stretch: Stretch,
     silu: bool,
 ) -> Tensor:
-    """Depthwise convolution of each position with those before it.
+    """Depthwise causal convolution.
 
     `y[d, t] = sum_w weight[d, w] x[d, t - W + 1 + w]`, over positions of the document of t.
 
@@ -323,9 +328,9 @@ def causal_conv(
         x: `[B, D, L]`.
         weight: `[D, W]`.
         bias: `[D]` or None.
-        halo: `[B, D, W - 1]`, the positions before the first one; None for zeros.
-        stretch: of the halo and of x, whose documents are `[B or 1, W - 1 + L]`.
-        silu: with that activation.
+        halo: `[B, D, W - 1]`, the positions before x; None for zeros.
+        stretch: the positions of halo and x, with documents `[B or 1, W - 1 + L]`.
+        silu: if True, SiLU is applied to the result.
     """
     x, weight, bias, halo = _wide(x, weight, bias, halo)
     if halo is None:

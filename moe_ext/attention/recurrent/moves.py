@@ -1,4 +1,4 @@
-"""Rows that change places between ranks: from positions to heads, between layouts, and halos.
+"""Exchanges of rows between ranks: from positions to heads, between layouts, and of halos.
 
 Shapes: B batch, H heads, S whole sequence, L positions of this rank, F elements of a row, P ranks.
 """
@@ -25,11 +25,11 @@ from moe_ext.comm.ring_exchange import Exchange
 
 @dataclass(frozen=True)
 class Spread:
-    """The heads and positions that each rank holds of rows `[B, H, L, F]`.
+    """Distribution of rows `[B, H, L, F]`: the heads and the positions that each rank holds.
 
     Attributes:
-        heads: of each rank, side by side.
-        layout: of the positions.
+        heads: for each rank its heads, consecutive.
+        layout: layout of the positions.
     """
 
     heads: tuple[range, ...]
@@ -37,18 +37,19 @@ class Spread:
 
     @classmethod
     def of_positions(cls, heads: int, layout: Layout) -> Spread:
-        """All heads of the positions of a layout."""
+        """Each rank holds all heads, of its positions in a layout."""
         return cls((range(heads),) * layout.num_ranks, layout)
 
     @classmethod
     def of_heads(cls, heads: int, layout: Layout, shared: int | None = None) -> Spread:
-        """Heads as even as they can be, each with all positions in the order of the sequence.
+        """Each rank holds some heads, as evenly as possible, with all positions in sequence order.
 
         Args:
-            heads: of all ranks.
-            layout: of the positions.
-            shared: number of rows, each for heads / shared heads side by side: those that a rank's
-                heads read are spread then, some of them to several ranks.
+            heads: number of heads over all ranks.
+            layout: layout of the positions before.
+            shared: if given, the rows have this number of entries instead, each for heads / shared
+                consecutive heads. A rank then holds the entries of its heads, and an entry may be
+                on several ranks.
         """
         size, whole = layout.num_ranks, ((range(layout.seq_len),),)
         parts = tuple(even_parts(range(heads), size))
@@ -62,14 +63,14 @@ class _Whole(Layout):
     """All positions on every rank."""
 
     def __post_init__(self) -> None:
-        """Positions are there more than once."""
+        """Skip the check of `Layout` that each position is held once."""
 
 
 @functools.lru_cache(maxsize=128)
 def _places(source: Layout, target: Layout, rank: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Local indices of what a rank sends to each rank, and of where it puts what comes from each.
+    """For each rank, local indices of the positions to send, and of the places of those received.
 
-    Both follow the order in which the receiver holds the positions.
+    Both are in the order in which the receiver holds the positions.
     """
     ranks = range(source.num_ranks)
     local = torch.full((source.seq_len,), -1)
@@ -87,12 +88,12 @@ def _places(source: Layout, target: Layout, rank: int) -> tuple[list[Tensor], li
 
 @dataclass(frozen=True)
 class Move:
-    """A change of places of rows, of which each is on one rank before it.
+    """An exchange that changes the distribution of rows.
 
     Attributes:
         group: the ranks.
-        source: who holds what before.
-        target: who holds what behind it.
+        source: distribution before.
+        target: distribution after.
         operation: name for error messages.
     """
 
@@ -103,17 +104,17 @@ class Move:
 
     @property
     def back(self) -> Move:
-        """The way back."""
+        """The exchange from `target` to `source`."""
         return Move(self.group, self.target, self.source, f"{self.operation} backward")
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Rows `[B, H, L, F]` of the target; differentiable."""
+        """Exchange rows `[B, H, L, F]` of the source for those of the target; differentiable."""
         if self.source == self.target:
             return x
         return linear_map(x, self.run, self.back.run)
 
     def run(self, x: Tensor) -> Tensor:
-        """The same outside of a graph."""
+        """Exchange rows as `__call__` does, without autograd."""
         me, batch, width = group_rank(self.group), x.shape[0], x.shape[3]
         sent, places = self._places(me)
         mine, theirs = self.source.heads[me], self.target.heads
@@ -129,31 +130,32 @@ class Move:
         receive = [torch.Size(shape).numel() for shape in shapes]
         how: dict[str, Any] = {"operation": self.operation, "send": send, "receive": receive}
         arrived = all_to_all(torch.cat(parts), self.group, **how).split(receive)
-        # Every rank has all positions of a whole source, with other heads each.
+        # If every rank held all positions, every rank sends all of this rank's positions, for other
+        # heads each. `places` then counts a position once for every rank.
         copies = len(sent) if _is_whole(self.source.layout) else 1
         out = x.new_zeros(batch, len(own), sum(map(len, places)) // copies, width)
         for heads, index, shape, part in zip(comes, places, shapes, arrived, strict=True):
             rows = out[:, heads.start - own.start : heads.stop - own.start]
-            # Gradients of a row that went to several ranks add up.
+            # In a backward pass, the gradients of a row that went to several ranks are summed.
             rows.index_add_(2, index.to(x.device), part.view(shape))
         return out
 
     def elements(self, rank: int) -> int:
-        """Rows that a rank sends to others, one for each position and head."""
+        """Number of rows that a rank sends to other ranks, one for each position and head."""
         mine, shards = self.source.heads[rank], self.source.layout.shards
         held = sum(map(len, shards[rank]))
         if _is_whole(self.target.layout):
             others = (theirs for other, theirs in enumerate(self.target.heads) if other != rank)
             return held * sum(len(_common(mine, theirs)) for theirs in others)
         pairs = itertools.product(shards[rank], self.target.layout.shards[rank])
-        # All heads of a position that does not stay go to one rank.
+        # A position that leaves the rank goes to one other rank, with all its heads.
         return len(mine) * (held - sum(itertools.starmap(_num_common, pairs)))
 
     def _places(self, rank: int) -> tuple[list[Tensor], list[Tensor]]:
         source, target = self.source.layout, self.target.layout
         if not _is_whole(source):
             return _places(source, target, rank)
-        # Each rank has all positions of its heads: they go where the target has them.
+        # This rank holds all positions, and sends to each rank the positions of `target`.
         ranks = range(source.num_ranks)
         sent = [target.positions(one) for one in ranks]
         return sent, [torch.arange(target.sizes[rank]) for _ in ranks]
@@ -169,13 +171,13 @@ def _common(a: range, b: range) -> range:
 
 
 def _num_common(a: range, b: range) -> int:
-    """Positions that are in both ranges, whatever their steps."""
+    """Number of positions that are in both ranges, for any steps."""
     return len(_common(a, b)) if a.step == b.step == 1 else sum(i in b for i in a)
 
 
 @functools.lru_cache(maxsize=128)
 def _halo_pieces(sizes: tuple[int, ...], width: int) -> tuple[dict[int, range], ...]:
-    """For each rank the pieces of its halo, by the rank that holds them: positions there."""
+    """For each rank the pieces of its halo: from the rank that holds a piece to positions there."""
     starts = [0, *itertools.accumulate(sizes)]
     found = []
     for rank, start in enumerate(starts[:-1]):
@@ -190,12 +192,12 @@ def _halo_pieces(sizes: tuple[int, ...], width: int) -> tuple[dict[int, range], 
 
 @dataclass(frozen=True)
 class Halo:
-    """The last positions before those of each rank of a contiguous layout.
+    """Exchange of halos: the last positions before those of each rank, in a contiguous layout.
 
     Attributes:
         group: the ranks.
-        sizes: positions of each.
-        width: positions of a halo; zeros where the sequence begins.
+        sizes: number of positions of each rank.
+        width: number of positions of a halo. Positions before the sequence are zeros.
         operation: name for error messages.
     """
 
@@ -205,18 +207,21 @@ class Halo:
     operation: str
 
     def elements(self, rank: int, backward: bool = False) -> int:
-        """Positions that a rank sends to others, or gradients of those that it got."""
+        """Number of positions that a rank sends to other ranks, in the forward or backward pass."""
         pieces = _halo_pieces(self.sizes, self.width)
         if backward:
             return sum(map(len, pieces[rank].values()))
         return sum(len(before.get(rank, ())) for before in pieces)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[..., width]` of `[..., L]`; differentiable."""
+        """Send positions of x `[..., L]`, and return this rank's halo `[..., width]`.
+
+        Differentiable: gradients of a halo return to the ranks of its positions.
+        """
         return linear_map(x, self.bring, functools.partial(self.give_back, x.shape[-1]))
 
     def bring(self, x: Tensor) -> Tensor:
-        """The halo of this rank."""
+        """Exchange halos as `__call__` does, without autograd."""
         mine, theirs = self._pieces()
         sent = {rank: x[..., part.start : part.stop] for rank, part in theirs.items()}
         came = self._exchanged(sent, mine, x, step=1)
@@ -224,7 +229,7 @@ class Halo:
         return torch.nn.functional.pad(found, (self.width - found.shape[-1], 0))
 
     def give_back(self, length: int, grad: Tensor) -> Tensor:
-        """`[..., length]`: the sum of the gradients of this rank's positions in other halos."""
+        """Send gradients of halos back; return their sum for this rank, `[..., length]`."""
         mine, theirs = self._pieces()
         lengths = [len(part) for part in mine.values()]
         parts = grad[..., self.width - sum(lengths) :].split(lengths, -1)
@@ -235,7 +240,7 @@ class Halo:
         return total
 
     def _pieces(self) -> tuple[dict[int, range], dict[int, range]]:
-        """Pieces of this rank's halo, and those that it holds of others, by the other rank."""
+        """Pieces of this rank's halo, and pieces of others' halos on this rank, by other rank."""
         me, pieces = group_rank(self.group), _halo_pieces(self.sizes, self.width)
         theirs = {rank: before[me] for rank, before in enumerate(pieces) if me in before}
         return pieces[me], theirs
@@ -243,13 +248,13 @@ class Halo:
     def _exchanged(
         self, sent: Mapping[int, Tensor], due: Mapping[int, range], like: Tensor, *, step: int
     ) -> dict[int, Tensor]:
-        """Positions from each rank that has some for this one, the nearest first.
+        """Exchange pieces with other ranks, the nearest first; return those received, by rank.
 
         Args:
-            sent: to each rank.
-            due: from each rank.
-            like: of their dtype, and of their shape but for the last dimension.
-            step: 1 to send to the ranks behind this one, -1 to those before it.
+            sent: pieces to send, by rank.
+            due: pieces to receive, by rank.
+            like: a tensor with the dtype of the pieces, and their shape except the last dimension.
+            step: 1 to send to ranks after this one, -1 to send to ranks before it.
         """
         exchange = Exchange(self.group, self.operation + " backward" * (step < 0))
         me, came = group_rank(self.group), dict[int, Tensor]()

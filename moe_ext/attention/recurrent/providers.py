@@ -1,8 +1,9 @@
-"""Other libraries' kernels for recurrences on CUDA, and the calls that are not for them.
+"""Kernels of other libraries for recurrences on CUDA, and rules for the calls that they take.
 
-A library brings its own gradients, so it stands before our operators, where the caller's dtype and
-documents are still known. The environment variable `MOE_EXT_RECURRENCE` is "auto" or "own". Before
-its first use for a kind of call, a small call is compared with our operator's, gradients included.
+Libraries bring their own gradients, and are chosen above our operators, where the caller's dtype
+and documents are still known. The environment variable `MOE_EXT_RECURRENCE` is "auto" or "own".
+Before a library is first used for a kind of call, a small call is compared with our own operator,
+gradients included.
 
 Shapes: B batch, G groups, H heads, L positions, K dim of queries and keys, V dim of values, D
 channels, W taps, N documents of all rows.
@@ -40,13 +41,14 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Stretch:
-    """The positions that a recurrence runs over: facts that its tensors do not show.
+    """The positions of a recurrence, with facts that its tensors do not show.
 
     Attributes:
-        documents: `[B or 1, L]`, see `local.delta_rule`; of a convolution, of its halo too.
-        edges: where documents begin, and L, ascending from 0, for each row of `documents`.
-        dtype: of the caller's values, to which outputs are rounded; None for that of the tensors.
-        is_shared: other ranks take on the state behind the last position.
+        documents: `[B or 1, L]`, see `local.delta_rule`. For a convolution, with those of its halo.
+        edges: for each row of `documents` the first positions of documents and L, ascending from 0.
+        dtype: dtype of the caller's values, to which outputs are rounded; None for that of the
+            tensors.
+        is_shared: True if other ranks continue with the state after the last position.
     """
 
     documents: Tensor | None = None
@@ -60,10 +62,10 @@ class Provider:
     """A function of a library.
 
     Attributes:
-        package: that users install.
-        module: that has the function.
-        function: its name.
-        takes: arguments that are given by name.
+        package: package that users install.
+        module: module that has the function.
+        function: name of the function.
+        takes: names of the arguments that are passed.
     """
 
     package: str
@@ -102,7 +104,7 @@ PROVIDERS = {
 
 
 class Asked(NamedTuple):
-    """A call as the rules see it: its values, and what else decides."""
+    """A call of an operator, as the rules get it."""
 
     values: Tensor
     dtype: torch.dtype
@@ -110,7 +112,8 @@ class Asked(NamedTuple):
     stretch: Stretch
 
 
-# Reasons for which our kernels take a call: of all operators, and then of each.
+# Reasons why our own kernels take a call, with their conditions: first those for all operators,
+# then those for some or one of them.
 _ALWAYS: dict[str, Callable[[Asked], bool]] = {
     "not on CUDA": lambda call: not on_cuda(call.values),
     "no elements": lambda call: call.values.numel() == 0,
@@ -148,7 +151,7 @@ RULES: dict[str, dict[str, Callable[[Asked], bool]]] = {
 
 
 def on_cuda(x: Tensor) -> bool:
-    """True for tensors that the libraries can take."""
+    """True if x is on a device that the libraries support."""
     return x.is_cuda
 
 
@@ -159,12 +162,12 @@ def _of(call: Asked, name: str) -> Tensor:
 
 
 def _size(call: Asked, *names: str) -> int:
-    """Last dimension of the argument that has one of these names."""
+    """Size of the last dimension of the argument with one of the names."""
     return next(_of(call, name).shape[-1] for name in names if name in call.given)
 
 
 def own_reason(operator: str, call: Asked) -> str:
-    """Why a call is for our kernels whichever library there is; empty if it is not."""
+    """Reason why our own kernels take a call with any library, or "" if there is none."""
     rules = (*_ALWAYS.items(), *RULES[operator].items())
     return next((reason for reason, holds in rules if holds(call)), "")
 
@@ -176,14 +179,14 @@ def serve(
     stretch: Stretch,
     **options: Any,
 ) -> Any:
-    """Result of a library for a call, or that of ours.
+    """Run a call with a library if possible, else with our own function.
 
     Args:
-        operator: of `PROVIDERS`.
-        own: ours, which takes the same.
+        operator: name of an entry of `PROVIDERS`.
+        own: our own function, with the same arguments.
         given: tensors by name.
-        stretch: of the positions.
-        options: of the operator.
+        stretch: the positions.
+        options: further arguments of the operator.
 
     Raises:
         ValueError: the choice is unknown.
@@ -211,7 +214,7 @@ def _call(
     stretch: Stretch,
     options: Mapping[str, Any],
 ) -> Any:
-    """Result of a library, whose state gets the gradients of ours where it has none."""
+    """Run a call with a library. A state without a gradient gets the gradient of our function."""
     found = _CALLS[operator](load(operator), **given, stretch=stretch, **options)
     if operator != "selective_scan by element":
         return found
@@ -228,12 +231,12 @@ def _call(
     return out, _WithGradient.apply(last.detach(), again, *(given[name] for name in names))
 
 
-# Operator, to the function, or why there is none.
+# Operator to the function of its library, or to the reason why it cannot be used.
 _loaded: dict[str, Any] = {}
 
 
 def load(operator: str) -> Any:
-    """The function of a library, or why there is none: tried once."""
+    """The function of a library, or the reason why it cannot be used. Cached."""
     if operator not in _loaded:
         _loaded[operator] = _load(PROVIDERS[operator])
     return _loaded[operator]
@@ -245,7 +248,8 @@ def _load(provider: Provider) -> Any:
     try:
         function = getattr(importlib.import_module(provider.module), provider.function)
         known = _arguments(function)
-    except Exception as error:  # it may compile, or ask for a device, while it is imported
+    # The import of a library may compile code or ask for a device, and raise any error.
+    except Exception as error:
         return f"{type(error).__name__}: {error}"
     lacks = [name for name in provider.takes if name not in known]
     return f"{provider.function} takes no {', '.join(lacks)}" if lacks else function
@@ -253,19 +257,20 @@ def _load(provider: Provider) -> Any:
 
 @functools.cache
 def _arguments(function: Callable[..., Any]) -> frozenset[str]:
-    """Names of the arguments of a function, read once."""
+    """Names of the arguments of a function, cached."""
     return frozenset(inspect.signature(function).parameters)
 
 
 def _is_installed(provider: Provider) -> bool:
     try:
         return importlib.util.find_spec(provider.module.partition(".")[0]) is not None
-    except ValueError:  # a module that has no specification
+    # `find_spec` raises ValueError for an imported module without a specification.
+    except ValueError:
         return True
 
 
 def state() -> str:
-    """Text of `info` on the choice; without a device it loads nothing."""
+    """Text of `info` on the choice of libraries. Without a device no library is loaded."""
     if CHOSEN not in CHOICES:
         return f"{CHOSEN!r}, which is none of {', '.join(CHOICES)}"
     parts = [f"{CHOSEN}: {CHOICES[CHOSEN]}"]
@@ -278,21 +283,22 @@ def state() -> str:
     return "; ".join([*parts, *passed, "MOE_EXT_RECURRENCE chooses"])
 
 
-# Operator and kind of call, to the fault that its trial found.
+# Operator and kind of call to the mistake that the trial found, or "".
 faults: dict[tuple[object, ...], str] = {}
-# Relative error that a result in 16 bits stays far below, and a wrong one far above.
+# Largest relative error in a trial. Rounding to 16 bits stays far below, wrong results far above.
 _MOST_ERROR = 0.05
-# Dimensions of the arguments; P is W - 1, and R is 1 or K.
+# Dimensions of the arguments. P is W - 1, and R is 1 or K.
 _SHAPES = {
     **{"q": "BGLK", "k": "BGLK", "v": "BHLV", "g": "BHL", "beta": "BHL", "state": "BHKV"},
     **{"dt": "BHL", "A": "HR", "B": "BGLK", "C": "BGLK", "D": "BDL"},
     **{"weight": "DW", "bias": "D", "halo": "BDP"},
 }
+# Positions of a trial, and edges of its documents.
 _LENGTH, _EDGES = 80, (0, 30, 80)
 
 
 def _fault(operator: str, own: Callable[..., Any], call: Asked, options: Any) -> str:
-    """The fault of a library for such calls, empty if there is none; tries it once.
+    """The mistake of a library for calls of this kind, or "". The first call tries the library.
 
     NOTE: device-to-host sync, at the first call of a kind.
     """
@@ -309,7 +315,8 @@ def _fault(operator: str, own: Callable[..., Any], call: Asked, options: Any) ->
         if call.values.is_cuda and torch.cuda.is_current_stream_capturing():
             return "not tried before a capture"
         is_known = any(why for (of, *_), why in faults.items() if of == operator)
-        # Modes, hooks of saved tensors and recomputations are those of a thread.
+        # The trial runs in another thread, because modes, hooks of saved tensors and recomputation
+        # of the caller apply to its own thread only.
         with ThreadPoolExecutor(1) as apart:
             faults[key] = apart.submit(_try, operator, own, call, sizes, options).result()
         if faults[key] and not is_known:
@@ -329,8 +336,8 @@ def _letters(operator: str, name: str) -> str:
 def _try(
     operator: str, own: Callable[..., Any], call: Asked, sizes: dict[str, int], options: Any
 ) -> str:
-    """Run a small call; the mistake in its results and gradients, empty if there is none."""
-    # The user's generator is not drawn from.
+    """Run a small call, and return the mistake in its results and gradients, or ""."""
+    # A generator of its own leaves the user's random state alone.
     generator, device = torch.Generator().manual_seed(0), call.values.device
     given: dict[str, Tensor | None] = {}
     for name, x in call.given.items():
@@ -339,13 +346,14 @@ def _try(
             shape = [sizes[letter] for letter in _letters(operator, name)]
             draw = torch.rand if name in ("g", "A", "dt", "beta") else torch.randn
             values = draw(shape, generator=generator) * (-1 if name in ("g", "A") else 1)
-            # Keys of length one, as delta rules want them.
+            # Keys are scaled to about unit length, as delta rules require.
             values = values * shape[-1] ** -0.5 if name in ("k", "B", "C") else values
             given[name] = values.to(device, x.dtype).requires_grad_()
     stretch = Stretch(dtype=call.dtype, is_shared=call.stretch.is_shared)
     if call.stretch.documents is not None:
         before = sizes["W"] - 1 if operator == "causal_conv1d" else 0
-        # A halo of the first document, since what follows another one has no gradient.
+        # The halo belongs to the first document, because a halo of another document would get no
+        # gradient.
         at = torch.arange(-before, _LENGTH, device=device).clamp_min(0)
         documents = torch.bucketize(at, torch.tensor(_EDGES, device=device), right=True)[None]
         stretch = Stretch(documents, (_EDGES,), call.dtype, call.stretch.is_shared)
@@ -369,23 +377,23 @@ def _try(
 
 
 def by_head(x: Tensor, heads: int) -> Tensor:
-    """`[B, H, ...]` of `[B, G, ...]`, whose G entries serve H / G heads side by side each."""
+    """Repeat each of G entries `[B, G, ...]` for its H / G consecutive heads: `[B, H, ...]`."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def as_columns(x: Tensor, dt: Tensor, A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Values `[B, H V, L]`, steps and rates of a scan in which each column is a head of its own."""
+    """Values `[B, H V, L]`, steps and rates of a scan in which every column of v is a head."""
     v_dim = x.shape[3]
     return x.mT.flatten(1, 2), dt.repeat_interleave(v_dim, 1), A.repeat_interleave(v_dim, 0)
 
 
 def of_columns(x: Tensor, v_dim: int) -> Tensor:
-    """`[B, H, ..., V]` of a result `[B, H V, ...]` of such a scan; H may be 0."""
+    """Turn a result `[B, H V, ...]` of such a scan into `[B, H, ..., V]`. H may be 0."""
     return x.unflatten(1, (-1, v_dim)).mT
 
 
 def _numbers(documents: Tensor, batch: int) -> Tensor:
-    """Numbers of documents from 0, a row of int32 for each sequence."""
+    """Numbers of documents from 0, int32 `[B, L]`."""
     return (documents - documents[:, :1]).expand(batch, -1).int().contiguous()
 
 
@@ -399,13 +407,14 @@ def _delta_rule(
     state: Tensor | None,
     stretch: Stretch,
 ) -> tuple[Tensor, Tensor]:
-    """`chunk_gated_delta_rule` of flash-linear-attention; positions before heads.
+    """Call `chunk_gated_delta_rule` of flash-linear-attention.
 
-    It takes packed documents as one row, a state of float32 for each, and logarithms of decays.
+    The function takes positions before heads, packed documents as one row with a float32 state for
+    each, and logarithms of decays.
     """
     heads, (batch, _, length, _) = v.shape[1], v.shape
     dtype = stretch.dtype or v.dtype
-    # Versions before 0.5 want as many heads of q and k as of v.
+    # Versions before 0.5 require as many heads of q and k as of v.
     q, k = by_head(q, heads), by_head(k, heads)
     rows = [x.to(dtype).transpose(1, 2) for x in (q, k, v)]
     rows += [x.float().transpose(1, 2) for x in (g, beta)]
@@ -442,10 +451,10 @@ def _head_scan(
     state: Tensor | None,
     stretch: Stretch,
 ) -> tuple[Tensor, Tensor]:
-    """`mamba_chunk_scan_combined`; positions before heads, and states `[B, H, V, K]`."""
+    """Call `mamba_chunk_scan_combined`, with positions before heads and states `[B, H, V, K]`."""
     numbers = None
     if stretch.documents is not None:
-        # The state to begin with is that of the document 0.
+        # The library takes the initial state for the document with number 0.
         numbers = _numbers(stretch.documents, len(x))
     out, last = function(
         x=x.to(stretch.dtype or x.dtype).transpose(1, 2),
@@ -471,7 +480,7 @@ def _element_scan(
     state: None,
     stretch: Stretch,
 ) -> tuple[Tensor, Tensor]:
-    """`selective_scan_fn` in float32; channels are columns of heads."""
+    """Call `selective_scan_fn` in float32. Its channels are the columns of heads."""
     x, dt, A, B, C = (t.float() for t in (x, dt, A, B, C))
     u, delta, A = as_columns(x, dt, A)
     out, last = function(u=u, delta=delta, A=A, B=B.mT, C=C.mT, return_last_state=True)
@@ -479,7 +488,7 @@ def _element_scan(
 
 
 class _WithGradient(torch.autograd.Function):
-    """A result whose gradient is that of another function, which runs in the backward pass."""
+    """Gives a result the gradient of another function, which runs in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, result: Tensor, function: Any, *given: Tensor) -> Tensor:
@@ -510,7 +519,11 @@ def _convolution(
     stretch: Stretch,
     silu: bool,
 ) -> Tensor:
-    """`causal_conv1d_fn`; documents want rows of channels side by side, and no states before."""
+    """Call `causal_conv1d_fn`.
+
+    With documents the function requires channels to be contiguous and takes no initial states, so
+    that the halo is concatenated.
+    """
     length, numbers, width = x.shape[2], None, weight.shape[1]
     if halo is not None:
         x = torch.cat([halo, x], 2)

@@ -1,7 +1,7 @@
-"""The state that the positions of a rank find, from what the ranks before do to a state.
+"""Scan over ranks for the state before each rank's positions.
 
-A rank does to a state what its positions do one after the other: `S -> M S + U`. Of several ranks
-that is again such a map, so that the maps before each rank are known after log2(P) messages.
+The positions of a rank together map a state S to `M S + U`. The maps of several ranks in sequence
+are again such a map, so that every rank knows the map of all ranks before it after log2(P) steps.
 
 Shapes: B batch, H heads, K and V dims of a state, P ranks.
 """
@@ -23,12 +23,12 @@ from moe_ext.comm.ring_exchange import Exchange
 
 @dataclass(frozen=True)
 class StateScan:
-    """Brings every rank the state that its first position finds, in one exchange of maps.
+    """Computes for every rank the state before its first position, by exchanging maps.
 
     Attributes:
         group: the ranks, in the order of the positions.
         operation: name for error messages.
-        by_element: maps are decays, which multiply elements of a state; else matrices.
+        by_element: if True, M is a decay that multiplies elements of a state; else a matrix.
     """
 
     group: ProcessGroup | None
@@ -36,10 +36,10 @@ class StateScan:
     by_element: bool
 
     def __call__(self, maps: Tensor, added: Tensor) -> Tensor:
-        """The state before this rank, zeros on the first; differentiable.
+        """The state before this rank, zeros on the first rank; differentiable.
 
         Args:
-            maps: M of this rank, `[B, H, K, K]`, or `[B, H, K or 1, V or 1]` of a decay by element.
+            maps: M of this rank, `[B, H, K, K]`, or `[B, H, K or 1, V or 1]` with `by_element`.
             added: U of this rank, `[B, H, K, V]`.
         """
         state: Tensor = _States.apply(maps, added, self)
@@ -47,17 +47,18 @@ class StateScan:
 
     @staticmethod
     def messages(rank: int, size: int) -> int:
-        """Messages that a rank sends to bring all ranks their states."""
+        """Number of messages that a rank sends in one scan."""
         doubled = sum(1 for i in range(size.bit_length()) if rank > 0 and rank + 2**i < size)
         return (rank + 1 < size) + doubled
 
     def before(self, maps: Tensor, added: Tensor, *, reverse: bool = False) -> Tensor:
-        """U of the map of all ranks before this one, or behind it."""
+        """U of the composed map of all ranks before this one, or with `reverse` after it."""
         size, rank = group_size(self.group), group_rank(self.group)
         if reverse:
             rank = size - 1 - rank
         exchange = Exchange(self.group, self.operation + " backward" * reverse)
-        # First the map of the neighbour alone, then those of 1, 2, 4, ... ranks before that.
+        # In the first step a rank gets the map of its neighbour. In the next steps it gets the
+        # composed maps of the 1, 2, 4, ... ranks before those that it already has.
         have: tuple[Tensor, Tensor] | None = (maps.contiguous(), added.contiguous())
         found: tuple[Tensor, Tensor] | None = None
         for tag, shift in enumerate([0, *(2**i for i in range(size.bit_length()))]):
@@ -68,7 +69,7 @@ class StateScan:
             if target < size and has is not None:
                 row = torch.cat([x.reshape(-1) for x in has])
                 sends = [(as_bytes(row), _place(target, size, reverse))]
-            # Rank 0 has no map before it: nothing comes from it but its own.
+            # Rank 0 has no composed map of ranks before it, so it sends only in the first step.
             if source >= (1 if shift else 0):
                 room = added.new_empty(maps.numel() + added.numel())
             if sends or room is not None:
@@ -82,13 +83,13 @@ class StateScan:
         return torch.zeros_like(added) if found is None else found[1]
 
     def times(self, maps: Tensor, state: Tensor) -> Tensor:
-        """M S."""
+        """M S, elementwise with `by_element`."""
         return maps * state if self.by_element else maps @ state
 
     def _after(
         self, later: tuple[Tensor, Tensor], earlier: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """The map of one behind the other."""
+        """Compose two maps (M, U), of which `later` is applied second."""
         return self.times(later[0], earlier[0]), self.times(later[0], earlier[1]) + later[1]
 
 
@@ -109,7 +110,7 @@ class _States(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         maps, state = ctx.saved_tensors
         scan: StateScan = ctx.scan
-        # The gradient of the state behind this rank, by the same scan from the last rank on.
+        # The gradient of the state after this rank is a scan in reverse, with transposed maps.
         behind = scan.before(maps if scan.by_element else maps.mT, grad, reverse=True)
         if not scan.by_element:
             return behind @ state.mT, behind, None
