@@ -31,16 +31,16 @@ from moe_ext.comm.agreement import Agreement
 from moe_ext.comm.groups import GroupHandle, group_rank, group_size
 
 ATTENTION = "moe_ext_ring"
-# Types of layers that mix tokens elsewhere, in configurations.
+# Values of `layer_types` in a config for layers that mix tokens outside of attention.
 _MIXING = frozenset({"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding"})
-# Arguments of attention functions that change the result and that no ring serves.
+# Arguments of attention functions that change the result, and that ring attention does not support.
 _REFUSED = ("position_bias", "head_mask", "cache", "block_table", "output_attentions")
-# Arguments of models that hold a cache; since transformers 5.24 its name is the last one.
+# Names of arguments with which models take a cache. Since transformers 5.24 the name is "cache".
 CACHES = ("past_key_values", "cache_params", "cache")
 
 
 def of_transformers(operation: str, module: str, name: str) -> Any:
-    """An object of a module of transformers 5; ImportError where there is none."""
+    """Import an object from a module of transformers 5; ImportError if there is none."""
     try:
         return getattr(importlib.import_module(f"transformers.{module}"), name)
     except (ImportError, AttributeError) as error:
@@ -51,7 +51,10 @@ def of_transformers(operation: str, module: str, name: str) -> Any:
 
 
 def forward_arguments(model: Any) -> tuple[Mapping[str, inspect.Parameter], dict[str, Any]]:
-    """Parameters of a model's forward pass, under adapters too, and arguments without a cache."""
+    """Parameters of a model's forward pass, and arguments that turn off its cache.
+
+    For a model of PEFT the parameters are those of the base model.
+    """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     accepted = inspect.signature(base.forward).parameters
     return accepted, {"use_cache": False} if {"use_cache", *CACHES} & {*accepted} else {}
@@ -62,9 +65,9 @@ class BatchFacts:
     """Facts of a batch that a prepared model knows before a layer runs.
 
     Attributes:
-        offsets: of packed documents in the whole sequence; None for a single one.
-        seq_len: of the whole sequence; None where it is not known.
-        is_padded: on the left, in some row.
+        offsets: offsets of packed documents in the whole sequence; None for one document.
+        seq_len: length of the whole sequence; None if it is not known.
+        is_padded: True if any row has padding on the left.
     """
 
     offsets: FoundOffsets | None = None
@@ -72,7 +75,7 @@ class BatchFacts:
     is_padded: bool = False
 
     def cut(self, chunk: int | None, name: str) -> FoundOffsets | None:
-        """Offsets of the documents, cut into chunks of so many positions from the first one."""
+        """Offsets of the documents, with those of chunks of `chunk` positions from position 0."""
         if chunk is None:
             return self.offsets
         if self.seq_len is None or self.is_padded:
@@ -86,15 +89,17 @@ class BatchFacts:
 
 @dataclass(frozen=True)
 class RingMask:
-    """Mask that the model's layers hand to their attention in the place of one of all pairs.
+    """Mask that layers pass to their attention instead of a tensor of all pairs.
 
     Attributes:
-        is_causal: a query sees no key after it.
-        window: keys that a query sees on each side, its own position included; None for all.
-        key_mask: `[B, L]` bool, False for padding; None for none.
-        chunk: positions of a stretch that no query sees beyond; None for all.
-        batch: of a prepared model. They go with the mask, since a recomputation may come after
-            another batch.
+        is_causal: if True, a query sees no key after it.
+        window: number of keys that a query sees on each side, with `is_causal` including itself;
+            None for all.
+        key_mask: `[B, L]` bool, False for padding; None for no padding.
+        chunk: number of positions of a chunk, outside of which a query sees nothing; None for no
+            chunks.
+        batch: facts of the batch of a prepared model, else None. They are part of the mask because
+            a recomputation may run after the next batch has begun.
     """
 
     is_causal: bool
@@ -105,7 +110,7 @@ class RingMask:
 
 
 def _parse(name: str, function: Callable[..., Any]) -> tuple[bool, int | None, int | None]:
-    """(causal, window, chunk) of a mask function of transformers, composed of closures."""
+    """(causal, window, chunk) of a mask function of transformers, read from its closures."""
     held = inspect.getclosurevars(function).nonlocals
     kind = function.__qualname__.partition(".")[0]
     if kind == "and_masks":
@@ -156,7 +161,10 @@ def _ring_mask(
 
 
 class PassDocuments:
-    """The documents of a forward pass, known to a prepared model or found once for all layers."""
+    """The documents of a forward pass.
+
+    A prepared model sets them in `batch`. Otherwise they are found once for all layers.
+    """
 
     def __init__(
         self, name: str, options: AttentionOptions, batch: BatchFacts | None = None
@@ -165,7 +173,8 @@ class PassDocuments:
         self.group = options.group
         self.name = name
         self._options = options
-        # Tensors that offsets were found in, without a reference to them, and their versions.
+        # Identities and versions of the tensors that the offsets were found in. References to the
+        # tensors would keep them alive.
         self._known: list[tuple[WeakIdRef, int]] = []
         self._values: Tensor | None = None
         self._offsets: FoundOffsets | None = None
@@ -174,12 +183,12 @@ class PassDocuments:
         GroupHandle(self.group).__reduce__()
         return _installed, (self.name, self._options)
 
-    # Values decide, which no graph can hold.
+    # The method reads values of tensors on the host, which a graph cannot contain.
     @outside_graphs
     def offsets(self, position_ids: Tensor | None, given: Tensor | None) -> FoundOffsets | None:
-        """Offsets of packed documents in the whole sequence; None for a single one.
+        """Offsets of packed documents in the whole sequence; None for one document.
 
-        NOTE: device-to-host sync and a collective, once for a tensor of positions.
+        NOTE: device-to-host sync and a collective, once for each tensor of positions.
         """
         if position_ids is None:
             rule = "handed on to it by the model (prepare_model serves models that do not)"
@@ -189,7 +198,8 @@ class PassDocuments:
             refuse(self.name, "position_ids of the attention", "[B, L] or [1, L]", shape)
         found = [x for x in (position_ids, given) if x is not None]
         known = [(WeakIdRef(x), 0 if x.is_inference() else x._version) for x in found]
-        # Every rank has to find anew or none: values may change on one rank alone.
+        # Finding offsets is a collective, so either all ranks do it or none. Ranks decide by the
+        # identities and versions of tensors, because values may change on one rank alone.
         if known != self._known:
             self._known = []
             self._offsets = self._find(position_ids, given)
@@ -217,7 +227,10 @@ class PassDocuments:
         return document_offsets(whole, offsets, name)
 
     def _check_counting(self, whole: Tensor) -> None:
-        """Refuse what a model counts by itself when nobody gives it the positions of a shard."""
+        """Refuse positions that count from 0 on every rank.
+
+        A model counts so if its caller passes no `position_ids` of the shard.
+        """
         layout = self._options.layout
         num_ranks = group_size(self.group)
         contiguous = layout == "contiguous" or getattr(layout, "name", "") == "contiguous"
@@ -230,12 +243,12 @@ class PassDocuments:
             refuse(self.name, "position_ids", rule, f"a count from 0 on every rank (rank {rank})")
 
 
-# The documents of each name that `install` was given.
+# Name to the documents that were passed to `install`.
 _INSTALLED: dict[str, PassDocuments] = {}
 
 
 def _installed(name: str, options: AttentionOptions) -> PassDocuments:
-    """The documents of the attention of a name, which a pickled model has in any process."""
+    """The documents of an attention by name, installed if needed; used to unpickle models."""
     documents = _INSTALLED.get(name)
     if documents is None:
         documents = PassDocuments(name, options, BatchFacts())
@@ -248,7 +261,7 @@ def _installed(name: str, options: AttentionOptions) -> PassDocuments:
 
 
 def given_offsets(name: str, kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Offsets of the documents as transformers' collators give them, for queries and for keys."""
+    """Offsets of the documents that collators of transformers pass, for queries and for keys."""
     queries, keys = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     if queries is None and keys is None:
         return None
@@ -262,7 +275,8 @@ def _window(name: str, mask: RingMask, sliding_window: int | None) -> tuple[int,
     width = mask.window
     if width is None:
         return None
-    # ModernBERT's layers count the query itself where its mask does not.
+    # The `sliding_window` of ModernBERT's layers counts the query itself, but that of its mask does
+    # not.
     if sliding_window not in ((None, width) if mask.is_causal else (None, width, width + 1)):
         refuse(name, "sliding_window", f"{width}, that of the mask", sliding_window)
     return (width - 1, -1) if mask.is_causal else (width, width)
@@ -275,7 +289,7 @@ def _mask_of(
     is_causal: bool | None,
     sliding_window: int | None,
 ) -> RingMask:
-    """Options of a call, from all of the layer's arguments."""
+    """The `RingMask` of a call, from the arguments of the layer."""
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         return RingMask(bool(causal), sliding_window, None)
@@ -290,7 +304,10 @@ def _mask_of(
 
 @functools.cache
 def _counts_from_padding(file: str) -> bool:
-    """True for RoBERTa and its kin, by a function of the file that their attention comes from."""
+    """True for models like RoBERTa, whose positions start at `padding_idx + 1`.
+
+    The source file of such a model has a function or method of a known name.
+    """
     source = vars(sys.modules[file])
     counts = "create_position_ids_from_input_ids"
     classes = [found for found in source.values() if isinstance(found, type)]
@@ -299,7 +316,7 @@ def _counts_from_padding(file: str) -> bool:
 
 @outside_graphs
 def _check_model(name: str, module: nn.Module) -> None:
-    """Refuse the attention of a model that its configuration, or its file, says is not served."""
+    """ValueError for a model that is not supported according to its config or source file."""
     config = getattr(module, "config", None)
     kinds = {*(getattr(config, "layer_types", None) or ())}
     mixing = sorted(kinds & _MIXING)
@@ -326,7 +343,7 @@ def _ring_forward(
     """Attention of a layer, with the signature of transformers' `AttentionInterface`.
 
     Returns:
-        `[B, L, H, Dv]`, and None for the weights.
+        `[B, L, H, Dv]`, and None in place of the weights.
     """
     name, sliding_window = documents.name, kwargs.get("sliding_window")
     for refused in _REFUSED:
@@ -337,7 +354,7 @@ def _ring_forward(
         refuse(name, "keys", rule, key.shape[2])
     attn_mask = None
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
-        # As in transformers, such a mask is all there is.
+        # As in transformers, a mask of all pairs replaces all other masks.
         attn_mask, mask = attention_mask, RingMask(False, None, None, batch=BatchFacts())
     else:
         mask = _mask_of(name, module, attention_mask, kwargs.get("is_causal"), sliding_window)
@@ -374,38 +391,37 @@ def register_ring_attention(
     wire: str | None = None,
     name: str = ATTENTION,
 ) -> None:
-    """Make ring attention known to transformers under a name.
+    """Register ring attention in transformers under a name.
 
-    A model built or loaded with `attn_implementation=name`, or after
-    `model.set_attn_implementation(name)`, attends over the whole sequence while each rank of the
-    group runs it on its shard: what `shard_batch` makes. No mask of all pairs is built. Packed
-    documents are found as the resets of `position_ids` in the whole sequence, or taken from
-    `cu_seq_lens_q`; padding by `attention_mask`, sliding windows, softcap, sinks and dropout are
-    served.
+    Use the name as `attn_implementation=name` when a model is built or loaded, or in
+    `model.set_attn_implementation(name)`. Each rank of the group then runs the model on its shard,
+    as made by `shard_batch`, and the model attends over the whole sequence. No mask of all pairs is
+    built. Packed documents begin where `position_ids` restart in the whole sequence, or are given
+    by `cu_seq_lens_q`. Padding by `attention_mask`, sliding windows, softcap, sinks and dropout are
+    supported.
 
-    Models whose configuration names layers of state space, convolution or linear attention beside
-    the attention are refused, and so are those that count positions from `padding_idx + 1`. Beyond
-    that it sees no model: of one that mixes tokens elsewhere, that has no attention by name, or
-    that makes positions of its own, the results would be wrong. `prepare_model` finds out, and
-    takes whole batches.
+    A model is refused if its config has layers of state space, convolution or linear attention, or
+    if it counts positions from `padding_idx + 1`. Nothing else about a model is checked: results
+    are wrong if it mixes tokens outside of attention, calls no attention by name, or makes its own
+    positions. `prepare_model` checks all of this, and takes whole batches.
 
     Args:
         group: the ranks that share each sequence, see `ring_attention`; None is this process alone.
-        layout: of the shards, see `moe_ext.attention.make_layout`.
+        layout: layout of the shards, see `moe_ext.attention.make_layout`.
         scheme: see `ring_attention`.
         precision: see `ring_attention`.
         kv_grad_dtype: see `ring_attention`.
         wire: see `ring_attention`.
-        name: of the implementation; models with different names use different groups. A name that
-            is registered again stands for the new options, in models that have it already too.
+        name: name of the implementation. Models with different names can use different groups.
+            Registering a name again changes the options of all models that use it.
 
     Raises:
         ImportError: transformers 5 is not installed.
         ValueError: an option is out of range. In the forward pass, on every rank: positions that do
             not count up from 0 in each document of the whole sequence, or differ between the
-            sequences of a batch. On each rank: a cache with keys in it, masks of other kinds,
-            `output_attentions`, position biases, a model as above.
-        TypeError: the group is none of this rank.
+            sequences of a batch. On each rank: a cache with keys in it, other kinds of masks,
+            `output_attentions`, position biases, or a model that is refused.
+        TypeError: this rank does not belong to the group.
     """
     names: dict[str, Any] = {
         "scheme": scheme,
@@ -420,7 +436,7 @@ def register_ring_attention(
 
 
 def install(name: str, ring: Callable[..., Any], documents: PassDocuments) -> None:
-    """Give `ring` to transformers under a name; error messages have the name of the documents.
+    """Register `ring` in transformers under a name. Error messages begin with `documents.name`.
 
     Raises:
         ImportError: transformers 5 is not installed.

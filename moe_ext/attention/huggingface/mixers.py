@@ -1,8 +1,8 @@
-"""State spaces, delta rules and convolutions of a prepared model, over sequences that ranks share.
+"""State spaces, delta rules and convolutions of a prepared model, over sharded sequences.
 
-Mixers of transformers call functions of their module by name. An instance of a prepared model
-gets a forward pass of its own, of the same code, to which these names mean the functions here;
-classes and modules of transformers stay as they are.
+Mixers of transformers call functions that are globals of their module. An instance in a prepared
+model gets its own copy of the forward method, with the same code, in which these globals are the
+functions here. Classes and modules of transformers are not changed.
 
 Shapes: B batch, L positions of this rank, H heads, K and V dims of a state, D channels.
 """
@@ -36,13 +36,13 @@ from moe_ext.comm import c10d
 
 @dataclass(frozen=True)
 class SharedMixers:
-    """The functions that mixers of one model call while it has an attention of a name.
+    """The functions that mixers of one model call while the model has an attention of a name.
 
     Attributes:
-        name: of the attention, by which the model is a prepared one.
-        documents: of its forward passes, and the ranks.
+        name: name of the attention of the prepared model.
+        documents: documents of its forward passes, and the ranks.
         layout: see `ring_attention`.
-        apart: every token is a sequence of its own, as a probe wants it.
+        apart: if True, every token is a sequence of its own, for a probe.
     """
 
     name: str
@@ -51,7 +51,7 @@ class SharedMixers:
     apart: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedMixers:
-        # A copy of the model has the documents that its hook finds.
+        # A copy of the model uses the same documents, which the hook of the model sets.
         return self
 
     @property
@@ -69,11 +69,11 @@ class SharedMixers:
         return {"group": self.documents.group, "layout": self.layout, "cu_seqlens": offsets}
 
     def _rows(self, x: Tensor) -> Tensor:
-        """Rows `[B, L, ...]`, or `[B * L, 1, ...]` of tokens apart."""
+        """Rows `[B, L, ...]`, or with `apart` `[B * L, 1, ...]`."""
         return x.flatten(0, 1).unsqueeze(1) if self.apart else x
 
     def refuse_states(self, **given: Any) -> None:
-        """Refuse what is neither None nor False."""
+        """ValueError for arguments that are neither None nor False."""
         for name, value in given.items():
             if value is not None and value is not False:
                 rule = "none, since a cache holds no states of shards"
@@ -88,7 +88,7 @@ class SharedMixers:
         activation: str | None = None,
         **_: Any,
     ) -> Tensor:
-        """Takes `[B, D, L]`, as transformers' function of the name."""
+        """The function of this name in transformers, for `[B, D, L]`."""
         known = activation if activation in (None, "silu", "swish") else None
         rows = self._rows(hidden_states.mT).mT
         out = causal_conv1d(rows, weight, bias, activation=known, **self._where)
@@ -113,7 +113,7 @@ class SharedMixers:
         use_qk_l2norm_in_kernel: bool = False,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """Takes `[B, L, H, K or V]`, as transformers' function of the name."""
+        """The function of this name in transformers, for `[B, L, H, K or V]`."""
         self.refuse_states(initial_state=initial_state, output_final_state=output_final_state)
         given = (query, key, value, g, beta)
         q, k, v, g, beta = (self._rows(x).transpose(1, 2) for x in given)
@@ -122,7 +122,7 @@ class SharedMixers:
         out, _state = gated_delta_rule(q, k, v, g, beta, **self._where)
         return out.transpose(1, 2).reshape(value.shape).to(query.dtype), None
 
-    # Its decays are by element of a key.
+    # Kimi's function has the same arguments, with decays by element of a key.
     chunk_kimi_delta_attention = torch_chunk_gated_delta_rule
 
     @outside_graphs
@@ -142,7 +142,7 @@ class SharedMixers:
         return_final_states: bool = False,
         **_: Any,
     ) -> Tensor:
-        """Takes `[B, L, H, V]`, as transformers' function of the name."""
+        """The function of this name in transformers, for `[B, L, H, V]`."""
         self.refuse_states(initial_state=initial_states, output_final_state=return_final_states)
         dt = _step(dt, dt_bias, dt_softplus).clamp(*dt_limit)
         given = (hidden_states, dt, B, C)
@@ -165,7 +165,7 @@ class SharedMixers:
         return_last_state: bool = False,
         **_: Any,
     ) -> Tensor:
-        """Takes `[B, D, L]`, as transformers' function of the name."""
+        """The function of this name in transformers, for `[B, D, L]`."""
         self.refuse_states(output_final_state=return_last_state)
         dt = _step(dt, None if delta_bias is None else delta_bias[:, None], delta_softplus)
         x, step, b, c = (self._rows(each.mT).mT for each in (hidden_states, dt, B, C))
@@ -182,7 +182,7 @@ class SharedMixers:
         attention_mask: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """The forward pass of MiniMax's layer."""
+        """The forward pass of MiniMax's lightning attention."""
         heads = module.num_attention_heads
         x = module.act_fn(module.qkv_proj(hidden_states))
         if attention_mask is not None:
@@ -221,10 +221,11 @@ class SharedMixers:
         recurrent_states: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """The recurrence of RecurrentGemma's unit, each of whose channels is a head."""
+        """The recurrence of RecurrentGemma's RG-LRU, in which each channel is a head."""
         self.refuse_states(recurrent_states=recurrent_states)
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-        # Documents begin where it resets; a gate of 0 has no logarithm.
+        # A reset begins a document, where the gate does not count. Other gates are clamped, because
+        # 0 has no logarithm.
         gate = recurrent_gate.to(dtype).masked_fill(reset, 1).clamp_min(torch.finfo(dtype).tiny)
         x, g = (self._rows(each).mT.unsqueeze(-1) for each in (hidden_states, gate.log()))
         one = x.new_ones(()).expand(x.shape[0], 1, x.shape[2], 1)
@@ -232,8 +233,8 @@ class SharedMixers:
         return out.squeeze(-1).mT.reshape(hidden_states.shape), None
 
 
-# The mixers whose function runs, and documents that it was given: a recomputation may come after
-# another batch.
+# The `SharedMixers` of the running mixer, and the documents that were passed to it. Those are used
+# first, because a recomputation may run after the next batch has begun.
 _current: ContextVar[tuple[SharedMixers, Tensor | None]] = ContextVar("current")
 
 
@@ -254,7 +255,7 @@ FUNCTIONS = {
         "mamba_selective_scan",
     )
 }
-# Classes of mixers that call no functions, to the method that another stands for.
+# Mixers that call none of FUNCTIONS: class to the method that is replaced, and its replacement.
 METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
     "MiniMaxLightningAttention": ("forward", SharedMixers.lightning_attention),
     "RecurrentGemmaRecurrentBlock": ("forward", SharedMixers.recurrent_block),
@@ -272,14 +273,14 @@ def _step(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
 
 
 def share_mixers(model: Any, mixers: SharedMixers) -> tuple[int, Callable[[], None]]:
-    """Have the mixers of a model call other functions while it has the attention of a name.
+    """Let the mixers of a model call functions of `mixers` while it has the attention of that name.
 
     Returns:
-        The number of mixers, and a function that takes that back.
+        The number of mixers, and a function that undoes the change.
     """
     before = {pair: vars(pair[0]).get(pair[1]) for pair in _mixers(model)}
     for module, name in before:
-        # A partial function of these is copied and pickled with the model.
+        # Unlike a closure, a `functools.partial` can be copied and pickled with the model.
         vars(module)[name] = functools.partial(_shared, module, name, mixers, model.config)
 
     def take_back() -> None:
@@ -291,7 +292,7 @@ def share_mixers(model: Any, mixers: SharedMixers) -> tuple[int, Callable[[], No
 
 
 def _mixers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Mixers, and the name of the method that another stands for."""
+    """Mixers of a model, with the names of the methods to replace."""
     for module in model.modules():
         kind = type(module)
         function = inspect.unwrap(kind.forward)
@@ -305,12 +306,12 @@ def _mixers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 def _shared(
     module: nn.Module, name: str, mixers: SharedMixers, config: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """A method of a mixer, with functions of `mixers` while a model has their attention."""
+    """Method of a mixer that calls functions of `mixers` while the model has their attention."""
     kind: Any = type(module)
     if config._attn_implementation != mixers.name:
         return getattr(kind, name)(module, *args, **kwargs)
     mixers.refuse_states(**{name: kwargs.get(name) for name in CACHES})
-    # A method that another one calls has the documents of that.
+    # A method that another replaced method calls has the documents of its caller.
     _, offsets = _current.get((mixers, None))
     token = _current.set((mixers, kwargs.get("cu_seq_lens_q", offsets)))
     try:
@@ -322,12 +323,12 @@ def _shared(
         _current.reset(token)
 
 
-# A table, since torch.compile goes through functools.cache.
+# A dict is used, because torch.compile traces through functools.cache.
 _MADE: dict[type, Callable[..., Any]] = {}
 
 
 def _make(kind: Any) -> Callable[..., Any]:
-    """The forward pass of a class, to which the names of functions mean others."""
+    """Copy the forward method of a class, with FUNCTIONS among its globals."""
     inner = inspect.unwrap(kind.forward)
     own = {name: f for name, f in FUNCTIONS.items() if name in inner.__globals__}
     _MADE[kind] = _around(kind.forward, inner, with_globals(inner, {**inner.__globals__, **own}))
@@ -335,10 +336,10 @@ def _make(kind: Any) -> Callable[..., Any]:
 
 
 def _around(outer: Any, inner: Any, made: Any) -> Any:
-    """A function with its decorators, around another inner function than theirs."""
+    """Copy the decorated function `outer`, with `made` in place of the undecorated `inner`."""
     if outer is inner:
         return made
-    # A decorator holds the function that it calls in a cell.
+    # A decorator holds the function that it calls in a cell of its closure.
     held = _around(outer.__wrapped__, inner, made)
     cells = (
         types.CellType(held) if c.cell_contents is outer.__wrapped__ else c

@@ -1,4 +1,4 @@
-"""Batches of a Hugging Face model whose sequences the ranks of a group share.
+"""Batches of a Hugging Face model whose sequences are sharded over the ranks of a group.
 
 Shapes: B batch, S whole sequence, L positions of this rank, V vocabulary.
 """
@@ -38,27 +38,27 @@ KEYS = (
     "labels",
 )
 
-# Odd and of many bits, so that neighbours that change places change the sum.
+# Factor of a checksum, odd and with many bits, so that a swap of two neighbours changes the sum.
 _FACTOR = 0x1E3779B97F4A7C15
-# One row of offsets for the whole batch, or one for each row of it.
+# Offsets of documents, once for the whole batch or for each of its rows.
 FoundOffsets = tuple[int, ...] | tuple[tuple[int, ...], ...]
 
 
 def document_offsets(
     position_ids: Tensor, given: Sequence[int] | None, operation: str
 ) -> FoundOffsets | None:
-    """Offsets of the documents of a batch, of each row where they differ; None for a single one.
+    """Offsets of the documents of a batch, for each row if rows differ; None for one document.
 
     Args:
-        position_ids: `[B, S]` or `[1, S]`, of the whole sequence.
-        given: offsets that the caller knows; a count that goes on across them is legal.
+        position_ids: `[B, S]` or `[1, S]`, positions of the whole sequence.
+        given: offsets that the caller knows, or None. Positions may go on counting across them.
         operation: name for error messages.
 
     Raises:
         ValueError: positions that do not count up from 0 in each document.
     """
     if bool((position_ids != position_ids[:1]).any()):
-        # A single document has no offsets of its own.
+        # The recursive call returns None for a row with a single document.
         whole = (0, position_ids.shape[1])
         rows: list[Any] = [
             document_offsets(row[None], given, operation) or whole for row in position_ids
@@ -66,7 +66,7 @@ def document_offsets(
         if given is not None:
             return tuple(given)
         most = max(map(len, rows))
-        # Empty documents at the end: a tensor takes rows of one length.
+        # Empty documents at the end give all rows the same length, as a tensor requires.
         return tuple((*row, *row[-1:] * (most - len(row))) for row in rows)
     ids_S = position_ids[0].cpu()
     starts = torch.ones_like(ids_S, dtype=torch.bool)
@@ -88,7 +88,7 @@ def document_offsets(
 
 
 def _cu_seqlens(offsets: Sequence[int], device: torch.device) -> dict[str, Tensor | int]:
-    """The documents as arguments of transformers' attention functions."""
+    """Documents in the form of arguments of transformers' attention functions."""
     row = torch.tensor(offsets, dtype=torch.int32, device=device)
     longest = max(stop - start for start, stop in itertools.pairwise(offsets))
     return {
@@ -108,30 +108,31 @@ def shard_batch(
 ) -> dict[str, Tensor | int]:
     """This rank's part of a batch that every rank of the group holds whole.
 
-    The ranks compare checksums of their batches in one small message, so call it where the group
-    is: not in the worker processes of a DataLoader.
+    The ranks compare checksums of their batches in one small message. Call this function in the
+    process that has the group, not in a worker process of a DataLoader.
 
     `model(**shard_batch(...)).loss` of a causal language model is then this rank's part of the
-    loss: the mean over the ranks of the group is the mean over all labels of the batch. Then
-    `moe_ext.distributed.sync_gradients`, or any other mean over the ranks, gives the gradients of
-    one process.
+    loss, such that its mean over the ranks is the mean over all labels of the batch.
+    `moe_ext.distributed.sync_gradients`, or any other mean over the ranks, then gives the gradients
+    of one process.
 
     Args:
-        batch: `input_ids` `[B, S]` or `inputs_embeds` `[B, S, D]`; if wanted `labels` `[B, S]`, not
-            shifted, `attention_mask` `[B, S]`, and `position_ids` `[B, S]` or `[1, S]`, whose
-            resets are packed documents.
+        batch: `input_ids` `[B, S]` or `inputs_embeds` `[B, S, D]`. Optional are `labels` `[B, S]`,
+            not shifted, `attention_mask` `[B, S]`, and `position_ids` `[B, S]` or `[1, S]`, which
+            start again at 0 in each packed document.
         group: the ranks that share each sequence, see `ring_attention`; None is this process alone.
         layout: as in `register_ring_attention`.
-        ignore_index: stands for no label.
+        ignore_index: value that stands for no label.
 
     Returns:
-        Keyword arguments of the model: the shards, `position_ids` always among them; with labels,
+        Keyword arguments of the model: the shards, always with `position_ids`. With labels also
         `labels` and `shift_labels`, shifted in the whole sequence, and `num_items_in_batch`, the
-        labels of the batch over the ranks; with several documents, their `cu_seq_lens_q` and so on.
+        number of labels of the batch divided by the number of ranks. With several documents, the
+        same in all rows, also `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`.
 
     Raises:
-        ValueError: on every rank: batches that differ between the ranks; a key that is not known,
-            or positions that do not count up from 0 in each document.
+        ValueError: on every rank, if batches differ between the ranks, a key is unknown, or
+            positions do not count up from 0 in each document.
         RankFailureError: a rank died or did not answer.
     """
     op = "shard_batch"
@@ -150,7 +151,7 @@ def shard_batch(
 
 
 def batch_facts(batch: Mapping[str, Any], keys: Sequence[str] = KEYS) -> dict[str, object]:
-    """Checksums, by which ranks find that they were not given the same whole batch."""
+    """Checksums of a batch, for the ranks to compare that all were given the same whole batch."""
     found = {key: batch.get(key) for key in keys}
     return {
         f"{key} (every rank is given the same whole batch, which is cut here)": (
@@ -161,7 +162,10 @@ def batch_facts(batch: Mapping[str, Any], keys: Sequence[str] = KEYS) -> dict[st
 
 
 def _checksum(x: Tensor) -> str:
-    """Shape and checksum of a tensor; of embeddings, by their first number. NOTE: device sync."""
+    """Shape and checksum of a tensor. Only the first number of an embedding is read.
+
+    NOTE: device-to-host sync.
+    """
     values = (x[..., 0] if x.dim() == 3 else x).detach().flatten()
     if values.is_floating_point():
         values = values.double().view(torch.int64)
@@ -202,13 +206,13 @@ def cut_batch(
     """This rank's part of a whole batch with its positions, see `shard_batch`.
 
     Args:
-        batch: of the keys that `check_batch` takes.
-        offsets: of its documents.
+        batch: tensors of the keys that `check_batch` takes.
+        offsets: offsets of its documents.
         group: see `shard_batch`.
         layout: see `shard_batch`.
-        shifts: labels are those of the next token; otherwise of their own.
-        num_items: what the loss is divided by; None for the number of labels.
-        ignore_index: stands for no label.
+        shifts: if True, the loss is of the next token, and labels are shifted.
+        num_items: number by which the loss is divided; None for the number of labels.
+        ignore_index: value that stands for no label.
     """
     whole = dict(batch)
     extra: dict[str, Tensor | int] = {}
@@ -218,7 +222,7 @@ def cut_batch(
             labels = shifted(labels, cu_seqlens=offsets, ignore_index=ignore_index)
             whole["labels"] = whole["shift_labels"] = labels
         count = (labels != ignore_index).sum() if num_items is None else torch.as_tensor(num_items)
-        # Another default dtype could not hold every number.
+        # The count becomes float32, because a default dtype of 16 bits cannot hold every count.
         extra["num_items_in_batch"] = count.float() / group_size(ranks_of(group, "shard_batch"))
     parts = {
         key: shard_sequence(tensor, group=group, dim=1, layout=layout, cu_seqlens=offsets)
@@ -239,11 +243,11 @@ def causal_lm_loss(
 
     Args:
         logits: `[B, L, V]` of this rank.
-        shift_labels: `[B, L]`, as `shard_batch` gives them.
+        shift_labels: `[B, L]`, as returned by `shard_batch`.
         group: the ranks that share each sequence.
-        grad_scale: factor on the gradient; None for the number of ranks, which suits gradients that
-            are averaged over the group, as `moe_ext.distributed.sync_gradients` does.
-        ignore_index: stands for no label.
+        grad_scale: factor on the gradient. None for the number of ranks, which is right if
+            gradients are then averaged over the group, as by `moe_ext.distributed.sync_gradients`.
+        ignore_index: value that stands for no label.
 
     Raises:
         RankFailureError: a rank died or did not answer.
@@ -271,12 +275,12 @@ def group_sampler(
     seed: int = 0,
     drop_last: bool = False,
 ) -> DistributedSampler[object]:
-    """A sampler that gives the ranks of a group the same samples, and other groups others.
+    """A sampler that gives all ranks of a group the same samples, and each group different ones.
 
-    Every rank of the job has to call it, and each belongs to one of the groups, of one size.
+    Every rank of the job has to call it. The groups must have one size and not overlap.
 
     Args:
-        dataset: to sample from.
+        dataset: dataset to sample from.
         group: the ranks that share each sequence; None is this process alone, with samples of its
             own.
         shuffle: see `torch.utils.data.DistributedSampler`.

@@ -1,4 +1,4 @@
-"""Ring attention takes a model of Hugging Face: checks it, and cuts the batches that it is given.
+"""Preparation of a Hugging Face model for ring attention: checks it, and cuts its batches.
 
 Shapes: B batch, S whole sequence, L positions of this rank.
 """
@@ -48,7 +48,7 @@ from moe_ext.comm.groups import GroupHandle, group_size
 
 _require = requires(OP)
 _numbers = itertools.count()
-# The documents as transformers' collators give them.
+# Arguments in which collators of transformers pass the documents.
 _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LENGTHS = ("max_length_q", "max_length_k")
 
@@ -65,27 +65,29 @@ def prepare_model(
 ) -> None:
     """Let the ranks of a group share the sequences of a Hugging Face model, or refuse the model.
 
-    Afterwards every rank calls the model with the same whole batch: `input_ids` `[B, S]` or
-    `inputs_embeds`. It may add `labels` (not shifted), `token_type_ids`, and `attention_mask`
-    `[B, S]`, or `[B, H or 1, S, S]` in the place of all other masks. Packed documents have
-    `position_ids`, or `cu_seq_lens_q` and `cu_seq_lens_k`. The model cuts out this rank's part of
-    it, and its logits are those of this part. Its loss is this rank's part of the loss: the mean
-    over the ranks is that of the batch, so that DistributedDataParallel, FSDP, Trainer or
-    `moe_ext.distributed.sync_gradients`, which average over ranks, give the gradients of one
-    process. In one message a forward pass the ranks compare what they were given: a loader that
-    gives them other samples is an error.
+    Afterwards call the model on every rank with the same whole batch: `input_ids` `[B, S]` or
+    `inputs_embeds`. Optional are `labels` (not shifted), `token_type_ids`, and `attention_mask`
+    `[B, S]`, or `[B, H or 1, S, S]`, which replaces all other masks. Packed documents are given by
+    `position_ids`, or by `cu_seq_lens_q` and `cu_seq_lens_k`.
 
-    A run on a few tokens shows if the model can be served. Its attention mixes none: NaN that goes
-    in for one token must come out for it alone.
+    The model takes this rank's part of the batch, and returns logits of this part. Its loss is this
+    rank's part of the loss, such that the mean over the ranks is the loss of the batch.
+    DistributedDataParallel, FSDP, Trainer and `moe_ext.distributed.sync_gradients` average over
+    ranks, and so give the gradients of one process. In one message a forward pass the ranks compare
+    their batches, and raise an error if a loader gave them different samples.
 
-    Mixers of state spaces, delta rules and convolutions get forward passes of their own, of the
-    same code, that call `selective_scan`, `gated_delta_rule` and `causal_conv1d`.
+    The function runs the model on a few tokens, with an attention that does not mix tokens. NaN in
+    one token must then appear in the output of that token only, otherwise the model is refused.
 
-    `model.set_attn_implementation("sdpa")` ends it: each rank has the whole model for itself again,
-    for `generate` and everything else.
+    Mixers of state spaces, delta rules and convolutions get forward methods with the same code that
+    call `selective_scan`, `gated_delta_rule` and `causal_conv1d`.
+
+    `model.set_attn_implementation("sdpa")` ends the sharing: each rank then runs the whole model by
+    itself, for `generate` and everything else.
 
     Args:
-        model: of transformers 5, or PEFT's of one, before it is wrapped for data parallelism.
+        model: a model of transformers 5, or of PEFT around one, before it is wrapped for data
+            parallelism.
         group: the ranks that share each sequence, see `ring_attention`; None is this process alone.
         layout: see `make_layout`; "per_document" needs packed documents in each batch.
         scheme: see `ring_attention`.
@@ -95,12 +97,13 @@ def prepare_model(
 
     Raises:
         ImportError: transformers 5 is not installed.
-        TypeError: the model is none of transformers, or the group none of this rank's.
+        TypeError: the model is not one of transformers, or this rank does not belong to the group.
         ValueError: on every rank: an option is out of range; the model mixes tokens by other
-            layers than attention, delta rules, Mamba and short convolutions, or has none by name;
-            it has a mask that no ring serves, positions of its own, or one result for a whole
-            sequence. In the forward pass, on every rank: batches that differ between the ranks or
-            cannot be cut, and `output_router_logits` where the part of a rank is padding alone.
+            layers than attention, delta rules, Mamba and short convolutions, or calls no attention
+            by name; it has a mask that ring attention does not support, its own positions, or one
+            result for a whole sequence. In the forward pass, on every rank: batches that differ
+            between the ranks or cannot be cut, and `output_router_logits` if the part of a rank is
+            nothing but padding.
         RankFailureError: a rank died or did not answer.
     """
     names: dict[str, Any] = {
@@ -131,7 +134,7 @@ def prepare_model(
 
 
 def _check_balance_loss(model: Any, given: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
-    """Refuse a part of padding alone where transformers takes a balance loss over its tokens."""
+    """ValueError for a part that is all padding, if transformers computes its balance loss."""
     config, mask = model.config.get_text_config(), parts.get("attention_mask")
     wanted = given.get("output_router_logits", getattr(config, "output_router_logits", False))
     if wanted and mask is not None:
@@ -140,7 +143,7 @@ def _check_balance_loss(model: Any, given: Mapping[str, Any], parts: Mapping[str
 
 
 def _take_hook(model: nn.Module) -> _WholeBatches | None:
-    """The hook that cuts the batches of a prepared model, which has none any more."""
+    """Remove the hook that cuts the batches of a prepared model, and return it, or None."""
     found = None
     for key, hook in list(model._forward_pre_hooks.items()):
         if isinstance(hook, _WholeBatches):
@@ -150,16 +153,16 @@ def _take_hook(model: nn.Module) -> _WholeBatches | None:
 
 
 class BatchCutter:
-    """Whole batches of a prepared model, cut outside of it: for models that run in parts.
+    """Cuts the batches of a prepared model outside of it, for a model that runs in stages.
 
-    The model itself cuts nothing any more.
+    The hook of the model is removed, so that the model itself no longer cuts batches.
 
     Args:
-        model: as `prepare_model` left it.
-        operation: for error messages.
+        model: a model on which `prepare_model` was called.
+        operation: name for error messages.
 
     Raises:
-        ValueError: the model has no loss that is told the number of labels.
+        ValueError: the model has no loss that takes the number of labels.
     """
 
     def __init__(self, model: nn.Module, operation: str) -> None:
@@ -177,7 +180,7 @@ class BatchCutter:
         """This rank's part of tokens `[B, S]`, and its positions, both `[B or 1, L]`.
 
         Raises:
-            ValueError: on every rank, the ranks were given other tokens, or they cannot be cut.
+            ValueError: on every rank, if tokens differ between ranks or cannot be cut.
         """
         parts = self._cut(input_ids=input_ids)
         return parts["input_ids"], parts["position_ids"]
@@ -192,7 +195,7 @@ class BatchCutter:
         """Arguments of the model's loss for this rank's part of labels `[B, S]`, not shifted.
 
         Raises:
-            ValueError: on every rank, the ranks were given other labels.
+            ValueError: on every rank, if labels differ between ranks.
         """
         parts = self._cut(input_ids=labels, labels=labels)
         names = ("labels", "shift_labels", "num_items_in_batch")
@@ -206,15 +209,15 @@ class BatchCutter:
 
 @dataclass(frozen=True, eq=False)
 class _WholeBatches:
-    """Pre-hook of a model's forward pass that cuts out this rank's part of a whole batch.
+    """Pre-hook of a model's forward pass that cuts this rank's part out of a whole batch.
 
     Attributes:
-        name: of the attention, by which the model is a prepared one.
-        documents: of its forward passes.
-        traits: of the model.
-        handle: of the group or mesh, as it was given.
+        name: name of the attention of the prepared model.
+        documents: documents of its forward passes.
+        traits: traits of the model.
+        handle: handle of the group or mesh that the user passed.
         layout: see `ring_attention`.
-        tells_documents: the model has mixers, which are told the documents.
+        tells_documents: True if the model has mixers, which need the documents as an argument.
     """
 
     name: str
@@ -225,10 +228,10 @@ class _WholeBatches:
     tells_documents: bool
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _WholeBatches:
-        # A copy of the model calls the attention of the same name.
+        # A copy of the model calls the attention of the same name, which has the same documents.
         return self
 
-    # The hook reads values on the host, which no graph can hold.
+    # The hook reads values of tensors on the host, which a graph cannot contain.
     @outside_graphs
     def __call__(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -255,7 +258,7 @@ class _WholeBatches:
         return (), parts
 
     def cut(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of a batch, without a look at those of other ranks."""
+        """This rank's part of a batch, without a comparison with other ranks."""
         batch = {key: given[key] for key in KEYS if key in given}
         rest = {key: value for key, value in given.items() if key not in KEYS}
         mask = batch.get("attention_mask")
@@ -269,7 +272,7 @@ class _WholeBatches:
             rule = "[B, S], or [B, H or 1, S, S]"
             _require(mask.dim() == 2, "attention_mask", rule, list(mask.shape))
             if bool(mask.bool().all()):
-                # A mask that hides nothing would travel with the keys all the same.
+                # A mask that hides nothing is dropped, because it would travel with the keys.
                 del batch["attention_mask"]
         for key, value in rest.items():
             matrix = isinstance(value, Tensor) and value.dim() > 1
@@ -314,7 +317,7 @@ class _WholeBatches:
             return document_offsets(positions - first, offsets, OP), positions
         count = torch.arange(tokens.shape[1], device=tokens.device)[None]
         if first > 0 and ids is not None:
-            # As RoBERTa counts: padding stays at padding_idx.
+            # RoBERTa gives padding the position padding_idx, and counts other tokens from there.
             real = ids.ne(first - 1).int()
             return offsets, (real.cumsum(1) * real + first - 1).long()
         if self.traits.positions_follow_mask and mask is not None:

@@ -1,7 +1,7 @@
-"""Finds out what a model does with its tokens and positions, by running it on a few.
+"""Probe of a model: a run on a few tokens shows how the model treats tokens and positions.
 
-The model runs as it is, with attention that hands each token its own value. Whatever goes from one
-token to another then goes beside attention.
+The model runs unchanged, except that its attention returns the own value of each token. If
+anything still goes from one token to another, the model mixes tokens outside of attention.
 
 Shapes: L tokens of the probe, V vocabulary.
 """
@@ -29,14 +29,16 @@ from moe_ext.attention.sharding import shift_labels
 
 OP = "prepare_model"
 _NAME = "moe_ext_ring_probe"
-# Few other sizes are these, so that a dimension of such a size is that of the tokens. The first one
-# that the model has positions for is taken: pools of 128 tokens are to be seen, too.
+# Numbers of tokens of a probe. Other dimensions rarely have these sizes, so a dimension of that
+# size is that of the tokens. The first length that the model has positions for is taken, because a
+# longer probe also shows pooling over 128 tokens.
 _LENGTHS = (263, 53, 11)
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
-# Logit of each token for itself where all others are 0: its loss lies below theirs by as much, a
-# part of them that no rounding reaches in a vocabulary of any size.
+# Logit of each token for itself, where all other logits are 0. The loss of the token itself is
+# lower than that of another label by this number, which is more than any rounding error.
 _FAVOUR = 6.0
-# Their frequencies follow from the longest position at hand, which is another on every rank.
+# Types of rotary embeddings whose frequencies depend on the largest position in the input, which
+# differs between ranks.
 _ROTATIONS_OF_LENGTH = ("dynamic", "longrope")
 
 
@@ -45,10 +47,10 @@ class Traits:
     """Form of the batches that a model takes.
 
     Attributes:
-        first_position: of a sequence; RoBERTa's is padding_idx + 1.
-        positions_follow_mask: the model leaves out padding where it counts positions itself.
-        loss: "shifted", the mean over labels of the next token; "plain", over those of the token
-            itself; None where the model has no loss that is told the number of labels.
+        first_position: first position of a sequence; for RoBERTa padding_idx + 1.
+        positions_follow_mask: True if padding does not count when the model makes positions itself.
+        loss: "shifted", the mean over labels of the next token; "plain", the mean over labels of
+            the token itself; None if the model has no loss that takes the number of labels.
     """
 
     first_position: int
@@ -57,11 +59,11 @@ class Traits:
 
 
 def probe(model: nn.Module) -> Traits:
-    """Run a model on a few tokens; nothing of it is changed afterwards.
+    """Run a model on a few tokens, and leave it unchanged.
 
     Raises:
-        ValueError: it mixes tokens outside of attention, has no attention by name or none that
-            ring attention serves, or its positions are not those that it is given.
+        ValueError: the model mixes tokens outside of attention, does not call attention by name,
+            has an attention that ring attention does not support, or ignores its `position_ids`.
     """
     return _Probe(model).traits()
 
@@ -77,7 +79,7 @@ class _Probe:
         _, self._fixed = forward_arguments(model)
         self._embedding = model.get_input_embeddings()
         sizes = [getattr(model.config, name, None) or _LENGTHS[0] + 2 for name in _POSITIONS]
-        # RoBERTa has two positions less.
+        # RoBERTa has two positions fewer than its config says.
         fitting = (n for n in _LENGTHS if n + 2 <= min(sizes))
         self._length = next(fitting, _LENGTHS[-1])
         self._middle = self._length // 2
@@ -135,14 +137,14 @@ class _Probe:
         return Traits(first, not alike, self._loss(torch.tensor(tokens, device=device)))
 
     def _tokens(self) -> list[int]:
-        """Tokens without a meaning of their own."""
+        """Ids of tokens that are not special in the config."""
         special = [v for k, v in vars(self._model.config).items() if k.endswith(("_id", "_index"))]
         size = self._embedding.weight.shape[0]
         free = [i for i in range(size // 2, size) if i not in special]
         return [free[i * i % len(free)] for i in range(self._length)]
 
     def _own_values(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
-        """Attention of each token to itself."""
+        """Attention in which each token sees only itself."""
         self._queries += [query, key]
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
@@ -160,7 +162,7 @@ class _Probe:
             ) from error
 
     def _run(self, **inputs: Any) -> list[Tensor]:
-        """Queries and keys of all layers `[1, H, L, D]`, and what comes out, `[1, L, V]`."""
+        """Queries and keys of all layers `[1, H, L, D]`, and the output `[1, L, V]`."""
         out = self._rows(self._call(**inputs))
         return [*self._queries, out]
 
@@ -174,7 +176,7 @@ class _Probe:
         return rows
 
     def _check_mixing(self, title: str, ids: Tensor) -> None:
-        """Send NaN in for one token and look where it comes out."""
+        """Raise ValueError if NaN in the embedding of one token reaches the output of another."""
         mixer: list[str] = []
         middle = torch.tensor([self._middle], device=ids.device)
 
@@ -204,7 +206,7 @@ class _Probe:
         _require(calls > 0 and len(reached) > 0, rule, f"no call in {title}")
 
     def _spread(self, x: Tensor) -> bool:
-        """True if NaN stands at other tokens than the one it came from."""
+        """True if x has NaN at tokens other than the one that it was put in for."""
         if not x.is_floating_point():
             return False
         for dim in [i for i, size in enumerate(x.shape) if size == self._length]:
@@ -215,7 +217,7 @@ class _Probe:
         return False
 
     def _first_position(self, title: str, ids: Tensor, plain: list[Tensor]) -> int:
-        """The position that the model counts from when it is given none."""
+        """The first position that the model uses without `position_ids`."""
         embeddings = [m for m in self._model.modules() if isinstance(m, nn.Embedding)]
         pads = {m.padding_idx + 1 for m in embeddings if m.padding_idx is not None}
         for first in (0, *sorted(pads - {0})):
@@ -231,7 +233,7 @@ class _Probe:
         nexts = shift_labels(labels)
 
         def know(module: nn.Module, args: Any, output: Any) -> Any:
-            """Logits that favour the token itself, so that no weights make two answers alike."""
+            """Replace logits by ones that favour the token itself, so that all losses differ."""
             if type(output) is not Tensor or output.shape[:-1] != ids.shape:
                 return None
             known = torch.zeros_like(output)
@@ -254,7 +256,7 @@ class _Probe:
     def _own_loss(
         self, ids: Tensor, labels: dict[str, Tensor], count: float = 0.0
     ) -> tuple[Tensor, Tensor] | None:
-        """The loss that the model makes of labels, and logits `[L, V]`; None without one."""
+        """The model's loss for labels, and its logits `[L, V]`; None if it has no loss."""
         given = {"num_items_in_batch": torch.tensor(count, device=ids.device)} if count else {}
         try:
             output = self._call(input_ids=ids, **labels, **given)
@@ -269,7 +271,7 @@ class _Probe:
 
 
 def _is_loss(found: tuple[Tensor, Tensor] | None, targets: Tensor, count: int) -> bool:
-    """True if a loss is that of the targets, divided by a count."""
+    """True if a loss is the sum of the cross entropies of the targets, divided by `count`."""
     if found is None:
         return False
     loss, logits = found
@@ -278,13 +280,13 @@ def _is_loss(found: tuple[Tensor, Tensor] | None, targets: Tensor, count: int) -
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    # Products of the same row in batches of another content differ by their last digits at most.
+    # The same row in batches with other rows may give products that differ in their last digits.
     limit = 1e-4 if a.dtype in (torch.float32, torch.float64) else 3e-2
     return bool((a - b).abs().max() <= limit * a.abs().max())
 
 
 def _parts(config: Any) -> Iterator[Any]:
-    """Configurations inside a configuration, the outer ones first."""
+    """Nested configurations of a configuration, outer ones first."""
     for name in getattr(config, "sub_configs", ()):
         part = getattr(config, name, None)
         if part is not None:
@@ -293,7 +295,7 @@ def _parts(config: Any) -> Iterator[Any]:
 
 
 def _rotations(config: Any) -> list[str]:
-    """Every rope_type of a config; layers of unlike types have one each."""
+    """All rope_types of a config, which may have one for each type of layer."""
     found = []
     for options in (getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")):
         if isinstance(options, dict):
