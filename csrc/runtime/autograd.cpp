@@ -1,7 +1,7 @@
-// Autograd kernels that record an operator by its derivatives, given as calls of other operators.
+// Autograd kernels that record an operator by its derivatives, which are calls of other operators.
 //
-// moe_ext/ops/autograd.py parses the derivatives and says what they mean; it has the same kernel in Python. Arguments
-// stay on the dispatcher's stack from call to call: operators of the stable ABI take them from one.
+// moe_ext/ops/autograd.py parses the derivatives, documents them, and has the same kernel in Python. Arguments stay on
+// the dispatcher's stack from call to call, because operators of the stable ABI take them from a stack.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -36,7 +36,7 @@
 namespace moe_ext::runtime {
 namespace {
 
-// Passes the gradient of its first input on, and gives the others the gradients that it holds.
+// Passes the gradient on to its first input, and gives the other inputs (the losses) the gradients that it holds.
 struct InjectLosses : torch::autograd::Node {
   variable_list gradients;
 
@@ -64,7 +64,7 @@ struct InjectLosses : torch::autograd::Node {
 
 using torch::dynamo::autograd::PackedArgs;
 
-// Refuse tangents of forward mode, which would be left out.
+// Refuse tangents of forward mode, which the derivatives would silently drop.
 void refuse_tangent(const Formula& formula, const Tensor& tensor) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       !torch::autograd::isFwGradDefined(tensor), formula.name,
@@ -115,12 +115,14 @@ struct FormulaNode : torch::autograd::Node {
     variable_list unpacked = unpack();
     const bool keep = torch::autograd::get_current_graph_task_keep_graph();
     if (!keep) {
-      // As the engine does next. Until then nothing could be owned.
+      // The engine would release the saved tensors after this call. Released here, `unpacked` holds the only reference,
+      // so that an operator may own the memory.
       for (auto& tensor : tensors) {
         tensor.reset_data();
       }
     }
-    // A mode of torch may keep what it sees, and so does a graph of the backward pass.
+    // A TorchDispatchMode may keep tensors that it sees, and a graph of the backward pass saves them. Neither may find
+    // them overwritten.
     const bool may_own = !keep && !at::GradMode::is_enabled() && c10::impl::TorchDispatchModeTLS::stack_len() == 0;
     std::vector<bool> now = needed();
     for (const Derivative& derivative : formula.derivatives) {
@@ -142,7 +144,7 @@ struct FormulaNode : torch::autograd::Node {
         [&](size_t i) { return Leaf{dynamic_cast<AccumulateGrad*>(next_edge(i).function.get())}; });
   }
 
-  // Compiled autograd sees the call as a function of tensors and values.
+  // Compiled autograd sees the backward call as a function of tensors and values.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     args.collect(formula.name);
     args.collect(tensors, true);
@@ -167,7 +169,7 @@ struct FormulaNode : torch::autograd::Node {
     for (const IValue& value : packed.vec()) {
       types.push_back(value.isTensor() ? at::TensorType::get() : value.type());
     }
-    // Graphs that are kept call it when this node is gone.
+    // A compiled graph calls the function after this node is gone, so that it may capture the formula but not the node.
     const auto function = [&formula = formula, options](
                               const variable_list& inputs, const std::vector<IValue>& arguments) {
       const auto rest = arguments.begin() + static_cast<int64_t>(formula.values.size());
@@ -184,7 +186,7 @@ struct FormulaNode : torch::autograd::Node {
           [&](size_t i) { return at::zeros_symint(shapes[i], options[i]); }, [](size_t) { return Leaf(); });
     };
     const auto& python = torch::dynamo::autograd::getPyCompilerInterface();
-    // Torch keeps each function of the process under a name of its own.
+    // Torch registers each bound function of the process under a name, which must be unique.
     static std::atomic<uint64_t> number{0};
     const std::string bound =
         python->bind_function(saved.get_py_compiler(), name() + std::to_string(number++), function, types);
@@ -214,8 +216,8 @@ IValue value_of(const IValue& argument, const std::string& function) {
   return tensor.sym_stride(1) == 1 && tensor.sym_stride(2) != 1;
 }
 
-// Refuse gradients of gradients by torch.func where an operator of the backward pass has no derivative. The outer
-// transform sees that operator's calls alone, and would leave out what has no graph.
+// Refuse second derivatives by torch.func if an operator of the backward pass has no derivative. The outer transform
+// sees only that operator's calls, and would drop the contribution of a call without a graph.
 void refuse_second_derivative(const Formula& formula, const std::vector<bool>& needed) {
   if (!c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode)) {
     return; // no transform is active
@@ -234,7 +236,7 @@ void refuse_second_derivative(const Formula& formula, const std::vector<bool>& n
   }
 }
 
-// An operator has one formula, or two: the second for calls that give a certain argument.
+// Autograd kernel of an operator. It has one formula, or two: `formula_given` is for calls that give argument `given`.
 struct Kernel : c10::OperatorKernel {
   Formula formula;
   std::optional<Formula> formula_given;
@@ -312,7 +314,7 @@ struct Kernel : c10::OperatorKernel {
     }
   }
 
-  // The tensors that the derivatives of these inputs read.
+  // Return the indices of the saved tensors that the derivatives of the needed inputs read.
   static std::vector<size_t> wanted_tensors(const Formula& formula, const std::vector<bool>& needed) {
     std::vector<size_t> wanted;
     for (size_t i = 0; i < formula.tensors.size(); ++i) {
@@ -331,7 +333,7 @@ struct Kernel : c10::OperatorKernel {
   }
 };
 
-// As moe_ext/ops/autograd.py has them, in the order of the fields above.
+// Types that moe_ext/ops/autograd.py passes, in the order of the fields of the structs in derivatives.h.
 using PyArgument = std::tuple<std::string, size_t, std::string>;
 using PyDerivative = std::tuple<std::string, std::vector<size_t>, std::vector<PyArgument>>;
 using PyKept = std::vector<std::pair<size_t, std::string>>;
@@ -368,7 +370,7 @@ Formula read_formula(const c10::OperatorHandle& op, const PyFormula& from) {
 
 void register_derivatives(
     const std::string& name, const PyFormula& formula, const std::optional<std::pair<size_t, PyFormula>>& given) {
-  // A registration lasts as long as its library object: as long as the process.
+  // A registration ends with its library object. This one is never destroyed, and lasts as long as the process.
   static auto* library =
       new torch::Library(torch::Library::IMPL, "moe_ext", c10::DispatchKey::Autograd, __FILE__, __LINE__);
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(("moe_ext::" + name).c_str(), "");
@@ -381,10 +383,10 @@ void register_derivatives(
   library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunctor<Kernel>(std::move(kernel)));
 }
 
-// Let every node that a tensor's gradient goes through run on the stream that is current on its device now, but for
-// those of leaves; that of a leaf where the tensor is one. The engine runs a node on the stream of its forward pass,
-// which stands in what the node keeps of each input; that is made anew here, since it cannot be set. A node with
-// nested tensors keeps its stream.
+// Let every node behind a tensor run on the stream that is current on the device now, except nodes of leaves; if the
+// tensor is a leaf, its node. The engine runs a node on the stream of its forward pass, which is part of the node's
+// input metadata. The metadata is built anew, because its stream cannot be set. A node with nested tensors keeps its
+// stream.
 void move_to_current_stream(const Tensor& tensor) {
   using torch::autograd::Node;
   struct Input {
@@ -409,7 +411,7 @@ void move_to_current_stream(const Tensor& tensor) {
         visit(edge.function.get());
       }
     }
-    std::vector<std::optional<Input>> inputs; // none for one that nothing is known of
+    std::vector<std::optional<Input>> inputs; // nullopt if the node knows nothing of the input
     bool is_nested = false;
     for (uint32_t i = 0; i < node.num_inputs(); ++i) {
       const auto& input = node.input_metadata(i);
@@ -439,7 +441,7 @@ void move_to_current_stream(const Tensor& tensor) {
   }
 }
 
-// The tensor, in a graph in which each loss has the gradient `coefficient * scale`.
+// Return an alias of the tensor in a graph in which each loss has the gradient `coefficient * scale`.
 Tensor inject_losses(
     const Tensor& tensor, const variable_list& losses, const std::vector<double>& coefs,
     const std::variant<double, Tensor>& scale) {
@@ -460,7 +462,7 @@ Tensor inject_losses(
                             : at::full({}, coefs[i], options) * std::get<Tensor>(scale));
     }
   }
-  // Not a view, which nobody could write to: the node is all that leads to the tensor from here on.
+  // A view made by a custom node could not be written to. The alias is a plain tensor with this node as its history.
   Tensor alias(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(
       torch::autograd::impl::version_counter(tensor), /*allow_tensor_metadata_change=*/false));
   torch::autograd::set_history(alias, node);

@@ -1,4 +1,4 @@
-// Payloads by the operators of moe_ext, which are called through torch's dispatcher.
+// Encodes and decodes payloads with operators of moe_ext, called through torch's dispatcher.
 #include "runtime/coding.h"
 
 #include <tuple>
@@ -45,12 +45,12 @@ void add_pairs_(
   op.call(out, values_K, packed, numel, start, divisor);
 }
 
-// Part of a row of bytes, as numbers.
+// Views part of a row of bytes as numbers.
 Tensor part_of(const Tensor& row, int64_t start, int64_t num_bytes, at::ScalarType dtype) {
   return row.narrow(0, start, num_bytes).view(dtype);
 }
 
-// Puts the bytes of `part` into a row; returns where they end, padded.
+// Copies the bytes of `part` into a row, padded with zeros to a multiple of 16. Returns the end of the padding.
 int64_t put(const Tensor& row, int64_t start, const Tensor& part) {
   const Tensor bytes = part.view(at::kByte);
   const int64_t end = start + aligned(bytes.numel());
@@ -61,7 +61,7 @@ int64_t put(const Tensor& row, int64_t start, const Tensor& part) {
   return end;
 }
 
-// Values of pairs travel in blocks of so many, where they share scales.
+// Elements of a block of quantised values, which share a scale.
 constexpr int64_t kPairBlock = 128;
 
 } // namespace

@@ -1,4 +1,5 @@
-// Payloads: values, or values with indices, as rows of bytes of a size that both ends know beforehand.
+// Payloads of messages: rows of bytes that hold values, or values with their indices. Sender and receiver know the size
+// of a payload beforehand.
 //
 // moe_ext/compression/collectives/coding.py holds the same in Python.
 #pragma once
@@ -13,19 +14,19 @@ namespace moe_ext::runtime {
 
 using MaybeTensor = std::optional<at::Tensor>;
 
-// Up to the next multiple of 16, so that parts can be read as numbers.
+// Round up to a multiple of 16, so that parts of a row of bytes can be viewed as numbers.
 inline int64_t aligned(int64_t num_bytes) {
   return (num_bytes + 15) / 16 * 16;
 }
 
-// Residual of a coding: added to its elements first, and then holds what is lost; both of their length.
+// Residual of a coding, as long as the coded elements: added to them first, then overwritten by what the coding loses.
 struct Owed {
-  MaybeTensor residual;    // written, and read where the next one is not given
+  MaybeTensor residual;    // written; also read if `residual_in` is not given
   MaybeTensor residual_in; // only read
 };
 
-// Blocks of elements that share a scale, or all of them (block 0): codes, and behind them the scales, both padded to 16
-// bytes.
+// Coding of blocks of elements that share a scale; with block 0 all elements share one. A payload holds the codes, then
+// the scales, both padded to 16 bytes.
 struct QuantizedCoding {
   std::string format;
   int64_t block;
@@ -33,19 +34,20 @@ struct QuantizedCoding {
   int64_t code_bytes(int64_t numel) const;
   int64_t payload_bytes(int64_t numel) const;
 
-  // Fills the start of a row with the payload of x, the rest with zeros; returns the scales. `first` is the number of
-  // the first element in a stream of random numbers.
+  // Fills the start of a row with the payload of x, and the rest of the row with zeros. Returns the scales. `first` is
+  // the index of x[0] in the stream of random numbers.
   at::Tensor encode(
       const at::Tensor& row, const at::Tensor& x, const Owed& owed, const MaybeTensor& rng_state, int64_t first) const;
 
-  // Adds the elements from `first` on of a payload of `numel` to `out`, or overwrites that with them, divided.
+  // Decodes elements [first, first + out.numel()) of a payload of `numel` elements and divides them by `divisor`. Adds
+  // them to `out`, or overwrites `out` if not `adds`.
   void decode_add_(
       const at::Tensor& out, const at::Tensor& payload, int64_t numel, int64_t first, bool adds, double divisor) const;
 };
 
-// K values with indices into N elements, which never descend and may repeat (unused slots): codes, scales where the
-// codec has them, packed indices. What a payload says is brought into range as it is read: a foreign one gives wrong
-// numbers, never a write elsewhere.
+// Coding of K values with indices into N elements. Indices never descend, and unused slots repeat one. A payload holds
+// codes, scales if `value_codec` has them, and packed indices. Decoding brings indices into range, so that a corrupt
+// payload yields wrong numbers but never a write outside of `out`.
 struct PairCoding {
   int64_t count;
   int64_t numel;
@@ -57,14 +59,14 @@ struct PairCoding {
   at::Tensor values(const at::Tensor& payload) const; // float32
   at::Tensor indices(const at::Tensor& payload) const;
 
-  // Adds the values, divided, to the elements of `out`, whose first one is that with index `start`.
+  // Adds the values, divided by `divisor`, to `out`, whose first element has the index `start`.
   void decode_add_(const at::Tensor& out, const at::Tensor& payload, int64_t start = 0, double divisor = 1.0) const;
 
-  // Adds what a payload has lost of its values.
+  // Adds to `residual` the difference between the values and their coding in the payload.
   void add_lost_(const at::Tensor& residual, const at::Tensor& payload, const at::Tensor& values_K) const;
 
  private:
-  // The dtype that values travel as; none for blocks.
+  // The dtype in which values travel; none if they are quantised in blocks.
   std::optional<at::ScalarType> plain() const;
   int64_t value_bytes() const;
   at::Tensor packed(const at::Tensor& payload) const;

@@ -14,7 +14,7 @@
 namespace moe_ext::runtime {
 namespace {
 
-// An error is all there is to the gradient of a derivative that has no derivative itself.
+// Raises an error in a second derivative: node of the results of a backward operator that has no derivative itself.
 struct SecondDerivative : torch::autograd::Node {
   std::string forward_name;
 
@@ -52,16 +52,17 @@ void call(const Formula& formula, const Derivative& derivative, torch::jit::Stac
   }
 }
 
-// True if the tensor's object in Python holds a reference, and nobody holds the object.
+// Return True if the tensor's Python object holds a reference to the tensor, and nobody holds the Python object.
 template <typename Slot>
 bool is_held_by_python_alone(const Slot* slot) {
   if constexpr (requires { slot->has_unique_reference(); }) {
     return slot->has_unique_reference();
   }
-  return false; // older versions have no such reference
+  return false; // older versions of torch have no such reference
 }
 
-// True if nobody else can see the memory of a tensor: torch's allocator gave it, and no other tensor holds it.
+// Return True if no one else can see the memory of a tensor: torch's CPU allocator made it, and no other tensor holds
+// it.
 bool is_owned(const Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_cpu() || !tensor.has_storage()) {
     return false;
@@ -71,7 +72,8 @@ bool is_owned(const Tensor& tensor) {
          tensor.storage().data_ptr().get_deleter() == at::getCPUAllocator()->raw_deleter();
 }
 
-// The gradient that the engine would add to, where nobody sees what is added by itself; else undefined.
+// Return the gradient to which the engine would add, or this rank's part of it, if an addition in place is invisible
+// and possible; else an undefined tensor.
 Tensor grad_to_add_to(const Leaf& leaf) {
   if (!is_unseen(leaf.node)) {
     return {};
@@ -103,7 +105,8 @@ bool is_unseen(AccumulateGrad* leaf) {
   if (leaf == nullptr || at::GradMode::is_enabled()) {
     return false;
   }
-  // autograd.grad hands the gradient out, and so may a hook of the parameter, of its gradient or of the node.
+  // The single contribution is visible if autograd.grad returns it, or if the parameter, its gradient or the node has a
+  // hook.
   const auto* const wanted = torch::autograd::get_current_graph_task_exec_info();
   if (wanted == nullptr) {
     return false;
@@ -126,7 +129,7 @@ variable_list differentiate(
     if (!derivative.is_any_needed(needed)) {
       continue;
     }
-    // The last to read a tensor has it for its own.
+    // The last derivative that reads a tensor gets the only reference to it, and may then own its memory.
     const auto is_read_later = [&](const Argument& argument) {
       return std::any_of(
           formula.derivatives.begin() + static_cast<int64_t>(d) + 1, formula.derivatives.end(),
@@ -144,7 +147,7 @@ variable_list differentiate(
         continue;
       }
       if (argument.function == "owned") {
-        // The argument before it, which it asks about.
+        // An "owned" argument follows the argument of the same tensor, and says if that tensor may be overwritten.
         const auto of = std::find_if(derivative.arguments.begin(), derivative.arguments.end(), [&](const Argument& a) {
           return a.source == argument.source && a.index == argument.index;
         });
@@ -155,7 +158,7 @@ variable_list differentiate(
       Tensor& kept = argument.source == Source::kGrad ? grads[argument.index] : tensors[argument.index];
       Tensor tensor = kept;
       if (argument.source == Source::kGrad) {
-        // An operator that can do without a gradient has it as an optional argument.
+        // Only an operator that can do without a gradient declares it as an optional argument.
         const bool optional = schema[i].type()->kind() == c10::TypeKind::OptionalType;
         if (!tensor.defined() && !optional) {
           tensor = zeros(argument.index);

@@ -23,7 +23,7 @@ using at::Tensor;
 using torch::autograd::AccumulateGrad;
 using torch::autograd::variable_list;
 
-// torch 2.11 and 2.12 hold nodes by std::shared_ptr, later ones count references inside the node.
+// torch 2.11 and 2.12 hold nodes by std::shared_ptr. Later versions count references inside the node.
 #if __has_include(<torch/csrc/autograd/node.h>)
 template <typename T>
 using NodePtr = c10::intrusive_ptr<T>;
@@ -42,19 +42,20 @@ NodePtr<T> make_node(Args&&... args) {
 
 enum class Source { kGrad, kTensor, kValue };
 
-// Arguments of an operator of the backward pass: the gradient of a result, a saved tensor or a saved value.
+// Argument of an operator of the backward pass: the gradient of a result, a saved tensor or a saved value.
 struct Argument {
   Source source;
   size_t index;
-  std::string function; // on tensors in the backward pass: "", "contiguous" or "transpose"; "owned" is a bool
+  // applied to tensors in the backward pass: "", "contiguous" or "transpose"; "owned" gives a bool
+  std::string function;
 };
 
-// A call that gives the gradients of some inputs.
+// A call of an operator that computes the gradients of some inputs.
 struct Derivative {
   c10::OperatorHandle op;
-  std::vector<size_t> inputs; // by the node's edges
+  std::vector<size_t> inputs; // indices into the node's edges
   std::vector<Argument> arguments;
-  std::optional<c10::OperatorHandle> add; // "<op>_add_": adds the result to its first argument
+  std::optional<c10::OperatorHandle> add; // "<op>_add_", if it exists: adds the result to its first argument
 
   bool is_any_needed(const std::vector<bool>& needed) const {
     return std::any_of(inputs.begin(), inputs.end(), [&](size_t i) { return needed[i]; });
@@ -67,28 +68,28 @@ struct Derivative {
   }
 };
 
-// Values to keep of the arguments or, from `num_arguments` on, of the results.
+// A tensor or value to keep: argument `position` or, from `num_arguments` on, a result.
 struct Kept {
   size_t position;
-  std::string function; // of values: "", "columns", "dtype" or "is_transposed"
+  std::string function; // applied to a value: "", "columns", "dtype" or "is_transposed"
 };
 
 struct Formula {
   std::string name;
   size_t num_arguments;
   size_t num_results;
-  std::vector<size_t> inputs; // positions of the arguments that have a derivative, an edge each
+  std::vector<size_t> inputs; // positions of arguments that have a derivative; each has an edge
   std::vector<Kept> tensors;
   std::vector<Kept> values;
-  std::vector<bool> differentiable; // results
+  std::vector<bool> differentiable; // by result
   std::vector<Derivative> derivatives;
 };
 
-// Two functions of Python for a leaf that is a DTensor, of which a graph has this rank's part. The node of the leaf
-// holds it: another reference would keep torch from giving it other values, as `Module.to` does.
+// Two Python functions for a leaf that is a DTensor, of which the graph holds this rank's part. They take the DTensor
+// from the leaf's node. Another reference to the DTensor here would keep `Module.to` from swapping its values.
 struct Part {
-  c10::SafePyObject whole;    // (DTensor, gradient of the part) to the gradient of the DTensor
-  c10::SafePyObject gradient; // DTensor to the parts of its gradient and of itself, or None
+  c10::SafePyObject whole;    // (DTensor, gradient of the part) -> gradient of the DTensor
+  c10::SafePyObject gradient; // DTensor -> (this rank's parts of its gradient and of itself), or None
 
   static c10::SafePyObject safe(const pybind11::object& object) {
     return {pybind11::object(object).release().ptr(), getPyInterpreter()};
@@ -99,29 +100,31 @@ struct Part {
   }
 };
 
-// A leaf, and where its gradient is that of a DTensor the part that is computed.
+// The node of a leaf; `part` is set if the leaf is a DTensor and the computed gradient is that of this rank's part.
 struct Leaf {
   AccumulateGrad* node = nullptr;
   const Part* part = nullptr;
 };
 
-// True if additions to the gradient come in the order of the engine's additions: on a device with streams, those
-// of the node's stream alone do.
+// Return True if an addition to `grad` here is ordered with the engine's own additions: always on a CPU; on CUDA if the
+// current stream is the stream of the leaf's node.
 bool is_here(const Tensor& grad, AccumulateGrad& leaf);
 
-// True if the engine would give a leaf what comes now, and nobody would see what comes by itself.
+// Return True if this backward pass accumulates into the leaf and no hook, `autograd.grad` or graph of the backward
+// pass can observe a single contribution.
 bool is_unseen(AccumulateGrad* leaf);
 
-// Lock that the engine holds while it adds to a leaf's gradient: other threads may run backward passes to the same one.
+// Access to the protected lock that the engine holds while it adds to a leaf's gradient. Another thread may run a
+// backward pass to the same leaf.
 struct Lock : torch::autograd::Node {
   static std::mutex& of(torch::autograd::Node& node) {
     return node.*(&Lock::mutex_);
   }
 };
 
-// The gradients of the inputs, by edge. `zeros(i)` is what stands for a gradient of result i that is not there;
-// `leaf(edge)` is whose gradient an edge's may be added to at once, and undefined in the result, or none. With
-// `may_own` the gradients and tensors are nobody else's.
+// Compute the gradients of the inputs, by edge. `zeros(i)` makes the gradient of result i if none has arrived. If
+// `leaf(edge)` has a node, the contribution may be added to that leaf's gradient at once, and is undefined in the
+// result. With `may_own`, nobody else holds `grads` and `tensors`, so that operators may overwrite them.
 variable_list differentiate(
     const Formula& formula, variable_list grads, variable_list tensors, const std::vector<IValue>& values,
     const std::vector<bool>& needed, bool may_own, const std::function<Tensor(size_t)>& zeros,

@@ -1,4 +1,4 @@
-// Sums over ranks that leave out what is zero on all of them.
+// Sums over ranks that do not send elements which are zero on all ranks.
 #include "runtime/collectives.h"
 #include "runtime/operators.h"
 
@@ -62,7 +62,8 @@ Tensors row_sum(Messages& messages, const Tensor& rows_UD, const Tensor& touched
   const Tensor marks = at::zeros({(num_rows + 7) / 8 * 8}, touched_U.options().dtype(at::kFloat));
   marks.index_fill_(0, touched_U, 1);
   const Tensor union_rows = join(messages, nonzero_blocks(marks, 1));
-  // Place of each union index among this rank's rows; the zero row in front if it is not there.
+  // 1 + the place of each index among this rank's rows; 0, the row of zeros in front, if this rank does not have the
+  // row.
   Tensor place = at::zeros({num_rows}, touched_U.options());
   place.index_copy_(0, touched_U, at::arange(1, touched_U.size(0) + 1, touched_U.options()));
   const Tensor padded = at::constant_pad_nd(rows_UD, {0, 0, 1, 0}, 0);

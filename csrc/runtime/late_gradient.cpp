@@ -10,7 +10,7 @@ namespace moe_ext::runtime {
 
 variable_list LateGradient::apply(variable_list&& grads) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  // Gradients left by a backward pass that failed do not belong to this one.
+  // Calls left behind by a failed backward pass belong to another graph task, and are dropped.
   const int graph_task = torch::autograd::get_current_graph_task_id();
   Tensor sum = std::move(grads.front());
   const Leaf leaf{dynamic_cast<AccumulateGrad*>(next_edge(0).function.get()), part ? &*part : nullptr};
@@ -28,7 +28,7 @@ variable_list LateGradient::apply(variable_list&& grads) {
     }
   }
   if (part && sum.defined()) {
-    // As the engine, which would look at the DTensor alone.
+    // AccumulateGrad clones a gradient that others hold. It would check the DTensor only, and miss references to `sum`.
     const bool is_alone = sum.use_count() == 1 && sum.has_storage() && sum.storage().use_count() == 1;
     if (!is_alone && !at::GradMode::is_enabled()) {
       sum = sum.clone();
@@ -38,7 +38,8 @@ variable_list LateGradient::apply(variable_list&& grads) {
       const pybind11::gil_scoped_acquire gil;
       sum = Part::call(part->whole, leaf.node->variable, sum).cast<Tensor>();
     }
-    // The engine would detach it, for which DTensors ask their rules of sharding: thirty calls of Python.
+    // The first gradient is stored here. AccumulateGrad would detach the DTensor, which runs DTensor's sharding rules:
+    // thirty calls of Python.
     if (is_first) {
       const std::lock_guard<std::mutex> of_leaf(Lock::of(*leaf.node));
       if (Tensor& grad = leaf.node->variable.mutable_grad(); !grad.defined()) {
@@ -51,7 +52,7 @@ variable_list LateGradient::apply(variable_list&& grads) {
 
 namespace {
 
-// A tensor, in a graph in which the products of its gradient wait before they go to that of `input`.
+// Alias of `tensor` behind a LateGradient node, whose gradient goes to `input`.
 Tensor with_late_gradient(const Tensor& tensor, const Tensor& input, std::optional<Part> part) {
   Tensor alias = tensor.detach();
   const auto node = make_node<LateGradient>();
@@ -61,14 +62,14 @@ Tensor with_late_gradient(const Tensor& tensor, const Tensor& input, std::option
   return alias;
 }
 
-// The tensor, in a graph in which the products of its gradient wait.
+// Alias of `tensor` behind a LateGradient node; `tensor` itself if it has one.
 Tensor late_gradient(const Tensor& tensor) {
   const bool waits = dynamic_cast<LateGradient*>(tensor.grad_fn().get()) != nullptr;
   return waits ? tensor : with_late_gradient(tensor, tensor, {});
 }
 
-// This rank's part of a parameter, a DTensor, in a graph in which the products of its gradient wait. The functions are
-// in moe_ext/distributed/dtensor.py.
+// Alias of this rank's part of a parameter (a DTensor), behind a LateGradient node. The functions are those of `Part`,
+// from moe_ext/distributed/dtensor.py.
 Tensor part_in_graph(
     const Tensor& local, const Tensor& parameter, const pybind11::object& whole, const pybind11::object& gradient) {
   TORCH_CHECK_NOT_IMPLEMENTED(

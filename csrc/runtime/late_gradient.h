@@ -1,4 +1,4 @@
-// A tensor whose gradient waits for the products of its backward pass.
+// Deferred computation of a tensor's gradient, until the rest of the backward pass recorded after it has run.
 #pragma once
 
 #include <torch/csrc/dynamo/compiled_autograd.h>
@@ -7,11 +7,10 @@
 
 namespace moe_ext::runtime {
 
-// Gradients of a tensor that products of the backward pass wait here with, until nothing else is left to do: the
-// engine takes the node that was recorded last first, so that this one comes when all has run that was recorded after
-// it, and before what was recorded before it.
+// Node that defers the products which contribute to a tensor's gradient. The engine runs the ready node that was
+// recorded last first. Therefore this node runs after all nodes recorded after it, and before nodes recorded before it.
 struct LateGradient : torch::autograd::Node {
-  // The call of a derivative with one input, and the backward pass that it belongs to.
+  // A deferred call of a derivative with one input, and the backward pass (graph task) that it belongs to.
   struct Call {
     int graph_task;
     const Formula& formula;
@@ -35,7 +34,7 @@ struct LateGradient : torch::autograd::Node {
 
   variable_list apply(variable_list&& grads) override;
 
-  // Compiled autograd computes all gradients where they are.
+  // Under compiled autograd no call is deferred, so that the node passes its gradient on.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
     TORCH_CHECK_NOT_IMPLEMENTED(
         !part,

@@ -1,4 +1,4 @@
-// Messages of a collective: asked for early, sent while later parts compute, awaited when they are wanted.
+// Messages of a collective: asked for early, sent while later parts compute, awaited when their bytes are needed.
 #include "runtime/messages.h"
 
 #include <c10/core/InferenceMode.h>
@@ -9,11 +9,10 @@
 namespace moe_ext::runtime {
 namespace {
 
-// Tags of messages that moe_ext/comm/workers.py sends too, apart from the caller's; the number of the message is
-// added.
+// First tag of messages, as in moe_ext/comm/workers.py; callers use other tags. The number of the message is added.
 constexpr int kTag = 0x6d780000;
 
-// torch 2.13 renames two collectives; templates, so that only the one that exists is looked at.
+// torch 2.13 renames two collectives. These are templates so that the compiler checks the existing name only.
 template <class T>
 c10::intrusive_ptr<c10d::Work> start_all_gather(T& group, at::Tensor& out, at::Tensor& in) {
   if constexpr (requires { group.all_gather_single(out, in); }) {
@@ -33,12 +32,12 @@ c10::intrusive_ptr<c10d::Work> start_all_to_all(T& group, at::Tensor& out, at::T
   }
 }
 
-// Memory that collectives need for a while. New memory has to be mapped page by page, which takes longer than what is
-// done with it. An accelerator's allocator does the same by itself.
+// Pool of CPU scratch memory. The system maps new memory page by page, which takes longer than the collective's work on
+// it. An accelerator's allocator keeps a pool itself.
 class Pool {
  public:
   static Pool& instance() {
-    // Never destroyed: a worker may outlive the end of main.
+    // Never destroyed, because a worker thread may outlive the end of main.
     static auto* pool = new Pool;
     return *pool;
   }
@@ -46,7 +45,7 @@ class Pool {
   at::Tensor take(int64_t num_bytes, const at::Tensor& like) {
     if (like.is_cpu()) {
       const std::lock_guard lock(mutex_);
-      // The least that is enough, and not more than twice of it.
+      // The smallest row that suffices, unless it is more than twice as large as needed.
       auto best = free_.end();
       for (auto row = free_.begin(); row != free_.end(); ++row) {
         const int64_t size = row->numel();
@@ -61,12 +60,12 @@ class Pool {
         return found;
       }
     }
-    // Tensors of inference mode could not be written to outside of it.
+    // A row allocated in inference mode could not be written to outside of it later.
     const c10::InferenceMode off(false);
     return at::empty({num_bytes}, like.options().dtype(at::kByte));
   }
 
-  // Rows unused for the longest time go.
+  // Frees the rows that have been unused for the longest time if the pool is too large.
   void give_back(const Tensors& rows) {
     const std::lock_guard lock(mutex_);
     for (const auto& row : rows) {
@@ -103,8 +102,8 @@ const at::Tensor& Message::wait() {
   return received_;
 }
 
-// Gloo's own collectives ask for data behind the data that they send, so that what comes waits for what goes: twice
-// the time on a slow link. So on a CPU each part is a message of its own, and all of them are asked for first.
+// Gloo's own collectives request data behind the data that they send, so that receives wait for sends: twice the time
+// on a slow link. On a CPU each part is therefore a message of its own, and all are requested first.
 Message Messages::ask(int64_t num_bytes, const at::Tensor& like) {
   Message message;
   message.tag_ = kTag + num_asked_++;

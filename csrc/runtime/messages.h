@@ -1,4 +1,4 @@
-// Messages between the ranks of a collective, and the memory that it needs for a while.
+// Messages between the ranks of a collective, and its scratch memory.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -12,10 +12,10 @@ namespace moe_ext::runtime {
 
 using Tensors = std::vector<at::Tensor>;
 
-// A message underway. Destroying one gives it up: the backend keeps its tensors until it has let go of them.
+// A message underway. Destroying a message abandons it; the backend keeps its tensors until it no longer uses them.
 class Message {
  public:
-  // Returns the bytes that came from all ranks, in rank order. Blocks until it is there and what was sent has left.
+  // Returns the bytes of all ranks, in rank order. Blocks until they have arrived and the sent bytes have left.
   const at::Tensor& wait();
 
  private:
@@ -23,15 +23,15 @@ class Message {
 
   at::Tensor received_, sent_;
   int tag_ = 0;
-  // Last, so that they go before the memory that they read and fill.
+  // Declared last, hence destroyed before the memory that they read and fill.
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
 
-// Messages, borrowed memory and changed tensors of one collective. All ranks of the group ask for the same messages in
-// the same order.
+// Messages, borrowed memory and changed tensors of one collective. All ranks of the group must ask for the same
+// messages in the same order.
 class Messages {
  public:
-  // Told the kind and the bytes of each message, as they leave a rank.
+  // Called with the kind of each message and the bytes that leave this rank.
   using OnSent = std::function<void(const char* kind, int64_t num_bytes)>;
 
   Messages(c10d::ProcessGroup& group, OnSent on_sent) : group_(group), on_sent_(std::move(on_sent)) {
@@ -44,30 +44,32 @@ class Messages {
     return group_.getRank();
   }
 
-  // Asks for so many bytes from every rank. On Gloo a sender waits until it is asked, and a question that is queued
-  // behind data waits for the data: so messages are asked for before anything is sent. Accelerators need none of it.
+  // Posts receives of `num_bytes` from every rank. Gloo's sender waits for the receiver's request, and a request queued
+  // behind data waits for the data; hence all messages are asked for before anything is sent. On accelerators it only
+  // allocates.
   Message ask(int64_t num_bytes, const at::Tensor& like);
 
   // Sends part p of P equal parts of a row of bytes to rank p.
   void all_to_all(Message& message, const at::Tensor& row);
 
-  // Sends a row of bytes to all ranks; the second form waits, and returns what came.
+  // Sends a row of bytes to all ranks. The second form also waits, and returns the rows of all ranks.
   void all_gather(Message& message, const at::Tensor& row);
   at::Tensor all_gather(const at::Tensor& row);
 
-  // Adds up over the ranks, in place, and waits.
+  // Sums x over the ranks, in place, and waits.
   void all_reduce(at::Tensor x);
 
-  // A row of bytes on the device of `like` that is given back at the end: no result may be in it.
+  // Borrows a row of bytes on the device of `like` until `give_back`: no result may lie in it.
   at::Tensor scratch(int64_t num_bytes, const at::Tensor& like);
 
-  // Remembers a tensor that is about to change, for `undo` to put it back.
+  // Copies a tensor that is about to change, so that `undo` can restore it.
   void keep(const at::Tensor& x);
 
-  // After a failure. What was borrowed is not given back then: a backend may still write to it.
+  // Restores the tensors of `keep`, after a failure. Borrowed rows are then dropped instead of given back, because a
+  // backend may still write to them.
   void undo();
 
-  // At the end.
+  // Returns borrowed rows to the pool, after success.
   void give_back();
 
  private:

@@ -1,4 +1,4 @@
-// Reductions of quantised tensors. A shard is cut into pieces, some of which travel while others are coded.
+// Reductions of quantised tensors. A shard is cut into pieces, so that some travel while others are encoded.
 #include <algorithm>
 #include <utility>
 
@@ -9,13 +9,14 @@ namespace {
 
 using at::Tensor;
 
-// Elements to decode at a time, a multiple of all blocks: few enough to stay in the cache while all ranks' are added.
+// Elements to decode at a time, a multiple of all block sizes: few enough that the sum stays in the cache while the
+// payloads of all ranks are added.
 constexpr int64_t kChunk = 262144;
-// The second rounding of a step draws from another stream than the first.
+// XORed to the seed, so that the second rounding of a step draws from another stream than the first.
 constexpr int64_t kSecondSeed = 0x5851f42d4c957f2d;
 
-// The numbers of an element in a stream start at 0 in every shard; each has a stream of its own, and the second
-// rounding one more.
+// The stream of random numbers of a shard. Numbers count from 0 in every shard, so that each shard needs its own
+// stream.
 MaybeTensor stream_of(const MaybeTensor& rng_state, int64_t shard) {
   if (!rng_state) {
     return std::nullopt;
@@ -34,7 +35,8 @@ MaybeTensor second_stream(const MaybeTensor& rng_state) {
   return moved;
 }
 
-// Some elements of a residual. Where an error has to leave it as it was, and no other one is read, it is kept.
+// Elements [start, start + length) of a residual. If an error must leave the residual unchanged (`restores`) and it is
+// overwritten in place, its old values are kept for `undo`.
 Owed owed_at(Messages& messages, const Owed& owed, int64_t start, int64_t length, bool restores) {
   Owed found;
   if (owed.residual) {
@@ -48,12 +50,12 @@ Owed owed_at(Messages& messages, const Owed& owed, int64_t start, int64_t length
   return found;
 }
 
-// N elements in shards of M, one for each rank; the last ones may lie behind the end.
+// N elements in shards of M, one for each rank. The last shards may end, or even start, behind element N.
 class Shards {
  public:
   struct Piece {
-    int64_t first; // element of the shard
-    int64_t room;  // elements, of which those behind the end are missing
+    int64_t first; // first element in the shard
+    int64_t room;  // elements of a full piece; fewer exist at the end of the N elements
   };
 
   Shards(Messages& messages, QuantizedCoding coding, int64_t numel, int64_t shard, int64_t piece)
@@ -71,7 +73,7 @@ class Shards {
     return std::clamp<int64_t>(numel_ - rank * shard_ - piece.first, 0, piece.room);
   }
 
-  // Asks for a payload of each piece from every rank.
+  // Posts receives for a payload of each piece from every rank.
   std::vector<Message> ask(const Tensor& like) {
     std::vector<Message> found;
     for (const auto& piece : pieces_) {
@@ -101,7 +103,7 @@ class Shards {
     }
   }
 
-  // Overwrites `total` with the sum over ranks of this rank's piece, in their order.
+  // Overwrites `total` with the sum over ranks, in rank order, of a piece of this rank's shard.
   void add_up(const Tensor& total, Message& arriving, const Piece& piece) {
     const Tensor& row = arriving.wait();
     const int64_t num_bytes = coding_.payload_bytes(piece.room);
@@ -114,7 +116,7 @@ class Shards {
     }
   }
 
-  // Sends a piece of this rank's shard to all.
+  // Sends a piece of this rank's shard to all ranks.
   void gather(
       Message& gathered, const Tensor& piece, int64_t room, const Owed& owed, const MaybeTensor& rng_state,
       int64_t first) {
@@ -123,7 +125,7 @@ class Shards {
     messages_.all_gather(gathered, row);
   }
 
-  // Overwrites a piece of every shard with what came, divided.
+  // Overwrites a piece of every shard with the received payloads, divided by `divisor`.
   void spread(const Tensor& x, Message& gathered, const Piece& piece, int64_t divisor) {
     const Tensor& row = gathered.wait();
     const int64_t num_bytes = coding_.payload_bytes(piece.room);
@@ -138,7 +140,7 @@ class Shards {
     }
   }
 
-  // One sum for each piece that was coded.
+  // The sum of the scales of each encoded payload.
   const Tensors& sums_of_scales() const {
     return sums_of_scales_;
   }
@@ -191,11 +193,11 @@ Tensors quantized_all_reduce(
   }
   const int64_t count = shards.length(messages.rank(), {0, shard});
   if (server_residual_in && count < shard) {
-    // Elements behind the end stay as they were.
+    // Residual elements behind the end of the N elements stay unchanged.
     server_residual->narrow(0, count, shard - count).copy_(server_residual_in->narrow(0, count, shard - count));
   }
   if (restores) {
-    // None of them can fail any more when x is touched.
+    // After these waits no message can fail, and x may be overwritten.
     for (auto& message : gathered) {
       message.wait();
     }

@@ -1,9 +1,9 @@
 // RingExchange: the hops of a ring over c10d, posted early and awaited late.
 //
-// post() starts to send rows of bytes and to fill one buffer, and returns at once; the Hop it gives keeps all of them
-// alive, and its wait() blocks until they are done. Both let other Python threads run. While a hop is underway, post()
-// refuses memory that it fills, and a buffer that it sends from: that is what makes a pair of buffers that take turns
-// safe. State changes only while the GIL is held; an exchange is for one thread at a time.
+// post() starts to send rows of bytes and to fill one buffer, and returns a Hop at once. The Hop keeps the tensors
+// alive, and its wait() blocks until all messages are done. Both release the GIL. While a hop is underway, post()
+// refuses memory that the hop fills and a buffer from which it sends, which makes two buffers in turn safe. State
+// changes only under the GIL. One thread at a time may use an exchange.
 //
 // moe_ext/comm/ring_exchange.py holds the same in Python, for a torch that this module is not built with.
 #include <torch/csrc/utils/pybind.h>
@@ -26,7 +26,7 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
 using Send = std::pair<at::Tensor, int>;
 
-// std::invalid_argument is Python's ValueError.
+// pybind11 translates std::invalid_argument to Python's ValueError.
 void require(bool condition, const char* argument, const std::string& rule, const std::string& value) {
   if (!condition) {
     throw std::invalid_argument(c10::str("RingExchange: expected ", argument, " to be ", rule, ", got ", value));
@@ -73,7 +73,7 @@ class Hop {
  private:
   std::vector<at::Tensor> sent_;
   std::optional<at::Tensor> received_;
-  // Last, so that they go before the memory that they point into.
+  // Declared last, hence destroyed before the memory that they point into.
   Works works_;
 };
 
@@ -153,13 +153,13 @@ class RingExchange {
       group_->endCoalescing(device);
       throw;
     }
-    // One work stands for all of them.
+    // The work of endCoalescing stands for all messages of the hop.
     Works works;
     add(works, group_->endCoalescing(device));
     return works;
   }
 
-  // A backend gives none for what it coalesces.
+  // A backend returns no work for a message that it coalesces.
   static void add(Works& works, c10::intrusive_ptr<c10d::Work> work) {
     if (work) {
       works.push_back(std::move(work));
@@ -174,7 +174,8 @@ class RingExchange {
         add(works, group_->recv(tensors, source, tag));
       }
     };
-    // A backend whose sends wait for their receiver finds one in every ring: odd ranks receive first.
+    // If sends of a backend block until they are received, a ring in which all ranks send first would deadlock.
+    // Therefore odd ranks receive first.
     const bool receives_first = group_->getRank() % 2 == 1;
     if (receives_first) {
       receive();

@@ -1,7 +1,7 @@
-// Gated experts over tokens: the operators between a gate and the tokens' sums, called one after the other.
+// Gated experts over tokens: calls the operators between a gate and the tokens' sums, one after the other.
 //
-// It is here and no operator: what Python raises in a call, such as at the end of a recomputation, does not come
-// through the stable ABI.
+// This function is no operator of the stable ABI, which turns Python exceptions raised inside into errors without a
+// message. torch ends a recomputation under activation checkpointing by such an exception.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -22,7 +22,7 @@ using at::Tensor;
 using c10::SymInt;
 using Optional = const std::optional<Tensor>&;
 
-// The sums, and the number of dropped slots.
+// Return the tokens' sums and the number of dropped slots. With `ends`, products take int32 ends instead of offsets.
 std::pair<Tensor, Tensor> routed_experts(
     const Tensor& x, const Tensor& topk_idx, const Tensor& topk_weights, const Tensor& gate_up, const Tensor& down,
     const std::string& kind, const std::string& layout, int64_t align, bool ends) {

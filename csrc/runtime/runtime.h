@@ -1,4 +1,4 @@
-// Bindings that each file adds to the module.
+// Functions by which each file adds its bindings to the module.
 #pragma once
 
 #include <pybind11/pybind11.h>

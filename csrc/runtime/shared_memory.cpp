@@ -1,10 +1,10 @@
 // SharedMemory: exchanges between the ranks of one host, through memory that all of them map.
 //
-// Every rank owns a file without a name, which the others open by way of /proc. A call copies what this rank sends into
-// its own file and says so; the Work that it gives copies what the others wrote, where it is waited for. So no thread
-// works beside the caller, a call waits for nobody, and what was sent is free again when it returns.
+// Every rank owns a file without a name, which the other ranks open through /proc. A call copies the rank's rows into
+// its own file and posts their number. `wait` of the returned Work copies the rows of the other ranks. Therefore no
+// thread works beside the caller, a call waits for no rank, and the sent tensor is free again when the call returns.
 //
-// moe_ext/comm/shared_memory.py finds the ranks and chooses. Elsewhere than on Linux everything goes by Gloo.
+// moe_ext/comm/shared_memory.py finds the ranks of a host and chooses this way or Gloo. It exists on Linux only.
 #ifdef __linux__
 #include <ATen/Parallel.h>
 #include <ATen/record_function.h>
@@ -45,15 +45,15 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Milliseconds = std::chrono::milliseconds;
 
-// Exchanges of a rank that others may not have read yet.
+// Largest distance of numbers between the oldest exchange of a rank that others have not read and the newest.
 constexpr size_t kSlots = 4096;
-// Bytes that a rank keeps between exchanges.
+// Bytes of its file that a rank keeps between exchanges; memory behind them goes back to the system.
 constexpr size_t kKeptBytes = size_t{1} << 26;
-// Addresses for the files of all ranks together, of 2^47.
+// Bytes of address space for the files of all ranks together, of the 2^47 that a process has.
 constexpr size_t kMostAddresses = size_t{1} << 45;
 constexpr size_t kPage = 4096;
 constexpr size_t kLine = 64;
-// A wait looks at these intervals whether the other rank is still there.
+// Interval at which a wait checks that the awaited rank still lives.
 constexpr Milliseconds kLookEvery{50};
 constexpr int kNumSpins = 1000;
 constexpr std::string_view kName = "moe_ext";
@@ -76,18 +76,18 @@ void pause() {
 #endif
 }
 
-// The part of an exchange that is for one rank.
+// The rows of an exchange for one rank: number of the exchange, place in the file, and size.
 struct Part {
   uint64_t number, begin, bytes;
 };
 
 struct Header {
   uint64_t token;
-  // Exchanges, modulo 2^32: others sleep on it.
+  // 1 + the number of the last posted exchange, modulo 2^32. Waiting ranks sleep on this futex.
   alignas(kLine) std::atomic<uint32_t> posted;
   std::atomic<uint32_t> sleepers;
   std::atomic<uint32_t> closed;
-  // Ranks that have read their part, by slot.
+  // Number of ranks that have read their part of an exchange, by slot.
   alignas(kLine) std::array<std::atomic<uint32_t>, kSlots> read;
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
@@ -96,7 +96,8 @@ long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const tim
   return syscall(SYS_futex, &word, operation, value, timeout, nullptr, 0);
 }
 
-// The file of one rank, mapped: a header, the parts of each slot, and data. Memory is taken where it is written.
+// The mapped file of one rank: header, parts of each slot, and rows. The system allocates a page when it is first
+// written.
 class Region {
  public:
   explicit Region(size_t num_ranks) : num_ranks_(num_ranks) {
@@ -113,23 +114,23 @@ class Region {
     close();
   }
 
-  // False where the system does not allow it.
+  // Creates this rank's file; false if the system does not allow it.
   bool make(uint64_t token) {
     rlimit most{};
     if (getrlimit(RLIMIT_FSIZE, &most) != 0 || most.rlim_cur < num_bytes()) {
-      return false; // a longer file would be a signal
+      return false; // a file beyond the limit raises the signal SIGXFSZ
     }
     fd_ = memfd_create(std::string(kName).c_str(), MFD_CLOEXEC);
     if (fd_ < 0 || ftruncate(fd_, static_cast<off_t>(num_bytes())) != 0 || !map()) {
       return false;
     }
     header().token = token;
-    // It goes with the process, however that ends, and no child inherits it.
+    // The system drops this lock when the process ends in any way, and a child does not inherit it. See `is_owned`.
     struct flock whole = lock();
     return fcntl(fd_, F_SETLK, &whole) == 0;
   }
 
-  // Maps the file of another process; false where that cannot be, or it is another file.
+  // Maps the file of another process; false if this fails, or if the descriptor now belongs to another file.
   bool open(int64_t process, int64_t fd, uint64_t token) {
     path_ = c10::str("/proc/", process, "/fd/", fd);
     std::array<char, 64> target{};
@@ -143,12 +144,12 @@ class Region {
     const bool is_mapped =
         fd_ >= 0 && fstat(fd_, &found) == 0 && static_cast<size_t>(found.st_size) == num_bytes() && map();
     inode_ = found.st_ino;
-    // A process has few descriptors.
+    // The mapping needs no descriptor, of which a process has few.
     close();
     return is_mapped && header().token == token && is_owned();
   }
 
-  // True while the process that made the file lives.
+  // Returns true while the process that made the file lives, which its lock tells.
   bool is_owned() const {
     const int fd = ::open(path_.c_str(), O_RDWR | O_CLOEXEC);
     if (fd < 0) {
@@ -222,13 +223,13 @@ class Region {
 
   size_t num_ranks_;
   size_t data_begin_, data_bytes_;
-  int fd_ = -1; // of this process's own file
+  int fd_ = -1; // of this process's own file only
   std::string path_;
   ino_t inode_ = 0;
   char* base_ = nullptr;
 };
 
-// The files of all ranks, and what this one has posted and not been rid of.
+// The files of all ranks, and the exchanges that this rank has posted and others have not read.
 class Exchanges {
  public:
   Exchanges(size_t rank, size_t size, double seconds)
@@ -239,7 +240,7 @@ class Exchanges {
     std::random_device random;
     token_ = (uint64_t{random()} << 31) ^ random();
     is_made_ = own().make(token_);
-    // Nobody waits for a core that another rank needs.
+    // With fewer cores than ranks a wait does not spin, because the awaited rank may need the core.
     num_spins_ = std::thread::hardware_concurrency() < size ? 0 : kNumSpins;
   }
   Exchanges(const Exchanges&) = delete;
@@ -248,9 +249,9 @@ class Exchanges {
     close();
   }
 
-  // From now on nobody waits for this rank, and it posts nothing.
+  // Marks this rank as gone: ranks that wait for it raise an error, and `post` refuses further exchanges.
   void close() {
-    // A fork's copy closes nothing.
+    // A forked child destroys its copy of this object, which must not close its parent's file.
     if (is_made_ && getpid() == process_) {
       own().header().closed.store(1);
       futex(own().header().posted, FUTEX_WAKE, INT32_MAX, nullptr);
@@ -276,8 +277,8 @@ class Exchanges {
     return *regions_[rank];
   }
 
-  // Writes what is for each rank, and says so. Numbers rise, and may leave some out. With `is_same` all of `x` is for
-  // everyone.
+  // Writes `bytes[rank]` bytes for each rank and posts the exchange. Numbers must rise, and may skip some. With
+  // `is_same` all of `x` goes to every rank, and is written once.
   void post(uint64_t number, const char* x, const std::vector<size_t>& bytes, bool is_same) {
     const std::lock_guard guard(mutex_);
     TORCH_CHECK_WITH(
@@ -315,7 +316,8 @@ class Exchanges {
     if (total > 0) {
       taken_[place] = place + total;
     }
-    // Before the look at `sleepers`, as a sleeper adds itself before it looks at `posted`.
+    // This store comes before the load of `sleepers`, as a waiting rank adds itself to `sleepers` before it loads
+    // `posted`. Otherwise each could miss the other, and no one would wake the rank.
     Header& header = own().header();
     header.posted.store(static_cast<uint32_t>(number + 1), std::memory_order_seq_cst);
     if (header.sleepers.load(std::memory_order_seq_cst) > 0) {
@@ -323,12 +325,12 @@ class Exchanges {
     }
   }
 
-  // True if a rank posts nothing any more.
+  // Returns true if a rank will post nothing any more: it has closed its file, or its process has ended.
   bool is_gone(size_t rank) const {
     return region(rank).header().closed.load() != 0 || !region(rank).is_owned();
   }
 
-  // Waits until a rank has posted an exchange; false if the time is over first.
+  // Waits until a rank has posted an exchange; false if `end` comes first.
   bool await(size_t rank, uint64_t number, Clock::time_point end) const {
     const Region& from = region(rank);
     for (int i = 0; i < num_spins_; ++i) {
@@ -352,7 +354,7 @@ class Exchanges {
       }
       const bool has_gone = is_gone(rank);
       if (from.has_posted(number)) {
-        break; // before it went
+        break; // posted before it went
       }
       TORCH_CHECK_WITH(DistNetworkError, !has_gone, "shared memory: connection closed by rank ", rank);
       if (Clock::now() >= end) {
@@ -362,7 +364,7 @@ class Exchanges {
     return true;
   }
 
-  // Copies what a rank has posted for this one.
+  // Copies the rows that a rank has posted for this rank, and counts this rank as a reader.
   void take(size_t rank, uint64_t number, char* out, size_t bytes) const {
     const Region& from = region(rank);
     const Part& part = from.part(number, rank_);
@@ -372,7 +374,7 @@ class Exchanges {
     from.read(number).fetch_add(1, std::memory_order_release);
   }
 
-  // Gives up what a rank posts for this one.
+  // Gives up the rows of a rank for this rank. A later `post` counts them as read, so that their memory becomes free.
   void abandon(size_t rank, uint64_t number) {
     const std::lock_guard guard(mutex_);
     abandoned_.emplace_back(rank, number);
@@ -389,7 +391,7 @@ class Exchanges {
     return *regions_[rank_];
   }
 
-  // False where a rank has sent nothing to this one, and counts it as no reader.
+  // Returns false if the rank has sent nothing to this rank, which it then does not count as a reader.
   bool is_for_this(const Region& from, uint64_t number) const {
     const Part& part = from.part(number, rank_);
     return part.number == number && part.bytes > 0;
@@ -423,7 +425,7 @@ class Exchanges {
     }
   }
 
-  // The first place that is free.
+  // Returns the first place in the file with room for `total` bytes.
   size_t find_place(size_t total) {
     size_t begin = 0;
     for (const auto& [from, to] : taken_) {
@@ -448,12 +450,12 @@ class Exchanges {
   std::vector<std::unique_ptr<Region>> regions_;
   std::mutex mutex_;
   std::deque<Sent> underway_;
-  std::map<size_t, size_t> taken_; // by begin, the end of what is underway
+  std::map<size_t, size_t> taken_; // begin of rows underway -> their end
   std::vector<std::pair<size_t, uint64_t>> abandoned_;
   size_t used_ = 0;
 };
 
-// Parts of a result that others post, copied where they are waited for.
+// The rows of other ranks for one result, which `wait` copies.
 class SharedWork : public c10d::Work {
  public:
   SharedWork(std::shared_ptr<Exchanges> exchanges, uint64_t number, at::Tensor out, const std::vector<size_t>& bytes)
@@ -468,7 +470,7 @@ class SharedWork : public c10d::Work {
         due_.push_back({from, begin, bytes[from]});
       }
     }
-    // Each begins with another one.
+    // Each rank begins with the rows of the rank after itself, so that not all read the same file at once.
     const auto later = [&](const Due& each) { return each.from > rank; };
     std::rotate(due_.begin(), std::find_if(due_.begin(), due_.end(), later), due_.end());
   }
@@ -480,7 +482,7 @@ class SharedWork : public c10d::Work {
     }
   }
 
-  // True if `wait` returns, or raises, at once.
+  // Returns true if `wait` would return or raise at once.
   bool isCompleted() override {
     const std::unique_lock guard(mutex_, std::try_to_lock);
     if (!guard.owns_lock()) {
@@ -530,7 +532,7 @@ class SharedWork : public c10d::Work {
     TORCH_CHECK(has_come, "shared memory: rank ", rank, " has not come yet");
   }
 
-  // Ends the exchanges of all ranks, as Gloo does: a later one could meet the one that was missed.
+  // Closes this rank's exchanges for all ranks, as Gloo does. Otherwise a later exchange could meet the missed one.
   void fail() {
     has_failed_ = true;
     exchanges_->close();

@@ -1,4 +1,4 @@
-// Sums over ranks of pairs: values, and their indices.
+// Sums over ranks of (value, index) pairs.
 #include <algorithm>
 
 #include "runtime/collectives.h"
@@ -9,7 +9,7 @@ namespace {
 
 using at::Tensor;
 
-// Behind the pairs of a payload: how many there were, padded.
+// Bytes behind the pairs of a payload, for the number of pairs that were found.
 constexpr int64_t kLoadBytes = 16;
 
 std::tuple<Tensor, Tensor> topk_compress_(
@@ -22,19 +22,18 @@ std::tuple<Tensor, Tensor> topk_compress_(
 
 struct Slots {
   Tensor values, indices; // [P * S]
-  Tensor loads;           // [P], pairs that were found for each region
-  Tensor left;            // [K], values that did not fit
+  Tensor loads;           // [P], number of pairs found for each region
+  Tensor left;            // [K], values that got no slot; zero elsewhere
 };
 
-// A region with L pairs, more than its S slots, sends the pairs j for which j S mod L is less than S: S pairs,
-// evenly spread, others in the next step. Cutting at the end would leave out the same elements again and again, and
-// tell nothing of where they are.
+// Assign slots. A region with L pairs, more than its S slots, sends the S pairs j for which (j - step) S mod L < S:
+// evenly spread, and others in the next step. Cutting at the end would omit the same elements in every step.
 Slots fill_slots(const Tensor& values_K, const Tensor& indices_K, const Tensor& bounds, int64_t slots, int64_t step) {
   const int64_t size = bounds.size(0) - 1;
   const Tensor zero = at::zeros({1}, indices_K.options());
   const Tensor starts = at::searchsorted(indices_K, bounds);
   const Tensor region = at::searchsorted(bounds.narrow(0, 1, size - 1), indices_K, false, true);
-  // Numbers of set elements of a mask up to each pair, and before each region.
+  // Return the number of set elements of a mask up to and including each pair, and before each region.
   const auto counted = [&](const Tensor& mask) {
     const Tensor upto = mask.cumsum(0);
     return std::pair(upto, at::cat({zero, upto}).index_select(0, starts));
@@ -48,7 +47,7 @@ Slots fill_slots(const Tensor& values_K, const Tensor& indices_K, const Tensor& 
   const Tensor kept = wanted.bitwise_and(turned.lt(slots));
   const auto [kept_upto, kept_before] = counted(kept);
   const Tensor kept_first = kept_before.narrow(0, 0, size).index_select(0, region);
-  // Counted from 1: place 0 takes what has no slot.
+  // Places count from 1, because all pairs without a slot go to place 0.
   const Tensor place = (kept_upto - kept_first + region * slots) * kept;
   const Tensor unused = (bounds.narrow(0, 1, size) - 1).repeat_interleave(slots, 0);
   Tensor slot_indices = at::cat({zero, unused}).index_copy_(0, place, indices_K);
@@ -58,7 +57,7 @@ Slots fill_slots(const Tensor& values_K, const Tensor& indices_K, const Tensor& 
       values_K.masked_fill(kept, 0)};
 }
 
-// Puts what may be read as int64 behind the pairs of a payload.
+// Write the number of pairs, int64, behind the pairs of a payload.
 void put_load(const Tensor& row, int64_t start, const Tensor& load) {
   row.narrow(0, start, 8).copy_(load.view({1}).view(at::kByte));
   row.narrow(0, start + 8, kLoadBytes - 8).zero_();
@@ -119,7 +118,7 @@ Tensors sparse_split_sum(
     load.add_(load_at(payload, sent.payload_bytes()));
   }
   const Tensor rest = messages.scratch(4 * length, out).view(at::kFloat);
-  // Nothing is owed of the sum: the result, which is zero so far, stands for that.
+  // The sum has no residual yet. `out` is still zero and serves as the residual to read.
   auto [values, indices] = topk_compress_(total, rest, std::min(kept, length), out.narrow(0, start, length));
   indices = indices + start;
   if (length < kept) {
@@ -139,7 +138,7 @@ Tensors sparse_split_sum(
     all_indices.push_back(summed.indices(payload));
     all_loads.push_back(load_at(payload, summed.payload_bytes()));
   }
-  // No message can fail any more.
+  // All messages have arrived. An error before this line leaves the residual unchanged.
   residual.narrow(0, start, length).add_(rest);
   residual.index_add_(0, indices_K, given.left);
   for (int64_t part = 0; part < size; ++part) {

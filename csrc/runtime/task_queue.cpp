@@ -1,4 +1,4 @@
-// Tasks of threads: a count over all queues tells the exit of the process when it may go on.
+// Queues of tasks. A count of tasks over all queues tells the exit of the process when it may continue.
 #include "runtime/task_queue.h"
 
 #include <cstddef>
@@ -14,7 +14,7 @@ struct Tally {
 };
 
 Tally& tally() {
-  // Never destroyed: a thread may outlive the end of main.
+  // Never destroyed, because a thread may outlive the end of main.
   static auto* found = new Tally;
   return *found;
 }
@@ -54,7 +54,8 @@ void TaskQueue::serve() {
       tasks_.pop_front();
     }
     task();
-    // The task may hold objects that need the interpreter to go.
+    // The task may hold Python objects, whose destruction needs the interpreter: drop it before the count says that it
+    // is done.
     task = nullptr;
     {
       const std::lock_guard lock(tally().mutex);

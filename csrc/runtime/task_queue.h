@@ -1,4 +1,4 @@
-// Tasks that a thread takes one after the other, and how the exit of the process waits for them.
+// Queue of tasks for a thread, and the wait for all tasks at the exit of the process.
 #pragma once
 
 #include <chrono>
@@ -9,15 +9,15 @@
 
 namespace moe_ext::runtime {
 
-// The tasks of one thread; they outlive whoever has queued them until the last one has run.
+// The tasks of one thread. Thread and owner share the queue, which lives until the last queued task has run.
 class TaskQueue {
  public:
   void push(std::function<void()> task);
 
-  // No task comes after those that are queued.
+  // Ends `serve` after the queued tasks. No `push` may follow.
   void close();
 
-  // Takes tasks until the queue is closed and empty.
+  // Runs tasks, in their order, until the queue is closed and empty.
   void serve();
 
  private:
@@ -27,7 +27,8 @@ class TaskQueue {
   bool closed_ = false;
 };
 
-// For the exit of the process: waits until no task of any queue is left, at most so long, and says whether that is so.
+// Wait until no task of any queue is left, at most `limit`. Return True if none is left. The exit of the process calls
+// it.
 bool wait_for_tasks(std::chrono::duration<double> limit);
 
 } // namespace moe_ext::runtime

@@ -1,4 +1,5 @@
-// CollectiveWorker: runs the collectives of collectives.h without the GIL, in the caller's thread or in one of its own.
+// CollectiveWorker: runs the collectives of collectives.h without the GIL, in the caller's thread or in a thread of its
+// own.
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -25,7 +26,7 @@ namespace py = pybind11;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Collective = std::function<Tensors(Messages&)>;
 
-// A function of Python that is told the kind and the bytes of every message; takes the GIL for it.
+// Wrap a Python function that gets the kind and the bytes of every message. Only its calls take the GIL.
 Messages::OnSent on_sent_of(const py::object& function) {
   if (function.is_none()) {
     return nullptr;
@@ -61,7 +62,7 @@ class CollectiveWorker {
   CollectiveWorker(Group group, bool beside) : group_(std::move(group)) {
     if (beside) {
       tasks_ = std::make_shared<TaskQueue>();
-      // Detached: a message whose peer is gone may block for as long as the group's timeout, which must not keep the
+      // The thread is detached. A message to a dead peer may block for the group's timeout, which must not keep the
       // process from ending.
       std::thread([tasks = tasks_] { tasks->serve(); }).detach();
     }
@@ -74,7 +75,7 @@ class CollectiveWorker {
     }
   }
 
-  // Tensors, or a future of them where others run beside.
+  // Returns tensors, or a future of tensors if the worker has a thread.
   py::object start(Collective collective, const py::object& on_sent) {
     if (!tasks_) {
       const auto sent = on_sent_of(on_sent);
@@ -99,7 +100,7 @@ class CollectiveWorker {
       } catch (...) {
         error = std::current_exception();
       }
-      // Whoever waits may take the tensors for free.
+      // Drops the arguments before the future completes, because the caller may then reuse the tensors.
       collective = nullptr;
       if (error) {
         future->setError(error);
@@ -121,7 +122,7 @@ class CollectiveWorker {
 
 using Binding = py::class_<CollectiveWorker>;
 
-// A method that takes what the function takes, and last who is told of messages.
+// Bind a method with the arguments of the function, and last the Python function for messages, or None.
 template <class... Args>
 void def(Binding& worker, const char* name, Tensors (*function)(Messages&, Args...)) {
   worker.def(name, [function](CollectiveWorker& self, std::decay_t<Args>... args, const py::object& on_sent) {
