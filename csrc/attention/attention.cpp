@@ -6,7 +6,7 @@
 #include "common/dispatch.h"
 #include "common/library.h"
 
-// The arguments of a block, which three operators share.
+// Schema of the arguments of a block, which three operators share.
 #define MOE_EXT_BLOCK_ARGS                                                                                           \
   "Tensor q, Tensor k, Tensor v, Tensor q_positions, Tensor k_positions, Tensor? q_documents, Tensor? k_documents, " \
   "Tensor? key_mask, Tensor? alibi_slopes, Tensor? bias, Tensor? seed, float scale, bool causal, int window_left, "  \
@@ -30,7 +30,7 @@ MOE_EXT_SCHEMAS(m) {
 
 namespace {
 
-// Same shape, by name.
+// Throw unless the first `dims` sizes of `t` are those of `as`.
 void check_shape(
     const char* op, const char* name, const Tensor& t, const char* as_name, const Tensor& as, int64_t dims) {
   bool same = t.dim() == dims;

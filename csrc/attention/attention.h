@@ -1,4 +1,4 @@
-// Block attention: the argument checks that both backends share.
+// Block attention: argument checks, which both backends share.
 #pragma once
 
 #include <optional>
@@ -9,8 +9,7 @@ namespace moe_ext::attention {
 
 using OptionalTensor = std::optional<Tensor>;
 
-// Arguments that a block's forward and backward pass have in common.
-// Hidden, as torch's stable tensors are.
+// Arguments that the forward and backward pass of a block have in common. Hidden, as torch's stable tensors are.
 struct __attribute__((visibility("hidden"))) BlockArgs {
   Tensor q;                    // [B, H, Sq, Dk]
   Tensor k;                    // [B, Hkv, Sk, Dk]
@@ -19,7 +18,7 @@ struct __attribute__((visibility("hidden"))) BlockArgs {
   Tensor k_positions;          // [Sk] int64
   OptionalTensor q_documents;  // [Sq] int64
   OptionalTensor k_documents;  // [Sk] int64
-  OptionalTensor key_mask;     // [B, Sk] bool, true: a key
+  OptionalTensor key_mask;     // [B, Sk] bool; true: the key counts
   OptionalTensor alibi_slopes; // [H]
   OptionalTensor bias;         // [B or 1, H or 1, Sq, Sk]
   OptionalTensor seed;         // [1] int64
@@ -28,12 +27,12 @@ struct __attribute__((visibility("hidden"))) BlockArgs {
   int64_t window_left, window_right; // -1: no limit
   double softcap;                    // 0: none
   double dropout_p;
-  int64_t batch_offset, head_offset; // of this block's first sequence and head in the whole
+  int64_t batch_offset, head_offset; // of this block's first sequence and head, in the whole batch and model
 };
 
 void check_block(const char* op, const BlockArgs& args);
 
-// The state that the block is added to.
+// Check the state (out, lse) to which attention_block_ adds the block.
 void check_state(const char* op, const BlockArgs& args, const Tensor& out, const Tensor& lse);
 
 void check_block_backward(
@@ -54,7 +53,7 @@ void check_merge(
     const OptionalTensor& out_b, // [..., D]
     const Tensor& lse_b);        // [...]
 
-// The state out, lse is merged into.
+// Check the state (out, lse) into which merge_attention_ merges (out_b, lse_b).
 void check_merge_into(
     const Tensor& out,    // [B, H, S, D]
     const Tensor& lse,    // [B, H, S]
@@ -66,7 +65,7 @@ void check_merge_backward(
     const Tensor& grad_lse, // [...]
     const Tensor& out_a, const Tensor& lse_a, const OptionalTensor& out_b, const Tensor& lse_b);
 
-// Throws unless every value is in [low, high). Host memory.
+// Throw unless every value is in [low, high). Reads host memory.
 void check_range(
     const char* op, const char* name, const int64_t* values, int64_t n, int64_t low, int64_t high, const char* rule);
 

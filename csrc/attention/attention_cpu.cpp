@@ -1,6 +1,6 @@
 // CPU side of block attention: FlashAttention-2 (Dao 2023) over tiles of queries and keys. The products of a tile are
-// the library's on one thread, the softmax between them is attention_simd.cpp's. A tile is cut down to the rows and
-// columns that see each other; what is left of it decides the products alone, so the bits do not depend on the threads.
+// torch's, on one thread; the softmax between them is in attention_simd.cpp. A tile is cut to the rows and columns that
+// see each other. Its products depend on this cut alone, so that bits do not depend on the number of threads.
 #include <torch/csrc/stable/library.h>
 
 #include <cmath>
@@ -18,7 +18,7 @@ namespace {
 
 using torch::stable::new_empty;
 
-// Tasks that a backward pass should have; each sums the gradients of its keys in memory of its own.
+// Wanted number of tasks of a backward pass. Each task sums the gradients of its keys in its own memory.
 constexpr int64_t kTasksWanted = 16;
 
 template <typename Acc>
@@ -28,7 +28,7 @@ struct ForwardScratch {
   std::vector<Acc> max = std::vector<Acc>(kTileRows), sum = std::vector<Acc>(kTileRows);
 };
 
-// Starts the rows of a tile from (out, lse), a finished result: its sum is 1 and its maximum the LSE.
+// Start the rows of a tile from a finished result (out, lse): sum 1, maximum LSE.
 template <typename Acc>
 void load_state(Acc* out, const Acc* lse, int64_t rows, int64_t dim, ForwardScratch<Acc>& scratch) {
   constexpr Acc kNone = -std::numeric_limits<Acc>::infinity();
@@ -69,14 +69,14 @@ void forward_tile(
   kernels().block<Acc>().finish(lse_rows, state_from(0), rows);
 }
 
-// Adds the block to a state (out, lse).
+// Add the block to a state (out, lse).
 void accumulate(const char* op, const BlockArgs& args, const Tensor& out, const Tensor& lse) {
   dispatch_floating(acc_dtype(args.q.scalar_type()), [&]<typename T>() {
     using Acc = acc_t<T>;
     const Block<Acc> block(op, args);
     const int64_t tiles = block.num_row_tiles(), matrices = block.batch * block.heads;
     for_each_task<ForwardScratch<Acc>>(tiles * matrices, [&](int64_t task, ForwardScratch<Acc>& scratch) {
-      // Under a causal mask the last tiles cost most: they come first.
+      // Under a causal mask the last tiles cost most. They come first, so that no thread ends late.
       const int64_t matrix = task % matrices, row_tile = tiles - 1 - task / matrices;
       forward_tile(block, out, lse, matrix / block.heads, matrix % block.heads, row_tile, scratch);
     });
@@ -118,14 +118,14 @@ struct BackwardScratch {
   ColumnScratch columns;
 };
 
-// Tensors that a backward pass reads and writes besides the block. grad_k and grad_v are [parts, B * Hkv, Sk, D],
-// grad_bias is [B, H, Sq, Sk] or empty.
+// Tensors of a backward pass besides the block. grad_k and grad_v are [parts, B * Hkv, Sk, D]; grad_bias is [B, H, Sq,
+// Sk] or empty.
 struct Gradients {
   Tensor grad_out, lse, delta;
   Tensor grad_q, grad_k, grad_v, grad_bias;
 };
 
-// One query tile of one head: its own rows of grad_q, and its share of part `part` of grad_k and grad_v.
+// Process one query tile of one head: add its rows of grad_q, and its share of part `part` of grad_k and grad_v.
 template <typename Acc>
 void backward_tile(
     const Block<Acc>& block, const Gradients& g, int64_t part, int64_t b, int64_t h, int64_t row_tile,
@@ -155,7 +155,7 @@ void backward_tile(
   });
 }
 
-// sum[i] = the parts' [i], in order.
+// sum[i] = parts[0][i] + parts[1][i] + ..., in this order.
 template <typename Acc>
 void sum_parts(const Tensor& sum, const Tensor& parts) {
   const int64_t size = sum.numel(), num_parts = parts.size(0);
@@ -171,7 +171,7 @@ void sum_parts(const Tensor& sum, const Tensor& parts) {
   });
 }
 
-// Memory [parts, B * Hkv, Sk, D] for the sums of `grad`; its own where there is one part.
+// Return memory [parts, B * Hkv, Sk, D] for the partial sums of `grad`; with one part it is the memory of `grad`.
 Tensor parts_of(const Tensor& grad, int64_t parts) {
   const int64_t matrices = grad.size(0) * grad.size(1), keys = grad.size(2), dim = grad.size(3);
   const std::array<int64_t, 4> sizes = {parts, matrices, keys, dim};
@@ -192,7 +192,7 @@ void backward_block(const Block<Acc>& block, const Gradients& g) {
       const int64_t size = grad->size(2) * grad->size(3);
       std::fill_n(data<Acc>(*grad) + (part * key_matrices + matrix) * size, size, Acc(0));
     }
-    // Every parts-th tile, so that cheap and costly ones are spread evenly under a causal mask.
+    // A part takes every parts-th tile, so that cheap and costly tiles are spread evenly under a causal mask.
     for (int64_t item = part; item < group * tiles; item += parts) {
       backward_tile(block, g, part, b, first_head + item / tiles, item % tiles, scratch);
     }
@@ -250,7 +250,7 @@ Tensor attention_delta_cpu(
   return delta;
 }
 
-// The outputs in one dtype, dense.
+// Both results with outputs in a common dtype, contiguous.
 struct MergeTensors {
   Tensor out_a, lse_a, lse_b;
   OptionalTensor out_b;

@@ -1,4 +1,4 @@
-// CUDA side of block attention: allocates and launches; never waits for the device.
+// CUDA side of block attention: allocates and launches, and never waits for the device.
 #include <limits>
 #include <tuple>
 #include <vector>
@@ -22,7 +22,7 @@ Tensor dense_as(const Tensor& t, ScalarType dtype) {
   return contiguous(t.scalar_type() == dtype ? t : torch::stable::to(t, dtype));
 }
 
-// With adjacent columns.
+// Return t with adjacent columns, copied only if needed.
 Tensor as_rows(const Tensor& t) {
   return t.stride(3) == 1 || t.size(3) <= 1 ? t : contiguous(t);
 }
@@ -37,7 +37,7 @@ Heads<T> heads_of(const char* op, const char* name, const Tensor& t) {
   return {data<const T>(t), t.stride(0), t.stride(1), t.stride(2), t.size(2), cols, aligned};
 }
 
-// Rows of 16-bit elements that asynchronous copies and tensor cores take.
+// Return true if the rows of a 16-bit tensor suit asynchronous copies and tensor cores.
 bool has_rows_of_16_bytes(const Tensor& t) {
   bool aligned = is_aligned(t.data_ptr(), kAccessBytes);
   for (int64_t i = 0; i < 3; ++i) {
@@ -54,13 +54,13 @@ Tensor token_workspace(const Tensor& like, int64_t num_tiles) {
   return new_empty(like, {num_tiles * static_cast<int64_t>(sizeof(TokenTile))}, ScalarType::Byte);
 }
 
-// A block's arguments as the kernels want them, and the memory that they point to.
+// A block's arguments in the form of the kernels, and the tensors that own the memory they point to.
 template <typename T>
 struct __attribute__((visibility("hidden"))) Block {
   Tensor q, k, v, q_tiles, k_tiles;
   OptionalTensor slopes, bias, seed;
   BlockParams<T> params;
-  bool tensor_cores; // may serve where a pass takes the head dims
+  bool tensor_cores; // tensor cores may be used if a pass accepts the head dims
 
   Block(const char* op, const BlockArgs& args, cudaStream_t stream)
       : q(as_rows(args.q)), k(as_rows(args.k)), v(as_rows(args.v)), seed(optional_contiguous(args.seed)) {
@@ -71,7 +71,7 @@ struct __attribute__((visibility("hidden"))) Block {
     if (args.bias) {
       const ScalarType acc = acc_dtype(q.scalar_type());
       bias = as_rows(args.bias->scalar_type() == acc ? *args.bias : torch::stable::to(*args.bias, acc));
-      // One of size 1 in a dim is that of all.
+      // A dimension of size 1 is broadcast by stride 0.
       const auto stride = [&](int64_t dim) { return bias->size(dim) > 1 ? bias->stride(dim) : int64_t{0}; };
       of_bias = {data<const acc_t<T>>(*bias), stride(0), stride(1), bias->stride(2)};
     }
@@ -105,7 +105,7 @@ struct __attribute__((visibility("hidden"))) Block {
   void describe(const char* op, const BlockArgs& args, cudaStream_t stream) {
     const int64_t query_tiles = ceil_div(q.size(2), int64_t{kTile}), key_tiles = ceil_div(k.size(2), int64_t{kTile});
     const int64_t sequences = args.key_mask ? params.batch : 1;
-    // An upper bound for every grid: a chunk is of 64 columns at least.
+    // An upper bound for every grid, because a chunk has at least 64 columns.
     const int64_t chunks = std::max<int64_t>(1, ceil_div(std::max(k.size(3), v.size(3)), int64_t{kGroupCols}));
     const int64_t matrices = params.batch * std::max<int64_t>(1, params.heads);
     check_int32(op, "the tiles of queries and keys", (query_tiles + key_tiles) * matrices * chunks);
@@ -123,14 +123,14 @@ struct __attribute__((visibility("hidden"))) Block {
   }
 };
 
-// Adds the block to a state (out, lse), or starts one.
+// Add the block to a state (out, lse). If `fresh`, start a state, whose memory may be uninitialised.
 void attend(const char* op, const BlockArgs& args, const Tensor& out, const Tensor& lse, bool fresh) {
   const DeviceScope device(args.q);
   dispatch_floating_cuda(args.q.scalar_type(), [&]<typename T>() {
     using Acc = acc_t<T>;
     const Block<T> block(op, args, device.stream());
     const int cols = block.params.v.cols;
-    // Blocks of threads for other columns of the same rows would read an LSE that is already written.
+    // Thread blocks for later columns of the same rows must read the old LSE, which the first column chunk overwrites.
     const Tensor before = fresh || cols <= kGroupCols ? lse : torch::stable::clone(lse);
     const bool aligned = cols % 4 == 0 && is_aligned(out.data_ptr(), kAccessBytes);
     const ForwardState<Acc> state{
@@ -224,7 +224,7 @@ Tensor attention_delta_cuda(
   return delta;
 }
 
-// The outputs in one dtype, dense.
+// Both results with outputs in a common dtype, contiguous.
 struct __attribute__((visibility("hidden"))) MergeTensors {
   Tensor out_a, lse_a, lse_b;
   OptionalTensor out_b;

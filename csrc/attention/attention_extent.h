@@ -1,11 +1,12 @@
-// Ranges of positions and documents of a tile's rows and columns, and what they tell of its scores. Torch-free.
+// Ranges of positions and documents of a tile's rows and columns, and what the ranges tell about its scores.
+// Torch-free.
 #pragma once
 
 #include "attention/attention_math.h"
 
 namespace moe_ext::attention {
 
-// Smallest and largest position and document of some tokens, which may be in any order.
+// Smallest and largest position and document of some tokens in any order.
 struct Extent {
   int32_t first = kNoLimit, last = -1;
   int32_t first_document = INT32_MAX, last_document = INT32_MIN;
@@ -17,7 +18,8 @@ struct Extent {
     last_document = document > last_document ? document : last_document;
   }
 
-  // Not by `add` of its ends: those of no tokens at all are no positions.
+  // Merges ranges. Adding both ends of `other` as positions would be wrong, because the ends of an empty range are no
+  // positions.
   MOE_INLINE void add(const Extent& other) {
     first = other.first < first ? other.first : first;
     last = other.last > last ? other.last : last;
@@ -26,8 +28,8 @@ struct Extent {
   }
 };
 
-// May some token of `rows` see some token of `keys`; do all see all? Exact for one token; for more, as far as their
-// smallest and largest positions tell.
+// Return true if some token of `rows` may see some token of `keys`, and if all see all. Exact for single tokens. For
+// more, the smallest and largest positions decide, so that may_see may err towards true and all_see_all towards false.
 MOE_INLINE bool may_see(const Extent& rows, const Extent& keys, Window window) {
   return keys.first <= visible_positions(rows.last, window).last &&
          keys.last >= visible_positions(rows.first, window).first && keys.first_document <= rows.last_document &&

@@ -1,5 +1,5 @@
-// The forward pass of block attention: FlashAttention-2 (Dao 2023), algorithm 1, over tiles of 64 queries and 64 keys.
-// A block of threads owns a tile of queries and up to kCols columns of their output, which stay in registers.
+// Forward pass of block attention: FlashAttention-2 (Dao 2023), algorithm 1, over tiles of 64 queries and 64 keys. A
+// thread block owns a tile of queries and up to kCols columns of their output, which stay in registers.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,12 +14,12 @@ template <typename Acc>
 struct ForwardState {
   Acc* out;          // [B, H, Sq, Dv]
   Acc* lse;          // [B, H, Sq]
-  const Acc* before; // LSE of the result that the block is added to, which `out` holds; null: there is none
+  const Acc* before; // LSE of the result in `out` to which the block is added; null: there is none
   int cols;          // Dv
-  bool aligned;      // rows of `out`
+  bool aligned;      // rows of `out` allow accesses of 16 bytes
 };
 
-// Products to scores, -inf where the query does not see the key. `bias` is not read without kBias.
+// Replaces products by scores, -inf where the query does not see the key. `bias` is not read without kBias.
 template <typename Layout, bool kSoftcap, bool kAlibi, bool kBias, typename Acc>
 __device__ __forceinline__ void mask_scores(
     Scores<Acc, Layout>& s, const TileTokens<Acc>& tokens, const HeadScore<Acc>& head,
@@ -46,7 +46,7 @@ __device__ __forceinline__ void mask_scores(
   }
 }
 
-// Scores to exp(score - max), after the maxima have moved on. A thread's sums are those of its own columns.
+// Replaces scores by exp(score - max) after updating the maxima. `sum` holds a thread's sums over its own columns.
 template <typename Layout, typename Acc, typename Out>
 __device__ __forceinline__ void softmax_tile(
     Scores<Acc, Layout>& s, Acc (&max)[Layout::kRows], Acc (&sum)[Layout::kRows], Out& out) {
@@ -79,7 +79,7 @@ __device__ __forceinline__ void drop(Scores<Acc, Layout>& s, unsigned kept, Acc 
   }
 }
 
-// Starts a tile's rows from a finished result: its sum is 1 and its maximum the LSE. Rows without keys are not read.
+// Starts a tile's rows from a finished result: sum 1, maximum LSE. The output of rows without keys is not read.
 template <typename Layout, typename Acc, typename Out>
 __device__ __forceinline__ void load_state(
     const ForwardState<Acc>& state, int64_t row0, int rows, int first_col, Acc (&max)[Layout::kRows],
@@ -100,7 +100,8 @@ __device__ __forceinline__ void load_state(
   }
 }
 
-// out /= sum, lse = max + log(sum); rows without keys: out 0, LSE -inf. The first chunk of columns writes the LSE.
+// out /= sum, lse = max + log(sum). Rows without keys get out 0, LSE -inf. Only the first chunk of columns writes the
+// LSE.
 template <typename Layout, typename Acc, typename Out>
 __device__ __forceinline__ void finish_rows(
     const ForwardState<Acc>& state, int64_t row0, int rows, int first_col, const Acc (&max)[Layout::kRows],
@@ -115,13 +116,14 @@ __device__ __forceinline__ void finish_rows(
     out.scale_row(i, total == 0 ? Acc(0) : Acc(1) / total);
     out.store_row(i, state.out + (row0 + row) * state.cols, state.cols, first_col, state.aligned);
     if (first_col == 0 && Layout::lane() == 0) {
-      // Only a sum of nothing is 0: the largest score adds exp(0). NaN goes on to both results.
+      // The sum is 0 only for rows without keys, because the largest score adds exp(0) = 1. NaN goes on to both
+      // results.
       state.lse[row0 + row] = total == 0 ? -Acc(kInf) : total > 0 ? max[i] + log_positive(total) : total;
     }
   }
 }
 
-// Blocks that an SM should hold at once, which limits their registers: two where the output takes few.
+// Thread blocks that an SM should hold at once, which limits their registers. Two if the output takes few registers.
 template <typename Acc, int kCols, bool kBias>
 constexpr int kBlocksPerSm = sizeof(Acc) == 4 && kCols == kGroupCols && !kBias ? 2 : 1;
 
@@ -131,7 +133,7 @@ __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm<acc_t<T>, kCols, kBi
   using Acc = acc_t<T>;
   MOE_DYNAMIC_SHARED(TileScratch<T>, scratch);
   const TileTask task(params.queries.num_tiles, num_chunks, params.heads);
-  // Under a causal mask the last tiles cost most: they come first.
+  // Under a causal mask the last tiles cost most. They come first, so that no SM ends late.
   const int tile = params.queries.num_tiles - 1 - task.tile;
   const int64_t row = int64_t{tile} * kTile, b = task.sequence;
   const int first_col = task.chunk * kCols;
@@ -187,7 +189,8 @@ void launch_forward_columns(const BlockParams<T>& params, const ForwardState<acc
   }
 }
 
-// Columns that a block of threads keeps: more share the scores, and double takes twice the registers.
+// Most columns of the output that a thread block keeps. More columns share the cost of the scores, but double takes
+// twice the registers.
 template <typename Acc>
 constexpr int kMostCols = sizeof(Acc) == 8 ? kGroupCols : 2 * kGroupCols;
 

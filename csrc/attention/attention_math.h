@@ -1,4 +1,4 @@
-// Maths of block attention that loops and kernels share. Torch-free.
+// Maths of block attention that CPU loops and kernels share. Torch-free.
 #pragma once
 
 #include "common/philox.h"
@@ -6,11 +6,11 @@
 namespace moe_ext::attention {
 
 constexpr int32_t kNoLimit = 0x7FFFFFFE;     // above every position
-constexpr int32_t kMaskedKey = 0x7FFFFFFF;   // as a key's position: outside every row's interval
-constexpr int64_t kMostPositions = kNoLimit; // positions are below it
+constexpr int32_t kMaskedKey = 0x7FFFFFFF;   // position of a masked key: outside of every row's interval
+constexpr int64_t kMostPositions = kNoLimit; // positions are smaller
 constexpr int64_t kMaxDropoutHeads = 1 << 16;
 
-// The keys that a row may see by position: causal and sliding windows are one interval.
+// The keys that a row may see by position: a causal mask and a sliding window together are one interval.
 struct Window {
   int64_t left;  // -1: no limit
   int64_t right; // -1: no limit
@@ -42,7 +42,7 @@ struct Score {
   Acc slope;   // 0: none
 };
 
-// Keeps a number of the softmax where its 24 bits reach the threshold, and then multiplies it by 1 / (1 - p).
+// Dropout keeps a number of the softmax if its 24 random bits reach the threshold, and multiplies it by 1 / (1 - p).
 struct Dropout {
   uint64_t seed;
   uint32_t threshold; // 0: nothing is dropped
@@ -53,7 +53,7 @@ inline Dropout dropout_of(double p, int64_t seed) {
   return {static_cast<uint64_t>(seed), static_cast<uint32_t>(p * 0x1p24 + 0.5), 1.0 / (1.0 - p)};
 }
 
-// The numbers of a row: those of layer = head, step = batch, token = query, column = key.
+// The random numbers of a row: layer = head, step = batch, token = query, column = key.
 MOE_INLINE TokenDraws dropout_draws(uint64_t seed, int64_t batch, int64_t head, int32_t q_position) {
   const uint64_t last = static_cast<uint64_t>(head & 0xFFFF) << 16 | static_cast<uint64_t>(Stream::kDropout) << 8;
   return {
@@ -67,7 +67,7 @@ namespace {
 
 constexpr float kInf = __builtin_inff();
 
-// To about two units in the last place; a ratio of exponentials would lose the relative error of small scores.
+// tanh to about two units in the last place. A ratio of exponentials would lose the relative accuracy of small scores.
 MOE_INLINE float tanh_acc(float x) {
 #if defined(__CUDA_ARCH__)
   return ::tanhf(x);
@@ -81,7 +81,7 @@ MOE_INLINE float tanh_acc(float x) {
   p = fma_acc(p, z, -3.33332819422e-1f);
   const float small = fma_acc(p * z, x, x);
   const float large = 1.0f - 2.0f / (exp_acc(magnitude < 10.0f ? 2.0f * magnitude : 20.0f) + 1.0f);
-  // A NaN fails the comparison, and the polynomial hands it on.
+  // A NaN fails the comparison, and the polynomial returns NaN.
   return magnitude >= 0.625f ? (x < 0 ? -large : large) : small;
 #endif
 }
@@ -107,13 +107,13 @@ MOE_INLINE Acc score_of(Acc product, const Score<Acc>& score, Acc& tanh, int32_t
   return s;
 }
 
-// Combination of two partial results: lse = log(exp a + exp b), and the weights of the two outputs.
+// Combination of two partial results: lse = log(exp(a) + exp(b)), and the weights of the two outputs.
 template <typename Acc>
 struct MergeWeights {
   Acc lse, a, b;
 };
 
-// A row without keys has LSE -inf by our convention, +inf by FlashAttention's; both weigh nothing. NaN is handed on.
+// A row without keys has LSE -inf here and +inf in FlashAttention. Both get weight 0. NaN propagates.
 template <typename Acc>
 MOE_INLINE MergeWeights<Acc> merge_weights(Acc lse_a, Acc lse_b) {
   const Acc none = -Acc(kInf);
@@ -121,7 +121,7 @@ MOE_INLINE MergeWeights<Acc> merge_weights(Acc lse_a, Acc lse_b) {
   const Acc b = lse_b == Acc(kInf) ? none : lse_b;
   const Acc most = a > b ? a : b;
   const Acc shift = most == none ? Acc(0) : most;
-  // A shift by the larger: one of the two is exp(0).
+  // The shift by the larger LSE makes one of the two exp(0), so that neither overflows and the sum is at least 1.
   const Acc exp_a = exp_acc(a - shift), exp_b = exp_acc(b - shift);
   const Acc total = exp_a + exp_b;
   if (total == 0) {

@@ -1,12 +1,12 @@
-// Loops over tiles of scores and over rows to merge, compiled once per instruction set.
+// Loops over tiles of scores and over rows to merge, compiled once for each instruction set.
 #include "attention/attention_tables.h"
 
 namespace moe_ext::attention::MOE_ISA {
 namespace {
 
-constexpr int64_t kMaxCols = 1024; // of a tile
+constexpr int64_t kMaxCols = 1024; // most columns of a tile
 
-// keep[col] = 1 / (1 - p) or 0, for a row.
+// keep[col] = 1 / (1 - p) or 0, for the columns of a row.
 template <typename Acc>
 MOE_INLINE void dropout_row(Acc* __restrict keep, const TileArgs<Acc>& args, int64_t row, int64_t cols) {
   const TokenDraws draws = dropout_draws(args.dropout.seed, args.batch, args.head, args.q_positions[row]);
@@ -42,7 +42,8 @@ MOE_INLINE int64_t padded(int64_t cols) {
   return (cols + kLanes - 1) / kLanes * kLanes;
 }
 
-// Both halve the lanes, which they overwrite: a chain through all of them would take longer than a row of 128 columns.
+// Reductions by halving, which overwrite the lanes. A sequential chain through all lanes would take longer than a row
+// of 128 columns.
 template <typename Acc>
 MOE_INLINE Acc largest(Acc* lanes) {
   for (int64_t half = kLanes / 2; half > 0; half /= 2) {
@@ -63,8 +64,8 @@ MOE_INLINE Acc total(Acc* lanes) {
   return lanes[0];
 }
 
-// Scores of a row in place, -inf where the row does not see the key; returns their maximum.
-// `bias` [width], or of any length without kBias.
+// Replaces the products of a row by scores, -inf where the row does not see the key. Returns the maximum. `bias`
+// [width] is not read without kBias.
 template <bool kSoftcap, bool kAlibi, bool kBias, typename Acc>
 MOE_INLINE Acc
 score_row(Acc* __restrict s, const Acc* __restrict bias, const TileArgs<Acc>& args, int64_t row, int64_t width) {
@@ -85,7 +86,7 @@ score_row(Acc* __restrict s, const Acc* __restrict bias, const TileArgs<Acc>& ar
       if constexpr (kBias) {
         value += bias[col + lane];
       }
-      // Bitwise, as a branch would not vectorise.
+      // Bitwise operators, because branches would not vectorise.
       const bool seen = (k >= visible.first) & (k <= visible.last) & (documents[col + lane] == document);
       const Acc kept = seen ? value : none;
       s[col + lane] = kept;
@@ -95,7 +96,7 @@ score_row(Acc* __restrict s, const Acc* __restrict bias, const TileArgs<Acc>& ar
   return largest(most);
 }
 
-// The largest of a row's products; the columns beyond the tile's are set to -inf.
+// Returns the largest of a row's products, and sets the columns behind the tile's to -inf.
 template <typename Acc>
 MOE_INLINE Acc largest_product(Acc* __restrict s, int64_t cols, int64_t width) {
   const Acc none = -Acc(kInf);
@@ -107,7 +108,7 @@ MOE_INLINE Acc largest_product(Acc* __restrict s, int64_t cols, int64_t width) {
     s[col] = none;
   }
   for (int64_t col = 0; col < width; col += kLanes) {
-    // Unrolled here, the comparisons would stay scalar.
+    // If this loop were unrolled early, the comparisons would stay scalar.
 #pragma GCC unroll 1
     for (int64_t lane = 0; lane < kLanes; ++lane) {
       most[lane] = s[col + lane] > most[lane] ? s[col + lane] : most[lane];
@@ -116,7 +117,7 @@ MOE_INLINE Acc largest_product(Acc* __restrict s, int64_t cols, int64_t width) {
   return largest(most);
 }
 
-// s = exp(scale s - shift); returns the sum.
+// s = exp(scale s - shift). Returns the sum.
 template <typename Acc>
 MOE_INLINE Acc exp_row(Acc* __restrict s, Acc scale, Acc shift, int64_t width) {
   Acc sum[kLanes] = {};
@@ -135,14 +136,14 @@ void softmax_rows(Acc* scores, const TileArgs<Acc>& args, const RowState<Acc>& s
   const int64_t width = padded(args.cols);
   const Acc none = -Acc(kInf);
   alignas(64) Acc keep[kMaxCols];
-  // The row's bias, filled up as its scores are.
+  // The row's bias, padded as its scores are.
   alignas(64) Acc bias[kBias ? kMaxCols : 1] = {};
   for (int64_t row = 0; row < args.rows; ++row) {
     Acc* s = scores + row * args.row_stride;
     for (int64_t col = 0; kBias && col < args.cols; ++col) {
       bias[col] = args.bias[row * args.bias_stride + col];
     }
-    // Nothing but a factor, which exp_row applies; it keeps the order and -inf where it is positive.
+    // The score is only the product times a factor, which exp_row applies. A positive factor keeps the order, and -inf.
     const bool plain = !kSoftcap && !kAlibi && !kBias && !args.masked && args.score.scale > 0;
     const Acc scale = plain ? args.score.scale : Acc(1);
     const Acc tile_max = plain ? scale * largest_product(s, args.cols, width)
@@ -192,7 +193,7 @@ template <typename Acc>
 void finish(Acc* lse, const RowState<Acc>& state, int64_t rows) {
   for (int64_t row = 0; row < rows; ++row) {
     const Acc sum = state.sum[row];
-    // Only a sum of nothing is 0: the largest score adds exp(0). NaN goes on to both results.
+    // The sum is 0 only for rows without keys, because the largest score adds exp(0) = 1. NaN goes on to both results.
     lse[row] = sum == 0 ? -Acc(kInf) : sum > 0 ? state.max[row] + log_positive(sum) : sum;
     const Acc factor = sum == 0 ? Acc(0) : Acc(1) / sum;
     Acc* __restrict out = state.out + row * state.dim;
@@ -202,7 +203,7 @@ void finish(Acc* lse, const RowState<Acc>& state, int64_t rows) {
   }
 }
 
-// `unscaled` [cols] gets the gradient of the scores with kBias.
+// With kBias, `unscaled` [cols] receives the gradient of the scores.
 template <bool kSoftcap, bool kAlibi, bool kBias, bool kDropout, typename Acc>
 MOE_INLINE void backward_row(
     Acc* __restrict s, Acc* __restrict g, Acc* __restrict unscaled, const TileArgs<Acc>& args, int64_t row, Acc lse,
@@ -230,7 +231,7 @@ MOE_INLINE void backward_row(
       ds *= Acc(1) - tanh * tanh;
     }
     s[col] = p * factor;
-    // A row without keys has p = 0, and a delta that may be anything.
+    // A row without keys has p = 0, but its delta may be anything, even NaN.
     g[col] = p == 0 ? Acc(0) : ds;
     if constexpr (kBias) {
       unscaled[col] = p == 0 ? Acc(0) : of_score;
@@ -246,7 +247,7 @@ void backward_rows(Acc* scores, Acc* grads, const TileArgs<Acc>& args, const Acc
     Acc* s = scores + row * args.row_stride;
     Acc* unscaled = args.grad_bias != nullptr ? args.grad_bias + row * args.grad_bias_stride : unwanted;
     Acc* g = grads + row * args.row_stride;
-    // exp(score - inf) is 0 for the rows without keys.
+    // A shift of +inf gives exp(score - inf) = 0 in rows without keys.
     const Acc shift = lse[row] == -Acc(kInf) ? Acc(kInf) : lse[row];
     if (args.dropout.threshold > 0) {
       dropout_row(keep, args, row, args.cols);
@@ -283,7 +284,7 @@ void delta_rows(Acc* delta, const Acc* grad_out, const Acc* out, const Acc* grad
   }
 }
 
-// out = weight_a a + weight_b b. An output that weighs nothing is not read: it may hold anything.
+// out = weight_a a + weight_b b. An output with weight 0 may hold anything, and is not read.
 template <typename T>
 void merge(acc_t<T>* out, acc_t<T>* lse, const MergeArgs<T>& args, int64_t begin, int64_t end) {
   using Acc = acc_t<T>;
@@ -308,7 +309,7 @@ void merge(acc_t<T>* out, acc_t<T>* lse, const MergeArgs<T>& args, int64_t begin
   }
 }
 
-// The same into a: where b alone weighs, that is a copy, and where it does not, out is left as it is.
+// Merges b into `out` in place. If b has weight 0, out stays unchanged; if a has weight 0, out is overwritten by b.
 template <typename T>
 void merge_into(const MergeIntoArgs<T>& args, int64_t begin, int64_t end) {
   using Acc = acc_t<T>;
@@ -332,7 +333,7 @@ void merge_into(const MergeIntoArgs<T>& args, int64_t begin, int64_t end) {
   }
 }
 
-// d lse_a = w_a d lse + w_a w_b d out . (a - b), and d lse_b with the sign of the product changed.
+// d lse_a = w_a d lse + w_a w_b d out . (a - b); in d lse_b the product has the opposite sign.
 template <typename T>
 void merge_backward(const MergeGrads<T>& grads, const MergeArgs<T>& args, int64_t begin, int64_t end) {
   using Acc = acc_t<T>;
@@ -341,7 +342,7 @@ void merge_backward(const MergeGrads<T>& grads, const MergeArgs<T>& args, int64_
     const int64_t offset = row * args.dim;
     const Acc* __restrict grad = grads.grad_out + offset;
     Acc product = 0;
-    // If one of the two weighs nothing, the product does not count and its output may hold anything.
+    // With one weight 0 the product is 0, and that output may hold anything.
     if (!(w.a == 0) && !(w.b == 0)) {
       product = dot<Acc>(grad, args.out_a + offset, args.dim);
       product -= args.out_b != nullptr ? dot<Acc>(grad, args.out_b + offset, args.dim) : Acc(0);

@@ -1,4 +1,4 @@
-// The part of a tile of scores that the masks leave, found from positions and documents alone. Torch-free.
+// The part of a tile of scores that the masks leave, computed from positions and documents. Torch-free.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace moe_ext::attention {
 
-// Positions and documents of one side of a block.
+// Positions and documents of the queries or keys of a block.
 struct Tokens {
   std::vector<int32_t> positions;
   std::vector<int32_t> documents;
@@ -36,7 +36,7 @@ struct VisibleTile {
   }
 };
 
-// Shrinks [begin, end) from both sides to tokens that f accepts, and returns what lies between.
+// Shrink [begin, end) from both sides until f accepts the first and last token. Return the extent of the range.
 template <typename F>
 Extent shrink(const Tokens& tokens, int64_t& begin, int64_t& end, const F& f) {
   const auto accepts = [&](int64_t i) {
@@ -53,7 +53,7 @@ Extent shrink(const Tokens& tokens, int64_t& begin, int64_t& end, const F& f) {
   return extent_of(tokens, begin, end);
 }
 
-// The part of a tile that has anything to compute. key_mask [keys] may be null.
+// Return the part of a tile that has scores to compute. key_mask [keys] may be null.
 inline VisibleTile visible_tile(
     const Tokens& queries, const Tokens& keys, const bool* key_mask, Window window, VisibleTile tile,
     const Extent& row_extent, const Extent& col_extent) {

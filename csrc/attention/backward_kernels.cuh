@@ -1,6 +1,6 @@
-// The backward pass of block attention: FlashAttention-2 (Dao 2023), algorithm 2, without atomics. One pass over the
-// keys for each tile of queries sums grad_q; one over the queries of all heads of a group, for each tile of keys, sums
-// grad_k and grad_v. Each computes the scores again, and the order of every sum is fixed.
+// Backward pass of block attention: FlashAttention-2 (Dao 2023), algorithm 2, without atomics. For each tile of
+// queries, one pass over the keys sums grad_q. For each tile of keys, one pass over the queries of all heads of a group
+// sums grad_k and grad_v. Each pass computes the scores again, and the order of every sum is fixed.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,10 +17,11 @@ struct BackwardArrays {
   const Acc* lse;                // [B, H, Sq]
   const Acc* delta;              // [B, H, Sq]
   Acc *grad_q, *grad_k, *grad_v; // dense
-  Acc* grad_bias = nullptr;      // [B, H, Sq, Sk], zeros before, or null
+  Acc* grad_bias = nullptr;      // [B, H, Sq, Sk], zeros at first, or null
 };
 
-// LSE and delta of a tile's queries; exp(score - inf) is 0 for those without keys, and for those that are not there.
+// Copies LSE and delta of a tile's queries. Queries without keys, and those behind the last query, get LSE +inf, so
+// that exp(score - inf) is 0.
 template <typename Acc>
 __device__ __forceinline__ void copy_statistics(
     const BackwardArrays<Acc>& arrays, int64_t row0, int rows, TileTokens<Acc>& tokens) {
@@ -32,8 +33,8 @@ __device__ __forceinline__ void copy_statistics(
   }
 }
 
-// Products q.k and grad_out.v to the softmax with dropout, and to the gradient of q.k. Rows of the tile are queries, or
-// keys. `bias` is not used without kBias.
+// Replaces products q.k (s) by the softmax with dropout, and grad_out.v (g) by the gradient of q.k. Rows of the tile
+// are queries, or keys if not kRowsAreQueries. `bias` is not used without kBias.
 template <typename Layout, bool kRowsAreQueries, bool kSoftcap, bool kAlibi, bool kBias, typename Acc>
 __device__ __forceinline__ void softmax_gradient(
     Scores<Acc, Layout>& s, Scores<Acc, Layout>& g, const TileTokens<Acc>& tokens, const HeadScore<Acc>& head,
@@ -60,7 +61,7 @@ __device__ __forceinline__ void softmax_gradient(
       const Acc of_score = p * (g[i][j] * keep - tokens.q_delta[of_q]);
       const Acc ds = of_score * score.scale;
       s[i][j] = p * keep;
-      // A row without keys has p = 0, and a delta that may be anything.
+      // A row without keys has p = 0, but its delta may be anything, even NaN.
       g[i][j] = p == 0 ? Acc(0) : kSoftcap ? ds * (Acc(1) - tanh * tanh) : ds;
       if constexpr (kBias && kRowsAreQueries) {
         bias.set_grad(of_q, of_k, p == 0 ? Acc(0) : of_score);
@@ -69,7 +70,7 @@ __device__ __forceinline__ void softmax_gradient(
   }
 }
 
-// The same for the tile at hand.
+// Calls softmax_gradient for the current tile, with the numbers that dropout keeps.
 template <typename Layout, bool kRowsAreQueries, bool kBias, typename T, typename Acc>
 __device__ __forceinline__ void gradient_of_tile(
     Scores<Acc, Layout>& s, Scores<Acc, Layout>& g, const TileContext<T>& scratch, bool masked) {
@@ -81,7 +82,7 @@ __device__ __forceinline__ void gradient_of_tile(
   });
 }
 
-// One block an SM at least: left to choose, ptxas spills registers to hold two.
+// The bound of one block per SM keeps ptxas from spilling registers in order to fit two blocks.
 template <int kCols, bool kBias, typename T>
 __global__ void __launch_bounds__(kNumThreads, 1)
     backward_q_kernel(BlockParams<T> params, BackwardArrays<acc_t<T>> arrays, int num_chunks) {
@@ -113,7 +114,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   for_each_visible<kNumThreads>(params.keys.num_tiles, scratch->visible, may, [&](int t, int) {
     copy_tokens(keys[t], tokens.k_positions, tokens.k_documents);
     if (kBias && threadIdx.x == 0) {
-      // The first chunk of columns writes the gradient.
+      // Only the first chunk of columns writes the gradient of the bias.
       Acc* const grads = task.chunk == 0 ? arrays.grad_bias : nullptr;
       scratch->bias = tile_bias(params, grads, b, task.head, row, int64_t{t} * kTile);
     }
@@ -130,7 +131,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   grad_q.store_tile(arrays.grad_q + scratch->row0 * cols, own.count, cols, scratch->first_col);
 }
 
-// A block of threads owns a tile of keys, and up to kCols columns of both gradients.
+// A thread block owns a tile of keys, and up to kCols columns of both gradients.
 template <int kCols, bool kBias, typename T>
 __global__ void __launch_bounds__(kNumThreads, 1)
     backward_kv_kernel(BlockParams<T> params, BackwardArrays<acc_t<T>> arrays, int num_chunks) {

@@ -1,5 +1,5 @@
-// Shared by the forward and the backward pass of a block on the CPU: its arguments as the loops want them, the tiles
-// that the masks leave, and the library products.
+// Shared by the forward and backward pass of a block on the CPU: arguments in the form of the loops, the tiles that the
+// masks leave, and torch's matrix products.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
@@ -20,13 +20,14 @@ namespace moe_ext::attention {
 using grouped_gemm::mm_out;
 using grouped_gemm::view_of;
 
-// Size of a tile: its scores are 256 KiB in float, and fit a second-level cache beside the rows that make them.
+// Size of a tile. Its scores are 256 KiB in float, and fit a second-level cache beside the rows that they are computed
+// from.
 constexpr int64_t kTileRows = 128;
 constexpr int64_t kTileCols = 512;
-// Rows a power of two apart would share the sets of the cache.
+// Padded, because rows at a distance of a power of two would compete for the same sets of the cache.
 constexpr int64_t kScoreStride = kTileCols + kLanes;
 
-// Calls f(task, scratch) for each task, the next one by whichever thread is free; a thread makes one Scratch.
+// Call f(task, scratch) for each task. Free threads take the next task; each thread makes one Scratch.
 template <typename Scratch, typename F>
 void for_each_task(int64_t num_tasks, const F& f) {
   std::atomic<int64_t> next{0};
@@ -42,7 +43,7 @@ void for_each_task(int64_t num_tasks, const F& f) {
   });
 }
 
-// In the dtype of the sums, with adjacent columns; a copy only where t is otherwise.
+// Return t in the given dtype with adjacent columns, copied only if needed.
 inline Tensor as_rows(const Tensor& t, ScalarType dtype) {
   const Tensor converted = t.scalar_type() == dtype ? t : torch::stable::to(t, dtype);
   return converted.stride(3) == 1 || converted.size(3) <= 1 ? converted : torch::stable::contiguous(converted);
@@ -52,7 +53,7 @@ inline Tensor dense(const Tensor& t, ScalarType dtype) {
   return torch::stable::contiguous(t.scalar_type() == dtype ? t : torch::stable::to(t, dtype));
 }
 
-// Rows [begin, end) of matrix (b, h) of a 4-D tensor, and the same transposed.
+// Views of rows [begin, end) of matrix (b, h) of a 4-D tensor, and of their transpose.
 inline Tensor rows_at(const Tensor& t, int64_t b, int64_t h, int64_t begin, int64_t end) {
   const int64_t offset = b * t.stride(0) + h * t.stride(1) + begin * t.stride(2);
   return view_of(t, offset, {end - begin, t.size(3), t.stride(2), 1});
@@ -68,7 +69,7 @@ inline void add_mm(const Tensor& out, const Tensor& a, const Tensor& b) {
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 1.0, 1.0));
 }
 
-// A tile of scores with its view as a matrix.
+// Memory of a tile of scores, with views of it as a matrix.
 template <typename Acc>
 struct __attribute__((visibility("hidden"))) ScoreTile {
   std::vector<Acc> memory = std::vector<Acc>(kTileRows * kScoreStride);
@@ -86,7 +87,7 @@ struct __attribute__((visibility("hidden"))) ScoreTile {
   }
 };
 
-// Positions, masks and documents of a tile's columns, filled up to a multiple of kLanes.
+// Positions (kMaskedKey where masked) and documents of a tile's columns, padded to a multiple of kLanes.
 struct ColumnScratch {
   std::vector<int32_t> positions = std::vector<int32_t>(kTileCols + kLanes);
   std::vector<int32_t> documents = std::vector<int32_t>(kTileCols + kLanes);
@@ -117,8 +118,7 @@ inline std::vector<Extent> extents_of(const Tokens& tokens, int64_t tile) {
   return extents;
 }
 
-// A block's arguments, checked and converted. Looks at positions and documents before anything is allocated for
-// results.
+// A block's arguments, checked and converted. Positions and documents are checked before results are allocated.
 template <typename Acc>
 struct __attribute__((visibility("hidden"))) Block {
   Tokens queries, keys;
@@ -169,7 +169,7 @@ struct __attribute__((visibility("hidden"))) Block {
     return heads / std::max<int64_t>(1, key_heads);
   }
 
-  // Calls f(tile) for each key tile of a query tile that has anything to compute.
+  // Call f(tile) for each key tile of a query tile that has scores to compute.
   template <typename F>
   void each_visible(int64_t b, int64_t row_tile, const F& f) const {
     const int64_t row_begin = row_tile * kTileRows, row_end = std::min(num_queries, row_begin + kTileRows);
@@ -221,7 +221,7 @@ struct __attribute__((visibility("hidden"))) Block {
         bias_stride};
   }
 
-  // The bias [Sq][Sk] of a head; one of size 1 in a dim is that of all.
+  // The bias [Sq][Sk] of a head. A dimension of size 1 is broadcast.
   const Acc* bias_of(int64_t b, int64_t h) const {
     const int64_t batch_at = bias->size(0) > 1 ? b : 0, head_at = bias->size(1) > 1 ? h : 0;
     return data<Acc>(*bias) + batch_at * bias->stride(0) + head_at * bias->stride(1);

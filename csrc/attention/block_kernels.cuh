@@ -1,5 +1,5 @@
-// Shared by the passes over a block: its arguments, the tokens of the tile at hand, and the scores that the masks,
-// the bias and the dropout make of products.
+// Shared by the passes over a block: its arguments, the tokens of the current tile, and the computation of scores from
+// products, masks, bias and dropout.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,10 +12,10 @@
 
 namespace moe_ext::attention {
 
-// A bias [Sq][Sk] for each head; strides of 0 where heads or sequences share one.
+// A bias [Sq][Sk] for each head. A stride is 0 if heads or sequences share a bias.
 template <typename Acc>
 struct Bias {
-  const Acc* values = nullptr; // null: none
+  const Acc* values = nullptr; // null: no bias
   int64_t batch_stride = 0, head_stride = 0, row_stride = 0;
 };
 
@@ -29,7 +29,7 @@ struct BlockParams {
   const int64_t* seed;    // [1], or null
   acc_t<T> scale, softcap;
   Window window;
-  uint32_t threshold; // of the dropout
+  uint32_t threshold; // of `Dropout`
   acc_t<T> inv_keep;
   int64_t batch, heads, key_heads;
   int64_t batch_offset, head_offset;
@@ -44,10 +44,10 @@ template <typename Acc>
 struct TileTokens {
   int32_t q_positions[kTile], q_documents[kTile];
   int32_t k_positions[kTile], k_documents[kTile];
-  Acc q_lse[kTile], q_delta[kTile]; // for the backward pass
+  Acc q_lse[kTile], q_delta[kTile]; // in the backward pass only
 };
 
-// A block of threads' part of the work: index = (matrix * chunks + chunk) * tiles + tile.
+// The task of a thread block: blockIdx.x = (matrix * chunks + chunk) * tiles + tile.
 struct TileTask {
   int tile, chunk;
   int matrix, sequence, head; // matrix = sequence * heads + head
@@ -63,12 +63,12 @@ struct TileTask {
   }
 };
 
-// Chunks of columns of the results; one even where there are none, for the LSE.
+// Number of chunks of columns of the results. At least one, which writes the LSE even if there are no columns.
 inline int num_chunks(int cols, int chunk_cols) {
   return std::max(1, ceil_div(cols, chunk_cols));
 }
 
-// Positions and documents to shared memory; a barrier has to follow.
+// Copies positions and documents to shared memory. A barrier must follow.
 __device__ __forceinline__ void copy_tokens(const TokenTile& tile, int32_t* positions, int32_t* documents) {
   const int i = static_cast<int>(threadIdx.x);
   if (i < kTile) {
@@ -78,7 +78,7 @@ __device__ __forceinline__ void copy_tokens(const TokenTile& tile, int32_t* posi
   }
 }
 
-// Terms added to the products of one head.
+// Parameters that turn the products of one head into scores.
 template <typename Acc>
 struct HeadScore {
   Score<Acc> score;
@@ -86,7 +86,7 @@ struct HeadScore {
   uint64_t seed;
   uint32_t threshold;
   Acc inv_keep;
-  int64_t batch, head; // of the whole batch and model: they choose the dropped numbers
+  int64_t batch, head; // in the whole batch and model: they select the random numbers
 
   __device__ __forceinline__ bool keeps(int32_t q_position, int32_t k_position) const {
     const uint32_t column = static_cast<uint32_t>(k_position);
@@ -104,14 +104,15 @@ __device__ __forceinline__ HeadScore<acc_t<T>> head_score(const BlockParams<T>& 
   return {{p.scale, p.softcap, slope}, p.window, seed, p.threshold, p.inv_keep, b + p.batch_offset, h + p.head_offset};
 }
 
-// The bias of a tile of queries and keys, and its gradient, from their first on. Not read or written beyond the last.
-// Volatile, as in shared memory it is read where it is used: kept in registers it would have doubles spill.
+// Pointers to the first bias of a tile of queries and keys, and to its gradient. Elements behind the last query or key
+// are not accessed. Volatile, so that it is read from shared memory at each use: in registers it would make kernels for
+// double spill.
 template <typename Acc>
 struct TileBias {
   const Acc* values;
-  Acc* grads; // null: not wanted
+  Acc* grads; // null: not needed
   int64_t row_stride, grads_stride;
-  int num_queries, num_keys; // of these tiles
+  int num_queries, num_keys; // in the tile
 
   __device__ __forceinline__ Acc at(int q, int k) const volatile {
     return q < num_queries && k < num_keys ? values[q * row_stride + k] : Acc(0);
@@ -123,7 +124,7 @@ struct TileBias {
   }
 };
 
-// `grads` is the gradient [B, H, Sq, Sk], or null.
+// Bias of the tile from `first_query` and `first_key` on. `grads` is the gradient [B, H, Sq, Sk], or null.
 template <typename T>
 __device__ __forceinline__ TileBias<acc_t<T>> tile_bias(
     const BlockParams<T>& p, acc_t<T>* grads, int64_t b, int64_t h, int64_t first_query, int64_t first_key) {
@@ -139,7 +140,8 @@ __device__ __forceinline__ TileBias<acc_t<T>> tile_bias(
       static_cast<int>(num_keys - first_key < kTile ? num_keys - first_key : kTile)};
 }
 
-// Calls f.operator()<softcap, alibi>(): a choice for each score would keep the sixteen of a thread apart.
+// Calls f.operator()<softcap, alibi>(). A branch at each score would keep the compiler from interleaving a thread's
+// sixteen scores.
 template <bool kBias, typename Acc, typename F>
 __device__ __forceinline__ void with_score(const Score<Acc>& score, const F& f) {
   if (score.softcap != 0) {
@@ -151,8 +153,8 @@ __device__ __forceinline__ void with_score(const Score<Acc>& score, const F& f) 
   }
 }
 
-// Shared memory of a block of threads, whatever multiplies its tiles: with what is read now and then beside what would
-// not fit the registers.
+// Shared memory of a thread block, with and without tensor cores. It also holds rarely read values for which registers
+// have no room.
 template <typename T>
 struct TileContext {
   using Acc = acc_t<T>;
@@ -161,10 +163,10 @@ struct TileContext {
   Rows<T> q, k, v;
   Rows<Acc> grad_out;
   HeadScore<Acc> head;
-  TileBias<Acc> bias; // of the tiles at hand
-  int first_col;      // of the results
-  int64_t row;        // first of the tile's own, in its sequence
-  int64_t row0;       // the same in [B * H, Sq] or [B * Hkv, Sk]
+  TileBias<Acc> bias; // of the current tiles
+  int first_col;      // of the chunk of the results
+  int64_t row;        // first row of the block's own tile, in its sequence
+  int64_t row0;       // `row` in [B * H, Sq] or [B * Hkv, Sk]
 };
 
 template <typename T>
@@ -173,13 +175,13 @@ struct TileScratch : TileContext<T> {
   alignas(16) acc_t<T> weights[kTile * kWeightStride];
 };
 
-// True if some query of a tile does not see some key of another.
+// Return true if some query may not see some key of a tile, so that masks must be applied.
 __device__ __forceinline__ bool is_masked(const Extent& queries, const TokenTile& keys, Window window) {
   return keys.count < kTile || !all_see_all(queries, keys.extent, window);
 }
 
-// The scores of a thread that dropout keeps: bit kCols * i + j. Not unrolled, as sixteen generators at a time would
-// want all registers.
+// Return the scores of a thread that dropout keeps, as bits kCols * i + j. The loop is not unrolled, because sixteen
+// generators at a time would need all registers.
 template <typename Layout, bool kRowsAreQueries, typename Acc>
 __device__ __forceinline__ unsigned kept_scores(const TileTokens<Acc>& tokens, const HeadScore<Acc>& head) {
   unsigned kept = 0;

@@ -1,5 +1,5 @@
-// Rows that are merged, and their gradients. A row belongs to the fewest lanes, a power of two, of which each takes at
-// most four columns; or to a warp.
+// Kernels that merge rows, and their gradients. A row is split over the smallest power of two of lanes such that each
+// takes at most four columns, or over a warp.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,7 +18,7 @@ constexpr int64_t kMostBlocksAlongY = 65535;
 
 struct RowPlan {
   int64_t num_rows;
-  int lanes; // of a row
+  int lanes; // that share a row
 };
 
 inline RowPlan plan_rows(int64_t num_rows, int64_t dim) {
@@ -29,8 +29,8 @@ inline RowPlan plan_rows(int64_t num_rows, int64_t dim) {
   return {num_rows, lanes};
 }
 
-// The row of a lane and the first of its columns. Lanes without a row of their own take the last one, and write
-// nothing: all of a warp go through the shuffles.
+// The row of a lane and the first of its columns. Lanes without a row take the last row and write nothing, because all
+// lanes of a warp must take part in shuffles.
 struct RowLane {
   int64_t row;
   int first, step;
@@ -57,7 +57,7 @@ struct RowLane {
   }
 };
 
-// Four columns of a dense row.
+// Reads four columns of a dense row.
 template <typename T>
 __device__ __forceinline__ Quad<acc_t<T>> read_columns(const T* row, int col, int64_t dim, bool aligned) {
   return read_quad(Rows<T>{row, 0, 1, static_cast<int>(dim), aligned}, 0, col);
@@ -88,7 +88,7 @@ __device__ __forceinline__ Acc dot_quad(const Quad<Acc>& a, const Quad<Acc>& b) 
   return a.v[0] * b.v[0] + a.v[1] * b.v[1] + (a.v[2] * b.v[2] + a.v[3] * b.v[3]);
 }
 
-// out = weight_a a + weight_b b. An output that weighs nothing is not read: it may hold anything.
+// out = weight_a a + weight_b b. An output with weight 0 may hold anything, and is not read.
 template <typename T>
 __global__ void __launch_bounds__(kNumThreads)
     merge_kernel(MergeArgs<T> args, RowPlan plan, bool aligned, acc_t<T>* out, acc_t<T>* lse) {
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kNumThreads)
   }
 }
 
-// The same into `out`, in place. Blocks along y are heads of a batch: rows of their plan are those of one head.
+// Merges b into `out` in place. blockIdx.y runs over the heads of all batches, and `plan` covers the rows of one head.
 template <typename T>
 __global__ void __launch_bounds__(kNumThreads) merge_into_kernel(MergeIntoArgs<T> args, RowPlan plan, bool aligned) {
   using Acc = acc_t<T>;
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kNumThreads) merge_into_kernel(MergeIntoArgs<T
     const int64_t b = pair / args.heads, h = pair % args.heads;
     Acc* const lse = args.lse + args.of_lse.at(b, h, lane.row);
     const MergeWeights<Acc> w = merge_weights(*lse, args.lse_b[args.of_lse_b.at(b, h, lane.row)]);
-    // All lanes of the row have read what one of them overwrites.
+    // All lanes of the row must have read the LSE before one of them overwrites it.
     __syncwarp();
     if (lane.leads()) {
       *lse = w.lse;
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kNumThreads) merge_into_kernel(MergeIntoArgs<T
   }
 }
 
-// d lse_a = w_a d lse + w_a w_b d out . (a - b), and d lse_b with the sign of the product changed.
+// d lse_a = w_a d lse + w_a w_b d out . (a - b); in d lse_b the product has the opposite sign.
 template <typename T>
 __global__ void __launch_bounds__(kNumThreads)
     merge_backward_kernel(MergeGrads<T> grads, MergeArgs<T> args, RowPlan plan, bool aligned) {
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kNumThreads)
   const RowLane lane(plan);
   const MergeWeights<Acc> w = merge_weights(args.lse_a[lane.row], args.lse_b[lane.row]);
   const int64_t offset = lane.row * args.dim;
-  // If one of the two weighs nothing, the product does not count and its output may hold anything.
+  // With one weight 0 the product is 0, and that output may hold anything.
   const bool both = !(w.a == 0) && !(w.b == 0);
   Acc of_a = 0, of_b = 0;
   for (int64_t col = lane.first; col < args.dim; col += lane.step) {
@@ -208,7 +208,7 @@ inline Dim3 row_grid(const RowPlan& plan) {
   return Dim3(ceil_div(plan.num_rows * plan.lanes, int64_t{kNumThreads}));
 }
 
-// True if rows of `dim` elements may be read four at a time at all these addresses; null is no obstacle.
+// Return true if rows of `dim` elements may be read four at a time at all these addresses. Null counts as aligned.
 template <typename... T>
 bool quads_are_aligned(int64_t dim, const T*... data) {
   return dim % 4 == 0 && (is_aligned(data, std::min<int64_t>(kAccessBytes, 4 * sizeof(T))) && ...);
@@ -227,7 +227,7 @@ template <typename T>
 void launch_merge_into(const MergeIntoArgs<T>& args, cudaStream_t stream) {
   const RowPlan plan = plan_rows(args.rows, args.dim);
   bool aligned = quads_are_aligned(args.dim, args.out, args.out_b);
-  // Not a list in the loop: nvcc writes that out wrongly in a template.
+  // A named array, because nvcc miscompiles a braced list in the range-for of a template.
   const RowStrides both[] = {args.of_out, args.of_out_b};
   for (const RowStrides& strides : both) {
     aligned = aligned && (args.batch == 1 || strides.batch % 4 == 0) && (args.heads == 1 || strides.head % 4 == 0) &&
@@ -250,7 +250,7 @@ void launch_merge_backward(
   }
 }
 
-// All [rows, dim] or [rows]; grad_lse may be null.
+// Shapes are [rows, dim] or [rows]. grad_lse may be null.
 template <typename Acc>
 void launch_delta(
     const Acc* grad_out, const Acc* out, const Acc* grad_lse, int64_t num_rows, int64_t dim, Acc* delta,

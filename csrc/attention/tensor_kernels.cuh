@@ -1,6 +1,6 @@
 // Block attention on tensor cores: the passes of attention_kernels.cuh and backward_kernels.cuh for 16-bit operands
-// whose rows are multiples of 16 bytes. A tile's own operands stay in shared memory, the others come by asynchronous
-// copies.
+// whose rows are multiples of 16 bytes. A tile's own operands stay in shared memory; asynchronous copies bring the
+// others.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,7 +18,7 @@ constexpr int kMostTensorGradCols = 128; // head dims in the backward pass, whos
 
 template <typename T>
 constexpr bool kHasTensorCores = std::is_same_v<T, c10::BFloat16> || std::is_same_v<T, c10::Half>;
-// float16 gradients of scores would underflow in 16 bits.
+// The gradients of scores are split into 16-bit parts. In float16 they would underflow.
 template <typename T>
 constexpr bool kHasTensorGradients = std::is_same_v<T, c10::BFloat16>;
 
@@ -33,8 +33,8 @@ size_t tensor_bytes(int64_t elements_of_tiles) {
   return ceil_div(sizeof(TileContext<T>), size_t{16}) * 16 + static_cast<size_t>(elements_of_tiles) * sizeof(T);
 }
 
-// Starts copies of tile t of the matrix that is multiplied second and, unless they are underway, of the first; the
-// first has come when it returns, the second is waited for later.
+// Starts copies of tile t of the matrix that is multiplied second and, unless `underway`, of the one multiplied first.
+// On return the first has arrived; `fetch_next` waits for the second.
 template <typename T>
 __device__ __forceinline__ void fetch_tiles(
     TileContext<T>& context, const TokenTile& tile, int t, bool underway, const Rows<T>& from_first,
@@ -50,8 +50,8 @@ __device__ __forceinline__ void fetch_tiles(
   __syncthreads();
 }
 
-// Waits for the second matrix of a tile, and starts copies of the first one of the next tile, which no warp reads the
-// present one of any more. Returns that tile, or -1.
+// Waits for the second matrix of the tile. Then starts copies of the first matrix of the tile `next`, because after the
+// barrier no warp reads the present one. Returns `next`, or -1.
 template <typename T>
 __device__ __forceinline__ int fetch_next(int next, const Rows<T>& from, const SharedTile<T>& first) {
   wait_copies<0>();
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kTensorThreads, 1)
     tensor_forward_kernel(BlockParams<T> params, ForwardState<float> state, int num_chunks) {
   MOE_DYNAMIC_SHARED(TileContext<T>, context);
   const TileTask task(params.queries.num_tiles, num_chunks, params.heads);
-  // Under a causal mask the last tiles cost most: they come first.
+  // Under a causal mask the last tiles cost most. They come first, so that no SM ends late.
   const int tile = params.queries.num_tiles - 1 - task.tile;
   const int64_t row = int64_t{tile} * kTile, b = task.sequence;
   const int first_col = task.chunk * kCols;
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kTensorThreads, 1)
   TensorSums<kCols> out;
   load_state<TensorLayout<>>(state, row0, own.count, first_col, max, sum, out);
   const auto may = [&](int t) { return may_see(own.extent, keys[t].extent, params.window); };
-  int underway = -1; // tile of the keys: they come while the values of the one before are multiplied
+  int underway = -1; // tile whose keys are being copied while the values of the tile before are multiplied
   for_each_visible<kTensorThreads>(params.keys.num_tiles, context->visible, may, [&](int t, int next) {
     fetch_tiles(*context, keys[t], t, underway == t, context->k, k, context->v, v);
     TensorScores<> s = {};
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kTensorThreads, 1)
   TensorSums<kMostTensorGradCols> grad_q;
   grad_q.clear();
   const auto may = [&](int t) { return may_see(own.extent, keys[t].extent, params.window); };
-  int underway = -1; // tile of the values: they come while the keys of the one before are multiplied
+  int underway = -1; // tile whose values are being copied while the keys of the tile before are multiplied
   for_each_visible<kTensorThreads>(params.keys.num_tiles, context->visible, may, [&](int t, int next) {
     fetch_tiles(*context, keys[t], t, underway == t, context->v, v, context->k, k);
     TensorScores<> s = {}, g = {};
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kTensorThreads, 1)
   grad_q.store_tile(arrays.grad_q + row0 * params.q.cols, own.count, params.q.cols);
 }
 
-// Beside the sums of two gradients, registers hold the scores of a quarter of a tile.
+// Registers hold the sums of two gradients, and beside them only the scores of a quarter of a tile.
 template <typename T>
 __global__ void __launch_bounds__(kTensorThreads, 1)
     tensor_backward_kv_kernel(BlockParams<T> params, BackwardArrays<float> arrays) {
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kTensorThreads, 1)
       context->grad_out = arrays.grad_out.of(b, h);
       context->head = head_score(params, b, h);
     }
-    // Its first barrier shows what the first thread wrote, its last ends the reading of it.
+    // The first barrier in for_each_visible makes the first thread's writes visible. Its last barrier ends their use.
     for_each_visible<kTensorThreads>(params.queries.num_tiles, context->visible, may, [&](int t, int) {
       q.fetch(context->q, int64_t{t} * kTile);
       commit_copies();
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(kTensorThreads, 1)
   grad_v.store_tile(arrays.grad_v + first * params.v.cols, rows, params.v.cols);
 }
 
-// The head dims that the kernels take; the caller knows that rows are multiples of 16 bytes.
+// Return true if the kernels accept the head dims. The caller has checked that rows are multiples of 16 bytes.
 template <typename T>
 bool tensor_forward_takes(const BlockParams<T>& params) {
   return kHasTensorCores<T> && params.bias.values == nullptr && params.q.cols % 8 == 0 && params.v.cols % 8 == 0 &&

@@ -1,6 +1,6 @@
 // Products of tiles of 64 x 64 on tensor cores, for 16-bit operands. A block has four warps of 16 rows each. Sums are
-// float32; scores and their gradients, which are operands too, go in as two 16-bit numbers each: 16 bits of a bfloat16,
-// 22 of a float16.
+// float32. Scores and their gradients, which are operands too, are split into two 16-bit numbers each, which keep 16
+// bits in bfloat16 and 22 in float16.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,8 +14,8 @@ namespace moe_ext::attention {
 
 constexpr int kTensorThreads = kTile / 16 * kWarpSize;
 
-// As multiply_add lays out its sums, for kNumCols columns of a tile from kFirst on: s[i][2 n] and s[i][2 n + 1] are of
-// the n-th eight.
+// Layout of the sums of multiply_add, for kNumCols columns of a tile from kFirst on: s[i][2 n] and s[i][2 n + 1] belong
+// to the n-th eight columns.
 template <int kNumCols = kTile, int kFirst = 0>
 struct TensorLayout {
   static constexpr int kRows = 2, kCols = kNumCols / 4, kLanes = 4;
@@ -34,8 +34,8 @@ struct TensorLayout {
 template <int kNumCols = kTile>
 using TensorScores = Scores<float, TensorLayout<kNumCols>>;
 
-// 64 rows of a matrix in shared memory, with zeros up to a multiple of 16 columns. 16 bytes more between them put eight
-// rows of one column into different banks.
+// 64 rows of a matrix in shared memory, padded with zeros to a multiple of 16 columns. Another 16 bytes behind each row
+// put eight rows of one column into different banks.
 template <typename T>
 struct SharedTile {
   T* data;
@@ -49,12 +49,12 @@ struct SharedTile {
   __device__ __forceinline__ T* at(int row, int col) const {
     return data + row * (cols + 8) + col;
   }
-  // The memory behind it.
+  // The first element behind the tile.
   __device__ __forceinline__ T* end() const {
     return data + kTile * (cols + 8);
   }
 
-  // Starts copies of m[row, row + 64), whose rows are multiples of 16 bytes.
+  // Starts copies of m[row, row + 64). Rows of m are multiples of 16 bytes.
   __device__ __forceinline__ void fetch(const Rows<T>& m, int64_t row) const {
     const int thread = static_cast<int>(threadIdx.x);
     for (int r = thread / 8; r < kTile; r += kTensorThreads / 8) {
@@ -66,7 +66,7 @@ struct SharedTile {
   }
 };
 
-// Two numbers as one operand; the first is the lower half.
+// Packs two numbers into one operand register. The first is in the lower half.
 template <typename T>
 __device__ __forceinline__ uint32_t pack_pair(T first, T second) {
   const T pair[2] = {first, second};
@@ -75,7 +75,7 @@ __device__ __forceinline__ uint32_t pack_pair(T first, T second) {
   return bits;
 }
 
-// float32 as high + low.
+// Two float32 numbers as 16-bit parts: each is high + low.
 template <typename T>
 struct SplitPair {
   uint32_t high, low;
@@ -87,8 +87,8 @@ struct SplitPair {
   }
 };
 
-// float32 rows m[row, row + 64), multiples of 16 bytes, as high and low parts. A thread asks for two rows before it
-// uses the first: registers have no room for more.
+// Splits float32 rows m[row, row + 64), multiples of 16 bytes, into high and low parts. A thread loads two rows before
+// it uses the first, to hide latency; registers have no room for more.
 template <typename T>
 __device__ __forceinline__ void split_rows(
     const SharedTile<T>& high, const SharedTile<T>& low, const Rows<float>& m, int64_t row) {
@@ -143,7 +143,7 @@ __device__ __forceinline__ void add_products(
   }
 }
 
-// A thread's part of a tile of kCols columns, laid out as its scores.
+// A thread's part of the sums of a tile of kCols columns, in the layout of its scores.
 template <int kCols>
 struct TensorSums {
   float v[2][kCols / 4];
@@ -167,7 +167,8 @@ struct TensorSums {
     }
   }
 
-  // += weights m[first, first + kNumCols), at most kCols columns; or without the low part of the weights.
+  // += weights m[first, first + kNumCols), for at most kCols columns. Without kLowPart the low part of the weights is
+  // dropped.
   template <bool kLowPart = true, int kNumCols, typename T>
   __device__ __forceinline__ void add(const TensorScores<kNumCols>& weights, const SharedTile<T>& m, int first) {
     const int lane = lane_id();
@@ -202,7 +203,7 @@ struct TensorSums {
     multiply_add<T>(v[0][4 * n + 2], v[0][4 * n + 3], v[1][4 * n + 2], v[1][4 * n + 3], weights, y[2], y[3]);
   }
 
-  // Row i of the thread's from the columns from `first` on of a row, of which there are a multiple of 8.
+  // Loads the thread's row i from columns [first, ...) of a row of m, whose number of columns is a multiple of 8.
   __device__ __forceinline__ void load_row(int i, const Rows<float>& m, int64_t row, int first) {
 #pragma unroll
     for (int j = 0; j < kCols / 4; j += 2) {

@@ -1,6 +1,6 @@
-// Products of tiles in registers, from operands staged through shared memory. Blocks have 16 x 16 threads; thread
-// (ty, tx) has rows ty + 16 i and, of scores, columns tx + 16 j, of sums over a tile, columns 64 c + 4 tx + e. A warp
-// then reads whole lines of shared memory, without conflicts of banks, and each row of scores lies in half a warp.
+// Products of tiles in registers, from operands staged through shared memory. Blocks have 16 x 16 threads. Thread (ty,
+// tx) has rows ty + 16 i, columns tx + 16 j of scores, and columns 64 c + 4 tx + e of sums over a tile. A warp then
+// reads whole lines of shared memory without bank conflicts, and each row of scores lies in half a warp.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -29,8 +29,8 @@ __device__ __forceinline__ int thread_col() {
   return static_cast<int>(threadIdx.x) % kSide;
 }
 
-// The scores of a tile that a thread holds: s[i][j] is that of row(i) and column(j). The kLanes that share rows are
-// neighbours in a warp, and lane() is the place among them.
+// Layout of a thread's scores: s[i][j] has row(i) and column col(j). The kLanes threads that share rows are neighbours
+// in a warp, and lane() is a thread's place among them.
 struct SquareLayout {
   static constexpr int kRows = kPerThread, kCols = kPerThread, kLanes = kSide;
 
@@ -53,7 +53,7 @@ struct Quad {
   T v[4];
 };
 
-// Rows of a matrix in memory; `aligned`: four elements at a multiple of 4 may be read at once.
+// Rows of a matrix in memory. `aligned`: four elements at a column that is a multiple of 4 may be read at once.
 template <typename T>
 struct Rows {
   const T* data;
@@ -62,7 +62,7 @@ struct Rows {
   int cols;
   bool aligned;
 
-  // The columns from `first` on, at most `most` of them.
+  // Columns [first, first + most), as far as they exist.
   __device__ __forceinline__ Rows columns(int first, int most) const {
     return {data + first, stride, num_rows, min(most, max(cols - first, 0)), aligned};
   }
@@ -106,12 +106,12 @@ __device__ __forceinline__ void store_quad(T* to, const Quad<T>& quad) {
   for (int i = 0; i < 4; i += kSize) {
     Access raw;
     memcpy(&raw, quad.v + i, sizeof(raw));
-    // To shared memory too, where vec.cuh's store to global memory must not go.
+    // `to` may be shared memory, where vec.cuh's `store`, for global memory, would fault.
     *reinterpret_cast<Access*>(to + i) = raw;
   }
 }
 
-// Four elements of a row, zeros beyond the matrix.
+// Reads four elements of a row; zeros beyond the matrix.
 template <typename T>
 __device__ __forceinline__ Quad<acc_t<T>> read_quad(const Rows<T>& m, int64_t row, int col) {
   Quad<acc_t<T>> quad = {};
@@ -134,8 +134,8 @@ __device__ __forceinline__ Quad<acc_t<T>> read_quad(const Rows<T>& m, int64_t ro
   return quad;
 }
 
-// Elements [row, row + kRows) x [col, col + kCols) on their way to shared memory: they are read before the product that
-// hides their latency, and written after it.
+// Elements [row, row + kRows) x [col, col + kCols) on their way to shared memory. They are read before the product that
+// hides the latency, and written after it.
 template <typename Acc, int kRows, int kCols>
 struct Fetched {
   static constexpr int kPerRow = kCols / 4;
@@ -161,8 +161,7 @@ struct Fetched {
   }
 };
 
-// scores = a[a_row + i] . b[b_row + j], for both of the same number of columns. Ends with a barrier, where it begins
-// at all.
+// scores = a[a_row + i] . b[b_row + j], for equal numbers of columns. Ends with a barrier if there are any columns.
 template <typename Acc, typename A, typename B>
 __device__ __forceinline__ void multiply_rows(
     Scores<Acc>& scores, Acc* stage, const Rows<A>& a, int64_t a_row, const Rows<B>& b, int64_t b_row) {
@@ -202,7 +201,7 @@ __device__ __forceinline__ void multiply_rows(
   }
 }
 
-// The sum that reads them has barriers on both sides.
+// Writes scores to shared memory. `Sums::add`, which reads them, has barriers before and after its reads.
 template <typename Acc>
 __device__ __forceinline__ void write_weights(Acc* weights, const Scores<Acc>& scores) {
 #pragma unroll
@@ -214,7 +213,7 @@ __device__ __forceinline__ void write_weights(Acc* weights, const Scores<Acc>& s
   }
 }
 
-// A thread's part of a tile of kCols columns.
+// A thread's part of the sums of a tile of kCols columns.
 template <typename Acc, int kCols>
 struct Sums {
   static constexpr int kGroups = kCols / kGroupCols;
@@ -238,13 +237,13 @@ struct Sums {
     }
   }
 
-  // += weights m[row, row + 64); as many columns as m has. Ends with a barrier.
+  // += weights m[row, row + 64), for the columns of m. Ends with a barrier.
   template <typename T>
   __device__ __forceinline__ void add(Acc* stage, const Acc* weights, const Rows<T>& m, int64_t row) {
     const Acc* const mine = weights + thread_row() * kWeightStride;
     Fetched<Acc, kDepth, kCols> next;
     next.read(m, row, 0);
-    // The last tile may have its first half alone.
+    // The last tile may have rows in its first half only.
     const int rows = m.num_rows - row < kTile ? static_cast<int>(m.num_rows - row) : kTile;
     for (int first = 0; first < rows; first += kDepth) {
       next.template write<kCols>(stage);
@@ -258,7 +257,7 @@ struct Sums {
     }
   }
 
-  // += four rows
+  // Adds the weighted sum of four rows.
   __device__ __forceinline__ void add_rows(const Acc* weights, const Acc* rows) {
     Quad<Acc> w[kPerThread];
 #pragma unroll
@@ -281,7 +280,7 @@ struct Sums {
     }
   }
 
-  // Row i of the thread's from the columns from `first` on of a row.
+  // Loads the thread's row i from columns [first, ...) of a row of m.
   __device__ __forceinline__ void load_row(int i, const Rows<Acc>& m, int64_t row, int first) {
 #pragma unroll
     for (int c = 0; c < kGroups; ++c) {
@@ -296,7 +295,7 @@ struct Sums {
     }
   }
 
-  // To the columns from `first` on of a row.
+  // Stores the thread's row i to columns [first, ...) of a row.
   __device__ __forceinline__ void store_row(int i, Acc* row, int cols, int first, bool aligned) const {
 #pragma unroll
     for (int c = 0; c < kGroups; ++c) {
@@ -314,7 +313,8 @@ struct Sums {
     }
   }
 
-  // The same of every row of a tile, to dense rows that nobody else has written yet.
+  // Stores every row of a tile to dense rows of a new tensor. Its memory is aligned, hence so are rows of a multiple of
+  // 4 columns.
   __device__ __forceinline__ void store_tile(Acc* rows, int64_t num_rows, int cols, int first) const {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {

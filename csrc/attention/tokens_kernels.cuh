@@ -1,5 +1,5 @@
-// The tokens of a tile as kernels of block attention see them: positions, documents, and their ranges, made once a call
-// by a small kernel; and the walk over the tiles that the masks leave.
+// The tokens of a tile in the form of the kernels: positions, documents and their ranges, which a small kernel computes
+// once a call; and the loop over the tiles that the masks leave.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,18 +12,19 @@
 
 namespace moe_ext::attention {
 
-constexpr int kTile = 64; // queries, and keys, of a tile of scores
+constexpr int kTile = 64; // number of queries and of keys of a tile of scores
 constexpr int kNumThreads = 256;
 constexpr int kNumWarps = kNumThreads / kWarpSize;
 
 struct TokenTile {
-  int32_t positions[kTile]; // kMaskedKey where the mask is off, and after the last token
+  int32_t positions[kTile]; // kMaskedKey for masked tokens, and behind the last token
   int32_t documents[kTile];
-  Extent extent; // of the tokens that count
+  Extent extent; // of tokens that are not masked
   int32_t count;
 };
 
-// One side of a block. The tiles of sequence b are [b * batch_stride, ...), the same for all where no mask is given.
+// Tiles of the queries or keys of a block. Sequence b has tiles [b * num_tiles, ...); without a mask all sequences
+// share tiles.
 struct TokenTiles {
   TokenTile* tiles;
   int num_tiles; // of a sequence
@@ -93,7 +94,7 @@ __device__ __forceinline__ void describe_tile(const TokenSource& source, const T
   }
 }
 
-// One warp a tile: those of the queries, then those of the keys.
+// One warp for each tile: first the tiles of the queries, then those of the keys.
 template <bool kCheck>
 __global__ void describe_tokens_kernel(
     TokenSource q_source, TokenTiles queries, TokenSource k_source, TokenTiles keys) {
@@ -116,9 +117,9 @@ void launch_describe_tokens(
   }
 }
 
-// Calls f(tile, next) in order for each tile that `may` accepts, with the one that f gets then, or -1 where it is the
-// last or not known yet. The threads look at as many tiles at a time as they are, so that the hidden ones cost next to
-// nothing. `visible`, a word a warp, is shared memory of its own.
+// Calls f(tile, next) in order for each tile that `may` accepts. `next` is the tile of the following call, or -1 if
+// there is none or it is not known yet. Threads test kThreads tiles at a time, so that hidden tiles cost almost
+// nothing. `visible`, one word for each warp, is shared memory used by nothing else.
 template <int kThreads, typename Visible, typename F>
 __device__ __forceinline__ void for_each_visible(int num_tiles, unsigned* visible, const Visible& may, const F& f) {
   for (int base = 0; base < num_tiles; base += kThreads) {

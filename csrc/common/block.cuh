@@ -1,11 +1,11 @@
-// Block primitives for blocks of one dimension. Every thread of the block calls them.
+// Primitives of one-dimensional blocks. Every thread of the block must call them.
 #pragma once
 
 #include "common/warp.cuh"
 
 namespace moe_ext {
 
-// Sum of the values of the threads below; `total` becomes that of all.
+// Return the sum of the values of lower threads, and set `total` to the sum over all threads.
 template <int kNumThreads, typename T>
 __device__ __forceinline__ T block_exclusive_scan(T value, T& total) {
   static_assert(kNumThreads % kWarpSize == 0 && kNumThreads <= kWarpSize * kWarpSize);
@@ -22,7 +22,7 @@ __device__ __forceinline__ T block_exclusive_scan(T value, T& total) {
     below += warp < warp_id() ? warp_sums[warp] : T(0);
     total += warp_sums[warp];
   }
-  // The next call writes the sums again.
+  // The next call overwrites `warp_sums`, which other warps may still read.
   __syncthreads();
   return below + inclusive - value;
 }

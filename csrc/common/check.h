@@ -1,4 +1,4 @@
-// Argument checks with the project's message form: "<op>: expected <arg> to be <rule>, got <value>".
+// Argument checks, with messages of the form "<op>: expected <arg> to be <rule>, got <value>".
 #pragma once
 
 #include <torch/csrc/stable/macros.h>
@@ -12,7 +12,7 @@
 #include <stdexcept>
 #include <string>
 
-// Its name in torch after 2.11.
+// torch 2.11 has the macro under another name.
 #if !defined(STABLE_TORCH_ERROR_CODE_CHECK)
 #define STABLE_TORCH_ERROR_CODE_CHECK TORCH_ERROR_CODE_CHECK
 #endif
@@ -29,7 +29,7 @@ template <typename... Args>
   throw std::runtime_error(message.str());
 }
 
-// STD_TORCH_CHECK puts function, file and line before the message; a user's mistake wants the rule alone.
+// STD_TORCH_CHECK would put function, file and line before the message. A user's mistake needs the rule alone.
 #define MOE_CHECK(condition, ...)            \
   do {                                       \
     if (__builtin_expect(!(condition), 0)) { \

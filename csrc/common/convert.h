@@ -1,4 +1,5 @@
-// Loops over contiguous elements for the vectoriser, to the type that sums have and back. Torch-free.
+// Conversions of contiguous elements to the type of their sums and back, as loops that the compiler vectorises.
+// Torch-free.
 #pragma once
 
 #include <cstdint>

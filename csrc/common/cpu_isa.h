@@ -1,4 +1,4 @@
-// The compiled variant of the SIMD loops that this process runs.
+// Choice of the compiled variant of the SIMD loops that this process runs.
 #pragma once
 
 #include <string>
@@ -7,15 +7,16 @@ namespace moe_ext {
 
 enum class CpuIsa { kPortable, kAvx2, kAvx512 };
 
-// The best variant that this processor runs, or the one that MOE_EXT_CPU_ISA or set_cpu_isa names.
+// Return the best variant that this processor runs, or the one that MOE_EXT_CPU_ISA or set_cpu_isa names.
 CpuIsa cpu_isa();
 
-// Throws if the name is unknown or the processor cannot run it. For tests and benchmarks; not thread-safe.
+// Set the variant. Throws if the name is unknown or the processor cannot run it. For tests and benchmarks; not
+// thread-safe.
 void set_cpu_isa(const std::string& name);
 
 const char* to_string(CpuIsa isa);
 
-// Picks a family's table of loops: `return select_isa(portable::kernels, avx2::kernels, avx512::kernels)`.
+// Pick a family's table of loops: `return select_isa(portable::kernels, avx2::kernels, avx512::kernels)`.
 template <typename Kernels>
 const Kernels& select_isa(const Kernels& portable, const Kernels& avx2, const Kernels& avx512) {
   switch (cpu_isa()) {

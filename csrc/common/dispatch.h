@@ -1,4 +1,4 @@
-// From a tensor's dtype to the storage type of the loops.
+// Dispatch from a tensor's dtype to the storage type of the loops, and access to a tensor's data.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -42,7 +42,7 @@ auto dispatch_size(int64_t size, F&& f) {
   }
 }
 
-// float64 for float64, else float32: the dtype in which sums are taken and weights are kept.
+// The dtype of sums and of kept weights: float64 for float64, else float32.
 inline ScalarType acc_dtype(ScalarType dtype) {
   return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
@@ -52,7 +52,7 @@ T* data(const Tensor& t) {
   return static_cast<T*>(t.data_ptr());
 }
 
-// The tensor itself where it is contiguous: the dispatcher would take as long as a small kernel to say so.
+// Return the tensor itself if it is contiguous. The dispatcher would take as long as a small kernel to do the same.
 inline Tensor as_contiguous(const Tensor& t) {
   return t.is_contiguous() ? t : torch::stable::contiguous(t);
 }
@@ -61,7 +61,7 @@ inline std::optional<Tensor> optional_contiguous(const std::optional<Tensor>& t)
   return t ? std::optional(as_contiguous(*t)) : std::nullopt;
 }
 
-// Data of a tensor that may be absent.
+// Data of an optional tensor; null if it is absent.
 template <typename T>
 const T* data_or_null(const std::optional<Tensor>& t) {
   return t ? data<const T>(*t) : nullptr;
@@ -75,7 +75,7 @@ inline std::vector<int64_t> sizes_of(const Tensor& t) {
   return sizes;
 }
 
-// Items a task wants so that it is worth a thread: about 32 KiB of traffic.
+// Least number of items of a task for which a thread pays off: about 32 KiB of memory traffic.
 inline int64_t grain_size(int64_t bytes_per_item) {
   return std::max<int64_t>(1, 32768 / std::max<int64_t>(1, bytes_per_item));
 }

@@ -1,4 +1,4 @@
-// From a tensor's dtype to the scalar type of the kernels, and the checks that CUDA adds.
+// Dispatch from a tensor's dtype to the scalar type of the kernels, and the checks that only CUDA needs.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>
@@ -13,8 +13,8 @@
 
 namespace moe_ext {
 
-// Builds with MOE_EXT_CUDA_CHECKS trap an index that is out of range, as the CPU operators refuse it. It is off by
-// default: a trap ends the process's use of the device, and a message would want a synchronisation.
+// Builds with MOE_EXT_CUDA_CHECKS trap on an index out of range, which CPU operators refuse with an error. Off by
+// default: a trap leaves the process's CUDA context unusable, and an error message would need a synchronisation.
 #if defined(MOE_EXT_CUDA_CHECKS)
 constexpr bool kCheckIndices = true;
 #else
@@ -36,13 +36,13 @@ decltype(auto) dispatch_floating_cuda(ScalarType dtype, F&& f) {
   }
 }
 
-// Kernels count slots in 32 bits.
+// Throw if a size exceeds 32 bits, in which kernels count slots.
 inline int check_int32(const char* op, const char* name, int64_t value) {
   MOE_CHECK(value <= INT32_MAX, op, ": expected ", name, " to be at most 2^31 - 1 on CUDA, got ", value);
   return static_cast<int>(value);
 }
 
-// Bounds of contiguous offsets.
+// Bounds from contiguous offsets or ends.
 inline ExpertBounds bounds_of(const char* op, const Tensor& expert_offsets) {
   const bool is_long = expert_offsets.scalar_type() == ScalarType::Long;
   return {

@@ -1,4 +1,4 @@
-// The rows of each expert, by numbers that are on the device.
+// The range of rows of each expert, from offsets in device memory.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,13 +10,13 @@
 
 namespace moe_ext {
 
-// offsets [E + 1], or ends [E] of experts that have all rows.
+// Offsets [E + 1], or ends [E] if the rows of the first expert start at 0.
 struct ExpertBounds {
   const int64_t* offsets; // or null
   const int32_t* ends;
   int num_experts;
 
-  // The bound before the rows of `expert + 1`, for `expert` in [0, E].
+  // The end of the rows of `expert - 1` and start of those of `expert`, for `expert` in [0, E].
   __device__ __forceinline__ int64_t begin(int64_t expert) const {
     return offsets != nullptr ? offsets[expert] : expert == 0 ? 0 : ends[expert - 1];
   }
@@ -25,8 +25,8 @@ struct ExpertBounds {
   }
 };
 
-// Units of work of a warp, in a product of tokens with the rows of a weight: a row, and kTokens neighbouring tokens;
-// or, where rows and tokens belong to experts, a row and all tokens of its expert.
+// Units of work of a warp in a product of tokens with the rows of a weight. A unit is a row and kTokens neighbouring
+// tokens. If rows and tokens belong to experts, a unit is a row and all tokens of its expert.
 template <int kTokens>
 class RowTokens {
  public:
@@ -39,7 +39,7 @@ class RowTokens {
   MOE_HD int64_t num_units() const {
     return num_rows_ * (experts_.num_experts > 0 ? 1 : groups_);
   }
-  // Rows of one expert.
+  // Number of rows of each expert.
   MOE_HD int64_t rows_each() const {
     return num_rows_ / (experts_.num_experts > 0 ? experts_.num_experts : 1);
   }
@@ -49,7 +49,8 @@ class RowTokens {
   __device__ __forceinline__ int64_t begin(int64_t unit) const {
     return experts_.num_experts > 0 ? max(experts_.begin(unit / rows_each()), int64_t{0}) : unit % groups_ * kTokens;
   }
-  // Tokens behind the last one are a mistake that kCheck traps; without it they touch no memory.
+  // Offsets beyond the last token are a caller's mistake, which kCheck traps. Without kCheck they are clamped, so that
+  // no memory out of bounds is touched.
   template <bool kCheck>
   __device__ __forceinline__ int64_t end(int64_t unit) const {
     if (experts_.num_experts == 0) {

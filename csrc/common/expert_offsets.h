@@ -1,4 +1,4 @@
-// Bounds of each expert's rows: int64 offsets [E + 1], or int32 ends [E] where experts have all rows.
+// Bounds of each expert's rows: int64 offsets [E + 1], or int32 ends [E] if the experts' rows start at 0.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ inline int64_t num_experts_of(const Tensor& expert_offsets) {
   return expert_offsets.size(0) - (expert_offsets.scalar_type() == ScalarType::Long ? 1 : 0);
 }
 
-// Checks everything that needs no look at the data.
+// Check everything that can be checked without reading the data, which may be on a device.
 inline void check_offsets_tensor(const char* op, const Tensor& expert_offsets) {
   check_index(op, "expert_offsets", expert_offsets);
   check_dim(
@@ -24,7 +24,7 @@ inline void check_offsets_tensor(const char* op, const Tensor& expert_offsets) {
       shape_string(expert_offsets));
 }
 
-// Throws unless 0 <= offsets[0] <= ... <= offsets[num_experts] <= num_rows. Host memory.
+// Throw unless 0 <= offsets[0] <= ... <= offsets[num_experts] <= num_rows. Reads host memory.
 inline void check_offsets(const char* op, const int64_t* offsets, int64_t num_experts, int64_t num_rows) {
   MOE_CHECK(offsets[0] >= 0, op, ": expected expert_offsets to start at 0 or later, got ", offsets[0]);
   for (int64_t e = 0; e < num_experts; ++e) {
@@ -37,7 +37,7 @@ inline void check_offsets(const char* op, const int64_t* offsets, int64_t num_ex
       offsets[num_experts]);
 }
 
-// int64 [E + 1] on the host, of either form.
+// Return int64 offsets [E + 1] from offsets or ends in host memory.
 inline Tensor as_offsets(const Tensor& expert_offsets) {
   const Tensor given = as_contiguous(expert_offsets);
   if (given.scalar_type() == ScalarType::Long) {
@@ -49,7 +49,7 @@ inline Tensor as_offsets(const Tensor& expert_offsets) {
   return offsets;
 }
 
-// Refuses a weight that is no stack of as many matrices as there are experts.
+// Throw unless the rows of a stacked weight divide evenly among the experts.
 inline void check_stacked(const char* op, const char* name, const Tensor& stacked, const Tensor& expert_offsets) {
   check_offsets_tensor(op, expert_offsets);
   const int64_t experts = num_experts_of(expert_offsets);

@@ -1,18 +1,17 @@
-// Error feedback for one element, shared by every backend.
-// No product here may be fused with the sum that follows it: these files are compiled without contraction, so that each
-// instruction set and each device keeps the same bits.
+// Error feedback for one element, shared by every backend. These files are compiled without contraction: fusing a
+// product with the sum that follows it would change bits between instruction sets and devices.
 #pragma once
 
 #include "common/simd.h"
 
 namespace moe_ext {
 
-// A magnitude as an unsigned integer of the same order; NaN is above infinity.
+// Unsigned integer with the order of the magnitudes; NaN is above infinity.
 template <typename Acc>
 using key_t = std::conditional_t<sizeof(Acc) == 8, uint64_t, uint32_t>;
 
-// State that an error-feedback pass reads and writes. The state that is read is the one that is written, or lies
-// elsewhere; then what is written need not hold anything.
+// State that an error-feedback pass reads and writes. Input and output state may be the same memory; otherwise the
+// output memory may be uninitialised.
 template <typename T>
 struct Feedback {
   using Acc = acc_t<T>;
@@ -24,7 +23,7 @@ struct Feedback {
   Acc* velocity; // or null
   Acc residual_scale;
   Acc momentum;
-  bool streamed = false; // on the host, written past the caches
+  bool streamed = false; // on the host: writes bypass the caches
 
   MOE_INLINE bool in_place() const {
     return residual_in == residual;
@@ -44,7 +43,7 @@ MOE_INLINE uint64_t key_of(double x) {
   return bit_cast<uint64_t>(x) & 0x7FFFFFFFFFFFFFFFu;
 }
 
-// u = momentum u + g, or g where there is no velocity.
+// u = momentum u + g; without velocity u = g.
 template <bool kVelocity, typename T>
 MOE_INLINE acc_t<T> momentum_of(const Feedback<T>& x, int64_t i) {
   const acc_t<T> grad = to_acc(x.grad[i]);
@@ -55,7 +54,7 @@ MOE_INLINE acc_t<T> momentum_of(const Feedback<T>& x, int64_t i) {
   return grad;
 }
 
-// The sum that there is to send: a = residual_scale e + u.
+// The sum that is to be sent: a = residual_scale e + u.
 template <typename T>
 MOE_INLINE acc_t<T> owed(const Feedback<T>& x, acc_t<T> momentum, int64_t i) {
   const acc_t<T> carried = x.residual_scale * x.residual_in[i];

@@ -1,4 +1,4 @@
-// Marks functions that both backends compile: kernels call them on the device, CPU loops and tests on the host.
+// MOE_HD marks functions that both backends compile: kernels call them on the device, CPU loops and tests on the host.
 #pragma once
 
 #if defined(__CUDACC__)

@@ -1,5 +1,5 @@
-// The only place that launches: `<<<>>>` is the one piece of CUDA syntax that a C++ compiler cannot parse, and the
-// tests put an emulation in the place of this file (tests/cpp/simt).
+// The only place that launches kernels. `<<<>>>` is the one piece of CUDA syntax that a C++ compiler cannot parse, and
+// the tests replace this file by an emulation (tests/cpp/simt).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,8 +22,8 @@ inline void cuda_check(cudaError_t error, const char* call) {
 
 #define MOE_CUDA_CHECK(call) ::moe_ext::cuda_check((call), #call)
 
-// Properties of the current device. Attributes, unlike cudaGetDeviceProperties, cost nothing worth a cache and may be
-// read while a graph is captured.
+// Properties of the current device. Attributes are cheap enough not to be cached, unlike cudaGetDeviceProperties, and
+// may be read during graph capture.
 inline DeviceProperties device_properties() {
   int device = 0;
   MOE_CUDA_CHECK(cudaGetDevice(&device));
@@ -38,8 +38,8 @@ inline DeviceProperties device_properties() {
       attribute(cudaDevAttrComputeCapabilityMajor)};
 }
 
-// Lets the kernel have as much shared memory as there is. It is the same for every launch: another thread's never finds
-// the limit lowered.
+// Raise the kernel's limit to all shared memory that the device offers. The limit is equal for every launch, so that no
+// thread lowers it under another thread's launch.
 inline void raise_shared_limit(const void* kernel, const Launch& launch, const DeviceProperties& device) {
   cudaFuncAttributes attributes = {};
   MOE_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
@@ -51,7 +51,7 @@ inline void raise_shared_limit(const void* kernel, const Launch& launch, const D
   }
 }
 
-// Blocks of the kernel that the device runs at a time, by its registers and shared memory.
+// Number of blocks of the kernel that run on the device at the same time, given its registers and shared memory.
 template <typename... Params>
 int64_t resident_blocks(void (*kernel)(Params...), int threads, size_t shared_bytes) {
   const DeviceProperties device = device_properties();
@@ -61,12 +61,13 @@ int64_t resident_blocks(void (*kernel)(Params...), int threads, size_t shared_by
   return int64_t{device.num_sms} * std::max(1, blocks);
 }
 
-// Runs kernel(args...) on the stream of `launch`; throws if the launch is refused.
+// Run kernel(args...) on the stream of `launch`. Throws if the launch is refused.
 template <typename... Params, typename... Args>
 void launch(const Launch& launch, void (*kernel)(Params...), Args... args) {
   const DeviceProperties device = device_properties();
   check_launch(launch, device);
-  // Half of it leaves room for any kernel's own, and small launches are spared the question.
+  // Up to half of the default limit, kernels' static memory fits beside the dynamic memory, and small launches skip the
+  // query.
   if (launch.shared_bytes > static_cast<size_t>(device.shared_bytes_per_block / 2)) {
     raise_shared_limit(reinterpret_cast<const void*>(kernel), launch, device);
   }
@@ -80,7 +81,7 @@ void launch(const Launch& launch, void (*kernel)(Params...), Args... args) {
 
 } // namespace moe_ext
 
-// Shared memory goes through these two, so that the emulation can poison it between blocks.
+// Shared memory is declared by these two macros only, so that the emulation can poison it between blocks.
 #define MOE_SHARED(T, name, size) __shared__ T name[size]
 #define MOE_DYNAMIC_SHARED(T, name)                               \
   extern __shared__ __align__(16) unsigned char moe_ext_shared[]; \

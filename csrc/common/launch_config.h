@@ -1,4 +1,4 @@
-// Configuration of a launch, on a device and in the emulation of the tests. Torch-free.
+// Configuration of a kernel launch, on a device and in the emulation of the tests. Torch-free.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,13 +14,13 @@ namespace moe_ext {
 
 constexpr int kWarpSize = 32;
 
-// CUDA's dim3 in 64 bits: a size that no device takes comes to check_launch as it is.
+// CUDA's dim3 in 64 bits, so that check_launch sees a size that no device takes instead of the size modulo 2^32.
 struct Dim3 {
   int64_t x, y, z;
 
   explicit Dim3(int64_t size_x = 1, int64_t size_y = 1, int64_t size_z = 1) : x(size_x), y(size_y), z(size_z) {
   }
-  // After check_launch: nothing is lost.
+  // Call after check_launch, which guarantees that the sizes fit.
   dim3 checked() const {
     return dim3{static_cast<unsigned>(x), static_cast<unsigned>(y), static_cast<unsigned>(z)};
   }
@@ -41,7 +41,8 @@ struct DeviceProperties {
   int compute_capability;            // major
 };
 
-// Blocks that fill the device once, or fewer where the work is less: kernels walk over the rest with a stride.
+// Return the number of blocks that fill the device once, or `num_blocks` if that is less. Kernels loop over the
+// remaining work with a stride.
 inline Dim3 persistent_grid(int64_t num_blocks, int threads_per_block, const DeviceProperties& device) {
   const int64_t resident = int64_t{device.num_sms} * std::max(1, device.max_threads_per_sm / threads_per_block);
   return Dim3(std::clamp<int64_t>(num_blocks, 1, resident));
@@ -53,7 +54,7 @@ inline void check_launch(const Launch& launch, const DeviceProperties& device) {
   };
   int64_t threads = 1;
   for (const int64_t size : {launch.block.x, launch.block.y, launch.block.z}) {
-    // Sizes that are in range multiply to less than 2^31.
+    // The product cannot overflow: a size out of range replaces it, and sizes in range multiply to less than 2^31.
     threads = size < 1 || size > 1024 ? size : threads * size;
     if (threads < 1 || threads > 1024) {
       refuse("the block to have 1 to 1024 threads", threads);
@@ -74,7 +75,8 @@ inline void check_launch(const Launch& launch, const DeviceProperties& device) {
   }
 }
 
-// own_bytes: what the kernel itself declares, which shares the block's memory with what the launch asks for.
+// Throw if dynamic shared memory and `own_bytes`, which the kernel declares statically, together exceed the device's
+// limit.
 inline void check_shared_memory(const Launch& launch, size_t own_bytes, const DeviceProperties& device) {
   const size_t bytes = launch.shared_bytes + own_bytes;
   if (bytes > static_cast<size_t>(device.shared_bytes_per_block_opt_in)) {

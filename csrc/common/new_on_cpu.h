@@ -1,4 +1,4 @@
-// New tensors on the CPU, without the dispatcher, which takes longer than a small kernel.
+// Allocation of CPU tensors without the dispatcher, which takes longer than a small kernel.
 #pragma once
 
 #include <sys/mman.h>
@@ -12,9 +12,9 @@
 
 namespace moe_ext {
 
-// A tensor that its caller is about to write as a whole, its memory advised to come in pages of 2 MiB where the system
-// leaves that to the program. malloc maps large tensors anew, and small fresh pages cost up to ten times what writing
-// them does. No page reaches past the tensor, so no memory is used that was not asked for.
+// Advise the system to back a tensor, which the caller is about to write as a whole, with pages of 2 MiB. malloc maps
+// large tensors anew, and faults on small fresh pages cost up to ten times as much as the writes. No advised page
+// reaches past the tensor, so that no extra memory is used.
 inline Tensor on_huge_pages(Tensor tensor) {
 #ifdef MADV_HUGEPAGE
   constexpr uintptr_t kPage = uintptr_t{2} << 20;
@@ -22,7 +22,7 @@ inline Tensor on_huge_pages(Tensor tensor) {
   const uintptr_t first = (begin + kPage - 1) / kPage * kPage;
   const uintptr_t end = (begin + tensor.numel() * tensor.element_size()) / kPage * kPage;
   if (end > first) {
-    // Advice that is not taken changes nothing.
+    // The result is ignored: a system that does not follow the advice still works.
     (void)madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
   }
 #endif

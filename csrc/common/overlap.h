@@ -1,4 +1,4 @@
-// Test whether two tensors share memory: an operator that changes one of them would read what it wrote.
+// Test for shared memory of two tensors: an operator that writes one of them would read its own results from the other.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,8 @@
 
 namespace moe_ext {
 
-// By the bounds of their elements: views of one storage that only interleave count as shared.
+// Compare the bounds of the elements. Views of one storage that interleave without sharing elements also count as
+// shared.
 inline bool overlap(const Tensor& a, const Tensor& b) {
   if (a.numel() == 0 || b.numel() == 0) {
     return false;

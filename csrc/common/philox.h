@@ -1,6 +1,6 @@
-// Random numbers that are a function of where they are used, not of how many were drawn before: Philox4x32-10 (Salmon
-// et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), the same bits on the host and on a device, for any
-// number of threads and of ranks. Internal linkage, as simd.h.
+// Random numbers by Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). A number is
+// a function of its place of use, not of how many were drawn before: host and device draw the same bits, for any number
+// of threads and ranks. Internal linkage, as simd.h.
 //
 // key = (seed low, seed high); counter = (column / 4, token low, step low, layer[16] stream[8] token high[8]).
 // Column c uses word c % 4 of its counter.
@@ -10,7 +10,7 @@
 
 namespace moe_ext {
 
-// Use of the random numbers: two uses in a layer never share them.
+// Purpose of the random numbers: two purposes in a layer never share numbers.
 enum class Stream : int64_t {
   kJitter = 0,
   kSecondExpert = 1,
@@ -23,7 +23,7 @@ constexpr int64_t kNumStreams = 256;
 
 // Source of an operator's random numbers; on a device, pointers into its memory.
 struct RngSource {
-  const int64_t* state;     // [4] seed, layer, step, first_token; null where nothing is drawn
+  const int64_t* state;     // [4] seed, layer, step, first_token; null if nothing is drawn
   const int64_t* token_idx; // [T] indices in the global batch, or null for first_token + t
 };
 
@@ -37,7 +37,7 @@ struct PhiloxKey {
   uint32_t k[2];
 };
 
-// High and low words apart: compilers vectorise that form with products of 32 bits, and not with those of 64.
+// High and low words are computed apart: compilers vectorise products of 32 bits, but not those of 64 bits.
 MOE_INLINE uint32_t high_product(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>(uint64_t{a} * b >> 32);
 }
@@ -49,7 +49,8 @@ MOE_INLINE PhiloxWords philox_round(PhiloxWords c, PhiloxKey key, uint32_t round
        high_product(kFirst, c.w[0]) ^ c.w[3] ^ (key.k[1] + round * 0xBB67AE85u), kFirst * c.w[0]}};
 }
 
-// Written out: within a loop over counters, a loop over rounds would keep the compiler from vectorising the outer one.
+// The rounds are unrolled by hand: an inner loop over rounds would keep the compiler from vectorising a caller's loop
+// over counters.
 MOE_INLINE PhiloxWords philox4x32(PhiloxWords c, PhiloxKey key) {
   c = philox_round(philox_round(c, key, 0), key, 1);
   c = philox_round(philox_round(c, key, 2), key, 3);
@@ -58,7 +59,7 @@ MOE_INLINE PhiloxWords philox4x32(PhiloxWords c, PhiloxKey key) {
   return philox_round(philox_round(c, key, 8), key, 9);
 }
 
-// The numbers of one token; four columns at a time.
+// The random numbers of one token; each call of `words` draws four columns.
 struct TokenDraws {
   uint32_t c1, c2, c3;
   PhiloxKey key;
@@ -79,7 +80,7 @@ MOE_INLINE TokenDraws token_draws(const RngSource& rng, Stream stream, int64_t t
       {{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)}}};
 }
 
-// In [0, 1), a multiple of 2^-24: every value is exact in float.
+// Uniform number in [0, 1), a multiple of 2^-24, which float holds exactly.
 MOE_INLINE float to_uniform(uint32_t word) {
   return static_cast<float>(static_cast<int32_t>(word >> 8)) * 0x1p-24f;
 }
@@ -123,8 +124,8 @@ struct NormalPair {
   float first, second;
 };
 
-// Box-Muller: sqrt(-2 log u) (cos v, sin v), with u in (0, 1] of 24 bits, hence at most 5.77, and v a turn of 32 bits,
-// cut into its nearest quarter and a rest of at most an eighth.
+// Box-Muller: sqrt(-2 log u) (cos v, sin v). u in (0, 1] has 24 bits, hence results are at most 5.77. v is a turn of 32
+// bits, split into its nearest quarter and a rest of at most an eighth.
 MOE_INLINE NormalPair to_normals(uint32_t radius_word, uint32_t angle_word) {
   const float u = static_cast<float>(static_cast<int32_t>(radius_word >> 8) + 1) * 0x1p-24f;
   const float radius = sqrt_acc(-2.0f * log_positive(u));

@@ -1,4 +1,4 @@
-// Values in a device's memory that the host must know before it can go on.
+// Copies of device values that the host needs before it can continue.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -7,7 +7,7 @@
 
 namespace moe_ext {
 
-// NOTE: device-to-host sync. The elements of a contiguous tensor, on the host.
+// NOTE: device-to-host sync. Return the elements of a contiguous tensor in host memory.
 inline Tensor read_back(const Tensor& t) {
   return torch::stable::to(t, torch::stable::Device(torch::headeronly::DeviceType::CPU));
 }

@@ -1,4 +1,4 @@
-// Exclusive sums of long arrays of counts: one block an array, walking over it.
+// Exclusive sums of long arrays of counts. One block walks over one array.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,9 +11,9 @@
 namespace moe_ext {
 
 constexpr int kScanThreads = 512;
-constexpr int kScanItems = 8; // neighbours that a thread sums
+constexpr int kScanItems = 8; // neighbouring counts that a thread sums
 
-// counts [arrays, n] in place; totals [arrays] or null. One block an array.
+// counts [arrays, n], in place; totals [arrays] or null. One block for each array.
 template <typename T>
 __global__ void __launch_bounds__(kScanThreads)
     scan_counts_kernel(T* __restrict__ counts, int64_t n, T* __restrict__ totals) {

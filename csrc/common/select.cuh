@@ -1,4 +1,4 @@
-// Selection of the largest keys by radix, one block for one selection. Every thread of the block calls it.
+// Selection of the largest keys by radix, one block for each selection. Every thread of the block must call it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,11 +13,11 @@ constexpr int kSelectThreads = 256;
 
 struct SelectedDigit {
   int value;
-  int64_t num_keys; // that have it
+  int64_t num_keys; // with this digit
 };
 
-// The digit of the `wanted`-th largest key, from how many keys have the digit 255 - threadIdx.x; `wanted` becomes its
-// place among those that share it.
+// Return the digit of the `wanted`-th largest key. `here` is the number of keys with the digit 255 - threadIdx.x.
+// `wanted` becomes the key's place among the keys that share the digit.
 inline __device__ SelectedDigit select_digit(int64_t here, int64_t& wanted) {
   static_assert(kSelectThreads == 256, "one thread per value of a digit");
   MOE_SHARED(int64_t, found, 3);
@@ -33,8 +33,8 @@ inline __device__ SelectedDigit select_digit(int64_t here, int64_t& wanted) {
   return {static_cast<int>(found[0]), found[2]};
 }
 
-// The `wanted`-th largest of key(i) for i in [0, n), digit by digit from the top; `ties` becomes how many with that
-// very key are among the `wanted` largest. 1 <= wanted <= n.
+// Return the `wanted`-th largest of key(i) for i in [0, n), found digit by digit from the top; 1 <= wanted <= n. `ties`
+// becomes the number of keys equal to the result among the `wanted` largest.
 template <typename Key, typename F>
 __device__ Key block_select(F&& key, int64_t n, int64_t wanted, int64_t& ties) {
   MOE_SHARED(int, histogram, kSelectThreads);

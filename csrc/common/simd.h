@@ -1,12 +1,12 @@
-// Scalar types and maths of the loops that are compiled once per instruction set (<family>_simd.cpp).
-// Everything here has internal linkage and such a file includes nothing else: an inline function with external linkage,
-// emitted by the AVX-512 object, could be the copy that the linker keeps for every processor.
+// Scalar types and maths of the loops that are compiled once per instruction set (<family>_simd.cpp). Everything here
+// has internal linkage, and such a file includes nothing else. The linker could otherwise keep the AVX-512 object's
+// copy of an inline function for every processor.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
-// Kernels share the maths.
+// CUDA kernels use the same maths.
 #if defined(__CUDACC__)
 #define MOE_INLINE __host__ __device__ __forceinline__
 #else
@@ -15,7 +15,7 @@
 
 namespace moe_ext {
 
-// Storage only, the bits of torch's types of the same names.
+// Storage types only, with the bits of torch's types of the same names.
 struct BFloat16 {
   uint16_t bits;
 };
@@ -23,7 +23,7 @@ struct Half {
   uint16_t bits;
 };
 
-// Sums and products are taken in float, and in double for double.
+// Type of sums and products: double for double, else float.
 template <typename T>
 using acc_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
@@ -71,8 +71,8 @@ MOE_INLINE float to_acc(BFloat16 x) {
   return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16);
 }
 
-// Exact: the shifted exponent is put right by a product with 2^112, which also normalises subnormals; NaN and inf keep
-// their exponent of all ones.
+// Exact: a product with 2^112 corrects the shifted exponent and normalises subnormals. NaN and inf keep their exponent
+// of all ones.
 MOE_INLINE float to_acc(Half x) {
   const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7FFFu) << 13;
   const float scaled = bit_cast<float>(magnitude) * 0x1p112f;
@@ -94,7 +94,7 @@ MOE_INLINE double from_acc<double>(double x) {
   return x;
 }
 
-// Round to nearest, ties to even, as torch does; the increment must not carry a NaN into infinity.
+// Rounds to nearest, ties to even, as torch does. NaN is set apart, because the increment could carry it into infinity.
 template <>
 MOE_INLINE BFloat16 from_acc<BFloat16>(float x) {
   const uint32_t bits = bit_cast<uint32_t>(x);
@@ -102,7 +102,8 @@ MOE_INLINE BFloat16 from_acc<BFloat16>(float x) {
   return {static_cast<uint16_t>(x != x ? 0x7FC0u : rounded)};
 }
 
-// The same rounding. Subnormal results come from adding a float whose last place is 2^-24, half's smallest step.
+// Rounds to nearest, ties to even. Subnormal results come from adding 0.5, a float whose last place is 2^-24, the
+// smallest step of half.
 template <>
 MOE_INLINE Half from_acc<Half>(float x) {
   const uint32_t sign = (bit_cast<uint32_t>(x) >> 16) & 0x8000u;
@@ -115,9 +116,9 @@ MOE_INLINE Half from_acc<Half>(float x) {
   return {static_cast<uint16_t>(sign | magnitude)};
 }
 
-// a b + c, rounded once, on every instruction set: nothing else is fused (-ffp-contract=off), so that all of them
-// compute the same bits. Without the instruction the sum is taken in double, where the product is exact, and rounded to
-// odd: cut off, with the last bit set where something was lost, so that the second rounding, to float, cannot go wrong.
+// a b + c, rounded once. Nothing else is fused (-ffp-contract=off), so that every instruction set computes the same
+// bits. Without the instruction, the sum is taken in double, where the product is exact, and rounded to odd: truncated,
+// with the last bit set if anything was lost, so that the second rounding, to float, is correct.
 MOE_INLINE float fma_acc(float a, float b, float c) {
 #if defined(__CUDA_ARCH__)
   return ::fmaf(a, b, c);
@@ -128,11 +129,11 @@ MOE_INLINE float fma_acc(float a, float b, float c) {
   const double sum = product + addend;
   const double of_addend = sum - product;
   const double lost = (product - (sum - of_addend)) + (addend - of_addend);
-  // In integers alone: the vectoriser has no comparisons of doubles here.
+  // Integers only, because the vectoriser has no comparisons of doubles here.
   const uint64_t bits = bit_cast<uint64_t>(sum), lost_bits = bit_cast<uint64_t>(lost), magnitude = lost_bits << 1;
   const uint64_t finite = (((bits >> 52) & 0x7FFu) - 0x7FFu) >> 63;
   const uint64_t inexact = finite & ((magnitude | (0 - magnitude)) >> 63);
-  const uint64_t above = (lost_bits ^ bits) >> 63; // what was lost points back to zero
+  const uint64_t above = (lost_bits ^ bits) >> 63; // the lost part points towards zero
   return static_cast<float>(bit_cast<double>((bits - (inexact & above)) | inexact));
 #endif
 }
@@ -141,7 +142,7 @@ MOE_INLINE float fma_acc(float a, float b, float c) {
 // x = n ln 2 + r, |r| <= ln 2 / 2; adding 1.5 * 2^23 rounds n to an integer and leaves it in the low bits.
 MOE_INLINE float exp_acc(float x) {
 #if defined(__CUDA_ARCH__)
-  return ::expf(x); // as exact, and shorter: the device has an instruction for 2^x
+  return ::expf(x); // as exact, and shorter, because the device has an instruction for 2^x
 #else
   const float clamped = x < -87.33654f ? -87.33654f : x;
   const float shifted = fma_acc(clamped, 1.44269504f, 12582912.0f);
@@ -175,14 +176,14 @@ MOE_INLINE double erfc_acc(double x) {
 #endif
 }
 
-// Without overflow for either sign: exp takes -|x| alone.
+// Does not overflow for either sign, because exp gets -|x|.
 template <typename Acc>
 MOE_INLINE Acc sigmoid_acc(Acc x) {
   const Acc e = exp_acc(x < 0 ? x : -x);
   return (x < 0 ? e : Acc(1)) / (Acc(1) + e);
 }
 
-// Sum of n products in a fixed order of 16 lanes, so that a width of the vectors does not change the bits.
+// Sum of n products in a fixed order of 16 lanes, so that the width of the vectors does not change the bits.
 template <typename Acc, typename A, typename B>
 MOE_INLINE Acc dot(const A* a, const B* b, int64_t n) {
   constexpr int64_t kLanes = 16;

@@ -1,4 +1,4 @@
-// Stores that go past the caches, for results too large to be found there by whoever reads them next. An ordinary store
+// Stores that bypass the caches, for results too large to be still cached when they are read next. An ordinary store
 // first reads the line that it overwrites: a third of the traffic of a copy. Internal linkage, as simd.h.
 #pragma once
 
@@ -15,14 +15,15 @@ namespace {
 
 constexpr int64_t kLineBytes = 64;
 
-// True if rows of `row_bytes` from `base` on are whole lines, and too many to be found in a cache later.
+// Return true if rows of `row_bytes` from `base` on are whole lines, and together too large to be found in a cache
+// later.
 MOE_INLINE bool worth_streaming(const void* base, int64_t num_rows, int64_t row_bytes) {
   constexpr int64_t kLeastBytes = int64_t{32} << 20;
   return reinterpret_cast<uintptr_t>(base) % kLineBytes == 0 && row_bytes % kLineBytes == 0 &&
          num_rows * row_bytes >= kLeastBytes;
 }
 
-// Copies whole lines to an address at a multiple of kLineBytes. Other threads see them after stream_end.
+// Copies whole lines to an address that is a multiple of kLineBytes. Other threads may not see them before stream_end.
 MOE_INLINE void stream(void* to, const void* from, int64_t bytes) {
 #if defined(__AVX512F__)
   auto* out = static_cast<__m512i*>(to);

@@ -1,4 +1,4 @@
-// The sum of a tensor over one of its dimensions, by the library.
+// Sum of a tensor over one dimension, by torch.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -9,7 +9,8 @@
 
 namespace moe_ext {
 
-// The dimension has a name: one in braces is a number that is gone when the call reads it.
+// `dim` is a named variable because the array reference only points to it: a number in braces would be gone when the
+// call reads it.
 inline Tensor sum_over(const Tensor& t, int64_t dim) {
   return torch::stable::sum(t, torch::headeronly::IntHeaderOnlyArrayRef(dim));
 }

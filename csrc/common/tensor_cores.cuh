@@ -1,6 +1,6 @@
-// Tensor cores from compute capability 8.0 on: products of 16-bit matrices with float32 sums, the loads that lay their
-// operands out, and copies to shared memory that go on meanwhile. All lanes of a warp call them together. The tests put
-// an emulation in the place of this file (tests/cpp/simt), as a C++ compiler does not read PTX.
+// Tensor cores from compute capability 8.0 on: products of 16-bit matrices with float32 sums, loads that lay out their
+// operands, and asynchronous copies to shared memory. All lanes of a warp must call them together. The tests replace
+// this file by an emulation (tests/cpp/simt), because a C++ compiler does not read PTX.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,7 +22,7 @@ __device__ __forceinline__ unsigned shared_address(const void* shared) {
   return static_cast<unsigned>(__cvta_generic_to_shared(shared));
 }
 
-// Starts a copy of 16 bytes, or fills 16 bytes with zeros and reads nothing.
+// Starts a copy of 16 bytes. If not `real`, fills 16 bytes with zeros and reads nothing.
 __device__ __forceinline__ void copy_async(void* shared, const void* global, bool real) {
   const int bytes = real ? 16 : 0;
   MOE_TENSOR_CORES(
@@ -30,19 +30,19 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, boo
       "r"(bytes) : "memory");
 }
 
-// Ends a group of this thread's copies.
+// Ends this thread's current group of copies.
 __device__ __forceinline__ void commit_copies() {
   MOE_TENSOR_CORES("cp.async.commit_group;\n" :: : "memory");
 }
 
-// Waits for this thread's groups but the last kPending; a barrier shows them to the other threads.
+// Waits for this thread's groups of copies except the last kPending. Other threads see the copies after a barrier.
 template <int kPending>
 __device__ __forceinline__ void wait_copies() {
   MOE_TENSOR_CORES("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
 }
 
-// Four matrices of 8 x 8 elements: lane l says where row l % 8 of matrix l / 8 begins, and gets elements (l / 4,
-// 2 (l % 4)) and the next of each, or those of its transpose.
+// Loads four matrices of 8 x 8 elements. Lane l passes the address of row l % 8 of matrix l / 8, and gets elements (l /
+// 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1) of each matrix, or of its transpose.
 template <bool kTransposed>
 __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], const void* row) {
   if constexpr (kTransposed) {

@@ -1,4 +1,4 @@
-// A thread an element, over a grid of any size; and bisection.
+// One thread for each element, over a grid of any size; and bisection.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -24,7 +24,7 @@ inline Launch over_threads(int64_t threads, cudaStream_t stream) {
       persistent_grid(ceil_div(threads, int64_t{kThreads}), kThreads, device_properties()), Dim3(kThreads), 0, stream};
 }
 
-// The first place in [0, count) whose element is at least `value`, or count.
+// Return the first place in [0, count) whose element is at least `value`, or `count` if there is none.
 template <typename T>
 __device__ __forceinline__ int64_t first_from(const T* ascending, int64_t count, int64_t value) {
   int64_t low = 0;

@@ -1,5 +1,5 @@
-// Torch on a device, for the glue between operators and kernels: the stream, the guard, the registration.
-// The only header that does; ATen's CUDA headers need a torch built with CUDA, and these do not.
+// Torch on a device, for the glue between operators and kernels: the stream, the guard, the registration. No other
+// header uses these; ATen's CUDA headers need a torch built with CUDA, and torch's stable headers do not.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,7 +11,7 @@
 
 namespace moe_ext {
 
-// Makes the tensor's device current for as long as it lives, and knows the stream to launch on.
+// Makes the tensor's device current during its lifetime, and holds the device's current stream for launches.
 class DeviceScope {
  public:
   explicit DeviceScope(const Tensor& t) : guard_(t.get_device_index()) {

@@ -1,4 +1,4 @@
-// Vector accesses: 16 bytes where the addresses and the width of a row allow it, else one element.
+// Vector accesses: 16 bytes if the addresses and the width of a row allow it, else one element.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,7 +12,7 @@ namespace moe_ext {
 
 constexpr int kAccessBytes = 16;
 
-// The machine's type of an access of that many bytes: a struct of small members would be moved member by member.
+// The machine's type for an access of kBytes: a struct of small members would be moved member by member.
 template <int kBytes>
 struct AccessOf;
 template <>
@@ -51,8 +51,8 @@ __device__ __forceinline__ Vec<T, kSize> load(const T* from) {
   return value;
 }
 
-// From global memory alone, that nothing writes meanwhile: where a pointer has come through shared memory, the compiler
-// does not know where it leads.
+// Loads from global memory that no thread writes during the kernel. If a pointer has come through shared memory, the
+// compiler does not know that it points to global memory, and `load` would be generic.
 template <int kSize, typename T>
 __device__ __forceinline__ Vec<T, kSize> load_global(const T* from) {
   const auto raw = __ldg(reinterpret_cast<const access_t<sizeof(T) * kSize>*>(from));
@@ -61,8 +61,8 @@ __device__ __forceinline__ Vec<T, kSize> load_global(const T* from) {
   return value;
 }
 
-// To global memory alone. __stwb is one store whatever the compiler makes of the value: for two-byte elements it would
-// store four bytes at a time.
+// Stores to global memory only. __stwb is one store in any case, while the compiler would store two-byte elements four
+// bytes at a time.
 template <typename T, int kSize>
 __device__ __forceinline__ void store(T* to, const Vec<T, kSize>& value) {
   access_t<sizeof(T) * kSize> raw;
@@ -70,7 +70,7 @@ __device__ __forceinline__ void store(T* to, const Vec<T, kSize>& value) {
   __stwb(reinterpret_cast<access_t<sizeof(T) * kSize>*>(to), raw);
 }
 
-// A store to shared memory: __stwb, which names global memory, would fault.
+// Stores to shared memory, where __stwb would fault, as it addresses global memory.
 template <typename T, int kSize>
 __device__ __forceinline__ void store_shared(T* to, const Vec<T, kSize>& value) {
   access_t<sizeof(T) * kSize> raw;
@@ -82,7 +82,7 @@ MOE_HD bool is_aligned(const void* pointer, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(bytes) == 0;
 }
 
-// True if rows of `row_bytes` at all these addresses start at multiples of 16 bytes.
+// Return true if rows of `row_bytes` at all these addresses start at multiples of 16 bytes.
 template <typename... Pointers>
 bool rows_are_aligned(int64_t row_bytes, const Pointers*... pointers) {
   return row_bytes % kAccessBytes == 0 && (is_aligned(pointers, kAccessBytes) && ...);

@@ -1,5 +1,5 @@
-// Vectors of the processor's width, for loops that the compiler does not vectorise well by itself. The same bits on
-// every instruction set. Internal linkage, as simd.h.
+// Vectors of the processor's width, for loops that the compiler does not vectorise well by itself. Results have the
+// same bits on every instruction set. Internal linkage, as simd.h.
 #pragma once
 
 #include "common/simd.h"
@@ -8,7 +8,7 @@
 #include <immintrin.h>
 #endif
 
-// Vectors that the processor lacks are passed to nothing that is not inlined.
+// The warning is about passing vectors that the processor lacks to functions. All functions here are inlined.
 #pragma GCC diagnostic ignored "-Wpsabi"
 
 namespace moe_ext {
@@ -41,7 +41,7 @@ MOE_INLINE void store(void* to, V vector) {
   __builtin_memcpy(to, &vector, sizeof(vector));
 }
 
-// The compiler would take words in halves, and bytes one by one.
+// Intrinsics, because the compiler would convert words in halves, and bytes one by one.
 MOE_INLINE Words widened(Shorts shorts) {
 #if defined(__AVX512F__)
   return bit_cast<Words>(_mm512_cvtepu16_epi32(bit_cast<__m256i>(shorts)));
@@ -91,7 +91,7 @@ MOE_INLINE Bytes lowest_bytes(Words words) {
 #endif
 }
 
-// The largest lane; none is negative.
+// The largest lane. No lane may be negative.
 MOE_INLINE int32_t largest_lane(Ints lanes) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_epi32(bit_cast<__m512i>(lanes));
@@ -108,7 +108,7 @@ MOE_INLINE Floats splat(float x) {
   return x - Floats{};
 }
 
-// The smaller one; the bound where x is not a number.
+// min(x, high) by lane; `high` if x is NaN.
 MOE_INLINE Floats at_most(float high, Floats x) {
 #if defined(__AVX512F__)
   return bit_cast<Floats>(_mm512_maskz_min_ps(-1, bit_cast<__m512>(x), bit_cast<__m512>(splat(high))));
@@ -119,14 +119,14 @@ MOE_INLINE Floats at_most(float high, Floats x) {
 #endif
 }
 
-// To bfloat16, nearest, ties to even, in the upper half; the lower one keeps what is left over.
+// Rounds to bfloat16, to nearest, ties to even. The result is in the upper 16 bits; the lower 16 bits are undefined.
 MOE_INLINE Words rounded(Floats x) {
   const Words bits = bit_cast<Words>(x);
   const Words up = bits + (0x7FFFu + ((bits >> 16) & 1u));
   return x != x ? 0x7FC00000u + Words{} : up;
 }
 
-// Bits of elements of 16 bits as floats, and back, as `to_acc` and `from_acc`, but for the sign of NaN.
+// Conversions between 16-bit elements and floats, as `to_acc` and `from_acc` but for the sign of NaN.
 template <typename T>
 MOE_INLINE Floats floats_of(Shorts shorts) {
   if constexpr (std::is_same_v<T, BFloat16>) {
@@ -168,7 +168,7 @@ MOE_INLINE Shorts shorts_of(Floats floats) {
   }
 }
 
-// Neighbouring elements in memory as floats, and back.
+// Load neighbouring elements as floats, and store floats as elements.
 template <typename T>
 MOE_INLINE Floats load_floats(const T* from) {
   if constexpr (std::is_same_v<T, float>) {

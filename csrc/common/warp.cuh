@@ -1,4 +1,4 @@
-// Warp primitives. Every lane of the warp calls them; the order of additions is fixed.
+// Warp primitives. Every lane of the warp must call them. The order of additions is fixed.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,7 +11,7 @@ namespace moe_ext {
 
 constexpr unsigned kFullMask = 0xFFFFFFFFu;
 
-// For blocks of one dimension.
+// Lane and warp of a thread in a one-dimensional block.
 __device__ __forceinline__ int lane_id() {
   return static_cast<int>(threadIdx.x) % kWarpSize;
 }
@@ -24,7 +24,7 @@ __device__ __forceinline__ unsigned lanes_below() {
   return (1u << lane_id()) - 1u;
 }
 
-// Sum over each kWidth neighbouring lanes; the same bits in all of them.
+// Sum over each group of kWidth neighbouring lanes, with the same bits in all of them.
 template <int kWidth = kWarpSize, typename T>
 __device__ __forceinline__ T warp_sum(T value) {
 #pragma unroll
@@ -34,7 +34,7 @@ __device__ __forceinline__ T warp_sum(T value) {
   return value;
 }
 
-// Maximum over each kWidth neighbouring lanes. NaN is passed over.
+// Maximum over each group of kWidth neighbouring lanes. NaN is ignored.
 template <int kWidth = kWarpSize, typename T>
 __device__ __forceinline__ T warp_max(T value) {
 #pragma unroll
@@ -45,7 +45,7 @@ __device__ __forceinline__ T warp_max(T value) {
   return value;
 }
 
-// A key whose unsigned order is the order of the values; the two zeros are equal.
+// Key whose unsigned order is the order of the values. Both zeros have the same key.
 __device__ __forceinline__ uint32_t ordered_key(float value) {
   const uint32_t bits = __float_as_uint(value == 0 ? 0.0f : value);
   return bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -56,7 +56,7 @@ __device__ __forceinline__ uint64_t ordered_key(double value) {
   return bits >> 63 ? ~bits : bits | 0x8000000000000000ull;
 }
 
-// The value of a key, with a positive zero.
+// The value of a key; zero is positive.
 __device__ __forceinline__ float value_of_key(uint32_t key) {
   return __uint_as_float(key >> 31 ? key & 0x7FFFFFFFu : ~key);
 }
@@ -65,7 +65,7 @@ __device__ __forceinline__ double value_of_key(uint64_t key) {
   return __longlong_as_double(static_cast<long long>(key >> 63 ? key & 0x7FFFFFFFFFFFFFFFull : ~key));
 }
 
-// The largest key of the warp, in every lane: one instruction for 32 bits.
+// The largest key of the warp, in every lane. For 32 bits it is one instruction.
 __device__ __forceinline__ uint32_t warp_max_key(uint32_t key) {
   return __reduce_max_sync(kFullMask, key);
 }
@@ -82,7 +82,7 @@ struct Candidate {
   int idx; // at least 0
 };
 
-// The candidate of the warp with the largest key, the lowest index in a tie; in every lane. No key may be NaN.
+// The candidate of the warp with the largest key, and the lowest index in a tie, in every lane. No key may be NaN.
 template <typename T>
 __device__ __forceinline__ Candidate<T> warp_best(Candidate<T> mine) {
   const auto key = ordered_key(mine.key);
