@@ -1,4 +1,4 @@
-// Causal depthwise convolution: the argument checks that both backends share.
+// Causal depthwise convolution: argument checks, which both backends share.
 #pragma once
 
 #include "recurrence/checks.h"
@@ -9,7 +9,7 @@ struct CausalConvArgs {
   const Tensor& x;                 // [B, D, L]
   const Tensor& weight;            // [D, W]
   const OptionalTensor& bias;      // [D]
-  const Tensor& halo;              // [B, D, W - 1], the positions before the first one
+  const Tensor& halo;              // [B, D, W - 1], the positions before the first position of x
   const OptionalTensor& documents; // [B or 1, W - 1 + L]
 };
 

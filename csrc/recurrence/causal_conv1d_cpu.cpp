@@ -1,4 +1,4 @@
-// CPU side of the causal convolution: a row of the batch and kLanes channels are one task.
+// CPU side of the causal convolution. A task computes kLanes channels of all rows of the batch.
 #include "recurrence/causal_conv1d.h"
 
 #include <torch/csrc/stable/library.h>
@@ -22,7 +22,7 @@ MOE_EXT_SELECT_KERNELS(ConvTable)
 
 namespace {
 
-// Positions that a task takes at a time.
+// Positions that a task processes at a time.
 constexpr int64_t kStretch = 256;
 
 template <typename Acc>
@@ -30,7 +30,7 @@ struct __attribute__((visibility("hidden"))) Convolution {
   Strided<const Acc> x, halo;
   Tensor weight;
   OptionalTensor bias;
-  std::vector<std::vector<int64_t>> reach; // of each row of the batch, or of all; empty: one document
+  std::vector<std::vector<int64_t>> reach; // for each row of the batch, or one for all; empty: a single document
   int64_t batch, channels, length, width, tiles;
   bool silu;
 
@@ -60,13 +60,13 @@ struct __attribute__((visibility("hidden"))) Convolution {
     }
   }
 
-  // Calls f(b, lanes) for each task; sums over the batch stay in one.
+  // Call f(lanes) for each task. A task covers the whole batch, so that sums over the batch need no other task.
   template <typename F>
   void each_task(const F& f) const {
     for_each_task(tiles, [&](int64_t tile) { f(Lanes{tile * kLanes, std::min(kLanes, channels - tile * kLanes)}); });
   }
 
-  // The weight [width][kLanes] and the bias [kLanes] of some channels.
+  // Copy the weight [width][kLanes] and the bias [kLanes] of some channels.
   void parameters(Acc* weights, Acc* biases, const Lanes& lanes) const {
     gather<kLanes>(weights, data<const Acc>(weight) + lanes.first * width, width, 1, width, lanes.count);
     std::fill_n(biases, kLanes, Acc(0));
@@ -75,7 +75,7 @@ struct __attribute__((visibility("hidden"))) Convolution {
     }
   }
 
-  // Positions [begin - width + 1, begin + n), [..][kLanes].
+  // Copy positions [begin - width + 1, begin + n) of some channels to out [width - 1 + n][kLanes].
   void positions(Acc* out, int64_t b, const Lanes& lanes, int64_t begin, int64_t n) const {
     const int64_t before = width - 1, of_halo = std::clamp<int64_t>(before - begin, 0, before);
     gather<kLanes>(out, halo.at(b, lanes.first, before - of_halo), halo.row, halo.position, of_halo, lanes.count);
@@ -151,7 +151,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> causal_conv1d_backward_cpu(
           gather<kLanes>(of_results, of_out.at(b, lanes.first, begin), of_out.row, of_out.position, n, lanes.count);
           conv::kernels().of<Acc>().backward(
               {of_results, of_rows, of_weights, of_biases}, in.args(b, begin, n, rows, weights, biases));
-          // The last positions get more from the next stretch, which begins with them.
+          // The next stretch adds to the gradients of the last width - 1 positions. They are carried over, and written
+          // with that stretch.
           const bool last = begin + n == in.length;
           const int64_t from = begin - before, end = last ? in.length : begin + n - before;
           const int64_t of_halo = std::clamp<int64_t>(-from, 0, before);

@@ -1,4 +1,4 @@
-// CUDA side of the causal convolution: allocates and launches; never waits for the device.
+// CUDA side of the causal convolution: allocates and launches, and never waits for the device.
 #include "recurrence/causal_conv1d.h"
 
 #include <tuple>
@@ -18,7 +18,7 @@ ConvStrides strides_of(const Tensor& t) {
   return {t.stride(0), t.stride(1), t.stride(2)};
 }
 
-// The arguments; what must be contiguous is, and stays alive beside them.
+// The arguments, contiguous where kernels need it. The object keeps contiguous copies alive.
 struct Arguments {
   Tensor x, weight, halo;
   OptionalTensor bias, documents;

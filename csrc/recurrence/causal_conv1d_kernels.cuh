@@ -1,5 +1,6 @@
-// The causal convolution: a thread an element, of the result, of the gradient behind the activation, and of the
-// gradients of x and its halo; a block a channel for those of the weight and the bias, summed in a fixed order.
+// Kernels of the causal convolution. The result, the gradient before the activation, and the gradients of x and halo
+// have a thread for each element. Gradients of weight and bias have a block for each channel and tap, and are summed in
+// a fixed order.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,7 +14,7 @@
 
 namespace moe_ext::recurrence {
 
-// Elements between neighbouring rows of the batch, channels and positions.
+// Strides, in elements, of rows of the batch, channels and positions.
 struct ConvStrides {
   int64_t batch, channel, position;
 
@@ -28,7 +29,7 @@ struct ConvInput {
   ConvStrides of_x, of_halo;
   const Acc *weight, *bias; // [D, W]; [D] or null
   const int64_t* documents; // [1 or B, W - 1 + L], or null
-  int64_t documents_stride; // 0 for one row
+  int64_t documents_stride; // 0 if one row serves the whole batch
   int64_t batch, channels, length;
   int width;
   bool silu;
@@ -37,18 +38,18 @@ struct ConvInput {
     return batch * channels * length;
   }
 
-  // Position t of the sequence, of the halo where it is negative.
+  // Value at position t, which is in the halo if t is negative.
   __device__ __forceinline__ Acc value(int64_t b, int64_t d, int64_t t) const {
     return t < 0 ? halo[of_halo.at(b, d, t + width - 1)] : x[of_x.at(b, d, t)];
   }
 
-  // True if position t goes on with the document of the one before it.
+  // Return true if position t belongs to the document of position t - 1.
   __device__ __forceinline__ bool goes_on(int64_t b, int64_t t) const {
     const int64_t* const numbers = documents + b * documents_stride + width - 1;
     return documents == nullptr || numbers[t] == numbers[t - 1];
   }
 
-  // Without the activation.
+  // The convolution at a position, before the activation.
   __device__ __forceinline__ Acc sum(int64_t b, int64_t d, int64_t t) const {
     const Acc* const taps = weight + d * width;
     Acc total = bias == nullptr ? Acc(0) : bias[d];
@@ -62,7 +63,7 @@ struct ConvInput {
   }
 };
 
-// The place of element i of [B, D, L].
+// The indices of element i of [B, D, L].
 struct ConvPlace {
   int64_t b, d, t;
 
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// sums [B, D, L]: of what the activation takes.
+// sums [B, D, L]: gradients of the activation's inputs.
 template <typename Acc>
 __global__ void __launch_bounds__(kThreads) causal_conv_sums_kernel(
     ConvInput<Acc> in, const Acc* __restrict__ grad, ConvStrides of_grad, Acc* __restrict__ sums, int64_t numel) {
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(kThreads) causal_conv_sums_kernel(
   }
 }
 
-// Gradients of positions [-(width - 1), L): the halo's first.
+// Gradients of positions [-(width - 1), L), which begin with the halo.
 template <typename Acc>
 __global__ void __launch_bounds__(kThreads) causal_conv_inputs_kernel(
     ConvInput<Acc> in, const Acc* __restrict__ sums, Acc* __restrict__ grad_x, ConvStrides of_x,
@@ -123,7 +124,7 @@ __global__ void __launch_bounds__(kThreads) causal_conv_inputs_kernel(
   }
 }
 
-// A block a channel and tap; tap `width` is the bias.
+// One block for each channel and tap. Tap `width` is the bias.
 template <typename Acc>
 __global__ void __launch_bounds__(kThreads) causal_conv_weights_kernel(
     ConvInput<Acc> in, const Acc* __restrict__ sums, Acc* __restrict__ grad_weight, Acc* __restrict__ grad_bias) {
@@ -171,7 +172,7 @@ template <typename Acc>
 struct ConvGradients {
   const Acc* out;
   ConvStrides of_out;
-  Acc* sums; // [B, D, L], memory
+  Acc* sums; // [B, D, L], scratch memory
   Acc* x;
   ConvStrides of_x;
   Acc *halo, *weight, *bias; // bias may be null

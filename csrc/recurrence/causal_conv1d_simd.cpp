@@ -1,10 +1,10 @@
-// Loops of the causal convolution, compiled once per instruction set: channels side by side.
+// Loops of the causal convolution, compiled once for each instruction set. Channels lie side by side in the lanes.
 #include "recurrence/causal_conv1d_tables.h"
 
 namespace moe_ext::recurrence::conv::MOE_ISA {
 namespace {
 
-// The first tap whose position is of the document of position t.
+// The first tap whose position belongs to the document of position t.
 template <typename Acc>
 MOE_INLINE int64_t first_tap(const ConvArgs<Acc>& args, int64_t t) {
   return args.reach == nullptr ? 0 : args.width - 1 - args.reach[t];

@@ -1,4 +1,4 @@
-// The loops that causal_conv1d_simd.cpp provides for each instruction set. Torch-free.
+// Tables of the loops that causal_conv1d_simd.cpp provides for each instruction set. Torch-free.
 #pragma once
 
 #include <cstdint>
@@ -7,25 +7,26 @@
 
 namespace moe_ext::recurrence {
 
-// Channels that a loop takes side by side, the rest of the last ones filled up with zeros.
+// Channels that a loop processes side by side. Missing channels of the last group are zeros.
 constexpr int64_t kLanes = 16;
 
-// A stretch of positions of kLanes channels.
+// Input of a stretch of positions of kLanes channels.
 template <typename Acc>
 struct ConvArgs {
   int64_t n, width;
-  const Acc* x;         // [width - 1 + n][kLanes], with the positions before the stretch
-  const Acc* weight;    // [width][kLanes]
-  const Acc* bias;      // [kLanes], zeros where there is none
-  const int64_t* reach; // [n]: positions before each that are of its document, at most width - 1; null: width - 1
+  const Acc* x;      // [width - 1 + n][kLanes], starting width - 1 positions before the stretch
+  const Acc* weight; // [width][kLanes]
+  const Acc* bias;   // [kLanes], zeros without a bias
+  // [n]: number of earlier positions in the same document, at most width - 1; null: always width - 1
+  const int64_t* reach;
   bool silu;
 };
 
 template <typename Acc>
 struct ConvGrads {
-  const Acc* out;     // [n][kLanes], of the result
+  const Acc* out;     // [n][kLanes], gradient of the result
   Acc* x;             // [width - 1 + n][kLanes], added to
-  Acc *weight, *bias; // as theirs, added to
+  Acc *weight, *bias; // shapes as in ConvArgs, added to
 };
 
 template <typename Acc>

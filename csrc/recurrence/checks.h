@@ -1,4 +1,4 @@
-// Checks and views of arguments that the operators of recurrences share.
+// Checks and views of arguments, which the operators of recurrences share.
 #pragma once
 
 #include <optional>
@@ -10,14 +10,14 @@ namespace moe_ext::recurrence {
 
 using OptionalTensor = std::optional<Tensor>;
 
-// Float32 or float64.
+// Throw unless t is float32 or float64.
 inline void check_wide(const char* op, const char* name, const Tensor& t) {
   MOE_CHECK(
       t.scalar_type() == ScalarType::Float || t.scalar_type() == ScalarType::Double, op, ": expected ", name,
       " to be float32 or float64, got ", dtype_string(t));
 }
 
-// On the device of `as` and in its dtype, of so many dimensions.
+// Throw unless t has `dim` dimensions, and the device and dtype of `as`.
 inline void check_beside(
     const char* op, const char* name, const Tensor& t, const char* as_name, const Tensor& as, int64_t dim,
     const char* legend) {
@@ -26,7 +26,7 @@ inline void check_beside(
   check_dtype(op, name, t, as.scalar_type());
 }
 
-// t of the sizes of `as`, on its device and in its dtype.
+// Throw unless t has the sizes, device and dtype of `as`.
 inline void check_like(const char* op, const char* name, const Tensor& t, const char* as_name, const Tensor& as) {
   check_same_device(op, name, t, as_name, as);
   check_dtype(op, name, t, as.scalar_type());
@@ -39,7 +39,7 @@ inline void check_like(const char* op, const char* name, const Tensor& t, const 
       shape_string(t));
 }
 
-// documents, of L positions, [B or 1, L] int64.
+// Throw unless documents are absent or int64 [B or 1, L] with L = `length`.
 inline void check_documents(
     const char* op, const OptionalTensor& documents, const Tensor& like, int64_t batch, int64_t length) {
   if (!documents) {
@@ -54,12 +54,12 @@ inline void check_documents(
   check_size(op, "documents", *documents, 1, length, "the positions");
 }
 
-// Rows that lie where they are if their elements are adjacent.
+// Return t if the elements of its rows are adjacent, else a contiguous copy.
 inline Tensor with_dense_rows(const Tensor& t) {
   return t.stride(3) == 1 || t.size(3) <= 1 ? t : torch::stable::contiguous(t);
 }
 
-// Sums over dimension 0; a view of the only element where there is one.
+// Sum over dimension 0. With one element it is a view of that element.
 inline Tensor sum_over_first(const Tensor& t) {
   return t.size(0) == 1 ? torch::stable::select(t, 0, 0) : sum_over(t, 0);
 }

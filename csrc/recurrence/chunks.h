@@ -1,4 +1,4 @@
-// Cuts positions into chunks none of which holds positions of two documents. Torch-free.
+// Division of positions into chunks, none of which holds positions of two documents. Torch-free.
 #pragma once
 
 #include <algorithm>
@@ -9,14 +9,14 @@ namespace moe_ext::recurrence {
 
 struct Chunk {
   int64_t begin, end;
-  bool fresh; // a document begins here, which finds a state of zeros
+  bool fresh; // a document begins here, hence the chunk starts from a state of zeros
 
   int64_t size() const {
     return end - begin;
   }
 };
 
-// documents [length] may be null.
+// Cut [0, length) into chunks of at most `most` positions. documents [length] may be null.
 inline std::vector<Chunk> chunks_of(const int64_t* documents, int64_t length, int64_t most) {
   std::vector<Chunk> chunks;
   for (int64_t begin = 0, end = 0; begin < length; begin = end) {

@@ -1,4 +1,4 @@
-// Decays of recurrences from their logarithms, for loops and kernels.
+// Decays of recurrences from their logarithms, for CPU loops and kernels.
 #pragma once
 
 #include "common/simd.h"
@@ -6,7 +6,7 @@
 namespace moe_ext::recurrence {
 namespace {
 
-// exp(log), infinite beyond 89: exp_acc takes no more.
+// exp(log). Clamped to 89, where the result is inf, because exp_acc accepts no larger arguments.
 MOE_INLINE float decay_of(float log) {
   return exp_acc(log > 89.0f ? 89.0f : log);
 }

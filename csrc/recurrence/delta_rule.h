@@ -1,4 +1,4 @@
-// Gated delta rule: the argument checks that both backends share.
+// Gated delta rule: argument checks, which both backends share.
 #pragma once
 
 #include "recurrence/checks.h"

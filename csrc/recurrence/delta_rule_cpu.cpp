@@ -1,5 +1,6 @@
-// CPU side of the gated delta rule, by chunks of positions. The products are the library's on one thread; the loops
-// between them are in delta_rule_simd.cpp. A head of a sequence is one task, so the bits do not depend on the threads.
+// CPU side of the gated delta rule, by chunks of positions. Matrix products are torch's, on one thread; the loops
+// between them are in delta_rule_simd.cpp. A head of a sequence is one task, so that bits do not depend on the number
+// of threads.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 #include <torch/csrc/stable/library.h>
 
@@ -26,7 +27,7 @@ namespace {
 
 using grouped_gemm::mm_out;
 
-// A matrix in memory that somebody else owns.
+// A matrix in memory that the caller owns.
 template <typename Acc>
 struct Rows {
   Acc* data;
@@ -48,17 +49,17 @@ struct Rows {
   }
 };
 
-// out = kept out + by a b; without reading it where `kept` is 0.
+// out = kept out + by a b. `out` is not read if `kept` is 0.
 void add_product(const Tensor& out, const Tensor& a, const Tensor& b, double kept = 1, double by = 1) {
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), kept, by));
 }
 
-// The arguments, with the positions of each row of the batch in chunks.
+// The arguments, and the chunks of each row of the batch.
 template <typename Acc>
 struct __attribute__((visibility("hidden"))) Sequences {
   Tensor q, k, v, g;
   OptionalTensor beta;
-  std::vector<std::vector<Chunk>> chunks; // of each row of the batch, or of all
+  std::vector<std::vector<Chunk>> chunks; // for each row of the batch, or one for all
   int64_t batch, groups, heads, length, dim, v_dim;
 
   explicit Sequences(const DeltaRuleArgs& args)
@@ -92,7 +93,7 @@ struct __attribute__((visibility("hidden"))) Sequences {
   }
 };
 
-// Memory of a head besides its arguments and results while it goes through a chunk.
+// Scratch memory of a head for a chunk.
 template <typename Acc>
 struct __attribute__((visibility("hidden"))) Scratch {
   explicit Scratch(int64_t dim, int64_t v_dim) : memory(kChunk * (3 * kChunk + 2 * dim + 3 * v_dim + 5)) {
@@ -125,7 +126,7 @@ struct __attribute__((visibility("hidden"))) Scratch {
   Memory<Acc> memory;
 };
 
-// A chunk of a head: its rows, and the state [K][V] that it finds.
+// A chunk of a head: its rows, and operations on the state [K][V] before it.
 template <typename Acc>
 struct __attribute__((visibility("hidden"))) ChunkOf {
   const Sequences<Acc>& in;
@@ -170,19 +171,19 @@ struct __attribute__((visibility("hidden"))) ChunkOf {
     return scratch.decays.carried[n - 1];
   }
 
-  // q k^T with the decays between, in scratch.scores; the products in scratch.products.
+  // Sets scratch.products to q k^T, and scratch.scores to the same with decays.
   void find_scores() const {
     mm_out(square(scratch.products).view(), q.view(), k.transposed());
     loops().weigh(scratch.scores, scratch.products, scratch.pairs, n);
   }
 
-  // The triangular system of the WY form in scratch.scores; k k^T in scratch.products.
+  // Sets scratch.products to k k^T, and scratch.scores to the triangular system of the WY form.
   void find_system() const {
     mm_out(square(scratch.products).view(), k.view(), k.transposed());
     loops().system(scratch.scores, scratch.products, scratch.pairs, beta, n);
   }
 
-  // The rows that positions add to the state beside their keys.
+  // Computes `news`: the rows N that positions add to the state, as the outer product of their key and row.
   void find_news(Acc* news, Acc* before) const {
     if (chunk.fresh) {
       std::fill_n(news, n * in.v_dim, Acc(0));
@@ -194,7 +195,7 @@ struct __attribute__((visibility("hidden"))) ChunkOf {
     loops().solve(news, scratch.scores, n, in.v_dim);
   }
 
-  // The state that the chunk leaves, in the place of the one that it found.
+  // Replaces the state before the chunk by the state after it.
   void go_on(Acc* matrix, const Rows<const Acc>& news) const {
     loops().scale_rows(scratch.keys, k.data, k.stride, scratch.decays.to_end, n, in.dim);
     add_product(
@@ -246,14 +247,14 @@ std::tuple<Tensor, Tensor, Tensor> gated_delta_rule_cpu(
   return {out, last, news};
 }
 
-// Memory for the gradients of a chunk.
+// Destinations of the gradients of a chunk.
 template <typename Acc>
 struct Grads {
-  Acc *q, *k;        // [n][K], a sum over heads
-  bool first;        // of those heads
+  Acc *q, *k;        // [n][K], sums over heads
+  bool first;        // true for the first head of the sums, which overwrites
   Acc *v, *g, *beta; // [n][V], [n], [n]
-  Acc* state;        // [K][V]: of the state that the chunk leaves, then of the one that it finds
-  const Acc* before; // [K][V], that state
+  Acc* state;        // [K][V]: gradient of the state after the chunk, then of the state before it
+  const Acc* before; // [K][V], the state before the chunk
 };
 
 template <typename Acc>
@@ -268,7 +269,7 @@ void differentiate(
   const Tensor grad_q = part.keys(to.q).view(), grad_k = part.keys(to.k).view(),
                grad_state = part.state(to.state).view();
   const Rows<const Acc> before = {to.before, dim, v_dim, v_dim};
-  // Without the delta rule the values are what is added.
+  // Without beta, the rows that are added to the state are the values themselves.
   Acc* const grad_news = part.beta != nullptr ? scratch.grads_of_news : to.v;
   const Tensor of_news = part.values(grad_news).view();
   const Tensor squares = part.square(scratch.scores).view(), of_keys = part.keys(scratch.of_keys).view();
@@ -284,7 +285,7 @@ void differentiate(
   add_product(grad_q, squares, k, to.first ? 0 : 1);
   add_product(grad_k, part.square(scratch.scores).transposed(), q, to.first ? 0 : 1);
 
-  // The state that the chunk leaves.
+  // Gradients through the state after the chunk.
   mm_out(of_keys, news.view(), part.state(to.state).transposed());
   loops.add_scaled_rows(to.k, scratch.of_keys, decays.to_end, n, dim);
   loops.row_dots(scratch.dots, scratch.of_keys, dim, part.k.data, part.k.stride, n, dim);
@@ -296,7 +297,7 @@ void differentiate(
     Acc kept;
     loops.row_dots(&kept, to.before, 0, to.state, 0, 1, dim * v_dim);
     scratch.decay[n - 1] += part.through() * kept;
-    // Positions read the state that the chunk finds.
+    // Gradients through the outputs, which read the state before the chunk.
     mm_out(of_keys, out, before.transposed());
     loops.add_scaled_rows(to.q, scratch.of_keys, decays.carried, n, dim);
     loops.row_dots(scratch.dots, scratch.of_keys, dim, part.q.data, part.q.stride, n, dim);
@@ -318,7 +319,7 @@ void differentiate(
     add_product(grad_k, squares, k);
     loops.scale_rows(to.v, grad_news, v_dim, part.beta, n, v_dim);
     if (finds_state) {
-      // The delta rule takes away from the state that the chunk finds.
+      // Gradients through the term that the delta rule subtracts, which reads the state before the chunk.
       loops.scale_rows(scratch.values, grad_news, v_dim, decays.carried, n, v_dim);
       mm_out(of_keys, part.values(scratch.values).view(), before.transposed());
       loops.row_dots(scratch.dots, scratch.of_keys, dim, part.k.data, part.k.stride, n, dim);
@@ -347,7 +348,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gated_delta_rule_back
   const ScalarType dtype = v.scalar_type();
   const Tensor of_out = with_dense_rows(grad_out), found = as_contiguous(state), added = as_contiguous(news);
   const int64_t batch = v.size(0), groups = q.size(1), per_group = v.size(1) / std::max<int64_t>(1, groups);
-  // Heads that share q and k sum their gradients in as many parts as give work to all threads.
+  // Heads that share q and k sum their gradients in several parts if there are too few groups to occupy all threads.
   const int64_t pairs = std::max<int64_t>(1, batch * groups);
   const int64_t parts = std::clamp<int64_t>((kTasksWanted + pairs - 1) / pairs, 1, std::max<int64_t>(1, per_group));
   Tensor grad_q = new_on_cpu({parts, batch, groups, q.size(2), q.size(3)}, dtype);

@@ -1,4 +1,4 @@
-// CUDA side of the gated delta rule: allocates and launches; never waits for the device.
+// CUDA side of the gated delta rule: allocates and launches, and never waits for the device.
 #include <tuple>
 
 #include "common/dispatch.h"
@@ -16,7 +16,7 @@ RuleRows<const Acc> rows_of(const Tensor& t) {
   return {data<const Acc>(t), t.stride(0), t.stride(1), t.stride(2)};
 }
 
-// The arguments; what must be contiguous is, and stays alive beside them.
+// The arguments, contiguous where kernels need it. The object keeps contiguous copies alive.
 struct Arguments {
   Tensor q, k, v, g;
   OptionalTensor beta, documents;
@@ -91,7 +91,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gated_delta_rule_back
     using Acc = acc_t<T>;
     const RuleInput<Acc> in = given.input<Acc>(op);
     const int64_t tiles = in.tiles(), shares = heads / std::max<int64_t>(1, groups) * tiles;
-    // Parts of heads that share q and k, and of tiles of columns. Zeros where no block writes.
+    // Partial sums by head that shares q and k, and by tile of columns. Zeros, because no kernel runs if V is 0.
     const std::vector<int64_t> of_rows = {batch, groups, shares, length, dim}, of_head = {batch, heads, tiles, length};
     const Tensor grad_q = torch::stable::new_zeros(v, of_rows), grad_k = torch::stable::new_zeros(v, of_rows);
     const Tensor grad_g = torch::stable::new_zeros(v, of_head);

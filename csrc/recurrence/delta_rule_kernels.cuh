@@ -1,6 +1,7 @@
-// The gated delta rule: a block has some columns of a head's values, whose states do not depend on the others, and goes
-// through chunks of kRuleChunk positions in shared memory. Where a document begins within a chunk, sums begin there: no
-// number of one document meets one of another. Nothing is added atomically; what blocks share is summed behind them.
+// Kernels of the gated delta rule. A block owns some columns of a head's values, whose states do not depend on other
+// columns, and processes chunks of kRuleChunk positions in shared memory. If a document begins within a chunk, sums
+// begin there, so that no number of one document meets one of another. There are no atomics: partial sums of blocks are
+// added by a later sum.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,7 +17,7 @@ namespace moe_ext::recurrence {
 
 constexpr int kRuleChunk = 16;
 constexpr int kRuleThreads = 128;
-// Tiles of values are counted by the grid's second dimension.
+// Limit on V, because the grid's second dimension counts tiles of values.
 constexpr int64_t kMostValuesOnCuda = int64_t{1} << 17;
 
 // A tensor [B, heads, L, columns] with adjacent columns.
@@ -35,9 +36,9 @@ struct RuleInput {
   RuleRows<const Acc> q, k, v;
   const Acc *g, *beta;      // [B, H, L]; beta may be null
   const int64_t* documents; // [1 or B, L], or null
-  int64_t documents_stride; // 0 for one row
+  int64_t documents_stride; // 0 if one row serves the whole batch
   int64_t batch, groups, heads, length;
-  int dim, v_dim, columns; // K, V, columns of V that a block has
+  int dim, v_dim, columns; // K, V, columns of V of a block
 
   int tiles() const {
     return (v_dim + columns - 1) / columns;
@@ -47,7 +48,7 @@ struct RuleInput {
   }
 };
 
-// The place of a block: a head of a row of the batch, and its columns [first, first + count).
+// The work of a block: a head of a row of the batch, and columns [first, first + count) of its values.
 struct RulePlace {
   int64_t row, head, group, tile;
   int first, count;
@@ -63,7 +64,7 @@ struct RulePlace {
   }
 };
 
-// Calls f(i, j) for all elements of [rows][cols], each by one thread.
+// Calls f(i, j) for all elements of [rows][cols], each in one thread.
 template <typename F>
 __device__ __forceinline__ void each_element(int rows, int cols, const F& f) {
   for (int e = static_cast<int>(threadIdx.x); e < rows * cols; e += kRuleThreads) {
@@ -71,7 +72,7 @@ __device__ __forceinline__ void each_element(int rows, int cols, const F& f) {
   }
 }
 
-// Calls f(row, lane) with a warp for each row.
+// Calls f(row, lane) in a warp for each row.
 template <typename F>
 __device__ __forceinline__ void each_row(int rows, const F& f) {
   for (int row = warp_id(); row < rows; row += kRuleThreads / kWarpSize) {
@@ -79,14 +80,14 @@ __device__ __forceinline__ void each_row(int rows, const F& f) {
   }
 }
 
-// Shared memory of a block: what a chunk has of q and k, and the decays between its positions.
+// Shared memory of a block: q and k of a chunk, and the decays between its positions.
 template <typename Acc>
 struct RuleChunk {
-  int n, stride;                       // positions; elements between rows of q and k, odd so that banks differ
-  Acc *q, *k;                          // [kRuleChunk][stride]
+  int n, stride; // positions; stride of rows of q and k, which is dim + 1 to spread rows over banks
+  Acc *q, *k;    // [kRuleChunk][stride]
   Acc *sums, *beta, *carried, *to_end; // [kRuleChunk]
-  int *first, *end;                    // of the document of a position, in the chunk
-  int last_begin;                      // of the document of the last position
+  int *first, *end;                    // range of each position's document within the chunk
+  int last_begin;                      // begin of the last position's document
   bool has_start;                      // a document begins within the chunk
 
   __device__ __forceinline__ Acc* place(Acc* memory, int dim) {
@@ -102,7 +103,7 @@ struct RuleChunk {
     return to_end + 3 * kRuleChunk;
   }
 
-  // True if position i goes on with the document before the chunk.
+  // Return true if position i belongs to the document that was open before the chunk.
   __device__ __forceinline__ bool is_open(int i, bool begins) const {
     return first[i] == 0 && !begins;
   }
@@ -117,7 +118,7 @@ inline int64_t rule_chunk_elements(int dim) {
   return int64_t{2} * kRuleChunk * (dim + 1) + 6 * kRuleChunk;
 }
 
-// Reads the chunk from `begin` on. Every thread calls it; returns whether a document begins at its first position.
+// Reads the chunk from `begin` on. Every thread must call it. Returns true if a document begins at its first position.
 template <typename Acc>
 __device__ __forceinline__ bool read_chunk(
     RuleChunk<Acc>& chunk, const RuleInput<Acc>& in, const RulePlace& at, int64_t begin) {
@@ -161,7 +162,7 @@ __device__ __forceinline__ bool read_chunk(
   return begins;
 }
 
-// The state of the chunk's last position, in the place of the one that it found. news [kRuleChunk][columns].
+// Replaces the state before the chunk by the state after it. news [kRuleChunk][columns].
 template <typename Acc>
 __device__ __forceinline__ void go_on(
     Acc* state, const RuleChunk<Acc>& chunk, bool begins, const Acc* news, int dim, int columns, int count) {
@@ -177,7 +178,8 @@ __device__ __forceinline__ void go_on(
   __syncthreads();
 }
 
-// weights[i][j] = decay of (left_i . k_j) times by[i], of documents' own pairs; those with j == i where `diagonal`.
+// weights[i][j] = (left_i . k_j) times the decay from j to i, for j <= i of the same document. j == i is left out
+// without kDiagonal.
 template <bool kDiagonal, typename Acc>
 __device__ __forceinline__ void pair_products(Acc* weights, const RuleChunk<Acc>& chunk, const Acc* left, int dim) {
   each_element(chunk.n, chunk.n, [&](int i, int j) {
@@ -199,7 +201,8 @@ inline size_t forward_bytes(int dim, int columns) {
   return elements * sizeof(Acc);
 }
 
-// out [B, H, L, V]; last [B, H, K, V], begins as the state; news [B, H, L, V], or null without beta.
+// out [B, H, L, V]; last [B, H, K, V], which holds the first state at the start; news [B, H, L, V], or null without
+// beta.
 template <typename Acc>
 __global__ void __launch_bounds__(kRuleThreads)
     delta_rule_kernel(RuleInput<Acc> in, Acc* __restrict__ out, Acc* __restrict__ last, Acc* __restrict__ news) {
@@ -270,7 +273,7 @@ __global__ void __launch_bounds__(kRuleThreads)
   });
 }
 
-// The rows that a chunk adds beside its keys: saved ones, or the values.
+// Reads the rows that a chunk adds to the state: `news`, or the values without beta.
 template <typename Acc>
 __device__ __forceinline__ void read_news(
     Acc* rows, const RuleInput<Acc>& in, const RulePlace& at, const Acc* news, int64_t begin, int n) {
@@ -281,7 +284,7 @@ __device__ __forceinline__ void read_news(
   });
 }
 
-// states [B, H, N, K, V]: those that chunks find.
+// states [B, H, N, K, V]: the state before each chunk.
 template <typename Acc>
 __global__ void __launch_bounds__(kRuleThreads) delta_rule_states_kernel(
     RuleInput<Acc> in, const Acc* __restrict__ first, const Acc* __restrict__ news, Acc* __restrict__ states) {
@@ -306,7 +309,8 @@ __global__ void __launch_bounds__(kRuleThreads) delta_rule_states_kernel(
   }
 }
 
-// q and k of parts [B, H, tiles, L, K], g and beta of parts [B, H, tiles, L]; state begins as the gradient of the last.
+// Gradients. q and k are partial sums [B, H, tiles, L, K], g and beta [B, H, tiles, L]. `state` holds the gradient of
+// the last state at the start.
 template <typename Acc>
 struct RuleGradients {
   RuleRows<const Acc> out;
@@ -329,7 +333,7 @@ __global__ void __launch_bounds__(kRuleThreads)
   const int columns = in.columns, dim = in.dim;
   Acc* const before = chunk.place(memory, dim);
   Acc* const of_state = before + dim * columns;
-  Acc* const rows = of_state + dim * columns; // what is added
+  Acc* const rows = of_state + dim * columns; // rows that are added to the state
   Acc* const of_out = rows + kRuleChunk * columns;
   Acc* const of_rows = of_out + kRuleChunk * columns;
   Acc* const scores = of_rows + kRuleChunk * columns;   // q k, decayed
@@ -345,7 +349,7 @@ __global__ void __launch_bounds__(kRuleThreads)
     of_state[d * columns + c] = grads.state[(head * dim + d) * in.v_dim + at.first + c];
   });
   __syncthreads();
-  // keys[i][d] = sum over the columns of left[i] right[d], where `has(i)`; else 0.
+  // keys[i][d] = sum over columns of left[i] right[d] if `has(i)`, else 0.
   const auto against_state = [&](const Acc* left, const Acc* right, const auto& has) {
     each_element(chunk.n, dim, [&](int i, int d) {
       Acc sum = 0;
@@ -358,7 +362,7 @@ __global__ void __launch_bounds__(kRuleThreads)
     });
     __syncthreads();
   };
-  // f(i, keys[i] . with[i]), by one lane.
+  // Calls f(i, keys[i] . with[i]) in one lane.
   const auto each_dot = [&](const Acc* with, const auto& f) {
     each_row(chunk.n, [&](int i, int lane) {
       Acc sum = 0;
@@ -372,7 +376,8 @@ __global__ void __launch_bounds__(kRuleThreads)
     });
     __syncthreads();
   };
-  // Gradients of logarithms of decays from `of_pairs` times `weights`, which they multiply: a thread a position.
+  // Adds the gradients of the logarithms of decays that follow from `of_pairs`, the gradients of `weights`. One thread
+  // for each position.
   const auto add_to_sums = [&](const Acc* weights, bool of_system, Acc sign) {
     const int i = static_cast<int>(threadIdx.x);
     if (i < chunk.n) {
@@ -414,7 +419,7 @@ __global__ void __launch_bounds__(kRuleThreads)
       pair_products<false>(system, chunk, chunk.k, dim);
     }
     __syncthreads();
-    // Gradients of the rows that are added, by outputs and by the state that the chunk leaves; and those of pairs.
+    // Gradients of the added rows, from the outputs and from the state after the chunk; and gradients of pairs.
     each_element(chunk.n, at.count, [&](int j, int c) {
       Acc sum = 0;
       if (is_last(j)) {
@@ -439,7 +444,7 @@ __global__ void __launch_bounds__(kRuleThreads)
     });
     __syncthreads();
     add_to_sums(scores, false, 1);
-    // Positions read the state that the chunk finds.
+    // Gradients through the outputs, which read the state before the chunk.
     against_state(of_out, before, is_open);
     each_dot(chunk.q, [&](int i, Acc dot) { of_sums[i] += chunk.carried[i] * dot; });
     each_element(chunk.n, dim, [&](int i, int d) {
@@ -451,7 +456,7 @@ __global__ void __launch_bounds__(kRuleThreads)
       grads.q[keys_at + i * dim + d] = sum;
     });
     __syncthreads();
-    // The state that it leaves.
+    // Gradients through the state after the chunk.
     against_state(rows, of_state, is_last);
     each_dot(chunk.k, [&](int i, Acc dot) { keys[i * stride + dim] = is_last(i) ? chunk.to_end[i] * dot : Acc(0); });
     if (threadIdx.x == 0) {
@@ -562,7 +567,7 @@ __global__ void __launch_bounds__(kRuleThreads)
   });
 }
 
-// Columns of the values that a block has: as many as 96 KiB of shared memory hold in the backward pass; 0 if none.
+// Columns of the values of a block: as many as 96 KiB of shared memory hold in the backward pass; 0 if not even 4 fit.
 template <typename Acc>
 int rule_columns(int dim) {
   for (const int columns : {32, 16, 8, 4}) {

@@ -1,4 +1,4 @@
-// Loops within a chunk of the gated delta rule, compiled once per instruction set.
+// Loops within a chunk of the gated delta rule, compiled once for each instruction set.
 #include "recurrence/decay_math.h"
 #include "recurrence/delta_rule_tables.h"
 
@@ -65,7 +65,7 @@ void weigh(Acc* scores, const Acc* products, const Acc* pairs, int64_t n) {
     Acc* __restrict to = scores + i * kChunk;
     const Acc* __restrict from = products + i * kChunk;
     const Acc* __restrict by = pairs + i * kChunk;
-    // Above the diagonal there may be anything, which 0 does not undo.
+    // Memory above the diagonal may hold NaN, which a product with 0 would keep.
     for (int64_t j = 0; j < kChunk; ++j) {
       to[j] = j <= i ? from[j] * by[j] : Acc(0);
     }
@@ -101,7 +101,7 @@ void right_side(
   }
 }
 
-// Columns that a thread holds in registers while it goes through the rows that it takes from one.
+// Columns of a row that a thread holds in registers while it subtracts other rows.
 constexpr int64_t kBlock = 32;
 
 // rows[i] -= sum over j in [begin, end) of factor(j) * rows[j], for columns [col, col + width).
@@ -153,7 +153,7 @@ void solve_transposed(Acc* rows, const Acc* system, int64_t n, int64_t cols) {
   }
 }
 
-// decay[row] += the row's sum, decay[col] -= each element.
+// decay[i] += sum (of the row), decay[j] -= row[j].
 template <typename Acc>
 MOE_INLINE void add_to_decay(Acc* decay, const Acc* row, int64_t i, Acc sum) {
   for (int64_t j = 0; j < kChunk; ++j) {

@@ -1,4 +1,4 @@
-// Rows of a tensor as lanes: kLanes of them side by side, positions one after the other.
+// Access to rows of a tensor as lanes: kLanes rows side by side, positions one after the other.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace moe_ext::recurrence {
 
-// Tasks that a pass should have.
+// Wanted number of tasks of a pass.
 constexpr int64_t kTasksWanted = 16;
 
 // A tensor [B, rows, positions, ...] with any strides.
@@ -30,12 +30,12 @@ struct Strided {
   }
 };
 
-// `count` rows from `first` on; the lanes behind them are zeros.
+// `count` rows from `first` on. Lanes behind the last row are zeros.
 struct Lanes {
   int64_t first, count;
 };
 
-// out [n][kLanes] of n elements that lie `step` apart, in rows that lie `row_step` apart.
+// Copy n elements, `step` apart, of `count` rows, `row_step` apart, to out [n][kLanes].
 template <int64_t kLanes, typename Acc>
 void gather(Acc* out, const Acc* from, int64_t row_step, int64_t step, int64_t n, int64_t count) {
   for (int64_t t = 0; t < n; ++t) {
@@ -57,7 +57,7 @@ void scatter(Acc* to, int64_t row_step, int64_t step, const Acc* lanes, int64_t 
   }
 }
 
-// Memory that a task cuts into pieces.
+// Memory of a task, which `take` cuts into pieces.
 template <typename Acc>
 class Memory {
  public:
@@ -75,7 +75,7 @@ class Memory {
   Acc* next_;
 };
 
-// Calls f(i) for i in [0, count), the next one by whichever thread is free.
+// Call f(i) for i in [0, count). Free threads take the next i.
 template <typename F>
 void for_each_task(int64_t count, const F& f) {
   std::vector<grouped_gemm::Tile> tasks;
@@ -85,7 +85,7 @@ void for_each_task(int64_t count, const F& f) {
   grouped_gemm::for_each_tile(tasks, [&](const grouped_gemm::Tile& task) { f(task.begin); });
 }
 
-// A tensor of the sizes, dtype and order of dimensions of t.
+// New tensor with the sizes, dtype and order of dimensions of t.
 inline Tensor new_like(const Tensor& t) {
   return on_huge_pages(torch::stable::empty_like(t));
 }

@@ -18,7 +18,7 @@ MOE_EXT_SCHEMAS(m) {
 
 namespace {
 
-// All but the state, which the backward pass does without.
+// Check all arguments but the state, which the backward pass does not take.
 void check_inputs(const char* op, const SelectiveScanArgs& args) {
   const Tensor &x = args.x, &b = args.b;
   check_wide(op, "x", x);

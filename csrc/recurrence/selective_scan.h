@@ -1,4 +1,4 @@
-// Selective scan: the argument checks that both backends share.
+// Selective scan: argument checks, which both backends share.
 #pragma once
 
 #include "recurrence/checks.h"

@@ -1,5 +1,5 @@
-// CPU side of the selective scan. Heads that share B and C go side by side in the lanes of selective_scan_simd.cpp. The
-// heads are cut into tasks by their number alone, so the bits do not depend on the threads.
+// CPU side of the selective scan. Heads that share B and C lie side by side in the lanes of selective_scan_simd.cpp.
+// The division of heads into tasks depends on the sizes only, so that bits do not depend on the number of threads.
 #include "recurrence/selective_scan.h"
 
 #include <torch/csrc/stable/library.h>
@@ -25,7 +25,7 @@ MOE_EXT_SELECT_KERNELS(ScanTable)
 
 namespace {
 
-// The arguments, and how their heads are cut.
+// The arguments, and the division of heads into tiles of kLanes and parts.
 template <typename Acc>
 struct __attribute__((visibility("hidden"))) Scan {
   Tensor b_rows, c_rows;
@@ -58,7 +58,7 @@ struct __attribute__((visibility("hidden"))) Scan {
     return (length + kScanChunk - 1) / kScanChunk;
   }
 
-  // fresh [kScanChunk]; null where there is one document.
+  // Set memory[t] to true if a document begins at position begin + t. Returns null without documents.
   const bool* fresh(bool* memory, int64_t row, int64_t begin, int64_t n) const {
     if (!numbers) {
       return nullptr;
@@ -70,7 +70,7 @@ struct __attribute__((visibility("hidden"))) Scan {
     return memory;
   }
 
-  // A stretch of some heads; their x and dt are gathered into memory [kScanChunk][kLanes].
+  // Inputs of a stretch of positions of some heads. x and dt are gathered into memory [kScanChunk][kLanes].
   ScanArgs<Acc> stretch(
       int64_t row, int64_t group, const Lanes& lanes, int64_t begin, int64_t n, Acc* of_x, Acc* of_dt,
       const Acc* of_rates, const bool* fresh) const {
@@ -80,7 +80,7 @@ struct __attribute__((visibility("hidden"))) Scan {
             b.position, c.position, fresh};
   }
 
-  // Calls f(part, b, group) for each task.
+  // Call f(part, b, group) for each task.
   template <typename F>
   void each_task(const F& f) const {
     for_each_task(parts * batch * groups, [&](int64_t task) {
@@ -139,7 +139,8 @@ std::tuple<Tensor, Tensor, Tensor> selective_scan_cpu(
   return {out, last, states};
 }
 
-// Tensors of a backward pass besides the arguments. B and C of parts: [parts, B, G, L, K]; A of rows: [B, H, K].
+// Tensors of a backward pass besides the arguments. Gradients of B and C are partial sums [parts, B, G, L, K]; that of
+// A is [B, H, K], by row of the batch.
 template <typename Acc>
 struct Results {
   Strided<const Acc> out;
@@ -147,8 +148,8 @@ struct Results {
   const Tensor &states, &a, &b, &c, &state;
 };
 
-// Tiles [first, end) of a group, all of them chunk by chunk from the last one: shares of B and C are summed over tiles
-// in lanes, and once over those.
+// Process tiles [first, end) of a group: chunks from the last to the first, and all tiles for each chunk. Gradients of
+// B and C are summed over tiles in lanes, and then once over lanes.
 template <typename Acc>
 void backward_tiles(
     const Scan<Acc>& in, const Results<Acc>& to, int64_t part, int64_t row, int64_t group, int64_t first, int64_t end) {

@@ -1,4 +1,4 @@
-// CUDA side of the selective scan: allocates and launches; never waits for the device.
+// CUDA side of the selective scan: allocates and launches, and never waits for the device.
 #include <tuple>
 
 #include "common/dispatch.h"
@@ -23,7 +23,7 @@ ScanStrides strides_of(const Tensor& t) {
   return {t.stride(0), t.stride(1), t.stride(2)};
 }
 
-// The arguments; what must be contiguous is, and stays alive beside them.
+// The arguments, contiguous where kernels need it. The object keeps contiguous copies alive.
 struct Arguments {
   Tensor x, dt, a, b, c;
   OptionalTensor documents;

@@ -1,6 +1,6 @@
-// The selective scan: lanes of a warp hold the elements of a head's state, and go through the positions one after the
-// other. The backward pass takes kScanChunk positions at a time from the state that was kept before them; shares of B
-// and C stay in shared memory until all heads of a block have added theirs, and are summed once: no atomics.
+// Kernels of the selective scan. Lanes of a warp hold the elements of a head's state, and process positions one after
+// the other. The backward pass processes kKeptEvery positions at a time from the state kept before them. Gradients of B
+// and C stay in shared memory until all heads of a block have added theirs, and are then summed once, without atomics.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -19,7 +19,7 @@ constexpr int kKeptEvery = 64;
 constexpr int kScanThreads = 128;
 constexpr int kMostPerLane = 4;
 
-// Elements between neighbouring rows of the batch, heads and positions.
+// Strides, in elements, of rows of the batch, heads and positions.
 struct ScanStrides {
   int64_t batch, head, position;
 };
@@ -31,7 +31,7 @@ struct ScanInput {
   const Acc* a;             // [H, K]
   const Acc *b, *c;         // [B, G, L, K]
   const int64_t* documents; // [1 or B, L], or null
-  int64_t documents_stride; // 0 for one row
+  int64_t documents_stride; // 0 if one row serves the whole batch
   int64_t batch, groups, heads, length, dim;
 
   __device__ __forceinline__ bool is_fresh(int64_t row, int64_t t) const {
@@ -40,7 +40,7 @@ struct ScanInput {
   }
 };
 
-// Lanes of a head, a power of two, and elements of a lane.
+// Number of lanes of a head, a power of two, and number of elements of each lane.
 struct ScanPlan {
   int width, per_lane;
 };
@@ -56,7 +56,7 @@ inline ScanPlan plan_scan(int64_t dim) {
   return plan;
 }
 
-// Sum over the lanes of a head; every lane of the warp calls it.
+// Sum over the lanes of a head. Every lane of the warp must call it.
 template <typename Acc>
 __device__ __forceinline__ Acc head_sum(Acc value, int width) {
   for (int offset = width / 2; offset > 0; offset /= 2) {
@@ -124,24 +124,25 @@ __global__ void __launch_bounds__(kScanThreads) selective_scan_kernel(
 
 template <typename Acc>
 struct ScanGradients {
-  const Acc* out; // of y
+  const Acc* out; // gradient of y
   ScanStrides of_out;
   const Acc* states; // [B, H, N, K]
   Acc *x, *dt;
   ScanStrides of_x, of_dt;
-  Acc* state; // [B, H, K]: of the last state, then of the first
-  Acc* a;     // [B, H, K], begins as zeros
+  Acc* state; // [B, H, K]: gradient of the last state, then of the first
+  Acc* a;     // [B, H, K], zeros at first
   Acc *b, *c; // [parts, B, G, L, K]
 };
 
-// A block has part blockIdx.y of the heads of a group; blockIdx.x counts groups of all rows of the batch.
+// A block processes part blockIdx.y of the heads of a group. blockIdx.x counts the groups of all rows of the batch.
 template <int kPer, typename Acc>
 __global__ void __launch_bounds__(kScanThreads)
     selective_scan_backward_kernel(ScanInput<Acc> in, int width, int stretch, ScanGradients<Acc> grads) {
   MOE_DYNAMIC_SHARED(Acc, memory);
   const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
   const int columns = threads * kPer, sets = threads / width, lane = thread % width;
-  // Each [stretch][columns]: states before positions, and shares of B and C. A thread has its own columns.
+  // `before`, `of_b` and `of_c` are [stretch][columns]: states before positions, and gradients of B and C. A thread
+  // owns its columns.
   Acc* const before = memory;
   Acc* const of_b = memory + stretch * columns;
   Acc* const of_c = of_b + stretch * columns;
@@ -162,7 +163,8 @@ __global__ void __launch_bounds__(kScanThreads)
       }
     }
     for (int64_t set = first; set < end; set += sets) {
-      // Lanes without a head of their own take the last one, and write nothing.
+      // Lanes without a head use the last head and write nothing, because all lanes of a warp must take part in
+      // shuffles.
       const int64_t mine = set + thread / width;
       const bool real = mine < end;
       const int64_t head = real ? mine : end - 1, at = row * in.heads + head;
@@ -179,7 +181,7 @@ __global__ void __launch_bounds__(kScanThreads)
       const Acc* const x = in.x + row * in.of_x.batch + head * in.of_x.head + begin * in.of_x.position;
       const Acc* const dt = in.dt + row * in.of_dt.batch + head * in.of_dt.head + begin * in.of_dt.position;
       const int64_t shared = (place * in.length + begin) * in.dim;
-      // From the state that was kept; positions before the stretch are gone through again.
+      // Starts from the kept state. Positions between it and the stretch (`skipped`) are recomputed.
       for (int t = -skipped; t < n; ++t) {
         const bool fresh = in.is_fresh(row, begin + t);
         const Acc step = dt[t * in.of_dt.position], taken = step * x[t * in.of_x.position];
@@ -250,7 +252,7 @@ __global__ void __launch_bounds__(kScanThreads)
       grads.b[to] = sum_b;
       grads.c[to] = sum_c;
     }
-    // The next chunk clears the shares.
+    // The next iteration overwrites `of_b` and `of_c`, which all threads read above.
     __syncthreads();
   }
 }
@@ -283,7 +285,7 @@ void launch_selective_scan(
   });
 }
 
-// Parts of the heads of a group: of them blocks are made, where few groups would leave the device idle.
+// Number of parts into which the heads of a group are split, so that few groups still occupy the device.
 inline int64_t scan_parts(int64_t groups_of_all_rows, int64_t per_group, int64_t dim) {
   const int64_t sets = ceil_div(per_group, int64_t{kScanThreads / plan_scan(dim).width});
   return std::clamp<int64_t>(
@@ -298,7 +300,7 @@ void launch_selective_scan_backward(
   }
   const ScanPlan plan = plan_scan(in.dim);
   const int threads = std::max<int>(kWarpSize, kScanThreads * 4 / static_cast<int>(sizeof(Acc)) / plan.per_lane);
-  // At most 96 KiB of shared memory.
+  // A stretch is halved if it would need more than 96 KiB of shared memory.
   const size_t row_bytes = size_t{3} * threads * plan.per_lane * sizeof(Acc);
   const int stretch = row_bytes * kKeptEvery > (size_t{96} << 10) ? kKeptEvery / 2 : kKeptEvery;
   const Dim3 grid(in.batch * in.groups, parts);

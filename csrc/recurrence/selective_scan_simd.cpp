@@ -1,4 +1,5 @@
-// Loops of the selective scan, compiled once per instruction set: heads side by side, positions one after the other.
+// Loops of the selective scan, compiled once for each instruction set. Heads lie side by side, positions follow one
+// another.
 #include "recurrence/decay_math.h"
 #include "recurrence/selective_scan_tables.h"
 
@@ -43,7 +44,7 @@ void forward(Acc* y, Acc* state, const ScanArgs<Acc>& args) {
   }
 }
 
-// States before each position, and decays at it.
+// Recomputes the state before each position, and the decay at the position.
 template <typename Acc>
 MOE_INLINE void retrace(const ScanGrads<Acc>& grads, const ScanArgs<Acc>& args) {
   const int64_t width = args.dim * kLanes;
