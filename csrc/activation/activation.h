@@ -1,4 +1,4 @@
-// Activations: the argument checks that both backends share.
+// Activations: argument checks, which both backends share.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 namespace moe_ext::activation {
 
 struct GatedOptions {
-  Kind kind; // of the gate
+  Kind kind; // activation of the gate
   Layout layout;
 };
 
@@ -20,12 +20,12 @@ Kind check_activation(const char* op, const Tensor& x, const std::string& kind);
 // x [..., 2F]
 GatedOptions check_gated(const char* op, const Tensor& x, const std::string& kind, const std::string& layout);
 
-// Weights of any shape, one a slot, and the slot of each row of x [N, 2F]; or neither.
+// Check weights of any shape, one for each slot, and the slot of each row of x [N, 2F]. Both may be absent.
 void check_row_weights(
     const char* op, const Tensor& x, const std::optional<Tensor>& slot_weights,
     const std::optional<Tensor>& slot_of_row);
 
-// The gradient of an output: x's device and dtype, and x's shape but for the last dimension.
+// Throw unless grad has x's device and dtype, and x's shape with `last_dim` as its last dimension.
 void check_grad(const char* op, const Tensor& grad, const Tensor& x, int64_t last_dim);
 
 } // namespace moe_ext::activation

@@ -1,8 +1,7 @@
-// Activation loops of bfloat16 and float16, with functions that are good to 2^-16: next to the 2^-8 or 2^-11 of the
-// rounding at the end, more would not be seen. Multiply-adds are fused where the code says so and nowhere else, and a
-// tail is a block filled up: every instruction set computes the same bits. They are written on vectors of the
-// processor's width: out of plain loops the compiler makes a branch for each bound of an exponential, with a division
-// in each.
+// Activation loops of bfloat16 and float16, with functions of relative error 2^-16. More accuracy would vanish in the
+// final rounding of 2^-8 or 2^-11. Multiply-adds are fused only where the code says so, and a tail is a block padded
+// with zeros, so that every instruction set computes the same bits. The loops use explicit vectors: from plain loops
+// the compiler would make a branch for each bound of an exponential, with a division in each.
 #include "activation/activation_loops.h"
 #include "common/vectors.h"
 
@@ -11,7 +10,7 @@ namespace {
 
 constexpr int64_t kBlock = 2 * kLanes;
 
-// a b + c and c - a b, rounded once; on a processor without them, the same bits more slowly.
+// a b + c and c - a b, rounded once. A processor without the instructions computes the same bits more slowly.
 MOE_INLINE Floats fma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return bit_cast<Floats>(_mm512_fmadd_ps(bit_cast<__m512>(a), bit_cast<__m512>(b), bit_cast<__m512>(c)));
@@ -36,7 +35,7 @@ MOE_INLINE Floats fnma(Floats a, Floats b, Floats c) {
 }
 
 // c + 2^y, y = factor x, for -126 < y < 127. y = n + f, |f| <= 1/2: adding 1.5 * 2^23 + 127 rounds n to an integer and
-// leaves n + 127, the exponent of 2^n, in the low bits. A minimax fit of 2^f, good to 2^-18.4.
+// leaves n + 127, the exponent of 2^n, in the low bits. 2^f is a minimax fit with relative error 2^-18.4.
 MOE_INLINE Floats exp2_plus(Floats c, float factor, Floats x) {
   const float kShift = 12583039.0f;
   const Floats shifted = fma(x, splat(factor), splat(kShift));
@@ -48,15 +47,16 @@ MOE_INLINE Floats exp2_plus(Floats c, float factor, Floats x) {
   return fma(p, bit_cast<Floats>(bit_cast<Words>(shifted) << 23), c);
 }
 
-// 1 / x for 2^-126 < x < 2^126, good to 2^-18 and exact at 1: a division of sixteen takes as long as all else here.
-// Subtracted bits are a logarithm subtracted, good to 5 %; two steps of Newton, the first with constants of its own.
+// 1 / x for 2^-126 < x < 2^126, with relative error 2^-18 and exact at 1. A division of sixteen numbers would take as
+// long as the rest of the function. Subtracting the bits of x from a constant negates its logarithm, to 5 %. Two Newton
+// steps follow, the first with tuned constants.
 MOE_INLINE Floats reciprocal(Floats x) {
   const Floats start = bit_cast<Floats>(0x7EF52000u - bit_cast<Words>(x));
   const Floats close = start * fnma(x, start, splat(2.0018847f));
   return fma(close, fnma(x, close, splat(1.0f)), close);
 }
 
-// 1 / (1 + exp(-x)); zero where it would be below 2^-125.
+// 1 / (1 + exp(-x)). Results below 2^-125 are zero.
 MOE_INLINE Floats logistic(Floats x) {
   const Floats bounded = at_most(86.0f, x);
   const Floats s = reciprocal(exp2_plus(splat(1.0f), -1.44269504f, bounded));
@@ -67,7 +67,8 @@ struct Cdf {
   Floats value, density;
 };
 
-// As normal_cdf of activation_math.h: Phi(-a) = exp(-a^2 / 2) t P(t), t = 1 / (1 + 0.31 a), a fit good to 2^-17.7.
+// As normal_cdf of activation_math.h: Phi(-a) = exp(-a^2 / 2) t P(t), t = 1 / (1 + 0.31 a), a fit with relative error
+// 2^-17.7.
 MOE_INLINE Cdf normal_cdf(Floats x) {
   const Floats a = at_most(1e30f, x < 0.0f ? -x : x);
   const Floats t = reciprocal(fma(splat(0.31f), a, splat(1.0f)));
@@ -83,11 +84,11 @@ MOE_INLINE Cdf normal_cdf(Floats x) {
   return {x < 0.0f ? lower : 1.0f - lower, 0.39894228f * e};
 }
 
-// f(x), and g f'(x) for a gradient g.
+// `value` is f(x). `value_and_grad` also sets grad = g f'(x).
 template <Kind kKind>
 struct Function;
 
-// s' = s (1 - s): what 1 - s loses for a large x is below 2^-18 of the slope.
+// Uses s' = s (1 - s): the cancellation in 1 - s for a large x is below 2^-18 of the slope f'.
 template <>
 struct Function<Kind::kSilu> {
   static MOE_INLINE Floats value(Floats x) {
@@ -117,7 +118,7 @@ struct Function<Kind::kGeluTanh> {
   static MOE_INLINE Floats twice_u(Floats x) {
     return 1.59576912f * (x + 0.044715f * x * x * x);
   }
-  // Without the bound, the square of a large x would be infinite and its product with a density of zero NaN.
+  // Without the bound, the square of a large x would be infinite, and its product with a density of zero NaN.
   static MOE_INLINE Floats twice_slope(Floats x) {
     const Floats square = x * x;
     return 1.59576912f * (1.0f + 0.134145f * (square > 1e30f ? splat(1e30f) : square));
@@ -132,7 +133,7 @@ struct Function<Kind::kGeluTanh> {
   }
 };
 
-// The comparisons let NaN through, and at x <= 0 the gradient is zero even where g is infinite.
+// The comparisons are written so that NaN passes through. At x <= 0 the gradient is zero even if g is infinite.
 template <>
 struct Function<Kind::kRelu> {
   static MOE_INLINE Floats value(Floats x) {
@@ -155,7 +156,7 @@ struct Function<Kind::kReluSquared> {
   }
 };
 
-// A block of elements as two vectors, in an order that load and store agree on, or as they lie in memory.
+// A block of elements as two vectors, in memory order or in another order that load and store share.
 struct Block {
   Floats a, b;
 };
@@ -163,10 +164,10 @@ struct Block {
 template <typename T>
 struct Codec;
 
-// The even and the odd elements of a block are a shift and a mask away from the words they lie in.
+// Splits a block into its even and odd elements, for which a shift and a mask of the 32-bit words suffice.
 template <>
 struct Codec<BFloat16> {
-  static constexpr bool kEvenAndOdd = true; // what the two vectors of a block hold
+  static constexpr bool kEvenAndOdd = true; // order of a block in its two vectors
   static MOE_INLINE Floats lower(Words words) {
     return bit_cast<Floats>(words << 16);
   }
@@ -206,7 +207,7 @@ struct Codec<Half> {
   }
 };
 
-// An argument of a loop: `step` elements an output, which `data` points at, or those of a tail, filled up with zeros.
+// An argument of a loop: `step` elements for each output, from `data` on.
 template <typename P>
 struct Stream {
   P* data;
@@ -233,7 +234,8 @@ struct Tail {
   T elements[2 * kBlock] = {};
 };
 
-// body(pointers) for each block of n outputs; ask(i) before the block at i.
+// Calls ask(i) and body(pointers) for each block of n outputs, which begins at output i. The last block is padded with
+// zeros.
 template <typename Ask, typename Body, typename... P>
 MOE_INLINE void for_blocks(int64_t n, const Ask& ask, const Body& body, Stream<P>... streams) {
   int64_t i = 0;
@@ -249,10 +251,10 @@ MOE_INLINE void for_blocks(int64_t n, const Ask& ask, const Body& body, Stream<P
   }
 }
 
-// Sum of the products of a row, in 32 lanes by their place in it, so that it does not depend on the width of vectors.
+// Sum of the products of a row in 32 lanes, by position in the row, so that it does not depend on the width of vectors.
 class Sum {
  public:
-  // The products of the next block: its even and its odd elements, or its first and its second half.
+  // Adds the products of the next block, in its even and odd elements or in its first and second half.
   template <bool kEvenAndOdd>
   MOE_INLINE void add(const Block& products) {
     float* const a = lanes_ + (kEvenAndOdd ? at_ / 2 : at_);
@@ -367,7 +369,7 @@ struct Bodies {
  private:
   static constexpr auto ask_nothing = [](int64_t) {};
 
-  // As in the loops of float32: for what the next row has in the place of this block.
+  // As `ask_ahead` of activation_simd.cpp: prefetches the same columns of the next row.
   static MOE_INLINE auto ask_ahead(const T* gate, const T* up, int64_t dim) {
     return [=](int64_t i) {
       __builtin_prefetch(gate + i + 2 * dim);

@@ -1,5 +1,5 @@
-// CPU side of the activations. Work is cut into pieces whose bounds do not depend on the number of threads: the vector
-// body and the scalar tail of a loop may round differently, so which element falls where must not move.
+// CPU side of the activations. The vector body and the scalar tail of a loop may round differently. Therefore work is
+// cut into pieces whose bounds do not depend on the number of threads.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -21,7 +21,7 @@ namespace {
 
 constexpr int64_t kPiece = 4096;
 
-// f(first, count) over [0, n) in pieces of kPiece elements.
+// Call f(first, count) for pieces of kPiece elements of [0, n).
 template <typename F>
 void for_each_piece(int64_t n, int64_t bytes_per_element, F&& f) {
   const int64_t num_pieces = (n + kPiece - 1) / kPiece;
@@ -59,8 +59,8 @@ Tensor activation_backward_cpu(Tensor grad, Tensor x, std::string kind_name) {
   return out;
 }
 
-// f(first, gate, count): `count` outputs from flat index `first`, whose first gate is at flat index `gate`.
-// Interleaved rows follow each other without a seam, concatenated ones are taken one by one.
+// Call f(first, gate, count) for runs of `count` outputs: outputs begin at flat index `first`, their gates at flat
+// index `gate`. A run of interleaved rows may span rows; a run of concatenated rows may not.
 template <typename F>
 void for_each_run(Layout layout, int64_t num_outputs, int64_t dim, int64_t bytes_per_output, F&& f) {
   if (layout == Layout::kInterleaved) {
@@ -80,7 +80,7 @@ void for_each_run(Layout layout, int64_t num_outputs, int64_t dim, int64_t bytes
       });
 }
 
-// f(row, slot) for every row, slot -1 for one that nobody owns.
+// Call f(row, slot) for every row. The slot of a padding row is -1.
 template <typename F>
 void for_each_row(const char* op, const Tensor& slot_of_row, int64_t num_slots, int64_t bytes_per_row, F&& f) {
   const int64_t* slots = data<int64_t>(slot_of_row);
@@ -157,7 +157,8 @@ std::tuple<Tensor, Tensor> gated_activation_backward_weighted_cpu(
   const int64_t dim = x.size(1) / 2;
   check_grad(op, grad, x, dim);
   const Tensor g = as_contiguous(grad), in = as_contiguous(x), weights = as_contiguous(slot_weights);
-  // Over x where nobody reads it afterwards. The loops do not work in place: a row goes through a buffer.
+  // Gradients overwrite x if no one reads x afterwards. The loops cannot work in place, so that each row goes through a
+  // buffer.
   const bool over_x = x_owned && in.data_ptr() == x.data_ptr();
   const Tensor grad_x = over_x ? in : new_on_cpu(sizes_of(x), x.scalar_type());
   const Tensor grad_weights = new_on_cpu(sizes_of(weights), weights.scalar_type());

@@ -1,4 +1,4 @@
-// CUDA side of the activations: allocates and launches; never waits for the device.
+// CUDA side of the activations: allocates and launches, and never waits for the device.
 #include <optional>
 #include <tuple>
 #include <vector>

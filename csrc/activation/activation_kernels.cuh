@@ -1,5 +1,6 @@
-// Activations, bound by memory. A thread makes 16 bytes of output at a time, one element where the width of a row or an
-// address does not allow it, and walks over the rest with the stride of the grid. Everything is recomputed from x.
+// Kernels of activations, which are bound by memory. A thread computes 16 bytes of output at a time, or one element if
+// the width of a row or an address does not allow it, and loops with the stride of the grid. Backward kernels recompute
+// everything from x.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,7 +16,7 @@
 namespace moe_ext::activation {
 
 constexpr int kNumThreads = 256;
-constexpr int kMinBlocks = 3; // of an SM: left to itself ptxas aims at fewer registers and spills
+constexpr int kMinBlocks = 3; // of an SM. By default ptxas would aim at fewer registers and spill.
 
 __device__ __forceinline__ int64_t grid_thread() {
   return int64_t{blockIdx.x} * kNumThreads + threadIdx.x;
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__(kNumThreads) activation_backward_kernel(
   }
 }
 
-// The gates and ups of kSize neighbouring outputs.
+// Gates and ups of kSize neighbouring outputs.
 template <typename T, int kSize>
 struct Halves {
   Vec<T, kSize> gate;
@@ -71,8 +72,8 @@ __device__ __forceinline__ int64_t first_input_of_row(int64_t row, uint32_t i, i
   return row * 2 * dim + int64_t{i} * (kLayout == Layout::kInterleaved ? 2 * kSize : kSize);
 }
 
-// The same of vector i of all rows. Interleaved ones follow each other without a seam. The division is of 32 bits: one
-// of 64 is a call.
+// Offset of the inputs of vector i of all rows. Interleaved rows have no seam. The division has 32 bits, because a
+// 64-bit division is a function call.
 template <Layout kLayout, int kSize>
 __device__ __forceinline__ int64_t first_input(uint32_t i, uint32_t vectors_per_row, int64_t dim) {
   if constexpr (kLayout == Layout::kInterleaved) {
@@ -128,8 +129,8 @@ __device__ __forceinline__ Vec<T, kSize> activate(const Halves<T, kSize>& in, ac
   return result;
 }
 
-// grad_gate[i] = g[i] up[i] f'(gate[i]), grad_up[i] = g[i] f(gate[i]), with g = grad weight; adds the weight's
-// gradient.
+// grad_gate[i] = g[i] up[i] f'(gate[i]), grad_up[i] = g[i] f(gate[i]), with g = grad weight. Adds the gradient of the
+// weight to `grad_weight`.
 template <Kind kKind, typename T, int kSize>
 __device__ __forceinline__ Halves<T, kSize> activate_backward(
     const Vec<T, kSize>& grad, const Halves<T, kSize>& in, acc_t<T> weight, acc_t<T>& grad_weight) {
@@ -147,7 +148,7 @@ __device__ __forceinline__ Halves<T, kSize> activate_backward(
   return result;
 }
 
-// Laid out as x: [rows, 2 dim], out [rows, dim].
+// x [rows, 2 dim], out [rows, dim].
 template <Kind kKind, Layout kLayout, typename T, int kSize>
 __global__ void __launch_bounds__(kNumThreads) gated_activation_kernel(
     const T* __restrict__ x, uint32_t num_vectors, uint32_t vectors_per_row, int64_t dim, T* __restrict__ out) {
@@ -170,7 +171,7 @@ __global__ void __launch_bounds__(kNumThreads) gated_activation_backward_kernel(
   }
 }
 
-// The weight of a row, by the slot that it came from; zero without one.
+// The weight of a row, by its slot. 0 for a padding row, whose slot is -1.
 template <bool kCheck, typename Weight>
 __device__ __forceinline__ Weight weight_of(int64_t slot, const Weight* weights, int64_t num_slots) {
   if constexpr (kCheck) {
@@ -181,7 +182,7 @@ __device__ __forceinline__ Weight weight_of(int64_t slot, const Weight* weights,
   return slot < 0 ? Weight(0) : weights[slot];
 }
 
-// As gated_activation_kernel, row r times weights[slot_of_row[r]].
+// As gated_activation_kernel, with row r multiplied by weights[slot_of_row[r]].
 template <Kind kKind, Layout kLayout, typename T, int kSize, bool kCheck>
 __global__ void __launch_bounds__(kNumThreads) gated_activation_weighted_kernel(
     const T* __restrict__ x, const acc_t<T>* __restrict__ weights, const int64_t* __restrict__ slot_of_row,
@@ -197,8 +198,8 @@ __global__ void __launch_bounds__(kNumThreads) gated_activation_weighted_kernel(
   }
 }
 
-// One warp per row, so that the order of the sum for its weight does not depend on the grid. A slot without a row keeps
-// the gradient that it has.
+// One warp for each row, so that the order of the sum for its weight does not depend on the grid. The gradient of a
+// slot without a row is left as it is.
 template <Kind kKind, Layout kLayout, typename T, int kSize, bool kCheck>
 __global__ void __launch_bounds__(kNumThreads, kMinBlocks) gated_activation_weighted_backward_kernel(
     const T* __restrict__ grad, const T* __restrict__ x, const acc_t<T>* __restrict__ weights,
@@ -232,7 +233,7 @@ inline Launch elementwise_launch(int64_t num_vectors, cudaStream_t stream) {
   return {grid, Dim3(kNumThreads), 0, stream};
 }
 
-// f.operator()<kind>(), for a gate without the kinds that only a plain activation has.
+// Calls f.operator()<kind>(). Gates lack the kinds that only plain activations have.
 template <bool kGated, typename F>
 void with_kind(Kind kind, F&& f) {
   switch (kind) {
@@ -289,7 +290,7 @@ void launch_activation_backward(Kind kind, const T* grad, const T* x, int64_t n,
   }
 }
 
-// Calls f.operator()<kind, layout, size>() for the widest access.
+// Calls f.operator()<kind, layout, size>() with the widest possible access.
 template <typename T, typename F>
 void with_gate(Kind kind, Layout layout, bool aligned, F&& f) {
   with_kind<true>(kind, [&]<Kind kKind>() {
@@ -308,7 +309,7 @@ void with_gate(Kind kind, Layout layout, bool aligned, F&& f) {
   });
 }
 
-// Calls f(first_row, rows) so that the outputs of a call can be counted in 31 bits.
+// Calls f(first_row, rows) for pieces whose outputs can be counted in 31 bits.
 template <typename F>
 void each_piece(int64_t num_rows, int64_t dim, F&& f) {
   const int64_t rows_per_piece = std::max<int64_t>(1, INT32_MAX / std::max<int64_t>(1, dim));
@@ -348,7 +349,7 @@ void launch_gated_activation_backward(
   });
 }
 
-// As launch_gated_activation, row r times weights[slot_of_row[r]] and zero for slot -1.
+// As launch_gated_activation, with row r multiplied by weights[slot_of_row[r]], and zeros for slot -1.
 template <bool kCheck, typename T>
 void launch_gated_activation_weighted(
     Kind kind, Layout layout, const T* x, const acc_t<T>* weights, const int64_t* slot_of_row, int64_t num_slots,
@@ -365,7 +366,7 @@ void launch_gated_activation_weighted(
   });
 }
 
-// grad_weights [num_slots], zero before
+// grad_weights [num_slots] must be zero.
 template <bool kCheck, typename T>
 void launch_gated_activation_weighted_backward(
     Kind kind, Layout layout, const T* grad, const T* x, const acc_t<T>* weights, const int64_t* slot_of_row,

@@ -1,4 +1,4 @@
-// Table of the activation loops of a dtype, compiled once per instruction set. Internal linkage, as simd.h.
+// Table of the activation loops of a dtype, compiled once for each instruction set. Internal linkage, as simd.h.
 #pragma once
 
 #include "activation/activation_tables.h"
@@ -7,12 +7,12 @@
 namespace moe_ext::activation {
 namespace {
 
-// From the loops <kind>(...) of Bodies.
+// Makes the table from the function templates of Bodies, whose first parameter is the kind.
 template <typename Bodies, typename T>
 struct LoopsOf {
   using Acc = acc_t<T>;
 
-  // f.operator()<kind>()
+  // Calls f.operator()<kind>().
   template <typename Call>
   static MOE_INLINE void dispatch_kind(Kind kind, Call&& call) {
     switch (kind) {

@@ -1,4 +1,4 @@
-// The activation functions and their slopes, for the loops of the CPU and for the kernels. Internal linkage, as simd.h.
+// Activation functions and their slopes, for CPU loops and kernels. Internal linkage, as simd.h.
 #pragma once
 
 #include "activation/activation_tables.h"
@@ -13,9 +13,9 @@ struct Cdf {
   Acc density;
 };
 
-// Phi(x) of the normal distribution with small relative error in the lower tail too, where 1 + erf(x / sqrt 2) cancels.
-// Phi(-a) = exp(-a^2 / 2) t P(t), t = 1 / (1 + 0.35 a): a minimax fit on 0 <= a <= 14, good to 3.2e-8 of the value and
-// to 2.7e-7 evaluated in float; beyond, the exponential is zero.
+// Phi(x) of the normal distribution, with small relative error also in the lower tail, where 1 + erf(x / sqrt 2)
+// cancels. Phi(-a) = exp(-a^2 / 2) t P(t), t = 1 / (1 + 0.35 a). P is a minimax fit on 0 <= a <= 14 with relative error
+// 3.2e-8, and 2.7e-7 evaluated in float. Beyond 14 the exponential is zero.
 MOE_INLINE Cdf<float> normal_cdf(float x) {
   const float a = x < 0 ? -x : x;
   const float t = 1.0f / fma_acc(0.35f, a, 1.0f);
@@ -37,7 +37,7 @@ MOE_INLINE Cdf<double> normal_cdf(double x) {
   return {0.5 * erfc_acc(-0.70710678118654752440 * x), 0.39894228040143267794 * exp_acc(-0.5 * x * x)};
 }
 
-// s(x) and s'(x) = s (1 - s), the latter without the cancellation of 1 - s.
+// s(x) and s'(x) = s (1 - s). The slope is computed without the cancellation of 1 - s.
 template <typename Acc>
 MOE_INLINE Cdf<Acc> logistic_cdf(Acc x) {
   const Acc e = exp_acc(x < 0 ? x : -x);
@@ -45,7 +45,7 @@ MOE_INLINE Cdf<Acc> logistic_cdf(Acc x) {
   return {(x < 0 ? e : Acc(1)) * r, e * r * r};
 }
 
-// f(x), and g f'(x) for a gradient g.
+// `value` is f(x). `value_and_grad` also sets grad = g f'(x).
 template <Kind kKind>
 struct Function;
 
@@ -77,14 +77,14 @@ struct Function<Kind::kGelu> {
   }
 };
 
-// (1 + tanh u) / 2 = s(2 u), which keeps its relative error small where 1 + tanh u cancels.
+// Uses (1 + tanh u) / 2 = s(2 u), whose relative error stays small where 1 + tanh u cancels.
 template <>
 struct Function<Kind::kGeluTanh> {
   template <typename Acc>
   static MOE_INLINE Acc twice_u(Acc x) {
     return Acc(1.59576912160573071176) * (x + Acc(0.044715) * x * x * x);
   }
-  // Without the bound, the square of a large x would be infinite and its product with a density of zero NaN.
+  // Without the bound, the square of a large x would be infinite, and its product with a density of zero NaN.
   template <typename Acc>
   static MOE_INLINE Acc twice_slope(Acc x) {
     const Acc square = x * x > Acc(1e30) ? Acc(1e30) : x * x;
@@ -102,7 +102,7 @@ struct Function<Kind::kGeluTanh> {
   }
 };
 
-// The comparisons let NaN through, and at x <= 0 the gradient is zero even where g is infinite.
+// The comparisons are written so that NaN passes through. At x <= 0 the gradient is zero even if g is infinite.
 template <>
 struct Function<Kind::kRelu> {
   template <typename Acc>

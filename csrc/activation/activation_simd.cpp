@@ -1,11 +1,12 @@
-// Activation loops of float32 and float64: plain loops for the vectoriser. activation_16bit_simd.cpp has the others.
+// Activation loops of float32 and float64: plain loops for the vectoriser. activation_16bit_simd.cpp has those of
+// 16-bit types.
 #include "activation/activation_loops.h"
 #include "activation/activation_math.h"
 
 namespace moe_ext::activation::MOE_ISA {
 namespace {
 
-// Everything is recomputed from x in one pass; a value and its slope share their exponential and their division.
+// Backward loops recompute everything from x in one pass. A value and its slope share one exponential and one division.
 template <typename T>
 struct Bodies {
   using Acc = acc_t<T>;
@@ -29,8 +30,8 @@ struct Bodies {
     }
   }
 
-  // Rows are short: gates and ups are two streams that break off at the end of each, and a processor does not foresee
-  // where they go on. So a block of a row asks for what the next row has in its place.
+  // Prefetches the same columns of the next row. Gates and ups of short rows are two streams that break off at the end
+  // of each row, where the hardware cannot predict the next address.
   static MOE_INLINE void ask_ahead(const T* gate, int64_t dim, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i += kLine) {
       __builtin_prefetch(gate + i + 2 * dim);
@@ -57,7 +58,7 @@ struct Bodies {
     }
   }
 
-  // The gradients of one output's inputs; returns its part of the weight's.
+  // Computes the gradients of one output's inputs. Returns its term of the weight's gradient.
   template <Kind kKind>
   static MOE_INLINE Acc one_backward(T grad, Acc weight, T gate, T up, T& grad_gate, T& grad_up) {
     const Acc g = to_acc(grad) * weight;
@@ -68,8 +69,8 @@ struct Bodies {
     return to_acc(grad) * (value * to_acc(up));
   }
 
-  // Sums in the order of dot in simd.h, from products that come by blocks: in one loop with the functions, the sums
-  // would not be vectorised.
+  // Sums products in the order of `dot` in simd.h, block by block. In one loop with the functions the sum would not be
+  // vectorised.
   class Sum {
    public:
     MOE_INLINE void add(const Acc* products, int64_t n) {

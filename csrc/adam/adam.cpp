@@ -27,7 +27,7 @@ void check_like_param(const char* name, const Tensor& t, const Tensor& param) {
       shape_string(t));
 }
 
-// Loops are vectorised for memory that nothing else writes.
+// Throw if two arguments share memory, which the vectorised loops assume to be distinct.
 void check_apart(const char* name, const Tensor& t, const Tensor& other) {
   MOE_CHECK(
       !overlap(t, other), kOp, ": expected ", name, " to be in memory of its own, got some of another argument's");

@@ -1,4 +1,4 @@
-// Adam's step on the CPU: the argument checks.
+// Adam's step on the CPU: argument checks.
 #pragma once
 
 #include <optional>

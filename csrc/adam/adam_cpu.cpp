@@ -1,4 +1,4 @@
-// CPU side of Adam's step. An element is one thread's, and its bits are the same in every loop.
+// CPU side of Adam's step. Elements are independent, and every loop computes the same bits.
 #include <torch/csrc/stable/library.h>
 
 #include <cmath>

@@ -1,5 +1,5 @@
-// Adam's step in one pass over parameter, gradient and moments: plain loops for the vectoriser, compiled once per
-// instruction set. They wait for memory alone, which asking ahead for lines made no faster.
+// Adam's step in one pass over parameter, gradient and moments: plain loops for the vectoriser, compiled once for each
+// instruction set. The loops are bound by memory; prefetching made them no faster.
 #include "adam/adam_tables.h"
 
 namespace moe_ext::adam::MOE_ISA {
@@ -9,7 +9,7 @@ template <typename G, typename C>
 void step(
     float* __restrict__ param, const G* __restrict__ grad, float* __restrict__ exp_avg, float* __restrict__ exp_avg_sq,
     C* __restrict__ copy, const Factors& factors, int64_t n) {
-  const Factors f = factors; // what is written may not change it
+  const Factors f = factors; // a local copy, which the compiler knows that no store changes
   for (int64_t i = 0; i < n; ++i) {
     const float g = to_acc(grad[i]) * f.grad_scale;
     const float m = exp_avg[i] + f.one_minus_beta1 * (g - exp_avg[i]);

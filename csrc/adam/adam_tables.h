@@ -1,4 +1,4 @@
-// The loops that adam_simd.cpp provides for each instruction set. Torch-free.
+// Tables of the loops that adam_simd.cpp provides for each instruction set. Torch-free.
 #pragma once
 
 #include "common/simd.h"
@@ -13,16 +13,16 @@ struct Factors {
   float inverse_root; // 1 / sqrt(1 - beta2^step)
   float eps;
   float step_size;  // lr / (1 - beta1^step)
-  bool follow_copy; // go on from copy where it is not the rounded parameter
+  bool follow_copy; // start from `copy` where it differs from the rounded parameter
 };
 
-// A step over n elements, whose gradients are of type G; copy [n] becomes the rounded parameters. The lines of copy
-// come to the core to be written in any case: to compare them first costs no memory traffic.
+// A step over n elements with gradients of type G. copy [n] becomes the rounded parameters. Reading `copy` for
+// `follow_copy` costs no extra memory traffic, because a store loads its lines in any case.
 template <typename G, typename C>
 using Step = void (*)(
     float* param, const G* grad, float* exp_avg, float* exp_avg_sq, C* copy, const Factors& factors, int64_t n);
 
-// The copy is of 16 bits; a copy "in float" is none.
+// Steps by type of the 16-bit copy. C = float stands for no copy.
 template <typename G>
 struct StepsFrom {
   Step<G, float> none;

@@ -48,7 +48,8 @@ void check_topk_idx(const char* op, const Tensor& topk_idx, const Tensor& logits
   check_size(op, "topk_idx", topk_idx, 0, logits.size(0), "the tokens of logits");
 }
 
-// A softmax over the chosen experts alone is no score of an expert.
+// Parse the score function. A softmax over only the chosen experts is refused, because it gives no score to other
+// experts.
 gating::ScoreFn parse_score_fn(const char* op, const std::string& name) {
   MOE_CHECK(
       name == "softmax" || name == "sigmoid" || name == "sqrtsoftplus", op,

@@ -1,4 +1,4 @@
-// Assignment: the argument checks that both backends share.
+// Assignment: argument checks, which both backends share.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace moe_ext::assignment {
 
-// Checks everything that needs no look at the data.
+// These functions check everything that can be checked without reading the data, which may be on a device.
 void check_expert_choice_gate(
     const Tensor& logits, // [T, E]
     int64_t capacity,

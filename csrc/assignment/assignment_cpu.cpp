@@ -1,6 +1,5 @@
-// CPU side of the assignments.
-// Tokens are cut into blocks of a fixed size; a block sums its scores by itself and the blocks are added in order, so
-// the bits do not depend on the number of threads.
+// CPU side of the assignments. Tokens are cut into blocks of a fixed size. Each block has its own sum, and the sums of
+// blocks are added in order, so that bits do not depend on the number of threads.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -31,7 +30,7 @@ using torch::stable::new_empty;
 using torch::stable::parallel_for;
 
 constexpr int64_t kTokensPerBlock = 256;
-constexpr double kSinkhornEps = 1e-8; // of Megatron-LM's sums over tokens
+constexpr double kSinkhornEps = 1e-8; // as in the sums over tokens of Megatron-LM
 
 void keep_smaller(std::atomic<int64_t>& smallest, int64_t value) {
   int64_t seen = smallest.load();
@@ -43,7 +42,8 @@ int64_t ceil_blocks(int64_t num_tokens) {
   return (num_tokens + kTokensPerBlock - 1) / kTokensPerBlock;
 }
 
-// f(block, begin, end) for each block of tokens; it returns the token that it refuses, or -1. The first of all.
+// Call f(block, begin, end) for each block of tokens. f returns the token that it refuses, or -1. Returns the first
+// refused token, or -1.
 template <typename F>
 int64_t each_block(int64_t num_tokens, F&& f) {
   std::atomic<int64_t> first{num_tokens};
@@ -56,7 +56,7 @@ int64_t each_block(int64_t num_tokens, F&& f) {
   return first.load() == num_tokens ? -1 : first.load();
 }
 
-// Says why a row of logits was refused.
+// Throw an error that says why the row of a token was refused.
 template <typename T>
 [[noreturn]] void refuse(const char* op, const T* logits, int64_t num_experts, int64_t token) {
   const T* row = logits + token * num_experts;
@@ -73,7 +73,7 @@ int64_t count_real(const std::optional<Tensor>& mask, int64_t num_tokens) {
   return mask ? std::count(data<bool>(*mask), data<bool>(*mask) + num_tokens, true) : num_tokens;
 }
 
-// sums [E] from those of the blocks [blocks, E], one after the other.
+// sums [E] = the sums of blocks [first_block, end_block), added in order.
 template <typename Acc>
 void add_blocks(const std::vector<Acc>& partials, int64_t first_block, int64_t end_block, int64_t n, Acc* sums) {
   for (int64_t e = 0; e < n; ++e) {
@@ -85,11 +85,11 @@ void add_blocks(const std::vector<Acc>& partials, int64_t first_block, int64_t e
   }
 }
 
-// Unsigned integers in the order of the scores, which are not negative; 0 is kept for a token that is not there.
+// Unsigned integer with the order of the scores, which are not negative. 0 stands for a masked token.
 template <typename Acc>
 using key_t = std::conditional_t<sizeof(Acc) == 8, uint64_t, uint32_t>;
 
-// The worst that an expert takes: a larger key is taken, an equal one up to the token `last_tie`.
+// The lower limit of an expert's choice: it takes larger scores, and equal scores of tokens up to `last_tie`.
 template <typename Acc>
 struct Cut {
   Acc score;
@@ -99,7 +99,7 @@ struct Cut {
 template <typename Acc>
 Cut<Acc> find_cut(const key_t<Acc>* keys, int64_t num_tokens, int64_t wanted) {
   using Key = key_t<Acc>;
-  // Keys of scores up to 1: 11 bits above the shift.
+  // Keys of scores in [0, 1] have at most 11 bits above the shift.
   constexpr int kShift = sizeof(Acc) == 8 ? 52 : 20;
   std::vector<int32_t> histogram(2048, 0);
   for (int64_t t = 0; t < num_tokens; ++t) {
@@ -127,7 +127,7 @@ Cut<Acc> find_cut(const key_t<Acc>* keys, int64_t num_tokens, int64_t wanted) {
   return {bit_cast<Acc>(static_cast<Key>(cut - 1)), token};
 }
 
-// keys [E, T] from the scores [T, E] of a block of tokens.
+// Write keys [E, T] from the scores [T, E] of a block of tokens.
 template <typename Acc>
 void write_keys(
     const Acc* scores, const bool* mask, int64_t begin, int64_t end, int64_t num_tokens, int64_t n, key_t<Acc>* keys) {
@@ -139,7 +139,7 @@ void write_keys(
   }
 }
 
-// Turns the scores [T, E] into weights: zero where the expert does not take the token.
+// Replace the scores [T, E] by weights: 0 if the expert does not take the token.
 template <typename Acc>
 void apply_cuts(
     const std::vector<Cut<Acc>>& cuts, const bool* mask, int64_t begin, int64_t end, Acc* scores, int64_t* idx) {
@@ -238,7 +238,7 @@ Tensor expert_choice_gate_backward_cpu(
   return grad;
 }
 
-// One round: scale [E] anew from the sums over tokens; returns the mean change.
+// Run one round: compute a new scale [E] from the sums over tokens. Returns the mean change.
 template <typename Acc>
 double sinkhorn_round(
     const ScoreKernels<Acc>& table, const SinkhornArgs<Acc>& args, int64_t num_tokens, std::vector<Acc>& partials,
@@ -293,7 +293,7 @@ Tensor sinkhorn_scale_cpu(
   return out;
 }
 
-// Range of the real tokens' scores; refuses one that is not finite.
+// Return the range of the scores of real tokens. Throws if a score is not finite.
 template <typename T>
 ScoreRange score_range(const T* scores, const bool* mask, int64_t num_tokens, int64_t n) {
   const int64_t blocks = ceil_blocks(num_tokens);
@@ -325,7 +325,8 @@ ScoreRange score_range(const T* scores, const bool* mask, int64_t num_tokens, in
   return all;
 }
 
-// Rows of values for every class of places: the tokens' scores as whole numbers, once per kind of class, and dummies.
+// Write the values of every class of places: the tokens' scores as whole numbers, once for each kind of class, then
+// rows of dummies.
 template <typename T>
 void write_values(
     const T* scores, int64_t num_tokens, const AuctionShape& shape, const ScoreRange& range, float* values) {
@@ -377,7 +378,7 @@ Tensor balanced_assignment_cpu(
   return out;
 }
 
-// counts [E] of the choices of the tokens [begin, end).
+// Add the choices of tokens [begin, end) to counts [E].
 void count_choices(const Tensor& topk_idx, const bool* mask, int64_t begin, int64_t end, int64_t n, int64_t* counts) {
   const int64_t top_k = topk_idx.size(1);
   const int64_t* idx = data<int64_t>(topk_idx);

@@ -1,4 +1,4 @@
-// CUDA side of the assignments: allocates and launches; never waits for the device.
+// CUDA side of the assignments: allocates and launches, and never waits for the device.
 #include <algorithm>
 #include <tuple>
 

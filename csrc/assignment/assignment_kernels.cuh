@@ -1,11 +1,12 @@
-// Scores: one warp a token, lane l holds the experts l, l + 32, ...; a warp sums its tokens' scores in shared memory, a
-// block adds its warps, and a last kernel adds the blocks, each in a fixed order.
-// Expert choice: scores, then their keys [E, T], whose digits blocks over parts of the tokens count one after the
-// other, from the top: each reads off the former digits' counts which keys may still be the worst that the expert
-// takes. Where equal scores straddle that, a block an expert finds the last token that still counts. Then every (token,
-// expert) is compared with that. Sinkhorn: num_iters times a kernel over tokens, which leaves the blocks' sums per
-// expert, and one block that makes the experts' factors of them and raises a flag once they stand still; raised, it
-// makes both return at once.
+// Kernels of the assignments. Every sum has a fixed order.
+// Scores: one warp for each token, in which lane l holds the experts l, l + 32, ... A warp sums its tokens' scores in
+// shared memory, a block adds its warps, and a last kernel adds the blocks.
+// Expert choice: scores, then keys of the scores [E, T]. Kernels count the digits of the keys from the top digit on.
+// Each kernel derives from the previous counts which keys may still be the last that the expert takes. If equal scores
+// straddle this limit, one block for each expert finds the last token that counts. Finally every (token, expert) is
+// compared with the limit.
+// Sinkhorn: num_iters times, a kernel over tokens leaves sums of blocks for each expert, and one block computes the
+// experts' factors. Once the factors stop moving it raises a flag, after which both kernels return at once.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,20 +23,20 @@
 namespace moe_ext::assignment {
 
 constexpr int kMaxWarps = 8;
-constexpr int kMinBlocks = 2; // of an SM: left to itself ptxas aims at fewer registers and spills
+constexpr int kMinBlocks = 2; // of an SM. By default ptxas would aim at fewer registers and spill.
 constexpr int kSumThreads = 256;
 constexpr int kSumWarps = kSumThreads / kWarpSize;
-constexpr double kSinkhornEps = 1e-8; // of Megatron-LM's sums over tokens
+constexpr double kSinkhornEps = 1e-8; // as in the sums over tokens of Megatron-LM
 
 template <typename Acc>
 constexpr Acc kInfinity = static_cast<Acc>(__builtin_inf());
 template <typename Acc>
 constexpr Acc kTiny = sizeof(Acc) == 8 ? static_cast<Acc>(0x1p-1022) : static_cast<Acc>(0x1p-126);
 
-// Blocks of warps with rows of E numbers each in shared memory, `rows` of them a warp. num_warps 0: it has no room.
+// Blocks of warps, each with `rows` rows of E numbers in shared memory. num_warps is 0 if not even one warp fits.
 struct RowPlan {
   int num_warps;
-  int64_t num_blocks; // of a sequence
+  int64_t num_blocks; // for each sequence
   size_t shared_bytes;
 
   Launch launch_on(int64_t sequences, cudaStream_t stream) const {
@@ -52,7 +53,7 @@ RowPlan plan_rows(int64_t num_tokens, int64_t num_experts, int rows, const Devic
   if (warps == 0) {
     return {0, 0, 0};
   }
-  // Two blocks an SM: more of them only leave more sums to add.
+  // Two blocks for each SM. More blocks would only leave more sums to add.
   const int64_t most = std::min<int64_t>(2 * device.num_sms, ceil_div(num_tokens, int64_t{warps}));
   return {warps, std::max<int64_t>(1, most), static_cast<size_t>(warps * bytes)};
 }
@@ -72,7 +73,7 @@ __device__ __forceinline__ Acc at_least_tiny(Acc sum) {
   return sum > kTiny<Acc> || sum != sum ? sum : kTiny<Acc>;
 }
 
-// Fills score, each lane its own experts, and returns the factor that makes the scores sum to one.
+// Fills score, each lane for its own experts. Returns the factor that makes the scores sum to one.
 template <typename T, bool kCheck>
 __device__ acc_t<T> row_scores(const T* row, int num_experts, gating::ScoreFn fn, acc_t<T>* score) {
   using Acc = acc_t<T>;
@@ -97,7 +98,7 @@ __device__ acc_t<T> row_scores(const T* row, int num_experts, gating::ScoreFn fn
   return Acc(1) / at_least_tiny(warp_sum(sum));
 }
 
-// The tokens of a sequence that a warp walks over: blockIdx.y is the sequence.
+// The tokens of a sequence that a warp processes. blockIdx.y is the sequence.
 struct WarpTokens {
   int64_t first;
   int64_t end;
@@ -110,7 +111,7 @@ __device__ __forceinline__ WarpTokens warp_tokens(int64_t length) {
   return {begin + int64_t{blockIdx.x} * num_warps + warp_id(), begin + length, int64_t{gridDim.x} * num_warps};
 }
 
-// A block's sums [E] from those of its warps, whose rows lie `rows * E` apart.
+// Adds the sums [E] of a block's warps, which lie rows * E apart.
 template <typename Acc>
 __device__ void add_warps(const Acc* sums, int rows, int num_experts, Acc* partial) {
   __syncthreads();
@@ -124,7 +125,7 @@ __device__ void add_warps(const Acc* sums, int rows, int num_experts, Acc* parti
   }
 }
 
-// partials [sequences, blocks, E]; rows [T, E] of scores unless null.
+// partials [sequences, blocks, E]; rows [T, E] of scores, or null.
 template <typename T, bool kCheck>
 __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
     scores_kernel(ScoreArgs<T> args, int64_t length, acc_t<T>* __restrict__ rows, acc_t<T>* __restrict__ partials) {
@@ -151,7 +152,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
   add_warps(shared, 2, n, partials + (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * n);
 }
 
-// score_sum [sequences, E]: one warp for each expert of a sequence.
+// score_sum [sequences, E]. One warp for each expert of a sequence.
 template <typename Acc>
 __global__ void __launch_bounds__(kSumThreads)
     add_blocks_kernel(const Acc* __restrict__ partials, int num_blocks, int num_experts, Acc* __restrict__ score_sum) {
@@ -200,7 +201,8 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
   }
 }
 
-// counts [sequences, E] of the choices of real tokens, from zeros. Whole numbers: their order does not matter.
+// counts [sequences, E] of the choices of real tokens, zeros at first. Whole numbers, so that the order of atomics does
+// not matter.
 template <bool kCheck>
 __global__ void count_choices_kernel(
     const int64_t* __restrict__ idx, const bool* __restrict__ token_mask, int64_t length, int top_k, int num_experts,
@@ -219,14 +221,14 @@ __global__ void count_choices_kernel(
   }
 }
 
-// The tokens that an expert takes: scores above `score`, and equal ones up to the token `last_tie`.
+// The limit of an expert's choice: it takes scores above `score`, and equal scores of tokens up to `last_tie`.
 template <typename Acc>
 struct Cut {
   Acc score;
   int64_t last_tie;
 };
 
-// A key in the order of the scores, which are not negative; 0 for a token that is not there.
+// Key with the order of the scores, which are not negative. 0 stands for a masked token.
 __device__ __forceinline__ uint32_t score_key(float score) {
   return __float_as_uint(score) + 1;
 }
@@ -247,7 +249,7 @@ __device__ __forceinline__ int64_t count_real_tokens(const bool* token_mask, int
   return total;
 }
 
-// The token of the `ties`-th key that equals `cut`, in order.
+// The token of the `ties`-th key that equals `cut`, in the order of tokens.
 template <typename Key, typename F>
 __device__ int64_t find_last_tie(F&& key, Key cut, int64_t num_tokens, int64_t ties) {
   MOE_SHARED(int64_t, last, 1);
@@ -277,14 +279,14 @@ __device__ __forceinline__ double score_of_key(uint64_t key) {
   return __longlong_as_double(static_cast<long long>(key - 1));
 }
 
-// Memory of a choice, aligned to 16 bytes.
+// Scratch memory of a choice, aligned to 16 bytes.
 template <typename Acc>
 struct ChoiceScratch {
   static constexpr int kDigits = sizeof(Acc);
 
   Cut<Acc>* cuts;      // [E]
   ScoreKey<Acc>* keys; // [E, T]
-  int* histograms;     // [digits, E, 256]: keys with each value of a digit, the top one first
+  int* histograms;     // [digits, E, 256]: number of keys with each value of a digit; the top digit is first
 
   ChoiceScratch(void* memory, int64_t num_tokens, int64_t num_experts)
       : cuts(static_cast<Cut<Acc>*>(memory)),
@@ -297,7 +299,8 @@ struct ChoiceScratch {
   }
 };
 
-// Keys of the scores [T, E] by tiles of shared memory, and empty histograms. grid: tiles of tokens, tiles of experts.
+// Writes the keys of the scores [T, E] through tiles of shared memory, and clears histograms. Grid: tiles of tokens,
+// tiles of experts.
 template <typename Acc>
 __global__ void __launch_bounds__(kSelectThreads) transpose_scores_kernel(
     const Acc* __restrict__ scores, const bool* __restrict__ token_mask, int64_t num_tokens, int num_experts,
@@ -329,12 +332,12 @@ __global__ void __launch_bounds__(kSelectThreads) transpose_scores_kernel(
   }
 }
 
-// The first `num_digits` digits of the last key that is taken. Called by a block.
+// The first `num_digits` digits of the last key that is taken. All threads of a block must construct it.
 template <typename Key>
 struct FoundKey {
   Key prefix = 0, mask = 0;
-  int64_t wanted;       // place among the keys of this prefix
-  int64_t num_keys = 0; // of this prefix
+  int64_t wanted;       // place of the key among the keys with this prefix
+  int64_t num_keys = 0; // with this prefix
 
   __device__ FoundKey(const int* histograms, int num_digits, int64_t expert, int64_t num_experts, int64_t first_wanted)
       : wanted(first_wanted) {
@@ -349,7 +352,7 @@ struct FoundKey {
   }
 };
 
-// Adds to the histogram of a digit. grid: parts of the tokens, experts.
+// Adds to the histogram of a digit. Grid: parts of the tokens, experts.
 template <typename Acc>
 __global__ void __launch_bounds__(kSelectThreads, kMinBlocks)
     count_digit_kernel(int digit, int64_t num_tokens, int64_t wanted, ChoiceScratch<Acc> scratch) {
@@ -367,7 +370,7 @@ __global__ void __launch_bounds__(kSelectThreads, kMinBlocks)
     const Key key = t < num_tokens ? keys[t] : Key(0);
     const bool counts = t < num_tokens && (key & found.mask) == found.prefix;
     const int value = counts ? static_cast<int>(key >> shift & 255) : -1;
-    // Scores share their top digits: a warp adds once for each value.
+    // Scores share their top digits, so that a warp adds only once for each distinct value.
     const unsigned peers = __match_any_sync(kFullMask, value);
     if (counts && (peers & lanes_below()) == 0) {
       atomicAdd(&histogram[value], __popc(peers));
@@ -379,7 +382,8 @@ __global__ void __launch_bounds__(kSelectThreads, kMinBlocks)
   }
 }
 
-// One block an expert. Tokens that are not there have the key 0: it is the last one taken where there are too few.
+// One block for each expert. Masked tokens have the key 0, which is the last key taken if there are too few real
+// tokens.
 template <typename Acc>
 __global__ void __launch_bounds__(kSelectThreads, kMinBlocks)
     find_cuts_kernel(int64_t num_tokens, int64_t wanted, ChoiceScratch<Acc> scratch, int64_t* __restrict__ counts) {
@@ -404,7 +408,7 @@ __global__ void __launch_bounds__(kSelectThreads, kMinBlocks)
   }
 }
 
-// Turns the scores [T, E] into weights, zero where the expert does not take the token.
+// Replaces the scores [T, E] by weights: 0 if the expert does not take the token.
 template <typename Acc>
 __global__ void apply_cuts_kernel(
     const Cut<Acc>* __restrict__ cuts, const bool* __restrict__ token_mask, int64_t num_tokens, int num_experts,
@@ -473,7 +477,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize, kMinBlocks)
   add_warps(shared, 2, n, state.partials + int64_t{blockIdx.x} * n);
 }
 
-// One block of kSumThreads.
+// Computes new factors. One block of kSumThreads.
 template <typename Acc>
 __global__ void sinkhorn_experts_kernel(
     const bool* __restrict__ token_mask, int64_t num_tokens, SinkhornState<Acc> state, int num_blocks, int num_experts,
@@ -516,7 +520,8 @@ inline Dim3 grid_for(int64_t items) {
   return persistent_grid(ceil_div(items, int64_t{kSumThreads}), kSumThreads, device_properties());
 }
 
-// score_sum [sequences, E] and, unless null, rows [T, E]; partials [sequences, plan.num_blocks, E] is scratch.
+// Computes score_sum [sequences, E] and, unless null, rows [T, E]. partials [sequences, plan.num_blocks, E] is scratch
+// memory.
 template <bool kCheck, typename T>
 void launch_scores(
     const ScoreArgs<T>& args, int64_t num_sequences, int64_t length, const RowPlan& plan, acc_t<T>* rows,
@@ -552,12 +557,12 @@ void launch_count_choices(
   }
 }
 
-// weights [T, E] holds the scores at first.
+// weights [T, E] must hold the scores.
 template <typename Acc>
 void launch_expert_choice(
     const bool* token_mask, int64_t num_tokens, int num_experts, int64_t capacity, const ChoiceScratch<Acc>& scratch,
     Acc* weights, int64_t* idx, int64_t* counts, cudaStream_t stream) {
-  constexpr int64_t kTokensPerBlock = 4096; // that a block counts: enough of them to fill the device
+  constexpr int64_t kTokensPerBlock = 4096; // of a block that counts; few enough that blocks fill the device
   const int64_t wanted = std::min(capacity, num_tokens);
   const Dim3 threads(kSelectThreads);
   if (num_tokens > 0) {
@@ -578,7 +583,7 @@ void launch_expert_choice(
   }
 }
 
-// out [E], logarithms of the experts' factors.
+// out [E]: logarithms of the experts' factors.
 template <bool kCheck, typename T>
 void launch_sinkhorn_scale(
     const ScoreArgs<T>& args, int64_t num_tokens, int64_t num_iters, double tolerance, const RowPlan& plan,

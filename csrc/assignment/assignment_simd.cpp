@@ -1,4 +1,4 @@
-// Loops of the assignments, compiled once per instruction set, one token after the other. Reductions go through sixteen
+// Loops of the assignments, compiled once for each instruction set, one token after the other. Reductions use sixteen
 // lanes in a fixed order, so that the width of the vectors does not change the bits.
 #include "assignment/assignment_tables.h"
 #include "gating/score_math.h"
@@ -10,11 +10,11 @@ constexpr int64_t kLanes = 16;
 
 template <typename Acc>
 constexpr Acc kInfinity = static_cast<Acc>(__builtin_inf());
-// The smallest normal number: a smaller denominator is replaced by it.
+// The smallest normal number, which replaces a smaller denominator.
 template <typename Acc>
 constexpr Acc kTiny = sizeof(Acc) == 8 ? static_cast<Acc>(0x1p-1022) : static_cast<Acc>(0x1p-126);
 
-// NaN is passed over.
+// Maximum of a row. NaN is ignored.
 template <typename Acc, typename T>
 MOE_INLINE Acc row_max(const T* row, int64_t n) {
   Acc lanes[kLanes];
@@ -58,7 +58,7 @@ MOE_INLINE Acc row_sum(const Acc* row, int64_t n) {
   return sum;
 }
 
-// out = exp(row - max) or f(row), and `inverse` makes it sum to one; false for NaN, +inf or nothing above -inf.
+// out = exp(row - max) or f(row); out times `inverse` sums to one. Returns false for NaN, +inf or nothing above -inf.
 template <typename T, typename Acc>
 MOE_INLINE bool row_scores(const T* __restrict row, int64_t n, gating::ScoreFn fn, Acc* __restrict out, Acc& inverse) {
   const Acc top = row_max<Acc>(row, n);
@@ -104,7 +104,8 @@ int64_t scores(const ScoreArgs<T>& args, int64_t begin, int64_t end, Acc* rows, 
   return -1;
 }
 
-// grad = p f'/f (g - <p, g>) with f'/f = 1 for the softmax, g the gradient of the sums and of the weights.
+// grad = p f'/f (g - <p, g>), with f'/f = 1 for the softmax. g is the gradient of an expert's score sum plus that of
+// its weight.
 template <typename T, typename Acc>
 void scores_backward(const ScoreGradArgs<T>& args, int64_t begin, int64_t end, Acc* scratch) {
   const int64_t n = args.scores.num_experts;
@@ -167,7 +168,8 @@ void sinkhorn(const SinkhornArgs<Acc>& args, int64_t begin, int64_t end, Acc* co
   }
 }
 
-// The lower expert in a tie. Lanes keep their best, its place, and their second best; then the lanes are merged.
+// Ties go to the lower expert. Each lane keeps its best value, the place of it, and its second best; then the lanes are
+// merged.
 Choice choose(const float* value, const double* price, int64_t n) {
   constexpr int64_t kPlaces = 8;
   double best[kPlaces], second[kPlaces], place[kPlaces];

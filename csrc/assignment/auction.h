@@ -1,9 +1,9 @@
-// The auction that assigns tokens to experts of given sizes, what both backends share of it. Torch-free.
-// Scores become whole numbers in [0, 2^24], so that every sum below is exact and no backend differs from another.
-// Every token without a place bids for the class of places worth most to it (value minus price) its price plus the
-// margin over the second best plus eps; a class keeps the highest bids, the lower token in a tie, and is as dear as the
-// lowest that it keeps once it is full. A phase ends when every token has a place; the next one starts from its prices
-// with a fifth of its eps, down to eps = 1. An assignment found with eps is within eps a token of the best one.
+// The auction that assigns tokens to experts of given sizes: the parts that both backends share. Torch-free. Scores
+// become whole numbers in [0, 2^24], so that every sum below is exact and backends agree. Every token without a place
+// bids for the class of places worth most to it (value minus price). Its bid is the price plus the margin over the
+// second best plus eps. A class keeps the highest bids, the lower token in a tie. Once full, its price is its lowest
+// bid. A phase ends when every token has a place. The next phase starts from its prices with a fifth of its eps, down
+// to eps = 1. An assignment found with eps is within eps for each token of the best one.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ constexpr double kFirstEps = 3355443.0;
 constexpr double kEpsDivisor = 5.0;
 constexpr float kNever = -1099511627776.0f; // -2^40, below any value minus price
 
-// Range of the real tokens' scores.
+// Range of the scores of real tokens.
 struct ScoreRange {
   double low;
   double high;
@@ -27,7 +27,7 @@ struct ScoreRange {
   }
 };
 
-// The halves keep a difference of the largest numbers finite.
+// Scores are halved so that the difference of two huge scores cannot overflow.
 MOE_INLINE float quantized_score(double score, const ScoreRange& range) {
   if (range.is_point()) {
     return 0;
@@ -49,9 +49,9 @@ MOE_INLINE double next_eps(double eps) {
   return next > 1 ? next : 1.0;
 }
 
-// The two sides of the assignment. Of R tokens every expert takes R / E, and R % E experts one more, whichever is best:
-// each has a class of R / E places and one of a single place, and E - R % E dummies, indifferent between the latter and
-// kept away from the former, take what is left.
+// Sizes of the assignment of R real tokens. Every expert takes R / E tokens, and the R % E experts for which that is
+// best take one more. Hence an expert has a class of R / E places and a class of one place. E - R % E dummies take the
+// single places that are left: they value all single places equally, and never bid for places of the first kind.
 struct AuctionShape {
   int64_t num_experts;
   int64_t even; // R / E
@@ -64,7 +64,7 @@ struct AuctionShape {
   MOE_INLINE int64_t num_dummies() const {
     return rest > 0 ? num_experts - rest : 0;
   }
-  // Classes of the first kind come first; a class's expert is its number modulo E.
+  // Classes of R / E places come first. The expert of a class is its number modulo E.
   MOE_INLINE int64_t num_even_classes() const {
     return even > 0 ? num_experts : 0;
   }

@@ -1,4 +1,4 @@
-// The auction on CPU: heaps of the bids that each class of places keeps.
+// The auction on CPU, with a heap of the kept bids for each class of places.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -16,7 +16,7 @@ struct Bid {
   double amount;
   int64_t token;
 
-  // The order of a heap with the worst bid on top.
+  // Order that puts the worst bid on top of the heap.
   bool operator<(const Bid& other) const {
     return amount > other.amount || (amount == other.amount && token < other.token);
   }
@@ -27,7 +27,7 @@ struct Offer {
   double amount;
 };
 
-// One phase: fills the heaps, and moves the prices. choose(token, prices) is the token's Choice.
+// Run one phase: fill the heaps and raise the prices. choose(token, prices) returns the token's Choice.
 template <typename F>
 void run_phase(
     const std::vector<int64_t>& tokens, const AuctionShape& shape, double eps, F&& choose, std::vector<double>& prices,
@@ -65,7 +65,7 @@ void run_phase(
   }
 }
 
-// expert_of [num_tokens] of the tokens listed; those from num_tokens on are dummies.
+// Set expert_of [num_tokens] for the listed tokens. Tokens from num_tokens on are dummies.
 template <typename F>
 void run_auction(
     const std::vector<int64_t>& tokens, int64_t num_tokens, const AuctionShape& shape, double eps, F&& choose,

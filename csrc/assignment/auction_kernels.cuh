@@ -1,8 +1,8 @@
-// The auction of auction.h in one block, so that rounds need no launch and nobody waits for the host: a warp looks at
-// 32 tokens at a time and bids for those without a place; then every class of places with more takers than places keeps
-// the best by a radix selection over (bid, token), all classes at once, four bits a step; then prices rise.
-// A class's state is in shared memory, a token's in global memory. Bids are whole numbers, compared as what they are
-// above the price of the round, and the selection stops as soon as nobody is left to tell apart.
+// The auction of auction.h in one block, so that rounds need no launch and nobody waits for the host. A warp tests 32
+// tokens at a time and bids for those without a place. Then every class with more bidders than places keeps the best by
+// a radix selection over (bid, token), all classes at once, four bits in each step. Then prices rise. A class's state
+// is in shared memory, a token's in global memory. Bids are whole numbers, compared by their excess over the price of
+// the round. The selection stops when nothing is left to tell apart.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,7 +18,7 @@
 namespace moe_ext::assignment {
 
 constexpr int kAuctionThreads = 1024;
-constexpr int kOwnSharedBytes = 1024; // no less than what the kernel declares beside the classes
+constexpr int kOwnSharedBytes = 1024; // upper bound of the kernel's static shared memory, beside the classes
 constexpr int kDigitBits = 4;
 constexpr int kDigits = 1 << kDigitBits;
 constexpr int kNoPlace = -1;
@@ -26,11 +26,11 @@ constexpr int kMasked = -2;
 
 using Bits = unsigned long long;
 
-// Scratch in global memory, `bytes` long; num_dummies < E.
+// Scratch memory of `bytes` bytes in global memory; num_dummies < E.
 struct AuctionScratch {
   double* bid;  // [T + E]
   float* value; // [T, E] scores as whole numbers
-  int* place;   // [T + E] class of places, kNoPlace or kMasked
+  int* place;   // [T + E]: class of places, kNoPlace or kMasked
 
   static int64_t bytes(int64_t num_tokens, int64_t num_experts) {
     return (num_tokens + num_experts) * 12 + num_tokens * num_experts * 4;
@@ -45,11 +45,11 @@ struct AuctionScratch {
 // State of the classes in shared memory, at most 2 E of them.
 struct ClassState {
   double* price;
-  Bits* bid_prefix; // of the selection's threshold, as far as it is known
-  Bits* lowest;     // bid above the price
+  Bits* bid_prefix; // known digits of the selection's threshold
+  Bits* lowest;     // lowest kept bid, above the price
   unsigned* token_prefix;
-  int* count;     // takers
-  int* wanted;    // of those that match the prefixes; 0 once they need not be told apart
+  int* count;     // bidders that hold a place
+  int* wanted;    // places left for bids that match the prefixes; 0 once these need not be told apart
   int* histogram; // [classes, kDigits]
 
   static int64_t bytes(int64_t num_classes) {
@@ -73,7 +73,7 @@ struct AuctionTask {
   AuctionScratch scratch;
   AuctionShape shape;
   int num_tokens;
-  int num_bidders; // tokens, masked ones too, and dummies
+  int num_bidders; // tokens, including masked tokens, and dummies
 
   __device__ __forceinline__ double value(int token, int c) const {
     const int n = static_cast<int>(shape.num_experts);
@@ -93,7 +93,7 @@ __device__ __forceinline__ int block_threads() {
   return static_cast<int>(blockDim.x);
 }
 
-// True in all threads of a block if it is in any.
+// Returns true in all threads of a block if `here` is true in any.
 static __device__ bool block_any(bool here) {
   MOE_SHARED(int, any, 1);
   if (block_thread() == 0) {
@@ -109,7 +109,7 @@ static __device__ bool block_any(bool here) {
   return result;
 }
 
-// The best class for a token, and its margin over the next one; the same in every lane.
+// Returns the best class for a token, and its margin over the second best, in every lane.
 __device__ __forceinline__ Candidate<double> best_class(
     const AuctionTask& task, const ClassState& state, int token, int num_classes, double& margin) {
   constexpr double kLow = -static_cast<double>(__builtin_inf());
@@ -130,8 +130,8 @@ __device__ __forceinline__ Candidate<double> best_class(
   return winner;
 }
 
-// Bids for every token without a place; returns whether this thread's warp had one. `highest` is the largest bid above
-// a price.
+// Bids for every token without a place. Returns true if this thread's warp had such a token. `highest` becomes the
+// largest excess of a bid over its price.
 static __device__ bool place_bids(
     const AuctionTask& task, const ClassState& state, int num_classes, double eps, Bits* highest) {
   bool any = false;
@@ -154,7 +154,7 @@ static __device__ bool place_bids(
   return any;
 }
 
-// One step of the selection: tells those apart that match the prefixes, by the digit at `shift` of the bid or token.
+// One step of the selection: extends the prefix of each class by the digit at `shift` of the bid or token.
 static __device__ void select_digit(
     const AuctionTask& task, const ClassState& state, int num_classes, int shift, bool of_token) {
   for (int i = block_thread(); i < num_classes * kDigits; i += block_threads()) {
@@ -203,8 +203,8 @@ __device__ __forceinline__ int num_bits(Bits x) {
   return bits;
 }
 
-// Takes the places back from those that are outbid, and raises the prices. No bid of the phase is more than `highest`
-// above the price of its class.
+// Takes back the places of outbid tokens, and raises the prices. No bid of the phase exceeds the price of its class by
+// more than `highest`.
 static __device__ void settle(const AuctionTask& task, const ClassState& state, int num_classes, Bits highest) {
   for (int c = block_thread(); c < num_classes; c += block_threads()) {
     const bool overfull = state.count[c] > task.shape.places(c);
@@ -251,7 +251,7 @@ static __device__ void settle(const AuctionTask& task, const ClassState& state, 
   __syncthreads();
 }
 
-// Until every bidder has a place. `highest` is in shared memory.
+// Runs a phase, until every bidder has a place. `highest` is in shared memory.
 static __device__ void run_phase(
     const AuctionTask& task, const ClassState& state, int num_classes, double eps, Bits* highest) {
   for (int token = block_thread(); token < task.num_bidders; token += block_threads()) {
@@ -280,7 +280,8 @@ struct Survey {
   int num_real;
 };
 
-// The range of the real tokens' scores and their number, in every thread; kCheck traps a score that is not finite.
+// Returns the range of the scores of real tokens and their number, in every thread. kCheck traps a score that is not
+// finite.
 template <typename T, bool kCheck>
 __device__ Survey survey_scores(const T* scores, const bool* token_mask, int num_tokens, int num_experts) {
   constexpr double kUnbounded = static_cast<double>(__builtin_inf());
@@ -355,7 +356,7 @@ __global__ void __launch_bounds__(kAuctionThreads, 1) auction_kernel(
   }
 }
 
-// memory: AuctionScratch::bytes. shared_bytes: ClassState::bytes(2 num_experts).
+// `memory` has AuctionScratch::bytes bytes. The launch uses ClassState::bytes(2 num_experts) of shared memory.
 template <bool kCheck, typename T>
 void launch_auction(
     const T* scores, const bool* token_mask, int num_tokens, int num_experts, void* memory, int64_t* expert_of,

@@ -1,4 +1,4 @@
-// Balance: the argument checks of plans. P ranks, E experts, S = 2 E / P slots a rank.
+// Balance: argument checks of plans. P ranks, E experts, S = 2 E / P slots of each rank.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// CPU side of plans that give every rank the same number of rows: see README.md for the construction.
+// CPU side of plans that give every rank the same number of rows. README.md explains the construction.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -22,7 +22,7 @@ void check_loads(const char* op, const char* name, const int64_t* loads, int64_t
   }
 }
 
-// An alias table over experts: what each column keeps of its own, and one other expert that fills it.
+// An alias table over experts: the rows that each column keeps of its own expert, and one other expert that fills it.
 struct AliasTable {
   std::vector<int64_t> capacity, kept, alias, filled;
 
@@ -41,7 +41,7 @@ struct AliasTable {
     return kept[e] - capacity[e];
   }
 
-  // Fills columns of `low` from those of `high`, the last of each first, until one of them is empty.
+  // Fills columns of `low` from columns of `high`, each time from the last of both, until `low` or `high` is empty.
   void pair(std::vector<int64_t>& low, std::vector<int64_t>& high) {
     while (!low.empty() && !high.empty()) {
       const int64_t to = low.back(), from = high.back();
@@ -79,7 +79,7 @@ std::tuple<Tensor, Tensor> plan_balance_cpu(Tensor num_tokens_per_expert, int64_
     low.insert(low.end(), less.begin(), less.end());
     high.insert(high.end(), more.begin(), more.end());
   }
-  // The last gives first.
+  // Sorted in ascending order, because `pair` takes the last column of `high` first.
   std::sort(high.begin(), high.end(), [&](int64_t a, int64_t b) {
     const int64_t rank_a = a / per_rank, rank_b = b / per_rank;
     if (rank_a != rank_b) {
@@ -122,7 +122,7 @@ std::tuple<Tensor, Tensor> plan_balance_cpu(Tensor num_tokens_per_expert, int64_
   return {slot_expert, slot_rows};
 }
 
-// Rows of an expert in the order of its slots, which a cursor walks through.
+// The slots of an expert and the room in each; `next` is the slot that is filled next.
 struct Slots {
   std::vector<int64_t> place, room;
   size_t next = 0;
@@ -166,7 +166,7 @@ Tensor split_rows_cpu(Tensor counts, Tensor slot_expert, Tensor slot_rows) {
     int64_t sum = 0, taken = 0;
     for (int64_t& r : room) {
       sum += r;
-      // In 128 bits, since rows times rows may be past 64.
+      // In 128 bits, because a product of two numbers of rows may exceed 64 bits.
       const auto upto = static_cast<int64_t>(static_cast<__int128>(sum) * totals[e] / whole);
       r = upto - taken;
       taken = upto;
@@ -175,7 +175,7 @@ Tensor split_rows_cpu(Tensor counts, Tensor slot_expert, Tensor slot_rows) {
   Tensor num_rows = new_empty(c, {num_ranks, num_places});
   int64_t* out = data<int64_t>(num_rows);
   std::fill(out, out + num_ranks * num_places, 0);
-  // First all that may stay.
+  // First, rows stay on their rank as far as its slots have room.
   std::vector<int64_t> left(count, count + num_ranks * num_experts);
   for (int64_t e = 0; e < num_experts; ++e) {
     for (size_t i = 0; i < slots[e].place.size(); ++i) {

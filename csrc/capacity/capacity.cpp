@@ -37,7 +37,7 @@ CapacityOptions check_limit_capacity(
     check_dim(op, "ranked_idx", *ranked_idx, 2, "[T, R]");
     check_size(op, "ranked_idx", *ranked_idx, 0, topk_idx.size(0), "the tokens of topk_idx");
   }
-  // Groups beyond the tokens are empty.
+  // More groups than tokens would be empty.
   const int64_t num_tokens = topk_idx.size(0), groups = std::min(num_groups, std::max(num_tokens, int64_t{1}));
   return {num_experts, capacity, groups, topk_idx.size(1) * ((num_tokens + groups - 1) / groups)};
 }

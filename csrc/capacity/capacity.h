@@ -1,4 +1,4 @@
-// Capacity: the argument checks that both backends share.
+// Capacity: argument checks, which both backends share.
 #pragma once
 
 #include <cstdint>
@@ -12,10 +12,10 @@ struct CapacityOptions {
   int64_t num_experts;
   int64_t capacity; // of each expert in each group
   int64_t num_groups;
-  int64_t slots_per_group; // of K ceil(T / G); the last groups have fewer
+  int64_t slots_per_group; // K ceil(T / G); the last groups may have fewer
 };
 
-// Checks everything that needs no look at the data.
+// Check everything that can be checked without reading the data, which may be on a device.
 CapacityOptions check_limit_capacity(
     const Tensor& topk_idx, // [T, K]
     int64_t num_experts, int64_t capacity,

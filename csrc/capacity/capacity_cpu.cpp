@@ -1,5 +1,5 @@
-// CPU side of the capacity limit: a walk over the slots of a group in the order of their priority, and a second one
-// over those that found no room. Groups do not see each other and go to different threads.
+// CPU side of the capacity limit: one pass over the slots of a group in the order of their priority, and a second pass
+// over the refused slots. Groups are independent and run in different threads.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -26,7 +26,7 @@ struct Slots {
   int64_t num_slots;
 };
 
-// The token's best expert that has room and none of its slots, or -1.
+// Return the token's best ranked expert that has room and is in none of its slots, or -1.
 int64_t next_expert(const Slots& slots, int64_t token, const std::vector<int64_t>& room) {
   const int64_t* own = slots.out + token * slots.top_k;
   for (int64_t r = 0; r < slots.num_ranked; ++r) {
@@ -38,7 +38,7 @@ int64_t next_expert(const Slots& slots, int64_t token, const std::vector<int64_t
   return -1;
 }
 
-// Returns how many slots of the group are dropped.
+// Limit a group. Returns the number of its slots that are dropped.
 int64_t limit_group(const Slots& slots, int64_t group, const CapacityOptions& options) {
   std::vector<int64_t> room(options.num_experts, options.capacity), refused;
   const int64_t begin = group * options.slots_per_group;
@@ -76,7 +76,8 @@ void check_values(const char* name, const Tensor& idx, int64_t bound) {
       (bad - values) / idx.size(1), ", column ", (bad - values) % idx.size(1));
 }
 
-// A slot outside of its group would race with another thread.
+// Throw unless each group's part of `order` names each of its slots once. A slot of another group would race with
+// another thread.
 void check_order(const Tensor& order, int64_t per_group) {
   const int64_t* slots = data<int64_t>(order);
   std::vector<bool> seen(order.numel(), false);

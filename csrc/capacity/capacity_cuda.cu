@@ -1,4 +1,4 @@
-// CUDA side of the capacity limit: allocates and launches; never waits for the device.
+// CUDA side of the capacity limit: allocates and launches, and never waits for the device.
 #include <tuple>
 
 #include "capacity/capacity.h"

@@ -1,8 +1,8 @@
-// Capacity: the slots are put into the order they are served, with one number for each (group, expert); the tables of
-// the permutation then rank them, and those without a row are taken back.
-// Rerouting serves the refused slots one by one, since each takes room from the next: one warp a group finds the
-// refused ones 32 at a time and, for each, its first ranked expert with room 32 at a time. What room is left is in
-// shared memory; when there is none, the rest is dropped without a look.
+// Kernels of the capacity limit. Slots are gathered in the order of service, with one number for each (group, expert).
+// The tables of the permutation then rank them, and slots without a row are refused.
+// Rerouting serves the refused slots one by one, because each takes room from the next. One warp for each group finds
+// refused slots 32 at a time, and for each slot its first ranked expert with room, testing 32 experts at a time. The
+// room left is in shared memory. When no room is left, the remaining slots are dropped at once.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -27,17 +27,17 @@ struct Slots {
   int num_ranked;
   int num_experts;
   int num_groups;
-  int per_group; // slots of a group; the last ones have fewer
+  int per_group; // slots of a group; the last groups may have fewer
   int64_t capacity;
 
-  // -1 for an order that points outside.
+  // The i-th slot in the order of service; -1 if `order` points outside.
   __device__ __forceinline__ int slot(int64_t i) const {
     const int64_t s = order == nullptr ? i : order[i];
     return s >= 0 && s < num_slots ? static_cast<int>(s) : -1;
   }
 };
 
-// pairs [T K] = group * E + expert in the order of service, or -1.
+// pairs [T K] = group * E + expert in the order of service, or -1 for no expert.
 template <bool kCheck>
 __global__ void gather_pairs_kernel(Slots slots, int* __restrict__ pairs) {
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < slots.num_slots;
@@ -54,7 +54,7 @@ __global__ void gather_pairs_kernel(Slots slots, int* __restrict__ pairs) {
   }
 }
 
-// out = idx where the slot has a row, else -1.
+// out = idx if the slot has a row, else -1.
 static __global__ void mark_slots_kernel(Slots slots, const int64_t* __restrict__ row_of_slot) {
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < slots.num_slots;
        i += int64_t{gridDim.x} * blockDim.x) {
@@ -65,7 +65,7 @@ static __global__ void mark_slots_kernel(Slots slots, const int64_t* __restrict_
   }
 }
 
-// The first ranked expert of a token with room and in none of its slots, or -1; the same in every lane.
+// Returns the first ranked expert of a token that has room and is in none of its slots, or -1, in every lane.
 __device__ __forceinline__ int next_expert(const Slots& slots, const int* room, int64_t token) {
   const int64_t* const own = slots.out + token * slots.top_k;
   for (int base = 0; base < slots.num_ranked; base += kWarpSize) {
@@ -83,7 +83,7 @@ __device__ __forceinline__ int next_expert(const Slots& slots, const int* room, 
   return -1;
 }
 
-// rerouted [groups]: slots that found another expert. One warp a group.
+// rerouted [groups]: number of slots that found another expert. One warp for each group.
 static __global__ void __launch_bounds__(kWarpSize)
     reroute_kernel(Slots slots, const int64_t* __restrict__ num_kept, int* __restrict__ rerouted) {
   MOE_DYNAMIC_SHARED(int, room);
@@ -135,9 +135,9 @@ static __global__ void subtract_rerouted_kernel(
   }
 }
 
-// Scratch of a call.
+// Scratch memory of a call.
 struct Workspace {
-  permutation::Tables tables; // of T K slots and G E experts
+  permutation::Tables tables; // for T K slots and G E experts
   int* pairs;                 // [T K]
   int* rerouted;              // [G]
   void* sort;                 // tables_workspace_bytes of the plan

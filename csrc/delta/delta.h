@@ -1,4 +1,4 @@
-// Deltas of tensors: the argument checks.
+// Deltas of tensors: argument checks.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace moe_ext::delta {
 
-// Refuses a payload of `size` bytes for numel elements by what its readers found.
+// Throw the error of a verdict on a payload of `size` bytes for numel elements, unless the payload is sound.
 void check_verdict(const char* op, const Verdict& verdict, int64_t size, int64_t numel);
 void check_encode(const Tensor& x, const Tensor& base);
 void check_apply(const char* op, const Tensor& target, const Tensor& payload);

@@ -1,5 +1,5 @@
-// CPU side of deltas of tensors. Chunks are independent: each is scanned, and later applied, by one thread. A scan
-// looks at 64 bytes at a time, and at single elements only where they differ.
+// CPU side of deltas of tensors. Chunks are independent: one thread scans a chunk, or applies it. A scan compares 64
+// bytes at a time, and single elements only where these differ.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -98,7 +98,7 @@ void scan(Writer& writer, const Bits* x, const Bits* base, int64_t n, bool xored
   look_at(i, n);
 }
 
-// The chunks made by `fill(writer, chunk)`, one after the other.
+// Make a payload of the chunks that `fill(writer, chunk)` writes.
 template <typename F>
 Tensor payload_of(const Tensor& like, int64_t numel, F&& fill) {
   const int64_t chunks = num_chunks(numel);
@@ -123,7 +123,7 @@ Tensor payload_of(const Tensor& like, int64_t numel, F&& fill) {
   return payload;
 }
 
-// The chunks of a payload for a tensor of numel elements, all checked: lengths, order and places.
+// Return the chunks of a payload for a tensor of numel elements, after checking lengths, order and places.
 std::vector<Chunk> chunks_of(const char* op, const Tensor& payload, int64_t numel, int64_t item_bytes) {
   std::vector<Chunk> found(num_chunks(numel));
   const auto refuse = [&](const Verdict& verdict) { check_verdict(op, verdict, payload.numel(), numel); };

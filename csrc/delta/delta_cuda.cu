@@ -1,5 +1,5 @@
-// CUDA side of deltas of tensors: allocates, launches, and waits for what the host must know: the size of a payload,
-// the soundness of one that is read, before the first write, and hashes.
+// CUDA side of deltas of tensors: allocates and launches. It waits for values that the host must know: the size of a
+// payload, the soundness of a payload before the first write, and hashes.
 #include <cstring>
 #include <tuple>
 
@@ -16,7 +16,7 @@ namespace {
 using torch::stable::new_empty;
 using torch::stable::new_zeros;
 
-// NOTE: device-to-host sync. One element of an int64 tensor.
+// NOTE: device-to-host sync. Return one element of an int64 tensor.
 int64_t read_one(const Tensor& longs, int64_t at) {
   return *data<const int64_t>(read_back(torch::stable::narrow(const_cast<Tensor&>(longs), 0, at, 1)));
 }
@@ -35,7 +35,7 @@ class Encoder {
   uint32_t* changed() const {
     return data<uint32_t>(changed_);
   }
-  // Once the map of changes is full.
+  // Makes the payload, after the map of changes has been written.
   template <typename Bits, typename Values>
   Tensor payload(const Values& values) const {
     const Draft draft{changed(), data<Segment>(segments_), data<Header>(headers_), data<int64_t>(starts_)};
@@ -101,7 +101,7 @@ struct Chunks {
   }
 };
 
-// NOTE: device-to-host sync: nothing is written before it is known to be right.
+// NOTE: device-to-host sync. The payload must be known to be sound before the first write.
 Chunks chunks_of(const char* op, const Tensor& payload, int64_t numel, int64_t item_bytes, cudaStream_t stream) {
   static_assert(sizeof(Verdict) == 2 * sizeof(int64_t) && sizeof(Chunk) % sizeof(int64_t) == 0);
   const Tensor verdict = new_zeros(payload, {3}, ScalarType::Long);
@@ -135,7 +135,7 @@ void apply_cuda(Tensor target, Tensor payload, bool xored) {
   });
 }
 
-// NOTE: device-to-host sync. The sum modulo 2^64 of what blocks have summed up, in any order.
+// NOTE: device-to-host sync. Return the sum of the blocks' sums, modulo 2^64, in any order.
 int64_t sum_of(const Tensor& sums) {
   const Tensor told = read_back(sums);
   uint64_t sum = 0;

@@ -31,14 +31,14 @@ struct Header {
 };
 static_assert(sizeof(Header) == kHeader);
 
-// The entry that stands for unchanged elements alone.
+// The entry of the list of gaps that stands for unchanged elements only.
 MOE_HD constexpr uint32_t skip_entry(bool wide) {
   return wide ? 0xFFFFu : 0xFFu;
 }
 
 // Hash of one element at a place: the finaliser of SplitMix64 on both (Steele et al., Fast Splittable Pseudorandom
-// Number Generators, OOPSLA 2014). The hash of a tensor is the sum over its elements, so that a change costs what it
-// changes.
+// Number Generators, OOPSLA 2014). The hash of a tensor is the sum over its elements, so that an update needs only the
+// changed elements.
 MOE_HD uint64_t hash_of(uint64_t seed, uint64_t place, uint64_t bits) {
   uint64_t z = seed + place * 0x9E3779B97F4A7C15u + (bits + 1) * 0xD1B54A32D192ED03u;
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -46,14 +46,14 @@ MOE_HD uint64_t hash_of(uint64_t seed, uint64_t place, uint64_t bits) {
   return z ^ (z >> 31);
 }
 
-// One chunk of a payload, whose parts lie inside it.
+// One chunk of a payload. Its parts lie inside the payload.
 struct Chunk {
   const uint8_t* gaps;
   const uint8_t* values;
   uint32_t count, num_gaps;
   bool wide;
 
-  // Calls f(place in the chunk, address of the value), in order.
+  // Calls f(place in the chunk, address of the value) for each change, in order.
   template <typename F>
   void for_each(int64_t item_bytes, F&& f) const {
     wide ? each<uint16_t>(item_bytes, f) : each<uint8_t>(item_bytes, f);
@@ -81,11 +81,11 @@ enum Fault : int64_t { kSound = 0, kEnds = 1, kNoHeader = 2, kTooLong = 3, kPlac
 
 struct Verdict {
   int64_t fault = kSound;
-  int64_t number = 0; // the chunk, or the bytes that are too many
+  int64_t number = 0; // the faulty chunk, or the number of surplus bytes
 };
 
-// Calls found(i, chunk) for each chunk of a payload for numel elements, as far as lengths are right. Places are not
-// looked at.
+// Calls found(i, chunk) for each chunk of a payload for numel elements, up to the first fault. Checks lengths, but not
+// places.
 template <typename F>
 MOE_HD Verdict for_each_chunk(const uint8_t* bytes, int64_t size, int64_t numel, int64_t item_bytes, F&& found) {
   int64_t at = 0;

@@ -1,7 +1,8 @@
-// Writing: elements that differ become bits of a map, 32 a word. A block takes a segment of 8192 elements, a thread a
-// word of the map; a chunk has 32 segments, and a warp sums up what a lane knows of each: changes, entries, and where
-// the last change lay. Then every word knows where its entries and values go. Reading: a thread walks the headers, as
-// each says where the next one is; a block takes a chunk, and sums over its gaps tell the places.
+// Kernels of deltas. Writing: elements that differ become bits of a map, 32 in each word. A block processes a segment
+// of 8192 elements, and a thread one word of the map. A chunk has 32 segments. One warp sums over a chunk's segments,
+// one for each lane: changes, entries, and the place of the last change. Then every word knows where its entries and
+// values go. Reading: one thread walks the headers, because each header gives the place of the next. A block processes
+// a chunk, whose places are prefix sums of its gaps.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -24,17 +25,17 @@ inline int64_t num_segments(int64_t numel) {
   return ceil_div(numel, kSegment);
 }
 
-// Changes of a segment; places count from the begin of its chunk.
+// Changes of a segment. Places count from the start of its chunk.
 struct Segment {
   int32_t count;
-  int32_t skips; // entries of a byte that stand for no change, between its changes
+  int32_t skips; // one-byte entries that stand for no change, between the segment's changes
   int32_t first; // place of the first change, if there is one
-  int32_t next;  // the place behind the last one
-  // From here on what comes before it in its chunk.
+  int32_t next;  // the place behind the last change
+  // The following members are about what precedes the segment in its chunk.
   int32_t next_before;
   int32_t entries_before;
   int32_t count_before;
-  int32_t wide; // of the chunk
+  int32_t wide; // 1 if the chunk has two-byte entries
 };
 
 template <typename T>
@@ -47,7 +48,7 @@ __device__ __forceinline__ T warp_inclusive_max(T value) {
   return value;
 }
 
-// Maximum over the threads below, at least `floor`.
+// Maximum of the values of lower threads, at least `floor`.
 __device__ __forceinline__ int32_t block_exclusive_max(int32_t value, int32_t floor) {
   MOE_SHARED(int32_t, warp_tops, kThreads / kWarpSize);
   const int32_t inclusive = warp_inclusive_max(value);
@@ -60,12 +61,12 @@ __device__ __forceinline__ int32_t block_exclusive_max(int32_t value, int32_t fl
   for (int warp = 0; warp < warp_id(); ++warp) {
     below = max(below, warp_tops[warp]);
   }
-  // The next call writes the tops again.
+  // The next call overwrites `warp_tops`, which other warps may still read.
   __syncthreads();
   return below;
 }
 
-// changed [words of whole segments]: a bit where x and base differ.
+// changed [words of whole segments]: a bit is set if x and base differ.
 template <typename Bits>
 __global__ void __launch_bounds__(kThreads) compare_kernel(
     const Bits* __restrict__ x, const Bits* __restrict__ base, int64_t numel, uint32_t* __restrict__ changed) {
@@ -82,7 +83,8 @@ __global__ void __launch_bounds__(kThreads) compare_kernel(
   }
 }
 
-// changed: from zeros, a bit for each place. wrong: the first that does not ascend in [0, numel), if it is lower.
+// Sets a bit of `changed`, zeros at first, for each place. `wrong` becomes the first index whose place does not ascend
+// in [0, numel), if that is lower.
 static __global__ void __launch_bounds__(kThreads) mark_places_kernel(
     const int64_t* __restrict__ places, int64_t count, int64_t numel, uint32_t* __restrict__ changed,
     unsigned long long* __restrict__ wrong) {
@@ -91,7 +93,7 @@ static __global__ void __launch_bounds__(kThreads) mark_places_kernel(
     if (place >= numel || place < (i == 0 ? 0 : places[i - 1] + 1) || place < 0) {
       atomicMin(wrong, static_cast<unsigned long long>(i));
     } else {
-      // Places are different: a sum is an or.
+      // Places differ, so that the sum of their bits is the bitwise or.
       atomicAdd(&changed[place / kWord], 1u << place % kWord);
     }
   }
@@ -100,7 +102,7 @@ static __global__ void __launch_bounds__(kThreads) mark_places_kernel(
 // A thread's word of the map of changes.
 struct OwnWord {
   uint32_t bits;
-  int32_t start; // place in the chunk
+  int32_t start; // place of its first element in the chunk
   int32_t count;
   __device__ int32_t first() const {
     return start + __ffs(static_cast<int>(bits)) - 1;
@@ -139,7 +141,7 @@ static __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A warp a chunk: completes its segments and writes headers [chunks] and the bytes of each chunk.
+// One warp for each chunk: completes its segments, and writes headers [chunks] and the size in bytes of each chunk.
 static __global__ void __launch_bounds__(kThreads) plan_chunks_kernel(
     Segment* __restrict__ segments, int64_t num_segments, int64_t item_bytes, Header* __restrict__ headers,
     int64_t* __restrict__ sizes) {
@@ -174,7 +176,7 @@ static __global__ void __launch_bounds__(kThreads) plan_chunks_kernel(
   }
 }
 
-// A store at any address.
+// Store to, and load from, any address.
 template <typename T>
 __device__ __forceinline__ void store_bytes(uint8_t* to, const T& value) {
   uint8_t bytes[sizeof(T)];
@@ -192,11 +194,11 @@ __device__ __forceinline__ T load_bytes(const uint8_t* from) {
   return value;
 }
 
-// Values of an encoded tensor: x, or the bits that differ from base.
+// Values of an encoded tensor: x, or the bits of x xor base.
 template <typename Bits>
 struct NewValues {
   const Bits* x;
-  const Bits* base; // null where values are stored as they are
+  const Bits* base; // null if values are stored as they are
   __device__ int64_t first_of(int64_t) const {
     return 0;
   }
@@ -205,7 +207,7 @@ struct NewValues {
   }
 };
 
-// Values that are given, in the order of their places.
+// Given values, in the order of their places.
 template <typename Bits>
 struct GivenValues {
   const Bits* values;
@@ -227,7 +229,7 @@ __device__ __forceinline__ void store_entry(uint8_t* gaps, int64_t i, uint32_t e
   }
 }
 
-// The entries and values of a thread's word.
+// Writes the entries and values of a thread's word of the map.
 template <bool kWide, typename Bits, typename Values>
 __device__ __forceinline__ void write_segment(
     const OwnWord& own, const Segment& segment, int64_t chunk, const Values& values, const Header& header,
@@ -236,7 +238,8 @@ __device__ __forceinline__ void write_segment(
   int32_t total = 0;
   const int32_t count = segment.count_before + block_exclusive_scan<kThreads>(own.count, total);
   int32_t next = block_exclusive_max(own.next(), segment.next_before);
-  // Elements of a word lie nearer to each other than an entry holds.
+  // Only the first change of a word may need entries that skip, because changes within a word are close enough for one
+  // entry.
   const int32_t skips = own.count > 0 ? (own.first() - next) / kSkip : 0;
   int64_t entry = segment.entries_before + block_exclusive_scan<kThreads>(own.count + skips, total);
   uint8_t* const gaps = out + kHeader;
@@ -255,7 +258,7 @@ __device__ __forceinline__ void write_segment(
   }
 }
 
-// starts [chunks]: where each begins in the payload.
+// starts [chunks]: where each chunk begins in the payload.
 template <typename Bits, typename Values>
 __global__ void __launch_bounds__(kThreads) write_chunks_kernel(
     const uint32_t* __restrict__ changed, int64_t num_segments, const Segment* __restrict__ segments,
@@ -279,7 +282,7 @@ __global__ void __launch_bounds__(kThreads) write_chunks_kernel(
 
 // -- reading -----------------------------------------------------------------------------------------
 
-// chunks [num_chunks], counts [num_chunks] of their changes, and what is wrong. One thread.
+// Writes chunks [num_chunks], the counts [num_chunks] of their changes, and the verdict. Runs in one thread.
 static __global__ void __launch_bounds__(kWarpSize) walk_headers_kernel(
     const uint8_t* __restrict__ payload, int64_t size, int64_t numel, int64_t item_bytes, Chunk* __restrict__ chunks,
     int64_t* __restrict__ counts, Verdict* __restrict__ verdict) {
@@ -291,10 +294,10 @@ static __global__ void __launch_bounds__(kWarpSize) walk_headers_kernel(
   }
 }
 
-constexpr int kEntries = 8; // of a thread at a time
+constexpr int kEntries = 8; // that a thread reads at a time
 
-// Calls f(place in the chunk, number of the change) for each change of a chunk; all threads of the block, each for
-// some. Returns how many there are.
+// Calls f(place in the chunk, number of the change) for each change of a chunk. All threads of the block must call it,
+// and each handles some changes. Returns the number of changes.
 template <typename F>
 __device__ __forceinline__ int64_t for_each_change(const Chunk& chunk, F&& f) {
   const uint32_t skip = skip_entry(chunk.wide);
@@ -305,7 +308,7 @@ __device__ __forceinline__ int64_t for_each_change(const Chunk& chunk, F&& f) {
 #pragma unroll
     for (int j = 0; j < kEntries; ++j) {
       const int64_t i = base + int64_t{threadIdx.x} * kEntries + j;
-      // Behind the end as an entry that changes nothing.
+      // Entries behind the end are skips, which change nothing.
       gaps[j] = i >= chunk.num_gaps ? skip
                 : chunk.wide        ? load_bytes<uint16_t>(chunk.gaps + 2 * i)
                                     : uint32_t{chunk.gaps[i]};
@@ -327,7 +330,7 @@ __device__ __forceinline__ int64_t for_each_change(const Chunk& chunk, F&& f) {
   return number;
 }
 
-// Looks at the places of a payload whose headers are right. `wrong` holds the highest chunk with wrong ones, plus one.
+// Checks the places of a payload whose headers are right. `wrong` becomes 1 + the highest chunk with wrong places.
 static __global__ void __launch_bounds__(kThreads) check_places_kernel(
     const Chunk* __restrict__ chunks, int64_t numel, const Verdict* __restrict__ verdict,
     unsigned long long* __restrict__ wrong) {
@@ -355,7 +358,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// starts [chunks]: changes before each.
+// starts [chunks]: number of changes before each chunk.
 template <typename Bits>
 __global__ void __launch_bounds__(kThreads) unpack_kernel(
     int64_t numel, const Chunk* __restrict__ chunks, const int64_t* __restrict__ starts, int64_t* __restrict__ places,
@@ -370,7 +373,7 @@ __global__ void __launch_bounds__(kThreads) unpack_kernel(
   }
 }
 
-// sums [grid]: those of the blocks.
+// sums [grid]: the sum of each block.
 __device__ __forceinline__ void store_block_sum(uint64_t own, uint64_t* __restrict__ sums) {
   uint64_t total = 0;
   block_exclusive_scan<kThreads>(own, total);
@@ -411,12 +414,12 @@ __global__ void __launch_bounds__(kThreads) hash_kernel(
 
 // -- launches ----------------------------------------------------------------------------------------
 
-// Memory in which a payload is built.
+// Scratch memory for building a payload.
 struct Draft {
   uint32_t* changed; // [num_segments * kThreads]
   Segment* segments; // [num_segments]
   Header* headers;   // [num_chunks]
-  int64_t* starts;   // [num_chunks + 1], the bytes of all last
+  int64_t* starts;   // [num_chunks + 1]: sizes, then starts; the last is the size of the payload
 };
 
 inline Launch over_blocks(int64_t blocks, cudaStream_t stream) {
@@ -428,7 +431,7 @@ void launch_compare(const Bits* x, const Bits* base, int64_t numel, uint32_t* ch
   launch(over_blocks(num_segments(numel), stream), compare_kernel<Bits>, x, base, numel, changed);
 }
 
-// Counts and places of all chunks, from the map of changes. numel > 0.
+// Computes headers and starts of all chunks from the map of changes. numel > 0.
 inline void launch_plan(const Draft& draft, int64_t numel, int64_t item_bytes, cudaStream_t stream) {
   const int64_t segments = num_segments(numel), chunks = num_chunks(numel);
   launch(over_blocks(segments, stream), count_segments_kernel, draft.changed, segments, draft.segments);
@@ -446,12 +449,12 @@ void launch_write(const Draft& draft, int64_t numel, const Values& values, uint8
       draft.headers, draft.starts, values, payload);
 }
 
-// Memory in which a payload is read.
+// Scratch memory for reading a payload.
 struct Reading {
   Verdict* verdict;          // []
   unsigned long long* wrong; // [], zero
   Chunk* chunks;             // [num_chunks]
-  int64_t* starts;           // [num_chunks + 1]: changes before each chunk, and of all
+  int64_t* starts;           // [num_chunks + 1]: number of changes before each chunk, then of all chunks
 };
 
 inline void launch_read(
