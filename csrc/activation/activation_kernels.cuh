@@ -1,6 +1,6 @@
 // Kernels of activations, which are bound by memory. A thread computes 16 bytes of output at a time, or one element if
-// the width of a row or an address does not allow it, and loops with the stride of the grid. Backward kernels recompute
-// everything from x.
+// the width of a row or an address is not aligned. It loops over vectors with the stride of the grid. Backward kernels
+// recompute everything from x.
 #pragma once
 
 #include <cuda_runtime.h>

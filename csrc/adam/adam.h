@@ -1,4 +1,5 @@
-// Adam's step on the CPU: argument checks.
+// Adam's step on the CPU: argument checks. Throws unless tensors have equal numbers of elements, fitting dtypes and
+// separate memory.
 #pragma once
 
 #include <optional>

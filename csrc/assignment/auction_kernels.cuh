@@ -79,7 +79,7 @@ struct AuctionTask {
     const int n = static_cast<int>(shape.num_experts);
     return token < num_tokens ? scratch.value[int64_t{token} * n + (c < n ? c : c - n)] : shape.dummy_value(c);
   }
-  // Larger for the lower token.
+  // Key for ties between bids, which is larger for a lower token.
   __device__ __forceinline__ unsigned token_key(int token) const {
     return static_cast<unsigned>(num_bidders - 1 - token);
   }

@@ -1,4 +1,5 @@
-// Block attention: argument checks, which both backends share.
+// Block attention: argument checks, which both backends share. A check throws unless dtypes, shapes, devices and
+// numbers fit. None but check_range reads the elements of a tensor, which may be on a device.
 #pragma once
 
 #include <optional>

@@ -29,7 +29,7 @@ inline Extent extent_of(const Tokens& tokens, int64_t begin, int64_t end) {
 // A tile [row_begin, row_end) x [col_begin, col_end) of scores.
 struct VisibleTile {
   int64_t row_begin, row_end, col_begin, col_end;
-  bool masked; // some row does not see some key
+  bool masked; // true if some row does not see some key
 
   bool empty() const {
     return row_begin >= row_end || col_begin >= col_end;

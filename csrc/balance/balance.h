@@ -1,4 +1,5 @@
-// Balance: argument checks of plans. P ranks, E experts, S = 2 E / P slots of each rank.
+// Balance: argument checks of plans, which throw unless dtypes and shapes fit. P ranks, E experts, S = 2 E / P slots of
+// each rank.
 #pragma once
 
 #include <cstdint>

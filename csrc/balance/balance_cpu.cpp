@@ -91,7 +91,7 @@ std::tuple<Tensor, Tensor> plan_balance_cpu(Tensor num_tokens_per_expert, int64_
 
   const int64_t num_slots = 2 * per_rank;
   Tensor slot_expert = new_empty(loads, {num_ranks, num_slots}), slot_rows = new_empty(loads, {num_ranks, num_slots});
-  std::vector<std::pair<int64_t, int64_t>> moved; // expert, rows
+  std::vector<std::pair<int64_t, int64_t>> moved; // (expert, rows)
   for (int64_t rank = 0; rank < num_ranks; ++rank) {
     int64_t* expert = data<int64_t>(slot_expert) + rank * num_slots;
     int64_t* rows = data<int64_t>(slot_rows) + rank * num_slots;

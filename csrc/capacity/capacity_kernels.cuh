@@ -140,7 +140,7 @@ struct Workspace {
   permutation::Tables tables; // for T K slots and G E experts
   int* pairs;                 // [T K]
   int* rerouted;              // [G]
-  void* sort;                 // tables_workspace_bytes of the plan
+  void* sort;                 // tables_workspace_bytes(plan) bytes
 };
 
 template <bool kCheck>

@@ -7,7 +7,7 @@
 #include "common/simd.h"
 
 namespace moe_ext {
-namespace { // a copy for each instruction set: the linker must not pick one
+namespace { // internal linkage, because the linker must not share one copy between instruction sets
 
 template <typename T>
 void widen(acc_t<T>* __restrict__ out, const T* __restrict__ in, int64_t n) {

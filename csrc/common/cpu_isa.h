@@ -31,7 +31,8 @@ const Kernels& select_isa(const Kernels& portable, const Kernels& avx2, const Ke
 
 } // namespace moe_ext
 
-// Declares the three tables of a family, and defines `const Kernels& kernels()` over them.
+// Declares the tables of a family, and defines `const Kernels& kernels()`, which returns the table of the chosen
+// variant.
 #if defined(MOE_EXT_X86)
 #define MOE_EXT_SELECT_KERNELS(Kernels)                                                             \
   namespace portable {                                                                              \

@@ -21,7 +21,7 @@ enum class Stream : int64_t {
 };
 constexpr int64_t kNumStreams = 256;
 
-// Source of an operator's random numbers; on a device, pointers into its memory.
+// Source of an operator's random numbers. For kernels these are pointers to device memory.
 struct RngSource {
   const int64_t* state;     // [4] seed, layer, step, first_token; null if nothing is drawn
   const int64_t* token_idx; // [T] indices in the global batch, or null for first_token + t

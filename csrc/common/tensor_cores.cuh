@@ -41,8 +41,8 @@ __device__ __forceinline__ void wait_copies() {
   MOE_TENSOR_CORES("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
 }
 
-// Loads four matrices of 8 x 8 elements. Lane l passes the address of row l % 8 of matrix l / 8, and gets elements (l /
-// 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1) of each matrix, or of its transpose.
+// Loads four matrices of 8 x 8 elements. Lane l passes the address of row l % 8 of matrix l / 8. Of each matrix, or of
+// its transpose, it gets elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4.
 template <bool kTransposed>
 __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], const void* row) {
   if constexpr (kTransposed) {
@@ -56,9 +56,10 @@ __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], const void* row
   }
 }
 
-// c [16, 8] += a [16, 16] b [16, 8]: mma.m16n8k16. With g = lane / 4 and t = 2 (lane % 4), a thread has of a rows g,
-// g + 8, g, g + 8 at columns t, t, t + 8, t + 8 (and the next of each), of b rows t and t + 8 (and the next) of column
-// g, of c rows g, g, g + 8, g + 8 at columns t, t + 1, t, t + 1.
+// c [16, 8] += a [16, 16] b [16, 8]: mma.m16n8k16. Let g = lane / 4 and t = 2 (lane % 4). A thread's registers hold
+// a: rows g, g + 8, g, g + 8 at columns t, t, t + 8, t + 8, each with the next column;
+// b: rows t, t + 8, each with the next row, of column g;
+// c: rows g, g, g + 8, g + 8 at columns t, t + 1, t, t + 1.
 template <typename T>
 __device__ __forceinline__ void multiply_add(
     float& c0, float& c1, float& c2, float& c3, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

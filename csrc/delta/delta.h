@@ -1,4 +1,4 @@
-// Deltas of tensors: argument checks.
+// Deltas of tensors: argument checks, which throw unless dtypes, shapes and devices fit.
 #pragma once
 
 #include <cstdint>

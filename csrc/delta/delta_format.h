@@ -1,14 +1,15 @@
-// The format of a payload of a delta, on the host and on a device. Torch-free.
+// Format of the payload of a delta, on the host and on a device. Torch-free.
 //
-// A payload is a sequence of chunks of kChunk elements, the last one shorter, each
-//   u32 count      elements that changed
-//   u32 num_gaps   entries of the list of gaps
-//   u8  wide       1 where an entry has two bytes, else it has one
+// A payload is a sequence of chunks of kChunk elements, of which the last may be shorter. Each chunk has
+//   u32 count      number of elements that changed
+//   u32 num_gaps   number of entries of the list of gaps
+//   u8  wide       1 if an entry has two bytes, 0 if it has one
 //   u8[3]          zero
-//   gaps           num_gaps entries: as many elements in a row that did not change, before one that did; the largest
-//                  number that an entry holds stands for as many that did not change and none that did
+//   gaps           num_gaps entries. An entry is the number of unchanged elements in a row before a changed element.
+//   The
+//                  largest number of an entry stands for that many unchanged elements with no changed element behind.
 //   values         count elements, in the order of their places
-// and nothing else. The list is written by whichever width takes fewer bytes.
+// and nothing else. The list of gaps has the width that takes fewer bytes.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,5 @@
-// Causal depthwise convolution: argument checks, which both backends share.
+// Causal depthwise convolution: argument checks, which both backends share. A check throws unless dtypes, shapes and
+// devices fit.
 #pragma once
 
 #include "recurrence/checks.h"

@@ -25,7 +25,7 @@ struct ConvArgs {
 template <typename Acc>
 struct ConvGrads {
   const Acc* out;     // [n][kLanes], gradient of the result
-  Acc* x;             // [width - 1 + n][kLanes], added to
+  Acc* x;             // [width - 1 + n][kLanes], gradient of x, added to
   Acc *weight, *bias; // shapes as in ConvArgs, added to
 };
 

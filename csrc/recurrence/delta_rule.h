@@ -1,4 +1,4 @@
-// Gated delta rule: argument checks, which both backends share.
+// Gated delta rule: argument checks, which both backends share. A check throws unless dtypes, shapes and devices fit.
 #pragma once
 
 #include "recurrence/checks.h"

@@ -88,7 +88,7 @@ struct RuleChunk {
   Acc *sums, *beta, *carried, *to_end; // [kRuleChunk]
   int *first, *end;                    // range of each position's document within the chunk
   int last_begin;                      // begin of the last position's document
-  bool has_start;                      // a document begins within the chunk
+  bool has_start;                      // true if a document begins within the chunk
 
   __device__ __forceinline__ Acc* place(Acc* memory, int dim) {
     stride = dim + 1;
@@ -113,7 +113,7 @@ struct RuleChunk {
   }
 };
 
-// Elements of shared memory that `place` takes.
+// Number of elements of shared memory that `RuleChunk::place` uses.
 inline int64_t rule_chunk_elements(int dim) {
   return int64_t{2} * kRuleChunk * (dim + 1) + 6 * kRuleChunk;
 }
@@ -336,8 +336,8 @@ __global__ void __launch_bounds__(kRuleThreads)
   Acc* const rows = of_state + dim * columns; // rows that are added to the state
   Acc* const of_out = rows + kRuleChunk * columns;
   Acc* const of_rows = of_out + kRuleChunk * columns;
-  Acc* const scores = of_rows + kRuleChunk * columns;   // q k, decayed
-  Acc* const system = scores + kRuleChunk * kRuleChunk; // k k, decayed
+  Acc* const scores = of_rows + kRuleChunk * columns;   // q . k, times decays
+  Acc* const system = scores + kRuleChunk * kRuleChunk; // k . k, times decays
   Acc* const of_pairs = system + kRuleChunk * kRuleChunk;
   Acc* const of_sums = of_pairs + kRuleChunk * kRuleChunk;
   Acc* const of_beta = of_sums + kRuleChunk;

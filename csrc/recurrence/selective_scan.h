@@ -1,4 +1,4 @@
-// Selective scan: argument checks, which both backends share.
+// Selective scan: argument checks, which both backends share. A check throws unless dtypes, shapes and devices fit.
 #pragma once
 
 #include "recurrence/checks.h"

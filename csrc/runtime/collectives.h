@@ -17,7 +17,7 @@ namespace moe_ext::runtime {
 // Format and block of a `QuantizedCoding`.
 using Quantized = std::pair<std::string, int64_t>;
 
-// residual, server_residual, rng_state, residual_in, server_residual_in.
+// residual, server_residual, rng_state, residual_in, server_residual_in. A residual without its `_in` is also read.
 using States = std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor>;
 
 // The sum over ranks of x[N] divided by `divisor`, in place, in P shards of M elements, which travel in pieces. With

@@ -1,4 +1,4 @@
-// Derivatives of an operator, given as calls of other operators, and leaves whose gradients are added to at once.
+// Derivatives of an operator, given as calls of other operators. They may be added in place to the gradients of leaves.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -118,7 +118,7 @@ Tensors sparse_split_sum(
     load.add_(load_at(payload, sent.payload_bytes()));
   }
   const Tensor rest = messages.scratch(4 * length, out).view(at::kFloat);
-  // The sum has no residual yet. `out` is still zero and serves as the residual to read.
+  // The sum has no residual of its own. `out` is still zero, and serves as the residual to read.
   auto [values, indices] = topk_compress_(total, rest, std::min(kept, length), out.narrow(0, start, length));
   indices = indices + start;
   if (length < kept) {
