@@ -130,7 +130,8 @@ void attend(const char* op, const BlockArgs& args, const Tensor& out, const Tens
     using Acc = acc_t<T>;
     const Block<T> block(op, args, device.stream());
     const int cols = block.params.v.cols;
-    // Thread blocks for later columns of the same rows must read the old LSE, which the first column chunk overwrites.
+    // Thread blocks for other columns of the same rows must read the old LSE, which the block of the first columns
+    // overwrites.
     const Tensor before = fresh || cols <= kGroupCols ? lse : torch::stable::clone(lse);
     const bool aligned = cols % 4 == 0 && is_aligned(out.data_ptr(), kAccessBytes);
     const ForwardState<Acc> state{

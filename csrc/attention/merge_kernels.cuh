@@ -227,7 +227,7 @@ template <typename T>
 void launch_merge_into(const MergeIntoArgs<T>& args, cudaStream_t stream) {
   const RowPlan plan = plan_rows(args.rows, args.dim);
   bool aligned = quads_are_aligned(args.dim, args.out, args.out_b);
-  // A named array, because nvcc miscompiles a braced list in the range-for of a template.
+  // A named array, because nvcc fails to compile a range-for over a braced list inside a template.
   const RowStrides both[] = {args.of_out, args.of_out_b};
   for (const RowStrides& strides : both) {
     aligned = aligned && (args.batch == 1 || strides.batch % 4 == 0) && (args.heads == 1 || strides.head % 4 == 0) &&

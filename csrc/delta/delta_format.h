@@ -5,9 +5,8 @@
 //   u32 num_gaps   number of entries of the list of gaps
 //   u8  wide       1 if an entry has two bytes, 0 if it has one
 //   u8[3]          zero
-//   gaps           num_gaps entries. An entry is the number of unchanged elements in a row before a changed element.
-//   The
-//                  largest number of an entry stands for that many unchanged elements with no changed element behind.
+//   gaps           num_gaps entries: each is the number of unchanged elements in a row before a changed element. The
+//                  largest number that an entry holds stands for as many unchanged elements and no changed one.
 //   values         count elements, in the order of their places
 // and nothing else. The list of gaps has the width that takes fewer bytes.
 #pragma once

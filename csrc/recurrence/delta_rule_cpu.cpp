@@ -183,7 +183,7 @@ struct __attribute__((visibility("hidden"))) ChunkOf {
     loops().system(scratch.scores, scratch.products, scratch.pairs, beta, n);
   }
 
-  // Computes `news`: the rows N that positions add to the state, as the outer product of their key and row.
+  // Computes `news`, the rows N: each position adds the outer product of its key and its row to the state.
   void find_news(Acc* news, Acc* before) const {
     if (chunk.fresh) {
       std::fill_n(news, n * in.v_dim, Acc(0));
