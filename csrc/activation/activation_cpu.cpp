@@ -60,7 +60,7 @@ Tensor activation_backward_cpu(Tensor grad, Tensor x, std::string kind_name) {
 }
 
 // Call f(first, gate, count) for runs of `count` outputs: outputs begin at flat index `first`, their gates at flat
-// index `gate`. A run of interleaved rows may span rows; a run of concatenated rows may not.
+// index `gate`. A run may span rows if their layout is interleaved, but not if it is concatenated.
 template <typename F>
 void for_each_run(Layout layout, int64_t num_outputs, int64_t dim, int64_t bytes_per_output, F&& f) {
   if (layout == Layout::kInterleaved) {
