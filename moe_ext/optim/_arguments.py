@@ -1,4 +1,4 @@
-"""Base of the optimizers, checks that they share, and names of parameters in their messages."""
+"""Base class of the optimizers, their common checks, and parameter names for error messages."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ from moe_ext.distributed.state_dict import SavesByParameter, take_states
 _KNOWN_BACKENDS = ("nccl", "gloo", "mpi", "hccl", "compressed")
 # Arguments of DeepSpeed's optimizers that are options of parameter groups.
 _OF_GROUPS = ("lr", "bias_correction", "betas", "eps", "weight_decay", "max_grad_norm")
-# Options that say how a step is computed and a state kept, and not which step is taken.
+# Options that change the implementation of a step or the format of a state, but not its result.
 _HOW = {"foreach", "fused", "capturable", "per_expert", "float32_state"}
-# Behaviour of optimizers that lack such an option; they have nothing of the others.
+# Values that are accepted for an option which an optimizer lacks, because the optimizer always
+# behaves so. Any other option that it lacks must be off.
 _ALWAYS = {"bias_correction": True, "decoupled_weight_decay": True}
-# Arguments of the optimizers of this package.
+# Names of the constructor arguments of all optimizers of this package.
 _own_options: set[str] = set()
 
 
 @contextlib.contextmanager
 def _hooks(optimizer: Optimizer, kind: str) -> Iterator[list[dict[int, Callable[..., Any]]]]:
-    """Hooks before and after a method of torch's, which does not run them meanwhile."""
+    """Take the pre- and post-hooks of a method away, so that torch does not run them inside."""
     names = [f"_optimizer_{kind}_{when}_hooks" for when in ("pre", "post")]
     found = [vars(optimizer)[name] for name in names]
     vars(optimizer).update({name: OrderedDict() for name in names})
@@ -46,7 +47,7 @@ def _hooks(optimizer: Optimizer, kind: str) -> Iterator[list[dict[int, Callable[
 
 
 def saving(method: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    """Have hooks of `state_dict` get all of the state, and once, from a method that adds to it."""
+    """Decorate a `state_dict` that adds to torch's, so that hooks run once, on the whole state."""
 
     @functools.wraps(method)
     def call(self: Optimizer) -> dict[str, Any]:
@@ -63,7 +64,7 @@ def saving(method: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str,
 
 
 def loading(method: Callable[..., None]) -> Callable[..., None]:
-    """The same of hooks of `load_state_dict`, from a method that keeps some of it from torch."""
+    """Decorate a `load_state_dict` that gives torch a part, so that hooks get the whole state."""
 
     @functools.wraps(method)
     def call(self: Optimizer, state_dict: dict[str, Any], **options: Any) -> None:
@@ -82,11 +83,11 @@ def loading(method: Callable[..., None]) -> Callable[..., None]:
 class CheckedOptimizer(Optimizer):
     """Base of all optimizers here: refuses options that it would ignore.
 
-    A group, or a state, may bring an option of another optimizer, such as ``maximize``. One that is
-    off is no matter, and one that no optimizer has is the user's own.
+    A parameter group or a state may have an option of another optimizer, such as ``maximize``. The
+    option is ignored if it is off, and also if no optimizer has it: it is then the user's own.
     """
 
-    # Its name in messages.
+    # Name of the class, for error messages.
     _op = ""
 
     def __init_subclass__(cls) -> None:
@@ -96,12 +97,12 @@ class CheckedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         if isinstance(self, SavesByParameter):
-            # The ranks' group, and what this rank keeps for all parameters at once.
+            # A copy would lack the process group and the buffers outside `state`.
             refuse_copy(self._op)
         return super().__getstate__()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, with options of its own.
+        """Add a parameter group, which may have its own options.
 
         Raises:
             ValueError: an option or a parameter does not fit; nothing has changed.
@@ -116,17 +117,17 @@ class CheckedOptimizer(Optimizer):
                 raise ValueError(f"{self._op}: {problem}")
 
     def _parameters(self) -> list[nn.Parameter]:
-        """The parameters of all groups, in the order of their numbers in a state."""
+        """Return the parameters of all groups, in the order of their numbers in a state."""
         return [p for group in self.param_groups for p in group["params"]]
 
     def _named(self) -> Iterator[tuple[nn.Parameter, int, str]]:
-        """The same, each with the number of its group and its name in messages."""
+        """Yield each parameter, the number of its group, and its name for error messages."""
         for number, group in enumerate(self.param_groups):
             for index, parameter in enumerate(group["params"]):
                 yield parameter, number, label(group, number, index)
 
     def _trained(self) -> list[Trained]:
-        """The parameters that have a gradient, in order.
+        """Return the parameters that have a gradient, in order.
 
         Raises:
             TypeError: a gradient is not dense, or a parameter is not of a real floating-point type.
@@ -149,7 +150,7 @@ class CheckedOptimizer(Optimizer):
         return found
 
     def _problem_of(self, parameter: Tensor, group: dict[str, Any], name: str) -> str | None:
-        """The problem of a parameter of a group, by its name in messages; None without any."""
+        """Return the reason to refuse a parameter of a group, as text; None if it fits."""
         if "per_expert" in self.defaults and group["per_expert"] and parameter.dim() < 1:
             return (
                 "expected parameters of a group with per_expert=True to have a first dimension of "
@@ -159,11 +160,11 @@ class CheckedOptimizer(Optimizer):
 
     @loading
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state; options that it does not have stay as they are.
+        """Continue from a state. Options that the state lacks keep their values.
 
         Raises:
             ValueError: the state has an option that this optimizer does not know, or one that is
-                out of range, or other numbers of parameters; nothing has changed.
+                out of range, or another number of parameters; nothing has changed.
         """
         self._check_groups(state_dict["param_groups"])
         before = self.param_groups
@@ -175,13 +176,12 @@ class CheckedOptimizer(Optimizer):
     def _load_uncast(
         self, saved: dict[str, Any], kept: Callable[[nn.Parameter, dict[str, Any], str, Any], Any]
     ) -> None:
-        """Go on from a state, of which a parameter keeps what is made of it here.
-
-        Tensors are kept from torch, which would cast them to the type of the parameter.
+        """Continue from a state, without torch's cast of tensors to the parameter's dtype.
 
         Args:
-            saved: with this rank's parts of tensors.
-            kept: makes the value of a parameter, in its group, of the name and value in `saved`.
+            saved: state that holds this rank's parts of tensors.
+            kept: called with a parameter, its group, and a name and value of `saved`; returns the
+                value to keep.
         """
         plain = {
             number: {k: v for k, v in state.items() if k == "step" or not isinstance(v, Tensor)}
@@ -194,12 +194,13 @@ class CheckedOptimizer(Optimizer):
                     self.state[parameter][name] = kept(parameter, group, name, value)
 
     def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """ValueError for an option of parameter groups that does not fit; changes nothing."""
+        """Raise ValueError for an option of parameter groups that does not fit; change nothing."""
         for given in groups:
             group = {**self.defaults, **given}
             for name in sorted((given.keys() - _HOW) & (_options_of_torch() | _own_options)):
                 value, wanted = given[name], _ALWAYS.get(name, False)
-                # torch adds this one to the defaults of every optimizer.
+                # torch adds "differentiable" to the defaults of every optimizer, so its presence
+                # there does not mean that this optimizer has the option.
                 if name in self.defaults and name != "differentiable":
                     continue
                 if name == "decoupled_weight_decay" and not group.get("weight_decay"):
@@ -215,17 +216,17 @@ class CheckedOptimizer(Optimizer):
             self._check_options(group)
 
     def _check_options(self, group: dict[str, Any]) -> None:
-        """ValueError for options out of their range."""
+        """Raise ValueError for options out of their range."""
 
 
 def options_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of parameter groups: the arguments of a constructor, as `locals()` has them."""
+    """Pick the options of parameter groups from the `locals()` of a constructor."""
     others = ("self", "params", "__class__")
     return {name: value for name, value in arguments.items() if name not in others}
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
-    """The loss that the closure of a step returns; None without a closure."""
+    """Call the closure of a step and return its loss; None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -233,7 +234,7 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
 
 
 def _options(cls: type[Optimizer]) -> set[str]:
-    """Arguments of an optimizer, but the parameters."""
+    """Return the names of an optimizer's arguments, except `params`."""
     return {*inspect.signature(cls).parameters} - {"params", "defaults", "args", "kwargs"}
 
 
@@ -245,7 +246,7 @@ def _options_of_torch() -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Trained:
-    """A parameter with a gradient, and where it stands."""
+    """A parameter that has a gradient, with its group and its name for error messages."""
 
     parameter: Tensor
     grad: Tensor
@@ -254,13 +255,13 @@ class Trained:
 
 
 def label(group: dict[str, Any], group_index: int, index: int) -> str:
-    """The parameter's name where the optimizer was given names, else its place."""
+    """Return the parameter's name if the optimizer was given names, else its place."""
     names = group.get("param_names")
     return repr(names[index]) if names else f"parameter {index} of group {group_index}"
 
 
 def check_positive(op: str, options: Mapping[str, Any], *names: str) -> None:
-    """ValueError unless the options of these names are finite and at least 0."""
+    """Raise ValueError unless the options of these names are finite and at least 0."""
     for name in names:
         if not 0 <= float(options[name]) < float("inf"):
             raise ValueError(
@@ -269,35 +270,36 @@ def check_positive(op: str, options: Mapping[str, Any], *names: str) -> None:
 
 
 def check_range(op: str, options: Mapping[str, Any], low: str, high: str) -> None:
-    """ValueError unless of two options one is finite and at least 0, and the other no less."""
+    """Raise ValueError unless option `low` is finite and at least 0, and `high` at least `low`."""
     check_positive(op, options, low)
     rule = f"at least {low} ({options[low]})"
     check_rule(op, high, options[high], rule, options[high] >= options[low])
 
 
 def check_betas(op: str, betas: Sequence[float], name: str = "betas") -> None:
-    """ValueError unless there are two numbers in [0, 1)."""
+    """Raise ValueError unless `betas` are two numbers in [0, 1)."""
     rows = [beta for beta in betas if isinstance(beta, Tensor) and beta.dim()]
     if len(betas) != 2 or rows or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"{op}: expected {name} to be two numbers in [0, 1), got {betas}")
 
 
 def is_own_part(parameter: Tensor) -> bool:
-    """True for a plain parameter, and for experts or columns that this rank holds a whole part of.
+    """Return True for a plain parameter, and for whole experts or columns of this rank.
 
-    FSDP2 divides such a part further; the shards of others are known to their tools alone.
+    Experts or columns that FSDP2 shards further are not whole. A DTensor of another tool is refused
+    too, because only that tool knows its shards.
     """
     place = known_shard(parameter)
     return not is_dtensor(parameter) or (place is not None and not place.is_managed(parameter))
 
 
 def placed_alike(grad: Tensor, parameter: Tensor) -> bool:
-    """True if a gradient lies over ranks as its parameter does."""
+    """Return True if a gradient is placed over ranks as its parameter is."""
     return getattr(grad, "placements", None) == getattr(parameter, "placements", None)
 
 
 def divided_within(parameter: Tensor, group: ProcessGroup | None) -> bool:
-    """True if ranks of a group hold different parts of a parameter."""
+    """Return True if ranks of a group hold different parts of a parameter."""
     if not is_dtensor(parameter) or group is None:
         return False
     ranks = parameter.device_mesh.mesh.flatten().tolist()
@@ -305,9 +307,9 @@ def divided_within(parameter: Tensor, group: ProcessGroup | None) -> bool:
 
 
 def deepspeed_options(op: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of groups among the arguments of an optimizer that has those of DeepSpeed's.
+    """Pick the options of parameter groups from arguments in the form of DeepSpeed's optimizers.
 
-    Warns of arguments that are ignored; the process group tells all that they do.
+    Arguments about the transport are ignored with a warning, because the process group defines it.
 
     Raises:
         ValueError: amsgrad, which has no compressed form.

@@ -1,4 +1,4 @@
-"""Base of the optimizers that communicate themselves."""
+"""Base class of the optimizers that exchange gradients and momenta themselves."""
 
 from __future__ import annotations
 
@@ -47,21 +47,22 @@ from moe_ext.optim._saved_states import (
     shared_state,
 )
 
-# Entries of parameter groups that count; the others are options.
+# Entries of parameter groups that are counters; all other entries are options.
 _COUNTERS = {"step", "var_counter", "var_interval", "local_step_counter", "local_step_interval"}
-# State of a parameter that depends on how ranks divide it, and is measured anew.
+# State of a parameter that depends on how ranks divide it. Checkpoints omit it, and the optimizer
+# measures it again after a load.
 _OF_THIS_RANK = ("block_sq", "looks", "filling")
-# Counter: whether means of momenta have begun to be compressed.
+# Name of the entry of a saved state that tells whether compressed steps have begun.
 _OWED = "compressed"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Bits of an integer that tell which parameters have a gradient.
+# Parameters per int64 of the message that tells which parameters have a gradient, one bit each.
 _BITS = 62
 
 
 class CompressedOptimizer(CheckedOptimizer, ABC):
     """Base of OneBitAdam, OneBitLamb and ZeroOneAdam."""
 
-    # Attributes that are options which no group has.
+    # Attributes that are options of the optimizer as a whole, so that no parameter group has them.
     _settings: tuple[str, ...] = ()
 
     def __init__(
@@ -78,24 +79,25 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
         check_rule(self._op, "block", block, "a power of two from 64 to 1024", is_power)
         rule, fits = "None, float32, bfloat16 or float16", dtype in (None, *_DTYPES)
         check_rule(self._op, "communication_data_type", dtype, rule, fits)
-        # torch adds entries of its own to `defaults`.
+        # A copy, because torch adds other entries to `defaults`.
         self._options = dict(defaults)
         self._process_group = resolve_group(group, self._op)
         self._block, self._wire_dtype = block, dtype
-        # By parameter group: a process group can be neither compared nor saved with the options.
+        # The process group of each parameter group. It is not among the options of the group,
+        # because options are compared over ranks and saved.
         self._ranks: list[ProcessGroup | None] = []
         self._made: list[Entry] = []
         self._frozen: list[Entry] = []
-        # True once ranks have compared parameters and options.
+        # True once ranks have compared shapes, dtypes and values of the parameters.
         self._compared = False
-        # Number of times that gradients are halved to fit into the type as which they travel.
+        # Number of times that gradients are halved so that they fit into the dtype of messages.
         self._halvings = 0
-        # None before the first compressed step.
+        # Empty before the first compressed step.
         self._means: list[CompressedMean] = []
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, with options of its own; before the first step."""
+        """Add a parameter group, which may have its own options; only before the first step."""
         if self._made:
             raise ValueError(f"{self._op}: expected all groups to be added before the first step")
         param_group = dict(param_group)
@@ -140,14 +142,14 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
             closure: evaluates the model again and returns the loss.
 
         Returns:
-            What the closure returned.
+            The loss that the closure returned; None without a closure.
 
         Raises:
             ValueError: on every rank, with nothing changed: a gradient of any rank is NaN or
                 infinite, or steps, options or parameters differ between ranks.
-            TypeError: on every rank, with nothing changed: a parameter is a DTensor, other than
-                experts over ranks, or of a type that is not supported, or a gradient is sparse or
-                placed unlike its parameter.
+            TypeError: on every rank, with nothing changed: a parameter is a DTensor but not experts
+                over ranks, or has an unsupported dtype, or a gradient is sparse or placed unlike
+                its parameter.
             RankFailureError: a rank died or did not answer; parameters and moments are as before.
         """
         loss = loss_of(closure)
@@ -168,17 +170,17 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
 
     @abstractmethod
     def _is_dense(self) -> bool:
-        """True if the next step sends gradients as they are."""
+        """Return True if the next step sends gradients uncompressed."""
 
     @property
     def steps_taken(self) -> int:
         """Number of steps since the start of the training."""
         return int(self.param_groups[0]["step"])
 
-    # -- what ranks tell each other before a step
+    # -- agreement of ranks before a step
 
     def _entries(self) -> list[Entry]:
-        """All trained parameters, in an order that does not change."""
+        """Return an entry for each parameter that requires gradients; the order is fixed."""
         if not self._made:
             found: list[Entry] = []
             for parameter, index, name in self._named():
@@ -190,7 +192,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
         return self._made
 
     def _agree(self, entries: list[Entry]) -> None:
-        """Check that all ranks take the same step of finite gradients, and who has which."""
+        """Check that all ranks take the same step, and learn which gradients any rank has."""
         first, common = not self._compared, self._process_group
         self._halvings = 0
         try:
@@ -221,12 +223,12 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
             entry.grad = None if grad is None else local_part(grad).float()
 
     def _facts(self, entries: list[Entry], first: bool) -> dict[str, object]:
-        """Facts of a step that have to be equal on every rank, without options."""
+        """Return the facts of a step, except options, that must be equal on every rank."""
         signature, values = "", 0
         if first:
             signature = "\n".join(f"{tuple(e.part.shape)} {e.parameter.dtype}" for e in entries)
         if first and group_size(self._process_group) > 1:
-            # Only what all ranks hold alike can be compared by value.
+            # Values are compared only for parameters of which all ranks hold equal copies.
             shared = [e for e in entries if e.ranks is self._process_group and not e.is_apart]
             values = fingerprint([(e.label, e.part) for e in shared])
         return {
@@ -239,7 +241,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
         }
 
     def _check_step(self, entries: list[Entry]) -> None:
-        """Raise the error that keeps this rank from taking the step."""
+        """Raise the error, if any, that prevents this rank from taking the step."""
         for entry in self._frozen:
             if entry.parameter.requires_grad:
                 raise ValueError(
@@ -269,9 +271,9 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
         if not present:
             return
         norms = torch.stack(torch._foreach_norm([g for _, g in present], 2, dtype=torch.float32))
-        # NOTE: device-to-host sync: a step that must not be taken is known only then.
+        # NOTE: device-to-host sync: NaN must raise on the host before a parameter changes.
         for (entry, grad), norm in zip(present, norms.tolist(), strict=True):
-            # Squares of finite elements may overflow.
+            # The norm of finite elements may be infinite, because squares overflow.
             if not math.isfinite(norm) and is_nonfinite(grad):
                 raise ValueError(
                     f"{self._op}: expected gradients to be finite, got NaN or infinity for "
@@ -287,17 +289,17 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
     # -- compressed means
 
     def _flat_means(self) -> list[CompressedMean]:
-        """The flat tensors of entries, one for each group of ranks and device; made once."""
+        """Return the flat tensors of entries, one per group of ranks and device; made once."""
         if not self._means:
             compressed = [entry for entry in self._entries() if entry.is_compressed]
             self._means = [CompressedMean(m, self._block) for m in alike(compressed, "device")]
         return self._means
 
     def flush(self) -> None:
-        """Bring what all ranks owe into the moments, by one dense all-reduce of it, on all ranks.
+        """Add the compression errors of all ranks to the moments by a dense all-reduce; collective.
 
-        Afterwards ranks are synchronised and nothing is owed: the state is that of any rank. Save
-        it, and go on with any number of ranks.
+        Afterwards ranks are synchronised and all errors are zero, so the state is the same on every
+        rank. Saved now, it can be loaded by any number of ranks.
 
         Raises:
             RankFailureError: a rank died or did not answer.
@@ -306,7 +308,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
             for mean in self._means:
                 owed_N = mean.errors()
                 for entry, error in mean.by_entry(owed_N):
-                    # Momenta of local steps, which have not travelled yet.
+                    # Local steps of 0/1 Adam collect momenta here that no rank has sent yet.
                     if "momentum_accumulator" in entry.state:
                         error.add_(entry.state["momentum_accumulator"])
                 all_reduce_(owed_N, mean.group, operation=self._op).div_(mean.size)
@@ -314,7 +316,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
                 mean.clear_errors()
 
     def _pay(self, owed: Sequence[tuple[Entry, Tensor]]) -> None:
-        """Take in the mean over ranks of what they owe."""
+        """Add the mean over ranks of their errors to the moments."""
         for entry, error in owed:
             entry.state["exp_avg"].add_(error)
 
@@ -322,12 +324,12 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
 
     @saving
     def state_dict(self) -> dict[str, Any]:
-        """The state of all ranks, of torch's form, for any number of ranks; all must call it.
+        """Return the state of all ranks in torch's form, for any number of ranks; collective.
 
-        What optimizers hold of experts over ranks is shown as the model shows these, by DTensors
-        for `torch.distributed.checkpoint`. ``state[i]["owed"]`` is the mean over ranks of what they
-        owe for parameter i, of which every rank that loads owes as much: its sum over ranks, in
-        units of their mean, is what it was. After `flush` nothing is owed, and nothing is sent.
+        The state of experts over ranks has DTensors for `torch.distributed.checkpoint`, as the
+        model's `state_dict` has. ``state[i]["owed"]`` is the mean over ranks of their compression
+        errors for parameter i. Each rank that loads takes this mean as its error, so that the mean
+        over ranks stays the same. After `flush` errors are zero, and nothing is sent.
 
         Raises:
             ValueError: ranks are between two synchronisations.
@@ -349,8 +351,9 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
     def _with_all_entries(
         self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]
     ) -> dict[str, Any]:
-        """A state with the same names in every phase: what a checkpoint loads are those it has."""
-        # torch's checkpoints put numbers, other than tensors, under keys that are no integers.
+        """Add missing entries, because a checkpoint loads only the names that the state has."""
+        # torch's checkpoints load tensors in place, but write a plain number under the text of its
+        # keys, "0" instead of 0.
         found = {
             name: torch.tensor(value) if isinstance(value, int | float) else value
             for name, value in state.items()
@@ -360,10 +363,10 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
         return found
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """The state of this rank: of torch's form, with what this rank owes.
+        """Return the state of this rank, in torch's form, with this rank's compression errors.
 
-        ``state[i]["worker_error"]`` belongs to parameter i; ``compression`` holds the errors of
-        this rank's shard. Save it on every rank, to go on with the same bits on as many.
+        ``state[i]["worker_error"]`` is the error of parameter i; ``compression`` holds the errors
+        of this rank's shard. Saved on every rank, it continues a run of as many ranks bit for bit.
         """
         found = super().state_dict()
         found["state"] = {index: dict(state) for index, state in found["state"].items()}
@@ -378,15 +381,16 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
 
     @loading
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned anywhere, or `rank_state_dict` on this rank.
+        """Continue from `state_dict()` of any rank, or from `rank_state_dict()` of this rank.
 
-        States of Adam fit any number of ranks, too. For the states of the ranks of another number
-        see `load_rank_states`. Where both have names of parameters, states go by them.
+        States of Adam fit any number of ranks, too. Rank states of another number of ranks need
+        `load_rank_states`. Parameters are matched by name if the state and the optimizer have
+        names.
 
         Raises:
-            ValueError: the state is one of a rank that owes something, and of another rank or
-                number of ranks, or of another order of the parameters, or has lost what the ranks
-                owe for their shards; or it is of parameters with other names. Nothing has changed.
+            ValueError: the state has compression errors, but is of another rank, number of ranks or
+                order of parameters, or lacks the errors of shards; or its parameters have other
+                names. Nothing has changed.
         """
         state_dict = by_name(self._op, self.param_groups, state_dict)
         check_whole(self._op, state_dict)
@@ -410,15 +414,15 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
                 mean.load_rows(states)
 
     def load_rank_states(self, states: Sequence[dict[str, Any]]) -> None:
-        """Go on from the states of all ranks of a run with another number of ranks.
+        """Continue from the states of all ranks of a run with another number of ranks.
 
-        Rank j takes over what ranks j, j + P', ... of the old run owe, times P' / P: what the mean
-        over ranks is owed stays the same. Experts, and what they owe, come from the old ranks that
-        held the same ones: their replicas may be more or fewer, if they are divided over as many
-        ranks as they were.
+        With P old and P' new ranks, rank j takes over the compression errors of old ranks j,
+        j + P', ... times P' / P, so that the mean over ranks stays the same. States and errors of
+        experts come from old ranks that held the same experts. The number of replicas of experts
+        may change, but not the number of ranks over which they are divided.
 
         Args:
-            states: what `rank_state_dict` returned on each rank, in the order of ranks.
+            states: results of `rank_state_dict` on each rank, in the order of ranks.
 
         Raises:
             ValueError: the states are not those of all ranks, each once, in order; or experts were
@@ -445,10 +449,11 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
                 mean.load_rows(merged["state"])
 
     def checkpoint_state(self) -> tuple[dict[nn.Parameter, dict[str, Any]], dict[str, int]]:
-        """State that ranks with the same parameters share; see `moe_ext.distributed.checkpoint`.
+        """Return state that is equal on ranks with the same parameters; collective.
 
-        ``owed`` in the state of a parameter is the mean over ranks of what they owe, by one
-        all-reduce; this optimizer goes on owing what it did.
+        See `moe_ext.distributed.checkpoint`. ``owed`` in the state of a parameter is the mean over
+        ranks of their compression errors, by one all-reduce. The errors of this optimizer do not
+        change.
 
         Raises:
             ValueError: ranks are between two synchronisations.
@@ -474,14 +479,14 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
         return found, counters
 
     def tensors_to_load(self, owing: bool) -> tuple[dict[nn.Parameter, dict[str, Any]], object]:
-        """Tensors to read a checkpoint into, by parameter, and what holds some of them.
+        """Return tensors to read a checkpoint into, by parameter, and the owners of some of them.
 
         Args:
-            owing: the checkpoint has what ranks owe.
+            owing: whether the checkpoint has compression errors.
 
         Returns:
-            The state of each parameter; and what `load_checkpoint_state` takes beside it. Nothing
-            here has changed until then.
+            The state of each parameter, and the `holders` for `load_checkpoint_state`. The
+            optimizer does not change before that call.
         """
         found = {p: dict(self.state.get(p, {})) for p in self._parameters()}
         if not owing:
@@ -504,12 +509,12 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
         counters: Mapping[str, int],
         holders: Any = None,
     ) -> None:
-        """Go on from what `checkpoint_state` returned; each rank owes the mean of what all owed.
+        """Continue from the result of `checkpoint_state`; the mean error becomes each rank's error.
 
         Args:
-            states: of the parameters; their tensors are kept.
+            states: states of the parameters; their tensors are kept, not copied.
             counters: see `checkpoint_state`.
-            holders: of some of the tensors, see `tensors_to_load`.
+            holders: owners of some of the tensors, from `tensors_to_load`.
         """
         numbers = {p: i for i, p in enumerate(self._parameters())}
         saved = {**super().state_dict(), "state": {numbers[p]: s for p, s in states.items()}}
@@ -522,8 +527,9 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
     def _load_state_of_all(
         self, saved: dict[str, Any], *, copy: bool = True, means: Any = None
     ) -> None:
-        """Go on from a state of all ranks, of which this has its part, or from one of Adam."""
-        # For any parameter: all ranks must take the next step alike.
+        """Continue from this rank's part of a state of all ranks, or from a state of Adam."""
+        # One group with the flag decides for all groups, because all ranks must take the next step
+        # in the same way.
         compressed = any(group.get(_OWED, False) for group in saved["param_groups"])
         if compressed and not any(saved["state"].values()):
             raise ValueError(
@@ -542,11 +548,12 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
                 mean.load_mean(saved["state"])
 
     def _load_shared(self, state_dict: dict[str, Any], *, copy: bool = True) -> None:
-        """All but the errors."""
+        """Load everything but the compression errors."""
         masks = [group.get("exp_avg_mask") for group in self.param_groups]
         private = ["worker_error", "touched_rows", "owed"]
         if state_dict.get("compression", {}).get("block", self._block) != self._block:
-            # Means of other blocks: how far gradients grow is measured anew.
+            # These means are per block of another size, so the growth of gradients is measured
+            # again.
             private += ["block_sq", "looks"]
         plain = {
             index: {key: value for key, value in state.items() if key not in private}
@@ -559,25 +566,26 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
                 return int(value)
             if not isinstance(value, Tensor):
                 return self.state[parameter][name]
-            # The parameter's dtype may be shorter than float32.
+            # States keep at least float32, also for parameters of 16 bits.
             dtype = torch.promote_types(value.dtype, torch.float32)
             return local_part(value.detach()).to(parameter.device, dtype, copy=copy)
 
         self._load_uncast({**state_dict, "state": plain}, kept)
         for group, mask in zip(self.param_groups, masks, strict=True):
-            # Optimizers of torch and DeepSpeed count in the state of each parameter.
+            # Optimizers of torch and DeepSpeed count steps in the state of each parameter instead.
             steps = [self.state[p].get("step", 0) for p in group["params"] if p in self.state]
             group.setdefault("step", int(max(steps, default=0)))
             if mask is not None:
                 group["exp_avg_mask"] = mask
         self._made, self._means = [], []
         self._entries()
-        # A rank that alone has loaded would send another message than those that have not.
+        # A rank that alone has loaded a state would send other messages than the rest. Ranks
+        # compare this flag before the next step, and raise on a difference.
         self._compared = False
 
 
 def _all_options(optimizer: CompressedOptimizer) -> dict[str, object]:
-    """Options that must be equal on all ranks, by name; a list of one for each group."""
+    """Return the options that must be equal on all ranks; lists have one value per group."""
     groups = optimizer.param_groups
     found: dict[str, object] = {name: [g[name] for g in groups] for name in optimizer._options}
     found["lr"] = [float(group["lr"]) for group in groups]
@@ -600,7 +608,7 @@ def _unchanged_if_it_fails(optimizer: CompressedOptimizer) -> Iterator[None]:
 
 
 def _places(common: ProcessGroup | None, ranks: ProcessGroup | None) -> list[int]:
-    """Positions of the ranks of a group among those of an optimizer."""
+    """Return the positions of a parameter group's ranks among all ranks of the optimizer."""
     if common is None or ranks is None:
         return [group_rank(common)]
     places = {rank: place for place, rank in enumerate(group_ranks(common))}

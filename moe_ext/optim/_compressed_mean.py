@@ -1,7 +1,7 @@
-"""The mean over ranks of a tensor of each parameter, one bit an element, with what is owed kept.
+"""Mean over ranks of one tensor per parameter, sent as one bit per element with error feedback.
 
 Shapes: N elements of all tensors, each padded to whole blocks; M elements of a rank's shard; R rows
-of a tensor (its last dimension).
+of a tensor (along its last dimension).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moe_ext.optim._entries import Entry
 
 
 class BlockPacking(Packing):
-    """Tensors one after the other, each from a new block on: scales differ between tensors."""
+    """Tensors one after the other, each starting a new block, so that none share a scale."""
 
     def __init__(self, shapes: Sequence[torch.Size], block: int) -> None:
         super().__init__(shapes)
@@ -40,13 +40,13 @@ class BlockPacking(Packing):
 
 
 class CompressedMean:
-    """Flat copy of tensors, one a parameter, and a memory of the errors of its compression.
+    """Flat buffer with one tensor per parameter, and the errors of compressing this buffer.
 
-    A block of zeros on all ranks stays zero. Rows that share a block with others (of a
-    length that is no multiple of it) are kept zero as long as no rank had anything in them.
+    A block of zeros on all ranks stays zero. Rows whose length is no multiple of the block share
+    blocks with other rows. Such a row is kept zero until a rank has a nonzero element in it.
 
     Args:
-        entries: parameters that the same ranks hold, on one device.
+        entries: parameters on one device, of which the same ranks hold copies.
         block: elements that share a scale.
     """
 
@@ -67,15 +67,17 @@ class CompressedMean:
         self.memory.server_start = self.rank * shard
         self.memory.put("residual", torch.zeros_like(self.flat_N))
         self.memory.put("server", self.flat_N.new_zeros(shard))
-        # True if all ranks know that none of them owes anything.
+        # True if all ranks know that the errors of every rank are zero.
         self.settled = True
         self._masks: dict[int, Tensor] = {}
-        self._versions: dict[int, tuple[int, int]] = {}  # which masks these were, as last seen
-        # Elements that stay zero, padding among them, and the blocks that they share with others.
+        # Identity and version counter of each mask, to notice another mask or a write in place.
+        self._versions: dict[int, tuple[int, int]] = {}
+        # Elements that stay zero, including padding; and the blocks that also hold other elements.
         self._zeros_N: Tensor | None = None
         self._partial: PartialBlocks | None = None
-        self._watched: list[int] = []  # tensors with rows that were zero on all ranks so far
-        # Rows in which any rank had something, of tensors whose rows share blocks.
+        # Tensors with rows that were zero on all ranks so far.
+        self._watched: list[int] = []
+        # For tensors whose rows share blocks: rows in which any rank had a nonzero element.
         self.touched: dict[int, Tensor] = {
             index: torch.zeros(t.numel() // t.shape[-1], dtype=torch.bool, device=t.device)
             for index, t in enumerate(tensors)
@@ -84,18 +86,18 @@ class CompressedMean:
         self._refresh()
 
     def by_entry(self, flat_N: Tensor | None = None) -> Iterator[tuple[Entry, Tensor]]:
-        """Entries with what belongs to them of a flat tensor, of that of `views` by default."""
+        """Yield entries with their views of a flat tensor, by default `flat_N`."""
         views = self.views if flat_N is None else self.parts_of(flat_N)
         return zip(self.entries, views, strict=True)
 
     def reduce(self, operation: str) -> None:
-        """Replace what is in `views` by the mean over ranks, as far as a bit each tells it.
+        """Replace the values of `views` by their compressed mean over ranks.
 
-        What is owed afterwards is open in the memory, where a step has begun. The mean of idle
-        parameters is not used: what is owed of them stays as it is.
+        The caller has begun a step of `memory` and commits the new errors. The mean of idle
+        parameters is not used, so their errors do not change.
 
         Args:
-            operation: for messages.
+            operation: name for error messages.
 
         Raises:
             RankFailureError: a rank died or did not answer.
@@ -104,7 +106,8 @@ class CompressedMean:
         self._note_local_rows(operation)
         if self.size == 1:
             if not self.settled:
-                # Nothing is lost on the way: what was owed on other ranks arrives at once.
+                # A single rank sends nothing and loses nothing. Errors that it loaded from a run
+                # with more ranks are added in full.
                 errors = self.parts_of(self.memory.tensor("residual"))
                 for entry, view, error in zip(self.entries, self.views, errors, strict=True):
                     if not entry.is_idle:
@@ -123,7 +126,7 @@ class CompressedMean:
         else:
             padded_all_reduce_(flat_N, coding, states, self._partial, **how)
         if self._zeros_N is not None:
-            # A sign cannot say zero.
+            # A decoded sign is never zero, so zeros are restored, in the mean and in the errors.
             self.flat_N.masked_fill_(self._zeros_N, 0)
             worker_N.masked_fill_(self._zeros_N, 0)
             own = self._zeros_N[self._own]
@@ -141,28 +144,28 @@ class CompressedMean:
 
     @property
     def worker_N(self) -> Tensor:
-        """The error of this rank's own tensors, [N], in units of the sum over ranks."""
+        """Error of this rank's own tensors, [N], in units of the sum over ranks."""
         return self.memory.kept_tensor("residual")
 
     @property
     def server_M(self) -> Tensor:
-        """The error of the sum in this rank's shard, [M]."""
+        """Error of the sum in this rank's shard, [M]."""
         return self.memory.kept_tensor("server")
 
     def errors(self) -> Tensor:
-        """All that this rank owes, [N], a copy."""
+        """Return a copy of this rank's errors, [N], with the error of its shard added."""
         owed_N = self.memory.whole("residual")
         assert owed_N is not None
         return owed_N
 
     def clear_errors(self) -> None:
-        """Owe nothing."""
+        """Set all errors of this rank to zero."""
         self.worker_N.zero_()
         self.server_M.zero_()
         self.settled = True
 
     def note_rows(self, *names: str) -> None:
-        """Mark rows that are not zero in states of these names, which all ranks hold alike."""
+        """Mark rows that are not zero in states of these names, which are equal on all ranks."""
         for name in names:
             self._note_rows([entry.state.get(name) for entry in self.entries])
 
@@ -173,7 +176,7 @@ class CompressedMean:
         self._refresh()
 
     def _note_local_rows(self, operation: str) -> None:
-        """Mark rows in which any rank has something in `views`: a byte for each unmarked row."""
+        """Mark nonzero rows of `views` on any rank, by a message of one byte per unmarked row."""
         if not self._watched:
             return
         found = [
@@ -188,7 +191,8 @@ class CompressedMean:
             self._refresh()
 
     def _set_masks(self) -> None:
-        """Keep elements zero where a mask is zero: of as many elements, or one that broadcasts."""
+        """Keep elements zero where an `exp_avg_mask` is zero; its size may be equal or broadcast.
+        """
         found = {i: entry.group.get("exp_avg_mask") for i, entry in enumerate(self.entries)}
         masks = {index: mask for index, mask in found.items() if mask is not None}
         versions = {i: (id(m), 0 if m.is_inference() else m._version) for i, m in masks.items()}
@@ -197,7 +201,7 @@ class CompressedMean:
             self._refresh()
 
     def _refresh(self) -> None:
-        """Find out again what stays zero, after `touched` or the masks have changed."""
+        """Recompute which elements stay zero, after `touched` or the masks have changed."""
         self._watched = [i for i, touched_R in self.touched.items() if not bool(touched_R.all())]
         self._zeros_N = self._partial = None
         if not (self._watched or self._masks or self._is_padded):
@@ -221,7 +225,7 @@ class CompressedMean:
     # -- saved states, by number of the parameter
 
     def save(self, states: dict[int, dict[str, Any]]) -> dict[str, Any]:
-        """Put what this rank owes into states; returns what it owes for its shard."""
+        """Put this rank's errors into states, and return the error of its shard."""
         for position, (entry, error) in enumerate(self.by_entry(self.worker_N)):
             state = states.setdefault(entry.number, {})
             state["worker_error"] = error.clone()
@@ -237,7 +241,7 @@ class CompressedMean:
     def load(
         self, op: str, states: Mapping[int, Any], server: Mapping[str, Any], block: int
     ) -> None:
-        """Owe what `save` returned, in blocks of so many elements; ValueError where it misfits."""
+        """Load errors that `save` returned with this block size; ValueError if they do not fit."""
         numbers = [entry.number for entry in self.entries]
         if (server["rank"], server["world_size"]) != (self.rank, self.size):
             raise ValueError(
@@ -259,35 +263,41 @@ class CompressedMean:
     def load_rows(self, states: Mapping[int, Any]) -> None:
         """Mark the rows that `save` has put into states."""
         for position, touched_R in self.touched.items():
-            # A parameter may be new: frozen until now.
+            # A parameter that was frozen when the state was saved has no state.
             state = states.get(self.entries[position].number, {})
             if "touched_rows" in state:
                 touched_R.copy_(state["touched_rows"])
         self._refresh()
 
     def take_over(self, owed: Sequence[Mapping[int, Tensor]], num_holders: int) -> None:
-        """Owe what some of so many ranks of another run owed, for the same mean over ranks."""
+        """Add errors of some ranks of another run, scaled so that the mean over ranks is kept.
+
+        Args:
+            owed: errors of each of these ranks, by number of the parameter.
+            num_holders: ranks of the other run that held copies of the parameters.
+        """
         self.settled = False
         for of_rank in owed:
             for entry, error in self.by_entry(self.worker_N):
                 error.add_(of_rank[entry.number].to(error), alpha=self.size / num_holders)
 
     def save_mean(self, states: Mapping[nn.Parameter, dict[str, Any]], op: str) -> None:
-        """Put the mean of what all ranks owe into states of parameters, by one all-reduce."""
+        """Put the mean over ranks of their errors into states, by one all-reduce."""
         owed_N = self.errors()
         if not self.settled:
             all_reduce_(owed_N, self.group, operation=op).div_(self.size)
         for position, (entry, owed) in enumerate(self.by_entry(owed_N)):
             state = states[entry.parameter]
-            # NOTE: a DTensor of a view that begins later in memory cannot be copied.
+            # NOTE: a clone, because a DTensor of a view with a storage offset cannot be copied.
             state["owed"] = owed.clone()
-            # Ranks with shards of an expert find out anew which rows have anything.
+            # Rows of a sharded expert are not saved. Ranks mark its nonzero rows again after a
+            # load.
             others = range(1, entry.parameter.dim())
             if position in self.touched and not sharding_groups(entry.parameter, others):
                 state["touched_rows"] = self.touched[position].view(entry.part.shape[:-1])
 
     def load_mean(self, states: Mapping[int, Any]) -> None:
-        """Owe what `save_mean` has put into states, by number."""
+        """Load the errors that `save_mean` has put into states, by number of the parameter."""
         self.flat_N.zero_()
         self.server_M.zero_()
         self.settled = False
@@ -298,13 +308,13 @@ class CompressedMean:
                 touched_R = self.touched[position].fill_(False)
                 if "touched_rows" in state:
                     touched_R |= local_part(state["touched_rows"]).reshape(-1)
-        # A parameter may be new: frozen until now.
+        # A parameter that was frozen when the state was saved has no `touched_rows` there.
         self.note_rows("exp_avg_sq", "exp_avg")
         self._note_rows(self.parts_of(self.worker_N))
 
 
 def reduce_all(means: Sequence[CompressedMean], operation: str) -> None:
-    """Reduce what is in the views, all or none."""
+    """Reduce all means; on an error, no errors of any of them have changed."""
     with committing(*(mean.memory for mean in means)):
         for mean in means:
             mean.reduce(operation)

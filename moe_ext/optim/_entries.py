@@ -1,4 +1,4 @@
-"""Parameters within a step of an optimizer that sends by itself, and dense means of gradients."""
+"""Parameters within a step of an optimizer that communicates, and dense means of gradients."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Entry:
     """A parameter within a step.
 
     Attributes:
-        number: of the parameter in a state of torch's form.
-        group: its options.
-        label: its name in messages.
-        ranks: those that hold copies of it; None is this one alone.
-        optimizer: that has its state.
-        sent_dtype: the type as which an averaged gradient travels.
-        grad: of this rank, later the mean of all; None where no rank has one.
+        number: number of the parameter in a state of torch's form.
+        group: parameter group, with the options.
+        label: name for error messages.
+        ranks: ranks that hold copies of the parameter; None is this rank alone.
+        optimizer: optimizer that keeps the state of the parameter.
+        sent_dtype: dtype of the message in which its gradient is averaged.
+        grad: gradient of this rank, later the mean over ranks; None if there is none.
         active: whether any rank has a gradient.
     """
 
@@ -47,7 +47,7 @@ class Entry:
 
     @property
     def part(self) -> Tensor:
-        """The parameter, or this rank's part of one that lies over ranks."""
+        """The parameter, or this rank's part if the parameter is divided over ranks."""
         return local_part(self.parameter)
 
     @property
@@ -63,7 +63,7 @@ class Entry:
 
     @property
     def is_compressed(self) -> bool:
-        """True if its momentum may travel compressed."""
+        """True if the momentum may be sent compressed."""
         return not self.group.get("non_freeze", False) and self.part.numel() > 0
 
     @property
@@ -73,17 +73,17 @@ class Entry:
 
     @property
     def is_idle(self) -> bool:
-        """True if a step leaves the parameter and its moments alone."""
+        """True if a step changes neither the parameter nor its moments."""
         return not self.active and not self.is_apart
 
     def make(self, names: Sequence[str]) -> None:
-        """Make its buffers in float32, of zeros at first."""
+        """Add missing buffers to the state: float32 zeros."""
         for name in names:
             if name not in self.state:
                 self.state[name] = torch.zeros_like(self.part, dtype=torch.float32)
 
     def move_momentum(self, momentum: Tensor) -> None:
-        """Move a momentum on by this rank's gradient."""
+        """Update a momentum, in place, by this rank's gradient."""
         beta1 = self.group["betas"][0]
         if self.grad is None:
             momentum.mul_(beta1)
@@ -92,7 +92,7 @@ class Entry:
 
 
 def mask_problem(group: Mapping[str, Any], parameter: Tensor, name: str) -> str | None:
-    """The problem of an exp_avg_mask that does not fit a parameter, or None."""
+    """Return the reason why an exp_avg_mask does not fit a parameter, as text; None if it fits."""
     mask, shape = group.get("exp_avg_mask"), parameter.shape
     if mask is None or mask.numel() == shape.numel():
         return None
@@ -107,7 +107,7 @@ def mask_problem(group: Mapping[str, Any], parameter: Tensor, name: str) -> str 
 
 
 def clip_factor(entries: Iterable[Entry], max_norm: float) -> Tensor | None:
-    """The factor that makes the norm of the gradients `max_norm` at most; None without a bound."""
+    """Return the factor that bounds the gradients' norm; None if `max_norm` is 0, for no bound."""
     grads = [entry.grad for entry in entries if entry.grad is not None]
     if max_norm == 0 or not grads:
         return None
@@ -116,7 +116,7 @@ def clip_factor(entries: Iterable[Entry], max_norm: float) -> Tensor | None:
 
 
 def clip(entries: Sequence[Entry], max_norm: float) -> None:
-    """Scale gradients to a norm of `max_norm`, replacing them in the entries."""
+    """Clip the norm of the gradients to `max_norm`. Entries get new tensors."""
     scale = clip_factor(entries, max_norm)
     for entry in entries:
         if entry.grad is not None and scale is not None:
@@ -124,7 +124,7 @@ def clip(entries: Sequence[Entry], max_norm: float) -> None:
 
 
 def alike(entries: Iterable[Entry], name: str) -> list[list[Entry]]:
-    """Entries by the ranks that hold copies of them and by an attribute of the parameter."""
+    """Split entries into lists with equal ranks and an equal attribute of this name."""
     found: dict[tuple[int, Any], list[Entry]] = {}
     for entry in entries:
         found.setdefault((id(entry.ranks), getattr(entry, name)), []).append(entry)
@@ -139,7 +139,10 @@ def mean_over_ranks(
     dtype: torch.dtype = torch.float32,
     halvings: int = 0,
 ) -> list[Tensor]:
-    """Means of float32 tensors, which travel in one all-reduce as a type, halved so many times."""
+    """Average float32 tensors over ranks by one all-reduce, sent in `dtype`.
+
+    For the message values are halved `halvings` times, so that they fit into `dtype`.
+    """
     size = group_size(group)
     if size == 1:
         return parts

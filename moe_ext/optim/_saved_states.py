@@ -1,7 +1,7 @@
-"""Saved states of optimizers: brought to other numbers of parameters and to other ranks.
+"""Conversion of saved optimizer states to another order of parameters and to other ranks.
 
-A state has torch's form. That of an optimizer which compresses has ``compression`` beside it, whose
-``servers`` hold the errors of this rank's shards, one for each group of ranks.
+A state has torch's form. The state of an optimizer that compresses has the further entry
+``compression``. Its ``servers`` hold the errors of this rank's shards, one for each group of ranks.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ State = dict[str, Any]
 
 
 def by_name(op: str, groups: Sequence[Mapping[str, Any]], saved: State) -> State:
-    """A state with the numbers that its parameters have here; the same one where names lack.
+    """Renumber the parameters of a state by name; a state without names is returned unchanged.
 
-    A state of torch's form counts parameters, and tells their names where the optimizer was given
-    some: the order of the parameters may then be another one, and so may their groups.
+    A state of torch's form numbers its parameters. If it also has their names, the order of the
+    parameters and their groups may differ from those of the optimizer that loads.
 
     Args:
-        op: for error messages.
+        op: name of the optimizer, for error messages.
         groups: the parameter groups of the optimizer that loads.
-        saved: of torch's form.
+        saved: state of torch's form.
 
     Raises:
         ValueError: the state is of parameters with other names.
@@ -66,7 +66,7 @@ def by_name(op: str, groups: Sequence[Mapping[str, Any]], saved: State) -> State
 
 
 def _with_options(op: str, group: Mapping[str, Any], saved: Sequence[State]) -> State:
-    """A group with the options under which its parameters were saved, in groups of any number."""
+    """Return a group with the options that all its parameters had in the saved groups."""
     own = {name: group[name] for name in ("params", "param_names", "name") if name in group}
     found: list[State] = [
         {name: value for name, value in old.items() if name not in (*own, "name")}
@@ -84,7 +84,7 @@ def _with_options(op: str, group: Mapping[str, Any], saved: Sequence[State]) -> 
 
 
 def _numbers_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, int] | None:
-    """Name to number; None where a group has no names."""
+    """Map names to numbers of parameters; None if a group has no names."""
     found: dict[str, int] = {}
     for group in groups:
         if "param_names" not in group:
@@ -94,7 +94,7 @@ def _numbers_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, int] | None:
 
 
 def owes(saved: State) -> bool:
-    """True if the rank of a saved state owes anything."""
+    """Return True if a rank's saved state has nonzero errors."""
     return any(
         bool(error.any())
         for server in saved["compression"]["servers"]
@@ -103,7 +103,7 @@ def owes(saved: State) -> bool:
 
 
 def check_whole(op: str, saved: State) -> None:
-    """ValueError for a state that owes without `compression`, which torch's tools leave out."""
+    """Raise ValueError for a state with errors but no `compression`, which torch's tools drop."""
     owing = [
         index
         for index, state in saved["state"].items()
@@ -118,12 +118,12 @@ def check_whole(op: str, saved: State) -> None:
 
 
 def is_between(saved: State) -> bool:
-    """True if a state was saved while parameters differed between ranks."""
+    """Return True if a state was saved while parameters differed between ranks."""
     return any(state.get("apart", False) for state in saved["state"].values())
 
 
 def check_synchronised(op: str, saved: State, remedy: str = "") -> None:
-    """ValueError for a state from between two synchronisations."""
+    """Raise ValueError for a state that was saved between two synchronisations."""
     if is_between(saved):
         raise ValueError(
             f"{op}: expected states of synchronised ranks, got some from between two "
@@ -132,7 +132,7 @@ def check_synchronised(op: str, saved: State, remedy: str = "") -> None:
 
 
 def owed_by(saved: State) -> dict[int, Tensor]:
-    """The errors of the rank of a saved state, by number of the parameter."""
+    """Return the errors in a rank's saved state, by number of the parameter."""
     found: dict[int, Tensor] = {}
     block = saved["compression"]["block"]
     for server in saved["compression"]["servers"]:
@@ -151,7 +151,7 @@ def _worker_errors(saved: State, server: State) -> list[Tensor]:
 
 
 def check_order(op: str, states: Sequence[State]) -> None:
-    """ValueError unless the states are those of all ranks, each once, in order."""
+    """Raise ValueError unless the states are those of all ranks, each once, in order."""
     for place, state in enumerate(states):
         group_of = {
             number: index
@@ -169,7 +169,7 @@ def check_order(op: str, states: Sequence[State]) -> None:
 
 
 def _members(state: State, index: int, num_ranks: int) -> Sequence[int]:
-    """Ranks that shared a parameter group when a state was saved."""
+    """Return the ranks that held copies of a parameter group when a state was saved."""
     known = state["compression"].get("members")
     return range(num_ranks) if known is None or index >= len(known) else known[index]
 
@@ -177,17 +177,17 @@ def _members(state: State, index: int, num_ranks: int) -> Sequence[int]:
 def holders(
     op: str, states: Sequence[State], members: Sequence[Sequence[int]], num_ranks: int
 ) -> list[list[int]]:
-    """Old ranks that held the parameters of each parameter group of this rank.
+    """Find, for each parameter group of this rank, the old ranks that held its parameters.
 
     Args:
-        op: for messages.
-        states: of the old ranks, in their order.
-        members: of each parameter group, the new ranks that share it with this one.
-        num_ranks: of the new run.
+        op: name of the optimizer, for error messages.
+        states: states of the old ranks, in their order.
+        members: for each parameter group, the new ranks that hold copies, with this rank.
+        num_ranks: number of ranks of the new run.
 
     Raises:
-        ValueError: experts were divided over another number of ranks, or in a way that does not
-            tell which ones a rank held.
+        ValueError: experts were divided over another number of ranks, or in a way from which the
+            experts of a rank are not known.
     """
     found = []
     for index, mine in enumerate(members):
@@ -209,9 +209,9 @@ def holders(
 
 
 def _part(members: Sequence[int], num_ranks: int) -> tuple[int, int] | None:
-    """(which, of how many) groups that the ranks are divided into; None if that is not clear.
+    """Return (index, number of groups) if all ranks are divided into groups like this one.
 
-    Groups are neighbours, or ranks at equal distances.
+    Groups hold neighbouring ranks, or ranks at equal distances. Return None for any other group.
     """
     size, first = len(members), members[0]
     if num_ranks % size:
@@ -225,7 +225,7 @@ def _part(members: Sequence[int], num_ranks: int) -> tuple[int, int] | None:
 
 
 def shared_state(states: Sequence[State], held_by: Sequence[Sequence[int]]) -> State:
-    """The state without errors: each parameter group's from a rank that held it."""
+    """Merge states without errors, taking each parameter group from a rank that held it."""
     rows = {
         number: states[held[0]]["state"][number]
         for group, held in zip(states[0]["param_groups"], held_by, strict=True)

@@ -1,7 +1,6 @@
-"""Second moments that are frozen: zeros in them, and how far gradients have grown since.
+"""Frozen second moments: replacing their zeros, and following the growth of gradients.
 
-Shapes: S blocks of a tensor, of so many elements in the order of its indices, the last may be
-shorter.
+Shapes: S blocks of consecutive elements of a tensor; the last block may be shorter.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from torch import Tensor
 
 
 def fillings(second_moments: Sequence[Tensor]) -> list[Tensor]:
-    """Replacements for the zeros of each tensor: the mean of its positive elements, 0-d.
+    """Return a replacement for the zeros of each tensor: the mean of its positive elements, 0-d.
 
-    An element of a block with others gets momentum by the error of its neighbours; over a second
-    moment of zero it would step by that over epsilon. A tensor of zeros takes the mean of all
-    tensors, and 1 where there is none.
+    Compression gives an element some momentum through the scale that it shares with its block.
+    Divided by the root of a second moment of zero plus epsilon, this would be a huge step. A tensor
+    of zeros gets the mean over all tensors, or 1 if all are zero.
     """
     sums = [v.sum(dtype=torch.float64) for v in second_moments]
     counts = [torch.count_nonzero(v) for v in second_moments]
@@ -33,7 +32,7 @@ def fillings(second_moments: Sequence[Tensor]) -> list[Tensor]:
 
 
 def fill_zeros(second_moments: Sequence[Tensor]) -> None:
-    """Replace zeros in place."""
+    """Replace zeros of second moments in place; see `fillings`."""
     for v, filling in zip(second_moments, fillings(second_moments), strict=True):
         v.copy_(torch.where(v > 0, v, filling))
 
@@ -41,7 +40,14 @@ def fill_zeros(second_moments: Sequence[Tensor]) -> None:
 def roots(
     group: dict[str, Any], second_moments: list[Tensor], steps: list[int], *, inside: bool = False
 ) -> list[Tensor]:
-    """Roots of second moments of so many steps plus epsilon, which may be added inside of them."""
+    """Return the denominators of Adam: roots of second moments after bias correction, plus epsilon.
+
+    Args:
+        group: parameter group, for `betas`, `eps` and `bias_correction`.
+        second_moments: one tensor per parameter.
+        steps: number of updates of each second moment.
+        inside: add epsilon before the root is taken.
+    """
     corrections = [1.0] * len(steps)
     if group["bias_correction"]:
         corrections = [1 - group["betas"][1] ** step for step in steps]
@@ -56,12 +62,13 @@ def roots(
     return list(found)
 
 
-# The first means are of few gradients: a variance scaled by them would keep their noise for good.
+# Calls of `follow_squares` before it returns a growth. Earlier running means hold few gradients,
+# and their noise would stay in the variance, because it is only ever multiplied by the growth.
 _LEAST_LOOKS = 8
 
 
 def block_squares(parameter: Tensor, grad: Tensor | None, block: int) -> Tensor:
-    """Sums of squares of a gradient over its blocks, [S], float32; zeros without a gradient."""
+    """Return the sum of squares of each block of a gradient, [S], float32; zeros for None."""
     num_blocks = -(-parameter.numel() // block)
     if grad is None:
         return torch.zeros(num_blocks, device=parameter.device, dtype=torch.float32)
@@ -74,9 +81,9 @@ def block_squares(parameter: Tensor, grad: Tensor | None, block: int) -> Tensor:
 
 
 def follow_squares(state: dict[str, Any], squares_S: Tensor, beta: float) -> Tensor | None:
-    """Move the running mean of squares on; how far it has grown by that, None for too few looks.
+    """Update the running mean of squares, and return its growth per block; None in early calls.
 
-    A block that had no gradient so far has not grown.
+    The growth of a block is 1 if it had no gradient so far.
     """
     looks = state["looks"] = state.get("looks", 0) + 1
     if "block_sq" not in state:
@@ -91,5 +98,5 @@ def follow_squares(state: dict[str, Any], squares_S: Tensor, beta: float) -> Ten
 
 
 def scale_blocks(x: Tensor, factor_S: Tensor, block: int) -> None:
-    """Multiply the blocks of a tensor in place."""
+    """Multiply each block of a tensor by its factor, in place."""
     x.mul_(factor_S.repeat_interleave(block)[: x.numel()].view(x.shape))

@@ -1,4 +1,4 @@
-"""1-bit Adam: momentum that travels as signs once the variance is settled."""
+"""1-bit Adam: momentum that is sent as signs after the variance is frozen."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from moe_ext.optim._variance import (
 
 
 class OneBitAdam(CompressedOptimizer):
-    r"""AdamW that communicates, from a step on by one bit an element.
+    r"""AdamW that averages over ranks itself, with one bit per element after ``freeze_step``.
 
-    Up to ``freeze_step`` steps the gradients are averaged as they are: AdamW. From then on the
-    variance v is frozen. Every rank moves the momentum on by its own gradient and sends it as signs
+    The first ``freeze_step`` steps average uncompressed gradients and are AdamW. Afterwards the
+    variance v is frozen. Every rank updates the momentum by its own gradient and sends it as signs
     with a scale per block, keeping the error for the next step:
 
     .. math::
@@ -43,22 +43,23 @@ class OneBitAdam(CompressedOptimizer):
         \bar m = \mathrm{mean}_r\, C(m_r + e_r),\quad
         w \leftarrow (1 - \gamma \lambda) w - \gamma \frac{\bar m}{\sqrt{v} + \epsilon}
 
-    Frozen is how v differs within a block. Every ``variance_interval`` steps ranks exchange the
-    squares of their gradients, a number a block. Their running mean decays like v, and v is scaled
-    by its growth: steps stay the right size where gradients grow or shrink after the freeze. It
-    begins after eight such looks. ``variance_interval=0`` is the paper's.
+    The freeze fixes the ratios of v within a block, but not its size. Every ``variance_interval``
+    steps ranks average the squares of their gradients, one number per block. The running mean of
+    these squares decays like v, and v is scaled by its growth. Steps thus keep the right size if
+    gradients grow or shrink after the freeze. The scaling begins after eight such exchanges.
+    ``variance_interval=0`` is the algorithm of the paper.
 
     Do not reduce the gradients otherwise: use the plain module (or `ddp.no_sync()`), made from the
     same seed on every rank. A compressed step sends numel / 8 bytes of signs and 4 numel / block of
-    scales in each of two rounds; with the warm-up's share w of the steps the volume is
-    :math:`w + (1 - w) / 16` of that of 16-bit gradients, and the scales. A look adds as much as the
-    scales of one step. Parameters have the same
-    bits on all ranks after every step.
+    scales in each of two rounds. If the warm-up is a share w of all steps, the volume is
+    :math:`w + (1 - w) / 16` of that of 16-bit gradients, plus the scales. An exchange of squares
+    adds as much as the scales of one step. Parameters have the same bits on all ranks after every
+    step.
 
-    A bit cannot say zero. Blocks of zeros (experts without tokens, unused rows) stay zero. So do
-    rows that share a block with others, as long as all ranks have zeros in them. A variance of zero
-    counts as the mean of its tensor: masks (``exp_avg_mask`` in a group, taken as by DeepSpeed,
-    flat or not) are not needed.
+    A decoded sign is never zero, so zeros are treated apart. Blocks of zeros (experts without
+    tokens, unused rows) stay zero. Rows that share a block with other rows stay zero as long as
+    they are zero on all ranks. A variance of zero counts as the mean of its tensor. Masks
+    (``exp_avg_mask`` in a group, with DeepSpeed's meaning, flat or not) are therefore not needed.
 
     Args:
         params: parameters, or groups of them. A group may have ``process_group`` (the ranks
@@ -69,26 +70,26 @@ class OneBitAdam(CompressedOptimizer):
         bias_correction: correct m and v for starting at zero; the correction of v freezes with it.
         betas: decay of m and of v.
         eps: :math:`\epsilon`.
-        eps_inside_sqrt: add it to v instead.
+        eps_inside_sqrt: add :math:`\epsilon` to v, inside the root.
         weight_decay: :math:`\lambda`, decoupled.
-        max_grad_norm: bound on the norm of all gradients, 0 for none: of the averaged ones before
-            ``freeze_step``, of those of each rank after.
+        max_grad_norm: bound on the norm of all gradients, 0 for none. Before ``freeze_step`` it
+            bounds the averaged gradients, afterwards the gradients of each rank.
         amsgrad: must be False.
         cuda_aware: ignored, as ``comm_backend_name`` and ``deepspeed`` are: the process group moves
             the data.
         comm_backend_name: ignored.
-        variance_interval: steps between two looks at how far gradients have grown; 0 for none.
+        variance_interval: steps between two exchanges of squares of gradients; 0 for none.
         deepspeed: ignored.
         group: ranks that train together; None is the default group, or this process alone.
         block: elements that share a scale, a power of two from 64 to 1024.
-        communication_data_type: type of the gradients in the warm-up's all-reduce; None is that of
+        communication_data_type: dtype of the gradients in the warm-up's all-reduce; None is that of
             the parameter.
 
     Raises:
         ValueError: an option is out of range.
 
-    Moments are float32 for parameters of every type. One device-to-host synchronisation a step, to
-    know that the gradients of all ranks are finite before anything changes.
+    Moments are float32 for parameters of every dtype. Each step has one device-to-host
+    synchronisation, to check that the gradients of all ranks are finite before anything changes.
 
     Reference: Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's
     Convergence Speed, 2021 (arXiv 2102.02888), algorithm 1.
@@ -144,7 +145,8 @@ class OneBitAdam(CompressedOptimizer):
         is_dense = self._is_dense()
         compressed = [entry for entry in entries if entry.is_compressed and not is_dense]
         dense = [entry for entry in entries if is_dense or not entry.is_compressed]
-        # All messages that may fail come before the first change.
+        # All messages come before the first change of moments and parameters, so that a failed
+        # message leaves both as they were.
         squares = self._mean_squares(entries)
         average_gradients(dense, self._op, self._halvings)
         if is_dense:
@@ -167,15 +169,19 @@ class OneBitAdam(CompressedOptimizer):
             self._apply(group, members)
 
     def _freeze_variance(self, entry: Entry) -> None:
-        """Called at the first compressed step of a parameter."""
+        """Fix the number of variance updates, at the first compressed step of a parameter."""
         entry.state["var_steps"] = entry.state["var_steps"] or max(1, self.steps_taken)
 
     def _mean_squares(self, entries: list[Entry]) -> list[tuple[Entry, Tensor]]:
-        """Sums of squares of this step's gradients in each block, mean over ranks, at a look."""
+        """Return the mean over ranks of each block's squares; empty in most steps.
+
+        Only every `variance_interval`-th step exchanges them.
+        """
         interval = self.variance_interval
         if not interval or (self.steps_taken + 1) % interval:
             return []
-        # Before the freeze gradients are still unclipped.
+        # After the freeze `step` has clipped the gradients already. Before the freeze they are
+        # clipped after averaging, so the squares are scaled here.
         max_norm = self.defaults["max_grad_norm"] if self._is_dense() else 0
         scale = clip_factor(entries, max_norm)
         found: list[tuple[Entry, Tensor]] = []
@@ -188,7 +194,7 @@ class OneBitAdam(CompressedOptimizer):
         return found
 
     def _mean_momenta(self) -> dict[int, Tensor]:
-        """The new momentum of compressed entries, by id of the entry."""
+        """Reduce the new momentum of compressed entries; returned by `id` of the entry."""
         is_first, means = not self._means, self._flat_means()
         for mean in means:
             if is_first:

@@ -1,6 +1,6 @@
-"""1-bit LAMB: compressed momentum, with ratios that follow a fresh variance.
+"""1-bit LAMB: compressed momentum, with trust ratios that follow a second, unfrozen variance.
 
-Shapes: G slices of a parameter that have a ratio each, its experts or the whole.
+Shapes: G slices of a parameter with one ratio each: its experts, or the whole parameter.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from moe_ext.optim.one_bit_adam import OneBitAdam
 
 
 class OneBitLamb(OneBitAdam):
-    r"""LAMB that communicates, from a step on by one bit an element.
+    r"""LAMB that averages over ranks itself, with one bit per element after ``freeze_step``.
 
-    Up to ``freeze_step`` steps it is `LAMB`, with a running mean of the ratios c. Then momentum
-    travels as in `OneBitAdam` and the variance v of the direction r stays as it is; the ratio is
-    that mean times a factor that follows a variance which goes on, made of the gradients that the
-    averaged momentum tells:
+    The first ``freeze_step`` steps are `LAMB`, and keep a running mean of the trust ratios c.
+    Afterwards momentum is sent as in `OneBitAdam`, and the variance v of the direction r is frozen.
+    The ratio is the running mean times a factor f. This factor follows a second variance, which is
+    not frozen and is computed from the change of the averaged momentum:
 
     .. math::
         \hat g = \frac{\bar m_t - \beta_1 \bar m_{t-1}}{1 - \beta_1},\quad
@@ -37,9 +37,10 @@ class OneBitLamb(OneBitAdam):
         f = \max \frac{\sqrt{v} + \epsilon}{\sqrt{\tilde v} + \epsilon},\quad
         w \leftarrow w - \gamma\, f\, \bar c\, r
 
-    With weight decay the part of f is that of the direction without it. All of it is per tensor, or
-    per expert in groups with ``per_expert``. Momenta are not scaled to one size before they are
-    compressed: no block holds elements of two tensors, and signs do not depend on the scale.
+    With weight decay, f applies only to the share of the update's norm that the direction without
+    decay has. Ratios and factors are per tensor, or per expert in groups with ``per_expert``.
+    Unlike in the paper, momenta are not scaled to one size before compression: no block holds
+    elements of two tensors, and signs do not depend on the scale.
 
     Args:
         params: as `OneBitAdam`; a group may also have ``adapt=False``, which is `OneBitAdam` for
@@ -50,17 +51,17 @@ class OneBitLamb(OneBitAdam):
         betas: as `OneBitAdam`.
         eps: as `OneBitAdam`.
         eps_inside_sqrt: as `OneBitAdam`.
-        weight_decay: part of r.
+        weight_decay: decay, a part of r.
         max_grad_norm: as `OneBitAdam`.
-        max_coeff: bound on c.
-        min_coeff: bound on c.
+        max_coeff: upper bound on c.
+        min_coeff: lower bound on c.
         amsgrad: must be False.
         cuda_aware: ignored.
         comm_backend_name: ignored.
         coeff_beta: decay of the running mean of c; 1 / (1 - coeff_beta) should be at most
             freeze_step.
-        factor_max: bound on f.
-        factor_min: bound on f.
+        factor_max: upper bound on f.
+        factor_min: lower bound on f.
         factor_threshold: bound on the relative change of f in a step.
         deepspeed: ignored.
         group: as `OneBitAdam`.
@@ -116,7 +117,7 @@ class OneBitLamb(OneBitAdam):
         self._coefficients: list[Tensor] = []
         self._eps_inside_sqrt = eps_inside_sqrt
         options = {"max_coeff": max_coeff, "min_coeff": min_coeff, "adapt": True}
-        # `OneBitAdam` has other arguments.
+        # The constructor of `OneBitAdam` is skipped, because it takes other arguments.
         CompressedOptimizer.__init__(
             self,
             params,
@@ -137,7 +138,10 @@ class OneBitLamb(OneBitAdam):
         return super()._problem_of(parameter, group, name)
 
     def get_lamb_coeffs(self) -> list[float | list[float]]:
-        """Factors on the learning rate in the last step, a list for stacked experts."""
+        """Return each parameter's factor on the learning rate in the last step.
+
+        Stacked experts have a list of factors.
+        """
         return [c.item() if len(c) == 1 else c.tolist() for c in self._coefficients]
 
     def _freeze_variance(self, entry: Entry) -> None:
@@ -168,7 +172,8 @@ class OneBitLamb(OneBitAdam):
         return found
 
     def _load_shared(self, state_dict: dict[str, Any], *, copy: bool = True) -> None:
-        # Zeros stand for none: at the freeze, zeros are filled.
+        # A fresh variance of zeros means that the state was saved before the freeze, because the
+        # freeze replaces zeros.
         shared = {
             number: {k: v for k, v in state.items() if k != "exp_avg_sq_fresh" or bool(v.any())}
             for number, state in state_dict["state"].items()
@@ -213,7 +218,7 @@ class OneBitLamb(OneBitAdam):
             parameter.sub_(update.mul_((factor * lr).to(update.dtype)))
 
     def _remember(self, state: dict[str, Any], ratio_G: Tensor) -> None:
-        """The running mean of ratios that say something."""
+        """Update the running mean of the ratios; a ratio of exactly 1 is a default and skipped."""
         mean_G = _slice_state(state, "lamb_coeff_freeze", 0.0, ratio_G)
         moved_G = mean_G * self._coeff_beta + (1 - self._coeff_beta) * ratio_G
         mean_G.copy_(torch.where(ratio_G == 1.0, mean_G, moved_G))
@@ -221,7 +226,7 @@ class OneBitLamb(OneBitAdam):
     def _frozen_ratio(
         self, group: dict[str, Any], entry: Entry, denominator: Tensor, share_G: Tensor
     ) -> Tensor:
-        """The mean ratio of the warm-up times f."""
+        """Return the mean ratio of the warm-up times f."""
         state = entry.state
         steps = [max(state["var_steps"], state["step"])]
         real = roots(group, [state["exp_avg_sq_fresh"]], steps, inside=self._eps_inside_sqrt)[0]
@@ -235,12 +240,12 @@ class OneBitLamb(OneBitAdam):
         factor_G = factor_G.clamp(last_G * (1 - threshold), last_G * (1 + threshold))
         last_G.copy_(factor_G)
         mean_G = _slice_state(state, "lamb_coeff_freeze", 0.0, share_G)
-        # No ratio was ever other than one: a parameter of zeros, or without a gradient so far.
+        # The mean is 0 if every ratio was 1: the parameter was zero, or had no gradient so far.
         return torch.where(mean_G > 0, mean_G, 1.0) * factor_G
 
 
 def _slice_state(state: dict[str, Any], name: str, start: float, like_G: Tensor) -> Tensor:
-    """A number for each slice, as kept or as DeepSpeed saves it."""
+    """Return a state of one number per slice; DeepSpeed saves a plain number for all slices."""
     value = state.get(name, start)
     if not isinstance(value, Tensor):
         state[name] = torch.full_like(like_G, float(value))

@@ -1,4 +1,4 @@
-"""0/1 Adam: variance at ever longer intervals, local steps, and one bit between them."""
+"""0/1 Adam: ever rarer updates of the variance, local steps, and one-bit synchronisations."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _BUFFERS = ("exp_avg", "exp_avg_sq", "momentum_accumulator")
 
 
 class ZeroOneAdam(CompressedOptimizer):
-    r"""AdamW that communicates by one bit an element from the start, and later not every step.
+    r"""AdamW that sends one bit per element from the start, and later not in every step.
 
-    Every rank r moves by its own momentum and adds up how far; at a synchronisation the sums
-    travel as signs with a scale per block, and all ranks move by their mean instead:
+    Every rank r moves by its own momentum and adds up the distances. A synchronisation sends these
+    sums as signs with a scale per block, and all ranks move by the mean sum instead:
 
     .. math::
         m_r \leftarrow \beta_1 m_r + (1 - \beta_1) g_r,\quad u_r \leftarrow u_r + \gamma m_r,\quad
@@ -34,15 +34,15 @@ class ZeroOneAdam(CompressedOptimizer):
         w \leftarrow w' - \frac{\bar u}{\sqrt{v} + \epsilon},\quad
         m_r \leftarrow \frac{\bar u}{\sum \gamma},\quad u_r \leftarrow 0
 
-    with w' the weights of the last synchronisation (times those steps' weight decay).
-    Up to step ``var_freeze_step`` every step synchronises. Steps that are a multiple of the
-    variance interval average the gradients as they are instead, for both moments; the interval
-    doubles after every ``var_update_scaler`` of them. After that v stays as it is, and steps
-    synchronise that are a multiple of the local interval, which doubles after every
-    ``local_step_scaler`` steps up to ``local_step_clipper``.
+    with w' the weights of the last synchronisation (times the weight decay of the steps since).
+    Up to step ``var_freeze_step`` every step synchronises. Steps whose number is a multiple of the
+    variance interval instead average uncompressed gradients, for both moments. The interval doubles
+    after every ``var_update_scaler`` of such steps. Afterwards v is frozen, and only steps whose
+    number is a multiple of the local interval synchronise. This interval doubles after every
+    ``local_step_scaler`` steps, up to ``local_step_clipper``.
 
-    Between two synchronisations parameters differ between ranks: `synchronised` tells, and
-    `flush` makes them equal. Wiring, zeros, process groups and masks are as for `OneBitAdam`.
+    Between two synchronisations parameters differ between ranks: `synchronised` tells, and `flush`
+    makes them equal. Gradients, zeros, process groups and masks are treated as by `OneBitAdam`.
 
     Args:
         params: as `OneBitAdam`.
@@ -50,13 +50,13 @@ class ZeroOneAdam(CompressedOptimizer):
         bias_correction: correct m and v for starting at zero, v by the number of its updates.
         betas: decay of m and of v.
         eps: :math:`\epsilon`.
-        eps_inside_sqrt: add it to v instead.
-        weight_decay: decoupled.
-        max_grad_norm: as `OneBitAdam`: of averaged gradients in a step that updates v.
+        eps_inside_sqrt: add :math:`\epsilon` to v, inside the root.
+        weight_decay: decay of the weights, decoupled.
+        max_grad_norm: as `OneBitAdam`; bounds the averaged gradients in a step that updates v.
         var_freeze_step: last step that may update v.
-        var_update_scaler: updates of v between two doublings of their interval.
+        var_update_scaler: updates of v between two doublings of the variance interval.
         local_step_scaler: steps between two doublings of the local interval.
-        local_step_clipper: bound on the local interval.
+        local_step_clipper: upper bound on the local interval.
         amsgrad: must be False.
         cuda_aware: ignored.
         comm_backend_name: ignored.
@@ -108,9 +108,9 @@ class ZeroOneAdam(CompressedOptimizer):
             value = getattr(self, name)
             check_rule(self._op, name, value, "an integer of at least 1", value >= 1)
         self._eps_inside_sqrt = eps_inside_sqrt
-        # Version counters that the last local step left, of parameters that differ over ranks.
+        # Version counters of parameters after the last local step, to notice writes by others.
         self._versions: dict[Tensor, int] = {}
-        # The schedule, in the group so that it is saved with the options.
+        # The schedule is kept in the parameter groups, so that it is saved with the options.
         schedule = {"var_interval": 1, "var_counter": 0}
         schedule |= {"local_step_interval": 1, "local_step_counter": 0}
         super().__init__(
@@ -137,7 +137,7 @@ class ZeroOneAdam(CompressedOptimizer):
 
     def _check_step(self, entries: list[Entry]) -> None:
         for entry in entries:
-            # Not in a state that was loaded.
+            # No version is known after a state was loaded between two synchronisations.
             version = self._versions.get(entry.parameter)
             if entry.is_apart and version not in (None, entry.part._version):
                 raise ValueError(
@@ -150,7 +150,8 @@ class ZeroOneAdam(CompressedOptimizer):
     def _take_step(self, entries: list[Entry]) -> None:
         for entry in entries:
             state = entry.state
-            # Adam's state does not count them; a parameter frozen until now has none.
+            # A state of Adam has no `var_steps`: every step has updated v. A parameter that was
+            # frozen until now has no state, and no updates.
             state.setdefault("var_steps", self.steps_taken if state else 0)
             entry.make(_BUFFERS)
             if "filling" not in state:
@@ -166,7 +167,8 @@ class ZeroOneAdam(CompressedOptimizer):
             return
         step, first = self.steps_taken + 1, self.param_groups[0]
         kept = [entry for entry in entries if not entry.is_compressed]
-        # All messages that may fail come before the first change.
+        # All messages come before the first change of moments and parameters, so that a failed
+        # message leaves both as they were.
         average_gradients(kept, self._op, self._halvings)
         is_local = step > self.var_freeze_step
         if not is_local or step % first["local_step_interval"] == 0:
@@ -178,7 +180,7 @@ class ZeroOneAdam(CompressedOptimizer):
             self._count("local_step", self.local_step_scaler, self.local_step_clipper)
 
     def _count(self, name: str, scaler: int, most: int | None = None) -> None:
-        """Double an interval after `scaler` calls."""
+        """Double an interval after every `scaler` calls, up to `most`."""
         for group in self.param_groups:
             group[f"{name}_counter"] += 1
             if group[f"{name}_counter"] == scaler:
@@ -187,14 +189,14 @@ class ZeroOneAdam(CompressedOptimizer):
                 group[f"{name}_interval"] = doubled if most is None else min(doubled, most)
 
     def _rate(self, group: dict[str, Any]) -> float:
-        """The distance of a step by a momentum of one, before it is divided by the root of v."""
+        """Return the learning rate over the bias correction of m: the factor on m in a step."""
         lr = float(group["lr"])
         if not group["bias_correction"]:
             return lr
         return float(lr / (1 - group["betas"][0] ** (self.steps_taken + 1)))
 
     def _dense_step(self, entries: list[Entry]) -> None:
-        """A step of AdamW by averaged gradients; what is owed stays owed."""
+        """Take a step of AdamW by averaged gradients; compression errors do not change."""
         moved = [entry for entry in entries if entry.active]
         for entry in moved:
             state, (beta1, beta2) = entry.state, entry.group["betas"]
@@ -210,7 +212,7 @@ class ZeroOneAdam(CompressedOptimizer):
             self._move(entry, entry.state["exp_avg"] * self._rate(entry.group))
 
     def _local_step(self, entries: list[Entry]) -> None:
-        """Move this rank alone, and remember how far."""
+        """Take a step on this rank alone, and add its distance to `momentum_accumulator`."""
         for entry in entries:
             state, rate = entry.state, self._rate(entry.group)
             if not entry.is_apart:
@@ -225,7 +227,7 @@ class ZeroOneAdam(CompressedOptimizer):
             self._versions[entry.parameter] = entry.part._version
 
     def _synchronise(self, means: list[CompressedMean]) -> None:
-        """A local step on all ranks that ends in the same place."""
+        """Take a step, and replace the local steps since the last synchronisation by their mean."""
         for mean in means:
             for entry, view in mean.by_entry():
                 state = entry.state
@@ -245,22 +247,22 @@ class ZeroOneAdam(CompressedOptimizer):
             self._pay(moved)
 
     def _pay(self, owed: Sequence[tuple[Entry, Tensor]]) -> None:
-        """Go from the last common place by the mean of how far the ranks went."""
+        """Move from the weights of the last synchronisation by the ranks' mean distance."""
         for entry, mean in owed:
             state = entry.state
             if state.pop("apart", False):
                 entry.part.copy_(state.pop("anchor"))
             entry.part.mul_(state.pop("decay", 1.0))
             self._move(entry, mean)
-            # By the steps that this parameter took: it may have had no gradient in others. Steps at
-            # a rate of zero went nowhere, and leave the momentum as it is.
+            # `lrs` sums the rates of the steps in which this parameter had a gradient. If all these
+            # rates were zero, the distance is zero and says nothing about the momentum.
             rates = state.pop("lrs", 0.0)
             if rates > 0:
                 state["exp_avg"].copy_(mean).div_(rates)
             state["momentum_accumulator"].zero_()
 
     def _move(self, entry: Entry, distance: Tensor) -> None:
-        """Subtract a distance over the root of v."""
+        """Subtract a distance divided by the root of v from the parameter."""
         state, second = entry.state, entry.state["exp_avg_sq"]
         second = torch.where(second > 0, second, state["filling"])
         steps = [max(1, state["var_steps"])]
@@ -269,5 +271,5 @@ class ZeroOneAdam(CompressedOptimizer):
 
 
 def _decay(group: dict[str, Any]) -> float:
-    """The factor of a step's weight decay."""
+    """Return the factor on the weights by a step's weight decay."""
     return 1 - float(group["lr"]) * float(group["weight_decay"])
