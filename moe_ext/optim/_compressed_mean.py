@@ -191,8 +191,7 @@ class CompressedMean:
             self._refresh()
 
     def _set_masks(self) -> None:
-        """Keep elements zero where an `exp_avg_mask` is zero; its size may be equal or broadcast.
-        """
+        """Keep elements zero where an `exp_avg_mask`, of equal size or broadcast, is zero."""
         found = {i: entry.group.get("exp_avg_mask") for i, entry in enumerate(self.entries)}
         masks = {index: mask for index, mask in found.items() if mask is not None}
         versions = {i: (id(m), 0 if m.is_inference() else m._version) for i, m in masks.items()}

@@ -1,9 +1,9 @@
-"""Base of the optimizers that treat whole tensors or each expert alike, sharded or not.
+"""Base class of the optimizers with norms per tensor or per expert, sharded or not.
 
-A sharded parameter is a DTensor, of which each rank changes its local part; sums over the shards
-are one all-reduce for all parameters of a mesh.
+A sharded parameter is a DTensor, of which each rank changes its local part. Sums over the shards
+of all parameters of a mesh take one all-reduce.
 
-Shapes: G slices of a parameter that have a norm each: its experts on this rank, or one.
+Shapes: G slices of a parameter with one norm each: its experts on this rank, or the whole.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ T = TypeVar("T")
 class SlicedOptimizer(CheckedOptimizer, ABC):
     """Base of LAMB, LARS, Adafactor and Muon."""
 
-    # Made by the first step, since copies of an optimizer begin without.
+    # Created by the first step and not by the constructor, because a copy has no such attribute.
     _options: SummedOptions | None = None
 
     @loading
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state; by the names of the parameters, where both have names.
+        """Continue from a state. Parameters are matched by name if both sides have names.
 
-        Moments of any type become those of this optimizer's ``float32_state``. Options that the
-        state does not have, such as one of torch's optimizer, stay as they are.
+        Moments are cast to the dtype that this optimizer's ``float32_state`` demands. Options that
+        the state lacks, such as a state of torch's optimizer, keep their values.
 
         Raises:
             ValueError: the state is of parameters with other names or sizes, or has options that
@@ -60,11 +60,11 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
 
     @loading
     def take_over(self, state_dict: dict[str, Any], *, copy: bool = False) -> None:
-        """Go on from a state as `load_state_dict` does, by the numbers of the parameters.
+        """Continue from a state as `load_state_dict` does, by the numbers of the parameters.
 
         Args:
-            state_dict: of torch's form.
-            copy: False keeps tensors that are of the right type.
+            state_dict: state of torch's form.
+            copy: False keeps tensors that already have the right dtype and device.
         """
         saved = take_states(self, state_dict)
         groups = [
@@ -90,12 +90,12 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
             closure: evaluates the model again and returns the loss.
 
         Returns:
-            What the closure returned.
+            The loss that the closure returned; None without a closure.
 
         Raises:
-            ValueError: ranks that hold other shards give other options, or one of them has no
-                gradient, on all of them; parameters and moments are as before. On a device with
-                streams a later step may tell.
+            ValueError: on all ranks with shards of the parameters: their options differ, or one of
+                them lacks a gradient. Parameters and moments are as before. On a device with
+                streams a later step may raise the error.
             RankFailureError: a rank that holds other shards died or did not answer; parameters
                 and moments are as before.
         """
@@ -122,9 +122,10 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
         return loss
 
     def _absent(self) -> list[tuple[int, Trained]]:
-        """Parameters that other ranks hold parts of, without a gradient here.
+        """Return parameters without a gradient here, of which other ranks hold parts.
 
-        Messages have room for them, so that a rank that alone has none is heard of.
+        Messages include zeros for such parameters. Otherwise lengths would differ between ranks if
+        one of them lacks a gradient, and no error could name it.
         """
         found, place = [], 0
         for parameter, number, name in self._named():
@@ -137,28 +138,29 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
         return found
 
     def _exchanges_over(self, entry: Trained) -> Sequence[ProcessGroup]:
-        """Groups of the messages that a step sends for a parameter."""
+        """Return the process groups of the messages that a step sends for a parameter."""
         return sharding_groups(logical(entry.parameter))
 
     @abstractmethod
     def _take_step(self, trained: list[Trained], weights: list[Tensor], slices: SliceNorms) -> None:
-        """Change moments and weights: this rank's parts, of the type of the moments."""
+        """Update moments and weights: this rank's parts, in the dtype of the moments."""
 
     def _buffer(self, entry: Trained, name: str) -> Tensor:
-        """This rank's part of a moment of a parameter, of zeros before its first step."""
+        """Return this rank's part of a moment of a parameter; zeros at its first step."""
         state, parameter = self.state[entry.parameter], entry.parameter
         if name not in state:
             state[name] = torch.zeros_like(parameter, dtype=state_dtype(parameter, entry.group))
         return local_part(state[name])
 
     def _advance(self, entry: Trained) -> int:
-        """Count a step of one parameter; its number."""
+        """Count a step of one parameter and return the number of its steps."""
         state = self.state[entry.parameter]
         if "step" not in state:
-            # On the host, as torch's optimizers keep it: reading it costs nothing. FakeTensorMode
-            # follows the value of a constant.
+            # The count is on the host, as in torch's optimizers, so that reading it does not wait
+            # for a device. FakeTensorMode knows the value of `torch.tensor`, but not of `zeros`.
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
-        # Not in place: torch keeps the tensor of a loaded state, which another optimizer may have.
+        # The addition is not in place: torch keeps the tensor of a loaded state, and another
+        # optimizer may have loaded the same tensor.
         state["step"] = state["step"] + 1
         return int(state["step"])
 
@@ -168,7 +170,7 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
         betas: tuple[float, float],
         eps: float,
     ) -> list[Tensor]:
-        """Adam's quotient of the moments of each parameter of a group, which are moved on."""
+        """Update the moments of a group's parameters and return Adam's directions."""
         steps = [self._advance(e) for e in entries]
         if not entries:
             return []
@@ -188,9 +190,9 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
     def _unchanged_if_it_fails(
         self, trained: Sequence[Trained], slices: SliceNorms
     ) -> Iterator[None]:
-        """Put the states of parameters back where a message to other ranks fails.
+        """Restore the states of parameters if a message to other ranks fails.
 
-        Only slices that are cut need any; a copy of all states is kept meanwhile.
+        Without cut slices no message is sent, so states are copied only if a slice is cut.
         """
         parameters = [entry.parameter for entry in trained]
         kept = {}
@@ -212,8 +214,8 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
 def move_moments(
     firsts: list[Tensor], seconds: list[Tensor], grads: list[Tensor], betas: tuple[float, float]
 ) -> None:
-    """Adam's running means of gradients and of their squares."""
-    # A tensor would be taken for a row of a number for each parameter.
+    """Update Adam's running means of gradients and of their squares, in place."""
+    # The foreach operators would take a tensor for a list with one number per parameter.
     beta1, beta2 = map(float, betas)
     torch._foreach_lerp_(firsts, grads, 1 - beta1)
     torch._foreach_mul_(seconds, beta2)
@@ -221,20 +223,20 @@ def move_moments(
 
 
 def state_dtype(parameter: Tensor, group: dict[str, Any]) -> torch.dtype:
-    """Type of the moments of a parameter, and of its step before that is rounded."""
+    """Return the dtype of a parameter's moments, and of its step before rounding."""
     if not group["float32_state"]:
         return parameter.dtype
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
 def local_grad(entry: Trained) -> Tensor:
-    """This rank's part of a gradient, or its negative to maximize, in the type of the moments."""
+    """Return this rank's part of a gradient in the moments' dtype, negated to maximize."""
     grad = local_part(entry.grad).to(state_dtype(entry.parameter, entry.group))
     return grad.neg() if entry.group["maximize"] else grad
 
 
 def _check_placements(op: str, entry: Trained) -> None:
-    """ValueError unless a parameter's shards can be summed and its gradient lies as they do."""
+    """Raise ValueError for a partial parameter, or a gradient placed unlike its parameter."""
     parameter, grad, name = entry.parameter, entry.grad, entry.label
     if not is_dtensor(parameter):
         if is_dtensor(grad):
@@ -256,11 +258,11 @@ def _check_placements(op: str, entry: Trained) -> None:
 def sum_over_groups(
     parts: Sequence[Tensor], groups: Sequence[Sequence[ProcessGroup]]
 ) -> list[Tensor]:
-    """Sum each part over its own groups, one all-reduce for all parts that share them.
+    """Sum each part over its own groups; parts with the same groups share one all-reduce.
 
     Args:
         parts: tensors of any shape; not changed.
-        groups: for each part the groups to sum over, one after the other; none leaves it.
+        groups: for each part the groups to sum over, one after the other; may be empty.
 
     Returns:
         The sums, in the dtype of the parts and the same bits on every rank.
@@ -281,9 +283,10 @@ def sum_over_groups(
 
 
 def logical(parameter: Tensor) -> Tensor:
-    """A tensor of the shape that one process has, and of the placements of its shards.
+    """Return a tensor with the shape that a single process would have, and with its placements.
 
-    Of an expert that is a module of its own it is this rank's: the DTensor holds those of others.
+    If each expert is a module of its own, the DTensor joins the experts of all ranks. The result is
+    then the local part, which is one whole expert.
     """
     place = known_shard(parameter)
     return local_part(parameter) if place is not None and place.dim is None else parameter
@@ -295,13 +298,13 @@ def sum_with_options(
     options: SummedOptions,
     over: Sequence[Sequence[ProcessGroup]] = (),
 ) -> list[Tensor]:
-    """`sum_over_groups` of float64 numbers, with which the ranks compare options.
+    """Sum float64 numbers as `sum_over_groups` does, and compare options in the same messages.
 
     Args:
         parts: tensors of any shape; not changed.
         groups: for each part the groups to sum over.
-        options: what the ranks compare.
-        over: further groups to compare over.
+        options: options that the ranks compare.
+        over: further groups over which options are compared.
 
     Raises:
         ValueError: on every rank: options differ.
@@ -317,7 +320,7 @@ def sum_with_options(
 
 
 def options_of_groups(groups: Sequence[dict[str, Any]]) -> dict[str, object]:
-    """Options of parameter groups by name, with a value for each group."""
+    """Return the options of parameter groups by name, with a value for each group."""
     names = dict.fromkeys(name for group in groups for name in group)
     return {
         name: [_told_value(group.get(name)) for group in groups]
@@ -328,23 +331,24 @@ def options_of_groups(groups: Sequence[dict[str, Any]]) -> dict[str, object]:
 
 def _told_value(value: object) -> object:
     if isinstance(value, Tensor):
-        # A rate, which a device would be waited for.
+        # Reading a learning rate on a device with streams would wait for the device.
         return "a tensor" if has_streams(value.device) else value.tolist()
     return told_option("", value)[""]
 
 
 class SliceNorms:
-    """Norms of whole tensors, or of each expert of stacked ones, over all shards.
+    """Norms over all shards, of whole tensors or of each expert of stacked tensors.
 
     Args:
-        parameters: those of a step.
-        per_expert: of each, whether its experts have norms of their own.
-        options: what the ranks compare.
-        absent: those without a gradient here, each with the number of trained ones before it.
+        parameters: trained parameters of a step.
+        per_expert: for each parameter, whether each of its experts has its own norm.
+        options: options that the ranks compare.
+        absent: parameters without a gradient here, each with the number of trained parameters
+            before it.
 
     Attributes:
         absent: as given.
-        groups: of each parameter, those over which parts of its slices are summed.
+        groups: for each parameter, the groups over which parts of its slices are summed.
     """
 
     def __init__(
@@ -361,20 +365,20 @@ class SliceNorms:
         self.groups = [*map(groups_of_slices, parameters, per_expert)]
 
     def in_order(self, values: Sequence[T], of_absent: Sequence[T]) -> list[T]:
-        """Values of the trained parameters and of the absent ones, in the order of all."""
+        """Merge values of trained and of absent parameters in the order of all parameters."""
         found = [*values]
         for (place, _), value in zip(reversed(self.absent), reversed(of_absent), strict=True):
             found.insert(place, value)
         return found
 
     def norms(self, *families: Sequence[Tensor]) -> list[list[Tensor]]:
-        """The norms of several local tensors per parameter, in one all-reduce per mesh.
+        """Compute norms of several local tensors per parameter, in one all-reduce per mesh.
 
         Args:
             families: lists of local parts, in the order of the parameters.
 
         Returns:
-            For each family and parameter float64 norms: of this rank's experts, else ``[1]``.
+            For each family and parameter, float64 norms: one per expert of this rank, else ``[1]``.
         """
         squares = [self._local_squares(family) for family in families]
         empty = [_no_squares(entry) for _, entry in self.absent]
@@ -398,12 +402,12 @@ class SliceNorms:
         weights: Sequence[Tensor],
         updates: Sequence[Tensor],
     ) -> list[Tensor]:
-        """Factors on updates: of each parameter a function of both norms of its slices."""
+        """Return factors on updates, from functions of each slice's weight and update norms."""
         norms = zip(rate_of, *self.norms(weights, updates), strict=True)
         return self.factors([of(weight_G, update_G) for of, weight_G, update_G in norms])
 
     def factors(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """A value for each slice, shaped to multiply with the local parts."""
+        """Reshape the values of slices so that they multiply the local parts."""
         return [
             value_G.view(-1, *[1] * (parameter.dim() - 1)) if each else value_G.reshape(())
             for value_G, parameter, each in zip(
@@ -428,13 +432,13 @@ class SliceNorms:
 
 
 def groups_of_slices(parameter: Tensor, per_expert: bool) -> list[ProcessGroup]:
-    """Groups over which parts of the slices of a parameter are summed."""
-    # Along dimension 0 a rank holds whole experts: nothing is summed over that.
+    """Return the groups over which parts of a parameter's slices are summed."""
+    # Shards along dimension 0 hold whole experts, so their norms are not summed.
     dims = range(1, parameter.dim()) if per_expert else None
     return sharding_groups(logical(parameter), dims)
 
 
 def _no_squares(entry: Trained) -> Tensor:
-    """The squares of a parameter without a gradient."""
+    """Return zeros in the place of the squares of a parameter without a gradient."""
     local = local_part(entry.parameter)
     return local.new_zeros(len(local) if entry.group["per_expert"] else 1, dtype=torch.float64)

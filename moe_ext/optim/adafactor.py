@@ -1,6 +1,6 @@
 """Adafactor for whole and sharded parameters, with clipping per expert.
 
-Shapes: a parameter is `[..., N, M]`, N rows and M columns; E experts of a stacked one.
+Shapes: a parameter is `[..., N, M]` with N rows and M columns; E experts of a stacked parameter.
 """
 
 from __future__ import annotations
@@ -39,25 +39,26 @@ class Adafactor(SlicedOptimizer):
         w \leftarrow (1 - \gamma \lambda) w - \max(\epsilon_2, \mathrm{rms}(w))
         \min(\gamma, t^{-1/2}) \frac{u}{\max(1, \mathrm{rms}(u) / d)}
 
-    with :math:`1 - \beta = t^{\tau}`. A vector keeps all of v. The names and the defaults are
-    those of torch, and so are the results of one process for float32 and float64 parameters. Those
-    of 16 bits take the steps of float32 (``float32_state``), where torch has 16-bit factors.
+    with :math:`1 - \beta = t^{\tau}`. For a vector, v is kept whole. Names and defaults are those
+    of torch, and so are the results of one process for float32 and float64 parameters. Parameters
+    of 16 bits take the steps of float32 (``float32_state``), while torch keeps 16-bit factors.
 
     Parameters may be DTensors sharded along any dimension, evenly or not: row and column means
     are summed over the ranks that share them, so that the steps are those of the whole tensors.
-    The factors are DTensors then, sharded as far as their dimension is left. A step sends column
-    sums (and row sums where columns are sharded) and all norms, each in one all-reduce per mesh.
+    The factors R and C are then DTensors, sharded along the dimensions that were not averaged. A
+    step sends column sums, row sums if columns are sharded, and all norms. Each of the three takes
+    one all-reduce per mesh.
 
     Args:
         params: parameters, or groups of them; see `moe_ext.optim.param_groups`.
         lr: :math:`\gamma`, the bound on the relative step and the rate of the weight decay.
         beta2_decay: :math:`\tau`.
-        eps: :math:`\epsilon_1` (None: that of the type of the factors) and :math:`\epsilon_2`.
+        eps: :math:`\epsilon_1` (None: that of the dtype of the factors) and :math:`\epsilon_2`.
         d: bound on the root mean square of u.
         weight_decay: :math:`\lambda`.
         per_expert: the first dimension of the group's parameters counts experts: both root mean
             squares are those of each expert, and a stacked bias `[E, M]` is E vectors.
-        foreach: taken for compatibility.
+        foreach: ignored; an argument of torch's optimizer.
         maximize: step up the gradient.
         float32_state: keep moments of 16-bit parameters in float32, and round a step once, at its
             end; False keeps them, and takes the step, in the type of the parameter.
@@ -66,7 +67,7 @@ class Adafactor(SlicedOptimizer):
         ValueError: an option is out of range. In `step`: a gradient is placed unlike its parameter.
         TypeError: in `step`: a gradient is not dense, or a parameter not real floating-point.
 
-    Nothing is synchronised with the host.
+    A step does not synchronise with the host.
 
     Reference: Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost,
     2018 (arXiv 1804.04235), algorithms 4 and 5, with torch's use of :math:`\epsilon_1`.
@@ -110,7 +111,7 @@ class Adafactor(SlicedOptimizer):
             weight.sub_(update.mul_(scale.to(update.dtype)))
 
     def _moment(self, entry: Trained) -> _Moment:
-        """The second moment of a parameter, one step on if it is not factored."""
+        """Count a step of a parameter, and return its second moment, made at its first step."""
         parameter, state = logical(entry.parameter), self.state[entry.parameter]
         grad = local_grad(entry)
         factored = _is_factored(parameter, entry)
@@ -130,12 +131,12 @@ class _Moment:
     """One parameter within a step."""
 
     entry: Trained
-    parameter: Tensor  # of the shape in one process
+    parameter: Tensor  # see `logical`
     state: dict[str, Any]
     grad: Tensor
     step: int
     factored: bool
-    row_mean: Tensor = field(init=False)  # of R over the rows: [..., 1, 1]
+    row_mean: Tensor = field(init=False)  # mean of R over the rows, [..., 1, 1]
 
     @property
     def weight_of_new(self) -> float:
@@ -148,24 +149,24 @@ class _Moment:
         return torch.finfo(self.grad.dtype).eps if eps1 is None else eps1
 
     def groups(self, dim: int) -> list[ProcessGroup]:
-        """Over whom a sum along one dimension goes on."""
+        """Return the groups over which local sums along a dimension are summed."""
         return sharding_groups(self.parameter, [dim % self.parameter.dim()])
 
     def sum_of_squares(self, dim: int) -> Tensor:
-        """Along the local part of a dimension, which stays with length 1."""
+        """Sum squares of the local gradient along a dimension, which is kept with length 1."""
         return torch.linalg.vector_norm(self.grad, dim=dim, keepdim=True).square_()
 
     def follow(self, name: str, dim: int, total: Tensor) -> None:
-        """Move a factor on by sums of squares."""
+        """Update a factor by sums of squares along `dim`."""
         mean = total.div(max(1, self.parameter.shape[dim]))
         local_part(self.state[name]).lerp_(mean, self.weight_of_new)
 
     def sum_of_rows(self) -> Tensor:
-        """Sum of R over the local rows."""
+        """Sum R over the local rows."""
         return local_part(self.state["row_var"]).sum(dim=-2, keepdim=True)
 
     def update(self) -> Tensor:
-        """U, a tensor of its own."""
+        """Return u, in a new tensor; updates the second moment if it is not factored."""
         if self.factored:
             estimate = local_part(self.state["row_var"]) @ local_part(self.state["col_var"])
             estimate.div_(self.row_mean.clamp(min=self.eps1))
@@ -176,7 +177,7 @@ class _Moment:
         return estimate.clamp_(min=self.eps1 * self.eps1).rsqrt_().mul_(self.grad)
 
     def step_size(self, weight_norm_G: Tensor, update_norm_G: Tensor) -> Tensor:
-        """Factor on U for each slice."""
+        """Return the factor on u for each slice."""
         group, parameter = self.entry.group, self.parameter
         num_slices = parameter.shape[0] if group["per_expert"] else 1
         root = max(1, parameter.numel() // max(1, num_slices)) ** 0.5
@@ -191,24 +192,28 @@ class _NoMoment(_Moment):
     @classmethod
     def of(cls, entry: Trained) -> _NoMoment:
         parameter = logical(entry.parameter)
-        # Zeros of the local shape, without memory.
+        # Zeros of the local shape, expanded from one element to take no memory.
         grad = local_part(parameter).new_zeros((), dtype=state_dtype(entry.parameter, entry.group))
         grad = grad.expand(local_part(parameter).shape)
         return cls(entry, parameter, {}, grad, 1, _is_factored(parameter, entry))
 
     def follow(self, name: str, dim: int, total: Tensor) -> None:
-        """Nothing is kept."""
+        """Do nothing, because there is no state."""
 
     def sum_of_rows(self) -> Tensor:
-        """As of zeros."""
+        """Return zeros in the shape of the sum."""
         return self.grad.new_zeros((*self.grad.shape[:-2], 1, 1))
 
 
 def _like_placed(parameter: Tensor, local: Tensor, summed_dim: int) -> Tensor:
-    """A DTensor of local parts of a sharded parameter with one dimension summed to length 1."""
+    """Make a DTensor of local parts, placed like a parameter that was summed along a dimension.
+
+    The summed dimension has length 1. Without a DTensor parameter `local` is returned.
+    """
     if not is_dtensor(parameter):
         return local
-    # Not at the top: the module takes a second to import, and is there where this is a DTensor.
+    # The module takes a second to import, so the import is local. It has been imported if the
+    # parameter is a DTensor.
     from torch.distributed.tensor import Replicate
 
     summed_dim %= parameter.dim()
@@ -221,12 +226,12 @@ def _like_placed(parameter: Tensor, local: Tensor, summed_dim: int) -> Tensor:
 
 
 def _is_factored(parameter: Tensor, entry: Trained) -> bool:
-    """True if the second moment is a product of rows and columns."""
+    """Return True if the second moment is a product of rows and columns."""
     return parameter.dim() - int(entry.group["per_expert"]) > 1
 
 
 def _update_factors(moments: list[_Moment]) -> None:
-    """Move R and C on, with the sums over shards in one all-reduce, or two where both are cut."""
+    """Update R and C by one all-reduce per mesh, or two if rows and columns are both sharded."""
     parts: list[Tensor] = []
     over: list[list[ProcessGroup]] = []
     late = [bool(moment.groups(-1)) for moment in moments]

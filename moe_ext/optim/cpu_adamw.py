@@ -1,4 +1,4 @@
-"""AdamW whose state and arithmetic are on the CPU, wherever the parameters are."""
+"""AdamW with state and arithmetic on the CPU, for parameters on any device."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class CPUAdamW(CheckedOptimizer):
-    r"""AdamW by `moe_ext.ops.adam_step_`: moments, and the step itself, on the CPU (ZeRO-Offload).
+    r"""AdamW by `moe_ext.ops.adam_step_`, with moments and arithmetic on the CPU (ZeRO-Offload).
 
-    Parameters in float32 on the CPU are changed in place. Of others, in 16 bits or on a device, the
-    state keeps a float32 `master` on the CPU, which takes the step; the parameter is its rounded
-    copy, written in the same pass where it is on the CPU. Gradients come to the CPU in their own
-    dtype: for bfloat16 on a device 4 bytes an element cross the bus in a step, instead of 12 bytes
-    of its memory for master and moments.
+    Float32 parameters on the CPU are changed in place. For 16-bit parameters and parameters on a
+    device, the state keeps a float32 `master` on the CPU, which takes the step. The parameter is
+    the rounded copy of its master, and on the CPU the same pass writes both. Gradients are copied
+    to the CPU in their own dtype. For a bfloat16 parameter on a device a step moves 4 bytes per
+    element over the bus. In exchange the device saves 12 bytes per element of master and moments.
 
-    A parameter may be written between steps, by `load_state_dict` or with averaged weights: a
-    master goes on from each element that is no longer its rounded copy. Of parameters on a device
-    this is looked for where their version counter has moved, which writes to `.data` and by
-    collectives of torch do not.
+    A parameter may be written between steps, by `load_state_dict` or with averaged weights. Each
+    element that is no longer the rounded copy of its master then replaces the master's element. On
+    a device this is checked only if the parameter's version counter has changed. Writes to `.data`
+    and by torch's collectives do not change the counter.
 
-    Parameters on the CPU may be DTensors, as FSDP2 with `CPUOffloadPolicy` has them: every element
-    takes its step by itself, so the shards' steps are those of the whole tensors.
+    Parameters on the CPU may be DTensors, such as those of FSDP2 with `CPUOffloadPolicy`. The step
+    of an element does not depend on other elements, so shards take the steps of whole tensors.
 
     Args:
         params: parameters, or groups of them.
@@ -68,7 +68,7 @@ class CPUAdamW(CheckedOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
     ) -> None:
-        # By parameter on a device, its version as the last step left it.
+        # Version counters of parameters on a device after the last step.
         self._versions: dict[Tensor, int] = {}
         super().__init__(params, options_in(locals()))
 
@@ -91,7 +91,7 @@ class CPUAdamW(CheckedOptimizer):
 
     @loading
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state, whose tensors stay in float32 on the CPU; torch's AdamW has such."""
+        """Continue from a state, also of torch's AdamW; tensors become float32 on the CPU."""
 
         def kept(parameter: Tensor, group: dict[str, Any], name: str, value: Any) -> Tensor:
             return torch.as_tensor(value).detach().to("cpu", torch.float32, copy=True)
@@ -110,10 +110,11 @@ class CPUAdamW(CheckedOptimizer):
 
         Args:
             closure: evaluates the model again and returns the loss.
-            grad_scale: factor on all gradients, such as that of clipping, which then costs no pass.
+            grad_scale: factor on all gradients, such as that of clipping. It saves a pass over the
+                gradients.
 
         Returns:
-            The closure's result.
+            The loss that the closure returned; None without a closure.
         """
         loss = loss_of(closure)
         for entry in self._trained():

@@ -1,4 +1,4 @@
-"""DeMo: momentum that stays on its rank, and sends what moves fastest in it."""
+"""DeMo: each rank keeps its own momentum and sends only its largest cosine coefficients."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ _MARK_BYTES = 8
 
 @dataclass(frozen=True)
 class _MarkedTopK(ChunkedTopK):
-    """Payloads with a number behind them, which is equal on all ranks unless their options differ.
+    """ChunkedTopK with a checksum of the options at the end of each payload.
 
     Attributes:
-        marks: the number of this rank, then whether it is that of each payload.
+        marks: this rank's checksum, then for each decoded payload whether its checksum is equal.
     """
 
     marks: list[Tensor] = field(default_factory=list, compare=False, repr=False)
 
     def mark(self, number: int, device: torch.device) -> None:
-        """Set the number of the next payload."""
+        """Set the checksum of the next payload."""
         mine = as_bytes(torch.tensor([number], dtype=torch.int64, device=device))
         self.marks[:] = [mine]
 
@@ -74,25 +74,25 @@ class DeMo(CheckedOptimizer):
     """Sign descent on the largest cosine coefficients of the ranks' own momentums.
 
     On each rank m <- decay m + g. The k largest coefficients q of the cosine transform of each
-    chunk of m travel and are taken out of m; the step is lr sign(mean of the ranks' q), the same on
-    all ranks. Gradients are not averaged before: train without DDP.
+    chunk of m are sent and subtracted from m. The step is lr sign(mean of the ranks' q), the same
+    on all ranks. Do not average gradients before: train without DDP.
 
     Args:
         params: parameters or groups of them, the same on all ranks: plain tensors, or experts of
             which the ranks of ``process_group`` hold the same part. Their values are compared by a
-            checksum in the first step: seed every rank alike. Frozen ones stay as they are.
-        lr: of the step.
-        compression_decay: of the momentum.
+            checksum in the first step: seed every rank alike. Frozen parameters do not change.
+        lr: learning rate.
+        compression_decay: decay of the momentum.
         compression_topk: k, coefficients of a chunk.
         compression_chunk: elements of a chunk, in the order of memory; the paper's chunks of a
             matrix are squares.
-        weight_decay: decoupled; lr times it.
+        weight_decay: decoupled decay; weights decay by lr times this number.
         process_group: the ranks; None is the default group.
 
     Raises:
-        ValueError: an argument is out of its range, or a step meets gradients of other parameters
-            than the first one; on every rank: a gradient of any rank is NaN or infinite, or
-            options, steps or, at first, parameters differ between ranks.
+        ValueError: an argument is out of its range, or a step has another number of elements than
+            the first step; on every rank: a gradient of any rank is NaN or infinite, or options,
+            steps or, at the first step, parameters differ between ranks.
         TypeError: in `step`: a gradient is not dense, or a parameter not real floating-point.
 
     A step that fails leaves parameters and momentums as they were.
@@ -123,13 +123,13 @@ class DeMo(CheckedOptimizer):
         self._compared = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, with options of its own; before the first step."""
+        """Add a parameter group, which may have its own options; only before the first step."""
         if self._memory is not None:
             raise ValueError(f"{self._op}: expected all groups to be added before the first step")
         super().add_param_group(param_group)
 
     def _options(self) -> dict[str, object]:
-        """Options equal on all ranks in a step, by name; lists have one for each group."""
+        """Return options that must be equal on all ranks; lists have one value per group."""
         groups = self.param_groups
         return {
             "compression_topk": self._codec.k,
@@ -145,7 +145,7 @@ class DeMo(CheckedOptimizer):
         }
 
     def _compare_first(self, options: dict[str, object], device: torch.device) -> None:
-        """One message before the first step, since the length of all others depends on options."""
+        """Compare options before the first step, because the length of payloads depends on them."""
         values = 0
         if group_size(self._group) > 1:
             values = fingerprint([("", local_part(p)) for p in self._parameters()])
@@ -168,9 +168,9 @@ class DeMo(CheckedOptimizer):
     @outside_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step on all ranks (collective)."""
+        """Take one step, on all ranks (collective)."""
         loss = loss_of(closure)
-        self._trained()  # refuses what has no flat row of real numbers
+        self._trained()  # raises for sparse gradients and for complex or integer parameters
         memory = self._new_memory() if self._memory is None else self._memory
         if memory.numel != sum(local_part(p).numel() for p in self._parameters()):
             raise ValueError(
@@ -183,10 +183,10 @@ class DeMo(CheckedOptimizer):
         flat_N = torch.cat([_flat(p, p.grad) for p in self._parameters()])
         with committing(memory):
             mean_N = self._codec.start(flat_N, memory, group=self._group, step=self._round).wait()
-            # NOTE: device-to-host sync, as that below.
+            # NOTE: device-to-host sync, here and in `is_nonfinite` below.
             if not all(map(bool, self._codec.marks[1:])):
                 Agreement("DeMo", self._group, device).compare({"options": options})
-            # The largest coefficients travel, and NaN counts as the largest: all ranks see it.
+            # NaN counts as the largest coefficient and is sent, so every rank finds it in the mean.
             if is_nonfinite(mean_N):
                 self._refuse()
         self._round += 1
@@ -201,7 +201,7 @@ class DeMo(CheckedOptimizer):
         return loss
 
     def _refuse(self) -> None:
-        """Name the rank whose gradients are not finite, on all ranks."""
+        """Raise, on all ranks, with the name of the rank whose gradients are not finite."""
         rule = "expected gradients to be finite"
         with Agreement("DeMo.step", self._group) as agreement:
             for p, _, name in self._named():
@@ -212,9 +212,9 @@ class DeMo(CheckedOptimizer):
 
     @saving
     def state_dict(self) -> dict[str, Any]:
-        """The state, with this rank's momentum, which differs between ranks.
+        """Return the state with this rank's momentum, which differs between ranks.
 
-        `moe_ext.distributed.checkpoint` saves each rank's own, and the mean of all.
+        `moe_ext.distributed.checkpoint` saves each rank's momentum, and the mean of all.
         """
         memory = self._memory
         owed = {} if memory is None else {kind: memory.copy_of(kind) for kind in memory.kinds()}
@@ -222,7 +222,7 @@ class DeMo(CheckedOptimizer):
 
     @loading
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state of this rank.
+        """Continue from a state of this rank.
 
         Raises:
             ValueError: the state lacks the momentum, or has options that DeMo does not know.
@@ -256,7 +256,7 @@ class DeMo(CheckedOptimizer):
         return self._memory
 
     def checkpoint_state(self) -> tuple[dict[nn.Parameter, dict[str, Any]], dict[str, int]]:
-        """The momentums of all ranks and their mean, by parameter, and the round; collective."""
+        """Return all ranks' momentums and their mean by parameter, and the round; collective."""
         found: dict[nn.Parameter, dict[str, Any]] = {p: {} for p in self._parameters()}
         memory = self._memory
         owed_N = None if memory is None else memory.whole("residual")
@@ -270,9 +270,9 @@ class DeMo(CheckedOptimizer):
         return found, {"round": self._round}
 
     def _of_ranks(self, parameter: Tensor, own: Tensor) -> dict[str, Tensor]:
-        """The momentum of each rank for a parameter, of which this rank has its own.
+        """Make a DTensor of all ranks' momentums for a parameter, from this rank's momentum.
 
-        Of experts that lie over ranks the mean over their copies alone is saved.
+        The result is empty for experts over ranks: only the mean over their copies is saved.
         """
         group = self._group
         if group is None or group_size(group) == 1 or is_dtensor(parameter):
@@ -283,7 +283,7 @@ class DeMo(CheckedOptimizer):
         return {f"momentum{OF_RANKS}": whole}
 
     def tensors_to_load(self, owing: bool) -> tuple[dict[nn.Parameter, dict[str, Any]], object]:
-        """Zeros to read this rank's own momentum into, from a checkpoint of as many ranks."""
+        """Return zeros to read this rank's momentum into, from a checkpoint of as many ranks."""
         zeros = {
             p: torch.zeros_like(local_part(p), dtype=torch.float32) for p in self._parameters()
         }
@@ -295,9 +295,9 @@ class DeMo(CheckedOptimizer):
         counters: Mapping[str, int],
         holders: object = None,
     ) -> None:
-        """Go on from what `checkpoint_state` returned.
+        """Continue from the result of `checkpoint_state`.
 
-        Each of as many ranks has its own momentum again; of another number, each has their mean.
+        Each rank gets its own momentum if the number of ranks is the same, otherwise the mean.
         """
         self._round, memory = counters.get("round", 0), self._new_memory()
         if any("momentum" in state for state in states.values()):
@@ -314,6 +314,6 @@ def _names(groups: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _flat(parameter: Tensor, value: Tensor | None) -> Tensor:
-    """This rank's part of a tensor of a parameter, zeros for None, in a row of float32."""
+    """Flatten this rank's part of a parameter's tensor in float32; None stands for zeros."""
     part = local_part(parameter)
     return (torch.zeros_like(part) if value is None else local_part(value)).float().flatten()

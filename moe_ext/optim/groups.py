@@ -1,4 +1,4 @@
-"""Parameter groups by what a parameter is: matrix or vector, dense or expert."""
+"""Parameter groups by the kind of a parameter: matrix or vector, dense or expert."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ def param_groups(
     muon: bool = False,
     adamw: Iterable[nn.Module] = (),
 ) -> list[dict[str, Any]]:
-    """Groups for the optimizers of `moe_ext.optim`, with the names of the parameters.
+    """Make groups for the optimizers of `moe_ext.optim`, with the names of the parameters.
 
     Biases, norms and other vectors get ``weight_decay=0`` and ``adapt=False``. Stacked experts
     (`GroupedExperts`) get ``per_expert=True``; the bias of a stacked expert is a vector. DTensors
-    of each mesh are apart from plain tensors: torch's optimizers take a mixture in a loop, or
-    refuse it with ``fused=True`` or ``foreach=True``.
+    of each mesh have their own groups, apart from plain tensors. A mixed group makes torch's
+    optimizers loop over parameters, or raise with ``fused=True`` or ``foreach=True``.
 
     Args:
         model: any module; frozen parameters are left out.
         process_groups: for OneBitAdam, OneBitLamb and ZeroOneAdam: give groups of expert-parallel
             parameters the ``process_group`` of the ranks that hold the same experts, or "self".
-            All ranks must call it then, since the first call makes those groups.
-        muon: for Muon: give all but matrices and stacks of them, and embeddings, to AdamW, and say
-            how gate and up lie in parameters that hold both: `use_muon`, `fused`, `interleaved`
-            and `transposed` of a group.
-        adamw: modules whose parameters go to AdamW beside these, as the output head of a model
-            should. That of transformers' models (`get_output_embeddings()`) is known.
+            All ranks must then call this function, because the first call makes process groups.
+        muon: for Muon: set ``use_muon``, which is False for embeddings and for all parameters that
+            are no matrices or stacks of matrices. For parameters that hold gate and up, also set
+            their layout: ``fused``, ``interleaved`` and ``transposed``.
+        adamw: further modules whose parameters get ``use_muon=False``, such as the output head of a
+            model. The head of transformers' models (`get_output_embeddings()`) is found without.
 
     Returns:
         Groups that are not empty, each with a ``name`` and with (name, parameter) pairs.
     """
-    sharded_parameters(model)  # optimizers ask for parameters alone
+    # Registers the placements of parameters, because optimizers look them up without the model.
+    sharded_parameters(model)
     experts = {name: p for name, p in placements(model).items() if p.axis == "ep"}
     # Parameters whose first dimension counts experts.
     stacked = {
@@ -78,7 +79,7 @@ def param_groups(
 def _muon_options(
     model: nn.Module, stacked: set[str], adamw: Iterable[nn.Module]
 ) -> dict[str, dict[str, Any]]:
-    """Name of a parameter to the options of Muon's that it wants."""
+    """Map the name of each parameter to its options for Muon."""
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     head = getattr(model, "get_output_embeddings", lambda: None)()
     others = [*adamw, *embeddings, *([head] if isinstance(head, nn.Module) else [])]
@@ -91,7 +92,7 @@ def _muon_options(
             found[name] = {"use_muon": matrices and parameter not in apart}
             if not found[name]["use_muon"]:
                 continue
-            # The flags of moe_ext's own experts, and those of transformers.
+            # moe_ext's experts and those of transformers have different names for these flags.
             transposed = getattr(module, "transposed", getattr(module, "is_transposed", False))
             in_turn = getattr(module, "layout", "") == "interleaved" or not getattr(
                 module, "is_concatenated", True

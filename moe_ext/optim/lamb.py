@@ -14,16 +14,16 @@ from moe_ext.optim._sliced import SlicedOptimizer, SliceNorms
 
 
 class LAMB(SlicedOptimizer):
-    r"""Adam's direction, as long as the weights are: layer-wise adaptive steps for large batches.
+    r"""Adam's direction, scaled to the norm of the weights: layer-wise steps for large batches.
 
     .. math::
         r = \frac{\hat m}{\sqrt{\hat v} + \epsilon} + \lambda w,\quad
         c = \mathrm{clamp}(\|w\| / \|r\|, c_{min}, c_{max}),\quad
         w \leftarrow w - \gamma\, c\, r
 
-    m and v are Adam's moments, with its bias correction. c is 1 where a norm is zero. The norms are
-    those of whole tensors, or of each expert of a stacked parameter `[E, ...]`: an expert that
-    few tokens reach then takes steps by its own size, not that of its neighbours.
+    m and v are Adam's moments, with its bias correction. c is 1 if a norm is zero. Norms are of
+    whole tensors, or of each expert of a stacked parameter `[E, ...]`. With norms per expert, the
+    steps of an expert that few tokens reach do not depend on its neighbours' norms.
 
     Parameters may be DTensors, sharded evenly or not along any dimension (FSDP2, tensor
     parallelism) or replicated: the steps are those of the whole tensors. All norms of a mesh take
@@ -40,9 +40,9 @@ class LAMB(SlicedOptimizer):
         min_coeff: :math:`c_{min}`.
         max_coeff: :math:`c_{max}`.
         adapt: False sets c = 1, which is AdamW; meant for groups of biases and norms.
-        per_expert: the first dimension of the group's parameters counts experts, which have a
-            ratio each. Needed for expert-parallel parameters, if the result must not depend on how
-            many ranks share the experts.
+        per_expert: the first dimension of the group's parameters counts experts, and each expert
+            has its own ratio. Expert-parallel parameters need it if the result must not depend on
+            the number of ranks that share the experts.
         maximize: step up the gradient.
         float32_state: keep moments of 16-bit parameters in float32, and round a step once, at its
             end; False keeps them, and takes the step, in the type of the parameter.
@@ -51,7 +51,7 @@ class LAMB(SlicedOptimizer):
         ValueError: an option is out of range. In `step`: a gradient is placed unlike its parameter.
         TypeError: in `step`: a gradient is not dense, or a parameter not real floating-point.
 
-    All options may differ between groups. Nothing is synchronised with the host.
+    All options may differ between groups. A step does not synchronise with the host.
 
     Reference: You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes,
     2020 (arXiv 1904.00962), algorithm 2, with the bounds on the ratio instead of on the norm.
@@ -89,13 +89,13 @@ class LAMB(SlicedOptimizer):
             weight.sub_(update.mul_((ratio * entry.group["lr"]).to(update.dtype)))
 
     def _directions(self, trained: list[Trained], weights: list[Tensor]) -> list[Tensor]:
-        """Every parameter's r, and the moments moved on."""
+        """Update the moments and return r of every parameter."""
         updates: list[Tensor] = []
         for group in self.param_groups:
             members = [entry for entry in trained if entry.group is group]
             found = self._adam_directions(members, group["betas"], group["eps"])
             if found and group["weight_decay"] != 0:
-                # The trained parameters of a group follow each other.
+                # `trained` is in the order of groups, so the parameters of a group are adjacent.
                 own = weights[len(updates) : len(updates) + len(found)]
                 torch._foreach_add_(found, own, alpha=group["weight_decay"])
             updates += found
@@ -103,7 +103,7 @@ class LAMB(SlicedOptimizer):
 
 
 def trust_ratio(group: dict[str, Any], weight_G: Tensor, update_G: Tensor) -> Tensor:
-    """The factor on the learning rate of each slice, by the group's bounds."""
+    """Return the factor on the learning rate of each slice, within the group's bounds."""
     if not group["adapt"]:
         return torch.ones_like(weight_G)
     ratio_G = (weight_G / update_G).clamp(group["min_coeff"], group["max_coeff"])

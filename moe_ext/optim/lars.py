@@ -24,8 +24,8 @@ class LARS(SlicedOptimizer):
         c = \eta \frac{\|w\|}{\|g\| + \lambda \|w\| + \epsilon},\quad
         u \leftarrow \mu u + \gamma c (g + \lambda w),\quad w \leftarrow w - u
 
-    c is 1 where a norm is zero. As in `LAMB` the norms are those of whole tensors or of each expert
-    of a stacked parameter `[E, ...]`. Parameters may be DTensors, and all norms of a mesh take one
+    c is 1 if a norm is zero. As in `LAMB`, norms are of whole tensors or of each expert of a
+    stacked parameter `[E, ...]`. Parameters may be DTensors, and all norms of a mesh take one
     all-reduce.
 
     Args:
@@ -46,7 +46,7 @@ class LARS(SlicedOptimizer):
         ValueError: an option is out of range. In `step`: a gradient is placed unlike its parameter.
         TypeError: in `step`: a gradient is not dense, or a parameter not real floating-point.
 
-    All options may differ between groups. Nothing is synchronised with the host.
+    All options may differ between groups. A step does not synchronise with the host.
 
     Reference: You et al., Large Batch Training of Convolutional Networks, 2017 (arXiv 1708.03888),
     algorithm 1.
@@ -92,7 +92,7 @@ class LARS(SlicedOptimizer):
 
 
 def _rate(group: dict[str, Any], weight_G: Tensor, grad_G: Tensor) -> Tensor:
-    """Learning rate of each slice."""
+    """Return the learning rate of each slice."""
     if not group["adapt"]:
         return torch.ones_like(weight_G) * group["lr"]
     ratio_G = weight_G / (grad_G + group["weight_decay"] * weight_G + group["eps"])

@@ -1,9 +1,9 @@
-"""Local steps for slow links: workers train by themselves, and average their progress at times.
+"""Local steps for slow links: workers train alone and average their progress at intervals.
 
-An inner optimizer takes `sync_every` steps on each worker; then an outer optimizer takes one step
+An inner optimizer takes `sync_every` steps on each worker. Then an outer optimizer takes one step
 on the pseudo-gradient, the mean over workers of (weights at the last round - weights now).
 
-Shape suffixes: N elements of what travels together.
+Shape suffixes: N elements of a message.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from moe_ext.distributed.state_dict import unwrapped
 from moe_ext.optim._arguments import divided_within
 from moe_ext.optim.muon import Muon
 
-# Bits of the checksum of an option, by which replica groups of a manager compare it.
+# Bits of an option's checksum in a manager's all-reduce, by which replica groups compare it.
 _MARK_BITS = 16
 
 
 class Manager(Protocol):
-    """Methods of `torchft.Manager` in use."""
+    """Methods of `torchft.Manager` that are called here."""
 
     def allreduce(self, tensor: Tensor) -> Any:
-        """Make a tensor the mean over the groups that take part."""
+        """Replace a tensor by the mean over the replica groups that take part."""
 
     def start_quorum(self) -> None:
-        """Begin a round with whoever is there."""
+        """Begin a round with the replica groups that are alive."""
 
     def should_commit(self) -> bool:
-        """True if all ranks of the round went well."""
+        """Return True if no rank of the round had an error."""
 
 
 class _Part:
-    """Parameters of a fragment that the same ranks average."""
+    """Parameters of a fragment that are averaged over the same ranks."""
 
     def __init__(self, named: dict[str, nn.Parameter], group: ProcessGroup | None, key: int):
         self.names, parameters = list(named), list(named.values())
@@ -68,24 +68,24 @@ class _Part:
         self.pending: Pending[Tensor] | None = None
 
     def pairs(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Each parameter with its weights at the last round."""
+        """Pair each parameter with its weights at the last round."""
         return list(zip(self.parameters, self.original, strict=True))
 
     def delta(self) -> Tensor:
-        """Weights at the last round less weights now, flat."""
+        """Return the weights at the last round minus the weights now, flat."""
         pairs = [(local_part(p), x) for p, x in self.pairs()]
         return torch.cat([(x.to(p.device).float() - p.float()).flatten() for p, x in pairs])
 
 
 class _Fragment:
-    """Part of a model with an outer optimizer of its own."""
+    """Part of a model with its own outer optimizer."""
 
     def __init__(self, parts: list[_Part], outer: Optimizer) -> None:
         self.parts, self.outer = parts, outer
         self.underway = False
 
     def drop_round(self) -> None:
-        """Forget what a round has begun; what is owed is as before."""
+        """Drop the message of a round that failed, and restore the residuals from before it."""
         for part in self.parts:
             part.memory.rollback()
             part.pending = None
@@ -93,7 +93,7 @@ class _Fragment:
 
 
 class DiLoCo:
-    """Inner steps on each worker, an outer step on the mean of what they did (DiLoCo).
+    """Inner steps on each worker, and an outer step on the mean of their progress (DiLoCo).
 
     ::
 
@@ -105,50 +105,53 @@ class DiLoCo:
                 loss(model, batch).backward()
                 inner.step()               # each 100th one ends a round
 
-    Names and order of the arguments are torchft's. With several fragments each has a round of
-    `sync_every` steps, at different times (streaming DiLoCo): a fragment travels, as one message,
-    while the next `fragment_sync_delay` inner steps go on.
+    Names and order of the arguments are torchft's. Several fragments each have a round of
+    `sync_every` steps, at different times (streaming DiLoCo). A fragment is sent as one message
+    during the next `fragment_sync_delay` inner steps.
 
-    Experts, or columns, over the ranks of the group itself (DTensors) are averaged over the ranks
-    that hold the same ones; where one rank alone holds them, they are left to the inner optimizer.
-    Experts over ranks outside of it are averaged as all others are: each island of workers holds
-    all.
+    Experts or columns that lie over the ranks of the group itself (DTensors) are averaged over the
+    ranks that hold the same experts or columns. If only one rank holds them, only the inner
+    optimizer trains them. Experts over ranks outside of the group are averaged like all other
+    parameters, because each island of workers holds all experts.
 
     Args:
-        manager: the workers: a process group, None for the default one, or a `torchft.Manager` over
-            replica groups, whose rounds go on without a group that died. A manager adds dense
-            numbers; a codec then rounds what is added, and saves no bytes.
-        model_fragments: modules; what lies in none is left to the inner optimizer, and what lies in
-            several, such as tied weights, goes with the first. With a process group the weights
-            that they begin with are compared by a checksum: seed every worker alike. A manager
-            brings them to a new group, as torchft does. Parameters that all
-            workers freeze later stay as they are, once the steps before are averaged.
-        inner_optimizer: its steps are counted. Workers may have different ones, and other options.
-        outer_optimizer: of the fragment's parameters; a list with one for each of several. Its
-            options are compared in every round, with those of this object.
+        manager: the workers: a process group, None for the default group, or a `torchft.Manager`
+            over replica groups, whose rounds continue without a group that died. A manager sends
+            dense numbers, so a codec only rounds them and saves no bytes.
+        model_fragments: modules. Parameters of no fragment are left to the inner optimizer.
+            Parameters of several fragments, such as tied weights, belong to the first. With a
+            process group the initial weights are compared by a checksum: seed every worker alike.
+            A manager copies weights to a new replica group, as torchft does. If all workers freeze
+            a parameter later, it stays fixed after its steps so far are averaged.
+        inner_optimizer: optimizer whose steps are counted. Workers may have different ones, with
+            other options.
+        outer_optimizer: optimizer of the fragment's parameters, or a list with one per fragment.
+            Its options are compared in every round, with those of this object.
         sync_every: inner steps of a round; a multiple of the number of fragments.
-        backup_device: where the weights of the last round are kept; None is beside the weights.
-        pin_memory: as torchft has it; without effect.
-        use_bucketization: as torchft has it; a fragment travels as one message in any case.
-        bucket_cap_mb: as torchft has it; without effect.
+        backup_device: device where the weights of the last round are kept; None is that of the
+            model.
+        pin_memory: argument of torchft; without effect.
+        use_bucketization: argument of torchft; a fragment is one message in any case.
+        bucket_cap_mb: argument of torchft; without effect.
         should_quantize: `codec="int8"`.
         fragment_sync_delay: inner steps between the beginning and the end of a message.
-        fragment_update_alpha: share of the local weights in those after a round, in [0, 1].
-        codec: of `moe_ext.compression`, by name or object; what it leaves out is owed and goes
-            into the next round.
+        fragment_update_alpha: share of a worker's own weights in the weights after a round, in
+            [0, 1].
+        codec: codec of `moe_ext.compression`, by name or object. Its residual is added in the next
+            round.
 
     Attributes:
-        round: rounds that ended.
+        round: number of rounds that have ended.
 
     Raises:
-        ValueError: an argument is out of its range, or workers give different ones; by the inner
-            step that ends a round, on every worker: weights of any of them are NaN or infinite.
+        ValueError: an argument is out of its range, or differs between workers; by the inner step
+            that ends a round, on every worker: weights of any of them are NaN or infinite.
         TypeError: a parameter is not real floating-point.
 
-    A round that fails, for a rank that died, for weights that are not finite or for a manager that
-    does not commit, leaves what is owed as it was. With a process group the weights stay those of
-    the inner optimizer; a manager has them go back to the last round, as torchft does. A round
-    that could not begin is tried again after the next inner step.
+    A round fails if a rank died, if weights are not finite or if a manager does not commit. The
+    residuals are then as before the round. With a process group the weights stay those of the inner
+    optimizer; with a manager they return to those of the last round, as in torchft. A round that
+    could not begin is tried again after the next inner step.
 
     Reference: Douillard et al., DiLoCo (arXiv 2311.08105); Streaming DiLoCo (arXiv 2501.18512).
     """
@@ -182,7 +185,8 @@ class DiLoCo:
         for optimizer in outers:
             check_kind(owner, "outer_optimizer", optimizer, Optimizer, required=True)
         check_kind(owner, "inner_optimizer", inner_optimizer, Optimizer, required=True)
-        # Accelerate's wrappers run no hooks of theirs, and leave out steps.
+        # The wrappers of Accelerate run no step hooks of their own and skip some steps, so the hook
+        # that counts steps goes to the optimizer inside.
         inner_optimizer = unwrapped(inner_optimizer, owner)
         outers = [unwrapped(optimizer, owner) for optimizer in outers]
         check_kind(owner, "backup_device", backup_device, torch.device)
@@ -213,7 +217,7 @@ class DiLoCo:
         self._alpha, self._inner = alpha, inner_optimizer
         self.round, self._local_step = 0, 0
         self._fragments = []
-        # Parameters that are not averaged, since they were frozen at first.
+        # Parameters that are not averaged, because they were frozen at the start.
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self._seen: set[nn.Parameter] = set()
         for module, outer in zip(fragments, outers, strict=True):
@@ -231,7 +235,7 @@ class DiLoCo:
         self._check_alike()
 
     def _parts(self, module: nn.Module, backup: torch.device | None) -> list[_Part]:
-        """Trained parameters of no fragment before, by the ranks that average them."""
+        """Split trained parameters, of no earlier fragment, by the ranks that average them."""
         found: dict[ProcessGroup | None, dict[str, nn.Parameter]] = defaultdict(dict)
         places = placements(module)
         for name, parameter in module.named_parameters():
@@ -262,7 +266,7 @@ class DiLoCo:
     def _holders(
         self, name: str, parameter: Tensor, place: Placement | None, workers: ProcessGroup
     ) -> ProcessGroup | None:
-        """Workers that hold the same part of a parameter which others hold parts of, if any."""
+        """Return the workers with the same part of a divided parameter; None if only this one."""
         assert is_dtensor(parameter)
         owner, mesh = type(self).__name__, parameter.device_mesh
         if place is None and mesh.ndim == 1:
@@ -283,7 +287,7 @@ class DiLoCo:
         return group
 
     def _check_alike(self) -> None:
-        """Compare options and the weights to begin with, before the first round."""
+        """Compare options and initial weights before the first round."""
         if self._group is None:
             return
         parts = [part for fragment in self._fragments for part in fragment.parts]
@@ -300,7 +304,7 @@ class DiLoCo:
             Agreement(type(self).__name__, group).compare(facts)
 
     def _options(self) -> dict[str, object]:
-        """Options equal on all workers in a round, by name."""
+        """Return options that must be equal on all workers in a round, by name."""
         outers = [fragment.outer for fragment in self._fragments]
         parts = [part for fragment in self._fragments for part in fragment.parts]
         named = [each for part in parts for each in zip(part.names, part.parameters, strict=True)]
@@ -319,7 +323,7 @@ class DiLoCo:
         return found
 
     def _find_unfrozen(self) -> str | None:
-        """The problem of parameters that are trained now and are not averaged; None without any."""
+        """Return the error text for a parameter that was frozen at the start and is trained now."""
         found = [name for name, parameter in self._frozen if parameter.requires_grad]
         if not found:
             return None
@@ -339,10 +343,10 @@ class DiLoCo:
 
     @outside_graphs
     def _count(self) -> None:
-        """After an inner step."""
+        """Count an inner step; begin or end a round if it is due."""
         self._local_step += 1
         fragment = self._fragments[self.round % len(self._fragments)]
-        # Not only at this step: a beginning that failed is repeated after the next one.
+        # The comparison is `>=`, so that a beginning that failed is repeated after the next step.
         if self._local_step >= self._steps - self._delay and not fragment.underway:
             self._start(fragment)
         if self._local_step >= self._steps:
@@ -366,7 +370,7 @@ class DiLoCo:
             }
             Agreement(owner, self._group).compare(facts, problem=unfrozen or problem)
         elif problem is not None:
-            # A manager has no message for it: all groups find NaN in the mean, and do not commit.
+            # A manager has no message for an error. NaN in the mean tells all groups of it.
             for delta_N in deltas:
                 delta_N.fill_(torch.nan)
         try:
@@ -387,7 +391,7 @@ class DiLoCo:
         fragment.underway = True
 
     def _find_nonfinite(self, fragment: _Fragment, deltas: list[Tensor]) -> str | None:
-        """The problem of weights that are not finite; None if all are."""
+        """Return the error text for weights that are not finite; None if all are finite."""
         for part, delta_N in zip(fragment.parts, deltas, strict=True):
             if not is_nonfinite(delta_N):
                 continue
@@ -397,20 +401,20 @@ class DiLoCo:
         return None
 
     def _options_of_manager(self) -> dict[str, object]:
-        """The options, with one entry for the options of all outer optimizers together."""
+        """Return the options, with those of all outer optimizers in one entry."""
         options = self._options()
         outer = {name: options.pop(name) for name in [*options] if "outer_optimizer" in name}
         return {**options, "the options of outer_optimizer": outer}
 
     def _marks(self, like: Tensor) -> Tensor:
-        """Zeros and ones of which no mean lies between, unless replica groups' options differ."""
+        """Return bits of the options' checksums; a mean between 0 and 1 shows a difference."""
         numbers = [checksum({name: value}) for name, value in self._options_of_manager().items()]
         bits = [number >> bit & 1 for number in numbers for bit in range(_MARK_BITS)]
         return torch.tensor(bits, dtype=like.dtype, device=like.device)
 
     def _find_other_option(self, marks_N: Tensor) -> str | None:
-        """The problem of an option that replica groups give in several ways; None without any."""
-        # NOTE: device-to-host sync, as that of the check of the means.
+        """Return the error text for an option that differs between replica groups, or None."""
+        # NOTE: device-to-host sync, after that of the check of the means.
         bits = marks_N.tolist()
         for i, (name, value) in enumerate(self._options_of_manager().items()):
             if not {0.0, 1.0}.issuperset(bits[i * _MARK_BITS : (i + 1) * _MARK_BITS]):
@@ -418,7 +422,7 @@ class DiLoCo:
         return None
 
     def _by_manager(self, part: _Part, delta_N: Tensor, marks_N: Tensor) -> Pending[Tensor]:
-        """The mean of rounded numbers, which a manager sends as they are, and of marks."""
+        """Start a manager's all-reduce of rounded numbers and marks; both come uncompressed."""
         assert self._manager is not None
         if isinstance(self._codec, PayloadCodec):
             rng_state = part.memory.rng_state(self.round, 0) if self._codec.stochastic else None
@@ -467,8 +471,8 @@ class DiLoCo:
                 if error is not None:
                     raise error
                 return
-        # The outer optimizer may hold parameters without a round, too, such as experts that no
-        # other rank has: their gradients are those of inner steps.
+        # The outer optimizer may also hold parameters that are not averaged, such as experts that
+        # no other rank has. Their gradients are set aside, because they belong to inner steps.
         held = [p for group in fragment.outer.param_groups for p in group["params"]]
         grads = [p.grad for p in held]
         for p in held:
@@ -479,7 +483,8 @@ class DiLoCo:
                 if p.requires_grad:
                     p.grad = with_local(p, mean)
                 else:
-                    # Steps from before it was frozen; the outer momentum would go on moving it.
+                    # The parameter was frozen in this round. The mean of its steps so far is
+                    # applied directly, because outer momentum would move it in later rounds too.
                     local_part(p).sub_(mean)
         stepped = False
         try:
@@ -503,11 +508,11 @@ class DiLoCo:
     # -- state -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights of the last round, outer optimizers, and what this rank owes.
+        """Return the weights of the last round, outer optimizers, and this rank's residuals.
 
-        After any step but with no message underway; in a round the model and the inner optimizer of
-        each rank belong to it. Every rank saves its own: keys that differ between ranks have the
-        rank in them, so that DCP keeps all.
+        Call it after any step while no message is underway. Within a round also save the model and
+        the inner optimizer of each rank. Every rank saves its own state. Entries that differ
+        between ranks have the rank in their key, so that DCP keeps all of them.
 
         Raises:
             RuntimeError: a message is underway; save before it begins or after it ends.
@@ -528,7 +533,7 @@ class DiLoCo:
         }
 
     def _check_idle(self, method: str, verb: str) -> None:
-        """RuntimeError while a message is underway."""
+        """Raise RuntimeError while a message is underway."""
         if any(fragment.underway for fragment in self._fragments):
             raise RuntimeError(
                 f"{type(self).__name__}.{method}: expected no message to be underway, got a "
@@ -543,11 +548,10 @@ class DiLoCo:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state of this rank, bit for bit.
+        """Continue from a state of this rank, bit for bit.
 
         Raises:
-            ValueError: the state is of other fragments, or of another rank. Nothing has changed
-                then.
+            ValueError: the state is of other fragments, or of another rank. Nothing has changed.
             RuntimeError: a message is underway; load before it begins or after it ends.
         """
         self._check_idle("load_state_dict", "load")
@@ -581,17 +585,17 @@ class DiLoCo:
 
 
 class SparseLoCo(DiLoCo):
-    """DiLoCo that sends a few of each chunk of weights in 2 bits, and owes the rest (SparseLoCo).
+    """DiLoCo that sends the largest elements of each chunk, in 2 bits each (SparseLoCo).
 
-    Owed values decay, and take the place of the outer momentum: give `torch.optim.SGD(lr=1.0)`
-    without momentum as outer optimizer.
+    The residual keeps all other elements, decays, and takes the place of the outer momentum. Pass
+    `torch.optim.SGD(lr=1.0)` without momentum as outer optimizer.
 
     Args:
         *args: as `DiLoCo`.
-        density: share of the elements that travel; the paper has 0.01 to 0.03.
-        chunk: elements that the largest are chosen among.
-        bits: of a value, 2 or 32.
-        decay: of what is owed, from round to round.
+        density: share of the elements that is sent; the paper has 0.01 to 0.03.
+        chunk: elements of a chunk, of which the largest are sent.
+        bits: bits of a value, 2 or 32.
+        decay: factor on the residual in each round.
         **kwargs: as `DiLoCo`, but `codec` and `should_quantize`.
 
     Raises:
@@ -621,7 +625,7 @@ class SparseLoCo(DiLoCo):
 
 
 class MuLoCo(DiLoCo):
-    """DiLoCo with Muon as inner optimizer, in 2 bits with error feedback (MuLoCo).
+    """DiLoCo with Muon as inner optimizer, by default in 2 bits with error feedback (MuLoCo).
 
     Args:
         *args: as `DiLoCo`; the inner optimizer is a `moe_ext.optim.Muon`.

@@ -41,16 +41,16 @@ class Muon(SlicedOptimizer):
         o = \mathrm{NS}\big((1 - \mu) g + \mu m\big),\quad
         w \leftarrow (1 - \gamma \lambda) w - \gamma\, s\, o
 
-    NS takes a matrix near to the orthogonal one next to it, by steps of Newton-Schulz. Each expert
-    of a stack is a matrix of its own; all of them take these steps at once. The names, defaults
-    and states are those of torch, and so are the results for each matrix.
+    NS brings a matrix close to the nearest orthogonal matrix, by iterations of Newton-Schulz. Each
+    expert of a stack is a matrix of its own, and all experts iterate at once. Names, defaults and
+    states are those of torch, and so are the results for each matrix.
 
-    Vectors, embeddings and the output head are not for it: parameters of groups with
+    Muon does not suit vectors, embeddings and the output head. Parameters of groups with
     ``use_muon=False`` take steps of AdamW. `moe_ext.optim.param_groups(model, muon=True)` makes
-    such groups, and tells gate and up apart in experts that store them as one tensor.
+    such groups, and separates gate and up in experts that store them as one tensor.
 
-    Parameters may be DTensors (FSDP2, tensor parallelism, experts over ranks): the matrices that
-    are cut are gathered, in ``ns_dtype``. Whole experts on a rank need no message.
+    Parameters may be DTensors (FSDP2, tensor parallelism, experts over ranks). Matrices that are
+    cut are gathered, in ``ns_dtype``. Whole experts on a rank need no message.
 
     Args:
         params: parameters, or groups of them.
@@ -58,21 +58,21 @@ class Muon(SlicedOptimizer):
         weight_decay: :math:`\lambda`, decoupled.
         momentum: :math:`\mu`.
         nesterov: False orthogonalises m itself.
-        ns_coefficients: of the polynomial of a step of Newton-Schulz.
-        eps: bound from below on the norm by which a matrix is divided first.
-        ns_steps: number of steps of Newton-Schulz.
+        ns_coefficients: coefficients of the polynomial of a Newton-Schulz iteration.
+        eps: lower bound on the norm by which a matrix is divided before the iterations.
+        ns_steps: number of Newton-Schulz iterations.
         adjust_lr_fn: s: "original" (None), :math:`\sqrt{\max(1, M/N)}`, or "match_rms_adamw",
-            :math:`0.2\sqrt{\max(M, N)}`, with which learning rate and decay are those of AdamW.
-        ns_dtype: type in which NS runs, or its name.
+            :math:`0.2\sqrt{\max(M, N)}`, with which learning rate and decay of AdamW can be used.
+        ns_dtype: dtype of the Newton-Schulz iterations, or its name.
         use_muon: False takes steps of AdamW.
-        adamw_betas: of those steps.
-        adamw_eps: of those steps.
-        fused: matrices that a parameter holds side by side, each orthogonalised by itself: 2 where
-            gate and up are one tensor. A matrix given by hand is one.
-        interleaved: the rows of these matrices come in turn, and not one matrix after the other.
-        transposed: matrices are stored as [in, out]: those side by side share rows, and M and N
-            change places in s.
-        per_expert: taken for groups that have it: all parameters with ``use_muon`` are stacks then.
+        adamw_betas: `betas` of the steps of AdamW.
+        adamw_eps: `eps` of the steps of AdamW.
+        fused: number of matrices that a parameter holds side by side, each orthogonalised by
+            itself; 2 if gate and up are one tensor. `param_groups` sets it, other groups have 1.
+        interleaved: the rows of fused matrices alternate, instead of one matrix after the other.
+        transposed: matrices are stored as [in, out]. Fused matrices then lie side by side along
+            columns, and M and N change places in s.
+        per_expert: for groups of `param_groups`; all parameters with ``use_muon`` must be stacks.
         maximize: step up the gradient.
         float32_state: keep moments of 16-bit parameters in float32, and round a step once, at its
             end; False keeps them, and takes the step, in the type of the parameter.
@@ -82,7 +82,7 @@ class Muon(SlicedOptimizer):
             `step`: a gradient is placed unlike its parameter.
         TypeError: in `step`: a gradient is not dense, or a parameter not real floating-point.
 
-    All options may differ between groups. Nothing is synchronised with the host.
+    All options may differ between groups. A step does not synchronise with the host.
 
     Reference: Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024; Liu et
     al., Muon is Scalable for LLM Training, 2025 (arXiv 2502.16982), equation 4 for s.
@@ -114,10 +114,11 @@ class Muon(SlicedOptimizer):
         super().__init__(params, options_in(locals()))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, with options of its own."""
+        """Add a parameter group, which may have its own options."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        # By name: torch's state dicts of whole optimizers do not take a type.
+        # The group keeps the dtype's name, because torch's full optimizer state dicts refuse a
+        # `torch.dtype` among options.
         group["ns_dtype"] = str(group["ns_dtype"]).removeprefix("torch.")
 
     def _problem_of(self, parameter: Tensor, group: dict[str, Any], name: str) -> str | None:
@@ -145,18 +146,19 @@ class Muon(SlicedOptimizer):
             )
 
     def _exchanges_over(self, entry: Trained) -> Sequence[ProcessGroup]:
-        # Steps of AdamW send nothing, but a rank with use_muon=False must be heard of.
+        # Steps of AdamW send nothing. Their groups are included so that a rank that alone has
+        # use_muon=False is found by the comparison of options.
         matrices = logical(entry.parameter)
         return sharding_groups(matrices, range(max(0, matrices.dim() - 2), matrices.dim()))
 
     def _take_step(self, trained: list[Trained], weights: list[Tensor], slices: SliceNorms) -> None:
-        # Gathering is torch's, and takes no marks along.
+        # torch gathers the matrices, and its messages have no room for the options to compare.
         assert self._options is not None
         over = [self._exchanges_over(entry) for entry in trained]
         absent = [self._exchanges_over(entry) for _, entry in slices.absent]
         sum_with_options([], [], self._options, slices.in_order(over, absent))
         matrices = [i for i, entry in enumerate(trained) if entry.group["use_muon"]]
-        # Matrices that need messages come first: when one fails, nothing has changed.
+        # Matrices that need messages come first, so that a failed message changes nothing.
         found = {i: self._direction(trained[i]) for i in matrices if over[i]}
         for group in self.param_groups:
             members = [i for i, entry in enumerate(trained) if entry.group is group]
@@ -174,21 +176,20 @@ class Muon(SlicedOptimizer):
                 weights[i].mul_(decay).add_(direction, alpha=-rate * scale)
 
     def _direction(self, entry: Trained) -> tuple[Tensor, Tensor]:
-        """The momentum after this step, and what it moves the weights by: this rank's parts."""
+        """Return this rank's parts of the new momentum and of the direction of the weights."""
         group, grad = entry.group, local_grad(entry)
         kept = self.state.get(entry.parameter, {}).get("momentum_buffer")
         before = torch.zeros_like(grad) if kept is None else local_part(kept)
         momentum = before.lerp(grad, 1 - group["momentum"])
         update = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         update = update.to(getattr(torch, group["ns_dtype"]))
-        # Parts of one matrix are gathered.
         return momentum, map_gathered(
             lambda x: _of_each(group, x), update, like=logical(entry.parameter), num_dims=2
         )
 
 
 def _problem(group: dict[str, Any], shape: torch.Size) -> str:
-    """Why a parameter of a shape is not for Muon; "" if it is."""
+    """Return the reason why a shape is not for Muon, as text; "" if it is."""
     stacks = "stacks of matrices [E, M, N]"
     if len(shape) != 3 and (len(shape) != 2 or group["per_expert"]):
         rule = f"{stacks} with per_expert=True" if group["per_expert"] else f"matrices or {stacks}"
@@ -202,7 +203,7 @@ def _problem(group: dict[str, Any], shape: torch.Size) -> str:
 
 
 def _scale(group: dict[str, Any], shape: torch.Size) -> float:
-    """Factor on the learning rate, by the shape of a single matrix."""
+    """Return s, the factor on the learning rate, for the shape of a parameter."""
     num_out, num_in = shape[-2:][::-1] if group["transposed"] else shape[-2:]
     num_out //= group["fused"]
     if group["adjust_lr_fn"] == "match_rms_adamw":
@@ -211,7 +212,7 @@ def _scale(group: dict[str, Any], shape: torch.Size) -> float:
 
 
 def _of_each(group: dict[str, Any], x: Tensor) -> Tensor:
-    """Orthogonalise each matrix of whole parameters."""
+    """Orthogonalise each of the fused matrices of a parameter that is whole."""
     dim, fused = -1 if group["transposed"] else -2, group["fused"]
     if fused == 1:
         return _newton_schulz(group, x)
@@ -222,7 +223,7 @@ def _of_each(group: dict[str, Any], x: Tensor) -> Tensor:
 
 
 def _newton_schulz(group: dict[str, Any], x: Tensor) -> Tensor:
-    """Orthogonalise a matrix, or each of a stack, without changing it."""
+    """Return the orthogonalised matrix, or stack of matrices."""
     if x.numel() == 0:
         return x
     tall = x.shape[-2] > x.shape[-1]
@@ -230,7 +231,7 @@ def _newton_schulz(group: dict[str, Any], x: Tensor) -> Tensor:
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     x = x / norm.clamp(min=group["eps"])
     a, b, c = group["ns_coefficients"]
-    # The operators of torch's Muon for a matrix, hence its bits; for a stack all at once.
+    # For a matrix these are the operators of torch's Muon, which give the same bits.
     add_product = torch.addmm if x.dim() == 2 else torch.baddbmm
     for _ in range(group["ns_steps"]):
         gram = x @ x.mT

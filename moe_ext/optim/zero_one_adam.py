@@ -255,7 +255,7 @@ class ZeroOneAdam(CompressedOptimizer):
             entry.part.mul_(state.pop("decay", 1.0))
             self._move(entry, mean)
             # `lrs` sums the rates of the steps in which this parameter had a gradient. If all these
-            # rates were zero, the distance is zero and says nothing about the momentum.
+            # rates were zero, the momentum stays, because the distance does not depend on it.
             rates = state.pop("lrs", 0.0)
             if rates > 0:
                 state["exp_avg"].copy_(mean).div_(rates)
