@@ -1,4 +1,4 @@
-"""Plans of training: sizes of models, rates of processors, and the placement that takes least."""
+"""Plans of training: sizes of models, rates of processors, and the quickest placement."""
 
 import warnings
 from typing import Any

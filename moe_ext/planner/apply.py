@@ -1,4 +1,4 @@
-"""A transformers model in the placement of a plan."""
+"""Put a transformers model into the placement of a plan."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from moe_ext.planner.stage_layers import StageLayers, even_stages, turn_plan
 if TYPE_CHECKING:
     from moe_ext.planner.plan import Plan
 
-# Sizes of a model that all of its specifications say alike.
+# Fields and methods of `ModelSpec` that must be equal for the plan's model and the given model.
 _SIZES = (
     *("num_layers", "model_dim", "num_heads", "ffn_dim", "vocab_size", "num_experts", "top_k"),
     *("num_moe_layers", "has_experts", "heads_dim", "kv_dim", "latent", "expert_parameters"),
     *("shared_ffn_dim", "tied", "mixers", "recurrent", "attention_gate", "one_part"),
     *("positions", "num_window_layers", "window"),
 )
-# Fields of a job that describe other programs; no plan is built with them.
+# Fields of a job that describe other programs than moe_ext. A plan with them cannot be applied.
 _OF_OTHERS = ("layer_dtype", "hidden_exchanges", "hidden_gradients", "hidden_tensor")
 
 
@@ -57,15 +57,16 @@ class Applied:
     """A model in the placement of a plan.
 
     Attributes:
-        model: the one given.
-        mesh: of the job.
-        plan: that was applied.
-        pipeline: of a plan with stages; `pipeline.step(inputs, targets)` runs forward and backward
-            passes of a step by the loss function of the model; None without stages. Both are token
-            ids `[micro_batch, seq_len]` of each micro-batch of the rank's data, the second as
-            labels. The model then has this rank's layers alone, by their names in the whole.
-        compression: of a plan with a codec of gradients, what is owed and how NaN is taken; saved
-            with the model (see `CompressionState.state_dict`) where the codec rounds.
+        model: the given model.
+        mesh: mesh of the job's ranks.
+        plan: the applied plan.
+        pipeline: pipeline of a plan with stages; None without. `pipeline.step(inputs, targets)`
+            runs forward and backward passes of a step by the loss function of the model. Both
+            arguments are token ids `[micro_batch, seq_len]` of each micro-batch of the rank's data;
+            targets are the labels. The model then holds only this rank's layers, under their names
+            in the whole model.
+        compression: state of a plan with a codec of gradients; None without. If the codec rounds,
+            save it with the model (see `CompressionState.state_dict`).
     """
 
     model: nn.Module
@@ -75,12 +76,12 @@ class Applied:
     compression: CompressionState | None = None
 
     def sent_bytes(self, routing: Sequence[Sequence[Tensor]]) -> dict[str, int]:
-        """Bytes that this rank sends in a step of training, as `count_traffic` counts them.
+        """Compute the bytes that this rank sends in a step, as `count_traffic` counts them.
 
-        Rows to experts and back, their gradients, the means of gradients, what stages of a pipeline
-        pass on, and what attention and recurrences send over cp, with gradients; not the messages
-        of FSDP2 and of DTensors, by which layers are divided: nothing counts these. With local
-        steps gradients have no means, and a round ends with `round_bytes` more.
+        They include rows to experts and back, averaged gradients, activations between pipeline
+        stages, messages of attention and recurrences over cp, and the gradients of all of these.
+        Messages of FSDP2 and of DTensors are not counted. With local steps gradients are not
+        averaged, and a round ends with `round_bytes` more.
 
         Args:
             routing: the experts `[T, K]` that the tokens of every rank of the expert-parallel group
@@ -91,9 +92,10 @@ class Applied:
             Bytes of "rows", "gradients", "pipeline" and "attention".
 
         Raises:
-            ValueError: the plan's dispatcher is "hierarchical", whose hops are not foretold; or its
-                wire or codec of gradients is "lossless", whose messages are as long as the data
-                make them; or it has cp and the model windows or latent attention.
+            ValueError: the plan's dispatcher is "hierarchical", whose bytes per hop are not
+                predicted; or its wire or codec of gradients is "lossless", for which the length of
+                messages depends on the data; or it has cp and the model has windows or latent
+                attention.
         """
         choice = self.plan.choice
         ep, etp = int(choice["ep"] or 1), int(choice["etp"] or 1)
@@ -117,7 +119,7 @@ class Applied:
             "dtype": getattr(torch, self.plan.job.dtype),
             "weighed": False,
         }
-        # Ranks of the group that the experts lie over, the shards of an expert next to each other.
+        # Number of this rank among those that experts lie over; shards of an expert are neighbours.
         here = self.mesh.ep_rank * etp + self.mesh.etp_rank
         rows, again = 0, _again(self.plan)
         layers = itertools.cycle(i for i in self._layers() if self.plan.model.has_experts[i])
@@ -133,7 +135,7 @@ class Applied:
         }
 
     def round_bytes(self) -> int:
-        """Bytes that this rank sends at the end of a round of local steps; 0 without them."""
+        """Compute the bytes that this rank sends at the end of a round; 0 without local steps."""
         job, mesh = self.plan.job, self.mesh
         if job.local_steps == 1:
             return 0
@@ -147,7 +149,7 @@ class Applied:
     def local_steps(
         self, inner: Optimizer, cls: type[Optimizer] = torch.optim.SGD, **options: Any
     ) -> DiLoCo:
-        """Rounds of a job with local steps, `DiLoCo` or `SparseLoCo`, to be entered by `with`.
+        """Make the `DiLoCo` or `SparseLoCo` of a job with local steps, for a `with` statement.
 
         ::
 
@@ -155,13 +157,13 @@ class Applied:
             with applied.local_steps(inner, lr=0.7, momentum=0.9, nesterov=True):
                 ...  # steps of training; each `Job.local_steps`-th one ends a round
 
-        Each rank of a stage is a worker. Dense parameters are averaged over all of them, experts
-        over the ranks that hold the same ones; where no other rank does, they have no rounds.
+        Each rank of a stage is a worker. Dense parameters are averaged over all workers. Experts
+        are averaged over the ranks that hold the same experts, or not at all if only one does.
 
         Args:
-            inner: of the model, as `optimizers` makes it.
-            cls: of the outer optimizer.
-            options: of it.
+            inner: the model's optimizer, as `optimizers` makes it.
+            cls: class of the outer optimizer.
+            options: options of the outer optimizer.
 
         Raises:
             ValueError: the job has no local steps.
@@ -174,18 +176,19 @@ class Applied:
         return rounds_of(self, inner, steps, cls, **options)
 
     def optimizers(self, cls: type[Optimizer], **options: Any) -> list[Optimizer]:
-        """Optimizers of the model, to be stepped one after another.
+        """Make the optimizers of the model, to be stepped one after another.
 
-        With ZeRO 1 the first is a `ZeroRedundancyOptimizer` of the dense parameters, each of which
-        has its state on one rank; experts have theirs where they are. With the optimizer on the
-        host they are `moe_ext.optim.CPUAdamW`. A rank whose parameters are all frozen has none.
+        With ZeRO 1 the first is a `ZeroRedundancyOptimizer` for dense parameters, which keeps the
+        state of each parameter on one rank. Experts keep their state on their own ranks. If the
+        plan offloads the optimizer to the host, the class is `moe_ext.optim.CPUAdamW`. A rank whose
+        parameters are all frozen gets an empty list.
 
         Args:
-            cls: of the optimizer, such as ``torch.optim.AdamW``.
-            options: of it; of AdamW on the host those that choose a kernel alone are left out.
+            cls: class of the optimizer, such as ``torch.optim.AdamW``.
+            options: options of the optimizer; `CPUAdamW` ignores "foreach" and "fused".
 
         Raises:
-            ValueError: the plan has the optimizer on the host, and the class is another than AdamW.
+            ValueError: the plan has the optimizer on the host, and the class is not AdamW.
         """
         if self.plan.choice.get("offload") == "host":
             if cls not in (torch.optim.AdamW, CPUAdamW):
@@ -202,7 +205,8 @@ class Applied:
                 if parameter.requires_grad:
                     mesh = parameter.device_mesh if is_dtensor(parameter) else None
                     kinds.setdefault(mesh, []).append(parameter)
-            # Optimizers with `foreach` take DTensors of each mesh apart from other tensors.
+            # Optimizers with `foreach` refuse a group with DTensors of several meshes, or with
+            # DTensors and plain tensors.
             return [cls([{"params": p} for p in kinds.values()], **options)] if kinds else []
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -216,11 +220,14 @@ class Applied:
 
     @property
     def _averages(self) -> bool:
-        """True where gradients get a mean at the end of a step."""
+        """True if `sync_gradients` averages gradients at the end of a step."""
         return not _is_fsdp(self.plan) and self.plan.job.local_steps == 1
 
     def _layers(self) -> list[int]:
-        """Layers of this rank in the order of a step's forward passes; without stages of one."""
+        """Return this rank's layers in the order of forward passes.
+
+        With a pipeline these are the forward passes of a step, otherwise of one micro-batch.
+        """
         stages = _plan_stages(self.plan)
         if self.pipeline is None:
             return list(range(self.plan.model.num_layers))
@@ -272,7 +279,8 @@ class Applied:
                 is_causal=True,
                 wire=choice.get("kv_wire"),  # type: ignore[arg-type]
             )
-            # Shards are of one length, and keys go all the way round: each rank sends the most.
+            # Candidates have the largest number of bytes of any rank. Every rank sends that many,
+            # because shards have equal lengths and keys go all the way round the ring.
             scheme = next(each for each in found.candidates if each.scheme == choice["scheme"])
             of_attention = scheme.forward_bytes, scheme.backward_bytes
         of_states = [self._state_bytes(micro, backward=each) for each in (False, True)]
@@ -285,11 +293,11 @@ class Applied:
             )
             passes += forward * (1 + (i in again)) + backward
         steps = job.global_batch // (self.mesh.data_size * micro)
-        # Layers of a pipeline are those of all micro-batches.
+        # With a pipeline, `_layers` lists the layers of all micro-batches of the step already.
         return passes * (1 if self.pipeline is not None else steps)
 
     def _state_bytes(self, batch: int, *, backward: bool) -> int:
-        """Bytes that this rank sends in a pass of a layer with a recurrence."""
+        """Compute the bytes that this rank sends in a pass of a layer with a recurrence."""
         r, job, mesh = self.plan.model.recurrent, self.plan.job, self.mesh
         if r is None:
             return 0
@@ -317,14 +325,14 @@ class Applied:
         return sends * tokens * sizes.model_dim * job.itemsize + self.pipeline.tied_bytes
 
     def sync_gradients(self) -> None:
-        """Average gradients after the last backward pass of a step; FSDP2 has done it before.
+        """Average gradients after the last backward pass of a step.
 
-        With local steps each rank keeps its own. With a codec of gradients as `compress_gradients`
-        does: matrices by the codec, and routers, norms, biases and parameters of fewer than 1024
-        elements as they are.
+        FSDP2 has averaged them already, and with local steps each rank keeps its own: nothing
+        happens then. A codec of gradients is used as by `compress_gradients`: for matrices, but not
+        for routers, norms, biases and parameters of fewer than 1024 elements.
 
         Raises:
-            ValueError: on every rank, of a plan with a codec of gradients: one is NaN or infinite.
+            ValueError: on every rank, with a codec of gradients: a gradient is NaN or infinite.
         """
         if self.compression is not None:
             compress_gradients(self.model, self.compression)
@@ -335,7 +343,7 @@ class Applied:
 def rounds_of(
     applied: Applied, inner: Optimizer, steps: int, cls: type[Optimizer], **options: Any
 ) -> DiLoCo:
-    """See `Applied.local_steps`; with so many steps to a round."""
+    """Make the optimizer of `Applied.local_steps`, with `steps` inner steps in a round."""
     mesh, codec = applied.mesh, applied.plan.job.local_codec
     outer = cls([p for p in applied.model.parameters() if p.requires_grad], **options)
     if codec == "sparseloco":
@@ -344,7 +352,7 @@ def rounds_of(
 
 
 def plan_problem(plan: Plan) -> str | None:
-    """The reason why no model can be put into a plan that the cost model knows, or None."""
+    """Return the reason why a plan cannot be applied to any model, as text; None if it can."""
     for name in _OF_OTHERS:
         if value := getattr(plan.job, name):
             return f"expected a plan without {name}, which moe_ext does not build, got {value!r}"
@@ -408,7 +416,8 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
     if tp > 1:
         assert mesh.data_mesh is not None
         parallelize(model, styles, mesh.data_mesh["tp"])
-    # A checkpoint of a layer would run once more for the gradients of weights.
+    # Schedules with separate passes for gradients of weights let the pipeline recompute. A layer
+    # with activation checkpointing would be recomputed once more in each of these passes.
     splits = table is not None and any(a.kind == "W" for a in table.actions(0))
     if again and not splits:
         model.gradient_checkpointing_enable()  # type: ignore[operator]
@@ -427,20 +436,21 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
         )
     codec, state = choice.get("gradients", "none"), None
     if codec != "none":
-        # Rows of embeddings that no token touched are sent too: as many bytes in each step.
+        # With the default policy of embeddings only touched rows are sent. The plan was costed for
+        # all rows, which are the same number of bytes in each step.
         policy = Policy(str(codec), embedding=None)
         state = CompressionState(group=mesh.stage_group, model=model, policy=policy)
     return Applied(model, mesh, plan, pipeline, state)
 
 
 def _compressed_bytes(parameters: Iterable[Any], state: CompressionState, num_ranks: int) -> int:
-    """Bytes that leave a rank when gradients of parameters are averaged as a state says."""
+    """Compute the bytes that a rank sends to average gradients by the codecs of a state."""
     names, total = {id(p): name for name, p in state.parameters.by_name.items()}, 0
     for bucket in gradient_buckets(list(parameters)):
         by_codec: dict[Codec, list[nn.Parameter]] = {}
         for p in bucket:
             codec = state.parameters.codec(state.options.policy, names[id(p)])
-            # Nothing rounds numbers of 64 bits.
+            # float64 gradients are never rounded, but sent dense.
             if codec is None or p.dtype == torch.float64:
                 codec = Dense()
             by_codec.setdefault(codec, []).append(p)
@@ -453,7 +463,7 @@ def _compressed_bytes(parameters: Iterable[Any], state: CompressionState, num_ra
 
 
 def _check_model(plan: Plan, model: nn.Module) -> None:
-    """ValueError for a model of other sizes than the plan's."""
+    """Raise ValueError for a model whose sizes differ from those of the plan."""
     if not hasattr(getattr(model, "config", None), "to_dict"):
         raise ValueError(
             f"Plan.apply: expected model to be a transformers model, got {type(model).__name__}"
@@ -480,14 +490,14 @@ def _table(plan: Plan) -> ActionTable:
 
 
 def _plan_stages(plan: Plan) -> tuple[StageLayers, ...]:
-    """Layers of each stage of the plan."""
+    """Return the layers of each stage of the plan."""
     if plan.stages:
         return plan.stages
     return even_stages(plan.model.num_layers, columns_of([plan.choice]))
 
 
 def _turns(plan: Plan, mesh: MoEMesh) -> TurnPlan:
-    """The order of passes and exchanges for which the plan was costed, alike on all ranks."""
+    """Return the order of passes and exchanges of the plan's costs, compared over all ranks."""
     cost = StepCost(plan.model, plan.cluster, plan.job)
     found = turn_plan(cost, columns_of([plan.choice]), _plan_stages(plan))
     facts = {"turns": "; ".join(map(str, found.starts))}
@@ -496,7 +506,7 @@ def _turns(plan: Plan, mesh: MoEMesh) -> TurnPlan:
 
 
 def _again(plan: Plan) -> set[int]:
-    """Layers that are computed again in the backward pass."""
+    """Return the layers that are recomputed in the backward pass."""
     return {i for stage in _plan_stages(plan) for i in stage.again}
 
 

@@ -1,6 +1,6 @@
-"""Axes of a placement, their values, and many placements as columns of one tensor each.
+"""Axes of a placement, their values, and many placements as columns, one tensor per axis.
 
-So a formula is written once and serves one of them and a million. Shapes: C candidates.
+With columns, one formula costs a single placement or a million. Shapes: C candidates.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ COMBINES = ("exact", "reduced")
 BALANCES = ("none", "exact")
 SCHEMES = ("ring", "ulysses")
 OFFLOADS = ("none", "host")
-# Codecs of gradients that round, and of the messages of gradients.
+# Codecs of gradients: those that round, and all values of the axis.
 ROUNDED = ("bf16", "fp8", "int8", "int4")
 GRADIENTS = ("none", LOSSLESS, *ROUNDED)
-# Stages of a rank with "interleaved".
+# Stages per rank with the schedule "interleaved".
 CHUNKS = 2
 
 Columns = dict[str, Tensor]
 Choice = dict[str, "int | str | None"]
-# Columns of a stage: its layers, and those of them with each part (`LayerParts`); the same of
-# layers that are computed again; "ends": matrices of words (embedding, output); "in_flight":
-# micro-batches that it holds; "late": micro-batches of which only the gradients of weights are left
-# to do; "loss": 1 where the loss is.
+# Columns that describe a stage: numbers of its layers with each part (`LayerParts`), and of its
+# recomputed layers with each part. "ends" counts embedding and output matrices, "in_flight" held
+# micro-batches. "late" counts micro-batches that lack only gradients of weights, and "loss" is 1
+# for the stage with the loss.
 PARTS = LayerParts._fields
 AGAIN = tuple(f"again_{name}" for name in PARTS)
 STAGE = (*PARTS, *AGAIN, "ends", "in_flight", "late", "loss")
 
-# Axes, and the values with which they change nothing.
+# All axes, with values that stand for the absence of the option.
 DEFAULTS: Mapping[str, int | str | None] = {
     "pp": 1,
     "tp": 1,
@@ -63,10 +63,10 @@ DEFAULTS: Mapping[str, int | str | None] = {
     "kv_wire": None,
 }
 AXES = tuple(DEFAULTS)
-# Axes that the first files of plans lacked.
+# Axes that the first versions of plan files lacked. Such files get the defaults.
 YOUNGER = ("etp", "turns", "offload", "balance", "scheme", "gradients", "kv_wire")
 MESH = ("pp", "tp", "cp", "ep", "etp", "micro_batch")
-# Values of axes that are numbers of a tuple.
+# Axes with named values. A column holds the position of the value in this tuple.
 NAMES: Mapping[str, tuple[str | None, ...]] = {
     "schedule": SCHEDULES,
     "offload": OFFLOADS,
@@ -78,12 +78,12 @@ NAMES: Mapping[str, tuple[str | None, ...]] = {
     "gradients": GRADIENTS,
     "kv_wire": KV_WIRES,
 }
-# Values of axes that are few numbers.
+# Axes that only take these numbers.
 _FEW: Mapping[str, tuple[int, ...]] = {"turns": (0, 1), "zero": (0, 1, 2, 3), "recompute": (0, 1)}
 
 
 def choice_of(columns: Columns, i: int) -> Choice:
-    """Values of one candidate, with their names."""
+    """Return the values of candidate `i` by axis, as names where an axis has names."""
     found: Choice = {}
     for name in AXES:
         value = int(columns[name][i])
@@ -92,7 +92,7 @@ def choice_of(columns: Columns, i: int) -> Choice:
 
 
 def columns_of(choices: Sequence[Mapping[str, int | str | None]]) -> Columns:
-    """Candidates as columns; what a choice leaves out has its default.
+    """Make columns of candidates; axes that a choice lacks get their default.
 
     Raises:
         ValueError: there is no such axis, or an axis has no such value.
@@ -104,19 +104,19 @@ def columns_of(choices: Sequence[Mapping[str, int | str | None]]) -> Columns:
 
 
 def masked(c: Columns, mask: Tensor) -> Columns:
-    """The candidates that a mask names."""
-    # A mask as an index is looked through for each column.
+    """Return the candidates for which a mask is True."""
+    # Indexing by the mask itself would scan the mask again for each column.
     index = mask.nonzero().view(-1)
     return {name: column[index] for name, column in c.items()}
 
 
 def one_of(c: Columns, i: int) -> Columns:
-    """One candidate alone."""
+    """Return the columns of candidate `i` alone."""
     return {name: column[i : i + 1] for name, column in c.items()}
 
 
 def runs(c: Columns, schedule: str) -> Tensor:
-    """True of candidates with this schedule."""
+    """Return True for candidates with this schedule."""
     return c["schedule"] == SCHEDULES.index(schedule)
 
 
@@ -126,7 +126,7 @@ def _check_axis(name: str) -> None:
 
 
 def number_of(name: str, value: int | str | None) -> int:
-    """The value as columns have it."""
+    """Return the number that stands for a value in columns."""
     _check_axis(name)
     if name in NAMES:
         check_choice("plan", name, value, NAMES[name])
@@ -143,7 +143,7 @@ def number_of(name: str, value: int | str | None) -> int:
 
 
 def present(column: Tensor) -> list[int]:
-    """Values of a column of small numbers, ascending."""
+    """Return the values that occur in a column of small numbers, ascending."""
     return torch.bincount(column).nonzero().view(-1).tolist()
 
 
@@ -153,12 +153,12 @@ def by_values(
     *,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Numbers `[C, N]` of each candidate, by a function of its values in some columns.
+    """Compute numbers `[C, N]` for candidates, by a function of their values in some columns.
 
     Args:
-        columns: of small numbers.
-        row: called once for all candidates that have the same values.
-        dtype: that numbers are rounded to.
+        columns: columns of small numbers.
+        row: function of one value per column, called once for each combination that occurs.
+        dtype: dtype to which the numbers are rounded; the result is float64.
     """
     sizes = [int(column.max()) + 1 for column in columns]
     key = torch.zeros_like(columns[0])
@@ -172,7 +172,7 @@ def by_values(
 
 
 def _digits(key: int, sizes: Sequence[int]) -> list[int]:
-    """The numbers below each size that `by_values` made a key of."""
+    """Split a key of `by_values` into the values of the columns, each below its size."""
     digits = []
     for size in reversed(sizes):
         key, digit = divmod(key, size)
@@ -181,13 +181,13 @@ def _digits(key: int, sizes: Sequence[int]) -> list[int]:
 
 
 def total(terms: Columns) -> Tensor:
-    """The sum of all columns, in their order."""
+    """Return the sum of all columns, added in their order."""
     found = sum(terms.values())
     assert isinstance(found, Tensor)
     return found
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of a number, ascending."""
+    """Return the divisors of a number, ascending."""
     low = [i for i in range(1, math.isqrt(number) + 1) if number % i == 0]
     return sorted({*low, *(number // i for i in low)})

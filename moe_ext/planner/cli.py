@@ -1,4 +1,4 @@
-"""``python -m moe_ext plan``."""
+"""The command ``python -m moe_ext plan``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _number(text: str) -> float | str:
         return text
 
 
-# Fields of a job to the type and text of their option; their defaults are those of `Job`.
+# Type and help text of the option for each field of a job. Defaults are those of `Job`.
 _OF_JOB: dict[str, tuple[Callable[[str], object], str]] = {
     "seq_len": (int, "tokens of a sequence"),
     "global_batch": (int, "sequences of a step"),
@@ -54,7 +54,7 @@ _HIDDEN = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
+    """Add the arguments of the command to a parser."""
     parser.add_argument("--model", required=True, help="config.json or name of a preset")
     parser.add_argument("--cluster", required=True, help="YAML or JSON file, or name of a preset")
     parser.add_argument(
@@ -112,7 +112,7 @@ def _rates(cluster: ClusterSpec) -> str:
 
 
 class _Progress(threading.Thread):
-    """Tells how far a command is, from one second on: a bar on a terminal, elsewhere some lines."""
+    """Reports progress after the first second, by a bar on a terminal or by lines elsewhere."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -143,7 +143,7 @@ class _Progress(threading.Thread):
                 bar = f"[{'#' * filled}{'.' * (30 - filled)}] {text}"
                 print(f"\r{bar:<80}", end="", file=sys.stderr, flush=True)
             else:
-                # Ever fewer: a log keeps all of them.
+                # Pauses double, because a log keeps every line.
                 pause *= 2
                 print(f"moe_ext plan: {text}", file=sys.stderr, flush=True)
         if is_terminal and pause < 1.0:
@@ -151,7 +151,7 @@ class _Progress(threading.Thread):
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
-    """ValueError for files that cannot be written, before the search, or over another one."""
+    """Raise ValueError, before the search, for outputs that cannot be written or replace inputs."""
     known: dict[Path, str] = {}
     for name in ("model", "cluster", "load", "costs", "out", "report"):
         given = getattr(arguments, name)
@@ -162,7 +162,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
             raise ValueError(
                 f"plan: expected --{name} to be a file in a folder that exists, got {given!r}"
             )
-        # Pipes and terminals take the text of both.
+        # Two options may name the same pipe or terminal, which can take both texts.
         is_plain = path.is_file() or not path.exists()
         if is_written and is_plain and path in known:
             raise ValueError(
@@ -172,7 +172,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
 
 
 def _found(arguments: argparse.Namespace, progress: _Progress) -> tuple[Plan, dict[str, str]]:
-    """The plan, and why it has no other values."""
+    """Return the plan, and the answers to the questions of `--why-not`."""
     fixed: dict[str, int | str | None] = {}
     for text in arguments.fix:
         pair = _pair(text)
@@ -201,7 +201,7 @@ def _found(arguments: argparse.Namespace, progress: _Progress) -> tuple[Plan, di
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; the exit status."""
+    """Run the command and return its exit status."""
     try:
         _check_files(arguments)
         with _Progress() as progress:

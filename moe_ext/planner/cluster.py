@@ -18,10 +18,10 @@ class Level:
     """Links between the processors of one level, such as a node.
 
     Attributes:
-        name: in reports.
-        size: processors that it joins, at most.
-        latency: seconds of a message.
-        bandwidth: bytes a second that leave one processor.
+        name: name in reports.
+        size: largest number of processors that the level joins.
+        latency: seconds per message.
+        bandwidth: bytes per second that leave one processor.
     """
 
     name: str
@@ -30,20 +30,20 @@ class Level:
     bandwidth: float
 
     def __post_init__(self) -> None:
-        """ValueError for numbers that no link has."""
+        """Raise ValueError for impossible numbers."""
         check_fields(self, may_be_zero=("latency",))
 
 
 @dataclass(frozen=True)
 class Host:
-    """Memory beside each processor, in which the optimizer may keep its state.
+    """Host memory of each processor, in which the optimizer may keep its state.
 
     Attributes:
-        memory: bytes for each processor.
-        bandwidth: bytes a second between a processor and its host, in one direction.
-        rate: bytes a second that the host reads and writes for the optimizer of one processor.
-        disk: bytes of files for each processor; 0 without a disk.
-        disk_bandwidth: bytes a second of these files for each processor.
+        memory: bytes per processor.
+        bandwidth: bytes per second between a processor and its host, in one direction.
+        rate: bytes per second that the host reads and writes for the optimizer of one processor.
+        disk: bytes of disk per processor; 0 without a disk.
+        disk_bandwidth: bytes per second of the disk, per processor.
     """
 
     memory: float
@@ -53,7 +53,7 @@ class Host:
     disk_bandwidth: float = 0.0
 
     def __post_init__(self) -> None:
-        """ValueError for numbers that no host has."""
+        """Raise ValueError for impossible numbers."""
         check_fields(self, may_be_zero=("disk", "disk_bandwidth"))
         if (self.disk > 0) != (self.disk_bandwidth > 0):
             raise ValueError(
@@ -72,30 +72,31 @@ class ClusterSpec:
     """Processors and their links.
 
     Attributes:
-        levels: from the innermost, sizes ascending.
-        flops: peak operations a second of dense products, by dtype.
+        levels: levels from the innermost, with ascending sizes.
+        flops: peak operations per second of dense products, by dtype.
         memory: bytes of a processor.
-        memory_bandwidth: bytes a second of its memory.
+        memory_bandwidth: bytes per second of the processor's memory.
         efficiency: share of the peak that products reach.
-        score_efficiency: share of it that the scores of attention reach; None for the same.
-        layer_seconds: seconds of a layer's forward pass that launches of kernels take.
-        node_launches: share by which launches take longer where tensor parallelism has all ranks of
-            a node, which wait for the slowest of them at each message.
-        multiprocessors: of a processor, each of which works on a tile of a product at a time; 0
-            where the rate of products does not depend on their shapes.
-        source: of the numbers.
+        score_efficiency: share of the peak that attention scores reach; None for `efficiency`.
+        layer_seconds: seconds of kernel launches in a layer's forward pass.
+        node_launches: relative slowdown of launches if tensor parallelism spans all ranks of a
+            node, because each message waits for the slowest rank.
+        multiprocessors: multiprocessors of a processor, each of which computes one tile of a
+            product at a time; 0 if the rate of products does not depend on their shapes.
+        source: source of the numbers.
         costs: measured rates of codecs, by the names of `python benchmarks/run.py codecs`: formats
-            of rows ("rows int8"), "lossless bf16" for what keeps every bit of bfloat16, and codecs
-            of gradients ("int8"). One that it lacks takes what its bytes take through the memory.
-        measured: times over those of the formulas, by part of a step; 1 for a part that is left
-            out. "update": AdamW. "all_reduce": means of gradients. "fsdp": gathers and scatters of
+            of rows ("rows int8"), "lossless bf16" for bfloat16 without loss, and codecs of
+            gradients ("int8"). The time of a missing codec follows from its bytes and the memory's
+            bandwidth.
+        measured: measured times over those of the formulas, by part of a step; 1 for a missing
+            part. "update": AdamW. "all_reduce": averaged gradients. "fsdp": gathers and scatters of
             FSDP2. "exchange": rows on their way to experts and back. "tensor": messages of tensor
-            parallelism, and what DTensors take on the processor. "broadcast": the weights that
-            `ZeroRedundancyOptimizer` sends behind an all-reduce, over an all-gather of them; 0 for
-            left out, where they are the second half of the all-reduce. "sharing": a layer's pass
-            while all ranks compute, over one while the others wait: ranks that share cores make
-            room for a busy one.
-        host: of each processor; None where nothing may be kept there.
+            parallelism, and the overhead of DTensors. "broadcast": the weights that
+            `ZeroRedundancyOptimizer` sends after an all-reduce, over an all-gather of them; a
+            missing one counts as 0, because they are then the second half of the all-reduce.
+            "sharing": a layer's pass while all ranks compute, over one while the others wait, since
+            ranks may share cores.
+        host: host of each processor; None if nothing may be kept there.
     """
 
     levels: tuple[Level, ...]
@@ -113,7 +114,7 @@ class ClusterSpec:
     host: Host | None = None
 
     def __post_init__(self) -> None:
-        """ValueError for numbers that no cluster has."""
+        """Raise ValueError for impossible numbers."""
         zero = ("layer_seconds", "node_launches", "multiprocessors", "measured")
         check_fields(self, may_be_zero=zero)
         if not isinstance(self.levels, tuple) or not all(
@@ -150,11 +151,11 @@ class ClusterSpec:
 
     @classmethod
     def of(cls, cluster: ClusterSpec | Mapping[str, Any] | str | Path) -> ClusterSpec:
-        """A cluster by a spec, the name of a preset, a mapping, or a JSON or YAML file.
+        """Make a cluster of a spec, the name of a preset, a mapping, or a JSON or YAML file.
 
         Raises:
             ImportError: the file is YAML and PyYAML is not installed.
-            ValueError: it is none of these, or lacks a field.
+            ValueError: `cluster` is none of these, or lacks a field.
         """
         if isinstance(cluster, ClusterSpec):
             return cluster
@@ -184,12 +185,12 @@ class ClusterSpec:
         return _made(cls, found)
 
     def to_dict(self) -> dict[str, Any]:
-        """The mapping that `of` takes."""
+        """Return a mapping that `of` takes."""
         return asdict(self)
 
 
 def _made(cls: type[_Spec], found: Any) -> _Spec:
-    """An object of a mapping's values."""
+    """Make an object of a mapping's values."""
     if isinstance(found, cls):
         return found
     if not isinstance(found, Mapping):
@@ -205,7 +206,7 @@ def _made(cls: type[_Spec], found: Any) -> _Spec:
 
 
 def _numeric(value: Any, annotation: str) -> Any:
-    """The value, as a number where it is the text of one: YAML reads 3e-6 as text."""
+    """Convert text to a number if it is one and the field is a float: YAML reads 3e-6 as text."""
     if isinstance(value, Mapping) and "float" in annotation:
         return {name: _numeric(each, "float") for name, each in value.items()}
     if not isinstance(value, str) or not annotation.startswith("float"):
@@ -244,8 +245,8 @@ def _from_yaml(text: str) -> Any:
         raise ValueError(str(error)) from error
 
 
-# Round numbers, the same for all systems, with which published step times are foretold best: shares
-# of the nominal rates of memory and links, and fields of the spec.
+# Shares of the nominal rates of memory and links, and fields of the spec. They are round numbers,
+# the same for all presets, with which predictions of published step times are best.
 MEMORY_SHARE, LINK_SHARE = 0.8, 0.7
 REACHED: Mapping[str, Any] = {
     "efficiency": 0.75,
@@ -265,7 +266,7 @@ def _preset(
     source: str,
     host: Host | None = None,
 ) -> ClusterSpec:
-    """A cluster by its nominal rates."""
+    """Make a cluster of nominal rates."""
     return ClusterSpec(
         tuple(replace(level, bandwidth=LINK_SHARE * level.bandwidth) for level in levels),
         {"bfloat16": flops},
@@ -279,17 +280,18 @@ def _preset(
 
 
 def _pod(node: int, link: float) -> tuple[Level, ...]:
-    """Nodes that have 400 Gbit/s Ethernet or InfiniBand for each of their processors."""
+    """Make levels of nodes with 400 Gbit/s Ethernet or InfiniBand per processor."""
     return Level("node", node, 3e-6, link), Level("network", node * 2**17, 10e-6, 50e9)
 
 
-# Nominal, an eighth of a DGX each: 2 TB, PCIe x16 in one direction, and half of the memory
-# channels' rate for a step that reads and writes: of EPYC 7742 2 x 8 DDR4-3200, of Xeon 8480C
-# 2 x 8 DDR5-4800 (DGX A100 and DGX H100 user guides).
+# Nominal hosts, an eighth of a DGX per processor: 2 TB of memory, PCIe x16 in one direction, and
+# half of the memory channels' rate, because a step reads and writes. The channels are 2 x 8
+# DDR4-3200 (EPYC 7742) and 2 x 8 DDR5-4800 (Xeon 8480C; DGX A100 and DGX H100 user guides).
 _DGX_A100 = Host(2e12 / 8, 32e9, 2 * 204.8e9 / 2 / 8)
 _DGX_H100 = Host(2e12 / 8, 64e9, 2 * 307.2e9 / 2 / 8)
-# Nominal, half of a Grace each: 480 GB of LPDDR5X at 512 GB/s, and NVLink-C2C of 900 GB/s in both
-# directions, which two GPUs share (NVIDIA GB200 NVL72 and Grace data sheets).
+# Nominal host, half of a Grace per processor: 480 GB of LPDDR5X at 512 GB/s, and NVLink-C2C of
+# 900 GB/s in both directions together, which two GPUs share (NVIDIA GB200 NVL72 and Grace data
+# sheets).
 _GRACE = Host(480e9 / 2, 450e9 / 2, 512e9 / 2 / 2)
 
 _A100: dict[str, Any] = {"flops": 312e12, "memory": 80e9, "rate": 2.039e12, "multiprocessors": 108}
@@ -332,5 +334,5 @@ CLUSTERS = {
         "(IEEE 802.3ae)",
     ),
 }
-"""Clusters by name. Bandwidths are those of one direction, for each processor, and shares of the
-nominal ones; latencies are round numbers of their class. Measured ones should replace them."""
+"""Clusters by name. Bandwidths are per processor, in one direction, and shares of nominal ones.
+Latencies are round numbers for the kind of link. Measured numbers should replace both."""

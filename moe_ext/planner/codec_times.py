@@ -1,4 +1,4 @@
-"""Seconds that codecs of rows, gradients and rounds take, as measured or by their bytes."""
+"""Seconds of the codecs of rows, gradients and rounds, as measured or by their bytes."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from moe_ext.planner.sizes import BUCKET, CostPart
 
 
 class CodecTimes(CostPart):
-    """Times of codecs by the cost table of the cluster; without a rate, by the memory."""
+    """Times of codecs by the cluster's cost table, or by the memory's bandwidth without a rate."""
 
     @functools.cached_property
     def dtype(self) -> torch.dtype:
-        """Format of products and messages."""
+        """The dtype of products and messages."""
         return getattr(torch, self.job.dtype)
 
     def measured(self, name: str) -> CostTable | None:
-        """The table with the rate of a codec, if it was measured."""
+        """Return the cost table if it has the rate of a codec, else None."""
         costs = self.cluster.costs
         return costs if costs is not None and name in costs.codecs else None
 
     @functools.cached_property
     def lossless_share(self) -> float | None:
-        """Share of their bytes that rows take with "lossless", as measured; None for no rate."""
+        """Measured ratio of bytes, rows with "lossless" to plain rows; None without a rate."""
         name = rows_rate(LOSSLESS, self.dtype)
         costs = self.measured(name)
         if costs is None:
@@ -41,14 +41,14 @@ class CodecTimes(CostPart):
     def rows(
         self, wires: Tensor, numel: Tensor, dim: int, messages: Tensor, decodes: Tensor
     ) -> Tensor:
-        """Seconds to encode elements in a format of rows, message by message, and to decode them.
+        """Return the seconds to encode elements in a format of rows, and to decode them.
 
         Args:
-            wires: formats, as numbers of `WIRES`.
+            wires: formats, as positions in `WIRES`.
             numel: elements of all messages.
             dim: elements of a row.
-            messages: parts of the elements that are encoded one by one.
-            decodes: how many times as many elements are decoded.
+            messages: number of messages, which are encoded separately.
+            decodes: ratio of decoded elements to encoded elements.
         """
         found, dtype = torch.zeros_like(numel), self.dtype
         for i in present(wires):
@@ -58,7 +58,7 @@ class CodecTimes(CostPart):
             here, name = wires == i, rows_rate(wire, dtype)
             costs = self.measured(name)
             if costs is None:
-                # Read and written, both times.
+                # Encoding and decoding each read one form of the rows and write the other form.
                 each = dtype.itemsize + sent_row_bytes(wire, dim, dtype) / dim
                 moved = numel[here] * each * (1.0 + decodes[here])
                 found[here] = moved / self.cluster.memory_bandwidth
@@ -75,10 +75,10 @@ class CodecTimes(CostPart):
 
     @functools.cached_property
     def gradient_rates(self) -> Tensor:
-        """`[3, codecs]`: bytes of a gradient, and seconds to encode it and to decode it.
+        """Numbers `[3, codecs]`: bytes of a gradient, and seconds to encode and to decode it.
 
-        At the size of a bucket. In proportion to the number of gradients, so that the mean over
-        stages of what they take is that of the mean stage: `least` is a bound.
+        All are per element, at the size of a bucket. Times are thus proportional to the number of
+        elements, and the mean over stages is the time of the mean stage, as `least` assumes.
         """
         rows = [(float(self.job.itemsize), 0.0, 0.0)]
         bucket = BUCKET // self.job.itemsize
@@ -96,7 +96,8 @@ class CodecTimes(CostPart):
             if costs is not None:
                 encode, decode = (each / bucket for each in costs.codec_seconds(rate, bucket))
             else:
-                # Gradients and codes, and of what is owed the old and the new.
+                # Encoding moves gradients and codes, and reads and writes a float32 residual if
+                # there is one.
                 moved = self.job.itemsize + num_bytes
                 encode = (moved + 8.0 * codec.feeds_back) / self.cluster.memory_bandwidth
                 decode = moved / self.cluster.memory_bandwidth
@@ -104,13 +105,13 @@ class CodecTimes(CostPart):
         return torch.tensor(rows, dtype=torch.float64).T
 
     def round(self, codec: RoundCodec, numel: Tensor, ranks: Tensor) -> Tensor:
-        """Seconds to encode and to decode so many elements of a pseudo-gradient."""
+        """Return the seconds to encode and decode `numel` elements of a pseudo-gradient."""
         costs = self.measured(codec.name)
 
         def seconds(count: int) -> list[float]:
             passes = codec.passes(count) if count > 1 else (0.0, 0.0)
             if costs is None:
-                # Each pass reads one and writes the other.
+                # Each pass reads float32 and writes the payload, or the reverse.
                 return [sum(passes) * (4.0 + codec.sent) / self.cluster.memory_bandwidth]
             many = costs.codec_seconds(codec.name, 2**24)
             return [sum(p * s for p, s in zip(passes, many, strict=True)) / 2**24]

@@ -1,4 +1,4 @@
-"""Seconds in which a stage's layers and the output compute, and read and write their numbers."""
+"""Seconds of products and of memory traffic in a stage's layers and in the output."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from moe_ext.planner.presets import LayerParts
 from moe_ext.planner.rank_loads import RankLoads
 from moe_ext.planner.sizes import CostPart, Sizes
 
-# Rows and columns of a product's result that a multiprocessor makes at a time.
+# Rows and columns of the tile of a product's result that a multiprocessor computes at a time.
 _TILE = (128, 256)
 
 
 class Compute(CostPart):
-    """Products and memory of a micro-batch's forward pass."""
+    """Products and memory traffic of a micro-batch's forward pass."""
 
     def __init__(self, sizes: Sizes, loads: RankLoads) -> None:
         super().__init__(sizes)
         self.loads = loads
 
     def products(self, c: Columns) -> Tensor:
-        """Seconds of the products of a micro-batch's forward pass through a stage's layers."""
+        """Return the seconds of products in a micro-batch's forward pass through a stage."""
         sizes = self.sizes
         m, tokens = self.model, sizes.tokens(c)
         here = sizes.layers(c)
@@ -35,9 +35,9 @@ class Compute(CostPart):
         return tokens * 2.0 * met / sizes.rate() + inner
 
     def _met(self, c: Columns) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Parameters that a token meets: attention, a dense layer's ffn, a shared one, an expert.
+        """Return the parameters that a token meets in attention, dense ffn, shared ffn, expert.
 
-        Each counts as many times as its products take longer than those of full waves.
+        Each number is multiplied by the slowdown of its products against full waves of tiles.
         """
         m, tokens = self.model, self.sizes.tokens(c)
         one, tp = torch.ones_like(tokens), c["tp"].double()
@@ -72,7 +72,7 @@ class Compute(CostPart):
         if m.shared_ffn_dim:
             shared = shared + columns(dim, up * m.shared_ffn_dim) + lines(m.shared_ffn_dim, dim)
         if m.num_experts:
-            # Experts of a rank are multiplied in one launch.
+            # One launch multiplies all experts of a rank, so their tiles share waves.
             count, shards = m.num_experts / c["ep"].double(), self.sizes.width(c) / c["ep"]
             each, width_of = tokens * m.top_k * shards / count, m.ffn_dim / shards
             expert = self._product(each, dim * one, up * width_of, count)
@@ -82,10 +82,10 @@ class Compute(CostPart):
     def _product(
         self, rows: Tensor, inner: Tensor, outer: Tensor, count: float | Tensor = 1.0
     ) -> Tensor:
-        """Parameters of `count` matrices `[inner, outer]` for each, over the share of full waves.
+        """Return inner * outer times the slowdown of `count` such products against full waves.
 
-        The share is that of the mean of the product and of its two gradients: tiles of a result go
-        to multiprocessors wave by wave, and the last wave takes as long as a full one.
+        Tiles of a result go to multiprocessors in waves, and the last wave takes as long as a full
+        wave. The slowdown is the mean over the product and its two gradients.
         """
         units, over = self.cluster.multiprocessors, torch.zeros_like(rows)
         for high, wide in ((rows, outer), (rows, inner), (inner, outer)):
@@ -98,15 +98,15 @@ class Compute(CostPart):
         return inner * outer * over / 3.0
 
     def output(self, c: Columns) -> Tensor:
-        """Seconds of a micro-batch's forward pass through the output and the loss."""
+        """Return the seconds of a micro-batch's forward pass through the output and the loss."""
         m, tokens = self.model, self.sizes.tokens(c)
         product = tokens * 2.0 * m.vocab_size * m.model_dim / self.sizes.rate(self.job.dtype)
-        # Logits, and the loss in float32.
+        # Memory traffic: logits in the job's dtype, and two float32 numbers each for the loss.
         num_bytes = tokens * m.vocab_size * (self.job.itemsize + 8.0)
         return product + num_bytes / self.cluster.memory_bandwidth
 
     def _dense(self, here: LayerParts) -> Tensor:
-        """Parameters of a stage's layers that each token meets, experts left out."""
+        """Return the parameters of a stage's layers that each token meets, without experts."""
         m = self.model
         more = 1 + m.num_cross_layers / max(1, m.all_parts.attention)
         found = here.attention * m.attention_parameters() * more
@@ -120,46 +120,48 @@ class Compute(CostPart):
         return cluster.flops[self.job.dtype] * (cluster.score_efficiency or cluster.efficiency)
 
     def scores(self, tokens: Tensor) -> Tensor:
-        """Seconds of the forward pass of one causal attention, its scores alone."""
-        # A fused kernel leaves out what a mask hides.
+        """Return the seconds of the scores in the forward pass of one causal attention."""
+        # A fused kernel skips masked keys, eager attention multiplies all keys.
         eager = self.job.eager_attention
         keys = self.job.seq_len if eager else self.model.mean_keys(self.job.seq_len)
         return tokens * 4.0 * keys * self.model.scores_dim / self._score_rate()
 
     def states(self, c: Columns) -> Tensor:
-        """Seconds of the forward pass of one recurrence, its convolution and states alone."""
+        """Return the seconds of convolution and states in the forward pass of one recurrence."""
         m, tokens = self.model, self.sizes.tokens(c)
         if m.recurrent is None:
             return torch.zeros_like(tokens)
         alone, shared = (float(m.recurrent.flops(by_state=each)) for each in (False, True))
         numbers = torch.full_like(tokens, alone)
-        # Bounds are those of all schemes.
+        # Columns without "scheme" are for bounds over all schemes, so they take the lower number.
         if "scheme" in c:
             numbers = numbers + (shared - alone) * self.sizes.of_states(c)[0]
         return tokens * numbers / self._score_rate()
 
     def elementwise(self, c: Columns) -> Tensor:
-        """Seconds in which a forward pass through a stage's layers reads and writes its numbers."""
+        """Return the seconds of memory traffic in a forward pass through a stage's layers."""
         sizes = self.sizes
         m, tokens = self.model, sizes.tokens(c)
         here = sizes.layers(c)
         moe = here.moe
         dense = here.dense * (m.dense_ffn_dim or m.ffn_dim) * (2 + m.gated)
         shared = moe * m.shared_ffn_dim * (2 + m.gated_experts)
-        # An expert's rows are also permuted there and back.
+        # Rows of experts are also permuted, before and after the experts.
         rows = moe * m.top_k * self.loads.of(c, "pace")
-        # Each of the shards of an expert has all of its rows, and a part of its width.
+        # Each shard of an expert processes all rows of the expert, with a part of its width.
         shards = sizes.width(c) / c["ep"]
         routed = rows * (m.ffn_dim * (2 + m.gated_experts) + 2 * m.model_dim * shards)
-        # A norm and a residual read and write 5 D, products 2 D gathered, each width twice.
+        # Per token, a norm and a residual read and write 5 D numbers. Products read and write 2 D
+        # gathered over tp, and twice the width of each inner result.
         numbers = sizes.norms(here) * (5 + 2 * c["tp"]) * m.model_dim
         attention = 4 * (m.heads_dim + m.kv_dim) + 2 * m.gate_dim
         if self.job.eager_attention:
-            # Scores, softmax and dropout are written and read.
+            # Scores, softmax and dropout are each written and read.
             attention = attention + 6 * m.num_heads * self.job.seq_len
         numbers = numbers + here.attention * attention + 2 * (dense + shared + routed)
         if m.recurrent is not None:
-            # A convolution and its activation, a gate and a norm; the recurrence in float32.
+            # Convolution and activation move 4 numbers per channel, gate and norm 4 per value. The
+            # recurrence reads and writes float32.
             inner = m.recurrent.state_numbers * 8.0 / self.job.itemsize
             each = 4 * m.recurrent.channels + 4 * m.recurrent.width + inner
             numbers = numbers + here.recurrent * each
@@ -167,9 +169,9 @@ class Compute(CostPart):
         held = held + moe * m.num_experts * m.expert_parameters / sizes.width(c)
         num_bytes = self.job.itemsize * (tokens * numbers + held)
         if self.job.layer_dtype is not None:
-            # Inputs of products in a narrow format, and in the backward pass gradients of results:
-            # two of three passes read what is to be rounded and write a byte along rows and along
-            # columns.
+            # Inputs of products are rounded to a narrow format, and in the backward pass gradients
+            # of results. Two of three passes read these numbers and write one byte along rows and
+            # one along columns.
             rounded = sizes.norms(here) * m.model_dim + here.attention * m.heads_dim
             if m.recurrent is not None:
                 rounded = rounded + here.recurrent * m.recurrent.width

@@ -1,4 +1,4 @@
-"""Loads of experts that a plan is made for: named ones, and those of a file.
+"""Loads of experts for which a plan is made, by name, by numbers or from a file.
 
 Shapes: S steps, E experts, K top-k.
 """
@@ -28,19 +28,20 @@ LOADS = (
     "W6_rotating_hotspot",
     "W7_burst",
 )
-# Bursts come every fourth step, and hot spots are back where they were after at most twelve.
+# Steps of a named load. Bursts come every fourth step, and rotating hot spots return to their first
+# place after at most twelve steps.
 _STEPS = 12
 
 Load = float | tuple[float, ...] | tuple[tuple[float, ...], ...]
 
 
 def pool_of(load: str, step: int, token: int, num_experts: int, top_k: int) -> list[int]:
-    """The experts that a token's are drawn from, each as likely as the others.
+    """Return the experts from which those of a token are drawn, all equally likely.
 
     Args:
         load: one of `LOADS`.
-        step: of the training.
-        token: its place in the batch.
+        step: number of the step.
+        token: place of the token in the batch.
         num_experts: E, experts of a layer.
         top_k: K, at most half of E.
     """
@@ -76,17 +77,17 @@ def load_of(
     num_experts: int,
     top_k: int,
 ) -> Load:
-    """A load as `Job` has it.
+    """Convert a load to the form of `Job.load`.
 
     Args:
-        load: s of Zipf's law; tokens of each expert, of one step or of many; a name of `LOADS`,
-            "W3" for short, which stands for the tokens that it sends to each expert on average in
-            each of twelve steps; or a file with a JSON list of such tokens.
+        load: s of Zipf's law; tokens of each expert, of one step or of many; a name of `LOADS`, or
+            "W3" for short, for the average tokens that it sends to each expert in each of twelve
+            steps; or a file with a JSON list of tokens of each expert.
         num_experts: E, experts of a layer.
         top_k: K, experts of a token.
 
     Raises:
-        ValueError: no such name or file, or a file that holds something else.
+        ValueError: there is no such name or file, or the file holds something else.
     """
     if isinstance(load, (str, Path)):
         name = next((n for n in LOADS if str(load) in (n, n.partition("_")[0])), None)
@@ -108,7 +109,7 @@ def load_of(
         if not isinstance(held, list):
             raise ValueError(f"plan: expected {load} to hold a list of numbers, got {held!r:.80}")
         load = held
-    # Tensors and arrays.
+    # Tensors and arrays have `tolist`.
     counts: Any = load.tolist() if hasattr(load, "tolist") else load
     if isinstance(counts, numbers.Real):
         return float(counts)
@@ -126,14 +127,14 @@ def load_of(
 
 
 def _tokens(step: Any) -> tuple[float, ...]:
-    """Tokens of a step. Digits of a text and names of a mapping are none."""
+    """Convert the tokens of a step; raise TypeError for text and mappings, which also iterate."""
     if isinstance(step, (str, Mapping)):
         raise TypeError
     return tuple(float(count) for count in step)
 
 
 def counts_of(load: tuple[float, ...] | tuple[tuple[float, ...], ...]) -> Tensor:
-    """Tokens `[S, E]` of each step and expert.
+    """Return the tokens `[S, E]` of each step and expert.
 
     Raises:
         ValueError: steps of unlike lengths, a negative number, or a step without tokens.

@@ -22,34 +22,35 @@ class Job:
     """One step of training.
 
     Attributes:
-        num_ranks: processors.
+        num_ranks: number of processors.
         seq_len: tokens of a sequence.
         global_batch: sequences of a step.
-        dtype: of products and messages.
+        dtype: dtype of products and messages.
         load: tokens of each expert, as `layer.metrics` counts them, or one such list for each of
             many steps; or s of Zipf's law, where expert i has tokens in proportion to 1 / i^s; 0
             for even routing.
-        capacity_factor: rows that an expert takes of a rank's tokens, over those of an even load;
-            the others go to no expert. None takes all.
-        eager_attention: attention multiplies all pairs of positions and has their scores in memory,
-            as without a fused kernel; of times alone.
-        hidden_exchanges: rows travel to experts and back while another micro-batch computes; what
-            they take longer than its work shows. Of times alone, of programs that interleave
-            micro-batches.
-        hidden_gradients: messages of gradients and of gathered weights travel while micro-batches
-            compute: with ZeRO 2 and 3 behind all of them, else behind one. The rest of their time
-            shows. Of times alone, of programs that do so.
-        hidden_tensor: messages of tensor parallelism travel beside the parts of the products that
-            they belong to; what they take longer than these shows. Of times alone, as before.
-        node_limit: nodes that hold the experts of a token, at most, by a router that keeps to it;
-            0 for any. Of the dispatcher "hierarchical" alone.
-        layer_dtype: format of a byte or less of the products of layers, but for scores and the
-            output, which `ClusterSpec.flops` names; None for `dtype`.
-        local_steps: steps of the inner optimizer in a round of `moe_ext.optim.DiLoCo`: each rank
-            with data of its own is a worker, and the workers average what they did at the end of a
-            round. 1 for the mean of the gradients in each step.
-        local_codec: of what travels in a round: "none", a format of `moe_ext.compression` ("bf16",
-            "int8", "int4", ...) or "sparseloco", `moe_ext.optim.SparseLoCo`.
+        capacity_factor: most rows that an expert takes from a rank's tokens, relative to an even
+            load; further rows go to no expert. None takes all rows.
+        eager_attention: attention multiplies all pairs of positions and keeps scores in memory, as
+            without a fused kernel. Affects times only.
+        hidden_exchanges: for programs that interleave micro-batches: rows are sent to experts and
+            back while another micro-batch computes, and only the excess over its work adds to the
+            step. Affects times only.
+        hidden_gradients: for programs that overlap messages of gradients and gathered weights with
+            micro-batches, with ZeRO 2 and 3 with all micro-batches, else with one. Only the excess
+            over this work adds to the step. Affects times only.
+        hidden_tensor: for programs that overlap messages of tensor parallelism with the products
+            that they belong to. Only the excess over these products adds to the step. Affects times
+            only.
+        node_limit: largest number of nodes that hold the experts of a token, for a router with such
+            a limit; 0 for any. Affects only the dispatcher "hierarchical".
+        layer_dtype: format of at most one byte for the products of layers, except scores and the
+            output; a name of `ClusterSpec.flops`. None for `dtype`.
+        local_steps: inner steps in a round of `moe_ext.optim.DiLoCo`. Each rank with its own data
+            is a worker, and workers average their progress at the end of a round. With 1, gradients
+            are averaged in each step instead.
+        local_codec: codec of the messages of a round: "none", a format of `moe_ext.compression`
+            ("bf16", "int8", "int4", ...) or "sparseloco", `moe_ext.optim.SparseLoCo`.
     """
 
     num_ranks: int
@@ -68,7 +69,7 @@ class Job:
     local_codec: str = "none"
 
     def __post_init__(self) -> None:
-        """ValueError for numbers that no job has."""
+        """Raise ValueError for impossible numbers."""
         check_fields(self, may_be_zero=("node_limit",))
         check_choice("Job", "local_codec", self.local_codec, LOCAL_CODECS)
         fits = self.local_steps > 1 or self.local_codec == "none"
@@ -91,7 +92,7 @@ class Job:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number."""
+        """Bytes per number in `dtype`."""
         return _BYTES[self.dtype]
 
     @functools.cached_property
@@ -100,10 +101,10 @@ class Job:
         return counts_of(self.load)
 
     def counts(self, num_experts: int) -> Tensor:
-        """Share of the choices of each step that each expert has, `[S, E]`, before any drop.
+        """Return each expert's share of the choices in each step, `[S, E]`, before any are dropped.
 
         Raises:
-            ValueError: the load is one of other experts.
+            ValueError: the load is for another number of experts.
         """
         if not isinstance(self.load, tuple):
             counts_SE = torch.arange(1, num_experts + 1, dtype=torch.float64)[None] ** -float(
@@ -119,31 +120,34 @@ class Job:
         return counts_SE / counts_SE.sum(1, keepdim=True)
 
     def kept(self, num_experts: int) -> Tensor:
-        """Shares of the choices, as of `counts`, that are within the capacity."""
+        """Return the shares of `counts`, limited by the capacity."""
         counts_SE = self.counts(num_experts)
         if self.capacity_factor is None:
             return counts_SE
         return counts_SE.clamp(max=self.capacity_factor / num_experts)
 
     def dropped_share(self, num_experts: int) -> float:
-        """Share of the choices that go to no expert."""
+        """Return the share of the choices that go to no expert."""
         return max(0.0, 1.0 - float(self.kept(num_experts).sum(1).mean()))
 
     def imbalances(self, num_experts: int, ep: int) -> Tensor:
-        """Load of the busiest of `ep` ranks over the mean of all choices, of each step `[S]`."""
+        """Return the load of the busiest of `ep` ranks over the mean, for each step, `[S]`.
+
+        The mean is that of all choices, including dropped choices.
+        """
         kept_SE = self.kept(num_experts)
         return ep * kept_SE.view(-1, ep, num_experts // ep).sum(2).amax(1)
 
     def imbalance(self, num_experts: int, ep: int, *, peak: bool = False) -> float:
-        """Load of the busiest of `ep` ranks over the mean, experts in order.
+        """Return the load of the busiest of `ep` ranks over the mean; experts lie in order.
 
         Args:
-            num_experts: of the model.
-            ep: ranks.
-            peak: of the worst step, not on average.
+            num_experts: experts of a layer.
+            ep: number of ranks.
+            peak: return the number of the worst step instead of the average.
 
         Raises:
-            ValueError: the load is one of other experts.
+            ValueError: the load is for another number of experts.
         """
         over_S = self.imbalances(num_experts, ep)
         return float(over_S.max() if peak else over_S.mean())

@@ -1,4 +1,4 @@
-"""Seconds of the passes of a micro-batch through a stage, by what they are for."""
+"""Seconds of the passes of a micro-batch through a stage, by purpose."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_ext.planner.compute import Compute
 from moe_ext.planner.exchange import LayerExchange
 from moe_ext.planner.sizes import CostPart, Sizes
 
-# Passes through a layer of a step without recompute, by what takes time there.
+# Number of passes through a layer in a step without recompute, for each kind of work or message.
 _PASSES = {"compute": 3, "elementwise": 3, "tensor": 2, "context": 3, "experts": 2}
 _PASSES |= {"heads": 1, "states": 2, "moved experts": 2}
 
@@ -23,15 +23,15 @@ class Passes(CostPart):
         self.compute, self.exchange = compute, exchange
 
     def terms(self, c: Columns) -> Columns:
-        """Seconds of a micro-batch's forward and backward pass on a stage, by what they are for.
+        """Return the seconds of a micro-batch's passes on a stage, by purpose.
 
-        Without the output, which the last stage alone has. In turn, exchanges take what they are
-        longer than all of the work that can be beside them.
+        The output is left out, because only the last stage has it. With "turns", exchanges count
+        only as far as they are longer than all work that can overlap with them.
         """
         return self._shown(c, *self._parts(c))
 
     def _shown(self, c: Columns, found: Columns, launches: Tensor) -> Columns:
-        """Terms of `terms`, by those of `_parts`."""
+        """Convert the terms of `_parts` to those of `terms`, by hiding overlapped time."""
         found, experts = dict(found), found["experts"]
         if self.job.hidden_exchanges:
             work = found["compute"] + found["elementwise"]
@@ -42,27 +42,28 @@ class Passes(CostPart):
         return {**found, "launches": (launches - sum(found.values())).clamp(min=0.0)}
 
     def apart(self, c: Columns) -> tuple[Tensor, Tensor]:
-        """Seconds of a micro-batch's work on a stage, and of its exchanges.
+        """Return the seconds of a micro-batch's work on a stage, and of its exchanges.
 
-        Without the output, which the last stage alone has.
+        The output is left out, because only the last stage has it.
         """
         return self._apart(*self._parts(c))
 
     @staticmethod
     def _apart(found: Columns, launches: Tensor) -> tuple[Tensor, Tensor]:
-        """Work and exchanges of `apart`, by the terms of `_parts`."""
+        """Sum the terms of `_parts` to the work and exchanges of `apart`."""
         work = total({name: value for name, value in found.items() if name != "experts"})
         return launches.maximum(work), found["experts"]
 
     def _parts(self, c: Columns) -> tuple[Columns, Tensor]:
-        """Terms of a micro-batch, each exchange waited for, and seconds of its launches."""
+        """Return a micro-batch's terms without overlap of exchanges, and seconds of launches."""
         sizes = self.sizes
         here, again = sizes.layers(c), sizes.again(c)
         if not bool((again.layers > 0).any()):
             once = self._once(c)
             more = dict.fromkeys(once, torch.zeros_like(once["compute"]))
         elif AGAIN[0] in c:
-            # Few candidates take as long as twice as many.
+            # One call costs both, because for few candidates its time does not depend on their
+            # number.
             count = len(here.layers)
             both = {name: column.expand(count).repeat(2) for name, column in c.items()}
             both |= {n: torch.cat(each) for n, *each in zip(PARTS, here, again, strict=True)}
@@ -76,17 +77,19 @@ class Passes(CostPart):
         back = torch.where(swaps, here.attention * self.exchange.heads(c)[1], 0.0)
         found["context"] = found["context"] + found.pop("heads") + back
         if not self.job.eager_attention:
-            # A fused kernel multiplies queries and keys again: five products for two.
+            # The backward pass of a fused kernel computes scores again: five products for two of
+            # the forward pass, instead of four.
             scores = self.compute.scores(sizes.tokens(c))
             found["compute"] = found["compute"] + 0.5 * here.attention * scores
         if self.job.hidden_tensor:
             found["tensor"] = (found["tensor"] - found["compute"]).clamp(min=0.0)
         if bool(c["kv_wire"].any()):
-            # Gradients of keys and values are not rounded.
+            # The backward pass also sends gradients of keys and values, which are not rounded, so
+            # one of the three passes is that of plain rows.
             plain = self.exchange.key_ring({**c, "kv_wire": torch.zeros_like(c["kv_wire"])})
             found["context"] = found["context"] + here.attention * plain - once["context"]
-        # The processor waits for its launches where it is quicker than they are. Embedding, loss,
-        # messages and the schedule have about as many as a layer.
+        # A device that is quicker than launches waits for them. Embedding, loss, messages and the
+        # schedule together have about as many launches as one layer.
         launches = (3.0 + again.layers / here.layers) * (here.layers + 1)
         launches = launches * self.cluster.layer_seconds
         node = self.cluster.levels[0].size
@@ -94,12 +97,13 @@ class Passes(CostPart):
         return found, launches
 
     def _once(self, c: Columns) -> Columns:
-        """Seconds of one of the passes of a micro-batch through a stage's layers."""
+        """Return the seconds of a single pass of a micro-batch through a stage's layers."""
         sizes = self.sizes
         m, size, tokens = self.model, self.job.itemsize, sizes.tokens(c)
         here = sizes.layers(c)
         one = torch.ones_like(c["pp"])
-        # Sequence-parallel: gathered before a product of columns, scattered behind one of rows.
+        # With sequence parallelism, activations are gathered before a column-parallel product and
+        # scattered after a row-parallel product.
         whole = tokens * c["tp"] * m.model_dim * size
         tensor = 2.0 * (here.attention + here.dense) * sizes.ring(c["tp"], one, whole)
         tensor = tensor * sizes.measured("tensor")
@@ -120,14 +124,14 @@ class Passes(CostPart):
         return {**found, "moved experts": here.moe * self.exchange.loads.of(c, "moved")}
 
     def seconds(self, c: Columns) -> Tensor:
-        """Seconds of a micro-batch's forward and backward pass on a stage, without the output."""
+        """Return the seconds of a micro-batch's passes on a stage, without the output."""
         return total(self.terms(c))
 
     def split(self, c: Columns) -> tuple[Tensor, Tensor, Tensor]:
-        """Seconds of a stage's forward pass, gradients of inputs, and gradients of weights.
+        """Return the seconds of a stage's forward pass, gradients of inputs, gradients of weights.
 
-        Without the output: each of its three takes `output`. Exchanges are waited for, but in turn,
-        where none is in these numbers.
+        The output is left out; each of its three passes takes `Compute.output`. The numbers include
+        waits for exchanges, except with "turns", where exchanges are left out.
         """
         parts = self._parts(c)
         whole = total(self._shown(c, *parts))

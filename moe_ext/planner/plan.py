@@ -36,7 +36,7 @@ from moe_ext.planner.spec import model_spec
 from moe_ext.planner.stage_layers import StageLayers, rank_columns
 
 SCHEMA = 1
-# To do about the term that binds.
+# Advice for each term, shown if this term is the largest.
 _REMEDIES = {
     "weights": "more pp, tp or ep, ZeRO 3, or processors with more memory",
     "gradients": "more pp, tp or ep, ZeRO 3, or processors with more memory",
@@ -70,22 +70,22 @@ class Plan:
     """A placement of a job over ranks, why it was chosen, and how to run it.
 
     Attributes:
-        model: sizes.
+        model: sizes of the model.
         cluster: processors and links.
-        job: a step.
+        job: a step of training.
         choice: value of each axis: pp, tp, cp, ep, etp, micro_batch, schedule, turns, zero,
             recompute, offload, dispatcher, wire, combine, balance, scheme, gradients and kv_wire.
-            With recompute as many layers are computed again as `stages` names.
-        seconds: of a step.
+            With recompute the layers that `stages` names are computed again.
+        seconds: seconds of a step.
         memory: bytes of the fullest rank, with the margin.
-        pareto: placements of which none is both quicker and smaller, by closed forms.
-        num_points: placements that were costed.
-        num_too_large: of these, those that do not fit into memory.
-        proven: no placement can be better by the cost model.
-        stages: layers of each stage of the pipeline, in turn (one without a pipeline), and those
-            of them that are computed again; empty for stages of even lengths, all of whose layers
-            are where recompute is 1.
-        runners_up: the two placements that the cost model has next behind it.
+        pareto: placements of which none is both quicker and smaller than another, by closed forms.
+        num_points: number of placements that were costed.
+        num_too_large: number of these placements that do not fit into memory.
+        proven: True if no placement can be better, by the cost model.
+        stages: layers of each stage of the pipeline in order (one stage without a pipeline), and
+            the layers that are computed again. Empty for stages of even lengths, which compute all
+            layers again if recompute is 1.
+        runners_up: the second and third best placements by the cost model.
     """
 
     model: ModelSpec
@@ -102,7 +102,7 @@ class Plan:
     runners_up: tuple[Found, ...] = ()
 
     def __post_init__(self) -> None:
-        """ValueError for numbers that no plan has."""
+        """Raise ValueError for impossible numbers."""
         check_fields(self, may_be_zero=("num_points", "num_too_large"), below=2**63)
 
     @property
@@ -110,17 +110,17 @@ class Plan:
         return StepCost(self.model, self.cluster, self.job)
 
     def time_terms(self) -> dict[str, float]:
-        """Seconds of the step on the slowest rank by what they are for; the rest it is idle."""
+        """Return the seconds of a step on the slowest rank, by purpose; idle time is a term."""
         return _time_terms(self._cost, self)
 
     def memory_terms(self) -> dict[str, float]:
-        """Bytes of the fullest rank by what they are for, without the margin."""
+        """Return the bytes of the fullest rank, by purpose, without the margin."""
         cost = self._cost
         return _fullest(cost, _columns(cost, self))
 
     @property
     def title(self) -> str:
-        """The model, the cluster and the batch of a step, in a line."""
+        """A line with the model, the cluster and the batch of a step."""
         m, job, node = self.model, self.job, self.cluster.levels[0]
         model = next((name for name, spec in PRESETS.items() if spec == m), m.source or "model")
         named = (name for name, spec in CLUSTERS.items() if spec == self.cluster)
@@ -133,7 +133,7 @@ class Plan:
 
     @property
     def dropped_share(self) -> float:
-        """Share of the choices of experts that the job's capacity lets go to no expert."""
+        """Share of the choices of experts that exceed the job's capacity and are dropped."""
         experts = self.model.num_experts
         return self.job.dropped_share(experts) if experts else 0.0
 
@@ -145,15 +145,15 @@ class Plan:
 
     @property
     def states(self) -> SharedStates:
-        """The way in which recurrent layers share sequences over cp, by their scheme "auto"."""
+        """The way in which recurrent layers share sequences over cp, as scheme "auto" chooses."""
         sizes = self._cost.sizes
         return sizes.states(int(self.choice["cp"] or 1), str(self.choice["scheme"]))
 
     def why_not(self, **fixed: int | str | None) -> str:
-        """The reason why the plan does not have other values, in a line.
+        """Explain in a line why the plan does not have other values.
 
         Args:
-            fixed: values by axis, such as ``pp=1, ep=64``; the others are the best beside them.
+            fixed: values by axis, such as ``pp=1, ep=64``; other axes take their best values.
 
         Raises:
             ValueError: an axis has no such value, or no mesh has them.
@@ -177,17 +177,17 @@ class Plan:
     def commands(
         self, script: str = "examples/train_moe_lm.py", *, plan_file: str = "plan.json"
     ) -> dict[str, str]:
-        """Commands and files that start the job, by launcher.
+        """Make commands and files that start the job, by launcher.
 
-        "torchrun" is a line for each node, where MASTER_ADDR names one of them if there are
-        several; "slurm" a script for sbatch; "kubernetes" a PyTorchJob of the Kubeflow training
-        operator, which gives torchrun its arguments, with IMAGE to be filled in.
+        "torchrun" is a line to run on each node; with several nodes MASTER_ADDR must name one of
+        them. "slurm" is a script for sbatch. "kubernetes" is a PyTorchJob of the Kubeflow training
+        operator, which passes torchrun its arguments; fill in IMAGE.
 
         Args:
-            script: to run on each rank, as a shell reads it, with arguments if you like; it reads
-                the file after ``--plan`` by `Plan.from_json`, and puts its model into the placement
-                by `Plan.apply`.
-            plan_file: that `to_json` wrote.
+            script: script to run on each rank, in shell syntax, optionally with arguments. The
+                script reads the file after ``--plan`` by `Plan.from_json`, and puts its model into
+                the placement by `Plan.apply`.
+            plan_file: file that `to_json` wrote.
         """
         node = min(self.cluster.levels[0].size, self.job.num_ranks)
         nodes = -(-self.job.num_ranks // node)
@@ -231,7 +231,7 @@ class Plan:
         }
 
     def to_json(self, path: str | Path) -> None:
-        """Write the plan to a file that `from_json` reads, which is replaced in one step."""
+        """Write the plan to a file for `from_json`; an older file is replaced atomically."""
         with replacing(path) as file:
             file.write_text(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n")
 
@@ -240,7 +240,8 @@ class Plan:
         """Read a plan.
 
         Raises:
-            ValueError: the file is none of this version, or holds what no search finds.
+            ValueError: the file is no plan of this version, or holds a placement that `search`
+                cannot find.
         """
         try:
             found = json.loads(Path(path).read_text())
@@ -277,28 +278,29 @@ class Plan:
         return made
 
     def apply(self, model: nn.Module) -> Applied:
-        """Put a model into the plan's placement; every rank calls it with the same model.
+        """Put a model into the plan's placement; every rank calls this with the same model.
 
-        The experts of a transformers model are spread over the ranks and run by moe_ext
-        (`moe_ext.replace`), layers are computed again where the plan says so. ZeRO 2 and 3 are
-        FSDP2, 2 with weights that stay gathered from a forward pass to its backward pass. ZeRO 1 is
-        in the optimizers that `Applied.optimizers` makes. Pipeline stages are consecutive layers of
-        the decoder, which `Applied.pipeline` runs by the plan's schedule. Dense layers are divided
-        over tp by the family's plan in transformers, and attention over cp by
-        `attention.prepare_model`; ranks of a tp or cp group take the same batches.
+        The experts of a transformers model are divided over ranks and run by moe_ext
+        (`moe_ext.replace`). Layers are recomputed as the plan says. ZeRO 2 and 3 use FSDP2; with
+        ZeRO 2 weights stay gathered from a forward pass to its backward pass. ZeRO 1 is in the
+        optimizers that `Applied.optimizers` makes. Pipeline stages are consecutive layers of the
+        decoder, which `Applied.pipeline` runs by the plan's schedule. Dense layers are divided over
+        tp by the tensor-parallel plan of transformers, and attention over cp by
+        `attention.prepare_model`. Ranks of a tp or cp group take the same batches.
 
         Args:
             model: a transformers model, before its optimizer is made.
 
         Returns:
-            The model with its mesh; `sync_gradients()` ends the backward passes of a step.
+            The model with its mesh. Call its `sync_gradients()` after the backward passes of a
+            step.
 
         Raises:
-            ValueError: the model has other sizes than the plan's; the plan has cp of a model that
-                `prepare_model` refuses, or, with pp, whose loss takes no ``num_items_in_batch``; or
-                stages of a model that is not on the CPU, whose decoder is more than layers and a
-                norm, or that wants losses of its routers; or tp with zero 1; or tp of a model with
-                tied weights or layers that it cannot divide. Nothing is changed.
+            ValueError: the sizes of the model differ from the plan's. With cp: `prepare_model`
+                refuses the model or, with pp too, its loss takes no ``num_items_in_batch``. With
+                pp: the model is not on the CPU, or its decoder has more than layers and a norm, or
+                it uses losses of its routers. With tp: zero is 1, or the model has tied weights or
+                layers that cannot be divided. Nothing has changed.
         """
         return apply_plan(self, model)
 
@@ -309,20 +311,20 @@ class Plan:
         group: ProcessGroup | None = None,
         steps: int = 3,
     ) -> float:
-        """Seconds of a step of training in this placement, measured: random tokens, with AdamW.
+        """Measure the seconds of a training step in this placement, on random tokens with AdamW.
 
-        Every rank of the job calls it.
+        Every rank of the job must call this method.
 
         Args:
-            make_model: gives every rank the same transformers model, to which the plan is applied.
+            make_model: makes the same transformers model on every rank, for `apply`.
             group: the ranks of the job; None for one process.
-            steps: that are timed, behind one that is not.
+            steps: number of timed steps, after one warm-up step.
 
         Returns:
-            The median over the steps, of the slowest rank.
+            The median over steps, of the slowest rank.
 
         Raises:
-            ValueError: the group has not as many ranks as the plan, or `apply` refuses the model.
+            ValueError: the number of ranks differs from the plan's, or `apply` refuses the model.
         """
         if group_size(group) != self.job.num_ranks:
             raise ValueError(
@@ -342,7 +344,8 @@ class Plan:
 
         if local_steps == 1:
             return median()
-        # First, since rounds begin from weights that are equal on all ranks.
+        # Steps with rounds are timed first, because rounds need weights that are equal on all
+        # ranks, and local steps make them differ.
         with rounds_of(applied, optimizers[0], 1, torch.optim.SGD, lr=1.0):
             with_round = median()
         found = median()
@@ -355,9 +358,9 @@ class Plan:
         group: ProcessGroup | None = None,
         steps: int = 3,
     ) -> tuple[Plan, tuple[float, ...]]:
-        """Run this plan and its runners-up, and take the one that is the quickest.
+        """Run this plan and its runners-up, and return the quickest.
 
-        Every rank of the job calls it.
+        Every rank of the job must call this method.
 
         Args:
             make_model: see `time`; called for each plan.
@@ -365,14 +368,14 @@ class Plan:
             steps: see `time`.
 
         Returns:
-            The plan, and measured seconds of a step of this one and of each runner-up; infinite for
-            one that `apply` refuses.
+            The quickest plan, and the measured seconds of a step of this plan and of each
+            runner-up; infinite for a plan that `apply` refuses.
 
         Raises:
             ValueError: no plan can be applied.
         """
         plans, seconds, problem = [self], list[float](), None
-        # The cost model has others before these.
+        # Runners-up are not proven to be best, because the cost model prefers this plan.
         plans += [
             replace(self, **vars(each), proven=False, runners_up=()) for each in self.runners_up
         ]
@@ -380,7 +383,8 @@ class Plan:
             try:
                 seconds.append(each.time(make_model, group=group, steps=steps))
             except ValueError as error:
-                # `apply` changes nothing where it refuses a model, on all ranks.
+                # If `apply` refuses a model, all ranks raise and nothing has changed, so the next
+                # plan can be tried.
                 seconds.append(math.inf)
                 problem = error
         if problem is not None and min(seconds) == math.inf:
@@ -388,7 +392,7 @@ class Plan:
         return plans[min(range(len(plans)), key=seconds.__getitem__)], tuple(seconds)
 
     def __str__(self) -> str:
-        # Axes beside the mesh only where they do something.
+        # Axes of the mesh are always shown, other axes only if they differ from their default.
         shown = {
             name: value
             for name, value in self.choice.items()
@@ -415,14 +419,14 @@ class Plan:
 
 
 def _with_tuples(value: Any) -> Any:
-    """A value of JSON with tuples for its lists."""
+    """Replace lists by tuples in a value from JSON."""
     if isinstance(value, dict):
         return {name: _with_tuples(each) for name, each in value.items()}
     return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
 def _read_placement(held: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a file; axes that are younger than the first plans have their default."""
+    """Convert a placement from a file; axes that older files lack get their defaults."""
     choice = held["choice"]
     missing = sorted(set(DEFAULTS) - set(YOUNGER) - set(choice))
     if missing:
@@ -433,7 +437,7 @@ def _read_placement(held: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stage_lines(stages: Sequence[StageLayers]) -> list[str]:
-    """A line for each run of stages that have as many layers."""
+    """Make a line for each run of stages with equal numbers of layers."""
     found = []
     alike = itertools.groupby(
         enumerate(stages), lambda each: (each[1].end - each[1].start, len(each[1].again))
@@ -447,7 +451,7 @@ def stage_lines(stages: Sequence[StageLayers]) -> list[str]:
 
 
 def _batches(applied: Applied, device: torch.device) -> list[Tensor]:
-    """Micro-batches of this rank's data, which ranks of a tp or cp group share."""
+    """Make random micro-batches, which are equal on the ranks of a tp or cp group."""
     plan, mesh = applied.plan, applied.mesh
     micro = int(plan.choice["micro_batch"] or 1)
     count = plan.job.global_batch // (mesh.data_size * micro)
@@ -473,13 +477,13 @@ def _step(applied: Applied, batches: Sequence[Tensor], optimizers: Sequence[Opti
 
 
 def _columns(cost: StepCost, found: Found | Plan) -> Columns:
-    """The placement, of each rank of the pipeline where its stages are known."""
+    """Return columns of a placement, with a candidate per pipeline rank if stages are known."""
     columns = columns_of([found.choice])
     return rank_columns(cost, columns, found.stages) if found.stages else columns
 
 
 def _fullest(cost: StepCost, columns: Columns) -> dict[str, float]:
-    """Bytes of the fullest rank by what they are for, without the margin."""
+    """Return the bytes of the fullest rank, by purpose, without the margin."""
     terms = cost.memory.terms(columns)
     fullest = int(torch.stack(list(terms.values())).sum(0).argmax())
     return {name: float(value[fullest]) for name, value in terms.items()}
@@ -552,29 +556,28 @@ def plan(
         num_ranks: processors of the job.
         seq_len: tokens of a sequence.
         global_batch: sequences of a step.
-        dtype: of products and messages.
+        dtype: dtype of products and messages.
         load: tokens of each expert as measured in one step or in each of many; s of Zipf's law; a
             name, "W0" to "W7"; or a file with a JSON list of tokens. Times are those of the busiest
-            rank of each step, on average; memory is that of the worst step.
-        capacity_factor: rows that an expert takes of a rank's tokens, over those of an even load;
-            None takes all.
-        local_steps: see `Job`; with more than 1 tp and cp are 1, and there is no ZeRO.
+            rank, averaged over steps. Memory is that of the worst step.
+        capacity_factor: most rows that an expert takes from a rank's tokens, relative to an even
+            load; None takes all rows.
+        local_steps: see `Job`; above 1, tp and cp are 1, and there is no ZeRO.
         local_codec: see `Job`.
-        layer_dtype: see `Job`; with this or a hidden part the plan is one for another program,
-            which `Plan.apply` refuses.
+        layer_dtype: see `Job`. A plan with this or a hidden part is for another program, and
+            `Plan.apply` refuses it.
         node_limit: see `Job`.
         eager_attention: see `Job`.
         hidden_exchanges: see `Job`.
         hidden_gradients: see `Job`.
         hidden_tensor: see `Job`.
-        fixed: values that axes must have, such as ``{"pp": 1}``. Rows, gradients, and keys and
-            values of a ring are rounded on their way only where "wire", "gradients" and "kv_wire"
-            are among them. With ``"recompute": 1`` all layers are computed again, without it as few
-            as fit.
+        fixed: values that axes must have, such as ``{"pp": 1}``. Messages of rows, gradients, and
+            keys and values are rounded only if "wire", "gradients" or "kv_wire" is fixed so. With
+            ``"recompute": 1`` all layers are computed again, otherwise as few as fit.
         progress: see `search`.
 
     Raises:
-        ValueError: no placement exists, or none fits; the message names the binding term.
+        ValueError: no placement exists, or none fits; the message names the largest term.
 
     Determinism: equal arguments give equal plans.
     """

@@ -1,4 +1,4 @@
-"""Sizes of models from their papers, and how many parameters follow from them."""
+"""Sizes of models from their papers, and the numbers of parameters that follow from them."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Any, NamedTuple
 from moe_ext._checks import check_choice, check_fields, check_rule
 from moe_ext.ops.flops import delta_rule_flops
 
-# Numbers of a model that may be 0.
+# Fields of `ModelSpec` that may be 0.
 _MAY_BE_ZERO = (
     *("num_cross_layers", "num_experts", "top_k", "num_moe_layers", "moe_layers", "positions"),
     *("shared_ffn_dim", "latent", "window", "num_window_layers", "vectors", "published"),
 )
-# Mixers of a layer's positions.
+# Kinds of mixing between the positions of a sequence, in a layer.
 MIXERS = ("attention", "recurrent", "both", "none")
 
 
 @dataclass(frozen=True)
 class RecurrentSpec:
-    """A state space, a delta rule or a short convolution of a layer, by its sizes.
+    """Sizes of a layer's state space, delta rule or short convolution.
 
     Attributes:
         projections: parameters of the matrices that each token meets.
-        channels: of the convolution, or of an activation in its place.
-        taps: W, of it; 0 without one.
-        num_heads: H of states; 0 for a convolution alone. Each channel of Mamba-1 is a head.
-        num_groups: heads of queries and keys, which serve H / num_groups heads side by side.
-        head_dim: K, of queries and keys.
-        v_dim: V, of values.
-        has_beta: the delta rule.
-        by_element: a decay for each element of a state, as of Mamba-1; with the delta rule for each
-            element of a key, as of Kimi Linear.
+        channels: channels of the convolution, or of an activation in its place.
+        taps: W, taps of the convolution; 0 without one.
+        num_heads: H, heads of states; 0 for a convolution alone. Each channel of Mamba-1 is a head.
+        num_groups: heads of queries and keys; H / num_groups adjacent heads share each of them.
+        head_dim: K, the elements of a query or key.
+        v_dim: V, the elements of a value.
+        has_beta: whether the recurrence is a delta rule.
+        by_element: whether decays are per element of a state, as in Mamba-1; with the delta rule
+            per element of a key, as in Kimi Linear.
     """
 
     projections: int
@@ -46,7 +46,7 @@ class RecurrentSpec:
     by_element: bool = False
 
     def __post_init__(self) -> None:
-        """ValueError for numbers that no layer has."""
+        """Raise ValueError for impossible numbers."""
         sizes = ("num_groups", "head_dim", "v_dim")
         check_fields(self, may_be_zero=("taps", "num_heads", *sizes))
         for name in sizes:
@@ -63,24 +63,24 @@ class RecurrentSpec:
 
     @property
     def width(self) -> int:
-        """Width of the values of all heads, of the channels of a convolution alone."""
+        """Width of the values of all heads, or of the channels of a convolution alone."""
         return self.num_heads * self.v_dim or self.channels
 
     def parameters(self) -> int:
-        """Parameters but biases and norms, which `ModelSpec.vectors` counts."""
+        """Return the number of parameters, without biases and norms (see `ModelSpec.vectors`)."""
         has_rates = self.by_element and not self.has_beta
         rates = self.num_heads * self.head_dim if has_rates else 0
         return self.projections + self.channels * self.taps + rates
 
     @property
     def state_numbers(self) -> int:
-        """Numbers of a token that a recurrence reads and writes, without its states."""
+        """Numbers per token that a recurrence reads and writes, without its states."""
         each = 2 * self.v_dim + self.decay_numbers + self.has_beta
         return 2 * self.num_groups * self.head_dim + self.num_heads * each
 
     @property
     def decay_numbers(self) -> int:
-        """Numbers of a head and token that its decays are made of."""
+        """Numbers of decays per head and token."""
         return self.head_dim if self.by_element and self.has_beta else 1
 
     @property
@@ -91,16 +91,17 @@ class RecurrentSpec:
         return {**found, "has_beta": self.has_beta, "by_element": self.by_element}
 
     def flops(self, *, by_state: bool = False) -> int:
-        """Operations of a token beside projections, forward, as the recurrences compute by chunks.
+        """Return the forward operations per token of a recurrence by chunks, without projections.
 
         Args:
-            by_state: ranks share the sequence by scheme "state": positions read of the state that
-                comes, and a delta rule has K more columns.
+            by_state: whether ranks share the sequence by scheme "state". Positions then also read
+                the state that another rank sends, and a delta rule has K more columns.
         """
         dim = self.head_dim
         values = self.v_dim + by_state * self.has_beta * dim
         if self.by_element and not self.has_beta:
-            # Queries and the state; keys and values to the state, which decays element by element.
+            # Per element of the state: 2 operations to read it by queries, 3 to add keys and values
+            # and to decay it.
             each = 5 * dim * values
         else:
             each = delta_rule_flops(dim, values, has_beta=self.has_beta)
@@ -110,14 +111,14 @@ class RecurrentSpec:
 
 
 class LayerParts(NamedTuple):
-    """A layer's parts, each 1 or 0; of many layers their sums.
+    """Parts of a layer, each 1 or 0; for many layers, the sums of these numbers.
 
     Attributes:
-        layers: 1 of each layer.
-        attention: it has attention.
-        recurrent: it has a state space, a delta rule or a convolution.
-        dense: it has a feed-forward network.
-        moe: it has experts.
+        layers: 1 for each layer.
+        attention: 1 for a layer with attention.
+        recurrent: 1 for a layer with a state space, a delta rule or a convolution.
+        dense: 1 for a layer with a feed-forward network.
+        moe: 1 for a layer with experts.
     """
 
     layers: Any
@@ -129,44 +130,44 @@ class LayerParts(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A transformer by its sizes.
+    """Sizes of a transformer.
 
     Attributes:
-        num_layers: layers; of an encoder and a decoder together.
+        num_layers: number of layers; of an encoder and a decoder together.
         model_dim: D, the elements of a token.
         num_heads: heads of attention.
-        ffn_dim: F, of dense layers and of an expert.
-        vocab_size: rows of the embedding, which the output shares.
-        head_dim: of a head; None for D / num_heads.
+        ffn_dim: F, width of an expert, and of dense layers without `dense_ffn_dim`.
+        vocab_size: rows of the embedding and of the output.
+        head_dim: elements of a head; None for D / num_heads.
         num_cross_layers: layers with a second attention, to the encoder.
-        num_experts: E of an expert layer; 0 for a dense model.
+        num_experts: E, experts of an expert layer; 0 for a dense model.
         top_k: experts of a token.
-        num_moe_layers: layers whose ffn is E experts.
-        moe_layers: which ones, from 0; empty for the last ones.
-        gated: dense layers have a gate beside their first matrix.
-        gated_experts: experts have one.
+        num_moe_layers: layers with experts instead of a dense ffn.
+        moe_layers: numbers of these layers, from 0; empty for the last layers.
+        gated: whether the ffn of dense layers is gated.
+        gated_experts: whether experts are gated.
         positions: learned positions.
-        relative_positions: each layer has a matrix `[D, D]` of relative positions.
-        num_kv_heads: heads of keys and values; None for as many as there are heads.
+        relative_positions: whether each layer has a matrix `[D, D]` of relative positions.
+        num_kv_heads: heads of keys and values; None for `num_heads`.
         dense_ffn_dim: F of dense layers; None for that of experts.
-        shared_ffn_dim: F of the expert of all tokens; 0 for none.
-        tied: the output shares the embedding.
+        shared_ffn_dim: F of the shared expert of all tokens; 0 for none.
+        tied: whether output and embedding share their weight.
         latent: (rank of queries, rank of keys and values, plain and rotary size of a head, size of
-            its values) of multi-head latent attention; the rank of queries is 0 where they have
-            none; empty for the usual one.
+            its values) of multi-head latent attention; empty for ordinary attention. The rank of
+            queries is 0 if they are not compressed.
         window: tokens that layers with a sliding window attend to.
-        num_window_layers: layers that have one.
-        vectors: numbers of biases and norms in all, as a rule below 0.1 % of the parameters; 0
-            where they are left out.
-        published: parameters in all, as the source gives them.
-        published_active: parameters of a token, where the source gives them.
-        source: where the sizes are from.
-        attention_gate: attention has a gate as wide as its heads; latent attention, of a number a
-            head.
-        mixers: of each layer "attention", "recurrent", "both" side by side, or "none"; empty for
-            attention in all of them.
-        recurrent: of layers that have one.
-        one_part: a layer is a mixer, or a network or experts where its mixer is "none".
+        num_window_layers: layers with a sliding window.
+        vectors: total number of elements of biases and norms, as a rule below 0.1 % of the
+            parameters; 0 to leave them out.
+        published: total number of parameters that the source gives.
+        published_active: parameters per token, if the source gives them.
+        source: source of the sizes.
+        attention_gate: whether attention has a gate: as wide as its heads, or with latent attention
+            one number per head.
+        mixers: for each layer "attention", "recurrent", "both" side by side, or "none"; empty for
+            attention in all layers.
+        recurrent: sizes of the recurrence, for layers with one.
+        one_part: whether a layer has a mixer alone, or a network or experts if its mixer is "none".
     """
 
     num_layers: int
@@ -201,7 +202,7 @@ class ModelSpec:
     one_part: bool = False
 
     def __post_init__(self) -> None:
-        """ValueError for numbers that no model has."""
+        """Raise ValueError for impossible numbers."""
         check_fields(self, may_be_zero=_MAY_BE_ZERO)
         for name in ("num_moe_layers", "num_cross_layers", "num_window_layers"):
             count, rule = getattr(self, name), f"at most num_layers ({self.num_layers})"
@@ -237,7 +238,7 @@ class ModelSpec:
         check_rule("ModelSpec", "top_k", self.top_k, rule, fits)
 
     def _check_mixers(self) -> None:
-        """ValueError for layers that have not the parts that they are said to have."""
+        """Raise ValueError if mixers, recurrence, `one_part` and experts contradict each other."""
         if not isinstance(self.mixers, tuple) or len(self.mixers) not in (0, self.num_layers):
             raise ValueError(
                 f"ModelSpec: expected mixers to be one of each of the {self.num_layers} layers, or "
@@ -272,17 +273,17 @@ class ModelSpec:
 
     @functools.cached_property
     def kinds(self) -> tuple[LayerParts, ...]:
-        """Parts of layers that differ in them; dense layers before those with experts."""
+        """The distinct parts of layers; dense layers before layers with experts."""
         return tuple(sorted({*self.parts}, reverse=True))
 
     @functools.cached_property
     def all_parts(self) -> LayerParts:
-        """Layers in all, and those that have each part."""
+        """The number of layers, and of layers with each part."""
         return LayerParts(*map(sum, zip(*self.parts, strict=True)))
 
     @property
     def has_experts(self) -> tuple[bool, ...]:
-        """For each layer, true of one with experts."""
+        """For each layer, True if it has experts."""
         return tuple(bool(layer.moe) for layer in self.parts)
 
     @property
@@ -302,33 +303,33 @@ class ModelSpec:
 
     @property
     def kv_dim(self) -> int:
-        """Numbers of a token that attention keeps of its keys, and again of its values."""
+        """Numbers per token of the keys that attention keeps, and as many of values."""
         if self.latent:
             return (self.latent[1] + self.latent[3]) // 2
         return self.heads_dim // self.num_heads * (self.num_kv_heads or self.num_heads)
 
     @property
     def scores_dim(self) -> int:
-        """Width of all heads in the scores and their values, on the mean of the two products."""
+        """Width of all heads, averaged over the products of scores and of values."""
         if self.latent:
             _, _, plain, rotary, values = self.latent
             return self.num_heads * (plain + rotary + values) // 2
         return self.heads_dim
 
     def mean_keys(self, seq_len: int) -> float:
-        """Keys that a token attends to, on the mean of attentions and places of a sequence."""
+        """Return the keys that a token attends to, averaged over layers and positions."""
         seen = min(self.window, seq_len)
         share = self.num_window_layers / max(1, self.all_parts.attention)
         return share * seen * (1 - seen / (2 * seq_len)) + (1 - share) * seq_len / 2
 
     def attention_parameters(self) -> int:
-        """Parameters of one attention."""
+        """Return the parameters of one attention."""
         dim = self.model_dim
         if not self.latent:
             return dim * (2 * self.heads_dim + self.gate_dim + 2 * self.kv_dim)
         queries, keys, plain, rotary, values = self.latent
         heads = self.num_heads
-        # Without a rank of their own queries are made of the hidden states.
+        # Without a rank (0), queries are projected from the hidden states directly.
         return (
             dim * (queries + keys + rotary + self.gate_dim)
             + heads * ((queries or dim) * (plain + rotary) + keys * (plain + values))
@@ -336,16 +337,16 @@ class ModelSpec:
         )
 
     def dense_layer_ffn(self) -> int:
-        """Parameters of the ffn of a dense layer."""
+        """Return the parameters of the ffn of a dense layer."""
         return (2 + self.gated) * self.model_dim * (self.dense_ffn_dim or self.ffn_dim)
 
     def shared_parameters(self) -> int:
-        """Parameters of a layer's router and shared expert."""
+        """Return the parameters of a layer's router and shared expert."""
         shared = (2 + self.gated_experts) * self.model_dim * self.shared_ffn_dim
         return self.model_dim * self.num_experts + shared
 
     def dense_parameters(self) -> int:
-        """Parameters of all but experts: attention, dense ffn, routers, embeddings."""
+        """Return all parameters except experts: attention, dense ffn, routers, embeddings."""
         dim, parts = self.model_dim, self.all_parts
         attention = self.attention_parameters() * (parts.attention + self.num_cross_layers)
         recurrent = self.recurrent.parameters() * parts.recurrent if self.recurrent else 0
@@ -357,12 +358,12 @@ class ModelSpec:
         return layers + dim * vocabulary + self.vectors
 
     def parameters(self) -> int:
-        """In all."""
+        """Return the total number of parameters."""
         experts = self.num_experts * self.num_moe_layers
         return self.dense_parameters() + experts * self.expert_parameters
 
     def active_parameters(self) -> int:
-        """Parameters that one token meets: everything dense, and its experts."""
+        """Return the parameters that one token meets: all dense parameters, and its experts."""
         experts = self.top_k * self.num_moe_layers
         return self.dense_parameters() + experts * self.expert_parameters
 
@@ -506,7 +507,7 @@ _UNPUBLISHED = {"wudao-2.0": "1.75T parameters were announced without layers, wi
 
 
 def preset(name: str) -> ModelSpec:
-    """The specification of a published model.
+    """Return the specification of a published model.
 
     Raises:
         ValueError: no such model is known, or its sizes were never published.

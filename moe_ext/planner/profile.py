@@ -1,4 +1,4 @@
-"""Rates of this machine, measured with one layer of the model that is to be planned."""
+"""Rates of this machine, measured with one layer of the model to be planned."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from moe_ext.planner.cost import StepCost
 from moe_ext.planner.job import Job
 from moe_ext.planner.presets import ModelSpec
 
-# A layer with more experts is measured with so many: the others would only take memory.
+# Experts of a layer that are measured, unless top-k needs more. Further experts only take memory.
 MAX_EXPERTS = 16
 _REPEATS = 5
-# Elements at which codecs are measured.
+# Numbers of elements at which codecs are measured.
 CODEC_SIZES = (2**14, 2**20, 2**22)
 
 
 class _DecoderLayer(nn.Module):
-    """A decoder layer of a model's sizes, without the scores of its attention."""
+    """A decoder layer with the sizes of a model, without attention scores."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class _DecoderLayer(nn.Module):
         self.query, self.out = linear(m.model_dim, m.heads_dim), linear(m.heads_dim, m.model_dim)
         self.keys = linear(m.model_dim, 2 * m.kv_dim)
         gated = m.gated_experts if m.num_experts else m.gated
-        # A dense layer is a layer of one expert that every token chooses.
+        # A dense layer is measured as an MoE layer with one expert, which every token chooses.
         self.experts = MoELayer(
             m.model_dim,
             m.ffn_dim if m.num_experts else m.dense_ffn_dim or m.ffn_dim,
@@ -70,7 +70,7 @@ class _DecoderLayer(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Projections, residuals and experts."""
+        """Apply projections, residuals and experts."""
         inner = self.norms[0](x)
         x = x + self.out(self.query(inner)) + self.keys(inner).sum(1, keepdim=True)
         return x + self.experts(self.norms[1](x))
@@ -96,30 +96,31 @@ def measure_cluster(
     device: torch.device | str = "cpu",
     group: ProcessGroup | None = None,
 ) -> ClusterSpec:
-    """A cluster with the rates of this machine, for plans of this model.
+    """Measure the rates of this machine, and return a cluster with them for plans of a model.
 
-    A copy gives the rate of the memory; a tiny layer the time of launches; a layer of the model's
-    sizes, forward and backward, that of products: what it takes beyond what it reads and writes;
-    fused attention of one sequence that of scores; and a step of AdamW what it takes over its
-    formula. Rates of codecs, each at three sizes, are `costs`. With a group the means of its
-    gradients, `ZeroRedundancyOptimizer`, FSDP2 and experts that are spread over the ranks are
-    measured too. Ranks of a group measure at the same time, so
-    that cores which they share are shared, and the slowest one's numbers count. Memory is no more
-    than the device has, or a rank's share of it; the host is unknown, so that plans keep nothing
-    there.
+    The rate of the memory is that of a copy, and the time of launches that of a tiny layer. The
+    rate of products follows from the forward and backward pass of a layer of the model's sizes,
+    minus its memory traffic. Fused attention of one sequence gives the rate of scores, and a step
+    of AdamW its time over the formula. `costs` has the rates of codecs at three sizes.
+
+    With a group, averages of gradients, `ZeroRedundancyOptimizer`, FSDP2 and experts over ranks are
+    measured too. All ranks measure at the same time, because they may share cores, and the slowest
+    rank counts. Memory is bounded by that of the device, or by a rank's share of it. The host is
+    unknown, so that plans keep nothing there.
 
     Args:
-        model: whose layers are measured, with 16 experts at most; attention stands for recurrences.
-        cluster: for what is not measured: memory where the device has more, and links without a
-            group.
-        dtype: of products; the others of the cluster are left out.
+        model: model whose layers are measured, as a rule with at most 16 experts; attention stands
+            for recurrences.
+        cluster: cluster for numbers that are not measured: memory if the device has more, and links
+            without a group.
+        dtype: dtype of products; other rates of the cluster are dropped.
         seq_len: tokens of a sequence.
-        device: that is measured.
-        group: all ranks of the job, whose link is measured as the cluster's only level, joined by
-            one switch, and with it what messages of a step take over their formulas.
+        device: device to measure.
+        group: all ranks of the job. Their link is measured as the only level of the cluster, joined
+            by one switch, and messages of a step are measured relative to their formulas.
 
     Raises:
-        TypeError: a model or cluster of another form, as by name.
+        TypeError: model or cluster is no `ModelSpec` or `ClusterSpec`, such as a name.
         RankFailureError: a rank died or did not answer.
     """
     check_kind("measure_cluster", "model", model, ModelSpec, required=True)
@@ -166,20 +167,23 @@ def measure_cluster(
         node_launches=0.0,
         multiprocessors=0,
         memory=min(cluster.memory, _memory(on, group)),
-        # The host of a preset belongs to other machines; a CPU's is the memory that is planned.
+        # The host of a preset belongs to other machines. If the device is the CPU, the host's
+        # memory is `memory` already.
         host=None,
         source=f"measured on {table.processor}, torch {table.torch_version}",
         costs=table,
     )
-    # A backward pass has two products for each of the forward pass; half of the pairs are masked.
+    # A backward pass has two products for each product of the forward pass.
     numel = sum(p.numel() for p in layer.parameters() if p.dim() > 1)
     active = numel - (one.num_experts - one.top_k) * one.expert_parameters
     products = 3 * 2.0 * seq_len * active
-    # The backward pass of fused attention has five products for two of the forward pass.
+    # The backward pass of fused attention has five products for two of the forward pass, and a
+    # causal mask hides half of the pairs.
     of_scores = 3.5 * 4.0 * seq_len * seq_len / 2 * heads * wide
     cost = StepCost(one, made, Job(1, seq_len, 1, dtype))
     moved = 3 * float(cost.compute.elementwise(columns_of([{}])))
-    # Reads and writes hide no more than half of the products.
+    # At least half of the time counts as products, even if the formula of memory traffic takes
+    # more.
     rate = products / max(whole - moved, whole / 2)
     share = min(1.0, of_scores / scores / rate)
     made = replace(made, flops={dtype: rate}, score_efficiency=share)
@@ -188,7 +192,7 @@ def measure_cluster(
 
 
 def _one_layer(model: ModelSpec) -> ModelSpec:
-    """One layer of attention and a network or experts of a model's sizes."""
+    """Return the sizes of one layer of a model, with attention and a network or experts."""
     one = replace(
         model,
         num_layers=1,
@@ -204,7 +208,7 @@ def _one_layer(model: ModelSpec) -> ModelSpec:
     )
     if model.recurrent is None:
         return one
-    # Products as wide stand for those of a model that has nothing but recurrences.
+    # If the model has no attention, its recurrences are measured as attention of equal width.
     if not model.all_parts.attention:
         one = replace(one, num_heads=math.gcd(model.model_dim, max(1, model.model_dim // 64)))
     is_bare = not model.all_parts.dense + model.all_parts.moe
@@ -212,7 +216,7 @@ def _one_layer(model: ModelSpec) -> ModelSpec:
 
 
 def rehearsals(dtype: torch.dtype, device: torch.device | str = "cpu") -> dict[str, Rehearsal]:
-    """Rehearsals of all codecs that plans weigh for a job in this dtype, by name."""
+    """Return rehearsals, by name, of all codecs that a plan may use for a job in this dtype."""
     exact = functools.partial(lossless, dtype=dtype, device=device)
     return {
         **{name: rehearsal_of(codec_of(name), device) for name in ROUNDED},
@@ -222,7 +226,7 @@ def rehearsals(dtype: torch.dtype, device: torch.device | str = "cpu") -> dict[s
 
 
 def _memory(device: torch.device, group: ProcessGroup | None) -> float:
-    """Bytes of a rank's memory: of its accelerator, or a share of its machine's."""
+    """Return the bytes of a rank's memory: its accelerator's, or a share of its machine's."""
     if device.type != "cpu":
         return float(torch.cuda.get_device_properties(device).total_memory)
     mine = socket.gethostname(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -233,7 +237,7 @@ def _memory(device: torch.device, group: ProcessGroup | None) -> float:
 
 
 def _slowest(table: CostTable, group: ProcessGroup, device: torch.device) -> CostTable:
-    """The rates of the slowest rank, equal on all; each rank has measured the same codecs."""
+    """Return a table with the slowest rank's number for each rate, equal on all ranks."""
     rows = [row for rates in table.codecs.values() for row in rates]
     seconds = [1 / table.copy_bandwidth, *(1 / rate for rate in table.product_rates.values())]
     seconds += [each for row in rows for each in (row.encode_seconds, row.decode_seconds)]
@@ -255,20 +259,21 @@ def _slowest(table: CostTable, group: ProcessGroup, device: torch.device) -> Cos
 def _factors(
     cost: StepCost, layer: _DecoderLayer, x: Tensor, whole: float, group: ProcessGroup | None
 ) -> dict[str, float]:
-    """Seconds of the parts of a step of one layer, over their formulas; see `ClusterSpec.measured`.
+    """Measure parts of a step of one layer, relative to formulas; see `ClusterSpec.measured`.
 
     Args:
-        cost: of the layer, by the rates that were measured.
-        layer: all of it on this rank.
-        x: tokens.
-        whole: seconds of its forward and backward pass.
-        group: ranks that share it out.
+        cost: cost model of the layer, by the measured rates.
+        layer: the whole layer on this rank.
+        x: input tokens.
+        whole: seconds of the layer's forward and backward pass.
+        group: ranks over which the layer is divided.
     """
     size, device, m = group_size(group), x.device, cost.model
     seconds = functools.partial(_seconds, group=group, device=device)
     num_bytes = sum(p.nbytes for p in layer.parameters())
     optimizer = torch.optim.AdamW(layer.parameters())
-    # The formula has the parameters of embedding and output too.
+    # The formula also counts embedding and output, which `layer` lacks, so it is taken per
+    # parameter.
     alone = columns_of([{}])
     step = seconds(optimizer.step)
     per_parameter = float(cost.end.update(alone)) / sum(map(float, cost.sizes.parameters(alone)))
@@ -276,7 +281,7 @@ def _factors(
     found = {"update": step / told}
     if group is None or size == 1:
         return found
-    # It needs numpy, and warns where torch has functions that are deprecated.
+    # The import is local, because it needs numpy and warns of functions that torch deprecates.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     once, alone_seconds = functools.partial(_pass, layer, x), math.inf
@@ -287,7 +292,7 @@ def _factors(
     found["sharing"] = min(max(whole / alone_seconds, 1.0), float(size))
     level = cost.cluster.levels[0]
     ring = (size - 1) * level.latency + (size - 1) / size * num_bytes / level.bandwidth
-    # Gradients are averaged once.
+    # Each timed call needs new gradients from `once`, because gradients can be averaged only once.
     found["all_reduce"] = seconds(lambda: sync_gradients(layer), before=once) / (2 * ring)
     shared = ZeroRedundancyOptimizer(
         layer.parameters(), torch.optim.AdamW, process_group=group, lr=1e-3
@@ -296,14 +301,16 @@ def _factors(
     if m.num_experts and m.num_experts % size == 0:
         spread = _DecoderLayer(m, device, x.dtype, group)
         placed = columns_of([{"ep": size}])
-        # It has a share of the experts' weights to read.
+        # Without messages the spread layer is quicker by `here`, because it reads only a share of
+        # the experts' weights.
         here = 3 * float(cost.compute.elementwise(alone) - cost.compute.elementwise(placed))
         beyond = seconds(lambda: _pass(spread, x)) - (whole - here)
         found["exchange"] = max(beyond / float(cost.passes.terms(placed)["experts"]), 1.0)
     if len(x) % size == 0:
         placed, divided = columns_of([{"tp": size}]), _divided(m, x, size)
         beyond = seconds(lambda: _pass(divided, x))
-        # Ranks share the products, and norms read and write as much as before.
+        # Without messages the divided layer would take a share of the products' time, and all of
+        # the time of memory traffic.
         reads = 3 * float(cost.compute.elementwise(alone))
         beyond -= reads + max(whole - reads, 0.0) / size
         found["tensor"] = max(beyond / float(cost.passes.terms(placed)["tensor"]), 1.0)
@@ -317,7 +324,7 @@ def _factors(
 
 
 def _divided(m: ModelSpec, x: Tensor, size: int) -> nn.Module:
-    """A layer over all ranks, as `Plan.apply` divides those of a model."""
+    """Make a layer divided over all ranks, as `Plan.apply` divides the layers of a model."""
     mesh = MoEMesh(tp=size, dp=1).data_mesh
     assert mesh is not None
     layer = _DecoderLayer(m, x.device, x.dtype)
@@ -333,7 +340,7 @@ def _seconds(
     device: torch.device,
     before: Callable[[], object] = lambda: None,
 ) -> float:
-    """Median of `timed`."""
+    """Return the median of `timed`."""
     times = timed(call, repeats, group=group, device=device, before=before)
     return max(statistics.median(times), 1e-9)
 
@@ -346,14 +353,14 @@ def timed(
     device: torch.device,
     before: Callable[[], object] = lambda: None,
 ) -> list[float]:
-    """Seconds of a few calls after one that is not timed; the ranks of a group begin together.
+    """Time a few calls after a warm-up call; the ranks of a group begin each call together.
 
     Args:
-        call: that is timed.
-        repeats: calls.
-        group: of all ranks that call it; None for one process.
-        device: that is waited for.
-        before: each call, outside of its time.
+        call: function to time.
+        repeats: number of timed calls.
+        group: all ranks that time the function; None for one process.
+        device: device to wait for.
+        before: function that is called before each call, outside of its time.
     """
     times = []
     for _ in range(1 + repeats):

@@ -1,4 +1,4 @@
-"""Loads of the ranks that experts lie over: as the job has them, and balanced where that pays.
+"""Loads of the ranks that experts lie over: as the job gives them, or balanced if that pays.
 
 Shapes: S steps, E experts, P ranks.
 """
@@ -17,18 +17,18 @@ from moe_ext.nn.balance.moved import moving_pays
 from moe_ext.planner.axes import Columns, by_values
 from moe_ext.planner.sizes import CostPart, Sizes
 
-# Rows of a pass, for whole numbers of them.
+# Rows that shares are multiplied by, because `plan_balance` takes whole numbers of rows.
 _ROWS = 2**24
 
 
 class Loads(NamedTuple):
-    """Rows of the busiest rank over the mean, and what balance adds, of the steps of a job.
+    """Loads of a job's steps on the busiest rank, and the cost of moving experts.
 
     Attributes:
-        pace: time of the experts' rows over that of even loads, the mean of the steps.
-        rows: rows of the busiest rank over the mean, the mean of the steps.
-        moved: seconds in which experts travel in a pass, the mean of the steps.
-        peak_rows: rows in the worst step.
+        pace: time of the experts' products over that of even loads, averaged over steps.
+        rows: rows of the busiest rank over the mean of ranks, averaged over steps.
+        moved: seconds in which experts are sent in a pass, averaged over steps.
+        peak_rows: the ratio of `rows` in the worst step.
         peak_moved: experts that come to one rank in the worst step.
     """
 
@@ -40,10 +40,10 @@ class Loads(NamedTuple):
 
 
 def _num_moved(counts_E: Tensor, num_ranks: int) -> tuple[int, int]:
-    """Experts that `Dispatch(rebalance="exact")` moves in a pass, by shares of the rows.
+    """Count the experts that `Dispatch(rebalance="exact")` moves, by the experts' shares of rows.
 
     Returns:
-        Those that leave or reach one rank, the most of all ranks; and those that reach one.
+        The largest number of experts that leave or reach a rank, and that reach a rank.
     """
     local = len(counts_E) // num_ranks
     counts_E = (counts_E * _ROWS).round().long()
@@ -61,11 +61,16 @@ class RankLoads(CostPart):
         self._known = functools.cache(self._of_ranks)
 
     def _of_ranks(self, ep: int, tokens: int) -> Loads:
-        """Loads over `ep` ranks; of balanced experts for a number of a rank's tokens, 0 for others.
+        """Compute the loads over `ep` ranks, of experts that are balanced if `tokens` is not 0.
 
-        Time is that of the busiest rank. Where ranks share processors, rates are those of all at
-        work; the busiest one is quicker by that share while others wait, and at least the work of
-        all has to be done. Experts move in the steps in which that pays, as `Rebalance` has it.
+        Time is that of the busiest rank. If ranks share cores, rates are those of all ranks at
+        work. The busiest rank is then quicker by `sharing` while other ranks wait, but not quicker
+        than the work of all ranks together. Experts move only in steps in which `Rebalance` would
+        move them.
+
+        Args:
+            ep: number of ranks.
+            tokens: tokens of a rank in a micro-batch, for balanced experts; 0 without balance.
         """
         sizes, m = self.sizes, self.model
         over_S, kept_SE = self.job.imbalances(m.num_experts, ep), self.job.kept(m.num_experts)
@@ -100,11 +105,11 @@ class RankLoads(CostPart):
         )
 
     def moves(self, c: Columns) -> Tensor:
-        """True for candidates in which experts ever move."""
+        """Return True for candidates in which experts move in any step."""
         return self.of(c, "moved") > 0
 
     def of(self, c: Columns, name: str) -> Tensor:
-        """One of the numbers of `Loads`, of each candidate."""
+        """Return one of the numbers of `Loads` for each candidate."""
         ep, balance = c["ep"], c["balance"]
         if not self.model.num_experts or not len(ep):
             return torch.full(ep.shape, float(name not in ("moved", "peak_moved")))

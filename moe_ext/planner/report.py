@@ -1,4 +1,4 @@
-"""Report of a plan: one page of HTML with pictures, which needs nothing else."""
+"""Report of a plan: one self-contained page of HTML with pictures."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _STYLE = (
 def html_report(
     plan: Plan, *, why_not: Mapping[str, str] | None = None, plan_file: str = "plan.json"
 ) -> str:
-    """One page: the placement, its time and memory, other placements, and commands.
+    """Make a page with the placement, its time and memory, other placements, and commands.
 
-    A plan that `Plan.apply` refuses has the reason in place of commands.
+    If `Plan.apply` refuses the plan, the page shows the reason instead of commands.
 
     Args:
-        plan: to show.
-        why_not: lines of `Plan.why_not` by a name of their own.
+        plan: plan to show.
+        why_not: lines of `Plan.why_not`, by names for the page.
         plan_file: see `Plan.commands`.
     """
     job = plan.job

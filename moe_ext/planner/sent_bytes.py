@@ -1,4 +1,4 @@
-"""Bytes that a rank sends by what is known of a step, to the byte."""
+"""Exact numbers of bytes that a rank sends, for known routing and gradients."""
 
 from __future__ import annotations
 
@@ -26,25 +26,26 @@ def exchange_bytes(
     weighed: bool = True,
     backward: bool = False,
 ) -> int:
-    """Bytes of rows that a rank sends through a layer, to experts and back, for this routing.
+    """Compute the bytes that a rank sends in a layer, to experts and back, for given routing.
 
-    As `count_traffic` counts them, with the indices that travel beside tokens and the weights.
+    The bytes are those of `count_traffic`: rows, and the indices and weights sent with them.
 
     Args:
-        topk_idx_TK: of each rank, the experts `[T, K]` of its tokens; -1 for dropped slots.
-        rank: that sends.
+        topk_idx_TK: for each rank, the experts `[T, K]` of its tokens; -1 for dropped slots.
+        rank: rank that sends.
         num_experts: E, experts of a layer.
         model_dim: D, the elements of a token.
         dispatcher: "alltoall", "dedup" or "allgather".
         wire: see `MoELayer`.
         combine: "exact" or "reduced", see `MoELayer`.
-        dtype: of rows.
-        weighed: the experts multiply by the weights, as those of `MoELayer` do; "reduced" always.
-        backward: of the gradients in the place of the forward pass.
+        dtype: dtype of rows.
+        weighed: whether experts multiply by the weights, as those of `MoELayer` do; "reduced"
+            implies it.
+        backward: count the backward pass instead of the forward pass.
 
     Raises:
-        ValueError: dispatcher is none of these; or wire has "lossless", whose messages are as long
-            as the data make them.
+        ValueError: dispatcher is none of these; or wire has "lossless", for which the length of
+            messages depends on the data.
     """
     ways = ("alltoall", "dedup", "allgather")
     if dispatcher not in ways:
@@ -90,5 +91,5 @@ def exchange_bytes(
 
 
 def gradient_bytes(buckets: Sequence[int], num_ranks: int) -> int:
-    """Bytes that leave a rank when so many bytes of gradients are averaged, bucket by bucket."""
+    """Compute the bytes that a rank sends to average buckets of gradients of these sizes."""
     return sum(all_reduce_bytes(each, num_ranks) for each in buckets)

@@ -1,4 +1,4 @@
-"""Specifications of models of transformers, read from their modules and counted."""
+"""Specifications of transformers models, read from their modules and checked by counting."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from torch import Tensor, nn
 
 from moe_ext.planner.presets import PRESETS, ModelSpec, RecurrentSpec, preset
 
-# Parameters of a part may be off by this share of what its formula gives.
+# Relative deviation of a part's parameters from its formula that is accepted.
 _OFF = 0.01
-# Names that families of transformers give to the same number, the first that is there.
+# Names that model families of transformers give to the same number. The first that exists counts.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "moe_top_k", "moe_topk", "moe_k", "num_experts_per_token", "top_k")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-# Attention whose scores are not those of all pairs or of a window, by names of classes.
+# Parts of the class names of attention whose scores are neither all pairs nor a window.
 _OTHER_SCORES = re.compile("Sparse|LSH|Lightning|LinearAttention|Delta|Cross|Relative")
-# Kinds of layers that are read; what is in one of them is told by its modules.
+# Values of `layer_types` that are accepted. The parts of such a layer are read from its modules.
 _KINDS = ("full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "mlp", "moe")
-# Sizes of modules with states, by the names that families give to H, its groups, K and V.
+# Fields of `RecurrentSpec` for H, groups, K and V, and their names in modules of two families.
 _SIZES = ("num_heads", "num_groups", "head_dim", "v_dim")
 _DELTA_RULE = ("num_v_heads", "num_k_heads", "head_k_dim", "head_v_dim")
 _BY_HEAD = ("num_heads", "n_groups", "ssm_state_size", "head_dim")
 
 
 def model_spec(model: ModelSpec | nn.Module | Mapping[str, Any] | str | Path) -> ModelSpec:
-    """Sizes of a model.
+    """Read the sizes of a model.
 
-    The modules of a model are read, layer by layer; those of a configuration are made on the meta
+    The modules of a model are read layer by layer. For a configuration they are made on the meta
     device. A layer mixes tokens by an attention, a recurrence (a state space, a gated delta rule, a
-    short convolution) or both side by side. Then come a feed-forward network, gated or not, or
-    experts; or it has one of these parts alone. Its matrices have to be as many as the formulas of
-    `ModelSpec` give, within 1 % of each part.
+    short convolution) or both side by side. A feed-forward network, gated or not, or experts
+    follow. Alternatively each layer has one of these parts alone. The parameters of each part must
+    agree with the formulas of `ModelSpec` within 1 %.
 
     Args:
-        model: a spec; the name of a preset; a causal language model of transformers, on the meta
-            device too; its configuration as a mapping, or the path of its ``config.json``.
+        model: a spec; the name of a preset; a causal language model of transformers, also on the
+            meta device; its configuration as a mapping, or the path of its ``config.json``.
 
     Raises:
         ImportError: a configuration is given, and transformers is not installed.
-        ValueError: the model has a layer without a formula, which the message names; a
+        ValueError: the model has a layer without a formula, which the message names; or a
             configuration lacks a size, or transformers cannot make a model of it.
     """
     if isinstance(model, ModelSpec):
@@ -69,7 +69,7 @@ def model_spec(model: ModelSpec | nn.Module | Mapping[str, Any] | str | Path) ->
 
 
 def _built(found: Any) -> nn.Module:
-    """The causal language model of a configuration, on the meta device."""
+    """Make the causal language model of a configuration on the meta device."""
     if not isinstance(found, Mapping):
         raise ValueError(f"model_spec: expected a configuration to be a mapping, got {found!r:.80}")
     try:
@@ -89,7 +89,7 @@ def _built(found: Any) -> nn.Module:
         config = CONFIG_MAPPING[kind].from_dict(dict(found))
         with torch.device("meta"):
             made: nn.Module = AutoModelForCausalLM.from_config(config)
-    # Configurations are checked by whatever fails first in the code of the family.
+    # A wrong configuration raises any kind of error, somewhere in the code of its family.
     except Exception as error:
         raise ValueError(
             f"model_spec: expected transformers to make a causal language model of the "
@@ -100,13 +100,13 @@ def _built(found: Any) -> nn.Module:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer's feed-forward network, or its experts and the network beside them.
+    """A layer's feed-forward network, or its experts and their shared expert.
 
     Attributes:
         num_experts: E, or 0.
-        width: F, of an expert where there are some.
-        gated: there is a gate beside the first matrix.
-        shared: F of the network of all tokens beside experts.
+        width: F of an expert, or of the network.
+        gated: whether the network or experts are gated.
+        shared: F of the shared expert.
     """
 
     num_experts: int
@@ -120,9 +120,9 @@ class _Mixer:
     """Attention or recurrence of a layer, both or neither.
 
     Attributes:
-        attends: it has attention.
-        gate: of its attention.
-        recurrent: its recurrence.
+        attends: whether the layer has attention.
+        gate: whether its attention has a gate.
+        recurrent: sizes of its recurrence, or None.
     """
 
     attends: bool = False
@@ -131,14 +131,14 @@ class _Mixer:
 
     @property
     def name(self) -> str:
-        """As in `ModelSpec.mixers`."""
+        """Name of the mixer in `ModelSpec.mixers`."""
         if self.recurrent is None:
             return "attention" if self.attends else "none"
         return "both" if self.attends else "recurrent"
 
 
 class _Reader:
-    """Sizes of a causal language model of transformers."""
+    """Reads the sizes of a causal language model of transformers."""
 
     def __init__(self, model: Any) -> None:
         config: Any = getattr(model, "config", None)
@@ -159,15 +159,16 @@ class _Reader:
             )
         self._embedding, self._output = weights
         self._dim = int(self._embedding.shape[1])
-        # Lists of other modules are in layers, or of towers that the count refuses.
+        # The largest ModuleList holds the layers. Smaller lists are inside layers, or belong to
+        # towers, whose parameters `_counted` refuses.
         self._layers = max(lists, key=lambda held: sum(p.numel() for p in held.parameters()))
 
     def _given(self, *names: str) -> Any:
-        """The first of these values that the configuration has, or None."""
+        """Return the first of these values that the configuration has, or None."""
         for name in names:
             try:
                 value = getattr(self._config, name, None)
-            # Configurations whose layers differ raise an error of their own.
+            # Configurations whose layers differ raise an error of some kind instead.
             except Exception as error:
                 raise ValueError(
                     f"model_spec: expected the configuration of {self._title} to have one {name}, "
@@ -178,7 +179,7 @@ class _Reader:
         return None
 
     def _size(self, *names: str, least: int = 1) -> int:
-        """The first of these numbers that the configuration has."""
+        """Return the first of these numbers that the configuration has; ValueError for none."""
         value = self._given(*names)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(
@@ -191,7 +192,7 @@ class _Reader:
         return None if self._given(*names) is None else self._size(*names)
 
     def spec(self) -> ModelSpec:
-        """The sizes, counted."""
+        """Read the sizes, and check them by the number of parameters."""
         self._refuse_shared()
         bare = self._attention_spec()
         layers = [self._layer(i, layer, bare) for i, layer in enumerate(self._layers)]
@@ -243,7 +244,7 @@ class _Reader:
         return self._counted(spec)
 
     def _refuse_shared(self) -> None:
-        """ValueError for weights of several layers, which would be counted in each of them."""
+        """Raise ValueError for weights that layers share, which would be counted in each layer."""
         holders: dict[int, int] = {}
         for i, layer in enumerate(self._layers):
             for name, child in layer.named_children():
@@ -254,7 +255,7 @@ class _Reader:
                         raise self._refuse(i, name, child, why)
 
     def _is_one_part(self, layers: Sequence[tuple[_Mixer, _Layer | None]]) -> bool:
-        """True if each layer is a mixer or a network; false if each has both."""
+        """Return True if each layer is a mixer or a network, False if each layer has both."""
         one_part = any(network is None for _, network in layers)
         for i, (mixer, network) in enumerate(layers):
             mixes = mixer.name != "none"
@@ -268,8 +269,8 @@ class _Reader:
         return one_part
 
     def _attention_spec(self) -> ModelSpec:
-        """A spec with all but the feed-forward networks."""
-        # A model of recurrences alone may have no such number.
+        """Return a spec with all sizes except those of feed-forward networks."""
+        # A model of recurrences alone may have no number of heads.
         attends = any("Attention" in type(m).__name__ for m in self._layers.modules())
         heads = self._size("num_attention_heads") if attends else 1
         latent: tuple[int, ...] = ()
@@ -290,7 +291,7 @@ class _Reader:
             heads,
             1,
             int(self._embedding.shape[0]),
-            # Families round down where heads do not divide it.
+            # Families round down if the number of heads does not divide the model dimension.
             head_dim=(self._maybe("head_dim") if attends else None) or max(1, self._dim // heads),
             positions=sum(self._positions()),
             num_kv_heads=kv_heads,
@@ -303,7 +304,7 @@ class _Reader:
         )
 
     def _windows(self) -> tuple[int, int]:
-        """Tokens of a sliding window, and layers that have one."""
+        """Return the tokens of a sliding window, and the number of layers with one."""
         kinds: Sequence[str] = self._given("layer_types") or ()
         for i, kind in enumerate(kinds[: len(self._layers)]):
             if kind not in _KINDS:
@@ -312,7 +313,8 @@ class _Reader:
                     f"cost, got {kind!r} in layer {i}, {type(self._layers[i]).__name__}; give a "
                     f"ModelSpec"
                 )
-        # A family without windows keeps those of a file, and masks nothing by them.
+        # A configuration keeps `sliding_window` from its file even if the family has no windows and
+        # ignores it. The family's default configuration tells whether it has them.
         is_known = hasattr(type(self._config)(), "sliding_window")
         is_used = is_known and self._given("use_sliding_window") is not False
         if not is_used or not self._given("sliding_window"):
@@ -321,7 +323,7 @@ class _Reader:
         return (self._size("sliding_window"), many) if many else (0, 0)
 
     def _positions(self) -> Iterator[int]:
-        """Rows of embeddings beside that of words."""
+        """Yield the rows of embeddings other than the word embedding."""
         inside = {id(m) for m in self._layers.modules()}
         for module in self._model.modules():
             if isinstance(module, nn.Embedding) and id(module) not in inside:
@@ -347,7 +349,7 @@ class _Reader:
         )
 
     def _layer(self, i: int, layer: nn.Module, bare: ModelSpec) -> tuple[_Mixer, _Layer | None]:
-        """The mixer of a layer, whose attention is that of `bare`, and its network."""
+        """Read the mixer and the network of a layer, whose attention must be that of `bare`."""
         rest: dict[str, Tensor] = dict(_parameters(layer, recurse=False))
         mixer, largest = _Mixer(), ("", layer, 0)
         for name, child in layer.named_children():
@@ -382,7 +384,7 @@ class _Reader:
         return mixer, found
 
     def _has_gate(self, i: int, name: str, child: nn.Module, count: int, bare: ModelSpec) -> bool:
-        """True of an attention with a gate beside the matrices of `bare`."""
+        """Return True if an attention has a gate in addition to the matrices of `bare`."""
         wanted = bare.attention_parameters()
         gated = replace(bare, attention_gate=True).attention_parameters()
         if count == gated:
@@ -394,11 +396,12 @@ class _Reader:
         )
 
     def _recurrent(self, i: int, name: str, child: nn.Module, count: int) -> RecurrentSpec:
-        """Sizes of a module with a convolution, or of lightning attention."""
+        """Read the sizes of a module with a convolution, or of lightning attention."""
         convolutions = [m for m in child.modules() if isinstance(m, (nn.Conv1d, nn.Conv2d))]
         conv: Any = convolutions[0] if convolutions else None
         rates: Tensor | None = getattr(child, "A_log", None)
-        # Kimi's delta attention, RG-LRU and lightning attention, by what no other one has.
+        # Kimi's delta attention and RG-LRU are known by an attribute that no other module has,
+        # lightning attention by the lack of a convolution.
         is_kimi, unit = hasattr(child, "forget_gate"), getattr(child, "rg_lru", None)
         is_known = conv is None or (len(convolutions) == 1 and conv.groups == conv.out_channels)
         is_other = "Attention" in type(child).__name__ and conv is not None and not is_kimi
@@ -413,7 +416,7 @@ class _Reader:
             heads, dim = sized.num_heads, sized.head_dim
             held, sizes["by_element"] = (heads, heads, dim, dim), True
         elif unit is not None:
-            # Each channel is a head of one number.
+            # In RG-LRU each channel is a head with one number of state.
             held = (conv.out_channels, 1, 1, 1)
         elif conv is None:
             heads, dim = sized.num_attention_heads, sized.head_dim
@@ -427,11 +430,12 @@ class _Reader:
         else:
             raise self._refuse(i, name, child, "its states have no cost")
         matrices = [m.weight for m in child.modules() if isinstance(m, nn.Linear)]
-        # Gates of blocks.
+        # RG-LRU has block-diagonal gates with 3-d weights.
         matrices += [p for _, p in _parameters(unit) if p.dim() == 3] if unit is not None else []
         projections = sum(p.numel() for p in matrices if not _is_vector(p))
         sizes |= dict(zip(_SIZES, held, strict=True))
-        # Lightning attention has an activation of queries, keys and values alone.
+        # Lightning attention has an activation of queries, keys and values instead of a
+        # convolution.
         width = 3 * held[0] * held[2] if conv is None else conv.out_channels
         found = RecurrentSpec(projections, width, conv.kernel_size[0] if conv else 0, **sizes)
         if found.parameters() != count:
@@ -442,7 +446,7 @@ class _Reader:
         return found
 
     def _network(self, matrices: Mapping[str, Tensor]) -> _Layer | None:
-        """A feed-forward network or experts by matrices; None for something else."""
+        """Recognise a feed-forward network or experts by matrices; None for something else."""
         stacked: dict[str, tuple[int, ...]] = {}
         shapes = {name: tuple(p.shape) for name, p in matrices.items()}
         listed: dict[str, set[str]] = {}
@@ -453,7 +457,7 @@ class _Reader:
             elif inside:
                 listed.setdefault(inside[1], set()).add(name)
         if listed:
-            # Experts that are modules of a list.
+            # Experts that are modules of a list count as stacked matrices of the first expert.
             first = next(iter(listed.values()))
             stacked |= {name: (len(listed), *shapes[name]) for name in first}
         inside_list = set().union(*listed.values()) if listed else set()
@@ -479,17 +483,17 @@ class _Reader:
         return _Layer(num_experts, width_of, gated, shared)
 
     def _width(self, shapes: Sequence[Sequence[int]]) -> tuple[int, bool] | None:
-        """F and whether there is a gate, of one network's matrices; None for something else."""
+        """Return F, and True for a gate, from a network's matrices; None for something else."""
         if not shapes or not all(len(s) == 2 and self._dim in s for s in shapes):
             return None
-        # A matrix up may hold the gate as well.
+        # One matrix may hold both gate and up, so the matrices are judged by their total size.
         width = min(math.prod(shape) // self._dim for shape in shapes)
         share = sum(map(math.prod, shapes)) / max(1, self._dim * width)
         gated = share > 2.5
         return (width, gated) if abs(share - 2 - gated) <= 2 * _OFF else None
 
     def _counted(self, spec: ModelSpec) -> ModelSpec:
-        """The spec of as many parameters as the model."""
+        """Return the spec; raise ValueError unless the model has as many parameters."""
         parameters = dict(self._model.named_parameters())
         count, told = sum(p.numel() for p in parameters.values()), spec.parameters()
         if abs(told - count) <= _OFF * count:
@@ -518,7 +522,7 @@ def _is_vector(parameter: Tensor) -> bool:
 
 
 def _parameters(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """Parameters that are no biases; those of experts are matrices, too."""
+    """Yield parameters that are no biases."""
     for name, parameter in module.named_parameters(recurse=recurse):
         if not _is_bias(name):
             yield name, parameter

@@ -1,4 +1,4 @@
-"""Seconds of a step behind its passes: messages between copies, rounds, and the optimizer."""
+"""Seconds of a step after its passes: messages between copies, rounds, and the optimizer."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from moe_ext.planner.sizes import HOST_STATE, CostPart, Sizes, state_bytes
 
 
 class StepEnd(CostPart):
-    """Gradients, rounds of local steps, and the optimizer, on the processor or on the host."""
+    """Averages of gradients, rounds of local steps, and the optimizer on device or host."""
 
     def __init__(self, sizes: Sizes, codecs: CodecTimes, passes: Passes) -> None:
         super().__init__(sizes)
         self.codecs, self.passes = codecs, passes
 
     def seconds(self, c: Columns) -> Tensor:
-        """Seconds of a step behind its passes: messages between copies, and the optimizer."""
+        """Return the seconds of a step after its passes."""
         return self.gradients(c) + self.rounds(c) + self.update(c) + self.offload(c)
 
     def gradients(self, c: Columns) -> Tensor:
-        """Seconds of a step's messages for gradients and weights between copies."""
+        """Return the seconds of a step's messages of gradients and weights between copies."""
         sizes = self.sizes
         dense, experts = sizes.parameters(c)
         if self.job.local_steps > 1:
@@ -35,10 +35,12 @@ class StepEnd(CostPart):
         size = float(self.job.itemsize)
         of_dense = sizes.ring(copies, c["tp"], dense * size)
         of_experts = sizes.ring(edp, sizes.width(c), experts * size)
-        # FSDP2 gathers for each micro-batch, with ZeRO 3 for each pass of it, and reduces each.
+        # For each micro-batch FSDP2 reduces gradients and gathers weights, once with ZeRO 2 and in
+        # both passes with ZeRO 3.
         times = sizes.measured("fsdp") * c["zero"] * sizes.num_micro_batches(c)
         times = torch.where(c["zero"] >= 2, times, 2.0 * sizes.measured("all_reduce"))
-        # Experts that are spread are stepped where they are.
+        # With ZeRO 1, weights of expert-parallel experts are not sent, because their own ranks
+        # update them.
         sent = of_dense + torch.where(sizes.width(c) > 1, 0.0, of_experts)
         behind = torch.where(c["zero"] == 1, sent, 0.0) * sizes.measured("broadcast", 0.0)
         messages = (of_dense + of_experts) * times
@@ -57,11 +59,11 @@ class StepEnd(CostPart):
     def _coded_messages(
         self, codecs: Tensor, numel: Tensor, ranks: Tensor, stride: Tensor
     ) -> Tensor:
-        """Seconds to average so many gradients over ranks, in the formats of `codecs`."""
+        """Return the seconds to average `numel` gradients over ranks by `codecs`."""
         sizes = self.sizes
         num_bytes, encode, decode = self.codecs.gradient_rates[:, codecs]
         rings = sizes.ring(ranks, stride, numel * num_bytes)
-        # Ranks tell each other how long messages without a lost bit are.
+        # Ranks exchange the lengths of lossless messages first, because they depend on the data.
         lengths = sizes.ring(ranks, stride, torch.zeros_like(numel))
         rings = rings + torch.where(codecs == GRADIENTS.index(LOSSLESS), lengths, 0.0)
         counts = ranks.round().long()
@@ -75,7 +77,7 @@ class StepEnd(CostPart):
         return 2.0 * sizes.measured("all_reduce") * rings + torch.where(counts > 1, coding, 0.0)
 
     def rounds(self, c: Columns) -> Tensor:
-        """Seconds of a round of local steps, for each of its steps."""
+        """Return the seconds of a round of local steps, per step."""
         sizes = self.sizes
         dense, experts = sizes.parameters(c)
         found = torch.zeros_like(dense)
@@ -87,19 +89,20 @@ class StepEnd(CostPart):
             (dense, sizes.data_ranks(c), torch.ones_like(c["ep"])),
             (experts, sizes.stage_ranks(c) / sizes.width(c), sizes.width(c)),
         ):
-            # Each rank's payload goes to all others, or sums of shards come and go.
+            # With an all-gather, a rank receives the payloads of all ranks. Otherwise shards are
+            # reduced and then gathered.
             num_bytes = codec.sent * numel * (ranks if codec.gathers else 1.0)
             found = found + sizes.ring(ranks, stride, num_bytes) * (
                 1.0 if codec.gathers else reduction
             )
             found = found + self.codecs.round(codec, numel, ranks)
-        # Pseudo-gradients in float32, weights, those of the last round and the outer momentum are
+        # Float32 pseudo-gradients, weights, weights of the last round and the outer momentum are
         # each read and written.
         numbers = sizes.averaged(c) * (8.0 + 2.0 * (2 + codec.has_momentum) * size)
         return (found + numbers / self.cluster.memory_bandwidth) / self.job.local_steps
 
     def update(self, c: Columns) -> Tensor:
-        """Seconds of the optimizer's step, at the rate of the memory."""
+        """Return the seconds of the optimizer's step, at the bandwidth of the memory."""
         sizes = self.sizes
         dense, experts = sizes.parameters(c)
         copies, edp = sizes.copies(c)
@@ -110,7 +113,7 @@ class StepEnd(CostPart):
         return torch.where(sizes.is_offloaded(c), 0.0, num_bytes / self.cluster.memory_bandwidth)
 
     def offload(self, c: Columns) -> Tensor:
-        """Seconds in which gradients go to the host, are stepped there, and weights come back."""
+        """Return the seconds to copy gradients to the host, update there, and copy weights back."""
         sizes = self.sizes
         shared, own = sizes.optimized(c)
         host, size = self.cluster.host, self.job.itemsize
@@ -118,7 +121,7 @@ class StepEnd(CostPart):
             return torch.zeros_like(shared)
         copies = torch.where(c["zero"] == 1, sizes.data_ranks(c) * c["cp"], 1.0)
         stepped = shared / copies + own
-        # One parameter after the other: nothing of it is hidden.
+        # Copies and updates of parameters follow each other without overlap.
         moved = 2.0 * size / host.bandwidth
         worked = (2.0 * HOST_STATE + 2.0 * size) / host.rate
         return torch.where(sizes.is_offloaded(c), stepped * (moved + worked), 0.0)
