@@ -1,4 +1,4 @@
-"""Seconds of a training step by formula, of many placements at once."""
+"""Seconds of a training step by formulas, for many placements at once."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from moe_ext.planner.rank_loads import RankLoads
 from moe_ext.planner.sizes import CostPart, Sizes
 from moe_ext.planner.step_end import StepEnd
 
-# Time of micro-batches that a pipeline is idle at least, for each stage behind the first.
+# Least idle time of a pipeline per stage after the first, in times of a micro-batch.
 _WAITS = {"1f1b": 2 / 3, "gpipe": 1.0, "zb-h1": 1 / 3, "interleaved": 0.0}
-# The same where all stages are alike.
+# Idle time of a pipeline of equal stages, per stage after the first, in times of a micro-batch.
 _FILLS = {"1f1b": 1.0, "gpipe": 1.0, "zb-h1": 1 / 3, "interleaved": 1 / CHUNKS}
 
 
 class StepCost(CostPart):
-    """Cost of placements of one job: times of schedules by closed forms, and the parts they are of.
+    """Cost of placements of one job: times of schedules by closed forms, and parts of these times.
 
     Args:
-        model: sizes.
+        model: sizes of the model.
         cluster: processors and links.
-        job: a step.
+        job: a step of training.
 
     Raises:
         ValueError: a dtype has no rate, or the cluster joins fewer ranks.
@@ -47,10 +47,10 @@ class StepCost(CostPart):
         self.memory = StepMemory(self.sizes, self.loads)
 
     def seconds(self, c: Columns) -> Tensor:
-        """Seconds of a step by closed forms; hops of the pipeline are left to the simulation.
+        """Return the seconds of a step by closed forms, without hops of the pipeline.
 
-        In turn, exchanges show as far as nothing that could be beside them is long enough, and
-        where the pipeline fills and drains; simulations have what a schedule leaves of them.
+        With "turns", exchanges add the time that exceeds the work beside them, and the time in
+        which the pipeline fills and drains. Only a simulation knows what the schedule can hide.
         """
         forward, inputs, weights = self.passes.split(c)
         each, fill = forward + inputs + weights, c["pp"] - 1
@@ -63,22 +63,22 @@ class StepCost(CostPart):
         return passes + fill * gap + self.end.seconds(c)
 
     def bound(self, c: Columns) -> Tensor:
-        """Seconds of a step at least: products of stages alike, without messages or idle ranks."""
+        """Return a lower bound of the seconds of a step: products alone, of equal stages."""
         even = {**c, "balance": torch.ones_like(c["pp"])}
         products = self.compute.products(self.sizes.alike(even))
         each = 3.0 * (products + self.compute.output(c) / c["pp"])
         return self.sizes.num_micro_batches(c) * each
 
     def least(self, c: Columns) -> Tensor:
-        """Seconds of a step at least, whatever layers the stages have and compute again.
+        """Return a lower bound of the seconds of a step, for any layers of stages and recompute.
 
-        Some of S stages takes t, the mean, or more, for each of M micro-batches, and runs forward
-        for t / 3 of it at most. It begins when the stages in front of it have run forward, and ends
-        before they run backward. It waits for a first backward pass when it has as many
-        micro-batches as its schedule lets it hold: M + 2 / 3 (S - 1) times t with 1F1B, M +
-        1 / 3 (S - 1) where gradients of weights come later. All forward passes of GPipe are over
-        before a backward pass begins: M + S - 1. The last rank of interleaved stages waits for one
-        chunk of each other rank where all are alike, and takes M t otherwise.
+        One of the S stages takes at least the mean time t for each of M micro-batches, at most
+        t / 3 of it forward. This stage begins after the forward passes of earlier stages, and ends
+        before their backward passes. It waits for its first backward pass when it holds as many
+        micro-batches as the schedule allows. In units of t this gives M + 2 / 3 (S - 1) for 1F1B,
+        and M + 1 / 3 (S - 1) if gradients of weights come later. GPipe ends all forward passes
+        before the first backward pass: M + S - 1. With equal interleaved stages the last rank waits
+        for one chunk of each other rank; with unequal stages the bound is M.
         """
         whole = runs(c, "zb-h1") & (c["recompute"] == 1)
         alike = self.sizes.alike(c, whole.double())
@@ -97,14 +97,14 @@ class StepCost(CostPart):
         return found + self.end.seconds(alike)
 
     def _least_in_turn(self, c: Columns, alike: Columns) -> Tensor:
-        """Seconds that all micro-batches take at least where a rank computes beside exchanges.
+        """Return a lower bound of the seconds of all micro-batches if ranks overlap exchanges.
 
-        For each of M micro-batches some stage computes for w, the mean, or more, and the exchanges
-        of some stage travel for e, one after the other: M max(w, e). With 1F1B a stage that holds
-        one more micro-batch waits for w / 3 less than it else does: (M + 2 / 3 (S - 1) - 1 / 3) w.
-        The first stage holds S + 1 micro-batches at most, of 1F1B and of ZB-H1, each from its
-        forward pass there to its return, which takes what all stages compute and exchange for it,
-        but for gradients of weights that come later: M S (w + e) / (S + 1).
+        For each of M micro-batches some stage computes for at least the mean time w, and some
+        stage's exchanges take at least the mean e, one after the other: M max(w, e). With 1F1B a
+        stage holds one more micro-batch, and so waits w / 3 less than in `least`:
+        (M + 2 / 3 (S - 1) - 1 / 3) w. With 1F1B and ZB-H1 the first stage holds at most S + 1
+        micro-batches. It holds each until its gradient returns, while all stages compute and
+        exchange, except gradients of weights that come later: M S (w + e) / (S + 1).
         """
         work, exchanges = self.passes.apart(alike)
         micro, pp = self.sizes.num_micro_batches(c), c["pp"]
@@ -121,10 +121,10 @@ class StepCost(CostPart):
         return torch.where(whole | in_two, found.maximum(micro * pp * there / held), found)
 
     def likely(self, c: Columns, again: Tensor) -> Tensor:
-        """Seconds of a step whose stages have the best numbers of layers, if all are alike.
+        """Estimate the seconds of a step with the best numbers of equal layers per stage.
 
-        The slowest stage has x layers, or is the last one with y of them and the output, which is
-        worth w of them.
+        The slowest stage has x layers, or is the last stage with y layers and the output, whose
+        time is that of w layers.
 
         Args:
             c: candidates.
@@ -149,10 +149,11 @@ class StepCost(CostPart):
         return self.sizes.num_micro_batches(c) * slowest + fill + self.end.seconds(mean)
 
     def _each(self, c: Columns) -> Tensor:
-        """Seconds of a micro-batch on a stage, in turn as many as its place in the pipeline lets.
+        """Return the seconds of a micro-batch on a stage.
 
-        Exchanges show where they take longer than the work that is beside them, and where the first
-        stage holds S + 1 micro-batches: each takes S stages what they compute and exchange.
+        With "turns", exchanges add the time that exceeds the work beside them. The first stage
+        holds at most S + 1 micro-batches, for each of which S stages compute and exchange, which is
+        another lower bound.
         """
         found = self.passes.seconds(c)
         work, exchanges = self.passes.apart(c)

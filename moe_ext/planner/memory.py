@@ -1,4 +1,4 @@
-"""Bytes of the fullest rank when it is fullest, on the processor and on its host."""
+"""Peak memory of the fullest rank, on the processor and on its host."""
 
 from __future__ import annotations
 
@@ -15,37 +15,38 @@ from moe_ext.planner.rank_loads import RankLoads
 from moe_ext.planner.rounds import round_codec
 from moe_ext.planner.sizes import BUCKET, HOST_STATE, CostPart, Sizes, state_bytes
 
-# Memory that formulas do not see, fragments and buffers of libraries, over what they see.
+# Factor on the memory of the formulas for memory that they omit, such as fragmentation and buffers
+# of libraries.
 MARGIN = 1.1
 
 
 class StepMemory(CostPart):
-    """Memory of candidates."""
+    """Peak memory of candidates."""
 
     def __init__(self, sizes: Sizes, loads: RankLoads) -> None:
         super().__init__(sizes)
         self.loads = loads
 
     def fullest(self, c: Columns) -> Tensor:
-        """Bytes of the fullest rank, with the margin."""
+        """Return the bytes of the fullest rank, with the margin."""
         return MARGIN * total(self.terms(c))
 
     def fits(self, c: Columns, memory: Tensor | None = None) -> Tensor:
-        """True for candidates that fit into the memory of processor and host.
+        """Return True for candidates that fit into the memory of processor and host.
 
         Args:
             c: candidates.
-            memory: of them, if it is known.
+            memory: result of `fullest`, if it is known.
         """
         found = self.fullest(c) if memory is None else memory
         here, host = found <= self.cluster.memory, self.cluster.host
         return here if host is None else here & (self.host(c) <= host.memory)
 
     def may_fit(self, c: Columns) -> Tensor:
-        """False for pipelines that do not fit, whatever layers their stages have.
+        """Return False for pipelines that do not fit with any division into stages.
 
-        Some stage takes the mean or more of weights, their states, and activations of as many
-        micro-batches as the last stage holds, which holds the fewest.
+        Some stage has at least the mean of weights, states, and activations. Activations are
+        counted for the number of micro-batches in flight on the last rank, which is the smallest.
         """
         sizes, size = self.sizes, self.job.itemsize
         mean = sizes.alike(c, c["recompute"].double())
@@ -64,19 +65,19 @@ class StepMemory(CostPart):
         return found & (MARGIN * HOST_STATE * stepped * on_host <= most)
 
     def over(self, c: Columns, memory: Tensor) -> Tensor:
-        """Memory that is taken over the memory that there is, of processor or host, the larger."""
+        """Return used over available memory, of processor or host, whichever is larger."""
         over, host = memory / self.cluster.memory, self.cluster.host
         return over if host is None else over.maximum(self.host(c) / host.memory)
 
     def host(self, c: Columns) -> Tensor:
-        """Bytes on the host of the fullest rank, with the margin."""
+        """Return the bytes on the host of the fullest rank, with the margin."""
         held = torch.where(self.sizes.is_offloaded(c), self.sizes.stepped(c)[0], 0.0)
         return MARGIN * HOST_STATE * held
 
     def in_flight(self, c: Columns, rank: Tensor | int = 0) -> Tensor:
-        """Micro-batches whose activations a rank holds, in stages of a rank."""
+        """Return the micro-batches in flight on a rank, counted in all stages of the rank."""
         pp, micro = c["pp"].double(), self.sizes.num_micro_batches(c)
-        # In turn it holds one more.
+        # With "turns" a rank holds one more micro-batch, to compute during exchanges.
         more = c["turns"] * (pp > 1)
         chunks = (2 * (pp - 1 - rank) + (CHUNKS - 1) * pp + 1 + more) / CHUNKS
         found = torch.where(runs(c, "interleaved"), chunks, pp - rank + more)
@@ -84,10 +85,10 @@ class StepMemory(CostPart):
         return torch.where(runs(c, "gpipe"), micro, found.minimum(micro))
 
     def terms(self, c: Columns) -> Columns:
-        """Bytes of the fullest rank when it is fullest, by what they are for.
+        """Return the peak bytes of the fullest rank, by purpose.
 
-        That is at the loss, in the backward pass of the last or the first layer, where gradients
-        are averaged, or in the optimizer's step, whichever takes most.
+        The peak is at the loss, when FSDP2 gathers, in the backward pass of the last or first
+        layer, when gradients are averaged, or in the optimizer's step.
         """
         sizes = self.sizes
         m, size = self.model, self.job.itemsize
@@ -102,11 +103,12 @@ class StepMemory(CostPart):
         if bool(kept.any()):
             fixed["feedback"] = kept * (_owed(dense, copies) + _owed(experts, edp))
         phases = self._phases(c, size * (dense + experts), size * whole)
-        # A bucket of gradients is copied for its message, and AdamW takes a root of each moment.
+        # A bucket of gradients is copied for its message. AdamW allocates the root of each second
+        # moment.
         groups = torch.maximum(dense, experts) if m.num_experts else dense
         averages = (copies > 1) & ~is_fsdp & (self.job.local_steps == 1)
         bucket = torch.where(averages, (size * groups).clamp(max=BUCKET), 0.0)
-        # Messages with a codec are all under way at once.
+        # With a codec all buckets are underway at once.
         bucket = torch.where(c["gradients"] > 0, copied * (dense + experts), bucket)
         fixed["last round"], travelling = self._rounds(c)
         for temporary in (bucket, size * one_by_one, travelling):
@@ -121,25 +123,29 @@ class StepMemory(CostPart):
         return fixed | dict(zip(names, found, strict=True))
 
     def _rounds(self, c: Columns) -> tuple[Tensor, Tensor]:
-        """Bytes that local steps keep from round to round, and those of the end of a round."""
+        """Return the bytes that local steps keep between rounds, and bytes at the end of one."""
         numel, size = self.sizes.averaged(c), self.job.itemsize
         if self.job.local_steps == 1:
             return torch.zeros_like(numel), torch.zeros_like(numel)
         codec, ranks = round_codec(self.job.local_codec), self.sizes.data_ranks(c)
         owed = by_values([ranks.long()], lambda count: [codec.owed(count)])[:, 0] * numel
-        # Weights of the last round, and the outer momentum.
+        # A rank keeps the weights of the last round, the outer momentum and residuals.
         kept = (1 + codec.has_momentum) * size * numel + owed
-        # Beside the mean there are the worker's own weights, and the mean in 16 bits.
+        # After a message the worker's own weights are also there, and a 16-bit copy of the mean for
+        # 16-bit parameters.
         own = (1 + (size < 4)) * size
         return kept, max(codec.making, codec.travelling + own) * numel
 
     def _phases(self, c: Columns, weights: Tensor, held: Tensor) -> list[Columns]:
-        """Bytes at the loss, when FSDP2 gathers, and in the last layer's and the first's backward.
+        """Return the bytes, by purpose, of four phases of a step.
+
+        The phases are the loss, gathers of FSDP2, and the backward passes of the last layer and of
+        the first layer.
 
         Args:
             c: candidates.
             weights: bytes of a rank's weights before ZeRO.
-            held: of those that it holds.
+            held: bytes of the weights that the rank holds.
         """
         sizes = self.sizes
         m, size, tokens = self.model, self.job.itemsize, sizes.tokens(c)
@@ -151,17 +157,17 @@ class StepMemory(CostPart):
         kept = _sum(here, numbers)
         stream, in_two = self._stream(c), runs(c, "zb-h1")
         each, as_one = self._each(c, kept, numbers), in_two & (again > 0)
-        # The layer that keeps most, of those that the stage has.
+        # Bytes of the stage's layer that keeps most.
         one = torch.zeros_like(kept)
         for kind in self.model.kinds:
             has = torch.ones_like(kept, dtype=torch.bool)
             for there, part in zip(here, kind, strict=True):
                 has = has & (there > 0) if part else has
             one = torch.where(has, one.maximum(_sum(kind, numbers)), one)
-        # In turn two passes may be underway, each with a layer that it computes again.
+        # With "turns" two passes may be underway, each with a recomputed layer.
         run = torch.where(as_one, kept, one) * (again > 0) * (1 + c["turns"])
-        # Between the two parts of a backward pass all activations are there, and the gradients of
-        # what products gave.
+        # Between the two parts of a backward pass a stage holds all activations, and the gradients
+        # of results of products.
         in_flight = c["in_flight"] if "in_flight" in c else self.in_flight(c)
         most = in_flight.minimum(c["pp"].double())
         late = c.get("late", torch.where(in_two & (c["pp"] > 1), most, 0.0))
@@ -171,19 +177,20 @@ class StepMemory(CostPart):
         first = every - each + torch.where(again > 0, run + stream, one)
         first = torch.where(late > 0, every, first)
         run = torch.where(late > 0, 0.0, run)
-        # Embedding and output are whole from the forward pass to the end of the backward pass.
+        # FSDP2 keeps embedding and output gathered from the forward pass to the end of the backward
+        # pass.
         words = m.model_dim * m.vocab_size * size / c["tp"]
         ends = words * sizes.word_matrices(c)
         output = words * (sizes.word_matrices(c) > 0)
         layer = (weights - ends) / layers
         up = 1 + (m.gated_experts if m.num_experts else m.gated)
-        # Gradients of a layer's down projection are there when its up projection's are made.
+        # The gradient of a layer's down projection exists when that of its up projection is made.
         made = layer * moe / layers / (1 + up)
         accumulates = sizes.num_micro_batches(c) > 1
         before = torch.where(accumulates, held, 0.0)
-        # FSDP2 has a layer's weights, those of the next one on their way, which Gloo has twice as
-        # they arrive, and later a copy of the last one's gradients on theirs; with ZeRO 2 the
-        # weights of all.
+        # With ZeRO 3, FSDP2 holds the weights of a layer and of the next layer, which Gloo holds
+        # twice while they arrive. Later it holds a copy of the previous layer's gradients for their
+        # message. With ZeRO 2 it holds the weights of all layers.
         is_whole = c["zero"] == 2
         arriving = torch.where(is_whole, weights, ends + 3 * layer)
         moving = torch.where(is_whole, weights + layer, ends + layers.clamp(max=3) * layer)
@@ -195,7 +202,8 @@ class StepMemory(CostPart):
                 "gradients": before,
                 "gathered": at_loss * is_fsdp,
                 "activations": every + 3 * stream,
-                # Logarithms of probabilities, their gradients and those of logits, in float32.
+                # The loss holds three float32 tensors: log-probabilities, their gradients, and
+                # gradients of logits.
                 "logits": 12.0 * tokens * c["tp"] * m.vocab_size * is_last,
             },
             {
@@ -219,21 +227,21 @@ class StepMemory(CostPart):
         ]
 
     def _stream(self, c: Columns) -> Tensor:
-        """Bytes of the hidden states of a micro-batch, which ranks of a tp group have whole."""
+        """Return the bytes of a micro-batch's hidden states, which are not divided over tp."""
         return self.sizes.tokens(c) * c["tp"] * self.model.model_dim * self.job.itemsize
 
     def _each(self, c: Columns, kept: Tensor, numbers: Sequence[Tensor]) -> Tensor:
-        """Bytes that a stage holds of a micro-batch, of those that its layers keep.
+        """Return the bytes of activations that a stage holds per micro-batch.
 
-        Layers that run again keep their inputs, and run one by one. Where the backward pass is in
-        two, a stage keeps its input and runs again whole.
+        Recomputed layers keep only their inputs, and run again one by one. If the backward pass is
+        in two parts, a stage keeps only its input and runs again as a whole.
         """
         rerun, stream = self.sizes.again(c), self._stream(c)
         each = kept - _sum(rerun, numbers) + rerun.layers * stream
         return torch.where(runs(c, "zb-h1") & (rerun.layers > 0), stream, each)
 
     def _due(self, here: LayerParts, c: Columns) -> Tensor:
-        """Bytes of the gradients of what a stage's products and norms gave, of a micro-batch."""
+        """Return the bytes of gradients of a stage's product and norm outputs, per micro-batch."""
         m, size, tokens = self.model, self.job.itemsize, self.sizes.tokens(c)
         rows, shards = self._rows(c)
         experts = (1 + m.gated_experts) * m.ffn_dim / shards + m.model_dim
@@ -247,47 +255,51 @@ class StepMemory(CostPart):
         return tokens * size * _sum(here, tuple(each + 0 * tokens for each in numbers))
 
     def _rows(self, c: Columns) -> tuple[Tensor, Tensor]:
-        """Rows of the fullest rank for each of its tokens, and shards of an expert."""
+        """Return the fullest rank's rows per token, and the number of shards of an expert."""
         shards = self.sizes.width(c) / c["ep"]
         return self.model.top_k * shards * self.loads.of(c, "peak_rows"), shards
 
     def _layer_numbers(self, c: Columns) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Bytes that a layer keeps for its backward pass, and by how much that pass rises above.
+        """Return the bytes that a layer keeps for its backward pass, and the rise in that pass.
 
-        Of norms of each layer and of each of its parts; it rises by that of experts where there are
-        any.
+        The first number is that of norms in each layer, the others are those of the layer's parts.
+        The rise is that of experts if there are any.
         """
         m, size, tokens = self.model, self.job.itemsize, self.sizes.tokens(c)
         rows, shards = self._rows(c)
         ffn_dim = m.ffn_dim / shards
-        # Rows that come back are kept to be weighted, or are weighted where the experts are.
+        # With "reduced", experts weigh their rows before sending them back. Otherwise all returned
+        # rows are kept for the gradient of the weights.
         back = torch.where(c["combine"] == COMBINES.index("reduced"), rows, m.top_k * shards)
         up = 1 + m.gated_experts
         moe = rows * ((m.model_dim + (up + 1) * ffn_dim) * size + 28)
         moe = moe + back * m.model_dim * size
-        # Unfused: gate, up, activation and product.
+        # A shared expert is not fused: it keeps gate, up, activation and product.
         moe = moe + 2 * up * m.shared_ffn_dim * size + 4.0 * m.num_experts
         ffn = 2 * (1 + m.gated) * (m.dense_ffn_dim or m.ffn_dim) * size
-        # Norms of three numbers each, in 16 bits with their input in float32; queries, keys,
-        # values, what attention gives and a float32 of each head; a gate, and what it lets through.
+        # Norms keep three numbers per element, and for 16 bits also their input in float32.
+        # Attention keeps queries, keys, values, results and one float32 per head, and with a gate
+        # the gate and the gated result.
         norms = (3 * m.model_dim * size + (4 * m.model_dim if size < 4 else 0)) * c["tp"]
         norms = self.sizes.norms(m.parts[0]) * norms
         attention = (2 * m.heads_dim + 2 * m.kv_dim) * size + 4 * m.num_heads
         attention = attention + (2 * m.gate_dim + m.attention_gate * m.heads_dim) * size
         recurrent = 0.0
         if m.recurrent is not None:
-            # A convolution, its input and its activation; the recurrence in float32; its gate, the
-            # gate's activation, a norm, and what the gate lets through.
+            # A recurrent layer keeps the input, result and activation of its convolution, the
+            # float32 tensors of the recurrence, its gate and the gate's activation, a norm, and the
+            # gated result.
             recurrent = 4.0 * m.recurrent.state_numbers
             recurrent += (3 * m.recurrent.channels + 4 * m.recurrent.width) * size
-        # Gradients of up projection and activation; the activation and what came back are gone.
+        # The backward pass adds gradients of up projection and activation, after it has freed the
+        # activation and the returned rows.
         if not m.num_moe_layers and not m.all_parts.dense:
             rise = tokens * recurrent
         elif m.num_moe_layers:
             rise = tokens * (rows * up * ffn_dim - back * m.model_dim) * size
         else:
             rise = tokens * (1 + m.gated) * (m.dense_ffn_dim or m.ffn_dim) * size
-        # Weights of experts that came lie behind a copy of a rank's own.
+        # Moved experts are stored in one tensor, after a copy of the rank's own experts.
         came = self.loads.of(c, "peak_moved")
         held = torch.where(came > 0, came + m.num_experts / c["ep"], 0.0)
         copies = held * m.expert_parameters * size
@@ -297,15 +309,15 @@ class StepMemory(CostPart):
 
     @functools.cached_property
     def _coded(self) -> Tensor:
-        """`[2, codecs]`: bytes that are kept of what a gradient is owed, and of it on its way.
+        """Numbers `[2, codecs]`: bytes per element of residuals, and of gradients in a message.
 
-        On its way it is copied with others, and coded beside that: as counted on two ranks.
+        A message has a copy of the gradients and their encoded form, as counted with two ranks.
         """
         rows, size = [(0.0, 0.0)], self.job.itemsize
         for name in GRADIENTS[1:]:
             codec = codec_of(name)
             if codec.feeds_back:
-                # The residual of this step and that of the step before, in float32.
+                # There are float32 residuals of this step and of the step before.
                 rows.append((8.0, 8.0))
             elif codec.plain:
                 rows.append((0.0, 10.0 if size == 4 else 4.0))
@@ -315,7 +327,7 @@ class StepMemory(CostPart):
 
 
 def _sum(parts: LayerParts, numbers: Sequence[Tensor]) -> Tensor:
-    """The sum of a number of each part over all of them."""
+    """Return the sum of numbers per part, each times the count of the part."""
     found = torch.zeros_like(numbers[0])
     for count, number in zip(parts, numbers, strict=True):
         found = found + count * number
@@ -323,5 +335,5 @@ def _sum(parts: LayerParts, numbers: Sequence[Tensor]) -> Tensor:
 
 
 def _owed(numel: Tensor, ranks: Tensor) -> Tensor:
-    """Numbers that a rank owes, to its gradients and to its shard of the sum over ranks."""
+    """Return the elements of a rank's residuals: of its gradients, and of its shard of the sum."""
     return torch.where(ranks > 1, numel * (1 + 1 / ranks), 0.0)
