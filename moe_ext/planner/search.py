@@ -1,4 +1,4 @@
-"""Search of the placement that takes least time: enumeration, bounds, and simulated pipelines."""
+"""Search for the quickest placement: enumeration, bounds, and simulated pipelines."""
 
 from __future__ import annotations
 
@@ -45,22 +45,23 @@ from moe_ext.planner.stage_layers import (
     simulated,
 )
 
-# The other axes, by what there has to be several ranks of for them to act.
+# Axes other than the mesh, by the axis of the mesh without which they have no effect; "" for axes
+# that always act.
 _GROUPS = {
     "pp": ("schedule", "turns"),
     "": ("zero", "recompute", "offload", "gradients"),
     "ep": ("dispatcher", "wire", "combine", "balance"),
     "cp": ("scheme", "kv_wire"),
 }
-# Placements whose pipeline is simulated, more of them while all have fewer passes of micro-batches
-# through stages than this.
+# Least number of placements whose pipelines are simulated. Further ones are simulated while all
+# together have fewer passes of micro-batches through stages than `_PASSES`.
 SIMULATED = 50
 _PASSES = 2**15
-# The same for placements in turn, whose simulation takes longer.
+# Most passes that are simulated for placements with "turns", whose simulation takes longer.
 _TURN_PASSES = 2**13
-# Placements that fit by stages which are not even, of which so many more are simulated.
+# Most placements with uneven stages that are simulated in addition to `SIMULATED` placements.
 _UNEVEN = 5
-# The best placement and its runners-up.
+# Number of placements that are returned: the best one and its runners-up.
 _RANKED = 3
 _AT_ONCE = 2**18
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -68,13 +69,14 @@ _MICRO_BATCHES = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class Found:
-    """A placement and what it takes.
+    """A placement with its time and memory.
 
     Attributes:
         choice: values by axis.
-        seconds: of a step.
+        seconds: seconds of a step.
         memory: bytes of the fullest rank.
-        stages: layers of each stage, in turn; empty for even ones whose layers all do the same.
+        stages: layers of each stage, in order; empty for even stages that recompute all layers or
+            none.
     """
 
     choice: Choice
@@ -83,7 +85,7 @@ class Found:
     stages: tuple[StageLayers, ...] = ()
 
     def __post_init__(self) -> None:
-        """ValueError for numbers that no placement has."""
+        """Raise ValueError for impossible numbers."""
         check_fields(self)
 
 
@@ -92,13 +94,14 @@ class SearchResult:
     """Outcome of a search.
 
     Attributes:
-        best: least time among those that fit; None where none fits.
-        pareto: no other is both quicker and smaller, by closed forms; ascending in time.
-        least: the smallest of those that do not fit, where none does.
-        num_points: placements whose time was computed.
-        num_too_large: of these, those that do not fit.
-        proven: no placement that was left out can be better, by bounds of their times.
-        runners_up: the two quickest behind the best of those that were simulated.
+        best: the quickest placement that fits; None if none fits.
+        pareto: placements than which no other is both quicker and smaller, by closed forms;
+            ascending in time.
+        least: the placement with the smallest ratio of used to available memory.
+        num_points: number of placements whose time was computed.
+        num_too_large: number of these placements that do not fit.
+        proven: True if no other placement can be better, by bounds of their times.
+        runners_up: the second and third quickest of the simulated placements.
     """
 
     best: Found | None
@@ -111,11 +114,12 @@ class SearchResult:
 
 
 def meshes(cost: StepCost, *, all_shards: bool = False) -> Tensor:
-    """`[C, 6]`: sizes of the mesh that divide ranks, heads, experts and the batch.
+    """Return the meshes `[C, 6]` whose sizes divide ranks, heads, experts and the batch.
 
     Args:
-        cost: of placements.
-        all_shards: shards of experts, too, where whole ones on as many ranks take fewer rows.
+        cost: cost model of the job.
+        all_shards: divide experts into shards even if whole experts on as many ranks send fewer
+            rows.
     """
     m, job = cost.model, cost.job
     rows = []
@@ -125,15 +129,16 @@ def meshes(cost: StepCost, *, all_shards: bool = False) -> Tensor:
             break
         stage = job.num_ranks // pp
         tps = [d for d in divisors(stage) if m.num_heads % d == 0 and heads % min(d, heads) == 0]
-        # Tensor parallelism stays on the quickest links.
+        # Tensor parallelism needs the quickest links, so it stays in the innermost level.
         tps = [d for d in tps if d <= cost.cluster.levels[0].size]
         spreads = _spreads(cost, stage, all_shards)
-        # Workers with local steps are ranks with data of their own.
+        # With local steps every rank of a stage is a worker with its own data, so tp and cp are 1.
         alone = job.local_steps > 1
         tps = tps[:1] if alone or m.recurrent is not None else tps
         for tp in tps:
             for cp in [1] if alone else divisors(stage // tp):
-                # A zigzag of even stretches; one rank takes a sequence of any length.
+                # The zigzag layout cuts a sequence into 2 cp equal stretches. A rank without cp
+                # takes a sequence of any length.
                 if job.seq_len % (tp * (2 * cp if cp > 1 else 1)):
                     continue
                 data = stage // (tp * cp)
@@ -144,7 +149,7 @@ def meshes(cost: StepCost, *, all_shards: bool = False) -> Tensor:
 
 
 def _spreads(cost: StepCost, stage: int, all_shards: bool) -> list[tuple[int, int]]:
-    """Ranks that experts lie over, and shards of each."""
+    """Return pairs of the ranks that experts lie over, and the shards of each expert."""
     m, job, inner = cost.model, cost.job, cost.cluster.levels[0].size
     if not m.num_experts:
         return [(1, 1)]
@@ -160,14 +165,14 @@ def _spreads(cost: StepCost, stage: int, all_shards: bool) -> list[tuple[int, in
 
 
 def _options(cost: StepCost, fixed: Choice) -> dict[str, Tensor]:
-    """Rows of values `[O, A]` of each group of axes."""
-    # A codec that rounds changes results: it is taken where it is asked for. A lossless one is
-    # weighed where its rate is known.
+    """Return the combinations of values `[O, A]` for each group of axes."""
+    # Codecs that round change results, so they are used only if the caller fixes the axis. The
+    # lossless codec is a candidate if its rate was measured.
     wires = [wire for wire in WIRES if "wire" in fixed or wire is None or _is_free(cost, wire)]
     codecs = [
         name for name in GRADIENTS if "gradients" in fixed or name == "none" or _is_free(cost, name)
     ]
-    # Even loads have nothing to balance, and a capacity goes with none.
+    # Even loads need no balance, and `MoELayer` refuses balance together with a capacity.
     m, job = cost.model, cost.job
     uneven = m.num_experts and float(job.imbalances(m.num_experts, m.num_experts).max()) > 1.0
     balances = (0, 1) if job.capacity_factor is None and (uneven or "balance" in fixed) else (0,)
@@ -186,9 +191,9 @@ def _options(cost: StepCost, fixed: Choice) -> dict[str, Tensor]:
             for zero, again, offload in itertools.product((0, 1, 2, 3), (0, 1), (0, 1))
             for codec in codecs
             if (not zero and not offload or job.local_steps == 1)
-            # `CPUAdamW` takes no shards of FSDP2 that are on a device.
+            # `CPUAdamW` refuses DTensors on a device, such as shards of FSDP2.
             and (not offload or zero < 2 and cost.cluster.host is not None)
-            # FSDP2 averages them by itself, and local steps have none.
+            # FSDP2 averages gradients itself, and local steps do not average them.
             and (codec == "none" or zero < 2 and job.local_steps == 1)
         ],
         "ep": ways if m.num_experts else [(0, 0, 0, 0)],
@@ -196,7 +201,7 @@ def _options(cost: StepCost, fixed: Choice) -> dict[str, Tensor]:
             (scheme, wire)
             for scheme in range(len(SCHEMES))
             for wire in range(len(KV_WIRES) if "kv_wire" in fixed else 1)
-            # Exchanges of heads round nothing.
+            # "ulysses" exchanges heads without rounding, so only a ring has a wire format.
             if not (scheme and wire)
         ],
     }
@@ -204,13 +209,13 @@ def _options(cost: StepCost, fixed: Choice) -> dict[str, Tensor]:
 
 
 def _is_free(cost: StepCost, codec: str) -> bool:
-    """True if a codec changes no result, and its rate was measured."""
+    """Return True if a codec does not change results and its rate was measured."""
     rate = rows_rate(LOSSLESS, cost.codecs.dtype)
     return codec == LOSSLESS and cost.codecs.measured(rate) is not None
 
 
 def gradients_problem(choice: Mapping[str, int | str | None]) -> str | None:
-    """The reason why a placement cannot have its codec of gradients, or None."""
+    """Return the reason why a placement cannot have its codec of gradients, or None."""
     codec = choice.get("gradients", "none")
     if codec == "none":
         return None
@@ -226,14 +231,14 @@ def gradients_problem(choice: Mapping[str, int | str | None]) -> str | None:
 
 
 def _expand(cost: StepCost, mesh: Tensor, options: Mapping[str, Tensor]) -> Columns:
-    """Candidates of some meshes, those in which the same groups of axes act side by side."""
+    """Return the candidates of some meshes, grouped by the groups of axes that act."""
     parts, own = [], {name: mesh[:, i] for i, name in enumerate(MESH)}
     ranks = {"pp": own["pp"], "ep": own["ep"] * own["etp"], "cp": own["cp"]}
     ranks[""] = own["pp"] + 1
     acts = torch.stack([ranks[axis] > 1 for axis in options], 1)
     for kind in acts.unique(dim=0):
         here = mesh[(acts == kind).all(1)].T
-        # An axis is a row, so that a column of candidates has its numbers side by side.
+        # Axes are rows here, so that the numbers of a column of candidates are contiguous.
         found = torch.empty(0, 1, dtype=torch.int64)
         for (axis, rows), acting in zip(options.items(), kind.tolist(), strict=True):
             if not acting:
@@ -248,36 +253,37 @@ def _expand(cost: StepCost, mesh: Tensor, options: Mapping[str, Tensor]) -> Colu
     keep = ~runs(c, "interleaved") | (
         (micro % c["pp"] == 0) & (c["pp"] * CHUNKS <= cost.model.num_layers)
     )
-    # A hierarchy has nodes inside and outside.
+    # The hierarchical dispatcher needs whole nodes, and more than one.
     width = c["ep"] * c["etp"]
     nodes = (width > inner) & (width % inner == 0)
     keep &= (c["dispatcher"] != DISPATCHERS.index("hierarchical")) | nodes
-    # Shards of tensor parallelism go by an all-reduce, and one rank has nobody to send to.
+    # Codecs of gradients take no shards of tp or of experts, and a single rank in a stage sends no
+    # gradients.
     alone = (c["tp"] == 1) & (c["etp"] == 1) & (c["pp"] < cost.job.num_ranks)
     keep &= (c["gradients"] == 0) | alone
-    # Ranks of a sequence have as many heads each, of queries and of keys.
+    # "ulysses" gives each rank of a sequence the same number of heads, of queries and of keys.
     heads = cost.model.num_heads, cost.model.num_kv_heads or cost.model.num_heads
     shared = [count % (c["tp"] * c["cp"]) == 0 for count in heads]
     keep &= (c["scheme"] == 0) | (shared[0] & shared[1])
-    # Exchanges of whole experts that stay where they are go in turn.
+    # "turns" overlaps exchanges of whole experts that are not moved.
     keep &= (c["turns"] == 0) | ((c["ep"] > 1) & (c["etp"] == 1) & (c["balance"] == 0))
-    # Shards of experts go without these.
+    # Shards of experts work with none of a wire format, balance and FSDP2.
     whole = (c["wire"] == 0) & (c["balance"] == 0) & (c["zero"] < 2)
     keep &= (c["etp"] == 1) | whole
-    # Our pipelines run stages without FSDP2: it would reduce for each micro-batch.
+    # Pipelines run stages without FSDP2, which would reduce gradients for each micro-batch.
     keep &= (c["zero"] < 2) | (c["pp"] == 1)
-    # `CPUAdamW` takes no shards of tp that are on a device.
+    # `CPUAdamW` refuses DTensors on a device, such as shards of tp.
     keep &= (c["offload"] == OFFLOADS.index("none")) | (c["tp"] == 1)
     c = masked({name: c[name] for name in AXES}, keep)
     balances = options["ep"][:, _GROUPS["ep"].index("balance")]
     if bool((balances == 0).any()):
-        # A placement in which moving experts never pays is the same as one without balance.
+        # If moving experts never pays, a placement with balance equals that without.
         c = masked(c, (c["balance"] == 0) | cost.loads.moves(c))
     return c
 
 
 def check_placement(cost: StepCost, found: Found) -> None:
-    """ValueError for a choice that `search` does not make, or stages that are not of the model."""
+    """Raise ValueError for a choice that `search` cannot make, or stages of another model."""
     choice = found.choice
     _check_fixed(cost, choice)
     mesh = _fixed(meshes(cost, all_shards=True), MESH, choice)
@@ -303,13 +309,13 @@ def check_placement(cost: StepCost, found: Found) -> None:
 
 
 def _crossed(above: Tensor, below: Tensor) -> Tensor:
-    """Each column of one matrix above each of another, those of the first one in turn."""
+    """Stack each column of `above` on each column of `below`; columns of `above` vary slowest."""
     more, many = above.repeat_interleave(below.shape[1], 1), above.shape[1]
     return torch.cat([more, below.repeat(1, many)])
 
 
 def _check_fixed(cost: StepCost, fixed: Choice) -> None:
-    """ValueError for values that no placement of the job has, or none has together."""
+    """Raise ValueError for values, or pairs of values, that no placement of the job has."""
     steps = cost.job.local_steps
     tp, rule = fixed.get("tp", 1), "1 for a model with recurrent layers, which are not divided"
     check_rule("plan", "tp", tp, rule, cost.model.recurrent is None or tp == 1)
@@ -352,27 +358,26 @@ def search(
     progress: Callable[[int, int], None] | None = None,
     exhaustive: bool = False,
 ) -> SearchResult:
-    """Find the placement of least time that fits into memory.
+    """Find the quickest placement that fits into memory.
 
-    Branch and bound: meshes go in ascending order of a bound, products alone of stages that are
-    all alike, and end with the first whose bound is beyond the times found. In the order of
-    `StepCost.likely`, a closed form that leaves out hops, 50 placements get the layers of their
-    stages (`stage_layers.divide`) and have their pipelines simulated; those whose bound
-    (`StepCost.least`) is beyond the third best simulated one are none of them. Placements whose
-    exchanges go in turn come later, as many as have 8192 passes of micro-batches through stages.
-    Placements that fit by uneven stages alone come last, five at most beyond the 50. Equal times go
-    to the first in this order.
+    The search is branch and bound. Meshes are costed in ascending order of a bound: the products of
+    equal stages. The search stops at the first mesh whose bound exceeds the times found. Then 50
+    placements, in the order of the estimate `StepCost.likely`, get the layers of their stages
+    (`stage_layers.divide`), and their pipelines are simulated. A placement is skipped if its bound
+    (`StepCost.least`) exceeds the third best simulated time. Placements with "turns" follow, for up
+    to 8192 passes of micro-batches through stages. Placements that only fit with uneven stages come
+    last, at most five beyond the 50. Of equal times the first in this order wins.
 
     Args:
-        cost: of placements.
+        cost: cost model of the job.
         fixed: values that axes must have; with ``recompute=1`` all layers are computed again,
-            without it as few as fit.
-        progress: called with the meshes done and all of them, and with all of them again for each
-            pipeline that is simulated then.
-        exhaustive: simulate everything and stop nowhere: for tests.
+            otherwise as few as fit.
+        progress: called with the number of costed meshes and of all meshes, and then, for each
+            simulated pipeline, with the number of all meshes twice.
+        exhaustive: simulate all placements, for tests.
 
     Raises:
-        ValueError: an axis is not known, or no placement has the values of `fixed`.
+        ValueError: an axis is unknown, or no placement has the values of `fixed`.
     """
     fixed = dict(fixed or {})
     for name, value in fixed.items():

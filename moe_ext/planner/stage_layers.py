@@ -1,9 +1,8 @@
-"""Layers of each stage of a pipeline, and the fewest of them that are computed again.
+"""Division of layers into pipeline stages, with the fewest layers computed again.
 
-A dynamic program over the layers in turn, whose answer no other division of a chain of stages
-beats: it takes the least of T_1 + ... + T_S + (M - 1) max(T_s) over M micro-batches (Alpa,
-arXiv:2201.12023, equation 2), where T_s is the least time of the stage with which it fits into
-memory: a knapsack of the layers that are computed again.
+A dynamic program over the layers finds the division of a chain of stages with the least
+T_1 + ... + T_S + (M - 1) max(T_s) over M micro-batches (Alpa, arXiv:2201.12023, equation 2). T_s is
+the least time of a stage that fits into memory, over the layers that the stage may recompute.
 
 Shapes: S stages, L layers.
 """
@@ -28,8 +27,8 @@ from moe_ext.planner.axes import AGAIN, CHUNKS, SCHEDULES, STAGE, Columns, runs
 from moe_ext.planner.cost import StepCost
 from moe_ext.planner.presets import LayerParts
 
-# Layers with experts of a pass whose exchanges are told apart in simulations; those of more layers
-# go together.
+# Most layers with experts of a pass whose exchanges are simulated separately. Exchanges of more
+# layers are merged.
 _LAYERS = 4
 
 
@@ -38,9 +37,9 @@ class StageLayers:
     """Consecutive layers of a stage.
 
     Attributes:
-        start: the first of them, from 0.
-        end: behind the last one.
-        again: those that are computed again in the backward pass, ascending.
+        start: number of the first layer, from 0.
+        end: number after the last layer.
+        again: layers that are computed again in the backward pass, ascending.
     """
 
     start: int
@@ -48,18 +47,18 @@ class StageLayers:
     again: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """ValueError for numbers that no layers have."""
+        """Raise ValueError for impossible numbers."""
         check_fields(self, may_be_zero=("start", "again"))
 
 
 def split_evenly(num_layers: int, num_stages: int) -> list[tuple[int, int]]:
-    """Start and end of each stage, the later ones with a layer more where some have one."""
+    """Return start and end of each stage, with lengths that differ by at most one."""
     at = [i * num_layers // num_stages for i in range(num_stages + 1)]
     return list(itertools.pairwise(at))
 
 
 def stage_columns(cost: StepCost, c: Columns, stages: Sequence[StageLayers]) -> Columns:
-    """One candidate as a candidate for each of its stages, with what the stage has."""
+    """Expand a candidate to one candidate per stage, with the columns of the stage."""
     parts = cost.model.parts
     rows = [
         (*_sum(parts[stage.start : stage.end]), *_sum(parts[i] for i in stage.again))
@@ -70,16 +69,16 @@ def stage_columns(cost: StepCost, c: Columns, stages: Sequence[StageLayers]) -> 
 
 
 def _sum(parts: Iterable[LayerParts]) -> LayerParts:
-    """Layers, and those with each part."""
+    """Return the number of layers, and of layers with each part."""
     return LayerParts(*map(sum, zip(LayerParts(0, 0, 0, 0, 0), *parts, strict=True)))
 
 
 def rank_columns(cost: StepCost, c: Columns, stages: Sequence[StageLayers]) -> Columns:
-    """The same for each rank of the pipeline, with the layers of all of its stages."""
+    """Expand a candidate to one candidate per pipeline rank, with the layers of all its stages."""
     each, ranks = stage_columns(cost, c, stages), int(c["pp"])
     rows = torch.stack([each[name].view(-1, ranks) for name in STAGE], 2)
     both = rows.sum(0)
-    # Micro-batches that are held are counted in all stages of a rank.
+    # Held micro-batches are counted in all stages of a rank already, so they are not summed.
     for name in ("in_flight", "late"):
         both[:, STAGE.index(name)] = rows[0, :, STAGE.index(name)]
     return _with(c, both)
@@ -88,14 +87,14 @@ def rank_columns(cost: StepCost, c: Columns, stages: Sequence[StageLayers]) -> C
 def divide(
     cost: StepCost, c: Columns, *, all_again: bool = False
 ) -> tuple[StageLayers, ...] | None:
-    """Layers of each stage of one candidate; None if none fit into memory.
+    """Return the layers of each stage of a candidate; None if no division fits into memory.
 
-    Stages of "1f1b", "gpipe" and "zb-h1" are as many as ranks and of any length. Stages of
-    "interleaved" are of even lengths, two on each rank. With recompute as few layers are computed
-    again as fit; with "zb-h1" all, since a stage runs again whole.
+    With "1f1b", "gpipe" and "zb-h1" each rank has one stage of any length. With "interleaved" each
+    rank has two stages, and all have even lengths. With recompute as few layers are computed again
+    as fit, but all with "zb-h1", because its stages run again as a whole.
 
     Args:
-        cost: of placements.
+        cost: cost model of the job.
         c: the candidate.
         all_again: compute all layers again, with recompute.
     """
@@ -105,11 +104,13 @@ def divide(
 
 
 def divisible(cost: StepCost, c: Columns) -> Tensor:
-    """True for pipelines whose layers fit with some division: each stage in turn takes most.
+    """Return True for pipelines whose layers fit into memory with some division.
+
+    Stages in order each take as many layers as fit.
 
     Args:
-        cost: of placements.
-        c: candidates with several ranks of a pipeline.
+        cost: cost model of the job.
+        c: candidates; False is returned for those without a pipeline.
     """
     num_layers = cost.model.num_layers
     before = torch.tensor([_sum(cost.model.parts[:i]) for i in range(num_layers + 1)])
@@ -134,7 +135,10 @@ def divisible(cost: StepCost, c: Columns) -> Tensor:
 def _take(
     cost: StepCost, c: Columns, rank: int, before: Tensor, start: Tensor, end: Tensor
 ) -> Tensor:
-    """True where a rank has room for these layers, or for those of even chunks."""
+    """Return True if a rank has room for layers `start` to `end`.
+
+    With "interleaved" the layers are those of the rank's even stages instead.
+    """
     counts, pp = before[end] - before[start], c["pp"]
     chunks = torch.zeros_like(counts)
     for i in (rank + pp * chunk for chunk in range(CHUNKS)):
@@ -158,16 +162,16 @@ def simulated(
     *,
     most: float = math.inf,
 ) -> float:
-    """Seconds of a step of one candidate, its pipeline by simulation of the executor's table.
+    """Return the seconds of a step of a candidate, by simulation of its pipeline's action table.
 
-    Infinite for a plan in turn that has gradients of weights of more micro-batches left to do than
-    its memory counts.
+    With "turns" the result is infinite if the plan delays gradients of weights of more
+    micro-batches than the candidate's memory counts.
 
     Args:
-        cost: of placements.
+        cost: cost model of the job.
         c: the candidate.
-        stages: layers of each; None for stages that are all like the largest one.
-        most: seconds beyond which it may be infinite, too, for a plan in turn.
+        stages: layers of each stage; None for stages that all equal the largest stage.
+        most: with "turns" the result may be infinite if it exceeds this number.
     """
     ranks, micro = int(c["pp"]), int(cost.sizes.num_micro_batches(c))
     if ranks > 1 and bool(c["turns"]):
@@ -195,7 +199,7 @@ def simulated(
 def _with_output(
     cost: StepCost, c: Columns, parts: Iterable[Tensor]
 ) -> Iterator[tuple[float, ...]]:
-    """Seconds of parts of a pass on each stage, of which the last one has the output as well."""
+    """Yield the seconds of parts of a pass per stage, with the output added to the last stage."""
     output = float(cost.compute.output(c))
     for part in parts:
         loss = torch.zeros_like(part)
@@ -204,7 +208,10 @@ def _with_output(
 
 
 def _counted(plan: TurnPlan, late: Sequence[float]) -> bool:
-    """True if no rank puts off gradients of weights of more micro-batches; the first has none."""
+    """Return True if no rank delays gradients of weights of more micro-batches than `late` says.
+
+    The first rank delays none, because it computes no gradients of inputs.
+    """
     for starts, most in list(zip(plan.starts, late, strict=True))[1:]:
         steps = ((s.action.kind == "I") - (s.action.kind == "W") for s in starts)
         if max(itertools.accumulate(steps)) > most:
@@ -213,7 +220,7 @@ def _counted(plan: TurnPlan, late: Sequence[float]) -> bool:
 
 
 def even_stages(num_layers: int, c: Columns) -> tuple[StageLayers, ...]:
-    """Stages of even lengths of one candidate, all layers computed again with recompute."""
+    """Return stages of even lengths of a candidate; all layers are recomputed with recompute."""
     again, pp = bool(c["recompute"]), int(c["pp"])
     chunked = bool(runs(c, "interleaved")) and pp > 1
     cuts = split_evenly(num_layers, pp * (CHUNKS if chunked else 1))
@@ -221,14 +228,14 @@ def even_stages(num_layers: int, c: Columns) -> tuple[StageLayers, ...]:
 
 
 def turn_plan(cost: StepCost, c: Columns, stages: Sequence[StageLayers]) -> TurnPlan:
-    """The plan of passes of one candidate that go beside each other, by its costs.
+    """Return the order of overlapping passes of a candidate with "turns", by its costs.
 
-    Equal arguments give equal plans: nothing is measured.
+    Equal arguments give equal plans, because nothing is measured.
 
     Args:
-        cost: of placements.
+        cost: cost model of the job.
         c: the candidate.
-        stages: layers of each.
+        stages: layers of each stage.
     """
     found = _passes_in_turn(cost, c, stages).within(math.inf)
     assert found is not None
@@ -245,7 +252,7 @@ def _passes_in_turn(cost: StepCost, c: Columns, stages: Sequence[StageLayers]) -
 
 @functools.lru_cache(maxsize=256)
 def _known_passes(schedule: str, ranks: int, micro: int, facts: tuple[Any, ...]) -> _PassesInTurn:
-    """Passes that placements whose optimizers differ, say, have in common."""
+    """Return passes from a cache, which placements share if, say, only their optimizers differ."""
     forward, inputs, weights, hop, transfer, exchanges = facts
     costs = Costs(
         *(forward, inputs, weights), hop=hop, transfer=dict(transfer), exchanges=dict(exchanges)
@@ -254,16 +261,16 @@ def _known_passes(schedule: str, ranks: int, micro: int, facts: tuple[Any, ...])
 
 
 class _PassesInTurn:
-    """Passes that go beside each other, and what is known of the time that they take."""
+    """Plans overlapping passes, and remembers the plan or a lower bound of its time."""
 
     def __init__(self, table: ActionTable, costs: Costs) -> None:
         self._table, self._costs = table, costs
         self._plan: TurnPlan | None = None
-        # It takes longer than this.
+        # Lower bound of the plan's seconds, from calls that found no plan.
         self._more_than = 0.0
 
     def within(self, most: float) -> TurnPlan | None:
-        """The plan; None where it is not known yet and takes longer than `most`."""
+        """Return the plan; None may be returned if it takes longer than `most` seconds."""
         if self._plan is None and most > self._more_than:
             self._plan = plan_turns_within(self._table, self._costs, most)
             self._more_than = most
@@ -271,7 +278,7 @@ class _PassesInTurn:
 
 
 def turn_costs(cost: StepCost, c: Columns, stages: Sequence[StageLayers]) -> Costs:
-    """Costs of the passes of one candidate, with its exchanges apart."""
+    """Return the costs of the passes of a candidate, with its exchanges as separate costs."""
     each = stage_columns(cost, c, stages)
     _, seconds = cost.passes.apart(each)
     exchanges: dict[str, tuple[tuple[float, float], ...]] = {}
@@ -282,7 +289,8 @@ def turn_costs(cost: StepCost, c: Columns, stages: Sequence[StageLayers]) -> Cos
             continue
         for kind, layers in (("F", moe), ("B", moe + again), ("I", moe + again)):
             count = 2 * min(round(layers), _LAYERS)
-            # Behind attention and experts; in the backward pass in front of them.
+            # Exchanges follow attention and experts in the forward pass, and precede them in the
+            # backward pass.
             at = [(k + (kind == "F")) / count for k in range(count)]
             exchanges[f"{s}{kind}"] = tuple((share, share) for share in at)
             transfer[f"{s}{kind}"] = travel * layers / (2 * moe + again) / count
@@ -302,22 +310,22 @@ def _with(c: Columns, rows: Tensor) -> Columns:
 
 
 def _rest(cost: StepCost, c: Columns, num_stages: int) -> Tensor:
-    """The last columns of `STAGE`, `[S, 4]`: ends, micro-batches, late ones, and the loss."""
+    """Return the last columns of `STAGE`, `[S, 4]`: "ends", "in_flight", "late" and "loss"."""
     micro, pp = cost.sizes.num_micro_batches(c).double(), int(c["pp"])
     stage = torch.arange(num_stages)
     rank, is_last = stage % pp, (stage == num_stages - 1).double()
     ends = (stage == 0) + is_last
-    # Tied weights are on both ends of a pipeline.
+    # A pipeline holds tied weights on both of its ends, but a single stage holds them once.
     if num_stages == 1 and cost.model.tied:
         ends = is_last
-    # A first stage has no gradient of its input to compute before.
+    # The first stage computes no gradients of inputs, so it never delays gradients of weights.
     in_two = runs(c, "zb-h1") & (rank > 0)
     late = torch.where(in_two, micro.minimum(rank + 1), 0.0)
     return torch.stack([ends, cost.memory.in_flight(c, rank), late, is_last], 1)
 
 
 def _choices(c: Columns, all_again: bool, counts: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Numbers of layers of each kind that a stage may compute again, of as many as it has."""
+    """Return the numbers of layers of each kind that a stage with `counts` layers may recompute."""
     if not int(c["recompute"]):
         return [(0,) * len(counts)]
     if all_again:
@@ -326,7 +334,7 @@ def _choices(c: Columns, all_again: bool, counts: tuple[int, ...]) -> list[tuple
 
 
 def _first(cost: StepCost, layers: Iterable[int], again: tuple[int, ...]) -> list[int]:
-    """The first of these layers of each kind, so many of each."""
+    """Return the first of these layers, with as many of each kind as `again` says."""
     left, found = dict(zip(cost.model.kinds, again, strict=True)), []
     for i in layers:
         if left[cost.model.parts[i]] > 0:
@@ -336,13 +344,13 @@ def _first(cost: StepCost, layers: Iterable[int], again: tuple[int, ...]) -> lis
 
 
 def _counts(cost: StepCost, layers: Iterable[int]) -> tuple[int, ...]:
-    """Layers of each kind."""
+    """Count the layers of each kind."""
     found = [cost.model.parts[i] for i in layers]
     return tuple(found.count(kind) for kind in cost.model.kinds)
 
 
 def _even(cost: StepCost, c: Columns, all_again: bool) -> tuple[StageLayers, ...] | None:
-    """Stages of even lengths; each rank computes as few of its layers again as fit."""
+    """Return stages of even lengths, in which each rank recomputes as few layers as fit."""
     pp = int(c["pp"])
     cuts = split_evenly(cost.model.num_layers, pp * CHUNKS)
     layers = [[i for cut in cuts[rank::pp] for i in range(*cut)] for rank in range(pp)]
@@ -369,7 +377,7 @@ def _even(cost: StepCost, c: Columns, all_again: bool) -> tuple[StageLayers, ...
 def _spans(
     parts: tuple[LayerParts, ...], kinds: tuple[LayerParts, ...], stages: int
 ) -> list[dict[tuple[int, int], tuple[int, ...]]]:
-    """By the first layer of each stage, and the one behind its last: its layers of each kind."""
+    """Return, for each stage, its possible (start, end) with the numbers of layers of each kind."""
     before = [[0, *itertools.accumulate(layer == kind for layer in parts)] for kind in kinds]
     last, longest = stages - 1, len(parts) - stages + 1
     return [
@@ -382,7 +390,7 @@ def _spans(
     ]
 
 
-# A stage, its layers of each kind, and those of them that are computed again.
+# Number of a stage, numbers of its layers of each kind, and how many of each are recomputed.
 _Option = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
@@ -398,18 +406,19 @@ class _Chain:
         self._rest = _rest(cost, c, self._stages)
 
     def divided(self) -> tuple[StageLayers, ...] | None:
-        """Layers of each stage, of the least time."""
+        """Return the quickest division; None if no division fits into memory."""
         kinds = [sorted({*spans.values()}) for spans in self._spans]
         none = (0,) * len(self._kinds)
         alone: list[_Option] = [(s, kind, none) for s, each in enumerate(kinds) for kind in each]
         even = self._even()
-        # Costs of few rows take as long as those of many.
+        # One call costs both lists, because its time hardly depends on the number of rows.
         costs = self._costed(alone + even)
         spent, _, all_fit = (column[len(alone) :] for column in costs)
-        # No stage of a best division takes more: the sum of all stages is at least the slowest one.
+        # No stage of the best division takes longer than this bound: M times its slowest stage is
+        # at most the time of the best division, and so of the even division.
         bound = float((spent.sum() + (self._micro - 1) * spent.max()) / self._micro)
         bound = bound if bool(all_fit.all()) else math.inf
-        # But for rounding.
+        # The factor allows for rounding errors of the bound.
         is_quick = (costs[0][: len(alone)] <= bound * (1 + 1e-9)).nonzero().view(-1)
         options = [alone[i] for i in is_quick.tolist()]
         if int(self._c["recompute"]):
@@ -440,7 +449,11 @@ class _Chain:
         return tuple(found)
 
     def _fewest_again(self, options: list[_Option]) -> list[_Option]:
-        """Options with layers computed again, of one of the kinds as few as fit with the others."""
+        """Add recomputed layers to options.
+
+        Every number is tried for all kinds but the most frequent one, of which as few layers are
+        recomputed as fit.
+        """
         if self._all_again or bool(runs(self._c, "zb-h1")):
             return [(s, kind, kind) for s, kind, _ in options]
         parts = self._cost.model.parts
@@ -459,7 +472,7 @@ class _Chain:
                 for (s, kind, again), n in zip(found, numbers.tolist(), strict=True)
             ]
 
-        # The least number is found by halves: each layer that is computed again leaves room.
+        # Binary search finds the least number, because each recomputed layer frees memory.
         none = self._fits(found)
         count = torch.tensor([kind[most] for _, kind, _ in found])
         high = torch.where(none, 0, count)
@@ -472,7 +485,7 @@ class _Chain:
         return with_most(low)
 
     def _even(self) -> list[_Option]:
-        """Stages of even lengths, all of whose layers are computed again with recompute."""
+        """Return stages of even lengths; all layers are recomputed with recompute."""
         found = list[_Option]()
         for s, (i, j) in enumerate(split_evenly(self._layers, self._stages)):
             kind = _counts(self._cost, range(i, j))
@@ -480,7 +493,7 @@ class _Chain:
         return found
 
     def _costed(self, options: list[_Option]) -> tuple[Tensor, Tensor, Tensor]:
-        """Seconds of a micro-batch, bytes, and whether they fit, by kind and layers run again."""
+        """Return, for each option, seconds of a micro-batch, bytes, and whether the bytes fit."""
         columns, cost = self._columns(options), self._cost
         output, memory = cost.compute.output(columns), cost.memory.fullest(columns)
         seconds = sum(cost.passes.terms(columns).values(), 3.0 * output * columns["loss"])
@@ -490,14 +503,18 @@ class _Chain:
         return self._cost.memory.fits(self._columns(options))
 
     def _columns(self, options: list[_Option]) -> Columns:
-        # Parts of layers of each kind.
+        # Numbers of layers of each kind times the parts of a kind are the columns of a stage.
         parts = torch.tensor(self._kinds, dtype=torch.float64)
         counts = torch.tensor([each[1:] for each in options], dtype=torch.float64) @ parts
         rest = self._rest[[s for s, _, _ in options]]
         return _with(self._c, torch.cat([counts.flatten(1), rest], 1))
 
     def _cuts(self, times: Tensor) -> list[int] | None:
-        """First layers of all stages, and L, by `[S, L, W]` seconds of a stage of 1 to W layers."""
+        """Return the first layers of all stages, and L; None if no division fits.
+
+        Args:
+            times: seconds `[S, L, W]` of stage s with 1 to W layers from layer l on.
+        """
         slowest = self._least(times, largest=True)[0]
         if slowest == torch.inf:
             return None
@@ -514,16 +531,16 @@ class _Chain:
         return found
 
     def _least(self, times: Tensor, *, largest: bool = False) -> tuple[float, list[int]]:
-        """The least sum, or the least slowest stage, with its cuts."""
+        """Return the least sum of stages, or with `largest` the least slowest stage, and cuts."""
         layers, widest = times.shape[1:]
-        # Seconds of the stages behind a layer; none begins behind the last one.
+        # Seconds of the stages from a layer on. No stage starts after the last layer.
         behind = torch.full((layers + widest,), torch.inf, dtype=torch.float64)
         behind[layers] = 0.0
         widths = []
         for each in times.flip(0):
             rest = behind[1:].unfold(0, widest, 1)
             both = torch.maximum(each, rest) if largest else each + rest
-            # `min` shares its work with threads that may be busy.
+            # `min` would use several threads and wait for them if they are busy.
             width = both.argmin(1)
             least = both.gather(1, width[:, None])[:, 0]
             behind[:layers], behind[layers] = least, torch.inf
