@@ -166,7 +166,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
 
     @abstractmethod
     def _take_step(self, entries: list[Entry]) -> None:
-        """Reduce, and change moments and parameters."""
+        """Reduce gradients or momenta over ranks, and update moments and parameters."""
 
     @abstractmethod
     def _is_dense(self) -> bool:
@@ -552,7 +552,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
         masks = [group.get("exp_avg_mask") for group in self.param_groups]
         private = ["worker_error", "touched_rows", "owed"]
         if state_dict.get("compression", {}).get("block", self._block) != self._block:
-            # These means are per block of another size, so the growth of gradients is measured
+            # `block_sq` has means per block of another size, so the growth of gradients is measured
             # again.
             private += ["block_sq", "looks"]
         plain = {

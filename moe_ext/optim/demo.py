@@ -119,7 +119,7 @@ class DeMo(CheckedOptimizer):
         self._round = 0
         self._memory: CodecMemory | None = None
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-        # True once ranks have compared options and parameters.
+        # True once ranks have compared options and parameters, before their first step.
         self._compared = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -291,7 +291,7 @@ class DiLoCo:
         if self._group is None:
             return
         parts = [part for fragment in self._fragments for part in fragment.parts]
-        # Ranks that hold the same experts compare these among themselves.
+        # Experts over ranks are compared among the ranks that hold the same experts.
         for group in dict.fromkeys([self._group, *(part.group for part in parts)]):
             values = [x for part in parts if part.group is group for x in part.original]
             facts = {

@@ -1,6 +1,6 @@
 """Muon for dense matrices, stacked experts and shards.
 
-Shapes: a parameter is a matrix `[M, N]` or a stack of experts' `[E, M, N]`.
+Shapes: a parameter is a matrix `[M, N]`, or the matrices of E experts `[E, M, N]`.
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ class Passes(CostPart):
             once = self._once(c)
             more = dict.fromkeys(once, torch.zeros_like(once["compute"]))
         elif AGAIN[0] in c:
-            # One call costs both, because for few candidates its time does not depend on their
-            # number.
+            # First passes and recomputation share a call, because with few candidates its time does
+            # not depend on their number.
             count = len(here.layers)
             both = {name: column.expand(count).repeat(2) for name, column in c.items()}
             both |= {n: torch.cat(each) for n, *each in zip(PARTS, here, again, strict=True)}

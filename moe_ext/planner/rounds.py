@@ -72,6 +72,6 @@ class RoundCodec:
 def round_codec(name: str) -> RoundCodec:
     """Return the codec of a name of `LOCAL_CODECS`."""
     if name == "sparseloco":
-        # These are the default options of `SparseLoCo`.
+        # The numbers are the default options of `SparseLoCo`.
         return RoundCodec(name, ChunkedTopK(64, 4096, 2, decay=0.95))
     return RoundCodec(name, codec_of(name))

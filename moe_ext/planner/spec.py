@@ -486,7 +486,7 @@ class _Reader:
         """Return F, and True for a gate, from a network's matrices; None for something else."""
         if not shapes or not all(len(s) == 2 and self._dim in s for s in shapes):
             return None
-        # One matrix may hold both gate and up, so the matrices are judged by their total size.
+        # A single matrix may hold gate and up, so the matrices are judged by their total size.
         width = min(math.prod(shape) // self._dim for shape in shapes)
         share = sum(map(math.prod, shapes)) / max(1, self._dim * width)
         gated = share > 2.5

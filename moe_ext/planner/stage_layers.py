@@ -411,7 +411,7 @@ class _Chain:
         none = (0,) * len(self._kinds)
         alone: list[_Option] = [(s, kind, none) for s, each in enumerate(kinds) for kind in each]
         even = self._even()
-        # One call costs both lists, because its time hardly depends on the number of rows.
+        # `alone` and `even` share a call, because its time hardly depends on the number of rows.
         costs = self._costed(alone + even)
         spent, _, all_fit = (column[len(alone) :] for column in costs)
         # No stage of the best division takes longer than this bound: M times its slowest stage is
