@@ -25,7 +25,8 @@ from moe_ext.distributed.state_dict import SavesByParameter, take_states
 _KNOWN_BACKENDS = ("nccl", "gloo", "mpi", "hccl", "compressed")
 # Arguments of DeepSpeed's optimizers that are options of parameter groups.
 _OF_GROUPS = ("lr", "bias_correction", "betas", "eps", "weight_decay", "max_grad_norm")
-# Options that change the implementation of a step or the format of a state, but not its result.
+# Options for the computation of a step or the form of a state. An optimizer that lacks such an
+# option ignores it instead of refusing it.
 _HOW = {"foreach", "fused", "capturable", "per_expert", "float32_state"}
 # Values that are accepted for an option which an optimizer lacks, because the optimizer always
 # behaves so. Any other option that it lacks must be off.
@@ -36,7 +37,7 @@ _own_options: set[str] = set()
 
 @contextlib.contextmanager
 def _hooks(optimizer: Optimizer, kind: str) -> Iterator[list[dict[int, Callable[..., Any]]]]:
-    """Take the pre- and post-hooks of a method away, so that torch does not run them inside."""
+    """Yield the pre- and post-hooks of a method, which torch does not run inside the context."""
     names = [f"_optimizer_{kind}_{when}_hooks" for when in ("pre", "post")]
     found = [vars(optimizer)[name] for name in names]
     vars(optimizer).update({name: OrderedDict() for name in names})

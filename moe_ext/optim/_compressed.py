@@ -299,7 +299,7 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
         """Add the compression errors of all ranks to the moments by a dense all-reduce; collective.
 
         Afterwards ranks are synchronised and all errors are zero, so the state is the same on every
-        rank. Saved now, it can be loaded by any number of ranks.
+        rank. A state that is saved now can be loaded by any number of ranks.
 
         Raises:
             RankFailureError: a rank died or did not answer.
@@ -366,7 +366,8 @@ class CompressedOptimizer(CheckedOptimizer, ABC):
         """Return the state of this rank, in torch's form, with this rank's compression errors.
 
         ``state[i]["worker_error"]`` is the error of parameter i; ``compression`` holds the errors
-        of this rank's shard. Saved on every rank, it continues a run of as many ranks bit for bit.
+        of this rank's shard. If every rank saves its state, a run of as many ranks can continue bit
+        for bit.
         """
         found = super().state_dict()
         found["state"] = {index: dict(state) for index, state in found["state"].items()}

@@ -313,7 +313,7 @@ class CompressedMean:
 
 
 def reduce_all(means: Sequence[CompressedMean], operation: str) -> None:
-    """Reduce all means; on an error, no errors of any of them have changed."""
+    """Reduce all means. If one raises, the compression errors of all stay unchanged."""
     with committing(*(mean.memory for mean in means)):
         for mean in means:
             mean.reduce(operation)

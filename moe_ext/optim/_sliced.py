@@ -50,7 +50,7 @@ class SlicedOptimizer(CheckedOptimizer, ABC):
         """Continue from a state. Parameters are matched by name if both sides have names.
 
         Moments are cast to the dtype that this optimizer's ``float32_state`` demands. Options that
-        the state lacks, such as a state of torch's optimizer, keep their values.
+        the state lacks, for example because torch's optimizer saved it, keep their values.
 
         Raises:
             ValueError: the state is of parameters with other names or sizes, or has options that

@@ -436,8 +436,8 @@ def apply_plan(plan: Plan, model: nn.Module) -> Applied:
         )
     codec, state = choice.get("gradients", "none"), None
     if codec != "none":
-        # With the default policy of embeddings only touched rows are sent. The plan was costed for
-        # all rows, which are the same number of bytes in each step.
+        # By default only touched rows of embeddings are sent. With None all rows are sent, which
+        # are the same number of bytes in each step, as the plan assumes.
         policy = Policy(str(codec), embedding=None)
         state = CompressionState(group=mesh.stage_group, model=model, policy=policy)
     return Applied(model, mesh, plan, pipeline, state)

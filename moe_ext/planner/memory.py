@@ -268,8 +268,8 @@ class StepMemory(CostPart):
         m, size, tokens = self.model, self.job.itemsize, self.sizes.tokens(c)
         rows, shards = self._rows(c)
         ffn_dim = m.ffn_dim / shards
-        # With "reduced", experts weigh their rows before sending them back. Otherwise all returned
-        # rows are kept for the gradient of the weights.
+        # With "reduced", rows are weighed on the ranks of the experts. Otherwise the returned rows
+        # are weighed here, and are kept for the backward pass.
         back = torch.where(c["combine"] == COMBINES.index("reduced"), rows, m.top_k * shards)
         up = 1 + m.gated_experts
         moe = rows * ((m.model_dim + (up + 1) * ffn_dim) * size + 28)
